@@ -1,0 +1,53 @@
+"""Drafters: what the history suggests that the target will sample next. NumPy and numba only."""
+
+from __future__ import annotations
+
+if __name__ != "rollout_spec.drafters":
+    raise ImportError("import this package as rollout_spec.drafters: a second identity would have caches of its own")
+
+from typing import TYPE_CHECKING, Any
+
+from rollout_spec.imports import import_object
+
+if TYPE_CHECKING:
+    from rollout_spec.drafters.base import Drafter
+
+DRAFTERS = {
+    "mixture": ("problem", "shared", "own"),
+    "suffix": ("problem", "shared"),
+    "ngram": ("own",),
+}
+"""Sources of the history drafter by the name of the combination."""
+
+
+def find_drafter(name: str) -> tuple[Any, dict[str, Any]]:
+    """The class behind a drafter's name, and the options that the name implies.
+
+    Raises:
+        ValueError: no such drafter, or the path does not import.
+    """
+    if name in DRAFTERS:
+        from rollout_spec.drafters.mixture import HistoryDrafter
+
+        return HistoryDrafter, {"sources": DRAFTERS[name]}
+    if "." in name:
+        return import_object(name, "drafter"), {}
+    raise ValueError(f"unknown drafter {name!r}: use one of {sorted(DRAFTERS)} or the dotted path of a class")
+
+
+def build_drafter(name: str, **options: Any) -> Drafter:
+    """Make a drafter.
+
+    Args:
+        name: One of `DRAFTERS`, or the dotted path of a class that implements `rollout_spec.drafters.base.Drafter`.
+        **options: Passed to the class; for the built-in ones see `rollout_spec.drafters.mixture.HistoryDrafter`.
+
+    Raises:
+        ValueError: no such drafter, the path does not import, or an option is unknown or out of range.
+    """
+    factory, implied = find_drafter(name)
+    try:
+        drafter: Drafter = factory(**{**implied, **options})
+    except TypeError as error:
+        raise ValueError(f"drafter {name!r} does not take these options: {error}") from error
+    return drafter

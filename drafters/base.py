@@ -1,0 +1,85 @@
+"""The contract between drafters and whoever runs them: the engine's plugin, `decode_step`, a replay.
+
+A request lives through `start_request`, then rounds of `propose`, `observe`, `extend` (in this order; the last two may
+be left out where nothing was drafted), then `stop_request`. Drafters decide nothing by wall-clock time, threads or
+unseeded randomness: the same calls give the same drafts, which tensor-parallel ranks rely on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.types import Draft, Int32Array
+
+Tokens: TypeAlias = "Sequence[int] | NDArray[np.integer]"
+
+
+class Drafter(Protocol):
+    """Proposes continuations of live requests from what it has seen."""
+
+    def start_request(
+        self, req_id: str, prompt_token_ids: Tokens, *, problem_id: int | None = None, seed: int | None = None
+    ) -> None:
+        """Begin a request.
+
+        Args:
+            req_id: Unique among live requests.
+            prompt_token_ids: The whole prompt. Empty is allowed; such a request has no problem of its own.
+            problem_id: Requests with the same id share history. None: the hash of the prompt.
+            seed: The request's dice (see `rollout_spec.noise`). None: no dice, as for greedy requests and replays;
+                the drafter then proposes what is most probable.
+
+        Raises:
+            ValueError: `req_id` is live already, or a token is negative.
+        """
+
+    def extend(self, req_id: str, new_token_ids: Tokens) -> None:
+        """Append committed tokens, prompt excluded. Siblings see them from the next `propose` on.
+
+        Raises:
+            ValueError: `req_id` is not live, or a token is negative.
+        """
+
+    def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
+        """Draft for each request, at most `max_tokens[i]` tokens (int32 [len(req_ids)]). May return empty drafts.
+
+        Raises:
+            ValueError: a request is not live, or shapes differ.
+        """
+
+    def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
+        """Learn the outcome of the last `propose`.
+
+        Args:
+            target_token_ids: Per request, what the target sampled at the drafted positions, num_accepted + 1 to
+                len(draft) + 1 tokens: accepted drafts, the recovered or bonus token, and where the verifier knows
+                them the tokens after the first difference.
+            num_accepted: int32 [len(req_ids)].
+
+        Raises:
+            ValueError: a request is not live, or shapes differ.
+        """
+
+    def stop_request(self, req_id: str, *, keep: bool = True) -> None:
+        """End a request. `keep`: its rollout enters the history; otherwise every trace of it leaves the index.
+
+        Raises:
+            ValueError: `req_id` is not live.
+        """
+
+    def begin_policy_version(self, version: int) -> None:
+        """Announce that requests started from now on are sampled by a new policy.
+
+        Raises:
+            ValueError: `version` is lower than the present one.
+        """
+
+    def memory_bytes(self) -> int:
+        """Bytes held by the index and its buffers."""
+
+    def check_integrity(self) -> None:
+        """Check internal invariants; for tests. Raises AssertionError."""

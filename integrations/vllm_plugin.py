@@ -1,0 +1,267 @@
+"""What vLLM loads through its entry point, in every process: hooks that act only for engines that ask for us.
+
+An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our proposer in its `speculative_config`
+(`rollout_spec.engine_kwargs()` gives both). For such engines the hooks
+
+- check configuration and versions in the front end, before anything is generated;
+- give every request without a seed one of its own, which then travels with it through preemption and to all ranks;
+- allow min-p under speculation, which our verifier handles and vLLM's does not;
+- keep vLLM's V1 model runner, the one that the custom proposer and our verifier work with;
+- bind `rollout_spec.integrations.vllm_v1.RunnerAdapter` to the runner, in the worker.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import wrapt
+
+from rollout_spec.config import CONFIG_KEY, PROPOSER_PATH, RolloutSpecConfig
+from rollout_spec.drafters import find_drafter
+from rollout_spec.noise import derive_seed
+
+OLDEST_VERSION, NEWEST_VERSION = (0, 26), (0, 32)
+"""vLLM versions whose interfaces were read or run; newer ones warn, older ones are refused."""
+
+
+def register() -> None:
+    """Install the hooks as vLLM's modules are imported. Idempotent; called by vLLM in each of its processes."""
+    global _registered
+    if _registered:
+        return
+    _registered = True
+    for module, hook in (
+        ("vllm.config.vllm", _hook_config),
+        ("vllm.sampling_params", _hook_sampling_params),
+        ("vllm.v1.engine.input_processor", _hook_input_processor),
+        ("vllm.v1.worker.gpu_model_runner", _hook_runner),
+        ("vllm.v1.worker.worker_base", _hook_worker),
+    ):
+        wrapt.register_post_import_hook(hook, module)
+
+
+_registered = False
+
+
+def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
+    """The settings that an engine asks for, or None when it does not ask for us.
+
+    Raises:
+        ValueError, TypeError: an unknown key or a bad value, or `speculation` and `num_speculative_tokens` disagree
+            with the engine's `speculative_config`.
+    """
+    additional = getattr(vllm_config, "additional_config", None)
+    values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
+    speculative = vllm_config.speculative_config
+    proposes = _is_ours(speculative)
+    if values is None:
+        if not proposes:
+            return None
+        return RolloutSpecConfig(num_speculative_tokens=speculative.num_speculative_tokens)
+    config = RolloutSpecConfig.from_dict(values)
+    if not config.speculation:
+        if speculative is not None:
+            raise ValueError("speculation=False, but the engine has a speculative_config: remove one of them")
+        return config
+    if speculative is None:
+        raise ValueError(
+            f"additional_config[{CONFIG_KEY!r}] asks for speculation, but speculative_config is missing: "
+            "pass both, as rollout_spec.engine_kwargs() does"
+        )
+    if not proposes:
+        raise ValueError(
+            f"speculative_config uses {speculative.method!r} and additional_config asks for {CONFIG_KEY}: "
+            "two drafters cannot serve one engine, remove one of them"
+        )
+    if speculative.num_speculative_tokens != config.num_speculative_tokens:
+        raise ValueError(
+            f"num_speculative_tokens is {speculative.num_speculative_tokens} in speculative_config and "
+            f"{config.num_speculative_tokens} in additional_config[{CONFIG_KEY!r}]: make them equal"
+        )
+    return config
+
+
+def check_version(version_tuple: tuple[Any, ...], version: str) -> None:
+    """Warn about untested versions of vLLM.
+
+    Raises:
+        RuntimeError: the version is too old.
+    """
+    release = tuple(int(part) for part in version_tuple[:2])
+    if release == (0, 0):  # an editable install without a version
+        return
+    if release < OLDEST_VERSION:
+        raise RuntimeError(
+            f"rollout_spec needs vLLM {'.'.join(map(str, OLDEST_VERSION))} or newer and found {version}: "
+            "pip install --upgrade 'rollout-spec[vllm]'"
+        )
+    if release > NEWEST_VERSION:
+        warnings.warn(
+            f"rollout_spec was tested with vLLM up to {'.'.join(map(str, NEWEST_VERSION))} and found {version}; "
+            "run `rollout-spec doctor` before relying on it",
+            stacklevel=2,
+        )
+
+
+def _is_ours(speculative_config: Any) -> bool:
+    return speculative_config is not None and speculative_config.model == PROPOSER_PATH
+
+
+def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replace `owner.name` by make(original).
+
+    Raises:
+        RuntimeError: this vLLM has no such attribute.
+    """
+    original = getattr(owner, name, None)
+    if original is None:
+        raise RuntimeError(
+            f"rollout_spec cannot work with this version of vLLM: {owner.__name__}.{name} is missing. "
+            f"Install a version between {OLDEST_VERSION} and {NEWEST_VERSION}, or uninstall rollout-spec."
+        )
+    setattr(owner, name, functools.wraps(original)(make(original)))
+
+
+def _hook_config(module: Any) -> None:
+    def make(original: Any) -> Any:
+        def unsupported(self: Any) -> list[str]:
+            asks = config_of(self) is not None
+            return [*original(self), *(["the rollout_spec plugin"] if asks else [])]
+
+        return unsupported
+
+    _wrap(module.VllmConfig, "_get_v2_model_runner_unsupported_features", make)
+
+
+def _hook_sampling_params(module: Any) -> None:
+    def make(original: Any) -> Any:
+        def validate(self: Any, speculative_config: Any) -> None:
+            if not _is_ours(speculative_config) or not self.min_p:
+                original(self, speculative_config)
+                return
+            from rollout_spec.integrations.vllm_v1 import uncovered_parameters
+
+            if reasons := uncovered_parameters(self):
+                raise ValueError(
+                    f"min_p cannot be combined with {', '.join(reasons)} under speculation: vLLM's own sampler "
+                    "handles those and ignores min_p. Remove one of them."
+                )
+
+        return validate
+
+    _wrap(module.SamplingParams, "_validate_spec_decode", make)
+
+
+def _hook_input_processor(module: Any) -> None:
+    def make_init(original: Any) -> Any:
+        def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            config = config_of(vllm_config)
+            self._rollout_spec_seeds = None
+            if config is not None:
+                _check_engine(vllm_config, config)
+                self._rollout_spec_seeds = _SeedSource(vllm_config)
+            original(self, vllm_config, *args, **kwargs)
+
+        return init
+
+    def make_process(original: Any) -> Any:
+        def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+            request = original(self, *args, **kwargs)
+            params = request.sampling_params
+            if self._rollout_spec_seeds is not None and params is not None and params.seed is None:
+                params.seed = self._rollout_spec_seeds.next()
+            return request
+
+        return process_inputs
+
+    _wrap(module.InputProcessor, "__init__", make_init)
+    _wrap(module.InputProcessor, "process_inputs", make_process)
+
+
+def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
+    import vllm
+
+    check_version(vllm.__version_tuple__, vllm.__version__)
+    find_drafter(config.drafter)
+    if vllm_config.use_v2_model_runner:
+        raise ValueError(
+            "rollout_spec works with vLLM's V1 model runner: unset VLLM_USE_V2_MODEL_RUNNER or set it to 0"
+        )
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
+
+
+class _SeedSource:
+    """Seeds for requests that come without one.
+
+    Each engine has a random key, so that engines and restarts differ. Under the external launcher every
+    tensor-parallel rank has a front end of its own and all must agree: there the key comes from the engine's seed.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        parallel = vllm_config.parallel_config
+        if parallel.distributed_executor_backend == "external_launcher":
+            self._key = f"{vllm_config.model_config.seed}/{parallel.data_parallel_rank}"
+        else:
+            self._key = os.urandom(16).hex()
+        self._count = 0
+
+    def next(self) -> int:
+        self._count += 1
+        return derive_seed(self._key, self._count)
+
+
+def _hook_runner(module: Any) -> None:
+    def make_init(original: Any) -> Any:
+        def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            self.rollout_spec = None
+            original(self, vllm_config, *args, **kwargs)
+            config = config_of(vllm_config)
+            if config is not None:
+                from rollout_spec.integrations.vllm_v1 import RunnerAdapter
+
+                self.rollout_spec = RunnerAdapter(self, config)
+
+        return init
+
+    def make_sample(original: Any) -> Any:
+        def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+            if self.rollout_spec is None:
+                return original(self, logits, spec_decode_metadata)
+            return self.rollout_spec.sample(
+                logits, spec_decode_metadata, functools.partial(original, self, logits, spec_decode_metadata)
+            )
+
+        return sample
+
+    def make_fits(original: Any) -> Any:
+        def fits(self: Any, common_attn_metadata: Any) -> bool:
+            # Near max_model_len vLLM skips the proposer and verifies K zeros for every request instead.
+            # Ours cuts its drafts there itself.
+            if self.rollout_spec is None:
+                return bool(original(self, common_attn_metadata))
+            return common_attn_metadata is not None
+
+        return fits
+
+    _wrap(module.GPUModelRunner, "__init__", make_init)
+    _wrap(module.GPUModelRunner, "_sample", make_sample)
+    _wrap(module.GPUModelRunner, "_input_fits_in_drafter", make_fits)
+
+
+def _hook_worker(module: Any) -> None:
+    def rollout_spec(self: Any, command: str, *args: Any) -> Any:
+        """Run a command of `RunnerAdapter` on this worker: `llm.collective_rpc("rollout_spec", args=("stats",))`."""
+        adapter = getattr(self.model_runner, "rollout_spec", None)
+        if adapter is None:
+            raise RuntimeError(
+                "this engine runs without rollout_spec: build it with rollout_spec.engine_kwargs(), and check that "
+                "the VLLM_PLUGINS environment variable, if set, contains rollout_spec"
+            )
+        return adapter.command(command, *args)
+
+    module.WorkerBase.rollout_spec = rollout_spec

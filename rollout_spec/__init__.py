@@ -1,0 +1,22 @@
+"""Training-free, lossless speculation for RL rollouts with vLLM and TRL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rollout_spec.config import RolloutSpecConfig, engine_kwargs
+
+if TYPE_CHECKING:
+    from rollout_spec.integrations.trl_hook import RolloutSpecGenerator
+
+__all__ = ["RolloutSpecConfig", "RolloutSpecGenerator", "__version__", "engine_kwargs"]
+__version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> Any:
+    # The trainer hook needs transformers; everything else must import without it.
+    if name == "RolloutSpecGenerator":
+        from rollout_spec.integrations.trl_hook import RolloutSpecGenerator
+
+        return RolloutSpecGenerator
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

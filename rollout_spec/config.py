@@ -1,0 +1,110 @@
+"""What a user can set."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, get_args
+
+MAX_SPECULATIVE_TOKENS = 128
+"""vLLM's own limit on draft tokens per request and step (`MAX_SPEC_LEN` of its rejection sampler)."""
+
+CONFIG_KEY = "rollout_spec"
+"""Our key in vLLM's `additional_config`."""
+PROPOSER_PATH = "rollout_spec.integrations.vllm_v1.RolloutSpecProposer"
+"""What vLLM's `speculative_config` names as its custom proposer."""
+
+VerifyMethod = Literal["sample", "rejection"]
+
+
+@dataclass(frozen=True)
+class RolloutSpecConfig:
+    """Settings of the drafter and the verifier of one engine.
+
+    Attributes:
+        num_speculative_tokens: K, the most tokens drafted per request and step.
+        drafter: `"mixture"`, `"suffix"`, `"ngram"`, or the dotted path of a class that implements
+            `rollout_spec.drafters.base.Drafter`.
+        drafter_options: Keyword arguments of the drafter; for the built-in ones see
+            `rollout_spec.drafters.mixture.HistoryDrafter`.
+        verify: `"sample"` compares drafts with the target's own sample under the request's dice, so that output does
+            not depend on drafts. `"rejection"` is the ratio test with residual sampling; the same distribution, other
+            tokens.
+        speculation: False gives an engine that drafts nothing but rolls the same dice: what speculation is compared
+            with.
+
+    Raises:
+        ValueError, TypeError: a value is out of range or of the wrong type.
+    """
+
+    num_speculative_tokens: int = 8
+    drafter: str = "mixture"
+    drafter_options: Mapping[str, Any] = field(default_factory=dict)
+    verify: VerifyMethod = "sample"
+    speculation: bool = True
+
+    def __post_init__(self) -> None:
+        k = self.num_speculative_tokens
+        if not isinstance(k, int) or isinstance(k, bool):
+            raise TypeError(f"num_speculative_tokens must be an int, got {k!r}")
+        if not 1 <= k <= MAX_SPECULATIVE_TOKENS:
+            raise ValueError(
+                f"num_speculative_tokens must be between 1 and {MAX_SPECULATIVE_TOKENS} (vLLM's limit), got {k}; "
+                "to switch speculation off use speculation=False"
+            )
+        if not isinstance(self.drafter, str):
+            raise TypeError(f"drafter must be a name or a dotted path, got {self.drafter!r}")
+        if not isinstance(self.drafter_options, Mapping):
+            raise TypeError(f"drafter_options must be a mapping, got {self.drafter_options!r}")
+        if self.verify not in get_args(VerifyMethod):
+            raise ValueError(f"verify must be one of {get_args(VerifyMethod)}, got {self.verify!r}")
+        if not isinstance(self.speculation, bool):
+            raise TypeError(f"speculation must be a bool, got {self.speculation!r}")
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> RolloutSpecConfig:
+        """Build from plain data, as found in `additional_config["rollout_spec"]`.
+
+        Raises:
+            ValueError: a key is unknown (the message names the nearest known one), or a value is out of range.
+            TypeError: a value has the wrong type.
+        """
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"; did you mean {near[0]!r}?" if near else ""
+                raise ValueError(f"unknown rollout_spec config key {key!r}{hint} Known keys: {', '.join(known)}")
+        return cls(**values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data that `from_dict` reads back and JSON can hold."""
+        return {**dataclasses.asdict(self), "drafter_options": dict(self.drafter_options)}
+
+    def engine_kwargs(self) -> dict[str, Any]:
+        """Keyword arguments for `vllm.LLM` or `AsyncEngineArgs`.
+
+        `vllm serve` takes the same as JSON: `--additional-config` and `--speculative-config`.
+        """
+        kwargs: dict[str, Any] = {"additional_config": {CONFIG_KEY: self.to_dict()}}
+        if self.speculation:
+            kwargs["speculative_config"] = {
+                "method": "custom_class",
+                "model": PROPOSER_PATH,
+                "num_speculative_tokens": self.num_speculative_tokens,
+            }
+        return kwargs
+
+
+def engine_kwargs(**options: Any) -> dict[str, Any]:
+    """Keyword arguments that bring speculation into a vLLM engine: `LLM(model, **engine_kwargs())`.
+
+    Args:
+        **options: Fields of `RolloutSpecConfig`.
+
+    Raises:
+        ValueError, TypeError: as `RolloutSpecConfig.from_dict`.
+    """
+    return RolloutSpecConfig.from_dict(options).engine_kwargs()

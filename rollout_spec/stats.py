@@ -1,0 +1,81 @@
+"""Counters of one engine's speculation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """What happened since the engine started. All fields only grow.
+
+    Attributes:
+        steps: Engine steps in which our verifier sampled.
+        request_steps: Requests summed over those steps.
+        num_drafts: Request-steps with at least one drafted token.
+        draft_tokens, accepted_tokens: Verified and accepted drafted tokens.
+        accepted_per_position: Accepted tokens by position in the draft.
+        emitted_tokens: Tokens sampled, accepted ones included.
+        fallback_rows: Request-steps handed to vLLM's own sampler, which rolls other dice.
+        drafter_errors: Exceptions that the drafter raised; the first one switches it off.
+        draft_seconds, verify_seconds: Host time in the drafter and in the verifier.
+    """
+
+    steps: int = 0
+    request_steps: int = 0
+    num_drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    emitted_tokens: int = 0
+    fallback_rows: int = 0
+    drafter_errors: int = 0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    accepted_per_position: list[int] = field(default_factory=list)
+
+    @property
+    def rejected_tokens(self) -> int:
+        """Drafted tokens that were verified and not accepted."""
+        return self.draft_tokens - self.accepted_tokens
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted tokens; 0 when nothing was drafted."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted tokens / drafts: tokens per draft, the recovered or bonus token included."""
+        return 1 + self.accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Emitted tokens per request-step, steps without a draft included."""
+        return self.emitted_tokens / self.request_steps if self.request_steps else 0.0
+
+    def record(self, num_draft_tokens: list[int], num_accepted: list[int]) -> None:
+        """Count one step's outcome, one entry per request that our verifier sampled."""
+        self.steps += 1
+        self.request_steps += len(num_draft_tokens)
+        self.draft_tokens += sum(num_draft_tokens)
+        self.num_drafts += sum(n > 0 for n in num_draft_tokens)
+        self.accepted_tokens += sum(num_accepted)
+        self.emitted_tokens += sum(num_accepted) + len(num_accepted)
+        longest = max(num_accepted, default=0)
+        self.accepted_per_position += [0] * (longest - len(self.accepted_per_position))
+        for accepted in num_accepted:
+            for position in range(accepted):
+                self.accepted_per_position[position] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counters and derived rates as plain data."""
+        counters = {name: getattr(self, name) for name in self.__slots__}
+        return {
+            **counters,
+            "accepted_per_position": list(self.accepted_per_position),
+            "rejected_tokens": self.rejected_tokens,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "tokens_per_step": self.tokens_per_step,
+        }

@@ -1,0 +1,70 @@
+"""The few values that drafters, verifiers and the engine pass to each other.
+
+Arrays are NumPy in drafters and references, torch tensors in the engine's verifier; shapes and meanings are
+the same. B is the number of requests, D the number of drafted tokens of all requests, N = D + B the number of
+logits rows: each request's rows are its drafts' positions in order, then the bonus position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+PLACEHOLDER_TOKEN_ID = -1
+"""Pads `VerifyResult.output_token_ids` after a request's last emitted token, as in vLLM."""
+
+Int32Array = NDArray[np.int32]
+Float32Array = NDArray[np.float32]
+
+
+class Draft(NamedTuple):
+    """What a drafter proposes for one request. Both arrays have the same length, 0 when nothing is proposed."""
+
+    token_ids: Int32Array
+    """int32 [n]: the proposed continuation."""
+    confidence: Float32Array
+    """float32 [n]: estimated probability that the target reaches and accepts slot i; never increases with i."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """How each request of a batch is sampled. One entry per request, not per logits row.
+
+    Attributes:
+        temperature: float32 [B]; 0 means greedy.
+        seeds: int64 [B], the request's dice. Ignored for greedy requests.
+        positions: int64 [B], input position of the request's first logits row: the index, in prompt plus output,
+            of the token that was fed in to produce it. Row j of the request has position `positions + j`.
+        top_k: int32 [B] or None; values < 1 or >= the vocabulary size keep every token.
+        top_p: float32 [B] or None; 1 keeps every token.
+        min_p: float32 [B] or None; 0 keeps every token.
+    """
+
+    temperature: Any
+    seeds: Any
+    positions: Any
+    top_k: Any = None
+    top_p: Any = None
+    min_p: Any = None
+
+
+class VerifyResult(NamedTuple):
+    """Outcome of one verification. S is the longest draft of the batch."""
+
+    output_token_ids: Any
+    """int32 [B, S + 1]: accepted drafts, then the recovered or bonus token, then PLACEHOLDER_TOKEN_ID."""
+    num_accepted: Any
+    """int32 [B]: accepted drafts of each request."""
+    target_token_ids: Any
+    """int64 [N]: the target's own token at every row, also after the first difference (sample-and-compare);
+    PLACEHOLDER_TOKEN_ID at rows that rejection sampling did not draw."""
+    logprobs: Any
+    """float32 [N] or None: log-probability of `target_token_ids` at its row (meaningless where that is a
+    placeholder), raw or processed as asked for."""
+    ranks: Any
+    """int64 [N] or None: 1 + number of tokens that are more probable, as vLLM counts ranks."""
+    num_invalid_rows: Any
+    """int64 scalar: rows with no sample because a logit was NaN or +inf, or all were -inf."""
