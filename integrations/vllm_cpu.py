@@ -5,12 +5,17 @@ its output unless that is int64, so temperature, top-k and top-p of a speculativ
 sampling is lossy (https://github.com/vllm-project/vllm/issues/55005). Our verifier does not use it; rows handed to
 vLLM's own sampler do.
 
+`survive_lazy_modules`: when vLLM registers its CPU kernels it looks at `vars()` of every object in every imported
+module and expects a dict; llvmlite's library handle, there as soon as numba is imported, returns something else, and
+the engine does not start.
+
 `plain_weights`: on CPUs vLLM repacks linear weights and drops the originals, so `load_weights` fails, and with it
 every trainer's weight synchronisation.
 """
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -45,6 +50,16 @@ def repair_speculation() -> bool:
 
     rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
     return True
+
+
+def survive_lazy_modules(dispatcher: Any) -> None:
+    """Make the kernel registration of `vllm.triton_utils.dispatcher` pass over objects without a plain `__dict__`."""
+
+    def instance_dict(value: Any) -> dict[str, Any]:
+        attributes = builtins.vars(value)
+        return attributes if hasattr(attributes, "get") else {}
+
+    dispatcher.vars = instance_dict  # shadows the builtin in that module only
 
 
 @contextmanager

@@ -21,8 +21,6 @@ from typing import Any
 import wrapt
 
 from rollout_spec.config import CONFIG_KEY, PROPOSER_PATH, RolloutSpecConfig
-from rollout_spec.drafters import find_drafter
-from rollout_spec.noise import derive_seed
 
 OLDEST_VERSION, NEWEST_VERSION = (0, 26), (0, 32)
 """vLLM versions whose interfaces were read or run; newer ones warn, older ones are refused."""
@@ -35,6 +33,7 @@ def register() -> None:
         return
     _registered = True
     for module, hook in (
+        ("vllm.triton_utils.dispatcher", _hook_dispatcher),
         ("vllm.config.vllm", _hook_config),
         ("vllm.sampling_params", _hook_sampling_params),
         ("vllm.v1.engine.input_processor", _hook_input_processor),
@@ -126,6 +125,12 @@ def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     setattr(owner, name, functools.wraps(original)(make(original)))
 
 
+def _hook_dispatcher(module: Any) -> None:
+    from rollout_spec.integrations.vllm_cpu import survive_lazy_modules
+
+    survive_lazy_modules(module)
+
+
 def _hook_config(module: Any) -> None:
     def make(original: Any) -> Any:
         def unsupported(self: Any) -> list[str]:
@@ -185,6 +190,8 @@ def _hook_input_processor(module: Any) -> None:
 def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
     import vllm
 
+    from rollout_spec.drafters import find_drafter
+
     check_version(vllm.__version_tuple__, vllm.__version__)
     find_drafter(config.drafter)
     if vllm_config.use_v2_model_runner:
@@ -211,6 +218,8 @@ class _SeedSource:
         self._count = 0
 
     def next(self) -> int:
+        from rollout_spec.noise import derive_seed  # brings numba, which only engines that ask for us need
+
         self._count += 1
         return derive_seed(self._key, self._count)
 

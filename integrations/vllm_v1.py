@@ -18,11 +18,12 @@ import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.drafters import build_drafter
+from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.integrations import vllm_cpu
+from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.noise import derive_seed
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows, VerifyResult
+from rollout_spec.types import SamplingRows, VerifyResult
 from rollout_spec.verify.api import verify
 from rollout_spec.verify.vectorised import logprobs_matrix
 
@@ -61,6 +62,14 @@ def problem_id_of(state: Any) -> int | None:
     return derive_seed(prompt, adapter, *(str(feature.identifier) for feature in state.mm_features or ()))
 
 
+def _is_last(token_id: int, num_output_tokens: int, params: Any) -> bool:
+    """Whether the scheduler ends a request here. Stop strings are the front end's affair."""
+    if num_output_tokens >= params.max_tokens:
+        return True
+    stops = token_id == params.eos_token_id or token_id in (params.stop_token_ids or ())
+    return stops and num_output_tokens >= params.min_tokens
+
+
 def trim_at_end(token_ids: Sequence[int], num_before: int, params: Any) -> list[int]:
     """Cut newly sampled tokens where the scheduler will: a step can sample past the end of a request.
 
@@ -68,13 +77,10 @@ def trim_at_end(token_ids: Sequence[int], num_before: int, params: Any) -> list[
         token_ids: New output tokens.
         num_before: Output tokens before them.
     """
-    stops = {params.eos_token_id, *(params.stop_token_ids or ())}
-    kept: list[int] = []
-    for token in token_ids[: max(0, params.max_tokens - num_before)]:
-        kept.append(int(token))
-        if token in stops and num_before + len(kept) > params.min_tokens:
-            break
-    return kept
+    for i, token in enumerate(token_ids):
+        if _is_last(token, num_before + i + 1, params):
+            return list(token_ids[: i + 1])
+    return list(token_ids)
 
 
 class _Batch(NamedTuple):
@@ -88,9 +94,10 @@ class _Batch(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """A verification that the drafter has not heard of yet."""
+    """A verification that has not been counted yet: reading it would have made the engine wait for the device."""
 
     req_ids: list[str]
+    rows: list[int]  # of the requests that we sampled and whose tokens count
     num_draft_tokens: list[int]
     result: VerifyResult
 
@@ -106,7 +113,7 @@ class RunnerAdapter:
         self._runner = runner
         self._config = config
         self._batch: _Batch | None = None
-        self._invalid_rows: torch.Tensor | None = None
+        self._outcome: _Outcome | None = None
         self._own_logits_processors = bool(runner.model_config.logits_processors)
         self.stats = SpeculationStats()
         self.proposer: RolloutSpecProposer | None = getattr(runner, "drafter", None)
@@ -124,6 +131,7 @@ class RunnerAdapter:
             ValueError: the name is unknown, or the engine was built without speculation.
         """
         if name == "stats":
+            self._settle()
             memory = self.proposer.memory_bytes() if self.proposer is not None else 0
             return {**self.stats.to_dict(), "drafter_bytes": memory}
         if name not in ("set_enabled", "begin_policy_version"):
@@ -149,48 +157,90 @@ class RunnerAdapter:
         batch = self._describe_batch()
         sampling = self._runner.input_batch.sampling_metadata
         if not batch.covered_rows or not self._covers_logprobs(sampling):
-            self.stats.fall_back(len(batch.req_ids))
+            self.stats.fallback_rows += len(batch.req_ids)
             return fall_back()
+        if self._runner.use_async_scheduling:
+            self._settle()
         num_draft_tokens = metadata.num_draft_tokens if metadata is not None else [0] * len(batch.req_ids)
-        result = self._verify(logits, metadata, sampling, batch)
-        output = self._to_vllm(logits, metadata, sampling, batch, result, max(num_draft_tokens))
+        drafted, cu_num_draft_tokens, rows = self._inputs(metadata, sampling, batch)
+        result = verify(
+            logits,
+            drafted,
+            cu_num_draft_tokens,
+            rows,
+            method=self._config.verify,
+            logprobs_mode=self._logprobs_mode if sampling.max_num_logprobs is not None else None,
+            max_draft_tokens=max(num_draft_tokens),
+        )
+        discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
+        counted = [row for row in batch.covered_rows if not discarded[row]]
+        self._outcome = _Outcome(batch.req_ids, counted, num_draft_tokens, result)
+        if not self._runner.use_async_scheduling:
+            self._settle()
+        tensors = None
+        if sampling.max_num_logprobs is not None:
+            tokens = result.target_token_ids.clamp(min=0)
+            if sampling.max_num_logprobs == 0:
+                tensors = LogprobsTensors(tokens[:, None].int(), result.logprobs[:, None], result.ranks)
+            else:
+                matrix = logprobs_matrix(logits, rows, cu_num_draft_tokens, self._logprobs_mode)
+                tensors = self._runner.sampler.gather_logprobs(matrix, sampling.max_num_logprobs, tokens)
+            if metadata is not None:
+                tensors = _pad_rows(tensors, metadata, len(batch.req_ids))
+        output = SamplerOutput(sampled_token_ids=result.output_token_ids, logprobs_tensors=tensors)
         if batch.uncovered is not None:
-            self.stats.fall_back(len(batch.req_ids) - len(batch.covered_rows))
+            self.stats.fallback_rows += len(batch.req_ids) - len(batch.covered_rows)
             output = _choose_rows(batch.uncovered, fall_back(), output)
-        if self.proposer is not None:
-            covered = batch.covered_rows
-            self.proposer.outcome = _Outcome(
-                [batch.req_ids[i] for i in covered], [num_draft_tokens[i] for i in covered], _select(result, covered)
-            )
-        self._check_rows(result)
         self.stats.verify_seconds += time.perf_counter() - started
         return output
 
-    def _verify(self, logits: torch.Tensor, metadata: Any, sampling: Any, batch: _Batch) -> VerifyResult:
-        size, device = len(batch.req_ids), logits.device
+    def _settle(self) -> None:
+        """Count the last verification and keep it for the drafter.
+
+        Raises:
+            FloatingPointError: a row had no sample.
+        """
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            return
+        if num_invalid := int(outcome.result.num_invalid_rows):
+            raise FloatingPointError(
+                f"{num_invalid} rows of logits are NaN, +inf or all -inf, and nothing can be sampled from them: "
+                "check the weights that were last loaded into the engine"
+            )
+        accepted = outcome.result.num_accepted.tolist()
+        self.stats.record([outcome.num_draft_tokens[i] for i in outcome.rows], [accepted[i] for i in outcome.rows])
+        if self.proposer is not None and any(outcome.num_draft_tokens):
+            targets = outcome.result.target_token_ids.tolist()
+            start = 0
+            ours = set(outcome.rows)
+            for row, (req_id, drafted) in enumerate(zip(outcome.req_ids, outcome.num_draft_tokens, strict=True)):
+                if drafted and row in ours:
+                    sampled = [token for token in targets[start : start + drafted + 1] if token >= 0]
+                    self.proposer.outcomes[req_id] = (sampled, accepted[row])
+                start += drafted + 1
+
+    def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingRows]:
+        """Drafted tokens [D], their inclusive counts [B], and how each request is sampled."""
+        size, device = len(batch.req_ids), self._runner.device
         if metadata is None:
             first_row = self._runner.query_start_loc.gpu[1 : size + 1] - 1
             drafted = torch.empty(0, dtype=torch.int32, device=device)
             cu_num_draft_tokens = torch.zeros(size, dtype=torch.int32, device=device)
         else:
-            cu_num_draft_tokens = metadata.cu_num_draft_tokens
+            drafted, cu_num_draft_tokens = metadata.draft_token_ids, metadata.cu_num_draft_tokens
             ends = metadata.cu_num_sampled_tokens.long()
-            starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-            first_row = metadata.logits_indices.long()[starts]
-            drafted = metadata.draft_token_ids
-        temperature = sampling.temperature
-        if sampling.all_greedy or temperature is None:
-            temperature = torch.zeros(size, dtype=torch.float32, device=device)
+            first_row = metadata.logits_indices.long()[torch.cat((ends.new_zeros(1), ends[:-1]))]
+        greedy = sampling.all_greedy or sampling.temperature is None
         rows = SamplingRows(
-            temperature=temperature,
-            seeds=batch.seeds,
+            temperature=torch.zeros(size, device=device) if greedy else sampling.temperature,
+            seeds=None if greedy else batch.seeds,
             positions=self._runner.positions[first_row],
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             min_p=batch.min_p,
         )
-        mode = self._logprobs_mode if sampling.max_num_logprobs is not None else None
-        return verify(logits, drafted, cu_num_draft_tokens, rows, method=self._config.verify, logprobs_mode=mode)
+        return drafted, cu_num_draft_tokens, rows
 
     @property
     def _logprobs_mode(self) -> Any:
@@ -222,41 +272,173 @@ class RunnerAdapter:
         )
         return self._batch
 
-    def _to_vllm(
-        self, logits: torch.Tensor, metadata: Any, sampling: Any, batch: _Batch, result: VerifyResult, longest: int
-    ) -> Any:
-        """Lay the result out as vLLM's samplers do: log-probabilities padded to [B * (longest + 1), ...] rows."""
-        tensors = None
-        if sampling.max_num_logprobs is not None:
-            tokens = result.target_token_ids.clamp(min=0)
-            if sampling.max_num_logprobs == 0:
-                tensors = LogprobsTensors(tokens[:, None].int(), result.logprobs[:, None], result.ranks)
-            else:
-                matrix = logprobs_matrix(logits, self._rows_of(metadata, sampling, batch), self._logprobs_mode)
-                tensors = self._runner.sampler.gather_logprobs(matrix, sampling.max_num_logprobs, tokens)
-            if metadata is not None:
-                tensors = _pad_rows(tensors, metadata, longest)
-        return SamplerOutput(sampled_token_ids=result.output_token_ids, logprobs_tensors=tensors)
 
-    def _check_rows(self, result: VerifyResult) -> None:
-        """Raise on rows without a sample. Asynchronous scheduling must not wait: there the last step's are checked."""
-        count, self._invalid_rows = self._invalid_rows, result.num_invalid_rows
-        if not self._runner.use_async_scheduling:
-            count = self._invalid_rows
-        if count is not None and int(count):
-            raise FloatingPointError(
-                f"{int(count)} rows of logits are NaN, +inf or all -inf, and nothing can be sampled from them: "
-                "check the weights that were last loaded into the engine"
+def _pad_rows(tensors: Any, metadata: Any, num_requests: int) -> Any:
+    """Spread N rows over [B * (longest draft + 1)] rows, where vLLM expects a request's row j at b * width + j."""
+    width = metadata.max_spec_len + 1
+    num_rows = tensors.logprobs.shape[0]
+    ends = metadata.cu_num_sampled_tokens.long()
+    row = torch.arange(num_rows, device=ends.device)
+    request = torch.searchsorted(ends, row, right=True)
+    starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+    at = request * width + row - starts[request]
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        padded = tensor.new_zeros((num_requests * width, *tensor.shape[1:]))
+        padded[at] = tensor
+        return padded
+
+    return LogprobsTensors(*(spread(tensor) for tensor in tensors[:3]))
+
+
+def _choose_rows(mask: torch.Tensor, theirs: Any, ours: Any) -> Any:
+    """Take the requests in `mask` from vLLM's output and the others from ours. Both have the same layout."""
+    tokens = torch.where(mask[:, None], theirs.sampled_token_ids.int(), ours.sampled_token_ids)
+    tensors = ours.logprobs_tensors
+    if tensors is not None:
+        per_row = mask.repeat_interleave(tokens.shape[1])
+        tensors = LogprobsTensors(
+            *(
+                torch.where(per_row.view(-1, *[1] * (a.dim() - 1)), a, b)
+                for a, b in zip(theirs.logprobs_tensors[:3], tensors[:3], strict=True)
             )
-
-
-def _select(result: VerifyResult, rows: list[int]) -> VerifyResult:
-    return result
+        )
+    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=tensors)
 
 
 class RolloutSpecProposer:
     """vLLM's `custom_class` proposer around a `Drafter`. Named by path in `speculative_config`.
 
+    vLLM tells a proposer neither which requests it sees nor when they end. Both are read from the runner: rows map to
+    request ids through its input batch, and a request has ended when the runner has forgotten it (absence from one
+    batch may be preemption).
+
+    Attributes:
+        outcomes: By request, (the target's tokens at the drafted positions, accepted drafts) since the last draft.
+
     Raises:
         ValueError: the configuration is wrong; see `rollout_spec.integrations.vllm_plugin.config_of`.
     """
+
+    def __init__(self, vllm_config: Any) -> None:
+        config = config_of(vllm_config)
+        if config is None or not config.speculation:
+            raise ValueError("this engine does not ask for rollout_spec: use rollout_spec.engine_kwargs()")
+        self._config = config
+        self._max_model_len = int(vllm_config.model_config.max_model_len)
+        options = {"max_draft_tokens": config.num_speculative_tokens} if config.drafter in DRAFTERS else {}
+        self._drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
+        self._enabled = True
+        self._known: dict[str, int] = {}  # tokens of each live request that the drafter has seen
+        self._ended: set[str] = set()  # live requests whose last token has been sampled
+        self._runner: Any = None
+        self._stats = SpeculationStats()
+        self.outcomes: dict[str, tuple[list[int], int]] = {}
+
+    def load_model(self, model: Any) -> None:
+        """Part of vLLM's interface; there is no model."""
+
+    def bind(self, runner: Any, stats: SpeculationStats) -> None:
+        """Give the proposer the runner whose requests it serves, and the counters to add to."""
+        self._runner, self._stats = runner, stats
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Switch drafting and indexing on or off from the next step on."""
+        self._enabled = bool(enabled)
+
+    def begin_policy_version(self, version: int) -> None:
+        """See `Drafter.begin_policy_version`."""
+        self._drafter.begin_policy_version(version)
+
+    def memory_bytes(self) -> int:
+        """Bytes held by the drafter."""
+        return self._drafter.memory_bytes()
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft for the next step.
+
+        Args:
+            sampled_token_ids: Per row, the tokens sampled in this step; empty for rows that are not drafted for.
+            num_tokens_no_spec: int32 [max requests], tokens of each row, sampled ones included.
+            token_ids_cpu: int32 [max requests, max_model_len].
+
+        Returns:
+            Per row, at most num_speculative_tokens drafted tokens.
+        """
+        if self._runner is None:
+            raise RuntimeError(
+                "the rollout_spec plugin is not loaded in this process, so drafts cannot be verified: check that the "
+                "VLLM_PLUGINS environment variable, if set, contains rollout_spec"
+            )
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        if not self._enabled:
+            self.outcomes.clear()
+            return drafts
+        started = time.perf_counter()
+        try:
+            self._draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, drafts)
+        except Exception:  # a drafter may be anybody's, and no fault of its may end a run
+            self._enabled = False
+            self._stats.drafter_errors += 1
+            logger.exception("the drafter raised: speculation is off from here on, sampling goes on unchanged")
+            drafts = [[] for _ in sampled_token_ids]
+        self._stats.draft_seconds += time.perf_counter() - started
+        return drafts
+
+    def _draft(self, sampled: list[list[int]], num_tokens: Any, token_ids: Any, drafts: list[list[int]]) -> None:
+        runner, drafter = self._runner, self._drafter
+        for req_id in [req_id for req_id in self._known if req_id not in runner.requests]:
+            drafter.stop_request(req_id)
+            del self._known[req_id]
+            self._ended.discard(req_id)
+        outcomes = {req_id: o for req_id, o in self.outcomes.items() if req_id in self._known}
+        self.outcomes.clear()
+        if outcomes:
+            drafter.observe(
+                list(outcomes),
+                [targets for targets, _ in outcomes.values()],
+                np.array([accepted for _, accepted in outcomes.values()], np.int32),
+            )
+        rows, req_ids, room = [], [], []
+        for row, tokens in enumerate(sampled):
+            req_id = runner.input_batch.req_ids[row]
+            state = runner.requests[req_id]
+            if not tokens or state.prompt_token_ids is None:  # a prefill chunk, or a prompt of embeddings
+                continue
+            length = int(num_tokens[row])
+            left = self._update(req_id, state, token_ids[row, :length])
+            if left > 1:  # the target's own sample is the last token, and needs no draft
+                rows.append(row)
+                req_ids.append(req_id)
+                room.append(min(self._config.num_speculative_tokens, left - 1, self._max_model_len - length - 1))
+        for row, draft in zip(rows, drafter.propose(req_ids, np.array(room, np.int32)), strict=True):
+            drafts[row] = draft.token_ids.tolist()
+
+    def _update(self, req_id: str, state: Any, token_ids: Any) -> int:
+        """Show the drafter a request's new tokens. Returns how many more may come, 0 when it has ended."""
+        params = state.sampling_params
+        prompt_size = state.num_prompt_tokens
+        if req_id not in self._known:
+            has_dice = params.temperature > 0 and self._config.verify == "sample"
+            self._drafter.start_request(
+                req_id,
+                np.array(state.prompt_token_ids, np.int32),
+                problem_id=problem_id_of(state),
+                seed=params.seed if has_dice else None,
+            )
+            self._known[req_id] = prompt_size
+        known = self._known[req_id]
+        if req_id not in self._ended:
+            new = token_ids[known:].tolist()
+            kept = trim_at_end(new, known - prompt_size, params)
+            self._drafter.extend(req_id, kept)
+            self._known[req_id] = known = known + len(kept)
+            if len(kept) < len(new) or (kept and _is_last(kept[-1], known - prompt_size, params)):
+                self._ended.add(req_id)
+        return 0 if req_id in self._ended else params.max_tokens - (known - prompt_size)

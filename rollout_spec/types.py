@@ -35,7 +35,7 @@ class SamplingRows:
 
     Attributes:
         temperature: float32 [B]; 0 means greedy.
-        seeds: int64 [B], the request's dice. Ignored for greedy requests.
+        seeds: int64 [B], the request's dice. Ignored for greedy requests; None when all are greedy.
         positions: int64 [B], input position of the request's first logits row: the index, in prompt plus output,
             of the token that was fed in to produce it. Row j of the request has position `positions + j`.
         top_k: int32 [B] or None; values < 1 or >= the vocabulary size keep every token.
@@ -65,6 +65,6 @@ class VerifyResult(NamedTuple):
     """float32 [N] or None: log-probability of `target_token_ids` at its row (meaningless where that is a
     placeholder), raw or processed as asked for."""
     ranks: Any
-    """int64 [N] or None: 1 + number of tokens that are more probable, as vLLM counts ranks."""
+    """int64 [N] or None: number of tokens at least as probable, itself included, as vLLM counts ranks."""
     num_invalid_rows: Any
-    """int64 scalar: rows with no sample because a logit was NaN or +inf, or all were -inf."""
+    """Integer scalar: rows with no sample because a logit was NaN or +inf, or all were -inf."""

@@ -1,0 +1,1 @@
+"""Lossless verification of drafts: `reference` is the truth in NumPy, `vectorised` the same in torch."""

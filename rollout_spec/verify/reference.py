@@ -1,0 +1,172 @@
+"""Verification, row by row in NumPy: what every faster implementation must agree with.
+
+Glossary: a *row* is one position's target logits; a request's rows are its drafted positions and then the bonus
+position. *Recovered* is the token emitted at the first difference, *bonus* the one after the last accepted draft.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec import noise
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, Int32Array, SamplingRows, VerifyResult
+
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy, as in vLLM."""
+
+VerifyMethod = Literal["sample", "rejection"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+
+
+class _Row(NamedTuple):
+    """One row's place and sampling parameters."""
+
+    request: int
+    position: int
+    draft: int  # drafted token, PLACEHOLDER_TOKEN_ID at the bonus position
+    draft_index: int  # index into the drafted tokens, -1 at the bonus position
+    temperature: float
+    seed: int
+    top_k: int
+    top_p: float
+    min_p: float
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature < GREEDY_TEMPERATURE
+
+
+def verify(
+    target_logits: Float32Array,
+    draft_token_ids: Int32Array,
+    cu_num_draft_tokens: NDArray[Any],
+    rows: SamplingRows,
+    *,
+    method: VerifyMethod = "sample",
+    draft_probs: Float32Array | None = None,
+    logprobs_mode: LogprobsMode | None = None,
+) -> VerifyResult:
+    """Verify a batch of drafts; the arguments are those of `rollout_spec.verify.api.verify`, as NumPy arrays.
+
+    O(N * V log V).
+    """
+    num_requests = len(cu_num_draft_tokens)
+    num_draft_tokens = np.diff(cu_num_draft_tokens, prepend=0)
+    width = int(num_draft_tokens.max(initial=0)) + 1
+    output = np.full((num_requests, width), PLACEHOLDER_TOKEN_ID, np.int32)
+    num_accepted = np.zeros(num_requests, np.int32)
+    targets = np.full(len(target_logits), PLACEHOLDER_TOKEN_ID, np.int64)
+    logprobs = np.zeros(len(target_logits), np.float32)
+    ranks = np.ones(len(target_logits), np.int64)
+    num_invalid_rows = 0
+    row = 0
+    for request in range(num_requests):
+        alive = True
+        for j in range(num_draft_tokens[request] + 1):
+            place = _place(request, j, row, int(num_draft_tokens[request]), draft_token_ids, rows)
+            raw = np.asarray(target_logits[row], np.float32)
+            processed = process_row(raw, place)
+            if not _has_distribution(raw):
+                num_invalid_rows += 1
+                token = PLACEHOLDER_TOKEN_ID
+            elif method == "sample":
+                token = sample_row(processed, place)
+            else:
+                probs = None if draft_probs is None else draft_probs[place.draft_index]
+                token = rejection_sample_row(processed, place, probs) if alive else PLACEHOLDER_TOKEN_ID
+            if token != PLACEHOLDER_TOKEN_ID:
+                targets[row] = token
+                scores = log_softmax(processed if logprobs_mode == "processed_logprobs" else raw)
+                logprobs[row], ranks[row] = scores[token], int((scores >= scores[token]).sum())
+            if alive:
+                output[request, j] = token
+                alive = token != PLACEHOLDER_TOKEN_ID and token == place.draft
+                num_accepted[request] += alive
+            row += 1
+    wanted = logprobs_mode is not None
+    return VerifyResult(
+        output, num_accepted, targets, logprobs if wanted else None, ranks if wanted else None, num_invalid_rows
+    )
+
+
+def sample_row(processed: Float32Array, row: _Row) -> int:
+    """The target's own token: argmax of logits plus the request's noise, an exact sample (Gumbel-max)."""
+    if row.greedy:
+        return int(np.argmax(processed))
+    tokens = np.arange(len(processed))
+    return int(np.argmax(processed + noise.gumbel(row.seed, row.position, tokens)))
+
+
+def rejection_sample_row(processed: Float32Array, row: _Row, draft_probs: Float32Array | None) -> int:
+    """Accept the draft with probability min(1, p / q), else sample the residual max(p - q, 0).
+
+    Leviathan et al., arXiv:2211.17192, algorithm 1. `draft_probs` None: q is 1 at the draft. The noise comes from
+    streams that no drafter sees, so drafts may depend on the request's dice.
+    """
+    if row.greedy:
+        return int(np.argmax(processed))
+    p = np.exp(log_softmax(processed).astype(np.float64))
+    weights = p
+    if row.draft != PLACEHOLDER_TOKEN_ID:
+        q = np.eye(len(p))[row.draft] if draft_probs is None else np.asarray(draft_probs, np.float64)
+        u = float(noise.uniform32(row.seed, row.position, 0, noise.DOMAIN_ACCEPT))
+        if p[row.draft] > 0 and u * q[row.draft] <= p[row.draft]:
+            return row.draft
+        residual = np.maximum(p - q, 0)
+        weights = residual if residual.any() else p  # p == q up to rounding: every sample of p is right
+    tokens = np.arange(len(p))
+    with np.errstate(divide="ignore"):
+        return int(np.argmax(np.log(weights) + noise.gumbel(row.seed, row.position, tokens, noise.DOMAIN_RESIDUAL)))
+
+
+def process_row(logits: Float32Array, row: _Row) -> Float32Array:
+    """Temperature, min-p, top-k, top-p, in vLLM's order (`vllm/v1/sample/sampler.py`); removed tokens get -inf.
+
+    A greedy row stays as it is: vLLM resets its other parameters.
+    """
+    if row.greedy or not _has_distribution(logits):
+        return logits
+    x = logits / np.float32(row.temperature)
+    if row.min_p > 0:
+        probs = np.exp(log_softmax(x))
+        x = np.where(probs < row.min_p * probs.max(), -np.inf, x)
+    if 0 < row.top_k < len(x):
+        x = np.where(x < np.sort(x)[-row.top_k], -np.inf, x)  # ties with the k-th stay
+    if row.top_p < 1:
+        ascending = np.argsort(x, kind="stable")
+        cumulative = np.cumsum(np.exp(log_softmax(x))[ascending])
+        removed = ascending[:-1][cumulative[:-1] <= 1 - row.top_p]
+        x[removed] = -np.inf
+    return x.astype(np.float32)
+
+
+def log_softmax(logits: Float32Array) -> Float32Array:
+    """float32 log-probabilities of one row; -inf stays -inf."""
+    x = logits.astype(np.float64) - float(np.max(logits))
+    return np.asarray((x - np.log(np.exp(x).sum())).astype(np.float32))
+
+
+def _has_distribution(logits: Float32Array) -> bool:
+    return bool(np.isfinite(np.max(logits)))  # NaN wins every maximum
+
+
+def _place(request: int, j: int, row: int, num_drafts: int, draft_token_ids: Int32Array, rows: SamplingRows) -> _Row:
+    def value(name: str, default: float) -> Any:
+        values = getattr(rows, name)
+        return default if values is None else values[request]
+
+    draft_index = row - request if j < num_drafts else -1  # each earlier request has one row more than drafts
+    return _Row(
+        request=request,
+        position=int(rows.positions[request]) + j,
+        draft=int(draft_token_ids[draft_index]) if draft_index >= 0 else PLACEHOLDER_TOKEN_ID,
+        draft_index=draft_index,
+        temperature=float(rows.temperature[request]),
+        seed=int(value("seeds", 0)),
+        top_k=int(value("top_k", 0)),
+        top_p=float(value("top_p", 1.0)),
+        min_p=float(value("min_p", 0.0)),
+    )

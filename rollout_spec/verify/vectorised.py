@@ -1,0 +1,194 @@
+"""Verification as torch operations over the whole batch, on any device, without waiting for it.
+
+Same results as `reference`; see there for the words. Shapes: N rows, V tokens, B requests, D drafted tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollout_spec import noise
+from rollout_spec.noise_torch import negative_gumbel, uniform32
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows, VerifyResult
+from rollout_spec.verify.reference import GREEDY_TEMPERATURE, LogprobsMode, VerifyMethod
+
+
+class RowIndex(NamedTuple):
+    """Where each row belongs."""
+
+    request: Tensor  # int64 [N]
+    offset: Tensor  # int64 [N] row's place among its request's rows
+    is_draft: Tensor  # bool [N] False at the bonus position
+
+
+def index_rows(cu_num_draft_tokens: Tensor, num_rows: int) -> RowIndex:
+    """Lay out N = D + B rows: a request's drafts, then its bonus. `cu_num_draft_tokens` is inclusive, integer [B]."""
+    device = cu_num_draft_tokens.device
+    requests = torch.arange(cu_num_draft_tokens.shape[0], device=device)
+    bonus_rows = cu_num_draft_tokens.long() + requests
+    all_rows = torch.arange(num_rows, device=device)
+    # The first bonus row at or after a row is its request's.
+    request = torch.searchsorted(bonus_rows, all_rows)
+    last = bonus_rows[request]
+    previous = torch.where(request > 0, bonus_rows[(request - 1).clamp(min=0)], -1)
+    return RowIndex(request, all_rows - previous - 1, all_rows < last)
+
+
+def verify(
+    target_logits: Tensor,
+    draft_token_ids: Tensor,
+    cu_num_draft_tokens: Tensor,
+    rows: SamplingRows,
+    *,
+    method: VerifyMethod = "sample",
+    draft_probs: Tensor | None = None,
+    logprobs_mode: LogprobsMode | None = None,
+    max_draft_tokens: int | None = None,
+) -> VerifyResult:
+    """See `rollout_spec.verify.api.verify`, which checks the arguments. `target_logits` is not changed."""
+    index = index_rows(cu_num_draft_tokens, target_logits.shape[0])
+    raw = target_logits.float()
+    processed = process(raw, rows, index)
+    drafted = _drafted(draft_token_ids, index)
+    if method == "sample":
+        targets, valid = _sample(processed, rows, index)
+        matches = targets == drafted
+    else:
+        targets, valid = _rejection_sample(processed, rows, index, drafted, draft_probs)
+        matches = targets == drafted
+    if max_draft_tokens is None:
+        max_draft_tokens = target_logits.shape[0] - cu_num_draft_tokens.shape[0]
+        if max_draft_tokens:
+            max_draft_tokens = int(index.offset.max())
+    output, num_accepted = _accept(targets, matches, index, cu_num_draft_tokens.shape[0], max_draft_tokens + 1)
+    if method == "rejection":
+        # Rows after the first difference condition on tokens that were not accepted one by one: no sample is there.
+        targets = torch.where(index.offset <= num_accepted[index.request], targets, PLACEHOLDER_TOKEN_ID)
+    logprobs = ranks = None
+    if logprobs_mode is not None:
+        scores = processed if logprobs_mode == "processed_logprobs" else raw
+        chosen = scores.gather(1, targets.clamp(min=0)[:, None])
+        logprobs = chosen[:, 0] - scores.logsumexp(-1)
+        ranks = (scores >= chosen).sum(-1)
+    return VerifyResult(output, num_accepted, targets, logprobs, ranks, (~valid).sum())
+
+
+def process(raw: Tensor, rows: SamplingRows, index: RowIndex) -> Tensor:
+    """Temperature, min-p, top-k and top-p. float32 [N, V] in and out; `raw` itself is returned only if nothing applies.
+
+    Greedy rows stay as they are: vLLM resets their other parameters.
+    """
+    if rows.seeds is None:
+        return raw
+    request = index.request
+    temperature = rows.temperature
+    scale = torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[request, None]
+    x = raw / scale
+    if rows.min_p is not None:
+        # p < min_p * max p, in logits. log(0) = -inf removes nothing.
+        threshold = x.amax(-1, keepdim=True) + rows.min_p[request, None].log()
+        x.masked_fill_(x < threshold, float("-inf"))
+    if rows.top_k is None and rows.top_p is None:
+        return x
+    ordered, order = x.sort(dim=-1, stable=True)
+    if rows.top_k is not None:
+        top_k = rows.top_k[request].long()
+        top_k = torch.where((top_k < 1) | (top_k > x.shape[1]), x.shape[1], top_k)
+        ordered.masked_fill_(ordered < ordered.gather(1, (x.shape[1] - top_k)[:, None]), float("-inf"))
+    if rows.top_p is not None:
+        top_p = rows.top_p[request, None]
+        removed = (ordered.softmax(-1).cumsum(-1) <= 1 - top_p) & (top_p < 1)
+        removed[:, -1] = False
+        ordered.masked_fill_(removed, float("-inf"))
+    return x.scatter_(1, order, ordered)
+
+
+def logprobs_matrix(raw: Tensor, rows: SamplingRows, cu_num_draft_tokens: Tensor, mode: LogprobsMode) -> Tensor:
+    """Log-probabilities of every token, float32 [N, V], raw or processed."""
+    scores = raw.float()
+    if mode == "processed_logprobs":
+        scores = process(scores, rows, index_rows(cu_num_draft_tokens, raw.shape[0]))
+    return scores.log_softmax(-1)
+
+
+def _drafted(draft_token_ids: Tensor, index: RowIndex) -> Tensor:
+    """The drafted token of each row, int64 [N]; the placeholder at bonus positions."""
+    if draft_token_ids.shape[0] == 0:
+        return torch.full_like(index.request, PLACEHOLDER_TOKEN_ID)
+    # Each earlier request has one row more than drafts.
+    row = torch.arange(index.request.shape[0], device=index.request.device)
+    at = (row - index.request).clamp(max=draft_token_ids.shape[0] - 1)
+    return torch.where(index.is_draft, draft_token_ids[at].long(), PLACEHOLDER_TOKEN_ID)
+
+
+def _noise(vocab_size: int, rows: SamplingRows, index: RowIndex, domain: int) -> Tensor:
+    """Minus the Gumbel noise of each row, float32 [N, V]; 0 in greedy rows."""
+    request = index.request
+    negative = negative_gumbel(rows.seeds[request], rows.positions[request] + index.offset, vocab_size, domain=domain)
+    return negative.masked_fill_((rows.temperature < GREEDY_TEMPERATURE)[request, None], 0.0)
+
+
+def _choose(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Argmax of each row, and whether the row had a distribution: a NaN wins the maximum, and so does +inf."""
+    best, token = scores.max(-1)
+    valid = best.isfinite()
+    return torch.where(valid, token, PLACEHOLDER_TOKEN_ID), valid
+
+
+def _sample(processed: Tensor, rows: SamplingRows, index: RowIndex) -> tuple[Tensor, Tensor]:
+    """The target's token at every row."""
+    if rows.seeds is None:
+        return _choose(processed)
+    return _choose(processed - _noise(processed.shape[1], rows, index, noise.DOMAIN_TARGET))
+
+
+def _rejection_sample(
+    processed: Tensor, rows: SamplingRows, index: RowIndex, drafted: Tensor, draft_probs: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Ratio test and residual at every row, as if all rows before it had been accepted."""
+    if rows.seeds is None:
+        return _choose(processed)
+    greedy = (rows.temperature < GREEDY_TEMPERATURE)[index.request]
+    p = processed.softmax(-1)
+    draft = drafted.clamp(min=0)[:, None]
+    p_draft = p.gather(1, draft)[:, 0]
+    if draft_probs is None or draft_probs.shape[0] == 0:
+        q_draft = torch.ones_like(p_draft)
+        residual = p.scatter(1, draft, 0.0)
+    else:
+        row = torch.arange(p.shape[0], device=p.device)
+        q = draft_probs[(row - index.request).clamp(max=draft_probs.shape[0] - 1)].float()
+        q_draft = q.gather(1, draft)[:, 0]
+        residual = (p - q).clamp(min=0)
+    u = uniform32(
+        rows.seeds[index.request],
+        rows.positions[index.request] + index.offset,
+        torch.zeros(1, dtype=torch.int64, device=p.device),
+        domain=noise.DOMAIN_ACCEPT,
+    )[:, 0]
+    accepted = index.is_draft & (p_draft > 0) & (u * q_draft <= p_draft)
+    # Bonus rows sample p; so do rows whose residual vanished because p == q up to rounding.
+    use_p = ~index.is_draft | (residual.sum(-1) == 0)
+    weights = torch.where(use_p[:, None], p, residual)
+    weights = torch.where(greedy[:, None], processed, weights.log())
+    sampled, _ = _choose(weights - _noise(p.shape[1], rows, index, noise.DOMAIN_RESIDUAL))
+    valid = processed.amax(-1).isfinite()
+    token = torch.where(accepted & ~greedy, drafted, sampled)
+    return torch.where(valid, token, PLACEHOLDER_TOKEN_ID), valid
+
+
+def _accept(targets: Tensor, matches: Tensor, index: RowIndex, num_requests: int, width: int) -> tuple[Tensor, Tensor]:
+    """Cut each request's tokens after the first difference: (output [B, width] int32, num_accepted [B] int32)."""
+    at = index.request * width + index.offset
+    tokens = targets.new_full((num_requests * width,), PLACEHOLDER_TOKEN_ID)
+    tokens[at] = targets
+    accepted = matches.new_zeros((num_requests * width,), dtype=torch.int32)
+    accepted[at] = matches.int()
+    num_accepted = accepted.view(num_requests, width).cumprod(1).sum(1)
+    columns = torch.arange(width, device=targets.device)
+    kept = columns <= num_accepted[:, None]
+    output = torch.where(kept, tokens.view(num_requests, width), PLACEHOLDER_TOKEN_ID)
+    return output.int(), num_accepted.int()
