@@ -101,7 +101,7 @@ def check_version(version_tuple: tuple[Any, ...], version: str) -> None:
     if release > NEWEST_VERSION:
         warnings.warn(
             f"rollout_spec was tested with vLLM up to {'.'.join(map(str, NEWEST_VERSION))} and found {version}; "
-            "run `rollout-spec doctor` before relying on it",
+            "run its tests (make test) before relying on it",
             stacklevel=2,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +68,19 @@ class SpeculationStats:
         for accepted in num_accepted:
             for position in range(accepted):
                 self.accepted_per_position[position] += 1
+
+    @classmethod
+    def between(cls, earlier: Mapping[str, Any], later: Mapping[str, Any]) -> SpeculationStats:
+        """What happened between two `to_dict` results of one engine."""
+        differences: dict[str, Any] = {}
+        for name in cls.__slots__:
+            old, new = earlier[name], later[name]
+            if isinstance(new, list):
+                old = old + [0] * (len(new) - len(old))
+                differences[name] = [b - a for a, b in zip(old, new, strict=True)]
+            else:
+                differences[name] = new - old
+        return cls(**differences)
 
     def to_dict(self) -> dict[str, Any]:
         """Counters and derived rates as plain data."""

@@ -27,6 +27,8 @@ WORDS = ("numbers", "target", ":", "try", "=", "then", "no", "yes", "answer", "(
 VOCABULARY = (*WORDS, *OPERATORS, *(str(value) for value in range(MAX_VALUE + 1)))
 """Every word that a prompt or a completion can contain."""
 
+MISS_SCALE = 20
+"""An answer that misses the target by this much is worth nothing."""
 MIN_TRIES, MAX_TRIES = 5, 27
 """A trace gives up after a random number of tries in this range; `MAX_TRIES` bounds it to 359 words."""
 
@@ -205,10 +207,11 @@ def parse_answer(completion: str) -> Expression | None:
 
 
 def reward(problem: Problem | str, completion: str) -> float:
-    """1.0 when `completion` ends in an answer that uses each number exactly once and equals the target, else 0.0.
+    """How close the answer that ends `completion` comes to the target, in [0, 1].
 
-    There is no partial credit. The search before the answer is not checked: it is the policy's own affair, as is a
-    step of the answer that leaves 0..`MAX_VALUE`.
+    1.0 for an answer that uses each number exactly once and equals the target; an answer that misses the target by d
+    gets max(0, 0.5 * (1 - d / `MISS_SCALE`)); no answer, or one with other numbers, 0. The search before the answer
+    is not checked: it is the policy's own affair, as is a step of the answer that leaves 0..`MAX_VALUE`.
 
     Args:
         problem: the problem, or the prompt that states it.
@@ -222,4 +225,5 @@ def reward(problem: Problem | str, completion: str) -> float:
     answer = parse_answer(completion)
     if answer is None or sorted((answer.first, answer.second, answer.third)) != sorted(problem.numbers):
         return 0.0
-    return float(answer.value() == problem.target)
+    miss = abs(answer.value() - problem.target)
+    return 1.0 if miss == 0 else max(0.0, 0.5 * (1 - miss / MISS_SCALE))

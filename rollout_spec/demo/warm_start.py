@@ -15,6 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from rollout_spec.demo.policy import build_model, build_tokenizer
 from rollout_spec.demo.task import make_problem, prompt_text, trace_text
 
+STEPS = 400
+"""Optimizer steps of the demo's warm start."""
 IGNORED_LABEL = -100
 """Labels of prompts and padding: cross entropy leaves them out."""
 
@@ -23,7 +25,7 @@ def warm_start(
     out_dir: str | Path,
     *,
     seed: int = 0,
-    steps: int = 600,
+    steps: int = STEPS,
     batch_size: int = 32,
     peak_learning_rate: float = 4e-3,
     progress: Callable[[int, float], None] | None = None,

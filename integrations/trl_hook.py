@@ -1,0 +1,365 @@
+"""Speculation in TRL trainers: one callback, `GRPOTrainer(..., callbacks=[RolloutSpecGenerator()])`.
+
+TRL builds its own vLLM engine and fixes the engine's arguments. transformers calls `on_init_end` before that, so the
+callback can add ours there, and it follows the run through what TRL calls on the engine anyway: `generate` for the
+rollouts, `reset_prefix_cache` once after every weight synchronisation. Works for the trainers that build a colocated
+`vllm.LLM`: GRPO, RLOO, OnlineDPO and their kin.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback
+
+from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
+from rollout_spec.integrations.vllm_cpu import plain_weights
+from rollout_spec.noise import derive_seed
+from rollout_spec.stats import SpeculationStats
+from rollout_spec.types import SamplingRows
+from rollout_spec.verify.vectorised import logprobs_matrix
+
+logger = logging.getLogger(__name__)
+
+LOGPROB_TOLERANCE = {"float32": 1e-4}
+"""Largest mean |difference| between the engine's log-probabilities and the trainer's, by the engine's dtype."""
+HALF_PRECISION_TOLERANCE = 5e-2
+"""The same for other dtypes, where kernels that round differently disagree in the second decimal."""
+NUM_CHECKED_ROLLOUTS = 8
+
+
+class RolloutSpecGenerator(TrainerCallback):
+    """Brings speculation into the vLLM engine of a TRL trainer.
+
+    Every rollout gets a seed of its own, derived from the run's seed, the step and the rollout's place in it, so a run
+    can be repeated rollout by rollout, with speculation or without. At the first generation the engine's
+    log-probabilities are compared with the trainer's own forward pass. Metrics reach the trainer's logs as
+    `rollout_spec/*`.
+
+    Args:
+        llm_kwargs: More keyword arguments for the `vllm.LLM` that TRL builds, e.g. `{"dtype": "float32"}`.
+        logprob_tolerance: Largest mean absolute difference of log-probabilities at the first generation. None: 1e-4
+            for a float32 engine, 5e-2 otherwise. `math.inf` switches the check off.
+        **options: Fields of `rollout_spec.RolloutSpecConfig`.
+
+    Attributes:
+        llm: The engine, once TRL has built it.
+        policy_version: Weight synchronisations so far.
+        logprob_error: (mean, max) absolute difference found at the first generation, or None before it.
+
+    Raises:
+        ValueError, TypeError: an option is unknown or out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        llm_kwargs: Mapping[str, Any] | None = None,
+        logprob_tolerance: float | None = None,
+        **options: Any,
+    ) -> None:
+        self.config = RolloutSpecConfig.from_dict(options)
+        self.llm: Any = None
+        self.policy_version = 0
+        self.logprob_error: tuple[float, float] | None = None
+        self._llm_kwargs = dict(llm_kwargs or {})
+        self._logprob_tolerance = logprob_tolerance
+        self._enabled = True
+        self._model: Any = None
+        self._run_seed = 0
+        self._replica = 0  # ranks of one tensor-parallel group generate the same rollouts and share it
+        self._step = 0
+        self._call = 0  # generations since the step began
+        self._engine_generate: Callable[..., Any] = _no_engine
+        self._logged: dict[str, Any] = {}
+        self._generation_seconds = 0.0
+
+    # -- switching ---------------------------------------------------------------------------------------------------
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the engine drafts. May be set between generations; the rollouts do not depend on it."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self._enabled = bool(enabled)
+        if self.llm is not None:
+            self._command("set_enabled", self._enabled)
+
+    # -- the trainer's events ----------------------------------------------------------------------------------------
+
+    def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Arm for the engine that the trainer is about to build.
+
+        Raises:
+            ValueError: the trainer does not generate with a colocated vLLM engine.
+        """
+        if not getattr(args, "use_vllm", False):
+            raise ValueError("RolloutSpecGenerator needs a trainer that generates with vLLM: set use_vllm=True")
+        if getattr(args, "vllm_mode", "colocate") != "colocate":
+            raise ValueError(
+                'RolloutSpecGenerator works with vllm_mode="colocate". For a server, start it with the flags that '
+                "rollout_spec.engine_kwargs() stands for (see the README) and leave this callback out"
+            )
+        self._model = model
+        self._run_seed = args.seed
+        self._replica = args.process_index // getattr(args, "vllm_tensor_parallel_size", 1)
+        _warn_of_split_groups(args)
+        _hook_trainer_log()
+        self._arm(model.name_or_path)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Raises RuntimeError if the trainer's engine was built without us."""
+        _disarm(self)
+        if self.llm is None:
+            raise RuntimeError(
+                "the trainer's vLLM engine was not built through this RolloutSpecGenerator, so nothing would be "
+                "speculated: pass it in callbacks=[...] when the trainer is made, one new object per trainer"
+            )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        """Follow the step, which the seeds derive from."""
+        self._model = model if model is not None else self._model
+        self._step, self._call = state.global_step, 0
+
+    # -- the engine --------------------------------------------------------------------------------------------------
+
+    def _arm(self, model_name: str) -> None:
+        import vllm
+
+        original = vllm.LLM.__init__
+        armed_for = self
+
+        @functools.wraps(original)
+        def init(llm: Any, *args: Any, **kwargs: Any) -> None:
+            if kwargs.get("model", args[0] if args else None) != model_name:
+                original(llm, *args, **kwargs)
+                return
+            _disarm(armed_for)
+            with plain_weights():
+                original(llm, *args, **armed_for._extend(kwargs))
+            armed_for._attach(llm)
+
+        init.rollout_spec_original = original  # type: ignore[attr-defined]
+        init.rollout_spec_owner = self  # type: ignore[attr-defined]
+        vllm.LLM.__init__ = init
+
+    def _extend(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The engine's arguments with ours added."""
+        ours = self.config.engine_kwargs()
+        for source, given in (("the trainer", kwargs), ("llm_kwargs", self._llm_kwargs)):
+            if given.get("speculative_config") is not None:
+                raise ValueError(
+                    f"speculative_config is set by {source} and by RolloutSpecGenerator: remove one of them"
+                )
+            if CONFIG_KEY in (given.get("additional_config") or {}):
+                raise ValueError(f"additional_config[{CONFIG_KEY!r}] is set by {source} and by RolloutSpecGenerator")
+        merged = {**kwargs, **self._llm_kwargs, **ours}
+        merged["additional_config"] = {
+            **(kwargs.get("additional_config") or {}),
+            **(self._llm_kwargs.get("additional_config") or {}),
+            **ours["additional_config"],
+        }
+        return merged
+
+    def _attach(self, llm: Any) -> None:
+        """Follow what the trainer calls on the engine.
+
+        Raises:
+            RuntimeError: the engine runs without the plugin.
+        """
+        self.llm = llm
+        self._logged = self.stats()
+        if self.config.speculation:
+            self._command("set_enabled", self._enabled)
+        self._engine_generate = llm.generate
+        reset_prefix_cache = llm.reset_prefix_cache
+
+        def on_reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+            self.policy_version += 1
+            if self.config.speculation:
+                self._command("begin_policy_version", self.policy_version)
+            return reset_prefix_cache(*args, **kwargs)
+
+        llm.generate = self._on_generate
+        llm.reset_prefix_cache = on_reset_prefix_cache
+
+    def _on_generate(self, prompts: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        params = self._with_seeds(prompts, sampling_params)
+        started = time.perf_counter()
+        outputs = self.generate(prompts, params, *args, **kwargs)
+        self._generation_seconds += time.perf_counter() - started
+        if self.logprob_error is None:
+            self._check_logprobs(outputs, params)
+        return outputs
+
+    def generate(self, prompts: Any, sampling_params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the engine; a subclass may generate in other ways. `sampling_params` holds one per prompt, seeded."""
+        return self._engine_generate(prompts, sampling_params, *args, **kwargs)
+
+    def _with_seeds(self, prompts: Any, sampling_params: Any) -> list[Any]:
+        """One `SamplingParams` per prompt with a seed of its own.
+
+        Raises:
+            ValueError: a seed is set already: the rollouts of a group would be copies of each other.
+        """
+        if not isinstance(sampling_params, Sequence):
+            sampling_params = [sampling_params] * len(prompts)
+        seeded = []
+        for ordinal, params in enumerate(sampling_params):
+            if params.seed is not None:
+                raise ValueError(
+                    f"SamplingParams.seed is {params.seed}, and rollouts of a group that share a seed are copies: "
+                    "remove the seed from generation_kwargs; one per rollout is derived from args.seed"
+                )
+            params = params.clone()
+            params.seed = derive_seed(self._run_seed, self._step, self._replica, self._call, ordinal)
+            seeded.append(params)
+        self._call += 1
+        return seeded
+
+    def _command(self, name: str, *args: Any) -> Any:
+        return self.llm.collective_rpc("rollout_spec", args=(name, *args))[0]
+
+    # -- what the run should know ------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's `SpeculationStats` as a dict, and `drafter_bytes`."""
+        result: dict[str, Any] = self._command("stats")
+        return result
+
+    def take_metrics(self) -> dict[str, float]:
+        """`rollout_spec/*` metrics since the last call."""
+        if self.llm is None:
+            return {}
+        now = self.stats()
+        new = SpeculationStats.between(self._logged, now)
+        self._logged = now
+        metrics = {
+            "generation_seconds": self._generation_seconds,
+            "tokens": new.emitted_tokens,
+            "mean_acceptance_length": new.mean_acceptance_length,
+            "acceptance_rate": new.acceptance_rate,
+            "draft_tokens": new.draft_tokens,
+            "accepted_tokens": new.accepted_tokens,
+            "tokens_per_step": new.tokens_per_step,
+            "draft_seconds": new.draft_seconds,
+            "verify_seconds": new.verify_seconds,
+            "fallback_rows": new.fallback_rows,
+            "drafter_errors": new.drafter_errors,
+            "drafter_mbytes": now["drafter_bytes"] / 1e6,
+            "policy_version": self.policy_version,
+        }
+        self._generation_seconds = 0.0
+        return {f"rollout_spec/{name}": float(value) for name, value in metrics.items()}
+
+    def _check_logprobs(self, outputs: Sequence[Any], params: Sequence[Any]) -> None:
+        """Compare the engine's log-probabilities with the trainer's forward pass, on a few rollouts.
+
+        Raises:
+            RuntimeError: they differ by more than the tolerance, or are missing or not finite.
+        """
+        tolerance = self._logprob_tolerance
+        dtype = str(self.llm.llm_engine.vllm_config.model_config.dtype).removeprefix("torch.")
+        if tolerance is None:
+            tolerance = LOGPROB_TOLERANCE.get(dtype, HALF_PRECISION_TOLERANCE)
+        if math.isinf(tolerance):
+            self.logprob_error = (math.nan, math.nan)
+            return
+        errors = [
+            logprob_errors(self._model, output, p)
+            for output, p in zip(outputs[:NUM_CHECKED_ROLLOUTS], params, strict=False)
+            if output.outputs[0].token_ids
+        ]
+        if not errors:
+            return
+        error = torch.cat(errors)
+        self.logprob_error = (float(error.mean()), float(error.max()))
+        if not self.logprob_error[0] <= tolerance:
+            raise RuntimeError(
+                f"the engine's log-probabilities differ from the trainer's by {self.logprob_error[0]:.2g} on average "
+                f"(at most {self.logprob_error[1]:.2g}; tolerance {tolerance:.2g}), so importance ratios would be "
+                f"wrong. The engine runs in {dtype} and the trainer in {self._model.dtype}: make them equal, e.g. "
+                'RolloutSpecGenerator(llm_kwargs={"dtype": "float32"}), or set logprob_tolerance'
+            )
+
+
+def _no_engine(*args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError("RolloutSpecGenerator has no engine yet: pass it to a trainer in callbacks=[...]")
+
+
+def _disarm(owner: RolloutSpecGenerator) -> None:
+    import vllm
+
+    if getattr(vllm.LLM.__init__, "rollout_spec_owner", None) is owner:
+        vllm.LLM.__init__ = vllm.LLM.__init__.rollout_spec_original
+
+
+def _warn_of_split_groups(args: Any) -> None:
+    group = getattr(args, "num_generations", None)
+    if group is None:
+        return
+    rollouts = args.per_device_train_batch_size * (getattr(args, "steps_per_generation", None) or 1)
+    if rollouts % group:
+        warnings.warn(
+            f"each engine generates {rollouts} rollouts per step, which is no multiple of num_generations={group}: "
+            "groups are split between engines, and siblings in different engines cannot help each other",
+            stacklevel=2,
+        )
+
+
+def _hook_trainer_log() -> None:
+    """Let `Trainer.log` add our metrics before any reporter sees the logs; callbacks' `on_log` comes too late."""
+    original = Trainer.log
+    if hasattr(original, "rollout_spec"):
+        return
+
+    @functools.wraps(original)
+    def log(trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, RolloutSpecGenerator):
+                prefix = "" if trainer.model.training else "eval_"
+                logs.update({prefix + name: value for name, value in callback.take_metrics().items()})
+        original(trainer, logs, *args, **kwargs)
+
+    log.rollout_spec = True  # type: ignore[attr-defined]
+    Trainer.log = log
+
+
+@torch.no_grad()
+def logprob_errors(model: Any, output: Any, params: Any) -> torch.Tensor:
+    """|engine - trainer| for each token of one rollout, float32 [T]; NaN where the engine gave none."""
+    completion = output.outputs[0]
+    tokens = torch.tensor(list(completion.token_ids), device=model.device)
+    prompt = torch.tensor(list(output.prompt_token_ids), device=model.device)
+    was_training = model.training
+    model.eval()  # without dropout
+    logits = model(torch.cat((prompt, tokens))[None]).logits[0, len(prompt) - 1 : -1].float()
+    model.train(was_training)
+    count = len(tokens)
+
+    def repeated(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((count,), value, dtype=dtype, device=logits.device)
+
+    rows = SamplingRows(
+        temperature=repeated(params.temperature, torch.float32),
+        seeds=repeated(0, torch.int64),
+        positions=repeated(0, torch.int64),
+        top_k=repeated(params.top_k, torch.int64) if params.top_k > 0 else None,
+        top_p=repeated(params.top_p, torch.float32) if params.top_p < 1 else None,
+        min_p=repeated(params.min_p, torch.float32) if params.min_p > 0 else None,
+    )
+    expected = logprobs_matrix(logits, rows, torch.zeros_like(rows.seeds), "processed_logprobs")
+    expected = expected.gather(1, tokens[:, None])[:, 0].cpu()
+    if completion.logprobs is None:
+        return torch.full((count,), math.nan)
+    sampled = [entry[token].logprob for entry, token in zip(completion.logprobs, completion.token_ids, strict=True)]
+    return (torch.tensor(sampled) - expected).abs()

@@ -1,0 +1,35 @@
+"""The `rollout-spec` command."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollout_spec import __version__
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit status: 0, or 2 with one line on stderr for bad input."""
+    parser = argparse.ArgumentParser(prog="rollout-spec", description="Lossless speculation for RL rollouts.")
+    parser.add_argument("--version", action="version", version=f"rollout-spec {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    demo = commands.add_parser("demo", help="train a small policy with GRPO, without and with speculation")
+    demo.add_argument("--out", type=Path, default=Path("demo"), help="where the report goes (default: demo)")
+    demo.add_argument("--steps", type=int, default=24, help="GRPO steps (default: 24)")
+    demo.add_argument("--seed", type=int, default=0, help="of problems, weights and rollouts (default: 0)")
+    args = parser.parse_args(argv)
+
+    from rollout_spec.demo.run import run_demo
+
+    try:
+        run_demo(args.out, steps=args.steps, seed=args.seed)
+    except (ImportError, ValueError) as error:
+        print(f"rollout-spec: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

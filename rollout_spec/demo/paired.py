@@ -1,0 +1,136 @@
+"""Generating each step's rollouts three ways from the same weights, and comparing what came out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from rollout_spec.integrations.trl_hook import RolloutSpecGenerator, logprob_errors
+from rollout_spec.noise_torch import gumbel
+from rollout_spec.stats import SpeculationStats
+
+WAYS = ("stock", "off", "on")
+"""Stock vLLM without speculation; our engine with it switched off; our engine with it."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first token in which a rollout with speculation differs from the one without."""
+
+    step: int
+    rollout: int
+    position: int
+    gap: float
+    """Difference between the two best perturbed logits there: how close the call was."""
+
+
+@dataclass
+class StepRecord:
+    """One step's generation."""
+
+    step: int
+    seconds: dict[str, float]
+    tokens: dict[str, int]
+    rollouts: int
+    identical: int
+    mean_acceptance_length: float
+    draft_tokens: int
+    accepted_tokens: int
+    max_logprob_error: float
+    reward: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data."""
+        return asdict(self)
+
+
+class PairedGenerator(RolloutSpecGenerator):
+    """Generates with stock vLLM, with speculation off and with it on; the last set trains the policy.
+
+    Args:
+        build_stock: Makes the stock engine, once TRL's has been built.
+        on_record: Called with each `StepRecord`.
+        **options: See `RolloutSpecGenerator`.
+    """
+
+    def __init__(self, build_stock: Callable[[], Any], on_record: Callable[[StepRecord], None], **options: Any) -> None:
+        super().__init__(**options)
+        self.records: list[StepRecord] = []
+        self.divergences: list[Divergence] = []
+        self.seeds: list[int] = []
+        self._build_stock = build_stock
+        self._on_record = on_record
+        self._stock: Any = None
+
+    def generate(self, prompts: Any, sampling_params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """Run all three ways, in an order that changes with the step."""
+        if self._stock is None:
+            self._stock = self._build_stock()
+        model = self._stock.llm_engine.model_executor.driver_worker.model_runner.model
+        model.load_weights(self._model.named_parameters())
+        self.seeds += [params.seed for params in sampling_params]
+
+        step = len(self.records)
+        before = self.stats()
+        outputs, seconds = {}, {}
+        for turn in range(len(WAYS)):
+            way = WAYS[(step + turn) % len(WAYS)]
+            started = time.perf_counter()
+            outputs[way] = self._generate_one_way(way, prompts, sampling_params, *args, **kwargs)
+            seconds[way] = time.perf_counter() - started
+        stats = SpeculationStats.between(before, self.stats())
+
+        found = [
+            self._first_difference(step, i, params.seed, off, on)
+            for i, (params, off, on) in enumerate(zip(sampling_params, outputs["off"], outputs["on"], strict=True))
+        ]
+        self.divergences += [divergence for divergence in found if divergence is not None]
+        errors = [logprob_errors(self._model, o, p) for o, p in zip(outputs["on"], sampling_params, strict=True)]
+        record = StepRecord(
+            step=step,
+            seconds=seconds,
+            tokens={way: sum(len(o.outputs[0].token_ids) for o in outputs[way]) for way in WAYS},
+            rollouts=len(prompts),
+            identical=found.count(None),
+            mean_acceptance_length=stats.mean_acceptance_length,
+            draft_tokens=stats.draft_tokens,
+            accepted_tokens=stats.accepted_tokens,
+            max_logprob_error=float(torch.cat(errors).max()),
+        )
+        self.records.append(record)
+        return outputs["on"]
+
+    def _generate_one_way(
+        self, way: str, prompts: Any, sampling_params: Sequence[Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if way == "stock":
+            unseeded = [params.clone() for params in sampling_params]
+            for params in unseeded:
+                params.seed = None  # as TRL sends them; per-request seeds are slow in stock vLLM
+            return self._stock.generate(prompts, unseeded, *args, **kwargs)
+        self.enabled = way == "on"
+        return super().generate(prompts, sampling_params, *args, **kwargs)
+
+    def _first_difference(self, step: int, rollout: int, seed: int, off: Any, on: Any) -> Divergence | None:
+        a, b = list(off.outputs[0].token_ids), list(on.outputs[0].token_ids)
+        if a == b:
+            return None
+        differing = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+        position = next(differing, min(len(a), len(b)))
+        context = [*on.prompt_token_ids, *b[:position]]
+        with torch.no_grad():
+            logits = self._model(torch.tensor([context])).logits[0, -1].float()
+        noise = gumbel(torch.tensor([seed]), torch.tensor([len(context) - 1]), logits.shape[0])[0]
+        best = (logits + noise).topk(2).values
+        return Divergence(step, rollout, position, float(best[0] - best[1]))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Complete the step's record with its reward."""
+        record = self.records[-1] if self.records else None
+        if record is not None and record.reward is None and logs and "reward" in logs:
+            record.reward = float(logs["reward"])
+            self._on_record(record)
