@@ -18,7 +18,7 @@ import itertools
 import random
 from dataclasses import dataclass
 
-MAX_VALUE = 99
+MAX_VALUE = 30
 SMALLEST_NUMBER, LARGEST_NUMBER = 2, 9
 OPERATORS = ("+", "-", "*")
 OUT_OF_RANGE = "out"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from rollout_spec.types import SamplingRows, VerifyResult
-from rollout_spec.verify import vectorised
+from rollout_spec.verify import cpu, vectorised
 from rollout_spec.verify.reference import LogprobsMode, VerifyMethod
 
 
@@ -79,6 +79,15 @@ def verify(
         expected = (draft_token_ids.shape[0], target_logits.shape[1])
         if tuple(draft_probs.shape) != expected:
             raise ValueError(f"draft_probs must have shape {list(expected)}, got {list(draft_probs.shape)}")
+    if method == "sample" and target_logits.device.type == "cpu":
+        return cpu.verify(
+            target_logits,
+            draft_token_ids,
+            cu_num_draft_tokens,
+            rows,
+            logprobs_mode=logprobs_mode,
+            max_draft_tokens=max_draft_tokens,
+        )
     return vectorised.verify(
         target_logits,
         draft_token_ids,

@@ -1,0 +1,317 @@
+"""The verifiers against each other, against plain sampling, and against the distribution itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_spec import noise
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows
+from rollout_spec.verify import reference, vectorised
+from rollout_spec.verify.api import verify
+from tests.statistics import matches_distribution
+
+LOGPROBS_MODES = (None, "raw_logprobs", "processed_logprobs")
+
+
+def as_torch(rows: SamplingRows) -> SamplingRows:
+    fields = (getattr(rows, name) for name in SamplingRows.__slots__)
+    return SamplingRows(*(None if values is None else torch.from_numpy(values) for values in fields))
+
+
+@st.composite
+def batches(draw, truncation: bool = True):
+    """(logits [N, V], drafts [D], cumulative draft lengths [B], rows)."""
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    lengths = draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
+    vocab_size = draw(st.integers(1, 40))
+    num_requests, num_drafts = len(lengths), sum(lengths)
+    logits = (rng.standard_normal((num_drafts + num_requests, vocab_size)) * 3).astype(np.float32)
+    if draw(st.booleans()):  # ties and removed tokens
+        logits = np.round(logits)
+        logits[rng.random(logits.shape) < 0.2] = -np.inf
+        logits[:, 0] = 0.0
+
+    def maybe(values):
+        return values if truncation and draw(st.booleans()) else None
+
+    rows = SamplingRows(
+        temperature=rng.choice([0.0, 0.5, 1.0, 1.7], num_requests).astype(np.float32),
+        seeds=rng.integers(-(2**63), 2**63 - 1, num_requests),
+        positions=rng.integers(0, 10_000, num_requests),
+        top_k=maybe(rng.integers(0, vocab_size + 2, num_requests).astype(np.int32)),
+        top_p=maybe(rng.choice([0.3, 0.9, 1.0], num_requests).astype(np.float32)),
+        min_p=maybe(rng.choice([0.0, 0.05, 0.5], num_requests).astype(np.float32)),
+    )
+    greedy = rows.temperature == 0
+    for values, neutral in ((rows.top_k, 0), (rows.top_p, 1.0), (rows.min_p, 0.0)):
+        if values is not None:
+            values[greedy] = neutral  # as vLLM does
+    cu = np.cumsum(lengths).astype(np.int32)
+    drafts = rng.integers(0, vocab_size, num_drafts).astype(np.int32)
+    if draw(st.booleans()):  # drafts that are accepted
+        wish = reference.verify(logits, drafts, cu, rows).target_token_ids
+        is_draft = np.ones(len(logits), bool)
+        is_draft[cu + np.arange(num_requests)] = False
+        drafts = wish[is_draft].astype(np.int32)
+    return logits, drafts, cu, rows
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(batches(), st.sampled_from(("sample", "rejection")), st.sampled_from(LOGPROBS_MODES), st.booleans())
+def test_implementations_agree_with_the_reference(batch, method, mode, vectorise):
+    logits, drafts, cu, rows = batch
+    expected = reference.verify(logits, drafts, cu, rows, method=method, logprobs_mode=mode)
+    run = vectorised.verify if vectorise else verify
+    before = torch.from_numpy(logits.copy())
+    got = run(before, torch.from_numpy(drafts), torch.from_numpy(cu), as_torch(rows), method=method, logprobs_mode=mode)
+    assert torch.equal(before, torch.from_numpy(logits)), "logits were changed"
+    np.testing.assert_array_equal(got.output_token_ids.numpy(), expected.output_token_ids)
+    np.testing.assert_array_equal(got.num_accepted.numpy(), expected.num_accepted)
+    np.testing.assert_array_equal(got.target_token_ids.numpy(), expected.target_token_ids)
+    assert int(got.num_invalid_rows) == expected.num_invalid_rows
+    if mode is not None:
+        drawn = expected.target_token_ids >= 0
+        np.testing.assert_allclose(got.logprobs.numpy()[drawn], expected.logprobs[drawn], atol=2e-5)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(batches())
+def test_output_does_not_depend_on_the_drafts(batch):
+    """Sample-and-compare emits a prefix of what the target samples at the drafted positions, whatever is drafted."""
+    logits, drafts, cu, rows = batch
+    result = reference.verify(logits, drafts, cu, rows)
+    start = 0
+    for request, end in enumerate(cu + np.arange(len(cu)) + 1):
+        emitted = result.output_token_ids[request]
+        emitted = emitted[emitted >= 0]
+        for j, token in enumerate(emitted):
+            alone = SamplingRows(*(v if v is None else v[request : request + 1] for v in _fields(rows)))
+            alone = SamplingRows(alone.temperature, alone.seeds, alone.positions + j, *_fields(alone)[3:])
+            plain = reference.verify(logits[start + j : start + j + 1], drafts[:0], np.zeros(1, np.int32), alone)
+            assert token == plain.output_token_ids[0, 0]
+        assert len(emitted) == result.num_accepted[request] + 1
+        start = end
+
+
+def _fields(rows):
+    return [getattr(rows, name) for name in SamplingRows.__slots__]
+
+
+def test_truncation_is_vllms():
+    """top-k, top-p against vLLM's own function; min-p against its definition."""
+    pytest.importorskip("vllm")
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 50, generator=generator) * 2
+    k = torch.randint(1, 51, (64,), generator=generator, dtype=torch.int32)
+    p = torch.rand(64, generator=generator) * 0.9 + 0.1
+    index = vectorised.index_rows(torch.zeros(64, dtype=torch.int32), 64)
+    ones, zeros = torch.ones(64), torch.zeros(64, dtype=torch.int64)
+    for top_k, top_p in ((k, None), (None, p), (k, p)):
+        ours = vectorised.process(logits, SamplingRows(ones, zeros, zeros, top_k=top_k, top_p=top_p), index)
+        theirs = apply_top_k_top_p(logits.clone(), top_k, top_p)
+        assert torch.equal(ours.isfinite(), theirs.isfinite())
+    ours = vectorised.process(logits, SamplingRows(ones, zeros, zeros, min_p=p), index)
+    probs = logits.softmax(-1)
+    assert torch.equal(ours.isfinite(), probs >= p[:, None] * probs.amax(-1, keepdim=True))
+
+
+# -- the distribution ------------------------------------------------------------------------------------------------
+
+NUM_SAMPLES = 20_000
+VOCAB = 8
+
+
+def target(seed: int) -> np.ndarray:
+    """Logits after each first token: [VOCAB + 1, VOCAB], the last row for the empty context."""
+    return (np.random.default_rng(seed).standard_normal((VOCAB + 1, VOCAB)) * 1.5).astype(np.float32)
+
+
+def emitted_tokens(method, parameters, draft_of, run=vectorised.verify, draft_probs=None, logits_seed=0):
+    """First and second emitted token of many requests, each with one drafted token."""
+    logits = target(logits_seed)
+    n = NUM_SAMPLES
+    seeds = np.array([noise.derive_seed("statistics", i) for i in range(n)])
+    positions = np.full(n, 7)
+    drafts = draft_of(seeds, positions).astype(np.int32)
+    stacked = np.empty((2 * n, VOCAB), np.float32)
+    stacked[0::2], stacked[1::2] = logits[VOCAB], logits[drafts]
+    rows = SamplingRows(
+        temperature=np.full(n, parameters.get("temperature", 1.0), np.float32),
+        seeds=seeds,
+        positions=positions,
+        **{name: np.full(n, parameters[name]) for name in ("top_k", "top_p", "min_p") if name in parameters},
+    )
+    kwargs = {} if draft_probs is None else {"draft_probs": torch.from_numpy(np.tile(draft_probs, (n, 1)))}
+    result = run(
+        torch.from_numpy(stacked),
+        torch.from_numpy(drafts),
+        torch.arange(1, n + 1, dtype=torch.int32),
+        as_torch(rows),
+        method=method,
+        **kwargs,
+    )
+    return result.output_token_ids.numpy(), drafts, float(result.num_accepted.float().mean())
+
+
+def processed_probabilities(logits: np.ndarray, parameters) -> np.ndarray:
+    rows = SamplingRows(
+        temperature=np.array([parameters.get("temperature", 1.0)], np.float32),
+        seeds=np.zeros(1, np.int64),
+        positions=np.zeros(1, np.int64),
+        **{name: np.array([parameters[name]]) for name in ("top_k", "top_p", "min_p") if name in parameters},
+    )
+    row = reference._place(0, 0, 0, 0, np.zeros(0, np.int32), rows)
+    return np.exp(reference.log_softmax(reference.process_row(logits, row)).astype(float))
+
+
+def is_lossless(output, drafts, parameters, logits_seed=0) -> bool:
+    """First tokens follow the target; second tokens do, given that the draft was accepted."""
+    logits = target(logits_seed)
+    if not matches_distribution(output[:, 0], processed_probabilities(logits[VOCAB], parameters)):
+        return False
+    for token in range(VOCAB):
+        second = output[(drafts == token) & (output[:, 0] == token), 1]
+        if len(second) > 500 and not matches_distribution(second, processed_probabilities(logits[token], parameters)):
+            return False
+    return True
+
+
+HISTORY = np.array([0.3, 0.05, 0.2, 0.05, 0.1, 0.1, 0.15, 0.05])
+
+
+def constant(seeds, positions):
+    return np.full(len(seeds), 2)
+
+
+def independent(seeds, positions):
+    return np.random.default_rng(1).choice(VOCAB, len(seeds), p=HISTORY)
+
+
+def coupled(seeds, positions):
+    """What a drafter that knows the dice does."""
+    return np.argmax(np.log(HISTORY) + noise.gumbel(seeds[:, None], positions[:, None], np.arange(VOCAB)), axis=1)
+
+
+PARAMETERS = (
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1.4, "top_k": 4},
+    {"top_p": 0.7},
+    {"min_p": 0.1},
+    {"temperature": 0.8, "top_k": 6, "top_p": 0.9, "min_p": 0.02},
+)
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
+@pytest.mark.parametrize("draft_of", [constant, independent, coupled])
+@pytest.mark.parametrize("method", ["sample", "rejection"])
+def test_lossless(method, draft_of, parameters):
+    parameters = {k: np.float32(v) if isinstance(v, float) else np.int32(v) for k, v in parameters.items()}
+    output, drafts, accepted = emitted_tokens(method, parameters, draft_of)
+    assert is_lossless(output, drafts, parameters)
+    assert 0.02 < accepted < 0.98
+
+
+def test_dense_draft_probabilities():
+    output, drafts, accepted = emitted_tokens("rejection", {}, independent, draft_probs=HISTORY.astype(np.float32))
+    assert is_lossless(output, drafts, {})
+    overlap = np.minimum(HISTORY, processed_probabilities(target(0)[VOCAB], {})).sum()
+    assert accepted == pytest.approx(overlap, abs=0.02), "Leviathan's acceptance probability is the overlap"
+
+
+def test_point_mass_acceptance_is_the_drafts_probability():
+    p = processed_probabilities(target(0)[VOCAB], {})[2]
+    for method in ("sample", "rejection"):
+        assert emitted_tokens(method, {}, constant)[2] == pytest.approx(p, abs=0.02)
+
+
+def test_coupled_drafts_are_accepted_more_often():
+    independent_rate = emitted_tokens("sample", {}, independent)[2]
+    coupled_rate = emitted_tokens("sample", {}, coupled)[2]
+    assert coupled_rate > independent_rate + 0.1
+
+
+# -- verifiers that are wrong on purpose must fail the same checks ---------------------------------------------------
+
+
+def test_recovering_from_the_target_is_caught(monkeypatch):
+    """The residual must leave the draft out: sampling it from p again favours the draft."""
+    scatter = torch.Tensor.scatter
+    monkeypatch.setattr(torch.Tensor, "scatter", lambda self, *a: self if a[-1] == 0.0 else scatter(self, *a))
+    output, drafts, _ = emitted_tokens("rejection", {}, constant)
+    assert not is_lossless(output, drafts, {})
+
+
+def test_accepting_everything_is_caught(monkeypatch):
+    monkeypatch.setattr(vectorised, "uniform32", lambda seeds, *a, **k: torch.full((len(seeds), 1), 1e-9))
+    output, drafts, _ = emitted_tokens("rejection", {}, independent)
+    assert not is_lossless(output, drafts, {})
+
+
+@pytest.mark.parametrize("domain", ["DOMAIN_ACCEPT", "DOMAIN_RESIDUAL"])
+def test_sharing_the_drafters_dice_with_the_ratio_test_is_caught(monkeypatch, domain):
+    """Coupled drafts depend on DOMAIN_TARGET; a ratio test that rolls the same dice is biased."""
+    monkeypatch.setattr(noise, domain, noise.DOMAIN_TARGET)
+    output, drafts, _ = emitted_tokens("rejection", {}, coupled)
+    assert not is_lossless(output, drafts, {})
+
+
+def test_dice_at_the_wrong_position_are_caught():
+    """Sampling every position with the same noise passes for each token alone but not given the one before."""
+
+    def one_position(logits, drafts, cu, rows, **kwargs):
+        frozen = logits.clone()
+        result = vectorised.verify(frozen, drafts, cu, rows, **kwargs)
+        second = SamplingRows(rows.temperature, rows.seeds, rows.positions - 1)
+        shifted = vectorised.verify(frozen, drafts, cu, second, **kwargs)
+        output = result.output_token_ids.clone()
+        output[:, 1] = torch.where(output[:, 1] >= 0, shifted.target_token_ids[1::2].int(), output[:, 1])
+        return result._replace(output_token_ids=output)
+
+    output, drafts, _ = emitted_tokens("sample", {}, constant, run=one_position)
+    assert not is_lossless(output, drafts, {})
+
+
+# -- bad logits and bad arguments ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("method", ["sample", "rejection"])
+@pytest.mark.parametrize("run", [verify, vectorised.verify])
+def test_rows_without_a_distribution_are_counted_and_not_sampled(bad, method, run):
+    logits = torch.zeros(4, 5)
+    logits[1, 3] = bad
+    logits[3] = -torch.inf
+    rows = SamplingRows(torch.ones(2), torch.arange(2), torch.arange(2))
+    drafts = run(logits[[0, 2]], torch.empty(0, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), rows)
+    first = drafts.output_token_ids[:, 0]
+    result = run(logits, first, torch.tensor([1, 2], dtype=torch.int32), rows, method=method)
+    assert int(result.num_invalid_rows) == 2
+    assert (result.output_token_ids[:, 1] == PLACEHOLDER_TOKEN_ID).all()
+
+
+def test_bad_arguments():
+    logits, none = torch.zeros(2, 3), torch.empty(0, dtype=torch.int32)
+    cu = torch.zeros(2, dtype=torch.int32)
+    rows = SamplingRows(torch.ones(2), torch.arange(2), torch.arange(2))
+    cases = (
+        (TypeError, "target_logits", {"target_logits": logits.int()}),
+        (TypeError, "draft_token_ids", {"draft_token_ids": none.float()}),
+        (TypeError, "cu_num_draft_tokens", {"cu_num_draft_tokens": cu.float()}),
+        (ValueError, "target_logits", {"target_logits": torch.zeros(3, 3)}),
+        (ValueError, "rows.seeds", {"rows": SamplingRows(torch.ones(2), torch.arange(3), torch.arange(2))}),
+        (ValueError, "method", {"method": "greedy"}),
+        (ValueError, "logprobs_mode", {"logprobs_mode": "raw"}),
+        (ValueError, "draft_probs", {"draft_probs": torch.zeros(0, 3)}),
+        (ValueError, "draft_probs", {"draft_probs": torch.zeros(1, 3), "method": "rejection"}),
+    )
+    for error, name, changed in cases:
+        arguments = {"target_logits": logits, "draft_token_ids": none, "cu_num_draft_tokens": cu, "rows": rows}
+        with pytest.raises(error, match=name):
+            verify(**{**arguments, **changed})
