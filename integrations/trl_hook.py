@@ -177,7 +177,13 @@ class RolloutSpecGenerator(TrainerCallback):
             RuntimeError: the engine runs without the plugin.
         """
         self.llm = llm
-        self._logged = self.stats()
+        try:
+            self._logged = self.stats()
+        except AttributeError as error:
+            raise RuntimeError(
+                "the engine's worker did not load the rollout_spec plugin: reinstall rollout-spec so that vLLM finds "
+                "its entry point, and check that the VLLM_PLUGINS environment variable, if set, contains rollout_spec"
+            ) from error
         if self.config.speculation:
             self._command("set_enabled", self._enabled)
         self._engine_generate = llm.generate
@@ -237,8 +243,8 @@ class RolloutSpecGenerator(TrainerCallback):
         return result
 
     def take_metrics(self) -> dict[str, float]:
-        """`rollout_spec/*` metrics since the last call."""
-        if self.llm is None:
+        """`rollout_spec/*` metrics since the last call; empty when nothing was generated."""
+        if self.llm is None or self._generation_seconds == 0:
             return {}
         now = self.stats()
         new = SpeculationStats.between(self._logged, now)
@@ -271,7 +277,7 @@ class RolloutSpecGenerator(TrainerCallback):
         dtype = str(self.llm.llm_engine.vllm_config.model_config.dtype).removeprefix("torch.")
         if tolerance is None:
             tolerance = LOGPROB_TOLERANCE.get(dtype, HALF_PRECISION_TOLERANCE)
-        if math.isinf(tolerance):
+        if math.isinf(tolerance) or all(p.logprobs is None for p in params):  # RLOO asks the engine for none
             self.logprob_error = (math.nan, math.nan)
             return
         errors = [

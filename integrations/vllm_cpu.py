@@ -48,6 +48,7 @@ def repair_speculation() -> bool:
         return False
     from vllm.v1.sample import rejection_sampler
 
+    _expand_batch_to_tokens.replaces = rejection_sampler.expand_batch_to_tokens  # type: ignore[attr-defined]
     rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
     return True
 

@@ -23,7 +23,7 @@ def matches_distribution(samples: ArrayLike, probabilities: NDArray[np.floating]
     if counts[expected == 0].any():
         return False
     rare = (expected < 5) & (expected > 0)
-    keep = (expected >= 5)
+    keep = expected >= 5
     observed, wanted = counts[keep], expected[keep]
     if rare.any():
         observed, wanted = np.append(observed, counts[rare].sum()), np.append(wanted, expected[rare].sum())

