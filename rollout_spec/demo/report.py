@@ -39,7 +39,7 @@ def make_report(generator: PairedGenerator, seconds: float) -> dict[str, Any]:
     accepted = sum(record.accepted_tokens for record in records)
     stats = generator.stats()
     rewards = [record.reward for record in records if record.reward is not None]
-    half = max(1, len(rewards) // 4)
+    quarter = max(1, len(rewards) // 4)
     return {
         "rollouts_total": sum(record.rollouts for record in records),
         "rollouts_identical": sum(record.identical for record in records),
@@ -61,8 +61,8 @@ def make_report(generator: PairedGenerator, seconds: float) -> dict[str, Any]:
         "drafter_bytes": stats["drafter_bytes"],
         "max_logprob_error": max(record.max_logprob_error for record in records),
         "reward": {
-            "first_quarter": sum(rewards[:half]) / half,
-            "last_quarter": sum(rewards[-half:]) / half,
+            "first_quarter": sum(rewards[:quarter]) / quarter,
+            "last_quarter": sum(rewards[-quarter:]) / quarter,
             "per_step": rewards,
         },
         "demo_seconds": seconds,
@@ -73,8 +73,8 @@ def make_report(generator: PairedGenerator, seconds: float) -> dict[str, Any]:
 def print_summary(report: dict[str, Any], console: Any) -> None:
     """The run in a few lines."""
     lines = [
-        f"Rollouts without and with speculation: {report['rollouts_identical']} of {report['rollouts_total']} identical, "
-        f"{report['unique_seeds']} seeds",
+        f"Rollouts without and with speculation: {report['rollouts_identical']} of {report['rollouts_total']} "
+        f"identical, {report['unique_seeds']} seeds",
         *(
             f"  step {d['step']} rollout {d['rollout']} differs from token {d['position']} on; the two best perturbed "
             f"logits there are {d['gap']:.1e} apart"
@@ -83,8 +83,8 @@ def print_summary(report: dict[str, Any], console: Any) -> None:
         f"Generation is {report['generation_speedup']:.2f} times as fast as stock vLLM without speculation "
         f"({report['generation_speedup_per_token']:.2f} per token), "
         f"{report['generation_speedup_own_off']:.2f} times as fast as our engine with speculation off",
-        f"Drafts: {report['mean_acceptance_length']:.2f} tokens per drafted step, {report['tokens_accepted']} accepted, "
-        f"{report['tokens_rejected']} rejected",
+        f"Drafts: {report['mean_acceptance_length']:.2f} tokens per drafted step, "
+        f"{report['tokens_accepted']} accepted, {report['tokens_rejected']} rejected",
         f"Log-probabilities differ from the trainer's by at most {report['max_logprob_error']:.1e}",
         f"Reward: {report['reward']['first_quarter']:.3f} in the first quarter of the steps, "
         f"{report['reward']['last_quarter']:.3f} in the last",

@@ -64,7 +64,7 @@ def run_demo(out_dir: Path, *, steps: int, seed: int) -> dict[str, Any]:
 
     from rollout_spec.demo.report import make_report, plot_report, print_summary
 
-    console = Console()
+    console = Console(width=max(100, Console().width))
     started = time.perf_counter()
     out_dir.mkdir(parents=True, exist_ok=True)
     policy_dir = out_dir / f"policy-v{POLICY_VERSION}-seed{seed}"
@@ -179,7 +179,7 @@ def _train(policy_dir: Path, out_dir: Path, steps: int, seed: int, console: Any)
             num_generations=GROUP_SIZE,
             max_completion_length=MAX_COMPLETION_TOKENS,
             temperature=1.0,
-            learning_rate=3e-4,
+            learning_rate=1e-3,
             lr_scheduler_type="constant",
             beta=0.0,
             use_vllm=True,

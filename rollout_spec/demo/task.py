@@ -2,10 +2,13 @@
 
 A prompt states the problem and a completion tries expressions until one hits the target or the search gives up::
 
-    numbers 7 3 5 target 36 :
-    try 7 * 5 = 35 then 3 + 35 = 38 no
+    numbers 7 3 5 target 24 :
+    try 3 * 5 = 15 then 15 + 7 = 22 no
     try 3 - 7 = out no
-    try 7 + 5 = 12 then 12 * 3 = 36 yes answer ( 7 + 5 ) * 3
+    try 7 + 5 = 12 then 12 * 3 = out no
+    try 5 - 3 = 2 then 7 * 2 = 14 no
+    try 3 + 5 = 8 then 8 * 7 = out no
+    try 7 - 5 = 2 then 2 + 3 = 5 no stop
 
 (on one line, words separated by single spaces). `out` stands for any value outside 0..`MAX_VALUE`, which ends a try.
 Which numbers and operators a try uses is random, so a policy that learned the traces has real entropy there; the
