@@ -25,7 +25,6 @@ check: $(READY)
 
 bench: $(READY)
 	$(BIN)/python experiments/bench_verify.py
-	$(BIN)/python experiments/bench_draft.py
 
 clean:
 	rm -rf .venv build *.egg-info

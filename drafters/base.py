@@ -34,7 +34,7 @@ class Drafter(Protocol):
                 the drafter then proposes what is most probable.
 
         Raises:
-            ValueError: `req_id` is live already, or a token is negative.
+            ValueError: `req_id` is live already, a token is negative, or `seed` does not fit in 64 bits.
         """
 
     def extend(self, req_id: str, new_token_ids: Tokens) -> None:

@@ -186,8 +186,8 @@ def _count(tree, node, token, weight):
             tree.node_weight[node] += weight
         return
     if tree.entry_token[entry] != token:
-        if weight < 0:
-            return  # what is taken back was dropped earlier
+        if weight <= 0:
+            return  # what is taken back was dropped earlier; what weighs 0 (an underflow) drops nothing
         tree.node_weight[node] -= tree.entry_weight[entry]
         tree.entry_token[entry] = token
         tree.entry_weight[entry] = 0.0
@@ -255,7 +255,7 @@ def insert(tree, text, root, end, context_length, token, weight):
         while shared < limit and tokens[child_end - shared] == text[end - shared]:
             shared += 1
         if shared < child_depth:
-            if weight < 0:
+            if weight <= 0:
                 return
             child = _split(tree, node, child, shared)
         _count(tree, child, token, weight)

@@ -15,6 +15,7 @@ known, argmax(sharpness * log q + noise), which is the target's own choice where
 from __future__ import annotations
 
 import hashlib
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from rollout_spec.drafters.kernels import (
     NUM_EVIDENCE_BINS,
     NUM_LENGTH_BINS,
     NUM_PROBABILITY_BINS,
+    PROBLEM,
+    SHARED,
     SOURCES,
     Calibration,
     Proposals,
@@ -97,8 +100,8 @@ class HistoryDrafter:
             raise ValueError(f"max_draft_tokens must be at least 1, got {max_draft_tokens}")
         if not 0 <= min_survival < 1:
             raise ValueError(f"min_survival must be in [0, 1), got {min_survival}")
-        if sharpness <= 0:
-            raise ValueError(f"sharpness must be positive, got {sharpness}")
+        if not 0 < sharpness < math.inf:
+            raise ValueError(f"sharpness must be positive and finite, got {sharpness}")
         if not 0 < recency <= 1:
             raise ValueError(f"recency must be in (0, 1], got {recency}")
         if max_history_tokens < 1:
@@ -138,6 +141,8 @@ class HistoryDrafter:
     ) -> None:
         if req_id in self._live:
             raise ValueError(f"request {req_id!r} is live already")
+        if seed is not None and not -(2**63) <= seed < 2**63:
+            raise ValueError(f"seed must fit in 64 bits, got {seed}")
         prompt = _as_tokens("prompt_token_ids", prompt_token_ids)
         if problem_id is None and prompt.size:
             problem_id = int.from_bytes(hashlib.blake2b(prompt.tobytes(), digest_size=8).digest(), "little")
@@ -157,7 +162,7 @@ class HistoryDrafter:
         live = self._request(req_id)
         tokens = _as_tokens("new_token_ids", new_token_ids)
         if tokens.size:
-            self._pending.append((live.row, tokens))
+            self._pending.append((live.row, tokens.copy()))  # read later: the caller may reuse its buffer
 
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
         if len(max_tokens) != len(req_ids):
@@ -196,14 +201,15 @@ class HistoryDrafter:
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         live = self._request(req_id)
         self._flush()
-        text = self._contexts.context(live.row)
-        prompt_size = int(text.size - (self._rows.stored[live.row] - live.num_prompt_tokens))
-        text = text[prompt_size - live.num_prompt_tokens :].copy()
-        if keep:
-            self._finished.append(_Rollout(live.problem_id, live.version, text, live.num_prompt_tokens))
-        else:
-            kernels.take_back(self._tree.arrays, text, live.num_prompt_tokens, self._rows, live.row, self._settings)
-            self._num_indexed -= text.size - live.num_prompt_tokens
+        if self._uses_tree:
+            text = self._contexts.context(live.row)
+            text = text[text.size - int(self._rows.stored[live.row]) :].copy()
+            first = live.num_prompt_tokens
+            if keep:
+                self._finished.append(_Rollout(live.problem_id, live.version, text, first))
+            else:
+                kernels.take_back(self._tree.arrays, text, first, self._rows, live.row, self._settings)
+                self._num_indexed -= text.size - first
         del self._live[req_id]
         self._free_rows.append(live.row)
         if self._num_indexed > self._max_history_tokens:
@@ -214,13 +220,13 @@ class HistoryDrafter:
             raise ValueError(f"policy versions go up: {version} after {self._version}")
         self._flush()
         self._version = version
-        unit_weight = self._weight(version)
-        if unit_weight > 16:  # before float32 loses the oldest rollouts' weights beside the newest ones'
-            self._tree.scale(1 / unit_weight)
-            self._rows.weight[:] /= np.float32(unit_weight)
+        # The inverse of the newest weight, because that one overflows where a run resumes at a high version.
+        scale = self._recency ** (version - self._base_version)
+        if scale < 1 / 16:  # before float32 loses the oldest rollouts' weights beside the newest ones'
+            self._tree.scale(scale)
+            self._rows.weight[:] *= np.float32(scale)
             self._base_version = version
-            unit_weight = 1.0
-        self._settings = self._settings._replace(unit_weight=unit_weight)
+        self._settings = self._settings._replace(unit_weight=self._weight(version))
 
     def memory_bytes(self) -> int:
         own = sum(array.nbytes for group in (self._rows, self._proposals, self._calibration) for array in group)
@@ -248,6 +254,10 @@ class HistoryDrafter:
             raise ValueError(f"request {req_id!r} is not live: start_request comes first")
         return live
 
+    @property
+    def _uses_tree(self) -> bool:
+        return self._settings.uses[PROBLEM] or self._settings.uses[SHARED]
+
     def _weight(self, version: int) -> float:
         return float(self._recency ** (self._base_version - version))
 
@@ -262,8 +272,9 @@ class HistoryDrafter:
         self._rows.weight[row] = self._weight(version)
         self._rows.block_end[row] = -1
         self._rows.stored[row] = 0
-        self._tree.reserve(prompt_tail.size)
-        kernels.store(self._tree.arrays, self._rows, row, prompt_tail, self._settings, False)
+        if self._uses_tree:
+            self._tree.reserve(prompt_tail.size)
+            kernels.store(self._tree.arrays, self._rows, row, prompt_tail, self._settings, False)
 
     def _flush(self) -> None:
         """Index what `extend` collected, in one kernel call per chunk."""
@@ -285,9 +296,10 @@ class HistoryDrafter:
         batch = np.array([row for row, _ in chunk], np.int64)
         tokens, starts = _ragged([tokens for _, tokens in chunk])
         self._contexts.reserve(int(self._contexts.arrays.lengths[batch].max()) + size)
-        self._tree.reserve(size, num_blocks=len(chunk))
+        if self._uses_tree:
+            self._tree.reserve(size, num_blocks=len(chunk))
+            self._num_indexed += size
         kernels.commit(self._tree.arrays, self._contexts.arrays, self._rows, batch, tokens, starts, self._settings)
-        self._num_indexed += size
 
     def _rebuild(self) -> None:
         """Drop the oldest rollouts until half of the bound is left, and index the rest and the live requests anew."""

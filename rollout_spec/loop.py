@@ -72,6 +72,8 @@ def decode_step(
 ) -> None:
     """Advance every request by one step. `requests` must be started in the drafter and unfinished; they are mutated.
 
+    Raises FloatingPointError when logits are NaN, +inf or all -inf; nothing is committed then.
+
     Cost: one `target` call with sum(len(draft) + 1) contexts, O(K) drafter work per request.
     """
     req_ids = [request.req_id for request in requests]
@@ -103,6 +105,11 @@ def decode_step(
         method=verify,
         logprobs_mode="processed_logprobs",
     )
+
+    if result.num_invalid_rows:
+        raise FloatingPointError(
+            f"{result.num_invalid_rows} rows of logits are NaN, +inf or all -inf, and nothing can be sampled from them"
+        )
 
     # 4. Commit, and tell the drafter what became of its drafts before it sees the tokens.
     ends = np.cumsum(num_draft_tokens + 1)

@@ -11,7 +11,8 @@ from tests.conftest import VOCAB_SIZE
 class Adversary:
     """Drafts random tokens, random lengths; half of the time continues with what it has seen in other requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
+        self._vocab_size = vocab_size
         self._rng = np.random.default_rng(0)
         self._outputs: dict[str, list[int]] = {}
         self.finished: list[list[int]] = []
@@ -27,7 +28,7 @@ class Adversary:
         drafts = []
         for req_id, limit in zip(req_ids, max_tokens, strict=True):
             length = int(self._rng.integers(0, limit + 1)) if limit > 0 else 0
-            tokens = self._rng.integers(0, VOCAB_SIZE, length)
+            tokens = self._rng.integers(0, self._vocab_size, length)
             others = [output for other, output in self._outputs.items() if other != req_id]
             if others and self._rng.random() < 0.5:
                 other = others[int(self._rng.integers(len(others)))]

@@ -2,13 +2,11 @@
 
 A prompt states the problem and a completion tries expressions until one hits the target or the search gives up::
 
-    numbers 7 3 5 target 24 :
-    try 3 * 5 = 15 then 15 + 7 = 22 no
+    numbers 7 3 5 target 22 :
     try 3 - 7 = out no
     try 7 + 5 = 12 then 12 * 3 = out no
-    try 5 - 3 = 2 then 7 * 2 = 14 no
-    try 3 + 5 = 8 then 8 * 7 = out no
-    try 7 - 5 = 2 then 2 + 3 = 5 no stop
+    try 5 - 3 = 2 then 2 * 7 = 14 no
+    try 5 * 3 = 15 then 15 + 7 = 22 yes answer ( 5 * 3 ) + 7
 
 (on one line, words separated by single spaces). `out` stands for any value outside 0..`MAX_VALUE`, which ends a try.
 Which numbers and operators a try uses is random, so a policy that learned the traces has real entropy there; the
@@ -134,12 +132,13 @@ def make_problem(rng: random.Random) -> Problem:
 
 
 def expressions(numbers: tuple[int, int, int]) -> list[Expression]:
-    """All 108 expressions that use each number once."""
+    """All 48 ways to use each number once. Sums and products name the larger number, or the first step, first."""
     return [
         Expression(first, op1, second, op2, third, third_leads)
         for first, second, third in itertools.permutations(numbers)
         for op1, op2 in itertools.product(OPERATORS, repeat=2)
         for third_leads in (False, True)
+        if (op1 == "-" or first > second) and (op2 == "-" or not third_leads)
     ]
 
 
@@ -169,27 +168,18 @@ def trace_text(problem: Problem, rng: random.Random) -> str:
     rng.shuffle(order)
     patience = rng.randint(MIN_TRIES, MAX_TRIES)
     words: list[str] = []
-    tried: set[tuple[object, ...]] = set()
+    tried: set[str] = set()
     for expression in order:
-        identity = _identity(expression)
-        if identity in tried:
+        text = expression.try_text(problem.target)
+        if text in tried:  # a first step that leaves the range ends a try, whatever was to follow
             continue
-        tried.add(identity)
-        words.append(expression.try_text(problem.target))
+        tried.add(text)
+        words.append(text)
         if expression.reaches(problem.target):
             return " ".join((*words, "answer", expression.text()))
         if len(tried) == patience:
             break
     return " ".join((*words, GIVE_UP))
-
-
-def _identity(expression: Expression) -> tuple[object, ...]:
-    """Equal for tries that differ only in the order of a sum or a product, or after a first step out of range."""
-    first, second = expression.first, expression.second
-    inner = (first, expression.op1, second) if expression.op1 == "-" else (*sorted((first, second)), expression.op1)
-    if not in_range(expression.inner_value()):
-        return inner
-    return (*inner, expression.op2, expression.op2 == "-" and expression.third_leads)
 
 
 def parse_answer(completion: str) -> Expression | None:

@@ -1,0 +1,111 @@
+"""Configuration, counters, and what must import without what."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from rollout_spec import RolloutSpecConfig, cli, engine_kwargs
+from rollout_spec.imports import import_object
+from rollout_spec.stats import SpeculationStats
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_speculative_tokens": 0}, ValueError, "between 1 and 128"),
+        ({"num_speculative_tokens": 129}, ValueError, "vLLM's limit"),
+        ({"num_speculative_tokens": 4.0}, TypeError, "must be an int"),
+        ({"num_speculative_tokens": True}, TypeError, "must be an int"),
+        ({"num_spec_tokens": 4}, ValueError, "unknown rollout_spec config key 'num_spec_tokens'"),
+        ({"drafter": 3}, TypeError, "drafter"),
+        ({"drafter_options": [1]}, TypeError, "drafter_options"),
+        ({"verify": "ratio"}, ValueError, "verify"),
+        ({"speculation": 1}, TypeError, "speculation"),
+    ],
+)
+def test_bad_options(options, error, message):
+    with pytest.raises(error, match=message):
+        engine_kwargs(**options)
+
+
+def test_round_trip():
+    config = RolloutSpecConfig(num_speculative_tokens=3, drafter_options={"recency": 0.9})
+    assert RolloutSpecConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    kwargs = config.engine_kwargs()
+    assert kwargs["speculative_config"]["num_speculative_tokens"] == 3
+    assert "speculative_config" not in engine_kwargs(speculation=False)
+
+
+def test_imports_without_optional_packages():
+    """`import rollout_spec` needs neither vllm, trl, transformers, torch nor triton; drafters need numba only."""
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['vllm', 'trl', 'transformers', 'torch', 'triton']))\n"
+    code = blocked + (
+        "import rollout_spec, rollout_spec.loop, rollout_spec.cli\n"
+        "from rollout_spec.drafters import build_drafter\n"
+        "build_drafter('mixture')\n"
+        "from rollout_spec.integrations import vllm_plugin\n"
+        "vllm_plugin.register(); vllm_plugin.register()\n"
+        "try:\n    rollout_spec.RolloutSpecGenerator\n"
+        "except ImportError:\n    print('ok')\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout == "ok\n", result.stderr
+
+
+def test_no_second_identity():
+    code = "import sys; sys.path.insert(0, '.'); import drafters"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "import this package as rollout_spec.drafters" in result.stderr
+
+
+def test_import_object():
+    assert import_object("rollout_spec.stats.SpeculationStats", "thing") is SpeculationStats
+    for path in ("no_such_module.Name", "rollout_spec.stats.Nothing"):
+        with pytest.raises(ValueError, match="thing .* cannot be imported"):
+            import_object(path, "thing")
+
+
+def test_versions():
+    from rollout_spec.integrations.vllm_plugin import check_version
+
+    check_version((0, 31, 0), "0.31.0")
+    check_version((0, 0, "dev"), "dev")
+    with pytest.raises(RuntimeError, match="needs vLLM 0.26 or newer"):
+        check_version((0, 11, 0), "0.11.0")
+    with pytest.warns(UserWarning, match="tested with vLLM up to"):
+        check_version((0, 99, 0), "0.99.0")
+
+
+def test_missing_hook_target_names_the_remedy():
+    from rollout_spec.integrations.vllm_plugin import _wrap
+
+    with pytest.raises(RuntimeError, match="cannot work with this version of vLLM: SpeculationStats.gone"):
+        _wrap(SpeculationStats, "gone", lambda original: original)
+
+
+def test_stats():
+    stats = SpeculationStats()
+    assert (stats.acceptance_rate, stats.mean_acceptance_length, stats.tokens_per_step) == (0.0, 1.0, 0.0)
+    stats.record([0, 3, 2], [0, 2, 0])
+    earlier = stats.to_dict()
+    assert earlier["mean_acceptance_length"] == 2.0
+    assert earlier["acceptance_rate"] == pytest.approx(0.4)
+    assert earlier["tokens_per_step"] == pytest.approx(5 / 3)
+    stats.record([4], [3])
+    between = SpeculationStats.between(earlier, stats.to_dict())
+    assert (between.draft_tokens, between.accepted_tokens, between.steps) == (4, 3, 1)
+    assert between.accepted_per_position == [1, 1, 1]
+    assert stats.accepted_per_position == [2, 2, 1]
+    assert stats.rejected_tokens == 4
+
+
+def test_command_line(capsys, tmp_path):
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])
+    assert "rollout-spec 0.1.0" in capsys.readouterr().out
+    assert cli.main(["demo", "--steps", "1", "--out", str(tmp_path)]) == 2
+    assert "steps must be at least 2" in capsys.readouterr().err

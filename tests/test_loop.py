@@ -1,0 +1,108 @@
+"""`decode_step` on a toy target: the whole system without an engine."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_spec import noise
+from rollout_spec.drafters import build_drafter
+from rollout_spec.loop import RequestState, decode_step, generate
+from rollout_spec.verify import reference
+from tests.adversaries import Adversary
+from tests.statistics import matches_distribution
+
+VOCAB = 6
+END = 0
+
+
+def markov_target(seed=0, sharpness=2.0):
+    """A random target whose logits depend on the last two tokens."""
+    table = (np.random.default_rng(seed).standard_normal((VOCAB, VOCAB, VOCAB)) * sharpness).astype(np.float32)
+
+    def target(contexts):
+        return np.stack([table[context[-2], context[-1]] for context in contexts])
+
+    return target, table
+
+
+def requests(count, max_tokens=40, temperature=1.0, run=0):
+    return [
+        RequestState(f"{run}/{i}", [1, 2, 1 + i % 3], 3, noise.derive_seed(run, i), max_tokens, temperature, END)
+        for i in range(count)
+    ]
+
+
+class Nothing(Adversary):
+    def propose(self, req_ids, max_tokens):
+        return super().propose(req_ids, np.zeros_like(max_tokens))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    target_seed=st.integers(0, 1000),
+    count=st.integers(1, 6),
+    temperature=st.sampled_from([0.0, 0.7, 1.0, 1.5]),
+    k=st.integers(1, 8),
+    drafter=st.sampled_from(["mixture", "suffix", "ngram", "adversary"]),
+)
+def test_same_rollouts_as_without_drafts(target_seed, count, temperature, k, drafter):
+    target, _ = markov_target(target_seed)
+    plain = requests(count, temperature=temperature)
+    steps = generate(plain, Nothing(), target, k)
+    ours = requests(count, temperature=temperature)
+    drafting = (
+        Adversary(VOCAB) if drafter == "adversary" else build_drafter(drafter, max_draft_tokens=k, min_survival=0.0)
+    )
+    assert generate(ours, drafting, target, k) <= steps
+    for a, b in zip(plain, ours, strict=True):
+        assert a.token_ids == b.token_ids
+        assert a.logprobs == pytest.approx(b.logprobs)
+        assert a.finished
+        assert len(a.logprobs) == len(a.output_token_ids) <= 40
+
+
+def test_history_saves_steps():
+    """The second epoch of the same problems is decoded in far fewer steps than tokens."""
+    target, _ = markov_target(3, sharpness=4.0)
+    drafter = build_drafter("mixture", max_draft_tokens=8)
+    steps = [generate(requests(8, run=run), drafter, target, 8) for run in range(6)]
+    assert steps[-1] < 0.6 * generate(requests(8, run=5), Nothing(), target, 8)
+    drafter.check_integrity()
+
+
+@pytest.mark.parametrize("verify", ["sample", "rejection"])
+@pytest.mark.parametrize("drafter", ["mixture", "adversary"])
+def test_emitted_tokens_follow_the_target(verify, drafter):
+    """Transitions of 3,000 rollouts against the analytic softmax; power as stated in `matches_distribution`."""
+    target, table = markov_target(5)
+    drafting = Adversary(VOCAB) if drafter == "adversary" else build_drafter("mixture", max_draft_tokens=4)
+    transitions: dict[tuple[int, int], list[int]] = {}
+    for run in range(30):
+        batch = requests(100, max_tokens=8, run=run)
+        generate(batch, drafting, target, 4, verify=verify)
+        for request in batch:
+            for i in range(3, len(request.token_ids)):
+                transitions.setdefault(tuple(request.token_ids[i - 2 : i]), []).append(request.token_ids[i])
+    assert sum(map(len, transitions.values())) > 8000
+    for context, following in transitions.items():
+        if len(following) > 200:
+            p = np.exp(reference.log_softmax(table[context]).astype(float))
+            assert matches_distribution(following, p), context
+
+
+def test_trimming():
+    request = RequestState("r", [1, 2], 2, 0, max_tokens=5, stop_token_id=9)
+    assert request.trim([3, 9, 4]) == [3, 9]
+    assert request.trim([1, 1, 1, 1, 1, 1]) == [1] * 5
+
+
+def test_invalid_logits_raise():
+    batch = requests(1)
+    drafter = Nothing()
+    drafter.start_request(batch[0].req_id, [1])
+    with pytest.raises(FloatingPointError, match="nothing can be sampled"):
+        decode_step(batch, drafter, lambda contexts: np.full((len(contexts), VOCAB), np.nan, np.float32), 2)
+    assert batch[0].output_token_ids == []

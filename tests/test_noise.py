@@ -1,0 +1,152 @@
+"""The dice: one definition in three implementations, and good ones."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from rollout_spec import noise, noise_torch
+from tests.statistics import matches_distribution
+
+N = 200_000
+
+
+def murmur3_32(data: bytes, seed: int) -> int:
+    """MurmurHash3_x86_32 of whole words, from its description."""
+
+    def rotl(x, r):
+        return ((x << r) | (x >> (32 - r))) & 0xFFFFFFFF
+
+    h = seed
+    for i in range(0, len(data), 4):
+        k = int.from_bytes(data[i : i + 4], "little") * 0xCC9E2D51 & 0xFFFFFFFF
+        h = (rotl(h ^ (rotl(k, 15) * 0x1B873593 & 0xFFFFFFFF), 13) * 5 + 0xE6546B64) & 0xFFFFFFFF
+    h ^= len(data)
+    for multiplier, shift in ((0x85EBCA6B, 16), (0xC2B2AE35, 13)):
+        h = (h ^ (h >> shift)) * multiplier & 0xFFFFFFFF
+    return h ^ (h >> 16)
+
+
+def test_oracle_on_known_vectors():
+    assert murmur3_32(b"", 1) == 0x514E28B7
+    assert murmur3_32(b"\x00\x00\x00\x00", 0) == 0x2362F9DE
+    assert murmur3_32(b"test", 0x9747B28C) == 0x704B81DC
+
+
+words = st.one_of(st.integers(0, 2**31 + 1), st.sampled_from([0, 2**31 - 1, 2**31, 2**32 - 1]))
+seeds = st.one_of(st.integers(-(2**63), 2**63 - 1), st.sampled_from([-1, -(2**63), 2**63 - 1, 2**32, 2**31]))
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(seeds, words, words, st.sampled_from([noise.DOMAIN_TARGET, noise.DOMAIN_ACCEPT, noise.DOMAIN_RESIDUAL]))
+def test_implementations_agree(seed, position, token, domain):
+    data = (seed & (2**64 - 1)).to_bytes(8, "little") + (position & 0xFFFFFFFF).to_bytes(4, "little")
+    expected = murmur3_32(data + (token & 0xFFFFFFFF).to_bytes(4, "little"), domain)
+    assert int(noise.hash32(seed, position, token, domain)) == expected
+    assert int(noise.hash32_nb(seed, position, token, domain)) == expected
+    uniform = noise.uniform32(seed, position, token, domain)
+    s, p, t = (torch.tensor([value]) for value in (seed, position, token))
+    assert noise_torch.uniform32(s, p, t, domain=domain).numpy()[0, 0] == uniform
+    assert noise_torch._uniform32_torch(s, p, noise_torch._key(t.int()), domain).numpy()[0, 0] == uniform
+    g = noise.gumbel(seed, position, token, domain)
+    assert np.float32(noise.gumbel_nb(seed, position, token, domain)) == g
+    assert abs(float(noise_torch.gumbel(s, p, t, domain=domain)) - g) <= noise_torch.GUMBEL_TOLERANCE
+
+
+def test_whole_vocabularies_agree():
+    seeds, positions = np.array([3, -7, 2**40]), np.array([0, 5, 100_000])
+    expected = noise.uniform32(seeds[:, None], positions[:, None], np.arange(5000))
+    got = noise_torch.uniform32(torch.from_numpy(seeds), torch.from_numpy(positions), 5000)
+    np.testing.assert_array_equal(got.numpy(), expected)
+    keys = noise_torch._vocabulary_keys(5000, torch.device("cpu"))
+    got = noise_torch._uniform32_torch(torch.from_numpy(seeds), torch.from_numpy(positions), keys, 0)
+    np.testing.assert_array_equal(got.numpy(), expected)
+
+
+def test_extremes_are_finite_and_as_stated():
+    hashes = np.array([0, 2**32 - 1], np.uint32)
+    g = noise.gumbel_from_uniform(noise.uniform_from_hash(hashes))
+    assert g[0] == pytest.approx(noise.MAX_GUMBEL, abs=1e-5)
+    assert g[1] == pytest.approx(noise.MIN_GUMBEL, abs=1e-5)
+    assert [float(np.float32(noise.gumbel_from_hash_nb(int(h)))) for h in hashes] == g.tolist()
+
+
+AXES = {
+    "token": lambda n: (12345, 7, np.arange(n)),
+    "position": lambda n: (12345, np.arange(n), 7),
+    "seed": lambda n: (np.random.default_rng(0).integers(0, 2**63 - 1, n), 7, 7),
+    "neighbouring seeds": lambda n: (np.arange(n), 7, 7),
+    "seeds that differ in the high word": lambda n: (np.arange(n) << 32, 7, 7),
+}
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_uniform_and_uncorrelated_along(axis):
+    """Chi-square over 256 cells, and correlation at lags 1 to 4 within 5 standard errors."""
+    u = noise.uniform32(*AXES[axis](N))
+    assert matches_distribution((u * 256).astype(int).clip(max=255), np.full(256, 1 / 256))
+    g = noise.gumbel(*AXES[axis](N))
+    for lag in range(1, 5):
+        assert abs(np.corrcoef(g[:-lag], g[lag:])[0, 1]) < 5 / math.sqrt(N)
+
+
+@pytest.mark.parametrize("other", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, -1, 0), (0, 1, -1)])
+def test_neighbours_are_independent(other):
+    """A request's noise says nothing of the next seed's, the next position's or the next token's."""
+    rng = np.random.default_rng(1)
+    seed, position, token = rng.integers(0, 2**62, N), rng.integers(1, 10_000, N), rng.integers(1, 150_000, N)
+    a = noise.uniform32(seed, position, token)
+    b = noise.uniform32(seed + other[0], position + other[1], token + other[2])
+    cells = (a * 8).astype(int).clip(max=7) * 8 + (b * 8).astype(int).clip(max=7)
+    assert matches_distribution(cells, np.full(64, 1 / 64))
+
+
+def test_streams_are_independent():
+    rng = np.random.default_rng(2)
+    seed, position = rng.integers(0, 2**62, N), rng.integers(0, 10_000, N)
+    streams = [noise.gumbel(seed, position, 0, d) for d in (0, noise.DOMAIN_ACCEPT, noise.DOMAIN_RESIDUAL)]
+    correlations = np.corrcoef(streams)[np.triu_indices(3, 1)]
+    assert (np.abs(correlations) < 5 / math.sqrt(N)).all()
+    assert len({noise.DOMAIN_TARGET, noise.DOMAIN_ACCEPT, noise.DOMAIN_RESIDUAL, 0x9E3779B9}) == 4
+
+
+def test_gumbel_distribution_and_the_softmax_that_it_samples():
+    g = noise.gumbel(np.arange(N) * 7919, 3, 11)
+    assert stats.kstest(g, stats.gumbel_r.cdf).pvalue > 1e-6
+    logits = np.array([0.0, 1.0, 2.0, -1.0, 0.5])
+    sampled = np.argmax(logits + noise.gumbel(np.arange(N)[:, None], 9, np.arange(5)), axis=1)
+    assert matches_distribution(sampled, np.exp(logits) / np.exp(logits).sum())
+    assert not matches_distribution(sampled, np.exp(logits / 1.05) / np.exp(logits / 1.05).sum())
+
+
+def test_derive_seed():
+    assert noise.derive_seed(0, 1, 2) == noise.derive_seed(0, 1, 2)
+    tuples = [(1,), ("1",), (1, 2), (12,), ("a", "b"), ("ab",), (-1,), (0,), (0, 0)]
+    derived = [noise.derive_seed(*parts) for parts in tuples]
+    assert len(set(derived)) == len(tuples)
+    many = {noise.derive_seed(0, step, i) for step in range(100) for i in range(1000)}
+    assert len(many) == 100_000
+    assert all(0 <= seed < 2**63 for seed in many)
+    for bad in ((), (1.5,), (True,), (None,)):
+        with pytest.raises(TypeError, match="derive_seed"):
+            noise.derive_seed(*bad)
+
+
+def test_bad_arguments():
+    with pytest.raises(TypeError, match="seeds must be integers"):
+        noise.hash32(1.5, 0, 0)
+    one = torch.zeros(1, dtype=torch.int64)
+    for error, name, arguments in (
+        (TypeError, "seeds", (one.float(), one, 4)),
+        (ValueError, "positions", (one, torch.zeros(2, dtype=torch.int64), 4)),
+        (TypeError, "tokens", (one, one, one.float())),
+        (ValueError, "tokens", (one, one, torch.zeros(2, 3, dtype=torch.int64))),
+    ):
+        with pytest.raises(error, match=name):
+            noise_torch.uniform32(*arguments)
