@@ -529,7 +529,7 @@ def _propose_one(tree, contexts, rows, row, max_tokens, settings, calibration, o
                 score += gumbel_nb(rows.seed[row], np.int64(known - 1 + slot), np.int64(mixed_tokens[i]))
             if score > best_score:
                 best, best_score = i, score
-        probability = mixed[best] / total
+        probability = min(mixed[best] / total, 1.0)  # above 1 by rounding only
         probability_bin = min(int(probability * NUM_PROBABILITY_BINS), NUM_PROBABILITY_BINS - 1)
         length_bin = _length_bin(longest)
         cell = calibration.choices[coupled, probability_bin, length_bin]

@@ -42,6 +42,10 @@ from rollout_spec.drafters.ngram import NgramIndex
 from rollout_spec.drafters.suffix import SuffixTree
 from rollout_spec.types import Draft, Int32Array
 
+WEIGHT_BITS = 4
+"""The newest policy version's rollouts weigh between 1 and 2 ** WEIGHT_BITS."""
+WEIGHT_GRID = 64
+"""Weights are multiples of 1 / WEIGHT_GRID."""
 CHUNK_TOKENS = 256
 """Tokens indexed between two capacity checks."""
 
@@ -129,9 +133,9 @@ class HistoryDrafter:
         self._free_rows: list[int] = []
         self._roots: dict[int, int] = {}
         self._finished: deque[_Rollout] = deque()
-        self._num_indexed = 0
+        self._num_indexed = 0  # tokens stored since the index was built, those taken back included
         self._version = 0
-        self._base_version = 0
+        self._weight_shift = 0  # see `_weight`
         self._pending: list[tuple[int, Int32Array]] = []
 
     # -- the protocol ------------------------------------------------------------------------------------------------
@@ -220,12 +224,12 @@ class HistoryDrafter:
             raise ValueError(f"policy versions go up: {version} after {self._version}")
         self._flush()
         self._version = version
-        # The inverse of the newest weight, because that one overflows where a run resumes at a high version.
-        scale = self._recency ** (version - self._base_version)
-        if scale < 1 / 16:  # before float32 loses the oldest rollouts' weights beside the newest ones'
-            self._tree.scale(scale)
-            self._rows.weight[:] *= np.float32(scale)
-            self._base_version = version
+        shift = int(-version * math.log2(self._recency)) // WEIGHT_BITS * WEIGHT_BITS
+        if shift != self._weight_shift:
+            factor = 2.0 ** max(self._weight_shift - shift, -200)
+            self._tree.scale(factor)
+            self._rows.weight[:] *= np.float32(factor)
+            self._weight_shift = shift
         self._settings = self._settings._replace(unit_weight=self._weight(version))
 
     def memory_bytes(self) -> int:
@@ -259,7 +263,13 @@ class HistoryDrafter:
         return self._settings.uses[PROBLEM] or self._settings.uses[SHARED]
 
     def _weight(self, version: int) -> float:
-        return float(self._recency ** (self._base_version - version))
+        """recency ** -version / 2 ** shift, on a grid of 1 / WEIGHT_GRID.
+
+        New rollouts grow heavier instead of old ones lighter, until everything is divided by a power of two. On the
+        grid, sums of weights are exact in float32, so that a rollout can be taken back without a remainder.
+        """
+        weight = 2.0 ** (-version * math.log2(self._recency) - self._weight_shift)
+        return max(round(weight * WEIGHT_GRID), 1) / WEIGHT_GRID
 
     def _attach(self, row: int, problem_id: int | None, version: int, prompt_tail: Int32Array) -> None:
         """Give a row a root, a weight and a fresh text that starts with the end of the prompt."""

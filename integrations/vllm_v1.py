@@ -231,11 +231,13 @@ class RunnerAdapter:
             drafted, cu_num_draft_tokens = metadata.draft_token_ids, metadata.cu_num_draft_tokens
             ends = metadata.cu_num_sampled_tokens.long()
             first_row = metadata.logits_indices.long()[torch.cat((ends.new_zeros(1), ends[:-1]))]
+        positions = self._runner.positions
+        positions = getattr(positions, "gpu", positions)  # a buffer pair in older versions
         greedy = sampling.all_greedy or sampling.temperature is None
         rows = SamplingRows(
             temperature=torch.zeros(size, device=device) if greedy else sampling.temperature,
             seeds=None if greedy else batch.seeds,
-            positions=self._runner.positions[first_row],
+            positions=positions[first_row],
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             min_p=batch.min_p,

@@ -87,22 +87,6 @@ def test_missing_hook_target_names_the_remedy():
         _wrap(SpeculationStats, "gone", lambda original: original)
 
 
-def test_stats():
-    stats = SpeculationStats()
-    assert (stats.acceptance_rate, stats.mean_acceptance_length, stats.tokens_per_step) == (0.0, 1.0, 0.0)
-    stats.record([0, 3, 2], [0, 2, 0])
-    earlier = stats.to_dict()
-    assert earlier["mean_acceptance_length"] == 2.0
-    assert earlier["acceptance_rate"] == pytest.approx(0.4)
-    assert earlier["tokens_per_step"] == pytest.approx(5 / 3)
-    stats.record([4], [3])
-    between = SpeculationStats.between(earlier, stats.to_dict())
-    assert (between.draft_tokens, between.accepted_tokens, between.steps) == (4, 3, 1)
-    assert between.accepted_per_position == [1, 1, 1]
-    assert stats.accepted_per_position == [2, 2, 1]
-    assert stats.rejected_tokens == 4
-
-
 def test_command_line(capsys, tmp_path):
     with pytest.raises(SystemExit):
         cli.main(["--version"])

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from rollout_spec.demo.policy import build_model, build_tokenizer
 from rollout_spec.demo.task import make_problem, prompt_text, trace_text
 
-STEPS = 400
+STEPS = 600
 """Optimizer steps of the demo's warm start."""
 IGNORED_LABEL = -100
 """Labels of prompts and padding: cross entropy leaves them out."""

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from typing import get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from rollout_spec.types import SamplingRows, VerifyResult
 from rollout_spec.verify import cpu, vectorised
-from rollout_spec.verify.reference import LogprobsMode, VerifyMethod
+from rollout_spec.verify.reference import GREEDY_TEMPERATURE, LogprobsMode, VerifyMethod
+
+_INTEGERS = (torch.int32, torch.int64)
+_FLOATS = (torch.float32, torch.float64)
+_ROW_DTYPES = {
+    "temperature": _FLOATS,
+    "seeds": (torch.int64,),
+    "positions": _INTEGERS,
+    "top_k": _INTEGERS,
+    "top_p": _FLOATS,
+    "min_p": _FLOATS,
+}
 
 
 def verify(
@@ -31,7 +43,7 @@ def verify(
     Args:
         target_logits: float [N, V] on any device, N = D + B rows: each request's drafted positions, then its bonus
             position. Not changed.
-        draft_token_ids: integer [D].
+        draft_token_ids: integer [D]. Ids outside the vocabulary are never accepted.
         cu_num_draft_tokens: integer [B], inclusive sums of draft lengths without a leading 0.
         rows: How each request is sampled.
         method: `"sample"`: compare drafts with the target's own sample under the request's dice. `"rejection"`: ratio
@@ -43,12 +55,13 @@ def verify(
         max_draft_tokens: The longest draft, if the caller knows it; otherwise it is read from the device.
 
     Returns:
-        A `VerifyResult` on the logits' device. Nothing is copied to the host. O(N V), or O(N V log V) with top-k or
-        top-p.
+        A `VerifyResult` on the logits' device. Nothing is copied to the host if `max_draft_tokens` is given. O(N V),
+        or O(N V log V) with top-k or top-p.
 
     Raises:
         ValueError: shapes do not fit, a mode is unknown, or draft probabilities are given to `"sample"`, which would
-            ignore them.
+            ignore them. On the CPU, where looking costs nothing, also: `cu_num_draft_tokens` does not describe
+            `draft_token_ids`, `max_draft_tokens` is too small, or a request that is not greedy has no seed.
         TypeError: a tensor has the wrong kind of dtype.
     """
     if target_logits.dim() != 2 or not target_logits.is_floating_point():
@@ -56,8 +69,10 @@ def verify(
             f"target_logits must be floating point [N, V], got {target_logits.dtype} {list(target_logits.shape)}"
         )
     for name, tensor in (("draft_token_ids", draft_token_ids), ("cu_num_draft_tokens", cu_num_draft_tokens)):
-        if tensor.dtype not in (torch.int32, torch.int64) or tensor.dim() != 1:
+        if tensor.dtype not in _INTEGERS or tensor.dim() != 1:
             raise TypeError(f"{name} must be int32 or int64 [n], got {tensor.dtype} {list(tensor.shape)}")
+    if target_logits.shape[1] == 0:
+        raise ValueError("target_logits must have at least one token per row, got none")
     num_requests = cu_num_draft_tokens.shape[0]
     num_rows = draft_token_ids.shape[0] + num_requests
     if target_logits.shape[0] != num_rows:
@@ -69,6 +84,8 @@ def verify(
         values = getattr(rows, name)
         if values is not None and tuple(values.shape) != (num_requests,):
             raise ValueError(f"rows.{name} must have shape [{num_requests}], got {list(values.shape)}")
+        if values is not None and values.dtype not in _ROW_DTYPES[name]:
+            raise TypeError(f"rows.{name} must be {' or '.join(map(str, _ROW_DTYPES[name]))}, got {values.dtype}")
     if method not in get_args(VerifyMethod):
         raise ValueError(f"method must be one of {get_args(VerifyMethod)}, got {method!r}")
     if logprobs_mode is not None and logprobs_mode not in get_args(LogprobsMode):
@@ -79,6 +96,8 @@ def verify(
         expected = (draft_token_ids.shape[0], target_logits.shape[1])
         if tuple(draft_probs.shape) != expected:
             raise ValueError(f"draft_probs must have shape {list(expected)}, got {list(draft_probs.shape)}")
+    if target_logits.device.type == "cpu":
+        _check_values(draft_token_ids.shape[0], cu_num_draft_tokens, rows, max_draft_tokens)
     if method == "sample" and target_logits.device.type == "cpu":
         return cpu.verify(
             target_logits,
@@ -98,3 +117,20 @@ def verify(
         logprobs_mode=logprobs_mode,
         max_draft_tokens=max_draft_tokens,
     )
+
+
+def _check_values(
+    num_drafts: int, cu_num_draft_tokens: Tensor, rows: SamplingRows, max_draft_tokens: int | None
+) -> None:
+    """Raise before compiled loops would read or write past an array's end, or a seedless request turn greedy."""
+    cu = cu_num_draft_tokens.numpy()
+    lengths = np.diff(cu, prepend=0)
+    if (lengths < 0).any() or (cu[-1] if len(cu) else 0) != num_drafts:
+        raise ValueError(
+            f"cu_num_draft_tokens must rise to the number of drafted tokens, {num_drafts}, got {cu.tolist()}"
+        )
+    longest = int(lengths.max(initial=0))
+    if max_draft_tokens is not None and max_draft_tokens < longest:
+        raise ValueError(f"max_draft_tokens must be at least the longest draft, {longest}, got {max_draft_tokens}")
+    if rows.seeds is None and (rows.temperature.numpy() >= GREEDY_TEMPERATURE).any():
+        raise ValueError("rows.seeds must be given unless every temperature is 0: without dice nothing is sampled")

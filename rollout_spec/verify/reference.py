@@ -110,7 +110,7 @@ def rejection_sample_row(processed: Float32Array, row: _Row, draft_probs: Float3
         return int(np.argmax(processed))
     p = np.exp(log_softmax(processed).astype(np.float64))
     weights = p
-    if row.draft != PLACEHOLDER_TOKEN_ID:
+    if 0 <= row.draft < len(p):  # neither the bonus position nor a draft outside the vocabulary
         q = np.eye(len(p))[row.draft] if draft_probs is None else np.asarray(draft_probs, np.float64)
         u = float(noise.uniform32(row.seed, row.position, 0, noise.DOMAIN_ACCEPT))
         if p[row.draft] > 0 and u * q[row.draft] <= p[row.draft]:

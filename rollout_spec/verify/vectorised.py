@@ -55,10 +55,10 @@ def verify(
     drafted = _drafted(draft_token_ids, index)
     if method == "sample":
         targets, valid = _sample(processed, rows, index)
-        matches = targets == drafted
     else:
         targets, valid = _rejection_sample(processed, rows, index, drafted, draft_probs)
-        matches = targets == drafted
+    # Both are the placeholder at a bonus row without a distribution, and where a caller pads drafts.
+    matches = (targets == drafted) & index.is_draft & valid
     if max_draft_tokens is None:
         max_draft_tokens = target_logits.shape[0] - cu_num_draft_tokens.shape[0]
         if max_draft_tokens:
@@ -84,22 +84,22 @@ def process(raw: Tensor, rows: SamplingRows, index: RowIndex) -> Tensor:
     if rows.seeds is None:
         return raw
     request = index.request
-    temperature = rows.temperature
-    scale = torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[request, None]
-    x = raw / scale
+    greedy = rows.temperature < GREEDY_TEMPERATURE
+    x = raw / torch.where(greedy, 1.0, rows.temperature)[request, None]
     if rows.min_p is not None:
         # p < min_p * max p, in logits. log(0) = -inf removes nothing.
-        threshold = x.amax(-1, keepdim=True) + rows.min_p[request, None].log()
+        min_p = torch.where(greedy, 0.0, rows.min_p)
+        threshold = x.amax(-1, keepdim=True) + min_p[request, None].log()
         x.masked_fill_(x < threshold, float("-inf"))
     if rows.top_k is None and rows.top_p is None:
         return x
     ordered, order = x.sort(dim=-1, stable=True)
     if rows.top_k is not None:
-        top_k = rows.top_k[request].long()
-        top_k = torch.where((top_k < 1) | (top_k > x.shape[1]), x.shape[1], top_k)
+        keep_all = greedy | (rows.top_k < 1) | (rows.top_k > x.shape[1])
+        top_k = torch.where(keep_all, x.shape[1], rows.top_k.long())[request]
         ordered.masked_fill_(ordered < ordered.gather(1, (x.shape[1] - top_k)[:, None]), float("-inf"))
     if rows.top_p is not None:
-        top_p = rows.top_p[request, None]
+        top_p = torch.where(greedy, 1.0, rows.top_p)[request, None]
         removed = (ordered.softmax(-1).cumsum(-1) <= 1 - top_p) & (top_p < 1)
         removed[:, -1] = False
         ordered.masked_fill_(removed, float("-inf"))
@@ -115,7 +115,7 @@ def logprobs_matrix(raw: Tensor, rows: SamplingRows, cu_num_draft_tokens: Tensor
 
 
 def _drafted(draft_token_ids: Tensor, index: RowIndex) -> Tensor:
-    """The drafted token of each row, int64 [N]; the placeholder at bonus positions."""
+    """The drafted token of each row, int64 [N], as the caller gave it; the placeholder at bonus positions."""
     if draft_token_ids.shape[0] == 0:
         return torch.full_like(index.request, PLACEHOLDER_TOKEN_ID)
     # Each earlier request has one row more than drafts.
@@ -153,7 +153,8 @@ def _rejection_sample(
         return _choose(processed)
     greedy = (rows.temperature < GREEDY_TEMPERATURE)[index.request]
     p = processed.softmax(-1)
-    draft = drafted.clamp(min=0)[:, None]
+    is_token = index.is_draft & (drafted >= 0) & (drafted < p.shape[1])  # drafts outside the vocabulary are rejected
+    draft = drafted.clamp(0, p.shape[1] - 1)[:, None]
     p_draft = p.gather(1, draft)[:, 0]
     if draft_probs is None or draft_probs.shape[0] == 0:
         q_draft = torch.ones_like(p_draft)
@@ -169,9 +170,9 @@ def _rejection_sample(
         torch.zeros(1, dtype=torch.int64, device=p.device),
         domain=noise.DOMAIN_ACCEPT,
     )[:, 0]
-    accepted = index.is_draft & (p_draft > 0) & (u * q_draft <= p_draft)
+    accepted = is_token & (p_draft > 0) & (u * q_draft <= p_draft)
     # Bonus rows sample p; so do rows whose residual vanished because p == q up to rounding.
-    use_p = ~index.is_draft | (residual.sum(-1) == 0)
+    use_p = ~is_token | (residual.sum(-1) == 0)
     weights = torch.where(use_p[:, None], p, residual)
     weights = torch.where(greedy[:, None], processed, weights.log())
     sampled, _ = _choose(weights - _noise(p.shape[1], rows, index, noise.DOMAIN_RESIDUAL))

@@ -1,0 +1,63 @@
+"""Counters of speculation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rollout_spec.stats import SpeculationStats
+
+
+def test_rates_of_nothing():
+    stats = SpeculationStats()
+    stats.record([], [])
+    assert (stats.steps, stats.request_steps) == (1, 0)
+    assert (stats.acceptance_rate, stats.mean_acceptance_length, stats.tokens_per_step) == (0.0, 1.0, 0.0)
+
+
+def test_rates_of_steps_without_drafts():
+    stats = SpeculationStats()
+    stats.record([0, 0], [0, 0])
+    assert (stats.num_drafts, stats.draft_tokens, stats.emitted_tokens) == (0, 0, 2)
+    assert (stats.acceptance_rate, stats.mean_acceptance_length, stats.tokens_per_step) == (0.0, 1.0, 1.0)
+    assert stats.accepted_per_position == []
+
+
+def test_positions_count_the_drafts_that_got_that_far():
+    stats = SpeculationStats()
+    stats.record([4, 4, 4, 0], [4, 0, 2, 0])
+    stats.record([1], [1])
+    assert stats.accepted_per_position == [3, 2, 1, 1]
+    assert sum(stats.accepted_per_position) == stats.accepted_tokens == 7
+    assert stats.rejected_tokens == 13 - 7
+    assert stats.mean_acceptance_length == pytest.approx(1 + 7 / 4)
+    assert stats.emitted_tokens == 7 + 5
+
+
+def test_dictionaries_are_plain_snapshots():
+    stats = SpeculationStats()
+    stats.record([2], [2])
+    snapshot = stats.to_dict()
+    assert json.loads(json.dumps(snapshot)) == snapshot
+    stats.record([2], [1])
+    assert snapshot["accepted_per_position"] == [1, 1]
+    assert stats.accepted_per_position == [2, 1]
+
+
+def test_what_happened_between():
+    stats = SpeculationStats(draft_seconds=1.0)
+    start = stats.to_dict()
+    stats.record([3, 1], [1, 1])
+    stats.fallback_rows += 2
+    stats.draft_seconds += 0.5
+    middle = stats.to_dict()
+    stats.record([3], [3])
+    end = stats.to_dict()
+    first, second = SpeculationStats.between(start, middle), SpeculationStats.between(middle, end)
+    assert (first.fallback_rows, first.draft_seconds, first.accepted_per_position) == (2, 0.5, [2])
+    assert second.accepted_per_position == [1, 1, 1]
+    assert second.acceptance_rate == 1.0
+    assert SpeculationStats.between(end, end) == SpeculationStats(accepted_per_position=[0, 0, 0])
+    for name in ("steps", "request_steps", "draft_tokens", "accepted_tokens", "emitted_tokens"):
+        assert getattr(first, name) + getattr(second, name) == getattr(stats, name)
