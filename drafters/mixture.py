@@ -368,10 +368,10 @@ class HistoryDrafter:
         )
 
     def _grow_rows(self, capacity: int) -> None:
-        for name, new in (("_rows", self._new_rows(capacity)), ("_proposals", self._new_proposals(capacity))):
-            for old_array, new_array in zip(getattr(self, name), new, strict=True):
-                new_array[: old_array.shape[0]] = old_array
-            setattr(self, name, new)
+        rows, proposals = self._new_rows(capacity), self._new_proposals(capacity)
+        for old_array, new_array in zip((*self._rows, *self._proposals), (*rows, *proposals), strict=True):
+            new_array[: old_array.shape[0]] = old_array
+        self._rows, self._proposals = rows, proposals
 
 
 def _as_tokens(name: str, tokens: Tokens) -> Int32Array:
