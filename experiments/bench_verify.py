@@ -23,6 +23,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import numpy as np
 import torch
 import vllm
+from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.rejection_sampler import RejectionSampler
@@ -30,6 +31,7 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
 import rollout_spec
+from rollout_spec.integrations import vllm_plugin
 from rollout_spec.integrations.vllm_cpu import repair_speculation
 from rollout_spec.types import SamplingRows
 from rollout_spec.verify import reference
@@ -110,6 +112,9 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(1)
+    vllm_plugin.register()
+    if device.type == "cpu":  # what an engine's worker does when it starts
+        current_platform.register_triton_kernel_overrides()
     repaired = device.type == "cpu" and repair_speculation()
     sha = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout
     provenance = {
