@@ -81,7 +81,8 @@ class HistoryDrafter:
             the target, and its small probabilities are mostly noise.
         recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
         max_history_tokens: Bound on indexed tokens. When it is reached, the oldest rollouts are dropped until half is
-            left and the index is built anew, which costs O(1) per token amortised.
+            left and the index is built anew, which costs O(1) per token amortised. Live requests stay indexed, so it
+            should be several times what they hold.
 
     Raises:
         ValueError: an argument is out of range.
@@ -134,6 +135,7 @@ class HistoryDrafter:
         self._roots: dict[int, int] = {}
         self._finished: deque[_Rollout] = deque()
         self._num_indexed = 0  # tokens stored since the index was built, those taken back included
+        self._num_rebuilt = 0  # of them, those that the last rebuild could not drop
         self._version = 0
         self._weight_shift = 0  # see `_weight`
         self._pending: list[tuple[int, Int32Array]] = []
@@ -166,7 +168,7 @@ class HistoryDrafter:
         live = self._request(req_id)
         tokens = _as_tokens("new_token_ids", new_token_ids)
         if tokens.size:
-            self._pending.append((live.row, tokens.copy()))  # read later: the caller may reuse its buffer
+            self._pending.append((live.row, tokens))
 
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
         if len(max_tokens) != len(req_ids):
@@ -213,10 +215,9 @@ class HistoryDrafter:
                 self._finished.append(_Rollout(live.problem_id, live.version, text, first))
             else:
                 kernels.take_back(self._tree.arrays, text, first, self._rows, live.row, self._settings)
-                self._num_indexed -= text.size - first
         del self._live[req_id]
         self._free_rows.append(live.row)
-        if self._num_indexed > self._max_history_tokens:
+        if self._num_indexed > max(self._max_history_tokens, 2 * self._num_rebuilt):
             self._rebuild()
 
     def begin_policy_version(self, version: int) -> None:
@@ -337,6 +338,7 @@ class HistoryDrafter:
             self._reindex(spare, rollout.problem_id, rollout.version, rollout.text, rollout.num_prompt_tokens)
         for req_id, live in self._live.items():
             self._reindex(live.row, live.problem_id, live.version, texts[req_id], live.num_prompt_tokens)
+        self._num_rebuilt = self._num_indexed
 
     def _reindex(self, row: int, problem_id: int | None, version: int, text: Int32Array, num_prompt: int) -> None:
         self._attach(row, problem_id, version, text[:num_prompt])
@@ -375,12 +377,12 @@ class HistoryDrafter:
 
 
 def _as_tokens(name: str, tokens: Tokens) -> Int32Array:
-    array = np.asarray(tokens, np.int32)
+    array = np.asarray(tokens, np.int64)
     if array.ndim != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {array.shape}")
-    if array.size and int(array.min()) < 0:
-        raise ValueError(f"{name} must not be negative, got {int(array.min())}")
-    return array
+    if array.size and not 0 <= array.min() <= array.max() < 2**31:
+        raise ValueError(f"{name} must not be negative nor exceed 31 bits, got {array.min()} to {array.max()}")
+    return array.astype(np.int32)  # a copy: the caller may use the buffer again
 
 
 def _ragged(arrays: list[Int32Array]) -> tuple[Int32Array, NDArray[np.int64]]:

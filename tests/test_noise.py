@@ -150,3 +150,63 @@ def test_bad_arguments():
     ):
         with pytest.raises(error, match=name):
             noise_torch.uniform32(*arguments)
+
+
+BORDERS = np.array([0, 1, 127, 2**16 - 1, 2**16, 2**31 - 1, 2**31, 2**32 - 129, 2**32 - 128, 2**32 - 127, 2**32 - 1])
+
+
+def test_row_kernels_agree():
+    """The compiled loops over one row: hashes of borders and of a vocabulary, uniforms of any hash."""
+    tokens = np.concatenate([np.arange(3000), BORDERS, BORDERS + 2**32, [-1, -(2**31)]])
+    for seed in (0, -1, -(2**63), 2**63 - 1, 2**31, 2**32):
+        for position in (-1, 0, 2**31 - 1, 2**31, 2**32 - 1, 2**32):
+            for domain in (noise.DOMAIN_TARGET, noise.DOMAIN_ACCEPT, noise.DOMAIN_RESIDUAL):
+                expected = noise.hash32(seed, position, tokens, domain)
+                hashes = np.zeros(len(tokens), np.uint32)
+                state = noise.row_state_nb(seed, position, domain)
+                with np.errstate(over="ignore"):  # interpreted, where numba is switched off
+                    noise.finish_hashes_nb(state, noise.token_keys(tokens), hashes)
+                np.testing.assert_array_equal(hashes, expected)
+    hashes = np.concatenate([BORDERS.astype(np.uint32), np.random.default_rng(0).integers(0, 2**32, 20_000, np.uint32)])
+    uniforms = np.full(len(hashes), np.nan, np.float32)
+    noise.uniforms_from_hashes_nb(hashes, uniforms)
+    np.testing.assert_array_equal(uniforms, noise.uniform_from_hash(hashes))
+    g = noise.gumbel_from_uniform(uniforms)
+    assert [float(np.float32(noise.gumbel_from_hash_nb(int(h)))) for h in hashes[:500]] == g[:500].tolist()
+
+
+def test_only_the_low_words_of_position_and_token_count():
+    a = noise.hash32(5, BORDERS[:, None], BORDERS)
+    np.testing.assert_array_equal(a, noise.hash32(5, BORDERS[:, None] + 2**32, BORDERS - 2**32))
+    assert len(np.unique(noise.hash32([5, 5 + 2**32, 5 - 2**32, -5], 0, 0))) == 4
+
+
+def test_torch_logarithms_stay_within_the_tolerance(monkeypatch):
+    """From the rarest to the commonest noise, through the device's float32 logarithms."""
+    hashes = np.concatenate([BORDERS, 2 ** np.arange(32), np.linspace(0, 2**32 - 1, 100_000)]).astype(np.uint32)
+    uniforms = noise.uniform_from_hash(hashes)
+    monkeypatch.setattr(noise_torch, "uniform32", lambda *_, **__: torch.from_numpy(uniforms.copy()))
+    got = noise_torch.gumbel(None, None, None).numpy()
+    assert np.isfinite(got).all()
+    assert np.abs(got - noise.gumbel_from_uniform(uniforms)).max() <= noise_torch.GUMBEL_TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_torch_token_tensors(dtype):
+    """The same tokens in all rows, and other tokens in each."""
+    seeds, positions = torch.tensor([3, -7, 2**40]), torch.tensor([0, 2**31, 2**32 - 1])
+    rows = torch.tensor([[0, 5, 2**31 - 1], [7, 7, 1], [2, 3, 4]], dtype=dtype)
+    for tokens in (rows[0], rows):
+        expected = noise.uniform32(seeds.numpy()[:, None], positions.numpy()[:, None], tokens.numpy(), 3)
+        np.testing.assert_array_equal(noise_torch.uniform32(seeds, positions, tokens, domain=3).numpy(), expected)
+        keys = noise_torch._token_keys(tokens, 3, seeds.device)
+        np.testing.assert_array_equal(noise_torch._uniform32_torch(seeds, positions, keys, 3).numpy(), expected)
+    assert noise_torch.uniform32(seeds[:0], positions[:0], 4).shape == (0, 4)
+
+
+def test_derived_seeds_never_change():
+    """Recorded runs are replayed by these numbers."""
+    assert noise.derive_seed(0) == 5882227149313166412
+    assert noise.derive_seed(7, 3, 41) == 695179768711157409
+    assert noise.derive_seed("run", -1) == 6943943979154080069
+    assert noise.derive_seed(np.int64(7), 3, np.int32(41)) == noise.derive_seed(7, 3, 41)

@@ -4,6 +4,10 @@ import random
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -23,7 +27,7 @@ def test_model_is_small_and_shaped_for_the_engine() -> None:
 
 def test_forward_gives_one_logit_per_token() -> None:
     tokenizer = build_tokenizer()
-    batch = tokenizer(["numbers 7 3 5 target 36 :", "numbers 7 3 5"], return_tensors="pt", padding=True)
+    batch = tokenizer(["numbers 7 3 5 target 22 :", "numbers 7 3 5"], return_tensors="pt", padding=True)
     logits = build_model(tokenizer, seed=0)(**batch).logits
     assert logits.shape == (2, 7, len(tokenizer))
     assert torch.isfinite(logits).all()

@@ -3,13 +3,14 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
 
 from rollout_spec.demo.policy import EOS, build_tokenizer
 from rollout_spec.demo.task import (
     GIVE_UP,
-    HIT,
     LARGEST_NUMBER,
     MAX_VALUE,
     OPERATORS,
@@ -27,11 +28,13 @@ from rollout_spec.demo.task import (
     trace_text,
 )
 
+FIXED = settings(deadline=None, derandomize=True)
 SEEDS = st.integers(0, 2**32 - 1)
-PROBLEM = Problem((7, 3, 5), 36)
+PROBLEM = Problem((7, 3, 5), 22)
 TOKENIZER = build_tokenizer()
 
 
+@FIXED
 @given(SEEDS)
 def test_problems_are_solvable_and_survive_their_prompt(seed: int) -> None:
     problem = make_problem(random.Random(seed))
@@ -51,16 +54,19 @@ def test_same_seed_same_trace() -> None:
     assert trace_text(PROBLEM, random.Random(3)) != trace_text(PROBLEM, random.Random(4))
 
 
+@FIXED
 @given(SEEDS)
 def test_trace_is_rewarded_exactly_when_it_claims_a_hit(seed: int) -> None:
     rng = random.Random(seed)
     problem = make_problem(rng)
     trace = trace_text(problem, rng)
-    assert (HIT in trace.split()) != trace.endswith(GIVE_UP)
-    assert reward(problem, trace) == float(HIT in trace.split())
+    claims_a_hit = "answer" in trace.split()
+    assert claims_a_hit != trace.endswith(GIVE_UP)
+    assert reward(problem, trace) == float(claims_a_hit)
     assert reward(prompt_text(problem), trace) == reward(problem, trace)
 
 
+@FIXED
 @given(SEEDS)
 def test_trace_states_true_equations_and_no_try_twice(seed: int) -> None:
     rng = random.Random(seed)
@@ -82,6 +88,7 @@ def test_lengths_spread_below_the_cap() -> None:
     assert lengths[-1] <= 368
 
 
+@FIXED
 @given(SEEDS)
 def test_tokenizer_knows_every_word_and_round_trips(seed: int) -> None:
     rng = random.Random(seed)
@@ -98,27 +105,32 @@ def test_tokenizer_knows_every_word_and_round_trips(seed: int) -> None:
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [
-        ("answer ( 7 + 5 ) * 3", 1.0),
-        ("try 3 - 7 = out answer 3 * ( 5 + 7 )", 1.0),
-        ("answer ( 7 + 3 ) * 5", 0.0),
+        ("answer ( 5 * 3 ) + 7", 1.0),
+        ("try 3 - 7 = out no answer 7 + ( 3 * 5 )", 1.0),
         ("", 0.0),
         (GIVE_UP, 0.0),
-        ("( 7 + 5 ) * 3", 0.0),
-        ("answer ( 7 + 5 ) * 3 try", 0.0),
-        ("answer answer ( 7 + 5 ) * 3", 0.0),
-        ("answer ( 7 + 3 ) * 5 answer ( 7 + 5 ) * 3", 0.0),
-        ("answer ( 7 + 5 ) * 3 )", 0.0),
-        ("answer ( 7 + 5 ) / 3", 0.0),
-        ("answer ( 7 ** 5 ) * 3", 0.0),
-        ("answer ( -7 + 5 ) * 3", 0.0),
-        ("answer ( 9 + 9 ) * 2", 0.0),
-        ("answer ( 6 * 6 ) + 0", 0.0),
+        ("( 5 * 3 ) + 7", 0.0),
+        ("answer ( 5 * 3 ) + 7 try", 0.0),
+        ("answer answer ( 5 * 3 ) + 7", 0.0),
+        ("answer ( 7 + 3 ) * 5 answer ( 5 * 3 ) + 7", 0.0),
+        ("answer ( 5 * 3 ) + 7 )", 0.0),
+        ("answer ( 5 * 3 ) / 7", 0.0),
+        ("answer ( 5 ** 3 ) + 7", 0.0),
+        ("answer ( -5 * 3 ) + 7", 0.0),
+        ("answer ( 9 + 9 ) + 4", 0.0),
     ],
 )
 def test_reward_of_an_answer(completion: str, expected: float) -> None:
     assert reward(PROBLEM, completion) == expected
 
 
+def test_reward_falls_with_the_miss_and_stays_below_half() -> None:
+    near, far, hopeless = "( 7 * 3 ) - 5", "( 7 + 3 ) - 5", "( 7 * 5 ) * 3"
+    assert 0.5 > reward(PROBLEM, f"answer {near}") > reward(PROBLEM, f"answer {far}") > 0.0
+    assert reward(PROBLEM, f"answer {hopeless}") == 0.0
+
+
+@FIXED
 @given(SEEDS, st.data())
 def test_changing_a_number_of_the_answer_forfeits_the_reward(seed: int, data: st.DataObject) -> None:
     problem = make_problem(random.Random(seed))
@@ -131,13 +143,17 @@ def test_changing_a_number_of_the_answer_forfeits_the_reward(seed: int, data: st
     assert reward(problem, f"answer {' '.join(words)}") == 0.0
 
 
+@FIXED
 @given(st.lists(st.sampled_from(("answer", "(", ")", *OPERATORS, "3", "5", "7")), max_size=10))
 def test_reward_agrees_with_evaluating_the_text(words: list[str]) -> None:
     completion = " ".join(("answer", *words))
     paid = reward(PROBLEM, completion) == 1.0
-    assert not paid or (sorted(filter(str.isdecimal, words)) == ["3", "5", "7"] and eval(" ".join(words)) == 36)
+    assert not paid or (
+        sorted(filter(str.isdecimal, words)) == ["3", "5", "7"] and eval(" ".join(words)) == PROBLEM.target
+    )
 
 
+@FIXED
 @given(SEEDS)
 def test_every_expression_parses_back(seed: int) -> None:
     problem = make_problem(random.Random(seed))

@@ -191,6 +191,8 @@ def test_memory_is_bounded_and_the_oldest_rollouts_go_first():
         ({"max_draft_tokens": 0}, "max_draft_tokens"),
         ({"min_survival": 1.0}, "min_survival"),
         ({"sharpness": 0}, "sharpness"),
+        ({"sharpness": float("nan")}, "sharpness"),
+        ({"sharpness": float("inf")}, "sharpness"),
         ({"recency": 1.5}, "recency"),
         ({"max_history_tokens": 0}, "max_history_tokens"),
     ],
@@ -221,6 +223,114 @@ def test_bad_calls():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(
+    sources=st.sampled_from([("shared",), ("problem", "shared"), ("shared", "own"), ("problem", "shared", "own")]),
+    history=st.lists(st.tuples(st.integers(0, 1), st.lists(st.integers(0, 2), max_size=15), st.booleans()), max_size=4),
+    own=st.lists(st.integers(0, 2), min_size=1, max_size=10),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+)
+def test_mixed_drafts_equal_brute_force(sources, history, own, seed):
+    """Fresh counters: a source weighs as much as its match is long, and confidence is the product of probabilities.
+
+    Two problems with one shared history, some of it finished and some in flight.
+    """
+    drafter = HistoryDrafter(sources, max_draft_tokens=K, min_survival=0.0, sharpness=1.5)
+    rollouts = [(problem, ([3, 1, *text], 2, 1.0)) for problem, text, _ in [*history, (0, own, False)]]
+    for i, (problem, text, finished) in enumerate(history):
+        feed(drafter, f"h{i}", [3, 1], text, problem_id=problem)
+        if finished:
+            drafter.stop_request(f"h{i}")
+    feed(drafter, "r", [3, 1], own, problem_id=0, seed=seed)
+    (draft,) = propose(drafter, "r")
+
+    def mixture(drafted):
+        context = [3, 1, *own, *drafted]
+        every = {
+            "problem": naive.tree_distribution([rollout for problem, rollout in rollouts if problem == 0], context),
+            "shared": naive.tree_distribution([rollout for _, rollout in rollouts], context),
+            "own": naive.own_distribution([3, 1, *own], drafted, MAX_DEPTH),
+        }
+        used = [every[source] for source in sources]
+        total = sum(length for _, length in used)
+        return {
+            t: sum(length * q.get(t, 0.0) for q, length in used) / total for t in set().union(*(q for q, _ in used))
+        }
+
+    drafted, survival = [], 1.0
+    for token, confidence in zip(draft.token_ids.tolist(), draft.confidence.tolist(), strict=True):
+        q = mixture(drafted)
+        scores = dict(q)
+        if seed is not None:
+            position = 2 + len(own) + len(drafted) - 1
+            scores = {t: 1.5 * np.log(p) + float(noise.gumbel(seed, position, t)) for t, p in q.items()}
+        assert scores[token] == pytest.approx(max(scores.values()), abs=1e-5)
+        survival *= q[token]
+        assert confidence == pytest.approx(survival, rel=1e-4)
+        drafted.append(token)
+    assert len(drafted) == K or not mixture(drafted)
+
+
+def test_a_source_that_is_always_wrong_loses_its_weight():
+    """The problem's long match says 9; the request's own shorter match says 7, and is right."""
+    drafter = HistoryDrafter(["problem", "own"], max_draft_tokens=1, min_survival=0.0)
+    feed(drafter, "r", [8, 6, 4, 7, 1, 5, 6, 4], [], problem_id=7)  # (6, 4) was followed by 7 after another token
+    feed(drafter, "h", [1], [5, 6, 4, 9], problem_id=7)
+    choices = []
+    for _ in range(40):
+        (draft,) = propose(drafter, "r")
+        choices.append(draft.token_ids.tolist())
+        drafter.observe(["r"], [[7]], np.array([int(choices[-1] == [7])], np.int32))
+    assert choices[0] == [9]
+    assert choices[-1] == [7]
+    counters = drafter._calibration.sources
+    assert counters[0, :, :, 1].sum() == 0
+    assert counters[2, :, :, 1].sum() == counters[2, :, :, 0].sum() == 40
+
+
+def test_only_reached_slots_are_learned_from_and_only_once():
+    drafter = HistoryDrafter(["problem"], max_draft_tokens=K, min_survival=0.0)
+    feed(drafter, "h", [1], [5, 6, 7, 8, 2, 3])
+    feed(drafter, "r", [1], [5])
+    (draft,) = propose(drafter, "r")
+    assert draft.token_ids.tolist() == [6, 7, 8, 2, 3]
+    for _ in range(2):  # the second time there is no proposal left to learn from
+        drafter.observe(["r"], [[6, 7, 99, 2, 3]], np.array([2], np.int32))
+        assert drafter._calibration.choices[..., 0].sum() == 3
+        assert drafter._calibration.choices[..., 1].sum() == 2
+
+
+def test_a_new_request_does_not_inherit_its_rows_proposal():
+    drafter = HistoryDrafter(["problem"], max_draft_tokens=K, min_survival=0.0)
+    feed(drafter, "a", [1], [5, 6, 5])
+    assert propose(drafter, "a")[0].token_ids.size
+    drafter.stop_request("a")
+    drafter.start_request("b", [1])
+    drafter.observe(["b"], [[6]], np.array([0], np.int32))
+    assert drafter._calibration.choices.sum() == 0
+
+
+@pytest.mark.parametrize("seed", [2**63, -(2**63) - 1, 2**64])
+def test_seeds_that_do_not_fit(seed):
+    """The request is refused as a whole: its name stays free."""
+    drafter = HistoryDrafter()
+    with pytest.raises(ValueError, match="seed must fit in 64 bits"):
+        drafter.start_request("a", [1], seed=seed)
+    drafter.start_request("a", [1], seed=-(2**63))
+    drafter.check_integrity()
+
+
+def test_drafters_by_path():
+    drafter = build_drafter("rollout_spec.drafters.mixture.HistoryDrafter", sources=["own"], max_draft_tokens=2)
+    feed(drafter, "a", [1, 2, 3, 4, 1, 2], [])
+    assert len(propose(drafter, "a")[0].token_ids) <= 2
+    for path in ("rollout_spec.drafters.mixture.Nothing", "rollout_spec.nothing.HistoryDrafter"):
+        with pytest.raises(ValueError, match="cannot be imported"):
+            build_drafter(path)
+    with pytest.raises(ValueError, match="max_draft_tokens"):
+        build_drafter("mixture", max_draft_tokens=0)
 
 
 class LifeCycle(RuleBasedStateMachine):
