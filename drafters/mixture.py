@@ -371,7 +371,9 @@ class HistoryDrafter:
 
     def _grow_rows(self, capacity: int) -> None:
         rows, proposals = self._new_rows(capacity), self._new_proposals(capacity)
-        for old_array, new_array in zip((*self._rows, *self._proposals), (*rows, *proposals), strict=True):
+        old: list[NDArray] = [*self._rows, *self._proposals]
+        new: list[NDArray] = [*rows, *proposals]
+        for old_array, new_array in zip(old, new, strict=True):
             new_array[: old_array.shape[0]] = old_array
         self._rows, self._proposals = rows, proposals
 
