@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from rollout_spec.drafters.base import Drafter
 
 DRAFTERS = {
-    "mixture": ("problem", "shared", "own"),
-    "suffix": ("problem", "shared"),
-    "ngram": ("own",),
+    "mixture": {"index": "suffix", "shared": True},
+    "suffix": {"index": "suffix"},
+    "ngram": {"index": "ngram"},
 }
-"""Sources of the history drafter by the name of the combination."""
+"""Options of the history drafter by the name of the combination."""
 
 
 def find_drafter(name: str) -> tuple[Any, dict[str, Any]]:
@@ -29,7 +29,7 @@ def find_drafter(name: str) -> tuple[Any, dict[str, Any]]:
     if name in DRAFTERS:
         from rollout_spec.drafters.mixture import HistoryDrafter
 
-        return HistoryDrafter, {"sources": DRAFTERS[name]}
+        return HistoryDrafter, dict(DRAFTERS[name])
     if "." in name:
         return import_object(name, "drafter"), {}
     raise ValueError(f"unknown drafter {name!r}: use one of {sorted(DRAFTERS)} or the dotted path of a class")

@@ -1,8 +1,8 @@
 """Every numba kernel of the drafters, in one file: numba notices a changed caller, not a changed callee elsewhere.
 
-From the bottom up: the suffix tree, the context index, the distributions they give, drafting, learning from outcomes.
-The structures are explained where they are owned: `suffix.py`, `ngram.py`, `mixture.py`. Kernels never allocate
-capacity; their callers reserve it first.
+From the bottom up: the text store, the suffix tree, the n-gram table, what they find, the continuation model, drafting,
+learning from outcomes. The structures are explained where they are owned: `store.py`, `suffix.py`, `ngram.py`,
+`mixture.py`. Kernels never allocate capacity; their callers reserve it first.
 """
 
 from __future__ import annotations
@@ -18,73 +18,90 @@ from rollout_spec.types import Float32Array, Int32Array
 
 MAX_DEPTH = 32
 """Longest context that is told apart. Longer matches were worth nothing on recorded rollouts."""
-MAX_CONTINUATIONS = 16
-"""Continuations kept per context; the one that was seen longest ago makes room for a new one."""
-BLOCK_TOKENS = 256
-"""Tokens per storage block. A block starts with a copy of the MAX_DEPTH tokens before it, so that a context is
-always contiguous although rollouts grow side by side."""
-NEGLIGIBLE_WEIGHT = 1e-4
-"""Weights below this are what float32 rounding leaves of a removed rollout."""
+PAGE_BITS = 5
+PAGE_TOKENS = 1 << PAGE_BITS
+"""Tokens per page of the store."""
+PAGE_MASK = PAGE_TOKENS - 1
+WAYS = 8
+"""Positions per bucket of the n-gram table: a cache line's half."""
+POSITION_BITS = 26
+"""Bits of a position in the n-gram table; the other six hold a part of the key's hash."""
+POSITION_MASK = (1 << POSITION_BITS) - 1
+LONG_ORDER, SHORT_ORDER = 6, 2
+"""Context lengths by which the n-gram table finds positions of the same problem."""
+SHARED_ORDER = 4
+"""Context length by which positions of other problems are found."""
+MAX_CANDIDATES = 48
+"""Earlier continuations that one lookup gathers, longest matches first."""
+MAX_WALK = 96
+"""Nodes of the suffix tree that one lookup visits on its way down."""
+ENOUGH = 16
+"""Candidates after which shorter matches are not looked at."""
+EMPTY, REMOVED = -1, -2
 
-# Indices into TreeArrays.counts
-NUM_TOKENS, NUM_NODES, NUM_ENTRIES, NUM_CHILDREN, FREE_ENTRY = range(5)
+# Indices into Store.counts
+NUM_FREE_PAGES, NUM_TOKENS = range(2)
+PROMPT, ROLLOUT, SHARED_ONLY = range(3)
 
-
-NUM_HEADS = 4096
-"""Hash buckets per request."""
-MAX_CANDIDATES = 16
-"""Chain positions that one lookup visits, newest first."""
-MIN_MATCH = 2
-"""Shortest match that counts. Single tokens recur everywhere in a rollout and predict little."""
-
-
-SOURCES = ("problem", "shared", "own")
-PROBLEM, SHARED, OWN = range(3)
-MAX_LEVELS = 4
-"""Nodes of a match's path that are blended, the deepest ones."""
+OWN, SIBLING, ASKED, SHARED = range(4)
+SOURCES = ("own", "problem", "prompt", "shared")
 BLEND = 0.3
-"""Weight of the shorter context's distribution, in counts of the newest policy version."""
-NEGLIGIBLE_MASS = 0.02
-"""Blending stops where shorter contexts could add no more probability than this."""
-OWN_BASE = 8.0
-"""How much more a candidate weighs whose match is one token longer."""
-MAX_MIXED = 64
-"""Candidate tokens of one slot, all sources together."""
-NUM_LENGTH_BINS, NUM_EVIDENCE_BINS, NUM_PROBABILITY_BINS = 10, 3, 10
+"""Weight of the shorter contexts' distribution, in rollouts of the present policy."""
+NUM_NEAR_BINS = 4
+NUM_LENGTH_BINS, NUM_PROBABILITY_BINS = 10, 12
 MAX_TRIALS = 4096.0
 """Counters are halved here, so that calibration follows the policy."""
 
 
-class TreeArrays(NamedTuple):
-    """The tree's storage, as numba sees it. Capacities are grown by `SuffixTree`, never inside a kernel."""
+class Store(NamedTuple):
+    """The text of prompts and rollouts, as numba sees it. P pages, D documents."""
 
-    tokens: Int32Array  # [token capacity] text of all rollouts, in blocks
-    node_end: Int32Array  # [node capacity] where in `tokens` an example of the node's context ends
-    node_depth: Int32Array  # [node capacity] length of the node's context
-    node_entries: Int32Array  # [node capacity] newest continuation entry, or -1
-    node_weight: Float32Array  # [node capacity] sum of the node's continuation weights
-    entry_token: Int32Array  # [entry capacity]
-    entry_weight: Float32Array  # [entry capacity]
-    entry_next: Int32Array  # [entry capacity] next older entry of the node, or -1; links free entries as well
-    child_keys: NDArray[np.int64]  # [power of two] node << 32 | first token of the edge, or -1: open addressing
-    child_nodes: Int32Array  # [power of two]
-    counts: NDArray[np.int64]  # [5] used tokens, nodes, entries, children; head of the free entries
-
-
-class ContextArrays(NamedTuple):
-    """Contexts of the live requests, one row each, as numba sees them."""
-
-    tokens: Int32Array  # [rows, length capacity]
-    lengths: Int32Array  # [rows]
-    previous: Int32Array  # [rows, length capacity] previous position in the same bucket, or -1
-    heads: Int32Array  # [rows, NUM_HEADS] newest position in the bucket, or -1
+    tokens: Int32Array  # [P * PAGE_TOKENS]
+    page_document: Int32Array  # [P], -1: free
+    page_back: Int32Array  # [P] position of the token before the page's first, -1: none
+    page_next: Int32Array  # [P] the document's next page, -1: none
+    page_start: Int32Array  # [P] index, in the document, of the page's first token
+    free_pages: Int32Array  # [P] stack
+    document_problem: Int32Array  # [D], -1: no document
+    document_kind: NDArray[np.int8]  # [D] PROMPT or ROLLOUT
+    document_version: Int32Array  # [D] policy version
+    document_first: Int32Array  # [D] first position, -1: empty
+    document_last: Int32Array  # [D] last position; of an empty rollout its prompt's last one, -1: none
+    document_length: Int32Array  # [D] tokens
+    counts: NDArray[np.int64]  # [2] see NUM_FREE_PAGES
 
 
-class Calibration(NamedTuple):
-    """Counters behind the mixture's weights and confidences. The last axis is (trials, hits)."""
+class Index(NamedTuple):
+    """What finds positions in the store. Unused parts have size 0."""
 
-    sources: NDArray[np.float64]  # [source, length bin, evidence bin, 2] was the source's first choice right?
-    choices: NDArray[np.float64]  # [coupled?, probability bin, length bin, 2] was the drafted token accepted?
+    children: Int32Array  # [P * PAGE_TOKENS, 2] suffix tree: smaller and larger contexts, -1: none
+    roots: Int32Array  # [power of two] suffix tree: root by (problem, last token), open addressing
+    buckets: NDArray[np.uint32]  # [power of two, WAYS] n-gram table, newest first
+    counts: NDArray[np.int64]  # [2] used and removed slots of `roots`
+
+
+class Settings(NamedTuple):
+    """Scalars and small tables of the kernels."""
+
+    use_tree: bool
+    use_table: bool
+    use_shared: bool
+    use_problem: bool
+    sharpness: float
+    min_survival: float
+    version: int
+    decay: Float32Array  # [256] weight by age in policy versions
+    preference: Float32Array  # [4, NUM_NEAR_BINS] weight by source and distance
+    blend: float
+
+
+class Rows(NamedTuple):
+    """State of the live requests, one entry each."""
+
+    document: Int32Array
+    prompt_length: NDArray[np.int64]
+    seed: NDArray[np.int64]
+    has_dice: NDArray[np.bool_]
 
 
 class Proposals(NamedTuple):
@@ -93,301 +110,450 @@ class Proposals(NamedTuple):
     lengths: Int32Array  # [rows]
     tokens: Int32Array  # [rows, K]
     confidence: Float32Array  # [rows, K]
-    choice_cells: Int32Array  # [rows, K, 3] index into Calibration.choices
-    source_tokens: Int32Array  # [rows, K, source] first choice of each source, -1: it had none
-    source_cells: Int32Array  # [rows, K, source, 2] index into Calibration.sources[source]
+    cells: Int32Array  # [rows, K, 3] index into the calibration
 
 
-class Rows(NamedTuple):
-    """State of the live requests, one entry each."""
+class Scratch(NamedTuple):
+    """Buffers of one lookup and of the draft that is made from it."""
 
-    root: NDArray[np.int64]  # suffix-tree root of the problem, -1: no problem
-    block_end: NDArray[np.int64]  # where the newest token is stored in the tree's text, -1: nowhere yet
-    stored: NDArray[np.int64]  # tokens stored there
-    weight: Float32Array  # weight of the request's policy version
-    seed: NDArray[np.int64]
-    has_dice: NDArray[np.bool_]
+    text: Int32Array  # [MAX_DEPTH + K]
+    path: Int32Array  # [MAX_WALK] nodes on the way down
+    path_length: Int32Array  # [MAX_WALK] how far they match
+    path_away: Int32Array  # [MAX_WALK] the child on the side that the walk did not take
+    stack: Int32Array  # [MAX_WALK]
+    positions: Int32Array  # [MAX_CANDIDATES]
+    lengths: Int32Array  # [MAX_CANDIDATES] how far they match
+    weights: NDArray[np.float64]  # [MAX_CANDIDATES]
+    found: Int32Array  # [MAX_CANDIDATES] distinct next tokens
+    mass: NDArray[np.float64]  # [MAX_CANDIDATES] their weights
+    by_length: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of the candidates that match so far
+    share: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of a candidate that matches so far
 
 
-class Settings(NamedTuple):
-    """Scalars of the kernels."""
+# -- the text store ------------------------------------------------------------------------------------------------
 
-    uses: tuple[bool, bool, bool]  # by source
-    shared_root: int
-    sharpness: float
-    min_survival: float
-    unit_weight: float  # weight of one rollout of the newest policy version
+
+@nb.njit(cache=True, inline="always")
+def _before(page_back, position):
+    """Position of the token before, -1 when there is none."""
+    if position & PAGE_MASK:
+        return position - 1
+    return np.int64(page_back[position >> PAGE_BITS])
+
+
+@nb.njit(cache=True)
+def _step_back(page_back, position, steps):
+    """Position `steps` tokens before, -1 when there is none."""
+    while position >= 0:
+        offset = position & PAGE_MASK
+        if steps <= offset:
+            return position - steps
+        steps -= offset + 1
+        position = np.int64(page_back[position >> PAGE_BITS])
+    return np.int64(-1)
+
+
+@nb.njit(cache=True)
+def read_back(store, position, text, end):
+    """Copy the tokens that end at `position` to text[..end - 1]. Returns how many there were, at most `end`."""
+    tokens, page_back = store.tokens, store.page_back
+    at = end
+    position = np.int64(position)
+    while at > 0 and position >= 0:
+        at -= 1
+        text[at] = tokens[position]
+        position = _before(page_back, position)
+    return end - at
+
+
+@nb.njit(cache=True)
+def _append(store, document, token):
+    """Store a token behind a document's last one and return its position."""
+    last = np.int64(store.document_last[document])
+    length = store.document_length[document]
+    if length > 0 and (last & PAGE_MASK) != PAGE_MASK:
+        position = last + 1
+    else:
+        store.counts[NUM_FREE_PAGES] -= 1
+        page = np.int64(store.free_pages[store.counts[NUM_FREE_PAGES]])
+        position = page << PAGE_BITS
+        store.page_document[page] = document
+        store.page_back[page] = last
+        store.page_next[page] = -1
+        store.page_start[page] = length
+        if length > 0:
+            store.page_next[last >> PAGE_BITS] = page
+        else:
+            store.document_first[document] = position
+    store.tokens[position] = token
+    store.document_last[document] = position
+    store.document_length[document] = length + 1
+    store.counts[NUM_TOKENS] += 1
+    return position
 
 
 # -- the suffix tree -----------------------------------------------------------------------------------------------
 
 
 @nb.njit(cache=True, inline="always")
-def _child_slot(child_keys, node, token):
-    """Slot of the edge (node, token) in the child table, or the empty slot where it belongs."""
-    mask = child_keys.size - 1
-    key = (np.int64(node) << 32) | np.int64(token)
-    mixed = np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)  # Fibonacci hashing: only the high half mixes all bits
-    slot = np.int64(mixed >> np.uint64(32)) & mask
-    while child_keys[slot] != key and child_keys[slot] != -1:
-        slot = (slot + 1) & mask
-    return slot
+def _scramble(token):
+    """Order tokens by something unrelated to their numbers, so that no text makes the tree a list."""
+    return np.uint32(token) * np.uint32(0x9E3779B1)
 
 
 @nb.njit(cache=True)
-def new_node(tree, end, depth):
-    node = tree.counts[NUM_NODES]
-    tree.counts[NUM_NODES] += 1
-    tree.node_end[node] = end
-    tree.node_depth[node] = depth
-    tree.node_entries[node] = -1
-    tree.node_weight[node] = 0.0
-    return node
+def _compare(tokens, page_back, node, text, end, known):
+    """Compare the context of `node` with text[..end - 1], from the last token backwards.
 
-
-@nb.njit(cache=True)
-def _add_child(tree, node, token, child):
-    slot = _child_slot(tree.child_keys, node, token)
-    if tree.child_keys[slot] == -1:
-        tree.counts[NUM_CHILDREN] += 1
-    tree.child_keys[slot] = (np.int64(node) << 32) | np.int64(token)
-    tree.child_nodes[slot] = child
-
-
-@nb.njit(cache=True)
-def _new_entry(tree, token, weight, following):
-    entry = tree.counts[FREE_ENTRY]
-    if entry >= 0:
-        tree.counts[FREE_ENTRY] = tree.entry_next[entry]
-    else:
-        entry = tree.counts[NUM_ENTRIES]
-        tree.counts[NUM_ENTRIES] += 1
-    tree.entry_token[entry] = token
-    tree.entry_weight[entry] = weight
-    tree.entry_next[entry] = following
-    return entry
-
-
-@nb.njit(cache=True)
-def _count(tree, node, token, weight):
-    """Add `weight` (negative: take back) to one continuation of a node and move it to the front."""
-    entry_token, entry_next = tree.entry_token, tree.entry_next
-    previous = -1
-    entry = tree.node_entries[node]
-    length = 0
-    while entry >= 0 and entry_token[entry] != token:
+    `known` last tokens agree already. Returns (tokens that agree, sign): sign is -1 where the node's context comes
+    first, 1 where it comes last, 0 where they agree over MAX_DEPTH tokens or over all there are.
+    """
+    length = known
+    position = _step_back(page_back, node, known + 1)
+    limit = min(end, MAX_DEPTH)
+    while length < limit and position >= 0 and tokens[position] == text[end - 1 - length]:
         length += 1
-        if length == MAX_CONTINUATIONS:  # `entry` is the last one kept, and it is not `token`
-            break
-        previous, entry = entry, entry_next[entry]
-    if entry < 0:
-        if weight > 0:
-            tree.node_entries[node] = _new_entry(tree, token, weight, tree.node_entries[node])
-            tree.node_weight[node] += weight
-        return
-    if tree.entry_token[entry] != token:
-        if weight <= 0:
-            return  # what is taken back was dropped earlier; what weighs 0 (an underflow) drops nothing
-        tree.node_weight[node] -= tree.entry_weight[entry]
-        tree.entry_token[entry] = token
-        tree.entry_weight[entry] = 0.0
-    tree.entry_weight[entry] += weight
-    tree.node_weight[node] += weight
-    if tree.entry_weight[entry] < NEGLIGIBLE_WEIGHT:
-        tree.node_weight[node] -= tree.entry_weight[entry]
-        if previous < 0:
-            tree.node_entries[node] = tree.entry_next[entry]
-        else:
-            tree.entry_next[previous] = tree.entry_next[entry]
-        tree.entry_next[entry] = tree.counts[FREE_ENTRY]
-        tree.counts[FREE_ENTRY] = entry
-    elif previous >= 0 and weight > 0:
-        tree.entry_next[previous] = tree.entry_next[entry]
-        tree.entry_next[entry] = tree.node_entries[node]
-        tree.node_entries[node] = entry
+        position = _before(page_back, position)
+    if length == MAX_DEPTH:
+        return length, 0
+    if position < 0:
+        return length, -1 if length < end else 0
+    if length == end:
+        return length, 1
+    return length, -1 if _scramble(tokens[position]) < _scramble(text[end - 1 - length]) else 1
 
 
 @nb.njit(cache=True)
-def _split(tree, parent, child, depth):
-    """Put a node of the given depth on the edge above `child`; it has seen what `child` has seen."""
-    end = tree.node_end[child]
-    middle = new_node(tree, end, depth)
-    last = -1
-    entry = tree.node_entries[child]
-    while entry >= 0:
-        copy = _new_entry(tree, tree.entry_token[entry], tree.entry_weight[entry], -1)
-        if last < 0:
-            tree.node_entries[middle] = copy
-        else:
-            tree.entry_next[last] = copy
-        last = copy
-        entry = tree.entry_next[entry]
-    tree.node_weight[middle] = tree.node_weight[child]
-    _add_child(tree, parent, tree.tokens[end - tree.node_depth[parent]], middle)
-    _add_child(tree, middle, tree.tokens[end - depth], child)
-    return middle
+def _root_slot(store, index, problem, token):
+    """Slot of the root for (problem, last token), or the empty slot where it belongs."""
+    roots = index.roots
+    mask = roots.size - 1
+    mixed = (np.uint64(problem) * np.uint64(0x9E3779B97F4A7C15)) ^ (np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F))
+    mixed *= np.uint64(0x9E3779B97F4A7C15)
+    slot = np.int64(mixed >> np.uint64(32)) & mask
+    free = np.int64(-1)
+    while True:
+        root = np.int64(roots[slot])
+        if root == EMPTY:
+            return slot if free < 0 else free
+        if root == REMOVED:
+            if free < 0:
+                free = slot
+        elif (
+            store.document_problem[store.page_document[root >> PAGE_BITS]] == problem
+            and store.tokens[_before(store.page_back, root)] == token
+        ):
+            return slot
+        slot = (slot + 1) & mask
 
 
 @nb.njit(cache=True)
-def insert(tree, text, root, end, context_length, token, weight):
-    """Record that `token` followed the context that ends at `text[end]`. O(MAX_DEPTH).
+def _tree_insert(store, index, problem, position, text, end):
+    """Make `position`, whose context is text[..end - 1], the root of its tree; what was there is split around it.
 
-    A negative weight takes back what an equal insertion recorded; `text` must be `tree.tokens` for a positive one,
-    because new nodes refer to it.
+    Expected O(log n) comparisons.
     """
-    # Arrays are taken out of the tuple once: numba counts references at each access.
-    tokens, child_keys, child_nodes = tree.tokens, tree.child_keys, tree.child_nodes
-    node_end, node_depth = tree.node_end, tree.node_depth
-    node, depth = root, 0
-    while depth < context_length:
-        first = text[end - depth]
-        slot = _child_slot(child_keys, node, first)
-        if child_keys[slot] == -1:
-            if weight > 0:
-                leaf = new_node(tree, end, context_length)
-                _add_child(tree, node, first, leaf)
-                _count(tree, leaf, token, weight)
+    tokens, page_back, children, roots = store.tokens, store.page_back, index.children, index.roots
+    slot = _root_slot(store, index, problem, text[end - 1])
+    node = np.int64(roots[slot])
+    if node < 0:
+        index.counts[0] += 1
+        if node == REMOVED:
+            index.counts[1] -= 1
+    roots[slot] = position
+    smaller, larger = position, position  # nodes whose free link takes the next smaller or larger subtree
+    smaller_side, larger_side = 0, 1
+    smaller_length, larger_length = 1, 1
+    while node >= 0:
+        length, sign = _compare(tokens, page_back, node, text, end, min(smaller_length, larger_length))
+        if sign < 0 or (sign == 0 and node < position):
+            children[smaller, smaller_side] = node
+            smaller, smaller_side, smaller_length = node, 1, length
+            node = np.int64(children[node, 1])
+        else:
+            children[larger, larger_side] = node
+            larger, larger_side, larger_length = node, 0, length
+            node = np.int64(children[node, 0])
+    children[smaller, smaller_side] = -1
+    children[larger, larger_side] = -1
+
+
+@nb.njit(cache=True)
+def _tree_remove(store, index, problem, position, text):
+    """Take a position out of its tree, wherever it is. Expected O(log n)."""
+    tokens, page_back, children, roots = store.tokens, store.page_back, index.children, index.roots
+    found = read_back(store, _before(page_back, position), text, MAX_DEPTH)
+    context = text[MAX_DEPTH - found : MAX_DEPTH]
+    slot = _root_slot(store, index, problem, context[found - 1])
+    parent, side = np.int64(-1), 0
+    node = np.int64(roots[slot])
+    while node != position:
+        _, sign = _compare(tokens, page_back, node, context, found, 1)
+        parent = node
+        side = 1 if sign < 0 or (sign == 0 and node < position) else 0
+        node = np.int64(children[node, side])
+    smaller, larger = np.int64(children[position, 0]), np.int64(children[position, 1])
+    while True:
+        if smaller < 0 or larger < 0:
+            kept = max(smaller, larger)
+        elif store.page_document[smaller >> PAGE_BITS] > store.page_document[larger >> PAGE_BITS]:
+            kept = smaller
+        else:
+            kept = larger
+        if parent >= 0:
+            children[parent, side] = kept
+        elif kept >= 0:
+            roots[slot] = kept
+        else:
+            roots[slot] = REMOVED
+            index.counts[0] -= 1
+            index.counts[1] += 1
+        if smaller < 0 or larger < 0:
             return
-        child = child_nodes[slot]
-        child_end, child_depth = node_end[child], node_depth[child]
-        shared = depth + 1
-        limit = min(child_depth, context_length)
-        while shared < limit and tokens[child_end - shared] == text[end - shared]:
-            shared += 1
-        if shared < child_depth:
-            if weight <= 0:
-                return
-            child = _split(tree, node, child, shared)
-        _count(tree, child, token, weight)
-        node, depth = child, shared
+        parent = kept
+        if kept == smaller:
+            side = 1
+            smaller = np.int64(children[smaller, 1])
+        else:
+            side = 0
+            larger = np.int64(children[larger, 0])
 
 
 @nb.njit(cache=True)
-def match(tree, root, context, context_length, path_nodes):
-    """Walk the longest indexed suffix of a context.
+def rehash_roots(store, index, old_roots):
+    for i in range(old_roots.size):
+        root = np.int64(old_roots[i])
+        if root >= 0:
+            problem = store.document_problem[store.page_document[root >> PAGE_BITS]]
+            index.roots[_root_slot(store, index, problem, store.tokens[_before(store.page_back, root)])] = root
+            index.counts[0] += 1
 
-    Args:
-        context: int32 array; the context is its last `context_length` of `context.size` tokens.
-        path_nodes: int32 [MAX_DEPTH]; filled with the nodes passed, shallowest first. The last one may be longer than
-            the match: its context then continues on an edge without a branch, so its counts are the match's.
 
-    Returns:
-        (number of nodes, length of the match). O(MAX_DEPTH).
-    """
-    tokens, child_keys, child_nodes = tree.tokens, tree.child_keys, tree.child_nodes
-    node_end, node_depth, node_weight = tree.node_end, tree.node_depth, tree.node_weight
-    node, depth, count = root, 0, 0
-    last = context.size - 1
-    while depth < context_length:
-        slot = _child_slot(child_keys, node, context[last - depth])
-        if child_keys[slot] == -1:
+@nb.njit(cache=True)
+def _tree_gather(store, index, problem, text, end, scratch):
+    """Collect continuations of the longest matches of text[..end - 1]. Returns their number."""
+    tokens, page_back, children = store.tokens, store.page_back, index.children
+    positions, lengths = scratch.positions, scratch.lengths
+    node = np.int64(index.roots[_root_slot(store, index, problem, text[end - 1])])
+    if node < 0:
+        return 0
+    path, path_length, path_away = scratch.path, scratch.path_length, scratch.path_away
+    steps = 0
+    smaller_length, larger_length = 1, 1
+    while node >= 0 and steps < MAX_WALK:
+        length, sign = _compare(tokens, page_back, node, text, end, min(smaller_length, larger_length))
+        i = steps  # kept in order of falling length, newer ones first among equals
+        while i > 0 and path_length[i - 1] < length:
+            path[i], path_length[i], path_away[i] = path[i - 1], path_length[i - 1], path_away[i - 1]
+            i -= 1
+        path[i], path_length[i] = node, length
+        steps += 1
+        if sign <= 0:
+            path_away[i] = children[node, 0]
+            smaller_length = length
+            node = np.int64(children[node, 1])
+        else:
+            path_away[i] = children[node, 1]
+            larger_length = length
+            node = np.int64(children[node, 0])
+    stack = scratch.stack
+    count = 0
+    for i in range(steps):
+        if count == MAX_CANDIDATES or (count >= ENOUGH and path_length[i] < lengths[count - 1]):
             break
-        child = child_nodes[slot]
-        if node_weight[child] < NEGLIGIBLE_WEIGHT:
-            break
-        child_end, child_depth = node_end[child], node_depth[child]
-        shared = depth + 1
-        limit = min(child_depth, context_length)
-        while shared < limit and tokens[child_end - shared] == context[last - shared]:
-            shared += 1
-        path_nodes[count] = child
+        positions[count], lengths[count] = path[i], path_length[i]
         count += 1
-        depth = shared
-        if shared < child_depth:
-            break
-        node = child
-    return count, depth
+        # Beyond ENOUGH candidates only those count that match as far as this one.
+        depth = 0
+        if path_away[i] >= 0:
+            stack[0], depth = path_away[i], 1
+        while depth > 0 and count < MAX_CANDIDATES:
+            depth -= 1
+            node = np.int64(stack[depth])
+            length, sign = _compare(tokens, page_back, node, text, end, 1)
+            near, far = (1, 0) if sign < 0 else (0, 1)
+            if length >= path_length[i]:
+                positions[count], lengths[count] = node, length
+                count += 1
+                if children[node, far] >= 0 and depth < stack.size:
+                    stack[depth] = children[node, far]
+                    depth += 1
+            elif count < ENOUGH:
+                positions[count], lengths[count] = node, length
+                count += 1
+            if children[node, near] >= 0 and depth < stack.size:
+                stack[depth] = children[node, near]
+                depth += 1
+    return count
+
+
+# -- the n-gram table ----------------------------------------------------------------------------------------------
 
 
 @nb.njit(cache=True)
-def append_text(tree, block_end, sequence_length, token):
-    """Store one token behind a sequence. Opens a new block, with the overlap copied, when the last one is full.
-
-    Args:
-        block_end: where the sequence's last token is stored, or -1 when it has none.
-        sequence_length: tokens stored so far.
-
-    Returns:
-        Where the token is stored; its predecessors lie directly before it, at least MAX_DEPTH of them if there are.
-    """
-    payload = sequence_length % BLOCK_TOKENS
-    if payload == 0:
-        overlap = min(sequence_length, MAX_DEPTH)
-        start = tree.counts[NUM_TOKENS]
-        tree.counts[NUM_TOKENS] += BLOCK_TOKENS + overlap
-        for i in range(overlap):
-            tree.tokens[start + i] = tree.tokens[block_end - overlap + 1 + i]
-        block_end = start + overlap - 1
-    tree.tokens[block_end + 1] = token
-    return block_end + 1
-
-
-@nb.njit(cache=True)
-def rehash(tree, keys, nodes):
-    for i in range(keys.size):
-        if keys[i] != -1:
-            slot = _child_slot(tree.child_keys, keys[i] >> 32, keys[i] & 0xFFFFFFFF)
-            tree.child_keys[slot] = keys[i]
-            tree.child_nodes[slot] = nodes[i]
-
-
-# -- the request's own context -------------------------------------------------------------------------------------
+def _ngram_hash(problem, text, end, order):
+    """64-bit FNV-like hash of the last `order` tokens of text[..end - 1] and the problem."""
+    mixed = (np.uint64(problem + 1) << np.uint64(8)) ^ np.uint64(order)
+    for i in range(end - order, end):
+        mixed = (mixed ^ np.uint64(text[i])) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+    return mixed
 
 
 @nb.njit(cache=True, inline="always")
-def bucket_of(first, second):
-    mixed = (np.uint32(first) * np.uint32(0x9E3779B1)) ^ (np.uint32(second) * np.uint32(0x85EBCA77))
-    return (mixed ^ (mixed >> np.uint32(15))) & np.uint32(NUM_HEADS - 1)
+def _tag(mixed):
+    """The hash's part that an entry keeps, 0 to 62: 63 is an empty entry's."""
+    return np.uint32(min(mixed & np.uint64(63), np.uint64(62)))
 
 
 @nb.njit(cache=True)
-def append_token(contexts, row, token):
-    """Append one token to a row; its predecessor, whose continuation is now known, enters the index. O(1)."""
-    length = contexts.lengths[row]
-    contexts.tokens[row, length] = token
-    contexts.lengths[row] = length + 1
-    if length >= MIN_MATCH:
-        bucket = bucket_of(contexts.tokens[row, length - 2], contexts.tokens[row, length - 1])
-        contexts.previous[row, length - 1] = contexts.heads[row, bucket]
-        contexts.heads[row, bucket] = length - 1
+def _table_insert(index, problem, position, text, end, order):
+    """Put a position in front of the bucket of its context; the oldest of a full bucket is forgotten. O(WAYS)."""
+    mixed = _ngram_hash(problem, text, end, order)
+    bucket = index.buckets[np.int64(mixed >> np.uint64(32)) & (index.buckets.shape[0] - 1)]
+    for way in range(WAYS - 1, 0, -1):
+        bucket[way] = bucket[way - 1]
+    bucket[0] = np.uint32((_tag(mixed) << np.uint32(POSITION_BITS)) | np.uint32(position))
 
 
 @nb.njit(cache=True)
-def match_own(contexts, row, context, max_match, ends, match_lengths):
-    """Find where the end of `context` occurred before in the row.
+def _table_gather(store, index, problem, text, end, order, other_than, positions, lengths, count):
+    """Collect positions whose context shares at least `order` tokens with text[..end - 1], newest first.
 
     Args:
-        context: int32 array, at least MIN_MATCH tokens: the row's newest tokens, then drafted ones.
-        ends, match_lengths: int32 [MAX_CANDIDATES]; filled with positions whose next token is a candidate, newest
-            first, and how many tokens before it agree with the context (MIN_MATCH..max_match).
+        problem: Of the key; -1 for the key that all problems share.
+        other_than: Skip positions of this problem.
 
     Returns:
-        The number of candidates. O(MAX_CANDIDATES * max_match).
+        The number of candidates, those before included. What a bucket holds is checked against the text, so that
+        stale positions do no harm.
     """
-    last = context.size - 1
-    position = contexts.heads[row, bucket_of(context[last - 1], context[last])]
-    count = visited = 0
-    while position >= 0 and visited < MAX_CANDIDATES:
-        visited += 1
-        limit = min(max_match, position + 1, context.size)
-        length = 0
-        while length < limit and contexts.tokens[row, position - length] == context[last - length]:
-            length += 1
-        if length >= MIN_MATCH:
-            ends[count] = position
-            match_lengths[count] = length
+    if end < order:
+        return count
+    tokens, page_back = store.tokens, store.page_back
+    mixed = _ngram_hash(problem, text, end, order)
+    bucket = index.buckets[np.int64(mixed >> np.uint64(32)) & (index.buckets.shape[0] - 1)]
+    tag = _tag(mixed)
+    before = count
+    for way in range(WAYS):
+        if bucket[way] >> np.uint32(POSITION_BITS) != tag or count == positions.size:
+            continue
+        position = np.int64(bucket[way] & np.uint32(POSITION_MASK))
+        document = store.page_document[position >> PAGE_BITS]
+        if document < 0:
+            continue
+        theirs = store.document_problem[document]
+        if (problem >= 0 and theirs != problem) or theirs == other_than:
+            continue
+        if store.page_start[position >> PAGE_BITS] + (position & PAGE_MASK) >= store.document_length[document]:
+            continue  # a page that was used before and is not written this far yet
+        length, _ = _compare(tokens, page_back, position, text, end, 0)
+        if length < order:
+            continue
+        known = False
+        for i in range(before):
+            known |= positions[i] == position
+        if not known:
+            positions[count], lengths[count] = position, length
             count += 1
-        position = contexts.previous[row, position]
     return count
+
+
+@nb.njit(cache=True)
+def rehash_table(store, index, settings, old):
+    """Insert the entries of a smaller table again, oldest first."""
+    text = np.empty(MAX_DEPTH, np.int32)
+    for slot in range(old.shape[0]):
+        for way in range(WAYS - 1, -1, -1):
+            entry = old[slot, way]
+            position = np.int64(entry & np.uint32(POSITION_MASK))
+            if entry == np.uint32(0xFFFFFFFF) or store.page_document[position >> PAGE_BITS] < 0:
+                continue
+            problem = store.document_problem[store.page_document[position >> PAGE_BITS]]
+            size = read_back(store, _before(store.page_back, position), text, MAX_DEPTH)
+            context = text[MAX_DEPTH - size :]
+            for kind in range(3):
+                order = (SHORT_ORDER, LONG_ORDER, SHARED_ORDER)[kind]
+                used = settings.use_shared if kind == 2 else settings.use_table
+                if not used or size < order:
+                    continue
+                key = np.int64(-1) if kind == 2 else np.int64(problem)
+                mixed = _ngram_hash(key, context, size, order)
+                same_tag = _tag(mixed) == entry >> np.uint32(POSITION_BITS)
+                if same_tag and np.int64(mixed >> np.uint64(32)) & (old.shape[0] - 1) == slot:
+                    _table_insert(index, key, position, context, size, order)
+
+
+# -- indexing ------------------------------------------------------------------------------------------------------
+
+
+@nb.njit(cache=True)
+def append(store, index, settings, document, new, text):
+    """Append tokens to a document and index each as its context's continuation."""
+    problem = store.document_problem[document]
+    known = read_back(store, store.document_last[document], text, MAX_DEPTH)
+    buffer = np.empty(known + new.size, np.int32)
+    buffer[:known] = text[MAX_DEPTH - known : MAX_DEPTH]
+    buffer[known:] = new
+    for i in range(new.size):
+        position = _append(store, document, new[i])
+        end = known + i
+        context = buffer[max(0, end - MAX_DEPTH) : end]
+        size = context.size
+        if size == 0:
+            continue
+        if settings.use_tree:
+            _tree_insert(store, index, problem, position, context, size)
+        if settings.use_table:
+            if size >= SHORT_ORDER:
+                _table_insert(index, problem, position, context, size, SHORT_ORDER)
+            if size >= LONG_ORDER:
+                _table_insert(index, problem, position, context, size, LONG_ORDER)
+        if settings.use_shared and size >= SHARED_ORDER:
+            _table_insert(index, -1, position, context, size, SHARED_ORDER)
+
+
+@nb.njit(cache=True)
+def append_batch(store, index, settings, documents, tokens, starts):
+    text = np.empty(MAX_DEPTH, np.int32)
+    for i in range(documents.size):
+        append(store, index, settings, documents[i], tokens[starts[i] : starts[i + 1]], text)
+
+
+@nb.njit(cache=True)
+def remove_document(store, index, settings, document):
+    """Take a document out of the index and free its pages."""
+    problem = store.document_problem[document]
+    text = np.empty(MAX_DEPTH, np.int32)
+    if store.document_length[document] > 0:
+        if settings.use_tree:
+            position = np.int64(store.document_last[document])
+            for _ in range(store.document_length[document]):
+                before = _before(store.page_back, position)
+                if before >= 0:
+                    _tree_remove(store, index, problem, position, text)
+                position = before
+        page = np.int64(store.document_first[document]) >> PAGE_BITS
+        while page >= 0:
+            following = np.int64(store.page_next[page])
+            store.page_document[page] = -1
+            store.free_pages[store.counts[NUM_FREE_PAGES]] = page
+            store.counts[NUM_FREE_PAGES] += 1
+            page = following
+    store.counts[NUM_TOKENS] -= store.document_length[document]
+    store.document_length[document] = 0
+    store.document_first[document] = -1
+    store.document_last[document] = -1
+    store.document_problem[document] = -1
 
 
 # -- drafting ------------------------------------------------------------------------------------------------------
 
 
-@nb.njit(cache=True)
+@nb.njit(cache=True, inline="always")
 def _length_bin(length):
     if length <= 4:
-        return length - 1
+        return max(length - 1, 0)
     if length <= 6:
         return 4
     if length <= 8:
@@ -399,166 +565,156 @@ def _length_bin(length):
     return 8 if length <= 24 else 9
 
 
-@nb.njit(cache=True)
-def _evidence_bin(weight):
-    if weight < 1.5:
-        return 0
-    return 1 if weight < 4.5 else 2
-
-
 @nb.njit(cache=True, inline="always")
-def _add(tokens, weights, count, token, weight):
-    """Add weight to a token of an unordered list, appending it if there is room. Returns the list's length."""
-    for i in range(count):
-        if tokens[i] == token:
-            weights[i] += weight
-            return count
-    if count < tokens.size:
-        tokens[count] = token
-        weights[count] = weight
-        return count + 1
+def _near_bin(distance):
+    distance = abs(distance)
+    if distance <= 4:
+        return 0
+    if distance <= 32:
+        return 1
+    return 2 if distance <= 256 else 3
+
+
+@nb.njit(cache=True)
+def _gather(store, index, settings, problem, text, end, scratch):
+    positions, lengths = scratch.positions, scratch.lengths
+    count = 0
+    if settings.use_tree and end > 0:
+        count = _tree_gather(store, index, problem, text, end, scratch)
+    if settings.use_table:
+        count = _table_gather(store, index, problem, text, end, LONG_ORDER, -2, positions, lengths, count)
+        count = _table_gather(store, index, problem, text, end, SHORT_ORDER, -2, positions, lengths, count)
+    if settings.use_shared:
+        count = _table_gather(store, index, -1, text, end, SHARED_ORDER, problem, positions, lengths, count)
     return count
 
 
 @nb.njit(cache=True)
-def _tree_distribution(tree, root, context, unit_weight, tokens, weights, path):
-    """Blend the nodes of a match: q_l = (count_l + BLEND * q_{l-1}) / (total_l + BLEND), unrolled from the deepest l.
-
-    Returns (candidates, match length, evidence in rollouts).
-    """
-    levels, length = match(tree, root, context, min(context.size, MAX_DEPTH), path)
-    if levels == 0:
-        return 0, 0, 0.0
-    node_weight, node_entries = tree.node_weight, tree.node_entries
-    entry_token, entry_weight, entry_next = tree.entry_token, tree.entry_weight, tree.entry_next
-    prior = BLEND * unit_weight
-    mass, count = 1.0, 0
-    for level in range(levels - 1, -1, -1):
-        node = path[level]
-        is_last = level == 0 or levels - level == MAX_LEVELS
-        scale = mass / (node_weight[node] + (0.0 if is_last else prior))
-        entry = node_entries[node]
-        while entry >= 0:
-            count = _add(tokens, weights, count, entry_token[entry], scale * entry_weight[entry])
-            entry = entry_next[entry]
-        mass = scale * prior
-        if is_last or mass < NEGLIGIBLE_MASS:
-            break
-    return count, length, node_weight[path[levels - 1]] / unit_weight
-
-
-@nb.njit(cache=True)
-def _own_distribution(contexts, row, context, tokens, weights, ends, lengths):
-    """Weigh the candidates of the request's own context. Returns (candidates, match length, evidence)."""
-    if context.size < MIN_MATCH:
-        return 0, 0, 0.0
-    found = match_own(contexts, row, context, MAX_DEPTH, ends, lengths)
-    longest = 0
-    for i in range(found):
-        longest = max(longest, lengths[i])
-    count, total, evidence = 0, 0.0, 0.0
-    for i in range(found):
-        weight = OWN_BASE ** float(lengths[i] - longest)
-        total += weight
-        evidence += 1.0 if lengths[i] == longest else 0.0
-        count = _add(tokens, weights, count, contexts.tokens[row, ends[i] + 1], weight)
-    for i in range(count):
-        weights[i] /= total
-    return count, longest, evidence
-
-
-@nb.njit(cache=True)
-def _source_weight(counters, length):
-    """Odds that the source's first choice is right. A longer match is trusted more until outcomes say otherwise."""
-    prior = length / (length + 1.0)
-    rate = (counters[1] + 4.0 * prior) / (counters[0] + 4.0)
-    return rate / (1.0 - min(rate, 0.998))
-
-
-@nb.njit(cache=True)
-def _propose_one(tree, contexts, rows, row, max_tokens, settings, calibration, out):
-    """Fill `out` for one row. O(max_tokens * MAX_DEPTH)."""
-    known = contexts.lengths[row]
-    kept = min(known, MAX_DEPTH)
-    text = np.empty(kept + max_tokens, np.int32)
-    text[:kept] = contexts.tokens[row, known - kept : known]
-    tokens, weights = np.empty(MAX_MIXED, np.int32), np.empty(MAX_MIXED, np.float64)
-    mixed_tokens, mixed = np.empty(MAX_MIXED, np.int32), np.empty(MAX_MIXED, np.float64)
-    path = np.empty(MAX_DEPTH, np.int32)
-    ends, lengths = np.empty(MAX_CANDIDATES, np.int32), np.empty(MAX_CANDIDATES, np.int32)
-    coupled = 1 if rows.has_dice[row] else 0
+def _propose_one(store, index, rows, row, max_tokens, settings, calibration, scratch, out):
+    """Fill `out` for one row."""
+    tokens, page_document, page_start = store.tokens, store.page_document, store.page_start
+    document = rows.document[row]
+    problem = store.document_problem[document]
+    generated = store.document_length[document]
+    known = rows.prompt_length[row] + generated
+    text = scratch.text
+    kept = read_back(store, store.document_last[document], text, MAX_DEPTH)
+    text = text[MAX_DEPTH - kept :]
+    positions, lengths, weights = scratch.positions, scratch.lengths, scratch.weights
+    by_length, share, found, mass = scratch.by_length, scratch.share, scratch.found, scratch.mass
+    has_dice = rows.has_dice[row]
     survival = 1.0
+    count = 0
     out.lengths[row] = 0
     for slot in range(max_tokens):
-        context = text[: kept + slot]
-        num_mixed, longest, total = 0, 0, 0.0
-        for source in range(3):
-            out.source_tokens[row, slot, source] = -1
-            if not settings.uses[source]:
-                continue
-            if source == OWN:
-                count, length, evidence = _own_distribution(contexts, row, context, tokens, weights, ends, lengths)
-            else:
-                root = rows.root[row] if source == PROBLEM else settings.shared_root
-                if root < 0:
-                    continue
-                count, length, evidence = _tree_distribution(
-                    tree, root, context, settings.unit_weight, tokens, weights, path
-                )
+        end = kept + slot
+        if count == 0:
+            count = _gather(store, index, settings, problem, text[max(0, end - MAX_DEPTH) : end], min(end, MAX_DEPTH), scratch)
             if count == 0:
-                continue
-            length_bin, evidence_bin = _length_bin(length), _evidence_bin(evidence)
-            favourite = 0
-            for i in range(1, count):
-                if weights[i] > weights[favourite]:
-                    favourite = i
-            out.source_tokens[row, slot, source] = tokens[favourite]
-            out.source_cells[row, slot, source, 0] = length_bin
-            out.source_cells[row, slot, source, 1] = evidence_bin
-            source_weight = _source_weight(calibration.sources[source, length_bin, evidence_bin], length)
-            longest = max(longest, length)
-            total += source_weight
+                break
             for i in range(count):
-                num_mixed = _add(mixed_tokens, mixed, num_mixed, tokens[i], source_weight * weights[i])
-        if num_mixed == 0:
-            break
+                page = positions[i] >> PAGE_BITS
+                theirs = page_document[page]
+                at = page_start[page] + (positions[i] & PAGE_MASK)
+                if theirs == document:
+                    source = OWN
+                elif store.document_problem[theirs] != problem:
+                    source = SHARED
+                elif store.document_kind[theirs] == ROLLOUT:
+                    source = SIBLING
+                else:
+                    source = ASKED
+                age = min(settings.version - store.document_version[theirs], 255)
+                weights[i] = settings.decay[age] * settings.preference[source, _near_bin(at - (generated + slot))]
+        # Blend: q_l = (count_l + BLEND q_{l-1}) / (total_l + BLEND) over match lengths l, unrolled from the longest.
+        longest, shortest = 0, MAX_DEPTH
+        for i in range(count):
+            by_length[lengths[i]] += weights[i]
+            longest = max(longest, lengths[i])
+            shortest = min(shortest, lengths[i])
+        left, total = 1.0, 0.0
+        for length in range(longest, shortest - 1, -1):
+            if by_length[length] > 0.0:
+                total += by_length[length]
+                share[length] = left / (total + settings.blend)
+                left *= settings.blend / (total + settings.blend)
+                by_length[length] = 0.0
+            else:
+                share[length] = 0.0
+        for length in range(shortest + 1, longest + 1):
+            share[length] += share[length - 1]
+        num_found = 0
+        for i in range(count):
+            token = tokens[positions[i]]
+            at = 0
+            while at < num_found and found[at] != token:
+                at += 1
+            if at == num_found:
+                found[at], mass[at] = token, 0.0
+                num_found += 1
+            mass[at] += weights[i] * share[lengths[i]]
         best, best_score = 0, -np.inf
-        for i in range(num_mixed):
-            score = settings.sharpness * np.log(mixed[i] / total) if coupled else mixed[i]
-            if coupled:
-                score += gumbel_nb(rows.seed[row], np.int64(known - 1 + slot), np.int64(mixed_tokens[i]))
-            if score > best_score:
-                best, best_score = i, score
-        probability = min(mixed[best] / total, 1.0)  # above 1 by rounding only
-        probability_bin = min(int(probability * NUM_PROBABILITY_BINS), NUM_PROBABILITY_BINS - 1)
+        if has_dice and num_found > 1:
+            for i in range(num_found):
+                score = settings.sharpness * np.log(mass[i])
+                score += gumbel_nb(rows.seed[row], np.int64(known - 1 + slot), np.int64(found[i]))
+                if score > best_score:
+                    best, best_score = i, score
+        else:
+            for i in range(num_found):
+                if mass[i] > best_score:
+                    best, best_score = i, mass[i]
+        probability = mass[best] / (1.0 - left)
+        certain = min(probability * (1.0 - left), 1.0)
+        probability_bin = min(int(certain * NUM_PROBABILITY_BINS), NUM_PROBABILITY_BINS - 1)
         length_bin = _length_bin(longest)
-        cell = calibration.choices[coupled, probability_bin, length_bin]
-        survival *= (cell[1] + 2.0 * probability) / (cell[0] + 2.0)
+        coupled = 1 if has_dice else 0
+        cell = calibration[coupled, probability_bin, length_bin]
+        survival *= (cell[1] + 2.0 * certain) / (cell[0] + 2.0)
         if survival < settings.min_survival:
             break
-        out.choice_cells[row, slot, 0] = coupled
-        out.choice_cells[row, slot, 1] = probability_bin
-        out.choice_cells[row, slot, 2] = length_bin
-        out.tokens[row, slot] = mixed_tokens[best]
+        token = found[best]
+        out.cells[row, slot, 0] = coupled
+        out.cells[row, slot, 1] = probability_bin
+        out.cells[row, slot, 2] = length_bin
+        out.tokens[row, slot] = token
         out.confidence[row, slot] = survival
         out.lengths[row] = slot + 1
-        text[kept + slot] = mixed_tokens[best]
+        text[end] = token
+        alive = 0
+        for i in range(count):
+            position = positions[i]
+            if tokens[position] != token:
+                continue
+            page = position >> PAGE_BITS
+            if position == store.document_last[page_document[page]]:
+                continue
+            following = position + 1 if (position & PAGE_MASK) != PAGE_MASK else store.page_next[page] << PAGE_BITS
+            positions[alive] = following
+            lengths[alive] = min(lengths[i] + 1, MAX_DEPTH)
+            weights[alive] = weights[i]
+            alive += 1
+        count = alive
 
 
 @nb.njit(cache=True)
-def propose(tree, contexts, rows, batch, max_tokens, settings, calibration, out):
+def propose(store, index, rows, batch, max_tokens, settings, calibration, out):
+    scratch = Scratch(
+        np.empty(MAX_DEPTH + out.tokens.shape[1], np.int32),
+        np.empty(MAX_WALK, np.int32),
+        np.empty(MAX_WALK, np.int32),
+        np.empty(MAX_WALK, np.int32),
+        np.empty(MAX_WALK, np.int32),
+        np.empty(MAX_CANDIDATES, np.int32),
+        np.empty(MAX_CANDIDATES, np.int32),
+        np.empty(MAX_CANDIDATES, np.float64),
+        np.empty(MAX_CANDIDATES, np.int32),
+        np.empty(MAX_CANDIDATES, np.float64),
+        np.zeros(MAX_DEPTH + 1, np.float64),
+        np.empty(MAX_DEPTH + 1, np.float64),
+    )
     for i in range(batch.size):
-        _propose_one(tree, contexts, rows, batch[i], max_tokens[i], settings, calibration, out)
-
-
-@nb.njit(cache=True)
-def _trial(cell, hit):
-    if cell[0] >= MAX_TRIALS:
-        cell[0] *= 0.5
-        cell[1] *= 0.5
-    cell[0] += 1.0
-    if hit:
-        cell[1] += 1.0
+        _propose_one(store, index, rows, batch[i], max_tokens[i], settings, calibration, scratch, out)
 
 
 @nb.njit(cache=True)
@@ -568,55 +724,11 @@ def observe(batch, targets, starts, num_accepted, calibration, out):
         row = batch[i]
         reached = min(out.lengths[row], num_accepted[i] + 1, starts[i + 1] - starts[i])
         for slot in range(reached):
-            target = targets[starts[i] + slot]
-            coupled, probability_bin, length_bin = out.choice_cells[row, slot]
-            _trial(calibration.choices[coupled, probability_bin, length_bin], out.tokens[row, slot] == target)
-            for source in range(3):
-                if out.source_tokens[row, slot, source] >= 0:
-                    length_bin, evidence_bin = out.source_cells[row, slot, source]
-                    hit = out.source_tokens[row, slot, source] == target
-                    _trial(calibration.sources[source, length_bin, evidence_bin], hit)
+            cell = calibration[out.cells[row, slot, 0], out.cells[row, slot, 1], out.cells[row, slot, 2]]
+            if cell[0] >= MAX_TRIALS:
+                cell[0] *= 0.5
+                cell[1] *= 0.5
+            cell[0] += 1.0
+            if out.tokens[row, slot] == targets[starts[i] + slot]:
+                cell[1] += 1.0
         out.lengths[row] = 0
-
-
-@nb.njit(cache=True)
-def store(tree, rows, row, tokens, settings, indexed):
-    """Append tokens to a row's text in the tree and, if `indexed`, record each as its context's continuation."""
-    weight = rows.weight[row]
-    for i in range(tokens.size):
-        stored = rows.stored[row]
-        end = append_text(tree, rows.block_end[row], stored, tokens[i])
-        rows.block_end[row] = end
-        rows.stored[row] = stored + 1
-        if indexed:
-            length = min(stored, MAX_DEPTH)
-            if settings.uses[PROBLEM] and rows.root[row] >= 0:
-                insert(tree, tree.tokens, rows.root[row], end - 1, length, tokens[i], weight)
-            if settings.uses[SHARED]:
-                insert(tree, tree.tokens, settings.shared_root, end - 1, length, tokens[i], weight)
-
-
-@nb.njit(cache=True)
-def append_context(contexts, row, tokens):
-    for i in range(tokens.size):
-        append_token(contexts, row, tokens[i])
-
-
-@nb.njit(cache=True)
-def commit(tree, contexts, rows, batch, tokens, starts, settings):
-    for i in range(batch.size):
-        new = tokens[starts[i] : starts[i + 1]]
-        append_context(contexts, batch[i], new)
-        if settings.uses[PROBLEM] or settings.uses[SHARED]:
-            store(tree, rows, batch[i], new, settings, True)
-
-
-@nb.njit(cache=True)
-def take_back(tree, text, first, rows, row, settings):
-    """Undo `_store` of text[first:], whose contexts reach back to the start of `text`."""
-    for position in range(first, text.size):
-        length = min(position, MAX_DEPTH)
-        if settings.uses[PROBLEM] and rows.root[row] >= 0:
-            insert(tree, text, rows.root[row], position - 1, length, text[position], -rows.weight[row])
-        if settings.uses[SHARED]:
-            insert(tree, text, settings.shared_root, position - 1, length, text[position], -rows.weight[row])

@@ -1,0 +1,310 @@
+"""The replay itself: recorded rollouts through a drafter, step by step as an engine would take them.
+
+A drafted token is accepted when it equals the recorded next one, which for point-mass drafts is an unbiased picture of
+lossless verification: the recorded token is a sample of the target. One more token per step is free (the recovered or
+bonus token). As in an engine, the first token of a rollout comes from the prefill and is not drafted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+
+from rollout_spec.drafters.base import Drafter
+from rollout_spec.replay.traces import Problem, Rollout
+from rollout_spec.stats import SpeculationStats
+from rollout_spec.types import Int32Array
+
+Regime = Literal["own", "finished", "inflight", "epoch"]
+REGIMES: tuple[Regime, ...] = get_args(Regime)
+
+
+class Request(NamedTuple):
+    """A rollout to be generated again."""
+
+    problem: Problem
+    rollout: Rollout
+
+
+class Wave(NamedTuple):
+    """Requests that advance in lock step, and whether they enter the history when they end."""
+
+    requests: list[Request]
+    keep: bool
+
+
+class ReplayResult(NamedTuple):
+    """What a replay measured. Times are of the drafter's calls alone."""
+
+    stats: SpeculationStats
+    reliability: np.ndarray
+    """float64 [10, 3]: by confidence in steps of 0.1: drafted tokens, their summed confidence, accepted ones."""
+    build_seconds: float
+    """Indexing `history_tokens` tokens of earlier rollouts."""
+    history_tokens: int
+    index_seconds: float
+    """start_request, extend, observe and stop_request of the replayed requests."""
+    draft_seconds: float
+    """propose."""
+    memory_bytes: int
+    """`Drafter.memory_bytes` at the end."""
+    indexed_tokens: int
+    """Prompt (once per problem) and completion tokens that entered the history and stayed."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, derived figures included."""
+        s = self.stats
+        reached = self.reliability[:, 0]
+        return {
+            "tokens_per_step": s.tokens_per_step,
+            "drafted_per_step": s.draft_tokens / max(s.request_steps, 1),
+            "acceptance_rate": s.acceptance_rate,
+            "mean_acceptance_length": s.mean_acceptance_length,
+            "accepted_per_position": s.accepted_per_position,
+            "request_steps": s.request_steps,
+            "emitted_tokens": s.emitted_tokens,
+            "draft_tokens": s.draft_tokens,
+            "accepted_tokens": s.accepted_tokens,
+            "index_us_per_request_step": 1e6 * self.index_seconds / max(s.request_steps, 1),
+            "draft_us_per_request_step": 1e6 * self.draft_seconds / max(s.request_steps, 1),
+            "history_tokens": self.history_tokens,
+            "build_seconds_per_million_tokens": 1e6 * self.build_seconds / max(self.history_tokens, 1),
+            "memory_bytes": self.memory_bytes,
+            "bytes_per_history_token": self.memory_bytes / max(self.indexed_tokens, 1),
+            "calibration": [
+                {"drafted": int(n), "confidence": c / n, "accepted": a / n}
+                for n, c, a in self.reliability[reached > 0].tolist()
+            ],
+        }
+
+
+def split(
+    problem: Problem, regime: Regime, *, max_samples: int | None, max_history: int | None
+) -> tuple[list[Rollout], list[Rollout]]:
+    """A problem's (earlier, live) rollouts.
+
+    With two or more recorded epochs, the first is what is earlier and the second is live; with one, half and half.
+    Only the `epoch` regime has earlier rollouts.
+    """
+    epochs = sorted({rollout.epoch for rollout in problem.rollouts})
+    if len(epochs) > 1:
+        earlier = [rollout for rollout in problem.rollouts if rollout.epoch == epochs[0]]
+        live = [rollout for rollout in problem.rollouts if rollout.epoch == epochs[1]]
+    elif regime == "epoch":
+        half = len(problem.rollouts) // 2
+        earlier, live = problem.rollouts[:half], problem.rollouts[half:]
+    else:
+        earlier, live = [], problem.rollouts
+    return (earlier[:max_history] if regime == "epoch" else []), live[:max_samples]
+
+
+def schedule(problems: Sequence[tuple[Problem, list[Rollout]]], regime: Regime, batch: int) -> Iterator[Wave]:
+    """The order in which rollouts are generated, `batch` at a time where the regime allows it.
+
+    `own`: one after another, and nothing is kept. `finished`: sample k of `batch` problems together, after their
+    samples before k. `inflight`: all samples of a problem together. `epoch`: as `finished`, but nothing is kept, so
+    that every rollout sees the earlier epoch only.
+    """
+    if regime == "own":
+        for problem, live in problems:
+            for rollout in live:
+                yield Wave([Request(problem, rollout)], keep=False)
+        return
+    if regime == "inflight":
+        wave: list[Request] = []
+        for problem, live in problems:
+            if wave and len(wave) + len(live) > batch:
+                yield Wave(wave, keep=True)
+                wave = []
+            wave += [Request(problem, rollout) for rollout in live]
+        if wave:
+            yield Wave(wave, keep=True)
+        return
+    for start in range(0, len(problems), batch):
+        some = problems[start : start + batch]
+        for k in range(max(len(live) for _, live in some)):
+            requests = [Request(problem, live[k]) for problem, live in some if k < len(live)]
+            yield Wave(requests, keep=regime == "finished")
+
+
+def replay(
+    problems: Sequence[Problem],
+    make_drafter: Callable[[], Drafter],
+    regime: Regime,
+    *,
+    num_speculative_tokens: int = 16,
+    batch: int = 64,
+    max_samples: int | None = None,
+    max_history: int | None = None,
+    seed_of: Callable[[Problem, Rollout], int | None] = lambda problem, rollout: None,
+) -> ReplayResult:
+    """Replay recorded rollouts in one regime.
+
+    Args:
+        make_drafter: Called once; drafters with compiled code should be warm already.
+        num_speculative_tokens: Most tokens asked for per request and step, K.
+        batch: Requests that advance together where the regime allows it.
+        max_samples: Live rollouts per problem. None: all.
+        max_history: Rollouts of the earlier epoch per problem. None: all.
+        seed_of: The dice of a rollout, where they are known (recorded text has none).
+
+    Raises:
+        ValueError: unknown regime, or batch or num_speculative_tokens below 1.
+    """
+    if regime not in REGIMES:
+        raise ValueError(f"regime must be one of {REGIMES}, got {regime!r}")
+    if batch < 1 or num_speculative_tokens < 1:
+        raise ValueError(f"batch and K must be at least 1, got {batch} and {num_speculative_tokens}")
+    drafter = make_drafter()
+    parts = [split(problem, regime, max_samples=max_samples, max_history=max_history) for problem in problems]
+
+    history_tokens, indexed_tokens = 0, 0
+    seen: set[int] = set()
+    started = time.perf_counter()
+    for problem, (earlier, _) in zip(problems, parts, strict=True):
+        for rollout in earlier:
+            req_id = f"{problem.prompt_id}/{rollout.epoch}/{rollout.sample_id}/earlier"
+            drafter.start_request(req_id, rollout.prompt, problem_id=problem.problem_id)
+            drafter.extend(req_id, rollout.tokens)
+            drafter.stop_request(req_id)
+            history_tokens += rollout.tokens.size
+        if earlier:
+            history_tokens += earlier[0].prompt.size
+            seen.add(problem.problem_id)
+    build_seconds = time.perf_counter() - started
+    if history_tokens:
+        drafter.begin_policy_version(1)
+    indexed_tokens = history_tokens
+
+    run = _Run(drafter, num_speculative_tokens)
+    lives = [(problem, live) for problem, (_, live) in zip(problems, parts, strict=True) if live]
+    for number, wave in enumerate(schedule(lives, regime, batch)):
+        run.wave(number, wave, seed_of)
+        if wave.keep:
+            for problem, rollout in wave.requests:
+                indexed_tokens += rollout.tokens.size
+                indexed_tokens += 0 if problem.problem_id in seen else rollout.prompt.size
+                seen.add(problem.problem_id)
+    return ReplayResult(
+        stats=run.stats,
+        reliability=run.reliability,
+        build_seconds=build_seconds,
+        history_tokens=history_tokens,
+        index_seconds=run.index_seconds,
+        draft_seconds=run.draft_seconds,
+        memory_bytes=drafter.memory_bytes(),
+        indexed_tokens=indexed_tokens,
+    )
+
+
+class _Run:
+    """The state of one replay: the drafter and what was counted."""
+
+    def __init__(self, drafter: Drafter, num_speculative_tokens: int) -> None:
+        self._drafter = drafter
+        self._k = num_speculative_tokens
+        self.stats = SpeculationStats()
+        self.reliability = np.zeros((10, 3))
+        self.index_seconds = 0.0
+        self.draft_seconds = 0.0
+
+    def wave(self, number: int, wave: Wave, seed_of: Callable[[Problem, Rollout], int | None]) -> None:
+        """Generate a wave's rollouts in lock step."""
+        clock, drafter = time.perf_counter, self._drafter
+        live: dict[str, _Cursor] = {}
+        for i, (problem, rollout) in enumerate(wave.requests):
+            req_id = f"{number}/{i}"
+            if not rollout.tokens.size:
+                continue
+            cursor = _Cursor(rollout)
+            seed = seed_of(problem, rollout)
+            started = clock()
+            drafter.start_request(req_id, rollout.prompt, problem_id=problem.problem_id, seed=seed)
+            drafter.extend(req_id, cursor.advance(1))
+            self.index_seconds += clock() - started
+            live[req_id] = cursor
+        while True:
+            ended = [req_id for req_id, cursor in live.items() if cursor.done]
+            for req_id in ended:
+                del live[req_id]
+                started = clock()
+                drafter.stop_request(req_id, keep=wave.keep)
+                self.index_seconds += clock() - started
+            if not live:
+                return
+            self._step(live)
+
+    def _step(self, live: dict[str, _Cursor]) -> None:
+        clock, drafter = time.perf_counter, self._drafter
+        req_ids = list(live)
+        limits = np.full(len(req_ids), self._k, np.int32)
+        started = clock()
+        drafts = drafter.propose(req_ids, limits)
+        self.draft_seconds += clock() - started
+        accepted, targets, committed = [], [], []
+        for (draft, confidence), cursor in zip(drafts, live.values(), strict=True):
+            expected = cursor.expected(len(draft))
+            n = int(np.cumprod(draft[: expected.size] == expected).sum()) if len(draft) else 0
+            accepted.append(n)
+            targets.append(cursor.expected(n + 1))
+            self._count_confidence(confidence[: expected.size], n)
+            committed.append(cursor.advance(n + 1))
+        started = clock()
+        drafter.observe(req_ids, targets, np.array(accepted, np.int32))
+        for req_id, tokens in zip(req_ids, committed, strict=True):
+            drafter.extend(req_id, tokens)
+        self.index_seconds += clock() - started
+        # A draft may reach beyond the recorded end: what is emitted there is nobody's.
+        emitted = [min(n + 1, target.size) for n, target in zip(accepted, targets, strict=True)]
+        self.stats.record([len(draft.token_ids) for draft in drafts], accepted)
+        self.stats.emitted_tokens += sum(emitted) - sum(accepted) - len(accepted)
+
+    def _count_confidence(self, confidence: np.ndarray, num_accepted: int) -> None:
+        bins = np.minimum((confidence * 10).astype(np.int64), 9)
+        np.add.at(self.reliability[:, 0], bins, 1)
+        np.add.at(self.reliability[:, 1], bins, confidence)
+        np.add.at(self.reliability[:, 2], bins[:num_accepted], 1)
+
+
+class _Cursor:
+    """Where a replayed request stands in its recording."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._tokens = rollout.tokens
+        self._ends = list(itertools.accumulate(rollout.runs))
+        self._at = 0
+        self._run = 0
+
+    @property
+    def done(self) -> bool:
+        return self._at >= self._tokens.size
+
+    def expected(self, n: int) -> Int32Array:
+        """The next recorded tokens, at most n and not beyond the end of the generated run."""
+        return self._tokens[self._at : min(self._at + n, self._ends[self._run])]
+
+    def advance(self, n: int) -> Int32Array:
+        """Commit n generated tokens, fewer at the end of the run, and then what the environment says."""
+        start = self._at
+        self._at = min(start + n, self._ends[self._run])
+        while self._run + 1 < len(self._ends) and self._at == self._ends[self._run]:
+            if self._run % 2 == 0:  # a generated run has ended: the environment's follows at once
+                self._at = self._ends[self._run + 1]
+            self._run += 1
+        return self._tokens[start : self._at]
+
+
+def frontier(
+    thresholds: Iterable[float], run: Callable[[float], ReplayResult]
+) -> list[tuple[float, float, float]]:
+    """(threshold, drafted tokens per step, tokens per step) for each threshold."""
+    points = []
+    for threshold in thresholds:
+        result = run(threshold)
+        drafted = result.stats.draft_tokens / max(result.stats.request_steps, 1)
+        points.append((threshold, drafted, result.stats.tokens_per_step))
+    return points
