@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from rollout_spec.drafters.base import Drafter
 
 DRAFTERS = {
-    "mixture": {"index": "suffix", "shared": True},
+    "mixture": {"index": "suffix", "shared": True, "lookahead": True},
     "suffix": {"index": "suffix"},
     "ngram": {"index": "ngram"},
+    "lookahead": {"index": "suffix", "own_only": True, "lookahead": True},
 }
 """Options of the history drafter by the name of the combination."""
 

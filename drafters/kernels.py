@@ -23,19 +23,21 @@ PAGE_TOKENS = 1 << PAGE_BITS
 """Tokens per page of the store."""
 PAGE_MASK = PAGE_TOKENS - 1
 WAYS = 8
-"""Positions per bucket of the n-gram table: a cache line's half."""
+"""Positions per bucket of the n-gram table: half a cache line."""
 POSITION_BITS = 26
 """Bits of a position in the n-gram table; the other six hold a part of the key's hash."""
 POSITION_MASK = (1 << POSITION_BITS) - 1
-LONG_ORDER, SHORT_ORDER = 6, 2
+LONG_ORDER, SHORT_ORDER = 3, 1
 """Context lengths by which the n-gram table finds positions of the same problem."""
+LOOKAHEAD_ORDER = 2
+"""Context length of the lookahead pool."""
 SHARED_ORDER = 4
 """Context length by which positions of other problems are found."""
-MAX_CANDIDATES = 48
+MAX_CANDIDATES = 32
 """Earlier continuations that one lookup gathers, longest matches first."""
 MAX_WALK = 96
 """Nodes of the suffix tree that one lookup visits on its way down."""
-ENOUGH = 16
+ENOUGH = 12
 """Candidates after which shorter matches are not looked at."""
 EMPTY, REMOVED = -1, -2
 
@@ -43,12 +45,17 @@ EMPTY, REMOVED = -1, -2
 NUM_FREE_PAGES, NUM_TOKENS = range(2)
 PROMPT, ROLLOUT, SHARED_ONLY = range(3)
 
-OWN, SIBLING, ASKED, SHARED = range(4)
-SOURCES = ("own", "problem", "prompt", "shared")
+OWN, SIBLING, ASKED, SHARED, LOOKAHEAD = range(5)
+SOURCES = ("own", "problem", "prompt", "shared", "lookahead")
+"""Where a drafted token comes from: the request, the problem's other rollouts, its prompt, other problems, the pool."""
 BLEND = 0.3
 """Weight of the shorter contexts' distribution, in rollouts of the present policy."""
 NUM_NEAR_BINS = 4
 NUM_LENGTH_BINS, NUM_PROBABILITY_BINS = 10, 12
+LOOKAHEAD_PRIOR = 0.3
+"""Probability of a token from the lookahead pool, until outcomes say otherwise."""
+COARSE_PRIOR, FINE_PRIOR = 2.0, 16.0
+"""Trials that the model's own probability, and the coarse counters, are worth."""
 MAX_TRIALS = 4096.0
 """Counters are halved here, so that calibration follows the policy."""
 
@@ -80,18 +87,25 @@ class Index(NamedTuple):
     counts: NDArray[np.int64]  # [2] used and removed slots of `roots`
 
 
+class Pool(NamedTuple):
+    """N-grams that the target sampled after a rejected draft."""
+
+    keys: NDArray[np.uint64]  # [power of two]
+    tokens: Int32Array  # [power of two], -1: empty
+
+
 class Settings(NamedTuple):
     """Scalars and small tables of the kernels."""
 
     use_tree: bool
     use_table: bool
     use_shared: bool
-    use_problem: bool
+    use_lookahead: bool
     sharpness: float
     min_survival: float
     version: int
     decay: Float32Array  # [256] weight by age in policy versions
-    preference: Float32Array  # [4, NUM_NEAR_BINS] weight by source and distance
+    preference: Float32Array  # [sources, NUM_NEAR_BINS] weight by source and distance
     blend: float
 
 
@@ -104,13 +118,21 @@ class Rows(NamedTuple):
     has_dice: NDArray[np.bool_]
 
 
+class Calibration(NamedTuple):
+    """Outcomes of drafted tokens that the target reached. The last axis is (trials, hits)."""
+
+    coarse: Float32Array  # [coupled?, probability bin, length bin, 2]
+    fine: Float32Array  # [coupled?, probability bin, length bin, nature, 2]
+    by_source: NDArray[np.int64]  # [source, 2]
+
+
 class Proposals(NamedTuple):
     """The last proposal of each live row, kept for `observe` and returned to the caller."""
 
     lengths: Int32Array  # [rows]
     tokens: Int32Array  # [rows, K]
     confidence: Float32Array  # [rows, K]
-    cells: Int32Array  # [rows, K, 3] index into the calibration
+    cells: Int32Array  # [rows, K, 4] index into the calibration
 
 
 class Scratch(NamedTuple):
@@ -120,10 +142,12 @@ class Scratch(NamedTuple):
     path: Int32Array  # [MAX_WALK] nodes on the way down
     path_length: Int32Array  # [MAX_WALK] how far they match
     path_away: Int32Array  # [MAX_WALK] the child on the side that the walk did not take
+    path_known: Int32Array  # [MAX_WALK] how far everything below that child matches at least
     stack: Int32Array  # [MAX_WALK]
     positions: Int32Array  # [MAX_CANDIDATES]
     lengths: Int32Array  # [MAX_CANDIDATES] how far they match
     weights: NDArray[np.float64]  # [MAX_CANDIDATES]
+    natures: Int32Array  # [MAX_CANDIDATES] source and distance
     found: Int32Array  # [MAX_CANDIDATES] distinct next tokens
     mass: NDArray[np.float64]  # [MAX_CANDIDATES] their weights
     by_length: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of the candidates that match so far
@@ -197,7 +221,7 @@ def _append(store, document, token):
 
 @nb.njit(cache=True, inline="always")
 def _scramble(token):
-    """Order tokens by something unrelated to their numbers, so that no text makes the tree a list."""
+    """Order tokens, and positions with equal contexts, by something unrelated to when they came: no text makes a list."""
     return np.uint32(token) * np.uint32(0x9E3779B1)
 
 
@@ -211,16 +235,22 @@ def _compare(tokens, page_back, node, text, end, known):
     length = known
     position = _step_back(page_back, node, known + 1)
     limit = min(end, MAX_DEPTH)
-    while length < limit and position >= 0 and tokens[position] == text[end - 1 - length]:
-        length += 1
-        position = _before(page_back, position)
+    while length < limit and position >= 0:
+        here = min(limit - length, (position & PAGE_MASK) + 1)  # tokens to compare on this page
+        at = end - 1 - length
+        same = 0
+        while same < here and tokens[position - same] == text[at - same]:
+            same += 1
+        length += same
+        if same < here:
+            first = _scramble(tokens[position - same]) < _scramble(text[at - same])
+            return length, -1 if first else 1
+        position = np.int64(page_back[position >> PAGE_BITS]) if here == (position & PAGE_MASK) + 1 else position - here
     if length == MAX_DEPTH:
         return length, 0
     if position < 0:
         return length, -1 if length < end else 0
-    if length == end:
-        return length, 1
-    return length, -1 if _scramble(tokens[position]) < _scramble(text[end - 1 - length]) else 1
+    return length, 1
 
 
 @nb.njit(cache=True)
@@ -266,7 +296,7 @@ def _tree_insert(store, index, problem, position, text, end):
     smaller_length, larger_length = 1, 1
     while node >= 0:
         length, sign = _compare(tokens, page_back, node, text, end, min(smaller_length, larger_length))
-        if sign < 0 or (sign == 0 and node < position):
+        if sign < 0 or (sign == 0 and _scramble(node) < _scramble(position)):
             children[smaller, smaller_side] = node
             smaller, smaller_side, smaller_length = node, 1, length
             node = np.int64(children[node, 1])
@@ -287,10 +317,14 @@ def _tree_remove(store, index, problem, position, text):
     slot = _root_slot(store, index, problem, context[found - 1])
     parent, side = np.int64(-1), 0
     node = np.int64(roots[slot])
+    smaller_length, larger_length = 1, 1
     while node != position:
-        _, sign = _compare(tokens, page_back, node, context, found, 1)
+        length, sign = _compare(tokens, page_back, node, context, found, min(smaller_length, larger_length))
         parent = node
-        side = 1 if sign < 0 or (sign == 0 and node < position) else 0
+        if sign < 0 or (sign == 0 and _scramble(node) < _scramble(position)):
+            side, smaller_length = 1, length
+        else:
+            side, larger_length = 0, length
         node = np.int64(children[node, side])
     smaller, larger = np.int64(children[position, 0]), np.int64(children[position, 1])
     while True:
@@ -338,22 +372,24 @@ def _tree_gather(store, index, problem, text, end, scratch):
     if node < 0:
         return 0
     path, path_length, path_away = scratch.path, scratch.path_length, scratch.path_away
+    path_known = scratch.path_known
     steps = 0
     smaller_length, larger_length = 1, 1
     while node >= 0 and steps < MAX_WALK:
         length, sign = _compare(tokens, page_back, node, text, end, min(smaller_length, larger_length))
         i = steps  # kept in order of falling length, newer ones first among equals
         while i > 0 and path_length[i - 1] < length:
-            path[i], path_length[i], path_away[i] = path[i - 1], path_length[i - 1], path_away[i - 1]
+            path[i], path_length[i] = path[i - 1], path_length[i - 1]
+            path_away[i], path_known[i] = path_away[i - 1], path_known[i - 1]
             i -= 1
         path[i], path_length[i] = node, length
         steps += 1
         if sign <= 0:
-            path_away[i] = children[node, 0]
+            path_away[i], path_known[i] = children[node, 0], smaller_length
             smaller_length = length
             node = np.int64(children[node, 1])
         else:
-            path_away[i] = children[node, 1]
+            path_away[i], path_known[i] = children[node, 1], larger_length
             larger_length = length
             node = np.int64(children[node, 0])
     stack = scratch.stack
@@ -370,7 +406,7 @@ def _tree_gather(store, index, problem, text, end, scratch):
         while depth > 0 and count < MAX_CANDIDATES:
             depth -= 1
             node = np.int64(stack[depth])
-            length, sign = _compare(tokens, page_back, node, text, end, 1)
+            length, sign = _compare(tokens, page_back, node, text, end, path_known[i])
             near, far = (1, 0) if sign < 0 else (0, 1)
             if length >= path_length[i]:
                 positions[count], lengths[count] = node, length
@@ -411,9 +447,10 @@ def _table_insert(index, problem, position, text, end, order):
     """Put a position in front of the bucket of its context; the oldest of a full bucket is forgotten. O(WAYS)."""
     mixed = _ngram_hash(problem, text, end, order)
     bucket = index.buckets[np.int64(mixed >> np.uint64(32)) & (index.buckets.shape[0] - 1)]
+    tag = _tag(mixed)
     for way in range(WAYS - 1, 0, -1):
         bucket[way] = bucket[way - 1]
-    bucket[0] = np.uint32((_tag(mixed) << np.uint32(POSITION_BITS)) | np.uint32(position))
+    bucket[0] = np.uint32((tag << np.uint32(POSITION_BITS)) | np.uint32(position))
 
 
 @nb.njit(cache=True)
@@ -482,6 +519,28 @@ def rehash_table(store, index, settings, old):
                 same_tag = _tag(mixed) == entry >> np.uint32(POSITION_BITS)
                 if same_tag and np.int64(mixed >> np.uint64(32)) & (old.shape[0] - 1) == slot:
                     _table_insert(index, key, position, context, size, order)
+
+
+# -- the lookahead pool --------------------------------------------------------------------------------------------
+
+
+@nb.njit(cache=True)
+def _pool_find(pool, problem, text, end):
+    """The token that followed the last two tokens of text[..end - 1], -1: none known."""
+    if end < LOOKAHEAD_ORDER:
+        return -1
+    key = _ngram_hash(problem, text, end, LOOKAHEAD_ORDER)
+    slot = np.int64(key >> np.uint64(32)) & (pool.keys.size - 1)
+    return pool.tokens[slot] if pool.keys[slot] == key else -1
+
+
+@nb.njit(cache=True)
+def _pool_insert(pool, problem, text, end, token):
+    if end >= LOOKAHEAD_ORDER:
+        key = _ngram_hash(problem, text, end, LOOKAHEAD_ORDER)
+        slot = np.int64(key >> np.uint64(32)) & (pool.keys.size - 1)
+        pool.keys[slot] = key
+        pool.tokens[slot] = token
 
 
 # -- indexing ------------------------------------------------------------------------------------------------------
@@ -566,6 +625,12 @@ def _length_bin(length):
 
 
 @nb.njit(cache=True, inline="always")
+def _probability_bin(probability):
+    """Finer towards 1: two bins per halving of the distance."""
+    return min(int(-2.0 * np.log2(max(1.0 - probability, 1e-9))), NUM_PROBABILITY_BINS - 1)
+
+
+@nb.njit(cache=True, inline="always")
 def _near_bin(distance):
     distance = abs(distance)
     if distance <= 4:
@@ -590,117 +655,10 @@ def _gather(store, index, settings, problem, text, end, scratch):
 
 
 @nb.njit(cache=True)
-def _propose_one(store, index, rows, row, max_tokens, settings, calibration, scratch, out):
-    """Fill `out` for one row."""
-    tokens, page_document, page_start = store.tokens, store.page_document, store.page_start
-    document = rows.document[row]
-    problem = store.document_problem[document]
-    generated = store.document_length[document]
-    known = rows.prompt_length[row] + generated
-    text = scratch.text
-    kept = read_back(store, store.document_last[document], text, MAX_DEPTH)
-    text = text[MAX_DEPTH - kept :]
-    positions, lengths, weights = scratch.positions, scratch.lengths, scratch.weights
-    by_length, share, found, mass = scratch.by_length, scratch.share, scratch.found, scratch.mass
-    has_dice = rows.has_dice[row]
-    survival = 1.0
-    count = 0
-    out.lengths[row] = 0
-    for slot in range(max_tokens):
-        end = kept + slot
-        if count == 0:
-            count = _gather(store, index, settings, problem, text[max(0, end - MAX_DEPTH) : end], min(end, MAX_DEPTH), scratch)
-            if count == 0:
-                break
-            for i in range(count):
-                page = positions[i] >> PAGE_BITS
-                theirs = page_document[page]
-                at = page_start[page] + (positions[i] & PAGE_MASK)
-                if theirs == document:
-                    source = OWN
-                elif store.document_problem[theirs] != problem:
-                    source = SHARED
-                elif store.document_kind[theirs] == ROLLOUT:
-                    source = SIBLING
-                else:
-                    source = ASKED
-                age = min(settings.version - store.document_version[theirs], 255)
-                weights[i] = settings.decay[age] * settings.preference[source, _near_bin(at - (generated + slot))]
-        # Blend: q_l = (count_l + BLEND q_{l-1}) / (total_l + BLEND) over match lengths l, unrolled from the longest.
-        longest, shortest = 0, MAX_DEPTH
-        for i in range(count):
-            by_length[lengths[i]] += weights[i]
-            longest = max(longest, lengths[i])
-            shortest = min(shortest, lengths[i])
-        left, total = 1.0, 0.0
-        for length in range(longest, shortest - 1, -1):
-            if by_length[length] > 0.0:
-                total += by_length[length]
-                share[length] = left / (total + settings.blend)
-                left *= settings.blend / (total + settings.blend)
-                by_length[length] = 0.0
-            else:
-                share[length] = 0.0
-        for length in range(shortest + 1, longest + 1):
-            share[length] += share[length - 1]
-        num_found = 0
-        for i in range(count):
-            token = tokens[positions[i]]
-            at = 0
-            while at < num_found and found[at] != token:
-                at += 1
-            if at == num_found:
-                found[at], mass[at] = token, 0.0
-                num_found += 1
-            mass[at] += weights[i] * share[lengths[i]]
-        best, best_score = 0, -np.inf
-        if has_dice and num_found > 1:
-            for i in range(num_found):
-                score = settings.sharpness * np.log(mass[i])
-                score += gumbel_nb(rows.seed[row], np.int64(known - 1 + slot), np.int64(found[i]))
-                if score > best_score:
-                    best, best_score = i, score
-        else:
-            for i in range(num_found):
-                if mass[i] > best_score:
-                    best, best_score = i, mass[i]
-        probability = mass[best] / (1.0 - left)
-        certain = min(probability * (1.0 - left), 1.0)
-        probability_bin = min(int(certain * NUM_PROBABILITY_BINS), NUM_PROBABILITY_BINS - 1)
-        length_bin = _length_bin(longest)
-        coupled = 1 if has_dice else 0
-        cell = calibration[coupled, probability_bin, length_bin]
-        survival *= (cell[1] + 2.0 * certain) / (cell[0] + 2.0)
-        if survival < settings.min_survival:
-            break
-        token = found[best]
-        out.cells[row, slot, 0] = coupled
-        out.cells[row, slot, 1] = probability_bin
-        out.cells[row, slot, 2] = length_bin
-        out.tokens[row, slot] = token
-        out.confidence[row, slot] = survival
-        out.lengths[row] = slot + 1
-        text[end] = token
-        alive = 0
-        for i in range(count):
-            position = positions[i]
-            if tokens[position] != token:
-                continue
-            page = position >> PAGE_BITS
-            if position == store.document_last[page_document[page]]:
-                continue
-            following = position + 1 if (position & PAGE_MASK) != PAGE_MASK else store.page_next[page] << PAGE_BITS
-            positions[alive] = following
-            lengths[alive] = min(lengths[i] + 1, MAX_DEPTH)
-            weights[alive] = weights[i]
-            alive += 1
-        count = alive
-
-
-@nb.njit(cache=True)
-def propose(store, index, rows, batch, max_tokens, settings, calibration, out):
-    scratch = Scratch(
-        np.empty(MAX_DEPTH + out.tokens.shape[1], np.int32),
+def new_scratch(max_tokens):
+    return Scratch(
+        np.empty(MAX_DEPTH + max_tokens, np.int32),
+        np.empty(MAX_WALK, np.int32),
         np.empty(MAX_WALK, np.int32),
         np.empty(MAX_WALK, np.int32),
         np.empty(MAX_WALK, np.int32),
@@ -708,27 +666,199 @@ def propose(store, index, rows, batch, max_tokens, settings, calibration, out):
         np.empty(MAX_CANDIDATES, np.int32),
         np.empty(MAX_CANDIDATES, np.int32),
         np.empty(MAX_CANDIDATES, np.float64),
+        np.empty(MAX_CANDIDATES, np.int32),
         np.empty(MAX_CANDIDATES, np.int32),
         np.empty(MAX_CANDIDATES, np.float64),
         np.zeros(MAX_DEPTH + 1, np.float64),
         np.empty(MAX_DEPTH + 1, np.float64),
     )
-    for i in range(batch.size):
-        _propose_one(store, index, rows, batch[i], max_tokens[i], settings, calibration, scratch, out)
 
 
 @nb.njit(cache=True)
-def observe(batch, targets, starts, num_accepted, calibration, out):
-    """Update the counters from the slots that the target reached: the accepted ones and the first difference."""
+def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, out):
+    """Fill `out` for the rows in `batch`, at most max_tokens[i] tokens each.
+
+    O(log n + MAX_CANDIDATES) for the first token of a draft and O(candidates left) for each later one.
+    """
+    # Arrays are taken out of their tuples once: numba counts references at each access.
+    tokens, page_document, page_start, page_next = store.tokens, store.page_document, store.page_start, store.page_next
+    document_problem, document_kind, document_version = (
+        store.document_problem,
+        store.document_kind,
+        store.document_version,
+    )
+    document_last, document_length = store.document_last, store.document_length
+    decay, preference = settings.decay, settings.preference
+    sharpness, min_survival, version, blend = (
+        settings.sharpness,
+        settings.min_survival,
+        settings.version,
+        settings.blend,
+    )
+    coarse, fine = calibration.coarse, calibration.fine
+    out_lengths, out_tokens, out_confidence, out_cells = out.lengths, out.tokens, out.confidence, out.cells
+    scratch = new_scratch(out_tokens.shape[1])
+    buffer, positions, lengths, weights = scratch.text, scratch.positions, scratch.lengths, scratch.weights
+    natures, found, mass = scratch.natures, scratch.found, scratch.mass
+    by_length, share = scratch.by_length, scratch.share
+    for request in range(batch.size):
+        row = batch[request]
+        document = rows.document[row]
+        problem = document_problem[document]
+        generated = document_length[document]
+        known = rows.prompt_length[row] + generated
+        has_dice = rows.has_dice[row]
+        seed = rows.seed[row]
+        coupled = 1 if has_dice else 0
+        kept = read_back(store, document_last[document], buffer, MAX_DEPTH)
+        text = buffer[MAX_DEPTH - kept :]
+        survival = 1.0
+        count = 0
+        out_lengths[row] = 0
+        for slot in range(max_tokens[request]):
+            end = kept + slot
+            if count == 0:
+                start = max(0, end - MAX_DEPTH)
+                count = _gather(store, index, settings, problem, text[start:end], end - start, scratch)
+                for i in range(count):
+                    page = positions[i] >> PAGE_BITS
+                    theirs = page_document[page]
+                    at = page_start[page] + (positions[i] & PAGE_MASK)
+                    if theirs == document:
+                        source = OWN
+                    elif document_problem[theirs] != problem:
+                        source = SHARED
+                    elif document_kind[theirs] == ROLLOUT:
+                        source = SIBLING
+                    else:
+                        source = ASKED
+                    near = _near_bin(at - (generated + slot))
+                    natures[i] = source * NUM_NEAR_BINS + near
+                    weights[i] = decay[min(version - document_version[theirs], 255)] * preference[source, near]
+            guess = -1
+            if count == 0:
+                if settings.use_lookahead:
+                    guess = _pool_find(pool, problem, text, end)
+                if guess < 0:
+                    break
+            longest, shortest = 0, MAX_DEPTH
+            # Blend: q_l = (count_l + BLEND q_{l-1}) / (total_l + BLEND) over match lengths l, unrolled from the longest.
+            for i in range(count):
+                by_length[lengths[i]] += weights[i]
+                longest = max(longest, lengths[i])
+                shortest = min(shortest, lengths[i])
+            left, total = 1.0, 0.0
+            for length in range(longest, shortest - 1, -1):
+                if by_length[length] > 0.0:
+                    total += by_length[length]
+                    share[length] = left / (total + blend)
+                    left *= blend / (total + blend)
+                    by_length[length] = 0.0
+                else:
+                    share[length] = 0.0
+            for length in range(shortest + 1, longest + 1):
+                share[length] += share[length - 1]
+            num_found = 0
+            if guess >= 0:
+                found[0], mass[0], num_found = guess, LOOKAHEAD_PRIOR, 1
+                longest, left = LOOKAHEAD_ORDER, 1.0 - LOOKAHEAD_PRIOR
+            for i in range(count):
+                token = tokens[positions[i]]
+                at = 0
+                while at < num_found and found[at] != token:
+                    at += 1
+                if at == num_found:
+                    found[at], mass[at] = token, 0.0
+                    num_found += 1
+                mass[at] += weights[i] * share[lengths[i]]
+            best, best_score, second_score = 0, -np.inf, -np.inf
+            for i in range(num_found):
+                score = mass[i]
+                if has_dice and num_found > 1:
+                    score = sharpness * np.log(score)
+                    score += gumbel_nb(seed, np.int64(known - 1 + slot), np.int64(found[i]))
+                if score > best_score:
+                    best, best_score, second_score = i, score, best_score
+                elif score > second_score:
+                    second_score = score
+            token = found[best]
+            most, nature = 0.0, LOOKAHEAD * NUM_NEAR_BINS
+            for i in range(count):
+                if tokens[positions[i]] == token and weights[i] * share[lengths[i]] > most:
+                    most, nature = weights[i] * share[lengths[i]], natures[i]
+            expected = min(mass[best], 1.0)
+            if has_dice:
+                nature = nature // NUM_NEAR_BINS * NUM_NEAR_BINS + min(int(4.0 * expected), 3)
+                if num_found > 1:
+                    expected = (1.0 - left) / (1.0 + np.exp(second_score - best_score))
+                else:
+                    expected = 1.0 - left
+            probability_bin = _probability_bin(expected)
+            length_bin = _length_bin(longest)
+            trials = coarse[coupled, probability_bin, length_bin, 0]
+            hits = coarse[coupled, probability_bin, length_bin, 1]
+            rate = (hits + COARSE_PRIOR * expected) / (trials + COARSE_PRIOR)
+            trials = fine[coupled, probability_bin, length_bin, nature, 0]
+            hits = fine[coupled, probability_bin, length_bin, nature, 1]
+            survival *= (hits + FINE_PRIOR * rate) / (trials + FINE_PRIOR)
+            if survival < min_survival:
+                break
+            out_cells[row, slot, 0] = coupled
+            out_cells[row, slot, 1] = probability_bin
+            out_cells[row, slot, 2] = length_bin
+            out_cells[row, slot, 3] = nature
+            out_tokens[row, slot] = token
+            out_confidence[row, slot] = survival
+            out_lengths[row] = slot + 1
+            text[end] = token
+            alive = 0
+            for i in range(count):
+                position = positions[i]
+                if tokens[position] != token:
+                    continue
+                page = position >> PAGE_BITS
+                if position == document_last[page_document[page]]:
+                    continue
+                following = position + 1 if (position & PAGE_MASK) != PAGE_MASK else page_next[page] << PAGE_BITS
+                positions[alive] = following
+                lengths[alive] = min(lengths[i] + 1, MAX_DEPTH)
+                weights[alive] = weights[i]
+                natures[alive] = natures[i]
+                alive += 1
+            count = alive
+
+
+@nb.njit(cache=True)
+def _trial(cell, hit):
+    if cell[0] >= MAX_TRIALS:
+        cell[0] *= 0.5
+        cell[1] *= 0.5
+    cell[0] += 1.0
+    if hit:
+        cell[1] += 1.0
+
+
+@nb.njit(cache=True)
+def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out):
+    """Learn from the slots that the target reached, and fill the lookahead pool from those that it did not."""
+    text = np.empty(MAX_DEPTH + out.tokens.shape[1], np.int32)
     for i in range(batch.size):
         row = batch[i]
+        if settings.use_lookahead and starts[i + 1] - starts[i] > num_accepted[i] + 1:
+            document = rows.document[row]
+            problem = store.document_problem[document]
+            kept = read_back(store, store.document_last[document], text, LOOKAHEAD_ORDER)
+            context = text[LOOKAHEAD_ORDER - kept :]
+            length = out.lengths[row]
+            context[kept : kept + length] = out.tokens[row, :length]
+            for slot in range(num_accepted[i] + 1, min(starts[i + 1] - starts[i], length + 1)):
+                _pool_insert(pool, problem, context, kept + slot, targets[starts[i] + slot])
         reached = min(out.lengths[row], num_accepted[i] + 1, starts[i + 1] - starts[i])
         for slot in range(reached):
-            cell = calibration[out.cells[row, slot, 0], out.cells[row, slot, 1], out.cells[row, slot, 2]]
-            if cell[0] >= MAX_TRIALS:
-                cell[0] *= 0.5
-                cell[1] *= 0.5
-            cell[0] += 1.0
-            if out.tokens[row, slot] == targets[starts[i] + slot]:
-                cell[1] += 1.0
+            coupled, probability_bin, length_bin, nature = out.cells[row, slot]
+            hit = out.tokens[row, slot] == targets[starts[i] + slot]
+            _trial(calibration.coarse[coupled, probability_bin, length_bin], hit)
+            _trial(calibration.fine[coupled, probability_bin, length_bin, nature], hit)
+            calibration.by_source[nature // NUM_NEAR_BINS, 0] += 1
+            calibration.by_source[nature // NUM_NEAR_BINS, 1] += hit
         out.lengths[row] = 0

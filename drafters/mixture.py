@@ -29,22 +29,27 @@ from rollout_spec.drafters.base import Tokens
 from rollout_spec.drafters.kernels import (
     BLEND,
     NUM_LENGTH_BINS,
+    NUM_NEAR_BINS,
     NUM_PROBABILITY_BINS,
     PAGE_TOKENS,
     PROMPT,
     ROLLOUT,
     SOURCES,
+    Calibration,
     Index,
     Proposals,
     Rows,
     Settings,
 )
+from rollout_spec.drafters.lookahead import new_pool
 from rollout_spec.drafters.store import TextStore
 from rollout_spec.types import Draft, Int32Array
 
 IndexKind = Literal["suffix", "ngram"]
 TABLE_ENTRIES_PER_TOKEN = 1.3
 """The n-gram table doubles when it has fewer entries than this."""
+POOL_ENTRIES = 1 << 14
+"""N-grams in the lookahead pool."""
 
 
 @dataclass(slots=True)
@@ -74,6 +79,7 @@ class HistoryDrafter:
         index: `"suffix"` finds every earlier occurrence, longest matches first; `"ngram"` the newest ones.
         own_only: Let requests see nothing but themselves.
         shared: Also draft from the rollouts of other problems.
+        lookahead: Also draft from what the target sampled after rejected drafts, where nothing else is found.
         max_draft_tokens: Longest draft, K.
         min_survival: A draft ends where the estimated probability of reaching and accepting a slot falls below this.
         sharpness: Exponent on the candidates' probabilities in coupled choice. Above 1: history is a noisy estimate of
@@ -94,6 +100,7 @@ class HistoryDrafter:
         *,
         own_only: bool = False,
         shared: bool = False,
+        lookahead: bool = False,
         max_draft_tokens: int = 8,
         min_survival: float = 0.1,
         sharpness: float = 1.3,
@@ -128,12 +135,12 @@ class HistoryDrafter:
             use_tree=index == "suffix",
             use_table=index == "ngram",
             use_shared=shared,
-            use_problem=True,
+            use_lookahead=lookahead,
             sharpness=float(sharpness),
             min_survival=float(min_survival),
             version=0,
             decay=np.maximum(np.float64(recency) ** np.arange(256), 1e-6).astype(np.float32),
-            preference=np.ones((len(SOURCES), kernels.NUM_NEAR_BINS), np.float32) if preference is None else np.array(preference, np.float32),
+            preference=np.array([[4,3,2,1.5],[3,1.7,1,.6],[.5]*4,[.3,.3,.2,.2],[1]*4], np.float32) if preference is None else np.array(preference, np.float32),
             blend=float(blend),
         )
         self._has_table = index == "ngram" or shared
@@ -143,7 +150,13 @@ class HistoryDrafter:
             buckets=ngram.new_buckets(1 if not self._has_table else 1024),
             counts=np.zeros(2, np.int64),
         )
-        self._calibration = np.zeros((2, NUM_PROBABILITY_BINS, NUM_LENGTH_BINS, 2))
+        bins = (2, NUM_PROBABILITY_BINS, NUM_LENGTH_BINS)
+        self._pool = new_pool(POOL_ENTRIES if lookahead else 1)
+        self._calibration = Calibration(
+            coarse=np.zeros((*bins, 2), np.float32),
+            fine=np.zeros((*bins, len(SOURCES) * NUM_NEAR_BINS, 2), np.float32),
+            by_source=np.zeros((len(SOURCES), 2), np.int64),
+        )
         self._rows = _new_rows(4)
         self._proposals = _new_proposals(4, max_draft_tokens)
         self._free_rows = list(range(3, -1, -1))
@@ -206,7 +219,7 @@ class HistoryDrafter:
         limits = np.clip(np.asarray(max_tokens, np.int64), 0, self._max_draft_tokens)
         out = self._proposals
         kernels.propose(
-            self._store.arrays, self._index, self._rows, batch, limits, self._settings, self._calibration, out
+            self._store.arrays, self._index, self._pool, self._rows, batch, limits, self._settings, self._calibration, out
         )
         tokens, confidence = out.tokens[batch], out.confidence[batch]
         lengths = out.lengths[batch].tolist()
@@ -221,7 +234,18 @@ class HistoryDrafter:
         batch = np.array([self._request(req_id).row for req_id in req_ids], np.int64)
         tokens, starts = _ragged([_as_array("target_token_ids", tokens) for tokens in target_token_ids])
         accepted = np.asarray(num_accepted, np.int64)
-        kernels.observe(batch, tokens, starts, accepted, self._calibration, self._proposals)
+        kernels.observe(
+            self._store.arrays,
+            self._pool,
+            self._rows,
+            batch,
+            tokens,
+            starts,
+            accepted,
+            self._settings,
+            self._calibration,
+            self._proposals,
+        )
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         live = self._request(req_id)
@@ -242,8 +266,12 @@ class HistoryDrafter:
         self._evict()
 
     def memory_bytes(self) -> int:
-        arrays: list[NDArray] = [*self._index, *self._rows, *self._proposals, self._calibration]
+        arrays: list[NDArray] = [*self._index, *self._rows, *self._proposals, *self._calibration, *self._pool]
         return self._store.memory_bytes() + sum(array.nbytes for array in arrays)
+
+    def source_counts(self) -> dict[str, tuple[int, int]]:
+        """Drafted tokens that the target reached, and those it accepted, by where they came from (see `SOURCES`)."""
+        return {name: (int(n), int(hits)) for name, (n, hits) in zip(SOURCES, self._calibration.by_source, strict=True)}
 
     def check_integrity(self) -> None:
         self._flush()
@@ -356,7 +384,7 @@ def _new_proposals(capacity: int, k: int) -> Proposals:
         lengths=np.zeros(capacity, np.int32),
         tokens=np.zeros((capacity, k), np.int32),
         confidence=np.zeros((capacity, k), np.float32),
-        cells=np.zeros((capacity, k, 3), np.int32),
+        cells=np.zeros((capacity, k, 4), np.int32),
     )
 
 
