@@ -54,6 +54,10 @@ NUM_NEAR_BINS = 4
 NUM_LENGTH_BINS, NUM_PROBABILITY_BINS = 10, 12
 LOOKAHEAD_PRIOR = 0.3
 """Probability of a token from the lookahead pool, until outcomes say otherwise."""
+SHARPNESSES = (0.65, 0.8, 1.0, 1.3, 1e4)
+"""Exponents on the candidates' probabilities that coupled choice picks from; the last one ignores the dice."""
+HEAD_START = 8.0
+"""Hits by which another exponent than 1 must be ahead."""
 COARSE_PRIOR, FINE_PRIOR = 2.0, 16.0
 """Trials that the model's own probability, and the coarse counters, are worth."""
 MAX_TRIALS = 4096.0
@@ -101,7 +105,7 @@ class Settings(NamedTuple):
     use_table: bool
     use_shared: bool
     use_lookahead: bool
-    sharpness: float
+    sharpness: float  # 0: the exponent that was right most often so far
     min_survival: float
     version: int
     decay: Float32Array  # [256] weight by age in policy versions
@@ -124,6 +128,7 @@ class Calibration(NamedTuple):
     coarse: Float32Array  # [coupled?, probability bin, length bin, 2]
     fine: Float32Array  # [coupled?, probability bin, length bin, nature, 2]
     by_source: NDArray[np.int64]  # [source, 2]
+    by_sharpness: NDArray[np.float64]  # [sharpness, 2]; of coupled choices, made or not
 
 
 class Proposals(NamedTuple):
@@ -133,6 +138,7 @@ class Proposals(NamedTuple):
     tokens: Int32Array  # [rows, K]
     confidence: Float32Array  # [rows, K]
     cells: Int32Array  # [rows, K, 4] index into the calibration
+    alternatives: Int32Array  # [rows, K, sharpness] what each exponent would have drafted; -1: there was no choice
 
 
 class Scratch(NamedTuple):
@@ -150,6 +156,8 @@ class Scratch(NamedTuple):
     natures: Int32Array  # [MAX_CANDIDATES] source and distance
     found: Int32Array  # [MAX_CANDIDATES] distinct next tokens
     mass: NDArray[np.float64]  # [MAX_CANDIDATES] their weights
+    mass_log: NDArray[np.float64]  # [MAX_CANDIDATES]
+    noise: NDArray[np.float64]  # [MAX_CANDIDATES]
     by_length: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of the candidates that match so far
     share: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of a candidate that matches so far
 
@@ -669,9 +677,21 @@ def new_scratch(max_tokens):
         np.empty(MAX_CANDIDATES, np.int32),
         np.empty(MAX_CANDIDATES, np.int32),
         np.empty(MAX_CANDIDATES, np.float64),
+        np.empty(MAX_CANDIDATES, np.float64),
+        np.empty(MAX_CANDIDATES, np.float64),
         np.zeros(MAX_DEPTH + 1, np.float64),
         np.empty(MAX_DEPTH + 1, np.float64),
     )
+
+
+@nb.njit(cache=True)
+def _best_sharpness(by_sharpness):
+    best, most = 1.0, -1.0
+    for a in range(len(SHARPNESSES)):
+        hits = by_sharpness[a, 1] + (HEAD_START if SHARPNESSES[a] == 1.0 else 0.0)
+        if hits > most:
+            best, most = SHARPNESSES[a], hits
+    return best
 
 
 @nb.njit(cache=True)
@@ -701,6 +721,9 @@ def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, 
     buffer, positions, lengths, weights = scratch.text, scratch.positions, scratch.lengths, scratch.weights
     natures, found, mass = scratch.natures, scratch.found, scratch.mass
     by_length, share = scratch.by_length, scratch.share
+    mass_log, noise, out_alternatives = scratch.mass_log, scratch.noise, out.alternatives
+    if sharpness == 0.0:
+        sharpness = _best_sharpness(calibration.by_sharpness)
     for request in range(batch.size):
         row = batch[request]
         document = rows.document[row]
@@ -771,12 +794,22 @@ def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, 
                     found[at], mass[at] = token, 0.0
                     num_found += 1
                 mass[at] += weights[i] * share[lengths[i]]
+            choose = has_dice and num_found > 1
+            out_alternatives[row, slot, 0] = -1
+            if choose:
+                for i in range(num_found):
+                    mass_log[i] = np.log(mass[i])
+                    noise[i] = gumbel_nb(seed, np.int64(known - 1 + slot), np.int64(found[i]))
+                for a in range(len(SHARPNESSES)):
+                    favourite = 0
+                    for i in range(1, num_found):
+                        gain = SHARPNESSES[a] * (mass_log[i] - mass_log[favourite]) + noise[i] - noise[favourite]
+                        if gain > 0.0:
+                            favourite = i
+                    out_alternatives[row, slot, a] = found[favourite]
             best, best_score, second_score = 0, -np.inf, -np.inf
             for i in range(num_found):
-                score = mass[i]
-                if has_dice and num_found > 1:
-                    score = sharpness * np.log(score)
-                    score += gumbel_nb(seed, np.int64(known - 1 + slot), np.int64(found[i]))
+                score = sharpness * mass_log[i] + noise[i] if choose else mass[i]
                 if score > best_score:
                     best, best_score, second_score = i, score, best_score
                 elif score > second_score:
@@ -859,6 +892,9 @@ def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, c
             hit = out.tokens[row, slot] == targets[starts[i] + slot]
             _trial(calibration.coarse[coupled, probability_bin, length_bin], hit)
             _trial(calibration.fine[coupled, probability_bin, length_bin, nature], hit)
+            if out.alternatives[row, slot, 0] >= 0:
+                for a in range(len(SHARPNESSES)):
+                    _trial(calibration.by_sharpness[a], out.alternatives[row, slot, a] == targets[starts[i] + slot])
             calibration.by_source[nature // NUM_NEAR_BINS, 0] += 1
             calibration.by_source[nature // NUM_NEAR_BINS, 1] += hit
         out.lengths[row] = 0

@@ -34,6 +34,7 @@ from rollout_spec.drafters.kernels import (
     PAGE_TOKENS,
     PROMPT,
     ROLLOUT,
+    SHARPNESSES,
     SOURCES,
     Calibration,
     Index,
@@ -83,7 +84,8 @@ class HistoryDrafter:
         max_draft_tokens: Longest draft, K.
         min_survival: A draft ends where the estimated probability of reaching and accepting a slot falls below this.
         sharpness: Exponent on the candidates' probabilities in coupled choice. Above 1: history is a noisy estimate of
-            the target, and its small probabilities are mostly noise.
+            the target, and its small probabilities are mostly noise. None: the one of `SHARPNESSES` that would have
+            been right most often so far; they include one that ignores the dice.
         recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
         max_history_tokens: Bound on the tokens kept, prompts included. The oldest finished rollouts go first; live
             requests stay.
@@ -102,8 +104,8 @@ class HistoryDrafter:
         shared: bool = False,
         lookahead: bool = False,
         max_draft_tokens: int = 8,
-        min_survival: float = 0.1,
-        sharpness: float = 1.3,
+        min_survival: float = 0.015,
+        sharpness: float | None = None,
         recency: float = 0.98,
         max_history_tokens: int = 8_000_000,
         max_history_versions: int | None = None,
@@ -118,7 +120,7 @@ class HistoryDrafter:
             raise ValueError(f"max_draft_tokens must be at least 1, got {max_draft_tokens}")
         if not 0 <= min_survival < 1:
             raise ValueError(f"min_survival must be in [0, 1), got {min_survival}")
-        if not 0 < sharpness < math.inf:
+        if sharpness is not None and not 0 < sharpness < math.inf:
             raise ValueError(f"sharpness must be positive and finite, got {sharpness}")
         if not 0 < recency <= 1:
             raise ValueError(f"recency must be in (0, 1], got {recency}")
@@ -136,11 +138,15 @@ class HistoryDrafter:
             use_table=index == "ngram",
             use_shared=shared,
             use_lookahead=lookahead,
-            sharpness=float(sharpness),
+            sharpness=0.0 if sharpness is None else float(sharpness),
             min_survival=float(min_survival),
             version=0,
             decay=np.maximum(np.float64(recency) ** np.arange(256), 1e-6).astype(np.float32),
-            preference=np.array([[4,3,2,1.5],[3,1.7,1,.6],[.5]*4,[.3,.3,.2,.2],[1]*4], np.float32) if preference is None else np.array(preference, np.float32),
+            preference=np.array(
+                [[2, 2, 1.5, 1], [3, 1.7, 1, 0.6], [0.5] * 4, [0.3, 0.3, 0.2, 0.2], [1] * 4], np.float32
+            )
+            if preference is None
+            else np.array(preference, np.float32),
             blend=float(blend),
         )
         self._has_table = index == "ngram" or shared
@@ -156,6 +162,7 @@ class HistoryDrafter:
             coarse=np.zeros((*bins, 2), np.float32),
             fine=np.zeros((*bins, len(SOURCES) * NUM_NEAR_BINS, 2), np.float32),
             by_source=np.zeros((len(SOURCES), 2), np.int64),
+            by_sharpness=np.zeros((len(SHARPNESSES), 2)),
         )
         self._rows = _new_rows(4)
         self._proposals = _new_proposals(4, max_draft_tokens)
@@ -219,7 +226,15 @@ class HistoryDrafter:
         limits = np.clip(np.asarray(max_tokens, np.int64), 0, self._max_draft_tokens)
         out = self._proposals
         kernels.propose(
-            self._store.arrays, self._index, self._pool, self._rows, batch, limits, self._settings, self._calibration, out
+            self._store.arrays,
+            self._index,
+            self._pool,
+            self._rows,
+            batch,
+            limits,
+            self._settings,
+            self._calibration,
+            out,
         )
         tokens, confidence = out.tokens[batch], out.confidence[batch]
         lengths = out.lengths[batch].tolist()
@@ -385,6 +400,7 @@ def _new_proposals(capacity: int, k: int) -> Proposals:
         tokens=np.zeros((capacity, k), np.int32),
         confidence=np.zeros((capacity, k), np.float32),
         cells=np.zeros((capacity, k, 4), np.int32),
+        alternatives=np.zeros((capacity, k, len(SHARPNESSES)), np.int32),
     )
 
 

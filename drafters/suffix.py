@@ -60,7 +60,9 @@ def check_integrity(store: Store, index: Index) -> None:
         for a, b in zip(order, order[1:], strict=False):
             found = kernels.read_back(store, _before(store, b), text, MAX_DEPTH)
             _, sign = kernels._compare(store.tokens, store.page_back, a, text[MAX_DEPTH - found :], found, 0)
-            assert sign < 0 or (sign == 0 and kernels._scramble(a) < kernels._scramble(b)), f"positions {a} and {b} are out of order"
+            assert sign < 0 or (sign == 0 and kernels._scramble(a) < kernels._scramble(b)), (
+                f"positions {a} and {b} are out of order"
+            )
         assert not reached.intersection(order), "a position is in two trees"
         reached.update(order)
     assert used == index.counts[0], "number of roots"

@@ -298,9 +298,7 @@ class _Cursor:
         return self._tokens[start : self._at]
 
 
-def frontier(
-    thresholds: Iterable[float], run: Callable[[float], ReplayResult]
-) -> list[tuple[float, float, float]]:
+def frontier(thresholds: Iterable[float], run: Callable[[float], ReplayResult]) -> list[tuple[float, float, float]]:
     """(threshold, drafted tokens per step, tokens per step) for each threshold."""
     points = []
     for threshold in thresholds:

@@ -1,224 +1,215 @@
-"""Prompt lookup: which earlier positions a lookup visits, and what it makes of them."""
+"""The n-gram table against brute force: what it returns is true, and the newest is always there."""
 
 from __future__ import annotations
 
-import itertools
-
-import numba
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_spec import noise
-from rollout_spec.drafters import build_drafter, kernels
-from rollout_spec.drafters.kernels import MAX_CANDIDATES, MAX_DEPTH, MAX_MIXED, MIN_MATCH, NUM_HEADS, OWN_BASE
-from rollout_spec.drafters.ngram import NgramIndex
+from rollout_spec.drafters import kernels, ngram
+from rollout_spec.drafters.kernels import LONG_ORDER, MAX_DEPTH, PAGE_TOKENS, SHARED_ORDER, SHORT_ORDER, WAYS
+from tests.drafters.recorder import SLOW, Recorder, examples
 
-SLOW = bool(numba.config.DISABLE_JIT)
-
-
-def examples(count):
-    """Settings of one test; far fewer examples where the kernels are interpreted."""
-    return settings(max_examples=max(5, count // 15) if SLOW else count, deadline=None, derandomize=True)
+ORDERS = (LONG_ORDER, SHORT_ORDER)
+contexts = st.lists(st.integers(0, 3), min_size=1, max_size=MAX_DEPTH + 4)
 
 
-def bucket(first, second):
-    """The hash of two tokens, in plain integers."""
-    mixed = (first * 0x9E3779B1 ^ second * 0x85EBCA77) & 0xFFFFFFFF
-    return (mixed ^ mixed >> 15) % NUM_HEADS
-
-
-def visited(text, context):
-    """(position, match length) of what a lookup finds: it visits MAX_CANDIDATES positions whose two tokens share the
-    context's bucket, newest first, and those of other bigrams use up visits as well."""
-    wanted = bucket(context[-2], context[-1])
-    chain = [p for p in range(len(text) - 2, 0, -1) if bucket(text[p - 1], text[p]) == wanted]
-    found = []
-    for position in chain[:MAX_CANDIDATES]:
-        length = 0
-        while length < min(MAX_DEPTH, position + 1, len(context)) and text[position - length] == context[-1 - length]:
-            length += 1
-        if length >= MIN_MATCH:
-            found.append((position, length))
-    return found
-
-
-def weighed(text, found):
-    """({token: probability}, longest match, how many are that long)."""
-    longest = max((length for _, length in found), default=0)
-    weights: dict[int, float] = {}
-    for position, length in found:
-        token = text[position + 1]
-        weights[token] = weights.get(token, 0.0) + OWN_BASE ** (length - longest)
-    total = sum(weights.values())
-    q = {token: weight / total for token, weight in weights.items()}
-    return q, longest, sum(length == longest for _, length in found)
-
-
-def index_of(text, row=1):
-    index = NgramIndex()
-    index.clear_row(row)
-    index.reserve(len(text))
-    kernels.append_context(index.arrays, row, np.array(text, np.int32))
-    return index
-
-
-def look_up(index, row, context):
-    ends, lengths = np.full(MAX_CANDIDATES, -9, np.int32), np.full(MAX_CANDIDATES, -9, np.int32)
-    count = kernels.match_own(index.arrays, row, np.array(context, np.int32), MAX_DEPTH, ends, lengths)
-    assert (ends[count:] == -9).all()
-    return list(zip(ends[:count].tolist(), lengths[:count].tolist(), strict=True))
-
-
-def colliding_bigrams():
-    """Four tokens a, b, c, d such that the bigrams (a, b) and (c, d) share a bucket."""
-    first_of: dict[int, tuple[int, int]] = {}
-    for bigram in itertools.product(range(1, 400), repeat=2):
-        other = first_of.setdefault(bucket(*bigram), bigram)
-        if not set(other) & set(bigram):
-            return (*other, *bigram)
-    raise AssertionError("no collision")
-
-
-COLLIDING = colliding_bigrams()
-
-
-def test_the_hash_is_the_one_that_the_oracle_knows():
-    largest = 2**31 - 1
-    for first, second in itertools.product((0, 1, 7, 150_000, largest), repeat=2):
-        assert int(kernels.bucket_of(np.int32(first), np.int32(second))) == bucket(first, second)
-
-
-@examples(150)
-@given(
-    alphabet=st.sampled_from([(0, 1), (0, 1, 2, 3), COLLIDING, (0, 2**31 - 1)]),
-    choices=st.lists(st.integers(0, 3), min_size=2, max_size=120),
-    drafted=st.lists(st.integers(0, 3), max_size=6),
-)
-def test_lookups_equal_brute_force(alphabet, choices, drafted):
-    """More occurrences than a lookup visits, bigrams that share a bucket, and contexts with drafted tokens."""
-    text = [alphabet[c % len(alphabet)] for c in choices]
-    context = [*text[-MAX_DEPTH:], *(alphabet[c % len(alphabet)] for c in drafted)]
-    index = index_of(text)
-    index.check_integrity(1)
-    found = visited(text, context)
-    assert look_up(index, 1, context) == found
-    tokens, weights = np.full(MAX_MIXED, -9, np.int32), np.full(MAX_MIXED, np.nan)
-    ends, lengths = np.zeros(MAX_CANDIDATES, np.int32), np.zeros(MAX_CANDIDATES, np.int32)
-    count, longest, evidence = kernels._own_distribution(
-        index.arrays, 1, np.array(context, np.int32), tokens, weights, ends, lengths
-    )
-    q, expected_longest, expected_evidence = weighed(text, found)
-    assert (longest, evidence) == (expected_longest, expected_evidence)
-    assert dict(zip(tokens[:count].tolist(), weights[:count].tolist(), strict=True)) == pytest.approx(q)
-
-
-def test_other_bigrams_of_the_bucket_use_up_visits():
-    a, b, c, d = COLLIDING
-    text = [a, b, 0] + [c, d, 0] * (MAX_CANDIDATES - 1) + [a, b]
-    assert [position for position, _ in look_up(index_of(text), 1, text)] == [1]
-    text = [a, b, 0] + [c, d, 0] * MAX_CANDIDATES + [a, b]
-    assert look_up(index_of(text), 1, text) == []
-
-
-def test_a_lookup_visits_the_newest():
-    text = [1, 2] * (2 * MAX_CANDIDATES)
-    found = look_up(index_of(text), 1, text)
-    assert [position for position, _ in found] == [len(text) - 3 - 2 * i for i in range(MAX_CANDIDATES)]
-    assert max(length for _, length in found) == MAX_DEPTH
-
-
-@pytest.mark.parametrize("length", range(4))
-def test_short_contexts(length):
-    """One token is no context, and nothing follows the newest one."""
-    drafter = build_drafter("ngram", min_survival=0.0)
-    drafter.start_request("r", [1] * length)
-    drafter.check_integrity()
-    (draft,) = drafter.propose(["r"], np.full(1, 3, np.int32))
-    assert draft.token_ids.tolist() == ([1, 1, 1] if length > MIN_MATCH else [])
+def check_contexts(recorder, context):
+    recorder.check()
+    for problem in {text.problem for text in recorder.texts().values()}:
+        recorder.check_table(problem, context)
+        for text in recorder.texts().values():
+            whole = [*text.before, *text.tokens]
+            for end in {len(whole), len(whole) // 2} - {0}:
+                recorder.check_table(problem, whole[:end])
 
 
 @examples(60)
 @given(
-    texts=st.lists(st.lists(st.integers(0, 2), max_size=40), min_size=3, max_size=6),
-    order=st.randoms(use_true_random=False),
+    prompts=st.lists(st.lists(st.integers(0, 2), max_size=40), min_size=1, max_size=2),
+    rollouts=st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=50), st.booleans()), min_size=1, max_size=5),
+    context=contexts,
+    random=st.randoms(use_true_random=False),
 )
-def test_rows_are_apart_and_used_again(texts, order):
-    """Contexts that grow side by side, row by row and capacity by capacity, then start over in used rows."""
-    index = NgramIndex()
-    for _ in range(2):
-        order.shuffle(texts)
-        for row in range(len(texts)):
-            index.clear_row(row)
-        turns = [row for row, text in enumerate(texts) for _ in text]
-        order.shuffle(turns)
-        at = [0] * len(texts)
-        for row in turns:
-            index.reserve(at[row] + 1)
-            kernels.append_token(index.arrays, row, np.int32(texts[row][at[row]]))
-            at[row] += 1
-        for row, text in enumerate(texts):
-            index.check_integrity(row)
-            assert index.context(row).tolist() == text
-            if len(text) >= MIN_MATCH:
-                assert look_up(index, row, text) == visited(text, text)
+def test_candidates_are_true_in_any_order_of_growth_and_removal(prompts, rollouts, context, random):
+    recorder = Recorder("ngram", shared=True, max_history_tokens=4 * PAGE_TOKENS)
+    for i in range(len(rollouts)):
+        recorder.start(str(i), prompts[i % len(prompts)], problem_id=7 + i % 2)
+    turns = [(i, token) for i, (tokens, _) in enumerate(rollouts) for token in tokens]
+    random.shuffle(turns)
+    for i, token in turns:
+        recorder.extend(str(i), [token])
+    check_contexts(recorder, context)
+    order = list(range(len(rollouts)))
+    random.shuffle(order)
+    for i in order:
+        recorder.stop(str(i), keep=rollouts[i][1])
+        check_contexts(recorder, context)
 
 
-def test_growing_keeps_the_chains():
-    rng = np.random.default_rng(0)
-    text = rng.integers(0, 4, 700).tolist()
-    index = index_of(text[:500], row=0)
-    before = index.memory_bytes()
-    index.reserve(700)
-    index.clear_row(5)
-    assert index.memory_bytes() > before
-    kernels.append_context(index.arrays, 0, np.array(text[500:], np.int32))
-    index.check_integrity(0)
-    index.check_integrity(5)
-    assert look_up(index, 0, text) == visited(text, text)
-
-
-@examples(80)
+@examples(40)
 @given(
-    text=st.lists(st.integers(0, 2), max_size=90),
-    split=st.integers(0, 90),
-    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=3),
+    prompt=st.lists(st.integers(0, 2), max_size=5),
 )
-def test_drafts_equal_brute_force(text, split, seed):
-    """Whole drafts and their confidences, wherever the prompt ends, with more occurrences than are visited."""
-    drafter = build_drafter("ngram", max_draft_tokens=5, min_survival=0.0, sharpness=1.5)
-    drafter.start_request("r", text[:split], seed=seed)
-    drafter.extend("r", text[split:])
-    (draft,) = drafter.propose(["r"], np.full(1, 5, np.int32))
-    drafted: list[int] = []
-    survival = 1.0
-    for token, confidence in zip(draft.token_ids.tolist(), draft.confidence.tolist(), strict=True):
-        context = [*text[-MAX_DEPTH:], *drafted]
-        q, _, _ = weighed(text, visited(text, context))
-        scores = dict(q)
-        if seed is not None:
-            position = len(text) + len(drafted) - 1
-            scores = {t: 1.5 * np.log(p) + float(noise.gumbel(seed, position, t)) for t, p in q.items()}
-        assert scores[token] == pytest.approx(max(scores.values()), abs=1e-6)
-        survival *= q[token]
-        assert confidence == pytest.approx(survival, rel=1e-5)
-        drafted.append(token)
-    if len(drafted) < 5:
-        context = [*text[-MAX_DEPTH:], *drafted]
-        assert len(context) < MIN_MATCH or not visited(text, context)
+def test_the_newest_occurrence_comes_first(texts, prompt):
+    recorder = Recorder("ngram", shared=True)
+    for i in range(len(texts)):
+        recorder.start(str(i), prompt, problem_id=i % 2)
+    for at in range(30):
+        for i, text in enumerate(texts):
+            if at >= len(text):
+                continue
+            context = recorder.context(str(i))
+            recorder.extend(str(i), [text[at]])
+            recorder.drafter._flush()
+            newest = (recorder.drafter._live[str(i)].document, at)
+            for order in ORDERS:
+                if len(context) >= order:
+                    found = recorder.table_candidates(recorder.problem(str(i)), context, order)
+                    assert found[0] == (newest, min(len(context), MAX_DEPTH))
+            if len(context) >= SHARED_ORDER:
+                assert recorder.table_candidates(-1, context, SHARED_ORDER)[0][0] == newest
 
 
-def test_integrity_and_memory_without_a_tree():
-    """Prompt lookup keeps nothing of finished requests and stores no text in the suffix tree."""
-    drafter = build_drafter("ngram", max_history_tokens=50)
+def test_a_bucket_keeps_the_newest_positions_of_a_context():
+    recorder = Recorder("ngram")
+    recorder.start("a", [], [0] * (3 * WAYS), problem_id=7)
+    recorder.drafter._flush()
+    document = recorder.drafter._live["a"].document
+    for order in ORDERS:
+        places = [place for place, _ in recorder.table_candidates(recorder.problem("a"), [0] * LONG_ORDER, order)]
+        newest = [(document, 3 * WAYS - 1 - i) for i in range(WAYS)]
+        assert places == newest[: len(places)]
+        assert places or order != SHORT_ORDER
+
+
+def test_contexts_shorter_than_the_order_find_nothing():
+    recorder = Recorder("ngram")
+    recorder.start("a", [], [0] * 9, problem_id=7)
+    recorder.drafter._flush()
+    assert recorder.table_candidates(recorder.problem("a"), [0] * (LONG_ORDER - 1), LONG_ORDER) == []
+    assert recorder.table_candidates(recorder.problem("a"), [], SHORT_ORDER) == []
+
+
+@pytest.mark.parametrize("same_problem", [False, True])
+def test_entries_of_removed_rollouts_are_not_returned(same_problem):
+    """Pages and the problem's number are used again by the next rollout."""
+    recorder = Recorder("ngram", shared=True)
+    recorder.start("a", [1, 2], [5, 6, 7, 8] * 20, problem_id=7)
+    recorder.drafter._flush()
+    problem, pages = recorder.problem("a"), recorder.drafter._store.num_used_pages
+    recorder.stop("a", keep=False)
+    for order in ORDERS:
+        assert recorder.table_candidates(problem, [5, 6, 7], order) == []
+    recorder.start("b", [1, 2], [8, 7, 6, 5] * 20, problem_id=7 if same_problem else 8)
+    recorder.drafter._flush()
+    assert recorder.problem("b") == problem
+    assert recorder.drafter._store.num_used_pages == pages
+    for context in ([5, 6, 7], [6, 7, 8], [8, 7, 6], [8], [1, 2]):
+        recorder.check_table(problem, context)
+        recorder.check_table(problem + 1, context)
+
+
+def test_a_page_that_is_not_written_so_far_again_has_no_candidates():
+    recorder = Recorder("ngram")
+    recorder.start("a", [], [5, 6, 7, 8, 9, 5, 6, 7, 8], problem_id=7)
+    recorder.drafter._flush()
+    problem = recorder.problem("a")
+    recorder.stop("a", keep=False)
+    recorder.start("b", [], [5, 6, 7], problem_id=7)
+    recorder.drafter._flush()
+    assert recorder.problem("b") == problem
+    document = recorder.drafter._live["b"].document
+    assert recorder.table_candidates(problem, [5, 6, 7], LONG_ORDER) == []
+    assert recorder.table_candidates(problem, [5, 6], SHORT_ORDER) == [((document, 2), 2)]
+
+
+def test_a_rollout_written_again_where_it_was_before_votes_once():
+    recorder = Recorder("ngram", shared=True)
+    for i in range(4):
+        recorder.start(str(i), [1, 2, 3, 4], [5, 6, 7, 8], problem_id=7)
+        recorder.drafter._flush()
+        recorder.stop(str(i), keep=False)
+    recorder.start("other", [9], [9], problem_id=8)
+    recorder.start("a", [1, 2, 3, 4], [5, 6, 7, 8], problem_id=7)
+    recorder.check()
+    for context in ([4], [3, 4, 5], [4, 5, 6, 7]):
+        recorder.check_table(recorder.problem("a"), context)
+        recorder.check_table(recorder.problem("other"), context)
+
+
+def test_problems_are_apart_and_shared_entries_are_of_others():
+    recorder = Recorder("ngram", shared=True)
+    recorder.start("a", [1], [2, 3, 4, 5, 6], problem_id=7)
+    recorder.start("b", [1], [2, 3, 4, 5, 9], problem_id=8)
+    recorder.check()
+    ours, theirs = recorder.problem("a"), recorder.problem("b")
+    documents = {name: recorder.drafter._live[name].document for name in "ab"}
+    context = [1, 2, 3, 4, 5]
+    assert recorder.table_candidates(ours, context, LONG_ORDER) == [((documents["a"], 4), 5)]
+    assert recorder.table_candidates(-1, context, SHARED_ORDER, other_than=ours) == [((documents["b"], 4), 5)]
+    assert recorder.table_candidates(-1, context, SHARED_ORDER, other_than=theirs) == [((documents["a"], 4), 5)]
+
+
+def test_nothing_that_was_found_is_lost_when_the_table_grows():
+    rng = np.random.default_rng(0)
+    recorder = Recorder("ngram", shared=True)
+    for i in range(6):
+        recorder.start(str(i), [1, 2], rng.integers(0, 5, 300), problem_id=i % 2)
+    recorder.stop("1", keep=False)
+    recorder.drafter._flush()
+    queries = [rng.integers(0, 5, 6).tolist() for _ in range(20 if SLOW else 200)]
+
+    def found():
+        ours, theirs = recorder.problem("0"), recorder.problem("3")
+        return [
+            recorder.table_candidates(problem, query, order, other_than)
+            for query in queries
+            for problem, order, other_than in (
+                (ours, LONG_ORDER, -2),
+                (theirs, LONG_ORDER, -2),
+                (ours, SHORT_ORDER, -2),
+                (-1, SHARED_ORDER, ours),
+            )
+        ]
+
+    before, drafter = found(), recorder.drafter
+    for factor in (2, 8):
+        old = drafter._index.buckets
+        drafter._index = drafter._index._replace(buckets=ngram.new_buckets(old.size * factor))
+        kernels.rehash_table(drafter._store.arrays, drafter._index, drafter._settings, old)
+        assert found() == before
+    for query in queries:
+        recorder.check_table(recorder.problem("0"), query)
+
+
+def test_the_table_grows_with_the_text():
+    recorder = Recorder("ngram")
     sizes = set()
+    rng = np.random.default_rng(0)
     for i in range(30):
-        drafter.start_request(str(i), [1, 2, 3])
-        drafter.extend(str(i), [4, 1, 2, 3, 4, 1, 2])
-        drafter.check_integrity()
-        assert drafter.propose([str(i)], np.ones(1, np.int32))[0].token_ids.tolist() == [3]
-        drafter.stop_request(str(i), keep=bool(i % 2))
-        drafter.check_integrity()
-        sizes.add(drafter.memory_bytes())
-    assert len(sizes) == 1
+        recorder.start(str(i), [1], rng.integers(0, 50_000, 400), problem_id=i % 3)
+        recorder.drafter._flush()
+        sizes.add(recorder.drafter._index.buckets.size)
+        last = recorder.context(str(i))
+        found = recorder.table_candidates(recorder.problem(str(i)), last[:-1], LONG_ORDER)
+        assert found[0] == ((recorder.drafter._live[str(i)].document, 399), MAX_DEPTH)
+    assert len(sizes) > 1
+    recorder.check()
+
+
+@pytest.mark.parametrize("num_entries", [1, WAYS, WAYS + 1, 1000])
+def test_new_tables_have_room_and_a_power_of_two_of_buckets(num_entries):
+    buckets = ngram.new_buckets(num_entries)
+    assert buckets.size >= num_entries
+    assert buckets.shape[1] == WAYS
+    assert buckets.shape[0] & (buckets.shape[0] - 1) == 0
+    assert buckets.size < 2 * num_entries + WAYS
+
+
+def test_no_tag_and_position_look_like_an_empty_entry():
+    tags = {int(kernels._tag(np.uint64(mixed))) for mixed in range(64)}
+    assert max(tags) == 62
+    assert (62 << kernels.POSITION_BITS | kernels.POSITION_MASK) < 0xFFFFFFFF

@@ -1,0 +1,340 @@
+"""Coupled against point-mass drafting, where the target's dice are known.
+
+Targets: the demo's warm-started policy at temperature 1 (`--policy DIR`, made when missing), and synthetic policies
+built from recorded rollouts (`--traces FILE...`, see rollout_spec/replay/synthetic.py). Of each prompt, H rollouts are
+history and `--tests` are drafted for from that history alone. Compared, in tokens per step, at equal K:
+
+- point: our drafter without the dice (most probable token), no stopping;
+- coupled: the same with the dice;
+- tree: a best-first tree of K nodes on blended counts, where a step gets as far as any branch agrees.
+
+Also how often a single drafted token is accepted, at every position, beside the optimum: the expected overlap sum_v min(p(v), q(v)) of the
+target's distribution p and the history's blended one q. Gains come with 95 % bootstrap intervals over prompts.
+
+    python experiments/bench_coupled.py --policy demo/policy-v1-seed0 --traces traces/*.parquet
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rollout_spec.drafters import build_drafter
+from rollout_spec.noise import derive_seed, gumbel
+from rollout_spec.replay.simulate import ReplayResult, replay
+from rollout_spec.replay.traces import Problem, Rollout, read_traces
+
+ORDER = 12
+"""Longest context of the tree's and the optimum's blended counts."""
+KAPPA = 0.3
+"""Their weight of the shorter context, in counts."""
+
+
+class Case(NamedTuple):
+    """A prompt, its history (epoch 0) and test rollouts (epoch 1), the tests' dice, and the target's distribution."""
+
+    problem: Problem
+    seeds: dict[int, int]
+    """By sample_id of the test rollouts."""
+    target: Callable[[Rollout], list[tuple[np.ndarray, np.ndarray]]]
+    """(token ids, probabilities) at every position of a test rollout."""
+
+
+# -- targets ---------------------------------------------------------------------------------------------------------
+
+
+def demo_cases(directory: Path, num_prompts: int, num_history: int, num_tests: int, max_tokens: int) -> list[Case]:
+    """Rollouts of the demo's policy, sampled with the project's dice in fp32."""
+    import random
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from rollout_spec.demo.policy import build_tokenizer
+    from rollout_spec.demo.task import make_problem, prompt_text
+    from rollout_spec.demo.warm_start import warm_start
+
+    if not directory.exists():
+        print(f"training the demo's policy into {directory} (a few minutes)")
+        warm_start(directory)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), build_tokenizer()
+    rng = random.Random(7)
+    cases = []
+    for i in range(num_prompts):
+        prompt = tokenizer(prompt_text(make_problem(rng)))["input_ids"]
+        count = num_history + num_tests
+        seeds = [derive_seed("bench_coupled", i, k) for k in range(count)]
+        tokens = torch.tensor(prompt).repeat(count, 1)
+        past, feed, outputs, logits = None, tokens, [], []
+        with torch.inference_mode():
+            for t in range(max_tokens):
+                step = model(input_ids=feed, past_key_values=past, use_cache=True)
+                past, last = step.past_key_values, torch.log_softmax(step.logits[:, -1].double(), -1).numpy()
+                noise = gumbel(np.array(seeds)[:, None], len(prompt) - 1 + t, np.arange(last.shape[1]))
+                outputs.append((last + noise).argmax(1))
+                logits.append(last[num_history:].astype(np.float32))
+                feed = torch.tensor(outputs[-1])[:, None]
+        texts = np.stack(outputs, 1).astype(np.int32)
+        rollouts = []
+        for k, text in enumerate(texts):
+            ends = np.flatnonzero(text == tokenizer.eos_token_id)
+            text = text[: ends[0] + 1] if ends.size else text
+            rollouts.append(Rollout(k, int(k >= num_history), np.array(prompt, np.int32), text, (text.size,)))
+        stacked = np.stack(logits, 1)
+
+        def target(rollout: Rollout, stacked: np.ndarray = stacked) -> list[tuple[np.ndarray, np.ndarray]]:
+            rows = stacked[rollout.sample_id - num_history]
+            return [(np.arange(rows.shape[1]), np.exp(row)) for row in rows[: rollout.tokens.size]]
+
+        cases.append(Case(Problem(f"demo/{i}", rollouts), dict(enumerate(seeds)), target))
+    return cases
+
+
+def synthetic_cases(path: Path, num_prompts: int, num_history: int, num_tests: int, max_tokens: int) -> list[Case]:
+    """Fresh rollouts of synthetic policies, one per recorded prompt."""
+    from rollout_spec.replay.synthetic import SyntheticPolicy
+
+    cases = []
+    for recorded in read_traces(path, max_prompts=num_prompts):
+        policy = SyntheticPolicy(recorded)
+        prompt = recorded.rollouts[0].prompt
+        seeds = [derive_seed("bench_coupled", recorded.prompt_id, k) for k in range(num_history + num_tests)]
+        rollouts = []
+        for k, seed in enumerate(seeds):
+            text = policy.sample(seed, max_tokens)
+            rollouts.append(Rollout(k, int(k >= num_history), prompt, text, (text.size,)))
+
+        def target(rollout: Rollout, policy: Any = policy) -> list[tuple[np.ndarray, np.ndarray]]:
+            text = np.concatenate((rollout.prompt, rollout.tokens))
+            first = rollout.prompt.size
+            return [policy.probabilities(text[: first + t]) for t in range(rollout.tokens.size)]
+
+        cases.append(Case(Problem(recorded.prompt_id, rollouts), dict(enumerate(seeds)), target))
+    return cases
+
+
+# -- the history's blended distribution, and the tree on it ----------------------------------------------------------
+
+
+class Counts:
+    """Blended counts of a history: match lengths of a context with every earlier position, advanced by one token."""
+
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        texts = [np.concatenate((r.prompt[-ORDER:], r.tokens, [-1])) for r in rollouts]
+        self._text = np.concatenate(texts)
+        self._next = np.append(self._text[1:], -1)
+        generated = [np.arange(t.size) >= min(ORDER, r.prompt.size) - 1 for t, r in zip(texts, rollouts, strict=True)]
+        self._next[~np.concatenate(generated)] = -1
+
+    def match(self, context: np.ndarray) -> np.ndarray:
+        """Match length with the end of `context`, at each position."""
+        lengths = np.zeros(self._text.size, np.int64)
+        for token in context[-ORDER:]:
+            lengths = self.advance(lengths, token)
+        return lengths
+
+    def advance(self, lengths: np.ndarray, token: int) -> np.ndarray:
+        """Match lengths after one more token of context."""
+        new = np.zeros_like(lengths)
+        new[1:] = lengths[:-1]
+        return np.where(self._text == token, np.minimum(new + 1, ORDER), 0)
+
+    def distribution(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(token ids, probabilities): q_l = (c_l + KAPPA q_{l-1}) / (n_l + KAPPA)."""
+        at = np.flatnonzero((lengths > 0) & (self._next >= 0))
+        tokens, inverse = np.unique(self._next[at], return_inverse=True)
+        q = np.zeros(tokens.size)
+        for length in range(1, int(lengths[at].max(initial=0)) + 1):
+            c = np.bincount(inverse[lengths[at] >= length], minlength=tokens.size)
+            q = (c + KAPPA * q) / (c.sum() + (KAPPA if length > 1 else 0.0))
+        return tokens, q
+
+
+def tree_tokens_per_step(case: Case, k: int) -> tuple[int, int]:
+    """(emitted tokens, steps) of the case's test rollouts with a best-first tree of K nodes."""
+    history = Counts([r for r in case.problem.rollouts if r.epoch == 0])
+    tokens = steps = 0
+    for rollout in (r for r in case.problem.rollouts if r.epoch == 1):
+        text, at = rollout.tokens, 1  # the prefill gives the first token
+        while at < text.size:
+            lengths = history.match(np.concatenate((rollout.prompt, text[:at])))
+            # (−probability, tie, depth, is on the true path, match lengths)
+            heap: list[tuple[float, int, int, int, bool, np.ndarray]] = []
+            serial = 0
+
+            def push(probability: float, depth: int, agrees: bool, lengths: np.ndarray) -> None:
+                nonlocal serial
+                for token, q in zip(*history.distribution(lengths), strict=True):
+                    heapq.heappush(heap, (-probability * q, serial, depth, int(token), agrees, lengths))
+                    serial += 1
+
+            push(1.0, 0, True, lengths)
+            accepted = nodes = 0
+            while heap and nodes < k:
+                probability, _, depth, token, agrees, lengths = heapq.heappop(heap)
+                nodes += 1
+                agrees = agrees and at + depth < text.size and token == text[at + depth]
+                accepted = max(accepted, depth + 1) if agrees else accepted
+                push(-probability, depth + 1, agrees, history.advance(lengths, token))
+            new = min(accepted + 1, text.size - at)
+            tokens, steps, at = tokens + new, steps + 1, at + new
+    return tokens, steps
+
+
+def overlap(case: Case) -> float:
+    """Mean over positions of sum_v min(p(v), q(v)): how often any draft of one token from q can be accepted."""
+    history = Counts([r for r in case.problem.rollouts if r.epoch == 0])
+    values = []
+    for rollout in (r for r in case.problem.rollouts if r.epoch == 1):
+        lengths = history.match(rollout.prompt)
+        for (ids, p), token in zip(case.target(rollout), rollout.tokens, strict=True):
+            target = dict(zip(ids.tolist(), p.tolist(), strict=True))
+            values.append(
+                sum(min(target.get(int(v), 0.0), q) for v, q in zip(*history.distribution(lengths), strict=True))
+            )
+            lengths = history.advance(lengths, token)
+    return float(np.mean(values))
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+def run(cases: Sequence[Case], k: int, dice: bool, min_survival: float, options: dict[str, Any]) -> list[ReplayResult]:
+    """Replay every case with one drafter, whose counters carry on from case to case."""
+    drafter = build_drafter(
+        "mixture", **{"max_draft_tokens": k, "min_survival": min_survival, "shared": False, **options}
+    )
+    results = []
+    for case in cases:
+        seeds = case.seeds if dice else {}
+        results.append(
+            replay(
+                [case.problem],
+                lambda: drafter,
+                "epoch",
+                num_speculative_tokens=k,
+                seed_of=lambda problem, rollout, seeds=seeds: seeds.get(rollout.sample_id),
+            )
+        )
+    return results
+
+
+def first_token_acceptance(cases: Sequence[Case], dice: bool, options: dict[str, Any]) -> float:
+    """How often a draft of one token is accepted, asked for at every position of the test rollouts."""
+    drafter = build_drafter("mixture", **{"max_draft_tokens": 1, "min_survival": 0.0, "shared": False, **options})
+    one, hits, total = np.ones(1, np.int32), 0, 0
+    for case in cases:
+        problem = case.problem
+        for rollout in problem.rollouts:
+            test = rollout.epoch == 1
+            seed = case.seeds[rollout.sample_id] if test and dice else None
+            drafter.start_request("r", rollout.prompt, problem_id=problem.problem_id, seed=seed)
+            for token in rollout.tokens if test else []:
+                (draft,) = drafter.propose(["r"], one)
+                hit = len(draft.token_ids) > 0 and int(draft.token_ids[0]) == token
+                drafter.observe(["r"], [[int(token)]], np.array([hit], np.int32))
+                drafter.extend("r", [int(token)])
+                hits, total = hits + hit, total + 1
+            if not test:
+                drafter.extend("r", rollout.tokens)
+            drafter.stop_request("r", keep=not test)
+    return hits / total
+
+
+def ratio_with_interval(new: np.ndarray, old: np.ndarray) -> tuple[float, float, float]:
+    """Ratio of tokens per step, and its 95 % bootstrap interval over prompts. Columns: tokens, steps."""
+    rng = np.random.default_rng(0)
+    picks = rng.integers(0, len(new), (2000, len(new)))
+
+    def ratio(rows: np.ndarray) -> np.ndarray:
+        a, b = new[rows].sum(-2), old[rows].sum(-2)
+        return (a[..., 0] / a[..., 1]) / (b[..., 0] / b[..., 1])
+
+    low, high = np.percentile(ratio(picks), [2.5, 97.5])
+    return float(ratio(np.arange(len(new)))), float(low), float(high)
+
+
+def reliability_error(results: Sequence[ReplayResult]) -> float:
+    """Mean |confidence - acceptance| over drafted tokens, by bins of confidence."""
+    table = sum(result.reliability for result in results)
+    return float(np.abs(table[:, 1] - table[:, 2]).sum() / max(table[:, 0].sum(), 1))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", type=Path, help="directory of the demo's policy; trained there when missing")
+    parser.add_argument("--traces", type=Path, nargs="*", default=[], help="Parquet files for synthetic policies")
+    parser.add_argument("--history", type=int, nargs="*", default=[4, 8, 16, 32])
+    parser.add_argument("-k", type=int, nargs="*", default=[4, 8, 16])
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--tests", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="of the drafter")
+    parser.add_argument("--json", type=Path, help="append rows to this file")
+    args = parser.parse_args(argv)
+    options = {name: json.loads(value) for name, value in (o.split("=", 1) for o in args.option)}
+    sha = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    print(
+        "| target | H | K | point | coupled | tree | coupled / point | coupled / tree | first token: point | coupled | optimum |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    for source in [*([args.policy] if args.policy else []), *args.traces]:
+        for h in args.history:
+            make = demo_cases if source == args.policy else synthetic_cases
+            cases = make(source, args.prompts, h, args.tests, args.max_tokens)
+            best = float(np.mean([overlap(case) for case in cases]))
+            first_point = first_token_acceptance(cases, False, options)
+            first = first_token_acceptance(cases, True, options)
+            for k in args.k:
+                point, coupled = run(cases, k, False, 0.0, options), run(cases, k, True, 0.0, options)
+                counts = [
+                    np.array([[r.stats.emitted_tokens, r.stats.request_steps] for r in results])
+                    for results in (point, coupled)
+                ]
+                counts.append(np.array([tree_tokens_per_step(case, k) for case in cases]))
+                p, c, t = (x[:, 0].sum() / x[:, 1].sum() for x in counts)
+                against_point = ratio_with_interval(counts[1], counts[0])
+                against_tree = ratio_with_interval(counts[1], counts[2])
+                name = "demo policy" if source == args.policy else source.stem
+                print(
+                    f"| {name} | {h} | {k} | {p:.2f} | {c:.2f} | {t:.2f} "
+                    f"| {against_point[0]:.3f} ({against_point[1]:.3f}–{against_point[2]:.3f}) "
+                    f"| {against_tree[0]:.3f} ({against_tree[1]:.3f}–{against_tree[2]:.3f}) "
+                    f"| {first_point:.3f} | {first:.3f} | {best:.3f} |",
+                    flush=True,
+                )
+                row = {
+                    "benchmark": "coupled",
+                    "target": name,
+                    "history": h,
+                    "k": k,
+                    "prompts": len(cases),
+                    "tests": args.tests,
+                    "tokens_per_step": {"point": p, "coupled": c, "tree": t},
+                    "coupled_over_point": against_point,
+                    "coupled_over_tree": against_tree,
+                    "first_token_acceptance": {"point": first_point, "coupled": first},
+                    "first_token_optimum": best,
+                    "calibration_error": {"point": reliability_error(point), "coupled": reliability_error(coupled)},
+                    "git": sha,
+                    "argv": sys.argv,
+                    "versions": {name: version(name) for name in ("numpy", "numba", "rollout-spec")},
+                    "machine": platform.machine(),
+                }
+                if args.json:
+                    with args.json.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

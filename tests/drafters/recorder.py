@@ -1,0 +1,140 @@
+"""What the drafter tests share: a drafter next to a plain record of the texts that it should hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+from hypothesis import settings
+
+from rollout_spec.drafters import kernels
+from rollout_spec.drafters.kernels import MAX_DEPTH, PAGE_BITS, PAGE_MASK
+from rollout_spec.drafters.mixture import HistoryDrafter
+from rollout_spec.types import Draft
+from tests import naive
+from tests.naive import Place, Text
+
+SLOW = bool(numba.config.DISABLE_JIT)
+SENTINEL = -9
+
+
+def examples(count: int, **others) -> settings:
+    """Settings of one test; far fewer examples where the kernels are interpreted."""
+    return settings(max_examples=max(4, count // 15) if SLOW else count, deadline=None, derandomize=True, **others)
+
+
+class Recorder:
+    """Passes calls on to a drafter and remembers prompts and rollouts by their document."""
+
+    def __init__(self, index: str = "suffix", **options) -> None:
+        self.drafter = HistoryDrafter(index, **{"min_survival": 0.0, **options})
+        self._texts: dict[int, Text] = {}
+        self._live: dict[str, Text] = {}
+
+    def start(self, req_id: str, prompt: Sequence[int], tokens: Sequence[int] = (), **kwargs) -> None:
+        self.drafter.start_request(req_id, prompt, **kwargs)
+        request = self.drafter._live[req_id]
+        if request.prompt is not None:
+            self._texts[request.prompt.document] = Text(request.problem, [], list(prompt))
+        self._texts[request.document] = self._live[req_id] = Text(request.problem, list(prompt), [])
+        self.extend(req_id, tokens)
+
+    def extend(self, req_id: str, tokens: Sequence[int]) -> None:
+        self.drafter.extend(req_id, tokens)
+        self._live[req_id].tokens.extend(int(token) for token in tokens)
+
+    def propose(self, *req_ids: str, limit: int = 100) -> list[Draft]:
+        return self.drafter.propose(list(req_ids), np.full(len(req_ids), limit, np.int32))
+
+    def draft(self, req_id: str, limit: int = 100) -> list[int]:
+        return self.propose(req_id, limit=limit)[0].token_ids.tolist()
+
+    def stop(self, req_id: str, keep: bool = True) -> None:
+        self.drafter.stop_request(req_id, keep=keep)
+        del self._live[req_id]
+
+    def texts(self) -> dict[int, Text]:
+        """The texts of live requests and of those that the drafter says it keeps, by document."""
+        requests = [*self.drafter._live.values(), *self.drafter._finished]
+        documents = {request.document for request in requests}
+        documents |= {request.prompt.document for request in requests if request.prompt is not None}
+        return {document: self._texts[document] for document in documents}
+
+    def context(self, req_id: str) -> list[int]:
+        text = self._live[req_id]
+        return [*text.before, *text.tokens]
+
+    def problem(self, req_id: str) -> int:
+        return self._live[req_id].problem
+
+    def check(self) -> None:
+        """Integrity, and the store holds the texts on record."""
+        self.drafter.check_integrity()
+        texts, store = self.texts(), self.drafter._store
+        assert {document: store.text(document).tolist() for document in texts} == {
+            document: text.tokens for document, text in texts.items()
+        }
+        assert store.num_tokens == sum(len(text.tokens) for text in texts.values())
+
+    def place(self, position: int) -> Place:
+        store = self.drafter._store.arrays
+        page = position >> PAGE_BITS
+        return int(store.page_document[page]), int(store.page_start[page]) + (position & PAGE_MASK)
+
+    def tree_candidates(self, problem: int, context: Sequence[int]) -> list[tuple[Place, int]]:
+        """What the suffix tree finds for a context, in order."""
+        scratch, text = kernels.new_scratch(1), np.array(context[-MAX_DEPTH:], np.int32)
+        scratch.positions.fill(SENTINEL)
+        scratch.lengths.fill(SENTINEL)
+        count = kernels._tree_gather(self._store(), self.drafter._index, problem, text, text.size, scratch)
+        return self._places(scratch.positions, scratch.lengths, count)
+
+    def table_candidates(
+        self, problem: int, context: Sequence[int], order: int, other_than: int = -2
+    ) -> list[tuple[Place, int]]:
+        """What the n-gram table finds for a context, in order."""
+        text = np.array(context[-MAX_DEPTH:], np.int32)
+        positions, lengths = np.full((2, kernels.MAX_CANDIDATES), SENTINEL, np.int32)
+        count = kernels._table_gather(
+            self._store(), self.drafter._index, problem, text, text.size, order, other_than, positions, lengths, 0
+        )
+        return self._places(positions, lengths, count)
+
+    def check_tree(self, problem: int, context: Sequence[int]) -> None:
+        """The tree's candidates are true, the longest is among them, and where there are few all of them are."""
+        found = self.tree_candidates(problem, context)
+        places = dict(found)
+        expected = naive.matches(self.texts(), problem, context, MAX_DEPTH)
+        assert len(places) == len(found), "a candidate came twice"
+        assert places == {place: expected.get(place) for place in places}
+        assert max(places.values(), default=0) == max(expected.values(), default=0)
+        assert len(expected) > kernels.ENOUGH or places.keys() == expected.keys()
+
+    def check_table(self, problem: int, context: Sequence[int]) -> None:
+        """The table's candidates are true and match at least as far as they should."""
+        texts, orders = self.texts(), (kernels.LONG_ORDER, kernels.SHORT_ORDER)
+        expected = naive.matches(texts, problem, context, MAX_DEPTH)
+        for order in orders if self.drafter._settings.use_table else ():
+            self._check_found(self.table_candidates(problem, context, order), expected, order)
+        if self.drafter._settings.use_shared:
+            expected = {}
+            for other in {text.problem for text in texts.values()} - {problem}:
+                expected |= naive.matches(texts, other, context, MAX_DEPTH)
+            found = self.table_candidates(-1, context, kernels.SHARED_ORDER, problem)
+            self._check_found(found, expected, kernels.SHARED_ORDER)
+
+    def _check_found(self, found: list[tuple[Place, int]], expected: dict[Place, int], order: int) -> None:
+        places = dict(found)
+        assert len(places) == len(found), "a candidate came twice"
+        assert places == {place: expected.get(place) for place in places}
+        assert all(length >= order for length in places.values())
+
+    def _store(self) -> kernels.Store:
+        return self.drafter._store.arrays
+
+    def _places(self, positions, lengths, count: int) -> list[tuple[Place, int]]:
+        assert (positions[count:] == SENTINEL).all()
+        assert (lengths[count:] == SENTINEL).all()
+        found = list(zip(positions[:count].tolist(), lengths[:count].tolist(), strict=True))
+        return [(self.place(position), length) for position, length in found]
