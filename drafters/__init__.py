@@ -12,7 +12,7 @@ from rollout_spec.imports import import_object
 if TYPE_CHECKING:
     from rollout_spec.drafters.base import Drafter
 
-DRAFTERS = {
+DRAFTERS: dict[str, dict[str, Any]] = {
     "mixture": {"index": "suffix", "shared": True, "lookahead": True},
     "suffix": {"index": "suffix"},
     "ngram": {"index": "ngram"},

@@ -110,7 +110,6 @@ class Settings(NamedTuple):
     version: int
     decay: Float32Array  # [256] weight by age in policy versions
     preference: Float32Array  # [sources, NUM_NEAR_BINS] weight by source and distance
-    blend: float
 
 
 class Rows(NamedTuple):
@@ -155,8 +154,7 @@ class Scratch(NamedTuple):
     weights: NDArray[np.float64]  # [MAX_CANDIDATES]
     natures: Int32Array  # [MAX_CANDIDATES] source and distance
     found: Int32Array  # [MAX_CANDIDATES] distinct next tokens
-    mass: NDArray[np.float64]  # [MAX_CANDIDATES] their weights
-    mass_log: NDArray[np.float64]  # [MAX_CANDIDATES]
+    mass: NDArray[np.float64]  # [MAX_CANDIDATES] their probabilities, or the logarithms
     noise: NDArray[np.float64]  # [MAX_CANDIDATES]
     by_length: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of the candidates that match so far
     share: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of a candidate that matches so far
@@ -229,7 +227,7 @@ def _append(store, document, token):
 
 @nb.njit(cache=True, inline="always")
 def _scramble(token):
-    """Order tokens, and positions with equal contexts, by something unrelated to when they came: no text makes a list."""
+    """Order tokens, and positions of equal contexts, by what is unrelated to their coming: no text makes a list."""
     return np.uint32(token) * np.uint32(0x9E3779B1)
 
 
@@ -649,7 +647,9 @@ def _near_bin(distance):
 
 
 @nb.njit(cache=True)
-def _gather(store, index, settings, problem, text, end, scratch):
+def _gather(store, index, settings, document, text, end, scratch):
+    """Fill scratch.positions and lengths with earlier continuations of text[..end - 1]. Returns their number."""
+    problem = store.document_problem[document]
     positions, lengths = scratch.positions, scratch.lengths
     count = 0
     if settings.use_tree and end > 0:
@@ -663,7 +663,7 @@ def _gather(store, index, settings, problem, text, end, scratch):
 
 
 @nb.njit(cache=True)
-def new_scratch(max_tokens):
+def _new_scratch(max_tokens):
     return Scratch(
         np.empty(MAX_DEPTH + max_tokens, np.int32),
         np.empty(MAX_WALK, np.int32),
@@ -678,10 +678,18 @@ def new_scratch(max_tokens):
         np.empty(MAX_CANDIDATES, np.int32),
         np.empty(MAX_CANDIDATES, np.float64),
         np.empty(MAX_CANDIDATES, np.float64),
-        np.empty(MAX_CANDIDATES, np.float64),
         np.zeros(MAX_DEPTH + 1, np.float64),
         np.empty(MAX_DEPTH + 1, np.float64),
     )
+
+
+@nb.njit(cache=True)
+def _rate(calibration, coupled, probability_bin, length_bin, nature, expected):
+    """Probability that a drafted token is accepted: counted by cell, falling back on coarser cells and the model."""
+    coarse = calibration.coarse[coupled, probability_bin, length_bin]
+    fine = calibration.fine[coupled, probability_bin, length_bin, nature]
+    rate = (coarse[1] + COARSE_PRIOR * expected) / (coarse[0] + COARSE_PRIOR)
+    return (fine[1] + FINE_PRIOR * rate) / (fine[0] + FINE_PRIOR)
 
 
 @nb.njit(cache=True)
@@ -695,170 +703,179 @@ def _best_sharpness(by_sharpness):
 
 
 @nb.njit(cache=True)
+def _weigh(store, settings, document, offset, count, positions, weights, natures):
+    """Give each candidate its weight and nature: where it comes from, and how near it is to `offset`."""
+    problem = store.document_problem[document]
+    for i in range(count):
+        page = positions[i] >> PAGE_BITS
+        theirs = store.page_document[page]
+        if theirs == document:
+            source = OWN
+        elif store.document_problem[theirs] != problem:
+            source = SHARED
+        elif store.document_kind[theirs] == ROLLOUT:
+            source = SIBLING
+        else:
+            source = ASKED
+        near = _near_bin(store.page_start[page] + (positions[i] & PAGE_MASK) - offset)
+        age = min(settings.version - store.document_version[theirs], settings.decay.size - 1)
+        natures[i] = source * NUM_NEAR_BINS + near
+        weights[i] = settings.decay[age] * settings.preference[source, near]
+
+
+@nb.njit(cache=True)
+def _blend(tokens, count, positions, lengths, weights, by_length, share, found, mass):
+    """Probability of each next token: q_l = (c_l + BLEND q_{l-1}) / (n_l + BLEND) over match lengths l.
+
+    Unrolled from the longest: a candidate that matches l tokens counts at every length up to l, and share[l] is what it
+    gets for all of them together.
+
+    Returns:
+        (number of tokens found, longest match, probability that none of them follows).
+    """
+    longest, shortest = 0, MAX_DEPTH
+    for i in range(count):
+        by_length[lengths[i]] += weights[i]
+        longest = max(longest, lengths[i])
+        shortest = min(shortest, lengths[i])
+    left, total = 1.0, 0.0
+    for length in range(longest, shortest - 1, -1):
+        share[length] = 0.0
+        if by_length[length] > 0.0:
+            total += by_length[length]
+            share[length] = left / (total + BLEND)
+            left *= BLEND / (total + BLEND)
+            by_length[length] = 0.0
+    for length in range(shortest + 1, longest + 1):
+        share[length] += share[length - 1]
+    num_found = 0
+    for i in range(count):
+        token = tokens[positions[i]]
+        at = 0
+        while at < num_found and found[at] != token:
+            at += 1
+        if at == num_found:
+            found[at], mass[at] = token, 0.0
+            num_found += 1
+        mass[at] += weights[i] * share[lengths[i]]
+    return num_found, longest, left
+
+
+@nb.njit(cache=True)
+def _throw_dice(seed, position, num_found, found, mass, noise, alternatives):
+    """Replace `mass` by its logarithm, fill `noise`, and note what each exponent would choose."""
+    for i in range(num_found):
+        mass[i] = np.log(mass[i])
+        noise[i] = gumbel_nb(seed, position, np.int64(found[i]))
+    for a in range(len(SHARPNESSES)):
+        best = 0
+        for i in range(1, num_found):
+            if SHARPNESSES[a] * (mass[i] - mass[best]) + noise[i] - noise[best] > 0.0:
+                best = i
+        alternatives[a] = found[best]
+
+
+@nb.njit(cache=True)
+def _choose(num_found, mass, sharpness, noise):
+    """(index of the best token, lead of its score over the next one's). sharpness 0: the most probable."""
+    best, best_score, second_score = 0, -np.inf, -np.inf
+    for i in range(num_found):
+        score = sharpness * mass[i] + noise[i] if sharpness > 0.0 else mass[i]
+        if score > best_score:
+            best, best_score, second_score = i, score, best_score
+        elif score > second_score:
+            second_score = score
+    return best, best_score - second_score
+
+
+@nb.njit(cache=True)
+def _advance(store, token, count, positions, lengths, weights, natures):
+    """Keep the candidates that say `token`, moved on by one. Returns their number."""
+    tokens, alive = store.tokens, 0
+    for i in range(count):
+        position = positions[i]
+        page = position >> PAGE_BITS
+        if tokens[position] != token or position == store.document_last[store.page_document[page]]:
+            continue
+        at_end = (position & PAGE_MASK) == PAGE_MASK
+        positions[alive] = store.page_next[page] << PAGE_BITS if at_end else position + 1
+        lengths[alive] = min(lengths[i] + 1, MAX_DEPTH)
+        weights[alive], natures[alive] = weights[i], natures[i]
+        alive += 1
+    return alive
+
+
+@nb.njit(cache=True)
+def _propose_one(store, index, pool, rows, row, max_tokens, settings, sharpness, calibration, scratch, out):
+    """Fill `out` for one row."""
+    positions, lengths, weights, natures = scratch.positions, scratch.lengths, scratch.weights, scratch.natures
+    found, mass, noise = scratch.found, scratch.mass, scratch.noise
+    document = rows.document[row]
+    generated = store.document_length[document]
+    known = rows.prompt_length[row] + generated
+    coupled = 1 if rows.has_dice[row] else 0
+    kept = read_back(store, store.document_last[document], scratch.text, MAX_DEPTH)
+    text = scratch.text[MAX_DEPTH - kept :]
+    survival, count = 1.0, 0
+    out.lengths[row] = 0
+    for slot in range(max_tokens):
+        end = kept + slot
+        if count == 0:
+            start = max(0, end - MAX_DEPTH)
+            count = _gather(store, index, settings, document, text[start:end], end - start, scratch)
+            _weigh(store, settings, document, generated + slot, count, positions, weights, natures)
+        num_found, longest, left = _blend(
+            store.tokens, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
+        )
+        if num_found == 0:
+            guess = -1
+            if settings.use_lookahead:
+                guess = _pool_find(pool, store.document_problem[document], text, end)
+            if guess < 0:
+                break
+            found[0], mass[0], num_found = guess, LOOKAHEAD_PRIOR, 1
+            longest, left = LOOKAHEAD_ORDER, 1.0 - LOOKAHEAD_PRIOR
+        out.alternatives[row, slot, 0] = -1
+        if coupled and num_found > 1:
+            _throw_dice(
+                rows.seed[row], np.int64(known - 1 + slot), num_found, found, mass, noise, out.alternatives[row, slot]
+            )
+            best, lead = _choose(num_found, mass, sharpness, noise)
+            likely, expected = np.exp(mass[best]), (1.0 - left) / (1.0 + np.exp(-lead))
+        else:
+            best, lead = _choose(num_found, mass, 0.0, noise)
+            likely = mass[best]
+            expected = 1.0 - left if coupled else likely
+        token = found[best]
+        heaviest, nature = -1.0, LOOKAHEAD * NUM_NEAR_BINS
+        for i in range(count):
+            if store.tokens[positions[i]] == token and weights[i] > heaviest:
+                heaviest, nature = weights[i], natures[i]
+        if coupled:  # how likely the token was without the dice says more than how near it lies
+            nature = nature // NUM_NEAR_BINS * NUM_NEAR_BINS + min(int(4.0 * likely), NUM_NEAR_BINS - 1)
+        probability_bin, length_bin = _probability_bin(expected), _length_bin(longest)
+        survival *= _rate(calibration, coupled, probability_bin, length_bin, nature, expected)
+        if survival < settings.min_survival:
+            break
+        out.cells[row, slot, 0], out.cells[row, slot, 1] = coupled, probability_bin
+        out.cells[row, slot, 2], out.cells[row, slot, 3] = length_bin, nature
+        out.tokens[row, slot] = token
+        out.confidence[row, slot] = survival
+        out.lengths[row] = slot + 1
+        text[end] = token
+        count = _advance(store, token, count, positions, lengths, weights, natures)
+
+
+@nb.njit(cache=True)
 def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, out):
     """Fill `out` for the rows in `batch`, at most max_tokens[i] tokens each.
 
     O(log n + MAX_CANDIDATES) for the first token of a draft and O(candidates left) for each later one.
     """
-    # Arrays are taken out of their tuples once: numba counts references at each access.
-    tokens, page_document, page_start, page_next = store.tokens, store.page_document, store.page_start, store.page_next
-    document_problem, document_kind, document_version = (
-        store.document_problem,
-        store.document_kind,
-        store.document_version,
-    )
-    document_last, document_length = store.document_last, store.document_length
-    decay, preference = settings.decay, settings.preference
-    sharpness, min_survival, version, blend = (
-        settings.sharpness,
-        settings.min_survival,
-        settings.version,
-        settings.blend,
-    )
-    coarse, fine = calibration.coarse, calibration.fine
-    out_lengths, out_tokens, out_confidence, out_cells = out.lengths, out.tokens, out.confidence, out.cells
-    scratch = new_scratch(out_tokens.shape[1])
-    buffer, positions, lengths, weights = scratch.text, scratch.positions, scratch.lengths, scratch.weights
-    natures, found, mass = scratch.natures, scratch.found, scratch.mass
-    by_length, share = scratch.by_length, scratch.share
-    mass_log, noise, out_alternatives = scratch.mass_log, scratch.noise, out.alternatives
-    if sharpness == 0.0:
-        sharpness = _best_sharpness(calibration.by_sharpness)
-    for request in range(batch.size):
-        row = batch[request]
-        document = rows.document[row]
-        problem = document_problem[document]
-        generated = document_length[document]
-        known = rows.prompt_length[row] + generated
-        has_dice = rows.has_dice[row]
-        seed = rows.seed[row]
-        coupled = 1 if has_dice else 0
-        kept = read_back(store, document_last[document], buffer, MAX_DEPTH)
-        text = buffer[MAX_DEPTH - kept :]
-        survival = 1.0
-        count = 0
-        out_lengths[row] = 0
-        for slot in range(max_tokens[request]):
-            end = kept + slot
-            if count == 0:
-                start = max(0, end - MAX_DEPTH)
-                count = _gather(store, index, settings, problem, text[start:end], end - start, scratch)
-                for i in range(count):
-                    page = positions[i] >> PAGE_BITS
-                    theirs = page_document[page]
-                    at = page_start[page] + (positions[i] & PAGE_MASK)
-                    if theirs == document:
-                        source = OWN
-                    elif document_problem[theirs] != problem:
-                        source = SHARED
-                    elif document_kind[theirs] == ROLLOUT:
-                        source = SIBLING
-                    else:
-                        source = ASKED
-                    near = _near_bin(at - (generated + slot))
-                    natures[i] = source * NUM_NEAR_BINS + near
-                    weights[i] = decay[min(version - document_version[theirs], 255)] * preference[source, near]
-            guess = -1
-            if count == 0:
-                if settings.use_lookahead:
-                    guess = _pool_find(pool, problem, text, end)
-                if guess < 0:
-                    break
-            longest, shortest = 0, MAX_DEPTH
-            # Blend: q_l = (count_l + BLEND q_{l-1}) / (total_l + BLEND) over match lengths l, unrolled from the longest.
-            for i in range(count):
-                by_length[lengths[i]] += weights[i]
-                longest = max(longest, lengths[i])
-                shortest = min(shortest, lengths[i])
-            left, total = 1.0, 0.0
-            for length in range(longest, shortest - 1, -1):
-                if by_length[length] > 0.0:
-                    total += by_length[length]
-                    share[length] = left / (total + blend)
-                    left *= blend / (total + blend)
-                    by_length[length] = 0.0
-                else:
-                    share[length] = 0.0
-            for length in range(shortest + 1, longest + 1):
-                share[length] += share[length - 1]
-            num_found = 0
-            if guess >= 0:
-                found[0], mass[0], num_found = guess, LOOKAHEAD_PRIOR, 1
-                longest, left = LOOKAHEAD_ORDER, 1.0 - LOOKAHEAD_PRIOR
-            for i in range(count):
-                token = tokens[positions[i]]
-                at = 0
-                while at < num_found and found[at] != token:
-                    at += 1
-                if at == num_found:
-                    found[at], mass[at] = token, 0.0
-                    num_found += 1
-                mass[at] += weights[i] * share[lengths[i]]
-            choose = has_dice and num_found > 1
-            out_alternatives[row, slot, 0] = -1
-            if choose:
-                for i in range(num_found):
-                    mass_log[i] = np.log(mass[i])
-                    noise[i] = gumbel_nb(seed, np.int64(known - 1 + slot), np.int64(found[i]))
-                for a in range(len(SHARPNESSES)):
-                    favourite = 0
-                    for i in range(1, num_found):
-                        gain = SHARPNESSES[a] * (mass_log[i] - mass_log[favourite]) + noise[i] - noise[favourite]
-                        if gain > 0.0:
-                            favourite = i
-                    out_alternatives[row, slot, a] = found[favourite]
-            best, best_score, second_score = 0, -np.inf, -np.inf
-            for i in range(num_found):
-                score = sharpness * mass_log[i] + noise[i] if choose else mass[i]
-                if score > best_score:
-                    best, best_score, second_score = i, score, best_score
-                elif score > second_score:
-                    second_score = score
-            token = found[best]
-            most, nature = 0.0, LOOKAHEAD * NUM_NEAR_BINS
-            for i in range(count):
-                if tokens[positions[i]] == token and weights[i] * share[lengths[i]] > most:
-                    most, nature = weights[i] * share[lengths[i]], natures[i]
-            expected = min(mass[best], 1.0)
-            if has_dice:
-                nature = nature // NUM_NEAR_BINS * NUM_NEAR_BINS + min(int(4.0 * expected), 3)
-                if num_found > 1:
-                    expected = (1.0 - left) / (1.0 + np.exp(second_score - best_score))
-                else:
-                    expected = 1.0 - left
-            probability_bin = _probability_bin(expected)
-            length_bin = _length_bin(longest)
-            trials = coarse[coupled, probability_bin, length_bin, 0]
-            hits = coarse[coupled, probability_bin, length_bin, 1]
-            rate = (hits + COARSE_PRIOR * expected) / (trials + COARSE_PRIOR)
-            trials = fine[coupled, probability_bin, length_bin, nature, 0]
-            hits = fine[coupled, probability_bin, length_bin, nature, 1]
-            survival *= (hits + FINE_PRIOR * rate) / (trials + FINE_PRIOR)
-            if survival < min_survival:
-                break
-            out_cells[row, slot, 0] = coupled
-            out_cells[row, slot, 1] = probability_bin
-            out_cells[row, slot, 2] = length_bin
-            out_cells[row, slot, 3] = nature
-            out_tokens[row, slot] = token
-            out_confidence[row, slot] = survival
-            out_lengths[row] = slot + 1
-            text[end] = token
-            alive = 0
-            for i in range(count):
-                position = positions[i]
-                if tokens[position] != token:
-                    continue
-                page = position >> PAGE_BITS
-                if position == document_last[page_document[page]]:
-                    continue
-                following = position + 1 if (position & PAGE_MASK) != PAGE_MASK else page_next[page] << PAGE_BITS
-                positions[alive] = following
-                lengths[alive] = min(lengths[i] + 1, MAX_DEPTH)
-                weights[alive] = weights[i]
-                natures[alive] = natures[i]
-                alive += 1
-            count = alive
+    scratch = _new_scratch(out.tokens.shape[1])
+    sharpness = settings.sharpness if settings.sharpness > 0.0 else _best_sharpness(calibration.by_sharpness)
+    for i in range(batch.size):
+        _propose_one(store, index, pool, rows, batch[i], max_tokens[i], settings, sharpness, calibration, scratch, out)
 
 
 @nb.njit(cache=True)

@@ -1,9 +1,9 @@
 """Lookahead: what the target would have said after drafts that it did not take.
 
 The verifier samples the target at every drafted position, also after the first difference. Those tokens are samples of
-the target given a context that did not come to pass, but often does a little later: as in lookahead decoding (Fu et al.,
-arXiv:2402.02057), n-grams of them fill a pool that is asked where history has nothing to say. They cost nothing: the
-verification has been paid for.
+the target given a context that did not come to pass, but often does a little later: as in lookahead decoding (Fu et
+al., arXiv:2402.02057), n-grams of them fill a pool that is asked where history has nothing to say. They cost nothing:
+the verification has been paid for.
 
 The pool is a direct-mapped table from a problem and two tokens to the newest token after them.
 """

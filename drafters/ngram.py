@@ -1,9 +1,9 @@
 """A flat table of n-grams: where did the last few tokens occur before?
 
 A bucket holds the WAYS newest positions of the contexts that hash to it; a position's continuation is the token at the
-position itself (see `store.py`). Inserting shifts one bucket and looking up reads one bucket per context length, with no
-pointers to follow. An entry has 26 bits of position and 6 of the hash. Whatever is found is compared with the text, so
-removed rollouts need not be looked for: their entries fail the comparison and are pushed out in time.
+position itself (see `store.py`). Inserting shifts one bucket and looking up reads one bucket per context length, with
+no pointers to follow. An entry has 26 bits of position and 6 of the hash. Whatever is found is compared with the text,
+so removed rollouts need not be looked for: their entries fail the comparison and are pushed out in time.
 """
 
 from __future__ import annotations

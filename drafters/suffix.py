@@ -14,6 +14,8 @@ internal nodes are implicit, as the positions between which a common prefix fall
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
 from rollout_spec.drafters import kernels
@@ -48,7 +50,8 @@ def check_integrity(store: Store, index: Index) -> None:
             continue
         used += 1
         order: list[int] = []
-        stack, node = [], root
+        stack: list[int] = []
+        node = root
         while stack or node >= 0:  # in-order
             while node >= 0:
                 stack.append(node)
@@ -57,7 +60,7 @@ def check_integrity(store: Store, index: Index) -> None:
             order.append(node)
             node = int(index.children[node, 1])
         text = np.empty(MAX_DEPTH, np.int32)
-        for a, b in zip(order, order[1:], strict=False):
+        for a, b in itertools.pairwise(order):
             found = kernels.read_back(store, _before(store, b), text, MAX_DEPTH)
             _, sign = kernels._compare(store.tokens, store.page_back, a, text[MAX_DEPTH - found :], found, 0)
             assert sign < 0 or (sign == 0 and kernels._scramble(a) < kernels._scramble(b)), (

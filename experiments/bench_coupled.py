@@ -8,10 +8,11 @@ history and `--tests` are drafted for from that history alone. Compared, in toke
 - coupled: the same with the dice;
 - tree: a best-first tree of K nodes on blended counts, where a step gets as far as any branch agrees.
 
-Also how often a single drafted token is accepted, at every position, beside the optimum: the expected overlap sum_v min(p(v), q(v)) of the
-target's distribution p and the history's blended one q. Gains come with 95 % bootstrap intervals over prompts.
+Also how often a single drafted token is accepted, at every position, beside the optimum: the expected overlap sum_v
+min(p(v), q(v)) of the target's distribution p and the history's blended one q. Gains come with 95 % bootstrap intervals
+over prompts.
 
-    python experiments/bench_coupled.py --policy demo/policy-v1-seed0 --traces traces/*.parquet
+python experiments/bench_coupled.py --policy demo/policy-v1-seed0 --traces traces/*.parquet
 """
 
 from __future__ import annotations
@@ -107,12 +108,8 @@ def synthetic_cases(path: Path, num_prompts: int, num_history: int, num_tests: i
     cases = []
     for recorded in read_traces(path, max_prompts=num_prompts):
         policy = SyntheticPolicy(recorded)
-        prompt = recorded.rollouts[0].prompt
         seeds = [derive_seed("bench_coupled", recorded.prompt_id, k) for k in range(num_history + num_tests)]
-        rollouts = []
-        for k, seed in enumerate(seeds):
-            text = policy.sample(seed, max_tokens)
-            rollouts.append(Rollout(k, int(k >= num_history), prompt, text, (text.size,)))
+        rollouts = policy.rollouts(seeds, max_tokens, num_earlier=num_history)
 
         def target(rollout: Rollout, policy: Any = policy) -> list[tuple[np.ndarray, np.ndarray]]:
             text = np.concatenate((rollout.prompt, rollout.tokens))
@@ -172,20 +169,20 @@ def tree_tokens_per_step(case: Case, k: int) -> tuple[int, int]:
             heap: list[tuple[float, int, int, int, bool, np.ndarray]] = []
             serial = 0
 
-            def push(probability: float, depth: int, agrees: bool, lengths: np.ndarray) -> None:
-                nonlocal serial
-                for token, q in zip(*history.distribution(lengths), strict=True):
-                    heapq.heappush(heap, (-probability * q, serial, depth, int(token), agrees, lengths))
-                    serial += 1
-
-            push(1.0, 0, True, lengths)
+            expand: tuple[float, int, bool, np.ndarray] = (1.0, 0, True, lengths)
             accepted = nodes = 0
-            while heap and nodes < k:
-                probability, _, depth, token, agrees, lengths = heapq.heappop(heap)
+            while nodes < k:
+                reach, depth, agrees, lengths = expand
+                for token, q in zip(*history.distribution(lengths), strict=True):
+                    heapq.heappush(heap, (-reach * q, serial, depth, int(token), agrees, lengths))
+                    serial += 1
+                if not heap:
+                    break
+                reach, _, depth, token, agrees, lengths = heapq.heappop(heap)
                 nodes += 1
                 agrees = agrees and at + depth < text.size and token == text[at + depth]
                 accepted = max(accepted, depth + 1) if agrees else accepted
-                push(-probability, depth + 1, agrees, history.advance(lengths, token))
+                expand = (-reach, depth + 1, agrees, history.advance(lengths, token))
             new = min(accepted + 1, text.size - at)
             tokens, steps, at = tokens + new, steps + 1, at + new
     return tokens, steps
@@ -284,9 +281,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     options = {name: json.loads(value) for name, value in (o.split("=", 1) for o in args.option)}
     sha = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    print(
-        "| target | H | K | point | coupled | tree | coupled / point | coupled / tree | first token: point | coupled | optimum |"
-    )
+    columns = "target, H, K, point, coupled, tree, coupled / point, coupled / tree, 1st: point, coupled, optimum"
+    print("|" + "|".join(columns.split(",")) + "|")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
     for source in [*([args.policy] if args.policy else []), *args.traces]:
         for h in args.history:

@@ -171,6 +171,6 @@ def test_integrity_notices(field):
     at |= {"free_pages": 0, "counts": kernels.NUM_TOKENS}
     if field == "page_back":
         at["page_back"] = texts.arrays.document_last[document] // PAGE_TOKENS
-    getattr(texts.arrays, field)[at[field]] += 1
+    getattr(texts.arrays, field)[at[field]] -= 1
     with pytest.raises(AssertionError):
         texts.check_integrity()

@@ -1,0 +1,153 @@
+"""`rollout-spec replay`: recorded rollouts through a drafter, as a table and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.drafters import DRAFTERS, build_drafter
+from rollout_spec.drafters.base import Drafter
+from rollout_spec.noise import derive_seed
+from rollout_spec.replay.simulate import REGIMES, Regime, replay
+from rollout_spec.replay.synthetic import SyntheticPolicy
+from rollout_spec.replay.traces import Problem, Rollout, read_traces
+
+THRESHOLDS = (0.0, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
+"""Values of min_survival that `--frontier` replays with."""
+SYNTHETIC_TOKENS = 512
+"""Longest synthetic rollout."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's options."""
+    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="Parquet files of recorded rollouts")
+    parser.add_argument("--drafter", default="mixture", help=f"one of {', '.join(DRAFTERS)}, or a dotted path")
+    parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="option of the drafter")
+    parser.add_argument("--regime", choices=[*REGIMES, "all"], default="all")
+    parser.add_argument("-k", "--num-speculative-tokens", type=int, default=16, metavar="K")
+    parser.add_argument("--batch", type=int, default=64, help="requests that advance together")
+    parser.add_argument("--prompts", type=int, help="only the first so many prompts of each file")
+    parser.add_argument("--samples", type=int, help="replayed samples per prompt")
+    parser.add_argument("--history", type=int, help="earlier samples per prompt in the epoch regime")
+    parser.add_argument("--frontier", action="store_true", help="replay at several thresholds of min_survival")
+    parser.add_argument("--policy", choices=["recorded", "synthetic"], default="recorded")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Replay as told. Returns the exit code; 2, with one line on stderr, for bad input."""
+    try:
+        options = {name: json.loads(value) for name, value in (o.split("=", 1) for o in args.option)}
+        if args.frontier and args.drafter not in DRAFTERS:
+            raise ValueError("--frontier varies min_survival, which only the built-in drafters have")
+        if args.drafter in DRAFTERS:
+            options = {"max_draft_tokens": args.num_speculative_tokens, **options}
+        build_drafter(args.drafter, **options)
+        files = [(path, read_traces(path, max_prompts=args.prompts)) for path in args.paths]
+        if args.num_speculative_tokens < 1 or args.batch < 1:
+            raise ValueError("-k and --batch must be at least 1")
+    except (ValueError, OSError) as error:
+        print(f"rollout-spec replay: {error}", file=sys.stderr)
+        return 2
+    rows: list[dict[str, Any]] = []
+    for path, problems in files:
+        for regime in REGIMES if args.regime == "all" else (args.regime,):
+            for changes in [{"min_survival": t} for t in THRESHOLDS] if args.frontier else [{}]:
+                make = partial(build_drafter, args.drafter, **{**options, **changes})
+                for dice, row in _measure(problems, make, regime, args):
+                    rows.append({"file": path.name, "regime": regime, "dice": dice, **changes, **row})
+                    _print_row(rows[-1], first=len(rows) == 1)
+    if args.json:
+        about = {
+            "argv": sys.argv,
+            "drafter": args.drafter,
+            "options": options,
+            "k": args.num_speculative_tokens,
+            "batch": args.batch,
+            "versions": {name: version(name) for name in ("rollout-spec", "numpy", "numba")},
+        }
+        args.json.write_text(json.dumps([{**row, **about} for row in rows], indent=1))
+    return 0
+
+
+def _measure(
+    problems: Sequence[Problem], make: Callable[[], Drafter], regime: Regime, args: argparse.Namespace
+) -> list[tuple[bool, dict[str, Any]]]:
+    """[(were the dice known, figures)]: recorded text has no dice, a synthetic policy is replayed without and with."""
+    limits = {"max_samples": args.samples, "max_history": args.history}
+    if args.policy == "synthetic":
+        problems, seeds = synthetic_problems(problems, args.samples, args.history)
+        limits = {}
+    sizes = {"num_speculative_tokens": args.num_speculative_tokens, "batch": args.batch}
+    measured = []
+    for dice in (False, True) if args.policy == "synthetic" else (False,):
+
+        def seed_of(problem: Problem, rollout: Rollout, dice: bool = dice) -> int | None:
+            return seeds[problem.prompt_id, rollout.sample_id] if dice else None
+
+        warm_up = _tiny_problem()  # compiled code is loaded here, not while the clock runs
+        replay([warm_up], make, regime, **sizes, seed_of=lambda problem, rollout, dice=dice: 0 if dice else None)
+        drafters: list[Drafter] = []
+
+        def remember(drafters: list[Drafter] = drafters) -> Drafter:
+            drafters.append(make())
+            return drafters[0]
+
+        figures = replay(problems, remember, regime, **sizes, **limits, seed_of=seed_of).to_dict()
+        if hasattr(drafters[0], "source_counts"):
+            figures["by_source"] = {
+                name: {"drafted": drafted, "accepted": accepted}
+                for name, (drafted, accepted) in drafters[0].source_counts().items()
+            }
+        measured.append((dice, figures))
+    return measured
+
+
+def synthetic_problems(
+    recorded: Sequence[Problem], num_samples: int | None, num_earlier: int | None
+) -> tuple[list[Problem], dict[tuple[str, int], int]]:
+    """Fresh rollouts of each prompt's synthetic policy: (problems, seeds by prompt id and sample id).
+
+    As many of an earlier epoch as `num_earlier` and as many live ones as `num_samples`, each by default half of what
+    was recorded.
+    """
+    problems, seeds = [], {}
+    for problem in recorded:
+        half = max(1, len(problem.rollouts) // 2)
+        earlier, live = num_earlier or half, num_samples or half
+        own = [derive_seed("synthetic", problem.prompt_id, k) for k in range(earlier + live)]
+        rollouts = SyntheticPolicy(problem).rollouts(own, SYNTHETIC_TOKENS, num_earlier=earlier)
+        problems.append(Problem(problem.prompt_id, rollouts))
+        seeds.update({(problem.prompt_id, k): seed for k, seed in enumerate(own)})
+    return problems, seeds
+
+
+def _tiny_problem() -> Problem:
+    tokens = np.arange(40, dtype=np.int32) % 7
+    return Problem("warm-up", [Rollout(k, k % 2, tokens[:5], tokens, (40,)) for k in range(4)])
+
+
+def _print_row(row: dict[str, Any], *, first: bool) -> None:
+    if first:
+        print(
+            f"{'file':24} {'regime':9} {'dice':5} {'limit':>6} {'tokens/step':>11} {'drafted':>8} {'accepted':>8} "
+            f"{'index µs':>9} {'draft µs':>9} {'bytes/token':>11} {'build s/M':>9}"
+        )
+    limit = row.get("min_survival", "")
+    # What a request alone keeps is nothing, and only an earlier epoch is built up front.
+    size = f"{row['bytes_per_history_token']:.1f}" if row["regime"] != "own" else "-"
+    build = f"{row['build_seconds_per_million_tokens']:.2f}" if row["history_tokens"] else "-"
+    print(
+        f"{row['file'][:24]:24} {row['regime']:9} {'known' if row['dice'] else '-':5} {limit:>6} "
+        f"{row['tokens_per_step']:11.3f} {row['drafted_per_step']:8.2f} {row['acceptance_rate']:8.1%} "
+        f"{row['index_us_per_request_step']:9.1f} {row['draft_us_per_request_step']:9.1f} {size:>11} {build:>9}",
+        flush=True,
+    )

@@ -1,0 +1,46 @@
+"""The lookahead pool: what the target said after a rejected draft."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tests.drafters.recorder import Recorder
+
+
+def rejected_draft(keep=True):
+    """A request whose draft, from another problem, was rejected: the target said 61 after (4, 50) and 62 after (50, 51)."""
+    recorder = Recorder(shared=True, lookahead=True)
+    recorder.start("h", [1, 2, 3, 4], [50, 51, 52], problem_id=8)
+    recorder.start("r", [1, 2, 3, 4], problem_id=7)
+    assert recorder.draft("r") == [50, 51, 52]
+    recorder.drafter.observe(["r"], [[60, 61, 62, 63]], np.zeros(1, np.int32))
+    recorder.extend("r", [60])
+    return recorder
+
+
+def test_what_the_target_said_after_a_rejected_draft_is_drafted():
+    recorder = rejected_draft()
+    assert recorder.draft("r") == []
+    recorder.extend("r", [4, 50])
+    (draft,) = recorder.propose("r", limit=3)
+    assert draft.token_ids.tolist() == [61]
+    assert 0 < draft.confidence[0] < 1
+    recorder.drafter.observe(["r"], [[61, 9]], np.ones(1, np.int32))
+    assert recorder.drafter.source_counts()["lookahead"] == (1, 1)
+
+
+def test_siblings_share_the_pool_and_other_problems_do_not():
+    recorder = rejected_draft()
+    recorder.start("s", [9, 4, 50], problem_id=7)
+    recorder.start("t", [9, 4, 50], problem_id=9)
+    assert recorder.draft("s", 1) == [61]
+    assert recorder.draft("t", 1) == []
+
+
+def test_a_problem_that_gets_the_number_of_another_does_not_get_its_pool():
+    recorder = rejected_draft()
+    problem = recorder.problem("r")
+    recorder.stop("r", keep=False)
+    recorder.start("t", [9, 4, 50], problem_id=9)
+    assert recorder.problem("t") == problem
+    assert recorder.draft("t", 1) == []
