@@ -54,9 +54,9 @@ NUM_NEAR_BINS = 4
 NUM_LENGTH_BINS, NUM_PROBABILITY_BINS = 10, 12
 LOOKAHEAD_PRIOR = 0.3
 """Probability of a token from the lookahead pool, until outcomes say otherwise."""
-SHARPNESSES = (0.65, 0.8, 1.0, 1.3, 1e4)
+SHARPNESSES = (0.7, 1.0, 1.4, 2.0, 4.0, 1e4)
 """Exponents on the candidates' probabilities that coupled choice picks from; the last one ignores the dice."""
-HEAD_START = 8.0
+HEAD_START = 2.0
 """Hits by which another exponent than 1 must be ahead."""
 COARSE_PRIOR, FINE_PRIOR = 2.0, 16.0
 """Trials that the model's own probability, and the coarse counters, are worth."""
@@ -228,7 +228,7 @@ def _append(store, document, token):
 @nb.njit(cache=True, inline="always")
 def _scramble(token):
     """Order tokens, and positions of equal contexts, by what is unrelated to their coming: no text makes a list."""
-    return np.uint32(token) * np.uint32(0x9E3779B1)
+    return (np.uint64(token) * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)  # numba widens uint32 products
 
 
 @nb.njit(cache=True)
@@ -414,15 +414,12 @@ def _tree_gather(store, index, problem, text, end, scratch):
             node = np.int64(stack[depth])
             length, sign = _compare(tokens, page_back, node, text, end, path_known[i])
             near, far = (1, 0) if sign < 0 else (0, 1)
-            if length >= path_length[i]:
+            if length >= path_length[i] or count < ENOUGH:
                 positions[count], lengths[count] = node, length
                 count += 1
                 if children[node, far] >= 0 and depth < stack.size:
                     stack[depth] = children[node, far]
                     depth += 1
-            elif count < ENOUGH:
-                positions[count], lengths[count] = node, length
-                count += 1
             if children[node, near] >= 0 and depth < stack.size:
                 stack[depth] = children[node, near]
                 depth += 1
@@ -477,7 +474,6 @@ def _table_gather(store, index, problem, text, end, order, other_than, positions
     mixed = _ngram_hash(problem, text, end, order)
     bucket = index.buckets[np.int64(mixed >> np.uint64(32)) & (index.buckets.shape[0] - 1)]
     tag = _tag(mixed)
-    before = count
     for way in range(WAYS):
         if bucket[way] >> np.uint32(POSITION_BITS) != tag or count == positions.size:
             continue
@@ -494,7 +490,7 @@ def _table_gather(store, index, problem, text, end, order, other_than, positions
         if length < order:
             continue
         known = False
-        for i in range(before):
+        for i in range(count):
             known |= positions[i] == position
         if not known:
             positions[count], lengths[count] = position, length
@@ -827,14 +823,15 @@ def _propose_one(store, index, pool, rows, row, max_tokens, settings, sharpness,
         num_found, longest, left = _blend(
             store.tokens, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
         )
-        if num_found == 0:
+        if longest < LOOKAHEAD_ORDER:
             guess = -1
             if settings.use_lookahead:
                 guess = _pool_find(pool, store.document_problem[document], text, end)
-            if guess < 0:
+            if guess >= 0:  # the target's own word after two tokens is worth more than what followed the last one
+                found[0], mass[0], num_found, count = guess, LOOKAHEAD_PRIOR, 1, 0
+                longest, left = LOOKAHEAD_ORDER, 1.0 - LOOKAHEAD_PRIOR
+            elif num_found == 0:
                 break
-            found[0], mass[0], num_found = guess, LOOKAHEAD_PRIOR, 1
-            longest, left = LOOKAHEAD_ORDER, 1.0 - LOOKAHEAD_PRIOR
         out.alternatives[row, slot, 0] = -1
         if coupled and num_found > 1:
             _throw_dice(

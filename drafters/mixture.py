@@ -175,7 +175,7 @@ class HistoryDrafter:
         self._problems: dict[int, int] = {}  # number in the store by problem id
         self._problem_ids: dict[int, int] = {}
         self._problem_users: dict[int, int] = {}
-        self._free_problems: list[int] = []
+        self._next_problem = 0
         self._finished: deque[_Request] = deque()
         self._pending: list[tuple[int, array[int]]] = []
         self._version = 0
@@ -270,7 +270,7 @@ class HistoryDrafter:
         self._flush()
         del self._live[req_id]
         self._free_rows.append(live.row)
-        if keep and not self._own_only:
+        if keep and not self._own_only and live.version >= self._oldest_version:
             self._finished.append(live)
             self._evict()
         else:
@@ -283,7 +283,13 @@ class HistoryDrafter:
         self._settings = self._settings._replace(version=version)
         for counters in (self._calibration.coarse, self._calibration.fine, self._calibration.by_sharpness):
             counters *= FORGET
-        self._evict()
+        kept: deque[_Request] = deque()
+        for request in self._finished:
+            if request.version >= self._oldest_version:
+                kept.append(request)
+            else:
+                self._remove(request)
+        self._finished = kept
 
     def memory_bytes(self) -> int:
         arrays: list[NDArray] = [*self._index, *self._rows, *self._proposals, *self._calibration, *self._pool]
@@ -317,13 +323,18 @@ class HistoryDrafter:
         """Number of a problem, with one more user. None: a problem of its own."""
         number = None if problem_id is None else self._problems.get(problem_id)
         if number is None:
-            number = self._free_problems.pop() if self._free_problems else len(self._problem_users)
+            number = self._next_problem
+            self._next_problem += 1  # numbers are not used again: the pool may still know them
             self._problem_users[number] = 0
             if problem_id is not None:
                 self._problems[problem_id] = number
                 self._problem_ids[number] = problem_id
         self._problem_users[number] += 1
         return number
+
+    @property
+    def _oldest_version(self) -> int:
+        return 0 if self._max_history_versions is None else self._version - self._max_history_versions
 
     def _flush(self) -> None:
         """Index what `extend` collected, in one kernel call."""
@@ -354,10 +365,9 @@ class HistoryDrafter:
         kernels.append_batch(store.arrays, index, self._settings, documents, tokens, starts)
 
     def _evict(self) -> None:
-        """Drop the oldest finished rollouts until both bounds hold."""
-        oldest = -1 if self._max_history_versions is None else self._version - self._max_history_versions
+        """Drop the rollouts that finished first until the bound on tokens holds."""
         limit = self._max_history_tokens / PAGE_TOKENS
-        while self._finished and (self._finished[0].version < oldest or self._store.num_used_pages > limit):
+        while self._finished and self._store.num_used_pages > limit:
             self._remove(self._finished.popleft())
 
     def _remove(self, request: _Request) -> None:
@@ -371,10 +381,10 @@ class HistoryDrafter:
                 del self._prompts[prompt.key]
         self._problem_users[request.problem] -= 1
         if self._problem_users[request.problem] == 0:
+            del self._problem_users[request.problem]
             problem_id = self._problem_ids.pop(request.problem, None)
             if problem_id is not None:
                 del self._problems[problem_id]
-            self._free_problems.append(request.problem)
 
     def _remove_document(self, document: int) -> None:
         kernels.remove_document(self._store.arrays, self._index, self._settings, document)

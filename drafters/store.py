@@ -86,9 +86,10 @@ class TextStore:
         free, pages = int(self.arrays.counts[NUM_FREE_PAGES]), self.num_pages
         if free >= num_pages:
             return False
-        size = max(pages + pages // 8, pages + num_pages - free)
+        size = pages + num_pages - free
         if size > MAX_PAGES:
             raise MemoryError(f"live requests and history need more than {MAX_PAGES * PAGE_TOKENS} tokens")
+        size = max(size, min(pages + pages // 8, MAX_PAGES))
         arrays = self.arrays
         fields = ("page_document", "page_back", "page_next", "page_start", "free_pages")
         new: dict[str, NDArray] = {name: _grown(getattr(arrays, name), size, -1) for name in fields}

@@ -22,7 +22,7 @@ from rollout_spec.noise import gumbel
 from rollout_spec.replay.traces import Problem, Rollout
 from rollout_spec.types import Int32Array
 
-ORDER = 6
+ORDER = 12
 """Longest context that the policy knows."""
 KAPPA = 0.5
 """Weight of the shorter context's distribution, in counts."""

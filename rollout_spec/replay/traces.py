@@ -1,16 +1,18 @@
 """Recorded rollouts: several sampled completions of each prompt, as token ids in a Parquet file.
 
-One row per rollout: `prompt_id` string, `sample_id` int32, `epoch` int8 (0 when absent), `prompt_tokens` list<int32>,
-`completion_tokens` list<int32>, and optionally `gen_runs` list<int32>: lengths of runs of the completion, alternately
-generated and given by an environment, starting with a generated one. Empty or absent: all of it was generated.
+One row per rollout: `prompt_id` string or integer, `sample_id` integer, `epoch` integer (0 when absent),
+`prompt_tokens` and `completion_tokens` lists of integers, and optionally `gen_runs` list of integers: lengths of runs of
+the completion, alternately generated and given by an environment, starting with a generated one. Empty or absent: all
+of it was generated.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -49,36 +51,77 @@ def read_traces(path: str | Path, *, max_prompts: int | None = None) -> list[Pro
     """Read a Parquet file of rollouts, prompts in the order of their first appearance.
 
     Raises:
-        ValueError: a column is missing, or a rollout's runs do not sum to its length.
+        ValueError: the file is not Parquet or holds no rollouts, a column is missing or of another type, a token is
+            missing, negative or beyond 31 bits, or a rollout's runs do not sum to its length.
         OSError: the file cannot be read.
     """
+    import pyarrow as arrow
     import pyarrow.parquet as parquet
 
-    table = parquet.read_table(path)
+    if not Path(path).is_file():
+        raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
+    try:
+        table = parquet.ParquetFile(path).read()
+    except arrow.ArrowInvalid as error:
+        raise ValueError(f"{path}: not a Parquet file: {str(error).splitlines()[0]}") from error
     missing = [name for name in REQUIRED_COLUMNS if name not in table.column_names]
     if missing:
         raise ValueError(f"{path}: no column {', '.join(missing)}; found {', '.join(table.column_names)}")
-    num_rows = table.num_rows
-    epochs = table["epoch"].to_pylist() if "epoch" in table.column_names else [0] * num_rows
-    all_runs = table["gen_runs"].to_pylist() if "gen_runs" in table.column_names else [None] * num_rows
-    prompts, completions = table["prompt_tokens"].combine_chunks(), table["completion_tokens"].combine_chunks()
+    if not table.num_rows:
+        raise ValueError(f"{path}: no rollouts")
+    prompts, completions = _token_lists(table, "prompt_tokens", path), _token_lists(table, "completion_tokens", path)
+    sample_ids = _integers(table, "sample_id", path)
+    epochs = _integers(table, "epoch", path) if "epoch" in table.column_names else [0] * table.num_rows
+    all_runs = table["gen_runs"].to_pylist() if "gen_runs" in table.column_names else [None] * table.num_rows
     problems: dict[str, Problem] = {}
-    for row, (prompt_id, sample_id) in enumerate(
-        zip(table["prompt_id"].to_pylist(), table["sample_id"].to_pylist(), strict=True)
-    ):
+    for row, prompt_id in enumerate(map(str, table["prompt_id"].to_pylist())):
         if prompt_id not in problems:
             if max_prompts is not None and len(problems) == max_prompts:
                 continue
             problems[prompt_id] = Problem(prompt_id, [])
-        tokens = np.asarray(completions[row].values, np.int32)
+        tokens = completions[row]
         runs = tuple(all_runs[row] or (tokens.size,))
-        if sum(runs) != tokens.size:
-            raise ValueError(f"{path}: gen_runs of {prompt_id!r} sample {sample_id} do not sum to {tokens.size} tokens")
-        prompt = np.asarray(prompts[row].values, np.int32)
-        problems[prompt_id].rollouts.append(Rollout(sample_id, epochs[row], prompt, tokens, runs))
+        if sum(runs) != tokens.size or min(runs) < 0:
+            raise ValueError(
+                f"{path}: gen_runs of prompt {prompt_id!r}, sample {sample_ids[row]} are not lengths that sum to its "
+                f"{tokens.size} tokens: {list(runs)}"
+            )
+        problems[prompt_id].rollouts.append(Rollout(sample_ids[row], epochs[row], prompts[row], tokens, runs))
     for problem in problems.values():
         problem.rollouts.sort(key=lambda rollout: (rollout.epoch, rollout.sample_id))
     return list(problems.values())
+
+
+def _integers(table: Any, name: str, path: str | Path) -> list[int]:
+    """A column of integers without gaps."""
+    import pyarrow as arrow
+
+    column = table[name]
+    if not arrow.types.is_integer(column.type) or column.null_count:
+        raise ValueError(f"{path}: column {name} must hold integers without gaps, got {column.type}")
+    values: list[int] = column.to_pylist()
+    return values
+
+
+def _token_lists(table: Any, name: str, path: str | Path) -> list[Int32Array]:
+    """A column of token lists as int32 arrays, one per row."""
+    import pyarrow as arrow
+    import pyarrow.compute as compute
+
+    column = table[name]
+    kind = column.type
+    is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
+    if not is_list or not arrow.types.is_integer(kind.value_type):
+        raise ValueError(f"{path}: column {name} must hold lists of integers, got {kind}")
+    flat = compute.list_flatten(column).combine_chunks()
+    if column.null_count or flat.null_count:
+        raise ValueError(f"{path}: column {name} has gaps")
+    values = flat.to_numpy(zero_copy_only=False)
+    if values.size and not 0 <= values.min() <= values.max() < 2**31:
+        raise ValueError(f"{path}: column {name} must hold tokens in [0, 2**31), got {values.min()} to {values.max()}")
+    lengths = compute.list_value_length(column).to_numpy()
+    ends = np.cumsum(lengths)
+    return [tokens.astype(np.int32) for tokens in np.split(values, ends[:-1])]
 
 
 def num_tokens(problems: Sequence[Problem]) -> int:

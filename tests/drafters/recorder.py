@@ -84,7 +84,7 @@ class Recorder:
 
     def tree_candidates(self, problem: int, context: Sequence[int]) -> list[tuple[Place, int]]:
         """What the suffix tree finds for a context, in order."""
-        scratch, text = kernels.new_scratch(1), np.array(context[-MAX_DEPTH:], np.int32)
+        scratch, text = kernels._new_scratch(1), np.array(context[-MAX_DEPTH:], np.int32)
         scratch.positions.fill(SENTINEL)
         scratch.lengths.fill(SENTINEL)
         count = kernels._tree_gather(self._store(), self.drafter._index, problem, text, text.size, scratch)

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from rollout_spec import noise
 from rollout_spec.drafters import DRAFTERS, build_drafter, find_drafter
-from rollout_spec.drafters.kernels import MAX_DEPTH, PAGE_TOKENS
+from rollout_spec.drafters.kernels import BLEND, MAX_DEPTH, PAGE_TOKENS
 from rollout_spec.drafters.mixture import HistoryDrafter
 from tests import naive
 from tests.drafters.recorder import SLOW, Recorder, examples
@@ -278,7 +278,7 @@ def drafted_by_hand(recorder, req_id, seed):
             candidates = recorder.tree_candidates(problem, context)
         q = naive.blend(
             [(texts[document].tokens[at], length, 1.0) for (document, at), length in candidates],
-            drafter._settings.blend,
+            BLEND,
         )
         if seed is not None:
             noises = {token: float(noise.gumbel(seed, len(context) - 1, token)) for token in q}
@@ -342,7 +342,7 @@ def test_a_longer_match_outweighs_a_few_shorter_ones():
 
 @both_indexes
 def test_the_dice_decide_where_history_is_undecided(index):
-    """Over many seeds, both continuations come about as often as they did in history: what the coupled choice is for."""
+    """Over many seeds, both continuations come about as often as in history: what the coupled choice is for."""
     recorder = make(index, sharpness=1.0)
     for i in range(4):
         recorder.start(str(i), [1, 2], [5, 6 + i % 2])

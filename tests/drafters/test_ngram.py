@@ -105,22 +105,20 @@ def test_entries_of_removed_rollouts_are_not_returned(same_problem):
         assert recorder.table_candidates(problem, [5, 6, 7], order) == []
     recorder.start("b", [1, 2], [8, 7, 6, 5] * 20, problem_id=7 if same_problem else 8)
     recorder.drafter._flush()
-    assert recorder.problem("b") == problem
     assert recorder.drafter._store.num_used_pages == pages
     for context in ([5, 6, 7], [6, 7, 8], [8, 7, 6], [8], [1, 2]):
-        recorder.check_table(problem, context)
-        recorder.check_table(problem + 1, context)
+        for asking in range(max(problem, recorder.problem("b")) + 2):
+            recorder.check_table(asking, context)
 
 
 def test_a_page_that_is_not_written_so_far_again_has_no_candidates():
     recorder = Recorder("ngram")
     recorder.start("a", [], [5, 6, 7, 8, 9, 5, 6, 7, 8], problem_id=7)
     recorder.drafter._flush()
-    problem = recorder.problem("a")
     recorder.stop("a", keep=False)
     recorder.start("b", [], [5, 6, 7], problem_id=7)
     recorder.drafter._flush()
-    assert recorder.problem("b") == problem
+    problem = recorder.problem("b")
     document = recorder.drafter._live["b"].document
     assert recorder.table_candidates(problem, [5, 6, 7], LONG_ORDER) == []
     assert dict(recorder.table_candidates(problem, [5, 6], SHORT_ORDER)) == {(document, 2): 2}
