@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         if args.num_speculative_tokens < 1 or args.batch < 1:
             raise ValueError("-k and --batch must be at least 1")
     except (ValueError, OSError) as error:
-        print(f"rollout-spec replay: {_in_words(error)}", file=sys.stderr)
+        print(f"rollout-spec replay: {error}", file=sys.stderr)
         return 2
     rows: list[dict[str, Any]] = []
     for path, problems in files:
@@ -128,10 +128,6 @@ def synthetic_problems(
         problems.append(Problem(problem.prompt_id, rollouts))
         seeds.update({(problem.prompt_id, k): seed for k, seed in enumerate(own)})
     return problems, seeds
-
-
-def _in_words(error: Exception) -> str:
-    return f"{error}: no such file" if isinstance(error, FileNotFoundError) and not error.strerror else str(error)
 
 
 def _known_dice(problem: Problem, rollout: Rollout) -> int | None:

@@ -253,8 +253,11 @@ class _Run:
             targets.append(cursor.expected(n + 1))
             self._count_confidence(confidence[: expected.size], n)
             committed.append(cursor.advance(n + 1))
+        # Where a recording or a run ends inside a draft there is no token after the accepted ones: the last one of
+        # them is then the target's own.
+        outcomes = np.array([min(n, t.size - 1) for n, t in zip(accepted, targets, strict=True)], np.int32)
         started = clock()
-        drafter.observe(req_ids, targets, np.array(accepted, np.int32))
+        drafter.observe(req_ids, targets, outcomes)
         for req_id, tokens in zip(req_ids, committed, strict=True):
             drafter.extend(req_id, tokens)
         self.index_seconds += clock() - started

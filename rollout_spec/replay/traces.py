@@ -1,9 +1,9 @@
 """Recorded rollouts: several sampled completions of each prompt, as token ids in a Parquet file.
 
 One row per rollout: `prompt_id` string or integer, `sample_id` integer, `epoch` integer (0 when absent),
-`prompt_tokens` and `completion_tokens` lists of integers, and optionally `gen_runs` list of integers: lengths of runs of
-the completion, alternately generated and given by an environment, starting with a generated one. Empty or absent: all
-of it was generated.
+`prompt_tokens` and `completion_tokens` lists of integers, and optionally `gen_runs` list of integers: lengths of runs
+of the completion, alternately generated and given by an environment, starting with a generated one. Empty or absent:
+all of it was generated.
 """
 
 from __future__ import annotations

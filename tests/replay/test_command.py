@@ -1,0 +1,173 @@
+"""`rollout-spec replay` from end to end, and synthetic policies."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+from scipy import stats
+
+from rollout_spec.cli import main
+from rollout_spec.drafters import build_drafter
+from rollout_spec.noise import derive_seed
+from rollout_spec.replay.simulate import REGIMES, replay
+from rollout_spec.replay.synthetic import SyntheticPolicy
+from rollout_spec.replay.traces import Problem, Rollout, num_tokens, read_traces
+from rollout_spec.types import Draft
+from tests.adversaries import Adversary
+
+
+@pytest.fixture
+def traces(tmp_path):
+    """Two prompts with two epochs of three noisy copies of a text each; the second has environment runs."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for prompt in range(2):
+        base = rng.integers(0, 20, 60)
+        for epoch in range(2):
+            for sample in range(3):
+                text = np.where(rng.random(60) < 0.1, rng.integers(0, 20, 60), base)
+                rows.append(
+                    {
+                        "prompt_id": f"p{prompt}",
+                        "sample_id": sample,
+                        "epoch": epoch,
+                        "prompt_tokens": [prompt, 1, 2],
+                        "completion_tokens": text.tolist(),
+                        "gen_runs": [20, 15, 25] if prompt else [],
+                    }
+                )
+    path = tmp_path / "rollouts.parquet"
+    parquet.write_table(arrow.Table.from_pylist(rows), path)
+    return path
+
+
+class Oracle(Adversary):
+    """Knows the recording: each request's completion by the order in which requests start."""
+
+    def __init__(self, texts):
+        super().__init__()
+        self._texts, self._started = texts, {}
+
+    def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
+        super().start_request(req_id, prompt_token_ids, problem_id=problem_id, seed=seed)
+        self._started[req_id] = self._texts[len(self._started)]
+
+    def propose(self, req_ids, max_tokens):
+        drafts = []
+        for req_id, limit in zip(req_ids, max_tokens, strict=True):
+            at = len(self._outputs[req_id])
+            tokens = self._started[req_id][at : at + limit]
+            drafts.append(Draft(np.asarray(tokens, np.int32), np.ones(len(tokens), np.float32)))
+        return drafts
+
+
+@pytest.mark.parametrize("regime", REGIMES)
+def test_any_drafter_emits_the_recording(traces, regime):
+    problems = read_traces(traces)
+    given = sum(sum(r.runs[1::2]) for p in problems for r in p.rollouts if r.epoch == 1)
+    live = [Problem(p.prompt_id, [r for r in p.rollouts if r.epoch == 1]) for p in problems]
+    adversary = Adversary()
+    result = replay(problems, lambda: adversary, regime, num_speculative_tokens=5)
+    assert result.stats.emitted_tokens == num_tokens(live) - given - 6  # the prefill gives each rollout's first token
+    expected = sorted(r.tokens.tolist() for p in live for r in p.rollouts)
+    assert sorted(adversary.finished[-6:]) == expected
+
+
+def test_an_oracle_gets_every_draft_accepted(traces):
+    problems = read_traces(traces, max_prompts=1)
+    texts = [r.tokens for r in problems[0].rollouts if r.epoch == 1]
+    result = replay(problems, lambda: Oracle(texts), "own", num_speculative_tokens=5)
+    assert result.stats.rejected_tokens == 0
+    assert result.stats.tokens_per_step == pytest.approx(59 / 10)  # 59 tokens after the first, 6 at a time
+    assert result.stats.accepted_per_position == [3 * 10] * 5
+
+
+def test_regimes_see_what_they_may():
+    """A text of fresh tokens, said by every sample: only who sees another one's can draft it."""
+    text = np.arange(100, 140, dtype=np.int32)
+    prompt = np.array([1, 2], np.int32)
+    rollouts = [Rollout(k, 0, prompt, text, (text.size,)) for k in range(4)]
+    steps = {}
+    for regime in REGIMES:
+        drafter = build_drafter("suffix", max_draft_tokens=4, min_survival=0.0)
+        result = replay([Problem("p", rollouts)], lambda drafter=drafter: drafter, regime, num_speculative_tokens=4)
+        steps[regime] = result.stats.request_steps
+        drafter.check_integrity()
+    assert steps["own"] == 4 * 39  # nothing to draft from
+    assert steps["inflight"] == 4 * 39  # siblings say the same at the same time
+    assert steps["finished"] == 39 + 3 * 8  # the first sample is alone
+    assert steps["epoch"] == 2 * 8  # half of the samples are history
+
+
+def test_command_writes_every_figure(traces, tmp_path, capsys):
+    out = tmp_path / "rows.json"
+    assert main(["replay", str(traces), "-k", "4", "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert [row["regime"] for row in rows] == list(REGIMES)
+    for row in rows:
+        assert row["tokens_per_step"] >= 1
+        assert sum(row["accepted_per_position"]) == row["accepted_tokens"] <= row["draft_tokens"]
+        assert sum(source["accepted"] for source in row["by_source"].values()) >= row["accepted_tokens"]
+        assert sum(cell["drafted"] for cell in row["calibration"]) <= row["draft_tokens"]
+    assert rows[3]["history_tokens"] == 2 * 3 * 60 + 2 * 3
+    assert "tokens/step" in capsys.readouterr().out
+
+
+def test_command_draws_the_frontier_and_knows_synthetic_dice(traces, tmp_path):
+    out = tmp_path / "rows.json"
+    assert main(["replay", str(traces), "--regime", "epoch", "--frontier", "--json", str(out)]) == 0
+    drafted = [row["draft_tokens"] for row in json.loads(out.read_text())]
+    assert drafted == sorted(drafted, reverse=True)
+    assert main(["replay", str(traces), "--regime", "epoch", "--policy", "synthetic", "--json", str(out)]) == 0
+    assert [row["dice"] for row in json.loads(out.read_text())] == [False, True]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--drafter", "no-such"],
+        ["--option", "min_survival=2"],
+        ["--option", "nonsense"],
+        ["--option", "depth=3"],
+        ["-k", "0"],
+        ["--batch", "0"],
+        ["--frontier", "--drafter", "tests.adversaries.Adversary"],
+    ],
+)
+def test_command_refuses_bad_input(traces, arguments, capsys):
+    assert main(["replay", str(traces), *arguments]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_command_refuses_missing_files(tmp_path, capsys):
+    assert main(["replay", str(tmp_path / "none.parquet")]) == 2
+    assert "none.parquet" in capsys.readouterr().err
+
+
+def test_synthetic_samples_follow_their_distribution(traces):
+    policy = SyntheticPolicy(read_traces(traces)[0])
+    context = [*policy.prompt.tolist(), *policy.sample(1, 5).tolist()]
+    tokens, probabilities = policy.probabilities(context)
+    assert probabilities.sum() == pytest.approx(1.0)
+    draws = [policy.next_token(context, derive_seed(i), 7) for i in range(4000)]
+    counts = np.array([draws.count(int(token)) for token in tokens])
+    assert counts.sum() == 4000
+    common = probabilities > 5 / 4000
+    observed = np.append(counts[common], counts[~common].sum())
+    expected = np.append(probabilities[common], probabilities[~common].sum()) * 4000
+    assert stats.chisquare(observed[expected > 0], expected[expected > 0]).pvalue > 1e-3
+
+
+def test_synthetic_rollouts_end_and_repeat(traces):
+    policy = SyntheticPolicy(read_traces(traces)[0])
+    text = policy.sample(3, 500)
+    assert np.array_equal(text, policy.sample(3, 500))
+    assert text[-1] == policy.end_token
+    assert not (text[:-1] == policy.end_token).any()
+    assert len(policy.sample(3, 4)) == 4
+    with pytest.raises(ValueError, match="no recorded tokens"):
+        SyntheticPolicy(Problem("p", []))
