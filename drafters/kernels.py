@@ -29,7 +29,7 @@ POSITION_BITS = 26
 POSITION_MASK = (1 << POSITION_BITS) - 1
 LONG_ORDER, SHORT_ORDER = 3, 1
 """Context lengths by which the n-gram table finds positions of the same problem."""
-LOOKAHEAD_ORDER = 2
+LOOKAHEAD_ORDER = 3
 """Context length of the lookahead pool."""
 SHARED_ORDER = 4
 """Context length by which positions of other problems are found."""
@@ -37,6 +37,10 @@ MAX_CANDIDATES = 32
 """Earlier continuations that one lookup gathers, longest matches first."""
 MAX_WALK = 96
 """Nodes of the suffix tree that one lookup visits on its way down."""
+MAX_OWN_CANDIDATES = 24
+"""How many of them may come from the problem's own tree where other problems are asked too."""
+MAX_VISITS = 96
+"""Nodes beside the way down that one lookup visits."""
 ENOUGH = 12
 """Candidates after which shorter matches are not looked at."""
 EMPTY, REMOVED = -1, -2
@@ -52,8 +56,8 @@ BLEND = 0.3
 """Weight of the shorter contexts' distribution, in rollouts of the present policy."""
 NUM_NEAR_BINS = 4
 NUM_LENGTH_BINS, NUM_PROBABILITY_BINS = 10, 12
-LOOKAHEAD_PRIOR = 0.3
-"""Probability of a token from the lookahead pool, until outcomes say otherwise."""
+LOOKAHEAD_WEIGHT = 0.4
+"""Probability that the lookahead pool's token gets, the rest is history's."""
 SHARPNESSES = (0.7, 1.0, 1.4, 2.0, 4.0, 1e4)
 """Exponents on the candidates' probabilities that coupled choice picks from; the last one ignores the dice."""
 HEAD_START = 2.0
@@ -82,13 +86,20 @@ class Store(NamedTuple):
     counts: NDArray[np.int64]  # [2] see NUM_FREE_PAGES
 
 
+class Tree(NamedTuple):
+    """A suffix tree over the store: of each problem apart, or of all together."""
+
+    children: Int32Array  # [P * PAGE_TOKENS, 2] smaller and larger contexts, -1: none
+    roots: Int32Array  # [power of two] root by (problem, last token), open addressing
+    counts: NDArray[np.int64]  # [2] used and removed slots of `roots`
+
+
 class Index(NamedTuple):
     """What finds positions in the store. Unused parts have size 0."""
 
-    children: Int32Array  # [P * PAGE_TOKENS, 2] suffix tree: smaller and larger contexts, -1: none
-    roots: Int32Array  # [power of two] suffix tree: root by (problem, last token), open addressing
+    tree: Tree  # of each problem apart
+    shared: Tree  # of all problems together
     buckets: NDArray[np.uint32]  # [power of two, WAYS] n-gram table, newest first
-    counts: NDArray[np.int64]  # [2] used and removed slots of `roots`
 
 
 class Pool(NamedTuple):
@@ -153,9 +164,9 @@ class Scratch(NamedTuple):
     lengths: Int32Array  # [MAX_CANDIDATES] how far they match
     weights: NDArray[np.float64]  # [MAX_CANDIDATES]
     natures: Int32Array  # [MAX_CANDIDATES] source and distance
-    found: Int32Array  # [MAX_CANDIDATES] distinct next tokens
-    mass: NDArray[np.float64]  # [MAX_CANDIDATES] their probabilities, or the logarithms
-    noise: NDArray[np.float64]  # [MAX_CANDIDATES]
+    found: Int32Array  # [MAX_CANDIDATES + 1] distinct next tokens
+    mass: NDArray[np.float64]  # [MAX_CANDIDATES + 1] their probabilities, or the logarithms
+    noise: NDArray[np.float64]  # [MAX_CANDIDATES + 1]
     by_length: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of the candidates that match so far
     share: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of a candidate that matches so far
 
@@ -259,10 +270,14 @@ def _compare(tokens, page_back, node, text, end, known):
     return length, 1
 
 
+@nb.njit(cache=True, inline="always")
+def _problem_of(store, position):
+    return store.document_problem[store.page_document[position >> PAGE_BITS]]
+
+
 @nb.njit(cache=True)
-def _root_slot(store, index, problem, token):
-    """Slot of the root for (problem, last token), or the empty slot where it belongs."""
-    roots = index.roots
+def _root_slot(store, roots, problem, token):
+    """Slot of the root for (problem, last token), or the empty slot where it belongs. Problem -1: all together."""
     mask = roots.size - 1
     mixed = (np.uint64(problem) * np.uint64(0x9E3779B97F4A7C15)) ^ (np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F))
     mixed *= np.uint64(0x9E3779B97F4A7C15)
@@ -275,27 +290,26 @@ def _root_slot(store, index, problem, token):
         if root == REMOVED:
             if free < 0:
                 free = slot
-        elif (
-            store.document_problem[store.page_document[root >> PAGE_BITS]] == problem
-            and store.tokens[_before(store.page_back, root)] == token
-        ):
+        elif (problem < 0 or _problem_of(store, root) == problem) and store.tokens[
+            _before(store.page_back, root)
+        ] == token:
             return slot
         slot = (slot + 1) & mask
 
 
 @nb.njit(cache=True)
-def _tree_insert(store, index, problem, position, text, end):
+def _tree_insert(store, tree, problem, position, text, end):
     """Make `position`, whose context is text[..end - 1], the root of its tree; what was there is split around it.
 
     Expected O(log n) comparisons.
     """
-    tokens, page_back, children, roots = store.tokens, store.page_back, index.children, index.roots
-    slot = _root_slot(store, index, problem, text[end - 1])
+    tokens, page_back, children, roots = store.tokens, store.page_back, tree.children, tree.roots
+    slot = _root_slot(store, roots, problem, text[end - 1])
     node = np.int64(roots[slot])
     if node < 0:
-        index.counts[0] += 1
+        tree.counts[0] += 1
         if node == REMOVED:
-            index.counts[1] -= 1
+            tree.counts[1] -= 1
     roots[slot] = position
     smaller, larger = position, position  # nodes whose free link takes the next smaller or larger subtree
     smaller_side, larger_side = 0, 1
@@ -315,12 +329,12 @@ def _tree_insert(store, index, problem, position, text, end):
 
 
 @nb.njit(cache=True)
-def _tree_remove(store, index, problem, position, text):
+def _tree_remove(store, tree, problem, position, text):
     """Take a position out of its tree, wherever it is. Expected O(log n)."""
-    tokens, page_back, children, roots = store.tokens, store.page_back, index.children, index.roots
+    tokens, page_back, children, roots = store.tokens, store.page_back, tree.children, tree.roots
     found = read_back(store, _before(page_back, position), text, MAX_DEPTH)
     context = text[MAX_DEPTH - found : MAX_DEPTH]
-    slot = _root_slot(store, index, problem, context[found - 1])
+    slot = _root_slot(store, roots, problem, context[found - 1])
     parent, side = np.int64(-1), 0
     node = np.int64(roots[slot])
     smaller_length, larger_length = 1, 1
@@ -346,8 +360,8 @@ def _tree_remove(store, index, problem, position, text):
             roots[slot] = kept
         else:
             roots[slot] = REMOVED
-            index.counts[0] -= 1
-            index.counts[1] += 1
+            tree.counts[0] -= 1
+            tree.counts[1] += 1
         if smaller < 0 or larger < 0:
             return
         parent = kept
@@ -360,23 +374,32 @@ def _tree_remove(store, index, problem, position, text):
 
 
 @nb.njit(cache=True)
-def rehash_roots(store, index, old_roots):
+def rehash_roots(store, tree, is_shared, old_roots):
     for i in range(old_roots.size):
         root = np.int64(old_roots[i])
         if root >= 0:
-            problem = store.document_problem[store.page_document[root >> PAGE_BITS]]
-            index.roots[_root_slot(store, index, problem, store.tokens[_before(store.page_back, root)])] = root
-            index.counts[0] += 1
+            problem = -1 if is_shared else _problem_of(store, root)
+            slot = _root_slot(store, tree.roots, problem, store.tokens[_before(store.page_back, root)])
+            tree.roots[slot] = root
+            tree.counts[0] += 1
 
 
 @nb.njit(cache=True)
-def _tree_gather(store, index, problem, text, end, scratch):
-    """Collect continuations of the longest matches of text[..end - 1]. Returns their number."""
-    tokens, page_back, children = store.tokens, store.page_back, index.children
+def _tree_gather(store, tree, problem, other_than, text, end, first, limit, scratch):
+    """Collect continuations of the longest matches of text[..end - 1].
+
+    Args:
+        problem: Whose tree; -1 for the tree of all problems.
+        other_than: Skip positions of this problem.
+        first: Candidates that there are already.
+        limit: Most candidates, those included.
+
+    Returns:
+        The number of candidates. O(log n + MAX_VISITS).
+    """
+    tokens, page_back, children = store.tokens, store.page_back, tree.children
     positions, lengths = scratch.positions, scratch.lengths
-    node = np.int64(index.roots[_root_slot(store, index, problem, text[end - 1])])
-    if node < 0:
-        return 0
+    node = np.int64(tree.roots[_root_slot(store, tree.roots, problem, text[end - 1])])
     path, path_length, path_away = scratch.path, scratch.path_length, scratch.path_away
     path_known = scratch.path_known
     steps = 0
@@ -399,24 +422,27 @@ def _tree_gather(store, index, problem, text, end, scratch):
             larger_length = length
             node = np.int64(children[node, 0])
     stack = scratch.stack
-    count = 0
+    count, enough, visits = first, min(first + ENOUGH, limit), 0
     for i in range(steps):
-        if count == MAX_CANDIDATES or (count >= ENOUGH and path_length[i] < lengths[count - 1]):
+        if count == limit or (count >= enough and path_length[i] < lengths[count - 1]):
             break
-        positions[count], lengths[count] = path[i], path_length[i]
-        count += 1
-        # Beyond ENOUGH candidates only those count that match as far as this one.
+        if _problem_of(store, path[i]) != other_than:
+            positions[count], lengths[count] = path[i], path_length[i]
+            count += 1
+        # Beyond enough candidates only those count that match as far as this one.
         depth = 0
         if path_away[i] >= 0:
             stack[0], depth = path_away[i], 1
-        while depth > 0 and count < MAX_CANDIDATES:
+        while depth > 0 and count < limit and visits < MAX_VISITS:
             depth -= 1
+            visits += 1
             node = np.int64(stack[depth])
             length, sign = _compare(tokens, page_back, node, text, end, path_known[i])
             near, far = (1, 0) if sign < 0 else (0, 1)
-            if length >= path_length[i] or count < ENOUGH:
-                positions[count], lengths[count] = node, length
-                count += 1
+            if length >= path_length[i] or count < enough:
+                if _problem_of(store, node) != other_than:
+                    positions[count], lengths[count] = node, length
+                    count += 1
                 if children[node, far] >= 0 and depth < stack.size:
                     stack[depth] = children[node, far]
                     depth += 1
@@ -513,8 +539,7 @@ def rehash_table(store, index, settings, old):
             context = text[MAX_DEPTH - size :]
             for kind in range(3):
                 order = (SHORT_ORDER, LONG_ORDER, SHARED_ORDER)[kind]
-                used = settings.use_shared if kind == 2 else settings.use_table
-                if not used or size < order:
+                if size < order or (kind == 2 and not settings.use_shared):
                     continue
                 key = np.int64(-1) if kind == 2 else np.int64(problem)
                 mixed = _ngram_hash(key, context, size, order)
@@ -528,7 +553,7 @@ def rehash_table(store, index, settings, old):
 
 @nb.njit(cache=True)
 def _pool_find(pool, problem, text, end):
-    """The token that followed the last two tokens of text[..end - 1], -1: none known."""
+    """The token that followed the last LOOKAHEAD_ORDER tokens of text[..end - 1], -1: none known."""
     if end < LOOKAHEAD_ORDER:
         return -1
     key = _ngram_hash(problem, text, end, LOOKAHEAD_ORDER)
@@ -564,14 +589,16 @@ def append(store, index, settings, document, new, text):
         if size == 0:
             continue
         if settings.use_tree:
-            _tree_insert(store, index, problem, position, context, size)
+            _tree_insert(store, index.tree, problem, position, context, size)
+            if settings.use_shared:
+                _tree_insert(store, index.shared, -1, position, context, size)
         if settings.use_table:
             if size >= SHORT_ORDER:
                 _table_insert(index, problem, position, context, size, SHORT_ORDER)
             if size >= LONG_ORDER:
                 _table_insert(index, problem, position, context, size, LONG_ORDER)
-        if settings.use_shared and size >= SHARED_ORDER:
-            _table_insert(index, -1, position, context, size, SHARED_ORDER)
+            if settings.use_shared and size >= SHARED_ORDER:
+                _table_insert(index, -1, position, context, size, SHARED_ORDER)
 
 
 @nb.njit(cache=True)
@@ -592,7 +619,9 @@ def remove_document(store, index, settings, document):
             for _ in range(store.document_length[document]):
                 before = _before(store.page_back, position)
                 if before >= 0:
-                    _tree_remove(store, index, problem, position, text)
+                    _tree_remove(store, index.tree, problem, position, text)
+                    if settings.use_shared:
+                        _tree_remove(store, index.shared, -1, position, text)
                 position = before
         page = np.int64(store.document_first[document]) >> PAGE_BITS
         while page >= 0:
@@ -649,12 +678,15 @@ def _gather(store, index, settings, document, text, end, scratch):
     positions, lengths = scratch.positions, scratch.lengths
     count = 0
     if settings.use_tree and end > 0:
-        count = _tree_gather(store, index, problem, text, end, scratch)
+        limit = MAX_OWN_CANDIDATES if settings.use_shared else MAX_CANDIDATES
+        count = _tree_gather(store, index.tree, problem, -2, text, end, 0, limit, scratch)
+        if settings.use_shared:
+            count = _tree_gather(store, index.shared, -1, problem, text, end, count, MAX_CANDIDATES, scratch)
     if settings.use_table:
         count = _table_gather(store, index, problem, text, end, LONG_ORDER, -2, positions, lengths, count)
         count = _table_gather(store, index, problem, text, end, SHORT_ORDER, -2, positions, lengths, count)
-    if settings.use_shared:
-        count = _table_gather(store, index, -1, text, end, SHARED_ORDER, problem, positions, lengths, count)
+        if settings.use_shared:
+            count = _table_gather(store, index, -1, text, end, SHARED_ORDER, problem, positions, lengths, count)
     return count
 
 
@@ -671,9 +703,9 @@ def _new_scratch(max_tokens):
         np.empty(MAX_CANDIDATES, np.int32),
         np.empty(MAX_CANDIDATES, np.float64),
         np.empty(MAX_CANDIDATES, np.int32),
-        np.empty(MAX_CANDIDATES, np.int32),
-        np.empty(MAX_CANDIDATES, np.float64),
-        np.empty(MAX_CANDIDATES, np.float64),
+        np.empty(MAX_CANDIDATES + 1, np.int32),
+        np.empty(MAX_CANDIDATES + 1, np.float64),
+        np.empty(MAX_CANDIDATES + 1, np.float64),
         np.zeros(MAX_DEPTH + 1, np.float64),
         np.empty(MAX_DEPTH + 1, np.float64),
     )
@@ -758,6 +790,21 @@ def _blend(tokens, count, positions, lengths, weights, by_length, share, found, 
 
 
 @nb.njit(cache=True)
+def _blend_in(token, weight, num_found, found, mass):
+    """Give `token` this much of the probability and the others the rest. Returns the number of tokens found."""
+    at = num_found
+    for i in range(num_found):
+        mass[i] *= 1.0 - weight
+        if found[i] == token:
+            at = i
+    if at == num_found:
+        found[at], mass[at] = token, 0.0
+        num_found += 1
+    mass[at] += weight
+    return num_found
+
+
+@nb.njit(cache=True)
 def _throw_dice(seed, position, num_found, found, mass, noise, alternatives):
     """Replace `mass` by its logarithm, fill `noise`, and note what each exponent would choose."""
     for i in range(num_found):
@@ -823,15 +870,15 @@ def _propose_one(store, index, pool, rows, row, max_tokens, settings, sharpness,
         num_found, longest, left = _blend(
             store.tokens, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
         )
-        if longest < LOOKAHEAD_ORDER:
-            guess = -1
-            if settings.use_lookahead:
-                guess = _pool_find(pool, store.document_problem[document], text, end)
-            if guess >= 0:  # the target's own word after two tokens is worth more than what followed the last one
-                found[0], mass[0], num_found, count = guess, LOOKAHEAD_PRIOR, 1, 0
-                longest, left = LOOKAHEAD_ORDER, 1.0 - LOOKAHEAD_PRIOR
-            elif num_found == 0:
-                break
+        guess = -1
+        if settings.use_lookahead:
+            guess = _pool_find(pool, store.document_problem[document], text, end)
+        if guess >= 0:
+            num_found = _blend_in(guess, LOOKAHEAD_WEIGHT, num_found, found, mass)
+            left *= 1.0 - LOOKAHEAD_WEIGHT
+            longest = max(longest, LOOKAHEAD_ORDER)
+        elif num_found == 0:
+            break
         out.alternatives[row, slot, 0] = -1
         if coupled and num_found > 1:
             _throw_dice(

@@ -52,7 +52,7 @@ PREFERENCE = (
     (2.0, 2.0, 1.5, 1.0),
     (3.0, 1.7, 1.0, 0.6),
     (0.5, 0.5, 0.5, 0.5),
-    (0.3, 0.3, 0.2, 0.2),
+    (0.15, 0.12, 0.07, 0.05),
     (1.0, 1.0, 1.0, 1.0),
 )
 """Weight of a candidate by `SOURCES` and by how many tokens earlier or later in the rollout it lies: up to 4, 32, 256,
@@ -90,7 +90,7 @@ class HistoryDrafter:
         index: `"suffix"` finds every earlier occurrence, longest matches first; `"ngram"` the newest ones.
         own_only: Let requests see nothing but themselves.
         shared: Also draft from the rollouts of other problems.
-        lookahead: Also draft from what the target sampled after rejected drafts, where nothing else is found.
+        lookahead: Also draft from what the target sampled after rejected drafts (see `lookahead.py`).
         max_draft_tokens: Longest draft, K.
         min_survival: A draft ends where the estimated probability of reaching and accepting a slot falls below this.
         sharpness: Exponent on the candidates' probabilities in coupled choice. Above 1: history is a noisy estimate of
@@ -152,13 +152,7 @@ class HistoryDrafter:
             decay=np.maximum(np.float64(recency) ** np.arange(256), 1e-6).astype(np.float32),
             preference=np.array(PREFERENCE, np.float32),
         )
-        self._has_table = index == "ngram" or shared
-        self._index = Index(
-            children=np.full((self._store.num_pages * PAGE_TOKENS if index == "suffix" else 0, 2), -1, np.int32),
-            roots=suffix.new_roots(64),
-            buckets=ngram.new_buckets(1 if not self._has_table else 1024),
-            counts=np.zeros(2, np.int64),
-        )
+        self._index = Index(suffix.new_tree(0), suffix.new_tree(0), ngram.new_buckets(1024 if index == "ngram" else 1))
         bins = (2, NUM_PROBABILITY_BINS, NUM_LENGTH_BINS)
         self._pool = new_pool(POOL_ENTRIES if lookahead else 1)
         self._calibration = Calibration(
@@ -292,7 +286,16 @@ class HistoryDrafter:
         self._finished = kept
 
     def memory_bytes(self) -> int:
-        arrays: list[NDArray] = [*self._index, *self._rows, *self._proposals, *self._calibration, *self._pool]
+        index = self._index
+        arrays: list[NDArray] = [
+            *index.tree,
+            *index.shared,
+            index.buckets,
+            *self._rows,
+            *self._proposals,
+            *self._calibration,
+            *self._pool,
+        ]
         return self._store.memory_bytes() + sum(array.nbytes for array in arrays)
 
     def source_counts(self) -> dict[str, tuple[int, int]]:
@@ -303,7 +306,9 @@ class HistoryDrafter:
         self._flush()
         self._store.check_integrity()
         if self._settings.use_tree:
-            suffix.check_integrity(self._store.arrays, self._index)
+            suffix.check_integrity(self._store.arrays, self._index.tree, is_shared=False)
+            if self._settings.use_shared:
+                suffix.check_integrity(self._store.arrays, self._index.shared, is_shared=True)
         rows = [live.row for live in self._live.values()] + self._free_rows
         assert sorted(rows) == list(range(self._rows.document.size)), "a row has two owners or none"
         documents = [r.document for r in chain(self._live.values(), self._finished)]
@@ -349,13 +354,10 @@ class HistoryDrafter:
         self._store.reserve(tokens.size // PAGE_TOKENS + 2 * len(pieces))
         index, store = self._index, self._store
         if self._settings.use_tree:
-            size = store.num_pages * PAGE_TOKENS
-            if size > index.children.shape[0]:
-                children = np.full((size, 2), -1, np.int32)
-                children[: index.children.shape[0]] = index.children
-                index = index._replace(children=children)
-            index = suffix.reserve_roots(store.arrays, index, tokens.size)
-        if self._has_table:
+            index = index._replace(tree=suffix.reserve(store.arrays, index.tree, tokens.size, is_shared=False))
+            if self._settings.use_shared:
+                index = index._replace(shared=suffix.reserve(store.arrays, index.shared, tokens.size, is_shared=True))
+        if self._settings.use_table:
             wanted = (store.num_tokens + tokens.size) * TABLE_ENTRIES_PER_TOKEN
             if index.buckets.size < wanted:
                 old = index.buckets

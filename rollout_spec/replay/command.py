@@ -82,17 +82,14 @@ def _measure(
     problems: Sequence[Problem], make: Callable[[], Drafter], regime: Regime, args: argparse.Namespace
 ) -> list[tuple[bool, dict[str, Any]]]:
     """[(were the dice known, figures)]: recorded text has no dice, a synthetic policy is replayed without and with."""
-    limits = {"max_samples": args.samples, "max_history": args.history}
+    limits: dict[str, Any] = {"max_samples": args.samples, "max_history": args.history}
     if args.policy == "synthetic":
-        problems, seeds = synthetic_problems(problems, args.samples, args.history)
-        limits = {}
+        target = SyntheticTarget(problems, args.samples, args.history)
+        problems, limits = target.problems, {"next_token": target.next_token}
     sizes = {"num_speculative_tokens": args.num_speculative_tokens, "batch": args.batch}
     measured = []
     for dice in (False, True) if args.policy == "synthetic" else (False,):
-
-        def seed_of(problem: Problem, rollout: Rollout, dice: bool = dice) -> int | None:
-            return seeds[problem.prompt_id, rollout.sample_id] if dice else None
-
+        seed_of = target.seed_of if dice else _no_dice
         warm_up = _tiny_problem()  # compiled code is loaded here, not while the clock runs
         replay([warm_up], make, regime, **sizes, seed_of=_known_dice if dice else _no_dice)
         drafters: list[Drafter] = []
@@ -111,23 +108,35 @@ def _measure(
     return measured
 
 
-def synthetic_problems(
-    recorded: Sequence[Problem], num_samples: int | None, num_earlier: int | None
-) -> tuple[list[Problem], dict[tuple[str, int], int]]:
-    """Fresh rollouts of each prompt's synthetic policy: (problems, seeds by prompt id and sample id).
+class SyntheticTarget:
+    """Fresh rollouts of each prompt's synthetic policy.
 
     As many of an earlier epoch as `num_earlier` and as many live ones as `num_samples`, each by default half of what
     was recorded.
     """
-    problems, seeds = [], {}
-    for problem in recorded:
-        half = max(1, len(problem.rollouts) // 2)
-        earlier, live = num_earlier or half, num_samples or half
-        own = [derive_seed("synthetic", problem.prompt_id, k) for k in range(earlier + live)]
-        rollouts = SyntheticPolicy(problem).rollouts(own, SYNTHETIC_TOKENS, num_earlier=earlier)
-        problems.append(Problem(problem.prompt_id, rollouts))
-        seeds.update({(problem.prompt_id, k): seed for k, seed in enumerate(own)})
-    return problems, seeds
+
+    def __init__(self, recorded: Sequence[Problem], num_samples: int | None, num_earlier: int | None) -> None:
+        self.problems: list[Problem] = []
+        self._policies = {problem.prompt_id: SyntheticPolicy(problem) for problem in recorded}
+        for problem in recorded:
+            half = max(1, len(problem.rollouts) // 2)
+            earlier, live = num_earlier or half, num_samples or half
+            seeds = [_seed(problem, k) for k in range(earlier + live)]
+            policy = self._policies[problem.prompt_id]
+            rollouts = policy.rollouts(seeds, SYNTHETIC_TOKENS, num_earlier=earlier)
+            self.problems.append(Problem(problem.prompt_id, rollouts))
+
+    def seed_of(self, problem: Problem, rollout: Rollout) -> int:
+        """The dice of a rollout."""
+        return _seed(problem, rollout.sample_id)
+
+    def next_token(self, problem: Problem, rollout: Rollout, text: Sequence[int]) -> int:
+        """What the policy says after a text, with the rollout's dice."""
+        return self._policies[problem.prompt_id].next_token(text, self.seed_of(problem, rollout), len(text) - 1)
+
+
+def _seed(problem: Problem, sample_id: int) -> int:
+    return derive_seed("synthetic", problem.prompt_id, sample_id)
 
 
 def _known_dice(problem: Problem, rollout: Rollout) -> int | None:

@@ -141,6 +141,7 @@ def replay(
     max_samples: int | None = None,
     max_history: int | None = None,
     seed_of: Callable[[Problem, Rollout], int | None] = lambda problem, rollout: None,
+    next_token: Callable[[Problem, Rollout, Sequence[int]], int] | None = None,
 ) -> ReplayResult:
     """Replay recorded rollouts in one regime.
 
@@ -151,6 +152,9 @@ def replay(
         max_samples: Live rollouts per problem. None: all.
         max_history: Rollouts of the earlier epoch per problem. None: all.
         seed_of: The dice of a rollout, where they are known (recorded text has none).
+        next_token: The target's own token after a prompt and completion, where the target can be asked. Then the
+            drafter observes the target at every drafted position, as in an engine, and not only up to the first
+            difference.
 
     Raises:
         ValueError: unknown regime, or batch or num_speculative_tokens below 1.
@@ -180,10 +184,10 @@ def replay(
         drafter.begin_policy_version(1)
     indexed_tokens = history_tokens
 
-    run = _Run(drafter, num_speculative_tokens)
+    run = _Run(drafter, num_speculative_tokens, seed_of, next_token)
     lives = [(problem, live) for problem, (_, live) in zip(problems, parts, strict=True) if live]
     for number, wave in enumerate(schedule(lives, regime, batch)):
-        run.wave(number, wave, seed_of)
+        run.wave(number, wave)
         if wave.keep:
             for problem, rollout in wave.requests:
                 indexed_tokens += rollout.tokens.size
@@ -204,15 +208,23 @@ def replay(
 class _Run:
     """The state of one replay: the drafter and what was counted."""
 
-    def __init__(self, drafter: Drafter, num_speculative_tokens: int) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        num_speculative_tokens: int,
+        seed_of: Callable[[Problem, Rollout], int | None],
+        next_token: Callable[[Problem, Rollout, Sequence[int]], int] | None,
+    ) -> None:
         self._drafter = drafter
         self._k = num_speculative_tokens
+        self._seed_of = seed_of
+        self._next_token = next_token
         self.stats = SpeculationStats()
         self.reliability = np.zeros((10, 3))
         self.index_seconds = 0.0
         self.draft_seconds = 0.0
 
-    def wave(self, number: int, wave: Wave, seed_of: Callable[[Problem, Rollout], int | None]) -> None:
+    def wave(self, number: int, wave: Wave) -> None:
         """Generate a wave's rollouts in lock step."""
         clock, drafter = time.perf_counter, self._drafter
         live: dict[str, _Cursor] = {}
@@ -220,8 +232,8 @@ class _Run:
             req_id = f"{number}/{i}"
             if not rollout.tokens.size:
                 continue
-            cursor = _Cursor(rollout)
-            seed = seed_of(problem, rollout)
+            cursor = _Cursor(problem, rollout)
+            seed = self._seed_of(problem, rollout)
             started = clock()
             drafter.start_request(req_id, rollout.prompt, problem_id=problem.problem_id, seed=seed)
             drafter.extend(req_id, cursor.advance(1))
@@ -250,7 +262,7 @@ class _Run:
             expected = cursor.expected(len(draft))
             n = int(np.cumprod(draft[: expected.size] == expected).sum()) if len(draft) else 0
             accepted.append(n)
-            targets.append(cursor.expected(n + 1))
+            targets.append(self._targets(cursor, draft, n))
             self._count_confidence(confidence[: expected.size], n)
             committed.append(cursor.advance(n + 1))
         # Where a recording or a run ends inside a draft there is no token after the accepted ones: the last one of
@@ -266,6 +278,20 @@ class _Run:
         self.stats.record([len(draft.token_ids) for draft in drafts], accepted)
         self.stats.emitted_tokens += sum(emitted) - sum(accepted) - len(accepted)
 
+    def _targets(self, cursor: _Cursor, draft: Int32Array, num_accepted: int) -> Int32Array:
+        """What the target says at the drafted positions that are known."""
+        known = cursor.expected(num_accepted + 1)
+        if self._next_token is None or known.size <= num_accepted:
+            return known
+        text = [*cursor.context(), *draft[: num_accepted + 1].tolist()]
+        after = []
+        for token in draft[num_accepted + 1 :].tolist():
+            after.append(self._next_token(cursor.problem, cursor.rollout, text))
+            text.append(token)
+        if len(draft) > num_accepted:
+            after.append(self._next_token(cursor.problem, cursor.rollout, text))
+        return np.concatenate((known, np.array(after, np.int32)))
+
     def _count_confidence(self, confidence: np.ndarray, num_accepted: int) -> None:
         bins = np.minimum((confidence * 10).astype(np.int64), 9)
         np.add.at(self.reliability[:, 0], bins, 1)
@@ -276,7 +302,9 @@ class _Run:
 class _Cursor:
     """Where a replayed request stands in its recording."""
 
-    def __init__(self, rollout: Rollout) -> None:
+    def __init__(self, problem: Problem, rollout: Rollout) -> None:
+        self.problem = problem
+        self.rollout = rollout
         self._tokens = rollout.tokens
         self._ends = list(itertools.accumulate(rollout.runs))
         self._at = 0
@@ -285,6 +313,10 @@ class _Cursor:
     @property
     def done(self) -> bool:
         return self._at >= self._tokens.size
+
+    def context(self) -> list[int]:
+        """Prompt and what is committed."""
+        return [*self.rollout.prompt.tolist(), *self._tokens[: self._at].tolist()]
 
     def expected(self, n: int) -> Int32Array:
         """The next recorded tokens, at most n and not beyond the end of the generated run."""

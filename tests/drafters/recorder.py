@@ -82,12 +82,15 @@ class Recorder:
         page = position >> PAGE_BITS
         return int(store.page_document[page]), int(store.page_start[page]) + (position & PAGE_MASK)
 
-    def tree_candidates(self, problem: int, context: Sequence[int]) -> list[tuple[Place, int]]:
-        """What the suffix tree finds for a context, in order."""
+    def tree_candidates(self, problem: int, context: Sequence[int], *, shared: bool = False) -> list[tuple[Place, int]]:
+        """What the problem's suffix tree, or that of all others, finds for a context, in order."""
         scratch, text = kernels._new_scratch(1), np.array(context[-MAX_DEPTH:], np.int32)
         scratch.positions.fill(SENTINEL)
         scratch.lengths.fill(SENTINEL)
-        count = kernels._tree_gather(self._store(), self.drafter._index, problem, text, text.size, scratch)
+        index = self.drafter._index
+        tree, key, other_than = (index.shared, -1, problem) if shared else (index.tree, problem, -2)
+        limit = kernels.MAX_CANDIDATES
+        count = kernels._tree_gather(self._store(), tree, key, other_than, text, text.size, 0, limit, scratch)
         return self._places(scratch.positions, scratch.lengths, count)
 
     def table_candidates(
@@ -102,25 +105,34 @@ class Recorder:
         return self._places(positions, lengths, count)
 
     def check_tree(self, problem: int, context: Sequence[int]) -> None:
-        """The tree's candidates are true, the longest is among them, and where there are few all of them are."""
-        found = self.tree_candidates(problem, context)
+        """The trees' candidates are true, the longest is among them, and where there are few all of them are."""
+        texts = self.texts()
+        self._check_tree(self.tree_candidates(problem, context), naive.matches(texts, problem, context, MAX_DEPTH))
+        if self.drafter._settings.use_shared:
+            expected = self._matches_elsewhere(texts, problem, context)
+            self._check_tree(self.tree_candidates(problem, context, shared=True), expected)
+
+    def _check_tree(self, found: list[tuple[Place, int]], expected: dict[Place, int]) -> None:
         places = dict(found)
-        expected = naive.matches(self.texts(), problem, context, MAX_DEPTH)
         assert len(places) == len(found), "a candidate came twice"
         assert places == {place: expected.get(place) for place in places}
         assert max(places.values(), default=0) == max(expected.values(), default=0)
         assert len(expected) > kernels.ENOUGH or places.keys() == expected.keys()
 
+    def _matches_elsewhere(self, texts: dict[int, Text], problem: int, context: Sequence[int]) -> dict[Place, int]:
+        found: dict[Place, int] = {}
+        for other in {text.problem for text in texts.values()} - {problem}:
+            found |= naive.matches(texts, other, context, MAX_DEPTH)
+        return found
+
     def check_table(self, problem: int, context: Sequence[int]) -> None:
         """The table's candidates are true and match at least as far as they should."""
         texts, orders = self.texts(), (kernels.LONG_ORDER, kernels.SHORT_ORDER)
         expected = naive.matches(texts, problem, context, MAX_DEPTH)
-        for order in orders if self.drafter._settings.use_table else ():
+        for order in orders:
             self._check_found(self.table_candidates(problem, context, order), expected, order)
         if self.drafter._settings.use_shared:
-            expected = {}
-            for other in {text.problem for text in texts.values()} - {problem}:
-                expected |= naive.matches(texts, other, context, MAX_DEPTH)
+            expected = self._matches_elsewhere(texts, problem, context)
             found = self.table_candidates(-1, context, kernels.SHARED_ORDER, problem)
             self._check_found(found, expected, kernels.SHARED_ORDER)
 

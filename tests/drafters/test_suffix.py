@@ -33,7 +33,7 @@ def check_contexts(recorder, problem, context):
     random=st.randoms(use_true_random=False),
 )
 def test_candidates_equal_brute_force_in_any_order_of_growth_and_removal(prompts, rollouts, context, random):
-    recorder = Recorder()
+    recorder = Recorder(shared=True)
     for i in range(len(rollouts)):
         recorder.start(str(i), prompts[i % len(prompts)], problem_id=7 + i % 2)
     turns = [(i, token) for i, (tokens, _) in enumerate(rollouts) for token in tokens]
@@ -59,7 +59,7 @@ def test_candidates_equal_brute_force_in_any_order_of_growth_and_removal(prompts
     context=contexts,
 )
 def test_candidates_equal_brute_force_after_eviction(history, max_pages, max_versions, context):
-    recorder = Recorder(max_history_tokens=max_pages * PAGE_TOKENS, max_history_versions=max_versions)
+    recorder = Recorder(shared=True, max_history_tokens=max_pages * PAGE_TOKENS, max_history_versions=max_versions)
     recorder.start("live", [1, 2], [0, 1, 2, 0], problem_id=7)
     for i, (tokens, new_version) in enumerate(history):
         recorder.start(str(i), [1, 2], tokens, problem_id=7)
@@ -131,14 +131,14 @@ def test_regular_texts_do_not_hide_matches(text):
     recorder.check()
 
 
-def depth(index, root):
+def depth(tree, root):
     """Nodes on the longest branch."""
     deepest, stack = 0, [(int(root), 1)]
     while stack:
         node, at = stack.pop()
         if node >= 0:
             deepest = max(deepest, at)
-            stack += [(int(child), at + 1) for child in index.children[node]]
+            stack += [(int(child), at + 1) for child in tree.children[node]]
     return deepest
 
 
@@ -155,7 +155,7 @@ def test_branches_are_shorter_than_a_walk(kind):
         "one-token": [0] * size,
         "contexts-of-one-token": [token for i in range(size // 4) for token in (0, 1 + i // 2, 2, 1)],
     }.get(kind, rng.integers(0, 3, size // 20).tolist())
-    recorder = Recorder()
+    recorder = Recorder(shared=True)
     recorder.start("0", [1], text, problem_id=7)
     if kind.startswith("copies"):
         for i in range(1, 20):
@@ -165,8 +165,8 @@ def test_branches_are_shorter_than_a_walk(kind):
         for i in range(1, 20, 2):
             recorder.stop(str(i), keep=False)
     recorder.drafter._flush()
-    index = recorder.drafter._index
-    assert max(depth(index, root) for root in index.roots if root >= 0) < MAX_WALK
+    for tree in recorder.drafter._index.tree, recorder.drafter._index.shared:
+        assert max(depth(tree, root) for root in tree.roots if root >= 0) < MAX_WALK
 
 
 def test_the_longest_match_is_found_in_a_large_history_with_many_removals():
@@ -190,12 +190,12 @@ def test_roots_grow_and_are_used_again():
         recorder.start(str(i), [], range(1000 * i, 1000 * i + 100), problem_id=7)
         recorder.drafter._flush()
         index = recorder.drafter._index
-        assert index.counts[0] == (index.roots >= 0).sum() == 99
-        assert index.counts[1] == (index.roots == REMOVED).sum()
-        assert index.counts.sum() * 4 <= index.roots.size * 3
+        assert index.tree.counts[0] == (index.tree.roots >= 0).sum() == 99
+        assert index.tree.counts[1] == (index.tree.roots == REMOVED).sum()
+        assert index.tree.counts.sum() * 4 <= index.tree.roots.size * 3
         recorder.stop(str(i), keep=False)
     recorder.check()
-    assert recorder.drafter._index.roots.size <= 1024
+    assert recorder.drafter._index.tree.roots.size <= 1024
     recorder.start("a", [], range(5000), problem_id=7)
     recorder.check()
     recorder.check_tree(recorder.problem("a"), [3998, 3999])
@@ -223,15 +223,26 @@ def test_integrity_notices(damage):
     recorder.start("a", [], [0, 1, 0, 2, 0, 1, 0, 3], problem_id=7)
     recorder.check()
     index = recorder.drafter._index
-    node = next(int(root) for root in index.roots if root >= 0 and (index.children[root] >= 0).any())
+    node = next(int(root) for root in index.tree.roots if root >= 0 and (index.tree.children[root] >= 0).any())
     if damage == "order":
-        index.children[node] = index.children[node, ::-1].copy()
+        index.tree.children[node] = index.tree.children[node, ::-1].copy()
     elif damage == "missing":
-        index.children[node] = -1
+        index.tree.children[node] = -1
     elif damage == "twice":
-        index.roots[np.flatnonzero(index.roots < 0)[0]] = node
-        index.counts[0] += 1
+        index.tree.roots[np.flatnonzero(index.tree.roots < 0)[0]] = node
+        index.tree.counts[0] += 1
     else:
-        index.counts[0] += 1
+        index.tree.counts[0] += 1
     with pytest.raises(AssertionError):
         recorder.drafter.check_integrity()
+
+
+def test_other_problems_are_found_behind_ones_own():
+    """The own problem's positions, which its own tree gives, must not use up the shared tree's candidates."""
+    recorder = Recorder(shared=True)
+    recorder.start("other", [9, 1, 2, 3], [50], problem_id=8)
+    for i in range(ENOUGH):
+        recorder.start(str(i), [8, 1, 2, 3], [i], problem_id=7)
+    recorder.drafter._flush()
+    found = recorder.tree_candidates(recorder.problem("0"), [1, 2, 3], shared=True)
+    assert found[0] == ((recorder.drafter._live["other"].document, 0), 3)

@@ -171,3 +171,41 @@ def test_synthetic_rollouts_end_and_repeat(traces):
     assert len(policy.sample(3, 4)) == 4
     with pytest.raises(ValueError, match="no recorded tokens"):
         SyntheticPolicy(Problem("p", []))
+
+
+class Eavesdropper(Adversary):
+    """Drafts three tokens of its own each time and keeps what it is told about them."""
+
+    def __init__(self):
+        super().__init__()
+        self.heard = []
+
+    def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
+        super().start_request(req_id, prompt_token_ids, problem_id=problem_id, seed=seed)
+        self._prompt = list(prompt_token_ids)
+
+    def propose(self, req_ids, max_tokens):
+        self._drafts = [[1, 2, 3][:limit] for limit in max_tokens]
+        return [Draft(np.array(draft, np.int32), np.ones(len(draft), np.float32)) for draft in self._drafts]
+
+    def observe(self, req_ids, target_token_ids, num_accepted):
+        for req_id, draft, targets in zip(req_ids, self._drafts, target_token_ids, strict=True):
+            self.heard.append(([*self._prompt, *self._outputs[req_id]], draft, list(targets)))
+        super().observe(req_ids, target_token_ids, num_accepted)
+
+
+def test_a_target_that_can_be_asked_is_observed_after_rejected_drafts_too(traces):
+    (problem,) = read_traces(traces, max_prompts=1)
+    policy, seed = SyntheticPolicy(problem), 5
+    fresh = Problem(problem.prompt_id, policy.rollouts([seed], 40, num_earlier=0))
+    drafter = Eavesdropper()
+
+    def next_token(_problem, _rollout, text):
+        return policy.next_token(text, seed, len(text) - 1)
+
+    replay([fresh], lambda: drafter, "own", num_speculative_tokens=3, next_token=next_token)
+    assert len(drafter.heard) > 3
+    for text, draft, targets in drafter.heard:
+        expected = [next_token(None, None, [*text, *draft[:i]]) for i in range(4)]
+        assert targets == expected[: len(targets)]
+        assert len(targets) == 4 or len(text) + len(targets) == 3 + fresh.rollouts[0].tokens.size
