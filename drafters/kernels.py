@@ -16,6 +16,11 @@ from numpy.typing import NDArray
 from rollout_spec.noise import gumbel_nb
 from rollout_spec.types import Float32Array, Int32Array
 
+entry = nb.njit(cache=True)
+# What the entry points call is inlined: passing an array to a function costs two atomic operations on its reference
+# count, which took half of the time.
+inlined = nb.njit(cache=True, forceinline=True)
+
 MAX_DEPTH = 32
 """Longest context that is told apart. Longer matches were worth nothing on recorded rollouts."""
 PAGE_BITS = 5
@@ -39,9 +44,11 @@ MAX_WALK = 96
 """Nodes of the suffix tree that one lookup visits on its way down."""
 MAX_OWN_CANDIDATES = 24
 """How many of them may come from the problem's own tree where other problems are asked too."""
+LONG_MATCH = 4
+"""Tokens that a match among the problem's own texts must have so that other problems are not asked."""
 MAX_VISITS = 96
 """Nodes beside the way down that one lookup visits."""
-ENOUGH = 12
+ENOUGH = 8
 """Candidates after which shorter matches are not looked at."""
 EMPTY, REMOVED = -1, -2
 
@@ -174,7 +181,7 @@ class Scratch(NamedTuple):
 # -- the text store ------------------------------------------------------------------------------------------------
 
 
-@nb.njit(cache=True, inline="always")
+@inlined
 def _before(page_back, position):
     """Position of the token before, -1 when there is none."""
     if position & PAGE_MASK:
@@ -182,7 +189,7 @@ def _before(page_back, position):
     return np.int64(page_back[position >> PAGE_BITS])
 
 
-@nb.njit(cache=True)
+@inlined
 def _step_back(page_back, position, steps):
     """Position `steps` tokens before, -1 when there is none."""
     while position >= 0:
@@ -194,7 +201,7 @@ def _step_back(page_back, position, steps):
     return np.int64(-1)
 
 
-@nb.njit(cache=True)
+@inlined
 def read_back(store, position, text, end):
     """Copy the tokens that end at `position` to text[..end - 1]. Returns how many there were, at most `end`."""
     tokens, page_back = store.tokens, store.page_back
@@ -207,7 +214,7 @@ def read_back(store, position, text, end):
     return end - at
 
 
-@nb.njit(cache=True)
+@inlined
 def _append(store, document, token):
     """Store a token behind a document's last one and return its position."""
     last = np.int64(store.document_last[document])
@@ -236,13 +243,13 @@ def _append(store, document, token):
 # -- the suffix tree -----------------------------------------------------------------------------------------------
 
 
-@nb.njit(cache=True, inline="always")
+@inlined
 def _scramble(token):
     """Order tokens, and positions of equal contexts, by what is unrelated to their coming: no text makes a list."""
     return (np.uint64(token) * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)  # numba widens uint32 products
 
 
-@nb.njit(cache=True)
+@inlined
 def _compare(tokens, page_back, node, text, end, known):
     """Compare the context of `node` with text[..end - 1], from the last token backwards.
 
@@ -270,12 +277,12 @@ def _compare(tokens, page_back, node, text, end, known):
     return length, 1
 
 
-@nb.njit(cache=True, inline="always")
+@inlined
 def _problem_of(store, position):
     return store.document_problem[store.page_document[position >> PAGE_BITS]]
 
 
-@nb.njit(cache=True)
+@inlined
 def _root_slot(store, roots, problem, token):
     """Slot of the root for (problem, last token), or the empty slot where it belongs. Problem -1: all together."""
     mask = roots.size - 1
@@ -297,7 +304,7 @@ def _root_slot(store, roots, problem, token):
         slot = (slot + 1) & mask
 
 
-@nb.njit(cache=True)
+@inlined
 def _tree_insert(store, tree, problem, position, text, end):
     """Make `position`, whose context is text[..end - 1], the root of its tree; what was there is split around it.
 
@@ -328,7 +335,7 @@ def _tree_insert(store, tree, problem, position, text, end):
     children[larger, larger_side] = -1
 
 
-@nb.njit(cache=True)
+@inlined
 def _tree_remove(store, tree, problem, position, text):
     """Take a position out of its tree, wherever it is. Expected O(log n)."""
     tokens, page_back, children, roots = store.tokens, store.page_back, tree.children, tree.roots
@@ -373,7 +380,7 @@ def _tree_remove(store, tree, problem, position, text):
             larger = np.int64(children[larger, 0])
 
 
-@nb.njit(cache=True)
+@entry
 def rehash_roots(store, tree, is_shared, old_roots):
     for i in range(old_roots.size):
         root = np.int64(old_roots[i])
@@ -384,7 +391,7 @@ def rehash_roots(store, tree, is_shared, old_roots):
             tree.counts[0] += 1
 
 
-@nb.njit(cache=True)
+@inlined
 def _tree_gather(store, tree, problem, other_than, text, end, first, limit, scratch):
     """Collect continuations of the longest matches of text[..end - 1].
 
@@ -426,7 +433,7 @@ def _tree_gather(store, tree, problem, other_than, text, end, first, limit, scra
     for i in range(steps):
         if count == limit or (count >= enough and path_length[i] < lengths[count - 1]):
             break
-        if _problem_of(store, path[i]) != other_than:
+        if other_than < 0 or _problem_of(store, path[i]) != other_than:
             positions[count], lengths[count] = path[i], path_length[i]
             count += 1
         # Beyond enough candidates only those count that match as far as this one.
@@ -440,7 +447,7 @@ def _tree_gather(store, tree, problem, other_than, text, end, first, limit, scra
             length, sign = _compare(tokens, page_back, node, text, end, path_known[i])
             near, far = (1, 0) if sign < 0 else (0, 1)
             if length >= path_length[i] or count < enough:
-                if _problem_of(store, node) != other_than:
+                if other_than < 0 or _problem_of(store, node) != other_than:
                     positions[count], lengths[count] = node, length
                     count += 1
                 if children[node, far] >= 0 and depth < stack.size:
@@ -455,7 +462,7 @@ def _tree_gather(store, tree, problem, other_than, text, end, first, limit, scra
 # -- the n-gram table ----------------------------------------------------------------------------------------------
 
 
-@nb.njit(cache=True)
+@inlined
 def _ngram_hash(problem, text, end, order):
     """64-bit FNV-like hash of the last `order` tokens of text[..end - 1] and the problem."""
     mixed = (np.uint64(problem + 1) << np.uint64(8)) ^ np.uint64(order)
@@ -465,13 +472,13 @@ def _ngram_hash(problem, text, end, order):
     return mixed
 
 
-@nb.njit(cache=True, inline="always")
+@inlined
 def _tag(mixed):
     """The hash's part that an entry keeps, 0 to 62: 63 is an empty entry's."""
     return np.uint32(min(mixed & np.uint64(63), np.uint64(62)))
 
 
-@nb.njit(cache=True)
+@inlined
 def _table_insert(index, problem, position, text, end, order):
     """Put a position in front of the bucket of its context; the oldest of a full bucket is forgotten. O(WAYS)."""
     mixed = _ngram_hash(problem, text, end, order)
@@ -482,7 +489,7 @@ def _table_insert(index, problem, position, text, end, order):
     bucket[0] = np.uint32((tag << np.uint32(POSITION_BITS)) | np.uint32(position))
 
 
-@nb.njit(cache=True)
+@inlined
 def _table_gather(store, index, problem, text, end, order, other_than, positions, lengths, count):
     """Collect positions whose context shares at least `order` tokens with text[..end - 1], newest first.
 
@@ -524,7 +531,7 @@ def _table_gather(store, index, problem, text, end, order, other_than, positions
     return count
 
 
-@nb.njit(cache=True)
+@entry
 def rehash_table(store, index, settings, old):
     """Insert the entries of a smaller table again, oldest first."""
     text = np.empty(MAX_DEPTH, np.int32)
@@ -551,7 +558,7 @@ def rehash_table(store, index, settings, old):
 # -- the lookahead pool --------------------------------------------------------------------------------------------
 
 
-@nb.njit(cache=True)
+@inlined
 def _pool_find(pool, problem, text, end):
     """The token that followed the last LOOKAHEAD_ORDER tokens of text[..end - 1], -1: none known."""
     if end < LOOKAHEAD_ORDER:
@@ -561,7 +568,7 @@ def _pool_find(pool, problem, text, end):
     return pool.tokens[slot] if pool.keys[slot] == key else -1
 
 
-@nb.njit(cache=True)
+@inlined
 def _pool_insert(pool, problem, text, end, token):
     if end >= LOOKAHEAD_ORDER:
         key = _ngram_hash(problem, text, end, LOOKAHEAD_ORDER)
@@ -573,7 +580,7 @@ def _pool_insert(pool, problem, text, end, token):
 # -- indexing ------------------------------------------------------------------------------------------------------
 
 
-@nb.njit(cache=True)
+@inlined
 def append(store, index, settings, document, new, text):
     """Append tokens to a document and index each as its context's continuation."""
     problem = store.document_problem[document]
@@ -601,14 +608,14 @@ def append(store, index, settings, document, new, text):
                 _table_insert(index, -1, position, context, size, SHARED_ORDER)
 
 
-@nb.njit(cache=True)
+@entry
 def append_batch(store, index, settings, documents, tokens, starts):
     text = np.empty(MAX_DEPTH, np.int32)
     for i in range(documents.size):
         append(store, index, settings, documents[i], tokens[starts[i] : starts[i + 1]], text)
 
 
-@nb.njit(cache=True)
+@entry
 def remove_document(store, index, settings, document):
     """Take a document out of the index and free its pages."""
     problem = store.document_problem[document]
@@ -640,7 +647,7 @@ def remove_document(store, index, settings, document):
 # -- drafting ------------------------------------------------------------------------------------------------------
 
 
-@nb.njit(cache=True, inline="always")
+@inlined
 def _length_bin(length):
     if length <= 4:
         return max(length - 1, 0)
@@ -655,13 +662,13 @@ def _length_bin(length):
     return 8 if length <= 24 else 9
 
 
-@nb.njit(cache=True, inline="always")
+@inlined
 def _probability_bin(probability):
     """Finer towards 1: two bins per halving of the distance."""
     return min(int(-2.0 * np.log2(max(1.0 - probability, 1e-9))), NUM_PROBABILITY_BINS - 1)
 
 
-@nb.njit(cache=True, inline="always")
+@inlined
 def _near_bin(distance):
     distance = abs(distance)
     if distance <= 4:
@@ -671,7 +678,7 @@ def _near_bin(distance):
     return 2 if distance <= 256 else 3
 
 
-@nb.njit(cache=True)
+@inlined
 def _gather(store, index, settings, document, text, end, scratch):
     """Fill scratch.positions and lengths with earlier continuations of text[..end - 1]. Returns their number."""
     problem = store.document_problem[document]
@@ -680,7 +687,7 @@ def _gather(store, index, settings, document, text, end, scratch):
     if settings.use_tree and end > 0:
         limit = MAX_OWN_CANDIDATES if settings.use_shared else MAX_CANDIDATES
         count = _tree_gather(store, index.tree, problem, -2, text, end, 0, limit, scratch)
-        if settings.use_shared:
+        if settings.use_shared and (count == 0 or lengths[0] < LONG_MATCH):
             count = _tree_gather(store, index.shared, -1, problem, text, end, count, MAX_CANDIDATES, scratch)
     if settings.use_table:
         count = _table_gather(store, index, problem, text, end, LONG_ORDER, -2, positions, lengths, count)
@@ -690,7 +697,7 @@ def _gather(store, index, settings, document, text, end, scratch):
     return count
 
 
-@nb.njit(cache=True)
+@inlined
 def _new_scratch(max_tokens):
     return Scratch(
         np.empty(MAX_DEPTH + max_tokens, np.int32),
@@ -711,7 +718,7 @@ def _new_scratch(max_tokens):
     )
 
 
-@nb.njit(cache=True)
+@inlined
 def _rate(calibration, coupled, probability_bin, length_bin, nature, expected):
     """Probability that a drafted token is accepted: counted by cell, falling back on coarser cells and the model."""
     coarse = calibration.coarse[coupled, probability_bin, length_bin]
@@ -720,7 +727,7 @@ def _rate(calibration, coupled, probability_bin, length_bin, nature, expected):
     return (fine[1] + FINE_PRIOR * rate) / (fine[0] + FINE_PRIOR)
 
 
-@nb.njit(cache=True)
+@inlined
 def _best_sharpness(by_sharpness):
     best, most = 1.0, -1.0
     for a in range(len(SHARPNESSES)):
@@ -730,7 +737,7 @@ def _best_sharpness(by_sharpness):
     return best
 
 
-@nb.njit(cache=True)
+@inlined
 def _weigh(store, settings, document, offset, count, positions, weights, natures):
     """Give each candidate its weight and nature: where it comes from, and how near it is to `offset`."""
     problem = store.document_problem[document]
@@ -751,7 +758,7 @@ def _weigh(store, settings, document, offset, count, positions, weights, natures
         weights[i] = settings.decay[age] * settings.preference[source, near]
 
 
-@nb.njit(cache=True)
+@inlined
 def _blend(tokens, count, positions, lengths, weights, by_length, share, found, mass):
     """Probability of each next token: q_l = (c_l + BLEND q_{l-1}) / (n_l + BLEND) over match lengths l.
 
@@ -789,7 +796,7 @@ def _blend(tokens, count, positions, lengths, weights, by_length, share, found, 
     return num_found, longest, left
 
 
-@nb.njit(cache=True)
+@inlined
 def _blend_in(token, weight, num_found, found, mass):
     """Give `token` this much of the probability and the others the rest. Returns the number of tokens found."""
     at = num_found
@@ -804,7 +811,7 @@ def _blend_in(token, weight, num_found, found, mass):
     return num_found
 
 
-@nb.njit(cache=True)
+@inlined
 def _throw_dice(seed, position, num_found, found, mass, noise, alternatives):
     """Replace `mass` by its logarithm, fill `noise`, and note what each exponent would choose."""
     for i in range(num_found):
@@ -818,7 +825,7 @@ def _throw_dice(seed, position, num_found, found, mass, noise, alternatives):
         alternatives[a] = found[best]
 
 
-@nb.njit(cache=True)
+@inlined
 def _choose(num_found, mass, sharpness, noise):
     """(index of the best token, lead of its score over the next one's). sharpness 0: the most probable."""
     best, best_score, second_score = 0, -np.inf, -np.inf
@@ -831,7 +838,7 @@ def _choose(num_found, mass, sharpness, noise):
     return best, best_score - second_score
 
 
-@nb.njit(cache=True)
+@inlined
 def _advance(store, token, count, positions, lengths, weights, natures):
     """Keep the candidates that say `token`, moved on by one. Returns their number."""
     tokens, alive = store.tokens, 0
@@ -848,7 +855,7 @@ def _advance(store, token, count, positions, lengths, weights, natures):
     return alive
 
 
-@nb.njit(cache=True)
+@inlined
 def _propose_one(store, index, pool, rows, row, max_tokens, settings, sharpness, calibration, scratch, out):
     """Fill `out` for one row."""
     positions, lengths, weights, natures = scratch.positions, scratch.lengths, scratch.weights, scratch.natures
@@ -910,7 +917,7 @@ def _propose_one(store, index, pool, rows, row, max_tokens, settings, sharpness,
         count = _advance(store, token, count, positions, lengths, weights, natures)
 
 
-@nb.njit(cache=True)
+@entry
 def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, out):
     """Fill `out` for the rows in `batch`, at most max_tokens[i] tokens each.
 
@@ -922,7 +929,7 @@ def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, 
         _propose_one(store, index, pool, rows, batch[i], max_tokens[i], settings, sharpness, calibration, scratch, out)
 
 
-@nb.njit(cache=True)
+@inlined
 def _trial(cell, hit):
     if cell[0] >= MAX_TRIALS:
         cell[0] *= 0.5
@@ -932,7 +939,7 @@ def _trial(cell, hit):
         cell[1] += 1.0
 
 
-@nb.njit(cache=True)
+@entry
 def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out):
     """Learn from the slots that the target reached, and fill the lookahead pool from those that it did not."""
     text = np.empty(MAX_DEPTH + out.tokens.shape[1], np.int32)

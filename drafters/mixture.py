@@ -16,9 +16,9 @@ import hashlib
 import math
 from array import array
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
-from itertools import accumulate, chain
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -219,7 +219,7 @@ class HistoryDrafter:
         if len(max_tokens) != len(req_ids):
             raise ValueError(f"max_tokens has {len(max_tokens)} entries for {len(req_ids)} requests")
         self._flush()
-        batch = np.array([self._request(req_id).row for req_id in req_ids], np.int64)
+        batch = self._batch(req_ids)
         limits = np.clip(np.asarray(max_tokens, np.int64), 0, self._max_draft_tokens)
         out = self._proposals
         kernels.propose(
@@ -235,7 +235,7 @@ class HistoryDrafter:
         )
         tokens, confidence = out.tokens[batch], out.confidence[batch]
         lengths = out.lengths[batch].tolist()
-        return [Draft(tokens[i, :n], confidence[i, :n]) for i, n in enumerate(lengths)]
+        return [Draft(t[:n], c[:n]) for t, c, n in zip(tokens, confidence, lengths, strict=True)]
 
     def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
         if not len(req_ids) == len(target_token_ids) == len(num_accepted):
@@ -243,16 +243,16 @@ class HistoryDrafter:
                 f"observe got {len(req_ids)} requests, {len(target_token_ids)} token lists and "
                 f"{len(num_accepted)} acceptance counts"
             )
-        batch = np.array([self._request(req_id).row for req_id in req_ids], np.int64)
-        tokens, starts = _ragged([_as_array("target_token_ids", tokens) for tokens in target_token_ids])
+        lists = [tokens.tolist() if isinstance(tokens, np.ndarray) else tokens for tokens in target_token_ids]
+        tokens = np.frombuffer(_as_array("target_token_ids", chain.from_iterable(lists)), np.int32)
         accepted = np.asarray(num_accepted, np.int64)
         kernels.observe(
             self._store.arrays,
             self._pool,
             self._rows,
-            batch,
+            self._batch(req_ids),
             tokens,
-            starts,
+            _starts(target_token_ids),
             accepted,
             self._settings,
             self._calibration,
@@ -324,6 +324,14 @@ class HistoryDrafter:
             raise ValueError(f"request {req_id!r} is not live: start_request comes first")
         return live
 
+    def _batch(self, req_ids: Sequence[str]) -> NDArray[np.int64]:
+        """The requests' rows."""
+        live = self._live
+        try:
+            return np.array([live[req_id].row for req_id in req_ids], np.int64)
+        except KeyError as error:
+            raise ValueError(f"request {error} is not live: start_request comes first") from None
+
     def _problem(self, problem_id: int | None) -> int:
         """Number of a problem, with one more user. None: a problem of its own."""
         number = None if problem_id is None else self._problems.get(problem_id)
@@ -349,7 +357,8 @@ class HistoryDrafter:
 
     def _append(self, pieces: list[tuple[int, array[int]]]) -> None:
         documents = np.array([document for document, _ in pieces], np.int64)
-        tokens, starts = _ragged([tokens for _, tokens in pieces])
+        tokens = np.frombuffer(b"".join([tokens for _, tokens in pieces]), np.int32)
+        starts = _starts([tokens for _, tokens in pieces])
         # A piece begins at most one page more than its tokens fill.
         self._store.reserve(tokens.size // PAGE_TOKENS + 2 * len(pieces))
         index, store = self._index, self._store
@@ -421,7 +430,7 @@ def _new_proposals(capacity: int, k: int) -> Proposals:
     )
 
 
-def _as_array(name: str, tokens: Tokens) -> array[int]:
+def _as_array(name: str, tokens: Tokens | Iterable[int]) -> array[int]:
     """Token ids as a C array of their own; much faster than NumPy for the few tokens of a step."""
     try:
         values = array("i", tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
@@ -432,8 +441,8 @@ def _as_array(name: str, tokens: Tokens) -> array[int]:
     return values
 
 
-def _ragged(pieces: Sequence[array[int]]) -> tuple[Int32Array, NDArray[np.int64]]:
-    """Concatenate; starts[i] : starts[i + 1] is piece i."""
+def _starts(pieces: Sequence[Sized]) -> NDArray[np.int64]:
+    """Where pieces begin that lie one behind the other, and where the last one ends."""
     starts = np.zeros(len(pieces) + 1, np.int64)
-    starts[1:] = list(accumulate(map(len, pieces)))
-    return np.frombuffer(b"".join(pieces), np.int32), starts
+    np.cumsum([len(piece) for piece in pieces], out=starts[1:])
+    return starts
