@@ -17,9 +17,9 @@ from rollout_spec.noise import gumbel_nb
 from rollout_spec.types import Float32Array, Int32Array
 
 entry = nb.njit(cache=True)
-# What the entry points call is inlined: passing an array to a function costs two atomic operations on its reference
-# count, which took half of the time.
-inlined = nb.njit(cache=True, forceinline=True)
+# Below the entry points, which own what they allocate, nothing counts references or allocates: counting took more than
+# half of the time.
+inlined = nb.njit(cache=True, forceinline=True, _nrt=False)
 
 MAX_DEPTH = 32
 """Longest context that is told apart. Longer matches were worth nothing on recorded rollouts."""
@@ -531,10 +531,8 @@ def _table_gather(store, index, problem, text, end, order, other_than, positions
     return count
 
 
-@entry
-def rehash_table(store, index, settings, old):
-    """Insert the entries of a smaller table again, oldest first."""
-    text = np.empty(MAX_DEPTH, np.int32)
+@inlined
+def _rehash_table(store, index, settings, old, text):
     for slot in range(old.shape[0]):
         for way in range(WAYS - 1, -1, -1):
             entry = old[slot, way]
@@ -553,6 +551,12 @@ def rehash_table(store, index, settings, old):
                 same_tag = _tag(mixed) == entry >> np.uint32(POSITION_BITS)
                 if same_tag and np.int64(mixed >> np.uint64(32)) & (old.shape[0] - 1) == slot:
                     _table_insert(index, key, position, context, size, order)
+
+
+@entry
+def rehash_table(store, index, settings, old):
+    """Insert the entries of a smaller table again, oldest first."""
+    _rehash_table(store, index, settings, old, np.empty(MAX_DEPTH, np.int32))
 
 
 # -- the lookahead pool --------------------------------------------------------------------------------------------
@@ -581,45 +585,50 @@ def _pool_insert(pool, problem, text, end, token):
 
 
 @inlined
-def append(store, index, settings, document, new, text):
-    """Append tokens to a document and index each as its context's continuation."""
-    problem = store.document_problem[document]
-    known = read_back(store, store.document_last[document], text, MAX_DEPTH)
-    buffer = np.empty(known + new.size, np.int32)
-    buffer[:known] = text[MAX_DEPTH - known : MAX_DEPTH]
-    buffer[known:] = new
-    for i in range(new.size):
-        position = _append(store, document, new[i])
-        end = known + i
-        context = buffer[max(0, end - MAX_DEPTH) : end]
-        size = context.size
-        if size == 0:
-            continue
-        if settings.use_tree:
-            _tree_insert(store, index.tree, problem, position, context, size)
-            if settings.use_shared:
-                _tree_insert(store, index.shared, -1, position, context, size)
-        if settings.use_table:
-            if size >= SHORT_ORDER:
-                _table_insert(index, problem, position, context, size, SHORT_ORDER)
-            if size >= LONG_ORDER:
-                _table_insert(index, problem, position, context, size, LONG_ORDER)
-            if settings.use_shared and size >= SHARED_ORDER:
-                _table_insert(index, -1, position, context, size, SHARED_ORDER)
+def _index_position(store, index, settings, problem, position, context, size):
+    """Index a position as the continuation of its context."""
+    if settings.use_tree:
+        _tree_insert(store, index.tree, problem, position, context, size)
+        if settings.use_shared:
+            _tree_insert(store, index.shared, -1, position, context, size)
+    if settings.use_table:
+        if size >= SHORT_ORDER:
+            _table_insert(index, problem, position, context, size, SHORT_ORDER)
+        if size >= LONG_ORDER:
+            _table_insert(index, problem, position, context, size, LONG_ORDER)
+        if settings.use_shared and size >= SHARED_ORDER:
+            _table_insert(index, -1, position, context, size, SHARED_ORDER)
+
+
+@inlined
+def _append_all(store, index, settings, documents, tokens, starts, window):
+    for i in range(documents.size):
+        document = documents[i]
+        problem = store.document_problem[document]
+        first = MAX_DEPTH - read_back(store, store.document_last[document], window, MAX_DEPTH)
+        end = MAX_DEPTH
+        for at in range(starts[i], starts[i + 1]):
+            position = _append(store, document, tokens[at])
+            first = max(first, end - MAX_DEPTH)
+            if end > first:
+                _index_position(store, index, settings, problem, position, window[first:end], end - first)
+            if end == window.size:
+                for j in range(MAX_DEPTH):
+                    window[j] = window[end - MAX_DEPTH + j]
+                first, end = 0, MAX_DEPTH
+            window[end] = tokens[at]
+            end += 1
 
 
 @entry
 def append_batch(store, index, settings, documents, tokens, starts):
-    text = np.empty(MAX_DEPTH, np.int32)
-    for i in range(documents.size):
-        append(store, index, settings, documents[i], tokens[starts[i] : starts[i + 1]], text)
+    """Append tokens[starts[i] : starts[i + 1]] to documents[i], and index each as its context's continuation."""
+    _append_all(store, index, settings, documents, tokens, starts, np.empty(8 * MAX_DEPTH, np.int32))
 
 
-@entry
-def remove_document(store, index, settings, document):
-    """Take a document out of the index and free its pages."""
+@inlined
+def _remove(store, index, settings, document, text):
     problem = store.document_problem[document]
-    text = np.empty(MAX_DEPTH, np.int32)
     if store.document_length[document] > 0:
         if settings.use_tree:
             position = np.int64(store.document_last[document])
@@ -642,6 +651,12 @@ def remove_document(store, index, settings, document):
     store.document_first[document] = -1
     store.document_last[document] = -1
     store.document_problem[document] = -1
+
+
+@entry
+def remove_document(store, index, settings, document):
+    """Take a document out of the index and free its pages."""
+    _remove(store, index, settings, document, np.empty(MAX_DEPTH, np.int32))
 
 
 # -- drafting ------------------------------------------------------------------------------------------------------
@@ -697,7 +712,7 @@ def _gather(store, index, settings, document, text, end, scratch):
     return count
 
 
-@inlined
+@entry
 def _new_scratch(max_tokens):
     return Scratch(
         np.empty(MAX_DEPTH + max_tokens, np.int32),
@@ -917,6 +932,13 @@ def _propose_one(store, index, pool, rows, row, max_tokens, settings, sharpness,
         count = _advance(store, token, count, positions, lengths, weights, natures)
 
 
+@inlined
+def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out):
+    sharpness = settings.sharpness if settings.sharpness > 0.0 else _best_sharpness(calibration.by_sharpness)
+    for i in range(batch.size):
+        _propose_one(store, index, pool, rows, batch[i], max_tokens[i], settings, sharpness, calibration, scratch, out)
+
+
 @entry
 def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, out):
     """Fill `out` for the rows in `batch`, at most max_tokens[i] tokens each.
@@ -924,9 +946,7 @@ def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, 
     O(log n + MAX_CANDIDATES) for the first token of a draft and O(candidates left) for each later one.
     """
     scratch = _new_scratch(out.tokens.shape[1])
-    sharpness = settings.sharpness if settings.sharpness > 0.0 else _best_sharpness(calibration.by_sharpness)
-    for i in range(batch.size):
-        _propose_one(store, index, pool, rows, batch[i], max_tokens[i], settings, sharpness, calibration, scratch, out)
+    _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out)
 
 
 @inlined
@@ -939,10 +959,8 @@ def _trial(cell, hit):
         cell[1] += 1.0
 
 
-@entry
-def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out):
-    """Learn from the slots that the target reached, and fill the lookahead pool from those that it did not."""
-    text = np.empty(MAX_DEPTH + out.tokens.shape[1], np.int32)
+@inlined
+def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out, text):
     for i in range(batch.size):
         row = batch[i]
         if settings.use_lookahead and starts[i + 1] - starts[i] > num_accepted[i] + 1:
@@ -951,7 +969,8 @@ def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, c
             kept = read_back(store, store.document_last[document], text, LOOKAHEAD_ORDER)
             context = text[LOOKAHEAD_ORDER - kept :]
             length = out.lengths[row]
-            context[kept : kept + length] = out.tokens[row, :length]
+            for slot in range(length):
+                context[kept + slot] = out.tokens[row, slot]
             for slot in range(num_accepted[i] + 1, min(starts[i + 1] - starts[i], length + 1)):
                 _pool_insert(pool, problem, context, kept + slot, targets[starts[i] + slot])
         reached = min(out.lengths[row], num_accepted[i] + 1, starts[i + 1] - starts[i])
@@ -966,3 +985,10 @@ def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, c
             calibration.by_source[nature // NUM_NEAR_BINS, 0] += 1
             calibration.by_source[nature // NUM_NEAR_BINS, 1] += hit
         out.lengths[row] = 0
+
+
+@entry
+def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out):
+    """Learn from the slots that the target reached, and fill the lookahead pool from those that it did not."""
+    text = np.empty(LOOKAHEAD_ORDER + out.tokens.shape[1], np.int32)
+    _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out, text)
