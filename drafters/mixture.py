@@ -59,6 +59,8 @@ PREFERENCE = (
 more. Chosen on recorded rollouts, where it gains about 1 %."""
 FORGET = 0.9
 """What a new policy version leaves of the counters, so that cells that stopped drafts are tried again."""
+MAX_PENDING = 1 << 16
+"""Tokens, and at most a sixteenth of the bound, that wait to be indexed while nothing is drafted."""
 POOL_ENTRIES = 1 << 14
 """N-grams in the lookahead pool."""
 
@@ -172,6 +174,8 @@ class HistoryDrafter:
         self._next_problem = 0
         self._finished: deque[_Request] = deque()
         self._pending: list[tuple[int, array[int]]] = []
+        self._num_pending = 0
+        self._max_pending = min(MAX_PENDING, max_history_tokens // 16)
         self._version = 0
 
     # -- the protocol ------------------------------------------------------------------------------------------------
@@ -214,6 +218,7 @@ class HistoryDrafter:
         tokens = _as_array("new_token_ids", new_token_ids)
         if tokens:
             self._pending.append((live.document, tokens))
+            self._num_pending += len(tokens)
 
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
         if len(max_tokens) != len(req_ids):
@@ -261,18 +266,20 @@ class HistoryDrafter:
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         live = self._request(req_id)
-        self._flush()
+        keep = keep and not self._own_only and live.version >= self._oldest_version
         del self._live[req_id]
         self._free_rows.append(live.row)
-        if keep and not self._own_only and live.version >= self._oldest_version:
+        if keep:
             self._finished.append(live)
-            self._evict()
-        else:
+        if not keep or self._num_pending >= self._max_pending:
+            self._flush()
+        if not keep:
             self._remove(live)
 
     def begin_policy_version(self, version: int) -> None:
         if version < self._version:
             raise ValueError(f"policy versions go up: {version} after {self._version}")
+        self._flush()
         self._version = version
         self._settings = self._settings._replace(version=version)
         for counters in (self._calibration.coarse, self._calibration.fine, self._calibration.by_sharpness):
@@ -350,10 +357,13 @@ class HistoryDrafter:
         return 0 if self._max_history_versions is None else self._version - self._max_history_versions
 
     def _flush(self) -> None:
-        """Index what `extend` collected, in one kernel call."""
+        """Index what `extend` collected, in one kernel call, and drop what finished first until the bound holds."""
         if self._pending:
-            pending, self._pending = self._pending, []
+            pending, self._pending, self._num_pending = self._pending, [], 0
             self._append(pending)
+        limit = self._max_history_tokens / PAGE_TOKENS
+        while self._finished and self._store.num_used_pages > limit:
+            self._remove(self._finished.popleft())
 
     def _append(self, pieces: list[tuple[int, array[int]]]) -> None:
         documents = np.array([document for document, _ in pieces], np.int64)
@@ -374,12 +384,6 @@ class HistoryDrafter:
                 kernels.rehash_table(store.arrays, index, self._settings, old)
         self._index = index
         kernels.append_batch(store.arrays, index, self._settings, documents, tokens, starts)
-
-    def _evict(self) -> None:
-        """Drop the rollouts that finished first until the bound on tokens holds."""
-        limit = self._max_history_tokens / PAGE_TOKENS
-        while self._finished and self._store.num_used_pages > limit:
-            self._remove(self._finished.popleft())
 
     def _remove(self, request: _Request) -> None:
         """Take a rollout out of the index, and its prompt if no other rollout has it."""

@@ -2,8 +2,8 @@
 
     python experiments/bench_draft.py TRACES_DIR [--sections quality frontier cost scale] [--out FILE.jsonl]
 
-- quality: tokens per step and drafted tokens per step, K = 16, per-problem history, in the four replay regimes. `ours at
-  Arctic's count` is ours at the lowest threshold with which it drafts no more than Arctic.
+- quality: tokens per step and drafted tokens per step, K = 16, per-problem history, in the four replay regimes.
+  `ours at Arctic's count` is ours at the lowest threshold with which it drafts no more than Arctic.
 - frontier: acceptance against drafted tokens, over thresholds (ours, freq, ppm), draft limits (recent) and Arctic's own
   knobs. With a plot.
 - cost: microseconds per request-step of index and draft at batch 64 with a warm history, drafters alternating and
@@ -33,7 +33,7 @@ import peers
 
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.replay.simulate import REGIMES, Regime, ReplayResult, replay
+from rollout_spec.replay.simulate import REGIMES, Regime, ReplayResult, Request, replay, replay_steadily
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 
 K = 16
@@ -216,17 +216,18 @@ def cost(bench: Bench, directory: Path, names: Sequence[str], repeats: int) -> N
     timed = {k: v for k, v in DRAFTERS.items() if k not in peers.RULES}
     for name in names:
         problems, limits = load(directory, name, 1.0)
-        history, live = warm(problems[: max(1, BATCH // limits["max_samples"])], limits["max_samples"])
+        history, live = warm(problems[: 1 + 2 * BATCH // limits["max_samples"]])
+        tokens = sum(r.tokens.size for p in history for r in p.rollouts) + sum(
+            p.rollouts[0].prompt.size for p in history
+        )
         runs: dict[str, list[dict[str, Any]]] = {label: [] for label in timed}
         for _ in range(repeats + 1):  # the first one compiles
             for label, make in timed.items():
                 seconds, drafter = build(make, history)
-                result = bench.replay(live, lambda drafter=drafter: drafter, "inflight")
-                row = result.to_dict()
-                tokens = sum(r.tokens.size for p in history for r in p.rollouts)
-                tokens += sum(p.rollouts[0].prompt.size for p in history)
+                size = drafter.memory_bytes()
+                row = replay_steadily(live, drafter, num_speculative_tokens=K, batch=BATCH).to_dict()
                 row["build_seconds_per_million_tokens"] = 1e6 * seconds / tokens
-                row["history_tokens"] = tokens
+                row["history_tokens"], row["bytes_per_history_token"] = tokens, size / tokens
                 runs[label].append(row)
         medians = {
             label: {
@@ -252,16 +253,15 @@ def cost(bench: Bench, directory: Path, names: Sequence[str], repeats: int) -> N
 COST_FIELDS = ("index_us", "draft_us", "bytes", "build", "drafted", "history", "tokens_per_step", "request_steps")
 
 
-def warm(problems: list[Problem], samples: int) -> tuple[list[Problem], list[Problem]]:
-    """Per problem: earlier rollouts, and `samples` live ones."""
+def warm(problems: list[Problem]) -> tuple[list[Problem], list[Request]]:
+    """Half of the rollouts, or the first epochs, as history; the others to be replayed, mixed."""
     history, live = [], []
     for problem in problems:
-        epochs = sorted({r.epoch for r in problem.rollouts})
-        now = [r for r in problem.rollouts if r.epoch == epochs[-1]][-samples:]
-        before = [r for r in problem.rollouts if all(r is not other for other in now)]
-        history.append(Problem(problem.prompt_id, before[:50]))
-        live.append(Problem(problem.prompt_id, now))
-    return history, live
+        half = len(problem.rollouts) // 2
+        history.append(Problem(problem.prompt_id, problem.rollouts[:half]))
+        live += [Request(problem, rollout) for rollout in problem.rollouts[half:]]
+    order = np.random.default_rng(0).permutation(len(live))
+    return history, [live[i] for i in order]
 
 
 def build(make: Callable[[], Drafter], history: Sequence[Problem]) -> tuple[float, Drafter]:
@@ -274,9 +274,8 @@ def build(make: Callable[[], Drafter], history: Sequence[Problem]) -> tuple[floa
             drafter.start_request(req_id, rollout.prompt, problem_id=problem.problem_id)
             drafter.extend(req_id, rollout.tokens)
             drafter.stop_request(req_id)
-    seconds = time.perf_counter() - started
     drafter.begin_policy_version(1)
-    return seconds, drafter
+    return time.perf_counter() - started, drafter
 
 
 def scale_up(bench: Bench, directory: Path, plot: Path | None, sizes: Sequence[int]) -> None:
@@ -286,7 +285,9 @@ def scale_up(bench: Bench, directory: Path, plot: Path | None, sizes: Sequence[i
     print("|---|---|---|---|---|---|")
     lines: dict[str, list[tuple[int, float]]] = {}
     for label in ("ours", "ours, shared", "ours, n-gram"):
-        build(DRAFTERS[label], [Problem("warm-up", recorded[0].rollouts[:2])])
+        tiny = Problem("warm-up", recorded[0].rollouts[:2])
+        drafter = build(DRAFTERS[label], [tiny])[1]
+        replay_steadily([Request(tiny, rollout) for rollout in tiny.rollouts], drafter, batch=1)
         for size in sizes:
             problems, tokens = [], 0
             for problem in endless(recorded):

@@ -49,7 +49,7 @@ class ReplayResult(NamedTuple):
     index_seconds: float
     """start_request, extend, observe and stop_request of the replayed requests."""
     draft_seconds: float
-    """propose."""
+    """propose; our drafters index there what extend collected."""
     memory_bytes: int
     """`Drafter.memory_bytes` at the end."""
     indexed_tokens: int
@@ -179,15 +179,15 @@ def replay(
         if earlier:
             history_tokens += earlier[0].prompt.size
             seen.add(problem.problem_id)
-    build_seconds = time.perf_counter() - started
     if history_tokens:
         drafter.begin_policy_version(1)
+    build_seconds = time.perf_counter() - started
     indexed_tokens = history_tokens
 
     run = _Run(drafter, num_speculative_tokens, seed_of, next_token)
     lives = [(problem, live) for problem, (_, live) in zip(problems, parts, strict=True) if live]
-    for number, wave in enumerate(schedule(lives, regime, batch)):
-        run.wave(number, wave)
+    for wave in schedule(lives, regime, batch):
+        run.wave(wave)
         if wave.keep:
             for problem, rollout in wave.requests:
                 indexed_tokens += rollout.tokens.size
@@ -205,6 +205,20 @@ def replay(
     )
 
 
+def replay_steadily(
+    requests: Sequence[Request], drafter: Drafter, *, num_speculative_tokens: int = 16, batch: int = 64
+) -> ReplayResult:
+    """Replay with a full batch throughout, for timing: continuous batching, up to where fewer requests are left.
+
+    What the drafter holds already is its history. Nothing is built, so `build_seconds` and the token counts are 0.
+    """
+    run = _Run(drafter, num_speculative_tokens, lambda problem, rollout: None, None)
+    run.steady(requests, batch)
+    return ReplayResult(
+        run.stats, run.reliability, 0.0, 0, run.index_seconds, run.draft_seconds, drafter.memory_bytes(), 0
+    )
+
+
 class _Run:
     """The state of one replay: the drafter and what was counted."""
 
@@ -219,19 +233,39 @@ class _Run:
         self._k = num_speculative_tokens
         self._seed_of = seed_of
         self._next_token = next_token
+        self._num_started = 0
         self.stats = SpeculationStats()
         self.reliability = np.zeros((10, 3))
         self.index_seconds = 0.0
         self.draft_seconds = 0.0
 
-    def wave(self, number: int, wave: Wave) -> None:
+    def wave(self, wave: Wave) -> None:
         """Generate a wave's rollouts in lock step."""
+        live = self._start(wave.requests)
+        while self._end(live, keep=wave.keep):
+            self._step(live)
+
+    def steady(self, requests: Sequence[Request], batch: int) -> None:
+        """Generate rollouts `batch` at a time, the next one as soon as one ends, while there are as many."""
+        waiting = list(reversed(requests))
+        live: dict[str, _Cursor] = {}
+        while len(live) + len(waiting) >= batch:
+            while len(live) < batch:
+                live |= self._start([waiting.pop()])
+            self._step(live)
+            self._end(live, keep=True)
+        for req_id in live:
+            self._drafter.stop_request(req_id)
+
+    def _start(self, requests: Sequence[Request]) -> dict[str, _Cursor]:
+        """Begin requests; the first token comes from the prefill."""
         clock, drafter = time.perf_counter, self._drafter
         live: dict[str, _Cursor] = {}
-        for i, (problem, rollout) in enumerate(wave.requests):
-            req_id = f"{number}/{i}"
+        for problem, rollout in requests:
             if not rollout.tokens.size:
                 continue
+            req_id = str(self._num_started)
+            self._num_started += 1
             cursor = _Cursor(problem, rollout)
             seed = self._seed_of(problem, rollout)
             started = clock()
@@ -239,16 +273,16 @@ class _Run:
             drafter.extend(req_id, cursor.advance(1))
             self.index_seconds += clock() - started
             live[req_id] = cursor
-        while True:
-            ended = [req_id for req_id, cursor in live.items() if cursor.done]
-            for req_id in ended:
-                del live[req_id]
-                started = clock()
-                drafter.stop_request(req_id, keep=wave.keep)
-                self.index_seconds += clock() - started
-            if not live:
-                return
-            self._step(live)
+        return live
+
+    def _end(self, live: dict[str, _Cursor], *, keep: bool) -> int:
+        """Stop the requests that are done. Returns how many are left."""
+        for req_id in [req_id for req_id, cursor in live.items() if cursor.done]:
+            del live[req_id]
+            started = time.perf_counter()
+            self._drafter.stop_request(req_id, keep=keep)
+            self.index_seconds += time.perf_counter() - started
+        return len(live)
 
     def _step(self, live: dict[str, _Cursor]) -> None:
         clock, drafter = time.perf_counter, self._drafter
