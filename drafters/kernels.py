@@ -540,8 +540,8 @@ def _rehash_table(store, index, settings, old, text):
             if entry == np.uint32(0xFFFFFFFF) or store.page_document[position >> PAGE_BITS] < 0:
                 continue
             problem = store.document_problem[store.page_document[position >> PAGE_BITS]]
-            size = read_back(store, _before(store.page_back, position), text, MAX_DEPTH)
-            context = text[MAX_DEPTH - size :]
+            size = read_back(store, _before(store.page_back, position), text, text.size)
+            context = text[text.size - size :]
             for kind in range(3):
                 order = (SHORT_ORDER, LONG_ORDER, SHARED_ORDER)[kind]
                 if size < order or (kind == 2 and not settings.use_shared):
@@ -556,7 +556,7 @@ def _rehash_table(store, index, settings, old, text):
 @entry
 def rehash_table(store, index, settings, old):
     """Insert the entries of a smaller table again, oldest first."""
-    _rehash_table(store, index, settings, old, np.empty(MAX_DEPTH, np.int32))
+    _rehash_table(store, index, settings, old, np.empty(max(SHORT_ORDER, LONG_ORDER, SHARED_ORDER), np.int32))
 
 
 # -- the lookahead pool --------------------------------------------------------------------------------------------

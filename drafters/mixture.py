@@ -437,11 +437,16 @@ def _new_proposals(capacity: int, k: int) -> Proposals:
 def _as_array(name: str, tokens: Tokens | Iterable[int]) -> array[int]:
     """Token ids as a C array of their own; much faster than NumPy for the few tokens of a step."""
     try:
-        values = array("i", tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
+        if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
+            values = array("i", tokens.tobytes())
+        else:
+            values = array("i", tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
     except (TypeError, OverflowError) as error:
         raise ValueError(f"{name} must be one-dimensional integers of at most 31 bits: {error}") from None
-    if values and min(values) < 0:
-        raise ValueError(f"{name} must not be negative, got {min(values)}")
+    if values:
+        smallest = min(values) if len(values) < 64 else int(np.frombuffer(values, np.int32).min())
+        if smallest < 0:
+            raise ValueError(f"{name} must not be negative, got {smallest}")
     return values
 
 

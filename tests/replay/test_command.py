@@ -13,7 +13,7 @@ from scipy import stats
 from rollout_spec.cli import main
 from rollout_spec.drafters import build_drafter
 from rollout_spec.noise import derive_seed
-from rollout_spec.replay.simulate import REGIMES, replay
+from rollout_spec.replay.simulate import REGIMES, Request, replay, replay_steadily
 from rollout_spec.replay.synthetic import SyntheticPolicy
 from rollout_spec.replay.traces import Problem, Rollout, num_tokens, read_traces
 from rollout_spec.types import Draft
@@ -192,6 +192,29 @@ class Eavesdropper(Adversary):
         for req_id, draft, targets in zip(req_ids, self._drafts, target_token_ids, strict=True):
             self.heard.append(([*self._prompt, *self._outputs[req_id]], draft, list(targets)))
         super().observe(req_ids, target_token_ids, num_accepted)
+
+
+class Headcount(Adversary):
+    """Counts the requests of every batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.sizes = []
+
+    def propose(self, req_ids, max_tokens):
+        self.sizes.append(len(req_ids))
+        return super().propose(req_ids, max_tokens)
+
+
+def test_a_steady_replay_has_a_full_batch_up_to_where_requests_run_out(traces):
+    requests = [Request(p, r) for p in read_traces(traces) for r in p.rollouts]
+    drafter = Headcount()
+    result = replay_steadily(requests, drafter, num_speculative_tokens=3, batch=5)
+    assert set(drafter.sizes) == {5}
+    assert result.stats.request_steps == 5 * len(drafter.sizes)
+    assert not drafter._outputs, "those that are cut off are stopped too"
+    whole = {tuple(r.tokens.tolist()) for _, r in requests}
+    assert sum(tuple(text) in whole for text in drafter.finished) >= len(requests) - 5
 
 
 def test_a_target_that_can_be_asked_is_observed_after_rejected_drafts_too(traces):
