@@ -65,7 +65,11 @@ class Drafter(Protocol):
         """
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
-        """End a request. `keep`: its rollout enters the history; otherwise every trace of it leaves the index.
+        """End a request.
+
+        Args:
+            keep: Its rollout enters the history. Otherwise its text leaves the index; what was learnt from outcomes
+                stays.
 
         Raises:
             ValueError: `req_id` is not live.

@@ -39,7 +39,7 @@ LOOKAHEAD_ORDER = 3
 SHARED_ORDER = 4
 """Context length by which positions of other problems are found."""
 MAX_CANDIDATES = 32
-"""Earlier continuations that one lookup gathers, longest matches first."""
+"""Earlier continuations that one lookup gathers; the longest match comes first."""
 MAX_WALK = 96
 """Nodes of the suffix tree that one lookup visits on its way down."""
 MAX_OWN_CANDIDATES = 24
@@ -769,6 +769,8 @@ def _weigh(store, settings, document, offset, count, positions, weights, natures
             source = ASKED
         near = _near_bin(store.page_start[page] + (positions[i] & PAGE_MASK) - offset)
         age = min(settings.version - store.document_version[theirs], settings.decay.size - 1)
+        if source == ASKED:  # no policy's words
+            age = 0
         natures[i] = source * NUM_NEAR_BINS + near
         weights[i] = settings.decay[age] * settings.preference[source, near]
 

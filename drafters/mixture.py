@@ -42,7 +42,7 @@ from rollout_spec.drafters.kernels import (
     Settings,
 )
 from rollout_spec.drafters.lookahead import new_pool
-from rollout_spec.drafters.store import TextStore
+from rollout_spec.drafters.store import MAX_PAGES, TextStore
 from rollout_spec.types import Draft, Int32Array
 
 IndexKind = Literal["suffix", "ngram"]
@@ -99,8 +99,8 @@ class HistoryDrafter:
             the target, and its small probabilities are mostly noise. None: the one of `SHARPNESSES` that would have
             been right most often so far; they include one that ignores the dice.
         recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
-        max_history_tokens: Bound on the tokens kept, prompts included. The oldest finished rollouts go first; live
-            requests stay.
+        max_history_tokens: Bound on the tokens kept, prompts included, in pages of 32 of which a rollout's last one is
+            partly filled. The oldest finished rollouts go first; live requests stay.
         max_history_versions: Rollouts of more than this many policy versions ago are dropped. None: only the bound on
             tokens counts.
 
@@ -116,7 +116,7 @@ class HistoryDrafter:
         shared: bool = False,
         lookahead: bool = False,
         max_draft_tokens: int = 8,
-        min_survival: float = 0.015,
+        min_survival: float = 0.01,
         sharpness: float | None = None,
         recency: float = 0.98,
         max_history_tokens: int = 8_000_000,
@@ -140,7 +140,8 @@ class HistoryDrafter:
             raise ValueError(f"max_history_versions must not be negative, got {max_history_versions}")
         self._own_only = own_only
         self._max_draft_tokens = max_draft_tokens
-        self._max_history_tokens = max_history_tokens
+        # What is live has room beyond the bound, whatever the bound.
+        self._max_history_pages = min(max_history_tokens / PAGE_TOKENS, 0.9 * MAX_PAGES)
         self._max_history_versions = max_history_versions
         self._store = TextStore()
         self._settings = Settings(
@@ -277,8 +278,10 @@ class HistoryDrafter:
             self._remove(live)
 
     def begin_policy_version(self, version: int) -> None:
-        if version < self._version:
-            raise ValueError(f"policy versions go up: {version} after {self._version}")
+        if not self._version <= version < 2**31:
+            raise ValueError(f"policy versions go up, to 2^31 - 1: {version} after {self._version}")
+        if version == self._version:
+            return
         self._flush()
         self._version = version
         self._settings = self._settings._replace(version=version)
@@ -359,10 +362,9 @@ class HistoryDrafter:
     def _flush(self) -> None:
         """Index what `extend` collected, in one kernel call, and drop what finished first until the bound holds."""
         if self._pending:
-            pending, self._pending, self._num_pending = self._pending, [], 0
-            self._append(pending)
-        limit = self._max_history_tokens / PAGE_TOKENS
-        while self._finished and self._store.num_used_pages > limit:
+            self._append(self._pending)
+            self._pending, self._num_pending = [], 0
+        while self._finished and self._store.num_used_pages > self._max_history_pages:
             self._remove(self._finished.popleft())
 
     def _append(self, pieces: list[tuple[int, array[int]]]) -> None:
@@ -370,7 +372,7 @@ class HistoryDrafter:
         tokens = np.frombuffer(b"".join([tokens for _, tokens in pieces]), np.int32)
         starts = _starts([tokens for _, tokens in pieces])
         # A piece begins at most one page more than its tokens fill.
-        self._store.reserve(tokens.size // PAGE_TOKENS + 2 * len(pieces))
+        self._store.reserve(tokens.size // PAGE_TOKENS + len(pieces))
         index, store = self._index, self._store
         if self._settings.use_tree:
             index = index._replace(tree=suffix.reserve(store.arrays, index.tree, tokens.size, is_shared=False))

@@ -8,7 +8,8 @@ internal nodes are implicit, as the positions between which a common prefix fall
 tree over the same positions, by last token alone, where `shared` is on: two more links per token.
 
 - A new position becomes the root and splits what was there (Stephenson 1980), so newer positions are above older ones:
-  the way down to a context passes the newest position of every match length, and what is found first is newest.
+  the way down to a context passes the newest position of every match length, and what is found first is newest. (Where
+  rollouts are taken out, two subtrees are merged by document number, which is age for most pairs but not for all.)
 - Rollouts in flight grow in any interleaving, and any rollout leaves at any time, in O(log n) per token.
 - Contexts are ordered by a scrambled token number: then no text that occurs in practice gives long branches.
 """

@@ -2,15 +2,16 @@
 
 Targets: the demo's warm-started policy at temperature 1 (`--policy DIR`, made when missing), and synthetic policies
 built from recorded rollouts (`--traces FILE...`, see rollout_spec/replay/synthetic.py). Of each prompt, H rollouts are
-history and `--tests` are drafted for from that history alone. Compared, in tokens per step, at equal K:
+history and `--tests` are drafted for from that history, the prompt and their own text so far. Compared, in tokens per
+step, at equal K:
 
 - point: our drafter without the dice (most probable token), no stopping;
 - coupled: the same with the dice;
 - tree: a best-first tree of K nodes on blended counts, where a step gets as far as any branch agrees.
 
 Also how often a single drafted token is accepted, at every position, beside the optimum: the expected overlap sum_v
-min(p(v), q(v)) of the target's distribution p and the history's blended one q. Gains come with 95 % bootstrap intervals
-over prompts.
+min(p(v), q(v)) of the target's distribution p and the blended one q of the same texts (ORDER, KAPPA). Gains come with
+95 % bootstrap intervals over prompts.
 
 python experiments/bench_coupled.py --policy demo/policy-v1-seed0 --traces traces/*.parquet
 """
@@ -127,11 +128,22 @@ class Counts:
     """Blended counts of a history: match lengths of a context with every earlier position, advanced by one token."""
 
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
-        texts = [np.concatenate((r.prompt[-ORDER:], r.tokens, [-1])) for r in rollouts]
+        texts = [np.concatenate((r.prompt, r.tokens, [-1])) for r in rollouts]
         self._text = np.concatenate(texts)
-        self._next = np.append(self._text[1:], -1)
-        generated = [np.arange(t.size) >= min(ORDER, r.prompt.size) - 1 for t, r in zip(texts, rollouts, strict=True)]
-        self._next[~np.concatenate(generated)] = -1
+        # The prompt's own continuations count once; every rollout's contexts reach back into it.
+        hidden = [
+            np.arange(t.size) < (r.prompt.size if i else 1)
+            for i, (t, r) in enumerate(zip(texts, rollouts, strict=True))
+        ]
+        self._next = np.append(np.where(np.concatenate(hidden), -1, self._text)[1:], -1)
+
+    def with_own(self, prompt: np.ndarray, tokens: np.ndarray) -> Counts:
+        """The same and a request's own text so far, whose last token has no continuation yet."""
+        new = Counts.__new__(Counts)
+        own = np.where(np.arange(prompt.size + tokens.size) < prompt.size, -1, np.concatenate((prompt, tokens)))
+        new._text = np.concatenate((self._text, prompt, tokens))
+        new._next = np.concatenate((self._next, own[1:], [-1]))
+        return new
 
     def match(self, context: np.ndarray) -> np.ndarray:
         """Match length with the end of `context`, at each position."""
@@ -164,7 +176,8 @@ def tree_tokens_per_step(case: Case, k: int) -> tuple[int, int]:
     for rollout in (r for r in case.problem.rollouts if r.epoch == 1):
         text, at = rollout.tokens, 1  # the prefill gives the first token
         while at < text.size:
-            lengths = history.match(np.concatenate((rollout.prompt, text[:at])))
+            known = history.with_own(rollout.prompt, text[:at])
+            lengths = known.match(np.concatenate((rollout.prompt, text[:at])))
             # (−probability, tie, depth, is on the true path, match lengths)
             heap: list[tuple[float, int, int, int, bool, np.ndarray]] = []
             serial = 0
@@ -173,7 +186,7 @@ def tree_tokens_per_step(case: Case, k: int) -> tuple[int, int]:
             accepted = nodes = 0
             while nodes < k:
                 reach, depth, agrees, lengths = expand
-                for token, q in zip(*history.distribution(lengths), strict=True):
+                for token, q in zip(*known.distribution(lengths), strict=True):
                     heapq.heappush(heap, (-reach * q, serial, depth, int(token), agrees, lengths))
                     serial += 1
                 if not heap:
@@ -182,7 +195,7 @@ def tree_tokens_per_step(case: Case, k: int) -> tuple[int, int]:
                 nodes += 1
                 agrees = agrees and at + depth < text.size and token == text[at + depth]
                 accepted = max(accepted, depth + 1) if agrees else accepted
-                expand = (-reach, depth + 1, agrees, history.advance(lengths, token))
+                expand = (-reach, depth + 1, agrees, known.advance(lengths, token))
             new = min(accepted + 1, text.size - at)
             tokens, steps, at = tokens + new, steps + 1, at + new
     return tokens, steps
@@ -193,13 +206,11 @@ def overlap(case: Case) -> float:
     history = Counts([r for r in case.problem.rollouts if r.epoch == 0])
     values = []
     for rollout in (r for r in case.problem.rollouts if r.epoch == 1):
-        lengths = history.match(rollout.prompt)
-        for (ids, p), token in zip(case.target(rollout), rollout.tokens, strict=True):
+        for at, (ids, p) in enumerate(case.target(rollout)):
+            known = history.with_own(rollout.prompt, rollout.tokens[:at])
+            tokens, q = known.distribution(known.match(np.concatenate((rollout.prompt, rollout.tokens[:at]))))
             target = dict(zip(ids.tolist(), p.tolist(), strict=True))
-            values.append(
-                sum(min(target.get(int(v), 0.0), q) for v, q in zip(*history.distribution(lengths), strict=True))
-            )
-            lengths = history.advance(lengths, token)
+            values.append(sum(min(target.get(t, 0.0), x) for t, x in zip(tokens.tolist(), q.tolist(), strict=True)))
     return float(np.mean(values))
 
 
@@ -239,7 +250,7 @@ def first_token_acceptance(cases: Sequence[Case], dice: bool, options: dict[str,
             for token in rollout.tokens if test else []:
                 (draft,) = drafter.propose(["r"], one)
                 hit = len(draft.token_ids) > 0 and int(draft.token_ids[0]) == token
-                drafter.observe(["r"], [[int(token)]], np.array([hit], np.int32))
+                drafter.observe(["r"], [[int(token)]], np.zeros(1, np.int32))
                 drafter.extend("r", [int(token)])
                 hits, total = hits + hit, total + 1
             if not test:
