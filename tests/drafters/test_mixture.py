@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from rollout_spec import noise
-from rollout_spec.drafters import DRAFTERS, build_drafter, find_drafter
+from rollout_spec.drafters import DRAFTERS, build_drafter, find_drafter, mixture, store
 from rollout_spec.drafters.kernels import BLEND, MAX_DEPTH, PAGE_TOKENS
 from rollout_spec.drafters.mixture import HistoryDrafter
 from tests import naive
@@ -564,6 +564,29 @@ def test_memory_is_used_again(index):
     assert len(recorder.drafter._problem_users) < 100
 
 
+def test_history_makes_room_for_what_is_live_however_large_its_bound(monkeypatch):
+    for module in (mixture, store):
+        monkeypatch.setattr(module, "MAX_PAGES", 200)
+    recorder = make(max_history_tokens=10**9)
+    rng = np.random.default_rng(0)
+    for i in range(30):
+        recorder.start(str(i), [1], rng.integers(0, 9, 10 * PAGE_TOKENS), problem_id=i)
+        recorder.draft(str(i))
+        recorder.stop(str(i))
+    recorder.check()
+    assert 100 < recorder.drafter._store.num_used_pages <= 200
+
+
+def test_the_same_version_again_forgets_nothing():
+    recorder = make()
+    recorder.drafter.begin_policy_version(3)
+    recorder.drafter._calibration.coarse[:] = 1.0
+    recorder.drafter.begin_policy_version(3)
+    assert (recorder.drafter._calibration.coarse == 1.0).all()
+    recorder.drafter.begin_policy_version(4)
+    assert (recorder.drafter._calibration.coarse < 1.0).all()
+
+
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
@@ -611,6 +634,7 @@ BAD_CALLS = {
     ),
     r"target_token_ids must not be negative": lambda drafter: drafter.observe(["a"], [[-1]], np.zeros(1, np.int32)),
     r"request 'b' is not live": lambda drafter: drafter.stop_request("b"),
+    r"policy versions go up, to 2.31 - 1: 2147483648 after": lambda drafter: drafter.begin_policy_version(2**31),
     r"policy versions go up, to .*: 2 after 3": lambda drafter: drafter.begin_policy_version(2),
 }
 
