@@ -23,8 +23,14 @@ check: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Recorded rollouts for the drafters, e.g. make bench TRACES=~/traces; see rollout_spec/replay/traces.py for their columns.
+TRACES ?=
+RESULTS := experiments/results
 bench: $(READY)
 	$(BIN)/python experiments/bench_verify.py
+	$(BIN)/python experiments/bench_coupled.py --policy demo/policy-v1-seed0 --traces $(wildcard $(TRACES)/*.parquet) \
+		--json $(RESULTS)/bench_coupled.jsonl
+	test -z '$(TRACES)' || $(BIN)/python experiments/bench_draft.py $(TRACES) --out $(RESULTS)/bench_draft.jsonl
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -71,6 +71,8 @@ HEAD_START = 2.0
 """Hits by which another exponent than 1 must be ahead."""
 COARSE_PRIOR, FINE_PRIOR = 2.0, 16.0
 """Trials that the model's own probability, and the coarse counters, are worth."""
+FADE = np.float32(255 / 256)
+"""What the end of a draft leaves of the counters that ended it: a cell that is never tried could not do better."""
 MAX_TRIALS = 4096.0
 """Counters are halved here, so that calibration follows the policy."""
 
@@ -743,6 +745,12 @@ def _rate(calibration, coupled, probability_bin, length_bin, nature, expected):
 
 
 @inlined
+def _fade(cell):
+    cell[0] *= FADE
+    cell[1] *= FADE
+
+
+@inlined
 def _best_sharpness(by_sharpness):
     best, most = 1.0, -1.0
     for a in range(len(SHARPNESSES)):
@@ -924,6 +932,8 @@ def _propose_one(store, index, pool, rows, row, max_tokens, settings, sharpness,
         probability_bin, length_bin = _probability_bin(expected), _length_bin(longest)
         survival *= _rate(calibration, coupled, probability_bin, length_bin, nature, expected)
         if survival < settings.min_survival:
+            _fade(calibration.coarse[coupled, probability_bin, length_bin])
+            _fade(calibration.fine[coupled, probability_bin, length_bin, nature])
             break
         out.cells[row, slot, 0], out.cells[row, slot, 1] = coupled, probability_bin
         out.cells[row, slot, 2], out.cells[row, slot, 3] = length_bin, nature

@@ -551,6 +551,23 @@ def test_a_rollout_of_a_dropped_version_is_not_kept():
     recorder.check()
 
 
+def test_what_ended_drafts_is_tried_again():
+    """Text that drafts badly for long and then well: without a second try, nothing would be drafted ever after."""
+    recorder = make(min_survival=0.3)
+    recorder.start("a", [1, 2], [5, 6], problem_id=7)
+    recorder.stop("a")
+    recorder.start("r", [1, 2], problem_id=7)
+    for _ in range(200):
+        recorder.propose("r")
+        recorder.drafter.observe(["r"], [[9]], np.zeros(1, np.int32))
+    assert recorder.draft("r") == []
+    for _ in range(2000):
+        if recorder.draft("r"):
+            break
+        recorder.drafter.observe(["r"], [[9]], np.zeros(1, np.int32))
+    assert recorder.draft("r") != []
+
+
 @both_indexes
 def test_memory_is_used_again(index):
     recorder, sizes = make(index, shared=True, max_history_tokens=50 * PAGE_TOKENS), set()
