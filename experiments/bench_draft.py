@@ -166,8 +166,8 @@ def frontiers(bench: Bench, directory: Path, names: Sequence[str], scale: float,
     lines: dict[str, list[tuple[Callable[[], Drafter], dict[str, int]]]] = {
         "ours": [(partial(ours, "suffix", min_survival=t), {}) for t in THRESHOLDS],
         "ours, shared": [(partial(ours, "suffix", shared=True, min_survival=t), {}) for t in THRESHOLDS],
-        "ppm": [(partial(peers.Chain, "ppm", t), {}) for t in THRESHOLDS],
-        "freq": [(partial(peers.Chain, "freq", t), {}) for t in THRESHOLDS],
+        "ppm": [(partial(peers.Chain, "ppm", t), {}) for t in THRESHOLDS[::2]],
+        "freq": [(partial(peers.Chain, "freq", t), {}) for t in THRESHOLDS[::2]],
         "recent": [(partial(peers.Chain, "recent"), {"num_speculative_tokens": k}) for k in (1, 2, 3, 4, 6, 8, 12, 16)],
     }
     if HAS_ARCTIC:
@@ -378,7 +378,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--sections", nargs="*", default=["quality", "frontier", "cost", "scale"])
     parser.add_argument("--sets", nargs="*", default=list(SETS))
     parser.add_argument("--scale", type=float, default=1.0, help="share of the prompts, for quality")
-    parser.add_argument("--frontier-scale", type=float, default=0.3, help="the same for frontier")
+    parser.add_argument("--frontier-scale", type=float, default=0.1, help="the same for frontier")
     parser.add_argument("--repeats", type=int, default=5, help="of the cost section")
     parser.add_argument("--sizes", type=int, nargs="*", default=[10**4, 10**5, 10**6, 10**7])
     parser.add_argument("--out", type=Path, help="append JSONL rows to this file; plots go beside it")
