@@ -141,7 +141,8 @@ def quality(bench: Bench, directory: Path, names: Sequence[str], scale: float) -
             totals = {result.stats.emitted_tokens for result in results.values()}
             assert len(totals) == 1, f"drafters emitted different numbers of tokens: {totals}"
             for label, result in results.items():
-                bench.row("quality", set=name, regime=regime, drafter=label, **result.to_dict())
+                figures = {key: value for key, value in result.to_dict().items() if key != "calibration"}
+                bench.row("quality", set=name, regime=regime, drafter=label, **figures)
             cells = [f"{r.stats.tokens_per_step:.3f} ({drafted(r):.1f})" for r in results.values()]
             print(f"| {name} | {regime} | " + " | ".join(cells) + " |", flush=True)
 
@@ -308,7 +309,8 @@ def scale_up(bench: Bench, directory: Path, plot: Path | None, sizes: Sequence[i
                 f"{row['draft_us_per_request_step']:.1f} | {both:.1f} | {each:.0f} |",
                 flush=True,
             )
-            bench.row("scale", drafter=label, **{**row, "history_tokens": tokens, "bytes_per_history_token": each})
+            kept = {key: value for key, value in row.items() if key.startswith(COST_FIELDS)}
+            bench.row("scale", drafter=label, **{**kept, "history_tokens": tokens, "bytes_per_history_token": each})
     if plot:
         plot_scale(lines, plot)
 
