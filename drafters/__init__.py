@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from rollout_spec.drafters.base import Drafter
 
 DRAFTERS: dict[str, dict[str, Any]] = {
-    "mixture": {"index": "suffix", "shared": True, "lookahead": True},
+    "mixture": {"index": "suffix", "shared": True},
     "suffix": {"index": "suffix"},
     "ngram": {"index": "ngram"},
     "lookahead": {"index": "suffix", "own_only": True, "lookahead": True},
