@@ -54,7 +54,7 @@ EMPTY, REMOVED = -1, -2
 
 # Indices into Store.counts
 NUM_FREE_PAGES, NUM_TOKENS = range(2)
-PROMPT, ROLLOUT, SHARED_ONLY = range(3)
+PROMPT, ROLLOUT = range(2)
 
 OWN, SIBLING, ASKED, SHARED, LOOKAHEAD = range(5)
 SOURCES = ("own", "problem", "prompt", "shared", "lookahead")

@@ -58,7 +58,7 @@ PREFERENCE = (
 """Weight of a candidate by `SOURCES` and by how many tokens earlier or later in the rollout it lies: up to 4, 32, 256,
 more. Chosen on recorded rollouts, where it gains about 1 %."""
 FORGET = 0.9
-"""What a new policy version leaves of the counters, so that cells that stopped drafts are tried again."""
+"""What a new policy version leaves of the counters."""
 MAX_PENDING = 1 << 16
 """Tokens, and at most a sixteenth of the bound, that wait to be indexed while nothing is drafted."""
 POOL_ENTRIES = 1 << 14
@@ -336,11 +336,7 @@ class HistoryDrafter:
 
     def _batch(self, req_ids: Sequence[str]) -> NDArray[np.int64]:
         """The requests' rows."""
-        live = self._live
-        try:
-            return np.array([live[req_id].row for req_id in req_ids], np.int64)
-        except KeyError as error:
-            raise ValueError(f"request {error} is not live: start_request comes first") from None
+        return np.array([self._request(req_id).row for req_id in req_ids], np.int64)
 
     def _problem(self, problem_id: int | None) -> int:
         """Number of a problem, with one more user. None: a problem of its own."""

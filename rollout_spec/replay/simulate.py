@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -365,13 +365,3 @@ class _Cursor:
                 self._at = self._ends[self._run + 1]
             self._run += 1
         return self._tokens[start : self._at]
-
-
-def frontier(thresholds: Iterable[float], run: Callable[[float], ReplayResult]) -> list[tuple[float, float, float]]:
-    """(threshold, drafted tokens per step, tokens per step) for each threshold."""
-    points = []
-    for threshold in thresholds:
-        result = run(threshold)
-        drafted = result.stats.draft_tokens / max(result.stats.request_steps, 1)
-        points.append((threshold, drafted, result.stats.tokens_per_step))
-    return points

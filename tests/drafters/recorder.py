@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from random import Random
 
 import numba
 import numpy as np
@@ -39,6 +40,19 @@ class Recorder:
             self._texts[request.prompt.document] = Text(request.problem, [], list(prompt))
         self._texts[request.document] = self._live[req_id] = Text(request.problem, list(prompt), [])
         self.extend(req_id, tokens)
+
+    def start_interleaved(
+        self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], random: Random, flush: float = 0.0
+    ) -> None:
+        """Requests "0", "1", … of two problems that grow token by token in any order, indexed now and then."""
+        for i in range(len(texts)):
+            self.start(str(i), prompts[i % len(prompts)], problem_id=7 + i % 2)
+        turns = [(i, token) for i, tokens in enumerate(texts) for token in tokens]
+        random.shuffle(turns)
+        for i, token in turns:
+            self.extend(str(i), [token])
+            if random.random() < flush:
+                self.drafter._flush()
 
     def extend(self, req_id: str, tokens: Sequence[int]) -> None:
         self.drafter.extend(req_id, tokens)

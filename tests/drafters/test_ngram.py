@@ -34,12 +34,7 @@ def check_contexts(recorder, context):
 )
 def test_candidates_are_true_in_any_order_of_growth_and_removal(prompts, rollouts, context, random):
     recorder = Recorder("ngram", shared=True, max_history_tokens=4 * PAGE_TOKENS)
-    for i in range(len(rollouts)):
-        recorder.start(str(i), prompts[i % len(prompts)], problem_id=7 + i % 2)
-    turns = [(i, token) for i, (tokens, _) in enumerate(rollouts) for token in tokens]
-    random.shuffle(turns)
-    for i, token in turns:
-        recorder.extend(str(i), [token])
+    recorder.start_interleaved(prompts, [tokens for tokens, _ in rollouts], random)
     check_contexts(recorder, context)
     order = list(range(len(rollouts)))
     random.shuffle(order)

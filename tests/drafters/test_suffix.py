@@ -34,14 +34,7 @@ def check_contexts(recorder, problem, context):
 )
 def test_candidates_equal_brute_force_in_any_order_of_growth_and_removal(prompts, rollouts, context, random):
     recorder = Recorder(shared=True)
-    for i in range(len(rollouts)):
-        recorder.start(str(i), prompts[i % len(prompts)], problem_id=7 + i % 2)
-    turns = [(i, token) for i, (tokens, _) in enumerate(rollouts) for token in tokens]
-    random.shuffle(turns)
-    for i, token in turns:
-        recorder.extend(str(i), [token])
-        if random.random() < 0.2:
-            recorder.drafter._flush()
+    recorder.start_interleaved(prompts, [tokens for tokens, _ in rollouts], random, flush=0.2)
     problem = recorder.problem("0")
     check_contexts(recorder, problem, context)
     order = list(range(1, len(rollouts)))
