@@ -6,8 +6,8 @@ An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our p
 - check configuration and versions in the front end, before anything is generated;
 - give every request without a seed one of its own, which then travels with it through preemption and to all ranks;
 - allow min-p under speculation, which our verifier handles and vLLM's does not;
-- keep vLLM's V1 model runner, the one that the custom proposer and our verifier work with;
-- bind `rollout_spec.integrations.vllm_v1.RunnerAdapter` to the runner, in the worker.
+- let vLLM choose the model runner that it would run without speculation, V2 where it can;
+- in the worker, bind the `RunnerAdapter` of `vllm_v1` or `vllm_v2` to the runner.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def register() -> None:
         ("vllm.config.vllm", _hook_config),
         ("vllm.sampling_params", _hook_sampling_params),
         ("vllm.v1.engine.input_processor", _hook_input_processor),
-        ("vllm.v1.worker.gpu_model_runner", _hook_runner),
+        ("vllm.v1.worker.gpu_model_runner", _hook_runner_v1),
+        ("vllm.v1.worker.gpu.model_runner", _hook_runner_v2),
         ("vllm.v1.worker.worker_base", _hook_worker),
     ):
         wrapt.register_post_import_hook(hook, module)
@@ -134,8 +135,10 @@ def _hook_dispatcher(module: Any) -> None:
 def _hook_config(module: Any) -> None:
     def make(original: Any) -> Any:
         def unsupported(self: Any) -> list[str]:
-            asks = config_of(self) is not None
-            return [*original(self), *(["the rollout_spec plugin"] if asks else [])]
+            features: list[str] = original(self)
+            if _is_ours(self.speculative_config):  # V2 has no custom proposers, but ours brings its own speculator
+                features = [feature for feature in features if feature != "speculative method 'custom_class'"]
+            return features
 
         return unsupported
 
@@ -148,7 +151,7 @@ def _hook_sampling_params(module: Any) -> None:
             if not _is_ours(speculative_config) or not self.min_p:
                 original(self, speculative_config)
                 return
-            from rollout_spec.integrations.vllm_v1 import uncovered_parameters
+            from rollout_spec.integrations.session import uncovered_parameters
 
             if reasons := uncovered_parameters(self):
                 raise ValueError(
@@ -189,17 +192,28 @@ def _hook_input_processor(module: Any) -> None:
 
 def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
     import vllm
+    from vllm.logger import init_logger
 
     from rollout_spec.drafters import find_drafter
 
     check_version(vllm.__version_tuple__, vllm.__version__)
     find_drafter(config.drafter)
     if vllm_config.use_v2_model_runner:
-        raise ValueError(
-            "rollout_spec works with vLLM's V1 model runner: unset VLLM_USE_V2_MODEL_RUNNER or set it to 0"
-        )
+        for owner, name in (
+            (vllm_config.model_config, "use_fp64_gumbel"),
+            (vllm_config.model_config, "return_sampling_mask"),
+            (vllm_config.model_config, "enable_trace_replay"),
+            (vllm_config, "watermark_config"),
+        ):
+            if getattr(owner, name, None):
+                raise ValueError(f"{name} would be ignored by rollout_spec's sampler: remove it")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
+    if config.speculation:
+        init_logger("vllm.plugins.rollout_spec").info(
+            "drafter %r lives on the host and needs each step's tokens there: asynchronous scheduling is off",
+            config.drafter,
+        )
 
 
 class _SeedSource:
@@ -224,7 +238,7 @@ class _SeedSource:
         return derive_seed(self._key, self._count)
 
 
-def _hook_runner(module: Any) -> None:
+def _hook_runner_v1(module: Any) -> None:
     def make_init(original: Any) -> Any:
         def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             self.rollout_spec = None
@@ -260,6 +274,72 @@ def _hook_runner(module: Any) -> None:
     _wrap(module.GPUModelRunner, "__init__", make_init)
     _wrap(module.GPUModelRunner, "_sample", make_sample)
     _wrap(module.GPUModelRunner, "_input_fits_in_drafter", make_fits)
+
+
+def _hook_runner_v2(module: Any) -> None:
+    def make_init_speculator(original: Any) -> Any:
+        def init_speculator(vllm_config: Any, device: Any, *args: Any) -> Any:
+            if config_of(vllm_config) is None:
+                return original(vllm_config, device, *args)
+            from rollout_spec.integrations.vllm_v2 import HistorySpeculator
+
+            return HistorySpeculator(vllm_config, device)
+
+        return init_speculator
+
+    def make_init(original: Any) -> Any:
+        def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+            self.rollout_spec = None
+            original(self, vllm_config, *args, **kwargs)
+            config = config_of(vllm_config)
+            if config is not None:
+                from rollout_spec.integrations.vllm_v2 import RunnerAdapter
+
+                self.rollout_spec = RunnerAdapter(self, config)
+
+        return init
+
+    def make_load_model(original: Any) -> Any:
+        def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            if self.rollout_spec is not None:
+                self.rollout_spec.take_over_sampling()
+            return result
+
+        return load_model
+
+    def make_add_requests(original: Any) -> Any:
+        def add_requests(self: Any, scheduler_output: Any) -> None:
+            if self.rollout_spec is not None:
+                self.rollout_spec.on_add_requests(scheduler_output)
+            original(self, scheduler_output)
+
+        return add_requests
+
+    def make_finish_requests(original: Any) -> Any:
+        def finish_requests(self: Any, scheduler_output: Any) -> None:
+            if self.rollout_spec is not None:
+                self.rollout_spec.on_finish_requests(scheduler_output)
+            original(self, scheduler_output)
+
+        return finish_requests
+
+    def make_take_draft_token_ids(original: Any) -> Any:
+        def take_draft_token_ids(self: Any) -> Any:
+            drafts = original(self)
+            return drafts if self.rollout_spec is None else self.rollout_spec.cut_drafts(drafts)
+
+        return take_draft_token_ids
+
+    _wrap(module, "init_speculator", make_init_speculator)
+    for name, make in (
+        ("__init__", make_init),
+        ("load_model", make_load_model),
+        ("add_requests", make_add_requests),
+        ("finish_requests", make_finish_requests),
+        ("take_draft_token_ids", make_take_draft_token_ids),
+    ):
+        _wrap(module.GPUModelRunner, name, make)
 
 
 def _hook_worker(module: Any) -> None:

@@ -7,80 +7,24 @@ drafter what became of its drafts, indexes the new tokens and returns the next d
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.integrations import vllm_cpu
+from rollout_spec.integrations.session import DraftingSession, run_command, uncovered_parameters
 from rollout_spec.integrations.vllm_plugin import config_of
-from rollout_spec.noise import derive_seed
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingRows, VerifyResult
 from rollout_spec.verify.api import verify
 from rollout_spec.verify.vectorised import logprobs_matrix
 
 logger = logging.getLogger(__name__)
-
-
-def uncovered_parameters(params: Any) -> list[str]:
-    """Names of the sampling parameters that only vLLM's own sampler implements. Such requests are handed to it."""
-    checks = {
-        "presence_penalty": params.presence_penalty != 0,
-        "frequency_penalty": params.frequency_penalty != 0,
-        "repetition_penalty": params.repetition_penalty != 1,
-        "bad_words": bool(params.bad_words),
-        "allowed_token_ids": bool(params.allowed_token_ids),
-        "logit_bias": bool(params.logit_bias),
-        "min_tokens": params.min_tokens > 0,
-        "logprob_token_ids": bool(getattr(params, "logprob_token_ids", None)),
-        "thinking_token_budget": getattr(params, "thinking_token_budget", None) is not None,
-        "logprobs=-1": params.logprobs == -1,
-    }
-    return [name for name, used in checks.items() if used]
-
-
-def problem_id_of(state: Any) -> int | None:
-    """The problem of a request: the caller's `extra_args["rollout_spec"]["problem_id"]`, or what shapes its outputs.
-
-    None leaves the choice to the drafter, which hashes the prompt; adapters and images are hashed with it here.
-    """
-    extra = (state.sampling_params.extra_args or {}).get("rollout_spec") or {}
-    if (given := extra.get("problem_id")) is not None:
-        return int(given)
-    if state.lora_request is None and not state.mm_features:
-        return None
-    prompt = hashlib.blake2b(np.asarray(state.prompt_token_ids, np.int32).tobytes(), digest_size=16).hexdigest()
-    adapter = state.lora_request.lora_name if state.lora_request is not None else ""
-    return derive_seed(prompt, adapter, *(str(feature.identifier) for feature in state.mm_features or ()))
-
-
-def _is_last(token_id: int, num_output_tokens: int, params: Any) -> bool:
-    """Whether the scheduler ends a request here. Stop strings are the front end's affair."""
-    if num_output_tokens >= params.max_tokens:
-        return True
-    stops = token_id == params.eos_token_id or token_id in (params.stop_token_ids or ())
-    return stops and num_output_tokens >= params.min_tokens
-
-
-def trim_at_end(token_ids: Sequence[int], num_before: int, params: Any) -> list[int]:
-    """Cut newly sampled tokens where the scheduler will: a step can sample past the end of a request.
-
-    Args:
-        token_ids: New output tokens.
-        num_before: Output tokens before them.
-    """
-    for i, token in enumerate(token_ids):
-        if _is_last(token, num_before + i + 1, params):
-            return list(token_ids[: i + 1])
-    return list(token_ids)
 
 
 class _Batch(NamedTuple):
@@ -115,30 +59,19 @@ class RunnerAdapter:
         self._batch: _Batch | None = None
         self._outcome: _Outcome | None = None
         self._own_logits_processors = bool(runner.model_config.logits_processors)
-        self.stats = SpeculationStats()
         self.proposer: RolloutSpecProposer | None = getattr(runner, "drafter", None)
+        self.stats = self.proposer.stats if self.proposer is not None else SpeculationStats()
         if self.proposer is not None:
-            self.proposer.bind(runner, self.stats)
+            self.proposer.bind(runner)
         if runner.device.type == "cpu" and vllm_cpu.repair_speculation():
             logger.info("repaired vLLM's CPU rejection sampler, which loses its sampling parameters")
 
     # -- commands from the front end ---------------------------------------------------------------------------------
 
     def command(self, name: str, *args: Any) -> Any:
-        """Run one of: stats, set_enabled(bool), begin_policy_version(int).
-
-        Raises:
-            ValueError: the name is unknown, or the engine was built without speculation.
-        """
-        if name == "stats":
-            self._settle()
-            memory = self.proposer.memory_bytes() if self.proposer is not None else 0
-            return {**self.stats.to_dict(), "drafter_bytes": memory}
-        if name not in ("set_enabled", "begin_policy_version"):
-            raise ValueError(f"unknown rollout_spec command {name!r}")
-        if self.proposer is None:
-            raise ValueError(f"{name}: this engine was built with speculation=False")
-        return getattr(self.proposer, name)(*args)
+        """See `rollout_spec.integrations.session.run_command`."""
+        self._settle()
+        return run_command(self.proposer.session if self.proposer is not None else None, self.stats, name, *args)
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
@@ -203,7 +136,7 @@ class RunnerAdapter:
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return
-        if num_invalid := int(outcome.result.num_invalid_rows):
+        if num_invalid := int(outcome.result.num_invalid_rows.sum()):
             raise FloatingPointError(
                 f"{num_invalid} rows of logits are NaN, +inf or all -inf, and nothing can be sampled from them: "
                 "check the weights that were last loaded into the engine"
@@ -309,7 +242,7 @@ def _choose_rows(mask: torch.Tensor, theirs: Any, ours: Any) -> Any:
 
 
 class RolloutSpecProposer:
-    """vLLM's `custom_class` proposer around a `Drafter`. Named by path in `speculative_config`.
+    """vLLM's `custom_class` proposer around a `DraftingSession`. Named by path in `speculative_config`.
 
     vLLM tells a proposer neither which requests it sees nor when they end. Both are read from the runner: rows map to
     request ids through its input batch, and a request has ended when the runner has forgotten it (absence from one
@@ -317,6 +250,7 @@ class RolloutSpecProposer:
 
     Attributes:
         outcomes: By request, (the target's tokens at the drafted positions, accepted drafts) since the last draft.
+        stats: The counters of this engine.
 
     Raises:
         ValueError: the configuration is wrong; see `rollout_spec.integrations.vllm_plugin.config_of`.
@@ -326,35 +260,17 @@ class RolloutSpecProposer:
         config = config_of(vllm_config)
         if config is None or not config.speculation:
             raise ValueError("this engine does not ask for rollout_spec: use rollout_spec.engine_kwargs()")
-        self._config = config
-        self._max_model_len = int(vllm_config.model_config.max_model_len)
-        options = {"max_draft_tokens": config.num_speculative_tokens} if config.drafter in DRAFTERS else {}
-        self._drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
-        self._enabled = True
-        self._known: dict[str, int] = {}  # tokens of each live request that the drafter has seen
-        self._ended: set[str] = set()  # live requests whose last token has been sampled
-        self._runner: Any = None
-        self._stats = SpeculationStats()
+        self.stats = SpeculationStats()
+        self.session = DraftingSession(config, int(vllm_config.model_config.max_model_len), self.stats)
         self.outcomes: dict[str, tuple[list[int], int]] = {}
+        self._runner: Any = None
 
     def load_model(self, model: Any) -> None:
         """Part of vLLM's interface; there is no model."""
 
-    def bind(self, runner: Any, stats: SpeculationStats) -> None:
-        """Give the proposer the runner whose requests it serves, and the counters to add to."""
-        self._runner, self._stats = runner, stats
-
-    def set_enabled(self, enabled: bool) -> None:
-        """Switch drafting and indexing on or off from the next step on."""
-        self._enabled = bool(enabled)
-
-    def begin_policy_version(self, version: int) -> None:
-        """See `Drafter.begin_policy_version`."""
-        self._drafter.begin_policy_version(version)
-
-    def memory_bytes(self) -> int:
-        """Bytes held by the drafter."""
-        return self._drafter.memory_bytes()
+    def bind(self, runner: Any) -> None:
+        """Give the proposer the runner whose requests it serves."""
+        self._runner = runner
 
     def propose(
         self,
@@ -378,69 +294,16 @@ class RolloutSpecProposer:
                 "the rollout_spec plugin is not loaded in this process, so drafts cannot be verified: check that the "
                 "VLLM_PLUGINS environment variable, if set, contains rollout_spec"
             )
-        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        if not self._enabled:
-            self.outcomes.clear()
-            return drafts
-        started = time.perf_counter()
-        try:
-            self._draft(sampled_token_ids, num_tokens_no_spec, token_ids_cpu, drafts)
-        except Exception:  # a drafter may be anybody's, and no fault of its may end a run
-            self._enabled = False
-            self._stats.drafter_errors += 1
-            logger.exception("the drafter raised: speculation is off from here on, sampling goes on unchanged")
-            drafts = [[] for _ in sampled_token_ids]
-        self._stats.draft_seconds += time.perf_counter() - started
-        return drafts
-
-    def _draft(self, sampled: list[list[int]], num_tokens: Any, token_ids: Any, drafts: list[list[int]]) -> None:
-        runner, drafter = self._runner, self._drafter
-        for req_id in [req_id for req_id in self._known if req_id not in runner.requests]:
-            drafter.stop_request(req_id)
-            del self._known[req_id]
-            self._ended.discard(req_id)
-        outcomes = {req_id: o for req_id, o in self.outcomes.items() if req_id in self._known}
-        self.outcomes.clear()
-        if outcomes:
-            drafter.observe(
-                list(outcomes),
-                [targets for targets, _ in outcomes.values()],
-                np.array([accepted for _, accepted in outcomes.values()], np.int32),
-            )
-        rows, req_ids, room = [], [], []
-        for row, tokens in enumerate(sampled):
-            req_id = runner.input_batch.req_ids[row]
-            state = runner.requests[req_id]
-            if not tokens or state.prompt_token_ids is None:  # a prefill chunk, or a prompt of embeddings
-                continue
-            length = int(num_tokens[row])
-            left = self._update(req_id, state, token_ids[row, :length])
-            if left > 1:  # the target's own sample is the last token, and needs no draft
-                rows.append(row)
-                req_ids.append(req_id)
-                room.append(min(self._config.num_speculative_tokens, left - 1, self._max_model_len - length - 1))
-        for row, draft in zip(rows, drafter.propose(req_ids, np.array(room, np.int32)), strict=True):
-            drafts[row] = draft.token_ids.tolist()
-
-    def _update(self, req_id: str, state: Any, token_ids: Any) -> int:
-        """Show the drafter a request's new tokens. Returns how many more may come, 0 when it has ended."""
-        params = state.sampling_params
-        prompt_size = state.num_prompt_tokens
-        if req_id not in self._known:
-            has_dice = params.temperature > 0 and self._config.verify == "sample"
-            self._drafter.start_request(
-                req_id,
-                np.array(state.prompt_token_ids, np.int32),
-                problem_id=problem_id_of(state),
-                seed=params.seed if has_dice else None,
-            )
-            self._known[req_id] = prompt_size
-        known = self._known[req_id]
-        if req_id not in self._ended:
-            new = token_ids[known:].tolist()
-            kept = trim_at_end(new, known - prompt_size, params)
-            self._drafter.extend(req_id, kept)
-            self._known[req_id] = known = known + len(kept)
-            if len(kept) < len(new) or (kept and _is_last(kept[-1], known - prompt_size, params)):
-                self._ended.add(req_id)
-        return 0 if req_id in self._ended else params.max_tokens - (known - prompt_size)
+        requests, req_ids = self._runner.requests, self._runner.input_batch.req_ids
+        outcomes, self.outcomes = self.outcomes, {}
+        updates = []
+        if self.session.enabled:
+            for row, sampled in enumerate(sampled_token_ids):
+                request = requests[req_ids[row]]
+                if sampled and request.prompt_token_ids is not None:  # no prefill chunk, no prompt of embeddings
+                    seen = self.session.num_seen(req_ids[row], request)
+                    new = token_ids_cpu[row, seen : int(num_tokens_no_spec[row])].tolist()
+                    updates.append((req_ids[row], request, new))
+        ended = [req_id for req_id in self.session.live if req_id not in requests]
+        drafts = self.session.draft(ended, outcomes, updates)
+        return [drafts.get(req_ids[row], []) for row in range(len(sampled_token_ids))]

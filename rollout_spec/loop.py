@@ -106,9 +106,9 @@ def decode_step(
         logprobs_mode="processed_logprobs",
     )
 
-    if result.num_invalid_rows:
+    if num_invalid := int(result.num_invalid_rows.sum()):
         raise FloatingPointError(
-            f"{result.num_invalid_rows} rows of logits are NaN, +inf or all -inf, and nothing can be sampled from them"
+            f"{num_invalid} rows of logits are NaN, +inf or all -inf, and nothing can be sampled from them"
         )
 
     # 4. Commit, and tell the drafter what became of its drafts before it sees the tokens.

@@ -62,9 +62,10 @@ class VerifyResult(NamedTuple):
     """int64 [N]: the target's own token at every row, also after the first difference (sample-and-compare);
     PLACEHOLDER_TOKEN_ID at rows that rejection sampling did not draw."""
     logprobs: Any
-    """float32 [N] or None: log-probability of `target_token_ids` at its row (meaningless where that is a
-    placeholder), raw or processed as asked for."""
+    """float32 [N] or None: log-probability of `target_token_ids` at its row, raw or processed as asked for; meaningless
+    at rows whose token is not emitted."""
     ranks: Any
-    """int64 [N] or None: number of tokens at least as probable, itself included, as vLLM counts ranks."""
+    """int64 [N] or None: number of tokens at least as probable, itself included, as vLLM counts ranks;
+    meaningless at rows whose token is not emitted."""
     num_invalid_rows: Any
-    """Integer scalar: rows with no sample because a logit was NaN or +inf, or all were -inf."""
+    """int32 [B]: each request's rows with no sample because a logit was NaN or +inf, or all were -inf."""

@@ -95,11 +95,11 @@ def _score_row(logits, temperature, token):
 @nb.njit(cache=True, nogil=True)
 def _verify(
     logits, scored, temperature, scored_temperature, seeds, positions, drafts, cu_drafts, keys, bounds, want_logprobs,
-    output, num_accepted, targets, logprobs, ranks,
+    output, num_accepted, targets, logprobs, ranks, num_invalid,
 ):  # fmt: skip
-    """Fill the outputs; returns the number of rows without a distribution. See `VerifyResult` for the shapes."""
+    """Fill the outputs. See `VerifyResult` for the shapes."""
     hashes = np.empty(logits.shape[1], np.uint32)
-    row = draft = invalid = 0
+    row = draft = 0
     for request in range(cu_drafts.size):
         alive = True
         position = 0
@@ -110,7 +110,7 @@ def _verify(
             )
             targets[row] = token
             if token < 0:
-                invalid += 1
+                num_invalid[request] += 1
             elif want_logprobs:
                 logprobs[row], ranks[row] = _score_row(scored[row], scored_temperature[request], token)
             if alive:
@@ -122,7 +122,6 @@ def _verify(
                 break
             draft += 1
             position += 1
-    return invalid
 
 
 def verify(
@@ -156,7 +155,8 @@ def verify(
     targets = np.empty(num_rows, np.int64)
     logprobs = np.zeros(num_rows, np.float32)
     ranks = np.ones(num_rows, np.int64)
-    invalid = _verify(
+    num_invalid = np.zeros(num_requests, np.int32)
+    _verify(
         _numpy(logits),
         _numpy(logits if processed else raw),
         _numpy(temperature),
@@ -173,6 +173,7 @@ def verify(
         targets,
         logprobs,
         ranks,
+        num_invalid,
     )
     wanted = logprobs_mode is not None
     return VerifyResult(
@@ -181,7 +182,7 @@ def verify(
         torch.from_numpy(targets),
         torch.from_numpy(logprobs) if wanted else None,
         torch.from_numpy(ranks) if wanted else None,
-        invalid,
+        torch.from_numpy(num_invalid),
     )
 
 

@@ -16,6 +16,9 @@ from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, Int32Array, S
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
+MASS_TOLERANCE = 1e-5
+"""A nucleus may fall this share short of top-p: float32 sums differ in the seventh digit, and the same nucleus must be
+found whatever the order of summation, also where equal probabilities add up to top-p exactly."""
 
 VerifyMethod = Literal["sample", "rejection"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -61,7 +64,7 @@ def verify(
     targets = np.full(len(target_logits), PLACEHOLDER_TOKEN_ID, np.int64)
     logprobs = np.zeros(len(target_logits), np.float32)
     ranks = np.ones(len(target_logits), np.int64)
-    num_invalid_rows = 0
+    num_invalid_rows = np.zeros(num_requests, np.int32)
     row = 0
     for request in range(num_requests):
         alive = True
@@ -70,12 +73,12 @@ def verify(
             raw = np.asarray(target_logits[row], np.float32)
             processed = process_row(raw, place)
             if not _has_distribution(raw):
-                num_invalid_rows += 1
+                num_invalid_rows[request] += 1
                 token = PLACEHOLDER_TOKEN_ID
             elif method == "sample":
                 token = sample_row(processed, place)
             else:
-                probs = None if draft_probs is None else draft_probs[place.draft_index]
+                probs = None if draft_probs is None or place.draft_index < 0 else draft_probs[place.draft_index]
                 token = rejection_sample_row(processed, place, probs) if alive else PLACEHOLDER_TOKEN_ID
             if token != PLACEHOLDER_TOKEN_ID:
                 targets[row] = token
@@ -125,7 +128,9 @@ def rejection_sample_row(processed: Float32Array, row: _Row, draft_probs: Float3
 def process_row(logits: Float32Array, row: _Row) -> Float32Array:
     """Temperature, min-p, top-k, top-p, in vLLM's order (`vllm/v1/sample/sampler.py`); removed tokens get -inf.
 
-    A greedy row stays as it is: vLLM resets its other parameters.
+    Of equal logits at the cut the first are kept, as many as it takes: exactly k tokens, the smallest nucleus. (vLLM's
+    Triton kernel does the same; its torch version keeps all for top-k and the last for top-p.) A greedy row stays as
+    it is: vLLM resets its other parameters.
     """
     if row.greedy or not _has_distribution(logits):
         return logits
@@ -133,14 +138,15 @@ def process_row(logits: Float32Array, row: _Row) -> Float32Array:
     if row.min_p > 0:
         probs = np.exp(log_softmax(x))
         x = np.where(probs < row.min_p * probs.max(), -np.inf, x)
+    x = x.astype(np.float32)
+    descending = np.argsort(-x, kind="stable")
     if 0 < row.top_k < len(x):
-        x = np.where(x < np.sort(x)[-row.top_k], -np.inf, x)  # ties with the k-th stay
+        x[descending[row.top_k :]] = -np.inf
     if row.top_p < 1:
-        ascending = np.argsort(x, kind="stable")
-        cumulative = np.cumsum(np.exp(log_softmax(x))[ascending])
-        removed = ascending[:-1][cumulative[:-1] <= 1 - row.top_p]
-        x[removed] = -np.inf
-    return x.astype(np.float32)
+        probs = np.exp(log_softmax(x).astype(np.float64))[descending]
+        before = np.cumsum(probs) - probs
+        x[descending[1:][before[1:] >= row.top_p * (1 - MASS_TOLERANCE)]] = -np.inf
+    return x
 
 
 def log_softmax(logits: Float32Array) -> Float32Array:

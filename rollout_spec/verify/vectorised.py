@@ -13,7 +13,7 @@ from torch import Tensor
 from rollout_spec import noise
 from rollout_spec.noise_torch import negative_gumbel, uniform32
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows, VerifyResult
-from rollout_spec.verify.reference import GREEDY_TEMPERATURE, LogprobsMode, VerifyMethod
+from rollout_spec.verify.reference import GREEDY_TEMPERATURE, MASS_TOLERANCE, LogprobsMode, VerifyMethod
 
 
 class RowIndex(NamedTuple):
@@ -73,7 +73,8 @@ def verify(
         chosen = scores.gather(1, targets.clamp(min=0)[:, None])
         logprobs = chosen[:, 0] - scores.logsumexp(-1)
         ranks = (scores >= chosen).sum(-1)
-    return VerifyResult(output, num_accepted, targets, logprobs, ranks, (~valid).sum())
+    num_invalid = torch.zeros_like(num_accepted).index_add_(0, index.request, (~valid).int())
+    return VerifyResult(output, num_accepted, targets, logprobs, ranks, num_invalid)
 
 
 def process(raw: Tensor, rows: SamplingRows, index: RowIndex) -> Tensor:
@@ -93,15 +94,16 @@ def process(raw: Tensor, rows: SamplingRows, index: RowIndex) -> Tensor:
         x.masked_fill_(x < threshold, float("-inf"))
     if rows.top_k is None and rows.top_p is None:
         return x
-    ordered, order = x.sort(dim=-1, stable=True)
+    ordered, order = x.sort(dim=-1, descending=True, stable=True)
     if rows.top_k is not None:
-        keep_all = greedy | (rows.top_k < 1) | (rows.top_k > x.shape[1])
-        top_k = torch.where(keep_all, x.shape[1], rows.top_k.long())[request]
-        ordered.masked_fill_(ordered < ordered.gather(1, (x.shape[1] - top_k)[:, None]), float("-inf"))
+        keep_all = greedy | (rows.top_k < 1)
+        top_k = torch.where(keep_all, x.shape[1], rows.top_k.long())[request, None]
+        ordered.masked_fill_(torch.arange(x.shape[1], device=x.device) >= top_k, float("-inf"))
     if rows.top_p is not None:
         top_p = torch.where(greedy, 1.0, rows.top_p)[request, None]
-        removed = (ordered.softmax(-1).cumsum(-1) <= 1 - top_p) & (top_p < 1)
-        removed[:, -1] = False
+        probs = ordered.softmax(-1)
+        removed = (probs.cumsum(-1) - probs >= top_p * (1 - MASS_TOLERANCE)) & (top_p < 1)
+        removed[:, 0] = False
         ordered.masked_fill_(removed, float("-inf"))
     return x.scatter_(1, order, ordered)
 

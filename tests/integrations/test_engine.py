@@ -192,7 +192,7 @@ def test_history_holds_the_rollouts_as_trimmed(adversarial):
     generate(
         adversarial, mixed_params(1, 12, max_tokens=2, ignore_eos=True)
     )  # ended requests are noticed one step later
-    kept = {tuple(tokens) for tokens in runner_of(adversarial).drafter._drafter.finished}
+    kept = {tuple(tokens) for tokens in runner_of(adversarial).drafter.session.drafter.finished}
     for output in outputs:
         assert tuple(output.token_ids) in kept
 

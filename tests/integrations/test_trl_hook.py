@@ -87,7 +87,7 @@ def test_grpo_with_speculation(tiny_model, tmp_path):
     assert all(entry["rollout_spec/drafter_errors"] == 0 for entry in logs)
     # What TRL itself sees: log-probabilities that its own forward pass confirms.
     assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logs)
-    drafter = generator.llm.llm_engine.model_executor.driver_worker.model_runner.drafter._drafter
+    drafter = generator.llm.llm_engine.model_executor.driver_worker.model_runner.drafter.session.drafter
     drafter.check_integrity()
 
 

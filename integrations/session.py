@@ -1,0 +1,200 @@
+"""What vLLM's two model runners share: the drafter of an engine and what it is told about the requests."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.drafters import DRAFTERS, build_drafter
+from rollout_spec.noise import derive_seed
+from rollout_spec.stats import SpeculationStats
+
+logger = logging.getLogger(__name__)
+
+
+def uncovered_parameters(params: Any) -> list[str]:
+    """Names of the sampling parameters that only vLLM implements: it processes the logits of such requests."""
+    checks = {
+        "presence_penalty": params.presence_penalty != 0,
+        "frequency_penalty": params.frequency_penalty != 0,
+        "repetition_penalty": params.repetition_penalty != 1,
+        "bad_words": bool(params.bad_words),
+        "allowed_token_ids": bool(params.allowed_token_ids),
+        "logit_bias": bool(params.logit_bias),
+        "min_tokens": params.min_tokens > 0,
+        "logprob_token_ids": bool(getattr(params, "logprob_token_ids", None)),
+        "thinking_token_budget": getattr(params, "thinking_token_budget", None) is not None,
+        "logprobs=-1": params.logprobs == -1,
+    }
+    return [name for name, used in checks.items() if used]
+
+
+def problem_id_of(request: Any) -> int | None:
+    """The problem of a request: the caller's `extra_args["rollout_spec"]["problem_id"]`, or what shapes its outputs.
+
+    None leaves the choice to the drafter, which hashes the prompt; adapters and images are hashed with it here.
+    """
+    extra = (request.sampling_params.extra_args or {}).get("rollout_spec") or {}
+    if (given := extra.get("problem_id")) is not None:
+        return int(given)
+    if request.lora_request is None and not request.mm_features:
+        return None
+    prompt = hashlib.blake2b(np.asarray(request.prompt_token_ids, np.int32).tobytes(), digest_size=16).hexdigest()
+    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+    return derive_seed(prompt, adapter, *(str(feature.identifier) for feature in request.mm_features or ()))
+
+
+def _is_last(token_id: int, num_output_tokens: int, params: Any) -> bool:
+    """Whether the scheduler ends a request here. Stop strings are the front end's affair."""
+    if num_output_tokens >= params.max_tokens:
+        return True
+    stops = token_id == params.eos_token_id or token_id in (params.stop_token_ids or ())
+    return stops and num_output_tokens >= params.min_tokens
+
+
+def trim_at_end(token_ids: Sequence[int], num_before: int, params: Any) -> list[int]:
+    """Cut newly sampled tokens where the scheduler will: a step can sample past the end of a request.
+
+    Args:
+        token_ids: New output tokens.
+        num_before: Output tokens before them.
+    """
+    for i, token in enumerate(token_ids):
+        if _is_last(token, num_before + i + 1, params):
+            return list(token_ids[: i + 1])
+    return list(token_ids)
+
+
+class DraftingSession:
+    """An engine's drafter, which outlives the batches: requests are told apart by their ids.
+
+    Attributes:
+        live: By request, the tokens that the drafter has seen, prompt included. A request leaves when it is named as
+            ended.
+        enabled: Whether anything is indexed and drafted; False after the drafter has raised.
+
+    Raises:
+        ValueError, TypeError: the drafter is unknown, or its options are wrong.
+    """
+
+    def __init__(self, config: RolloutSpecConfig, max_model_len: int, stats: SpeculationStats) -> None:
+        options = {"max_draft_tokens": config.num_speculative_tokens} if config.drafter in DRAFTERS else {}
+        self.drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
+        self.live: dict[str, int] = {}
+        self.enabled = True
+        self._config = config
+        self._max_model_len = max_model_len
+        self._stats = stats
+        self._complete: set[str] = set()  # live requests whose last token has been sampled
+
+    def num_seen(self, req_id: str, request: Any) -> int:
+        """Tokens of a request, prompt included, that need not be shown again."""
+        return self.live.get(req_id, len(request.prompt_token_ids))
+
+    def draft(
+        self,
+        ended: Iterable[str],
+        outcomes: Mapping[str, tuple[list[int], int]],
+        updates: Sequence[tuple[str, Any, Sequence[int]]],
+    ) -> dict[str, list[int]]:
+        """Draft for the next step.
+
+        Args:
+            ended: Requests of `live` that are over.
+            outcomes: What became of the last drafts: (the target's tokens at the drafted positions, accepted drafts).
+            updates: (id, vLLM's request, its tokens after those seen) of each request to draft for. A request has
+                `prompt_token_ids`, `sampling_params`, `lora_request` and `mm_features`.
+
+        Returns:
+            Drafted tokens by request, at most num_speculative_tokens each; requests without a draft may be missing.
+            Empty for good once the drafter has raised.
+        """
+        if not self.enabled:
+            return {}
+        started = time.perf_counter()
+        try:
+            return self._draft(ended, outcomes, updates)
+        except Exception:  # a drafter may be anybody's, and no fault of its may end a run
+            self.enabled = False
+            self._stats.drafter_errors += 1
+            logger.exception("the drafter raised: speculation is off from here on, sampling goes on unchanged")
+            return {}
+        finally:
+            self._stats.draft_seconds += time.perf_counter() - started
+
+    def _draft(
+        self,
+        ended: Iterable[str],
+        outcomes: Mapping[str, tuple[list[int], int]],
+        updates: Sequence[tuple[str, Any, Sequence[int]]],
+    ) -> dict[str, list[int]]:
+        for req_id in ended:
+            self.drafter.stop_request(req_id)
+            del self.live[req_id]
+            self._complete.discard(req_id)
+        outcomes = {req_id: outcome for req_id, outcome in outcomes.items() if req_id in self.live}
+        if outcomes:
+            self.drafter.observe(
+                list(outcomes),
+                [targets for targets, _ in outcomes.values()],
+                np.array([accepted for _, accepted in outcomes.values()], np.int32),
+            )
+        req_ids, room = [], []
+        for req_id, request, tokens in updates:
+            left = self._advance(req_id, request, tokens)
+            if left > 1:  # the target's own sample is the last token, and needs no draft
+                req_ids.append(req_id)
+                in_model = self._max_model_len - self.live[req_id] - 1
+                room.append(min(self._config.num_speculative_tokens, left - 1, in_model))
+        drafts = self.drafter.propose(req_ids, np.array(room, np.int32))
+        return {req_id: draft.token_ids.tolist() for req_id, draft in zip(req_ids, drafts, strict=True)}
+
+    def _advance(self, req_id: str, request: Any, tokens: Sequence[int]) -> int:
+        """Show the drafter a request's new tokens. Returns how many more may come, 0 when it is complete."""
+        params = request.sampling_params
+        prompt_size = len(request.prompt_token_ids)
+        if req_id not in self.live:
+            has_dice = params.temperature > 0 and self._config.verify == "sample"
+            self.drafter.start_request(
+                req_id,
+                np.array(request.prompt_token_ids, np.int32),
+                problem_id=problem_id_of(request),
+                seed=params.seed if has_dice else None,
+            )
+            self.live[req_id] = prompt_size
+        if req_id not in self._complete:
+            num_output = self.live[req_id] - prompt_size
+            kept = trim_at_end(tokens, num_output, params)
+            self.drafter.extend(req_id, kept)
+            num_output += len(kept)
+            self.live[req_id] = prompt_size + num_output
+            if len(kept) < len(tokens) or (kept and _is_last(kept[-1], num_output, params)):
+                self._complete.add(req_id)
+        if req_id in self._complete:
+            return 0
+        return int(params.max_tokens) - (self.live[req_id] - prompt_size)
+
+
+def run_command(session: DraftingSession | None, stats: SpeculationStats, name: str, *args: Any) -> Any:
+    """Run a front end's command on a worker: stats, set_enabled(bool) or begin_policy_version(int).
+
+    Raises:
+        ValueError: the name is unknown, or the engine was built without speculation.
+    """
+    if name == "stats":
+        memory = session.drafter.memory_bytes() if session is not None else 0
+        return {**stats.to_dict(), "drafter_bytes": memory}
+    if name not in ("set_enabled", "begin_policy_version"):
+        raise ValueError(f"unknown rollout_spec command {name!r}")
+    if session is None:
+        raise ValueError(f"{name}: this engine was built with speculation=False")
+    if name == "set_enabled":
+        session.enabled = bool(*args)
+        return None
+    return session.drafter.begin_policy_version(*args)

@@ -1,0 +1,391 @@
+"""Speculation in vLLM's V2 model runner: the speculator that vLLM calls, and the samplers' stand-in.
+
+One engine step: vLLM runs the target over every scheduled token and hands the logits to `VerifyingSampler`, which
+takes the place of both of vLLM's samplers and verifies the drafts in the fused kernel; then vLLM books the sampled
+tokens and calls `HistorySpeculator.propose`, which copies the outcome to the host, feeds the drafter and returns the
+next drafts. The drafter lives on the host, so the scheduler is synchronous; it learns each draft's own length, so that
+a request without a draft costs one token.
+
+The dice are those of V2's own noise from vLLM 0.31 on; 0.26 to 0.30 rolled others, which ours replace with and without
+speculation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import time
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.integrations.session import DraftingSession, run_command, uncovered_parameters
+from rollout_spec.integrations.vllm_plugin import config_of
+from rollout_spec.stats import SpeculationStats
+from rollout_spec.types import SamplingRows, VerifyResult
+from rollout_spec.verify import kernel
+from rollout_spec.verify.vectorised import RowIndex, process
+
+logger = logging.getLogger(__name__)
+
+
+class _Outcome(NamedTuple):
+    """The last verification."""
+
+    req_ids: list[str]
+    starts: np.ndarray  # int32 [B + 1], each request's first row, then N
+    first_positions: torch.Tensor  # int64 [B], each request's tokens before the sampled ones, less one
+    result: VerifyResult
+
+
+class RunnerAdapter:
+    """Follows one V2 model runner's requests and counts what happens to them.
+
+    Attributes:
+        requests: vLLM's `NewRequestData` of each request that has not finished; preempted ones stay.
+        stats: The counters of this engine.
+        speculator: None for an engine that only rolls our dice.
+    """
+
+    def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
+        self.requests: dict[str, Any] = {}
+        self.speculator: HistorySpeculator | None = runner.speculator
+        self.stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
+        self._runner = runner
+        self._config = config
+
+    def take_over_sampling(self) -> None:
+        """Replace the runner's samplers, once they are there.
+
+        Raises:
+            ValueError: the samplers do more than ours would.
+        """
+        runner = self._runner
+        if getattr(runner, "batch_sharder", None) is not None:
+            raise ValueError("rollout_spec does not support batch-sharded sampling: switch it off")
+        sampler = VerifyingSampler(runner.sampler, self, self._config)
+        runner.sampler = sampler
+        if runner.rejection_sampler is not None:
+            runner.rejection_sampler = sampler
+        if self.speculator is not None:
+            self.speculator.bind(runner, self, sampler)
+
+    def command(self, name: str, *args: Any) -> Any:
+        """See `rollout_spec.integrations.session.run_command`."""
+        self._runner.sampler.settle(wait=True)
+        session = self.speculator.session if self.speculator is not None else None
+        return run_command(session, self.stats, name, *args)
+
+    def on_add_requests(self, scheduler_output: Any) -> None:
+        """Called with every step's schedule, before it runs."""
+        for request in scheduler_output.scheduled_new_reqs:
+            self.requests[request.req_id] = request
+
+    def on_finish_requests(self, scheduler_output: Any) -> None:
+        """Called with every step's schedule, before it runs. Preempted requests are not finished."""
+        for req_id in scheduler_output.finished_req_ids:
+            self.requests.pop(req_id, None)
+
+    def cut_drafts(self, drafts: Any) -> Any:
+        """Tell the scheduler how long each draft is; vLLM would have it verify K tokens for every request."""
+        if drafts is None or self.speculator is None:
+            return drafts
+        lengths = self.speculator.num_draft_tokens
+        cut = [tokens[: lengths.get(req_id, 0)] for req_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids)]  # noqa: B905
+        return type(drafts)(drafts.req_ids, cut)
+
+
+class VerifyingSampler:
+    """Stands in for vLLM's `Sampler` and `RejectionSampler`; everything but the call is the former's.
+
+    Args:
+        inner: vLLM's `Sampler`, which holds the requests' sampling parameters.
+    """
+
+    def __init__(self, inner: Any, adapter: RunnerAdapter, config: RolloutSpecConfig) -> None:
+        self.inner = inner
+        self.outcome: _Outcome | None = None
+        self._adapter = adapter
+        self._config = config
+        self._num_slots = config.num_speculative_tokens + 1
+        self._own_processors = bool(adapter._runner.model_config.logits_processors)
+        self._needs_vllm: np.ndarray = np.zeros(inner.sampling_states.max_num_reqs, bool)
+        self._unchecked: deque[tuple[torch.cuda.Event | None, torch.Tensor, Sequence[str]]] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def add_request(self, req_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """See vLLM. The last argument is the request's `SamplingParams`."""
+        params = kwargs.get("sampling_params", args[-1] if args else None)
+        if params.seed is None:
+            raise RuntimeError(
+                "a request has no seed: it did not pass through vLLM's input processor with the rollout_spec plugin "
+                "loaded. Give it one in SamplingParams(seed=...)"
+            )
+        self._needs_vllm[req_idx] = self._own_processors or bool(uncovered_parameters(params))
+        return self.inner.add_request(req_idx, *args, **kwargs)
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, *args: Any) -> Any:
+        """Verify the scheduled drafts and sample what follows; a request without drafts has one row.
+
+        Args:
+            logits: float [N, vocabulary].
+            input_batch: vLLM's `InputBatch`.
+            draft_logits: Part of vLLM's interface; our drafts are certain.
+
+        Raises:
+            FloatingPointError: logits of an earlier step were NaN or +inf, or all of a row's -inf.
+        """
+        started = time.perf_counter()
+        self.settle()
+        num_nans = get_num_nans(logits) if self.inner.compute_nans else None
+        layout = kernel.gather_layout(
+            input_batch.input_ids,
+            input_batch.positions,
+            input_batch.logits_indices,
+            input_batch.cu_num_logits,
+            input_batch.expanded_idx_mapping,
+            input_batch.expanded_local_pos,
+            self.inner.req_states.prefill_len.gpu,
+        )
+        states, slots = self.inner.sampling_states, input_batch.idx_mapping_np
+        rows = self._rows(states, slots)
+        raw, num_logprobs = logits, states.max_num_logprobs(slots)
+        if self._needs_vllm[slots].any():
+            logits = self._process(logits, input_batch, layout)
+            rows = SamplingRows((rows.temperature != 0).float(), rows.seeds, None, rows.top_k, rows.top_p)
+        # vLLM's own code scores tokens other than the sampled one.
+        mode = self.inner.logprobs_mode
+        custom_ids = self.inner.logprob_token_ids_state.max_num_token_ids(slots)
+        scored_here = num_logprobs == 0 and not custom_ids and mode.endswith("_logprobs")
+        if scored_here and mode == "raw_logprobs" and logits is not raw:
+            scored_here = False
+        has_drafts = input_batch.num_draft_tokens > 0
+        result = kernel.verify_rows(
+            logits,
+            layout,
+            rows,
+            method=self._config.verify,
+            logprobs_mode=mode if scored_here else None,
+            max_draft_tokens=self._num_slots - 1 if has_drafts else 0,
+        )
+        tensors = None
+        if num_logprobs >= 0 or custom_ids:
+            expanded = logits.shape[0] != len(slots)
+            starts = input_batch.cu_num_logits_np.tolist() if expanded else None
+            if scored_here:
+                token_ids = result.target_token_ids[:, None]
+                tensors = LogprobsTensors(token_ids, result.logprobs[:, None], result.ranks, starts)
+            else:
+                scores = raw if mode.startswith("raw_") else self._scores(logits, layout, rows)
+                tensors = compute_topk_scores(
+                    scores,
+                    max(num_logprobs, 0),
+                    result.target_token_ids.clamp(min=0),
+                    starts,
+                    logprob_token_ids_state=self.inner.logprob_token_ids_state,
+                    expanded_idx_mapping=input_batch.expanded_idx_mapping,
+                    max_per_req_token_ids=custom_ids,
+                    logits_mode=mode.endswith("_logits"),
+                )
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            result.num_accepted + 1,
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            self.inner.req_states.prefill_len.gpu,
+        )
+        if input_batch.req_ids[0] in self._adapter.requests:  # not one of vLLM's dummy runs
+            self._book(input_batch, layout, result)
+        self._adapter.stats.verify_seconds += time.perf_counter() - started
+        return SamplerOutput(
+            sampled_token_ids=result.output_token_ids.long(),
+            logprobs_tensors=tensors,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _rows(self, states: Any, slots: np.ndarray) -> SamplingRows:
+        """The batch's sampling parameters; the tensors hold those of all requests, by state index."""
+        return SamplingRows(
+            temperature=states.temperature.gpu,
+            seeds=states.seeds.gpu if np.any(states.temperature.np[slots] != 0) else None,
+            positions=None,
+            top_k=states.top_k.gpu if np.any(states.top_k.np[slots] != states.vocab_size) else None,
+            top_p=states.top_p.gpu if np.any(states.top_p.np[slots] < 1) else None,
+            min_p=states.min_p.gpu if np.any(states.min_p.np[slots] > 0) else None,
+        )
+
+    def _process(self, logits: torch.Tensor, input_batch: Any, layout: kernel.Layout) -> torch.Tensor:
+        """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, temperature, min-p."""
+        values = {
+            "logits": logits.to(torch.float32, copy=True),
+            "expanded_idx_mapping": input_batch.expanded_idx_mapping,
+            "idx_mapping": input_batch.idx_mapping,
+            "idx_mapping_np": input_batch.idx_mapping_np,
+            "pos": layout.position,
+            "input_ids": input_batch.input_ids[input_batch.logits_indices],
+            "expanded_local_pos": input_batch.expanded_local_pos,
+            "seq_lens_upper_bound_np": input_batch.seq_lens_cpu_upper_bound.numpy(),
+            "skip_top_k_top_p": True,
+        }
+        apply = self.inner.apply_sampling_params
+        accepted = inspect.signature(apply).parameters  # they differ between vLLM's versions
+        result: torch.Tensor = apply(**{name: value for name, value in values.items() if name in accepted})
+        return result
+
+    def _scores(self, logits: torch.Tensor, layout: kernel.Layout, rows: SamplingRows) -> torch.Tensor:
+        """Processed logits of every token, float32 [N, V]."""
+        index = RowIndex(layout.request.long(), layout.request, layout.request)
+        return process(logits.float(), rows, index)
+
+    def _book(self, input_batch: Any, layout: kernel.Layout, result: VerifyResult) -> None:
+        """Keep the outcome for the speculator, or count it here where there is none."""
+        if self._adapter.speculator is not None:
+            positions = layout.position[layout.starts[:-1]]
+            self.outcome = _Outcome(input_batch.req_ids, input_batch.cu_num_logits_np, positions, result)
+            return
+        finished_prefill = ~input_batch.is_prefilling_np | (
+            input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens >= input_batch.prefill_len_np
+        )
+        count = int(finished_prefill.sum())
+        self._adapter.stats.record([0] * count, [0] * count)
+        # Waiting for the device here would cost what asynchronous scheduling saves.
+        event = None
+        invalid = result.num_invalid_rows
+        if invalid.device.type == "cuda":
+            invalid = torch.empty_like(invalid, device="cpu", pin_memory=True).copy_(invalid, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+        self._unchecked.append((event, invalid, input_batch.req_ids))
+
+    def settle(self, wait: bool = False) -> None:
+        """Look at what has arrived from the device, or wait for all of it.
+
+        Raises:
+            FloatingPointError: a row had no sample.
+        """
+        while self._unchecked:
+            event, invalid, req_ids = self._unchecked[0]
+            if event is not None:
+                if wait:
+                    event.synchronize()
+                elif not event.query():
+                    return
+            self._unchecked.popleft()
+            raise_invalid(invalid.numpy(), req_ids)
+
+
+def raise_invalid(num_invalid_rows: np.ndarray, req_ids: Sequence[str]) -> None:
+    """Raise FloatingPointError if a request has rows without a sample. `num_invalid_rows`: int32 [B]."""
+    if not num_invalid_rows.any():
+        return
+    first = int(np.flatnonzero(num_invalid_rows)[0])
+    raise FloatingPointError(
+        f"{int(num_invalid_rows.sum())} rows of logits are NaN, +inf or all -inf (first in request {req_ids[first]}), "
+        "and nothing can be sampled from them: check the weights that were last loaded into the engine"
+    )
+
+
+class HistorySpeculator(BaseSpeculator):
+    """vLLM's speculator around a `DraftingSession`.
+
+    Attributes:
+        num_draft_tokens: Length of each request's last draft, at least those of the last batch.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, vllm_config: Any, device: torch.device, *args: Any) -> None:
+        config = config_of(vllm_config)
+        assert config is not None and config.speculation
+        self.model = torch.nn.Module()  # vLLM 0.26 prepares its communication buffers
+        self.stats = SpeculationStats()
+        self.session = DraftingSession(config, int(vllm_config.model_config.max_model_len), self.stats)
+        self.num_draft_tokens: dict[str, int] = {}
+        self._num_slots = config.num_speculative_tokens
+        self._device = device
+        self._runner: Any = None
+        self._adapter: Any = None
+        self._sampler: Any = None
+
+    def bind(self, runner: Any, adapter: RunnerAdapter, sampler: VerifyingSampler) -> None:
+        """Give the speculator the runner it serves."""
+        self._runner, self._adapter, self._sampler = runner, adapter, sampler
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Part of vLLM's interface; nothing runs in graphs."""
+
+    def capture(self) -> None:
+        """Part of vLLM's interface; nothing runs in graphs."""
+
+    def load_model(self, *args: Any) -> None:
+        """Part of vLLM's interface; there is no model."""
+
+    def propose(
+        self, input_batch: Any, *args: Any, num_sampled: Any = None, dummy_run: bool = False, **kwargs: Any
+    ) -> torch.Tensor:
+        """Draft for the next step: int64 [B, K], of which the first `num_draft_tokens` of each request count."""
+        num_requests = input_batch.num_reqs
+        drafts = torch.zeros(num_requests, self._num_slots, dtype=torch.int64)
+        outcome, self._sampler.outcome = self._sampler.outcome, None
+        self.num_draft_tokens = {}
+        if dummy_run or outcome is None:
+            return drafts.to(self._device)
+        num_sampled = args[4] if num_sampled is None else num_sampled
+        by_request = self._draft(outcome, num_sampled)
+        for row, req_id in enumerate(outcome.req_ids):
+            tokens = by_request.get(req_id, [])
+            drafts[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+            self.num_draft_tokens[req_id] = len(tokens)
+        return drafts.to(self._device, non_blocking=True)
+
+    def _draft(self, outcome: _Outcome, num_sampled: torch.Tensor) -> dict[str, list[int]]:
+        """Read the outcome, the step's only wait for the device, and feed the session."""
+        result, starts, size = outcome.result, outcome.starts, len(outcome.req_ids)
+        counts = (result.num_accepted, result.num_invalid_rows, num_sampled[:size], outcome.first_positions)
+        host = torch.cat((result.target_token_ids, *counts)).cpu().numpy()
+        targets = host[: starts[-1]].tolist()
+        accepted, invalid, sampled, positions = host[starts[-1] :].reshape(len(counts), size)
+        raise_invalid(invalid, outcome.req_ids)
+        rows = np.flatnonzero(sampled).tolist()  # not the prefill chunks
+        drafted = {row: int(starts[row + 1] - starts[row] - 1) for row in rows}
+        self.stats.record([drafted[row] for row in rows], [int(accepted[row]) for row in rows])
+        if not self.session.enabled:
+            return {}
+        outcomes, updates = {}, []
+        for row in rows:
+            req_id = outcome.req_ids[row]
+            request = self._adapter.requests[req_id]
+            if request.prompt_token_ids is None:  # a prompt of embeddings has no history
+                continue
+            of_row = targets[starts[row] : starts[row + 1]]
+            if drafted[row]:
+                outcomes[req_id] = ([token for token in of_row if token >= 0], int(accepted[row]))
+            new = of_row[: sampled[row]]
+            if self.session.num_seen(req_id, request) != positions[row] + 1:  # it was switched off for some steps
+                new = self._read_tokens(req_id, request)
+            updates.append((req_id, request, new))
+        ended = [req_id for req_id in self.session.live if req_id not in self._adapter.requests]
+        return self.session.draft(ended, outcomes, updates)
+
+    def _read_tokens(self, req_id: str, request: Any) -> list[int]:
+        """A request's tokens after those seen, from the runner's own copy, which has been brought up to date."""
+        states = self._runner.req_states
+        slot = states.req_id_to_index[req_id]
+        length = int(states.total_len.gpu[slot])
+        tokens: list[int] = states.all_token_ids.gpu[slot, self.session.num_seen(req_id, request) : length].tolist()
+        return tokens

@@ -1,0 +1,782 @@
+"""Verification as two or three Triton kernels that read every logit once, in the model's dtype.
+
+1. `_scan_kernel`: temperature, noise, argmax and log-sum-exp of each row in one pass over the vocabulary, which is
+   split among programs where rows are few.
+2. `_accept_kernel`: joins the splits, compares each row's token with its draft and cuts each request's tokens after
+   the first difference.
+3. Where log-probabilities are asked for, `_rank_kernel` looks a second time at the rows of emitted tokens. Where
+   drafts come with probabilities, `_residual_kernel` looks a second time at each request's first rejected row.
+
+`rollout_spec.verify.truncate` finds the cuts of top-k, top-p and min-p beforehand. Nothing waits for the device and
+nothing of the vocabulary's size is written, so all of it can be captured in CUDA graphs.
+
+Arithmetic per token. A token can win only if its noise reaches best - x / T, that is, if its hash is at most
+2**32 exp(x / T - best). So a tile's hashes are compared with what its largest logit allows; where one passes, each with
+what its own logit allows; and only where one passes again are the noise's two logarithms taken. Where the draft is what
+the target samples, its score is the bound from the first tile on. Per token the common path takes 22 instructions
+(sm_90, bf16, counted in the machine code): 3 multiplications, 3 shifts and 3 logical operations for the hash (murmur3's
+last step is left out, as it does not change the upper 16 bits), 3 for the token's key, which `ROWS` rows share, and the
+rest for conversion, maximum and sum of exponentials. About 11 of them go to the integer pipe, 64 lanes per clock:
+0.17 clocks per token and multiprocessor, 3.1 TB/s of bf16 logits on an H200 at 1.98 GHz.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout_spec import noise
+from rollout_spec.noise_triton import almost_hash, finish_hash, gumbel, row_state, token_key, uniform
+from rollout_spec.types import SamplingRows, VerifyResult
+from rollout_spec.verify import reference
+from rollout_spec.verify.reference import LogprobsMode, VerifyMethod
+from rollout_spec.verify.truncate import find_cutoffs
+
+ROWS, BLOCK = 2, 512
+"""Logits rows per program of the scan, which share the tokens' keys, and tokens per tile: 32 logits per thread."""
+MAX_REGISTERS = 128
+"""Registers per thread of the scan: 16 of its one-warp programs fit a multiprocessor. The compiler spills a few values
+around the rare exact evaluation, which alone would take 230."""
+TARGET_PROGRAMS = 132 * 16 * 2
+"""Programs of the scan that fill an H200 (132 multiprocessors) twice."""
+MAX_JOINED = 2048
+"""Partial results that the accept kernel holds at once."""
+
+GREEDY = tl.constexpr(reference.GREEDY_TEMPERATURE)
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+PLACEHOLDER = tl.constexpr(-1)
+DOMAIN_ACCEPT = tl.constexpr(noise.DOMAIN_ACCEPT)
+DOMAIN_RESIDUAL = tl.constexpr(noise.DOMAIN_RESIDUAL)
+
+
+class Layout(NamedTuple):
+    """Where each of N logits rows belongs. A request's rows are its drafted positions, then the bonus position."""
+
+    starts: Tensor
+    """int32 [B + 1]: each request's first row, then N."""
+    request: Tensor
+    """int32 [N]: the row's index into the fields of `SamplingRows`."""
+    position: Tensor
+    """int64 [N]: the row's input position."""
+    draft: Tensor
+    """int32 [N]: the token drafted there; the placeholder at bonus positions."""
+
+
+class Parts(NamedTuple):
+    """Partial results of the scan, [N, splits] each."""
+
+    score: Tensor  # float32, the largest logit / T + noise
+    token: Tensor  # int32, its token
+    high: Tensor  # float32, the largest logit / T that may be drawn, in units of ln 2
+    mass: Tensor  # float32, sum of 2**(logit / (T ln 2) - high)
+    raw_high: Tensor  # float32, the same of all logits at T = 1; the two above where not asked for
+    raw_mass: Tensor
+
+
+@triton.jit
+def _layout_kernel(
+    cu_draft_ptr,  # integer [B], inclusive
+    positions_ptr,  # integer [B]
+    draft_ids_ptr,  # integer [D]
+    starts_ptr,  # int32 [B + 1], written, and the three below, [N]
+    request_ptr,
+    position_ptr,
+    draft_ptr,
+    num_requests,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0)
+    end = tl.load(cu_draft_ptr + request).to(tl.int32)
+    start = tl.load(cu_draft_ptr + request - 1, mask=request > 0, other=0).to(tl.int32)
+    position = tl.load(positions_ptr + request).to(tl.int64)
+    first_row = start + request
+    tl.store(starts_ptr + request, first_row)
+    if request == num_requests - 1:
+        tl.store(starts_ptr + num_requests, end + num_requests)
+    for offset in range(0, end - start + 1, BLOCK):
+        j = offset + tl.arange(0, BLOCK)
+        is_row = j <= end - start
+        draft = tl.load(draft_ids_ptr + start + j, mask=j < end - start, other=-1).to(tl.int32)
+        tl.store(request_ptr + first_row + j, request, mask=is_row)
+        tl.store(position_ptr + first_row + j, position + j, mask=is_row)
+        tl.store(draft_ptr + first_row + j, draft, mask=is_row)
+
+
+@triton.jit
+def _gather_layout_kernel(
+    input_ids_ptr,  # integer [T]
+    positions_ptr,  # integer [T]
+    logits_indices_ptr,  # integer [N]: the rows' places among the T input tokens
+    request_ptr,  # int32 [N]
+    offset_ptr,  # int32 [N]: the rows' places among their requests'
+    prefill_len_ptr,  # int32 [R]
+    position_ptr,  # int64 [N], written
+    draft_ptr,  # int32 [N], written
+    num_rows,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    is_row = row < num_rows
+    at = tl.load(logits_indices_ptr + row, mask=is_row, other=0)
+    position = tl.load(positions_ptr + at, mask=is_row, other=0).to(tl.int64)
+    offset = tl.load(offset_ptr + row, mask=is_row, other=0)
+    request = tl.load(request_ptr + row, mask=is_row, other=0)
+    # A draft is the input of the next row; the row after a bonus position is another request's first.
+    has_next = row + 1 < num_rows
+    next_offset = tl.load(offset_ptr + row + 1, mask=has_next, other=0)
+    next_at = tl.load(logits_indices_ptr + row + 1, mask=has_next, other=0)
+    draft = tl.load(input_ids_ptr + next_at, mask=has_next, other=-1).to(tl.int32)
+    # Nothing has been drafted for a step that starts within the prompt: what stands there are placeholders.
+    in_prompt = position - offset < tl.load(prefill_len_ptr + request, mask=is_row, other=0)
+    draft = tl.where((next_offset > 0) & ~in_prompt, draft, PLACEHOLDER)
+    tl.store(position_ptr + row, position, mask=is_row)
+    tl.store(draft_ptr + row, draft, mask=is_row)
+
+
+@triton.jit
+def _is_cut(x, token, cutoff, cut_token):
+    """Whether truncation removes a token. NaN stays, so that the row is found to be invalid."""
+    return (x < cutoff) | ((x == cutoff) & (token > cut_token))
+
+
+@triton.jit
+def _load_tile(logits_ptr, token, is_row, vocab_size):
+    """float32 [ROWS, BLOCK], -inf past the ends. logits_ptr: [ROWS] rows' addresses; token: [BLOCK]."""
+    mask = is_row[:, None] & (token < vocab_size)[None, :]
+    return tl.load(logits_ptr[:, None] + token[None, :], mask=mask, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _scan_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    request_ptr,  # int32 [N]
+    position_ptr,  # int64 [N]
+    draft_ptr,  # int32 [N]
+    temperature_ptr,  # float32 [R]
+    seed_ptr,  # int64 [R], None: all greedy
+    cutoff_ptr,  # float32 [N], None: nothing is cut
+    cut_token_ptr,  # int32 [N]
+    score_ptr,  # the fields of `Parts`, [N, splits]
+    token_ptr,
+    high_ptr,
+    mass_ptr,
+    raw_high_ptr,
+    raw_mass_ptr,
+    num_rows,
+    vocab_size,
+    tokens_per_split,
+    DOMAIN: tl.constexpr,
+    EXCLUDE_DRAFT: tl.constexpr,  # sample what follows a rejected point-mass draft
+    RAW: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
+    split = tl.program_id(1)
+    is_row = row < num_rows
+    request = tl.load(request_ptr + row, mask=is_row, other=0)
+    temperature = tl.load(temperature_ptr + request, mask=is_row, other=1.0).to(tl.float32)
+    is_greedy = temperature < GREEDY
+    temperature = tl.where(is_greedy, 1.0, temperature)
+    scale = (1.0 / temperature) * LOG2E
+    draft = tl.load(draft_ptr + row, mask=is_row, other=-1)
+    is_token = (draft >= 0) & (draft < vocab_size) & is_row
+    logits_ptr += row * logits_stride  # [ROWS]
+    if cutoff_ptr is not None:
+        cutoff = tl.load(cutoff_ptr + row, mask=is_row, other=0.0)
+        cut_token = tl.load(cut_token_ptr + row, mask=is_row, other=0)
+
+    best_score = tl.full([ROWS], float("-inf"), tl.float32)
+    best_token = tl.full([ROWS], 0x7FFFFFFF, tl.int32)
+    if seed_ptr is not None:
+        seed = tl.load(seed_ptr + request, mask=is_row, other=0)
+        position = tl.load(position_ptr + row, mask=is_row, other=0)
+        state = row_state(seed, position, DOMAIN)
+        if not EXCLUDE_DRAFT:
+            # The draft is probably the winner: its score is a bound from the start.
+            drafted = tl.load(logits_ptr + draft, mask=is_token, other=float("-inf")).to(tl.float32)
+            if cutoff_ptr is not None:
+                drafted = tl.where(_is_cut(drafted, draft, cutoff, cut_token), float("-inf"), drafted)
+            g = gumbel(finish_hash(almost_hash(state, token_key(draft.to(tl.uint32)))))
+            best_score = drafted / temperature + tl.where(is_greedy, 0.0, g)
+            best_token = tl.where(is_token, draft, best_token)
+
+    high = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.full([ROWS], 0.0, tl.float32)
+    raw_high = high
+    raw_mass = mass
+    first = split * tokens_per_split
+    for start in range(first, tl.minimum(first + tokens_per_split, vocab_size), BLOCK):
+        token = start + tl.arange(0, BLOCK)  # [BLOCK]
+        x = _load_tile(logits_ptr, token, is_row, vocab_size)  # [ROWS, BLOCK]
+        if RAW:
+            new_high = tl.maximum(raw_high, tl.max(x, axis=1) * LOG2E)
+            base = tl.where(new_high == float("-inf"), 0.0, new_high)
+            raw_mass = raw_mass * tl.exp2(raw_high - base) + tl.sum(tl.exp2(x * LOG2E - base[:, None]), axis=1)
+            raw_high = new_high
+        if cutoff_ptr is not None:
+            x = tl.where(_is_cut(x, token[None, :], cutoff[:, None], cut_token[:, None]), float("-inf"), x)
+        tile_x = tl.max(x, axis=1)
+        tile_high = tile_x * scale
+        new_high = tl.maximum(high, tile_high)
+        base = tl.where(new_high == float("-inf"), 0.0, new_high)
+        weight = tl.exp2(x * scale[:, None] - base[:, None])  # [ROWS, BLOCK]
+        mass = mass * tl.exp2(high - base) + tl.sum(weight, axis=1)
+        high = new_high
+
+        reaches = tile_x > best_score
+        if seed_ptr is not None:
+            # weight * limit is the largest hash with which a token still wins. The slack covers the rounding of the
+            # scores, which grows with them, and of what stands here.
+            slack = 1e-3 + 1e-6 * tl.abs(base)
+            limit = tl.exp2(32.0 + tl.minimum(base - best_score * LOG2E + slack, 60.0))
+            tile_limit = tl.exp2(tile_high - base) * limit
+            reaches = is_greedy & (tile_x >= best_score)
+            # Below 1/2 not even hash 0 wins.
+            if tl.max((~is_greedy & (tile_limit >= 0.5)).to(tl.int32), axis=0) > 0:
+                h = almost_hash(state[:, None], token_key(token.to(tl.uint32))[None, :])
+                # What almost_hash leaves out changes the lower 16 bits.
+                may_reach = tl.min(h, axis=1).to(tl.float32) <= tile_limit + 65536.0
+                if tl.max((~is_greedy & may_reach).to(tl.int32), axis=0) > 0:
+                    excess = weight * limit[:, None] - finish_hash(h).to(tl.float32)
+                    reaches |= ~is_greedy & (tl.max(excess, axis=1) >= 0.0)
+        if tl.max(reaches.to(tl.int32), axis=0) > 0:
+            x = _load_tile(logits_ptr, token, is_row, vocab_size)  # again: held, it would take registers from all tiles
+            if cutoff_ptr is not None:
+                x = tl.where(_is_cut(x, token[None, :], cutoff[:, None], cut_token[:, None]), float("-inf"), x)
+            score = x / temperature[:, None]
+            if seed_ptr is not None:
+                h = finish_hash(almost_hash(state[:, None], token_key(token.to(tl.uint32))[None, :]))
+                score += tl.where(is_greedy[:, None], 0.0, gumbel(h))
+                if EXCLUDE_DRAFT:
+                    is_draft = (token[None, :] == draft[:, None]) & ~is_greedy[:, None]
+                    score = tl.where(is_draft, float("-inf"), score)
+            tile_best, at = tl.max(score, axis=1, return_indices=True)
+            tile_token = start + at
+            better = (tile_best > best_score) | ((tile_best == best_score) & (tile_token < best_token))
+            best_score = tl.where(better, tile_best, best_score)
+            best_token = tl.where(better, tile_token, best_token)
+
+    part = row * tl.num_programs(1) + split
+    tl.store(score_ptr + part, best_score, mask=is_row)
+    tl.store(token_ptr + part, best_token, mask=is_row)
+    tl.store(high_ptr + part, high, mask=is_row)
+    tl.store(mass_ptr + part, mass, mask=is_row)
+    if RAW:
+        tl.store(raw_high_ptr + part, raw_high, mask=is_row)
+        tl.store(raw_mass_ptr + part, raw_mass, mask=is_row)
+
+
+@triton.jit
+def _accept_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    starts_ptr,  # int32 [B + 1]
+    request_ptr,  # int32 [N]
+    position_ptr,  # int64 [N]
+    draft_ptr,  # int32 [N]
+    temperature_ptr,  # float32 [R]
+    seed_ptr,  # int64 [R] or None
+    cutoff_ptr,  # float32 [N] or None
+    cut_token_ptr,
+    draft_probs_ptr,  # [D, V], None: point-mass drafts
+    draft_probs_stride,
+    score_ptr,  # the fields of `Parts`
+    token_ptr,
+    high_ptr,
+    mass_ptr,
+    raw_high_ptr,
+    raw_mass_ptr,
+    output_ptr,  # int32 [B, width], written, and all below
+    num_accepted_ptr,  # int32 [B]
+    num_invalid_ptr,  # int32 [B]
+    target_ptr,  # int64 [N]
+    logprob_ptr,  # float32 [N] or None
+    rank_ptr,  # int64 [N] or None: set to 0, for the rank kernel
+    lse_ptr,  # float32 [N] or None: log-sum-exp of logits / T in units of ln 2, for the residual kernel
+    vocab_size,
+    num_splits,
+    width,
+    REJECTION: tl.constexpr,
+    RAW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    index = tl.program_id(0).to(tl.int64)
+    start = tl.load(starts_ptr + index)
+    num_rows = tl.load(starts_ptr + index + 1) - start
+    j = tl.arange(0, WIDTH)
+    row = start.to(tl.int64) + j  # [WIDTH]
+    is_row = j < num_rows
+    request = tl.load(request_ptr + row, mask=is_row, other=0)
+    temperature = tl.load(temperature_ptr + request, mask=is_row, other=1.0).to(tl.float32)
+    is_greedy = temperature < GREEDY
+    temperature = tl.where(is_greedy, 1.0, temperature)
+    draft = tl.load(draft_ptr + row, mask=is_row, other=-1)
+
+    # Join the splits.
+    best_score = tl.full([WIDTH], float("-inf"), tl.float32)
+    token = tl.full([WIDTH], 0x7FFFFFFF, tl.int32)
+    high = tl.full([WIDTH], float("-inf"), tl.float32)
+    mass = tl.full([WIDTH], 0.0, tl.float32)
+    raw_high = high
+    raw_mass = mass
+    for first in range(0, num_splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        part = row[:, None] * num_splits + split[None, :]  # [WIDTH, SPLITS]
+        is_part = is_row[:, None] & (split < num_splits)[None, :]
+        score = tl.load(score_ptr + part, mask=is_part, other=float("-inf"))
+        top = tl.max(score, axis=1)
+        tokens = tl.load(token_ptr + part, mask=is_part, other=0x7FFFFFFF)
+        top_token = tl.min(tl.where(score == top[:, None], tokens, 0x7FFFFFFF), axis=1)
+        better = (top > best_score) | ((top == best_score) & (top_token < token))
+        best_score = tl.where(better, top, best_score)
+        token = tl.where(better, top_token, token)
+        high, mass = _join(high, mass, high_ptr, mass_ptr, part, is_part)
+        if RAW:
+            raw_high, raw_mass = _join(raw_high, raw_mass, raw_high_ptr, raw_mass_ptr, part, is_part)
+
+    # A NaN or +inf leaves a mass that is NaN, a row of -inf one of 0.
+    is_valid = (mass > 0.0) & (mass < float("inf"))
+    if RAW:
+        is_valid = is_valid & (raw_mass > 0.0) & (raw_mass < float("inf"))
+    scale = (1.0 / temperature) * LOG2E
+    lse = high + tl.log2(mass)  # in units of ln 2
+    is_draft = j < num_rows - 1
+    is_token = is_draft & (draft >= 0) & (draft < vocab_size)
+    if REJECTION:
+        x = tl.load(logits_ptr + row * logits_stride + draft, mask=is_token, other=float("-inf")).to(tl.float32)
+        if cutoff_ptr is not None:
+            cutoff = tl.load(cutoff_ptr + row, mask=is_row, other=0.0)
+            cut_token = tl.load(cut_token_ptr + row, mask=is_row, other=0)
+            x = tl.where(_is_cut(x, draft, cutoff, cut_token), float("-inf"), x)
+        p = tl.exp2(x * scale - lse)
+        q = tl.full([WIDTH], 1.0, tl.float32)
+        if draft_probs_ptr is not None:
+            # Each earlier request has one row more than drafts.
+            at = (row - index) * draft_probs_stride + draft
+            q = tl.load(draft_probs_ptr + at, mask=is_token, other=1.0).to(tl.float32)
+        matches = token == draft
+        if seed_ptr is not None:
+            seed = tl.load(seed_ptr + request, mask=is_row, other=0)
+            position = tl.load(position_ptr + row, mask=is_row, other=0)
+            h = almost_hash(row_state(seed, position, DOMAIN_ACCEPT), token_key(tl.zeros([WIDTH], tl.uint32)))
+            passes = (p > 0.0) & (uniform(finish_hash(h)) * q <= p)
+            # Nothing but the draft can be drawn: the residual vanished.
+            passes |= (best_score == float("-inf")) & (p > 0.0)
+            matches = tl.where(is_greedy, matches, passes)
+        accepted = is_token & matches & is_valid
+        token = tl.where(accepted, draft, token)
+    else:
+        accepted = is_token & (token == draft) & is_valid
+    token = tl.where(is_valid, token, PLACEHOLDER)
+    num_accepted = tl.min(tl.where(accepted, WIDTH, j), axis=0)
+    is_emitted = is_row & (j <= num_accepted)
+    tl.store(output_ptr + index * width + j, tl.where(is_emitted, token, PLACEHOLDER), mask=j < width)
+    tl.store(num_accepted_ptr + index, num_accepted)
+    tl.store(num_invalid_ptr + index, tl.sum((is_row & ~is_valid).to(tl.int32), axis=0))
+    target = token
+    if REJECTION:
+        # Rows after the first difference condition on tokens that were not accepted one by one: no sample is there.
+        target = tl.where(is_emitted, token, PLACEHOLDER)
+    tl.store(target_ptr + row, target.to(tl.int64), mask=is_row)
+    if lse_ptr is not None:
+        tl.store(lse_ptr + row, lse, mask=is_row)
+    if logprob_ptr is not None:
+        x = tl.load(logits_ptr + row * logits_stride + token, mask=is_row & is_valid, other=0.0).to(tl.float32)
+        if RAW:
+            logprob = x * LOG2E - raw_high - tl.log2(raw_mass)
+        else:
+            logprob = x * scale - lse
+        tl.store(logprob_ptr + row, logprob * LN2, mask=is_row)
+        tl.store(rank_ptr + row, tl.zeros([WIDTH], tl.int64), mask=is_row)
+
+
+@triton.jit
+def _join(high, mass, high_ptr, mass_ptr, part, is_part):
+    """Add splits' partial sums of exponentials to (high, mass), [WIDTH] each."""
+    highs = tl.load(high_ptr + part, mask=is_part, other=float("-inf"))
+    masses = tl.load(mass_ptr + part, mask=is_part, other=0.0)
+    new_high = tl.maximum(high, tl.max(highs, axis=1))
+    base = tl.where(new_high == float("-inf"), 0.0, new_high)
+    mass = mass * tl.exp2(high - base) + tl.sum(masses * tl.exp2(highs - base[:, None]), axis=1)
+    return new_high, mass
+
+
+@triton.jit
+def _rank_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    starts_ptr,  # int32 [B + 1]
+    num_accepted_ptr,  # int32 [B]
+    cutoff_ptr,  # float32 [N] or None
+    cut_token_ptr,
+    target_ptr,  # int64 [N]
+    rank_ptr,  # int64 [N], added to
+    vocab_size,
+    tokens_per_split,
+    BLOCK: tl.constexpr,
+):
+    """Count the tokens that are at least as probable as the emitted one."""
+    index = tl.program_id(0)
+    start = tl.load(starts_ptr + index)
+    row = start.to(tl.int64) + tl.program_id(1)
+    is_emitted = tl.program_id(1) <= tl.load(num_accepted_ptr + index)
+    if is_emitted:
+        target = tl.load(target_ptr + row)
+        if target >= 0:
+            logits_ptr += row * logits_stride
+            chosen = tl.load(logits_ptr + target).to(tl.float32)
+            count = 0
+            first = tl.program_id(2) * tokens_per_split
+            for offset in range(first, tl.minimum(first + tokens_per_split, vocab_size), BLOCK):
+                token = offset + tl.arange(0, BLOCK)
+                x = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+                is_above = (x >= chosen) & (token < vocab_size)
+                if cutoff_ptr is not None:
+                    is_above = is_above & ~_is_cut(x, token, tl.load(cutoff_ptr + row), tl.load(cut_token_ptr + row))
+                count += tl.sum(is_above.to(tl.int32))
+            tl.atomic_add(rank_ptr + row, count.to(tl.int64), sem="relaxed")
+
+
+@triton.jit
+def _residual_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    starts_ptr,  # int32 [B + 1]
+    request_ptr,  # int32 [N]
+    position_ptr,  # int64 [N]
+    temperature_ptr,  # float32 [R]
+    seed_ptr,  # int64 [R]
+    cutoff_ptr,  # float32 [N] or None
+    cut_token_ptr,
+    draft_probs_ptr,  # [D, V]
+    draft_probs_stride,
+    lse_ptr,  # float32 [N]
+    num_accepted_ptr,  # int32 [B]
+    score_ptr,  # float32 [B, splits], written
+    token_ptr,  # int32 [B, splits], written
+    vocab_size,
+    tokens_per_split,
+    BLOCK: tl.constexpr,
+):
+    """Sample max(p - q, 0) at each request's first rejected row; nothing (-inf) where there is none or it vanished."""
+    index = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    row = tl.load(starts_ptr + index).to(tl.int64) + tl.load(num_accepted_ptr + index)
+    request = tl.load(request_ptr + row)
+    temperature = tl.load(temperature_ptr + request).to(tl.float32)
+    best_score = float("-inf")
+    best_token = 0x7FFFFFFF
+    if (row < tl.load(starts_ptr + index + 1) - 1) & (temperature >= GREEDY):
+        logits_ptr += row * logits_stride
+        draft_probs_ptr += (row - index) * draft_probs_stride  # each earlier request has one row more than drafts
+        lse = tl.load(lse_ptr + row)
+        scale = (1.0 / temperature) * LOG2E
+        state = row_state(tl.load(seed_ptr + request), tl.load(position_ptr + row), DOMAIN_RESIDUAL)
+        first = split * tokens_per_split
+        for start in range(first, tl.minimum(first + tokens_per_split, vocab_size), BLOCK):
+            token = start + tl.arange(0, BLOCK)
+            x = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+            if cutoff_ptr is not None:
+                cut = _is_cut(x, token, tl.load(cutoff_ptr + row), tl.load(cut_token_ptr + row))
+                x = tl.where(cut, float("-inf"), x)
+            q = tl.load(draft_probs_ptr + token, mask=token < vocab_size, other=0.0).to(tl.float32)
+            weight = tl.exp2(x * scale - lse) - q
+            g = gumbel(finish_hash(almost_hash(state, token_key(token.to(tl.uint32)))))
+            score = tl.where(weight > 0.0, tl.log(tl.maximum(weight, 1e-38)) + g, float("-inf"))
+            tile_best, at = tl.max(score, axis=0, return_indices=True)
+            if tile_best > best_score:
+                best_score = tile_best
+                best_token = start + at
+    tl.store(score_ptr + index * tl.num_programs(1) + split, best_score)
+    tl.store(token_ptr + index * tl.num_programs(1) + split, best_token)
+
+
+@triton.jit
+def _recover_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    starts_ptr,  # int32 [B + 1]
+    request_ptr,  # int32 [N]
+    temperature_ptr,  # float32 [R]
+    num_accepted_ptr,  # int32 [B]
+    score_ptr,  # float32 [B, splits]
+    token_ptr,  # int32 [B, splits]
+    output_ptr,  # int32 [B, width], changed, and the two below
+    target_ptr,  # int64 [N]
+    logprob_ptr,  # float32 [N] or None
+    num_splits,
+    width,
+    RAW: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Put the residual's samples in place of the scan's, which are the target's own."""
+    index = tl.program_id(0).to(tl.int64)
+    num_accepted = tl.load(num_accepted_ptr + index)
+    row = tl.load(starts_ptr + index).to(tl.int64) + num_accepted
+    split = tl.arange(0, SPLITS)
+    score = tl.load(score_ptr + index * num_splits + split, mask=split < num_splits, other=float("-inf"))
+    tokens = tl.load(token_ptr + index * num_splits + split, mask=split < num_splits, other=0x7FFFFFFF)
+    best = tl.max(score, axis=0)
+    before = tl.load(target_ptr + row)
+    if (best > float("-inf")) & (before >= 0):
+        token = tl.min(tl.where(score == best, tokens, 0x7FFFFFFF), axis=0)
+        tl.store(output_ptr + index * width + num_accepted, token)
+        tl.store(target_ptr + row, token.to(tl.int64))
+        if logprob_ptr is not None:
+            # Both tokens' log-probabilities differ as their logits do.
+            scale = 1.0
+            if not RAW:
+                temperature = tl.load(temperature_ptr + tl.load(request_ptr + row)).to(tl.float32)
+                scale = tl.where(temperature < GREEDY, 1.0, temperature)
+            x = tl.load(logits_ptr + row * logits_stride + token).to(tl.float32)
+            x_before = tl.load(logits_ptr + row * logits_stride + before).to(tl.float32)
+            tl.store(logprob_ptr + row, tl.load(logprob_ptr + row) + (x - x_before) / scale)
+
+
+def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, positions: Tensor) -> Layout:
+    """The layout of N = D + B rows. `cu_num_draft_tokens`, `positions`: integer [B]; `draft_token_ids`: integer [D]."""
+    num_requests, num_drafts = cu_num_draft_tokens.shape[0], draft_token_ids.shape[0]
+    num_rows, device = num_requests + num_drafts, cu_num_draft_tokens.device
+    layout = Layout(
+        torch.empty(num_requests + 1, dtype=torch.int32, device=device),
+        torch.empty(num_rows, dtype=torch.int32, device=device),
+        torch.empty(num_rows, dtype=torch.int64, device=device),
+        torch.empty(num_rows, dtype=torch.int32, device=device),
+    )
+    _layout_kernel[(num_requests,)](
+        cu_num_draft_tokens, positions, draft_token_ids, *layout, num_requests, BLOCK=16, num_warps=1
+    )
+    return layout
+
+
+def gather_layout(
+    input_ids: Tensor,
+    positions: Tensor,
+    logits_indices: Tensor,
+    starts: Tensor,
+    request: Tensor,
+    offset: Tensor,
+    prefill_len: Tensor,
+) -> Layout:
+    """The layout of rows whose drafts were fed to the model as input tokens, as in vLLM's V2 model runner.
+
+    Args:
+        input_ids, positions: integer [T], the step's input tokens.
+        logits_indices: integer [N], the rows' places among them.
+        starts: int32 [B + 1], each request's first row, then N.
+        request, offset: int32 [N], each row's index into per-request tensors and its place among its request's rows.
+        prefill_len: int32 [R], tokens that a request came with.
+    """
+    num_rows = logits_indices.shape[0]
+    position = torch.empty(num_rows, dtype=torch.int64, device=input_ids.device)
+    draft = torch.empty(num_rows, dtype=torch.int32, device=input_ids.device)
+    _gather_layout_kernel[(triton.cdiv(num_rows, 128),)](
+        input_ids, positions, logits_indices, request, offset, prefill_len, position, draft, num_rows, BLOCK=128
+    )
+    return Layout(starts, request, position, draft)
+
+
+def verify(
+    target_logits: Tensor,
+    draft_token_ids: Tensor,
+    cu_num_draft_tokens: Tensor,
+    rows: SamplingRows,
+    *,
+    method: VerifyMethod = "sample",
+    draft_probs: Tensor | None = None,
+    logprobs_mode: LogprobsMode | None = None,
+    max_draft_tokens: int | None = None,
+) -> VerifyResult:
+    """See `rollout_spec.verify.api.verify`, which checks the arguments."""
+    if max_draft_tokens is None:
+        max_draft_tokens = int(torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1)).max())
+    return verify_rows(
+        target_logits,
+        lay_out(cu_num_draft_tokens, draft_token_ids, rows.positions),
+        rows,
+        method=method,
+        draft_probs=draft_probs,
+        logprobs_mode=logprobs_mode,
+        max_draft_tokens=max_draft_tokens,
+    )
+
+
+def verify_rows(
+    target_logits: Tensor,
+    layout: Layout,
+    rows: SamplingRows,
+    *,
+    method: VerifyMethod = "sample",
+    draft_probs: Tensor | None = None,
+    logprobs_mode: LogprobsMode | None = None,
+    max_draft_tokens: int,
+) -> VerifyResult:
+    """`verify` for rows that are laid out already; `layout.request` may point into larger fields of `rows`."""
+    logits = target_logits if target_logits.stride(1) == 1 else target_logits.contiguous()
+    num_rows, vocab_size = logits.shape
+    num_requests, device = layout.starts.shape[0] - 1, logits.device
+    seeds = rows.seeds
+    cutoffs: tuple[Tensor | None, Tensor | None] = (None, None)
+    if seeds is not None and any(limit is not None for limit in (rows.top_k, rows.top_p, rows.min_p)):
+        cutoffs = find_cutoffs(logits, layout.request, rows)
+    raw = logprobs_mode == "raw_logprobs"
+    rejection = method == "rejection"
+
+    tokens_per_split, num_splits = _split(vocab_size, triton.cdiv(num_rows, ROWS))
+    floats = torch.empty(5 if raw else 3, num_rows, num_splits, dtype=torch.float32, device=device)
+    tokens = torch.empty(num_rows, num_splits, dtype=torch.int32, device=device)
+    parts = Parts(floats[0], tokens, floats[1], floats[2], *(floats[3:] if raw else floats[1:]))
+    _scan_kernel[(triton.cdiv(num_rows, ROWS), num_splits)](
+        logits,
+        logits.stride(0),
+        layout.request,
+        layout.position,
+        layout.draft,
+        rows.temperature,
+        seeds,
+        *cutoffs,
+        *parts,
+        num_rows,
+        vocab_size,
+        tokens_per_split,
+        DOMAIN=noise.DOMAIN_RESIDUAL if rejection else noise.DOMAIN_TARGET,
+        EXCLUDE_DRAFT=rejection and draft_probs is None,
+        RAW=raw,
+        ROWS=ROWS,
+        BLOCK=BLOCK,
+        num_warps=1,
+        maxnreg=MAX_REGISTERS,
+    )
+
+    width = max_draft_tokens + 1
+    padded_width = triton.next_power_of_2(width)
+    output = torch.empty(num_requests, width, dtype=torch.int32, device=device)
+    counts = torch.empty(2, num_requests, dtype=torch.int32, device=device)
+    targets = torch.empty(num_rows, dtype=torch.int64, device=device)
+    wanted = logprobs_mode is not None
+    logprobs = torch.empty(num_rows, dtype=torch.float32, device=device) if wanted else None
+    ranks = torch.empty(num_rows, dtype=torch.int64, device=device) if wanted else None
+    resample = rejection and draft_probs is not None and seeds is not None
+    lse = torch.empty(num_rows, dtype=torch.float32, device=device) if resample else None
+    probs_stride = draft_probs.stride(0) if draft_probs is not None else 0
+    _accept_kernel[(num_requests,)](
+        logits,
+        logits.stride(0),
+        layout.starts,
+        layout.request,
+        layout.position,
+        layout.draft,
+        rows.temperature,
+        seeds,
+        *cutoffs,
+        draft_probs,
+        probs_stride,
+        *parts,
+        output,
+        counts[0],
+        counts[1],
+        targets,
+        logprobs,
+        ranks,
+        lse,
+        vocab_size,
+        num_splits,
+        width,
+        REJECTION=rejection,
+        RAW=raw,
+        WIDTH=padded_width,
+        SPLITS=min(triton.next_power_of_2(num_splits), max(1, MAX_JOINED // padded_width)),
+    )
+    if resample:
+        _resample(logits, layout, rows, cutoffs, draft_probs, lse, counts[0], output, targets, logprobs, raw)
+    if wanted:
+        tokens_per_split, num_splits = _split(vocab_size, num_rows)
+        _rank_kernel[(num_requests, width, num_splits)](
+            logits,
+            logits.stride(0),
+            layout.starts,
+            counts[0],
+            *((None, None) if raw else cutoffs),
+            targets,
+            ranks,
+            vocab_size,
+            tokens_per_split,
+            BLOCK=BLOCK,
+            num_warps=1,
+        )
+    return VerifyResult(output, counts[0], targets, logprobs, ranks, counts[1])
+
+
+def _split(vocab_size: int, num_programs: int) -> tuple[int, int]:
+    """(tokens per split, splits) such that about `TARGET_PROGRAMS` programs run."""
+    num_tiles = triton.cdiv(vocab_size, BLOCK)
+    wanted = min(num_tiles, triton.cdiv(TARGET_PROGRAMS, num_programs))
+    tiles = triton.cdiv(num_tiles, wanted)
+    return tiles * BLOCK, triton.cdiv(num_tiles, tiles)
+
+
+def _resample(
+    logits: Tensor,
+    layout: Layout,
+    rows: SamplingRows,
+    cutoffs: tuple[Tensor | None, Tensor | None],
+    draft_probs: Tensor | None,
+    lse: Tensor | None,
+    num_accepted: Tensor,
+    output: Tensor,
+    targets: Tensor,
+    logprobs: Tensor | None,
+    raw: bool,
+) -> None:
+    """Sample the residual at each request's first rejected row; changes `output`, `targets` and `logprobs` there."""
+    assert draft_probs is not None
+    vocab_size, num_requests = logits.shape[1], layout.starts.shape[0] - 1
+    probs = draft_probs if draft_probs.stride(1) == 1 else draft_probs.contiguous()
+    tokens_per_split, num_splits = _split(vocab_size, num_requests)
+    scores = torch.empty(num_requests, num_splits, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(num_requests, num_splits, dtype=torch.int32, device=logits.device)
+    _residual_kernel[(num_requests, num_splits)](
+        logits,
+        logits.stride(0),
+        layout.starts,
+        layout.request,
+        layout.position,
+        rows.temperature,
+        rows.seeds,
+        *cutoffs,
+        probs,
+        probs.stride(0),
+        lse,
+        num_accepted,
+        scores,
+        tokens,
+        vocab_size,
+        tokens_per_split,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    _recover_kernel[(num_requests,)](
+        logits,
+        logits.stride(0),
+        layout.starts,
+        layout.request,
+        rows.temperature,
+        num_accepted,
+        scores,
+        tokens,
+        output,
+        targets,
+        logprobs,
+        num_splits,
+        output.shape[1],
+        RAW=raw,
+        SPLITS=triton.next_power_of_2(num_splits),
+    )
