@@ -5,7 +5,7 @@ An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our p
 
 - check configuration and versions in the front end, before anything is generated;
 - give every request without a seed one of its own, which then travels with it through preemption and to all ranks;
-- allow min-p under speculation, which our verifier handles and vLLM's does not;
+- allow sampling parameters that our verifier handles under speculation and vLLM's does not: min-p, under V2 biases too;
 - let vLLM choose the model runner that it would run without speculation, V2 where it can;
 - in the worker, bind the `RunnerAdapter` of `vllm_v1` or `vllm_v2` to the runner.
 """
@@ -24,6 +24,9 @@ from rollout_spec.config import CONFIG_KEY, PROPOSER_PATH, RolloutSpecConfig
 
 OLDEST_VERSION, NEWEST_VERSION = (0, 26), (0, 32)
 """vLLM versions whose interfaces were read or run; newer ones warn, older ones are refused."""
+
+V2_MARK = "_rollout_spec_v2"
+"""Attribute of the `speculative_config` of engines that run our V2 speculator, for checks that see nothing else."""
 
 
 def register() -> None:
@@ -148,7 +151,12 @@ def _hook_config(module: Any) -> None:
 def _hook_sampling_params(module: Any) -> None:
     def make(original: Any) -> Any:
         def validate(self: Any, speculative_config: Any) -> None:
-            if not _is_ours(speculative_config) or not self.min_p:
+            if not _is_ours(speculative_config):
+                original(self, speculative_config)
+                return
+            if getattr(speculative_config, V2_MARK, False):  # there vLLM processes what we do not
+                return
+            if not self.min_p:
                 original(self, speculative_config)
                 return
             from rollout_spec.integrations.session import uncovered_parameters
@@ -171,6 +179,8 @@ def _hook_input_processor(module: Any) -> None:
             self._rollout_spec_seeds = None
             if config is not None:
                 _check_engine(vllm_config, config)
+                if config.speculation and vllm_config.use_v2_model_runner:
+                    object.__setattr__(vllm_config.speculative_config, V2_MARK, True)
                 self._rollout_spec_seeds = _SeedSource(vllm_config)
             original(self, vllm_config, *args, **kwargs)
 

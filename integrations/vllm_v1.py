@@ -120,7 +120,10 @@ class RunnerAdapter:
                 tensors = self._runner.sampler.gather_logprobs(matrix, sampling.max_num_logprobs, tokens)
             if metadata is not None:
                 tensors = _pad_rows(tensors, metadata, len(batch.req_ids))
-        output = SamplerOutput(sampled_token_ids=result.output_token_ids, logprobs_tensors=tensors)
+        sampled = result.output_token_ids
+        if self._runner.use_async_scheduling:  # a row without a sample is reported a step later, and feeds the model
+            sampled = sampled.clamp(min=0)
+        output = SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
         if batch.uncovered is not None:
             self.stats.fallback_rows += len(batch.req_ids) - len(batch.covered_rows)
             output = _choose_rows(batch.uncovered, fall_back(), output)

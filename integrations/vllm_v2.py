@@ -210,7 +210,8 @@ class VerifyingSampler:
             self._book(input_batch, layout, result)
         self._adapter.stats.verify_seconds += time.perf_counter() - started
         return SamplerOutput(
-            sampled_token_ids=result.output_token_ids.long(),
+            # A row without a sample has the placeholder, which must not reach the model before it is reported.
+            sampled_token_ids=result.output_token_ids.clamp(min=0).long(),
             logprobs_tensors=tensors,
             num_nans=num_nans,
             num_sampled=num_sampled,
@@ -311,7 +312,7 @@ class HistorySpeculator(BaseSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device, *args: Any) -> None:
         config = config_of(vllm_config)
-        assert config is not None and config.speculation
+        assert config is not None
         self.model = torch.nn.Module()  # vLLM 0.26 prepares its communication buffers
         self.stats = SpeculationStats()
         self.session = DraftingSession(config, int(vllm_config.model_config.max_model_len), self.stats)

@@ -74,3 +74,14 @@ class Oracle(Adversary):
             Draft(np.full(max(0, int(limit)), 5, np.int32), np.ones(max(0, int(limit)), np.float32))
             for limit in max_tokens
         ]
+
+
+class Uneven(Adversary):
+    """Drafts 0, 1, 2, … tokens for the requests of a step, and nothing in every second step."""
+
+    calls = 0
+
+    def propose(self, req_ids, max_tokens):
+        self.calls += 1
+        lengths = [min(i, int(limit)) if self.calls % 2 else 0 for i, limit in enumerate(max_tokens)]
+        return [Draft(np.full(n, 5, np.int32), np.ones(n, np.float32)) for n in lengths]

@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.interpreter import interpret_triton
+
+interpret_triton()
+
 for name, value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",

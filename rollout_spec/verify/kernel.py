@@ -50,6 +50,7 @@ GREEDY = tl.constexpr(reference.GREEDY_TEMPERATURE)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PLACEHOLDER = tl.constexpr(-1)
+HASH_BITS = tl.constexpr(32.0)
 DOMAIN_ACCEPT = tl.constexpr(noise.DOMAIN_ACCEPT)
 DOMAIN_RESIDUAL = tl.constexpr(noise.DOMAIN_RESIDUAL)
 
@@ -235,7 +236,7 @@ def _scan_kernel(
             # weight * limit is the largest hash with which a token still wins. The slack covers the rounding of the
             # scores, which grows with them, and of what stands here.
             slack = 1e-3 + 1e-6 * tl.abs(base)
-            limit = tl.exp2(32.0 + tl.minimum(base - best_score * LOG2E + slack, 60.0))
+            limit = tl.exp2(tl.minimum(base - best_score * LOG2E + slack, 60.0) + HASH_BITS)
             tile_limit = tl.exp2(tile_high - base) * limit
             reaches = is_greedy & (tile_x >= best_score)
             # Below 1/2 not even hash 0 wins.
@@ -452,6 +453,7 @@ def _residual_kernel(
     starts_ptr,  # int32 [B + 1]
     request_ptr,  # int32 [N]
     position_ptr,  # int64 [N]
+    draft_ptr,  # int32 [N]
     temperature_ptr,  # float32 [R]
     seed_ptr,  # int64 [R]
     cutoff_ptr,  # float32 [N] or None
@@ -474,7 +476,9 @@ def _residual_kernel(
     temperature = tl.load(temperature_ptr + request).to(tl.float32)
     best_score = float("-inf")
     best_token = 0x7FFFFFFF
-    if (row < tl.load(starts_ptr + index + 1) - 1) & (temperature >= GREEDY):
+    draft = tl.load(draft_ptr + row)
+    is_token = (row < tl.load(starts_ptr + index + 1) - 1) & (draft >= 0) & (draft < vocab_size)
+    if is_token & (temperature >= GREEDY):
         logits_ptr += row * logits_stride
         draft_probs_ptr += (row - index) * draft_probs_stride  # each earlier request has one row more than drafts
         lse = tl.load(lse_ptr + row)
@@ -749,6 +753,7 @@ def _resample(
         layout.starts,
         layout.request,
         layout.position,
+        layout.draft,
         rows.temperature,
         rows.seeds,
         *cutoffs,

@@ -10,42 +10,22 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
-from vllm import LLM, SamplingParams
+from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs, noise
 from rollout_spec.integrations import vllm_cpu, vllm_v1
-from tests.conftest import VOCAB_SIZE
+from tests.integrations.engines import (
+    assert_same,
+    build,
+    count_preemptions,
+    generate,
+    mixed_params,
+    runner_of,
+    stats_of,
+)
 from tests.statistics import matches_distribution
 
 pytestmark = pytest.mark.engine
-
-GAP = 1e-3
-"""The engine's logits vary by about 1e-6 with the batch: a token may differ only where the choice was this close."""
-
-
-ENGINES = []
-"""Keeps every engine alive: shutting one down destroys the process-wide groups that the others use."""
-
-
-def build(model, *, max_num_seqs=32, **kwargs):
-    llm = LLM(
-        model=str(model),
-        enforce_eager=True,
-        dtype="float32",
-        max_num_seqs=max_num_seqs,
-        logprobs_mode="processed_logprobs",
-        **{"max_model_len": 128, "num_gpu_blocks_override": 300, **kwargs},
-    )
-    ENGINES.append(llm)
-    return llm
-
-
-def runner_of(llm):
-    return llm.llm_engine.model_executor.driver_worker.model_runner
-
-
-def stats_of(llm):
-    return llm.collective_rpc("rollout_spec", args=("stats",))[0]
 
 
 @pytest.fixture(scope="module")
@@ -68,54 +48,6 @@ def on(tiny_model):
 @pytest.fixture(scope="module")
 def adversarial(tiny_model):
     return build(tiny_model, **engine_kwargs(num_speculative_tokens=5, drafter="tests.adversaries.Adversary"))
-
-
-def generate(llm, params, prompts=None):
-    prompts = prompts or [[1, 4 + i % 3, 9] for i in range(len(params))]
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
-    return [output.outputs[0] for output in outputs]
-
-
-def assert_same(ours, plain, prompts, params, reference_model):
-    """Same tokens and log-probabilities; a difference only where two perturbed logits were close."""
-    for prompt, p, a, b in zip(prompts, params, ours, plain, strict=True):
-        a_ids, b_ids = list(a.token_ids), list(b.token_ids)
-        at = next((i for i, (x, y) in enumerate(zip(a_ids, b_ids, strict=False)) if x != y), None)
-        if at is None:
-            assert a_ids == b_ids
-            at = len(a_ids)
-        else:
-            with torch.no_grad():
-                logits = reference_model(torch.tensor([prompt + a_ids[:at]])).logits[0, -1].numpy()
-            if p.temperature > 0:
-                position = len(prompt) + at - 1
-                logits = logits / p.temperature + noise.gumbel(p.seed, position, np.arange(VOCAB_SIZE))
-            best = np.sort(logits)[-2:]
-            assert best[1] - best[0] < GAP, f"token {at} differs by more than rounding"
-        for x, y in zip(a.logprobs[:at], b.logprobs[:at], strict=True):
-            assert x.keys() == y.keys()
-            for token in x:
-                assert x[token].logprob == pytest.approx(y[token].logprob, abs=1e-4)
-                assert x[token].rank == y[token].rank
-
-
-def mixed_params(count, seed=0, **fixed):
-    rng = np.random.default_rng(seed)
-    return [
-        SamplingParams(
-            **{
-                "temperature": float(rng.choice([0.0, 0.6, 1.0, 1.3])),
-                "top_p": float(rng.choice([1.0, 0.8])),
-                "top_k": int(rng.choice([0, 6])),
-                "min_p": float(rng.choice([0.0, 0.05])),
-                "seed": noise.derive_seed("engine", seed, i),
-                "max_tokens": int(rng.integers(1, 60)),
-                "logprobs": 1,
-                **fixed,
-            }
-        )
-        for i in range(count)
-    ]
 
 
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -169,15 +101,7 @@ def test_preempted_requests_keep_their_dice(tiny_model, off, reference_model):
         enable_prefix_caching=False,
         **engine_kwargs(num_speculative_tokens=5, drafter="tests.adversaries.Adversary"),
     )
-    preempted = []
-    scheduler = small.llm_engine.engine_core.engine_core.scheduler
-    original = scheduler._preempt_request
-
-    def preempt(request, *args, **kwargs):
-        preempted.append(request.request_id)
-        return original(request, *args, **kwargs)
-
-    scheduler._preempt_request = preempt
+    preempted = count_preemptions(small)
     params = mixed_params(8, 9, max_tokens=100, ignore_eos=True)
     prompts = [[1, 4 + i % 3, 9] * 5 for i in range(8)]
     ours = generate(small, params, prompts)

@@ -6,8 +6,6 @@ loop, branches of different types). Run as a script, in a process without TRITON
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
@@ -51,15 +49,16 @@ def main() -> None:
     from rollout_spec.verify import kernel
 
     batch, drafts, vocab = 3, 6, 5000
-    for dtype, mode, truncate, method, greedy in itertools.product(
-        (torch.bfloat16, torch.float32),
-        (None, "raw_logprobs", "processed_logprobs"),
-        (False, True),
-        ("sample", "rejection", "dense"),
-        (False, True),
-    ):
-        if greedy and (truncate or method == "dense"):
-            continue
+    cases = (
+        # dtype, log-probabilities, truncation, method, all greedy
+        (torch.bfloat16, "processed_logprobs", False, "sample", False),
+        (torch.bfloat16, "raw_logprobs", True, "sample", False),
+        (torch.float32, "processed_logprobs", True, "rejection", False),
+        (torch.float16, "raw_logprobs", False, "dense", False),
+        (torch.float32, None, True, "dense", False),
+        (torch.bfloat16, None, False, "sample", True),
+    )
+    for dtype, mode, truncate, method, greedy in cases:
         rows = SamplingRows(
             temperature=torch.ones(batch),
             seeds=None if greedy else torch.arange(batch),
@@ -78,6 +77,8 @@ def main() -> None:
             logprobs_mode=mode,
             max_draft_tokens=2,
         )
+    ids, index = torch.zeros(8, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    kernel.gather_layout(ids, ids.long(), index, index, index, index, index)
     print("\n".join(compiled.values()))
 
 

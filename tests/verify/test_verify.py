@@ -13,83 +13,13 @@ from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows
 from rollout_spec.verify import reference, vectorised
 from rollout_spec.verify.api import verify
 from tests.statistics import matches_distribution
-
-LOGPROBS_MODES = (None, "raw_logprobs", "processed_logprobs")
-
-
-def as_torch(rows: SamplingRows) -> SamplingRows:
-    fields = (getattr(rows, name) for name in SamplingRows.__slots__)
-    return SamplingRows(*(None if values is None else torch.from_numpy(values) for values in fields))
-
-
-@st.composite
-def batches(draw, truncation: bool = True):
-    """(logits [N, V], drafts [D], cumulative draft lengths [B], rows)."""
-    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
-    lengths = draw(st.lists(st.integers(0, 4), min_size=1, max_size=5))
-    vocab_size = draw(st.integers(1, 40))
-    num_requests, num_drafts = len(lengths), sum(lengths)
-    logits = (rng.standard_normal((num_drafts + num_requests, vocab_size)) * 3).astype(np.float32)
-    if draw(st.booleans()):  # ties and removed tokens
-        logits = np.round(logits)
-        logits[rng.random(logits.shape) < 0.2] = -np.inf
-        logits[:, 0] = 0.0
-
-    def maybe(values):
-        return values if truncation and draw(st.booleans()) else None
-
-    rows = SamplingRows(
-        temperature=rng.choice([0.0, 0.5, 1.0, 1.7], num_requests).astype(np.float32),
-        seeds=rng.integers(-(2**63), 2**63 - 1, num_requests),
-        positions=rng.integers(0, 10_000, num_requests),
-        top_k=maybe(rng.integers(0, vocab_size + 2, num_requests).astype(np.int32)),
-        top_p=maybe(rng.choice([0.3, 0.9, 1.0], num_requests).astype(np.float32)),
-        min_p=maybe(rng.choice([0.0, 0.05, 0.5], num_requests).astype(np.float32)),
-    )
-    greedy = rows.temperature == 0
-    if draw(st.booleans()):
-        for values, neutral in ((rows.top_k, 0), (rows.top_p, 1.0), (rows.min_p, 0.0)):
-            if values is not None:
-                values[greedy] = neutral  # as vLLM does; otherwise greedy rows must ignore them
-    cu = np.cumsum(lengths).astype(np.int32)
-    drafts = rng.integers(0, vocab_size, num_drafts).astype(np.int32)
-    if draw(st.booleans()):  # drafts that are accepted
-        wish = reference.verify(logits, drafts, cu, rows).target_token_ids
-        is_draft = np.ones(len(logits), bool)
-        is_draft[cu + np.arange(num_requests)] = False
-        drafts = wish[is_draft].astype(np.int32)
-    if draw(st.booleans()):  # rows without a distribution
-        for _ in range(draw(st.integers(1, 3))):
-            logits[rng.integers(len(logits)), rng.integers(vocab_size)] = rng.choice([np.nan, np.inf])
-        logits[rng.integers(len(logits))] = -np.inf
-    if num_drafts and draw(st.booleans()):  # padding, and ids of another tokenizer
-        drafts[rng.integers(num_drafts)] = draw(st.sampled_from([PLACEHOLDER_TOKEN_ID, vocab_size]))
-    return logits, drafts, cu, rows
+from tests.verify.batches import LOGPROBS_MODES, METHODS, as_torch, assert_agrees, batches
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(batches(), st.sampled_from(("sample", "rejection", "dense")), st.sampled_from(LOGPROBS_MODES), st.booleans())
+@given(batches(), st.sampled_from(METHODS), st.sampled_from(LOGPROBS_MODES), st.booleans())
 def test_implementations_agree_with_the_reference(batch, method, mode, vectorise):
-    logits, drafts, cu, rows = batch
-    kwargs = {"method": method, "logprobs_mode": mode}
-    probs = None
-    if method == "dense":
-        kwargs["method"] = "rejection"
-        probs = np.random.default_rng(0).dirichlet(np.ones(logits.shape[1]), len(drafts)).astype(np.float32)
-    expected = reference.verify(logits, drafts, cu, rows, draft_probs=probs, **kwargs)
-    run = vectorised.verify if vectorise else verify
-    before = torch.from_numpy(logits.copy())
-    kwargs["draft_probs"] = None if probs is None else torch.from_numpy(probs)
-    got = run(before, torch.from_numpy(drafts), torch.from_numpy(cu), as_torch(rows), **kwargs)
-    np.testing.assert_array_equal(before.numpy(), logits, "logits were changed")
-    np.testing.assert_array_equal(got.output_token_ids.numpy(), expected.output_token_ids)
-    np.testing.assert_array_equal(got.num_accepted.numpy(), expected.num_accepted)
-    np.testing.assert_array_equal(got.target_token_ids.numpy(), expected.target_token_ids)
-    np.testing.assert_array_equal(got.num_invalid_rows.numpy(), expected.num_invalid_rows)
-    if mode is not None:
-        drawn = expected.target_token_ids >= 0
-        np.testing.assert_allclose(got.logprobs.numpy()[drawn], expected.logprobs[drawn], atol=2e-5)
-        np.testing.assert_array_equal(got.ranks.numpy()[drawn], expected.ranks[drawn])
+    assert_agrees(vectorised.verify if vectorise else verify, batch, method, mode)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

