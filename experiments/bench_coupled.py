@@ -21,15 +21,12 @@ from __future__ import annotations
 import argparse
 import heapq
 import json
-import platform
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from rows import append, origin
 
 from rollout_spec.drafters import build_drafter
 from rollout_spec.noise import derive_seed, gumbel
@@ -291,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
     options = {name: json.loads(value) for name, value in (o.split("=", 1) for o in args.option)}
-    sha = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    about = origin()
     columns = "target, H, K, point, coupled, tree, coupled / point, coupled / tree, 1st: point, coupled, optimum"
     print("|" + "|".join(columns.split(",")) + "|")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
@@ -333,14 +330,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                     "first_token_acceptance": {"point": first_point, "coupled": first},
                     "first_token_optimum": best,
                     "calibration_error": {"point": reliability_error(point), "coupled": reliability_error(coupled)},
-                    "git": sha,
-                    "argv": sys.argv,
-                    "versions": {name: version(name) for name in ("numpy", "numba", "rollout-spec")},
-                    "machine": platform.machine(),
+                    **about,
                 }
-                if args.json:
-                    with args.json.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
+                append(args.json, row)
 
 
 if __name__ == "__main__":

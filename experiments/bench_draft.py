@@ -17,19 +17,15 @@ The gate of every section: each drafter replays the same recorded tokens, and ou
 from __future__ import annotations
 
 import argparse
-import json
-import platform
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import peers
+from rows import append, origin
 
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
@@ -80,19 +76,11 @@ class Bench:
 
     def __init__(self, out: Path | None) -> None:
         self._out = out
-        sha = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        self._about = {
-            "git": sha,
-            "argv": sys.argv,
-            "versions": {name: version(name) for name in ("rollout-spec", "numpy", "numba")},
-            "machine": platform.machine(),
-        }
+        self._about = origin()
 
     def row(self, section: str, **figures: Any) -> None:
         """Keep one row."""
-        if self._out:
-            with self._out.open("a") as file:
-                file.write(json.dumps({"benchmark": f"draft/{section}", **figures, **self._about}) + "\n")
+        append(self._out, {"benchmark": f"draft/{section}", **figures, **self._about})
 
     def replay(self, problems: list[Problem], make: Callable[[], Drafter], regime: Regime, **kwargs: Any) -> Any:
         """Replay, and check the drafter afterwards."""

@@ -127,7 +127,7 @@ class VerifyingSampler:
 
     def add_request(self, req_idx: int, *args: Any, **kwargs: Any) -> Any:
         """See vLLM. The last argument is the request's `SamplingParams`."""
-        params = kwargs.get("sampling_params", args[-1] if args else None)
+        params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[-1]
         if params.seed is None:
             raise RuntimeError(
                 "a request has no seed: it did not pass through vLLM's input processor with the rollout_spec plugin "

@@ -205,3 +205,17 @@ def test_invalid_logits_raise(tiny_model, speculation):
 def test_options_that_our_sampler_would_ignore_are_refused(tiny_model):
     with pytest.raises(ValueError, match="use_fp64_gumbel"):
         build(tiny_model, **engine_kwargs(), use_fp64_gumbel=True)
+
+
+def test_the_benchmarks_v2_pair_passes_its_gate(off):
+    """`experiments/bench_verify.py` compares these two on a GPU; here both run once, on the same inputs."""
+    import bench_verify
+
+    cell = {**bench_verify.BASE, "batch": 4, "k": 3, "vocab": 40, "ragged": True, "temperature": 0.6}
+    case = bench_verify.Case(torch.device("cpu"), **cell)
+    ours, theirs = case.make_v2()
+    mine, vllms = ours(), theirs()
+    case.gate(case.ours_v1().output_token_ids, mine.sampled_token_ids)
+    assert mine.num_sampled.shape == vllms.num_sampled.shape
+    assert mine.logprobs_tensors.logprobs.shape == vllms.logprobs_tensors.logprobs.shape
+    assert bool((mine.num_sampled > 1).any())

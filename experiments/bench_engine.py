@@ -1,0 +1,238 @@
+"""What an engine step costs with speculation, by runner and drafter, after a correctness gate.
+
+    python experiments/bench_engine.py --shape 1.5b 7b --batch 1 8 64 256 [--out FILE]
+
+Models have a real model's shape and dummy weights, so a step costs what the real one's would and the text is noise.
+Each mode runs in a process of its own, as TRL's colocated engine does, all with the same prompts, seeds and lengths:
+
+    none        vLLM without speculation: the V2 runner with asynchronous scheduling, the default and the yardstick
+    dice        the same engine with our sampler in place of vLLM's (`speculation=False`)
+    ngram       vLLM's prompt lookup
+    suffix      vLLM's suffix decoding, where arctic-inference is installed
+    v1, v2      ours, in either runner, on new text: the price of trying
+    v1-replay, v2-replay
+                ours when every rollout is in the history already (each batch runs twice with the same seeds, the
+                second time is reported): the gain of an oracle
+
+Reported: p20/p50/p80 of the time between two engine steps in milliseconds, tokens per second, both also relative to
+`none`, and for `v1` and `v2` how many rollouts part from those of `dice` and at which token: in bf16 logits vary with
+the batch; `--batch-invariant` switches on vLLM's kernels that do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rows import append, origin, quantiles
+
+SHAPES = {
+    # layers, hidden, intermediate, heads, key-value heads, vocabulary: Qwen2.5-1.5B and -7B
+    "1.5b": (28, 1536, 8960, 12, 2, 151_936),
+    "7b": (28, 3584, 18944, 28, 4, 152_064),
+    "tiny": (2, 64, 128, 2, 1, 256),
+}
+MODES = ("none", "dice", "ngram", "suffix", "v1", "v2", "v1-replay", "v2-replay")
+WARM_UP_TOKENS = 16
+
+
+def write_model(shape: str, folder: Path) -> None:
+    """A Llama configuration of the given shape; vLLM makes the weights up."""
+    layers, hidden, intermediate, heads, kv_heads, vocab = SHAPES[shape]
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": hidden // heads, "vocab_size": vocab, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu",
+        "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def engine_arguments(mode: str, k: int) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM` for a mode."""
+    from rollout_spec import engine_kwargs
+
+    if mode == "none":
+        return {}
+    if mode == "dice":
+        return engine_kwargs(speculation=False)
+    if mode == "ngram":
+        return {
+            "speculative_config": {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 4},
+        }
+    if mode == "suffix":
+        return {"speculative_config": {"method": "suffix", "num_speculative_tokens": k}}
+    return engine_kwargs(num_speculative_tokens=k)
+
+
+def run_mode(args: argparse.Namespace, mode: str, shape: str) -> list[dict[str, Any]]:
+    """One engine, all batch sizes. Runs in a process of its own."""
+    import torch
+    from vllm import LLM, SamplingParams
+
+    from rollout_spec.stats import SpeculationStats
+
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(shape, Path(folder))
+        llm = LLM(
+            folder,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            dtype=args.dtype,
+            max_model_len=args.tokens + 128,
+            max_num_seqs=max(args.batch),
+            enforce_eager=args.eager,
+            logprobs_mode="processed_logprobs",
+            seed=0,
+            **({"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else {"num_gpu_blocks_override": 300}),
+            **engine_arguments(mode, args.k),
+        )
+    engine = llm.llm_engine
+    runner = type(engine.model_executor.driver_worker.model_runner).__module__
+    vocab = SHAPES[shape][-1]
+    step, times = engine.step, []
+
+    def timed_step(*a: Any, **kw: Any) -> Any:
+        times.append(time.perf_counter())
+        return step(*a, **kw)
+
+    engine.step = timed_step
+
+    def generate(batch: int, tokens: int, salt: int) -> tuple[list[list[int]], float]:
+        rng = np.random.default_rng(salt)
+        prompts = [{"prompt_token_ids": rng.integers(3, vocab, 32).tolist()} for _ in range(max(1, batch // 8))]
+        params = [
+            SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=salt * 1000 + i, logprobs=0,
+                           detokenize=False)
+            for i in range(batch)
+        ]  # fmt: skip
+        times.clear()
+        started = time.perf_counter()
+        outputs = llm.generate([prompts[i % len(prompts)] for i in range(batch)], params, use_tqdm=False)
+        return [list(o.outputs[0].token_ids) for o in outputs], time.perf_counter() - started
+
+    def stats() -> Any:
+        return llm.collective_rpc("rollout_spec", args=("stats",))[0] if ours else None
+
+    ours = mode not in ("none", "ngram", "suffix")
+    results = []
+    for batch in args.batch:
+        generate(batch, WARM_UP_TOKENS, 999)
+        if mode.endswith("-replay"):
+            generate(batch, args.tokens, batch)
+        before = stats()
+        rollouts, seconds = generate(batch, args.tokens, batch)
+        result = {
+            "mode": mode, "shape": shape, "batch": batch, "k": args.k, "tokens": args.tokens, "runner": runner,
+            "async_scheduling": engine.vllm_config.scheduler_config.async_scheduling,
+            "step_ms": quantiles(np.diff(times) * 1e3), "steps": len(times),
+            "tokens_per_second": round(batch * args.tokens / seconds, 1),
+            "rollouts": rollouts,
+        }  # fmt: skip
+        if ours:
+            result["stats"] = SpeculationStats.between(before, stats()).to_dict()
+        results.append(result)
+    return results
+
+
+def partings(rollouts: list[list[int]], others: list[list[int]]) -> tuple[int, float | None]:
+    """How many rollouts differ, and the median token at which they part."""
+    at = [
+        next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+        for a, b in zip(rollouts, others, strict=True)
+        if a != b
+    ]
+    return len(at), float(np.median(at)) if at else None
+
+
+def run_in_process(args: argparse.Namespace, mode: str, shape: str, argv: list[str]) -> list[dict[str, Any]] | None:
+    """Start this file again for one mode; None where the mode does not run."""
+    environment = {
+        **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+    }  # fmt: skip
+    if mode.startswith("v1"):
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
+    if args.batch_invariant:
+        environment["VLLM_BATCH_INVARIANT"] = "1"
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        command = [sys.executable, __file__, *argv, "--only", mode, "--only-shape", shape, "--only-out", file.name]
+        finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        if finished.returncode:
+            print(f"{shape} {mode}: does not run: {finished.stderr.strip().splitlines()[-1:]}", flush=True)
+            return None
+        results: list[dict[str, Any]] = json.loads(Path(file.name).read_text())
+        return results
+
+
+def describe(result: dict[str, Any]) -> str:
+    """A line of the table."""
+    line = f"{result['shape']:>5} {result['batch']:5d} {result['mode']:10} {result['step_ms'][1]:13.2f} "
+    line += f"{result.get('step_over_none', 0):8.2f} {result['tokens_per_second']:9.0f} "
+    line += f"{result.get('tokens_per_second_over_none', 0):8.2f} "
+    line += f"{result.get('stats', {}).get('acceptance_rate', 0):9.2f}"
+    if "parted" in result:
+        line += f"  {result['parted']} of {result['batch']} ({result['parted_at']})"
+    return line
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run all modes of all shapes and print a table."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["1.5b"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("-k", type=int, default=8)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--out", type=Path, help="append rows to this file")
+    parser.add_argument("--only", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--only-shape", help=argparse.SUPPRESS)
+    parser.add_argument("--only-out", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.only:
+        args.only_out.write_text(json.dumps(run_mode(args, args.only, args.only_shape)))
+        return
+    import torch
+
+    about = origin(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+    print("shape batch mode       step ms (p50)   / none  tokens/s   / none  accepted  parted from dice (at)")
+    for shape in args.shape:
+        baseline: dict[int, dict[str, Any]] = {}
+        dice: dict[int, list[list[int]]] = {}
+        for mode in sorted(args.modes, key=MODES.index):
+            for result in run_in_process(args, mode, shape, argv) or []:
+                batch, rollouts = result["batch"], result.pop("rollouts")
+                if any(len(rollout) != args.tokens for rollout in rollouts):
+                    raise SystemExit(f"gate: {shape} {mode}: a rollout does not have {args.tokens} tokens")
+                if mode == "none":
+                    baseline[batch] = result
+                if mode == "dice":
+                    dice[batch] = rollouts
+                base = baseline.get(batch)
+                if base is not None:
+                    result["step_over_none"] = round(result["step_ms"][1] / base["step_ms"][1], 3)
+                    result["tokens_per_second_over_none"] = round(
+                        result["tokens_per_second"] / base["tokens_per_second"], 3
+                    )
+                if batch in dice and "stats" in result:
+                    result["parted"], result["parted_at"] = partings(rollouts, dice[batch])
+                result["batch_invariant"] = args.batch_invariant
+                append(args.out, {"benchmark": "engine", **result, **about})
+                print(describe(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""The verifier's kernels on a GPU against the reference: what the interpreter cannot show.
+
+    python experiments/check_gpu.py [--trials 60] [--vocab 151936] [--out FILE]
+
+Random batches with ragged drafts, mixed temperatures, truncation, ties, removed tokens and rows without a distribution,
+in bf16, fp16 and fp32, for all methods; accepted drafts among them. Tokens must be the reference's; one may differ only
+where the reference's two scores are within the device's logarithm error. Log-probabilities agree within 1e-4. Then: no
+call waits for the device (torch's synchronisation check), and a captured CUDA graph gives the same result when it is
+replayed on new logits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rows import append, origin
+
+from rollout_spec import noise
+from rollout_spec.types import SamplingRows
+from rollout_spec.verify import kernel, reference
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+METHODS = ("sample", "rejection", "dense")
+MODES = ("processed_logprobs", "raw_logprobs", None)
+SCORE_TOLERANCE = 1e-4
+"""The device's noise is within 1e-5 of NumPy's; the rest is the rounding of logit / T."""
+
+
+def random_batch(rng: np.random.Generator, vocab: int, trial: int) -> tuple[np.ndarray, np.ndarray, SamplingRows]:
+    """(logits [N, V] float32, inclusive draft counts [B], how each request is sampled)."""
+    lengths = rng.integers(0, 6, rng.integers(1, 7))
+    size, num_rows = len(lengths), int(lengths.sum()) + len(lengths)
+    logits = (rng.standard_normal((num_rows, vocab)) * rng.choice([0.1, 2.0, 5.0])).astype(np.float32)
+    if trial % 3 == 0:
+        logits = np.round(logits)
+        logits[rng.random(logits.shape) < 0.3] = -np.inf
+        logits[:, 0] = 0
+    if trial % 7 == 0:
+        logits[rng.integers(num_rows), rng.integers(vocab)] = rng.choice([np.nan, np.inf])
+        logits[rng.integers(num_rows)] = -np.inf
+    truncate = trial % 2 == 1
+    rows = SamplingRows(
+        temperature=rng.choice([0.0, 0.6, 1.0, 1.5], size).astype(np.float32),
+        seeds=rng.integers(-(2**63), 2**63 - 1, size),
+        positions=rng.integers(0, 40_000, size),
+        top_k=rng.choice([0, 1, 20, 50], size).astype(np.int32) if truncate else None,
+        top_p=rng.choice([0.5, 0.95, 1.0], size).astype(np.float32) if truncate else None,
+        min_p=rng.choice([0.0, 0.05], size).astype(np.float32) if truncate else None,
+    )
+    return logits, np.cumsum(lengths).astype(np.int32), rows
+
+
+def compare(
+    got: Any, expected: Any, logits: np.ndarray, cu: np.ndarray, rows: SamplingRows, method: str, mode: str | None
+) -> tuple[int, float]:
+    """(tokens that differ because they were too close to tell, largest error of a log-probability).
+
+    Raises:
+        AssertionError: anything else differs.
+    """
+    tokens, want = got.output_token_ids.cpu().numpy(), expected.output_token_ids
+    num_invalid = got.num_invalid_rows.cpu().numpy()
+    np.testing.assert_array_equal(num_invalid, expected.num_invalid_rows)
+    starts = np.concatenate(([0], cu + np.arange(1, len(cu) + 1)))
+    close, error = 0, 0.0
+    for request in range(len(cu)):
+        for j in range(starts[request + 1] - starts[request]):
+            row = starts[request] + j
+            if want[request, j] < 0 and tokens[request, j] < 0:
+                break
+            if tokens[request, j] != want[request, j]:
+                assert method == "sample", f"request {request}, token {j}: {tokens[request]} for {want[request]}"
+                temperature = max(float(rows.temperature[request]), 1e-9)
+                score = logits[row].astype(np.float64) / temperature
+                if rows.temperature[request] > 0:
+                    position = int(rows.positions[request]) + j
+                    score += noise.gumbel(int(rows.seeds[request]), position, np.arange(logits.shape[1]))
+                gap = abs(score[tokens[request, j]] - score[want[request, j]])
+                assert gap <= SCORE_TOLERANCE * max(1.0, abs(score[want[request, j]])), f"differs by {gap}"
+                close += 1
+                break
+            if mode is not None:
+                error = max(error, abs(float(got.logprobs[row]) - float(expected.logprobs[row])))
+                assert error < 1e-4, f"request {request}, token {j}: log-probability is off by {error}"
+                assert int(got.ranks[row]) == expected.ranks[row], f"request {request}, token {j}: rank"
+    return close, error
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Check, and print one line per kind of check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=60)
+    parser.add_argument("--vocab", type=int, default=151_936)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--out", type=Path, help="append a row to this file")
+    args = parser.parse_args(argv)
+    device = torch.device(args.device)
+    rng = np.random.default_rng(0)
+    started = time.perf_counter()
+    counted = {"tokens": 0, "too_close": 0, "accepted": 0, "largest_logprob_error": 0.0}
+    for trial in range(args.trials):
+        dtype, method, mode = DTYPES[trial % 3], METHODS[trial // 3 % 3], MODES[trial // 9 % 3]
+        vocab = args.vocab if trial % 4 else int(rng.integers(1, min(args.vocab, 3000)))
+        logits, cu, rows = random_batch(rng, vocab, trial)
+        given = torch.from_numpy(logits).to(device, dtype)
+        logits = given.float().cpu().numpy()
+        num_drafts = int(cu[-1])
+        drafts = rng.integers(-1, vocab, num_drafts).astype(np.int32)
+        if trial % 5:
+            wish = reference.verify(logits, drafts, cu, rows).target_token_ids
+            drafts = np.delete(wish, cu + np.arange(len(cu))).astype(np.int32)
+        probs = None
+        if method == "dense":
+            probs = rng.dirichlet(np.ones(vocab), num_drafts).astype(np.float32)
+        name = "rejection" if method == "dense" else method
+        expected = reference.verify(logits, drafts, cu, rows, method=name, draft_probs=probs, logprobs_mode=mode)
+        fields = (getattr(rows, field) for field in SamplingRows.__slots__)
+        on_device = SamplingRows(*(None if v is None else torch.from_numpy(v).to(device) for v in fields))
+        arguments: dict[str, Any] = {
+            "method": name,
+            "draft_probs": None if probs is None else torch.from_numpy(probs).to(device),
+            "logprobs_mode": mode,
+            "max_draft_tokens": int(np.diff(cu, prepend=0).max()),
+        }
+        inputs = (given, torch.from_numpy(drafts).to(device), torch.from_numpy(cu).to(device), on_device)
+        if device.type == "cuda":
+            kernel.verify(*inputs, **arguments)  # compiles
+            torch.cuda.synchronize()
+            torch.cuda.set_sync_debug_mode("error")
+        got = kernel.verify(*inputs, **arguments)
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        close, error = compare(got, expected, logits, cu, rows, method, mode)
+        counted["too_close"] += close
+        counted["tokens"] += int((expected.output_token_ids >= 0).sum())
+        counted["accepted"] += int(expected.num_accepted.sum())
+        counted["largest_logprob_error"] = max(counted["largest_logprob_error"], error)
+    print(f"{args.trials} batches agree with the reference: {counted}")
+    if device.type == "cuda":
+        check_graph(args.vocab, device)
+        print("no call waited for the device; a replayed CUDA graph gives what a call gives")
+    row = {"benchmark": "check_gpu", "vocab": args.vocab, "trials": args.trials, **counted}
+    row["seconds"] = round(time.perf_counter() - started, 1)
+    append(args.out, {**row, **origin(torch.cuda.get_device_name() if device.type == "cuda" else None)})
+
+
+def check_graph(vocab: int, device: torch.device) -> None:
+    """Capture one call, replay it on other logits, and compare with a plain call."""
+    rows = SamplingRows(
+        torch.ones(8, device=device), torch.arange(8, device=device), torch.zeros(8, dtype=torch.int64, device=device),
+        top_p=torch.full((8,), 0.9, device=device),
+    )  # fmt: skip
+    cu = torch.arange(4, 33, 4, dtype=torch.int32, device=device)
+    drafts = torch.zeros(32, dtype=torch.int32, device=device)
+    logits = torch.randn(40, vocab, device=device, dtype=torch.bfloat16)
+
+    def run() -> Any:
+        return kernel.verify(logits, drafts, cu, rows, logprobs_mode="processed_logprobs", max_draft_tokens=4)
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    logits.copy_(torch.randn_like(logits))
+    graph.replay()
+    again = run()
+    assert torch.equal(captured.output_token_ids, again.output_token_ids)
+    assert torch.equal(captured.logprobs, again.logprobs)
+
+
+if __name__ == "__main__":
+    main()

