@@ -18,21 +18,18 @@ from rollout_spec.stats import SpeculationStats
 logger = logging.getLogger(__name__)
 
 
-def uncovered_parameters(params: Any) -> list[str]:
-    """Names of the sampling parameters that only vLLM implements: it processes the logits of such requests."""
-    checks = {
-        "presence_penalty": params.presence_penalty != 0,
-        "frequency_penalty": params.frequency_penalty != 0,
-        "repetition_penalty": params.repetition_penalty != 1,
-        "bad_words": bool(params.bad_words),
-        "allowed_token_ids": bool(params.allowed_token_ids),
-        "logit_bias": bool(params.logit_bias),
-        "min_tokens": params.min_tokens > 0,
-        "logprob_token_ids": bool(getattr(params, "logprob_token_ids", None)),
-        "thinking_token_budget": getattr(params, "thinking_token_budget", None) is not None,
-        "logprobs=-1": params.logprobs == -1,
-    }
-    return [name for name, used in checks.items() if used]
+def needs_processing(params: Any) -> bool:
+    """Whether a request's logits go through vLLM's own processors before they reach our verifier."""
+    return bool(
+        params.presence_penalty != 0
+        or params.frequency_penalty != 0
+        or params.repetition_penalty != 1
+        or params.bad_words
+        or params.allowed_token_ids
+        or params.logit_bias
+        or params.min_tokens > 0
+        or getattr(params, "thinking_token_budget", None) is not None
+    )
 
 
 def problem_id_of(request: Any) -> int | None:

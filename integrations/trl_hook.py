@@ -24,7 +24,7 @@ from rollout_spec.integrations.vllm_cpu import plain_weights
 from rollout_spec.noise import derive_seed
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingRows
-from rollout_spec.verify.vectorised import logprobs_matrix
+from rollout_spec.verify.vectorised import scores_matrix
 
 logger = logging.getLogger(__name__)
 
@@ -363,7 +363,7 @@ def logprob_errors(model: Any, output: Any, params: Any) -> torch.Tensor:
         top_p=repeated(params.top_p, torch.float32) if params.top_p < 1 else None,
         min_p=repeated(params.min_p, torch.float32) if params.min_p > 0 else None,
     )
-    expected = logprobs_matrix(logits, rows, torch.zeros_like(rows.seeds), "processed_logprobs")
+    expected = scores_matrix(logits, rows, torch.zeros_like(rows.seeds)).log_softmax(-1)
     expected = expected.gather(1, tokens[:, None])[:, 0].cpu()
     if completion.logprobs is None:
         return torch.full((count,), math.nan)

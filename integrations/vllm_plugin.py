@@ -159,12 +159,10 @@ def _hook_sampling_params(module: Any) -> None:
             if not self.min_p:
                 original(self, speculative_config)
                 return
-            from rollout_spec.integrations.session import uncovered_parameters
-
-            if reasons := uncovered_parameters(self):
+            if self.logprobs == -1 or getattr(self, "logprob_token_ids", None):
                 raise ValueError(
-                    f"min_p cannot be combined with {', '.join(reasons)} under speculation: vLLM's own sampler "
-                    "handles those and ignores min_p. Remove one of them."
+                    "min_p cannot be combined with logprobs=-1 or logprob_token_ids under speculation in the V1 model "
+                    "runner: vLLM's own sampler handles those and ignores min_p. Remove one of them."
                 )
 
         return validate

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -17,12 +19,12 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations import vllm_cpu
-from rollout_spec.integrations.session import DraftingSession, run_command, uncovered_parameters
+from rollout_spec.integrations.session import DraftingSession, needs_processing, run_command
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingRows, VerifyResult
 from rollout_spec.verify.api import verify
-from rollout_spec.verify.vectorised import logprobs_matrix
+from rollout_spec.verify.vectorised import scores_matrix
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +35,14 @@ class _Batch(NamedTuple):
     req_ids: list[str]
     seeds: torch.Tensor  # int64 [B]
     min_p: torch.Tensor | None  # float32 [B]
-    uncovered: torch.Tensor | None  # bool [B], None when all are covered
-    covered_rows: list[int]
+    needs_processing: bool  # some request's logits go through vLLM's own processors
 
 
 class _Outcome(NamedTuple):
     """A verification that has not been counted yet: reading it would have made the engine wait for the device."""
 
     req_ids: list[str]
-    rows: list[int]  # of the requests that we sampled and whose tokens count
+    rows: list[int]  # of the requests whose tokens count
     num_draft_tokens: list[int]
     result: VerifyResult
 
@@ -89,46 +90,65 @@ class RunnerAdapter:
         started = time.perf_counter()
         batch = self._describe_batch()
         sampling = self._runner.input_batch.sampling_metadata
-        if not batch.covered_rows or not self._covers_logprobs(sampling):
+        if sampling.max_num_logprobs == -1 or getattr(sampling, "logprob_token_ids", None):
             self.stats.fallback_rows += len(batch.req_ids)
             return fall_back()
         if self._runner.use_async_scheduling:
             self._settle()
         num_draft_tokens = metadata.num_draft_tokens if metadata is not None else [0] * len(batch.req_ids)
         drafted, cu_num_draft_tokens, rows = self._inputs(metadata, sampling, batch)
+        processed = self._process(logits, metadata, sampling) if batch.needs_processing else logits
+        mode = self._runner.sampler.logprobs_mode
+        scored_here = sampling.max_num_logprobs == 0 and mode.endswith("_logprobs")
+        if mode == "raw_logprobs" and processed is not logits:
+            scored_here = False
         result = verify(
-            logits,
+            processed,
             drafted,
             cu_num_draft_tokens,
             rows,
             method=self._config.verify,
-            logprobs_mode=self._logprobs_mode if sampling.max_num_logprobs is not None else None,
+            logprobs_mode=mode if scored_here else None,
             max_draft_tokens=max(num_draft_tokens),
         )
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
-        counted = [row for row in batch.covered_rows if not discarded[row]]
+        counted = [row for row in range(len(batch.req_ids)) if not discarded[row]]
         self._outcome = _Outcome(batch.req_ids, counted, num_draft_tokens, result)
         if not self._runner.use_async_scheduling:
             self._settle()
         tensors = None
         if sampling.max_num_logprobs is not None:
             tokens = result.target_token_ids.clamp(min=0)
-            if sampling.max_num_logprobs == 0:
+            if scored_here:
                 tensors = LogprobsTensors(tokens[:, None].int(), result.logprobs[:, None], result.ranks)
             else:
-                matrix = logprobs_matrix(logits, rows, cu_num_draft_tokens, self._logprobs_mode)
+                is_raw = mode.startswith("raw_")
+                scores = scores_matrix(logits if is_raw else processed, None if is_raw else rows, cu_num_draft_tokens)
+                matrix = scores.log_softmax(-1) if mode.endswith("_logprobs") else scores
                 tensors = self._runner.sampler.gather_logprobs(matrix, sampling.max_num_logprobs, tokens)
             if metadata is not None:
                 tensors = _pad_rows(tensors, metadata, len(batch.req_ids))
         sampled = result.output_token_ids
         if self._runner.use_async_scheduling:  # a row without a sample is reported a step later, and feeds the model
             sampled = sampled.clamp(min=0)
-        output = SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
-        if batch.uncovered is not None:
-            self.stats.fallback_rows += len(batch.req_ids) - len(batch.covered_rows)
-            output = _choose_rows(batch.uncovered, fall_back(), output)
         self.stats.verify_seconds += time.perf_counter() - started
-        return output
+        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
+
+    def _process(self, logits: torch.Tensor, metadata: Any, sampling: Any) -> torch.Tensor:
+        """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, biases."""
+        self._runner.input_batch.update_async_output_token_ids()
+        sampler, processed = self._runner.sampler, logits.to(torch.float32, copy=True)
+        if metadata is None:
+            return sampler.apply_logits_processors(processed, sampling, False)
+        # As if every request had one draft more, so that its bonus row is processed like the others: vLLM masks stop
+        # tokens there until a step begins after min_tokens.
+        holder = getattr(sampling, "thinking_budget_state_holder", None)
+        if holder is not None and holder.has_tracked_requests():
+            holder.update_state(sampling.output_token_ids, sampling.spec_token_ids, repeat_indices=None)
+        drafts = sampling.spec_token_ids
+        one_more = replace(sampling, spec_token_ids=[[*tokens, 0] for tokens in drafts] if drafts else drafts)
+        counts = SimpleNamespace(num_draft_tokens=[count + 1 for count in metadata.num_draft_tokens])
+        return self._runner.rejection_sampler.apply_logits_processors(processed, one_more, counts)
 
     def _settle(self) -> None:
         """Count the last verification and keep it for the drafter.
@@ -149,9 +169,9 @@ class RunnerAdapter:
         if self.proposer is not None and any(outcome.num_draft_tokens):
             targets = outcome.result.target_token_ids.tolist()
             start = 0
-            ours = set(outcome.rows)
+            counted = set(outcome.rows)
             for row, (req_id, drafted) in enumerate(zip(outcome.req_ids, outcome.num_draft_tokens, strict=True)):
-                if drafted and row in ours:
+                if drafted and row in counted:
                     sampled = [token for token in targets[start : start + drafted + 1] if token >= 0]
                     self.proposer.outcomes[req_id] = (sampled, accepted[row])
                 start += drafted + 1
@@ -180,13 +200,6 @@ class RunnerAdapter:
         )
         return drafted, cu_num_draft_tokens, rows
 
-    @property
-    def _logprobs_mode(self) -> Any:
-        return self._runner.sampler.logprobs_mode
-
-    def _covers_logprobs(self, sampling: Any) -> bool:
-        return sampling.max_num_logprobs is None or self._logprobs_mode in ("raw_logprobs", "processed_logprobs")
-
     def _describe_batch(self) -> _Batch:
         req_ids = self._runner.input_batch.req_ids
         if self._batch is not None and self._batch.req_ids == req_ids:
@@ -199,14 +212,12 @@ class RunnerAdapter:
                     f"request {req_id} has no seed: it did not pass through vLLM's input processor with the "
                     "rollout_spec plugin loaded. Give it one in SamplingParams(seed=...)"
                 )
-        uncovered = [self._own_logits_processors or bool(uncovered_parameters(p)) for p in params]
         min_p = [p.min_p for p in params]
         self._batch = _Batch(
             req_ids=list(req_ids),
             seeds=torch.tensor([p.seed for p in params], dtype=torch.int64, device=device),
             min_p=torch.tensor(min_p, dtype=torch.float32, device=device) if any(min_p) else None,
-            uncovered=torch.tensor(uncovered, device=device) if any(uncovered) else None,
-            covered_rows=[i for i, skip in enumerate(uncovered) if not skip],
+            needs_processing=self._own_logits_processors or any(map(needs_processing, params)),
         )
         return self._batch
 
@@ -227,21 +238,6 @@ def _pad_rows(tensors: Any, metadata: Any, num_requests: int) -> Any:
         return padded
 
     return LogprobsTensors(*(spread(tensor) for tensor in tensors[:3]))
-
-
-def _choose_rows(mask: torch.Tensor, theirs: Any, ours: Any) -> Any:
-    """Take the requests in `mask` from vLLM's output and the others from ours. Both have the same layout."""
-    tokens = torch.where(mask[:, None], theirs.sampled_token_ids.int(), ours.sampled_token_ids)
-    tensors = ours.logprobs_tensors
-    if tensors is not None:
-        per_row = mask.repeat_interleave(tokens.shape[1])
-        tensors = LogprobsTensors(
-            *(
-                torch.where(per_row.view(-1, *[1] * (a.dim() - 1)), a, b)
-                for a, b in zip(theirs.logprobs_tensors[:3], tensors[:3], strict=True)
-            )
-        )
-    return SamplerOutput(sampled_token_ids=tokens, logprobs_tensors=tensors)
 
 
 class RolloutSpecProposer:

@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.integrations.session import DraftingSession, run_command, uncovered_parameters
+from rollout_spec.integrations.session import DraftingSession, needs_processing, run_command
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingRows, VerifyResult
@@ -133,7 +133,7 @@ class VerifyingSampler:
                 "a request has no seed: it did not pass through vLLM's input processor with the rollout_spec plugin "
                 "loaded. Give it one in SamplingParams(seed=...)"
             )
-        self._needs_vllm[req_idx] = self._own_processors or bool(uncovered_parameters(params))
+        self._needs_vllm[req_idx] = self._own_processors or needs_processing(params)
         return self.inner.add_request(req_idx, *args, **kwargs)
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, *args: Any) -> Any:

@@ -1,1 +1,1 @@
-"""Lossless verification of drafts: `reference` is the truth in NumPy, `vectorised` the same in torch."""
+"""Lossless verification of drafts: `reference` is the truth in NumPy, `kernel` runs on GPUs, `cpu` elsewhere."""

@@ -55,8 +55,8 @@ def verify(
         max_draft_tokens: The longest draft, if the caller knows it; otherwise it is read from the device.
 
     Returns:
-        A `VerifyResult` on the logits' device. Nothing is copied to the host if `max_draft_tokens` is given. O(N V),
-        or O(N V log V) with top-k or top-p.
+        A `VerifyResult` on the logits' device. Nothing is copied to the host if `max_draft_tokens` is given. O(N V) on
+        GPUs; with top-k or top-p times the passes of a search there, and O(N V log V) elsewhere.
 
     Raises:
         ValueError: shapes do not fit, a mode is unknown, or draft probabilities are given to `"sample"`, which would
@@ -104,6 +104,19 @@ def verify(
             draft_token_ids,
             cu_num_draft_tokens,
             rows,
+            logprobs_mode=logprobs_mode,
+            max_draft_tokens=max_draft_tokens,
+        )
+    if target_logits.device.type == "cuda" and num_requests:
+        from rollout_spec.verify import kernel  # brings triton, which machines without a GPU may lack
+
+        return kernel.verify(
+            target_logits,
+            draft_token_ids,
+            cu_num_draft_tokens,
+            rows,
+            method=method,
+            draft_probs=draft_probs,
             logprobs_mode=logprobs_mode,
             max_draft_tokens=max_draft_tokens,
         )

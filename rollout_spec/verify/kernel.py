@@ -434,7 +434,7 @@ def _rank_kernel(
         if target >= 0:
             logits_ptr += row * logits_stride
             chosen = tl.load(logits_ptr + target).to(tl.float32)
-            count = 0
+            count = tl.zeros([BLOCK], tl.int32)
             first = tl.program_id(2) * tokens_per_split
             for offset in range(first, tl.minimum(first + tokens_per_split, vocab_size), BLOCK):
                 token = offset + tl.arange(0, BLOCK)
@@ -442,8 +442,8 @@ def _rank_kernel(
                 is_above = (x >= chosen) & (token < vocab_size)
                 if cutoff_ptr is not None:
                     is_above = is_above & ~_is_cut(x, token, tl.load(cutoff_ptr + row), tl.load(cut_token_ptr + row))
-                count += tl.sum(is_above.to(tl.int32))
-            tl.atomic_add(rank_ptr + row, count.to(tl.int64), sem="relaxed")
+                count += is_above.to(tl.int32)
+            tl.atomic_add(rank_ptr + row, tl.sum(count).to(tl.int64), sem="relaxed")
 
 
 @triton.jit
@@ -625,6 +625,8 @@ def verify_rows(
 ) -> VerifyResult:
     """`verify` for rows that are laid out already; `layout.request` may point into larger fields of `rows`."""
     logits = target_logits if target_logits.stride(1) == 1 else target_logits.contiguous()
+    if draft_probs is not None and draft_probs.stride(1) != 1:
+        draft_probs = draft_probs.contiguous()
     num_rows, vocab_size = logits.shape
     num_requests, device = layout.starts.shape[0] - 1, logits.device
     seeds = rows.seeds
@@ -743,7 +745,6 @@ def _resample(
     """Sample the residual at each request's first rejected row; changes `output`, `targets` and `logprobs` there."""
     assert draft_probs is not None
     vocab_size, num_requests = logits.shape[1], layout.starts.shape[0] - 1
-    probs = draft_probs if draft_probs.stride(1) == 1 else draft_probs.contiguous()
     tokens_per_split, num_splits = _split(vocab_size, num_requests)
     scores = torch.empty(num_requests, num_splits, dtype=torch.float32, device=logits.device)
     tokens = torch.empty(num_requests, num_splits, dtype=torch.int32, device=logits.device)
@@ -757,8 +758,8 @@ def _resample(
         rows.temperature,
         rows.seeds,
         *cutoffs,
-        probs,
-        probs.stride(0),
+        draft_probs,
+        draft_probs.stride(0),
         lse,
         num_accepted,
         scores,

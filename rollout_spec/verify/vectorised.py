@@ -108,12 +108,11 @@ def process(raw: Tensor, rows: SamplingRows, index: RowIndex) -> Tensor:
     return x.scatter_(1, order, ordered)
 
 
-def logprobs_matrix(raw: Tensor, rows: SamplingRows, cu_num_draft_tokens: Tensor, mode: LogprobsMode) -> Tensor:
-    """Log-probabilities of every token, float32 [N, V], raw or processed."""
-    scores = raw.float()
-    if mode == "processed_logprobs":
-        scores = process(scores, rows, index_rows(cu_num_draft_tokens, raw.shape[0]))
-    return scores.log_softmax(-1)
+def scores_matrix(logits: Tensor, rows: SamplingRows | None, cu_num_draft_tokens: Tensor) -> Tensor:
+    """Logits of every token, float32 [N, V]; processed unless `rows` is None."""
+    if rows is None:
+        return logits.float()
+    return process(logits.float(), rows, index_rows(cu_num_draft_tokens, logits.shape[0]))
 
 
 def _drafted(draft_token_ids: Tensor, index: RowIndex) -> Tensor:

