@@ -44,7 +44,9 @@ def compile_scan(dtype: str) -> bytes:
         "ROWS": kernel.ROWS, "BLOCK": kernel.BLOCK,
     }  # fmt: skip
     names = kernel._scan_kernel.arg_names
-    aligned = [i for i, n in enumerate(names) if n.endswith("_ptr") or n in ("logits_stride", "vocab_size")]
+    aligned = [
+        i for i, n in enumerate(names) if n.endswith("_ptr") or n in ("logits_stride", "vocab_size", "tokens_per_split")
+    ]
     source = ASTSource(
         fn=kernel._scan_kernel,
         signature={name: types.get(name, "constexpr") for name in names},
