@@ -14,10 +14,11 @@ Arithmetic per token. A token can win only if its noise reaches best - x / T, th
 2**32 exp(x / T - best). So a tile's hashes are compared with what its largest logit allows; where one passes, each with
 what its own logit allows; and only where one passes again are the noise's two logarithms taken. Where the draft is what
 the target samples, its score is the bound from the first tile on. Per token the common path takes 22 instructions
-(sm_90, bf16, counted in the machine code): 3 multiplications, 3 shifts and 3 logical operations for the hash (murmur3's
-last step is left out, as it does not change the upper 16 bits), 3 for the token's key, which `ROWS` rows share, and the
-rest for conversion, maximum and sum of exponentials. About 11 of them go to the integer pipe, 64 lanes per clock:
-0.17 clocks per token and multiprocessor, 3.1 TB/s of bf16 logits on an H200 at 1.98 GHz.
+(sm_90, bf16, `experiments/count_instructions.py`): 3 multiplications, 3 shifts and 3 logical operations for the hash
+(murmur3's last step is left out, as it does not change the upper 16 bits), 3 for the token's key, which `ROWS` rows
+share, and the rest for conversion, maximum and sum of exponentials. Nearly 12 of them go to the integer pipe, 64 lanes
+per clock: 0.18 clocks per token and multiprocessor, 2.9 TB/s of bf16 logits on an H200 at 1.98 GHz. A vocabulary that
+16 does not divide is read token by token, so pad it, as engines do.
 """
 
 from __future__ import annotations
