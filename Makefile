@@ -27,7 +27,7 @@ check: $(READY)
 TRACES ?=
 RESULTS := experiments/results
 bench: $(READY)
-	$(BIN)/python experiments/bench_verify.py
+	$(BIN)/python experiments/bench_verify.py --out $(RESULTS)/bench_verify.jsonl
 	$(BIN)/python experiments/bench_coupled.py --policy demo/policy-v1-seed0 --traces $(wildcard $(TRACES)/*.parquet) \
 		--json $(RESULTS)/bench_coupled.jsonl
 	test -z '$(TRACES)' || $(BIN)/python experiments/bench_draft.py $(TRACES) --out $(RESULTS)/bench_draft.jsonl
