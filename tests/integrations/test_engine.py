@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from rollout_spec import engine_kwargs, noise
 from rollout_spec.integrations import vllm_cpu, vllm_v1
@@ -268,6 +271,20 @@ def test_what_vllm_processes_is_verified_with_the_same_dice(on, adversarial, off
             for x, y in zip(a.logprobs, b.logprobs, strict=True):
                 assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
         assert stats_of(llm)["fallback_rows"] == 0
+
+
+def test_grammars_are_followed_with_the_same_dice(on, off):
+    """The mask of a drafted position depends on the drafts before it; drafts that break the grammar are cut."""
+    grammar = StructuredOutputsParams(regex="(w1|w2|w3)((w4|w5)(w6|w7))+")
+    params = mixed_params(
+        16, 23, temperature=1.0, max_tokens=30, top_k=0, top_p=1.0, min_p=0.0, structured_outputs=grammar
+    )
+    before = stats_of(on)["accepted_tokens"]
+    ours, plain = generate(on, params), generate(off, params)
+    for a, b in zip(ours, plain, strict=True):
+        assert list(a.token_ids) == list(b.token_ids)
+        assert re.match("w[123](w[45]w[67])*(w[45])?$", a.text.replace(" ", ""))
+    assert stats_of(on)["accepted_tokens"] > before
 
 
 def test_min_p_with_what_only_vllm_handles_is_refused(on):
