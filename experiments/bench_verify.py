@@ -111,6 +111,8 @@ class Case:
                     22 - 1.2 * torch.arange(20, device=device) + torch.randn(20, generator=generator, device=device)
                 )
             row.copy_(bulk)
+        self.scratch = self.logits.clone()
+        """vLLM's samplers may change their input: they take this copy, which is restored outside the clock."""
         self.starts = np.concatenate(([0], np.cumsum(self.lengths + 1))).astype(np.int32)
         self.cu = torch.from_numpy(np.cumsum(self.lengths).astype(np.int32)).to(device)
         self.is_bonus = np.zeros(num_rows, bool)
@@ -207,14 +209,7 @@ class Case:
             enable_adaptive_verification=False,
         )
         theirs = RejectionSamplerV2(inner, method, self.device) if self.k else inner
-        # Its in-place temperature would change the logits from one repeat to the next.
-        copies = "seq_lens_upper_bound_np" in inspect.signature(inner.apply_sampling_params).parameters
-        plain = copies or self.temperature in (0.0, 1.0)
-
-        def run_theirs() -> Any:
-            return theirs(self.logits if plain else self.logits.clone(), batch)
-
-        return lambda: ours(self.logits, batch), run_theirs
+        return lambda: ours(self.logits, batch), lambda: theirs(self.scratch, batch)
 
     # -- vLLM's ------------------------------------------------------------------------------------------------------
 
@@ -241,14 +236,14 @@ class Case:
         )
         sampler = Sampler(logprobs_mode="processed_logprobs")
         if self.k == 0:
-            return lambda: sampler(self.logits.clone(), sampling)
+            return lambda: sampler(self.scratch, sampling)
         per_request = np.split(self.drafts.cpu().numpy(), np.cumsum(self.lengths)[:-1])
         metadata = SpecDecodeMetadata.make_dummy([d.tolist() for d in per_request], self.device)
         rows = torch.arange(len(self.logits), dtype=torch.int32, device=self.device)
         is_bonus = torch.from_numpy(self.is_bonus).to(self.device)
         metadata.target_logits_indices, metadata.bonus_logits_indices = rows[~is_bonus], rows[is_bonus]
         rejection = RejectionSampler(sampler)
-        return lambda: rejection(metadata, None, self.logits, sampling)
+        return lambda: rejection(metadata, None, self.scratch, sampling)
 
     def make_flashinfer(self) -> Callable[[], Any] | None:
         """FlashInfer's chain sampling, where it is installed and the drafts have one length."""
@@ -343,6 +338,7 @@ def measure(case: Case, repeats: int) -> dict[str, list[float] | None]:
             collected = times[name]
             if collected is None:
                 continue
+            case.scratch.copy_(case.logits)
             try:
                 microseconds = clock(run, case.device)
             except torch.OutOfMemoryError:

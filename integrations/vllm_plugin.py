@@ -12,6 +12,7 @@ An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our p
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import warnings
@@ -42,6 +43,7 @@ def register() -> None:
         ("vllm.v1.engine.input_processor", _hook_input_processor),
         ("vllm.v1.worker.gpu_model_runner", _hook_runner_v1),
         ("vllm.v1.worker.gpu.model_runner", _hook_runner_v2),
+        ("vllm.v1.worker.gpu_worker", _hook_gpu_worker),
         ("vllm.v1.worker.worker_base", _hook_worker),
     ):
         wrapt.register_post_import_hook(hook, module)
@@ -156,7 +158,7 @@ def _hook_sampling_params(module: Any) -> None:
                 return
             if getattr(speculative_config, V2_MARK, False):  # there vLLM processes what we do not
                 return
-            if not self.min_p:
+            if not self.min_p or self.logit_bias:
                 original(self, speculative_config)
                 return
             if self.logprobs == -1 or getattr(self, "logprob_token_ids", None):
@@ -348,6 +350,18 @@ def _hook_runner_v2(module: Any) -> None:
         ("take_draft_token_ids", make_take_draft_token_ids),
     ):
         _wrap(module.GPUModelRunner, name, make)
+
+
+def _hook_gpu_worker(module: Any) -> None:
+    def make_warm_up(original: Any) -> Any:
+        def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            adapter = getattr(self.model_runner, "rollout_spec", None)
+            with getattr(adapter, "warm_up", contextlib.nullcontext)():  # V1's requests of that kind do not reach us
+                return original(self, *args, **kwargs)
+
+        return compile_or_warm_up_model
+
+    _wrap(module.Worker, "compile_or_warm_up_model", make_warm_up)
 
 
 def _hook_worker(module: Any) -> None:

@@ -16,7 +16,8 @@ import inspect
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.session import DraftingSession, needs_processing, run_command
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import SamplingRows, VerifyResult
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows, VerifyResult
 from rollout_spec.verify import kernel
 from rollout_spec.verify.vectorised import RowIndex, process
 
@@ -53,12 +54,14 @@ class RunnerAdapter:
 
     Attributes:
         requests: vLLM's `NewRequestData` of each request that has not finished; preempted ones stay.
+        warming_up: Whether vLLM runs made-up requests to compile its kernels: nothing of them is kept.
         stats: The counters of this engine.
         speculator: None for an engine that only rolls our dice.
     """
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
         self.requests: dict[str, Any] = {}
+        self.warming_up = False
         self.speculator: HistorySpeculator | None = runner.speculator
         self.stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
         self._runner = runner
@@ -80,6 +83,15 @@ class RunnerAdapter:
         if self.speculator is not None:
             self.speculator.bind(runner, self, sampler)
 
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """While vLLM warms up, requests need no seed and leave no trace."""
+        self.warming_up = True
+        try:
+            yield
+        finally:
+            self.warming_up = False
+
     def command(self, name: str, *args: Any) -> Any:
         """See `rollout_spec.integrations.session.run_command`."""
         self._runner.sampler.settle(wait=True)
@@ -88,8 +100,8 @@ class RunnerAdapter:
 
     def on_add_requests(self, scheduler_output: Any) -> None:
         """Called with every step's schedule, before it runs."""
-        for request in scheduler_output.scheduled_new_reqs:
-            self.requests[request.req_id] = request
+        if not self.warming_up:
+            self.requests.update((request.req_id, request) for request in scheduler_output.scheduled_new_reqs)
 
     def on_finish_requests(self, scheduler_output: Any) -> None:
         """Called with every step's schedule, before it runs. Preempted requests are not finished."""
@@ -112,6 +124,8 @@ class VerifyingSampler:
         inner: vLLM's `Sampler`, which holds the requests' sampling parameters.
     """
 
+    enable_adaptive_verification = False  # vLLM's warm-up asks its rejection sampler
+
     def __init__(self, inner: Any, adapter: RunnerAdapter, config: RolloutSpecConfig) -> None:
         self.inner = inner
         self.outcome: _Outcome | None = None
@@ -128,7 +142,7 @@ class VerifyingSampler:
     def add_request(self, req_idx: int, *args: Any, **kwargs: Any) -> Any:
         """See vLLM. The last argument is the request's `SamplingParams`."""
         params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[-1]
-        if params.seed is None:
+        if params.seed is None and not self._adapter.warming_up:
             raise RuntimeError(
                 "a request has no seed: it did not pass through vLLM's input processor with the rollout_spec plugin "
                 "loaded. Give it one in SamplingParams(seed=...)"
@@ -136,13 +150,16 @@ class VerifyingSampler:
         self._needs_vllm[req_idx] = self._own_processors or needs_processing(params)
         return self.inner.add_request(req_idx, *args, **kwargs)
 
-    def __call__(self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, *args: Any) -> Any:
+    def __call__(
+        self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
+    ) -> Any:
         """Verify the scheduled drafts and sample what follows; a request without drafts has one row.
 
         Args:
             logits: float [N, vocabulary].
             input_batch: vLLM's `InputBatch`.
             draft_logits: Part of vLLM's interface; our drafts are certain.
+            invalid_drafts: bool [N], from vLLM 0.32 on: rows whose input is a draft that breaks the request's grammar.
 
         Raises:
             FloatingPointError: logits of an earlier step were NaN or +inf, or all of a row's -inf.
@@ -159,6 +176,8 @@ class VerifyingSampler:
             input_batch.expanded_local_pos,
             self.inner.req_states.prefill_len.gpu,
         )
+        if invalid_drafts is not None:
+            layout.draft[:-1].masked_fill_(invalid_drafts[1:], PLACEHOLDER_TOKEN_ID)
         states, slots = self.inner.sampling_states, input_batch.idx_mapping_np
         rows = self._rows(states, slots)
         raw, num_logprobs = logits, states.max_num_logprobs(slots)
@@ -206,7 +225,7 @@ class VerifyingSampler:
             input_batch.idx_mapping,
             self.inner.req_states.prefill_len.gpu,
         )
-        if input_batch.req_ids[0] in self._adapter.requests:  # not one of vLLM's dummy runs
+        if input_batch.req_ids[0] in self._adapter.requests:  # neither a dummy run nor a warm-up
             self._book(input_batch, layout, result)
         self._adapter.stats.verify_seconds += time.perf_counter() - started
         return SamplerOutput(

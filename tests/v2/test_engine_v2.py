@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from triton.runtime.errors import InterpreterError
 from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs
@@ -200,6 +203,26 @@ def test_invalid_logits_raise(tiny_model, speculation):
             parameter.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="nothing can be sampled"):
         generate(llm, [SamplingParams(max_tokens=4)])
+
+
+def test_vllms_warm_up_leaves_no_trace(tiny_model):
+    """On GPUs vLLM runs made-up requests without seeds through the runner, to compile kernels."""
+    from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
+    from vllm.v1.worker.gpu_worker import Worker
+
+    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.Adversary"))
+    worker = llm.llm_engine.model_executor.driver_worker.worker
+    runner = runner_of(llm)
+    assert Worker.compile_or_warm_up_model.__wrapped__.__module__ == "vllm.v1.worker.gpu_worker"
+    with runner.rollout_spec.warm_up():
+        assert run_mixed_prefill_decode_warmup(runner, worker.execute_model, worker.sample_tokens, 8)
+        # vLLM's own grammar kernel comes last, and the interpreter cannot run it.
+        with contextlib.suppress(InterpreterError):
+            warmup_kernels(runner, worker.execute_model, worker.sample_tokens)
+    assert not runner.rollout_spec.warming_up
+    assert not runner.rollout_spec.requests
+    assert stats_of(llm)["request_steps"] == 0
+    assert not runner.speculator.session.live
 
 
 def test_options_that_our_sampler_would_ignore_are_refused(tiny_model):
