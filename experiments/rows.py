@@ -17,7 +17,10 @@ PACKAGES = ("rollout-spec", "numpy", "numba", "torch", "triton", "vllm", "vllm-c
 
 
 def origin(device: str | None = None) -> dict[str, Any]:
-    """Commit, command line, versions of the packages that are installed, and the machine or `device`."""
+    """Commit, command line, versions of the packages that are installed, and the machine or `device`.
+
+    Absolute paths in the command line are shortened to their last part: where files lie on one machine is no result.
+    """
     command = ["git", "describe", "--always", "--dirty"]
     try:
         commit = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout
@@ -31,7 +34,7 @@ def origin(device: str | None = None) -> dict[str, Any]:
             continue
     return {
         "git": commit.strip(),
-        "argv": sys.argv,
+        "argv": [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv],
         "versions": versions,
         "device": device or f"{platform.machine()} CPU",
     }
