@@ -367,11 +367,8 @@ def main(argv: list[str] | None = None) -> None:
         name, bandwidth = torch.cuda.get_device_name(), copy_bandwidth(device)
         print(f"{name}: copy moves {bandwidth / 1e12:.2f} TB/s, read and written")
     else:  # what an engine's worker does when it starts
-        from rollout_spec.integrations.vllm_cpu import repair_speculation
-
         torch.set_num_threads(1)
         current_platform.register_triton_kernel_overrides()
-        repair_speculation()
     about = origin(name)
     names = ["ours", "vllm_v1", *(["ours_v2", "vllm_v2", "flashinfer", "ours_graph"] if bandwidth else [])]
     print("batch  K  vocab    T  top_p logprobs ragged logits  " + "  ".join(f"{n:>10}" for n in names) + "  of copy")

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
@@ -29,6 +30,35 @@ def needs_processing(params: Any) -> bool:
         or params.logit_bias
         or params.min_tokens > 0
         or getattr(params, "thinking_token_budget", None) is not None
+    )
+
+
+def refuse_own_processors(processors: Iterable[Any]) -> None:
+    """Raise ValueError if a logits processor is not vLLM's own: on drafted positions vLLM applies none of them."""
+    for processor in processors:
+        if not type(processor).__module__.startswith("vllm."):
+            raise ValueError(
+                f"the logits processor {type(processor).__name__} would be ignored by rollout_spec's sampler in the V1 "
+                "model runner: remove it"
+            )
+
+
+def raise_if_broken(num_invalid_rows: NDArray[Any], req_ids: Sequence[str], logits: Any) -> None:
+    """Raise FloatingPointError if rows had no sample because the model's logits are broken.
+
+    Rows that masks have left empty (a grammar at its end, allowed tokens that min_tokens forbids) are no fault of the
+    model's, and vLLM emits token 0 there.
+
+    Args:
+        num_invalid_rows: Integer [B], each request's rows without a sample.
+        logits: float [N, V], a tensor. Read only if there are such rows.
+    """
+    if not num_invalid_rows.any() or not bool((logits.isnan() | (logits == float("inf"))).any()):
+        return
+    first = req_ids[int(np.flatnonzero(num_invalid_rows)[0])]
+    raise FloatingPointError(
+        f"{int(num_invalid_rows.sum())} rows of logits hold NaN or +inf (first in request {first}), and nothing can be "
+        "sampled from them: check the weights that were last loaded into the engine"
     )
 
 
@@ -80,13 +110,14 @@ class DraftingSession:
         ValueError, TypeError: the drafter is unknown, or its options are wrong.
     """
 
-    def __init__(self, config: RolloutSpecConfig, max_model_len: int, stats: SpeculationStats) -> None:
+    def __init__(self, config: RolloutSpecConfig, model_config: Any, stats: SpeculationStats) -> None:
         options = {"max_draft_tokens": config.num_speculative_tokens} if config.drafter in DRAFTERS else {}
         self.drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
         self.live: dict[str, int] = {}
         self.enabled = True
         self._config = config
-        self._max_model_len = max_model_len
+        self._max_model_len = int(model_config.max_model_len)
+        self._vocab_size = int(model_config.get_vocab_size())
         self._stats = stats
         self._complete: set[str] = set()  # live requests whose last token has been sampled
 
@@ -150,6 +181,10 @@ class DraftingSession:
                 in_model = self._max_model_len - self.live[req_id] - 1
                 room.append(min(self._config.num_speculative_tokens, left - 1, in_model))
         drafts = self.drafter.propose(req_ids, np.array(room, np.int32))
+        for draft, limit in zip(drafts, room, strict=True):
+            ids = draft.token_ids
+            if len(ids) > max(limit, 0) or np.any((ids < 0) | (ids >= self._vocab_size)):
+                raise ValueError(f"drafted {ids}, where {limit} tokens below {self._vocab_size} were asked for")
         return {req_id: draft.token_ids.tolist() for req_id, draft in zip(req_ids, drafts, strict=True)}
 
     def _advance(self, req_id: str, request: Any, tokens: Sequence[int]) -> int:

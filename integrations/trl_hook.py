@@ -259,7 +259,6 @@ class RolloutSpecGenerator(TrainerCallback):
             "tokens_per_step": new.tokens_per_step,
             "draft_seconds": new.draft_seconds,
             "verify_seconds": new.verify_seconds,
-            "fallback_rows": new.fallback_rows,
             "drafter_errors": new.drafter_errors,
             "drafter_mbytes": now["drafter_bytes"] / 1e6,
             "policy_version": self.policy_version,

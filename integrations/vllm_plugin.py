@@ -153,19 +153,11 @@ def _hook_config(module: Any) -> None:
 def _hook_sampling_params(module: Any) -> None:
     def make(original: Any) -> Any:
         def validate(self: Any, speculative_config: Any) -> None:
-            if not _is_ours(speculative_config):
+            # vLLM refuses min-p, which our verifier handles, and logit bias, which vLLM itself applies under V2.
+            if not _is_ours(speculative_config) or (
+                self.logit_bias and not getattr(speculative_config, V2_MARK, False)
+            ):
                 original(self, speculative_config)
-                return
-            if getattr(speculative_config, V2_MARK, False):  # there vLLM processes what we do not
-                return
-            if not self.min_p or self.logit_bias:
-                original(self, speculative_config)
-                return
-            if self.logprobs == -1 or getattr(self, "logprob_token_ids", None):
-                raise ValueError(
-                    "min_p cannot be combined with logprobs=-1 or logprob_token_ids under speculation in the V1 model "
-                    "runner: vLLM's own sampler handles those and ignores min_p. Remove one of them."
-                )
 
         return validate
 
@@ -177,6 +169,7 @@ def _hook_input_processor(module: Any) -> None:
         def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             config = config_of(vllm_config)
             self._rollout_spec_seeds = None
+            self._rollout_spec_is_v1 = config is not None and not vllm_config.use_v2_model_runner
             if config is not None:
                 _check_engine(vllm_config, config)
                 if config.speculation and vllm_config.use_v2_model_runner:
@@ -190,6 +183,8 @@ def _hook_input_processor(module: Any) -> None:
         def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
             request = original(self, *args, **kwargs)
             params = request.sampling_params
+            if self._rollout_spec_is_v1 and params is not None and getattr(params, "logprob_token_ids", None):
+                raise ValueError("rollout_spec cannot score logprob_token_ids in the V1 model runner: remove them")
             if self._rollout_spec_seeds is not None and params is not None and params.seed is None:
                 params.seed = self._rollout_spec_seeds.next()
             return request
@@ -265,9 +260,7 @@ def _hook_runner_v1(module: Any) -> None:
         def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
             if self.rollout_spec is None:
                 return original(self, logits, spec_decode_metadata)
-            return self.rollout_spec.sample(
-                logits, spec_decode_metadata, functools.partial(original, self, logits, spec_decode_metadata)
-            )
+            return self.rollout_spec.sample(logits, spec_decode_metadata)
 
         return sample
 

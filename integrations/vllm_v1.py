@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,8 +17,13 @@ import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.integrations import vllm_cpu
-from rollout_spec.integrations.session import DraftingSession, needs_processing, run_command
+from rollout_spec.integrations.session import (
+    DraftingSession,
+    needs_processing,
+    raise_if_broken,
+    refuse_own_processors,
+    run_command,
+)
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingRows, VerifyResult
@@ -45,6 +49,7 @@ class _Outcome(NamedTuple):
     rows: list[int]  # of the requests whose tokens count
     num_draft_tokens: list[int]
     result: VerifyResult
+    logits: torch.Tensor  # as the model gave them, for the message when a row had no sample
 
 
 class RunnerAdapter:
@@ -59,13 +64,11 @@ class RunnerAdapter:
         self._config = config
         self._batch: _Batch | None = None
         self._outcome: _Outcome | None = None
-        self._own_logits_processors = bool(runner.model_config.logits_processors)
         self.proposer: RolloutSpecProposer | None = getattr(runner, "drafter", None)
         self.stats = self.proposer.stats if self.proposer is not None else SpeculationStats()
         if self.proposer is not None:
             self.proposer.bind(runner)
-        if runner.device.type == "cpu" and vllm_cpu.repair_speculation():
-            logger.info("repaired vLLM's CPU rejection sampler, which loses its sampling parameters")
+        refuse_own_processors(runner.input_batch.logitsprocs.all)
 
     # -- commands from the front end ---------------------------------------------------------------------------------
 
@@ -76,23 +79,19 @@ class RunnerAdapter:
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
-    def sample(self, logits: torch.Tensor, metadata: Any, fall_back: Callable[[], Any]) -> Any:
+    def sample(self, logits: torch.Tensor, metadata: Any) -> Any:
         """Verify the scheduled drafts, or sample one token per request where there are none.
 
         Args:
             logits: float [N, vocabulary].
             metadata: vLLM's `SpecDecodeMetadata`, None when nothing is drafted.
-            fall_back: vLLM's own sampling of the same batch. May change `logits`.
 
         Raises:
-            FloatingPointError: logits are NaN or +inf, or all of a row's are -inf.
+            FloatingPointError: the model's logits are NaN or +inf.
         """
         started = time.perf_counter()
         batch = self._describe_batch()
         sampling = self._runner.input_batch.sampling_metadata
-        if sampling.max_num_logprobs == -1 or getattr(sampling, "logprob_token_ids", None):
-            self.stats.fallback_rows += len(batch.req_ids)
-            return fall_back()
         if self._runner.use_async_scheduling:
             self._settle()
         num_draft_tokens = metadata.num_draft_tokens if metadata is not None else [0] * len(batch.req_ids)
@@ -113,7 +112,7 @@ class RunnerAdapter:
         )
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
         counted = [row for row in range(len(batch.req_ids)) if not discarded[row]]
-        self._outcome = _Outcome(batch.req_ids, counted, num_draft_tokens, result)
+        self._outcome = _Outcome(batch.req_ids, counted, num_draft_tokens, result, logits)
         if not self._runner.use_async_scheduling:
             self._settle()
         tensors = None
@@ -128,9 +127,10 @@ class RunnerAdapter:
                 tensors = self._runner.sampler.gather_logprobs(matrix, sampling.max_num_logprobs, tokens)
             if metadata is not None:
                 tensors = _pad_rows(tensors, metadata, len(batch.req_ids))
-        sampled = result.output_token_ids
-        if self._runner.use_async_scheduling:  # a row without a sample is reported a step later, and feeds the model
-            sampled = sampled.clamp(min=0)
+        # A row without a sample emits token 0, as in vLLM.
+        columns = torch.arange(result.output_token_ids.shape[1], device=logits.device)
+        is_emitted = columns == result.num_accepted[:, None]
+        sampled = torch.where(is_emitted, result.output_token_ids.clamp(min=0), result.output_token_ids)
         self.stats.verify_seconds += time.perf_counter() - started
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
 
@@ -154,16 +154,12 @@ class RunnerAdapter:
         """Count the last verification and keep it for the drafter.
 
         Raises:
-            FloatingPointError: a row had no sample.
+            FloatingPointError: a row had no sample because the model's logits are NaN or +inf.
         """
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return
-        if num_invalid := int(outcome.result.num_invalid_rows.sum()):
-            raise FloatingPointError(
-                f"{num_invalid} rows of logits are NaN, +inf or all -inf, and nothing can be sampled from them: "
-                "check the weights that were last loaded into the engine"
-            )
+        raise_if_broken(outcome.result.num_invalid_rows.cpu().numpy(), outcome.req_ids, outcome.logits)
         accepted = outcome.result.num_accepted.tolist()
         self.stats.record([outcome.num_draft_tokens[i] for i in outcome.rows], [accepted[i] for i in outcome.rows])
         if self.proposer is not None and any(outcome.num_draft_tokens):
@@ -172,8 +168,8 @@ class RunnerAdapter:
             counted = set(outcome.rows)
             for row, (req_id, drafted) in enumerate(zip(outcome.req_ids, outcome.num_draft_tokens, strict=True)):
                 if drafted and row in counted:
-                    sampled = [token for token in targets[start : start + drafted + 1] if token >= 0]
-                    self.proposer.outcomes[req_id] = (sampled, accepted[row])
+                    seen = [token for token in targets[start : start + drafted + 1] if token >= 0]
+                    self.proposer.outcomes[req_id] = (seen, accepted[row])
                 start += drafted + 1
 
     def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingRows]:
@@ -217,7 +213,7 @@ class RunnerAdapter:
             req_ids=list(req_ids),
             seeds=torch.tensor([p.seed for p in params], dtype=torch.int64, device=device),
             min_p=torch.tensor(min_p, dtype=torch.float32, device=device) if any(min_p) else None,
-            needs_processing=self._own_logits_processors or any(map(needs_processing, params)),
+            needs_processing=any(map(needs_processing, params)),
         )
         return self._batch
 
@@ -260,7 +256,7 @@ class RolloutSpecProposer:
         if config is None or not config.speculation:
             raise ValueError("this engine does not ask for rollout_spec: use rollout_spec.engine_kwargs()")
         self.stats = SpeculationStats()
-        self.session = DraftingSession(config, int(vllm_config.model_config.max_model_len), self.stats)
+        self.session = DraftingSession(config, vllm_config.model_config, self.stats)
         self.outcomes: dict[str, tuple[list[int], int]] = {}
         self._runner: Any = None
 

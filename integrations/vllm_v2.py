@@ -30,7 +30,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.integrations.session import DraftingSession, needs_processing, run_command
+from rollout_spec.integrations.session import DraftingSession, needs_processing, raise_if_broken, run_command
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows, VerifyResult
@@ -44,6 +44,7 @@ class _Outcome(NamedTuple):
     """The last verification."""
 
     req_ids: list[str]
+    logits: torch.Tensor  # as the model gave them
     starts: np.ndarray  # int32 [B + 1], each request's first row, then N
     first_positions: torch.Tensor  # int64 [B], each request's tokens before the sampled ones, less one
     result: VerifyResult
@@ -132,9 +133,10 @@ class VerifyingSampler:
         self._adapter = adapter
         self._config = config
         self._num_slots = config.num_speculative_tokens + 1
-        self._own_processors = bool(adapter._runner.model_config.logits_processors)
+        processors = getattr(inner, "logits_processors", ())  # from vLLM 0.31 on, the user's own among them
+        self._own_processors = any(not type(processor).__module__.startswith("vllm.") for processor in processors)
         self._needs_vllm: np.ndarray = np.zeros(inner.sampling_states.max_num_reqs, bool)
-        self._unchecked: deque[tuple[torch.cuda.Event | None, torch.Tensor, Sequence[str]]] = deque()
+        self._unchecked: deque[tuple[torch.cuda.Event | None, torch.Tensor, Sequence[str], torch.Tensor]] = deque()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -162,7 +164,7 @@ class VerifyingSampler:
             invalid_drafts: bool [N], from vLLM 0.32 on: rows whose input is a draft that breaks the request's grammar.
 
         Raises:
-            FloatingPointError: logits of an earlier step were NaN or +inf, or all of a row's -inf.
+            FloatingPointError: the model's logits of an earlier step were NaN or +inf.
         """
         started = time.perf_counter()
         self.settle()
@@ -226,10 +228,10 @@ class VerifyingSampler:
             self.inner.req_states.prefill_len.gpu,
         )
         if input_batch.req_ids[0] in self._adapter.requests:  # neither a dummy run nor a warm-up
-            self._book(input_batch, layout, result)
-        self._adapter.stats.verify_seconds += time.perf_counter() - started
+            self._book(input_batch, layout, raw, result)
+            self._adapter.stats.verify_seconds += time.perf_counter() - started
         return SamplerOutput(
-            # A row without a sample has the placeholder, which must not reach the model before it is reported.
+            # A row without a sample emits token 0, as in vLLM.
             sampled_token_ids=result.output_token_ids.clamp(min=0).long(),
             logprobs_tensors=tensors,
             num_nans=num_nans,
@@ -250,8 +252,11 @@ class VerifyingSampler:
 
     def _process(self, logits: torch.Tensor, input_batch: Any, layout: kernel.Layout) -> torch.Tensor:
         """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, temperature, min-p."""
+        apply = self.inner.apply_sampling_params
+        accepted = inspect.signature(apply).parameters  # they differ between vLLM's versions
         values = {
-            "logits": logits.to(torch.float32, copy=True),
+            # Newer versions copy by themselves.
+            "logits": logits if "idx_mapping" in accepted else logits.to(torch.float32, copy=True),
             "expanded_idx_mapping": input_batch.expanded_idx_mapping,
             "idx_mapping": input_batch.idx_mapping,
             "idx_mapping_np": input_batch.idx_mapping_np,
@@ -261,8 +266,6 @@ class VerifyingSampler:
             "seq_lens_upper_bound_np": input_batch.seq_lens_cpu_upper_bound.numpy(),
             "skip_top_k_top_p": True,
         }
-        apply = self.inner.apply_sampling_params
-        accepted = inspect.signature(apply).parameters  # they differ between vLLM's versions
         result: torch.Tensor = apply(**{name: value for name, value in values.items() if name in accepted})
         return result
 
@@ -271,11 +274,11 @@ class VerifyingSampler:
         index = RowIndex(layout.request.long(), layout.request, layout.request)
         return process(logits.float(), rows, index)
 
-    def _book(self, input_batch: Any, layout: kernel.Layout, result: VerifyResult) -> None:
+    def _book(self, input_batch: Any, layout: kernel.Layout, logits: torch.Tensor, result: VerifyResult) -> None:
         """Keep the outcome for the speculator, or count it here where there is none."""
         if self._adapter.speculator is not None:
             positions = layout.position[layout.starts[:-1]]
-            self.outcome = _Outcome(input_batch.req_ids, input_batch.cu_num_logits_np, positions, result)
+            self.outcome = _Outcome(input_batch.req_ids, logits, input_batch.cu_num_logits_np, positions, result)
             return
         finished_prefill = ~input_batch.is_prefilling_np | (
             input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens >= input_batch.prefill_len_np
@@ -289,34 +292,25 @@ class VerifyingSampler:
             invalid = torch.empty_like(invalid, device="cpu", pin_memory=True).copy_(invalid, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._unchecked.append((event, invalid, input_batch.req_ids))
+        self._unchecked.append((event, invalid, input_batch.req_ids, logits))
+        if event is None:
+            self.settle()
 
     def settle(self, wait: bool = False) -> None:
         """Look at what has arrived from the device, or wait for all of it.
 
         Raises:
-            FloatingPointError: a row had no sample.
+            FloatingPointError: a row had no sample because the model's logits are NaN or +inf.
         """
         while self._unchecked:
-            event, invalid, req_ids = self._unchecked[0]
+            event, invalid, req_ids, logits = self._unchecked[0]
             if event is not None:
                 if wait:
                     event.synchronize()
                 elif not event.query():
                     return
             self._unchecked.popleft()
-            raise_invalid(invalid.numpy(), req_ids)
-
-
-def raise_invalid(num_invalid_rows: np.ndarray, req_ids: Sequence[str]) -> None:
-    """Raise FloatingPointError if a request has rows without a sample. `num_invalid_rows`: int32 [B]."""
-    if not num_invalid_rows.any():
-        return
-    first = int(np.flatnonzero(num_invalid_rows)[0])
-    raise FloatingPointError(
-        f"{int(num_invalid_rows.sum())} rows of logits are NaN, +inf or all -inf (first in request {req_ids[first]}), "
-        "and nothing can be sampled from them: check the weights that were last loaded into the engine"
-    )
+            raise_if_broken(invalid.numpy(), req_ids, logits)
 
 
 class HistorySpeculator(BaseSpeculator):
@@ -334,7 +328,7 @@ class HistorySpeculator(BaseSpeculator):
         assert config is not None
         self.model = torch.nn.Module()  # vLLM 0.26 prepares its communication buffers
         self.stats = SpeculationStats()
-        self.session = DraftingSession(config, int(vllm_config.model_config.max_model_len), self.stats)
+        self.session = DraftingSession(config, vllm_config.model_config, self.stats)
         self.num_draft_tokens: dict[str, int] = {}
         self._num_slots = config.num_speculative_tokens
         self._device = device
@@ -380,7 +374,7 @@ class HistorySpeculator(BaseSpeculator):
         host = torch.cat((result.target_token_ids, *counts)).cpu().numpy()
         targets = host[: starts[-1]].tolist()
         accepted, invalid, sampled, positions = host[starts[-1] :].reshape(len(counts), size)
-        raise_invalid(invalid, outcome.req_ids)
+        raise_if_broken(invalid, outcome.req_ids, outcome.logits)
         rows = np.flatnonzero(sampled).tolist()  # not the prefill chunks
         drafted = {row: int(starts[row + 1] - starts[row] - 1) for row in rows}
         self.stats.record([drafted[row] for row in rows], [int(accepted[row]) for row in rows])
@@ -395,7 +389,7 @@ class HistorySpeculator(BaseSpeculator):
             of_row = targets[starts[row] : starts[row + 1]]
             if drafted[row]:
                 outcomes[req_id] = ([token for token in of_row if token >= 0], int(accepted[row]))
-            new = of_row[: sampled[row]]
+            new = [max(token, 0) for token in of_row[: sampled[row]]]
             if self.session.num_seen(req_id, request) != positions[row] + 1:  # it was switched off for some steps
                 new = self._read_tokens(req_id, request)
             updates.append((req_id, request, new))

@@ -47,7 +47,7 @@ def row_state(seed, position, DOMAIN: tl.constexpr):
 
 @triton.jit
 def almost_hash(state, key):
-    """The hash but for murmur3's last step, `h ^= h >> 16`: its upper 16 bits are the hash's. uint32."""
+    """The hash but for murmur3's last step, `h ^= h >> 16`, which changes it by at most h / 2**16. uint32."""
     h = _mix(state, key) ^ LENGTH
     h ^= h >> 16
     h *= FMIX1

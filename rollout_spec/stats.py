@@ -18,7 +18,6 @@ class SpeculationStats:
         draft_tokens, accepted_tokens: Verified and accepted drafted tokens.
         accepted_per_position: Accepted tokens by position in the draft.
         emitted_tokens: Tokens sampled, accepted ones included.
-        fallback_rows: Request-steps handed to vLLM's own sampler, which rolls other dice.
         drafter_errors: Exceptions that the drafter raised; the first one switches it off.
         draft_seconds, verify_seconds: Host time in the drafter and in the verifier.
     """
@@ -29,7 +28,6 @@ class SpeculationStats:
     draft_tokens: int = 0
     accepted_tokens: int = 0
     emitted_tokens: int = 0
-    fallback_rows: int = 0
     drafter_errors: int = 0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0

@@ -66,6 +66,26 @@ class Faulty(Adversary):
         return super().propose(req_ids, max_tokens)
 
 
+class Unbounded(Adversary):
+    """Drafts more than it was asked for, after a few drafts."""
+
+    calls = 0
+
+    def propose(self, req_ids, max_tokens):
+        self.calls += 1
+        return super().propose(req_ids, max_tokens if self.calls < 5 else max_tokens + 3)
+
+
+class Foreign(Adversary):
+    """Drafts tokens of another vocabulary."""
+
+    def propose(self, req_ids, max_tokens):
+        return [
+            Draft(np.full(max(0, int(n)), VOCAB_SIZE, np.int32), np.ones(max(0, int(n)), np.float32))
+            for n in max_tokens
+        ]
+
+
 class Oracle(Adversary):
     """Always drafts the same token."""
 
@@ -85,3 +105,23 @@ class Uneven(Adversary):
         self.calls += 1
         lengths = [min(i, int(limit)) if self.calls % 2 else 0 for i, limit in enumerate(max_tokens)]
         return [Draft(np.full(n, 5, np.int32), np.ones(n, np.float32)) for n in lengths]
+
+
+class KeepAll:
+    """A logits processor of the user's own, in vLLM's interface, that does nothing."""
+
+    @classmethod
+    def validate_params(cls, sampling_params):
+        pass
+
+    def __init__(self, vllm_config, device, is_pin_memory):
+        pass
+
+    def is_argmax_invariant(self):
+        return True
+
+    def update_state(self, batch_update):
+        pass
+
+    def apply(self, logits):
+        return logits

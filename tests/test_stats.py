@@ -49,13 +49,13 @@ def test_what_happened_between():
     stats = SpeculationStats(draft_seconds=1.0)
     start = stats.to_dict()
     stats.record([3, 1], [1, 1])
-    stats.fallback_rows += 2
+    stats.drafter_errors += 2
     stats.draft_seconds += 0.5
     middle = stats.to_dict()
     stats.record([3], [3])
     end = stats.to_dict()
     first, second = SpeculationStats.between(start, middle), SpeculationStats.between(middle, end)
-    assert (first.fallback_rows, first.draft_seconds, first.accepted_per_position) == (2, 0.5, [2])
+    assert (first.drafter_errors, first.draft_seconds, first.accepted_per_position) == (2, 0.5, [2])
     assert second.accepted_per_position == [1, 1, 1]
     assert second.acceptance_rate == 1.0
     assert SpeculationStats.between(end, end) == SpeculationStats(accepted_per_position=[0, 0, 0])

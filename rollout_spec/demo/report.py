@@ -56,7 +56,6 @@ def make_report(generator: PairedGenerator, seconds: float) -> dict[str, Any]:
         "tokens_drafted": drafted,
         "tokens_accepted": accepted,
         "tokens_rejected": drafted - accepted,
-        "fallback_rows": stats["fallback_rows"],
         "draft_seconds": stats["draft_seconds"],
         "drafter_bytes": stats["drafter_bytes"],
         "max_logprob_error": max(record.max_logprob_error for record in records),

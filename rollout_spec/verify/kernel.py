@@ -15,10 +15,10 @@ Arithmetic per token. A token can win only if its noise reaches best - x / T, th
 what its own logit allows; and only where one passes again are the noise's two logarithms taken. Where the draft is what
 the target samples, its score is the bound from the first tile on. Per token the common path takes 22 instructions
 (sm_90, bf16, `experiments/count_instructions.py`): 3 multiplications, 3 shifts and 3 logical operations for the hash
-(murmur3's last step is left out, as it does not change the upper 16 bits), 3 for the token's key, which `ROWS` rows
-share, and the rest for conversion, maximum and sum of exponentials. Nearly 12 of them go to the integer pipe, 64 lanes
-per clock: 0.18 clocks per token and multiprocessor, 2.9 TB/s of bf16 logits on an H200 at 1.98 GHz. A vocabulary that
-16 does not divide is read token by token, so pad it, as engines do.
+(murmur3's last step, which changes h by at most h / 2**16, is left to the exact evaluation), 3 for the token's key,
+which `ROWS` rows share, and the rest for conversion, maximum and sum of exponentials. Nearly 12 of them go to the
+integer pipe, 64 lanes per clock: 0.18 clocks per token and multiprocessor, 2.9 TB/s of bf16 logits on an H200 at
+1.98 GHz. A vocabulary that 16 does not divide is read token by token, so pad it, as engines do.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Parts(NamedTuple):
     raw_mass: Tensor
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests"])
 def _layout_kernel(
     cu_draft_ptr,  # integer [B], inclusive
     positions_ptr,  # integer [B]
@@ -109,7 +109,7 @@ def _layout_kernel(
         tl.store(draft_ptr + first_row + j, draft, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _gather_layout_kernel(
     input_ids_ptr,  # integer [T]
     positions_ptr,  # integer [T]
@@ -153,7 +153,7 @@ def _load_tile(logits_ptr, token, is_row, vocab_size):
     return tl.load(logits_ptr[:, None] + token[None, :], mask=mask, other=float("-inf")).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _scan_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
@@ -234,8 +234,9 @@ def _scan_kernel(
 
         reaches = tile_x > best_score
         if seed_ptr is not None:
-            # weight * limit is the largest hash with which a token still wins. The slack covers the rounding of the
-            # scores, which grows with them, and of what stands here.
+            # weight * limit is the largest hash with which a token still wins. The slack of 0.07 % covers what
+            # almost_hash leaves out (h ^ (h >> 16) differs from h by at most h / 2**16) and the rounding of what
+            # stands here; that of the scores grows with them.
             slack = 1e-3 + 1e-6 * tl.abs(base)
             limit = tl.exp2(tl.minimum(base - best_score * LOG2E + slack, 60.0) + HASH_BITS)
             tile_limit = tl.exp2(tile_high - base) * limit
@@ -243,10 +244,9 @@ def _scan_kernel(
             # Below 1/2 not even hash 0 wins.
             if tl.max((~is_greedy & (tile_limit >= 0.5)).to(tl.int32), axis=0) > 0:
                 h = almost_hash(state[:, None], token_key(token.to(tl.uint32))[None, :])
-                # What almost_hash leaves out changes the lower 16 bits.
-                may_reach = tl.min(h, axis=1).to(tl.float32) <= tile_limit + 65536.0
+                may_reach = tl.min(h, axis=1).to(tl.float32) <= tile_limit
                 if tl.max((~is_greedy & may_reach).to(tl.int32), axis=0) > 0:
-                    excess = weight * limit[:, None] - finish_hash(h).to(tl.float32)
+                    excess = weight * limit[:, None] - h.to(tl.float32)
                     reaches |= ~is_greedy & (tl.max(excess, axis=1) >= 0.0)
         if tl.max(reaches.to(tl.int32), axis=0) > 0:
             x = _load_tile(logits_ptr, token, is_row, vocab_size)  # again: held, it would take registers from all tiles
@@ -275,7 +275,7 @@ def _scan_kernel(
         tl.store(raw_mass_ptr + part, raw_mass, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "width"])
 def _accept_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
@@ -301,7 +301,8 @@ def _accept_kernel(
     target_ptr,  # int64 [N]
     logprob_ptr,  # float32 [N] or None
     rank_ptr,  # int64 [N] or None: set to 0, for the rank kernel
-    lse_ptr,  # float32 [N] or None: log-sum-exp of logits / T in units of ln 2, for the residual kernel
+    joined_high_ptr,  # float32 [N] or None: `Parts.high` and `Parts.mass` of whole rows, for the residual kernel
+    joined_mass_ptr,
     vocab_size,
     num_splits,
     width,
@@ -349,7 +350,6 @@ def _accept_kernel(
     if RAW:
         is_valid = is_valid & (raw_mass > 0.0) & (raw_mass < float("inf"))
     scale = (1.0 / temperature) * LOG2E
-    lse = high + tl.log2(mass)  # in units of ln 2
     is_draft = j < num_rows - 1
     is_token = is_draft & (draft >= 0) & (draft < vocab_size)
     if REJECTION:
@@ -358,7 +358,7 @@ def _accept_kernel(
             cutoff = tl.load(cutoff_ptr + row, mask=is_row, other=0.0)
             cut_token = tl.load(cut_token_ptr + row, mask=is_row, other=0)
             x = tl.where(_is_cut(x, draft, cutoff, cut_token), float("-inf"), x)
-        p = tl.exp2(x * scale - lse)
+        p = tl.exp2(x * scale - high) / mass  # exactly 1 where nothing else can be drawn: the scan rounds likewise
         q = tl.full([WIDTH], 1.0, tl.float32)
         if draft_probs_ptr is not None:
             # Each earlier request has one row more than drafts.
@@ -388,15 +388,16 @@ def _accept_kernel(
         # Rows after the first difference condition on tokens that were not accepted one by one: no sample is there.
         target = tl.where(is_emitted, token, PLACEHOLDER)
     tl.store(target_ptr + row, target.to(tl.int64), mask=is_row)
-    if lse_ptr is not None:
-        tl.store(lse_ptr + row, lse, mask=is_row)
+    if joined_high_ptr is not None:
+        tl.store(joined_high_ptr + row, high, mask=is_row)
+        tl.store(joined_mass_ptr + row, mass, mask=is_row)
     if logprob_ptr is not None:
         x = tl.load(logits_ptr + row * logits_stride + token, mask=is_row & is_valid, other=0.0).to(tl.float32)
         if RAW:
             logprob = x * LOG2E - raw_high - tl.log2(raw_mass)
         else:
-            logprob = x * scale - lse
-        tl.store(logprob_ptr + row, logprob * LN2, mask=is_row)
+            logprob = x * scale - high - tl.log2(mass)
+        tl.store(logprob_ptr + row, tl.minimum(logprob, 0.0) * LN2, mask=is_row)
         tl.store(rank_ptr + row, tl.zeros([WIDTH], tl.int64), mask=is_row)
 
 
@@ -461,7 +462,8 @@ def _residual_kernel(
     cut_token_ptr,
     draft_probs_ptr,  # [D, V]
     draft_probs_stride,
-    lse_ptr,  # float32 [N]
+    joined_high_ptr,  # float32 [N]
+    joined_mass_ptr,  # float32 [N]
     num_accepted_ptr,  # int32 [B]
     score_ptr,  # float32 [B, splits], written
     token_ptr,  # int32 [B, splits], written
@@ -482,7 +484,8 @@ def _residual_kernel(
     if is_token & (temperature >= GREEDY):
         logits_ptr += row * logits_stride
         draft_probs_ptr += (row - index) * draft_probs_stride  # each earlier request has one row more than drafts
-        lse = tl.load(lse_ptr + row)
+        high = tl.load(joined_high_ptr + row)
+        mass = tl.load(joined_mass_ptr + row)
         scale = (1.0 / temperature) * LOG2E
         state = row_state(tl.load(seed_ptr + request), tl.load(position_ptr + row), DOMAIN_RESIDUAL)
         first = split * tokens_per_split
@@ -493,7 +496,7 @@ def _residual_kernel(
                 cut = _is_cut(x, token, tl.load(cutoff_ptr + row), tl.load(cut_token_ptr + row))
                 x = tl.where(cut, float("-inf"), x)
             q = tl.load(draft_probs_ptr + token, mask=token < vocab_size, other=0.0).to(tl.float32)
-            weight = tl.exp2(x * scale - lse) - q
+            weight = tl.exp2(x * scale - high) / mass - q
             g = gumbel(finish_hash(almost_hash(state, token_key(token.to(tl.uint32)))))
             score = tl.where(weight > 0.0, tl.log(tl.maximum(weight, 1e-38)) + g, float("-inf"))
             tile_best, at = tl.max(score, axis=0, return_indices=True)
@@ -504,7 +507,7 @@ def _residual_kernel(
     tl.store(token_ptr + index * tl.num_programs(1) + split, best_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "width"])
 def _recover_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
@@ -638,9 +641,14 @@ def verify_rows(
     rejection = method == "rejection"
 
     tokens_per_split, num_splits = _split(vocab_size, triton.cdiv(num_rows, ROWS))
-    floats = torch.empty(5 if raw else 3, num_rows, num_splits, dtype=torch.float32, device=device)
-    tokens = torch.empty(num_rows, num_splits, dtype=torch.int32, device=device)
-    parts = Parts(floats[0], tokens, floats[1], floats[2], *(floats[3:] if raw else floats[1:]))
+
+    def part(dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_rows, num_splits, dtype=dtype, device=device)
+
+    # One allocation each: kernels are compiled anew for addresses that are aligned otherwise.
+    score, token, high, mass = part(torch.float32), part(torch.int32), part(torch.float32), part(torch.float32)
+    raws = (part(torch.float32), part(torch.float32)) if raw else (high, mass)
+    parts = Parts(score, token, high, mass, *raws)
     _scan_kernel[(triton.cdiv(num_rows, ROWS), num_splits)](
         logits,
         logits.stride(0),
@@ -666,13 +674,16 @@ def verify_rows(
     width = max_draft_tokens + 1
     padded_width = triton.next_power_of_2(width)
     output = torch.empty(num_requests, width, dtype=torch.int32, device=device)
-    counts = torch.empty(2, num_requests, dtype=torch.int32, device=device)
+    num_accepted = torch.empty(num_requests, dtype=torch.int32, device=device)
+    num_invalid = torch.empty(num_requests, dtype=torch.int32, device=device)
     targets = torch.empty(num_rows, dtype=torch.int64, device=device)
     wanted = logprobs_mode is not None
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=device) if wanted else None
     ranks = torch.empty(num_rows, dtype=torch.int64, device=device) if wanted else None
     resample = rejection and draft_probs is not None and seeds is not None
-    lse = torch.empty(num_rows, dtype=torch.float32, device=device) if resample else None
+    joined: tuple[Tensor | None, Tensor | None] = (None, None)
+    if resample:
+        joined = tuple(torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2))
     probs_stride = draft_probs.stride(0) if draft_probs is not None else 0
     _accept_kernel[(num_requests,)](
         logits,
@@ -688,12 +699,12 @@ def verify_rows(
         probs_stride,
         *parts,
         output,
-        counts[0],
-        counts[1],
+        num_accepted,
+        num_invalid,
         targets,
         logprobs,
         ranks,
-        lse,
+        *joined,
         vocab_size,
         num_splits,
         width,
@@ -703,14 +714,14 @@ def verify_rows(
         SPLITS=min(triton.next_power_of_2(num_splits), max(1, MAX_JOINED // padded_width)),
     )
     if resample:
-        _resample(logits, layout, rows, cutoffs, draft_probs, lse, counts[0], output, targets, logprobs, raw)
+        _resample(logits, layout, rows, cutoffs, draft_probs, joined, num_accepted, output, targets, logprobs, raw)
     if wanted:
         tokens_per_split, num_splits = _split(vocab_size, num_rows)
         _rank_kernel[(num_requests, width, num_splits)](
             logits,
             logits.stride(0),
             layout.starts,
-            counts[0],
+            num_accepted,
             *((None, None) if raw else cutoffs),
             targets,
             ranks,
@@ -719,7 +730,7 @@ def verify_rows(
             BLOCK=BLOCK,
             num_warps=1,
         )
-    return VerifyResult(output, counts[0], targets, logprobs, ranks, counts[1])
+    return VerifyResult(output, num_accepted, targets, logprobs, ranks, num_invalid)
 
 
 def _split(vocab_size: int, num_programs: int) -> tuple[int, int]:
@@ -736,7 +747,7 @@ def _resample(
     rows: SamplingRows,
     cutoffs: tuple[Tensor | None, Tensor | None],
     draft_probs: Tensor | None,
-    lse: Tensor | None,
+    joined: tuple[Tensor | None, Tensor | None],
     num_accepted: Tensor,
     output: Tensor,
     targets: Tensor,
@@ -761,7 +772,7 @@ def _resample(
         *cutoffs,
         draft_probs,
         draft_probs.stride(0),
-        lse,
+        *joined,
         num_accepted,
         scores,
         tokens,

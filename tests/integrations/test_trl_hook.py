@@ -99,7 +99,6 @@ def test_rloo_with_truncated_sampling(tiny_model, tmp_path):
     ENGINES.append(generator.llm)
     trainer.train()
     assert generator.stats()["emitted_tokens"] > 0
-    assert generator.stats()["fallback_rows"] == 0
     assert math.isnan(generator.logprob_error[0]), "RLOO asks for no log-probabilities, so there is nothing to check"
 
 

@@ -88,7 +88,7 @@ def test_same_rollouts_as_stock_vllm(stock, off, on, adversarial, reference_mode
         stats = stats_of(llm)
         assert stats["accepted_tokens"] > 0
         assert stats["rejected_tokens"] > 0
-        assert stats["fallback_rows"] == stats["drafter_errors"] == 0
+        assert stats["drafter_errors"] == 0
 
 
 def test_truncation_and_several_logprobs(off, adversarial, reference_model):
@@ -165,9 +165,9 @@ def test_every_request_is_verified_at_its_drafts_own_length(tiny_model):
     sampler = runner_of(llm).sampler
     original = sampler._book
 
-    def book(input_batch, layout, result):
+    def book(input_batch, layout, logits, result):
         seen.append((input_batch.cu_num_logits_np[1:] - input_batch.cu_num_logits_np[:-1] - 1).tolist())
-        return original(input_batch, layout, result)
+        return original(input_batch, layout, logits, result)
 
     sampler._book = book
     params = mixed_params(3, 6, temperature=1.0, max_tokens=10, ignore_eos=True, **PLAIN)
@@ -203,6 +203,15 @@ def test_invalid_logits_raise(tiny_model, speculation):
             parameter.fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="nothing can be sampled"):
         generate(llm, [SamplingParams(max_tokens=4)])
+
+
+def test_a_row_that_masks_leave_empty_ends_nobody_elses_request(stock, off, adversarial):
+    """vLLM emits token 0 where nothing is allowed; only logits that are broken end the run."""
+    stuck = SamplingParams(allowed_token_ids=[2], min_tokens=3, max_tokens=4, seed=1)
+    params = [stuck, *mixed_params(2, 29, max_tokens=6, **PLAIN)]
+    expected = [list(o.token_ids) for o in generate(stock, params)]
+    for llm in (off, adversarial):
+        assert [list(o.token_ids) for o in generate(llm, params)] == expected
 
 
 def test_vllms_warm_up_leaves_no_trace(tiny_model):

@@ -26,7 +26,8 @@ def compile_launch(function, *args, grid, warmup, **kwargs):
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(function.params):
         value = values[parameter.name]
-        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+        is_one = isinstance(value, int) and value == 1 and not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or is_one:
             signature[parameter.name] = "constexpr"
             constants[(index,)] = value
         elif isinstance(value, torch.Tensor):
@@ -34,7 +35,7 @@ def compile_launch(function, *args, grid, warmup, **kwargs):
             attributes[(index,)] = [["tt.divisibility", 16]]
         else:
             signature[parameter.name] = "i32"
-            if value % 16 == 0:
+            if value % 16 == 0 and not parameter.do_not_specialize:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     key = (function.__name__, tuple(signature.items()), tuple(constants.items()))
     if key not in compiled:
