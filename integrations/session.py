@@ -98,6 +98,21 @@ def trim_at_end(token_ids: Sequence[int], num_before: int, params: Any) -> list[
     return list(token_ids)
 
 
+def sampled_tokens(targets: Sequence[int], accepted: int) -> list[int]:
+    """What the target sampled at a draft's positions, up to a row without a sample.
+
+    Args:
+        targets: `VerifyResult.target_token_ids` of one request's rows.
+        accepted: Accepted drafts. The token after them has been emitted whatever it is: 0 where there was no sample.
+    """
+    kept = []
+    for j, token in enumerate(targets):
+        if token < 0 and j > accepted:
+            break
+        kept.append(max(int(token), 0))
+    return kept
+
+
 class DraftingSession:
     """An engine's drafter, which outlives the batches: requests are told apart by their ids.
 

@@ -23,6 +23,7 @@ from rollout_spec.integrations.session import (
     raise_if_broken,
     refuse_own_processors,
     run_command,
+    sampled_tokens,
 )
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
@@ -168,7 +169,7 @@ class RunnerAdapter:
             counted = set(outcome.rows)
             for row, (req_id, drafted) in enumerate(zip(outcome.req_ids, outcome.num_draft_tokens, strict=True)):
                 if drafted and row in counted:
-                    seen = [token for token in targets[start : start + drafted + 1] if token >= 0]
+                    seen = sampled_tokens(targets[start : start + drafted + 1], accepted[row])
                     self.proposer.outcomes[req_id] = (seen, accepted[row])
                 start += drafted + 1
 

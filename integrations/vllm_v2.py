@@ -30,7 +30,13 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.integrations.session import DraftingSession, needs_processing, raise_if_broken, run_command
+from rollout_spec.integrations.session import (
+    DraftingSession,
+    needs_processing,
+    raise_if_broken,
+    run_command,
+    sampled_tokens,
+)
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows, VerifyResult
@@ -388,7 +394,7 @@ class HistorySpeculator(BaseSpeculator):
                 continue
             of_row = targets[starts[row] : starts[row + 1]]
             if drafted[row]:
-                outcomes[req_id] = ([token for token in of_row if token >= 0], int(accepted[row]))
+                outcomes[req_id] = (sampled_tokens(of_row, int(accepted[row])), int(accepted[row]))
             new = [max(token, 0) for token in of_row[: sampled[row]]]
             if self.session.num_seen(req_id, request) != positions[row] + 1:  # it was switched off for some steps
                 new = self._read_tokens(req_id, request)

@@ -17,6 +17,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from rollout_spec import engine_kwargs, noise
 from rollout_spec.integrations import vllm_v1
+from rollout_spec.integrations.session import sampled_tokens
 from tests.integrations.engines import (
     assert_same,
     build,
@@ -281,13 +282,22 @@ def test_own_logits_processors_are_refused(tiny_model):
         build(tiny_model, logits_processors=["tests.adversaries.KeepAll"], **engine_kwargs(speculation=False))
 
 
-def test_a_row_that_masks_leave_empty_ends_nobody_elses_request(on, off):
+def test_a_row_that_masks_leave_empty_ends_nobody_elses_request(on, adversarial, off):
     """vLLM emits token 0 where nothing is allowed; only logits that are broken end the run."""
     stuck = SamplingParams(allowed_token_ids=[2], min_tokens=3, max_tokens=5, seed=1)
     params = [stuck, *mixed_params(3, 29, max_tokens=10)]
-    ours, plain = generate(on, params), generate(off, params)
-    assert [list(o.token_ids) for o in ours] == [list(o.token_ids) for o in plain]
-    assert list(ours[0].token_ids[:3]) == [0, 0, 0]
+    plain = generate(off, params)
+    assert list(plain[0].token_ids[:3]) == [0, 0, 0]
+    for llm in (on, adversarial):
+        assert [list(o.token_ids) for o in generate(llm, params)] == [list(o.token_ids) for o in plain]
+        assert stats_of(llm)["drafter_errors"] == 0
+
+
+def test_what_is_observed_ends_where_nothing_was_sampled():
+    assert sampled_tokens([5, 6, 7], 1) == [5, 6, 7]
+    assert sampled_tokens([5, -1, 7], 1) == [5, 0, 7]
+    assert sampled_tokens([5, 6, -1, 8], 0) == [5, 6]
+    assert sampled_tokens([-1, -1], 0) == [0]
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits"])

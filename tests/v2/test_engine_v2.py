@@ -212,6 +212,7 @@ def test_a_row_that_masks_leave_empty_ends_nobody_elses_request(stock, off, adve
     expected = [list(o.token_ids) for o in generate(stock, params)]
     for llm in (off, adversarial):
         assert [list(o.token_ids) for o in generate(llm, params)] == expected
+        assert stats_of(llm)["drafter_errors"] == 0
 
 
 def test_vllms_warm_up_leaves_no_trace(tiny_model):
