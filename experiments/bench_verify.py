@@ -164,8 +164,7 @@ class Case:
         accepted = inspect.signature(SamplerV2).parameters
         inner = SamplerV2(**{name: value for name, value in values.items() if name in accepted})
         config = RolloutSpecConfig(num_speculative_tokens=max(self.k, 1))
-        runner = SimpleNamespace(model_config=SimpleNamespace(logits_processors=None))
-        adapter = SimpleNamespace(_runner=runner, requests={}, stats=SpeculationStats(), speculator=None)
+        adapter = SimpleNamespace(requests={}, warming_up=False, stats=SpeculationStats(), speculator=None)
         ours = VerifyingSampler(inner, adapter, config)  # type: ignore[arg-type]
         prompt = list(range(POSITION))
         has_length = "prompt_len" in inspect.signature(inner.add_request).parameters

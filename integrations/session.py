@@ -43,6 +43,26 @@ def refuse_own_processors(processors: Iterable[Any]) -> None:
             )
 
 
+def require_seed(params: Any, request: str) -> None:
+    """Raise RuntimeError if a request, which `request` names, has no dice."""
+    if params.seed is None:
+        raise RuntimeError(
+            f"{request} has no seed: it did not pass through vLLM's input processor with the rollout_spec plugin "
+            "loaded. Give it one in SamplingParams(seed=...)"
+        )
+
+
+def verifier_scores(mode: str, num_logprobs: int | None, is_processed: bool) -> bool:
+    """Whether the verifier's own log-probabilities are what a batch asks for; otherwise vLLM's code scores its tokens.
+
+    Args:
+        mode: The engine's `logprobs_mode`.
+        num_logprobs: Tokens per position besides the sampled one; None, or negative: nothing is scored.
+        is_processed: The verifier was given logits that vLLM had processed: raw ones it has not seen.
+    """
+    return num_logprobs == 0 and mode.endswith("_logprobs") and not (is_processed and mode == "raw_logprobs")
+
+
 def raise_if_broken(num_invalid_rows: NDArray[Any], req_ids: Sequence[str], logits: Any) -> None:
     """Raise FloatingPointError if rows had no sample because the model's logits are broken.
 

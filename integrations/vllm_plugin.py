@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import os
 import warnings
 from collections.abc import Callable
@@ -243,19 +244,23 @@ class _SeedSource:
         return derive_seed(self._key, self._count)
 
 
-def _hook_runner_v1(module: Any) -> None:
+def _hook_runner_init(module: Any, adapters: str) -> None:
+    """Bind the `RunnerAdapter` of our module `adapters`, which is imported for engines that ask for us."""
+
     def make_init(original: Any) -> Any:
         def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             self.rollout_spec = None
             original(self, vllm_config, *args, **kwargs)
             config = config_of(vllm_config)
             if config is not None:
-                from rollout_spec.integrations.vllm_v1 import RunnerAdapter
-
-                self.rollout_spec = RunnerAdapter(self, config)
+                self.rollout_spec = importlib.import_module(adapters).RunnerAdapter(self, config)
 
         return init
 
+    _wrap(module.GPUModelRunner, "__init__", make_init)
+
+
+def _hook_runner_v1(module: Any) -> None:
     def make_sample(original: Any) -> Any:
         def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
             if self.rollout_spec is None:
@@ -274,7 +279,7 @@ def _hook_runner_v1(module: Any) -> None:
 
         return fits
 
-    _wrap(module.GPUModelRunner, "__init__", make_init)
+    _hook_runner_init(module, "rollout_spec.integrations.vllm_v1")
     _wrap(module.GPUModelRunner, "_sample", make_sample)
     _wrap(module.GPUModelRunner, "_input_fits_in_drafter", make_fits)
 
@@ -289,18 +294,6 @@ def _hook_runner_v2(module: Any) -> None:
             return HistorySpeculator(vllm_config, device)
 
         return init_speculator
-
-    def make_init(original: Any) -> Any:
-        def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-            self.rollout_spec = None
-            original(self, vllm_config, *args, **kwargs)
-            config = config_of(vllm_config)
-            if config is not None:
-                from rollout_spec.integrations.vllm_v2 import RunnerAdapter
-
-                self.rollout_spec = RunnerAdapter(self, config)
-
-        return init
 
     def make_load_model(original: Any) -> Any:
         def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -334,9 +327,9 @@ def _hook_runner_v2(module: Any) -> None:
 
         return take_draft_token_ids
 
+    _hook_runner_init(module, "rollout_spec.integrations.vllm_v2")
     _wrap(module, "init_speculator", make_init_speculator)
     for name, make in (
-        ("__init__", make_init),
         ("load_model", make_load_model),
         ("add_requests", make_add_requests),
         ("finish_requests", make_finish_requests),

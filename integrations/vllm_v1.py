@@ -7,7 +7,6 @@ drafter what became of its drafts, indexes the new tokens and returns the next d
 
 from __future__ import annotations
 
-import logging
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,16 +21,16 @@ from rollout_spec.integrations.session import (
     needs_processing,
     raise_if_broken,
     refuse_own_processors,
+    require_seed,
     run_command,
     sampled_tokens,
+    verifier_scores,
 )
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingRows, VerifyResult
 from rollout_spec.verify.api import verify
 from rollout_spec.verify.vectorised import scores_matrix
-
-logger = logging.getLogger(__name__)
 
 
 class _Batch(NamedTuple):
@@ -99,9 +98,7 @@ class RunnerAdapter:
         drafted, cu_num_draft_tokens, rows = self._inputs(metadata, sampling, batch)
         processed = self._process(logits, metadata, sampling) if batch.needs_processing else logits
         mode = self._runner.sampler.logprobs_mode
-        scored_here = sampling.max_num_logprobs == 0 and mode.endswith("_logprobs")
-        if mode == "raw_logprobs" and processed is not logits:
-            scored_here = False
+        scored_here = verifier_scores(mode, sampling.max_num_logprobs, processed is not logits)
         result = verify(
             processed,
             drafted,
@@ -204,11 +201,7 @@ class RunnerAdapter:
         params = [self._runner.requests[req_id].sampling_params for req_id in req_ids]
         device = self._runner.device
         for req_id, p in zip(req_ids, params, strict=True):
-            if p.seed is None:
-                raise RuntimeError(
-                    f"request {req_id} has no seed: it did not pass through vLLM's input processor with the "
-                    "rollout_spec plugin loaded. Give it one in SamplingParams(seed=...)"
-                )
+            require_seed(p, f"request {req_id}")
         min_p = [p.min_p for p in params]
         self._batch = _Batch(
             req_ids=list(req_ids),

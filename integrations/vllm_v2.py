@@ -13,7 +13,6 @@ speculation.
 from __future__ import annotations
 
 import inspect
-import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -34,16 +33,16 @@ from rollout_spec.integrations.session import (
     DraftingSession,
     needs_processing,
     raise_if_broken,
+    require_seed,
     run_command,
     sampled_tokens,
+    verifier_scores,
 )
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows, VerifyResult
 from rollout_spec.verify import kernel
-from rollout_spec.verify.vectorised import RowIndex, process
-
-logger = logging.getLogger(__name__)
+from rollout_spec.verify.vectorised import process
 
 
 class _Outcome(NamedTuple):
@@ -150,11 +149,8 @@ class VerifyingSampler:
     def add_request(self, req_idx: int, *args: Any, **kwargs: Any) -> Any:
         """See vLLM. The last argument is the request's `SamplingParams`."""
         params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[-1]
-        if params.seed is None and not self._adapter.warming_up:
-            raise RuntimeError(
-                "a request has no seed: it did not pass through vLLM's input processor with the rollout_spec plugin "
-                "loaded. Give it one in SamplingParams(seed=...)"
-            )
+        if not self._adapter.warming_up:
+            require_seed(params, "a request")
         self._needs_vllm[req_idx] = self._own_processors or needs_processing(params)
         return self.inner.add_request(req_idx, *args, **kwargs)
 
@@ -195,9 +191,7 @@ class VerifyingSampler:
         # vLLM's own code scores tokens other than the sampled one.
         mode = self.inner.logprobs_mode
         custom_ids = self.inner.logprob_token_ids_state.max_num_token_ids(slots)
-        scored_here = num_logprobs == 0 and not custom_ids and mode.endswith("_logprobs")
-        if scored_here and mode == "raw_logprobs" and logits is not raw:
-            scored_here = False
+        scored_here = not custom_ids and verifier_scores(mode, num_logprobs, logits is not raw)
         has_drafts = input_batch.num_draft_tokens > 0
         result = kernel.verify_rows(
             logits,
@@ -277,8 +271,7 @@ class VerifyingSampler:
 
     def _scores(self, logits: torch.Tensor, layout: kernel.Layout, rows: SamplingRows) -> torch.Tensor:
         """Processed logits of every token, float32 [N, V]."""
-        index = RowIndex(layout.request.long(), layout.request, layout.request)
-        return process(logits.float(), rows, index)
+        return process(logits.float(), rows, layout.request.long())
 
     def _book(self, input_batch: Any, layout: kernel.Layout, logits: torch.Tensor, result: VerifyResult) -> None:
         """Keep the outcome for the speculator, or count it here where there is none."""

@@ -71,3 +71,12 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 parameter.mul_(3.0)
     model.save_pretrained(path)
     return path
+
+
+@pytest.fixture(scope="session")
+def reference_model(tiny_model: Path):
+    """The tiny model in transformers, float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()

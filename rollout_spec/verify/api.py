@@ -107,20 +107,12 @@ def verify(
             logprobs_mode=logprobs_mode,
             max_draft_tokens=max_draft_tokens,
         )
+    run = vectorised.verify
     if target_logits.device.type == "cuda" and num_requests:
         from rollout_spec.verify import kernel  # brings triton, which machines without a GPU may lack
 
-        return kernel.verify(
-            target_logits,
-            draft_token_ids,
-            cu_num_draft_tokens,
-            rows,
-            method=method,
-            draft_probs=draft_probs,
-            logprobs_mode=logprobs_mode,
-            max_draft_tokens=max_draft_tokens,
-        )
-    return vectorised.verify(
+        run = kernel.verify
+    return run(
         target_logits,
         draft_token_ids,
         cu_num_draft_tokens,

@@ -144,7 +144,7 @@ def verify(
     logits = raw
     if rows.seeds is not None and any(values is not None for values in (rows.top_k, rows.top_p, rows.min_p)):
         # Greedy rows come back as they were; the others are scaled already.
-        logits = process(raw, rows, index_rows(cu_num_draft_tokens, num_rows)).contiguous()
+        logits = process(raw, rows, index_rows(cu_num_draft_tokens, num_rows).request).contiguous()
         temperature = torch.where(temperature < GREEDY_TEMPERATURE, 0.0, 1.0)
     seeds = rows.seeds if rows.seeds is not None else torch.zeros(num_requests, dtype=torch.int64)
     if rows.seeds is None:

@@ -147,6 +147,15 @@ def _is_cut(x, token, cutoff, cut_token):
 
 
 @triton.jit
+def _load_temperature(request_ptr, temperature_ptr, row, is_row):
+    """(index into the parameters, temperature, whether greedy) of each row; a greedy row's temperature is 1."""
+    request = tl.load(request_ptr + row, mask=is_row, other=0)
+    temperature = tl.load(temperature_ptr + request, mask=is_row, other=1.0).to(tl.float32)
+    is_greedy = temperature < GREEDY
+    return request, tl.where(is_greedy, 1.0, temperature), is_greedy
+
+
+@triton.jit
 def _load_tile(logits_ptr, token, is_row, vocab_size):
     """float32 [ROWS, BLOCK], -inf past the ends. logits_ptr: [ROWS] rows' addresses; token: [BLOCK]."""
     mask = is_row[:, None] & (token < vocab_size)[None, :]
@@ -182,10 +191,7 @@ def _scan_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     split = tl.program_id(1)
     is_row = row < num_rows
-    request = tl.load(request_ptr + row, mask=is_row, other=0)
-    temperature = tl.load(temperature_ptr + request, mask=is_row, other=1.0).to(tl.float32)
-    is_greedy = temperature < GREEDY
-    temperature = tl.where(is_greedy, 1.0, temperature)
+    request, temperature, is_greedy = _load_temperature(request_ptr, temperature_ptr, row, is_row)
     scale = (1.0 / temperature) * LOG2E
     draft = tl.load(draft_ptr + row, mask=is_row, other=-1)
     is_token = (draft >= 0) & (draft < vocab_size) & is_row
@@ -317,10 +323,7 @@ def _accept_kernel(
     j = tl.arange(0, WIDTH)
     row = start.to(tl.int64) + j  # [WIDTH]
     is_row = j < num_rows
-    request = tl.load(request_ptr + row, mask=is_row, other=0)
-    temperature = tl.load(temperature_ptr + request, mask=is_row, other=1.0).to(tl.float32)
-    is_greedy = temperature < GREEDY
-    temperature = tl.where(is_greedy, 1.0, temperature)
+    request, temperature, is_greedy = _load_temperature(request_ptr, temperature_ptr, row, is_row)
     draft = tl.load(draft_ptr + row, mask=is_row, other=-1)
 
     # Join the splits.

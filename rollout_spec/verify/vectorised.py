@@ -51,7 +51,7 @@ def verify(
     """See `rollout_spec.verify.api.verify`, which checks the arguments. `target_logits` is not changed."""
     index = index_rows(cu_num_draft_tokens, target_logits.shape[0])
     raw = target_logits.float()
-    processed = process(raw, rows, index)
+    processed = process(raw, rows, index.request)
     drafted = _drafted(draft_token_ids, index)
     if method == "sample":
         targets, valid = _sample(processed, rows, index)
@@ -77,14 +77,14 @@ def verify(
     return VerifyResult(output, num_accepted, targets, logprobs, ranks, num_invalid)
 
 
-def process(raw: Tensor, rows: SamplingRows, index: RowIndex) -> Tensor:
+def process(raw: Tensor, rows: SamplingRows, request: Tensor) -> Tensor:
     """Temperature, min-p, top-k and top-p. float32 [N, V] in and out; `raw` itself is returned only if nothing applies.
 
-    Greedy rows stay as they are: vLLM resets their other parameters.
+    `request`: int64 [N], each row's index into the fields of `rows`. Greedy rows stay as they are: vLLM resets their
+    other parameters.
     """
     if rows.seeds is None:
         return raw
-    request = index.request
     greedy = rows.temperature < GREEDY_TEMPERATURE
     x = raw / torch.where(greedy, 1.0, rows.temperature)[request, None]
     if rows.min_p is not None:
@@ -112,7 +112,7 @@ def scores_matrix(logits: Tensor, rows: SamplingRows | None, cu_num_draft_tokens
     """Logits of every token, float32 [N, V]; processed unless `rows` is None."""
     if rows is None:
         return logits.float()
-    return process(logits.float(), rows, index_rows(cu_num_draft_tokens, logits.shape[0]))
+    return process(logits.float(), rows, index_rows(cu_num_draft_tokens, logits.shape[0]).request)
 
 
 def _drafted(draft_token_ids: Tensor, index: RowIndex) -> Tensor:

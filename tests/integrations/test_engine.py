@@ -33,13 +33,6 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def reference_model(tiny_model):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
 def off(tiny_model):
     return build(tiny_model, **engine_kwargs(speculation=False))
 

@@ -38,13 +38,6 @@ def wide_tiles():
 
 
 @pytest.fixture(scope="module")
-def reference_model(tiny_model):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
 def stock(tiny_model):
     return build(tiny_model)
 

@@ -58,13 +58,13 @@ def test_truncation_is_vllms():
     logits = torch.randn(64, 50, generator=generator) * 2
     k = torch.randint(1, 51, (64,), generator=generator, dtype=torch.int32)
     p = torch.rand(64, generator=generator) * 0.9 + 0.1
-    index = vectorised.index_rows(torch.zeros(64, dtype=torch.int32), 64)
+    request = torch.arange(64)
     ones, zeros = torch.ones(64), torch.zeros(64, dtype=torch.int64)
     for top_k, top_p in ((k, None), (None, p), (k, p)):
-        ours = vectorised.process(logits, SamplingRows(ones, zeros, zeros, top_k=top_k, top_p=top_p), index)
+        ours = vectorised.process(logits, SamplingRows(ones, zeros, zeros, top_k=top_k, top_p=top_p), request)
         theirs = apply_top_k_top_p(logits.clone(), top_k, top_p)
         assert torch.equal(ours.isfinite(), theirs.isfinite())
-    ours = vectorised.process(logits, SamplingRows(ones, zeros, zeros, min_p=p), index)
+    ours = vectorised.process(logits, SamplingRows(ones, zeros, zeros, min_p=p), request)
     probs = logits.softmax(-1)
     assert torch.equal(ours.isfinite(), probs >= p[:, None] * probs.amax(-1, keepdim=True))
 
