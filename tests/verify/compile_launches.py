@@ -1,4 +1,4 @@
-"""Compile every kernel launch of the verifier to Hopper machine code; needs neither a GPU nor the interpreter.
+"""Compile every kernel launch of the verifier and of the device drafter to Hopper machine code; needs neither a GPU nor the interpreter.
 
 The interpreter runs kernels as Python and accepts what the compiler does not (a variable that changes its shape in a
 loop, branches of different types). Run as a script, in a process without TRITON_INTERPRET; prints a line per kernel.
@@ -80,6 +80,16 @@ def main() -> None:
         )
     ids, index = torch.zeros(8, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     kernel.gather_layout(ids, ids.long(), index, index, index, index, index)
+
+    from rollout_spec.drafters.device import DeviceDrafter, Ended
+
+    for batch in (1, 64, 512):  # as many ways to split the scan
+        drafter = DeviceDrafter(max_requests=batch, max_model_len=64, device=torch.device("cpu"))
+        slots = torch.arange(batch, dtype=torch.int32)
+        history = torch.zeros(batch, 64, dtype=torch.int32)
+        drafter.start_request(0, [1, 2])
+        drafter.propose(slots, slots, history, slots, torch.arange(batch), torch.ones(batch))
+        drafter.stop_requests([Ended(0, 40, stop_token_ids=(1,))])
     print("\n".join(compiled.values()))
 
 

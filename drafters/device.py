@@ -1,0 +1,551 @@
+"""The drafter whose history lives on the device, so that an engine need not wait for what it sampled.
+
+Texts are scanned, not indexed. A problem has some ten thousand tokens (16 rollouts of 2,000 are 128 KB), and a step
+reads each request's problem once: 512 requests over 32 problems of 32,000 tokens read 64 MB, nearly all of it from the
+cache, whose 5 TB/s make that 13 us. An index of hash chains would read 100 bytes per candidate, but one after another,
+and needs its insertions in an order that all ranks share; a suffix array of reversed prefixes finds the longest match
+in 17 dependent reads, and has to be sorted again as every request grows in every step. The scan has no state besides
+the texts: a token is found as soon as it is stored, and leaving is freeing memory. It costs time in proportion to a
+problem's tokens, so `max_problem_tokens` bounds what is kept of it.
+
+The text is one array: a row per slot of the engine for the live requests, then a pool of fixed size for rollouts of
+problems that have live requests. A request that ends is copied from its row to the pool, and to the host. There
+rollouts wait until their problem comes again; then the newest are uploaded while the prompts are prefilled.
+
+The host decides what is where and never waits: what it decides follows from the order of its calls alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout_spec.drafters import device_kernels
+from rollout_spec.drafters.base import Tokens
+from rollout_spec.drafters.device_reference import CELLS, MAX_TRIALS, NATURES, problem_of_prompt
+from rollout_spec.drafters.kernels import MAX_DEPTH, NUM_NEAR_BINS, SHARPNESSES, SOURCES
+from rollout_spec.drafters.mixture import FORGET, PREFERENCE
+
+MAX_MEMBERS = 255
+"""Documents of one problem that are looked at, newest first."""
+TOKENS_PER_DOCUMENT = 64
+"""The pool has room for one document per so many tokens."""
+NO_PROBLEM = -(2**64)
+"""Requests without a problem have ids from here downwards, which no hash and no caller gives."""
+NUM_STOPS = 4
+"""Stop tokens of a request are looked up in multiples of so many."""
+
+
+class Ended(NamedTuple):
+    """A request that is over, and what ended it: the engine samples past a request's end."""
+
+    slot: int
+    length: int
+    """Tokens that it has at most, prompt included."""
+    stop_token_ids: Sequence[int] = ()
+    min_tokens: int = 0
+    """Output tokens below which a stop token does not end it."""
+    max_tokens: int = 2**31 - 1
+    """Output tokens after which it ends."""
+
+
+@dataclass(slots=True)
+class _Problem:
+    problem_id: int
+    row: int
+    num_live: int = 0
+    members: list[int] = field(default_factory=list)
+    """Documents, newest request first."""
+    pieces: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Place in the pool (first token, size) by document, of those that are not live."""
+
+
+@dataclass(slots=True)
+class _Live:
+    problem: _Problem
+    prompt_length: int
+    version: int
+    order: int
+    """Requests started before it."""
+
+
+class _Archived(NamedTuple):
+    """A rollout on the host. The copy may be under way."""
+
+    problem_id: int
+    order: int
+    tokens: Tensor  # int32 [capacity], the prompt's end and what was said
+    fields: Tensor  # int64 [4], its row in the table of documents
+    copied: torch.cuda.Event | None
+
+    def read(self) -> tuple[NDArray[np.int32], int, int]:
+        """(tokens, of these context only, policy version). Waits for the copy."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        _, length, prompt_length, version = self.fields.tolist()
+        return self.tokens[:length].numpy(), prompt_length, version
+
+
+class Pool:
+    """Places in an array of fixed size: first fit, neighbours joined. O(number of gaps) per call."""
+
+    def __init__(self, size: int) -> None:
+        self.gaps: list[tuple[int, int]] = [(0, size)] if size else []
+
+    def allocate(self, size: int) -> int | None:
+        """First element of a place of this size; None where there is none."""
+        for i, (start, free) in enumerate(self.gaps):
+            if free >= size:
+                self.gaps[i : i + 1] = [(start + size, free - size)] if free > size else []
+                return start
+        return None
+
+    def release(self, start: int, size: int) -> None:
+        """Give a place back."""
+        i = bisect_left(self.gaps, (start, size))
+        if i < len(self.gaps) and start + size == self.gaps[i][0]:
+            size += self.gaps.pop(i)[1]
+        if i and sum(self.gaps[i - 1]) == start:
+            start, size = self.gaps[i - 1][0], size + self.gaps.pop(i - 1)[1]
+            i -= 1
+        self.gaps.insert(i, (start, size))
+
+
+class DeviceDrafter:
+    """Drafts for the slots of one engine. `device_reference.py` says what; the module's docstring how.
+
+    Args:
+        max_requests: Slots of the engine, R.
+        max_model_len: Longest text of a request.
+        device: Where the texts live.
+        max_draft_tokens: Drafted tokens per request, K.
+        use_dice: Whether requests of positive temperature roll dice that the drafter may see.
+        recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
+        sharpness: Exponent of the coupled choice; None: the one that was right most often so far.
+        max_resident_tokens: Size of the pool of ended rollouts, in tokens of 4 bytes.
+        max_problem_tokens: Tokens of ended rollouts that are looked at per problem, newest first.
+        max_history_tokens: Bound on the tokens kept on the host. The oldest rollouts go first.
+
+    Attributes:
+        dropped_tokens: Tokens of ended rollouts for which the pool had no room.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        max_model_len: int,
+        device: torch.device,
+        max_draft_tokens: int = 8,
+        use_dice: bool = True,
+        recency: float = 0.98,
+        sharpness: float | None = None,
+        max_resident_tokens: int = 4_000_000,
+        max_problem_tokens: int = 131_072,
+        max_history_tokens: int = 64_000_000,
+    ) -> None:
+        check_options(recency, sharpness, max_resident_tokens, max_problem_tokens, max_history_tokens)
+        self.dropped_tokens = 0
+        self._device = device
+        self._max_model_len = max_model_len
+        self._max_draft_tokens = max_draft_tokens
+        self._use_dice = use_dice
+        self._log2_recency = math.log2(recency)
+        self._sharpness = 0.0 if sharpness is None else float(sharpness)
+        self._max_problem_tokens = max_problem_tokens
+        self._max_history_tokens = max_history_tokens
+        self._version = 0
+
+        num_documents = max_requests + max_resident_tokens // TOKENS_PER_DOCUMENT
+        self._pool_start = max_requests * max_model_len
+        self._pool = Pool(max_resident_tokens)
+        new = torch.zeros
+        self._text = new(self._pool_start + max_resident_tokens, dtype=torch.int32, device=device)
+        self._documents = new(num_documents, 4, dtype=torch.int64, device=device)
+        self._members = new(max_requests, 1 + MAX_MEMBERS, dtype=torch.int32, device=device)
+        self._problem_of = new(max_requests, dtype=torch.int32, device=device)
+        num_drafted = new(max_requests, dtype=torch.int32, device=device)
+        drafted = new(max_requests, max_draft_tokens, dtype=torch.int32, device=device)
+        alternatives = new(max_requests, max_draft_tokens, len(SHARPNESSES), dtype=torch.int32, device=device)
+        self._last_drafts = (num_drafted, drafted, torch.zeros_like(drafted), alternatives)
+        self._preference = torch.tensor(PREFERENCE, dtype=torch.float32, device=device)
+        sizes = (CELLS, CELLS * NATURES, len(SHARPNESSES))
+        coarse, fine, by_sharpness = (new(size, 2, dtype=torch.int32, device=device) for size in sizes)
+        self._counters = (coarse, fine, by_sharpness)
+
+        self._num_started = 0
+        self._live: dict[int, _Live] = {}
+        self._problems: dict[int, _Problem] = {}
+        self._free_rows = list(range(max_requests - 1, -1, -1))
+        self._free_documents = list(range(num_documents - 1, max_requests - 1, -1))
+        self._archive: dict[int, deque[_Archived]] = {}
+        self._archive_order: deque[_Archived] = deque()
+        self._archive_tokens = 0
+        self._changed_problems: dict[int, _Problem] = {}
+        self._changed_documents: dict[int, tuple[int, int, int, int]] = {}
+        self._changed_slots: dict[int, int] = {}
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side_is_ahead = False
+
+    # -- requests come and go ----------------------------------------------------------------------------------------
+
+    def start_request(
+        self, slot: int, prompt_token_ids: Tokens, *, problem_id: int | None = None, version: int | None = None
+    ) -> None:
+        """A request takes a slot. Its tokens are read from the engine's own copy.
+
+        Args:
+            problem_id: Requests with the same id share history. None: the hash of the prompt; an empty prompt has no
+                problem.
+            version: The policy version that it started under, where it was preempted. None: the present one.
+
+        Raises:
+            ValueError: the slot is taken.
+        """
+        if slot in self._live:
+            raise ValueError(f"slot {slot} is taken")
+        if problem_id is None:
+            problem_id = problem_of_prompt(prompt_token_ids) if len(prompt_token_ids) else NO_PROBLEM - slot
+        problem = self._problems.get(problem_id)
+        if problem is None:
+            problem = self._problems[problem_id] = _Problem(problem_id, self._free_rows.pop())
+            self._upload(problem)
+        problem.num_live += 1
+        problem.members.insert(0, slot)
+        live = _Live(problem, len(prompt_token_ids), self._version if version is None else version, self._num_started)
+        self._live[slot] = live
+        self._num_started += 1
+        self._changed_problems[problem.row] = problem
+        self._changed_slots[slot] = problem.row
+        self._changed_documents[slot] = (slot * self._max_model_len, 0, live.prompt_length, live.version)
+
+    def preempt_request(self, slot: int) -> int:
+        """A request leaves its slot and will come again. Returns the policy version it started under.
+
+        Raises:
+            ValueError: the slot is free.
+        """
+        live = self._leave(slot)
+        live.problem.members.remove(slot)
+        self._release_if_unused(live.problem)
+        return live.version
+
+    def stop_requests(self, ended: Sequence[Ended]) -> None:
+        """Requests are over; their rollouts enter the history.
+
+        Raises:
+            ValueError: a slot is free.
+        """
+        self._publish()
+        kept: dict[int, tuple[Ended, _Live, int, int]] = {}
+        for request in ended:
+            live = self._leave(request.slot)
+            problem = live.problem
+            context = min(live.prompt_length, MAX_DEPTH)
+            capacity = min(request.length, self._max_model_len) - live.prompt_length + context
+            place = self._place(problem, request.slot, capacity) if capacity > context else None
+            if place is None:
+                problem.members.remove(request.slot)
+                self.dropped_tokens += max(capacity - context, 0)
+                continue
+            document, start = place
+            problem.members[problem.members.index(request.slot)] = document
+            problem.pieces[document] = (start, capacity)
+            kept[document] = (request, live, start, capacity)
+        # A rollout may have pushed out one that ended together with it.
+        kept = {document: entry for document, entry in kept.items() if document in entry[1].problem.pieces}
+        if kept:
+            self._retire(kept)
+        for problem in list(self._problems.values()):
+            self._release_if_unused(problem)
+        for counters in self._counters:
+            counters.copy_(torch.where(counters[:, :1] >= MAX_TRIALS, counters // 2, counters))
+
+    def begin_policy_version(self, version: int) -> None:
+        """Requests started from now on are sampled by a new policy.
+
+        Raises:
+            ValueError: `version` is lower than the present one.
+        """
+        if not self._version <= version < 2**31:
+            raise ValueError(f"policy versions go up, to 2^31 - 1: {version} after {self._version}")
+        if version > self._version:
+            self._version = version
+            for counters in self._counters:
+                counters.copy_((counters * FORGET).to(torch.int32))
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def propose(
+        self, slots: Tensor, num_sampled: Tensor, history: Tensor, total_len: Tensor, seeds: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Take the new tokens over and draft. Never waits for the device.
+
+        Args:
+            slots: int32 [B].
+            num_sampled: int32 [B], tokens of the last step. 0, as for prompts not yet read to their end: no draft.
+            history: int32 [R, >= max_model_len], the engine's tokens by slot.
+            total_len: int32 [R], how many.
+            seeds: int64 [R], the requests' dice.
+            temperature: float32 [R]; requests of temperature 0 roll no dice.
+
+        Returns:
+            (drafts int64 [B, K], rates float32 [B, K]): the estimated probability that each is accepted once it is
+            reached. Where there is no draft the rate is 0 and the token the last one again.
+        """
+        self._publish()
+        return self.look_up(slots, num_sampled, history, total_len, seeds, temperature)
+
+    def follow(self, slots: Tensor, history: Tensor, total_len: Tensor) -> None:
+        """Take the new tokens over without drafting; arguments as of `propose`."""
+        self._publish()
+        self._extend(slots, history, total_len)
+
+    def look_up(
+        self, slots: Tensor, num_sampled: Tensor, history: Tensor, total_len: Tensor, seeds: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """`propose` without what happens when requests come and go; can be captured in a CUDA graph."""
+        self._extend(slots, history, total_len)
+        texts = (self._problem_of, self._members, self._text, self._documents)
+        keys = device_kernels.scan(slots, num_sampled, *texts)
+        return device_kernels.draft(
+            slots,
+            keys,
+            *texts,
+            seeds,
+            temperature,
+            self._preference,
+            self._counters,
+            *self._last_drafts,
+            version=self._version,
+            log2_recency=self._log2_recency,
+            sharpness=self._sharpness,
+            use_dice=self._use_dice,
+        )
+
+    def _extend(self, slots: Tensor, history: Tensor, total_len: Tensor) -> None:
+        text, documents, last = self._text, self._documents, self._last_drafts
+        device_kernels.extend(slots, history, total_len, text, documents, *last, self._counters)
+
+    # -- what is known about it --------------------------------------------------------------------------------------
+
+    def source_counts(self) -> dict[str, tuple[int, int]]:
+        """Drafted tokens that the target reached, and those that it sampled itself, by where they came from. Waits."""
+        by_nature = self._counters[1].view(CELLS, len(SOURCES), NUM_NEAR_BINS, 2).sum((0, 2)).tolist()
+        return {name: (n, hits) for name, (n, hits) in zip(SOURCES, by_nature, strict=True)}
+
+    def memory_bytes(self) -> int:
+        """Bytes on the device and of history on the host."""
+        tensors = [self._text, self._documents, self._members, self._problem_of, self._preference]
+        tensors += [*self._last_drafts, *self._counters]
+        return sum(t.numel() * t.element_size() for t in tensors) + 4 * self._archive_tokens
+
+    def check_integrity(self) -> None:
+        """Check internal invariants; for tests. Raises AssertionError."""
+        places = [place for problem in self._problems.values() for place in problem.pieces.values()]
+        documents = [document for problem in self._problems.values() for document in problem.pieces]
+        assert len(documents) == len(set(documents)), "a document has two owners"
+        assert not set(documents) & set(self._free_documents), "a document is free and owned"
+        end = 0
+        for start, size in sorted([*places, *self._pool.gaps]):
+            assert start == end, "the pool has a hole or an overlap"
+            end = start + size
+        assert self._pool_start + end == self._text.numel(), "the pool lost its end"
+        for problem in self._problems.values():
+            live = {slot for slot, request in self._live.items() if request.problem is problem}
+            assert problem.num_live == len(live) > 0, "a problem without live requests is resident"
+            assert sorted(problem.members) == sorted([*live, *problem.pieces]), "members"
+        assert self._archive_tokens == sum(a.tokens.numel() for a in self._archive_order), "archived tokens"
+
+    # -- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def _leave(self, slot: int) -> _Live:
+        live = self._live.pop(slot, None)
+        if live is None:
+            raise ValueError(f"slot {slot} is free: start_request comes first")
+        live.problem.num_live -= 1
+        self._changed_problems[live.problem.row] = live.problem
+        return live
+
+    def _place(self, problem: _Problem, slot: int, size: int) -> tuple[int, int] | None:
+        """(document, place in the pool) for a rollout, for which the problem's oldest ones may have to go."""
+        if size > self._max_problem_tokens:
+            return None
+        resident = sum(piece for _, piece in problem.pieces.values())
+        oldest = [document for document in reversed(problem.members) if document in problem.pieces]
+        for document in [*oldest, None]:
+            if resident + size <= self._max_problem_tokens and self._free_documents:
+                start = self._pool.allocate(size)
+                if start is not None:
+                    return self._free_documents.pop(), start
+            if document is not None:
+                resident -= problem.pieces[document][1]
+                self._forget(problem, document)
+        return None
+
+    def _forget(self, problem: _Problem, document: int) -> None:
+        """Free an ended rollout's place."""
+        self._pool.release(*problem.pieces.pop(document))
+        problem.members.remove(document)
+        self._free_documents.append(document)
+
+    def _release_if_unused(self, problem: _Problem) -> None:
+        if problem.num_live:
+            return
+        for document in list(problem.pieces):
+            self._forget(problem, document)
+        self._changed_problems.pop(problem.row, None)
+        self._free_rows.append(problem.row)
+        del self._problems[problem.problem_id]
+
+    def _retire(self, kept: Mapping[int, tuple[Ended, _Live, int, int]]) -> None:
+        """Copy rollouts from their rows to the pool, and from there to the host."""
+        width = max(len(request.stop_token_ids) for request, *_ in kept.values())
+        stops = np.full((len(kept), NUM_STOPS * -(-max(width, 1) // NUM_STOPS)), -1, np.int32)
+        rows = np.zeros((len(kept), device_kernels.RETIRED_FIELDS), np.int64)
+        for n, (document, (request, live, start, capacity)) in enumerate(kept.items()):
+            stops[n, : len(request.stop_token_ids)] = request.stop_token_ids
+            may_stop = live.prompt_length + max(request.min_tokens, 1)
+            must_stop = min(live.prompt_length + request.max_tokens, 2**31 - 1)
+            rows[n] = (request.slot, document, self._pool_start + start, capacity, may_stop, must_stop)
+        device_kernels.retire(self._upload_array(rows), self._upload_array(stops), self._text, self._documents)
+        with self._on_side():
+            copies = []
+            for document, (_, live, start, capacity) in kept.items():
+                tokens = self._text[self._pool_start + start : self._pool_start + start + capacity]
+                copies.append((live, _to_host(tokens), _to_host(self._documents[document])))
+            copied = None
+            if self._side is not None:
+                copied = torch.cuda.Event()
+                copied.record(self._side)
+        for live, tokens, fields in copies:
+            if live.problem.problem_id > NO_PROBLEM:  # what has no problem cannot come again
+                self._keep_on_host(_Archived(live.problem.problem_id, live.order, tokens, fields, copied))
+
+    def _keep_on_host(self, rollout: _Archived) -> None:
+        self._archive.setdefault(rollout.problem_id, deque()).append(rollout)
+        self._archive_order.append(rollout)
+        self._archive_tokens += rollout.tokens.numel()
+        while self._archive_tokens > self._max_history_tokens:
+            oldest = self._archive_order.popleft()
+            self._archive_tokens -= oldest.tokens.numel()
+            of_problem = self._archive[oldest.problem_id]
+            of_problem.popleft()
+            if not of_problem:
+                del self._archive[oldest.problem_id]
+
+    def _upload(self, problem: _Problem) -> None:
+        """Bring a problem's newest rollouts from the host, on a stream of its own."""
+        texts: list[tuple[NDArray[np.int32], int, int]] = []
+        size = 0
+        newest_first = sorted(self._archive.get(problem.problem_id, ()), key=lambda rollout: -rollout.order)
+        for rollout in newest_first:
+            text = rollout.read()
+            size += text[0].size
+            if size > self._max_problem_tokens or len(texts) == min(MAX_MEMBERS, len(self._free_documents)):
+                break
+            texts.append(text)
+        placed: list[tuple[int, NDArray[np.int32]]] = []
+        for tokens, prompt_length, version in texts:
+            start = self._pool.allocate(tokens.size)
+            if start is None:
+                break
+            document = self._free_documents.pop()
+            problem.members.append(document)
+            problem.pieces[document] = (start, tokens.size)
+            fields = (self._pool_start + start, tokens.size, prompt_length, version)
+            self._changed_documents[document] = fields
+            placed.append((self._pool_start + start, tokens))
+        if placed:
+            with self._on_side():
+                whole = self._upload_array(np.concatenate([tokens for _, tokens in placed]))
+                at = 0
+                for start, tokens in placed:
+                    self._text[start : start + tokens.size] = whole[at : at + tokens.size]
+                    at += tokens.size
+
+    @contextlib.contextmanager
+    def _on_side(self) -> Iterator[None]:
+        """What is copied here runs beside the model, after what was launched before; the next look-up waits for it."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            yield
+        self._side_is_ahead = True
+
+    def _publish(self) -> None:
+        """Bring the tables on the device up to date."""
+        if self._side is not None and self._side_is_ahead:
+            torch.cuda.current_stream(self._device).wait_stream(self._side)
+            self._side_is_ahead = False
+        if self._changed_documents:
+            self._write(self._documents, self._changed_documents)
+            self._changed_documents = {}
+        if self._changed_slots:
+            self._write(self._problem_of, self._changed_slots)
+            self._changed_slots = {}
+        if self._changed_problems:
+            rows = np.zeros((len(self._changed_problems), 1 + MAX_MEMBERS), np.int32)
+            for row, problem in zip(rows, self._changed_problems.values(), strict=True):
+                members = problem.members[:MAX_MEMBERS]
+                row[0] = len(members)
+                row[1 : 1 + len(members)] = members
+            self._write(self._members, dict(zip(self._changed_problems, rows, strict=True)))
+            self._changed_problems = {}
+
+    def _write(self, table: Tensor, rows: dict[int, object]) -> None:
+        """Replace rows of a table."""
+        values = np.array(list(rows.values()), np.int64 if table.dtype == torch.int64 else np.int32)
+        table[self._upload_array(np.array(list(rows), np.int64))] = self._upload_array(values)
+
+    def _upload_array(self, array: NDArray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cuda":  # pageable memory would make the copy wait
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
+
+
+def check_options(
+    recency: float = 0.98,
+    sharpness: float | None = None,
+    max_resident_tokens: int = 1,
+    max_problem_tokens: int = 1,
+    max_history_tokens: int = 1,
+) -> None:
+    """Check the options that a user can set, before any memory is taken.
+
+    Raises:
+        ValueError: one is out of range.
+    """
+    if not 0 < recency <= 1:
+        raise ValueError(f"recency must be in (0, 1], got {recency}")
+    if sharpness is not None and not 0 < sharpness < math.inf:
+        raise ValueError(f"sharpness must be positive and finite, got {sharpness}")
+    for name, value in (
+        ("max_resident_tokens", max_resident_tokens),
+        ("max_problem_tokens", max_problem_tokens),
+        ("max_history_tokens", max_history_tokens),
+    ):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host that does not wait for the device."""
+    is_cuda = tensor.device.type == "cuda"
+    return torch.empty_like(tensor, device="cpu", pin_memory=is_cuda).copy_(tensor, non_blocking=is_cuda)

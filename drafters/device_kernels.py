@@ -1,0 +1,553 @@
+"""Triton kernels of the device drafter; `device_reference.py` says what they compute.
+
+A step is three launches, whatever the batch: `_extend_kernel` takes the new tokens over and counts what became of the
+last drafts, `_scan_kernel` finds each request's matches in its problem's texts, `_draft_kernel` drafts from them.
+`_retire_kernel` keeps the text of requests that end. Nothing waits for the device, sizes that change are read from
+memory, and where several programs count into one place they add integers: the same input gives the same drafts on
+every rank, and all of it can be captured in CUDA graphs.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout_spec import noise
+from rollout_spec.drafters import device_reference, kernels
+from rollout_spec.noise_triton import almost_hash, finish_hash, gumbel, row_state, token_key
+
+TILE = 1024
+"""Tokens that a program of the scan compares at once."""
+TARGET_PROGRAMS = 132 * 8
+"""Programs of the scan that fill an H200."""
+MAX_SPLITS = 32
+"""Programs that share one request's scan; their candidates are joined in registers."""
+TILE_SPLITS = 2
+"""Of these, how many share each document, where there are enough."""
+
+OFFSET, LENGTH, PROMPT, VERSION = (tl.constexpr(i) for i in range(4))
+FIELDS = tl.constexpr(4)
+"""Columns of the table of documents, int64: first token in the text, tokens, of these context only, policy version."""
+RETIRED_FIELDS = 6
+"""Columns of a row of `retire`: slot, new document, its offset and capacity, tokens that stop tokens cannot end, and
+tokens after which the request ended whatever they are."""
+
+MAX_DEPTH = tl.constexpr(kernels.MAX_DEPTH)
+NUM_CANDIDATES = tl.constexpr(device_reference.NUM_CANDIDATES)
+ENOUGH = tl.constexpr(kernels.ENOUGH)
+STEP = tl.constexpr(4)
+"""Tokens that a match is extended by before the program looks whether any is left."""
+LENGTH_SHIFT, RANK_SHIFT = tl.constexpr(52), tl.constexpr(32)
+MAX_RANK = tl.constexpr((1 << 20) - 1)
+"""A match is one int64, larger ones are better: its length, MAX_RANK less its document's number, its position."""
+BLEND = tl.constexpr(kernels.BLEND)
+COARSE_PRIOR, FINE_PRIOR = tl.constexpr(kernels.COARSE_PRIOR), tl.constexpr(kernels.FINE_PRIOR)
+HEAD_START = tl.constexpr(kernels.HEAD_START)
+SHARPNESSES = tl.constexpr(kernels.SHARPNESSES)
+NUM_SHARPNESSES = tl.constexpr(len(kernels.SHARPNESSES))
+NEUTRAL = tl.constexpr(kernels.SHARPNESSES.index(1.0))
+NATURES = tl.constexpr(device_reference.NATURES)
+NEAR_BINS = tl.constexpr(kernels.NUM_NEAR_BINS)
+LENGTH_BINS = tl.constexpr(kernels.NUM_LENGTH_BINS)
+PROBABILITY_BINS = tl.constexpr(kernels.NUM_PROBABILITY_BINS)
+OWN, SIBLING, ASKED = tl.constexpr(kernels.OWN), tl.constexpr(kernels.SIBLING), tl.constexpr(kernels.ASKED)
+MIN_DECAY = tl.constexpr(device_reference.MIN_DECAY)
+DOMAIN = tl.constexpr(noise.DOMAIN_TARGET)
+
+
+@triton.jit(do_not_specialize=["history_stride"])
+def _extend_kernel(
+    slots_ptr,  # int32 [B]
+    history_ptr,  # int32 [R, history_stride]: the engine's tokens of each slot
+    history_stride,
+    total_len_ptr,  # int32 [R]: how many there are
+    text_ptr,  # int32 [T]
+    documents_ptr,  # int64 [D, FIELDS]; those of live requests are numbered by slot
+    num_drafted_ptr,  # int32 [R], and the three below, [R, K]: the last drafts
+    drafted_ptr,  # int32
+    cells_ptr,  # int32
+    alternatives_ptr,  # int32 [R, K, NUM_SHARPNESSES], -1: there was no choice
+    coarse_ptr,  # int32 [cells, 2]: trials and hits
+    fine_ptr,  # int32 [cells * NATURES, 2]
+    by_sharpness_ptr,  # int32 [NUM_SHARPNESSES, 2]
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of two, at least K
+    BLOCK: tl.constexpr,
+):
+    slot = tl.load(slots_ptr + tl.program_id(0)).to(tl.int64)
+    documents_ptr += slot * FIELDS
+    history_ptr += slot * history_stride
+    text_ptr += tl.load(documents_ptr + OFFSET)
+    length = tl.load(documents_ptr + LENGTH).to(tl.int32)
+    end = tl.load(total_len_ptr + slot).to(tl.int32)
+
+    # Of a request that has just come, the drafts are its predecessor's.
+    num_drafted = tl.where(length > 0, tl.load(num_drafted_ptr + slot), 0)
+    j = tl.arange(0, WIDTH)
+    reached = j < tl.minimum(num_drafted, end - length)
+    token = tl.load(history_ptr + length + j, mask=reached, other=-1)
+    at = slot * K + j
+    hit = reached & (tl.load(drafted_ptr + at, mask=reached, other=-2) == token)
+    cell = tl.load(cells_ptr + at, mask=reached, other=0)
+    tl.atomic_add(fine_ptr + cell * 2, 1, mask=reached, sem="relaxed")
+    tl.atomic_add(fine_ptr + cell * 2 + 1, 1, mask=hit, sem="relaxed")
+    tl.atomic_add(coarse_ptr + cell // NATURES * 2, 1, mask=reached, sem="relaxed")
+    tl.atomic_add(coarse_ptr + cell // NATURES * 2 + 1, 1, mask=hit, sem="relaxed")
+    for a in tl.static_range(NUM_SHARPNESSES):
+        other = tl.load(alternatives_ptr + at * NUM_SHARPNESSES + a, mask=reached, other=-1)
+        tried = reached & (other >= 0)
+        num_tried = tl.sum(tried.to(tl.int32))
+        if num_tried > 0:
+            tl.atomic_add(by_sharpness_ptr + a * 2, num_tried, sem="relaxed")
+            tl.atomic_add(by_sharpness_ptr + a * 2 + 1, tl.sum((tried & (other == token)).to(tl.int32)), sem="relaxed")
+
+    for start in range(length, end, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(text_ptr + i, tl.load(history_ptr + i, mask=i < end, other=0), mask=i < end)
+    tl.store(documents_ptr + LENGTH, tl.maximum(length, end).to(tl.int64))
+    tl.store(num_drafted_ptr + slot, 0)
+
+
+@triton.jit
+def _keep_best(kept, key, floor):
+    """Replace the lowest of `kept` while `key` has better ones of at least `floor` tokens."""
+    key = tl.where((key >> LENGTH_SHIFT) >= floor, key, 0)
+    lane = tl.arange(0, NUM_CANDIDATES)
+    best, lowest = tl.max(key), tl.min(kept)
+    while best > lowest:
+        kept = tl.where(lane == tl.argmin(kept, 0), best, kept)
+        key = tl.where(key == best, 0, key)
+        best, lowest = tl.max(key), tl.min(kept)
+    return kept
+
+
+@triton.jit
+def _scan_document(text_ptr, own_end, depth_limit, offset, begin, length, step, rank, kept, TILE: tl.constexpr):
+    """Matches of the tokens before `own_end` in one document, from `begin` on."""
+    last = tl.load(text_ptr + own_end - 1)
+    for start in range(begin, length, step):
+        i = start + tl.arange(0, TILE)
+        here = text_ptr + offset + i - 1  # the token before the continuation
+        alive = (i < length) & (tl.load(here, mask=i < length, other=-1) == last)
+        matched = alive.to(tl.int64)
+        depth = tl.full([], 1, tl.int32)
+        go_on = tl.max(alive.to(tl.int32)) > 0
+        while go_on:
+            for d in tl.static_range(STEP):
+                wanted = tl.load(text_ptr + own_end - 1 - depth - d, mask=depth + d < depth_limit, other=-1)
+                alive &= i > depth + d
+                alive &= tl.load(here - depth - d, mask=alive, other=-2) == wanted
+                matched += alive.to(tl.int64)
+            depth += STEP
+            go_on = tl.max(alive.to(tl.int32)) > 0
+        # Beyond ENOUGH matches only those count that are as long.
+        lengths = kept >> LENGTH_SHIFT
+        as_long = tl.sum((lengths[None, :] >= lengths[:, None]).to(tl.int32), 1)
+        floor = tl.max(tl.where(as_long >= ENOUGH, lengths, 0))
+        key = (matched << LENGTH_SHIFT) | (rank << RANK_SHIFT) | i.to(tl.int64)
+        kept = _keep_best(kept, tl.where(matched > 0, key, 0), floor)
+    return kept
+
+
+@triton.jit(do_not_specialize=["doc_splits", "members_stride"])
+def _scan_kernel(
+    slots_ptr,  # int32 [B]
+    num_sampled_ptr,  # int32 [B], 0: nothing is drafted for the request
+    problem_ptr,  # int32 [R]
+    members_ptr,  # int32 [P, members_stride]: how many documents a problem has, and which, newest first
+    members_stride,
+    text_ptr,  # int32 [T]
+    documents_ptr,  # int64 [D, FIELDS]
+    keys_ptr,  # int64 [B, splits, NUM_CANDIDATES], written
+    doc_splits,
+    TILE_SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kept = tl.zeros([NUM_CANDIDATES], tl.int64)
+    if tl.load(num_sampled_ptr + row) > 0:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        members_ptr += tl.load(problem_ptr + slot).to(tl.int64) * members_stride
+        own = documents_ptr + slot * FIELDS
+        own_offset, own_length = tl.load(own + OFFSET), tl.load(own + LENGTH).to(tl.int32)
+        own_end, depth_limit = own_offset + own_length, tl.minimum(own_length, MAX_DEPTH)
+        skip = (split % TILE_SPLITS) * TILE
+        count = tl.load(members_ptr)
+        for n in range(split // TILE_SPLITS, count + 1, doc_splits):
+            # The request's own document has number 0 and is one of the members too. In place of a member 0 is the count.
+            number = tl.full([], 0, tl.int64) + n
+            document = tl.where(number == 0, slot, tl.load(members_ptr + number).to(tl.int64))
+            if (number == 0) | (document != slot):
+                fields = documents_ptr + document * FIELDS
+                first = tl.where(number == 0, 1, tl.maximum(tl.load(fields + PROMPT).to(tl.int32), 1))
+                kept = _scan_document(
+                    text_ptr,
+                    own_end,
+                    depth_limit,
+                    tl.load(fields + OFFSET),
+                    first + skip,
+                    tl.load(fields + LENGTH).to(tl.int32),
+                    TILE * TILE_SPLITS,
+                    (number ^ MAX_RANK),
+                    kept,
+                    TILE,
+                )
+    tl.store(keys_ptr + (row * tl.num_programs(1) + split) * NUM_CANDIDATES + tl.arange(0, NUM_CANDIDATES), kept)
+
+
+@triton.jit
+def _best_matches(keys):
+    """The candidates in order, best first. Returns (keys [NUM_CANDIDATES], 0: none; how many)."""
+    lane = tl.arange(0, NUM_CANDIDATES)
+    chosen = tl.zeros([NUM_CANDIDATES], tl.int64)
+    count = 0
+    best = tl.max(keys)
+    shortest = best >> LENGTH_SHIFT
+    while (best > 0) & (count < NUM_CANDIDATES) & ((count < ENOUGH) | ((best >> LENGTH_SHIFT) >= shortest)):
+        chosen = tl.where(lane == count, best, chosen)
+        shortest = best >> LENGTH_SHIFT
+        keys = tl.where(keys == best, 0, keys)
+        best = tl.max(keys)
+        count += 1
+    return chosen, count
+
+
+@triton.jit
+def _best_sharpness(by_sharpness_ptr, fixed):
+    """The exponent that was right most often, or the fixed one, where it is positive."""
+    exponent, most = SHARPNESSES[0], -1.0
+    for a in tl.static_range(NUM_SHARPNESSES):
+        hits = tl.load(by_sharpness_ptr + a * 2 + 1).to(tl.float32) + (HEAD_START if a == NEUTRAL else 0.0)
+        exponent = tl.where(hits > most, SHARPNESSES[a], exponent)
+        most = tl.maximum(hits, most)
+    return tl.where(fixed > 0.0, fixed, exponent)
+
+
+@triton.jit
+def _rate(coarse_ptr, fine_ptr, cell, expected):
+    """Probability that a drafted token is accepted: counted by cell, falling back on coarser cells and the model."""
+    coarse = coarse_ptr + cell // NATURES * 2
+    fine = fine_ptr + cell * 2
+    rate = (tl.load(coarse + 1) + COARSE_PRIOR * expected) / (tl.load(coarse) + COARSE_PRIOR)
+    return (tl.load(fine + 1) + FINE_PRIOR * rate) / (tl.load(fine) + FINE_PRIOR)
+
+
+@triton.jit
+def _length_bin(length):
+    bin = (length > 1).to(tl.int32) + (length > 2).to(tl.int32) + (length > 3).to(tl.int32)
+    bin += (length > 4).to(tl.int32) + (length > 6).to(tl.int32) + (length > 8).to(tl.int32)
+    return bin + (length > 12).to(tl.int32) + (length > 16).to(tl.int32) + (length > 24).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["version"])
+def _draft_kernel(
+    slots_ptr,  # int32 [B]
+    keys_ptr,  # int64 [B, splits, NUM_CANDIDATES]
+    problem_ptr,  # int32 [R]
+    members_ptr,  # int32 [P, members_stride]
+    members_stride,
+    text_ptr,  # int32 [T]
+    documents_ptr,  # int64 [D, FIELDS]
+    seeds_ptr,  # int64 [R]
+    temperature_ptr,  # float32 [R]
+    preference_ptr,  # float32 [sources, NEAR_BINS]
+    coarse_ptr,  # int32, see `_extend_kernel`
+    fine_ptr,
+    by_sharpness_ptr,
+    num_drafted_ptr,  # int32 [R], written, and the three below
+    drafted_ptr,  # int32 [R, K]
+    cells_ptr,  # int32 [R, K]
+    alternatives_ptr,  # int32 [R, K, NUM_SHARPNESSES]
+    output_ptr,  # int64 [B, K], written: the drafts; slots without a draft repeat the last token
+    rates_ptr,  # float32 [B, K], written
+    version,
+    log2_recency,
+    sharpness,
+    USE_DICE: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of two, at least K
+    NUM_KEYS: tl.constexpr,  # splits * NUM_CANDIDATES
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    matches, count = _best_matches(tl.load(keys_ptr + row * NUM_KEYS + tl.arange(0, NUM_KEYS)))
+    lane, j = tl.arange(0, NUM_CANDIDATES), tl.arange(0, WIDTH)
+    alive = lane < count
+
+    own = documents_ptr + slot * FIELDS
+    own_offset, own_length = tl.load(own + OFFSET), tl.load(own + LENGTH).to(tl.int32)
+    own_prompt = tl.load(own + PROMPT).to(tl.int32)
+    length = (matches >> LENGTH_SHIFT).to(tl.int32)
+    number = (((matches >> RANK_SHIFT) & MAX_RANK) ^ MAX_RANK).to(tl.int32)
+    position = (matches & 0xFFFFFFFF).to(tl.int32)
+    is_own = number == 0
+    members_ptr += tl.load(problem_ptr + slot).to(tl.int64) * members_stride
+    member = tl.load(members_ptr + number, mask=alive & ~is_own, other=0).to(tl.int64)
+    fields = documents_ptr + tl.where(is_own, slot, member) * FIELDS
+    theirs = text_ptr + tl.load(fields + OFFSET)
+    limit = tl.load(fields + LENGTH).to(tl.int32)
+    prompt = tl.load(fields + PROMPT).to(tl.int32)
+
+    distance = tl.abs((position - prompt) - (own_length - own_prompt))
+    near = (distance > 4).to(tl.int32) + (distance > 32).to(tl.int32) + (distance > 256).to(tl.int32)
+    source = tl.where(is_own, tl.where(position >= prompt, OWN, ASKED), SIBLING)
+    age = tl.where(source == ASKED, 0.0, (version - tl.load(fields + VERSION)).to(tl.float32))
+    weight = tl.maximum(tl.exp2(age * log2_recency), MIN_DECAY)
+    weight *= tl.load(preference_ptr + source * NEAR_BINS + near)
+    nature = source * NEAR_BINS + near
+
+    coupled = (tl.load(temperature_ptr + slot) > 0.0) & USE_DICE
+    seed = tl.load(seeds_ptr + slot)
+    exponent = _best_sharpness(by_sharpness_ptr, sharpness)
+
+    # The tokens drafted so far stay in registers: own candidates read on in them.
+    draft = tl.zeros([WIDTH], tl.int32)
+    num = 0
+    while (num < K) & (count > 0):
+        in_draft = position - own_length
+        of_draft = tl.sum(tl.where(in_draft[:, None] == j[None, :], draft[None, :], 0), 1)
+        is_stored = alive & ((position < own_length) | ~is_own)
+        token = tl.where(is_stored, tl.load(theirs + position, mask=is_stored, other=0), of_draft)
+        token = tl.where(alive, token, -1 - lane)  # no two of the dead are equal
+
+        # Shares of the match lengths, from the longest on; the first candidate of a length stands for it.
+        votes = tl.where(alive, weight, 0.0)
+        earlier = alive[None, :] & (lane[None, :] < lane[:, None])
+        is_first = alive & (tl.sum((earlier & (length[None, :] == length[:, None])).to(tl.int32), 1) == 0)
+        total = tl.sum(tl.where(length[None, :] >= length[:, None], votes[None, :], 0.0), 1) + BLEND
+        shrink = tl.where(is_first, tl.log2(1.0 / total * BLEND), 0.0)
+        before = tl.sum(tl.where(length[None, :] > length[:, None], shrink[None, :], 0.0), 1)
+        of_length = tl.where(is_first, tl.exp2(before) / total, 0.0)
+        share = tl.sum(tl.where(length[None, :] <= length[:, None], of_length[None, :], 0.0), 1)
+        left = tl.exp2(tl.sum(shrink))
+        mass = tl.sum(tl.where(token[None, :] == token[:, None], (votes * share)[None, :], 0.0), 1)
+        is_choice = alive & (tl.sum((earlier & (token[None, :] == token[:, None])).to(tl.int32), 1) == 0)
+        num_choices = tl.sum(is_choice.to(tl.int32))
+
+        at = slot * K + num
+        if coupled & (num_choices > 1):
+            state = row_state(seed, (own_length - 1 + num).to(tl.int64), DOMAIN)
+            dice = gumbel(finish_hash(almost_hash(state, token_key(token.to(tl.uint32)))))
+            log_mass = tl.log(tl.where(is_choice, mass, 1.0))
+            score = tl.where(is_choice, exponent * log_mass + dice, float("-inf"))
+            best = tl.argmax(score, 0)
+            lead = tl.max(score) - tl.max(tl.where(lane == best, float("-inf"), score))
+            expected = (1.0 - left) / (1.0 + tl.exp(-lead))
+            for a in tl.static_range(NUM_SHARPNESSES):
+                other = tl.argmax(tl.where(is_choice, log_mass * SHARPNESSES[a] + dice, float("-inf")), 0)
+                other_token = tl.sum(tl.where(lane == other, token, 0))
+                tl.store(alternatives_ptr + at * NUM_SHARPNESSES + a, other_token)
+        else:
+            best = tl.argmax(tl.where(is_choice, mass, -1.0), 0)
+            expected = tl.where(coupled, 1.0 - left, tl.sum(tl.where(lane == best, mass, 0.0)))
+            for a in tl.static_range(NUM_SHARPNESSES):
+                tl.store(alternatives_ptr + at * NUM_SHARPNESSES + a, -1)
+        chosen = tl.sum(tl.where(lane == best, token, 0))
+        likely = tl.sum(tl.where(lane == best, mass, 0.0))
+
+        says_so = alive & (token == chosen)
+        heaviest = tl.argmax(tl.where(says_so, weight, -1.0), 0)
+        kind = tl.sum(tl.where(lane == heaviest, nature, 0))
+        by_likelihood = kind // NEAR_BINS * NEAR_BINS + tl.minimum((4.0 * likely).to(tl.int32), NEAR_BINS - 1)
+        kind = tl.where(coupled, by_likelihood, kind)
+        doubt = tl.maximum(1.0 - expected, 1e-9)
+        probability_bin = tl.minimum((-2.0 * tl.log2(doubt)).to(tl.int32), PROBABILITY_BINS - 1)
+        longest = tl.max(tl.where(alive, length, 0))
+        cell = (coupled.to(tl.int32) * PROBABILITY_BINS + probability_bin) * LENGTH_BINS + _length_bin(longest)
+        cell = cell * NATURES + kind
+        tl.store(drafted_ptr + at, chosen)
+        tl.store(cells_ptr + at, cell)
+        tl.store(output_ptr + row * K + num, chosen.to(tl.int64))
+        tl.store(rates_ptr + row * K + num, _rate(coarse_ptr, fine_ptr, cell, expected))
+
+        draft = tl.where(j == num, chosen, draft)
+        num += 1
+        position += 1
+        alive = says_so & (position < tl.where(is_own, own_length + num, limit))
+        length = tl.minimum(length + 1, MAX_DEPTH)
+        count = tl.sum(alive.to(tl.int32))
+    tl.store(num_drafted_ptr + slot, num)
+    last = tl.load(text_ptr + own_offset + own_length - 1, mask=own_length > 0, other=0)
+    last = tl.where(num > 0, tl.sum(tl.where(j == num - 1, draft, 0)), last).to(tl.int64)
+    empty = (j >= num) & (j < K)
+    tl.store(output_ptr + row * K + j, tl.broadcast_to(last, [WIDTH]), mask=empty)
+    tl.store(rates_ptr + row * K + j, tl.zeros([WIDTH], tl.float32), mask=empty)
+
+
+@triton.jit
+def _retire_kernel(
+    rows_ptr,  # int64 [N, ROW]; see RETIRED_FIELDS
+    stops_ptr,  # int32 [N, NUM_STOPS]: tokens that end the request, -1: unused
+    text_ptr,  # int32 [T]
+    documents_ptr,  # int64 [D, FIELDS]
+    ROW: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    rows_ptr += n * ROW
+    slot, document = tl.load(rows_ptr), tl.load(rows_ptr + 1)
+    offset, capacity = tl.load(rows_ptr + 2), tl.load(rows_ptr + 3).to(tl.int32)
+    may_stop, must_stop = tl.load(rows_ptr + 4).to(tl.int32), tl.load(rows_ptr + 5).to(tl.int32)
+    source = documents_ptr + slot * FIELDS
+    prompt = tl.load(source + PROMPT).to(tl.int32)
+    context = tl.minimum(prompt, MAX_DEPTH)
+    begin = prompt - context
+    text = text_ptr + tl.load(source + OFFSET) + begin
+    end = tl.minimum(tl.load(source + LENGTH).to(tl.int32), must_stop) - begin
+    end = tl.minimum(end, capacity)
+    start = tl.zeros([], tl.int32)
+    while start < end:
+        i = start + tl.arange(0, BLOCK)
+        token = tl.load(text + i, mask=i < end, other=-2)
+        tl.store(text_ptr + offset + i, token, mask=i < end)
+        stops = tl.zeros([BLOCK], tl.int1)
+        for s in tl.static_range(NUM_STOPS):
+            stops |= token == tl.load(stops_ptr + n * NUM_STOPS + s)
+        stops &= (i < end) & (begin + i + 1 >= may_stop)
+        end = tl.minimum(end, tl.min(tl.where(stops, i + 1, end)))
+        start += BLOCK
+    target = documents_ptr + document * FIELDS
+    tl.store(target + OFFSET, offset)
+    tl.store(target + LENGTH, tl.maximum(end, 0).to(tl.int64))
+    tl.store(target + PROMPT, context.to(tl.int64))
+    tl.store(target + VERSION, tl.load(source + VERSION))
+
+
+def extend(
+    slots: Tensor,
+    history: Tensor,
+    total_len: Tensor,
+    text: Tensor,
+    documents: Tensor,
+    num_drafted: Tensor,
+    drafted: Tensor,
+    cells: Tensor,
+    alternatives: Tensor,
+    counters: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Take over the tokens of `slots` that are new, and count what became of their last drafts. See the kernel."""
+    k = drafted.shape[1]
+    _extend_kernel[(slots.shape[0],)](
+        slots,
+        history,
+        history.stride(0),
+        total_len,
+        text,
+        documents,
+        num_drafted,
+        drafted,
+        cells,
+        alternatives,
+        *counters,
+        K=k,
+        WIDTH=triton.next_power_of_2(k),
+        BLOCK=TILE,
+        num_warps=1,
+    )
+
+
+def num_splits(batch: int) -> int:
+    """Programs that share one request's scan: as many as fill the device. A power of two."""
+    return min(triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, batch)), MAX_SPLITS)
+
+
+def scan(
+    slots: Tensor,
+    num_sampled: Tensor,
+    problem: Tensor,
+    members: Tensor,
+    text: Tensor,
+    documents: Tensor,
+) -> Tensor:
+    """The best matches that each program found: int64 [B, splits, NUM_CANDIDATES]. See the kernel."""
+    batch = slots.shape[0]
+    splits = num_splits(batch)
+    tile_splits = TILE_SPLITS if splits >= 4 * TILE_SPLITS else 1
+    keys = torch.empty(batch, splits, NUM_CANDIDATES.value, dtype=torch.int64, device=text.device)
+    _scan_kernel[(batch, splits)](
+        slots,
+        num_sampled,
+        problem,
+        members,
+        members.stride(0),
+        text,
+        documents,
+        keys,
+        splits // tile_splits,
+        TILE_SPLITS=tile_splits,
+        TILE=TILE,
+        num_warps=4,
+    )
+    return keys
+
+
+def draft(
+    slots: Tensor,
+    keys: Tensor,
+    problem: Tensor,
+    members: Tensor,
+    text: Tensor,
+    documents: Tensor,
+    seeds: Tensor,
+    temperature: Tensor,
+    preference: Tensor,
+    counters: tuple[Tensor, Tensor, Tensor],
+    num_drafted: Tensor,
+    drafted: Tensor,
+    cells: Tensor,
+    alternatives: Tensor,
+    *,
+    version: int,
+    log2_recency: float,
+    sharpness: float,
+    use_dice: bool,
+) -> tuple[Tensor, Tensor]:
+    """Draft from the matches. Returns (tokens int64 [B, K], rates float32 [B, K]). See the kernel."""
+    batch, k = slots.shape[0], drafted.shape[1]
+    output = torch.empty(batch, k, dtype=torch.int64, device=text.device)
+    rates = torch.empty(batch, k, dtype=torch.float32, device=text.device)
+    _draft_kernel[(batch,)](
+        slots,
+        keys,
+        problem,
+        members,
+        members.stride(0),
+        text,
+        documents,
+        seeds,
+        temperature,
+        preference,
+        *counters,
+        num_drafted,
+        drafted,
+        cells,
+        alternatives,
+        output,
+        rates,
+        version,
+        log2_recency,
+        sharpness,
+        USE_DICE=use_dice,
+        K=k,
+        WIDTH=triton.next_power_of_2(k),
+        NUM_KEYS=keys.shape[1] * keys.shape[2],
+        num_warps=1,
+    )
+    return output, rates
+
+
+def retire(rows: Tensor, stops: Tensor, text: Tensor, documents: Tensor) -> None:
+    """Copy the texts of requests that ended, from the end of their prompts to where they ended. See the kernel."""
+    _retire_kernel[(rows.shape[0],)](
+        rows,
+        stops,
+        text,
+        documents,
+        ROW=rows.shape[1],
+        NUM_STOPS=stops.shape[1],
+        BLOCK=TILE,
+        num_warps=4,
+    )
