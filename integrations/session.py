@@ -248,8 +248,11 @@ class DraftingSession:
         return int(params.max_tokens) - (self.live[req_id] - prompt_size)
 
 
-def run_command(session: DraftingSession | None, stats: SpeculationStats, name: str, *args: Any) -> Any:
+def run_command(session: Any, stats: SpeculationStats, name: str, *args: Any) -> Any:
     """Run a front end's command on a worker: stats, set_enabled(bool) or begin_policy_version(int).
+
+    Args:
+        session: What has a `drafter` and can be `enabled`; None for an engine without speculation.
 
     Raises:
         ValueError: the name is unknown, or the engine was built without speculation.

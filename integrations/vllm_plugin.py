@@ -22,7 +22,7 @@ from typing import Any
 
 import wrapt
 
-from rollout_spec.config import CONFIG_KEY, PROPOSER_PATH, RolloutSpecConfig
+from rollout_spec.config import CARRIER, CONFIG_KEY, DEVICE_DRAFTER, PROPOSER_PATH, RolloutSpecConfig
 
 OLDEST_VERSION, NEWEST_VERSION = (0, 26), (0, 32)
 """vLLM versions whose interfaces were read or run; newer ones warn, older ones are refused."""
@@ -69,6 +69,8 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
             return None
         return RolloutSpecConfig(num_speculative_tokens=speculative.num_speculative_tokens)
     config = RolloutSpecConfig.from_dict(values)
+    if config.drafter == DEVICE_DRAFTER:
+        proposes = speculative is not None and speculative.method == CARRIER
     if not config.speculation:
         if speculative is not None:
             raise ValueError("speculation=False, but the engine has a speculative_config: remove one of them")
@@ -114,7 +116,10 @@ def check_version(version_tuple: tuple[Any, ...], version: str) -> None:
 
 
 def _is_ours(speculative_config: Any) -> bool:
-    return speculative_config is not None and speculative_config.model == PROPOSER_PATH
+    """Whether an engine asks for us, as far as its `speculative_config` tells."""
+    if speculative_config is None:
+        return False
+    return speculative_config.model == PROPOSER_PATH or getattr(speculative_config, V2_MARK, False)
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -142,8 +147,10 @@ def _hook_config(module: Any) -> None:
     def make(original: Any) -> Any:
         def unsupported(self: Any) -> list[str]:
             features: list[str] = original(self)
-            if _is_ours(self.speculative_config):  # V2 has no custom proposers, but ours brings its own speculator
-                features = [feature for feature in features if feature != "speculative method 'custom_class'"]
+            config = config_of(self)
+            if config is not None and config.speculation:  # V2 has neither method, but we bring our own speculator
+                method = self.speculative_config.method
+                features = [f for f in features if not ("specul" in f and method in f)]
             return features
 
         return unsupported
@@ -203,7 +210,21 @@ def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
     from rollout_spec.drafters import find_drafter
 
     check_version(vllm.__version_tuple__, vllm.__version__)
-    find_drafter(config.drafter)
+    on_device = config.speculation and config.drafter == DEVICE_DRAFTER
+    if not on_device:
+        find_drafter(config.drafter)
+    elif not vllm_config.use_v2_model_runner:
+        raise ValueError(
+            f"drafter={DEVICE_DRAFTER!r} needs vLLM's V2 model runner, which this engine does not use: choose another "
+            "drafter, or see in vLLM's log what keeps it from V2"
+        )
+    else:
+        from rollout_spec.drafters.device import check_options
+
+        try:
+            check_options(**config.drafter_options)
+        except TypeError as error:
+            raise ValueError(f"drafter {DEVICE_DRAFTER!r} does not take these options: {error}") from error
     if vllm_config.use_v2_model_runner:
         for owner, name in (
             (vllm_config.model_config, "use_fp64_gumbel"),
@@ -215,7 +236,7 @@ def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
                 raise ValueError(f"{name} would be ignored by rollout_spec's sampler: remove it")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
-    if config.speculation:
+    if config.speculation and not on_device:
         init_logger("vllm.plugins.rollout_spec").info(
             "drafter %r lives on the host and needs each step's tokens there: asynchronous scheduling is off",
             config.drafter,
@@ -287,8 +308,13 @@ def _hook_runner_v1(module: Any) -> None:
 def _hook_runner_v2(module: Any) -> None:
     def make_init_speculator(original: Any) -> Any:
         def init_speculator(vllm_config: Any, device: Any, *args: Any) -> Any:
-            if config_of(vllm_config) is None:
+            config = config_of(vllm_config)
+            if config is None:
                 return original(vllm_config, device, *args)
+            if config.drafter == DEVICE_DRAFTER:
+                from rollout_spec.integrations.vllm_device import DeviceSpeculator
+
+                return DeviceSpeculator(vllm_config, device)
             from rollout_spec.integrations.vllm_v2 import HistorySpeculator
 
             return HistorySpeculator(vllm_config, device)

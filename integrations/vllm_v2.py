@@ -3,8 +3,8 @@
 One engine step: vLLM runs the target over every scheduled token and hands the logits to `VerifyingSampler`, which
 takes the place of both of vLLM's samplers and verifies the drafts in the fused kernel; then vLLM books the sampled
 tokens and calls `HistorySpeculator.propose`, which copies the outcome to the host, feeds the drafter and returns the
-next drafts. The drafter lives on the host, so the scheduler is synchronous; it learns each draft's own length, so that
-a request without a draft costs one token.
+next drafts. That drafter lives on the host, so the scheduler is synchronous; it learns each draft's own length, so that
+a request without a draft costs one token. `vllm_device` has the speculator that keeps scheduling asynchronous.
 
 The dice are those of V2's own noise from vLLM 0.31 on; 0.26 to 0.30 rolled others, which ours replace with and without
 speculation.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -55,6 +55,16 @@ class _Outcome(NamedTuple):
     result: VerifyResult
 
 
+class _Counts(NamedTuple):
+    """What a verification counted, on its way to the host."""
+
+    event: torch.cuda.Event | None
+    values: torch.Tensor  # int32 [3, B]: rows without a sample, accepted drafts, drafts
+    has_sampled: np.ndarray  # bool [B], False for prompts not yet read to their end
+    req_ids: list[str]
+    logits: torch.Tensor
+
+
 class RunnerAdapter:
     """Follows one V2 model runner's requests and counts what happens to them.
 
@@ -62,13 +72,14 @@ class RunnerAdapter:
         requests: vLLM's `NewRequestData` of each request that has not finished; preempted ones stay.
         warming_up: Whether vLLM runs made-up requests to compile its kernels: nothing of them is kept.
         stats: The counters of this engine.
-        speculator: None for an engine that only rolls our dice.
+        speculator: A `HistorySpeculator` or a `DeviceSpeculator`; None for an engine that only rolls our dice.
     """
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
         self.requests: dict[str, Any] = {}
         self.warming_up = False
-        self.speculator: HistorySpeculator | None = runner.speculator
+        self.speculator: Any = runner.speculator
+        self.host_speculator = self.speculator if isinstance(self.speculator, HistorySpeculator) else None
         self.stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
         self._runner = runner
         self._config = config
@@ -84,6 +95,7 @@ class RunnerAdapter:
             raise ValueError("rollout_spec does not support batch-sharded sampling: switch it off")
         sampler = VerifyingSampler(runner.sampler, self, self._config)
         runner.sampler = sampler
+        sampler.enable_adaptive_verification = getattr(self.speculator, "enable_adaptive_verification", False)
         if runner.rejection_sampler is not None:
             runner.rejection_sampler = sampler
         if self.speculator is not None:
@@ -101,24 +113,27 @@ class RunnerAdapter:
     def command(self, name: str, *args: Any) -> Any:
         """See `rollout_spec.integrations.session.run_command`."""
         self._runner.sampler.settle(wait=True)
-        session = self.speculator.session if self.speculator is not None else None
+        session = self.host_speculator.session if self.host_speculator is not None else self.speculator
         return run_command(session, self.stats, name, *args)
 
     def on_add_requests(self, scheduler_output: Any) -> None:
         """Called with every step's schedule, before it runs."""
         if not self.warming_up:
             self.requests.update((request.req_id, request) for request in scheduler_output.scheduled_new_reqs)
+            if self.speculator is not None and self.host_speculator is None:
+                self.speculator.on_add_requests(scheduler_output.scheduled_new_reqs)
 
     def on_finish_requests(self, scheduler_output: Any) -> None:
         """Called with every step's schedule, before it runs. Preempted requests are not finished."""
-        for req_id in scheduler_output.finished_req_ids:
-            self.requests.pop(req_id, None)
+        finished = [(req_id, self.requests.pop(req_id, None)) for req_id in scheduler_output.finished_req_ids]
+        if self.speculator is not None and self.host_speculator is None:
+            self.speculator.on_finish_requests(finished, scheduler_output.preempted_req_ids or ())
 
     def cut_drafts(self, drafts: Any) -> Any:
         """Tell the scheduler how long each draft is; vLLM would have it verify K tokens for every request."""
-        if drafts is None or self.speculator is None:
+        if drafts is None or self.host_speculator is None:
             return drafts
-        lengths = self.speculator.num_draft_tokens
+        lengths = self.host_speculator.num_draft_tokens
         cut = [tokens[: lengths.get(req_id, 0)] for req_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids)]  # noqa: B905
         return type(drafts)(drafts.req_ids, cut)
 
@@ -130,7 +145,7 @@ class VerifyingSampler:
         inner: vLLM's `Sampler`, which holds the requests' sampling parameters.
     """
 
-    enable_adaptive_verification = False  # vLLM's warm-up asks its rejection sampler
+    enable_adaptive_verification = False
 
     def __init__(self, inner: Any, adapter: RunnerAdapter, config: RolloutSpecConfig) -> None:
         self.inner = inner
@@ -141,7 +156,7 @@ class VerifyingSampler:
         processors = getattr(inner, "logits_processors", ())  # from vLLM 0.31 on, the user's own among them
         self._own_processors = any(not type(processor).__module__.startswith("vllm.") for processor in processors)
         self._needs_vllm: np.ndarray = np.zeros(inner.sampling_states.max_num_reqs, bool)
-        self._unchecked: deque[tuple[torch.cuda.Event | None, torch.Tensor, Sequence[str], torch.Tensor]] = deque()
+        self._unsettled: deque[_Counts] = deque()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -205,6 +220,8 @@ class VerifyingSampler:
         if num_logprobs >= 0 or custom_ids:
             expanded = logits.shape[0] != len(slots)
             starts = input_batch.cu_num_logits_np.tolist() if expanded else None
+            if expanded and self.enable_adaptive_verification:  # the host knows an upper bound only
+                starts = input_batch.cu_num_logits.clone()
             if scored_here:
                 token_ids = result.target_token_ids[:, None]
                 tensors = LogprobsTensors(token_ids, result.logprobs[:, None], result.ranks, starts)
@@ -274,24 +291,24 @@ class VerifyingSampler:
         return process(logits.float(), rows, layout.request.long())
 
     def _book(self, input_batch: Any, layout: kernel.Layout, logits: torch.Tensor, result: VerifyResult) -> None:
-        """Keep the outcome for the speculator, or count it here where there is none."""
-        if self._adapter.speculator is not None:
+        """Keep the outcome for a speculator on the host, or count it here where there is none."""
+        if self._adapter.host_speculator is not None:
             positions = layout.position[layout.starts[:-1]]
             self.outcome = _Outcome(input_batch.req_ids, logits, input_batch.cu_num_logits_np, positions, result)
             return
         finished_prefill = ~input_batch.is_prefilling_np | (
             input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens >= input_batch.prefill_len_np
         )
-        count = int(finished_prefill.sum())
-        self._adapter.stats.record([0] * count, [0] * count)
-        # Waiting for the device here would cost what asynchronous scheduling saves.
+        # Waiting for the device here would cost what asynchronous scheduling saves. How many drafts each request has
+        # is known there alone where vLLM's adaptive verification cuts them.
+        num_drafted = layout.starts[1:] - layout.starts[:-1] - 1
+        counts = torch.stack((result.num_invalid_rows, result.num_accepted.int(), num_drafted.int()))
         event = None
-        invalid = result.num_invalid_rows
-        if invalid.device.type == "cuda":
-            invalid = torch.empty_like(invalid, device="cpu", pin_memory=True).copy_(invalid, non_blocking=True)
+        if counts.device.type == "cuda":
+            counts = torch.empty_like(counts, device="cpu", pin_memory=True).copy_(counts, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._unchecked.append((event, invalid, input_batch.req_ids, logits))
+        self._unsettled.append(_Counts(event, counts, finished_prefill, input_batch.req_ids, logits))
         if event is None:
             self.settle()
 
@@ -301,15 +318,18 @@ class VerifyingSampler:
         Raises:
             FloatingPointError: a row had no sample because the model's logits are NaN or +inf.
         """
-        while self._unchecked:
-            event, invalid, req_ids, logits = self._unchecked[0]
-            if event is not None:
+        while self._unsettled:
+            counts = self._unsettled[0]
+            if counts.event is not None:
                 if wait:
-                    event.synchronize()
-                elif not event.query():
+                    counts.event.synchronize()
+                elif not counts.event.query():
                     return
-            self._unchecked.popleft()
-            raise_if_broken(invalid.numpy(), req_ids, logits)
+            self._unsettled.popleft()
+            invalid, accepted, drafted = counts.values.numpy()
+            raise_if_broken(invalid, counts.req_ids, counts.logits)
+            rows = counts.has_sampled
+            self._adapter.stats.record(drafted[rows].tolist(), accepted[rows].tolist())
 
 
 class HistorySpeculator(BaseSpeculator):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
@@ -13,6 +13,10 @@ MAX_SPECULATIVE_TOKENS = 128
 
 CONFIG_KEY = "rollout_spec"
 """Our key in vLLM's `additional_config`."""
+DEVICE_DRAFTER = "device"
+"""Name of the drafter that keeps its history on the device."""
+CARRIER = "ngram_gpu"
+"""vLLM's own drafter in whose place the device drafter is put: it has no model and leaves scheduling asynchronous."""
 PROPOSER_PATH = "rollout_spec.integrations.vllm_v1.RolloutSpecProposer"
 """What vLLM's `speculative_config` names as its custom proposer."""
 
@@ -25,10 +29,14 @@ class RolloutSpecConfig:
 
     Attributes:
         num_speculative_tokens: K, the most tokens drafted per request and step.
-        drafter: `"mixture"`, `"suffix"`, `"ngram"`, or the dotted path of a class that implements
+        drafter: `"mixture"`, `"suffix"`, `"ngram"`, `"device"`, or the dotted path of a class that implements
             `rollout_spec.drafters.base.Drafter`.
         drafter_options: Keyword arguments of the drafter; for the built-in ones see
-            `rollout_spec.drafters.mixture.HistoryDrafter`.
+            `rollout_spec.drafters.mixture.HistoryDrafter`, for `"device"` the ones of
+            `rollout_spec.drafters.device.DeviceDrafter` that have defaults, but `max_draft_tokens` and `use_dice`.
+        num_speculative_tokens_per_batch_size: With `drafter="device"`, whose requests all carry as many slots: ranges
+            (first, last, K) of requests in a step, from 1 on; K = 0 switches speculation off there. The last one goes
+            on. None: num_speculative_tokens at any size. vLLM ignores it under data parallelism.
         verify: `"sample"` compares drafts with the target's own sample under the request's dice, so that output does
             not depend on drafts. `"rejection"` is the ratio test with residual sampling; the same distribution, other
             tokens.
@@ -44,6 +52,7 @@ class RolloutSpecConfig:
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
     verify: VerifyMethod = "sample"
     speculation: bool = True
+    num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
 
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
@@ -62,6 +71,25 @@ class RolloutSpecConfig:
             raise ValueError(f"verify must be one of {get_args(VerifyMethod)}, got {self.verify!r}")
         if not isinstance(self.speculation, bool):
             raise TypeError(f"speculation must be a bool, got {self.speculation!r}")
+        if self.num_speculative_tokens_per_batch_size is not None:
+            self._check_ranges(self.num_speculative_tokens_per_batch_size)
+
+    def _check_ranges(self, ranges: Any) -> None:
+        name = "num_speculative_tokens_per_batch_size"
+        if self.drafter != DEVICE_DRAFTER:
+            raise ValueError(f"{name} is for drafter={DEVICE_DRAFTER!r}: other drafters give each request its own K")
+        if not isinstance(ranges, Sequence) or not ranges:
+            raise TypeError(f"{name} must be a list of (first, last, K), got {ranges!r}")
+        previous = 0
+        for entry in ranges:
+            if not isinstance(entry, Sequence) or len(entry) != 3 or not all(isinstance(n, int) for n in entry):
+                raise TypeError(f"{name} must be a list of (first, last, K), got {entry!r}")
+            first, last, k = entry
+            if not previous < first <= last or not 0 <= k <= self.num_speculative_tokens or (not previous and first > 1):
+                raise ValueError(
+                    f"{name} must be rising ranges from 1 on with K between 0 and num_speculative_tokens, got {ranges!r}"
+                )
+            previous = last
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RolloutSpecConfig:
@@ -90,11 +118,13 @@ class RolloutSpecConfig:
         """
         kwargs: dict[str, Any] = {"additional_config": {CONFIG_KEY: self.to_dict()}}
         if self.speculation:
-            kwargs["speculative_config"] = {
-                "method": "custom_class",
-                "model": PROPOSER_PATH,
-                "num_speculative_tokens": self.num_speculative_tokens,
-            }
+            method = {"method": "custom_class", "model": PROPOSER_PATH}
+            if self.drafter == DEVICE_DRAFTER:
+                method = {"method": CARRIER}
+            kwargs["speculative_config"] = {**method, "num_speculative_tokens": self.num_speculative_tokens}
+            if self.num_speculative_tokens_per_batch_size is not None:
+                ranges = [list(entry) for entry in self.num_speculative_tokens_per_batch_size]
+                kwargs["speculative_config"]["num_speculative_tokens_per_batch_size"] = ranges
         return kwargs
 
 

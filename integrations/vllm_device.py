@@ -1,0 +1,159 @@
+"""The device drafter as a speculator of vLLM's V2 model runner.
+
+vLLM keeps asynchronous scheduling for one drafter of its own that has no model, `ngram_gpu`. An engine with
+`drafter="device"` asks for that one, and gets this speculator in its place. Nothing here waits for the device: a step
+is scheduled before the last one's tokens are known, so every request carries the engine's number of draft slots, or
+what `num_speculative_tokens_per_batch_size` says; vLLM's adaptive verification, where it is switched on, takes the
+drafts' confidences instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from rollout_spec.drafters.device import DeviceDrafter, Ended
+from rollout_spec.integrations.session import problem_id_of
+from rollout_spec.integrations.vllm_plugin import config_of
+from rollout_spec.stats import SpeculationStats
+
+
+class DeviceSpeculator(BaseSpeculator):
+    """vLLM's speculator around a `DeviceDrafter`.
+
+    Attributes:
+        drafter: The drafter; its memory is taken here, before vLLM measures what is left for the KV cache, and outside
+            of what level-2 sleep discards.
+        enabled: Whether anything is drafted. The history grows in any case.
+        draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        config = config_of(vllm_config)
+        assert config is not None
+        speculative = vllm_config.speculative_config
+        # vLLM up to 0.31 would not keep compiled code for its own drafter's sake.
+        object.__setattr__(speculative, "use_ngram_gpu", _is_not_used)
+        self.model = torch.nn.Module()  # vLLM 0.26 prepares its communication buffers
+        self.stats = SpeculationStats()
+        self.enabled = True
+        self.enable_adaptive_verification = bool(getattr(speculative, "enable_adaptive_verification", False))
+        self.drafter = DeviceDrafter(
+            max_requests=vllm_config.scheduler_config.max_num_seqs,
+            max_model_len=vllm_config.model_config.max_model_len,
+            device=device,
+            max_draft_tokens=config.num_speculative_tokens,
+            use_dice=config.verify == "sample",
+            **config.drafter_options,
+        )
+        self.draft_token_confidence_probs = torch.zeros(
+            vllm_config.scheduler_config.max_num_seqs,
+            config.num_speculative_tokens,
+            dtype=torch.float32,
+            device=device,
+        )
+        self._no_drafts = torch.zeros_like(self.draft_token_confidence_probs, dtype=torch.int64)
+        self._slots: dict[str, int] = {}
+        self._coming: dict[str, Any] = {}
+        self._versions: dict[str, int] = {}
+        self._runner: Any = None
+
+    def bind(self, runner: Any, adapter: Any, sampler: Any) -> None:
+        """Give the speculator the runner it serves."""
+        self._runner = runner
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Part of vLLM's interface; three launches need no graph."""
+
+    def capture(self) -> None:
+        """Part of vLLM's interface; three launches need no graph."""
+
+    def load_model(self, *args: Any) -> None:
+        """Part of vLLM's interface; there is no model."""
+
+    def on_add_requests(self, requests: Iterable[Any]) -> None:
+        """Requests have been scheduled for the first time, or again; they have no slots yet."""
+        for request in requests:
+            if request.req_id in self._slots:  # a streaming session goes on with a longer prompt
+                self._preempt(request.req_id)
+            self._coming[request.req_id] = request
+
+    def on_finish_requests(self, finished: Iterable[tuple[str, Any]], preempted: Iterable[str]) -> None:
+        """Requests leave their slots.
+
+        Args:
+            finished: (id, vLLM's request, None if it is not known).
+            preempted: Ids.
+        """
+        for req_id in sorted(preempted):  # all ranks in the same order
+            if req_id in self._slots:
+                self._preempt(req_id)
+        ended = []
+        for req_id, request in sorted(finished, key=lambda item: item[0]):
+            self._versions.pop(req_id, None)
+            self._coming.pop(req_id, None)
+            slot = self._slots.pop(req_id, None)
+            if slot is not None:
+                ended.append(self._ended(slot, request.sampling_params))
+        if ended:
+            self.drafter.stop_requests(ended)
+
+    def propose(
+        self, input_batch: Any, *args: Any, num_sampled: Any = None, dummy_run: bool = False, **kwargs: Any
+    ) -> torch.Tensor:
+        """Draft for the next step: int64 [B, K]."""
+        if dummy_run or self._runner is None or self._runner.rollout_spec.warming_up:
+            return self._no_drafts[: input_batch.num_reqs]
+        states = self._runner.req_states
+        if self._coming:
+            self._start(states.req_id_to_index)
+        slots = input_batch.idx_mapping[: input_batch.num_reqs]
+        history, total_len = states.all_token_ids.gpu, states.total_len.gpu
+        if not self.enabled:
+            self.drafter.follow(slots, history, total_len)
+            return self._no_drafts[: input_batch.num_reqs]
+        num_sampled = args[4] if num_sampled is None else num_sampled
+        sampling = self._runner.sampler.sampling_states
+        drafts, rates = self.drafter.propose(
+            slots, num_sampled, history, total_len, sampling.seeds.gpu, sampling.temperature.gpu
+        )
+        if self.enable_adaptive_verification:
+            self.draft_token_confidence_probs[: input_batch.num_reqs] = rates
+        return drafts
+
+    def _start(self, slots: dict[str, int]) -> None:
+        for req_id, request in sorted(self._coming.items()):
+            if request.prompt_token_ids is None:  # a prompt of embeddings has no history
+                prompt, problem_id = [], None
+            else:
+                prompt, problem_id = request.prompt_token_ids, problem_id_of(request)
+            self._slots[req_id] = slots[req_id]
+            version = self._versions.pop(req_id, None)
+            self.drafter.start_request(slots[req_id], prompt, problem_id=problem_id, version=version)
+        self._coming = {}
+
+    def _preempt(self, req_id: str) -> None:
+        self._versions[req_id] = self.drafter.preempt_request(self._slots.pop(req_id))
+
+    def _ended(self, slot: int, params: Any) -> Ended:
+        states = self._runner.req_states
+        # vLLM's count on the host is of the step before, whose tokens and drafts may all have been accepted.
+        computed = int(states.num_computed_tokens_np[slot]) + self._no_drafts.shape[1] + 1
+        stops = [params.eos_token_id, *(params.stop_token_ids or ())]
+        return Ended(
+            slot,
+            length=max(computed, int(states.prefill_len.np[slot])) + 1,
+            stop_token_ids=sorted({int(token) for token in stops if token is not None}),
+            min_tokens=params.min_tokens,
+            max_tokens=params.max_tokens,
+        )
+
+
+def _is_not_used() -> bool:
+    return False
