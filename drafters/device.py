@@ -38,7 +38,7 @@ from rollout_spec.drafters.mixture import FORGET, PREFERENCE
 
 MAX_MEMBERS = 255
 """Documents of one problem that are looked at, newest first."""
-TOKENS_PER_DOCUMENT = 64
+TOKENS_PER_DOCUMENT = 16
 """The pool has room for one document per so many tokens."""
 NO_PROBLEM = -(2**64)
 """Requests without a problem have ids from here downwards, which no hash and no caller gives."""
@@ -508,7 +508,7 @@ class DeviceDrafter:
             self._write(self._members, dict(zip(self._changed_problems, rows, strict=True)))
             self._changed_problems = {}
 
-    def _write(self, table: Tensor, rows: dict[int, object]) -> None:
+    def _write(self, table: Tensor, rows: Mapping[int, object]) -> None:
         """Replace rows of a table."""
         values = np.array(list(rows.values()), np.int64 if table.dtype == torch.int64 else np.int32)
         table[self._upload_array(np.array(list(rows), np.int64))] = self._upload_array(values)

@@ -176,7 +176,7 @@ def _scan_kernel(
         skip = (split % TILE_SPLITS) * TILE
         count = tl.load(members_ptr)
         for n in range(split // TILE_SPLITS, count + 1, doc_splits):
-            # The request's own document has number 0 and is one of the members too. In place of a member 0 is the count.
+            # The request's own document has number 0, where the members have their count, and is one of them too.
             number = tl.full([], 0, tl.int64) + n
             document = tl.where(number == 0, slot, tl.load(members_ptr + number).to(tl.int64))
             if (number == 0) | (document != slot):

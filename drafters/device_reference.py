@@ -349,7 +349,7 @@ class ReferenceDrafter:
         return Document(np.array(live.tokens, np.int32), live.prompt_length, live.version)
 
 
-def problem_of_prompt(prompt: Sequence[int]) -> int:
+def problem_of_prompt(prompt: Tokens) -> int:
     """The problem of requests that come without one: the hash of the prompt."""
     digest = hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

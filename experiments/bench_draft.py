@@ -3,7 +3,8 @@
     python experiments/bench_draft.py TRACES_DIR [--sections quality frontier cost scale] [--out FILE.jsonl]
 
 - quality: tokens per step and drafted tokens per step, K = 16, per-problem history, in the four replay regimes.
-  `ours at Arctic's count` is ours at the lowest threshold with which it drafts no more than Arctic.
+  `ours at Arctic's count` is ours at the lowest threshold with which it drafts no more than Arctic. `device` is the
+  device drafter's reference; `bench_device.py` times the kernels.
 - frontier: acceptance against drafted tokens, over thresholds (ours, freq, ppm), draft limits (recent) and Arctic's own
   knobs. With a plot.
 - cost: microseconds per request-step of index and draft at batch 64 with a warm history, drafters alternating and
@@ -29,6 +30,7 @@ from rows import append, origin
 
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
+from rollout_spec.drafters.device_reference import ReferenceDrafter
 from rollout_spec.replay.simulate import REGIMES, Regime, ReplayResult, Request, replay, replay_steadily
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 
@@ -68,6 +70,7 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "ours, shared, no limit": partial(ours, "suffix", shared=True, min_survival=0.0),
     "ours, shared": partial(ours, "suffix", shared=True),
     "ours, n-gram": partial(ours, "ngram"),
+    "device, no limit": partial(ReferenceDrafter, max_draft_tokens=K),
 }
 
 
@@ -112,19 +115,21 @@ def drafted(result: ReplayResult) -> float:
 # -- sections --------------------------------------------------------------------------------------------------------
 
 
-def quality(bench: Bench, directory: Path, names: Sequence[str], scale: float) -> None:
+def quality(bench: Bench, directory: Path, names: Sequence[str], scale: float, drafters: Sequence[str]) -> None:
     """Tokens per step, and in brackets drafted tokens per step."""
-    print("| set | regime | " + " | ".join([*DRAFTERS, "ours at Arctic's count"]) + " |")
-    print("|---|---|" + "---|" * (len(DRAFTERS) + 1))
+    with_arctic = HAS_ARCTIC and "Arctic" in drafters
+    columns = [*drafters, "ours at Arctic's count"] if with_arctic else drafters
+    print("| set | regime | " + " | ".join(columns) + " |")
+    print("|---|---|" + "---|" * len(columns))
     for name in names:
         problems, limits = load(directory, name, scale)
         for regime in REGIMES:
             if regime == "epoch" and min(len(p.rollouts) for p in problems) < 2:
                 continue
             results = {}
-            for label, make in DRAFTERS.items():
-                results[label] = bench.replay(problems, make, regime, **limits)
-            if HAS_ARCTIC:
+            for label in drafters:
+                results[label] = bench.replay(problems, DRAFTERS[label], regime, **limits)
+            if with_arctic:
                 results["ours at Arctic's count"] = at_count(bench, problems, regime, limits, results["Arctic"])
             totals = {result.stats.emitted_tokens for result in results.values()}
             assert len(totals) == 1, f"drafters emitted different numbers of tokens: {totals}"
@@ -201,7 +206,7 @@ def cost(bench: Bench, directory: Path, names: Sequence[str], repeats: int) -> N
     """Cost per request-step, alternating."""
     print("| set | drafter | index µs | draft µs | both | of Arctic's | drafted | bytes per token | build s / 1M |")
     print("|---|---|---|---|---|---|---|---|---|")
-    timed = {k: v for k, v in DRAFTERS.items() if k not in peers.RULES}
+    timed = {k: v for k, v in DRAFTERS.items() if k not in peers.RULES and not k.startswith("device")}
     for name in names:
         problems, limits = load(directory, name, 1.0)
         history, live = warm(problems[: 1 + 2 * BATCH // limits["max_samples"]])
@@ -367,6 +372,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("traces", type=Path, help="directory of Parquet files of recorded rollouts")
     parser.add_argument("--sections", nargs="*", default=["quality", "frontier", "cost", "scale"])
     parser.add_argument("--sets", nargs="*", default=list(SETS))
+    parser.add_argument("--drafters", nargs="*", choices=DRAFTERS, default=list(DRAFTERS), help="for quality")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the prompts, for quality")
     parser.add_argument("--frontier-scale", type=float, default=0.1, help="the same for frontier")
     parser.add_argument("--repeats", type=int, default=5, help="of the cost section")
@@ -378,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     bench = Bench(args.out)
     plots = args.out.parent if args.out else None
     if "quality" in args.sections:
-        quality(bench, args.traces, args.sets, args.scale)
+        quality(bench, args.traces, args.sets, args.scale, args.drafters)
     if "frontier" in args.sections:
         plot = plots / "draft_frontier.png" if plots else None
         frontiers(bench, args.traces, args.sets, args.frontier_scale, plot)

@@ -9,14 +9,16 @@ Each mode runs in a process of its own, as TRL's colocated engine does, all with
     dice        the same engine with our sampler in place of vLLM's (`speculation=False`)
     ngram       vLLM's prompt lookup
     suffix      vLLM's suffix decoding, where arctic-inference is installed
-    v1, v2      ours, in either runner, on new text: the price of trying
-    v1-replay, v2-replay
+    v1, v2      ours with the drafter on the host, in either runner, on new text: the price of trying
+    device      ours with the drafter on the device and asynchronous scheduling, on new text: the price of K slots
+    v1-replay, v2-replay, device-replay
                 ours when every rollout is in the history already (each batch runs twice with the same seeds, the
                 second time is reported): the gain of an oracle
 
 Reported: p20/p50/p80 of the time between two engine steps in milliseconds, tokens per second, both also relative to
-`none`, and for `v1` and `v2` how many rollouts part from those of `dice` and at which token: in bf16 logits vary with
-the batch; `--batch-invariant` switches on vLLM's kernels that do not.
+`none`, and for ours how many rollouts part from those of `dice` and at which token: in bf16 logits vary with the batch;
+`--batch-invariant` switches on vLLM's kernels that do not. For `device`, `step / none` is also the number of tokens
+per step from which on K slots pay at that batch size: below it, `num_speculative_tokens_per_batch_size` should say 0.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ SHAPES = {
     "7b": (28, 3584, 18944, 28, 4, 152_064),
     "tiny": (2, 64, 128, 2, 1, 256),
 }
-MODES = ("none", "dice", "ngram", "suffix", "v1", "v2", "v1-replay", "v2-replay")
+MODES = ("none", "dice", "ngram", "suffix", "v1", "v2", "device", "v1-replay", "v2-replay", "device-replay")
 WARM_UP_TOKENS = 16
 
 
@@ -71,7 +73,7 @@ def engine_arguments(mode: str, k: int) -> dict[str, Any]:
         }
     if mode == "suffix":
         return {"speculative_config": {"method": "suffix", "num_speculative_tokens": k}}
-    return engine_kwargs(num_speculative_tokens=k)
+    return engine_kwargs(num_speculative_tokens=k, **({"drafter": "device"} if mode.startswith("device") else {}))
 
 
 def run_mode(args: argparse.Namespace, mode: str, shape: str) -> list[dict[str, Any]]:
@@ -176,7 +178,7 @@ def run_in_process(args: argparse.Namespace, mode: str, shape: str, argv: list[s
 
 def describe(result: dict[str, Any]) -> str:
     """A line of the table."""
-    line = f"{result['shape']:>5} {result['batch']:5d} {result['mode']:10} {result['step_ms'][1]:13.2f} "
+    line = f"{result['shape']:>5} {result['batch']:5d} {result['mode']:13} {result['step_ms'][1]:13.2f} "
     line += f"{result.get('step_over_none', 0):8.2f} {result['tokens_per_second']:9.0f} "
     line += f"{result.get('tokens_per_second_over_none', 0):8.2f} "
     line += f"{result.get('stats', {}).get('acceptance_rate', 0):9.2f}"
@@ -208,7 +210,7 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     about = origin(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
-    print("shape batch mode       step ms (p50)   / none  tokens/s   / none  accepted  parted from dice (at)")
+    print("shape batch mode          step ms (p50)   / none  tokens/s   / none  accepted  parted from dice (at)")
     for shape in args.shape:
         baseline: dict[int, dict[str, Any]] = {}
         dice: dict[int, list[list[int]]] = {}

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # What needs a GPU, from the repository's root with torch and vLLM importable; rows and logs go to OUT.
-#   bash experiments/gpu.sh OUT check verify            correctness, then the verifier: about 6 minutes
-#   bash experiments/gpu.sh OUT engine-1.5b             the engine step, 8 modes: about 10 minutes
+#   bash experiments/gpu.sh OUT check device verify     correctness, the device drafter, the verifier: about 8 minutes
+#   bash experiments/gpu.sh OUT engine-1.5b             the engine step, 10 modes: about 12 minutes
+#   bash experiments/gpu.sh OUT engine-1.5b:none,device,device-replay        some of the modes: a minute each
 #   bash experiments/gpu.sh OUT engine-7b invariant     the larger shape; first divergence with batch-invariant kernels
 set -uo pipefail
 out=$(realpath -m "$1")
@@ -29,10 +30,16 @@ failed=0
 for stage in "$@"; do
     case $stage in
         check) command="experiments/check_gpu.py --out $out/check_gpu.jsonl" ;;
+        device) command="experiments/bench_device.py --out $out/bench_device_gpu.jsonl" ;;
         verify) command="experiments/bench_verify.py --out $out/bench_verify_gpu.jsonl" ;;
-        engine-*) command="experiments/bench_engine.py --shape ${stage#engine-} --out $out/bench_engine_gpu.jsonl" ;;
+        engine-*)
+            shape=${stage#engine-}
+            command="experiments/bench_engine.py --shape ${shape%%:*} --out $out/bench_engine_gpu.jsonl"
+            [[ $shape == *:* ]] && command="$command --modes ${shape#*:}"
+            command=${command//,/ }
+            ;;
         invariant)
-            command="experiments/bench_engine.py --shape 1.5b --batch 8 64 --modes none dice v2 --batch-invariant"
+            command="experiments/bench_engine.py --shape 1.5b --batch 8 64 --modes none dice v2 device --batch-invariant"
             command="$command --out $out/bench_engine_gpu.jsonl"
             ;;
         *)

@@ -85,9 +85,13 @@ class RolloutSpecConfig:
             if not isinstance(entry, Sequence) or len(entry) != 3 or not all(isinstance(n, int) for n in entry):
                 raise TypeError(f"{name} must be a list of (first, last, K), got {entry!r}")
             first, last, k = entry
-            if not previous < first <= last or not 0 <= k <= self.num_speculative_tokens or (not previous and first > 1):
+            if (
+                not previous < first <= last
+                or not 0 <= k <= self.num_speculative_tokens
+                or (not previous and first > 1)
+            ):
                 raise ValueError(
-                    f"{name} must be rising ranges from 1 on with K between 0 and num_speculative_tokens, got {ranges!r}"
+                    f"{name} must be rising ranges from 1 on, with K up to num_speculative_tokens, got {ranges!r}"
                 )
             previous = last
 

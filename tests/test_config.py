@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from rollout_spec import RolloutSpecConfig, cli, engine_kwargs
+from rollout_spec.config import CONFIG_KEY
 from rollout_spec.imports import import_object
 from rollout_spec.stats import SpeculationStats
 
@@ -67,6 +68,41 @@ def test_import_object():
     for path in ("no_such_module.Name", "rollout_spec.stats.Nothing"):
         with pytest.raises(ValueError, match="thing .* cannot be imported"):
             import_object(path, "thing")
+
+
+def test_the_device_drafter_rides_on_vllms_own():
+    """`ngram_gpu` is the one drafter without a model that vLLM schedules asynchronously."""
+    kwargs = engine_kwargs(drafter="device", num_speculative_tokens=4)
+    assert kwargs["speculative_config"] == {"method": "ngram_gpu", "num_speculative_tokens": 4}
+    ranges = [(1, 16, 4), (17, 64, 0)]
+    kwargs = engine_kwargs(drafter="device", num_speculative_tokens=4, num_speculative_tokens_per_batch_size=ranges)
+    assert kwargs["speculative_config"]["num_speculative_tokens_per_batch_size"] == [[1, 16, 4], [17, 64, 0]]
+    config = json.loads(json.dumps(kwargs["additional_config"][CONFIG_KEY]))
+    assert RolloutSpecConfig.from_dict(config).engine_kwargs()["speculative_config"] == kwargs["speculative_config"]
+
+
+@pytest.mark.parametrize(
+    ("ranges", "error"),
+    [
+        ([], TypeError),
+        ("1", TypeError),
+        ([(1, 2)], TypeError),
+        ([(1, 2, "3")], TypeError),
+        ([(2, 4, 3)], ValueError),
+        ([(1, 4, 9)], ValueError),
+        ([(1, 4, -1)], ValueError),
+        ([(1, 4, 3), (4, 8, 2)], ValueError),
+        ([(3, 2, 1)], ValueError),
+    ],
+)
+def test_ranges_of_batch_sizes(ranges, error):
+    with pytest.raises(error, match="num_speculative_tokens_per_batch_size"):
+        engine_kwargs(drafter="device", num_speculative_tokens_per_batch_size=ranges)
+
+
+def test_other_drafters_give_each_request_its_own_k():
+    with pytest.raises(ValueError, match="is for drafter='device'"):
+        engine_kwargs(num_speculative_tokens_per_batch_size=[(1, 4, 2)])
 
 
 def test_versions():

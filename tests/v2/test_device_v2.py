@@ -101,9 +101,7 @@ def test_what_vllm_processes_is_verified_with_the_same_dice(stock, device):
     params[0].repetition_penalty = 1.3
     params[1].min_tokens = 6
     params[2].logit_bias = {7: 3.0, 8: -100.0}
-    assert [list(o.token_ids) for o in generate(device, params)] == [
-        list(o.token_ids) for o in generate(stock, params)
-    ]
+    assert [list(o.token_ids) for o in generate(device, params)] == [list(o.token_ids) for o in generate(stock, params)]
 
 
 def test_a_pool_that_is_too_small_changes_no_token(tiny_model, stock, reference_model):
@@ -112,9 +110,7 @@ def test_a_pool_that_is_too_small_changes_no_token(tiny_model, stock, reference_
     for seed in (4, 5):
         params = mixed_params(7, seed, temperature=1.0, max_tokens=2 + seed, ignore_eos=True, **PLAIN)
         prompts = prompts_of(params)
-        assert_same(
-            generate(llm, params, prompts), generate(stock, params, prompts), prompts, params, reference_model
-        )
+        assert_same(generate(llm, params, prompts), generate(stock, params, prompts), prompts, params, reference_model)
         drafter_of(llm).check_integrity()
     assert drafter_of(llm).dropped_tokens > 0
     assert texts_of(drafter_of(llm))

@@ -1,4 +1,4 @@
-"""Compile every kernel launch of the verifier and of the device drafter to Hopper machine code; needs neither a GPU nor the interpreter.
+"""Compile every kernel launch of the verifier and of the device drafter to Hopper machine code, without a GPU.
 
 The interpreter runs kernels as Python and accepts what the compiler does not (a variable that changes its shape in a
 loop, branches of different types). Run as a script, in a process without TRITON_INTERPRET; prints a line per kernel.
