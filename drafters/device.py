@@ -2,17 +2,21 @@
 
 Texts are scanned, not indexed. A problem has some ten thousand tokens (16 rollouts of 2,000 are 128 KB), and a step
 reads each request's problem once: 512 requests over 32 problems of 32,000 tokens read 64 MB, nearly all of it from the
-cache, whose 5 TB/s make that 13 us. An index of hash chains would read 100 bytes per candidate, but one after another,
-and needs its insertions in an order that all ranks share; a suffix array of reversed prefixes finds the longest match
-in 17 dependent reads, and has to be sorted again as every request grows in every step. The scan has no state besides
-the texts: a token is found as soon as it is stored, and leaving is freeing memory. It costs time in proportion to a
-problem's tokens, so `max_problem_tokens` bounds what is kept of it.
+cache, whose 5 TB/s would make that 13 us; comparing takes longer, some 30 instructions per four tokens where nothing
+matches. An index of hash chains would read 100 bytes per candidate, but one after another, and needs its insertions in
+an order that all ranks share; a suffix array of reversed prefixes finds the longest match in 17 dependent reads, and
+has to be sorted again as every request grows in every step. The scan has no state besides the texts: a token is found
+as soon as it is stored, and leaving is freeing memory. It costs time in proportion to a problem's tokens: what its live
+requests have said, and of its ended rollouts at most `max_problem_tokens`.
 
-The text is one array: a row per slot of the engine for the live requests, then a pool of fixed size for rollouts of
-problems that have live requests. A request that ends is copied from its row to the pool, and to the host. There
-rollouts wait until their problem comes again; then the newest are uploaded while the prompts are prefilled.
+The text is one array: a row per slot of the engine for the live requests, then a pool of fixed size for ended rollouts.
+A request that ends is copied from its row to the pool, and to the host. A problem's rollouts are in the pool while it
+has live requests, and after that until the place is needed; when it comes again, its newest are uploaded while the
+prompts are read.
 
-The host decides what is where and never waits: what it decides follows from the order of its calls alone.
+The host decides what is where, by lengths that it read and by the order of its calls, so that all ranks decide alike.
+It waits for the device in one case: a rollout is wanted again before its copy has arrived, which takes a problem that
+is pushed out and comes again within a step or two.
 """
 
 from __future__ import annotations
@@ -69,6 +73,11 @@ class _Problem:
     pieces: dict[int, tuple[int, int]] = field(default_factory=dict)
     """Place in the pool (first token, size) by document, of those that are not live."""
 
+    @property
+    def num_resident(self) -> int:
+        """Tokens of the pool that it holds."""
+        return sum(size for _, size in self.pieces.values())
+
 
 @dataclass(slots=True)
 class _Live:
@@ -79,21 +88,44 @@ class _Live:
     """Requests started before it."""
 
 
-class _Archived(NamedTuple):
-    """A rollout on the host. The copy may be under way."""
+class _Retired(NamedTuple):
+    """A request that ends, and the place of its rollout in the pool."""
+
+    ended: Ended
+    live: _Live
+    start: int
+    capacity: int
+
+
+@dataclass(slots=True)
+class _Archived:
+    """A rollout on the host."""
 
     problem_id: int
     order: int
-    tokens: Tensor  # int32 [capacity], the prompt's end and what was said
+    capacity: int
+    tokens: Tensor  # int32, the prompt's end and what was said; until it has been settled with room behind
     fields: Tensor  # int64 [4], its row in the table of documents
     copied: torch.cuda.Event | None
+    """None: the copy has been settled."""
+
+    def settle(self, *, wait: bool) -> bool:
+        """Move what has arrived out of the memory that the device writes to. Returns whether it has."""
+        if self.copied is not None:
+            if wait:
+                self.copied.synchronize()
+            elif not self.copied.query():
+                return False
+            self.copied = None
+        self.fields = self.fields.clone()
+        self.tokens = self.tokens[: int(self.fields[1])].clone()
+        return True
 
     def read(self) -> tuple[NDArray[np.int32], int, int]:
-        """(tokens, of these context only, policy version). Waits for the copy."""
-        if self.copied is not None:
-            self.copied.synchronize()
-        _, length, prompt_length, version = self.fields.tolist()
-        return self.tokens[:length].numpy(), prompt_length, version
+        """(tokens, of these context only, policy version)."""
+        self.settle(wait=True)
+        _, _, prompt_length, version = self.fields.tolist()
+        return self.tokens.numpy(), prompt_length, version
 
 
 class Pool:
@@ -101,6 +133,11 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self.gaps: list[tuple[int, int]] = [(0, size)] if size else []
+
+    @property
+    def num_free(self) -> int:
+        """Elements of all gaps together."""
+        return sum(size for _, size in self.gaps)
 
     def allocate(self, size: int) -> int | None:
         """First element of a place of this size; None where there is none."""
@@ -168,6 +205,7 @@ class DeviceDrafter:
         self._max_problem_tokens = max_problem_tokens
         self._max_history_tokens = max_history_tokens
         self._version = 0
+        self._version_on_device = torch.zeros(1, dtype=torch.int32, device=device)
 
         num_documents = max_requests + max_resident_tokens // TOKENS_PER_DOCUMENT
         self._pool_start = max_requests * max_model_len
@@ -183,17 +221,20 @@ class DeviceDrafter:
         self._last_drafts = (num_drafted, drafted, torch.zeros_like(drafted), alternatives)
         self._preference = torch.tensor(PREFERENCE, dtype=torch.float32, device=device)
         sizes = (CELLS, CELLS * NATURES, len(SHARPNESSES))
-        coarse, fine, by_sharpness = (new(size, 2, dtype=torch.int32, device=device) for size in sizes)
+        self._all_counters = new(sum(sizes), 2, dtype=torch.int32, device=device)
+        coarse, fine, by_sharpness = self._all_counters.split(sizes)
         self._counters = (coarse, fine, by_sharpness)
 
         self._num_started = 0
         self._live: dict[int, _Live] = {}
         self._problems: dict[int, _Problem] = {}
+        self._idle: dict[int, _Problem] = {}  # without live requests, the one that waits longest first
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._free_documents = list(range(num_documents - 1, max_requests - 1, -1))
         self._archive: dict[int, deque[_Archived]] = {}
         self._archive_order: deque[_Archived] = deque()
         self._archive_tokens = 0
+        self._copying: deque[_Archived] = deque()
         self._changed_problems: dict[int, _Problem] = {}
         self._changed_documents: dict[int, tuple[int, int, int, int]] = {}
         self._changed_slots: dict[int, int] = {}
@@ -221,8 +262,11 @@ class DeviceDrafter:
             problem_id = problem_of_prompt(prompt_token_ids) if len(prompt_token_ids) else NO_PROBLEM - slot
         problem = self._problems.get(problem_id)
         if problem is None:
+            if not self._free_rows:
+                self._evict_oldest()
             problem = self._problems[problem_id] = _Problem(problem_id, self._free_rows.pop())
             self._upload(problem)
+        self._idle.pop(problem_id, None)
         problem.num_live += 1
         problem.members.insert(0, slot)
         live = _Live(problem, len(prompt_token_ids), self._version if version is None else version, self._num_started)
@@ -240,7 +284,7 @@ class DeviceDrafter:
         """
         live = self._leave(slot)
         live.problem.members.remove(slot)
-        self._release_if_unused(live.problem)
+        self._rest_if_unused(live.problem)
         return live.version
 
     def stop_requests(self, ended: Sequence[Ended]) -> None:
@@ -249,14 +293,17 @@ class DeviceDrafter:
         Raises:
             ValueError: a slot is free.
         """
+        for request in ended:
+            if request.slot not in self._live:
+                raise ValueError(f"slot {request.slot} is free: start_request comes first")
         self._publish()
-        kept: dict[int, tuple[Ended, _Live, int, int]] = {}
+        retired: dict[int, _Retired] = {}
         for request in ended:
             live = self._leave(request.slot)
             problem = live.problem
             context = min(live.prompt_length, MAX_DEPTH)
             capacity = min(request.length, self._max_model_len) - live.prompt_length + context
-            place = self._place(problem, request.slot, capacity) if capacity > context else None
+            place = self._place(problem, capacity) if capacity > context else None
             if place is None:
                 problem.members.remove(request.slot)
                 self.dropped_tokens += max(capacity - context, 0)
@@ -264,15 +311,19 @@ class DeviceDrafter:
             document, start = place
             problem.members[problem.members.index(request.slot)] = document
             problem.pieces[document] = (start, capacity)
-            kept[document] = (request, live, start, capacity)
-        # A rollout may have pushed out one that ended together with it.
-        kept = {document: entry for document, entry in kept.items() if document in entry[1].problem.pieces}
-        if kept:
-            self._retire(kept)
-        for problem in list(self._problems.values()):
-            self._release_if_unused(problem)
-        for counters in self._counters:
-            counters.copy_(torch.where(counters[:, :1] >= MAX_TRIALS, counters // 2, counters))
+            pushed_out = retired.pop(document, None)  # it ended together with this one
+            retired[document] = _Retired(request, live, start, capacity)
+            self.dropped_tokens += pushed_out.capacity if pushed_out else 0
+        for document in [d for d, entry in retired.items() if d not in entry.live.problem.pieces]:
+            self.dropped_tokens += retired.pop(document).capacity
+        if retired:
+            self._retire(retired)
+        for request_problem in list(self._problems.values()):
+            self._rest_if_unused(request_problem)
+        counters = self._all_counters
+        counters.copy_(torch.where(counters[:, :1] >= MAX_TRIALS, counters // 2, counters))
+        while self._copying and self._copying[0].settle(wait=False):
+            self._copying.popleft()
 
     def begin_policy_version(self, version: int) -> None:
         """Requests started from now on are sampled by a new policy.
@@ -284,8 +335,23 @@ class DeviceDrafter:
             raise ValueError(f"policy versions go up, to 2^31 - 1: {version} after {self._version}")
         if version > self._version:
             self._version = version
-            for counters in self._counters:
-                counters.copy_((counters * FORGET).to(torch.int32))
+            self._version_on_device.fill_(version)
+            self._all_counters.copy_((self._all_counters * FORGET).to(torch.int32))
+
+    def warm_up(self, slots_dtype: torch.dtype, history: Tensor, total_len: Tensor, *dice: Tensor) -> None:
+        """Launch every kernel in every form that a batch can need, so that none is compiled while serving.
+
+        To be called before requests come; arguments as of `propose`.
+        """
+        most = self._problem_of.numel()
+        for batch in sorted({1, most, *(device_kernels.TARGET_PROGRAMS // n for n in device_kernels.SPLITS)}):
+            if 1 <= batch <= most:
+                slots = torch.arange(batch, dtype=slots_dtype, device=self._device)
+                self.look_up(slots, torch.zeros_like(slots, dtype=torch.int32), history, total_len, *dice)
+        row = np.zeros((1, device_kernels.RETIRED_FIELDS), np.int64)
+        row[0, 1] = self._free_documents[0]
+        stops = np.full((1, NUM_STOPS), -1, np.int32)
+        device_kernels.retire(self._upload_array(row), self._upload_array(stops), self._text, self._documents)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -330,7 +396,7 @@ class DeviceDrafter:
             self._preference,
             self._counters,
             *self._last_drafts,
-            version=self._version,
+            version=self._version_on_device,
             log2_recency=self._log2_recency,
             sharpness=self._sharpness,
             use_dice=self._use_dice,
@@ -338,7 +404,8 @@ class DeviceDrafter:
 
     def _extend(self, slots: Tensor, history: Tensor, total_len: Tensor) -> None:
         text, documents, last = self._text, self._documents, self._last_drafts
-        device_kernels.extend(slots, history, total_len, text, documents, *last, self._counters)
+        row_size = self._max_model_len
+        device_kernels.extend(slots, history, total_len, row_size, text, documents, *last, self._counters)
 
     # -- what is known about it --------------------------------------------------------------------------------------
 
@@ -350,7 +417,7 @@ class DeviceDrafter:
     def memory_bytes(self) -> int:
         """Bytes on the device and of history on the host."""
         tensors = [self._text, self._documents, self._members, self._problem_of, self._preference]
-        tensors += [*self._last_drafts, *self._counters]
+        tensors += [*self._last_drafts, self._all_counters]
         return sum(t.numel() * t.element_size() for t in tensors) + 4 * self._archive_tokens
 
     def check_integrity(self) -> None:
@@ -366,9 +433,10 @@ class DeviceDrafter:
         assert self._pool_start + end == self._text.numel(), "the pool lost its end"
         for problem in self._problems.values():
             live = {slot for slot, request in self._live.items() if request.problem is problem}
-            assert problem.num_live == len(live) > 0, "a problem without live requests is resident"
+            assert problem.num_live == len(live), "live requests"
+            assert (problem.num_live == 0) == (problem.problem_id in self._idle), "idle problems"
             assert sorted(problem.members) == sorted([*live, *problem.pieces]), "members"
-        assert self._archive_tokens == sum(a.tokens.numel() for a in self._archive_order), "archived tokens"
+        assert self._archive_tokens == sum(a.capacity for a in self._archive_order), "archived tokens"
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
@@ -380,21 +448,24 @@ class DeviceDrafter:
         self._changed_problems[live.problem.row] = live.problem
         return live
 
-    def _place(self, problem: _Problem, slot: int, size: int) -> tuple[int, int] | None:
-        """(document, place in the pool) for a rollout, for which the problem's oldest ones may have to go."""
+    def _place(self, problem: _Problem, size: int) -> tuple[int, int] | None:
+        """(document, place in the pool) for a rollout. Problems without live requests, then the problem's oldest
+        rollouts have to go for it."""
         if size > self._max_problem_tokens:
             return None
-        resident = sum(piece for _, piece in problem.pieces.values())
         oldest = [document for document in reversed(problem.members) if document in problem.pieces]
-        for document in [*oldest, None]:
-            if resident + size <= self._max_problem_tokens and self._free_documents:
+        while True:
+            fits = problem.num_resident + size <= self._max_problem_tokens and len(problem.pieces) < MAX_MEMBERS
+            if fits and self._free_documents:
                 start = self._pool.allocate(size)
                 if start is not None:
                     return self._free_documents.pop(), start
-            if document is not None:
-                resident -= problem.pieces[document][1]
-                self._forget(problem, document)
-        return None
+            if fits and self._idle:
+                self._evict_oldest()
+            elif oldest and problem.num_resident + self._pool.num_free >= size:
+                self._forget(problem, oldest.pop(0))
+            else:
+                return None
 
     def _forget(self, problem: _Problem, document: int) -> None:
         """Free an ended rollout's place."""
@@ -402,21 +473,29 @@ class DeviceDrafter:
         problem.members.remove(document)
         self._free_documents.append(document)
 
-    def _release_if_unused(self, problem: _Problem) -> None:
-        if problem.num_live:
-            return
+    def _rest_if_unused(self, problem: _Problem) -> None:
+        if problem.num_live == 0 and problem.problem_id not in self._idle:
+            self._idle[problem.problem_id] = problem
+            if problem.problem_id <= NO_PROBLEM:  # it cannot come again
+                self._evict(problem)
+
+    def _evict_oldest(self) -> None:
+        """Free what the problem that was left first holds."""
+        self._evict(next(iter(self._idle.values())))
+
+    def _evict(self, problem: _Problem) -> None:
         for document in list(problem.pieces):
             self._forget(problem, document)
         self._changed_problems.pop(problem.row, None)
         self._free_rows.append(problem.row)
-        del self._problems[problem.problem_id]
+        del self._problems[problem.problem_id], self._idle[problem.problem_id]
 
-    def _retire(self, kept: Mapping[int, tuple[Ended, _Live, int, int]]) -> None:
+    def _retire(self, retired: Mapping[int, _Retired]) -> None:
         """Copy rollouts from their rows to the pool, and from there to the host."""
-        width = max(len(request.stop_token_ids) for request, *_ in kept.values())
-        stops = np.full((len(kept), NUM_STOPS * -(-max(width, 1) // NUM_STOPS)), -1, np.int32)
-        rows = np.zeros((len(kept), device_kernels.RETIRED_FIELDS), np.int64)
-        for n, (document, (request, live, start, capacity)) in enumerate(kept.items()):
+        width = max(len(entry.ended.stop_token_ids) for entry in retired.values())
+        stops = np.full((len(retired), NUM_STOPS * -(-max(width, 1) // NUM_STOPS)), -1, np.int32)
+        rows = np.zeros((len(retired), device_kernels.RETIRED_FIELDS), np.int64)
+        for n, (document, (request, live, start, capacity)) in enumerate(retired.items()):
             stops[n, : len(request.stop_token_ids)] = request.stop_token_ids
             may_stop = live.prompt_length + max(request.min_tokens, 1)
             must_stop = min(live.prompt_length + request.max_tokens, 2**31 - 1)
@@ -424,7 +503,7 @@ class DeviceDrafter:
         device_kernels.retire(self._upload_array(rows), self._upload_array(stops), self._text, self._documents)
         with self._on_side():
             copies = []
-            for document, (_, live, start, capacity) in kept.items():
+            for document, (_, live, start, capacity) in retired.items():
                 tokens = self._text[self._pool_start + start : self._pool_start + start + capacity]
                 copies.append((live, _to_host(tokens), _to_host(self._documents[document])))
             copied = None
@@ -433,15 +512,17 @@ class DeviceDrafter:
                 copied.record(self._side)
         for live, tokens, fields in copies:
             if live.problem.problem_id > NO_PROBLEM:  # what has no problem cannot come again
-                self._keep_on_host(_Archived(live.problem.problem_id, live.order, tokens, fields, copied))
+                capacity = tokens.numel()
+                self._keep_on_host(_Archived(live.problem.problem_id, live.order, capacity, tokens, fields, copied))
 
     def _keep_on_host(self, rollout: _Archived) -> None:
         self._archive.setdefault(rollout.problem_id, deque()).append(rollout)
         self._archive_order.append(rollout)
-        self._archive_tokens += rollout.tokens.numel()
+        self._copying.append(rollout)
+        self._archive_tokens += rollout.capacity
         while self._archive_tokens > self._max_history_tokens:
             oldest = self._archive_order.popleft()
-            self._archive_tokens -= oldest.tokens.numel()
+            self._archive_tokens -= oldest.capacity
             of_problem = self._archive[oldest.problem_id]
             of_problem.popleft()
             if not of_problem:
@@ -449,33 +530,31 @@ class DeviceDrafter:
 
     def _upload(self, problem: _Problem) -> None:
         """Bring a problem's newest rollouts from the host, on a stream of its own."""
-        texts: list[tuple[NDArray[np.int32], int, int]] = []
-        size = 0
         newest_first = sorted(self._archive.get(problem.problem_id, ()), key=lambda rollout: -rollout.order)
-        for rollout in newest_first:
-            text = rollout.read()
-            size += text[0].size
-            if size > self._max_problem_tokens or len(texts) == min(MAX_MEMBERS, len(self._free_documents)):
-                break
-            texts.append(text)
-        placed: list[tuple[int, NDArray[np.int32]]] = []
-        for tokens, prompt_length, version in texts:
-            start = self._pool.allocate(tokens.size)
-            if start is None:
-                break
+        texts = [text for text in (rollout.read() for rollout in newest_first[:MAX_MEMBERS]) if text[0].size > text[1]]
+        sizes = np.cumsum([tokens.size for tokens, _, _ in texts])
+        count = int(np.searchsorted(sizes, self._max_problem_tokens, side="right"))
+        start = None
+        while count and start is None:
+            enough = len(self._free_documents) >= count
+            start = self._pool.allocate(int(sizes[count - 1])) if enough else None
+            if start is None and self._idle:
+                self._evict_oldest()
+            elif start is None:
+                count //= 2
+        if start is None:
+            return
+        with self._on_side():
+            whole = np.concatenate([tokens for tokens, _, _ in texts[:count]])
+            first = self._pool_start + start
+            self._text[first : first + whole.size] = self._upload_array(whole)
+        for tokens, prompt_length, version in texts[:count]:
             document = self._free_documents.pop()
             problem.members.append(document)
             problem.pieces[document] = (start, tokens.size)
             fields = (self._pool_start + start, tokens.size, prompt_length, version)
             self._changed_documents[document] = fields
-            placed.append((self._pool_start + start, tokens))
-        if placed:
-            with self._on_side():
-                whole = self._upload_array(np.concatenate([tokens for _, tokens in placed]))
-                at = 0
-                for start, tokens in placed:
-                    self._text[start : start + tokens.size] = whole[at : at + tokens.size]
-                    at += tokens.size
+            start += tokens.size
 
     @contextlib.contextmanager
     def _on_side(self) -> Iterator[None]:

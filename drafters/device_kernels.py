@@ -20,12 +20,12 @@ from rollout_spec.noise_triton import almost_hash, finish_hash, gumbel, row_stat
 
 TILE = 1024
 """Tokens that a program of the scan compares at once."""
-TARGET_PROGRAMS = 132 * 8
-"""Programs of the scan that fill an H200."""
-MAX_SPLITS = 32
+SPLITS = (2, 8, 32)
 """Programs that share one request's scan; their candidates are joined in registers."""
+TARGET_PROGRAMS = 132 * 5
+"""Programs of the scan that are resident on an H200 at once, by their registers. As many are wanted."""
 TILE_SPLITS = 2
-"""Of these, how many share each document, where there are enough."""
+"""Programs that share a document."""
 
 OFFSET, LENGTH, PROMPT, VERSION = (tl.constexpr(i) for i in range(4))
 FIELDS = tl.constexpr(4)
@@ -57,12 +57,13 @@ MIN_DECAY = tl.constexpr(device_reference.MIN_DECAY)
 DOMAIN = tl.constexpr(noise.DOMAIN_TARGET)
 
 
-@triton.jit(do_not_specialize=["history_stride"])
+@triton.jit(do_not_specialize=["history_stride", "row_size"])
 def _extend_kernel(
     slots_ptr,  # int32 [B]
     history_ptr,  # int32 [R, history_stride]: the engine's tokens of each slot
     history_stride,
     total_len_ptr,  # int32 [R]: how many there are
+    row_size,  # most tokens of a live request in the text
     text_ptr,  # int32 [T]
     documents_ptr,  # int64 [D, FIELDS]; those of live requests are numbered by slot
     num_drafted_ptr,  # int32 [R], and the three below, [R, K]: the last drafts
@@ -81,7 +82,7 @@ def _extend_kernel(
     history_ptr += slot * history_stride
     text_ptr += tl.load(documents_ptr + OFFSET)
     length = tl.load(documents_ptr + LENGTH).to(tl.int32)
-    end = tl.load(total_len_ptr + slot).to(tl.int32)
+    end = tl.minimum(tl.load(total_len_ptr + slot).to(tl.int32), row_size)
 
     # Of a request that has just come, the drafts are its predecessor's.
     num_drafted = tl.where(length > 0, tl.load(num_drafted_ptr + slot), 0)
@@ -95,13 +96,13 @@ def _extend_kernel(
     tl.atomic_add(fine_ptr + cell * 2 + 1, 1, mask=hit, sem="relaxed")
     tl.atomic_add(coarse_ptr + cell // NATURES * 2, 1, mask=reached, sem="relaxed")
     tl.atomic_add(coarse_ptr + cell // NATURES * 2 + 1, 1, mask=hit, sem="relaxed")
-    for a in tl.static_range(NUM_SHARPNESSES):
-        other = tl.load(alternatives_ptr + at * NUM_SHARPNESSES + a, mask=reached, other=-1)
-        tried = reached & (other >= 0)
-        num_tried = tl.sum(tried.to(tl.int32))
-        if num_tried > 0:
-            tl.atomic_add(by_sharpness_ptr + a * 2, num_tried, sem="relaxed")
-            tl.atomic_add(by_sharpness_ptr + a * 2 + 1, tl.sum((tried & (other == token)).to(tl.int32)), sem="relaxed")
+    a = tl.arange(0, 8)[None, :]
+    is_exponent = reached[:, None] & (a < NUM_SHARPNESSES)
+    other = tl.load(alternatives_ptr + at[:, None] * NUM_SHARPNESSES + a, mask=is_exponent, other=-1)
+    tried = is_exponent & (other >= 0)
+    by_sharpness_ptr += a * 2 + tl.zeros_like(other)
+    tl.atomic_add(by_sharpness_ptr, 1, mask=tried, sem="relaxed")
+    tl.atomic_add(by_sharpness_ptr + 1, 1, mask=tried & (other == token[:, None]), sem="relaxed")
 
     for start in range(length, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -111,44 +112,50 @@ def _extend_kernel(
 
 
 @triton.jit
-def _keep_best(kept, key, floor):
-    """Replace the lowest of `kept` while `key` has better ones of at least `floor` tokens."""
-    key = tl.where((key >> LENGTH_SHIFT) >= floor, key, 0)
-    lane = tl.arange(0, NUM_CANDIDATES)
-    best, lowest = tl.max(key), tl.min(kept)
-    while best > lowest:
-        kept = tl.where(lane == tl.argmin(kept, 0), best, kept)
-        key = tl.where(key == best, 0, key)
-        best, lowest = tl.max(key), tl.min(kept)
-    return kept
-
-
-@triton.jit
 def _scan_document(text_ptr, own_end, depth_limit, offset, begin, length, step, rank, kept, TILE: tl.constexpr):
-    """Matches of the tokens before `own_end` in one document, from `begin` on."""
+    """Matches of the tokens before `own_end` in one document, from `begin` on, last tiles first: later ones win."""
+    lane, j = tl.arange(0, NUM_CANDIDATES), tl.arange(0, TILE)
     last = tl.load(text_ptr + own_end - 1)
-    for start in range(begin, length, step):
-        i = start + tl.arange(0, TILE)
+    num_tiles = tl.cdiv(tl.maximum(length - begin, 0), step)
+    for n in range(num_tiles):
+        start = begin + (num_tiles - 1 - n) * step
+        i = start + j
         here = text_ptr + offset + i - 1  # the token before the continuation
         alive = (i < length) & (tl.load(here, mask=i < length, other=-1) == last)
-        matched = alive.to(tl.int64)
+        matched = alive.to(tl.int32)
         depth = tl.full([], 1, tl.int32)
-        go_on = tl.max(alive.to(tl.int32)) > 0
+        go_on = tl.max(matched) > 0
         while go_on:
             for d in tl.static_range(STEP):
                 wanted = tl.load(text_ptr + own_end - 1 - depth - d, mask=depth + d < depth_limit, other=-1)
                 alive &= i > depth + d
                 alive &= tl.load(here - depth - d, mask=alive, other=-2) == wanted
-                matched += alive.to(tl.int64)
+                matched += alive.to(tl.int32)
             depth += STEP
             go_on = tl.max(alive.to(tl.int32)) > 0
-        # Beyond ENOUGH matches only those count that are as long.
-        lengths = kept >> LENGTH_SHIFT
-        as_long = tl.sum((lengths[None, :] >= lengths[:, None]).to(tl.int32), 1)
-        floor = tl.max(tl.where(as_long >= ENOUGH, lengths, 0))
-        key = (matched << LENGTH_SHIFT) | (rank << RANK_SHIFT) | i.to(tl.int64)
-        kept = _keep_best(kept, tl.where(matched > 0, key, 0), floor)
+
+        # Within the tile a match is a small integer: its length, then its place. Beyond ENOUGH matches only those count
+        # that are as long.
+        key = tl.where(matched > 0, matched * TILE + j, 0)
+        best, lowest = tl.max(key), tl.min(kept)
+        if (best // TILE).to(tl.int64) >= lowest >> LENGTH_SHIFT:
+            lengths = kept >> LENGTH_SHIFT
+            as_long = tl.sum((lengths[None, :] >= lengths[:, None]).to(tl.int32), 1)
+            floor = tl.max(tl.where(as_long >= ENOUGH, lengths, 0)).to(tl.int32)
+            found = _join(best, start, rank, TILE)
+            while (best // TILE >= floor) & (found > lowest):
+                kept = tl.where(lane == tl.argmin(kept, 0), found, kept)
+                key = tl.where(key == best, 0, key)
+                best, lowest = tl.max(key), tl.min(kept)
+                found = _join(best, start, rank, TILE)
     return kept
+
+
+@triton.jit
+def _join(key, start, rank, TILE: tl.constexpr):
+    """A match's key among all texts, int64, from the one within a tile; 0: no match."""
+    length, position = (key // TILE).to(tl.int64), (start + key % TILE).to(tl.int64)
+    return tl.where(key > 0, (length << LENGTH_SHIFT) | (rank << RANK_SHIFT) | position, 0)
 
 
 @triton.jit(do_not_specialize=["doc_splits", "members_stride"])
@@ -241,7 +248,22 @@ def _length_bin(length):
     return bin + (length > 12).to(tl.int32) + (length > 16).to(tl.int32) + (length > 24).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["version"])
+@triton.jit
+def _shares(alive, length, votes):
+    """What a vote of each candidate's length is worth, and the probability that none of them is right."""
+    lane = tl.arange(0, NUM_CANDIDATES)
+    # The first candidate of a length stands for it.
+    earlier = alive[None, :] & (lane[None, :] < lane[:, None]) & (length[None, :] == length[:, None])
+    is_first = alive & (tl.sum(earlier.to(tl.int32), 1) == 0)
+    total = tl.sum(tl.where(length[None, :] >= length[:, None], votes[None, :], 0.0), 1) + BLEND
+    shrink = tl.where(is_first, tl.log2(1.0 / total * BLEND), 0.0)
+    before = tl.sum(tl.where(length[None, :] > length[:, None], shrink[None, :], 0.0), 1)
+    of_length = tl.where(is_first, tl.exp2(before) / total, 0.0)
+    share = tl.sum(tl.where(length[None, :] <= length[:, None], of_length[None, :], 0.0), 1)
+    return share, tl.exp2(tl.sum(shrink))
+
+
+@triton.jit
 def _draft_kernel(
     slots_ptr,  # int32 [B]
     keys_ptr,  # int64 [B, splits, NUM_CANDIDATES]
@@ -262,7 +284,7 @@ def _draft_kernel(
     alternatives_ptr,  # int32 [R, K, NUM_SHARPNESSES]
     output_ptr,  # int64 [B, K], written: the drafts; slots without a draft repeat the last token
     rates_ptr,  # float32 [B, K], written
-    version,
+    version_ptr,  # int32 [1]
     log2_recency,
     sharpness,
     USE_DICE: tl.constexpr,
@@ -293,7 +315,8 @@ def _draft_kernel(
     distance = tl.abs((position - prompt) - (own_length - own_prompt))
     near = (distance > 4).to(tl.int32) + (distance > 32).to(tl.int32) + (distance > 256).to(tl.int32)
     source = tl.where(is_own, tl.where(position >= prompt, OWN, ASKED), SIBLING)
-    age = tl.where(source == ASKED, 0.0, (version - tl.load(fields + VERSION)).to(tl.float32))
+    age = (tl.load(version_ptr) - tl.load(fields + VERSION)).to(tl.float32)
+    age = tl.where(source == ASKED, 0.0, age)
     weight = tl.maximum(tl.exp2(age * log2_recency), MIN_DECAY)
     weight *= tl.load(preference_ptr + source * NEAR_BINS + near)
     nature = source * NEAR_BINS + near
@@ -305,6 +328,8 @@ def _draft_kernel(
     # The tokens drafted so far stay in registers: own candidates read on in them.
     draft = tl.zeros([WIDTH], tl.int32)
     num = 0
+    votes = tl.where(alive, weight, 0.0)
+    share, left = _shares(alive, length, votes)
     while (num < K) & (count > 0):
         in_draft = position - own_length
         of_draft = tl.sum(tl.where(in_draft[:, None] == j[None, :], draft[None, :], 0), 1)
@@ -312,19 +337,16 @@ def _draft_kernel(
         token = tl.where(is_stored, tl.load(theirs + position, mask=is_stored, other=0), of_draft)
         token = tl.where(alive, token, -1 - lane)  # no two of the dead are equal
 
-        # Shares of the match lengths, from the longest on; the first candidate of a length stands for it.
-        votes = tl.where(alive, weight, 0.0)
-        earlier = alive[None, :] & (lane[None, :] < lane[:, None])
-        is_first = alive & (tl.sum((earlier & (length[None, :] == length[:, None])).to(tl.int32), 1) == 0)
-        total = tl.sum(tl.where(length[None, :] >= length[:, None], votes[None, :], 0.0), 1) + BLEND
-        shrink = tl.where(is_first, tl.log2(1.0 / total * BLEND), 0.0)
-        before = tl.sum(tl.where(length[None, :] > length[:, None], shrink[None, :], 0.0), 1)
-        of_length = tl.where(is_first, tl.exp2(before) / total, 0.0)
-        share = tl.sum(tl.where(length[None, :] <= length[:, None], of_length[None, :], 0.0), 1)
-        left = tl.exp2(tl.sum(shrink))
-        mass = tl.sum(tl.where(token[None, :] == token[:, None], (votes * share)[None, :], 0.0), 1)
-        is_choice = alive & (tl.sum((earlier & (token[None, :] == token[:, None])).to(tl.int32), 1) == 0)
-        num_choices = tl.sum(is_choice.to(tl.int32))
+        chosen = tl.max(token)
+        mass = tl.zeros([NUM_CANDIDATES], tl.float32) + tl.sum(votes * share)
+        is_choice = lane == tl.argmax(token, 0)
+        num_choices = tl.full([], 1, tl.int32)
+        if tl.min(tl.where(alive, token, chosen)) < chosen:  # they do not all say the same
+            same = token[None, :] == token[:, None]
+            mass = tl.sum(tl.where(same, (votes * share)[None, :], 0.0), 1)
+            earlier = same & alive[None, :] & (lane[None, :] < lane[:, None])
+            is_choice = alive & (tl.sum(earlier.to(tl.int32), 1) == 0)
+            num_choices = tl.sum(is_choice.to(tl.int32))
 
         at = slot * K + num
         if coupled & (num_choices > 1):
@@ -366,8 +388,14 @@ def _draft_kernel(
         num += 1
         position += 1
         alive = says_so & (position < tl.where(is_own, own_length + num, limit))
-        length = tl.minimum(length + 1, MAX_DEPTH)
-        count = tl.sum(alive.to(tl.int32))
+        was, count = count, tl.sum(alive.to(tl.int32))
+        # While all go on and none is as long as can be, their lengths grow together and nothing changes.
+        if (count < was) | (longest >= MAX_DEPTH - 1):
+            length = tl.minimum(length + 1, MAX_DEPTH)
+            votes = tl.where(alive, weight, 0.0)
+            share, left = _shares(alive, length, votes)
+        else:
+            length += 1
     tl.store(num_drafted_ptr + slot, num)
     last = tl.load(text_ptr + own_offset + own_length - 1, mask=own_length > 0, other=0)
     last = tl.where(num > 0, tl.sum(tl.where(j == num - 1, draft, 0)), last).to(tl.int64)
@@ -420,6 +448,7 @@ def extend(
     slots: Tensor,
     history: Tensor,
     total_len: Tensor,
+    row_size: int,
     text: Tensor,
     documents: Tensor,
     num_drafted: Tensor,
@@ -435,6 +464,7 @@ def extend(
         history,
         history.stride(0),
         total_len,
+        row_size,
         text,
         documents,
         num_drafted,
@@ -450,8 +480,8 @@ def extend(
 
 
 def num_splits(batch: int) -> int:
-    """Programs that share one request's scan: as many as fill the device. A power of two."""
-    return min(triton.next_power_of_2(triton.cdiv(TARGET_PROGRAMS, batch)), MAX_SPLITS)
+    """Programs that share one request's scan: as many as the device can run, of the kinds that there are."""
+    return max((n for n in SPLITS if n * batch <= TARGET_PROGRAMS), default=SPLITS[0])
 
 
 def scan(
@@ -465,7 +495,6 @@ def scan(
     """The best matches that each program found: int64 [B, splits, NUM_CANDIDATES]. See the kernel."""
     batch = slots.shape[0]
     splits = num_splits(batch)
-    tile_splits = TILE_SPLITS if splits >= 4 * TILE_SPLITS else 1
     keys = torch.empty(batch, splits, NUM_CANDIDATES.value, dtype=torch.int64, device=text.device)
     _scan_kernel[(batch, splits)](
         slots,
@@ -476,8 +505,8 @@ def scan(
         text,
         documents,
         keys,
-        splits // tile_splits,
-        TILE_SPLITS=tile_splits,
+        splits // TILE_SPLITS,
+        TILE_SPLITS=TILE_SPLITS,
         TILE=TILE,
         num_warps=4,
     )
@@ -500,7 +529,7 @@ def draft(
     cells: Tensor,
     alternatives: Tensor,
     *,
-    version: int,
+    version: Tensor,
     log2_recency: float,
     sharpness: float,
     use_dice: bool,

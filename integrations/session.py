@@ -63,21 +63,20 @@ def verifier_scores(mode: str, num_logprobs: int | None, is_processed: bool) -> 
     return num_logprobs == 0 and mode.endswith("_logprobs") and not (is_processed and mode == "raw_logprobs")
 
 
-def raise_if_broken(num_invalid_rows: NDArray[Any], req_ids: Sequence[str], logits: Any) -> None:
-    """Raise FloatingPointError if rows had no sample because the model's logits are broken.
+def raise_if_broken(num_broken_rows: NDArray[Any], req_ids: Sequence[str]) -> None:
+    """Raise FloatingPointError if the model's logits are broken.
 
     Rows that masks have left empty (a grammar at its end, allowed tokens that min_tokens forbids) are no fault of the
     model's, and vLLM emits token 0 there.
 
     Args:
-        num_invalid_rows: Integer [B], each request's rows without a sample.
-        logits: float [N, V], a tensor. Read only if there are such rows.
+        num_broken_rows: Integer [B], each request's rows without a sample because a logit is NaN or +inf.
     """
-    if not num_invalid_rows.any() or not bool((logits.isnan() | (logits == float("inf"))).any()):
+    if not num_broken_rows.any():
         return
-    first = req_ids[int(np.flatnonzero(num_invalid_rows)[0])]
+    first = req_ids[int(np.flatnonzero(num_broken_rows)[0])]
     raise FloatingPointError(
-        f"{int(num_invalid_rows.sum())} rows of logits hold NaN or +inf (first in request {first}), and nothing can be "
+        f"{int(num_broken_rows.sum())} rows of logits hold NaN or +inf (first in request {first}), and nothing can be "
         "sampled from them: check the weights that were last loaded into the engine"
     )
 

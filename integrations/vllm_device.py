@@ -25,8 +25,8 @@ class DeviceSpeculator(BaseSpeculator):
     """vLLM's speculator around a `DeviceDrafter`.
 
     Attributes:
-        drafter: The drafter; its memory is taken here, before vLLM measures what is left for the KV cache, and outside
-            of what level-2 sleep discards.
+        drafter: The drafter. Its memory is taken here, outside of what level-2 sleep discards. vLLM counts it when it
+            measures what is left for the KV cache, but for 0.26, where `gpu_memory_utilization` must leave room.
         enabled: Whether anything is drafted. The history grows in any case.
         draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification.
     """
@@ -58,9 +58,10 @@ class DeviceSpeculator(BaseSpeculator):
             dtype=torch.float32,
             device=device,
         )
-        self._no_drafts = torch.zeros_like(self.draft_token_confidence_probs, dtype=torch.int64)
+        self._num_slots = config.num_speculative_tokens
+        self._device = device
+        self._is_warm = False
         self._slots: dict[str, int] = {}
-        self._coming: dict[str, Any] = {}
         self._versions: dict[str, int] = {}
         self._runner: Any = None
 
@@ -77,12 +78,18 @@ class DeviceSpeculator(BaseSpeculator):
     def load_model(self, *args: Any) -> None:
         """Part of vLLM's interface; there is no model."""
 
-    def on_add_requests(self, requests: Iterable[Any]) -> None:
-        """Requests have been scheduled for the first time, or again; they have no slots yet."""
-        for request in requests:
-            if request.req_id in self._slots:  # a streaming session goes on with a longer prompt
-                self._preempt(request.req_id)
-            self._coming[request.req_id] = request
+    def on_requests_added(self, requests: Iterable[Any]) -> None:
+        """Requests have been scheduled for the first time, or again; their prompts will be read in this step."""
+        for request in sorted(requests, key=lambda request: request.req_id):  # all ranks in the same order
+            req_id = request.req_id
+            if req_id in self._slots:  # a streaming session goes on with a longer prompt
+                self._preempt(req_id)
+            if request.prompt_token_ids is None:  # a prompt of embeddings has no history
+                prompt, problem_id = [], None
+            else:
+                prompt, problem_id = request.prompt_token_ids, problem_id_of(request)
+            slot = self._slots[req_id] = self._runner.req_states.req_id_to_index[req_id]
+            self.drafter.start_request(slot, prompt, problem_id=problem_id, version=self._versions.pop(req_id, None))
 
     def on_finish_requests(self, finished: Iterable[tuple[str, Any]], preempted: Iterable[str]) -> None:
         """Requests leave their slots.
@@ -91,13 +98,12 @@ class DeviceSpeculator(BaseSpeculator):
             finished: (id, vLLM's request, None if it is not known).
             preempted: Ids.
         """
-        for req_id in sorted(preempted):  # all ranks in the same order
+        for req_id in sorted(preempted):
             if req_id in self._slots:
                 self._preempt(req_id)
         ended = []
         for req_id, request in sorted(finished, key=lambda item: item[0]):
             self._versions.pop(req_id, None)
-            self._coming.pop(req_id, None)
             slot = self._slots.pop(req_id, None)
             if slot is not None:
                 ended.append(self._ended(slot, request.sampling_params))
@@ -108,35 +114,30 @@ class DeviceSpeculator(BaseSpeculator):
         self, input_batch: Any, *args: Any, num_sampled: Any = None, dummy_run: bool = False, **kwargs: Any
     ) -> torch.Tensor:
         """Draft for the next step: int64 [B, K]."""
-        if dummy_run or self._runner is None or self._runner.rollout_spec.warming_up:
-            return self._no_drafts[: input_batch.num_reqs]
-        states = self._runner.req_states
-        if self._coming:
-            self._start(states.req_id_to_index)
+        if self._runner is None:
+            return self._no_drafts(input_batch.num_reqs)
+        states, sampling = self._runner.req_states, self._runner.sampler.sampling_states
         slots = input_batch.idx_mapping[: input_batch.num_reqs]
         history, total_len = states.all_token_ids.gpu, states.total_len.gpu
+        dice = sampling.seeds.gpu, sampling.temperature.gpu
+        if dummy_run or self._runner.rollout_spec.warming_up:
+            if not self._is_warm:  # compiled kernels are loaded before the engine serves
+                self._is_warm = True
+                self.drafter.warm_up(slots.dtype, history, total_len, *dice)
+            return self._no_drafts(input_batch.num_reqs)
         if not self.enabled:
             self.drafter.follow(slots, history, total_len)
-            return self._no_drafts[: input_batch.num_reqs]
+            return self._no_drafts(input_batch.num_reqs)
         num_sampled = args[4] if num_sampled is None else num_sampled
-        sampling = self._runner.sampler.sampling_states
-        drafts, rates = self.drafter.propose(
-            slots, num_sampled, history, total_len, sampling.seeds.gpu, sampling.temperature.gpu
-        )
+        drafts, rates = self.drafter.propose(slots, num_sampled, history, total_len, *dice)
         if self.enable_adaptive_verification:
             self.draft_token_confidence_probs[: input_batch.num_reqs] = rates
         return drafts
 
-    def _start(self, slots: dict[str, int]) -> None:
-        for req_id, request in sorted(self._coming.items()):
-            if request.prompt_token_ids is None:  # a prompt of embeddings has no history
-                prompt, problem_id = [], None
-            else:
-                prompt, problem_id = request.prompt_token_ids, problem_id_of(request)
-            self._slots[req_id] = slots[req_id]
-            version = self._versions.pop(req_id, None)
-            self.drafter.start_request(slots[req_id], prompt, problem_id=problem_id, version=version)
-        self._coming = {}
+    def _no_drafts(self, num_requests: int) -> torch.Tensor:
+        """Slots that nobody believes in. A tensor of its own: vLLM may write into it."""
+        self.draft_token_confidence_probs[:num_requests] = 0
+        return torch.zeros(num_requests, self._num_slots, dtype=torch.int64, device=self._device)
 
     def _preempt(self, req_id: str) -> None:
         self._versions[req_id] = self.drafter.preempt_request(self._slots.pop(req_id))
@@ -144,7 +145,7 @@ class DeviceSpeculator(BaseSpeculator):
     def _ended(self, slot: int, params: Any) -> Ended:
         states = self._runner.req_states
         # vLLM's count on the host is of the step before, whose tokens and drafts may all have been accepted.
-        computed = int(states.num_computed_tokens_np[slot]) + self._no_drafts.shape[1] + 1
+        computed = int(states.num_computed_tokens_np[slot]) + self._num_slots + 1
         stops = [params.eos_token_id, *(params.stop_token_ids or ())]
         return Ended(
             slot,

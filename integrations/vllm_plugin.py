@@ -216,7 +216,7 @@ def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
     elif not vllm_config.use_v2_model_runner:
         raise ValueError(
             f"drafter={DEVICE_DRAFTER!r} needs vLLM's V2 model runner, which this engine does not use: choose another "
-            "drafter, or see in vLLM's log what keeps it from V2"
+            "drafter, or set VLLM_USE_V2_MODEL_RUNNER=1, with which vLLM says what keeps it from V2"
         )
     else:
         from rollout_spec.drafters.device import check_options
@@ -335,6 +335,8 @@ def _hook_runner_v2(module: Any) -> None:
             if self.rollout_spec is not None:
                 self.rollout_spec.on_add_requests(scheduler_output)
             original(self, scheduler_output)
+            if self.rollout_spec is not None:
+                self.rollout_spec.on_requests_added(scheduler_output)
 
         return add_requests
 

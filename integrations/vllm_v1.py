@@ -157,7 +157,10 @@ class RunnerAdapter:
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return
-        raise_if_broken(outcome.result.num_invalid_rows.cpu().numpy(), outcome.req_ids, outcome.logits)
+        invalid = outcome.result.num_invalid_rows.cpu().numpy()
+        if invalid.any() and not bool((outcome.logits.isnan() | (outcome.logits == float("inf"))).any()):
+            invalid[:] = 0  # masks have left these rows empty
+        raise_if_broken(invalid, outcome.req_ids)
         accepted = outcome.result.num_accepted.tolist()
         self.stats.record([outcome.num_draft_tokens[i] for i in outcome.rows], [accepted[i] for i in outcome.rows])
         if self.proposer is not None and any(outcome.num_draft_tokens):

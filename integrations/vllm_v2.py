@@ -49,7 +49,6 @@ class _Outcome(NamedTuple):
     """The last verification."""
 
     req_ids: list[str]
-    logits: torch.Tensor  # as the model gave them
     starts: np.ndarray  # int32 [B + 1], each request's first row, then N
     first_positions: torch.Tensor  # int64 [B], each request's tokens before the sampled ones, less one
     result: VerifyResult
@@ -59,10 +58,9 @@ class _Counts(NamedTuple):
     """What a verification counted, on its way to the host."""
 
     event: torch.cuda.Event | None
-    values: torch.Tensor  # int32 [3, B]: rows without a sample, accepted drafts, drafts
+    values: torch.Tensor  # int32 [3, B]: broken rows, accepted drafts, drafts
     has_sampled: np.ndarray  # bool [B], False for prompts not yet read to their end
     req_ids: list[str]
-    logits: torch.Tensor
 
 
 class RunnerAdapter:
@@ -120,8 +118,11 @@ class RunnerAdapter:
         """Called with every step's schedule, before it runs."""
         if not self.warming_up:
             self.requests.update((request.req_id, request) for request in scheduler_output.scheduled_new_reqs)
-            if self.speculator is not None and self.host_speculator is None:
-                self.speculator.on_add_requests(scheduler_output.scheduled_new_reqs)
+
+    def on_requests_added(self, scheduler_output: Any) -> None:
+        """Called once the step's new requests have slots."""
+        if not self.warming_up and self.speculator is not None and self.host_speculator is None:
+            self.speculator.on_requests_added(scheduler_output.scheduled_new_reqs)
 
     def on_finish_requests(self, scheduler_output: Any) -> None:
         """Called with every step's schedule, before it runs. Preempted requests are not finished."""
@@ -223,8 +224,9 @@ class VerifyingSampler:
             if expanded and self.enable_adaptive_verification:  # the host knows an upper bound only
                 starts = input_batch.cu_num_logits.clone()
             if scored_here:
-                token_ids = result.target_token_ids[:, None]
-                tensors = LogprobsTensors(token_ids, result.logprobs[:, None], result.ranks, starts)
+                field = "cu_num_generated_tokens" + ("_tensor" if isinstance(starts, torch.Tensor) else "")
+                scores = result.target_token_ids[:, None], result.logprobs[:, None], result.ranks
+                tensors = LogprobsTensors(*scores, **{field: starts})
             else:
                 scores = raw if mode.startswith("raw_") else self._scores(logits, layout, rows)
                 tensors = compute_topk_scores(
@@ -245,7 +247,7 @@ class VerifyingSampler:
             self.inner.req_states.prefill_len.gpu,
         )
         if input_batch.req_ids[0] in self._adapter.requests:  # neither a dummy run nor a warm-up
-            self._book(input_batch, layout, raw, result)
+            self._book(input_batch, layout, result)
             self._adapter.stats.verify_seconds += time.perf_counter() - started
         return SamplerOutput(
             # A row without a sample emits token 0, as in vLLM.
@@ -290,11 +292,11 @@ class VerifyingSampler:
         """Processed logits of every token, float32 [N, V]."""
         return process(logits.float(), rows, layout.request.long())
 
-    def _book(self, input_batch: Any, layout: kernel.Layout, logits: torch.Tensor, result: VerifyResult) -> None:
+    def _book(self, input_batch: Any, layout: kernel.Layout, result: VerifyResult) -> None:
         """Keep the outcome for a speculator on the host, or count it here where there is none."""
         if self._adapter.host_speculator is not None:
             positions = layout.position[layout.starts[:-1]]
-            self.outcome = _Outcome(input_batch.req_ids, logits, input_batch.cu_num_logits_np, positions, result)
+            self.outcome = _Outcome(input_batch.req_ids, input_batch.cu_num_logits_np, positions, result)
             return
         finished_prefill = ~input_batch.is_prefilling_np | (
             input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens >= input_batch.prefill_len_np
@@ -302,13 +304,13 @@ class VerifyingSampler:
         # Waiting for the device here would cost what asynchronous scheduling saves. How many drafts each request has
         # is known there alone where vLLM's adaptive verification cuts them.
         num_drafted = layout.starts[1:] - layout.starts[:-1] - 1
-        counts = torch.stack((result.num_invalid_rows, result.num_accepted.int(), num_drafted.int()))
+        counts = torch.stack((result.num_broken_rows, result.num_accepted.int(), num_drafted.int()))
         event = None
         if counts.device.type == "cuda":
             counts = torch.empty_like(counts, device="cpu", pin_memory=True).copy_(counts, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._unsettled.append(_Counts(event, counts, finished_prefill, input_batch.req_ids, logits))
+        self._unsettled.append(_Counts(event, counts, finished_prefill, input_batch.req_ids))
         if event is None:
             self.settle()
 
@@ -326,8 +328,8 @@ class VerifyingSampler:
                 elif not counts.event.query():
                     return
             self._unsettled.popleft()
-            invalid, accepted, drafted = counts.values.numpy()
-            raise_if_broken(invalid, counts.req_ids, counts.logits)
+            broken, accepted, drafted = counts.values.numpy()
+            raise_if_broken(broken, counts.req_ids)
             rows = counts.has_sampled
             self._adapter.stats.record(drafted[rows].tolist(), accepted[rows].tolist())
 
@@ -389,11 +391,11 @@ class HistorySpeculator(BaseSpeculator):
     def _draft(self, outcome: _Outcome, num_sampled: torch.Tensor) -> dict[str, list[int]]:
         """Read the outcome, the step's only wait for the device, and feed the session."""
         result, starts, size = outcome.result, outcome.starts, len(outcome.req_ids)
-        counts = (result.num_accepted, result.num_invalid_rows, num_sampled[:size], outcome.first_positions)
+        counts = (result.num_accepted, result.num_broken_rows, num_sampled[:size], outcome.first_positions)
         host = torch.cat((result.target_token_ids, *counts)).cpu().numpy()
         targets = host[: starts[-1]].tolist()
-        accepted, invalid, sampled, positions = host[starts[-1] :].reshape(len(counts), size)
-        raise_if_broken(invalid, outcome.req_ids, outcome.logits)
+        accepted, broken, sampled, positions = host[starts[-1] :].reshape(len(counts), size)
+        raise_if_broken(broken, outcome.req_ids)
         rows = np.flatnonzero(sampled).tolist()  # not the prefill chunks
         drafted = {row: int(starts[row + 1] - starts[row] - 1) for row in rows}
         self.stats.record([drafted[row] for row in rows], [int(accepted[row]) for row in rows])

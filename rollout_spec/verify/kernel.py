@@ -304,6 +304,7 @@ def _accept_kernel(
     output_ptr,  # int32 [B, width], written, and all below
     num_accepted_ptr,  # int32 [B]
     num_invalid_ptr,  # int32 [B]
+    num_broken_ptr,  # int32 [B]
     target_ptr,  # int64 [N]
     logprob_ptr,  # float32 [N] or None
     rank_ptr,  # int64 [N] or None: set to 0, for the rank kernel
@@ -350,8 +351,10 @@ def _accept_kernel(
 
     # A NaN or +inf leaves a mass that is NaN, a row of -inf one of 0.
     is_valid = (mass > 0.0) & (mass < float("inf"))
+    is_empty = mass == 0.0
     if RAW:
         is_valid = is_valid & (raw_mass > 0.0) & (raw_mass < float("inf"))
+        is_empty = is_empty & (raw_mass < float("inf")) | (raw_mass == 0.0)
     scale = (1.0 / temperature) * LOG2E
     is_draft = j < num_rows - 1
     is_token = is_draft & (draft >= 0) & (draft < vocab_size)
@@ -386,6 +389,7 @@ def _accept_kernel(
     tl.store(output_ptr + index * width + j, tl.where(is_emitted, token, PLACEHOLDER), mask=j < width)
     tl.store(num_accepted_ptr + index, num_accepted)
     tl.store(num_invalid_ptr + index, tl.sum((is_row & ~is_valid).to(tl.int32), axis=0))
+    tl.store(num_broken_ptr + index, tl.sum((is_row & ~is_valid & ~is_empty).to(tl.int32), axis=0))
     target = token
     if REJECTION:
         # Rows after the first difference condition on tokens that were not accepted one by one: no sample is there.
@@ -679,6 +683,7 @@ def verify_rows(
     output = torch.empty(num_requests, width, dtype=torch.int32, device=device)
     num_accepted = torch.empty(num_requests, dtype=torch.int32, device=device)
     num_invalid = torch.empty(num_requests, dtype=torch.int32, device=device)
+    num_broken = torch.empty_like(num_invalid)
     targets = torch.empty(num_rows, dtype=torch.int64, device=device)
     wanted = logprobs_mode is not None
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=device) if wanted else None
@@ -704,6 +709,7 @@ def verify_rows(
         output,
         num_accepted,
         num_invalid,
+        num_broken,
         targets,
         logprobs,
         ranks,
@@ -733,7 +739,7 @@ def verify_rows(
             BLOCK=BLOCK,
             num_warps=1,
         )
-    return VerifyResult(output, num_accepted, targets, logprobs, ranks, num_invalid)
+    return VerifyResult(output, num_accepted, targets, logprobs, ranks, num_invalid, num_broken)
 
 
 def _split(vocab_size: int, num_programs: int) -> tuple[int, int]:

@@ -109,6 +109,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("accept"), st.integers(0, 5), st.integers(0, K)),
         st.tuples(st.just("stop"), st.integers(0, 5), st.none()),
         st.tuples(st.just("version"), st.none(), st.none()),
+        st.tuples(st.just("evict"), st.none(), st.none()),
         st.tuples(st.just("propose"), st.none(), st.none()),
     ),
     max_size=40,
@@ -142,6 +143,8 @@ def test_drafts_and_rates_are_the_references(operations, random):
             version += 1
             engine.drafter.begin_policy_version(version)
             engine.reference.begin_policy_version(version)
+        elif name == "evict" and engine.drafter._idle:
+            engine.drafter._evict_oldest()
         elif name == "propose" and live:
             drafts = engine.assert_same_drafts()
             last = {req_id: draft.token_ids.tolist() for req_id, draft in zip(live, drafts, strict=True)}
@@ -209,6 +212,7 @@ def test_history_comes_back_from_the_host():
     first = engine.start([0, 1])
     engine.commit(first, [5, 6, 7])
     engine.stop(first)
+    engine.drafter._evict_oldest()
     assert engine.drafter._pool.gaps == [(0, 2000)]
     engine.drafter.begin_policy_version(1)
     engine.reference.begin_policy_version(1)
@@ -256,6 +260,45 @@ def test_requests_that_end_together_may_push_each_other_out():
     engine.drafter.stop_requests([Ended(engine.live[request], 7) for request in requests[:2]])
     engine.drafter.check_integrity()
     assert len(engine.drafter._archive_order) == 1
+    assert engine.drafter.dropped_tokens == 7
+
+
+def test_what_cannot_fit_pushes_nothing_out():
+    engine = Engine(max_resident_tokens=48, max_problem_tokens=48)
+    stays, request = engine.start([0]), engine.start([0])
+    engine.commit(request, [1, 2, 3])
+    engine.stop(request)
+    keep, other, long = (engine.start([5]) for _ in range(3))
+    engine.commit(other, [1] * 11)
+    engine.stop(other)
+    engine.commit(long, [1] * 45)
+    problem = engine.drafter._live[engine.live[stays]].problem
+    engine.stop(long)
+    assert problem.num_resident == 4
+    assert engine.drafter._live[engine.live[keep]].problem.num_resident == 12
+    assert engine.drafter.dropped_tokens == 45
+    engine.drafter.check_integrity()
+
+
+def test_a_text_longer_than_its_row_stays_in_it():
+    drafter = Engine().drafter
+    history = torch.arange(2 * MAX_LEN, dtype=torch.int32).repeat(6, 1)
+    drafter.start_request(0, [0])
+    drafter.start_request(1, [1])
+    total_len = torch.tensor([2 * MAX_LEN, 1, 0, 0, 0, 0], dtype=torch.int32)
+    drafter.follow(torch.tensor([1, 0], dtype=torch.int32), history, total_len)
+    assert drafter._text[MAX_LEN] == 0
+    assert drafter._text[MAX_LEN - 1] == MAX_LEN - 1
+
+
+def test_warming_up_leaves_no_trace():
+    engine = Engine()
+    engine.drafter.warm_up(torch.int32, engine.history, engine.total_len, engine.seeds, engine.temperature)
+    engine.drafter.check_integrity()
+    request = engine.start([1, 2, 1])
+    engine.commit(request, [2])
+    engine.assert_same_drafts()
+    assert not engine.drafter._all_counters.any()
 
 
 def test_preempted_requests_come_again_under_their_own_version():
@@ -289,7 +332,8 @@ def test_rejected_arguments():
     with pytest.raises(ValueError, match="slot 0 is taken"):
         drafter.start_request(0, [1])
     with pytest.raises(ValueError, match="slot 1 is free"):
-        drafter.stop_requests([Ended(1, 5)])
+        drafter.stop_requests([Ended(0, 5), Ended(1, 5)])
+    assert 0 in drafter._live
     with pytest.raises(ValueError, match="slot 1 is free"):
         drafter.preempt_request(1)
     drafter.begin_policy_version(2)

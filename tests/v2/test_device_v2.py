@@ -149,10 +149,10 @@ def test_slots_follow_the_batch_size(tiny_model, stock, reference_model):
     sampler = runner_of(llm).sampler
     original = sampler._book
 
-    def book(input_batch, layout, logits, result):
+    def book(input_batch, layout, result):
         drafted = input_batch.cu_num_logits_np[1:] - input_batch.cu_num_logits_np[:-1] - 1
         lengths.setdefault(len(drafted), set()).update(drafted.tolist())
-        return original(input_batch, layout, logits, result)
+        return original(input_batch, layout, result)
 
     sampler._book = book
     params = mixed_params(5, 6, temperature=1.0, ignore_eos=True, **{**PLAIN, "max_tokens": 10})

@@ -158,9 +158,9 @@ def test_every_request_is_verified_at_its_drafts_own_length(tiny_model):
     sampler = runner_of(llm).sampler
     original = sampler._book
 
-    def book(input_batch, layout, logits, result):
+    def book(input_batch, layout, result):
         seen.append((input_batch.cu_num_logits_np[1:] - input_batch.cu_num_logits_np[:-1] - 1).tolist())
-        return original(input_batch, layout, logits, result)
+        return original(input_batch, layout, result)
 
     sampler._book = book
     params = mixed_params(3, 6, temperature=1.0, max_tokens=10, ignore_eos=True, **PLAIN)

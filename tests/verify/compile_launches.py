@@ -33,6 +33,8 @@ def compile_launch(function, *args, grid, warmup, **kwargs):
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = TYPES[value.dtype]
             attributes[(index,)] = [["tt.divisibility", 16]]
+        elif isinstance(value, float):
+            signature[parameter.name] = "fp32"
         else:
             signature[parameter.name] = "i32"
             if value % 16 == 0 and not parameter.do_not_specialize:
@@ -81,15 +83,16 @@ def main() -> None:
     ids, index = torch.zeros(8, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     kernel.gather_layout(ids, ids.long(), index, index, index, index, index)
 
-    from rollout_spec.drafters.device import DeviceDrafter, Ended
+    from rollout_spec.drafters.device import DeviceDrafter
 
-    for batch in (1, 64, 512):  # as many ways to split the scan
-        drafter = DeviceDrafter(max_requests=batch, max_model_len=64, device=torch.device("cpu"))
-        slots = torch.arange(batch, dtype=torch.int32)
-        history = torch.zeros(batch, 64, dtype=torch.int32)
-        drafter.start_request(0, [1, 2])
-        drafter.propose(slots, slots, history, slots, torch.arange(batch), torch.ones(batch))
-        drafter.stop_requests([Ended(0, 40, stop_token_ids=(1,))])
+    size = 512
+    for k, dtype in ((8, torch.int32), (16, torch.int64)):
+        drafter = DeviceDrafter(
+            max_requests=size, max_model_len=64, device=torch.device("cpu"), max_draft_tokens=k, sharpness=1.4
+        )
+        history = torch.zeros(size, 64, dtype=torch.int32)
+        lengths = torch.zeros(size, dtype=torch.int32)
+        drafter.warm_up(dtype, history, lengths, torch.arange(size), torch.ones(size))
     print("\n".join(compiled.values()))
 
 

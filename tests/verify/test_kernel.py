@@ -218,3 +218,16 @@ def test_every_launch_compiles_for_hopper():
     assert result.returncode == 0, result.stderr[-2000:]
     for name in ("_scan", "_accept", "_rank", "_residual", "_recover", "_cutoff", "_layout", "_gather_layout"):
         assert f"{name}_kernel:" in result.stdout
+
+
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+def test_broken_rows_are_told_from_those_that_masks_left_empty(mode):
+    logits = torch.zeros(4, 50)
+    logits[0] = -torch.inf
+    logits[1, 7] = torch.nan
+    logits[2, 8] = torch.inf
+    rows = SamplingRows(torch.ones(4), torch.arange(4), torch.arange(4))
+    cu = torch.zeros(4, dtype=torch.int32)
+    result = kernel.verify(logits, torch.zeros(0, dtype=torch.int32), cu, rows, logprobs_mode=mode, max_draft_tokens=0)
+    assert result.num_invalid_rows.tolist() == [1, 1, 1, 0]
+    assert result.num_broken_rows.tolist() == [0, 1, 1, 0]
