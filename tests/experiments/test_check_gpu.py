@@ -45,7 +45,7 @@ def test_a_wrong_token_and_a_wrong_logprob_are_reported():
         import torch
 
         got = expected._replace(**changes)
-        tensors = (torch.from_numpy(np.asarray(field)) for field in got)
+        tensors = (None if field is None else torch.from_numpy(np.asarray(field)) for field in got)
         return check_gpu.compare(type(got)(*tensors), expected, logits, cu, rows, "sample", "raw_logprobs")
 
     assert compared() == (0, 0.0)
