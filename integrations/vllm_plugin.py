@@ -93,6 +93,19 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     return config
 
 
+def agreement(vllm_config: Any) -> Callable[[list[float]], list[float]] | None:
+    """What makes numbers that tensor-parallel ranks measured those of the first rank; None for a single rank."""
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return None
+    from vllm.distributed.parallel_state import get_tp_group
+
+    def agree(values: list[float]) -> list[float]:
+        agreed: list[float] = get_tp_group().broadcast_object(values, src=0)
+        return agreed
+
+    return agree
+
+
 def check_version(version_tuple: tuple[Any, ...], version: str) -> None:
     """Warn about untested versions of vLLM.
 

@@ -26,7 +26,7 @@ from rollout_spec.integrations.session import (
     sampled_tokens,
     verifier_scores,
 )
-from rollout_spec.integrations.vllm_plugin import config_of
+from rollout_spec.integrations.vllm_plugin import agreement, config_of
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingRows, VerifyResult
 from rollout_spec.verify.api import verify
@@ -253,7 +253,7 @@ class RolloutSpecProposer:
         if config is None or not config.speculation:
             raise ValueError("this engine does not ask for rollout_spec: use rollout_spec.engine_kwargs()")
         self.stats = SpeculationStats()
-        self.session = DraftingSession(config, vllm_config.model_config, self.stats)
+        self.session = DraftingSession(config, vllm_config.model_config, self.stats, agreement(vllm_config))
         self.outcomes: dict[str, tuple[list[int], int]] = {}
         self._runner: Any = None
 
@@ -297,5 +297,6 @@ class RolloutSpecProposer:
                     new = token_ids_cpu[row, seen : int(num_tokens_no_spec[row])].tolist()
                     updates.append((req_ids[row], request, new))
         ended = [req_id for req_id in self.session.live if req_id not in requests]
-        drafts = self.session.draft(ended, outcomes, updates)
+        reads_prompts = len(updates) < len(sampled_token_ids)
+        drafts = self.session.draft(ended, outcomes, updates, reads_prompts=reads_prompts)
         return [drafts.get(req_ids[row], []) for row in range(len(sampled_token_ids))]

@@ -38,7 +38,7 @@ from rollout_spec.integrations.session import (
     sampled_tokens,
     verifier_scores,
 )
-from rollout_spec.integrations.vllm_plugin import config_of
+from rollout_spec.integrations.vllm_plugin import agreement, config_of
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows, VerifyResult
 from rollout_spec.verify import kernel
@@ -349,7 +349,7 @@ class HistorySpeculator(BaseSpeculator):
         assert config is not None
         self.model = torch.nn.Module()  # vLLM 0.26 prepares its communication buffers
         self.stats = SpeculationStats()
-        self.session = DraftingSession(config, vllm_config.model_config, self.stats)
+        self.session = DraftingSession(config, vllm_config.model_config, self.stats, agreement(vllm_config))
         self.num_draft_tokens: dict[str, int] = {}
         self._num_slots = config.num_speculative_tokens
         self._device = device
@@ -415,7 +415,7 @@ class HistorySpeculator(BaseSpeculator):
                 new = self._read_tokens(req_id, request)
             updates.append((req_id, request, new))
         ended = [req_id for req_id in self.session.live if req_id not in self._adapter.requests]
-        return self.session.draft(ended, outcomes, updates)
+        return self.session.draft(ended, outcomes, updates, reads_prompts=len(updates) < size)
 
     def _read_tokens(self, req_id: str, request: Any) -> list[int]:
         """A request's tokens after those seen, from the runner's own copy, which has been brought up to date."""

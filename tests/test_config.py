@@ -100,6 +100,13 @@ def test_ranges_of_batch_sizes(ranges, error):
         engine_kwargs(drafter="device", num_speculative_tokens_per_batch_size=ranges)
 
 
+def test_the_device_drafter_has_no_budget():
+    with pytest.raises(ValueError, match="has no budget"):
+        engine_kwargs(drafter="device", budget=True)
+    with pytest.raises(TypeError, match="budget must be a bool"):
+        engine_kwargs(budget=1)
+
+
 def test_other_drafters_give_each_request_its_own_k():
     with pytest.raises(ValueError, match="is for drafter='device'"):
         engine_kwargs(num_speculative_tokens_per_batch_size=[(1, 4, 2)])

@@ -16,7 +16,8 @@ import numpy as np
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.noise import derive_seed
-from rollout_spec.replay.simulate import REGIMES, Regime, replay
+from rollout_spec.replay.engine import EngineCost, compare, read_cost
+from rollout_spec.replay.simulate import REGIMES, Regime, Request, replay
 from rollout_spec.replay.synthetic import SyntheticPolicy
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 
@@ -38,6 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, help="replayed samples per prompt")
     parser.add_argument("--history", type=int, help="earlier samples per prompt in the epoch regime")
     parser.add_argument("--frontier", action="store_true", help="replay at several thresholds of min_survival")
+    parser.add_argument(
+        "--engine-cost",
+        type=Path,
+        metavar="FILE",
+        help="simulate whole rollout phases with this cost curve (JSON: name, tokens, seconds) and compare budgets",
+    )
     parser.add_argument("--policy", choices=["recorded", "synthetic"], default="recorded")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
 
@@ -54,9 +61,12 @@ def run(args: argparse.Namespace) -> int:
         files = [(path, read_traces(path, max_prompts=args.prompts)) for path in args.paths]
         if args.num_speculative_tokens < 1 or args.batch < 1:
             raise ValueError("-k and --batch must be at least 1")
+        cost = read_cost(args.engine_cost) if args.engine_cost else None
     except (ValueError, OSError) as error:
         print(f"rollout-spec replay: {error}", file=sys.stderr)
         return 2
+    if cost is not None:
+        return _compare_budgets(files, cost, args)
     rows: list[dict[str, Any]] = []
     for path, problems in files:
         for regime in REGIMES if args.regime == "all" else (args.regime,):
@@ -74,6 +84,33 @@ def run(args: argparse.Namespace) -> int:
             "batch": args.batch,
             "versions": {name: version(name) for name in ("rollout-spec", "numpy", "numba")},
         }
+        args.json.write_text(json.dumps([{**row, **about} for row in rows], indent=1))
+    return 0
+
+
+def _compare_budgets(
+    files: Sequence[tuple[Path, Sequence[Problem]]], cost: EngineCost, args: argparse.Namespace
+) -> int:
+    """Rollout phases under every policy, as a table and as JSON."""
+    rows = []
+    print(f"Simulated: a step takes what the curve {cost.name!r} says, recorded tokens decide what is accepted.")
+    heads = ("seconds", "speedup", "tail", "steps", "drafted", "accepted")
+    print(f"{'file':24} {'policy':14} " + " ".join(f"{head:>8}" for head in heads))
+    for path, problems in files:
+        requests = [Request(problem, rollout) for problem in problems for rollout in problem.rollouts[: args.samples]]
+        phases = compare([requests], cost, num_speculative_tokens=args.num_speculative_tokens, batch=args.batch)
+        none = phases["none"]
+        for label, phase in phases.items():
+            speedup, tail = none.seconds / phase.seconds, none.tail_seconds / max(phase.tail_seconds, 1e-12)
+            figures = {"speedup": speedup, "tail_speedup": tail, **phase._asdict()}
+            rows.append({"file": path.name, "policy": label, "curve": cost.name, "simulated": True, **figures})
+            print(
+                f"{path.name[:24]:24} {label:14} {phase.seconds:8.2f} {speedup:8.2f} {tail:8.2f} {phase.steps:8} "
+                f"{phase.drafted:8} {phase.accepted:8}",
+                flush=True,
+            )
+    if args.json:
+        about = {"argv": sys.argv, "k": args.num_speculative_tokens, "batch": args.batch}
         args.json.write_text(json.dumps([{**row, **about} for row in rows], indent=1))
     return 0
 

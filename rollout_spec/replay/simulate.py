@@ -248,7 +248,7 @@ class _Run:
     def steady(self, requests: Sequence[Request], batch: int) -> None:
         """Generate rollouts `batch` at a time, the next one as soon as one ends, while there are as many."""
         waiting = list(reversed(requests))
-        live: dict[str, _Cursor] = {}
+        live: dict[str, Cursor] = {}
         while len(live) + len(waiting) >= batch:
             while len(live) < batch:
                 live |= self._start([waiting.pop()])
@@ -257,16 +257,16 @@ class _Run:
         for req_id in live:
             self._drafter.stop_request(req_id)
 
-    def _start(self, requests: Sequence[Request]) -> dict[str, _Cursor]:
+    def _start(self, requests: Sequence[Request]) -> dict[str, Cursor]:
         """Begin requests; the first token comes from the prefill."""
         clock, drafter = time.perf_counter, self._drafter
-        live: dict[str, _Cursor] = {}
+        live: dict[str, Cursor] = {}
         for problem, rollout in requests:
             if not rollout.tokens.size:
                 continue
             req_id = str(self._num_started)
             self._num_started += 1
-            cursor = _Cursor(problem, rollout)
+            cursor = Cursor(problem, rollout)
             seed = self._seed_of(problem, rollout)
             started = clock()
             drafter.start_request(req_id, rollout.prompt, problem_id=problem.problem_id, seed=seed)
@@ -275,7 +275,7 @@ class _Run:
             live[req_id] = cursor
         return live
 
-    def _end(self, live: dict[str, _Cursor], *, keep: bool) -> int:
+    def _end(self, live: dict[str, Cursor], *, keep: bool) -> int:
         """Stop the requests that are done. Returns how many are left."""
         for req_id in [req_id for req_id, cursor in live.items() if cursor.done]:
             del live[req_id]
@@ -284,7 +284,7 @@ class _Run:
             self.index_seconds += time.perf_counter() - started
         return len(live)
 
-    def _step(self, live: dict[str, _Cursor]) -> None:
+    def _step(self, live: dict[str, Cursor]) -> None:
         clock, drafter = time.perf_counter, self._drafter
         req_ids = list(live)
         limits = np.full(len(req_ids), self._k, np.int32)
@@ -312,7 +312,7 @@ class _Run:
         self.stats.record([len(draft.token_ids) for draft in drafts], accepted)
         self.stats.emitted_tokens += sum(emitted) - sum(accepted) - len(accepted)
 
-    def _targets(self, cursor: _Cursor, draft: Int32Array, num_accepted: int) -> Int32Array:
+    def _targets(self, cursor: Cursor, draft: Int32Array, num_accepted: int) -> Int32Array:
         """What the target says at the drafted positions that are known."""
         known = cursor.expected(num_accepted + 1)
         if self._next_token is None or known.size <= num_accepted:
@@ -333,7 +333,7 @@ class _Run:
         np.add.at(self.reliability[:, 2], bins[:num_accepted], 1)
 
 
-class _Cursor:
+class Cursor:
     """Where a replayed request stands in its recording."""
 
     def __init__(self, problem: Problem, rollout: Rollout) -> None:
@@ -346,7 +346,13 @@ class _Cursor:
 
     @property
     def done(self) -> bool:
+        """Whether all of it has been said."""
         return self._at >= self._tokens.size
+
+    @property
+    def num_said(self) -> int:
+        """Tokens that are committed, the environment's included."""
+        return self._at
 
     def context(self) -> list[int]:
         """Prompt and what is committed."""

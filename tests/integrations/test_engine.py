@@ -355,3 +355,19 @@ def test_invalid_logits_raise(tiny_model):
 def test_bad_configurations_raise_before_anything_is_generated(tiny_model, kwargs, message):
     with pytest.raises(ValueError, match=message):
         build(tiny_model, **kwargs)
+
+
+def test_a_budget_changes_no_rollout(tiny_model, off, reference_model):
+    """Drafts are cut by what steps take, which differs from run to run; the rollouts do not."""
+    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=5, budget=True))
+    for seed in range(3):
+        params = mixed_params(12, 40 + seed, max_tokens=40, ignore_eos=True)
+        prompts = [[1, 4 + i % 3, 9] for i in range(len(params))]
+        assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+    session = runner_of(llm).drafter.session
+    tokens, seconds = session.budget.cost.curve(drafted=False)
+    assert tokens.size
+    assert (seconds > 0).all()
+    stats = stats_of(llm)
+    assert stats["drafter_errors"] == 0
+    assert stats["draft_tokens"] > 0

@@ -1,0 +1,204 @@
+"""Budgets in a real engine: what it costs to try where nothing can be gained, and what is gained where it can.
+
+    python experiments/bench_budget.py POLICY_DIR [--batch 1 8 16 64] [--pairs 12] [--out FILE]
+
+POLICY_DIR is a policy that `make demo` made (demo/policy-*). Engines in one process, taking turns, on the same prompts
+and seeds, each turn with new ones:
+
+    off        speculation switched off: the same dice, no drafter
+    idle       a drafter that never drafts: the floor, what calling one costs the engine
+    wrong      a drafter that always drafts K tokens, is sure of them, and never right
+    wrong, no budget
+               the same, all of it verified
+    ours       the default drafter under its budget
+    ours, no budget
+               all of its drafts verified
+
+Gate: the engines' rollouts are the same. Reported: time without drafts over each engine's time per token, median over
+turns with a 95 % bootstrap interval.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rows import append, origin
+
+from rollout_spec.types import Draft
+
+for name, value in {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}.items():
+    os.environ.setdefault(name, value)
+
+K = 8
+MAX_TOKENS = 160
+
+
+class Idle:
+    """Never drafts."""
+
+    def start_request(self, req_id: str, prompt_token_ids: Any, **kwargs: Any) -> None:
+        pass
+
+    def extend(self, req_id: str, new_token_ids: Any) -> None:
+        pass
+
+    def propose(self, req_ids: Sequence[str], max_tokens: Any) -> list[Draft]:
+        nothing = Draft(np.zeros(0, np.int32), np.zeros(0, np.float32))
+        return [nothing for _ in req_ids]
+
+    def observe(self, req_ids: Sequence[str], target_token_ids: Any, num_accepted: Any) -> None:
+        pass
+
+    def stop_request(self, req_id: str, *, keep: bool = True) -> None:
+        pass
+
+    def begin_policy_version(self, version: int) -> None:
+        pass
+
+    def memory_bytes(self) -> int:
+        return 0
+
+    def check_integrity(self) -> None:
+        pass
+
+
+class Wrong(Idle):
+    """Is sure that the padding comes next, which the policy never says."""
+
+    def propose(self, req_ids: Sequence[str], max_tokens: Any) -> list[Draft]:
+        return [Draft(np.zeros(max(n, 0), np.int32), np.full(max(n, 0), 0.9, np.float32)) for n in max_tokens]
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "off": {"speculation": False},
+    "idle": {"drafter": "bench_budget.Idle"},
+    "wrong": {"drafter": "bench_budget.Wrong", "budget": True},
+    "wrong, no budget": {"drafter": "bench_budget.Wrong"},
+    "ours": {"budget": True},
+    "ours, no budget": {},
+}
+
+
+def build(policy: Path, options: dict[str, Any]) -> Any:
+    """An engine on the policy."""
+    from vllm import LLM
+
+    from rollout_spec import engine_kwargs
+
+    return LLM(
+        model=str(policy),
+        enforce_eager=True,
+        dtype="float32",
+        max_num_seqs=64,
+        max_model_len=512,
+        num_gpu_blocks_override=1200,
+        **engine_kwargs(**({"num_speculative_tokens": K} | options)),
+    )
+
+
+def one_turn(llm: Any, batch: int, groups: int, seed: int) -> tuple[float, list[list[int]]]:
+    """(seconds per token, rollouts) of one rollout phase: `groups` times `batch` requests, sixteen per prompt."""
+    from vllm import SamplingParams
+
+    from rollout_spec.demo.task import make_problem, prompt_text
+
+    rng = random.Random(seed)
+    group = min(16, batch)
+    texts = [prompt_text(make_problem(rng)) for _ in range(groups * batch // group)]
+    prompts = [text for text in texts for _ in range(group)]
+    params = [
+        SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=seed * 10_000 + i, detokenize=False)
+        for i in range(len(prompts))
+    ]
+    outputs, seconds, tokens = [], 0.0, 0
+    for start in range(0, len(prompts), batch):
+        started = time.perf_counter()
+        got = llm.generate(prompts[start : start + batch], params[start : start + batch], use_tqdm=False)
+        seconds += time.perf_counter() - started
+        outputs += [list(output.outputs[0].token_ids) for output in got]
+    tokens = sum(map(len, outputs))
+    return seconds / tokens, outputs
+
+
+def interval(ratios: np.ndarray) -> tuple[float, float, float]:
+    """Median and its 95 % bootstrap interval."""
+    rng = np.random.default_rng(0)
+    medians = np.median(rng.choice(ratios, (2000, ratios.size)), axis=1)
+    low, high = np.percentile(medians, [2.5, 97.5])
+    return float(np.median(ratios)), float(low), float(high)
+
+
+def main() -> None:
+    """Take turns and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("policy", type=Path)
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 16, 64])
+    parser.add_argument("--pairs", type=int, default=12)
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    about = origin()
+    engines = {name: build(args.policy, ENGINES[name]) for name in args.engines}
+    print("batch   engine            off / engine (95 %)     identical   tokens per step")
+    for batch in args.batch:
+        groups = max(1, 16 // batch)
+        times: dict[str, list[float]] = {name: [] for name in engines}
+        identical = {name: [0, 0] for name in engines}
+        for llm in engines.values():
+            one_turn(llm, batch, groups, 10**6)  # compiles, and lets budgets learn this size
+        before = {name: stats(llm) for name, llm in engines.items()}
+        for pair in range(args.pairs):
+            order = list(engines)[pair % len(engines) :] + list(engines)[: pair % len(engines)]
+            rollouts = {}
+            for name in order:
+                seconds, rollouts[name] = one_turn(engines[name], batch, groups, 1000 * batch + pair)
+                times[name].append(seconds)
+            for name, mine in rollouts.items():
+                identical[name][0] += sum(a == b for a, b in zip(mine, rollouts["off"], strict=True))
+                identical[name][1] += len(mine)
+        for name in engines:
+            ratio, low, high = interval(np.array(times["off"]) / np.array(times[name]))
+            same, total = identical[name]
+            if same < 0.98 * total:
+                raise SystemExit(f"gate: {name}: only {same} of {total} rollouts are those without speculation")
+            now = stats(engines[name])
+            steps = now["request_steps"] - before[name]["request_steps"]
+            per_step = (now["emitted_tokens"] - before[name]["emitted_tokens"]) / max(steps, 1)
+            drafted = (now["draft_tokens"] - before[name]["draft_tokens"]) / max(steps, 1)
+            row = {
+                "batch": batch, "engine": name, "k": K, "pairs": args.pairs, "off_over_engine": round(ratio, 4),
+                "interval": [round(low, 4), round(high, 4)], "identical": same, "rollouts": total,
+                "tokens_per_step": round(per_step, 3), "drafted_per_step": round(drafted, 3),
+            }  # fmt: skip
+            append(args.out, {"benchmark": "budget/engine", **row, **about})
+            print(
+                f"{batch:5d}   {name:17} {ratio:.3f} ({low:.3f}-{high:.3f})      {same}/{total}    "
+                f"{per_step:.2f} ({drafted:.1f})",
+                flush=True,
+            )
+
+
+def stats(llm: Any) -> dict[str, Any]:
+    """Counters of an engine."""
+    found: dict[str, Any] = llm.collective_rpc("rollout_spec", args=("stats",))[0]
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Policies of draft budgets in a simulated engine, on recorded rollouts and cost curves. **Simulated**: no model runs.
+
+    python experiments/simulate_budgets.py TRACES_DIR [--sets ...] [--batch 1 8 64 256] [--out FILE.jsonl]
+
+Curves: three of published shape, seconds = floor + max(bytes of weights / bandwidth, 2 x parameters x tokens / FLOP/s),
+with the H200's 4.8 TB/s and half of its 990 TFLOP/s (bf16): 1.5B and 7B parameters on one GPU (memory-bound up to about
+a hundred tokens), and `flops`, whose steps cost in proportion to their tokens from the first on (compute-bound). `cpu`
+is the demo's policy on two busy CPU cores, where one was measured (--curve).
+
+Reported per cell: time without drafts over a policy's time, for the whole phase and for its tail (the last tenth of the
+rollouts). `ours, new` knows nothing when the phase begins; `ours` has learned in one phase of the same size on other
+prompts, as in any but the first step of a run. The drafter begins anew in every phase.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+from rows import append, origin
+
+from rollout_spec.replay.engine import EngineCost, compare, read_cost
+from rollout_spec.replay.simulate import Request
+from rollout_spec.replay.traces import read_traces
+
+K = 16
+SIZES = np.array([1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192], np.float64)
+
+
+def roofline(name: str, parameters: float, floor: float) -> EngineCost:
+    """A curve of published shape, see above; drafts cost 20 us per request and step."""
+    seconds = floor + np.maximum(2 * parameters / 4.8e12, 2 * parameters * SIZES / 495e12)
+    return EngineCost(name, SIZES, seconds, 0.0, 20e-6)
+
+
+CURVES = {
+    "1.5b": roofline("1.5b", 1.5e9, 1.5e-3),
+    "7b": roofline("7b", 7.6e9, 1.5e-3),
+    "flops": EngineCost("flops", SIZES, 1e-4 + 1e-3 * SIZES, 0.0, 20e-6),
+}
+
+
+def main() -> None:
+    """Simulate every cell and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", type=Path)
+    parser.add_argument("--sets", nargs="+", default=["rg_llama_math", "codet_codegen16b", "r1v_grpo_log"])
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--batch", nargs="+", type=int, default=[8, 64, 192])
+    parser.add_argument("--curves", nargs="+", default=list(CURVES))
+    parser.add_argument("--curve", type=Path, nargs="*", default=[], help="measured curves")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    about = origin()
+    curves = [CURVES[name] for name in args.curves] + [read_cost(path) for path in args.curve]
+    for name in args.sets:
+        problems = read_traces(args.traces / f"{name}.parquet", max_prompts=2 * args.prompts)
+        phases = [[Request(p, r) for p in problems[half::2] for r in p.rollouts[: args.samples]] for half in range(2)]
+        for cost in curves:
+            for batch in args.batch:
+                times = compare(phases, cost, num_speculative_tokens=K, batch=batch)
+                for label, phase in times.items():
+                    none = times["none"]
+                    row = {
+                        "set": name, "curve": cost.name, "batch": batch, "policy": label, **phase._asdict(),
+                        "speedup": round(none.seconds / phase.seconds, 4),
+                        "tail_speedup": round(none.tail_seconds / max(phase.tail_seconds, 1e-12), 4),
+                    }  # fmt: skip
+                    append(args.out, {"benchmark": "budget/simulated", **row, **about})
+                base = times["none"]
+                cells = [
+                    f"{label} {base.seconds / p.seconds:.2f} ({base.tail_seconds / max(p.tail_seconds, 1e-12):.2f})"
+                    for label, p in times.items()
+                ]
+                print(f"{name} {cost.name} batch {batch}: " + ", ".join(cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()

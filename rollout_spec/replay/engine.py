@@ -1,0 +1,327 @@
+"""Recorded rollouts through a simulated engine: how long a rollout phase takes under a policy of draft budgets.
+
+**Simulated**: a step takes what a cost curve says for its tokens; a drafted token is accepted when it equals the
+recorded one. Prompts cost nothing. Requests wait for a free place, as with continuous batching, and the phase ends when
+the last one has ended.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.budget import Budget, Floats, allocate
+from rollout_spec.drafters import build_drafter
+from rollout_spec.drafters.base import Drafter
+from rollout_spec.replay.simulate import Cursor, Request
+
+NO_LIMIT = 1 << 20
+"""Most tokens of a rollout that a policy may expect."""
+
+
+class EngineCost(NamedTuple):
+    """What steps cost: seconds at given numbers of tokens, linear between them and beyond the last two."""
+
+    name: str
+    tokens: Floats
+    seconds: Floats
+    drafted_seconds: float
+    """What a step with drafts costs more, whatever their number: other graphs, synchronous scheduling."""
+    draft_seconds: float
+    """The drafter's work per request and step in which it is asked."""
+
+    def step(self, num_tokens: float) -> float:
+        """Seconds of a step without drafts."""
+        return float(self.steps(np.array([num_tokens]))[0])
+
+    def steps(self, num_tokens: Floats) -> Floats:
+        """The same for many."""
+        slope = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
+        beyond = np.maximum(np.asarray(num_tokens, np.float64) - self.tokens[-1], 0.0)
+        return np.asarray(np.interp(num_tokens, self.tokens, self.seconds) + slope * beyond)
+
+
+def read_cost(path: Path) -> EngineCost:
+    """Read a cost curve: JSON with `name`, `tokens`, `seconds` and, if wanted, `drafted_seconds`, `draft_seconds`.
+
+    Raises:
+        ValueError: a field is missing or not as expected.
+        OSError: the file cannot be read.
+    """
+    try:
+        values = json.loads(path.read_text())
+        cost = EngineCost(
+            str(values["name"]),
+            np.array(values["tokens"], np.float64),
+            np.array(values["seconds"], np.float64),
+            float(values.get("drafted_seconds", 0.0)),
+            float(values.get("draft_seconds", 0.0)),
+        )
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no cost curve: {error!r}") from None
+    rising = np.all(np.diff(cost.tokens) > 0) and np.all(np.diff(cost.seconds) >= 0)
+    if cost.tokens.ndim != 1 or cost.tokens.shape != cost.seconds.shape or cost.tokens.size < 2 or not rising:
+        raise ValueError(f"{path}: tokens must rise and seconds must not fall, two values or more of each")
+    return cost
+
+
+class Step(NamedTuple):
+    """What a policy sees of a step. B requests that may have drafts."""
+
+    confidence: Floats  # [B, K], the drafter's, 0 beyond each draft's end
+    num_drafted: NDArray[np.int64]  # [B]
+    problems: list[int]
+    so_far: NDArray[np.int64]  # [B] tokens said
+    acceptable: NDArray[np.int64]  # [B] what would be accepted: for the oracle
+
+
+class Policy(Protocol):
+    """Decides how many tokens of each draft are verified."""
+
+    def wants_drafts(self) -> bool:
+        """Whether to ask the drafter at all."""
+
+    def decide(self, step: Step) -> NDArray[np.int64]:
+        """Slots to verify, int64 [B]."""
+
+    def observe(self, step: Step, verified: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
+        """What became of them."""
+
+    def on_step(self, num_tokens: int, seconds: float, drafted: bool) -> None:
+        """What the step took."""
+
+    def on_finish(self, problem: int, length: int) -> None:
+        """A rollout ended."""
+
+
+class _Deaf:
+    """A policy that learns nothing."""
+
+    def wants_drafts(self) -> bool:
+        return True
+
+    def observe(self, step: Step, verified: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
+        pass
+
+    def on_step(self, num_tokens: int, seconds: float, drafted: bool) -> None:
+        pass
+
+    def on_finish(self, problem: int, length: int) -> None:
+        pass
+
+
+class NoDrafts(_Deaf):
+    """Speculation switched off."""
+
+    def wants_drafts(self) -> bool:
+        return False
+
+    def decide(self, step: Step) -> NDArray[np.int64]:
+        return np.zeros_like(step.num_drafted)
+
+
+class FixedK(_Deaf):
+    """At most K tokens of every draft, and of these where `threshold` is given those that are as probable."""
+
+    def __init__(self, k: int, threshold: float = 0.0) -> None:
+        self._k = k
+        self._threshold = threshold
+
+    def decide(self, step: Step) -> NDArray[np.int64]:
+        probable = (step.confidence >= self._threshold).sum(1)
+        return np.minimum(np.minimum(step.num_drafted, probable), self._k)
+
+
+class LengthClasses(_Deaf):
+    """As DAS (arXiv:2511.13841): long drafts for problems whose rollouts get long, short ones or none for others.
+
+    A problem's class is the tercile of its mean length so far among all problems; unknown ones are in the middle.
+    """
+
+    def __init__(self, budgets: tuple[int, int, int]) -> None:
+        self._budgets = budgets
+        self._lengths: dict[int, list[int]] = {}
+
+    def decide(self, step: Step) -> NDArray[np.int64]:
+        means = {problem: float(np.mean(lengths)) for problem, lengths in self._lengths.items()}
+        low, high = np.quantile(list(means.values()), [1 / 3, 2 / 3]) if means else (0.0, 0.0)
+        classes = [int(means[p] > low) + int(means[p] > high) if p in means else 1 for p in step.problems]
+        return np.minimum(step.num_drafted, np.array([self._budgets[c] for c in classes], np.int64))
+
+    def on_finish(self, problem: int, length: int) -> None:
+        self._lengths.setdefault(problem, []).append(length)
+
+
+class Learned:
+    """Ours, which learns the cost curve, survival and lengths while it runs."""
+
+    def __init__(self, k: int) -> None:
+        self.budget = Budget(k)
+
+    def wants_drafts(self) -> bool:
+        return self.budget.wants_drafts()
+
+    def decide(self, step: Step) -> NDArray[np.int64]:
+        lengths = self.budget.lengths
+        predicted = [lengths.predict(p, int(n), NO_LIMIT) for p, n in zip(step.problems, step.so_far, strict=True)]
+        mean, deviation = np.array(predicted).T
+        return self.budget.decide(step.confidence, step.num_drafted, (mean, deviation))
+
+    def observe(self, step: Step, verified: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
+        self.budget.survival.observe(step.confidence, verified, accepted)
+
+    def on_step(self, num_tokens: int, seconds: float, drafted: bool) -> None:
+        self.budget.cost.observe(num_tokens, seconds, drafted=drafted)
+
+    def on_finish(self, problem: int, length: int) -> None:
+        self.budget.lengths.observe(problem, length)
+
+
+class Oracle(_Deaf):
+    """Knows the curve and what will be accepted, and verifies what pays: the most tokens per second."""
+
+    def __init__(self, cost: EngineCost) -> None:
+        self._cost = cost
+
+    def decide(self, step: Step) -> NDArray[np.int64]:
+        size, k = step.confidence.shape
+        plain = self._cost.steps(np.arange(size + 1))
+        value = np.full(size, plain[size] / size)
+        survival = (np.arange(k)[None, :] < step.acceptable[:, None]).astype(np.float64)
+        extra = self._cost.steps(np.arange(size, size + int(step.acceptable.sum()) + 1)) - plain[size]
+        extra[1:] += self._cost.drafted_seconds
+        return allocate(survival, value, extra, step.acceptable)
+
+
+class Phase(NamedTuple):
+    """A simulated rollout phase."""
+
+    seconds: float
+    tail_seconds: float
+    """From the end of nine rollouts in ten to the end of the last."""
+    steps: int
+    tokens: int
+    drafted: int
+    accepted: int
+
+
+def run_phase(
+    requests: Sequence[Request],
+    make_drafter: Callable[[], Drafter],
+    policy: Policy,
+    cost: EngineCost,
+    *,
+    num_speculative_tokens: int,
+    batch: int,
+) -> Phase:
+    """Generate the requests again, `batch` at a time, and add up what the steps cost."""
+    drafter = make_drafter()
+    waiting = list(enumerate(request for request in requests if request.rollout.tokens.size))[::-1]
+    total = len(waiting)
+    live: dict[str, Cursor] = {}
+    seconds, steps, tokens, drafted, accepted = 0.0, 0, 0, 0, 0
+    ends: list[float] = []
+    while waiting or live:
+        while waiting and len(live) < batch:
+            number, (problem, rollout) = waiting.pop()
+            cursor = live[str(number)] = Cursor(problem, rollout)
+            drafter.start_request(str(number), rollout.prompt, problem_id=problem.problem_id)
+            drafter.extend(str(number), cursor.advance(1))
+            tokens += 1
+        ids = list(live)
+        asked = policy.wants_drafts()
+        if asked:
+            drafts = drafter.propose(ids, np.full(len(ids), num_speculative_tokens, np.int32))
+            step = _look(list(live.values()), drafts, num_speculative_tokens)
+            verified = np.minimum(policy.decide(step), step.num_drafted)
+            hits = np.minimum(step.acceptable, verified)
+            policy.observe(step, verified, hits)
+        else:
+            verified = hits = np.zeros(len(ids), np.int64)
+        slots = int(verified.sum())
+        took = cost.step(len(ids) + slots)
+        took += cost.drafted_seconds * (slots > 0) + cost.draft_seconds * len(ids) * asked
+        seconds += took
+        steps += 1
+        drafted += slots
+        accepted += int(hits.sum())
+        policy.on_step(len(ids) + slots, took, slots > 0)
+        if asked:  # the target's next token says something about a draft that was not verified, too
+            seen = [live[req_id].expected(int(n) + 1) for req_id, n in zip(ids, hits, strict=True)]
+            outcomes = np.array([min(int(n), s.size - 1) for n, s in zip(hits, seen, strict=True)], np.int32)
+            drafter.observe(ids, seen, outcomes)
+        for i, req_id in enumerate(ids):
+            cursor = live[req_id]
+            new = cursor.advance(int(hits[i]) + 1)
+            tokens += len(new)
+            drafter.extend(req_id, new)
+            if cursor.done:
+                del live[req_id]
+                drafter.stop_request(req_id)
+                ends.append(seconds)
+                policy.on_finish(cursor.problem.problem_id, cursor.rollout.tokens.size)
+    tail = seconds - ends[int(0.9 * total) - 1] if total >= 10 else seconds
+    return Phase(seconds, tail, steps, tokens, drafted, accepted)
+
+
+def _look(cursors: Sequence[Cursor], drafts: Sequence[tuple[NDArray, NDArray]], k: int) -> Step:
+    size = len(cursors)
+    confidence = np.zeros((size, k))
+    lengths, acceptable = np.zeros(size, np.int64), np.zeros(size, np.int64)
+    for i, ((draft, sure), cursor) in enumerate(zip(drafts, cursors, strict=True)):
+        lengths[i] = len(draft)
+        confidence[i, : len(draft)] = sure
+        expected = cursor.expected(len(draft))
+        acceptable[i] = np.cumprod(draft[: expected.size] == expected).sum() if expected.size else 0
+    return Step(
+        confidence,
+        lengths,
+        [cursor.problem.problem_id for cursor in cursors],
+        np.array([cursor.num_said for cursor in cursors], np.int64),
+        acceptable,
+    )
+
+
+def policies(cost: EngineCost, k: int) -> dict[str, Callable[[], Policy]]:
+    """What is compared: no drafts, fixed numbers of tokens, thresholds, classes, ours and the oracle."""
+    return {
+        "none": NoDrafts,
+        **{f"K={n}": partial(FixedK, n) for n in (1, 2, 4, 8, 16) if n <= k},
+        "threshold 0.3": partial(FixedK, k, 0.3),
+        "threshold 0.6": partial(FixedK, k, 0.6),
+        "classes": partial(LengthClasses, (0, max(k // 4, 1), k)),
+        "ours": partial(Learned, k),
+        "oracle": partial(Oracle, cost),
+    }
+
+
+def compare(
+    phases: Sequence[Sequence[Request]],
+    cost: EngineCost,
+    *,
+    num_speculative_tokens: int,
+    batch: int,
+) -> dict[str, Phase]:
+    """The last phase under every policy. `ours` has learned in the phases before; "ours, new" has learned nothing.
+
+    The drafter, the suffix index over each problem's own texts, begins anew in every phase.
+    """
+    results = {}
+    k = num_speculative_tokens
+    for label, make in policies(cost, k).items():
+        drafter = partial(
+            build_drafter, "suffix", max_draft_tokens=k, min_survival=0.0 if label.startswith("K=") else 0.01
+        )
+        policy = make()
+        for requests in phases if label == "ours" else phases[-1:]:
+            phase = run_phase(requests, drafter, policy, cost, num_speculative_tokens=k, batch=batch)
+        results[label] = phase
+        if label == "ours" and len(phases) > 1:
+            results["ours, new"] = run_phase(phases[-1], drafter, make(), cost, num_speculative_tokens=k, batch=batch)
+    return results

@@ -1,0 +1,138 @@
+"""The simulated engine: what a phase takes under each policy of draft budgets."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+
+import numpy as np
+import pytest
+
+from rollout_spec import cli
+from rollout_spec.drafters import build_drafter
+from rollout_spec.replay.engine import EngineCost, FixedK, LengthClasses, NoDrafts, Step, compare, read_cost, run_phase
+from rollout_spec.replay.simulate import Request
+from rollout_spec.replay.traces import Problem, Rollout
+
+FLAT = EngineCost("flat", np.array([1.0, 2.0]), np.array([1.0, 1.0]), 0.0, 0.0)
+STEEP = EngineCost("steep", np.array([1.0, 2.0]), np.array([1.0, 2.0]), 0.0, 0.0)
+
+
+def phase_requests(num_problems=3, samples=6, tokens=120, seed=0):
+    """Rollouts of a problem that are mostly alike, of different lengths."""
+    rng = np.random.default_rng(seed)
+    requests = []
+    for number in range(num_problems):
+        base = rng.integers(0, 200, tokens)
+        rollouts = []
+        for sample in range(samples):
+            text = np.where(rng.random(tokens) < 0.15, rng.integers(0, 200, tokens), base)
+            text = text[: int(rng.integers(tokens // 2, tokens))].astype(np.int32)
+            rollouts.append(Rollout(sample, 0, np.array([number, 7], np.int32), text, (text.size,)))
+        problem = Problem(str(number), rollouts)
+        requests += [Request(problem, rollout) for rollout in rollouts]
+    return requests
+
+
+def simulate(policy, cost, requests, batch=4, k=4):
+    drafter = partial(build_drafter, "suffix", max_draft_tokens=k)
+    return run_phase(requests, drafter, policy, cost, num_speculative_tokens=k, batch=batch)
+
+
+def test_without_drafts_a_phase_takes_its_steps():
+    requests = phase_requests()
+    phase = simulate(NoDrafts(), FLAT, requests, batch=len(requests))
+    longest = max(request.rollout.tokens.size for request in requests)
+    assert phase.steps == phase.seconds == longest - 1  # the first token comes with the prompt
+    assert phase.tokens == sum(request.rollout.tokens.size for request in requests)
+    assert phase.drafted == 0
+
+
+def test_every_policy_generates_the_same_tokens():
+    requests = phase_requests()
+    results = compare([requests], STEEP, num_speculative_tokens=4, batch=5)
+    tokens = sum(request.rollout.tokens.size for request in requests)
+    assert set(results) == {
+        "none", "K=1", "K=2", "K=4", "threshold 0.3", "threshold 0.6", "classes", "ours", "oracle",
+    }  # fmt: skip
+    for name, phase in results.items():
+        assert phase.tokens == tokens, name
+        assert phase.accepted <= phase.drafted
+        assert phase.steps >= 1
+
+
+def test_ours_pays_where_tokens_are_free_and_stays_out_where_they_are_not():
+    free = compare([phase_requests(seed=1), phase_requests()], FLAT, num_speculative_tokens=4, batch=6)
+    assert free["ours"].seconds < 0.8 * free["none"].seconds
+    assert free["ours"].seconds < 1.1 * min(free[f"K={k}"].seconds for k in (1, 2, 4))
+    dear = compare([phase_requests(seed=1), phase_requests()], STEEP, num_speculative_tokens=4, batch=6)
+    assert dear["ours"].seconds < 1.02 * dear["none"].seconds
+    assert dear["K=4"].seconds > 1.2 * dear["none"].seconds
+    assert dear["oracle"].seconds <= dear["none"].seconds
+
+
+def test_the_price_of_drafting_counts():
+    requests = phase_requests()
+    fixed = FLAT._replace(drafted_seconds=0.5)
+    plain, dear = simulate(FixedK(4), FLAT, requests), simulate(FixedK(4), fixed, requests)
+    assert plain.steps == dear.steps
+    assert plain.seconds < dear.seconds <= 1.5 * plain.seconds
+    asked = simulate(FixedK(0), FLAT._replace(draft_seconds=0.1), requests, batch=1)
+    assert asked.seconds == pytest.approx(1.1 * asked.steps)
+
+
+def test_classes_follow_the_lengths_of_a_problem():
+    policy = LengthClasses((0, 2, 4))
+    for problem, length in ((1, 10), (2, 50), (3, 100)):
+        policy.on_finish(problem, length)
+    step = Step(np.ones((4, 4)), np.full(4, 4), [1, 2, 3, 9], np.zeros(4, np.int64), np.zeros(4, np.int64))
+    assert policy.decide(step).tolist() == [0, 2, 4, 2]
+
+
+def test_curves_are_checked(tmp_path):
+    path = tmp_path / "cost.json"
+    for bad in (
+        "{",
+        '{"name": "x"}',
+        '{"name": "x", "tokens": [1, 1], "seconds": [1, 2]}',
+        '{"name": "x", "tokens": [1, 2], "seconds": [2, 1]}',
+        '{"name": "x", "tokens": [1], "seconds": [1]}',
+    ):
+        path.write_text(bad)
+        with pytest.raises(ValueError, match=r"cost\.json"):
+            read_cost(path)
+    path.write_text(json.dumps({"name": "ok", "tokens": [1, 10], "seconds": [1, 1.9], "drafted_seconds": 0.1}))
+    cost = read_cost(path)
+    assert cost.step(1) == 1
+    assert cost.step(20) == pytest.approx(2.9)
+    assert cost.drafted_seconds == 0.1
+
+
+def test_the_command_says_that_it_is_simulated(tmp_path, capsys):
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    requests = phase_requests(2, 4, 40)
+    pq.write_table(
+        pa.table(
+            {
+                "prompt_id": [request.problem.prompt_id for request in requests],
+                "sample_id": [request.rollout.sample_id for request in requests],
+                "prompt_tokens": [request.rollout.prompt.tolist() for request in requests],
+                "completion_tokens": [request.rollout.tokens.tolist() for request in requests],
+            }
+        ),
+        tmp_path / "rollouts.parquet",
+    )
+    curve = tmp_path / "cost.json"
+    curve.write_text(json.dumps({"name": "tiny", "tokens": [1, 10], "seconds": [1, 1.1]}))
+    out = tmp_path / "out.json"
+    arguments = ["replay", str(tmp_path / "rollouts.parquet"), "--engine-cost", str(curve), "-k", "4"]
+    assert cli.main([*arguments, "--batch", "4", "--json", str(out)]) == 0
+    assert "Simulated" in capsys.readouterr().out
+    rows = {row["policy"]: row for row in json.loads(out.read_text())}
+    assert rows["none"]["speedup"] == 1
+    assert rows["ours"]["simulated"]
+    curve.write_text("{}")
+    assert cli.main(arguments) == 2
+    assert "no cost curve" in capsys.readouterr().err
