@@ -7,6 +7,7 @@ unseeded randomness: the same calls give the same drafts, which tensor-parallel 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
@@ -87,3 +88,9 @@ class Drafter(Protocol):
 
     def check_integrity(self) -> None:
         """Check internal invariants; for tests. Raises AssertionError."""
+
+
+def problem_of_prompt(prompt_token_ids: Tokens) -> int:
+    """A problem for requests that come without one: the hash of the prompt, 64 bits."""
+    digest = hashlib.blake2b(np.asarray(prompt_token_ids, np.int32).tobytes(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

@@ -2,12 +2,12 @@
 
 Texts are scanned, not indexed. A problem has some ten thousand tokens (16 rollouts of 2,000 are 128 KB), and a step
 reads each request's problem once: 512 requests over 32 problems of 32,000 tokens read 64 MB, nearly all of it from the
-cache, whose 5 TB/s would make that 13 us; comparing takes longer, some 30 instructions per four tokens where nothing
-matches. An index of hash chains would read 100 bytes per candidate, but one after another, and needs its insertions in
-an order that all ranks share; a suffix array of reversed prefixes finds the longest match in 17 dependent reads, and
-has to be sorted again as every request grows in every step. The scan has no state besides the texts: a token is found
-as soon as it is stored, and leaving is freeing memory. It costs time in proportion to a problem's tokens: what its live
-requests have said, and of its ended rollouts at most `max_problem_tokens`.
+cache, whose 5 TB/s would make that 13 us; comparing takes longer. An index of hash chains would read 100 bytes per
+candidate, but one after another, and needs its insertions in an order that all ranks share; a suffix array of reversed
+prefixes finds the longest match in 17 dependent reads, and has to be sorted again as every request grows in every step.
+The scan has no state besides the texts: a token is found as soon as it is stored, and leaving is freeing memory. It
+costs time in proportion to a problem's tokens: what its live requests have said, and of its ended rollouts at most
+`max_problem_tokens`.
 
 The text is one array: a row per slot of the engine for the live requests, then a pool of fixed size for ended rollouts.
 A request that ends is copied from its row to the pool, and to the host. A problem's rollouts are in the pool while it
@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout_spec.drafters import device_kernels
-from rollout_spec.drafters.base import Tokens
-from rollout_spec.drafters.device_reference import CELLS, MAX_TRIALS, NATURES, problem_of_prompt
+from rollout_spec.drafters.base import Tokens, problem_of_prompt
+from rollout_spec.drafters.device_reference import CELLS, MAX_TRIALS, NATURES
 from rollout_spec.drafters.kernels import MAX_DEPTH, NUM_NEAR_BINS, SHARPNESSES, SOURCES
 from rollout_spec.drafters.mixture import FORGET, PREFERENCE
 
@@ -198,7 +198,6 @@ class DeviceDrafter:
         self.dropped_tokens = 0
         self._device = device
         self._max_model_len = max_model_len
-        self._max_draft_tokens = max_draft_tokens
         self._use_dice = use_dice
         self._log2_recency = math.log2(recency)
         self._sharpness = 0.0 if sharpness is None else float(sharpness)
@@ -318,8 +317,8 @@ class DeviceDrafter:
             self.dropped_tokens += retired.pop(document).capacity
         if retired:
             self._retire(retired)
-        for request_problem in list(self._problems.values()):
-            self._rest_if_unused(request_problem)
+        for problem in list(self._problems.values()):
+            self._rest_if_unused(problem)
         counters = self._all_counters
         counters.copy_(torch.where(counters[:, :1] >= MAX_TRIALS, counters // 2, counters))
         while self._copying and self._copying[0].settle(wait=False):

@@ -17,7 +17,6 @@ rollouts and would cost a second scan.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec import noise
-from rollout_spec.drafters.base import Tokens
+from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.kernels import (
     ASKED,
     BLEND,
@@ -347,9 +346,3 @@ class ReferenceDrafter:
     @staticmethod
     def _document(live: _Live) -> Document:
         return Document(np.array(live.tokens, np.int32), live.prompt_length, live.version)
-
-
-def problem_of_prompt(prompt: Tokens) -> int:
-    """The problem of requests that come without one: the hash of the prompt."""
-    digest = hashlib.blake2b(np.asarray(prompt, np.int32).tobytes(), digest_size=8).digest()
-    return int.from_bytes(digest, "little")

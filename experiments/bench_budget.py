@@ -31,18 +31,10 @@ from typing import Any
 import numpy as np
 from rows import append, origin
 
+from rollout_spec.demo.run import ENVIRONMENT
 from rollout_spec.types import Draft
 
-for name, value in {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-    "TORCHDYNAMO_DISABLE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}.items():
+for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 
 K = 8

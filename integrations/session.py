@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
+from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.noise import derive_seed
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Draft
@@ -101,12 +102,6 @@ def problem_id_of(request: Any) -> int | None:
     return derive_seed(prompt, adapter, *(str(feature.identifier) for feature in request.mm_features or ()))
 
 
-def problem_key(request: Any) -> int:
-    """`problem_id_of`, or the hash of the prompt."""
-    given = problem_id_of(request)
-    return given if given is not None else hash(tuple(request.prompt_token_ids))
-
-
 def _padded(rows: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
     """Rows of different lengths as one matrix, 0 behind their ends."""
     matrix = np.zeros((len(rows), max(map(len, rows), default=0)))
@@ -190,10 +185,10 @@ class DraftingSession:
         self._vocab_size = int(model_config.get_vocab_size())
         self._stats = stats
         self._complete: set[str] = set()  # live requests whose last token has been sampled
-        self.budget = Budget(config.num_speculative_tokens) if config.budget else None
+        self.budget = Budget() if config.budget else None
         self._agree = agree
         self._proposals: dict[str, _Proposal] = {}
-        self._problems: dict[str, tuple[int, int]] = {}  # by live request: (problem, prompt's length)
+        self._problems: dict[str, tuple[int, int]] = {}  # by live request, for the budget: (problem, prompt's length)
         self._last_call: float | None = None
         self._unshared: list[tuple[int, float, bool]] = []
 
@@ -245,8 +240,8 @@ class DraftingSession:
     ) -> dict[str, list[int]]:
         for req_id in ended:
             self.drafter.stop_request(req_id)
-            problem, prompt_size = self._problems.pop(req_id)
             if self.budget is not None:
+                problem, prompt_size = self._problems.pop(req_id)
                 self.budget.lengths.observe(problem, self.live[req_id] - prompt_size)
             del self.live[req_id]
             self._complete.discard(req_id)
@@ -339,12 +334,15 @@ class DraftingSession:
         params = request.sampling_params
         prompt_size = len(request.prompt_token_ids)
         if req_id not in self.live:
-            self._problems[req_id] = (problem_key(request), prompt_size)
+            problem_id = problem_id_of(request)
+            if self.budget is not None:
+                problem = problem_of_prompt(request.prompt_token_ids) if problem_id is None else problem_id
+                self._problems[req_id] = (problem, prompt_size)
             has_dice = params.temperature > 0 and self._config.verify == "sample"
             self.drafter.start_request(
                 req_id,
                 np.array(request.prompt_token_ids, np.int32),
-                problem_id=problem_id_of(request),
+                problem_id=problem_id,
                 seed=params.seed if has_dice else None,
             )
             self.live[req_id] = prompt_size

@@ -78,6 +78,7 @@ class RunnerAdapter:
         self.warming_up = False
         self.speculator: Any = runner.speculator
         self.host_speculator = self.speculator if isinstance(self.speculator, HistorySpeculator) else None
+        self._device_speculator = self.speculator if self.host_speculator is None else None
         self.stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
         self._runner = runner
         self._config = config
@@ -111,7 +112,7 @@ class RunnerAdapter:
     def command(self, name: str, *args: Any) -> Any:
         """See `rollout_spec.integrations.session.run_command`."""
         self._runner.sampler.settle(wait=True)
-        session = self.host_speculator.session if self.host_speculator is not None else self.speculator
+        session = self.host_speculator.session if self.host_speculator is not None else self._device_speculator
         return run_command(session, self.stats, name, *args)
 
     def on_add_requests(self, scheduler_output: Any) -> None:
@@ -121,14 +122,14 @@ class RunnerAdapter:
 
     def on_requests_added(self, scheduler_output: Any) -> None:
         """Called once the step's new requests have slots."""
-        if not self.warming_up and self.speculator is not None and self.host_speculator is None:
-            self.speculator.on_requests_added(scheduler_output.scheduled_new_reqs)
+        if not self.warming_up and self._device_speculator is not None:
+            self._device_speculator.on_requests_added(scheduler_output.scheduled_new_reqs)
 
     def on_finish_requests(self, scheduler_output: Any) -> None:
         """Called with every step's schedule, before it runs. Preempted requests are not finished."""
         finished = [(req_id, self.requests.pop(req_id, None)) for req_id in scheduler_output.finished_req_ids]
-        if self.speculator is not None and self.host_speculator is None:
-            self.speculator.on_finish_requests(finished, scheduler_output.preempted_req_ids or ())
+        if self._device_speculator is not None:
+            self._device_speculator.on_finish_requests(finished, scheduler_output.preempted_req_ids or ())
 
     def cut_drafts(self, drafts: Any) -> Any:
         """Tell the scheduler how long each draft is; vLLM would have it verify K tokens for every request."""

@@ -365,7 +365,6 @@ def _allocate(
                 break
             gains[count] = gain
             count += 1
-    count = min(count, size * k)
     ordered = np.sort(gains[:count])[::-1]
     best, best_count, total = -cost[0], 0, 0.0
     for n in range(1, min(count, cost.size - 1) + 1):
@@ -393,18 +392,16 @@ class Budget:
     """Decides, step by step, how many tokens of each draft an engine verifies, and whether to draft at all.
 
     Args:
-        num_speculative_tokens: Most slots per request, K.
         sizes: Sizes that steps are padded to, see `StepCost`.
 
     Attributes:
         survival, cost, lengths: The three estimates.
     """
 
-    def __init__(self, num_speculative_tokens: int, sizes: tuple[int, ...] | None = None) -> None:
+    def __init__(self, sizes: tuple[int, ...] | None = None) -> None:
         self.survival = Survival()
         self.cost = StepCost(sizes)
         self.lengths = RemainingLength()
-        self._k = num_speculative_tokens
         self._patience = self._next_try = FIRST_PATIENCE
         self._steps_without = 0  # slots, in a row
         self._steps_with = 0

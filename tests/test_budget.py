@@ -155,7 +155,7 @@ def test_the_longest_request_is_worth_the_step():
 
 def test_a_drafter_that_is_never_right_is_asked_ever_less_often():
     """Steps cost the same whatever they verify, so only survival speaks against its drafts."""
-    budget, asked = Budget(4), []
+    budget, asked = Budget(), []
     confidence = np.full((2, 4), 0.9)
     for _ in range(1500):
         slots = np.zeros(2, np.int64)
@@ -169,7 +169,7 @@ def test_a_drafter_that_is_never_right_is_asked_ever_less_often():
 
 def test_free_slots_that_come_true_are_all_taken_and_dear_ones_are_not():
     for slot_seconds, expected in ((0.0, 6), (1.0, 0)):
-        budget = Budget(4)
+        budget = Budget()
         confidence = np.tile([0.9, 0.8, 0.7, 0.6], (2, 1))
         taken = []
         for _ in range(200):
@@ -184,7 +184,7 @@ def test_free_slots_that_come_true_are_all_taken_and_dear_ones_are_not():
 
 @given(st.integers(0, 6))
 def test_the_token_budget_is_kept(max_slots):
-    budget = Budget(4)
+    budget = Budget()
     for _ in range(MIN_OBSERVATIONS):
         budget.cost.observe(2, 1.0, drafted=False)
     remaining = (np.full(2, 50.0), np.full(2, 20.0))

@@ -161,8 +161,8 @@ class LengthClasses(_Deaf):
 class Learned:
     """Ours, which learns the cost curve, survival and lengths while it runs."""
 
-    def __init__(self, k: int) -> None:
-        self.budget = Budget(k)
+    def __init__(self) -> None:
+        self.budget = Budget()
 
     def wants_drafts(self) -> bool:
         return self.budget.wants_drafts()
@@ -277,8 +277,7 @@ def _look(cursors: Sequence[Cursor], drafts: Sequence[tuple[NDArray, NDArray]], 
     for i, ((draft, sure), cursor) in enumerate(zip(drafts, cursors, strict=True)):
         lengths[i] = len(draft)
         confidence[i, : len(draft)] = sure
-        expected = cursor.expected(len(draft))
-        acceptable[i] = np.cumprod(draft[: expected.size] == expected).sum() if expected.size else 0
+        acceptable[i] = cursor.num_agreeing(draft)
     return Step(
         confidence,
         lengths,
@@ -296,7 +295,7 @@ def policies(cost: EngineCost, k: int) -> dict[str, Callable[[], Policy]]:
         "threshold 0.3": partial(FixedK, k, 0.3),
         "threshold 0.6": partial(FixedK, k, 0.6),
         "classes": partial(LengthClasses, (0, max(k // 4, 1), k)),
-        "ours": partial(Learned, k),
+        "ours": Learned,
         "oracle": partial(Oracle, cost),
     }
 

@@ -293,11 +293,10 @@ class _Run:
         self.draft_seconds += clock() - started
         accepted, targets, committed = [], [], []
         for (draft, confidence), cursor in zip(drafts, live.values(), strict=True):
-            expected = cursor.expected(len(draft))
-            n = int(np.cumprod(draft[: expected.size] == expected).sum()) if len(draft) else 0
+            n = cursor.num_agreeing(draft)
             accepted.append(n)
             targets.append(self._targets(cursor, draft, n))
-            self._count_confidence(confidence[: expected.size], n)
+            self._count_confidence(confidence[: cursor.expected(len(draft)).size], n)
             committed.append(cursor.advance(n + 1))
         # Where a recording or a run ends inside a draft there is no token after the accepted ones: the last one of
         # them is then the target's own.
@@ -361,6 +360,11 @@ class Cursor:
     def expected(self, n: int) -> Int32Array:
         """The next recorded tokens, at most n and not beyond the end of the generated run."""
         return self._tokens[self._at : min(self._at + n, self._ends[self._run])]
+
+    def num_agreeing(self, draft: Int32Array) -> int:
+        """How many first tokens of a draft are the recorded ones."""
+        expected = self.expected(len(draft))
+        return int(np.cumprod(draft[: expected.size] == expected).sum())
 
     def advance(self, n: int) -> Int32Array:
         """Commit n generated tokens, fewer at the end of the run, and then what the environment says."""

@@ -224,6 +224,20 @@ def test_history_comes_back_from_the_host():
     engine.drafter.check_integrity()
 
 
+def test_a_slot_that_changes_hands_shows_nobody_the_newcomers_text():
+    engine = Engine()
+    first, stays = engine.start([0, 1]), engine.start([0, 1])
+    engine.commit(first, [5, 6, 7])
+    engine.propose()
+    engine.stop(first)
+    newcomer = engine.start([2, 3])
+    engine.commit(newcomer, [9, 5, 8, 8])
+    engine.commit(stays, [9, 5])
+    engine.assert_same_drafts()
+    req_ids, drafts, _, _ = engine.propose()
+    assert drafts[req_ids.index(stays)].tolist()[:2] == [6, 7]
+
+
 def test_long_prompts_are_kept_as_far_as_contexts_reach():
     engine = Engine()
     prompt = list(range(100, 160))

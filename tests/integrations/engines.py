@@ -14,6 +14,9 @@ GAP = 1e-3
 """The engine's logits vary by about 1e-6 with the batch: a token may differ only where the choice was this close."""
 
 
+PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""For `mixed_params` where vLLM's own top-k/top-p kernel would run in the interpreter, which it does not."""
+
 ENGINES = []
 """Keeps every engine alive: shutting one down destroys the process-wide groups that the others use."""
 
@@ -44,9 +47,13 @@ def stats_of(llm):
 
 
 def generate(llm, params, prompts=None):
-    prompts = prompts or [[1, 4 + i % 3, 9] for i in range(len(params))]
+    prompts = prompts or prompts_of(params)
     outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)
     return [output.outputs[0] for output in outputs]
+
+
+def prompts_of(params):
+    return [[1, 4 + i % 3, 9] for i in range(len(params))]
 
 
 def assert_same(ours, plain, prompts, params, reference_model):

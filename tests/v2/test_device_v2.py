@@ -6,15 +6,15 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from rollout_spec import engine_kwargs
-from rollout_spec.drafters import device_kernels
 from rollout_spec.integrations.vllm_device import DeviceSpeculator
-from rollout_spec.verify import kernel
 from tests.integrations.engines import (
+    PLAIN,
     assert_same,
     build,
     count_preemptions,
     generate,
     mixed_params,
+    prompts_of,
     runner_of,
     stats_of,
 )
@@ -22,16 +22,6 @@ from tests.integrations.engines import (
 pytestmark = pytest.mark.engine
 
 K = 3
-PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # vLLM's own top-k/top-p kernel does not run in the interpreter
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_programs():
-    """Each costs the interpreter the same, however much it does."""
-    before = kernel.ROWS, kernel.BLOCK, device_kernels.TILE, device_kernels.TARGET_PROGRAMS
-    kernel.ROWS, kernel.BLOCK, device_kernels.TILE, device_kernels.TARGET_PROGRAMS = 16, 32, 128, 1
-    yield
-    kernel.ROWS, kernel.BLOCK, device_kernels.TILE, device_kernels.TARGET_PROGRAMS = before
 
 
 @pytest.fixture(scope="module")
@@ -60,10 +50,6 @@ def scheduler_of(llm):
 
 def drafter_of(llm):
     return runner_of(llm).speculator.drafter
-
-
-def prompts_of(params):
-    return [[1, 4 + i % 3, 9] for i in range(len(params))]
 
 
 def texts_of(drafter):

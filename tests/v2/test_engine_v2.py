@@ -11,13 +11,14 @@ from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations import vllm_v2
-from rollout_spec.verify import kernel
 from tests.integrations.engines import (
+    PLAIN,
     assert_same,
     build,
     count_preemptions,
     generate,
     mixed_params,
+    prompts_of,
     runner_of,
     stats_of,
 )
@@ -25,16 +26,6 @@ from tests.integrations.engines import (
 pytestmark = pytest.mark.engine
 
 K = 4
-PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}  # vLLM's own top-k/top-p kernel does not run in the interpreter
-
-
-@pytest.fixture(scope="module", autouse=True)
-def wide_tiles():
-    """Fewer programs: each costs the interpreter the same, however much it does."""
-    before = kernel.ROWS, kernel.BLOCK
-    kernel.ROWS, kernel.BLOCK = 16, 32
-    yield
-    kernel.ROWS, kernel.BLOCK = before
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +46,6 @@ def on(tiny_model):
 @pytest.fixture(scope="module")
 def adversarial(tiny_model):
     return build(tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.Adversary"))
-
-
-def prompts_of(params):
-    return [[1, 4 + i % 3, 9] for i in range(len(params))]
 
 
 def test_it_is_the_v2_runner(stock, on, off):
