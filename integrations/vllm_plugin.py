@@ -278,7 +278,7 @@ class _SeedSource:
         return derive_seed(self._key, self._count)
 
 
-def _hook_runner_init(module: Any, adapters: str) -> None:
+def _hook_runner(module: Any, adapters: str) -> None:
     """Bind the `RunnerAdapter` of our module `adapters`, which is imported for engines that ask for us."""
 
     def make_init(original: Any) -> Any:
@@ -291,7 +291,16 @@ def _hook_runner_init(module: Any, adapters: str) -> None:
 
         return init
 
+    def make_execute(original: Any) -> Any:
+        def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self.rollout_spec is not None:
+                self.rollout_spec.clock.start()
+            return original(self, *args, **kwargs)
+
+        return execute_model
+
     _wrap(module.GPUModelRunner, "__init__", make_init)
+    _wrap(module.GPUModelRunner, "execute_model", make_execute)
 
 
 def _hook_runner_v1(module: Any) -> None:
@@ -313,7 +322,7 @@ def _hook_runner_v1(module: Any) -> None:
 
         return fits
 
-    _hook_runner_init(module, "rollout_spec.integrations.vllm_v1")
+    _hook_runner(module, "rollout_spec.integrations.vllm_v1")
     _wrap(module.GPUModelRunner, "_sample", make_sample)
     _wrap(module.GPUModelRunner, "_input_fits_in_drafter", make_fits)
 
@@ -368,7 +377,7 @@ def _hook_runner_v2(module: Any) -> None:
 
         return take_draft_token_ids
 
-    _hook_runner_init(module, "rollout_spec.integrations.vllm_v2")
+    _hook_runner(module, "rollout_spec.integrations.vllm_v2")
     _wrap(module, "init_speculator", make_init_speculator)
     for name, make in (
         ("load_model", make_load_model),

@@ -7,7 +7,6 @@ drafter what became of its drafts, indexes the new tokens and returns the next d
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ import torch
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.session import (
     DraftingSession,
     needs_processing,
@@ -55,6 +55,10 @@ class _Outcome(NamedTuple):
 class RunnerAdapter:
     """Samples in place of vLLM's samplers, for one model runner.
 
+    Attributes:
+        clock: Times the runner's steps.
+        stats: The counters of this engine.
+
     Args:
         runner: vLLM's `GPUModelRunner` (V1) or a subclass; its drafter, if it has one, is a `RolloutSpecProposer`.
     """
@@ -66,6 +70,7 @@ class RunnerAdapter:
         self._outcome: _Outcome | None = None
         self.proposer: RolloutSpecProposer | None = getattr(runner, "drafter", None)
         self.stats = self.proposer.stats if self.proposer is not None else SpeculationStats()
+        self.clock = StepClock(runner.device, self.stats)
         if self.proposer is not None:
             self.proposer.bind(runner)
         refuse_own_processors(runner.input_batch.logitsprocs.all)
@@ -75,6 +80,7 @@ class RunnerAdapter:
     def command(self, name: str, *args: Any) -> Any:
         """See `rollout_spec.integrations.session.run_command`."""
         self._settle()
+        self.clock.read()
         return run_command(self.proposer.session if self.proposer is not None else None, self.stats, name, *args)
 
     # -- sampling ----------------------------------------------------------------------------------------------------
@@ -89,7 +95,7 @@ class RunnerAdapter:
         Raises:
             FloatingPointError: the model's logits are NaN or +inf.
         """
-        started = time.perf_counter()
+        self.clock.mark()
         batch = self._describe_batch()
         sampling = self._runner.input_batch.sampling_metadata
         if self._runner.use_async_scheduling:
@@ -129,7 +135,7 @@ class RunnerAdapter:
         columns = torch.arange(result.output_token_ids.shape[1], device=logits.device)
         is_emitted = columns == result.num_accepted[:, None]
         sampled = torch.where(is_emitted, result.output_token_ids.clamp(min=0), result.output_token_ids)
-        self.stats.verify_seconds += time.perf_counter() - started
+        self.clock.stop()
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
 
     def _process(self, logits: torch.Tensor, metadata: Any, sampling: Any) -> torch.Tensor:
@@ -253,7 +259,7 @@ class RolloutSpecProposer:
         if config is None or not config.speculation:
             raise ValueError("this engine does not ask for rollout_spec: use rollout_spec.engine_kwargs()")
         self.stats = SpeculationStats()
-        self.session = DraftingSession(config, vllm_config.model_config, self.stats, agreement(vllm_config))
+        self.session = DraftingSession(config, vllm_config, self.stats, agreement(vllm_config))
         self.outcomes: dict[str, tuple[list[int], int]] = {}
         self._runner: Any = None
 
@@ -297,6 +303,6 @@ class RolloutSpecProposer:
                     new = token_ids_cpu[row, seen : int(num_tokens_no_spec[row])].tolist()
                     updates.append((req_ids[row], request, new))
         ended = [req_id for req_id in self.session.live if req_id not in requests]
-        reads_prompts = len(updates) < len(sampled_token_ids)
-        drafts = self.session.draft(ended, outcomes, updates, reads_prompts=reads_prompts)
+        num_step_tokens = int(self._runner.query_start_loc.np[len(sampled_token_ids)])
+        drafts = self.session.draft(ended, outcomes, updates, num_step_tokens)
         return [drafts.get(req_ids[row], []) for row in range(len(sampled_token_ids))]

@@ -13,7 +13,6 @@ speculation.
 from __future__ import annotations
 
 import inspect
-import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.session import (
     DraftingSession,
     needs_processing,
@@ -70,6 +70,7 @@ class RunnerAdapter:
         requests: vLLM's `NewRequestData` of each request that has not finished; preempted ones stay.
         warming_up: Whether vLLM runs made-up requests to compile its kernels: nothing of them is kept.
         stats: The counters of this engine.
+        clock: Times the runner's steps.
         speculator: A `HistorySpeculator` or a `DeviceSpeculator`; None for an engine that only rolls our dice.
     """
 
@@ -80,6 +81,7 @@ class RunnerAdapter:
         self.host_speculator = self.speculator if isinstance(self.speculator, HistorySpeculator) else None
         self._device_speculator = self.speculator if self.host_speculator is None else None
         self.stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
+        self.clock = StepClock(runner.device, self.stats)
         self._runner = runner
         self._config = config
 
@@ -112,6 +114,7 @@ class RunnerAdapter:
     def command(self, name: str, *args: Any) -> Any:
         """See `rollout_spec.integrations.session.run_command`."""
         self._runner.sampler.settle(wait=True)
+        self.clock.read()
         session = self.host_speculator.session if self.host_speculator is not None else self._device_speculator
         return run_command(session, self.stats, name, *args)
 
@@ -185,7 +188,7 @@ class VerifyingSampler:
         Raises:
             FloatingPointError: the model's logits of an earlier step were NaN or +inf.
         """
-        started = time.perf_counter()
+        self._adapter.clock.mark()
         self.settle()
         num_nans = get_num_nans(logits) if self.inner.compute_nans else None
         layout = kernel.gather_layout(
@@ -249,7 +252,7 @@ class VerifyingSampler:
         )
         if input_batch.req_ids[0] in self._adapter.requests:  # neither a dummy run nor a warm-up
             self._book(input_batch, layout, result)
-            self._adapter.stats.verify_seconds += time.perf_counter() - started
+            self._adapter.clock.stop()
         return SamplerOutput(
             # A row without a sample emits token 0, as in vLLM.
             sampled_token_ids=result.output_token_ids.clamp(min=0).long(),
@@ -350,7 +353,7 @@ class HistorySpeculator(BaseSpeculator):
         assert config is not None
         self.model = torch.nn.Module()  # vLLM 0.26 prepares its communication buffers
         self.stats = SpeculationStats()
-        self.session = DraftingSession(config, vllm_config.model_config, self.stats, agreement(vllm_config))
+        self.session = DraftingSession(config, vllm_config, self.stats, agreement(vllm_config))
         self.num_draft_tokens: dict[str, int] = {}
         self._num_slots = config.num_speculative_tokens
         self._device = device
@@ -382,14 +385,14 @@ class HistorySpeculator(BaseSpeculator):
         if dummy_run or outcome is None:
             return drafts.to(self._device)
         num_sampled = args[4] if num_sampled is None else num_sampled
-        by_request = self._draft(outcome, num_sampled)
+        by_request = self._draft(outcome, num_sampled, int(input_batch.num_tokens))
         for row, req_id in enumerate(outcome.req_ids):
             tokens = by_request.get(req_id, [])
             drafts[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
             self.num_draft_tokens[req_id] = len(tokens)
         return drafts.to(self._device, non_blocking=True)
 
-    def _draft(self, outcome: _Outcome, num_sampled: torch.Tensor) -> dict[str, list[int]]:
+    def _draft(self, outcome: _Outcome, num_sampled: torch.Tensor, num_step_tokens: int) -> dict[str, list[int]]:
         """Read the outcome, the step's only wait for the device, and feed the session."""
         result, starts, size = outcome.result, outcome.starts, len(outcome.req_ids)
         counts = (result.num_accepted, result.num_broken_rows, num_sampled[:size], outcome.first_positions)
@@ -416,7 +419,7 @@ class HistorySpeculator(BaseSpeculator):
                 new = self._read_tokens(req_id, request)
             updates.append((req_id, request, new))
         ended = [req_id for req_id in self.session.live if req_id not in self._adapter.requests]
-        return self.session.draft(ended, outcomes, updates, reads_prompts=len(updates) < size)
+        return self.session.draft(ended, outcomes, updates, num_step_tokens)
 
     def _read_tokens(self, req_id: str, request: Any) -> list[int]:
         """A request's tokens after those seen, from the runner's own copy, which has been brought up to date."""

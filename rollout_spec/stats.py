@@ -19,7 +19,13 @@ class SpeculationStats:
         accepted_per_position: Accepted tokens by position in the draft.
         emitted_tokens: Tokens sampled, accepted ones included.
         drafter_errors: Exceptions that the drafter raised; the first one switches it off.
-        draft_seconds, verify_seconds: Host time in the drafter and in the verifier.
+        draft_seconds: Time on the host to learn what became of drafts, to draft, and to decide how much is verified.
+        forward_seconds, verify_seconds: Time of the target's forward passes and of verification, on the device.
+        step_seconds: Time of all that a step takes, scheduling included, where a drafter on the host sees it begin and
+            end: summed over steps in which some request went on.
+        steps_by_batch, requests_by_batch, draft_tokens_by_batch, tokens_by_batch, seconds_by_batch: Steps of these
+            that read no prompts, and their requests, verified drafts, emitted tokens and seconds, by floor(log2) of the
+            number of requests in the step.
     """
 
     steps: int = 0
@@ -30,8 +36,15 @@ class SpeculationStats:
     emitted_tokens: int = 0
     drafter_errors: int = 0
     draft_seconds: float = 0.0
+    forward_seconds: float = 0.0
     verify_seconds: float = 0.0
+    step_seconds: float = 0.0
     accepted_per_position: list[int] = field(default_factory=list)
+    steps_by_batch: list[int] = field(default_factory=list)
+    requests_by_batch: list[int] = field(default_factory=list)
+    draft_tokens_by_batch: list[int] = field(default_factory=list)
+    tokens_by_batch: list[int] = field(default_factory=list)
+    seconds_by_batch: list[float] = field(default_factory=list)
 
     @property
     def rejected_tokens(self) -> int:
@@ -67,6 +80,25 @@ class SpeculationStats:
             for position in range(accepted):
                 self.accepted_per_position[position] += 1
 
+    def record_time(
+        self, seconds: float, *, num_requests: int, draft_tokens: int, tokens: int, reads_prompts: bool
+    ) -> None:
+        """Count what one step took, in which `num_requests` emitted `tokens`."""
+        self.step_seconds += seconds
+        if reads_prompts:
+            return
+        octave = num_requests.bit_length() - 1
+        counters: tuple[tuple[list[Any], float], ...] = (
+            (self.steps_by_batch, 1),
+            (self.requests_by_batch, num_requests),
+            (self.draft_tokens_by_batch, draft_tokens),
+            (self.tokens_by_batch, tokens),
+            (self.seconds_by_batch, seconds),
+        )
+        for counts, value in counters:
+            counts += [0] * (octave + 1 - len(counts))
+            counts[octave] += value
+
     @classmethod
     def between(cls, earlier: Mapping[str, Any], later: Mapping[str, Any]) -> SpeculationStats:
         """What happened between two `to_dict` results of one engine."""
@@ -84,8 +116,7 @@ class SpeculationStats:
         """Counters and derived rates as plain data."""
         counters = {name: getattr(self, name) for name in self.__slots__}
         return {
-            **counters,
-            "accepted_per_position": list(self.accepted_per_position),
+            **{name: list(value) if isinstance(value, list) else value for name, value in counters.items()},
             "rejected_tokens": self.rejected_tokens,
             "acceptance_rate": self.acceptance_rate,
             "mean_acceptance_length": self.mean_acceptance_length,

@@ -11,14 +11,15 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.budget import Budget, Floats, allocate
+from rollout_spec.budget import Budget, allocate
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
+from rollout_spec.estimates import Floats, Ints
 from rollout_spec.replay.simulate import Cursor, Request
 
 NO_LIMIT = 1 << 20
@@ -40,7 +41,7 @@ class EngineCost(NamedTuple):
         """Seconds of a step without drafts."""
         return float(self.steps(np.array([num_tokens]))[0])
 
-    def steps(self, num_tokens: Floats) -> Floats:
+    def steps(self, num_tokens: NDArray[Any]) -> Floats:
         """The same for many."""
         slope = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
         beyond = np.maximum(np.asarray(num_tokens, np.float64) - self.tokens[-1], 0.0)
@@ -72,28 +73,35 @@ def read_cost(path: Path) -> EngineCost:
 
 
 class Step(NamedTuple):
-    """What a policy sees of a step. B requests that may have drafts."""
+    """What a policy sees of a step: B requests, D drafted tokens."""
 
-    confidence: Floats  # [B, K], the drafter's, 0 beyond each draft's end
-    num_drafted: NDArray[np.int64]  # [B]
+    confidence: NDArray[np.float32]  # [D], the drafter's
+    starts: Ints  # [B + 1], each draft's first token, then D
     problems: list[int]
-    so_far: NDArray[np.int64]  # [B] tokens said
-    acceptable: NDArray[np.int64]  # [B] what would be accepted: for the oracle
+    so_far: Ints  # [B] tokens said
+    to_come: Ints  # [B] tokens that will be said: for oracles
+    acceptable: Ints  # [B] what would be accepted: for oracles
+    waiting: bool  # whether requests wait for a place
+
+    @property
+    def num_drafted(self) -> Ints:
+        """int64 [B]."""
+        return np.diff(self.starts)
 
 
 class Policy(Protocol):
     """Decides how many tokens of each draft are verified."""
 
-    def wants_drafts(self) -> bool:
+    def wants_drafts(self, num_requests: int) -> bool:
         """Whether to ask the drafter at all."""
 
-    def decide(self, step: Step) -> NDArray[np.int64]:
+    def decide(self, step: Step) -> Ints:
         """Slots to verify, int64 [B]."""
 
-    def observe(self, step: Step, verified: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
+    def observe(self, step: Step, verified: Ints, accepted: Ints) -> None:
         """What became of them."""
 
-    def on_step(self, num_tokens: int, seconds: float, drafted: bool) -> None:
+    def on_step(self, num_tokens: int, seconds: float, *, asked: bool, drafted: bool) -> None:
         """What the step took."""
 
     def on_finish(self, problem: int, length: int) -> None:
@@ -103,13 +111,13 @@ class Policy(Protocol):
 class _Deaf:
     """A policy that learns nothing."""
 
-    def wants_drafts(self) -> bool:
+    def wants_drafts(self, num_requests: int) -> bool:
         return True
 
-    def observe(self, step: Step, verified: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
+    def observe(self, step: Step, verified: Ints, accepted: Ints) -> None:
         pass
 
-    def on_step(self, num_tokens: int, seconds: float, drafted: bool) -> None:
+    def on_step(self, num_tokens: int, seconds: float, *, asked: bool, drafted: bool) -> None:
         pass
 
     def on_finish(self, problem: int, length: int) -> None:
@@ -119,10 +127,10 @@ class _Deaf:
 class NoDrafts(_Deaf):
     """Speculation switched off."""
 
-    def wants_drafts(self) -> bool:
+    def wants_drafts(self, num_requests: int) -> bool:
         return False
 
-    def decide(self, step: Step) -> NDArray[np.int64]:
+    def decide(self, step: Step) -> Ints:
         return np.zeros_like(step.num_drafted)
 
 
@@ -133,9 +141,9 @@ class FixedK(_Deaf):
         self._k = k
         self._threshold = threshold
 
-    def decide(self, step: Step) -> NDArray[np.int64]:
-        probable = (step.confidence >= self._threshold).sum(1)
-        return np.minimum(np.minimum(step.num_drafted, probable), self._k)
+    def decide(self, step: Step) -> Ints:
+        probable = np.concatenate(([0], np.cumsum(step.confidence >= self._threshold)))[step.starts]
+        return np.minimum(np.diff(probable), self._k)
 
 
 class LengthClasses(_Deaf):
@@ -148,7 +156,7 @@ class LengthClasses(_Deaf):
         self._budgets = budgets
         self._lengths: dict[int, list[int]] = {}
 
-    def decide(self, step: Step) -> NDArray[np.int64]:
+    def decide(self, step: Step) -> Ints:
         means = {problem: float(np.mean(lengths)) for problem, lengths in self._lengths.items()}
         low, high = np.quantile(list(means.values()), [1 / 3, 2 / 3]) if means else (0.0, 0.0)
         classes = [int(means[p] > low) + int(means[p] > high) if p in means else 1 for p in step.problems]
@@ -159,25 +167,36 @@ class LengthClasses(_Deaf):
 
 
 class Learned:
-    """Ours, which learns the cost curve, survival and lengths while it runs."""
+    """Ours, which learns the cost curve, survival and lengths while it runs.
 
-    def __init__(self) -> None:
+    Args:
+        knows_lengths: Be told how long each rollout gets, to see what better estimates of that could bring.
+    """
+
+    def __init__(self, *, knows_lengths: bool = False) -> None:
         self.budget = Budget()
+        self._knows_lengths = knows_lengths
 
-    def wants_drafts(self) -> bool:
-        return self.budget.wants_drafts()
+    def wants_drafts(self, num_requests: int) -> bool:
+        return self.budget.wants_drafts(num_requests)
 
-    def decide(self, step: Step) -> NDArray[np.int64]:
-        lengths = self.budget.lengths
-        predicted = [lengths.predict(p, int(n), NO_LIMIT) for p, n in zip(step.problems, step.so_far, strict=True)]
-        mean, deviation = np.array(predicted).T
-        return self.budget.decide(step.confidence, step.num_drafted, (mean, deviation))
+    def decide(self, step: Step) -> Ints:
+        remaining: tuple[Floats, Floats] | None
+        if step.waiting:
+            remaining = None
+        elif self._knows_lengths:
+            remaining = step.to_come.astype(np.float64), np.zeros(len(step.problems))
+        else:
+            at_most = np.full(len(step.problems), NO_LIMIT)
+            remaining = self.budget.lengths.predict(step.problems, step.so_far, at_most)
+        return self.budget.decide(step.confidence, step.starts, remaining, num_tokens=len(step.problems))
 
-    def observe(self, step: Step, verified: NDArray[np.int64], accepted: NDArray[np.int64]) -> None:
-        self.budget.survival.observe(step.confidence, verified, accepted)
+    def observe(self, step: Step, verified: Ints, accepted: Ints) -> None:
+        self.budget.survival.observe(step.confidence, step.starts, verified, accepted)
 
-    def on_step(self, num_tokens: int, seconds: float, drafted: bool) -> None:
-        self.budget.cost.observe(num_tokens, seconds, drafted=drafted)
+    def on_step(self, num_tokens: int, seconds: float, *, asked: bool, drafted: bool) -> None:
+        if drafted or not asked:
+            self.budget.cost.observe(num_tokens, seconds, drafted=drafted)
 
     def on_finish(self, problem: int, length: int) -> None:
         self.budget.lengths.observe(problem, length)
@@ -189,14 +208,14 @@ class Oracle(_Deaf):
     def __init__(self, cost: EngineCost) -> None:
         self._cost = cost
 
-    def decide(self, step: Step) -> NDArray[np.int64]:
-        size, k = step.confidence.shape
-        plain = self._cost.steps(np.arange(size + 1))
-        value = np.full(size, plain[size] / size)
-        survival = (np.arange(k)[None, :] < step.acceptable[:, None]).astype(np.float64)
-        extra = self._cost.steps(np.arange(size, size + int(step.acceptable.sum()) + 1)) - plain[size]
+    def decide(self, step: Step) -> Ints:
+        size = len(step.problems)
+        plain = self._cost.step(size)
+        positions = np.arange(step.confidence.size) - np.repeat(step.starts[:-1], step.num_drafted)
+        survival = (positions < np.repeat(step.acceptable, step.num_drafted)).astype(np.float64)
+        extra = self._cost.steps(np.arange(size, size + int(step.acceptable.sum()) + 1)) - plain
         extra[1:] += self._cost.drafted_seconds
-        return allocate(survival, value, extra, step.acceptable)
+        return allocate(survival, step.starts, np.full(size, plain / size), extra)
 
 
 class Phase(NamedTuple):
@@ -205,6 +224,8 @@ class Phase(NamedTuple):
     seconds: float
     tail_seconds: float
     """From the end of nine rollouts in ten to the end of the last."""
+    token_tail_seconds: float
+    """From nine tokens in ten to the last."""
     steps: int
     tokens: int
     drafted: int
@@ -227,6 +248,7 @@ def run_phase(
     live: dict[str, Cursor] = {}
     seconds, steps, tokens, drafted, accepted = 0.0, 0, 0, 0, 0
     ends: list[float] = []
+    said: list[tuple[float, int]] = []  # (seconds, tokens) so far
     while waiting or live:
         while waiting and len(live) < batch:
             number, (problem, rollout) = waiting.pop()
@@ -235,11 +257,11 @@ def run_phase(
             drafter.extend(str(number), cursor.advance(1))
             tokens += 1
         ids = list(live)
-        asked = policy.wants_drafts()
+        asked = policy.wants_drafts(len(ids))
         if asked:
             drafts = drafter.propose(ids, np.full(len(ids), num_speculative_tokens, np.int32))
-            step = _look(list(live.values()), drafts, num_speculative_tokens)
-            verified = np.minimum(policy.decide(step), step.num_drafted)
+            step = _look(list(live.values()), drafts, bool(waiting))
+            verified = policy.decide(step)
             hits = np.minimum(step.acceptable, verified)
             policy.observe(step, verified, hits)
         else:
@@ -251,7 +273,7 @@ def run_phase(
         steps += 1
         drafted += slots
         accepted += int(hits.sum())
-        policy.on_step(len(ids) + slots, took, slots > 0)
+        policy.on_step(len(ids) + slots, took, asked=asked, drafted=slots > 0)
         if asked:  # the target's next token says something about a draft that was not verified, too
             seen = [live[req_id].expected(int(n) + 1) for req_id, n in zip(ids, hits, strict=True)]
             outcomes = np.array([min(int(n), s.size - 1) for n, s in zip(hits, seen, strict=True)], np.int32)
@@ -266,24 +288,23 @@ def run_phase(
                 drafter.stop_request(req_id)
                 ends.append(seconds)
                 policy.on_finish(cursor.problem.problem_id, cursor.rollout.tokens.size)
+        said.append((seconds, tokens))
     tail = seconds - ends[int(0.9 * total) - 1] if total >= 10 else seconds
-    return Phase(seconds, tail, steps, tokens, drafted, accepted)
+    token_tail = seconds - next(then for then, number in said if number >= 0.9 * tokens)
+    return Phase(seconds, tail, token_tail, steps, tokens, drafted, accepted)
 
 
-def _look(cursors: Sequence[Cursor], drafts: Sequence[tuple[NDArray, NDArray]], k: int) -> Step:
-    size = len(cursors)
-    confidence = np.zeros((size, k))
-    lengths, acceptable = np.zeros(size, np.int64), np.zeros(size, np.int64)
-    for i, ((draft, sure), cursor) in enumerate(zip(drafts, cursors, strict=True)):
-        lengths[i] = len(draft)
-        confidence[i, : len(draft)] = sure
-        acceptable[i] = cursor.num_agreeing(draft)
+def _look(cursors: Sequence[Cursor], drafts: Sequence[tuple[NDArray, NDArray]], waiting: bool) -> Step:
+    lengths = [len(draft) for draft, _ in drafts]
+    so_far = np.array([cursor.num_said for cursor in cursors], np.int64)
     return Step(
-        confidence,
-        lengths,
+        np.concatenate([confidence for _, confidence in drafts]),
+        np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))),
         [cursor.problem.problem_id for cursor in cursors],
-        np.array([cursor.num_said for cursor in cursors], np.int64),
-        acceptable,
+        so_far,
+        np.array([cursor.rollout.tokens.size for cursor in cursors], np.int64) - so_far,
+        np.array([cursor.num_agreeing(draft) for (draft, _), cursor in zip(drafts, cursors, strict=True)], np.int64),
+        waiting,
     )
 
 
@@ -296,6 +317,7 @@ def policies(cost: EngineCost, k: int) -> dict[str, Callable[[], Policy]]:
         "threshold 0.6": partial(FixedK, k, 0.6),
         "classes": partial(LengthClasses, (0, max(k // 4, 1), k)),
         "ours": Learned,
+        "ours, lengths known": partial(Learned, knows_lengths=True),
         "oracle": partial(Oracle, cost),
     }
 
@@ -318,7 +340,7 @@ def compare(
             build_drafter, "suffix", max_draft_tokens=k, min_survival=0.0 if label.startswith("K=") else 0.01
         )
         policy = make()
-        for requests in phases if label == "ours" else phases[-1:]:
+        for requests in phases if label.startswith("ours") else phases[-1:]:
             phase = run_phase(requests, drafter, policy, cost, num_speculative_tokens=k, batch=batch)
         results[label] = phase
         if label == "ours" and len(phases) > 1:

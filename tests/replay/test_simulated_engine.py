@@ -10,7 +10,17 @@ import pytest
 
 from rollout_spec import cli
 from rollout_spec.drafters import build_drafter
-from rollout_spec.replay.engine import EngineCost, FixedK, LengthClasses, NoDrafts, Step, compare, read_cost, run_phase
+from rollout_spec.replay.engine import (
+    EngineCost,
+    FixedK,
+    LengthClasses,
+    NoDrafts,
+    Oracle,
+    Step,
+    compare,
+    read_cost,
+    run_phase,
+)
 from rollout_spec.replay.simulate import Request
 from rollout_spec.replay.traces import Problem, Rollout
 
@@ -53,7 +63,8 @@ def test_every_policy_generates_the_same_tokens():
     results = compare([requests], STEEP, num_speculative_tokens=4, batch=5)
     tokens = sum(request.rollout.tokens.size for request in requests)
     assert set(results) == {
-        "none", "K=1", "K=2", "K=4", "threshold 0.3", "threshold 0.6", "classes", "ours", "oracle",
+        "none", "K=1", "K=2", "K=4", "threshold 0.3", "threshold 0.6", "classes", "ours",
+        "ours, lengths known", "oracle",
     }  # fmt: skip
     for name, phase in results.items():
         assert phase.tokens == tokens, name
@@ -85,8 +96,19 @@ def test_classes_follow_the_lengths_of_a_problem():
     policy = LengthClasses((0, 2, 4))
     for problem, length in ((1, 10), (2, 50), (3, 100)):
         policy.on_finish(problem, length)
-    step = Step(np.ones((4, 4)), np.full(4, 4), [1, 2, 3, 9], np.zeros(4, np.int64), np.zeros(4, np.int64))
+    nothing = np.zeros(4, np.int64)
+    step = Step(np.ones(16, np.float32), np.arange(5) * 4, [1, 2, 3, 9], nothing, nothing, nothing, False)
     assert policy.decide(step).tolist() == [0, 2, 4, 2]
+
+
+def test_thresholds_and_oracles_cut_each_draft():
+    confidence = np.float32([0.9, 0.7, 0.2, 0.5, 0.4, 0.95])
+    starts, nothing = np.array([0, 3, 3, 5, 6]), np.zeros(4, np.int64)
+    step = Step(confidence, starts, [1, 2, 3, 4], nothing, nothing, np.array([1, 0, 2, 0]), False)
+    assert FixedK(4, 0.6).decide(step).tolist() == [2, 0, 0, 1]
+    assert FixedK(1).decide(step).tolist() == [1, 0, 1, 1]
+    assert Oracle(FLAT).decide(step).tolist() == [1, 0, 2, 0]
+    assert Oracle(STEEP).decide(step).tolist() == [0, 0, 0, 0]
 
 
 def test_curves_are_checked(tmp_path):

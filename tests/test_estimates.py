@@ -1,0 +1,148 @@
+"""What budgets go by: survival, step cost and remaining length."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_spec import estimates
+from rollout_spec.estimates import MAX_LENGTHS, MIN_OBSERVATIONS, WINDOW, RemainingLength, StepCost, Survival, line
+
+UNIT = st.floats(0, 1, width=32)
+
+
+def test_survival_learns_what_the_drafter_overrates():
+    survival, rng = Survival(), np.random.default_rng(0)
+    confidence, starts = np.tile(np.float32([0.9, 0.8]), 64), np.arange(65) * 2
+    assert survival.predict(confidence, starts)[:2].tolist() == pytest.approx([0.9, 0.8])
+    for _ in range(50):
+        accepted = np.where(rng.random(64) < 0.45, np.where(rng.random(64) < 0.5, 2, 1), 0)
+        survival.observe(confidence, starts, np.full(64, 2), accepted)
+    assert survival.predict(confidence, starts)[:2] == pytest.approx([0.45, 0.225], abs=0.03)
+    slots, said, seen = survival.reliability()[-1]
+    assert slots > 0
+    assert said == pytest.approx(0.9)
+    assert seen == pytest.approx(0.45, abs=0.03)
+
+
+@given(st.lists(st.lists(UNIT, max_size=4), min_size=1, max_size=5))
+def test_survival_never_rises_along_a_draft(drafts):
+    falling = [np.minimum.accumulate(np.array(draft, np.float32)) for draft in drafts]
+    sizes = np.array([len(draft) for draft in drafts])
+    confidence, starts = np.concatenate(falling), np.cumsum([0, *sizes])
+    survival = Survival()
+    survival.observe(confidence, starts, sizes, np.zeros_like(sizes))
+    predicted = survival.predict(confidence, starts)
+    for i in range(sizes.size):
+        assert (np.diff(predicted[starts[i] : starts[i + 1]]) <= 0).all()
+    assert (predicted[confidence == 0] == 0).all()
+
+
+def test_slots_that_were_not_verified_do_not_count():
+    survival = Survival()
+    survival.observe(np.float32([0.9, 0.8, 0.9]), np.array([0, 2, 3]), np.array([1, 0]), np.array([1, 0]))
+    assert survival.counts[..., 0].sum() == 1
+    assert survival.counts[..., 2].sum() == 1
+
+
+def test_cost_is_robust_and_forgets():
+    cost = StepCost()
+    assert cost.plain(8) is None
+    for seconds in (1.0, 1.0, 50.0):  # one step was held up
+        cost.observe(8, seconds, drafted=False)
+    assert cost.plain(8) == 1.0
+    assert cost.plain(100) is None
+    for _ in range(WINDOW):  # another machine, another model
+        cost.observe(8, 2.0, drafted=False)
+    assert cost.plain(8) == 2.0
+
+
+def test_two_sizes_with_drafts_tell_what_drafts_cost_from_what_slots_cost():
+    cost = StepCost()
+    assert cost.drafted(32)[3] == 0
+    for n in (4, 8):
+        for _ in range(MIN_OBSERVATIONS):
+            cost.observe(32 + n, 5.0 + 0.1 * n, drafted=True)
+    tokens, seconds, slope, most = cost.drafted(32)
+    assert most == 16
+    for n in (1, 6, 100):
+        assert line(32.0 + n, tokens, seconds, slope) == pytest.approx(5.0 + 0.1 * n)
+    assert cost.drafted(64)[3] == 0
+
+
+def test_one_size_is_no_curve():
+    cost = StepCost()
+    for _ in range(MIN_OBSERVATIONS):
+        cost.observe(36, 5.0, drafted=True)
+    tokens, _, slope, most = cost.drafted(32)
+    assert (tokens.size, slope, most) == (0, 0.0, 8)
+
+
+def test_padded_steps_share_a_point():
+    cost = StepCost(sizes=(8, 16, 32))
+    for n, seconds in ((9, 1.0), (12, 1.0), (16, 1.0), (17, 2.0), (20, 2.0), (32, 2.0), (40, 3.0)):
+        cost.observe(n, seconds, drafted=False)
+    tokens, seconds = cost.curve(drafted=False)
+    assert tokens.tolist() == [16, 32]
+    assert seconds.tolist() == [1, 2]
+    assert cost.plain(10) == cost.plain(16) == 1.0
+
+
+def test_a_curve_never_falls():
+    cost = StepCost()
+    for n, seconds in ((10, 1.0), (20, 3.0), (40, 2.0), (80, 4.0)):
+        for _ in range(MIN_OBSERVATIONS):
+            cost.observe(n, seconds, drafted=True)
+    assert cost.curve(drafted=True)[1].tolist() == [1.0, 2.5, 2.5, 4.0]
+
+
+def predict(lengths, problem, so_far, at_most):
+    mean, deviation = lengths.predict([problem], np.array([so_far]), np.array([at_most]))
+    return mean[0], deviation[0]
+
+
+def test_remaining_length():
+    lengths = RemainingLength()
+    assert predict(lengths, 1, 10, 90) == (45, 45)
+    for length in (100, 200, 300):
+        lengths.observe(1, length)
+    assert predict(lengths, 1, 0, 1000) == pytest.approx((200, np.std([100, 200, 300])))
+    assert predict(lengths, 1, 150, 1000)[0] == 100
+    assert predict(lengths, 1, 150, 20)[0] == 20
+    assert predict(lengths, 2, 150, 1000)[0] == 100  # as in the rest of the run
+    assert predict(lengths, 1, 250, 50) == (25, 25)  # one longer rollout says little
+    mean, _ = lengths.predict([2, 1, 1], np.array([0, 150, 250]), np.full(3, 50))
+    assert mean.tolist() == [50, 50, 25]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 500)), max_size=200), st.integers(0, 3), st.integers(0, 500)
+)
+def test_remaining_length_is_what_is_left_of_longer_rollouts(rollouts, problem, so_far):
+    lengths = RemainingLength()
+    for number, length in rollouts:
+        lengths.observe(number, length)
+    longer = [n for number, n in rollouts if number == problem][-MAX_LENGTHS:]
+    longer = np.array([n for n in longer if n > so_far])
+    if longer.size < 2:
+        longer = np.array([n for _, n in rollouts if n > so_far])
+    if longer.size < 2:
+        expected = (300, 300)
+    else:
+        mean = (longer - so_far).mean()
+        expected = (mean, max(longer.std(), 0.1 * mean))
+    assert predict(lengths, problem, so_far, 600) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_the_oldest_problem_makes_room(monkeypatch):
+    monkeypatch.setattr(estimates, "MAX_PROBLEMS", 100)
+    lengths = RemainingLength()
+    for problem in range(150):
+        for length in (10 + problem, 12 + problem):
+            lengths.observe(problem, length)
+    assert predict(lengths, 149, 0, 1000)[0] == 160
+    of_run = predict(lengths, -1, 0, 1000)
+    assert predict(lengths, 0, 0, 1000) == of_run  # forgotten
+    assert predict(lengths, 60, 0, 1000)[0] == 71
