@@ -141,6 +141,7 @@ class Case:
         from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler as RejectionSamplerV2
         from vllm.v1.worker.gpu.states import RequestState
 
+        from rollout_spec.integrations.clock import StepClock
         from rollout_spec.integrations.vllm_v2 import VerifyingSampler
 
         size, vocab = self.batch, self.logits.shape[1]
@@ -164,7 +165,9 @@ class Case:
         accepted = inspect.signature(SamplerV2).parameters
         inner = SamplerV2(**{name: value for name, value in values.items() if name in accepted})
         config = RolloutSpecConfig(num_speculative_tokens=max(self.k, 1))
-        adapter = SimpleNamespace(requests={}, warming_up=False, stats=SpeculationStats(), speculator=None)
+        stats = SpeculationStats()
+        clock = StepClock(self.device, stats)
+        adapter = SimpleNamespace(requests={}, warming_up=False, stats=stats, clock=clock, speculator=None)
         ours = VerifyingSampler(inner, adapter, config)  # type: ignore[arg-type]
         prompt = list(range(POSITION))
         has_length = "prompt_len" in inspect.signature(inner.add_request).parameters

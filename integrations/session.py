@@ -160,6 +160,16 @@ class _Drafts(NamedTuple):
     num_verified: NDArray[np.int64]  # [B]
 
 
+class _Step(NamedTuple):
+    """What a step took; see `Budget.observe_step`."""
+
+    num_tokens: int
+    seconds: float
+    drafted: bool
+    draft_seconds: float
+    num_asked: int
+
+
 class DraftingSession:
     """An engine's drafter and its budget, which outlive the batches: requests are told apart by their ids.
 
@@ -196,11 +206,12 @@ class DraftingSession:
         self._agree = agree
         self._max_step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
         self._drafts: _Drafts | None = None  # of the step that runs
-        self._asked = False  # whether the drafter was asked for them
+        self._draft_seconds = 0.0  # what it took to draft them
+        self._num_asked = 0  # for so many requests
         self._problems: dict[str, tuple[int, int]] = {}  # by live request, for the budget: (problem, prompt's length)
         self._prompt_tokens = 0.0  # of a step, on average of late
         self._last_call: float | None = None
-        self._unshared: list[tuple[int, float, bool]] = []
+        self._unshared: list[_Step] = []
 
     def num_seen(self, req_id: str, request: Any) -> int:
         """Tokens of a request, prompt included, that need not be shown again."""
@@ -264,9 +275,11 @@ class DraftingSession:
                 room.append(min(self._config.num_speculative_tokens, to_come - 1, in_model))
                 left.append(to_come)
         num_tokens = num_live + round(self._prompt_tokens)
-        self._asked = bool(req_ids) and (self.budget is None or self.budget.wants_drafts(num_tokens))
-        if not self._asked:
+        wanted = bool(req_ids) and (self.budget is None or self.budget.wants_drafts(num_tokens))
+        self._num_asked, self._draft_seconds = len(req_ids) if wanted else 0, 0.0
+        if not wanted:
             return {}
+        started = time.perf_counter()
         drafts = self.drafter.propose(req_ids, np.array(room, np.int32))
         for draft, limit in zip(drafts, room, strict=True):
             ids = draft.token_ids
@@ -284,6 +297,7 @@ class DraftingSession:
                 num_tokens=num_tokens,
                 max_slots=self._max_step_tokens - num_tokens,
             )
+        self._draft_seconds = time.perf_counter() - started
         self._drafts = _Drafts({req_id: row for row, req_id in enumerate(req_ids)}, confidence, starts, verified)
         return {
             req_id: draft.token_ids[:n].tolist()
@@ -346,16 +360,25 @@ class DraftingSession:
             tokens=num_emitted,
             reads_prompts=num_prompt_tokens > 0,
         )
-        if self.budget is None or (self._asked and not slots):  # neither with drafts nor without a drafter's work
+        if self.budget is None:
             return
-        self._unshared.append((num_step_tokens, took, slots > 0))
+        self._unshared.append(_Step(num_step_tokens, took, slots > 0, self._draft_seconds, self._num_asked))
         if self._agree is not None:
             if len(self._unshared) < STEPS_PER_AGREEMENT:
                 return
-            seconds = self._agree([took for _, took, _ in self._unshared])
-            self._unshared = [(n, s, drafted) for (n, _, drafted), s in zip(self._unshared, seconds, strict=True)]
-        for num_tokens, took, drafted in self._unshared:
-            self.budget.cost.observe(num_tokens, took, drafted=drafted)
+            seconds = self._agree([value for step in self._unshared for value in (step.seconds, step.draft_seconds)])
+            self._unshared = [
+                step._replace(seconds=seconds[2 * i], draft_seconds=seconds[2 * i + 1])
+                for i, step in enumerate(self._unshared)
+            ]
+        for step in self._unshared:
+            self.budget.observe_step(
+                step.num_tokens,
+                step.seconds,
+                drafted=step.drafted,
+                num_asked=step.num_asked,
+                draft_seconds=step.draft_seconds,
+            )
         self._unshared = []
 
     def _advance(self, req_id: str, request: Any, tokens: Sequence[int]) -> int:

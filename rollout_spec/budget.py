@@ -30,7 +30,7 @@ from rollout_spec.estimates import Floats, Ints, RemainingLength, StepCost, Surv
 
 SPREAD = 0.25
 """How far below the longest request others share its worth, at least, as a part of its tokens to come."""
-FIRST_PATIENCE, LONGEST_PATIENCE = 32, 1024
+FIRST_PATIENCE, LONGEST_PATIENCE = 128, 2048
 """Steps without worthwhile drafts after which the cost of steps with drafts is learned anew: it may have changed."""
 CAUTION = 8
 """A step whose cost with drafts is not known gets at most one slot for so many requests."""
@@ -38,8 +38,10 @@ LEAST_COST = 0.02
 """What a slot costs at least, as a share of a request's in a step without drafts: drafts that never come true stop."""
 FRESHNESS = 256
 """Steps with drafts after which one without is taken, to see what that costs by now."""
-TIRED_AFTER, LONGEST_SLEEP = 8, 64
-"""Steps without worthwhile drafts after which the drafter is asked less often, and the longest pause."""
+LONGEST_SLEEP = 64
+"""Steps for which a drafter whose drafts do not pay is left alone."""
+MEMORY = 1 / 8
+"""Weight of the last step in averages."""
 
 
 @nb.njit(cache=True)
@@ -132,8 +134,11 @@ def _decide(
     sizes: Ints,
     allowed: int,
     most: int,
-) -> Ints:
-    """`Budget.decide` once the curves are known. `allowed` slots may be taken, `most` should be for now."""
+) -> tuple[Ints, float]:
+    """`Budget.decide` once the curves are known: slots, and the seconds that are expected to be gained by them.
+
+    `allowed` slots may be taken, `most` should be for now.
+    """
     size = starts.size - 1
     total = min(confidence.size, allowed)
     extra = np.zeros(total + 1)
@@ -151,14 +156,18 @@ def _decide(
     _allocate(survival, starts, value, extra, taken)
     if taken.sum() > most:  # what was not measured yet is approached step by step
         _allocate(survival, starts, value, np.zeros(most + 1), taken)
-    return taken
+    gain = -extra[taken.sum()]
+    for i in range(size):
+        for j in range(taken[i]):
+            gain += survival[starts[i] + j] * value[i]
+    return taken, gain
 
 
 class Budget:
     """Decides, step by step, how many tokens of each draft an engine verifies, and whether to draft at all.
 
-    For each step ask `wants_drafts`. If it does, draft, let `decide` cut the drafts, and tell `survival` what became of
-    them. Tell `cost` what the step took, unless drafts were asked for and none was taken.
+    For each step ask `wants_drafts`. If it does, draft and let `decide` cut the drafts. Tell `survival` what became of
+    them, `observe_step` what the step took, and `lengths` of each rollout that ends.
 
     Args:
         sizes: Sizes that steps are padded to, see `StepCost`.
@@ -171,14 +180,33 @@ class Budget:
         self.survival = Survival()
         self.cost = StepCost(sizes)
         self.lengths = RemainingLength()
+        self._draft_seconds = 0.0  # of one request, on average
+        self._balance = 0.0  # what drafts gain in a step less what drafting takes, on average
         self._patience = self._next_try = FIRST_PATIENCE
         self._steps_without = 0  # slots, in a row
         self._steps_with = 0
         self._sleep = 0
-        self._asleep_for = 1
+        self._asleep_for = 0
+
+    def observe_step(
+        self, num_tokens: int, seconds: float, *, drafted: bool, num_asked: int = 0, draft_seconds: float = 0.0
+    ) -> None:
+        """Learn what a step took. O(1).
+
+        Args:
+            num_tokens: All tokens that it computed.
+            seconds: From its beginning to that of the next one, the drafter's work in between included.
+            drafted: Whether any request had a slot.
+            num_asked: For how many requests the drafter was asked.
+            draft_seconds: What that took.
+        """
+        self.cost.observe(num_tokens, max(seconds - draft_seconds, 0.0), drafted=drafted)
+        if num_asked:
+            weight = MEMORY if self._draft_seconds else 1.0
+            self._draft_seconds += weight * (draft_seconds / num_asked - self._draft_seconds)
 
     def wants_drafts(self, num_tokens: int) -> bool:
-        """Whether to ask the drafter in this step. Where no slot paid for a while it is asked ever less often. O(1).
+        """Whether to ask the drafter in this step. Where drafts do not pay for it, it is asked ever less often. O(1).
 
         Nor is it asked where the cost of such a step without drafts is not known, or was last seen long ago.
 
@@ -218,7 +246,7 @@ class Budget:
         size = starts.size - 1
         allowed = confidence.size if max_slots is None else max(min(confidence.size, max_slots), 0)
         if allowed == 0:
-            return self._note(np.zeros(size, np.int64))
+            return self._note(np.zeros(size, np.int64), -self._draft_seconds * size)
         plain = self.cost.plain(num_tokens)
         if plain is None:
             raise ValueError(f"what {num_tokens} tokens cost without drafts is not known: ask wants_drafts first")
@@ -228,11 +256,11 @@ class Budget:
             self._patience = min(2 * self._patience, LONGEST_PATIENCE)
         tokens, seconds, slope, most = self.cost.drafted(num_tokens)
         mean, deviation = remaining if remaining is not None else (np.ones(size), np.ones(size))
-        taken = _decide(
+        taken, gain = _decide(
             confidence, starts, self.survival.counts, mean, deviation, num_tokens, plain,
             tokens, seconds, slope, self.cost.sizes, allowed, min(max(most, size // CAUTION, 1), allowed),
         )  # fmt: skip
-        return self._note(taken, learning=not tokens.size)
+        return self._note(taken, gain - self._draft_seconds * size, learning=not tokens.size)
 
     def to_dict(self) -> dict[str, Any]:
         """What was learned, as plain data: the two cost curves as (tokens, seconds), and `Survival.reliability`."""
@@ -242,15 +270,20 @@ class Budget:
             "reliability": self.survival.reliability().tolist(),
         }
 
-    def _note(self, taken: Ints, *, learning: bool = False) -> Ints:
-        """Remember when slots were last taken, other than to learn what they cost."""
+    def _note(self, taken: Ints, balance: float, *, learning: bool = False) -> Ints:
+        """Remember whether drafts paid, other than to learn what they cost."""
         if taken.any() and not learning:
-            self._steps_without, self._asleep_for = 0, 1
+            self._steps_without = 0
             self._patience = self._next_try = FIRST_PATIENCE
             self._steps_with += 1
-            return taken
-        self._steps_with = 0
-        self._steps_without += 1
-        if self._steps_without >= TIRED_AFTER and not taken.any():
-            self._sleep, self._asleep_for = self._asleep_for, min(2 * self._asleep_for, LONGEST_SLEEP)
+        else:
+            self._steps_with = 0
+            self._steps_without += 1
+        self._balance += MEMORY * (balance - self._balance)
+        if balance > 0:  # asked after a pause, it pays again
+            self._balance = max(self._balance, 0.0)
+        if self._balance >= 0:
+            self._asleep_for = 0
+        elif not (learning and taken.any()):
+            self._sleep, self._asleep_for = self._asleep_for, min(2 * self._asleep_for + 1, LONGEST_SLEEP)
         return taken

@@ -123,8 +123,7 @@ class StepCost:
 
     A size's cost is the median of its last WINDOW steps: robust against a step that was held up, and new after a change
     of the machine or the model. Between sizes it is interpolated, and it never falls with size. Without drafts the
-    scheduling and the graphs may be other ones and the drafter does nothing, so those steps have a curve of their own,
-    and the difference of the two holds all that speculation costs.
+    scheduling and the graphs may be other ones, so those steps have a curve of their own.
 
     Args:
         sizes: Sizes that steps are padded to, for example those of CUDA graphs: cost is constant between them. Empty:
@@ -143,8 +142,8 @@ class StepCost:
 
         Args:
             num_tokens: All tokens that it computed.
-            seconds: What it took.
-            drafted: Whether any request had a draft. Otherwise the drafter must not have been asked, either.
+            seconds: What it took, without the drafter's work.
+            drafted: Whether any request had a draft.
         """
         steps = self._steps[drafted].setdefault(self._bucket(num_tokens), deque(maxlen=WINDOW))
         steps.append((num_tokens, seconds))
@@ -177,14 +176,14 @@ class StepCost:
         return np.ascontiguousarray(tokens), _isotonic(seconds)
 
     def plain(self, num_tokens: int) -> float | None:
-        """Seconds of a step without drafts; None if none of half to twice as many tokens was measured. O(log)."""
+        """Seconds of a step without drafts; None if none of half to four times as many tokens was measured. O(log)."""
         if num_tokens not in self._plain:
             self._plain[num_tokens] = self._find_plain(num_tokens)
         return self._plain[num_tokens]
 
     def _find_plain(self, num_tokens: int) -> float | None:
         tokens, seconds = self.curve(drafted=False)
-        near = (tokens >= num_tokens / 2) & (tokens <= 2 * num_tokens)
+        near = (tokens >= num_tokens / 2) & (tokens <= 4 * num_tokens)
         if not near.any():
             return None
         slope = _slope(tokens, seconds)

@@ -81,7 +81,7 @@ def test_nearly_the_longest_is_worth_nearly_as_much():
     assert near[0] > 0.35
 
 
-def step(budget, confidence, seconds, right):
+def step(budget, confidence, seconds, right, draft_seconds=0.0):
     """One step of requests with equal drafts, of which `right` tokens would be accepted. Returns (asked, slots)."""
     size, k = confidence.shape
     slots, asked = np.zeros(size, np.int64), budget.wants_drafts(size)
@@ -91,17 +91,29 @@ def step(budget, confidence, seconds, right):
         flat = confidence.astype(np.float32).ravel()
         slots = budget.decide(flat, starts, remaining, num_tokens=size)
         budget.survival.observe(flat, starts, slots, np.minimum(slots, right))
-    taken = int(slots.sum())
-    if taken or not asked:
-        budget.cost.observe(size + taken, seconds(taken), drafted=taken > 0)
+    taken, drafting = int(slots.sum()), draft_seconds * asked
+    budget.observe_step(
+        size + taken, seconds(taken) + drafting, drafted=taken > 0, num_asked=size * asked, draft_seconds=drafting
+    )
     return asked, taken
 
 
 def test_a_drafter_that_is_never_right_is_asked_ever_less_often():
     """Steps cost the same whatever they verify, so only survival speaks against its drafts."""
     budget = Budget()
-    asked = [step(budget, np.full((2, 4), 0.9), lambda taken: 1.0, 0)[0] for _ in range(1500)]
+    asked = [step(budget, np.full((2, 4), 0.9), lambda taken: 1.0, 0, 0.01)[0] for _ in range(1500)]
     assert sum(asked[-500:]) < 500 / LONGEST_SLEEP + 10
+
+
+def test_a_drafter_that_gains_less_than_it_takes_is_left_alone():
+    """One draft in four is right: that would pay if drafting took nothing, and does not pay for half a step."""
+    for draft_seconds, often in ((0.0, True), (0.5, False)):
+        budget, rng = Budget(), np.random.default_rng(0)
+        confidence = np.full((2, 1), 0.25)
+        asked = [
+            step(budget, confidence, lambda taken: 1.0, int(rng.random() < 0.25), draft_seconds)[0] for _ in range(1500)
+        ]
+        assert (sum(asked[-500:]) > 250) == often
 
 
 @pytest.mark.parametrize(("slot_seconds", "expected"), [(0.0, 6), (1.0, 0)])

@@ -101,8 +101,8 @@ class Policy(Protocol):
     def observe(self, step: Step, verified: Ints, accepted: Ints) -> None:
         """What became of them."""
 
-    def on_step(self, num_tokens: int, seconds: float, *, asked: bool, drafted: bool) -> None:
-        """What the step took."""
+    def on_step(self, num_requests: int, num_slots: int, seconds: float, draft_seconds: float) -> None:
+        """What the step took, and the drafter's part of it."""
 
     def on_finish(self, problem: int, length: int) -> None:
         """A rollout ended."""
@@ -117,7 +117,7 @@ class _Deaf:
     def observe(self, step: Step, verified: Ints, accepted: Ints) -> None:
         pass
 
-    def on_step(self, num_tokens: int, seconds: float, *, asked: bool, drafted: bool) -> None:
+    def on_step(self, num_requests: int, num_slots: int, seconds: float, draft_seconds: float) -> None:
         pass
 
     def on_finish(self, problem: int, length: int) -> None:
@@ -194,9 +194,14 @@ class Learned:
     def observe(self, step: Step, verified: Ints, accepted: Ints) -> None:
         self.budget.survival.observe(step.confidence, step.starts, verified, accepted)
 
-    def on_step(self, num_tokens: int, seconds: float, *, asked: bool, drafted: bool) -> None:
-        if drafted or not asked:
-            self.budget.cost.observe(num_tokens, seconds, drafted=drafted)
+    def on_step(self, num_requests: int, num_slots: int, seconds: float, draft_seconds: float) -> None:
+        self.budget.observe_step(
+            num_requests + num_slots,
+            seconds,
+            drafted=num_slots > 0,
+            num_asked=num_requests if draft_seconds else 0,
+            draft_seconds=draft_seconds,
+        )
 
     def on_finish(self, problem: int, length: int) -> None:
         self.budget.lengths.observe(problem, length)
@@ -267,13 +272,13 @@ def run_phase(
         else:
             verified = hits = np.zeros(len(ids), np.int64)
         slots = int(verified.sum())
-        took = cost.step(len(ids) + slots)
-        took += cost.drafted_seconds * (slots > 0) + cost.draft_seconds * len(ids) * asked
+        drafting = cost.draft_seconds * len(ids) * asked
+        took = cost.step(len(ids) + slots) + cost.drafted_seconds * (slots > 0) + drafting
         seconds += took
         steps += 1
         drafted += slots
         accepted += int(hits.sum())
-        policy.on_step(len(ids) + slots, took, asked=asked, drafted=slots > 0)
+        policy.on_step(len(ids), slots, took, drafting)
         if asked:  # the target's next token says something about a draft that was not verified, too
             seen = [live[req_id].expected(int(n) + 1) for req_id, n in zip(ids, hits, strict=True)]
             outcomes = np.array([min(int(n), s.size - 1) for n, s in zip(hits, seen, strict=True)], np.int32)

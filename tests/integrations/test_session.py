@@ -50,11 +50,11 @@ def test_steps_are_timed_and_ranks_agree_on_what_they_took():
 
     def agree(seconds):
         asked.append(seconds)
-        return [1.0] * len(seconds)
+        return [1.25, 0.25] * (len(seconds) // 2)
 
     session = a_session(agree, budget=True)
     run(session, 3 * STEPS_PER_AGREEMENT + 2, a_request())
-    assert [len(seconds) for seconds in asked] == [STEPS_PER_AGREEMENT] * 3
+    assert [len(seconds) for seconds in asked] == [2 * STEPS_PER_AGREEMENT] * 3
     for drafted in (False, True):
         _, seconds = session.budget.cost.curve(drafted=drafted)
         assert set(seconds.tolist()) <= {1.0}
