@@ -80,10 +80,10 @@ class Wrong(Idle):
 ENGINES: dict[str, dict[str, Any]] = {
     "off": {"speculation": False},
     "idle": {"drafter": "bench_budget.Idle"},
-    "wrong": {"drafter": "bench_budget.Wrong", "budget": True},
-    "wrong, no budget": {"drafter": "bench_budget.Wrong"},
-    "ours": {"budget": True},
-    "ours, no budget": {},
+    "wrong": {"drafter": "bench_budget.Wrong"},
+    "wrong, no budget": {"drafter": "bench_budget.Wrong", "budget": False},
+    "ours": {},
+    "ours, no budget": {"budget": False},
 }
 
 

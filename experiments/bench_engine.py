@@ -9,9 +9,10 @@ Each mode runs in a process of its own, as TRL's colocated engine does, all with
     dice        the same engine with our sampler in place of vLLM's (`speculation=False`)
     ngram       vLLM's prompt lookup
     suffix      vLLM's suffix decoding, where arctic-inference is installed
-    v1, v2      ours with the drafter on the host, in either runner, on new text: the price of trying
+    v1, v2      ours with the drafter on the host, in either runner, on new text, all of it verified: the price of trying
+    budget      the same under its budget, in the runner that vLLM chooses
     device      ours with the drafter on the device and asynchronous scheduling, on new text: the price of K slots
-    v1-replay, v2-replay, device-replay
+    v1-replay, v2-replay, budget-replay, device-replay
                 ours when every rollout is in the history already (each batch runs twice with the same seeds, the
                 second time is reported): the gain of an oracle
 
@@ -42,7 +43,10 @@ SHAPES = {
     "7b": (28, 3584, 18944, 28, 4, 152_064),
     "tiny": (2, 64, 128, 2, 1, 256),
 }
-MODES = ("none", "dice", "ngram", "suffix", "v1", "v2", "device", "v1-replay", "v2-replay", "device-replay")
+MODES = (
+    "none", "dice", "ngram", "suffix", "v1", "v2", "budget", "device",
+    "v1-replay", "v2-replay", "budget-replay", "device-replay",
+)  # fmt: skip
 WARM_UP_TOKENS = 16
 
 
@@ -73,7 +77,9 @@ def engine_arguments(mode: str, k: int) -> dict[str, Any]:
         }
     if mode == "suffix":
         return {"speculative_config": {"method": "suffix", "num_speculative_tokens": k}}
-    return engine_kwargs(num_speculative_tokens=k, **({"drafter": "device"} if mode.startswith("device") else {}))
+    if mode.startswith("device"):
+        return engine_kwargs(num_speculative_tokens=k, drafter="device")
+    return engine_kwargs(num_speculative_tokens=k, budget=mode.startswith("budget"))
 
 
 def run_mode(args: argparse.Namespace, mode: str, shape: str) -> list[dict[str, Any]]:

@@ -9,11 +9,13 @@ rollouts, `reset_prefix_cache` once after every weight synchronisation. Works fo
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +35,7 @@ LOGPROB_TOLERANCE = {"float32": 1e-4}
 HALF_PRECISION_TOLERANCE = 5e-2
 """The same for other dtypes, where kernels that round differently disagree in the second decimal."""
 NUM_CHECKED_ROLLOUTS = 8
+REPORT_NAME = "rollout_spec.json"
 
 
 class RolloutSpecGenerator(TrainerCallback):
@@ -41,7 +44,8 @@ class RolloutSpecGenerator(TrainerCallback):
     Every rollout gets a seed of its own, derived from the run's seed, the step and the rollout's place in it, so a run
     can be repeated rollout by rollout, with speculation or without. At the first generation the engine's
     log-probabilities are compared with the trainer's own forward pass. Metrics reach the trainer's logs as
-    `rollout_spec/*`.
+    `rollout_spec/*`; with each log a report goes to `OUTPUT_DIR/rollout_spec.json`, which `rollout-spec doctor`
+    explains.
 
     Args:
         llm_kwargs: More keyword arguments for the `vllm.LLM` that TRL builds, e.g. `{"dtype": "float32"}`.
@@ -129,6 +133,13 @@ class RolloutSpecGenerator(TrainerCallback):
         """Follow the step, which the seeds derive from."""
         self._model = model if model is not None else self._model
         self._step, self._call = state.global_step, 0
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the report that `rollout-spec doctor` explains to OUTPUT_DIR/rollout_spec.json."""
+        if self.llm is not None and state.is_world_process_zero:
+            path = Path(args.output_dir) / REPORT_NAME
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.report()) + "\n")
 
     # -- the engine --------------------------------------------------------------------------------------------------
 
@@ -242,6 +253,11 @@ class RolloutSpecGenerator(TrainerCallback):
         result: dict[str, Any] = self._command("stats")
         return result
 
+    def report(self) -> dict[str, Any]:
+        """What `rollout-spec doctor` explains; see `rollout_spec.integrations.session.report`."""
+        result: dict[str, Any] = self._command("report")
+        return result
+
     def take_metrics(self) -> dict[str, float]:
         """`rollout_spec/*` metrics since the last call; empty when nothing was generated."""
         if self.llm is None or self._generation_seconds == 0:
@@ -258,7 +274,9 @@ class RolloutSpecGenerator(TrainerCallback):
             "accepted_tokens": new.accepted_tokens,
             "tokens_per_step": new.tokens_per_step,
             "draft_seconds": new.draft_seconds,
+            "forward_seconds": new.forward_seconds,
             "verify_seconds": new.verify_seconds,
+            "step_seconds": new.step_seconds,
             "drafter_errors": new.drafter_errors,
             "drafter_mbytes": now["drafter_bytes"] / 1e6,
             "policy_version": self.policy_version,

@@ -20,13 +20,24 @@ Budgets change which tokens are verified, never which are sampled.
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any
 
 import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.estimates import Floats, Ints, RemainingLength, StepCost, Survival, line, predict_survival
+from rollout_spec.estimates import (
+    MIN_OBSERVATIONS,
+    WINDOW,
+    Floats,
+    Ints,
+    RemainingLength,
+    StepCost,
+    Survival,
+    line,
+    predict_survival,
+)
 
 SPREAD = 0.25
 """How far below the longest request others share its worth, at least, as a part of its tokens to come."""
@@ -40,7 +51,7 @@ FRESHNESS = 256
 """Steps with drafts after which one without is taken, to see what that costs by now."""
 LONGEST_SLEEP = 64
 """Steps for which a drafter whose drafts do not pay is left alone."""
-MEMORY = 1 / 8
+MEMORY = 1 / 32
 """Weight of the last step in averages."""
 
 
@@ -180,7 +191,8 @@ class Budget:
         self.survival = Survival()
         self.cost = StepCost(sizes)
         self.lengths = RemainingLength()
-        self._draft_seconds = 0.0  # of one request, on average
+        self._drafting: deque[float] = deque(maxlen=WINDOW)  # seconds per request, of late
+        self._draft_seconds = 0.0  # their median
         self._balance = 0.0  # what drafts gain in a step less what drafting takes, on average
         self._patience = self._next_try = FIRST_PATIENCE
         self._steps_without = 0  # slots, in a row
@@ -202,8 +214,9 @@ class Budget:
         """
         self.cost.observe(num_tokens, max(seconds - draft_seconds, 0.0), drafted=drafted)
         if num_asked:
-            weight = MEMORY if self._draft_seconds else 1.0
-            self._draft_seconds += weight * (draft_seconds / num_asked - self._draft_seconds)
+            self._drafting.append(draft_seconds / num_asked)
+            if len(self._drafting) >= MIN_OBSERVATIONS:  # the first ones may compile something
+                self._draft_seconds = sorted(self._drafting)[len(self._drafting) // 2]
 
     def wants_drafts(self, num_tokens: int) -> bool:
         """Whether to ask the drafter in this step. Where drafts do not pay for it, it is asked ever less often. O(1).

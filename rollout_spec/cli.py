@@ -19,14 +19,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--out", type=Path, default=Path("demo"), help="where the report goes (default: demo)")
     demo.add_argument("--steps", type=int, default=24, help="GRPO steps (default: 24)")
     demo.add_argument("--seed", type=int, default=0, help="of problems, weights and rollouts (default: 0)")
+    from rollout_spec import doctor
     from rollout_spec.replay import command
 
     command.add_arguments(
         commands.add_parser("replay", help="replay recorded rollouts through a drafter, without a model")
     )
+    doctor.add_arguments(
+        commands.add_parser("doctor", help="check the installation, or explain where a run's time goes")
+    )
     args = parser.parse_args(argv)
     if args.command == "replay":
         return command.run(args)
+    if args.command == "doctor":
+        return doctor.run(args)
 
     from rollout_spec.demo.run import run_demo
 

@@ -34,8 +34,8 @@ class RolloutSpecConfig:
         drafter_options: Keyword arguments of the drafter; for the built-in ones see
             `rollout_spec.drafters.mixture.HistoryDrafter`, for `"device"` the ones of
             `rollout_spec.drafters.device.DeviceDrafter` that have defaults, but `max_draft_tokens` and `use_dice`.
-        budget: Whether to learn what steps cost and to verify only what pays (see `rollout_spec.budget`); not for
-            `drafter="device"`. False: every drafted token is verified.
+        budget: Whether to learn what steps cost and to verify only what pays (see `rollout_spec.budget`). False: every
+            drafted token is verified, as always with `drafter="device"`, whose requests carry equally many.
         num_speculative_tokens_per_batch_size: With `drafter="device"`, whose requests all carry as many slots: ranges
             (first, last, K) of requests in a step, from 1 on; K = 0 switches speculation off there. The last one goes
             on. None: num_speculative_tokens at any size. vLLM ignores it under data parallelism.
@@ -54,7 +54,7 @@ class RolloutSpecConfig:
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
     verify: VerifyMethod = "sample"
     speculation: bool = True
-    budget: bool = False
+    budget: bool = True
     num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
 
     def __post_init__(self) -> None:
@@ -75,8 +75,6 @@ class RolloutSpecConfig:
         for name in ("speculation", "budget"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        if self.budget and self.drafter == DEVICE_DRAFTER:
-            raise ValueError("the device drafter has no budget: use num_speculative_tokens_per_batch_size")
         if self.num_speculative_tokens_per_batch_size is not None:
             self._check_ranges(self.num_speculative_tokens_per_batch_size)
 

@@ -20,6 +20,8 @@ Ints = NDArray[np.int64]
 POSITION_LIMITS = (1, 2, 4, 8, 16)
 """Slots of a draft share a counter up to these positions."""
 NUM_CONFIDENCE_BINS = 16
+CONFIDENCE_LIMITS = tuple(((i + 1) / NUM_CONFIDENCE_BINS) ** 2 for i in range(NUM_CONFIDENCE_BINS))
+"""Upper ends of the bins: finer towards 0, where it is decided whether a slot is worth its cost."""
 SURVIVAL_PRIOR = 6.0
 """Trials that the drafter's own confidence is worth."""
 MAX_TRIALS = 4096.0
@@ -84,7 +86,7 @@ def _position_bin(position: int) -> int:
 
 @nb.njit(cache=True)
 def _confidence_bin(confidence: float) -> int:
-    """Finer towards 0, where it is decided whether a slot is worth its cost."""
+    """See CONFIDENCE_LIMITS."""
     return min(int(math.sqrt(confidence) * NUM_CONFIDENCE_BINS), NUM_CONFIDENCE_BINS - 1)
 
 

@@ -116,6 +116,14 @@ def test_a_drafter_that_gains_less_than_it_takes_is_left_alone():
         assert (sum(asked[-500:]) > 250) == often
 
 
+def test_a_drafter_that_compiles_at_first_is_not_given_up():
+    budget, confidence = Budget(), np.tile([0.9, 0.8], (2, 1))
+    taken = [
+        step(budget, confidence, lambda n: 1.0, 2, 1000.0 if n == MIN_OBSERVATIONS else 0.01)[1] for n in range(100)
+    ]
+    assert np.median(taken[20:]) == 4
+
+
 @pytest.mark.parametrize(("slot_seconds", "expected"), [(0.0, 6), (1.0, 0)])
 def test_free_slots_that_come_true_are_all_taken_and_dear_ones_are_not(slot_seconds, expected):
     budget, confidence = Budget(), np.tile([0.9, 0.8, 0.7, 0.6], (2, 1))

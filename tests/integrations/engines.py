@@ -7,7 +7,7 @@ import pytest
 import torch
 from vllm import LLM, SamplingParams
 
-from rollout_spec import noise
+from rollout_spec import engine_kwargs, noise
 from tests.conftest import VOCAB_SIZE
 
 GAP = 1e-3
@@ -38,12 +38,27 @@ def build(model, *, max_num_seqs=32, **kwargs):
     return llm
 
 
+def verify_all(**options):
+    """Arguments of an engine that verifies every draft, however bad it is."""
+    return engine_kwargs(budget=False, **options)
+
+
 def runner_of(llm):
     return llm.llm_engine.model_executor.driver_worker.model_runner
 
 
 def stats_of(llm):
     return llm.collective_rpc("rollout_spec", args=("stats",))[0]
+
+
+def check_times(stats):
+    """The parts of a step's time are there, and are parts."""
+    for part in ("forward", "verify", "draft"):
+        assert 0 < stats[f"{part}_seconds"] < stats["step_seconds"]
+    assert 0 < sum(stats["seconds_by_batch"]) <= stats["step_seconds"] + 1e-6
+    assert 0 < sum(stats["steps_by_batch"]) <= stats["steps"]
+    assert sum(stats["tokens_by_batch"]) <= stats["emitted_tokens"]
+    assert sum(stats["draft_tokens_by_batch"]) <= stats["draft_tokens"]
 
 
 def generate(llm, params, prompts=None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import numpy as np
@@ -15,17 +16,20 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from rollout_spec import engine_kwargs, noise
+from rollout_spec import doctor, engine_kwargs, noise
 from rollout_spec.integrations import vllm_v1
 from rollout_spec.integrations.session import sampled_tokens
 from tests.integrations.engines import (
     assert_same,
     build,
+    check_times,
     count_preemptions,
     generate,
     mixed_params,
+    prompts_of,
     runner_of,
     stats_of,
+    verify_all,
 )
 from tests.statistics import matches_distribution
 
@@ -39,12 +43,12 @@ def off(tiny_model):
 
 @pytest.fixture(scope="module")
 def on(tiny_model):
-    return build(tiny_model, **engine_kwargs(num_speculative_tokens=5, drafter_options={"min_survival": 0.0}))
+    return build(tiny_model, **verify_all(num_speculative_tokens=5, drafter_options={"min_survival": 0.0}))
 
 
 @pytest.fixture(scope="module")
 def adversarial(tiny_model):
-    return build(tiny_model, **engine_kwargs(num_speculative_tokens=5, drafter="tests.adversaries.Adversary"))
+    return build(tiny_model, **verify_all(num_speculative_tokens=5, drafter="tests.adversaries.Adversary"))
 
 
 @settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -96,7 +100,7 @@ def test_preempted_requests_keep_their_dice(tiny_model, off, reference_model):
         block_size=32,
         num_gpu_blocks_override=9,
         enable_prefix_caching=False,
-        **engine_kwargs(num_speculative_tokens=5, drafter="tests.adversaries.Adversary"),
+        **verify_all(num_speculative_tokens=5, drafter="tests.adversaries.Adversary"),
     )
     preempted = count_preemptions(small)
     params = mixed_params(8, 9, max_tokens=100, ignore_eos=True)
@@ -160,7 +164,7 @@ def follows_target(tokens, reference_model, temperature=1.0, top_k=0, top_p=1.0,
 @pytest.fixture(scope="module")
 def constant(tiny_model):
     return build(
-        tiny_model, max_num_seqs=256, **engine_kwargs(num_speculative_tokens=2, drafter="tests.adversaries.Oracle")
+        tiny_model, max_num_seqs=256, **verify_all(num_speculative_tokens=2, drafter="tests.adversaries.Oracle")
     )
 
 
@@ -169,7 +173,7 @@ def rejecting(tiny_model):
     return build(
         tiny_model,
         max_num_seqs=256,
-        **engine_kwargs(num_speculative_tokens=2, drafter="tests.adversaries.Oracle", verify="rejection"),
+        **verify_all(num_speculative_tokens=2, drafter="tests.adversaries.Oracle", verify="rejection"),
     )
 
 
@@ -297,7 +301,7 @@ def test_what_is_observed_ends_where_nothing_was_sampled():
 def test_every_kind_of_logprobs_is_the_same_with_speculation(tiny_model, mode):
     options = {"logprobs_mode": mode}
     plain = build(tiny_model, **engine_kwargs(speculation=False), **options)
-    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=5, drafter="tests.adversaries.Adversary"), **options)
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=5, drafter="tests.adversaries.Adversary"), **options)
     for count in (0, 2):
         params = mixed_params(6, 17, logprobs=count, max_tokens=20, min_p=0.0)
         params[0].repetition_penalty = 1.2
@@ -309,7 +313,7 @@ def test_every_kind_of_logprobs_is_the_same_with_speculation(tiny_model, mode):
 
 @pytest.mark.parametrize("drafter", ["Faulty", "Unbounded", "Foreign"])
 def test_a_drafter_with_a_fault_is_switched_off(tiny_model, off, reference_model, drafter):
-    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=5, drafter=f"tests.adversaries.{drafter}"))
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=5, drafter=f"tests.adversaries.{drafter}"))
     params = mixed_params(8, 15, max_tokens=40, ignore_eos=True)
     prompts = [[1, 4 + i % 3, 9] for i in range(8)]
     assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
@@ -317,7 +321,7 @@ def test_a_drafter_with_a_fault_is_switched_off(tiny_model, off, reference_model
 
 
 def test_invalid_logits_raise(tiny_model):
-    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=2, drafter="tests.adversaries.Oracle"))
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=2, drafter="tests.adversaries.Oracle"))
     with torch.no_grad():
         for parameter in runner_of(llm).model.parameters():
             parameter.fill_(float("nan"))
@@ -357,17 +361,25 @@ def test_bad_configurations_raise_before_anything_is_generated(tiny_model, kwarg
         build(tiny_model, **kwargs)
 
 
-def test_a_budget_changes_no_rollout(tiny_model, off, reference_model):
+@pytest.mark.parametrize("drafter", ["mixture", "tests.adversaries.Adversary"])
+def test_a_budget_changes_no_rollout(tiny_model, off, reference_model, drafter):
     """Drafts are cut by what steps take, which differs from run to run; the rollouts do not."""
-    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=5, budget=True))
+    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=5, drafter=drafter))
     for seed in range(3):
         params = mixed_params(12, 40 + seed, max_tokens=40, ignore_eos=True)
-        prompts = [[1, 4 + i % 3, 9] for i in range(len(params))]
+        prompts = prompts_of(params)
         assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
-    session = runner_of(llm).drafter.session
-    tokens, seconds = session.budget.cost.curve(drafted=False)
+    tokens, seconds = runner_of(llm).drafter.session.budget.cost.curve(drafted=False)
     assert tokens.size
     assert (seconds > 0).all()
     stats = stats_of(llm)
     assert stats["drafter_errors"] == 0
     assert stats["draft_tokens"] > 0
+    check_times(stats)
+    report = llm.collective_rpc("rollout_spec", args=("report",))[0]
+    assert json.loads(json.dumps(report)) == report
+    assert report["stats"]["draft_tokens"] == stats["draft_tokens"]
+    text = doctor.explain(report)
+    assert "forward pass" in text
+    assert "Calibration" in text
+    assert "times as fast as without it" in text

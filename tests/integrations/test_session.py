@@ -42,7 +42,7 @@ def run(session, steps, request):
 
 
 def test_without_a_budget_all_of_a_draft_is_verified():
-    assert run(a_session(), 12, a_request())[-1] == [1, 2, 3, 1]
+    assert run(a_session(budget=False), 12, a_request())[-1] == [1, 2, 3, 1]
 
 
 def test_steps_are_timed_and_ranks_agree_on_what_they_took():

@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from rollout_spec import RolloutSpecGenerator
+from rollout_spec import RolloutSpecGenerator, doctor
 
 pytestmark = pytest.mark.engine
 
@@ -85,6 +85,8 @@ def test_grpo_with_speculation(tiny_model, tmp_path):
     assert sum(entry["rollout_spec/draft_tokens"] for entry in logs) > 0
     assert all(entry["rollout_spec/generation_seconds"] > 0 for entry in logs)
     assert all(entry["rollout_spec/drafter_errors"] == 0 for entry in logs)
+    report = doctor.read_report(tmp_path / "rollout_spec.json")
+    assert "Where the time of a step goes" in doctor.explain(report)
     # What TRL itself sees: log-probabilities that its own forward pass confirms.
     assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logs)
     drafter = generator.llm.llm_engine.model_executor.driver_worker.model_runner.drafter.session.drafter

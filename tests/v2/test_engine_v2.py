@@ -15,12 +15,14 @@ from tests.integrations.engines import (
     PLAIN,
     assert_same,
     build,
+    check_times,
     count_preemptions,
     generate,
     mixed_params,
     prompts_of,
     runner_of,
     stats_of,
+    verify_all,
 )
 
 pytestmark = pytest.mark.engine
@@ -40,12 +42,12 @@ def off(tiny_model):
 
 @pytest.fixture(scope="module")
 def on(tiny_model):
-    return build(tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter_options={"min_survival": 0.0}))
+    return build(tiny_model, **verify_all(num_speculative_tokens=K, drafter_options={"min_survival": 0.0}))
 
 
 @pytest.fixture(scope="module")
 def adversarial(tiny_model):
-    return build(tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.Adversary"))
+    return build(tiny_model, **verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Adversary"))
 
 
 def test_it_is_the_v2_runner(stock, on, off):
@@ -100,7 +102,7 @@ def test_preempted_requests_keep_their_dice_and_their_history(tiny_model, off, r
         block_size=32,
         num_gpu_blocks_override=5,
         enable_prefix_caching=False,
-        **engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.Adversary"),
+        **verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Adversary"),
     )
     preempted = count_preemptions(small)
     params = mixed_params(4, 9, max_tokens=44, ignore_eos=True, **PLAIN)
@@ -140,7 +142,7 @@ def test_switched_on_in_the_middle_it_catches_up(adversarial, off, reference_mod
 
 def test_every_request_is_verified_at_its_drafts_own_length(tiny_model):
     """Also none: vLLM alone would verify K tokens for each."""
-    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.Uneven"))
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Uneven"))
     seen = []
     sampler = runner_of(llm).sampler
     original = sampler._book
@@ -158,7 +160,7 @@ def test_every_request_is_verified_at_its_drafts_own_length(tiny_model):
 
 def test_rejection_sampling_runs_and_keeps_the_history_straight(tiny_model):
     llm = build(
-        tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.Adversary", verify="rejection")
+        tiny_model, **verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Adversary", verify="rejection")
     )
     outputs = generate(llm, mixed_params(4, 7, max_tokens=12, ignore_eos=True, **PLAIN))
     assert [len(output.token_ids) for output in outputs] == [12] * 4
@@ -168,7 +170,7 @@ def test_rejection_sampling_runs_and_keeps_the_history_straight(tiny_model):
 
 
 def test_a_drafter_that_raises_is_switched_off(tiny_model, off, reference_model):
-    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.Faulty"))
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Faulty"))
     params = mixed_params(3, 15, max_tokens=12, ignore_eos=True, **PLAIN)
     prompts = prompts_of(params)
     assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
@@ -200,7 +202,7 @@ def test_vllms_warm_up_leaves_no_trace(tiny_model):
     from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
     from vllm.v1.worker.gpu_worker import Worker
 
-    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.Adversary"))
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Adversary"))
     worker = llm.llm_engine.model_executor.driver_worker.worker
     runner = runner_of(llm)
     assert Worker.compile_or_warm_up_model.__wrapped__.__module__ == "vllm.v1.worker.gpu_worker"
@@ -218,6 +220,21 @@ def test_vllms_warm_up_leaves_no_trace(tiny_model):
 def test_options_that_our_sampler_would_ignore_are_refused(tiny_model):
     with pytest.raises(ValueError, match="use_fp64_gumbel"):
         build(tiny_model, **engine_kwargs(), use_fp64_gumbel=True)
+
+
+def test_a_budget_changes_no_rollout(tiny_model, off, reference_model):
+    """It learns what steps of so many tokens take, prompts among them."""
+    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=K))
+    params = mixed_params(6, 5, max_tokens=40, ignore_eos=True, **PLAIN)
+    prompts = prompts_of(params)
+    assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+    session = runner_of(llm).rollout_spec.host_speculator.session
+    tokens, _ = session.budget.cost.curve(drafted=False)
+    assert tokens.size
+    assert tokens.max() <= sum(map(len, prompts)) + len(prompts) * (K + 1)
+    stats = stats_of(llm)
+    assert stats["drafter_errors"] == 0
+    check_times(stats)
 
 
 def test_the_benchmarks_v2_pair_passes_its_gate(off):
