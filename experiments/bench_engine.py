@@ -9,7 +9,7 @@ Each mode runs in a process of its own, as TRL's colocated engine does, all with
     dice        the same engine with our sampler in place of vLLM's (`speculation=False`)
     ngram       vLLM's prompt lookup
     suffix      vLLM's suffix decoding, where arctic-inference is installed
-    v1, v2      ours with the drafter on the host, in either runner, on new text, all of it verified: the price of trying
+    v1, v2      ours with the drafter on the host, in either runner, on new text, all verified: the price of trying
     budget      the same under its budget, in the runner that vLLM chooses
     device      ours with the drafter on the device and asynchronous scheduling, on new text: the price of K slots
     v1-replay, v2-replay, budget-replay, device-replay

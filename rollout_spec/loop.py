@@ -5,14 +5,16 @@ The engine's plugin does the same with vLLM's forward pass in the middle; tests 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.drafters.base import Drafter
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, Int32Array, SamplingRows
+from rollout_spec.budget import Budget
+from rollout_spec.drafters.base import Drafter, problem_of_prompt
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft, Float32Array, Int32Array, SamplingRows
 from rollout_spec.verify import reference
 from rollout_spec.verify.reference import VerifyMethod
 
@@ -69,18 +71,35 @@ def decode_step(
     num_speculative_tokens: int,
     *,
     verify: VerifyMethod = "sample",
+    budget: Budget | None = None,
 ) -> None:
     """Advance every request by one step. `requests` must be started in the drafter and unfinished; they are mutated.
+
+    Args:
+        budget: What decides how much of each draft is verified, and learns from the step; None: all of it.
 
     Raises FloatingPointError when logits are NaN, +inf or all -inf; nothing is committed then.
 
     Cost: one `target` call with sum(len(draft) + 1) contexts, O(K) drafter work per request.
     """
+    started = time.perf_counter()
     req_ids = [request.req_id for request in requests]
 
-    # 1. Draft. A request with one token to go needs no draft: the target's own sample ends it.
-    room = [min(num_speculative_tokens, r.max_tokens - len(r.output_token_ids) - 1) for r in requests]
-    drafts = drafter.propose(req_ids, np.array(room, np.int32))
+    # 1. Draft, where that pays. A request with one token to go needs no draft: the target's own sample ends it.
+    drafts = [Draft(np.zeros(0, np.int32), np.zeros(0, np.float32)) for _ in requests]
+    asked = budget is None or budget.wants_drafts(len(requests))
+    if asked:
+        room = [min(num_speculative_tokens, r.max_tokens - len(r.output_token_ids) - 1) for r in requests]
+        drafts = drafter.propose(req_ids, np.array(room, np.int32))
+    confidence = np.concatenate([draft.confidence for draft in drafts])
+    proposed = np.cumsum([0, *(len(draft.token_ids) for draft in drafts)])
+    num_draft_tokens: NDArray[np.int64] = np.diff(proposed)
+    if asked and budget is not None:
+        num_draft_tokens = budget.decide(
+            confidence, proposed, _tokens_to_come(requests, budget), num_tokens=len(requests)
+        )
+        drafts = [Draft(d.token_ids[:n], d.confidence[:n]) for d, n in zip(drafts, num_draft_tokens, strict=True)]
+    drafting = time.perf_counter() - started
 
     # 2. One forward pass over every drafted position and the one after it.
     contexts = [
@@ -91,7 +110,6 @@ def decode_step(
     logits = target(contexts)
 
     # 3. Verify: the target rolls each request's dice at each position; drafts count while they agree.
-    num_draft_tokens: NDArray[np.int64] = np.array([len(draft.token_ids) for draft in drafts], np.int64)
     drafted: Int32Array = np.concatenate([draft.token_ids for draft in drafts]).astype(np.int32)
     result = reference.verify(
         logits,
@@ -115,7 +133,8 @@ def decode_step(
     ends = np.cumsum(num_draft_tokens + 1)
     starts = ends - (num_draft_tokens + 1)
     targets = [result.target_token_ids[a:b] for a, b in zip(starts, ends, strict=True)]
-    drafter.observe(req_ids, [t[t != PLACEHOLDER_TOKEN_ID] for t in targets], result.num_accepted)
+    if asked:
+        drafter.observe(req_ids, [t[t != PLACEHOLDER_TOKEN_ID] for t in targets], result.num_accepted)
     for i, request in enumerate(requests):
         output = result.output_token_ids[i]
         new = request.trim(output[output != PLACEHOLDER_TOKEN_ID].tolist())
@@ -125,6 +144,32 @@ def decode_step(
         if request.finished:
             drafter.stop_request(request.req_id)
 
+    # 5. Learn what the step took and what it brought.
+    if budget is not None:
+        budget.survival.observe(confidence, proposed, num_draft_tokens, result.num_accepted.astype(np.int64))
+        budget.observe_step(
+            len(contexts),
+            time.perf_counter() - started,
+            drafted=drafted.size > 0,
+            num_asked=len(requests) if asked else 0,
+            draft_seconds=drafting,
+        )
+        for request in requests:
+            if request.finished:
+                budget.lengths.observe(_problem(request), len(request.output_token_ids))
+
+
+def _problem(request: RequestState) -> int:
+    return problem_of_prompt(request.token_ids[: request.num_prompt_tokens])
+
+
+def _tokens_to_come(
+    requests: Sequence[RequestState], budget: Budget
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    so_far = np.array([len(request.output_token_ids) for request in requests], np.int64)
+    at_most = np.array([request.max_tokens for request in requests], np.int64) - so_far
+    return budget.lengths.predict([_problem(request) for request in requests], so_far, at_most)
+
 
 def generate(
     requests: Sequence[RequestState],
@@ -133,6 +178,7 @@ def generate(
     num_speculative_tokens: int,
     *,
     verify: VerifyMethod = "sample",
+    budget: Budget | None = None,
 ) -> int:
     """Decode until every request is finished. Returns the number of steps."""
     for request in requests:
@@ -140,6 +186,6 @@ def generate(
         drafter.start_request(request.req_id, request.token_ids[: request.num_prompt_tokens], seed=seed)
     steps = 0
     while live := [request for request in requests if not request.finished]:
-        decode_step(live, drafter, target, num_speculative_tokens, verify=verify)
+        decode_step(live, drafter, target, num_speculative_tokens, verify=verify, budget=budget)
         steps += 1
     return steps

@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_spec import noise
+from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
+from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.loop import RequestState, decode_step, generate
 from rollout_spec.verify import reference
 from tests.adversaries import Adversary
@@ -47,8 +49,9 @@ class Nothing(Adversary):
     temperature=st.sampled_from([0.0, 0.7, 1.0, 1.5]),
     k=st.integers(1, 8),
     drafter=st.sampled_from(["mixture", "suffix", "ngram", "adversary"]),
+    budget=st.sampled_from([None, Budget]),
 )
-def test_same_rollouts_as_without_drafts(target_seed, count, temperature, k, drafter):
+def test_same_rollouts_as_without_drafts(target_seed, count, temperature, k, drafter, budget):
     target, _ = markov_target(target_seed)
     plain = requests(count, temperature=temperature)
     steps = generate(plain, Nothing(), target, k)
@@ -56,7 +59,7 @@ def test_same_rollouts_as_without_drafts(target_seed, count, temperature, k, dra
     drafting = (
         Adversary(VOCAB) if drafter == "adversary" else build_drafter(drafter, max_draft_tokens=k, min_survival=0.0)
     )
-    assert generate(ours, drafting, target, k) <= steps
+    assert generate(ours, drafting, target, k, budget=budget() if budget else None) <= steps
     for a, b in zip(plain, ours, strict=True):
         assert a.token_ids == b.token_ids
         assert a.logprobs == pytest.approx(b.logprobs)
@@ -106,3 +109,15 @@ def test_invalid_logits_raise():
     with pytest.raises(FloatingPointError, match="nothing can be sampled"):
         decode_step(batch, drafter, lambda contexts: np.full((len(contexts), VOCAB), np.nan, np.float32), 2)
     assert batch[0].output_token_ids == []
+
+
+def test_a_budget_learns_while_it_decodes():
+    target, _ = markov_target(sharpness=8.0)
+    budget, drafter = Budget(), build_drafter("suffix", max_draft_tokens=4)
+    for run in range(12):
+        batch = requests(4, temperature=0.3, run=run)
+        generate(batch, drafter, target, 4, budget=budget)
+    assert budget.cost.plain(4) > 0
+    assert budget.survival.reliability()[:, 0].sum() > 0
+    expected, _ = budget.lengths.predict([problem_of_prompt([1, 2, 1])], np.array([0]), np.array([1000]))
+    assert 0 < expected[0] <= 40
