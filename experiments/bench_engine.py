@@ -149,6 +149,8 @@ def run_mode(args: argparse.Namespace, mode: str, shape: str) -> list[dict[str, 
         if ours:
             result["stats"] = SpeculationStats.between(before, stats()).to_dict()
         results.append(result)
+    if mode.startswith("budget"):  # the measured cost curve, for `rollout-spec doctor` and its --engine-cost
+        results[-1]["report"] = llm.collective_rpc("rollout_spec", args=("report",))[0]
     return results
 
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # What needs a GPU, from the repository's root with torch and vLLM importable; rows and logs go to OUT.
 #   bash experiments/gpu.sh OUT check device verify     correctness, the device drafter, the verifier: about 8 minutes
-#   bash experiments/gpu.sh OUT engine-1.5b             the engine step, 10 modes: about 12 minutes
-#   bash experiments/gpu.sh OUT engine-1.5b:none,device,device-replay        some of the modes: a minute each
+#   bash experiments/gpu.sh OUT engine-1.5b             the engine step, 12 modes: about 15 minutes
+#   bash experiments/gpu.sh OUT engine-1.5b:none,device,budget-replay        some of the modes: a minute each
 #   bash experiments/gpu.sh OUT engine-7b invariant     the larger shape; first divergence with batch-invariant kernels
 set -uo pipefail
 out=$(realpath -m "$1")

@@ -1,21 +1,24 @@
 """Policies of draft budgets in a simulated engine, on recorded rollouts and cost curves. **Simulated**: no model runs.
 
-    python experiments/simulate_budgets.py TRACES_DIR [--sets ...] [--batch 1 8 64 256] [--out FILE.jsonl]
+    python experiments/simulate_budgets.py TRACES_DIR [--sets ...] [--batch 8 64 192] [--out FILE] [--plot FILE]
 
 Curves: three of published shape, seconds = floor + max(bytes of weights / bandwidth, 2 x parameters x tokens / FLOP/s),
 with the H200's 4.8 TB/s and half of its 990 TFLOP/s (bf16): 1.5B and 7B parameters on one GPU (memory-bound up to about
 a hundred tokens), and `flops`, whose steps cost in proportion to their tokens from the first on (compute-bound). `cpu`
 is the demo's policy on two busy CPU cores, where one was measured (--curve).
 
-Reported per cell: time without drafts over a policy's time, for the whole phase and for its tail (the last tenth of the
-rollouts). `ours, new` knows nothing when the phase begins; `ours` has learned in one phase of the same size on other
-prompts, as in any but the first step of a run. The drafter begins anew in every phase.
+Reported per cell: time without drafts over a policy's time, for the whole phase and for its tail. That begins when nine
+rollouts in ten have ended (`tail`), or when nine tokens in ten have been said (`token_tail`): a policy that makes the
+bulk faster and the longest rollouts no slower has a longer tail by the first count. `ours, new` knows nothing when the
+phase begins; `ours` has learned in one phase of the same size on other prompts, as in any but the first step of a run;
+`ours, lengths known` is told how long each rollout gets. The drafter begins anew in every phase.
 """
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rows import append, origin
@@ -41,6 +44,36 @@ CURVES = {
 }
 
 
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    """Speedups of each cell, of the phase and of its last tenth, a column for each cost curve."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    curves = list(dict.fromkeys(row["curve"] for row in rows))
+    cells = list(dict.fromkeys((row["set"], row["batch"]) for row in rows))
+    figure, axes = plt.subplots(2, len(curves), figsize=(4.2 * len(curves), 6.5), sharex=True, layout="constrained")
+    for column, curve in enumerate(curves):
+        for line, (key, label) in enumerate((("speedup", "phase"), ("token_tail_speedup", "last tenth of the tokens"))):
+            found = {(r["set"], r["batch"], r["policy"]): r[key] for r in rows if r["curve"] == curve}
+            fixed = [
+                max(v for (s, b, p), v in found.items() if (s, b) == cell and p.startswith("K=")) for cell in cells
+            ]
+            for policy, style in (("ours", "o-"), ("ours, new", "s:"), ("oracle", "k--")):
+                axes[line, column].plot([found[(*cell, policy)] for cell in cells], style, label=policy)
+            axes[line, column].plot(fixed, "x-", label="best fixed K in hindsight")
+            axes[line, column].axhline(1, color="gray", lw=0.8)
+            axes[line, column].grid(alpha=0.3)
+            axes[line, column].set(ylim=(0, None))
+            axes[line, 0].set(ylabel=f"speedup of the {label}")
+        axes[0, column].set(title=f"{curve} (simulated)")
+        axes[1, column].set_xticks(range(len(cells)), [f"{name}, {batch}" for name, batch in cells], rotation=90)
+    axes[0, 0].legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main() -> None:
     """Simulate every cell and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -52,9 +85,11 @@ def main() -> None:
     parser.add_argument("--curves", nargs="+", default=list(CURVES))
     parser.add_argument("--curve", type=Path, nargs="*", default=[], help="measured curves")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
     about = origin()
     curves = [CURVES[name] for name in args.curves] + [read_cost(path) for path in args.curve]
+    rows = []
     for name in args.sets:
         problems = read_traces(args.traces / f"{name}.parquet", max_prompts=2 * args.prompts)
         phases = [[Request(p, r) for p in problems[half::2] for r in p.rollouts[: args.samples]] for half in range(2)]
@@ -69,6 +104,7 @@ def main() -> None:
                         "tail_speedup": round(none.tail_seconds / max(phase.tail_seconds, 1e-12), 4),
                         "token_tail_speedup": round(none.token_tail_seconds / phase.token_tail_seconds, 4),
                     }  # fmt: skip
+                    rows.append(row)
                     append(args.out, {"benchmark": "budget/simulated", **row, **about})
                 base = times["none"]
                 cells = [
@@ -76,6 +112,8 @@ def main() -> None:
                     for label, p in times.items()
                 ]
                 print(f"{name} {cost.name} batch {batch}: " + ", ".join(cells), flush=True)
+    if args.plot:
+        plot(rows, args.plot)
 
 
 if __name__ == "__main__":

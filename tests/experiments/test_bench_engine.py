@@ -21,7 +21,7 @@ def test_partings():
 def test_modes_run_and_agree(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     out = tmp_path / "rows.jsonl"
-    modes = ["none", "dice", "v1-replay"]
+    modes = ["none", "dice", "v1-replay", "budget"]
     bench_engine.main(
         ["--shape", "tiny", "--batch", "3", "--tokens", "12", "--dtype", "float32", "--eager", "--modes", *modes,
          "--out", str(out)]
@@ -33,3 +33,5 @@ def test_modes_run_and_agree(tmp_path, monkeypatch, capsys):
     assert rows[2]["parted"] == 0
     assert rows[2]["stats"]["acceptance_rate"] > 0.9
     assert rows[2]["steps"] < rows[1]["steps"]
+    assert rows[3]["parted"] == 0
+    assert rows[3]["report"]["budget"]["plain"][0]
