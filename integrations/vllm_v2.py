@@ -31,6 +31,8 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.session import (
     DraftingSession,
+    Outcome,
+    Proposal,
     needs_processing,
     raise_if_broken,
     require_seed,
@@ -80,6 +82,7 @@ class RunnerAdapter:
         self.speculator: Any = runner.speculator
         self.host_speculator = self.speculator if isinstance(self.speculator, HistorySpeculator) else None
         self._device_speculator = self.speculator if self.host_speculator is None else None
+        self._session: Any = self.host_speculator.session if self.host_speculator is not None else self.speculator
         self.stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
         self.clock = StepClock(runner.device, self.stats)
         self._runner = runner
@@ -115,8 +118,12 @@ class RunnerAdapter:
         """See `rollout_spec.integrations.session.run_command`."""
         self._runner.sampler.settle(wait=True)
         self.clock.read()
-        session = self.host_speculator.session if self.host_speculator is not None else self._device_speculator
-        return run_command(session, self.stats, name, *args)
+        return run_command(self._session, self.stats, name, *args)
+
+    def begin_step(self) -> None:
+        """Called before every step runs."""
+        if self._session is None or self._session.enabled:
+            self.clock.start()
 
     def on_add_requests(self, scheduler_output: Any) -> None:
         """Called with every step's schedule, before it runs."""
@@ -387,12 +394,13 @@ class HistorySpeculator(BaseSpeculator):
         num_sampled = args[4] if num_sampled is None else num_sampled
         by_request = self._draft(outcome, num_sampled, int(input_batch.num_tokens))
         for row, req_id in enumerate(outcome.req_ids):
-            tokens = by_request.get(req_id, [])
-            drafts[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-            self.num_draft_tokens[req_id] = len(tokens)
+            if req_id in by_request:
+                tokens, num_verified = by_request[req_id]
+                drafts[row, : len(tokens)] = torch.from_numpy(tokens)
+                self.num_draft_tokens[req_id] = num_verified
         return drafts.to(self._device, non_blocking=True)
 
-    def _draft(self, outcome: _Outcome, num_sampled: torch.Tensor, num_step_tokens: int) -> dict[str, list[int]]:
+    def _draft(self, outcome: _Outcome, num_sampled: torch.Tensor, num_step_tokens: int) -> dict[str, Proposal]:
         """Read the outcome, the step's only wait for the device, and feed the session."""
         result, starts, size = outcome.result, outcome.starts, len(outcome.req_ids)
         counts = (result.num_accepted, result.num_broken_rows, num_sampled[:size], outcome.first_positions)
@@ -413,13 +421,14 @@ class HistorySpeculator(BaseSpeculator):
                 continue
             of_row = targets[starts[row] : starts[row + 1]]
             if drafted[row]:
-                outcomes[req_id] = (sampled_tokens(of_row, int(accepted[row])), int(accepted[row]))
+                seen = sampled_tokens(of_row, int(accepted[row]))
+                outcomes[req_id] = Outcome(seen, int(accepted[row]), drafted[row])
             new = [max(token, 0) for token in of_row[: sampled[row]]]
             if self.session.num_seen(req_id, request) != positions[row] + 1:  # it was switched off for some steps
                 new = self._read_tokens(req_id, request)
             updates.append((req_id, request, new))
         ended = [req_id for req_id in self.session.live if req_id not in self._adapter.requests]
-        return self.session.draft(ended, outcomes, updates, num_step_tokens)
+        return self.session.draft(ended, outcomes, updates, num_step_tokens, self._adapter.clock.started)
 
     def _read_tokens(self, req_id: str, request: Any) -> list[int]:
         """A request's tokens after those seen, from the runner's own copy, which has been brought up to date."""

@@ -47,8 +47,10 @@ CAUTION = 8
 """A step whose cost with drafts is not known gets at most one slot for so many requests."""
 LEAST_COST = 0.02
 """What a slot costs at least, as a share of a request's in a step without drafts: drafts that never come true stop."""
-FRESHNESS = 256
-"""Steps with drafts after which one without is taken, to see what that costs by now."""
+FRESHNESS = 512
+"""Steps with drafts after which some without are taken, to see what that costs by now."""
+MAX_PROBES = 8
+"""Steps without drafts in a row that are taken to learn what they cost. After that it is guessed from other sizes."""
 LONGEST_SLEEP = 64
 """Steps for which a drafter whose drafts do not pay is left alone."""
 MEMORY = 1 / 32
@@ -56,17 +58,17 @@ MEMORY = 1 / 32
 
 
 @nb.njit(cache=True)
-def worth(mean: Floats, deviation: Floats, step_seconds: float, token_seconds: float) -> Floats:
+def worth(mean: Floats, deviation: Floats, num_tokens: int, step_seconds: float, token_seconds: float) -> Floats:
     """Seconds that one token less saves, by request, float64 [B]. See the module's docstring. O(B).
 
     Args:
         mean, deviation: float64 [B], tokens to come.
-        step_seconds: What a step of these requests costs without drafts.
+        num_tokens: Tokens of a step without drafts. Those of prompts have to be computed however fast requests end.
+        step_seconds: What such a step costs.
         token_seconds: What one token more costs.
     """
-    size = mean.size
-    per_token = min(max(token_seconds, 0.0), step_seconds / size)
-    fixed = step_seconds - per_token * size
+    per_token = min(max(token_seconds, 0.0), step_seconds / num_tokens)
+    fixed = step_seconds - per_token * num_tokens
     # The chance of being the longest, as if by a choice with Gumbel noise of the lengths' spread.
     spread = max(math.sqrt((deviation**2).mean() * 6.0) / math.pi, SPREAD * mean.max(), 1e-9)
     score = np.exp((mean - mean.max()) / spread)
@@ -160,7 +162,7 @@ def _decide(
             padded = sizes[np.searchsorted(sizes, padded)]
         more = line(float(padded), tokens, seconds, slope) - plain if tokens.size else 0.0
         extra[n] = max(more, n * least, extra[n - 1])
-    value = worth(mean, deviation, plain, (extra[-1] - extra[1]) / max(total - 1, 1) if total else 0.0)
+    value = worth(mean, deviation, num_tokens, plain, (extra[-1] - extra[1]) / max(total - 1, 1) if total else 0.0)
     survival = np.empty(confidence.size)
     predict_survival(confidence, starts, counts, survival)
     taken = np.zeros(size, np.int64)
@@ -180,21 +182,21 @@ class Budget:
     For each step ask `wants_drafts`. If it does, draft and let `decide` cut the drafts. Tell `survival` what became of
     them, `observe_step` what the step took, and `lengths` of each rollout that ends.
 
-    Args:
-        sizes: Sizes that steps are padded to, see `StepCost`.
-
     Attributes:
         survival, cost, lengths: The three estimates.
     """
 
-    def __init__(self, sizes: tuple[int, ...] = ()) -> None:
+    def __init__(self) -> None:
         self.survival = Survival()
-        self.cost = StepCost(sizes)
+        self.cost = StepCost()
         self.lengths = RemainingLength()
         self._drafting: deque[float] = deque(maxlen=WINDOW)  # seconds per request, of late
         self._draft_seconds = 0.0  # their median
         self._balance = 0.0  # what drafts gain in a step less what drafting takes, on average
         self._patience = self._next_try = FIRST_PATIENCE
+        self._plain = 0.0  # what the present step costs without drafts
+        self._num_probes = 0  # in a row, and those still to come
+        self._probes_left = 0
         self._steps_without = 0  # slots, in a row
         self._steps_with = 0
         self._sleep = 0
@@ -230,10 +232,20 @@ class Budget:
             self._sleep -= 1
             self._steps_without += 1
             return False
-        if self._steps_with >= FRESHNESS or self.cost.plain(num_tokens) is None:
-            self._steps_with = 0
+        if self._steps_with >= FRESHNESS:
+            self._steps_with, self._probes_left = 0, MIN_OBSERVATIONS
+        if self._probes_left > 0:
+            self._probes_left -= 1
             return False
-        return True
+        plain = self.cost.plain(num_tokens)
+        if plain is None:
+            self._num_probes += 1
+            plain = self.cost.guess_plain(num_tokens) if self._num_probes > MAX_PROBES else None
+        else:
+            self._num_probes = 0
+        if plain is not None:
+            self._plain = plain
+        return plain is not None
 
     def decide(
         self,
@@ -244,7 +256,7 @@ class Budget:
         num_tokens: int,
         max_slots: int | None = None,
     ) -> Ints:
-        """Slots to verify of each draft, int64 [B]. O(D log D).
+        """Slots to verify of each draft, int64 [B], in a step for which `wants_drafts` said True. O(D log D).
 
         Args:
             confidence: float32 [D], the drafter's, of all drafted tokens.
@@ -252,17 +264,11 @@ class Budget:
             remaining: float64 [B] each: mean and standard deviation of the tokens to come. None while requests wait.
             num_tokens: As `wants_drafts` was told.
             max_slots: Most slots of all requests together. None: no bound.
-
-        Raises:
-            ValueError: the cost of such a step without drafts is not known; see `wants_drafts`.
         """
         size = starts.size - 1
         allowed = confidence.size if max_slots is None else max(min(confidence.size, max_slots), 0)
         if allowed == 0:
             return self._note(np.zeros(size, np.int64), -self._draft_seconds * size)
-        plain = self.cost.plain(num_tokens)
-        if plain is None:
-            raise ValueError(f"what {num_tokens} tokens cost without drafts is not known: ask wants_drafts first")
         if self._steps_without >= self._next_try:  # what speculation costs may have changed
             self.cost.forget_drafted()
             self._next_try = self._steps_without + self._patience
@@ -270,7 +276,7 @@ class Budget:
         tokens, seconds, slope, most = self.cost.drafted(num_tokens)
         mean, deviation = remaining if remaining is not None else (np.ones(size), np.ones(size))
         taken, gain = _decide(
-            confidence, starts, self.survival.counts, mean, deviation, num_tokens, plain,
+            confidence, starts, self.survival.counts, mean, deviation, num_tokens, self._plain,
             tokens, seconds, slope, self.cost.sizes, allowed, min(max(most, size // CAUTION, 1), allowed),
         )  # fmt: skip
         return self._note(taken, gain - self._draft_seconds * size, learning=not tokens.size)

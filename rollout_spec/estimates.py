@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba as nb
 import numpy as np
@@ -30,6 +30,8 @@ WINDOW = 24
 """Steps that a cost is the median of; older ones are forgotten."""
 REFRESH = 8
 """Steps after which a curve is drawn anew."""
+MAX_AGE = 2048
+"""Steps after which a measurement counts only where there is no newer one."""
 MIN_OBSERVATIONS = 3
 """Steps below which a size has no cost of its own."""
 MAX_LENGTHS = 64
@@ -120,24 +122,35 @@ def _observe(confidence: Any, starts: Ints, num_verified: Ints, num_accepted: In
             cell[2] += j < num_accepted[i]
 
 
+class _Observation(NamedTuple):
+    when: int
+    num_tokens: int
+    seconds: float
+
+
 class StepCost:
     """Seconds of an engine step by the tokens it computes, with and without drafts, from the steps themselves.
 
-    A size's cost is the median of its last WINDOW steps: robust against a step that was held up, and new after a change
-    of the machine or the model. Between sizes it is interpolated, and it never falls with size. Without drafts the
-    scheduling and the graphs may be other ones, so those steps have a curve of their own.
-
-    Args:
-        sizes: Sizes that steps are padded to, for example those of CUDA graphs: cost is constant between them. Empty:
-            steps are not padded.
+    A size's cost is the median of its last WINDOW steps: robust against a step that was held up. What was seen more
+    than MAX_AGE steps ago counts only where there is nothing newer. Between sizes cost is interpolated, and it never
+    falls with size. Steps without drafts may be scheduled and run in other ways, and have a curve of their own.
     """
 
-    def __init__(self, sizes: tuple[int, ...] = ()) -> None:
-        self.sizes = np.array(sorted(sizes), np.int64)
-        self._steps: tuple[dict[int, deque[tuple[int, float]]], ...] = ({}, {})  # without drafts, with
+    def __init__(self) -> None:
+        self.sizes = np.empty(0, np.int64)
+        self._steps: tuple[dict[int, deque[_Observation]], ...] = ({}, {})  # without drafts, with
         self._curves: list[tuple[Floats, Floats] | None] = [None, None]
         self._num_new = [0, 0]
         self._plain: dict[int, float | None] = {}  # what `plain` said since the curves were drawn
+        self._now = 0
+
+    def pad_to(self, sizes: tuple[int, ...]) -> None:
+        """Say to which sizes steps are padded, for example those of CUDA graphs: cost is constant between them.
+
+        Args:
+            sizes: Empty: steps are not padded, as long as this was not called.
+        """
+        self.sizes = np.array(sorted(sizes), np.int64)
 
     def observe(self, num_tokens: int, seconds: float, *, drafted: bool) -> None:
         """Learn from one step. O(1).
@@ -148,9 +161,12 @@ class StepCost:
             drafted: Whether any request had a draft.
         """
         steps = self._steps[drafted].setdefault(self._bucket(num_tokens), deque(maxlen=WINDOW))
-        steps.append((num_tokens, seconds))
+        self._now += 1
+        steps.append(_Observation(self._now, num_tokens, seconds))
         self._num_new[drafted] += 1
-        if self._num_new[drafted] >= REFRESH or len(steps) == MIN_OBSERVATIONS:
+        # Steps without drafts may be rare: each few of them count at once.
+        refresh = REFRESH if drafted else MIN_OBSERVATIONS
+        if self._num_new[drafted] >= refresh or len(steps) == MIN_OBSERVATIONS:
             self._curves[drafted], self._num_new[drafted] = None, 0
             self._plain.clear()
 
@@ -163,15 +179,18 @@ class StepCost:
         """(tokens, seconds) of the sizes that are known, rising. Both may be empty. Up to REFRESH steps old."""
         curve = self._curves[drafted]
         if curve is None:
-            curve = self._curves[drafted] = self._fit(drafted)
+            curve = self._curves[drafted] = self._fit(drafted, MIN_OBSERVATIONS)
         return curve
 
-    def _fit(self, drafted: bool) -> tuple[Floats, Floats]:
-        known = [
-            (float(np.median(self._pad(np.array([n for n, _ in steps])))), float(np.median([s for _, s in steps])))
-            for steps in self._steps[drafted].values()
-            if len(steps) >= MIN_OBSERVATIONS
-        ]
+    def _fit(self, drafted: bool, least: int) -> tuple[Floats, Floats]:
+        known = []
+        for steps in self._steps[drafted].values():
+            newest = list(steps)[-least:]
+            recent = [step for step in steps if step.when > self._now - MAX_AGE]
+            used = recent if len(recent) > len(newest) else newest
+            if len(used) >= least:
+                sizes = self._pad(np.array([step.num_tokens for step in used]))
+                known.append((float(np.median(sizes)), float(np.median([step.seconds for step in used]))))
         if not known:
             return np.empty(0), np.empty(0)
         tokens, seconds = np.array(sorted(known)).T
@@ -180,14 +199,17 @@ class StepCost:
     def plain(self, num_tokens: int) -> float | None:
         """Seconds of a step without drafts; None if none of half to four times as many tokens was measured. O(log)."""
         if num_tokens not in self._plain:
-            self._plain[num_tokens] = self._find_plain(num_tokens)
+            tokens, seconds = self.curve(drafted=False)
+            near = (tokens >= num_tokens / 2) & (tokens <= 4 * num_tokens)
+            self._plain[num_tokens] = self._read(num_tokens, tokens, seconds) if near.any() else None
         return self._plain[num_tokens]
 
-    def _find_plain(self, num_tokens: int) -> float | None:
-        tokens, seconds = self.curve(drafted=False)
-        near = (tokens >= num_tokens / 2) & (tokens <= 4 * num_tokens)
-        if not near.any():
-            return None
+    def guess_plain(self, num_tokens: int) -> float | None:
+        """The same from any steps, however few and however different their sizes; None if there were none. O(sizes)."""
+        tokens, seconds = self._fit(False, 1)
+        return self._read(num_tokens, tokens, seconds) if tokens.size else None
+
+    def _read(self, num_tokens: int, tokens: Floats, seconds: Floats) -> float:
         slope = _slope(tokens, seconds)
         if slope is None:  # what a token more costs is known from the steps with drafts
             slope = _slope(*self.curve(drafted=True))
@@ -197,8 +219,7 @@ class StepCost:
     def drafted(self, num_tokens: int) -> tuple[Floats, Floats, float, int]:
         """What steps of so many tokens and drafts on top cost: (tokens, seconds, seconds per token beyond, most slots).
 
-        The first steps with drafts have few slots, the next twice as many: two points tell what drafts cost at all from
-        what each slot costs. From then on at most twice as many as were measured are tried.
+        At most twice as many slots as were measured should be tried: what a step costs is approached from below.
 
         Returns:
             The curve for `line`, empty as long as it is not known, and how many slots should be tried at most: 0 if
@@ -210,8 +231,9 @@ class StepCost:
             return tokens[:0], seconds[:0], 0.0, 0
         tokens, seconds = tokens[first:], seconds[first:]
         slope = _slope(tokens, seconds)
-        known = 0 if slope is None else tokens.size
-        return tokens[:known], seconds[:known], slope or 0.0, 2 * math.ceil(tokens[-1] - num_tokens)
+        if slope is None:
+            slope = _slope(*self.curve(drafted=False))
+        return tokens, seconds, slope or 0.0, 2 * math.ceil(tokens[-1] - num_tokens)
 
     def _pad(self, num_tokens: Ints) -> Ints:
         """What steps of so many tokens are padded to."""

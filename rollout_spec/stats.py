@@ -16,16 +16,15 @@ class SpeculationStats:
         request_steps: Requests summed over those steps.
         num_drafts: Request-steps with at least one drafted token.
         draft_tokens, accepted_tokens: Verified and accepted drafted tokens.
-        accepted_per_position: Accepted tokens by position in the draft.
         emitted_tokens: Tokens sampled, accepted ones included.
         drafter_errors: Exceptions that the drafter raised; the first one switches it off.
         draft_seconds: Time on the host to learn what became of drafts, to draft, and to decide how much is verified.
         forward_seconds, verify_seconds: Time of the target's forward passes and of verification, on the device.
-        step_seconds: Time of all that a step takes, scheduling included, where a drafter on the host sees it begin and
-            end: summed over steps in which some request went on.
-        steps_by_batch, requests_by_batch, draft_tokens_by_batch, tokens_by_batch, seconds_by_batch: Steps of these
-            that read no prompts, and their requests, verified drafts, emitted tokens and seconds, by floor(log2) of the
-            number of requests in the step.
+        step_seconds: Time of all that a step takes, scheduling included, where a drafter on the host sees it end.
+        drafted_per_position, accepted_per_position: Verified and accepted tokens by position in the draft.
+        steps_by_batch, requests_by_batch, draft_tokens_by_batch, tokens_by_batch, seconds_by_batch,
+            draft_seconds_by_batch: Steps in which some request went on and no prompt was read, and their requests,
+            verified drafts, emitted tokens, seconds, and seconds to draft, by floor(log2) of the number of requests.
     """
 
     steps: int = 0
@@ -39,12 +38,14 @@ class SpeculationStats:
     forward_seconds: float = 0.0
     verify_seconds: float = 0.0
     step_seconds: float = 0.0
+    drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     steps_by_batch: list[int] = field(default_factory=list)
     requests_by_batch: list[int] = field(default_factory=list)
     draft_tokens_by_batch: list[int] = field(default_factory=list)
     tokens_by_batch: list[int] = field(default_factory=list)
     seconds_by_batch: list[float] = field(default_factory=list)
+    draft_seconds_by_batch: list[float] = field(default_factory=list)
 
     @property
     def rejected_tokens(self) -> int:
@@ -74,14 +75,29 @@ class SpeculationStats:
         self.num_drafts += sum(n > 0 for n in num_draft_tokens)
         self.accepted_tokens += sum(num_accepted)
         self.emitted_tokens += sum(num_accepted) + len(num_accepted)
-        longest = max(num_accepted, default=0)
-        self.accepted_per_position += [0] * (longest - len(self.accepted_per_position))
-        for accepted in num_accepted:
-            for position in range(accepted):
-                self.accepted_per_position[position] += 1
+        for lengths, counts in (
+            (num_draft_tokens, self.drafted_per_position),
+            (num_accepted, self.accepted_per_position),
+        ):
+            reached = [0] * max(lengths, default=0)
+            counts += [0] * (len(reached) - len(counts))
+            for length in lengths:
+                if length:
+                    reached[length - 1] += 1
+            more = 0
+            for position in range(len(reached) - 1, -1, -1):
+                more += reached[position]
+                counts[position] += more
 
     def record_time(
-        self, seconds: float, *, num_requests: int, draft_tokens: int, tokens: int, reads_prompts: bool
+        self,
+        seconds: float,
+        *,
+        num_requests: int,
+        draft_tokens: int,
+        tokens: int,
+        draft_seconds: float,
+        reads_prompts: bool,
     ) -> None:
         """Count what one step took, in which `num_requests` emitted `tokens`."""
         self.step_seconds += seconds
@@ -94,6 +110,7 @@ class SpeculationStats:
             (self.draft_tokens_by_batch, draft_tokens),
             (self.tokens_by_batch, tokens),
             (self.seconds_by_batch, seconds),
+            (self.draft_seconds_by_batch, draft_seconds),
         )
         for counts, value in counters:
             counts += [0] * (octave + 1 - len(counts))

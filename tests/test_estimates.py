@@ -72,22 +72,52 @@ def test_two_sizes_with_drafts_tell_what_drafts_cost_from_what_slots_cost():
     assert cost.drafted(64)[3] == 0
 
 
-def test_one_size_is_no_curve():
+def test_one_size_is_a_curve_with_the_slope_of_steps_without_drafts():
     cost = StepCost()
     for _ in range(MIN_OBSERVATIONS):
         cost.observe(36, 5.0, drafted=True)
-    tokens, _, slope, most = cost.drafted(32)
-    assert (tokens.size, slope, most) == (0, 0.0, 8)
+    tokens, seconds, slope, most = cost.drafted(32)
+    assert (tokens.tolist(), seconds.tolist(), slope, most) == ([36], [5.0], 0.0, 8)
+    for _ in range(MIN_OBSERVATIONS):
+        for n in (10, 30):
+            cost.observe(n, 0.1 * n, drafted=False)
+    assert cost.drafted(32)[2] == pytest.approx(0.1)
+
+
+def test_what_is_old_counts_only_where_there_is_nothing_newer(monkeypatch):
+    monkeypatch.setattr(estimates, "MAX_AGE", 100)
+    cost = StepCost()
+    for _ in range(WINDOW):
+        cost.observe(8, 1.0, drafted=False)
+        cost.observe(100, 5.0, drafted=False)
+    for _ in range(100):
+        cost.observe(9, 2.0, drafted=True)
+    assert cost.plain(8) == 1.0
+    for _ in range(MIN_OBSERVATIONS):
+        cost.observe(8, 3.0, drafted=False)
+    assert cost.plain(8) == 3.0
+    assert cost.plain(100) == 5.0
 
 
 def test_padded_steps_share_a_point():
-    cost = StepCost(sizes=(8, 16, 32))
+    cost = StepCost()
+    cost.pad_to((8, 16, 32))
     for n, seconds in ((9, 1.0), (12, 1.0), (16, 1.0), (17, 2.0), (20, 2.0), (32, 2.0), (40, 3.0)):
         cost.observe(n, seconds, drafted=False)
     tokens, seconds = cost.curve(drafted=False)
     assert tokens.tolist() == [16, 32]
     assert seconds.tolist() == [1, 2]
     assert cost.plain(10) == cost.plain(16) == 1.0
+
+
+def test_a_guess_goes_by_whatever_was_seen():
+    cost = StepCost()
+    assert cost.guess_plain(10) is None
+    cost.observe(100, 1.0, drafted=False)
+    assert cost.guess_plain(10) == 1.0
+    cost.observe(300, 3.0, drafted=False)
+    assert cost.guess_plain(200) == pytest.approx(2.0)
+    assert cost.plain(200) is None
 
 
 def test_a_curve_never_falls():

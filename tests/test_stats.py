@@ -29,6 +29,8 @@ def test_positions_count_the_drafts_that_got_that_far():
     stats.record([4, 4, 4, 0], [4, 0, 2, 0])
     stats.record([1], [1])
     assert stats.accepted_per_position == [3, 2, 1, 1]
+    assert stats.drafted_per_position == [4, 3, 3, 3]
+    assert sum(stats.drafted_per_position) == stats.draft_tokens
     assert sum(stats.accepted_per_position) == stats.accepted_tokens == 7
     assert stats.rejected_tokens == 13 - 7
     assert stats.mean_acceptance_length == pytest.approx(1 + 7 / 4)
@@ -58,6 +60,20 @@ def test_what_happened_between():
     assert (first.drafter_errors, first.draft_seconds, first.accepted_per_position) == (2, 0.5, [2])
     assert second.accepted_per_position == [1, 1, 1]
     assert second.acceptance_rate == 1.0
-    assert SpeculationStats.between(end, end) == SpeculationStats(accepted_per_position=[0, 0, 0])
+    assert SpeculationStats.between(end, end) == SpeculationStats(
+        drafted_per_position=[0, 0, 0], accepted_per_position=[0, 0, 0]
+    )
     for name in ("steps", "request_steps", "draft_tokens", "accepted_tokens", "emitted_tokens"):
         assert getattr(first, name) + getattr(second, name) == getattr(stats, name)
+
+
+def test_times_by_batch():
+    stats = SpeculationStats()
+    for requests, prompts in ((1, False), (3, False), (2, False), (64, True)):
+        stats.record_time(
+            0.5, num_requests=requests, draft_tokens=4, tokens=2 * requests, draft_seconds=0.1, reads_prompts=prompts
+        )
+    assert stats.step_seconds == 2.0
+    assert (stats.steps_by_batch, stats.requests_by_batch) == ([1, 2], [1, 5])
+    assert (stats.draft_tokens_by_batch, stats.tokens_by_batch) == ([4, 8], [2, 10])
+    assert (stats.seconds_by_batch, stats.draft_seconds_by_batch) == ([0.5, 1.0], [0.1, 0.2])

@@ -10,8 +10,9 @@ import pytest
 
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.integrations import session as session_module
-from rollout_spec.integrations.session import PROMPT_SHARE, STEPS_PER_AGREEMENT, DraftingSession
+from rollout_spec.integrations.session import STEPS_PER_AGREEMENT, DraftingSession, Outcome
 from rollout_spec.stats import SpeculationStats
+from rollout_spec.types import Draft
 
 
 def a_request(prompt=(1, 2, 3)):
@@ -21,22 +22,32 @@ def a_request(prompt=(1, 2, 3)):
     return SimpleNamespace(prompt_token_ids=list(prompt), sampling_params=params, lora_request=None, mm_features=None)
 
 
-def a_session(agree=None, **options):
+def a_session(agree=None, max_step_tokens=64, **options):
     config = RolloutSpecConfig(num_speculative_tokens=4, drafter="suffix", **options)
     engine = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=500, get_vocab_size=lambda: 50),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=max_step_tokens),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
     return DraftingSession(config, engine, SpeculationStats(), agree)
 
 
-def run(session, steps, request):
-    """A request that always says 1 2 3 1 2 3, in steps of one token: nothing that was drafted is verified."""
+def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, requests=None):
+    """One step in which each request of `tokens` says its own. Returns what is to be verified."""
+    outcomes = {req_id: Outcome([0], 0, o) if isinstance(o, int) else o for req_id, o in (outcomes or {}).items() if o}
+    requests = requests or {req_id: a_request((7, len(req_id))) for req_id in tokens}
+    size = len(tokens) + sum(o.num_verified for o in outcomes.values()) if step_tokens is None else step_tokens
+    updates = [(req_id, requests[req_id], new) for req_id, new in tokens.items()]
+    drafts = session.draft(list(ended), outcomes, updates, size, session_module.time.perf_counter())
+    return {req_id: draft.token_ids[: draft.num_verified].tolist() for req_id, draft in drafts.items()}
+
+
+def run(session, steps, request, **options):
+    """A request that always says 1 2 3 1 2 3, in steps of one token: nothing that was drafted is accepted."""
     drafted = []
     for n in range(steps):
-        last = len(drafted[-1]) if drafted else 0
-        drafts = session.draft([], {}, [("a", request, [1 + n % 3])], 1 + last)
+        last = {"a": len(drafted[-1])} if drafted else {}
+        drafts = advance(session, {"a": [1 + n % 3]}, last, requests={"a": request}, **options)
         drafted.append(drafts.get("a", []))
     return drafted
 
@@ -52,13 +63,76 @@ def test_steps_are_timed_and_ranks_agree_on_what_they_took():
         asked.append(seconds)
         return [1.25, 0.25] * (len(seconds) // 2)
 
-    session = a_session(agree, budget=True)
+    session = a_session(agree)
     run(session, 3 * STEPS_PER_AGREEMENT + 2, a_request())
     assert [len(seconds) for seconds in asked] == [2 * STEPS_PER_AGREEMENT] * 3
     for drafted in (False, True):
         _, seconds = session.budget.cost.curve(drafted=drafted)
-        assert set(seconds.tolist()) <= {1.0}
+        assert set(seconds.tolist()) == {1.0}
     assert session.budget.cost.plain(1) == 1.0
+
+
+def test_ranks_whose_clocks_differ_cut_alike(monkeypatch):
+    """What one of them measures is taken by both."""
+    shared, rng, clocks = {}, np.random.default_rng(0), [0.0, 0.0]
+
+    def agreement(rank):
+        rounds = itertools.count()
+
+        def agree(values):
+            return shared.setdefault(next(rounds), values)
+
+        return agree
+
+    sessions = [a_session(agreement(rank)) for rank in range(2)]
+    request, drafted = a_request(), [[], []]
+    request.sampling_params.max_tokens = 400
+    for n in range(390):
+        for rank, session in enumerate(sessions):
+
+            def tick(rank=rank):
+                clocks[rank] += rng.exponential(0.01)
+                return clocks[rank]
+
+            monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=tick))
+            last = {"a": len(drafted[rank][-1])} if drafted[rank] else {}
+            drafts = advance(session, {"a": [1 + n % 3]}, last, requests={"a": request})
+            drafted[rank].append(drafts.get("a", []))
+    assert drafted[0] == drafted[1]
+    assert len(set(map(len, drafted[0]))) > 2, "some are cut"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_run(ranks):
+    session = a_session((lambda values: values) if ranks == 2 else None, budget=False)
+
+    def propose(*args):
+        raise RuntimeError("broken")
+
+    session.drafter.propose = propose
+    if ranks == 2:
+        with pytest.raises(RuntimeError, match="broken"):
+            run(session, 5, a_request())
+    else:
+        assert run(session, 5, a_request()) == [[]] * 5
+        assert session._stats.drafter_errors == 1
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        Draft(np.array([1], np.int32), np.array([], np.float32)),
+        Draft(np.array([1], np.int32), np.array([np.inf], np.float32)),
+        Draft(np.array([1], np.int32), np.array([np.nan], np.float32)),
+        Draft(np.array([99], np.int32), np.array([0.5], np.float32)),
+        Draft(np.array([1] * 9, np.int32), np.full(9, 0.5, np.float32)),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(draft):
+    session = a_session(budget=False)
+    session.drafter.propose = lambda req_ids, room: [draft] * len(req_ids)
+    assert run(session, 3, a_request()) == [[]] * 3
+    assert not session.enabled
 
 
 def num_timed(session):
@@ -66,40 +140,80 @@ def num_timed(session):
 
 
 def test_prompts_in_a_step_are_counted_by_their_tokens():
-    session, request = a_session(budget=True), a_request()
-    session.draft([], {}, [("a", request, [1])], 3)
+    session = a_session()
+    advance(session, {"a": [1]}, step_tokens=3)
     assert num_timed(session) == 0  # it began before the engine was watched
-    session.draft([], {}, [("a", request, [2])], 41)
+    advance(session, {"a": [2]}, step_tokens=41)
     assert num_timed(session) == 1
-    assert session._prompt_tokens == pytest.approx(PROMPT_SHARE * 40)
+    assert list(session._prompt_tokens) == [2, 40]
     assert session._stats.steps_by_batch == []
-    session.draft([], {}, [("a", request, [1])], 1)
-    assert session._prompt_tokens == pytest.approx(PROMPT_SHARE * 40 * (1 - PROMPT_SHARE))
+    advance(session, {"a": [1]})
     assert (session._stats.steps_by_batch, session._stats.tokens_by_batch) == ([1], [1])
 
 
+def test_prompts_now_and_then_do_not_end_speculation():
+    """A long prompt in every tenth step: sizes between those with and without one never occur."""
+    session, request = a_session(max_step_tokens=8192), a_request()
+    request.sampling_params.max_tokens = 10_000
+    session._max_model_len = 20_000
+    asked, drafts, said = [], {}, 0
+    for n in range(400):
+        new = [1 + (said + i) % 3 for i in range(1 + min(map(len, drafts.values()), default=0))]
+        said += len(new)
+        outcomes = {req_id: Outcome(new, len(new) - 1, len(draft)) for req_id, draft in drafts.items() if draft}
+        tokens = {f"r{i}": new for i in range(16)}
+        size = 16 + sum(map(len, drafts.values())) + (1000 if n % 10 == 0 else 0)
+        drafts = advance(session, tokens, outcomes, step_tokens=size, requests=dict.fromkeys(tokens, request))
+        asked.append(session._num_asked > 0)
+    assert sum(asked[100:]) > 250
+
+
 def test_the_time_between_two_generations_does_not_count():
-    session, request = a_session(budget=True), a_request()
-    session.draft([], {}, [("a", request, [1])], 3)
-    session.draft([], {}, [("a", request, [2])], 1)
-    timed, seconds = num_timed(session), session._stats.step_seconds
-    session.draft(["a"], {}, [("b", a_request((7,)), [3])], 1)
-    assert (num_timed(session), session._stats.step_seconds) == (timed, seconds)
-    session.draft([], {}, [("b", a_request((7,)), [3])], 1)
+    session = a_session()
+    advance(session, {"a": [1]}, step_tokens=3)
+    advance(session, {"a": [2]})
+    timed, seconds = num_timed(session), sum(session._stats.seconds_by_batch)
+    advance(session, {"b": [3]}, ended=["a"])
+    assert (num_timed(session), sum(session._stats.seconds_by_batch)) == (timed, seconds)
+    advance(session, {"b": [3]})
     assert num_timed(session) == timed + 1
 
 
+def test_the_time_in_which_it_was_switched_off_does_not_count():
+    session = a_session()
+    for _ in range(3):
+        advance(session, {"a": [1]})
+    timed, seconds = num_timed(session), session._stats.step_seconds
+    session.enabled = False
+    assert advance(session, {"a": [1]}) == {}
+    session.enabled = True
+    advance(session, {"a": [1]})
+    assert num_timed(session) == timed
+    assert session._stats.step_seconds < seconds + 0.5
+
+
+def test_a_drafter_s_time_is_part_of_the_step(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    session = a_session(budget=False)
+    run(session, 6, a_request())
+    assert sum(session._stats.draft_seconds_by_batch) > 0
+    assert session._stats.draft_seconds < session._stats.step_seconds
+
+
 def test_lengths_of_ended_rollouts_are_remembered():
-    session, request = a_session(budget=True), a_request()
+    session, request = a_session(), a_request()
 
     def expected():
         return session.budget.lengths.predict([0], np.array([0]), np.array([100]))[0].tolist()
 
     run(session, 10, request)
-    session.draft(["a"], {}, [], 0)
-    assert expected() == [50]  # one rollout is no distribution
-    run(session, 20, request)
-    session.draft(["a"], {}, [], 0)
+    advance(session, {}, ended=["a"])
+    assert expected() == [50]  # an aborted rollout says nothing
+    for length in (10, 20):
+        request.sampling_params.max_tokens = length
+        run(session, length, request)
+        advance(session, {}, ended=["a"])
     assert expected() == [15]
     assert not session._problems
 
@@ -108,7 +222,7 @@ def test_drafts_that_never_come_true_stop_being_asked_for(monkeypatch):
     """Steps take the same with and without drafts, and the drafter is sure of them; what is counted says otherwise."""
     ticks = itertools.count()
     monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=lambda: 1e-3 * next(ticks)))
-    session, request = a_session(budget=True), a_request()
+    session, request = a_session(), a_request()
     request.sampling_params.max_tokens = session._max_model_len = 10_000
     guesses = []
     propose = session.drafter.propose
@@ -124,8 +238,7 @@ def test_drafts_that_never_come_true_stop_being_asked_for(monkeypatch):
         if n == 1500:
             asked_early = len(guesses)
         size = len(drafts.get("a", []))
-        outcomes = {"a": ([token], 0)} if size else {}
-        drafts = session.draft([], outcomes, [("a", request, [token])], 1 + size)
+        drafts = advance(session, {"a": [token]}, {"a": size}, requests={"a": request})
         token = 1 + (guesses[-1] if guesses else 1) % 3  # anything but what was guessed
     assert guesses
     assert len(guesses) - asked_early < 60
@@ -133,15 +246,14 @@ def test_drafts_that_never_come_true_stop_being_asked_for(monkeypatch):
 
 def test_drafts_leave_room_in_the_step():
     """The scheduler would hold requests back: 62 prompt tokens a step leave room for one draft."""
-    session, request = a_session(budget=True), a_request()
+    session, request = a_session(), a_request()
     slots = 0
     longest = []
     for n in range(150):
-        drafts = session.draft([], {}, [("a", request, [1 + n % 3])], 63 + slots)
+        drafts = advance(session, {"a": [1 + n % 3]}, {"a": slots}, step_tokens=63 + slots, requests={"a": request})
         slots = len(drafts.get("a", []))
         longest.append(slots)
-    assert max(longest[:30]) == 4
-    assert max(longest[60:]) == 1
+    assert max(longest) == 1
 
 
 @pytest.mark.parametrize("budget", [False, True])
@@ -149,4 +261,5 @@ def test_a_draft_is_never_longer_than_what_is_left(budget):
     session, request = a_session(budget=budget), a_request()
     request.sampling_params.max_tokens = 30
     drafts = run(session, 29, request)
+    assert any(drafts)
     assert all(len(draft) <= max(30 - n - 2, 0) for n, draft in enumerate(drafts))
