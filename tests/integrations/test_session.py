@@ -151,13 +151,16 @@ def test_prompts_in_a_step_are_counted_by_their_tokens():
     assert (session._stats.steps_by_batch, session._stats.tokens_by_batch) == ([1], [1])
 
 
-def test_prompts_now_and_then_do_not_end_speculation():
+def test_prompts_now_and_then_do_not_end_speculation(monkeypatch):
     """A long prompt in every tenth step: sizes between those with and without one never occur."""
     session, request = a_session(max_step_tokens=8192), a_request()
     request.sampling_params.max_tokens = 10_000
     session._max_model_len = 20_000
+    clock = [0.0]
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
     asked, drafts, said = [], {}, 0
     for n in range(400):
+        clock[0] += 0.06 if n % 10 == 0 else 0.01
         new = [1 + (said + i) % 3 for i in range(1 + min(map(len, drafts.values()), default=0))]
         said += len(new)
         outcomes = {req_id: Outcome(new, len(new) - 1, len(draft)) for req_id, draft in drafts.items() if draft}
