@@ -22,7 +22,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.noise import derive_seed
-from rollout_spec.stats import SpeculationStats
+from rollout_spec.stats import REPORT_FORMAT, SpeculationStats
 from rollout_spec.types import Draft, Int32Array
 
 logger = logging.getLogger(__name__)
@@ -200,6 +200,7 @@ class DraftingSession:
             ended.
         enabled: Whether anything is indexed and drafted; False after the drafter has raised.
         budget: What decides how much of each draft is verified; None: all of it.
+        num_speculative_tokens: K.
 
     Args:
         agree: Makes a list of numbers that ranks measured the same on all of them. Ranks must draft alike.
@@ -219,6 +220,7 @@ class DraftingSession:
         self.drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
         self.live: dict[str, int] = {}
         self.enabled = True
+        self.num_speculative_tokens = config.num_speculative_tokens
         self._config = config
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._vocab_size = int(vllm_config.model_config.get_vocab_size())
@@ -491,10 +493,17 @@ def report(session: Any, stats: SpeculationStats) -> dict[str, Any]:
     """What `rollout-spec doctor` explains, as plain data. Arguments as for `run_command`."""
     budget = getattr(session, "budget", None)
     sources = getattr(getattr(session, "drafter", None), "source_counts", None)
+    learned = None
+    if budget is not None:
+        sizes = zip(stats.requests_by_batch, stats.steps_by_batch, strict=True)
+        plain = [budget.cost.plain(max(round(requests / steps), 1)) if steps else None for requests, steps in sizes]
+        learned = {**budget.to_dict(), "plain_by_batch": plain}
     return {
+        "format": REPORT_FORMAT,
         "versions": _versions(),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
+        "num_speculative_tokens": session.num_speculative_tokens if session is not None else 0,
         "stats": stats.to_dict(),
         "sources": {name: list(counts) for name, counts in sources().items()} if sources is not None else {},
-        "budget": budget.to_dict() if budget is not None else None,
+        "budget": learned,
     }

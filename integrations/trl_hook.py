@@ -136,10 +136,17 @@ class RolloutSpecGenerator(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Write the report that `rollout-spec doctor` explains to OUTPUT_DIR/rollout_spec.json."""
-        if self.llm is not None and state.is_world_process_zero:
-            path = Path(args.output_dir) / REPORT_NAME
+        if self.llm is None or not state.is_world_process_zero:
+            return
+        about = {"global_step": state.global_step, "num_processes": args.world_size}
+        path = Path(args.output_dir) / REPORT_NAME
+        try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.report()) + "\n")
+            unfinished = path.with_suffix(".tmp")
+            unfinished.write_text(json.dumps({**self.report(), **about}) + "\n")
+            unfinished.replace(path)
+        except OSError as error:  # no reason to end a run
+            logger.warning("the report for rollout-spec doctor could not be written: %s", error)
 
     # -- the engine --------------------------------------------------------------------------------------------------
 

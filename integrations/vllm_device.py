@@ -43,6 +43,7 @@ class DeviceSpeculator(BaseSpeculator):
         self.model = torch.nn.Module()  # vLLM 0.26 prepares its communication buffers
         self.stats = SpeculationStats()
         self.enabled = True
+        self.num_speculative_tokens = config.num_speculative_tokens
         self.enable_adaptive_verification = bool(getattr(speculative, "enable_adaptive_verification", False))
         self.drafter = DeviceDrafter(
             max_requests=vllm_config.scheduler_config.max_num_seqs,

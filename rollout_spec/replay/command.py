@@ -52,6 +52,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Replay as told. Returns the exit code; 2, with one line on stderr, for bad input."""
     try:
+        if args.engine_cost is not None:
+            for name, default in (("drafter", "mixture"), ("option", []), ("regime", "all"), ("policy", "recorded")):
+                if getattr(args, name) != default or args.frontier:
+                    raise ValueError("--engine-cost compares budgets with a drafter of its own: leave out the options")
         options = {name: json.loads(value) for name, value in (o.split("=", 1) for o in args.option)}
         if args.frontier and args.drafter not in DRAFTERS:
             raise ValueError("--frontier varies min_survival, which only the built-in drafters have")
@@ -94,8 +98,9 @@ def _compare_budgets(
     """Rollout phases under every policy, as a table and as JSON."""
     rows = []
     print(f"Simulated: a step takes what the curve {cost.name!r} says, recorded tokens decide what is accepted.")
-    heads = ("seconds", "speedup", "tail", "steps", "drafted", "accepted")
-    print(f"{'file':24} {'policy':14} " + " ".join(f"{head:>8}" for head in heads))
+    print("Drafts come from the suffix index of each problem's own texts; speedups are those over no drafts.")
+    heads = ("seconds", "phase x", "tail x", "steps", "drafted", "accepted")
+    print(f"{'file':24} {'policy':19} " + " ".join(f"{head:>8}" for head in heads))
     for path, problems in files:
         requests = [Request(problem, rollout) for problem in problems for rollout in problem.rollouts[: args.samples]]
         phases = compare([requests], cost, num_speculative_tokens=args.num_speculative_tokens, batch=args.batch)
@@ -105,7 +110,7 @@ def _compare_budgets(
             figures = {"speedup": speedup, "tail_speedup": tail, **phase._asdict()}
             rows.append({"file": path.name, "policy": label, "curve": cost.name, "simulated": True, **figures})
             print(
-                f"{path.name[:24]:24} {label:14} {phase.seconds:8.2f} {speedup:8.2f} {tail:8.2f} {phase.steps:8} "
+                f"{path.name[:24]:24} {label:19} {phase.seconds:8.2f} {speedup:8.2f} {tail:8.2f} {phase.steps:8} "
                 f"{phase.drafted:8} {phase.accepted:8}",
                 flush=True,
             )

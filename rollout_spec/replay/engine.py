@@ -22,12 +22,12 @@ from rollout_spec.drafters.base import Drafter
 from rollout_spec.estimates import Floats, Ints
 from rollout_spec.replay.simulate import Cursor, Request
 
-NO_LIMIT = 1 << 20
-"""Most tokens of a rollout that a policy may expect."""
+MIN_SURVIVAL = 0.01
+"""The drafters' default: what an engine drafts whose drafts are not cut otherwise."""
 
 
 class EngineCost(NamedTuple):
-    """What steps cost: seconds at given numbers of tokens, linear between them and beyond the last two."""
+    """What steps cost: seconds at given numbers of tokens, linear between them, and beyond as in their upper half."""
 
     name: str
     tokens: Floats
@@ -36,6 +36,8 @@ class EngineCost(NamedTuple):
     """What a step with drafts costs more, whatever their number: other graphs, synchronous scheduling."""
     draft_seconds: float
     """The drafter's work per request and step in which it is asked."""
+    draft_call_seconds: float = 0.0
+    """The drafter's work per step in which it is asked, however many the requests."""
 
     def step(self, num_tokens: float) -> float:
         """Seconds of a step without drafts."""
@@ -43,13 +45,15 @@ class EngineCost(NamedTuple):
 
     def steps(self, num_tokens: NDArray[Any]) -> Floats:
         """The same for many."""
-        slope = (self.seconds[-1] - self.seconds[-2]) / (self.tokens[-1] - self.tokens[-2])
+        half = (self.tokens.size - 1) // 2  # the last two may be equal by the accuracy of a measurement
+        slope = (self.seconds[-1] - self.seconds[half]) / (self.tokens[-1] - self.tokens[half])
         beyond = np.maximum(np.asarray(num_tokens, np.float64) - self.tokens[-1], 0.0)
         return np.asarray(np.interp(num_tokens, self.tokens, self.seconds) + slope * beyond)
 
 
 def read_cost(path: Path) -> EngineCost:
-    """Read a cost curve: JSON with `name`, `tokens`, `seconds` and, if wanted, `drafted_seconds`, `draft_seconds`.
+    """Read a cost curve: JSON with `name`, `tokens`, `seconds` and, if wanted, `drafted_seconds`, `draft_seconds`,
+    `draft_call_seconds`.
 
     Raises:
         ValueError: a field is missing or not as expected.
@@ -63,6 +67,7 @@ def read_cost(path: Path) -> EngineCost:
             np.array(values["seconds"], np.float64),
             float(values.get("drafted_seconds", 0.0)),
             float(values.get("draft_seconds", 0.0)),
+            float(values.get("draft_call_seconds", 0.0)),
         )
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no cost curve: {error!r}") from None
@@ -82,6 +87,7 @@ class Step(NamedTuple):
     to_come: Ints  # [B] tokens that will be said: for oracles
     acceptable: Ints  # [B] what would be accepted: for oracles
     waiting: bool  # whether requests wait for a place
+    max_tokens: int  # longest rollout of the phase
 
     @property
     def num_drafted(self) -> Ints:
@@ -187,7 +193,7 @@ class Learned:
         elif self._knows_lengths:
             remaining = step.to_come.astype(np.float64), np.zeros(len(step.problems))
         else:
-            at_most = np.full(len(step.problems), NO_LIMIT)
+            at_most = step.max_tokens - step.so_far
             remaining = self.budget.lengths.predict(step.problems, step.so_far, at_most)
         return self.budget.decide(step.confidence, step.starts, remaining, num_tokens=len(step.problems))
 
@@ -208,7 +214,11 @@ class Learned:
 
 
 class Oracle(_Deaf):
-    """Knows the curve and what will be accepted, and verifies what pays: the most tokens per second."""
+    """Knows the curve and what will be accepted, and verifies what gives the most tokens per second in each step.
+
+    No bound for a phase, whose end depends on which requests are made faster. It is charged for the drafter's work in
+    every step.
+    """
 
     def __init__(self, cost: EngineCost) -> None:
         self._cost = cost
@@ -249,7 +259,7 @@ def run_phase(
     """Generate the requests again, `batch` at a time, and add up what the steps cost."""
     drafter = make_drafter()
     waiting = list(enumerate(request for request in requests if request.rollout.tokens.size))[::-1]
-    total = len(waiting)
+    total, longest = len(waiting), max(request.rollout.tokens.size for request in requests)
     live: dict[str, Cursor] = {}
     seconds, steps, tokens, drafted, accepted = 0.0, 0, 0, 0, 0
     ends: list[float] = []
@@ -257,22 +267,27 @@ def run_phase(
     while waiting or live:
         while waiting and len(live) < batch:
             number, (problem, rollout) = waiting.pop()
+            tokens += 1  # the first one comes with the prompt
+            if rollout.tokens.size == 1:
+                ends.append(seconds)
+                continue
             cursor = live[str(number)] = Cursor(problem, rollout)
             drafter.start_request(str(number), rollout.prompt, problem_id=problem.problem_id)
             drafter.extend(str(number), cursor.advance(1))
-            tokens += 1
+        if not live:
+            break
         ids = list(live)
         asked = policy.wants_drafts(len(ids))
         if asked:
             drafts = drafter.propose(ids, np.full(len(ids), num_speculative_tokens, np.int32))
-            step = _look(list(live.values()), drafts, bool(waiting))
+            step = _look(list(live.values()), drafts, bool(waiting), longest)
             verified = policy.decide(step)
             hits = np.minimum(step.acceptable, verified)
             policy.observe(step, verified, hits)
         else:
             verified = hits = np.zeros(len(ids), np.int64)
         slots = int(verified.sum())
-        drafting = cost.draft_seconds * len(ids) * asked
+        drafting = (cost.draft_call_seconds + cost.draft_seconds * len(ids)) * asked
         took = cost.step(len(ids) + slots) + cost.drafted_seconds * (slots > 0) + drafting
         seconds += took
         steps += 1
@@ -295,11 +310,11 @@ def run_phase(
                 policy.on_finish(cursor.problem.problem_id, cursor.rollout.tokens.size)
         said.append((seconds, tokens))
     tail = seconds - ends[int(0.9 * total) - 1] if total >= 10 else seconds
-    token_tail = seconds - next(then for then, number in said if number >= 0.9 * tokens)
+    token_tail = seconds - next((then for then, number in said if number >= 0.9 * tokens), seconds)
     return Phase(seconds, tail, token_tail, steps, tokens, drafted, accepted)
 
 
-def _look(cursors: Sequence[Cursor], drafts: Sequence[tuple[NDArray, NDArray]], waiting: bool) -> Step:
+def _look(cursors: Sequence[Cursor], drafts: Sequence[tuple[NDArray, NDArray]], waiting: bool, longest: int) -> Step:
     lengths = [len(draft) for draft, _ in drafts]
     so_far = np.array([cursor.num_said for cursor in cursors], np.int64)
     return Step(
@@ -310,20 +325,32 @@ def _look(cursors: Sequence[Cursor], drafts: Sequence[tuple[NDArray, NDArray]], 
         np.array([cursor.rollout.tokens.size for cursor in cursors], np.int64) - so_far,
         np.array([cursor.num_agreeing(draft) for (draft, _), cursor in zip(drafts, cursors, strict=True)], np.int64),
         waiting,
+        longest,
     )
 
 
-def policies(cost: EngineCost, k: int) -> dict[str, Callable[[], Policy]]:
-    """What is compared: no drafts, fixed numbers of tokens, thresholds, classes, ours and the oracle."""
+class Contender(NamedTuple):
+    """A policy, and the drafter's own limit on drafts that goes with it."""
+
+    make: Callable[[], Policy]
+    min_survival: float
+    learns: bool = False
+
+
+def contenders(cost: EngineCost, k: int) -> dict[str, Contender]:
+    """What is compared: no drafts, fixed numbers of tokens, all drafts, thresholds, classes, ours and the oracle."""
     return {
-        "none": NoDrafts,
-        **{f"K={n}": partial(FixedK, n) for n in (1, 2, 4, 8, 16) if n <= k},
-        "threshold 0.3": partial(FixedK, k, 0.3),
-        "threshold 0.6": partial(FixedK, k, 0.6),
-        "classes": partial(LengthClasses, (0, max(k // 4, 1), k)),
-        "ours": Learned,
-        "ours, lengths known": partial(Learned, knows_lengths=True),
-        "oracle": partial(Oracle, cost),
+        "none": Contender(NoDrafts, 0.0),
+        **{f"K={n}": Contender(partial(FixedK, n), 0.0) for n in (1, 2, 4, 8, 16) if n <= k},
+        "all drafts": Contender(partial(FixedK, k), MIN_SURVIVAL),
+        **{f"threshold {t}": Contender(partial(FixedK, k, t), 0.0) for t in (0.05, 0.1, 0.3, 0.6)},
+        **{
+            f"classes {low}-{middle}-{k}": Contender(partial(LengthClasses, (low, middle, k)), 0.0, learns=True)
+            for low, middle in ((0, max(k // 4, 1)), (max(k // 4, 1), max(k // 2, 1)))
+        },
+        "ours": Contender(Learned, MIN_SURVIVAL, learns=True),
+        "ours, lengths known": Contender(partial(Learned, knows_lengths=True), MIN_SURVIVAL, learns=True),
+        "oracle": Contender(partial(Oracle, cost), MIN_SURVIVAL),
     }
 
 
@@ -334,20 +361,19 @@ def compare(
     num_speculative_tokens: int,
     batch: int,
 ) -> dict[str, Phase]:
-    """The last phase under every policy. `ours` has learned in the phases before; "ours, new" has learned nothing.
+    """The last phase under every policy. Those that learn have learned in the phases before; "ours, new" in none.
 
     The drafter, the suffix index over each problem's own texts, begins anew in every phase.
     """
     results = {}
     k = num_speculative_tokens
-    for label, make in policies(cost, k).items():
-        drafter = partial(
-            build_drafter, "suffix", max_draft_tokens=k, min_survival=0.0 if label.startswith("K=") else 0.01
-        )
-        policy = make()
-        for requests in phases if label.startswith("ours") else phases[-1:]:
+    for label, contender in contenders(cost, k).items():
+        drafter = partial(build_drafter, "suffix", max_draft_tokens=k, min_survival=contender.min_survival)
+        policy = contender.make()
+        for requests in phases if contender.learns else phases[-1:]:
             phase = run_phase(requests, drafter, policy, cost, num_speculative_tokens=k, batch=batch)
         results[label] = phase
         if label == "ours" and len(phases) > 1:
-            results["ours, new"] = run_phase(phases[-1], drafter, make(), cost, num_speculative_tokens=k, batch=batch)
+            new = contender.make()
+            results["ours, new"] = run_phase(phases[-1], drafter, new, cost, num_speculative_tokens=k, batch=batch)
     return results

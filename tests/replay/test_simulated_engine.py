@@ -63,8 +63,8 @@ def test_every_policy_generates_the_same_tokens():
     results = compare([requests], STEEP, num_speculative_tokens=4, batch=5)
     tokens = sum(request.rollout.tokens.size for request in requests)
     assert set(results) == {
-        "none", "K=1", "K=2", "K=4", "threshold 0.3", "threshold 0.6", "classes", "ours",
-        "ours, lengths known", "oracle",
+        "none", "K=1", "K=2", "K=4", "all drafts", "threshold 0.05", "threshold 0.1", "threshold 0.3", "threshold 0.6",
+        "classes 0-1-4", "classes 1-2-4", "ours", "ours, lengths known", "oracle",
     }  # fmt: skip
     for name, phase in results.items():
         assert phase.tokens == tokens, name
@@ -97,18 +97,65 @@ def test_classes_follow_the_lengths_of_a_problem():
     for problem, length in ((1, 10), (2, 50), (3, 100)):
         policy.on_finish(problem, length)
     nothing = np.zeros(4, np.int64)
-    step = Step(np.ones(16, np.float32), np.arange(5) * 4, [1, 2, 3, 9], nothing, nothing, nothing, False)
+    step = Step(np.ones(16, np.float32), np.arange(5) * 4, [1, 2, 3, 9], nothing, nothing, nothing, False, 100)
     assert policy.decide(step).tolist() == [0, 2, 4, 2]
 
 
 def test_thresholds_and_oracles_cut_each_draft():
     confidence = np.float32([0.9, 0.7, 0.2, 0.5, 0.4, 0.95])
     starts, nothing = np.array([0, 3, 3, 5, 6]), np.zeros(4, np.int64)
-    step = Step(confidence, starts, [1, 2, 3, 4], nothing, nothing, np.array([1, 0, 2, 0]), False)
+    step = Step(confidence, starts, [1, 2, 3, 4], nothing, nothing, np.array([1, 0, 2, 0]), False, 100)
     assert FixedK(4, 0.6).decide(step).tolist() == [2, 0, 0, 1]
     assert FixedK(1).decide(step).tolist() == [1, 0, 1, 1]
     assert Oracle(FLAT).decide(step).tolist() == [1, 0, 2, 0]
     assert Oracle(STEEP).decide(step).tolist() == [0, 0, 0, 0]
+
+
+def test_who_learns_has_learned_in_the_phases_before(monkeypatch):
+    ended = []
+    on_finish = LengthClasses.on_finish
+    monkeypatch.setattr(LengthClasses, "on_finish", lambda self, *a: (ended.append(self), on_finish(self, *a)))
+    phases = [phase_requests(2, 3, 30, seed=1), phase_requests(2, 3, 30)]
+    results = compare(phases, FLAT, num_speculative_tokens=4, batch=6)
+    assert len(ended) == 2 * 12, "both classes have seen both phases"
+    assert "ours, new" in results
+
+
+def test_tails():
+    """One rollout after the other: what is left at the end is known."""
+    requests = phase_requests(1, 10, 50)
+    phase = simulate(NoDrafts(), FLAT, requests, batch=1)
+    lengths = [request.rollout.tokens.size for request in requests]
+    assert phase.seconds == sum(lengths) - 10
+    assert phase.tail_seconds == lengths[-1] - 1
+    steps_to_ninety = next(n for n in range(sum(lengths)) if said_after(n, lengths) >= 0.9 * sum(lengths))
+    assert phase.token_tail_seconds == phase.seconds - steps_to_ninety
+
+
+def said_after(steps, lengths):
+    """Tokens of a phase of one request at a time after so many steps: the first of each comes with its prompt."""
+    said = 0
+    for length in lengths:
+        if steps <= 0:
+            return said
+        said += min(length, steps + 1)
+        steps -= length - 1
+    return said
+
+
+def test_rollouts_of_one_token_take_no_step():
+    requests = phase_requests(1, 3, 30)
+    short = [
+        request._replace(rollout=request.rollout._replace(tokens=request.rollout.tokens[:1])) for request in requests
+    ]
+    assert simulate(NoDrafts(), FLAT, short).steps == 0
+    mixed = simulate(FixedK(4), FLAT, short + requests)
+    assert mixed.tokens == 3 + sum(request.rollout.tokens.size for request in requests)
+
+
+def test_beyond_the_curve_goes_on_as_its_upper_half():
+    cost = EngineCost("x", np.array([1.0, 10.0, 20.0, 30.0]), np.array([1.0, 1.0, 2.0, 2.0]), 0.0, 0.0)
+    assert cost.step(50) == pytest.approx(2.0 + 20 * 1.0 / 20)
 
 
 def test_curves_are_checked(tmp_path):
@@ -155,6 +202,8 @@ def test_the_command_says_that_it_is_simulated(tmp_path, capsys):
     rows = {row["policy"]: row for row in json.loads(out.read_text())}
     assert rows["none"]["speedup"] == 1
     assert rows["ours"]["simulated"]
+    assert cli.main([*arguments, "--drafter", "ngram"]) == 2
+    assert "drafter of its own" in capsys.readouterr().err
     curve.write_text("{}")
     assert cli.main(arguments) == 2
     assert "no cost curve" in capsys.readouterr().err
