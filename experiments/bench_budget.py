@@ -149,7 +149,7 @@ def main() -> None:
     engines = {name: build(args.policy, ENGINES[name]) for name in args.engines}
     print("batch   engine            off / engine (95 %)     identical   tokens per step")
     for batch in args.batch:
-        groups = max(1, 16 // batch)
+        groups = max(1, 8 // batch)
         times: dict[str, list[float]] = {name: [] for name in engines}
         identical = {name: [0, 0] for name in engines}
         for llm in engines.values():
