@@ -322,9 +322,9 @@ class DraftingSession:
             return {}
         started = time.perf_counter()
         drafts = self.drafter.propose(req_ids, np.array(room, np.int32))
-        self._check(drafts, room)
         sizes = [len(draft.token_ids) for draft in drafts]
         confidence = np.concatenate([draft.confidence for draft in drafts])
+        self._check(drafts, sizes, confidence, room)
         starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
         if self.budget is not None:
             others_wait = any(self._prompt_tokens)
@@ -339,14 +339,21 @@ class DraftingSession:
         self._drafts = _Drafts({req_id: row for row, req_id in enumerate(req_ids)}, confidence, starts)
         return {req_id: Proposal(draft.token_ids, n) for req_id, draft, n in zip(req_ids, drafts, sizes, strict=True)}
 
-    def _check(self, drafts: Sequence[Draft], room: Sequence[int]) -> None:
+    def _check(
+        self, drafts: Sequence[Draft], sizes: Sequence[int], confidence: NDArray[np.float32], room: Sequence[int]
+    ) -> None:
         """Raise ValueError if a drafter, which may be anybody's, proposes what cannot be verified."""
-        for draft, limit in zip(drafts, room, strict=True):
-            ids, confidence = draft
-            if len(ids) > max(limit, 0) or np.any((ids < 0) | (ids >= self._vocab_size)):
-                raise ValueError(f"drafted {ids}, where {limit} tokens below {self._vocab_size} were asked for")
-            if len(confidence) != len(ids) or not np.all((confidence >= 0) & (confidence <= 1)):
-                raise ValueError(f"drafted {ids} with confidence {confidence}: one probability per token is needed")
+        if len(sizes) != len(room) or any(size > max(limit, 0) for size, limit in zip(sizes, room, strict=True)):
+            raise ValueError(f"drafted {list(sizes)} tokens where {list(room)} were asked for")
+        if any(len(draft.confidence) != size for draft, size in zip(drafts, sizes, strict=True)):
+            raise ValueError("a draft needs one confidence per token")
+        if not confidence.size:
+            return
+        tokens = np.concatenate([draft.token_ids for draft in drafts])
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            raise ValueError(f"drafted tokens from {tokens.min()} to {tokens.max()}, of {self._vocab_size}")
+        if not (confidence.min() >= 0 and confidence.max() <= 1):  # NaN fails, too
+            raise ValueError(f"confidence from {confidence.min()} to {confidence.max()} is no probability")
 
     def _observe(self, outcomes: Mapping[str, Outcome], updates: Sequence[tuple[str, Any, Sequence[int]]]) -> None:
         """Tell drafter and budget what became of the last drafts, whatever was verified of them."""

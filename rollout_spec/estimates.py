@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numba as nb
@@ -139,6 +140,8 @@ class StepCost:
     def __init__(self) -> None:
         self.sizes = np.empty(0, np.int64)
         self._steps: tuple[dict[int, deque[_Observation]], ...] = ({}, {})  # without drafts, with
+        self._points: tuple[dict[int, tuple[float, float]], ...] = ({}, {})  # (tokens, seconds) by size, and for which
+        self._changed: tuple[set[int], ...] = (set(), set())  # sizes they are not up to date
         self._curves: list[tuple[Floats, Floats] | None] = [None, None]
         self._num_new = [0, 0]
         self._plain: dict[int, float | None] = {}  # what `plain` said since the curves were drawn
@@ -160,9 +163,11 @@ class StepCost:
             seconds: What it took, without the drafter's work.
             drafted: Whether any request had a draft.
         """
-        steps = self._steps[drafted].setdefault(self._bucket(num_tokens), deque(maxlen=WINDOW))
+        bucket = self._bucket(num_tokens)
+        steps = self._steps[drafted].setdefault(bucket, deque(maxlen=WINDOW))
         self._now += 1
         steps.append(_Observation(self._now, num_tokens, seconds))
+        self._changed[drafted].add(bucket)
         self._num_new[drafted] += 1
         # Steps without drafts may be rare: each few of them count at once.
         refresh = REFRESH if drafted else MIN_OBSERVATIONS
@@ -172,29 +177,27 @@ class StepCost:
 
     def forget_drafted(self) -> None:
         """Learn the cost of steps with drafts anew."""
-        self._steps[True].clear()
+        for learned in (self._steps, self._points, self._changed):
+            learned[True].clear()
         self._curves[True] = None
 
     def curve(self, *, drafted: bool) -> tuple[Floats, Floats]:
         """(tokens, seconds) of the sizes that are known, rising. Both may be empty. Up to REFRESH steps old."""
         curve = self._curves[drafted]
         if curve is None:
-            curve = self._curves[drafted] = self._fit(drafted, MIN_OBSERVATIONS)
+            for bucket in self._changed[drafted]:
+                steps = self._steps[drafted][bucket]
+                if len(steps) >= MIN_OBSERVATIONS:
+                    self._points[drafted][bucket] = self._point(steps)
+            self._changed[drafted].clear()
+            curve = self._curves[drafted] = _curve(self._points[drafted].values())
         return curve
 
-    def _fit(self, drafted: bool, least: int) -> tuple[Floats, Floats]:
-        known = []
-        for steps in self._steps[drafted].values():
-            newest = list(steps)[-least:]
-            recent = [step for step in steps if step.when > self._now - MAX_AGE]
-            used = recent if len(recent) > len(newest) else newest
-            if len(used) >= least:
-                sizes = self._pad(np.array([step.num_tokens for step in used]))
-                known.append((float(np.median(sizes)), float(np.median([step.seconds for step in used]))))
-        if not known:
-            return np.empty(0), np.empty(0)
-        tokens, seconds = np.array(sorted(known)).T
-        return np.ascontiguousarray(tokens), _isotonic(seconds)
+    def _point(self, steps: deque[_Observation]) -> tuple[float, float]:
+        """Median tokens and seconds of the steps that count."""
+        recent = [step for step in steps if step.when > self._now - MAX_AGE]
+        used = recent if len(recent) >= MIN_OBSERVATIONS else list(steps)[-MIN_OBSERVATIONS:]
+        return float(_median([self._pad(step.num_tokens) for step in used])), _median([step.seconds for step in used])
 
     def plain(self, num_tokens: int) -> float | None:
         """Seconds of a step without drafts; None if none of half to four times as many tokens was measured. O(log)."""
@@ -206,15 +209,14 @@ class StepCost:
 
     def guess_plain(self, num_tokens: int) -> float | None:
         """The same from any steps, however few and however different their sizes; None if there were none. O(sizes)."""
-        tokens, seconds = self._fit(False, 1)
+        tokens, seconds = _curve([self._point(steps) for steps in self._steps[False].values()])
         return self._read(num_tokens, tokens, seconds) if tokens.size else None
 
     def _read(self, num_tokens: int, tokens: Floats, seconds: Floats) -> float:
         slope = _slope(tokens, seconds)
         if slope is None:  # what a token more costs is known from the steps with drafts
             slope = _slope(*self.curve(drafted=True))
-        size = self._pad(np.array([num_tokens]))[0]
-        return max(line(float(size), tokens, seconds, slope or 0.0), 1e-9)
+        return max(line(float(self._pad(num_tokens)), tokens, seconds, slope or 0.0), 1e-9)
 
     def drafted(self, num_tokens: int) -> tuple[Floats, Floats, float, int]:
         """What steps of so many tokens and drafts on top cost: (tokens, seconds, seconds per token beyond, most slots).
@@ -235,17 +237,28 @@ class StepCost:
             slope = _slope(*self.curve(drafted=False))
         return tokens, seconds, slope or 0.0, 2 * math.ceil(tokens[-1] - num_tokens)
 
-    def _pad(self, num_tokens: Ints) -> Ints:
-        """What steps of so many tokens are padded to."""
-        if not self.sizes.size:
+    def _pad(self, num_tokens: int) -> int:
+        """What a step of so many tokens is padded to."""
+        if not self.sizes.size or num_tokens > self.sizes[-1]:
             return num_tokens
-        at = np.searchsorted(self.sizes, num_tokens)
-        return np.where(at < self.sizes.size, self.sizes[np.minimum(at, self.sizes.size - 1)], num_tokens)
+        return int(self.sizes[np.searchsorted(self.sizes, num_tokens)])
 
     def _bucket(self, num_tokens: int) -> int:
         if self.sizes.size and num_tokens <= self.sizes[-1]:
             return int(np.searchsorted(self.sizes, num_tokens))
         return -1 - int(4 * math.log2(max(num_tokens, 1)))
+
+
+def _median(values: list[Any]) -> Any:
+    """Of an even number of values the upper one; much faster than NumPy's for a few."""
+    return sorted(values)[len(values) // 2]
+
+
+def _curve(points: Iterable[tuple[float, float]]) -> tuple[Floats, Floats]:
+    known = sorted(points)
+    if not known:
+        return np.empty(0), np.empty(0)
+    return np.array([tokens for tokens, _ in known]), _isotonic([seconds for _, seconds in known])
 
 
 def _slope(tokens: Floats, seconds: Floats) -> float | None:
@@ -267,11 +280,11 @@ def line(wanted: float, tokens: Floats, seconds: Floats, slope: float) -> float:
     return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
 
 
-def _isotonic(values: Floats) -> Floats:
+def _isotonic(values: list[float]) -> Floats:
     """The nearest sequence that never falls (pool adjacent violators)."""
     blocks: list[list[float]] = []
     for value in values:
-        blocks.append([float(value), 1.0])
+        blocks.append([value, 1.0])
         while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
             mean, weight = blocks.pop()
             blocks[-1][0] = (blocks[-1][0] * blocks[-1][1] + mean * weight) / (blocks[-1][1] + weight)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rollout_spec.budget import FIRST_PATIENCE, FRESHNESS, LONGEST_SLEEP, Budget, allocate, worth
+from rollout_spec.budget import FIRST_PATIENCE, FRESHNESS, LONGEST_SLEEP, MAX_PROBES, Budget, allocate, worth
 from rollout_spec.estimates import MIN_OBSERVATIONS
 
 UNIT = st.floats(0, 1, width=32)
@@ -226,13 +226,11 @@ def test_prompts_in_a_step_count():
 
 
 def test_sizes_that_never_repeat_are_guessed():
-    """Prompts of any length in every step: no size is seen three times."""
-    budget, rng = Budget(), np.random.default_rng(0)
-    asked = []
-    for _ in range(100):
-        size = int(2 ** rng.uniform(4, 14))
+    """Ever longer prompts in every step: no size is seen three times."""
+    budget, asked = Budget(), []
+    for n in range(30):
+        size = int(2 ** (4 + 0.3 * n))
         asked.append(budget.wants_drafts(size))
-        budget.cost.observe(size, 1.0 + size / 100, drafted=False)
-        budget.cost._steps[False].clear()
-        budget.cost.observe(size, 1.0 + size / 100, drafted=False)
-    assert all(asked[20:])
+        budget.observe_step(size, 1.0 + size / 100, drafted=False)
+    assert not any(asked[:MAX_PROBES])
+    assert all(asked[MAX_PROBES + 1 :])
