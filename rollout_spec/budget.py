@@ -45,7 +45,7 @@ FIRST_PATIENCE, LONGEST_PATIENCE = 128, 2048
 """Steps without worthwhile drafts after which the cost of steps with drafts is learned anew: it may have changed."""
 CAUTION = 8
 """A step whose cost with drafts is not known gets at most one slot for so many requests."""
-LEAST_COST = 0.02
+LEAST_COST = 0.005
 """What a slot costs at least, as a share of a request's in a step without drafts: drafts that never come true stop."""
 FRESHNESS = 512
 """Steps with drafts after which some without are taken, to see what that costs by now."""

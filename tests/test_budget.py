@@ -132,8 +132,8 @@ def test_a_drafter_that_compiles_at_first_is_not_given_up():
 @pytest.mark.parametrize(("slot_seconds", "expected"), [(0.0, 6), (1.0, 0)])
 def test_free_slots_that_come_true_are_all_taken_and_dear_ones_are_not(slot_seconds, expected):
     budget, confidence = Budget(), np.tile([0.9, 0.8, 0.7, 0.6], (2, 1))
-    taken = [step(budget, confidence, lambda n: 1.0 + slot_seconds * n, 3)[1] for _ in range(200)]
-    assert np.median(taken[100:]) == expected
+    taken = [step(budget, confidence, lambda n: 1.0 + slot_seconds * n, 3)[1] for _ in range(1500)]
+    assert np.median(taken[-100:]) == expected
 
 
 def sparse(size, num_drafted, slots=1):
