@@ -199,6 +199,7 @@ class DraftingSession:
         live: By request, the tokens that the drafter has seen, prompt included. A request leaves when it is named as
             ended.
         enabled: Whether anything is indexed and drafted; False after the drafter has raised.
+        broken: Whether it has, so that it stays switched off.
         budget: What decides how much of each draft is verified; None: all of it.
         num_speculative_tokens: K.
 
@@ -220,6 +221,7 @@ class DraftingSession:
         self.drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
         self.live: dict[str, int] = {}
         self.enabled = True
+        self.broken = False
         self.num_speculative_tokens = config.num_speculative_tokens
         self._config = config
         self._max_model_len = int(vllm_config.model_config.max_model_len)
@@ -281,7 +283,7 @@ class DraftingSession:
         except Exception:  # a drafter may be anybody's, and no fault of its may end a run
             if self._agree is not None:
                 raise
-            self.enabled = False
+            self.enabled, self.broken = False, True
             self._stats.drafter_errors += 1
             logger.exception("the drafter raised: speculation is off from here on, sampling goes on unchanged")
             return {}
@@ -345,8 +347,9 @@ class DraftingSession:
         """Raise ValueError if a drafter, which may be anybody's, proposes what cannot be verified."""
         if len(sizes) != len(room) or any(size > max(limit, 0) for size, limit in zip(sizes, room, strict=True)):
             raise ValueError(f"drafted {list(sizes)} tokens where {list(room)} were asked for")
-        if any(len(draft.confidence) != size for draft, size in zip(drafts, sizes, strict=True)):
-            raise ValueError("a draft needs one confidence per token")
+        for (ids, sure), size in zip(drafts, sizes, strict=True):
+            if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or len(sure) != size:
+                raise ValueError(f"a draft needs int32 tokens and a confidence for each, got {ids!r} and {sure!r}")
         if not confidence.size:
             return
         tokens = np.concatenate([draft.token_ids for draft in drafts])
@@ -482,7 +485,7 @@ def run_command(session: Any, stats: SpeculationStats, name: str, *args: Any) ->
     if session is None:
         raise ValueError(f"{name}: this engine was built with speculation=False")
     if name == "set_enabled":
-        session.enabled = bool(*args)
+        session.enabled = bool(*args) and not getattr(session, "broken", False)
         return None
     return session.drafter.begin_policy_version(*args)
 
@@ -503,8 +506,7 @@ def report(session: Any, stats: SpeculationStats) -> dict[str, Any]:
     learned = None
     if budget is not None:
         sizes = zip(stats.requests_by_batch, stats.steps_by_batch, strict=True)
-        plain = [budget.cost.plain(max(round(requests / steps), 1)) if steps else None for requests, steps in sizes]
-        learned = {**budget.to_dict(), "plain_by_batch": plain}
+        learned = budget.to_dict([max(round(requests / max(steps, 1)), 1) for requests, steps in sizes])
     return {
         "format": REPORT_FORMAT,
         "versions": _versions(),

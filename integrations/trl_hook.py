@@ -145,7 +145,7 @@ class RolloutSpecGenerator(TrainerCallback):
             unfinished = path.with_suffix(".tmp")
             unfinished.write_text(json.dumps({**self.report(), **about}) + "\n")
             unfinished.replace(path)
-        except OSError as error:  # no reason to end a run
+        except (OSError, TypeError, ValueError) as error:  # no reason to end a run
             logger.warning("the report for rollout-spec doctor could not be written: %s", error)
 
     # -- the engine --------------------------------------------------------------------------------------------------

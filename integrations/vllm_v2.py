@@ -412,7 +412,7 @@ class HistorySpeculator(BaseSpeculator):
         drafted = {row: int(starts[row + 1] - starts[row] - 1) for row in rows}
         self.stats.record([drafted[row] for row in rows], [int(accepted[row]) for row in rows])
         if not self.session.enabled:
-            return {}
+            return self.session.draft((), {}, (), 0, 0.0)
         outcomes, updates = {}, []
         for row in rows:
             req_id = outcome.req_ids[row]

@@ -19,8 +19,10 @@ Budgets change which tokens are verified, never which are sampled.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numba as nb
@@ -47,8 +49,10 @@ CAUTION = 8
 """A step whose cost with drafts is not known gets at most one slot for so many requests."""
 LEAST_COST = 0.005
 """What a slot costs at least, as a share of a request's in a step without drafts: drafts that never come true stop."""
-FRESHNESS = 512
-"""Steps with drafts after which some without are taken, to see what that costs by now."""
+FRESHNESS = 1024
+"""Steps after which some of about that size are taken without drafts, to see what that costs by now."""
+CHECK_EVERY = 16
+"""Steps between looks at that age."""
 MAX_PROBES = 8
 """Steps without drafts in a row that are taken to learn what they cost. After that it is guessed from other sizes."""
 LONGEST_SLEEP = 64
@@ -198,7 +202,7 @@ class Budget:
         self._num_probes = 0  # in a row, and those still to come
         self._probes_left = 0
         self._steps_without = 0  # slots, in a row
-        self._steps_with = 0
+        self._until_check = 0  # of the plain cost's age
         self._sleep = 0
         self._asleep_for = 0
 
@@ -232,12 +236,16 @@ class Budget:
             self._sleep -= 1
             self._steps_without += 1
             return False
-        if self._steps_with >= FRESHNESS:
-            self._steps_with, self._probes_left = 0, MIN_OBSERVATIONS
         if self._probes_left > 0:
             self._probes_left -= 1
             return False
         plain = self.cost.plain(num_tokens)
+        self._until_check -= 1
+        if plain is not None and self._until_check <= 0:
+            self._until_check = CHECK_EVERY
+            if self.cost.plain_age(num_tokens) > FRESHNESS:
+                self._probes_left = MIN_OBSERVATIONS - 1
+                return False
         if plain is None:
             self._num_probes += 1
             plain = self.cost.guess_plain(num_tokens) if self._num_probes > MAX_PROBES else None
@@ -281,11 +289,21 @@ class Budget:
         )  # fmt: skip
         return self._note(taken, gain - self._draft_seconds * size, learning=not tokens.size)
 
-    def to_dict(self) -> dict[str, Any]:
-        """What was learned, as plain data: the two cost curves as (tokens, seconds), and `Survival.reliability`."""
+    def to_dict(self, sizes: Sequence[int] = ()) -> dict[str, Any]:
+        """What was learned, as plain data, without a change to it.
+
+        Args:
+            sizes: Tokens of steps whose cost without drafts is wanted.
+
+        Returns:
+            `plain`, `drafted`: the two cost curves as (tokens, seconds). `plain_of_sizes`: seconds, None where they are
+            not known. `reliability`: `Survival.reliability`.
+        """
+        cost = copy.deepcopy(self.cost)  # reading redraws curves, and other ranks may not be asked
         return {
-            "plain": [values.tolist() for values in self.cost.curve(drafted=False)],
-            "drafted": [values.tolist() for values in self.cost.curve(drafted=True)],
+            "plain": [values.tolist() for values in cost.curve(drafted=False)],
+            "drafted": [values.tolist() for values in cost.curve(drafted=True)],
+            "plain_of_sizes": [cost.plain(size) for size in sizes],
             "reliability": self.survival.reliability().tolist(),
         }
 
@@ -294,9 +312,7 @@ class Budget:
         if taken.any() and not learning:
             self._steps_without = 0
             self._patience = self._next_try = FIRST_PATIENCE
-            self._steps_with += 1
         else:
-            self._steps_with = 0
             self._steps_without += 1
         self._balance += MEMORY * (balance - self._balance)
         if balance > 0:  # asked after a pause, it pays again

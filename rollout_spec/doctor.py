@@ -14,6 +14,7 @@ import math
 import os
 import re
 import sys
+import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -59,6 +60,10 @@ def run(args: Namespace) -> int:
     return 0
 
 
+MIN_STEPS = 8
+"""Steps of a like number of requests below which their rate is chance."""
+
+
 # -- the installation ------------------------------------------------------------------------------------------------
 
 
@@ -97,7 +102,7 @@ def _imports(what: str, load: Callable[[], Any], hint: str = "") -> tuple[bool, 
 
 
 def _check_vllm() -> Iterator[tuple[bool, str]]:
-    from rollout_spec.integrations.vllm_plugin import NEWEST_VERSION, OLDEST_VERSION
+    from rollout_spec.integrations.vllm_plugin import check_version
 
     sound, line = _imports(
         "vLLM",
@@ -108,9 +113,14 @@ def _check_vllm() -> Iterator[tuple[bool, str]]:
         yield sound, line
         return
     vllm = importlib.import_module("vllm")
-    tested = OLDEST_VERSION <= tuple(vllm.__version_tuple__[:2]) <= NEWEST_VERSION
-    known = f"{'.'.join(map(str, OLDEST_VERSION))} to {'.'.join(map(str, NEWEST_VERSION))}"
-    yield tested, f"vLLM {vllm.__version__}" + ("" if tested else f": versions {known} are known to work")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            check_version(vllm.__version_tuple__, vllm.__version__)
+        except RuntimeError as error:
+            yield False, str(error)
+        else:
+            yield True, str(caught[0].message) if caught else f"vLLM {vllm.__version__}"
 
 
 def _check_torch() -> Iterator[tuple[bool, str]]:
@@ -172,18 +182,14 @@ def phases(report: dict[str, Any]) -> list[Phase]:
     names = ("requests", "tokens", "draft_tokens", "seconds", "draft_seconds", "asked")
     columns = [report["stats"][f"{name}_by_batch"] for name in names]
     budget = report["budget"] or {}
-    plain = budget.get("plain_by_batch", [None] * len(columns[0]))
-    drafted = list(zip(*budget.get("drafted", ((), ())), strict=True))
+    plain = budget.get("plain_of_sizes", [None] * len(columns[0]))
     found = []
     for steps, requests, tokens, slots, seconds, draft_seconds, asked, cost in zip(
         report["stats"]["steps_by_batch"], *columns, plain, strict=True
     ):
         if steps:
-            size = requests / steps
-            # No step costs more than a larger one: steps without drafts are few, and were perhaps the first ones.
-            larger = [took for n, took in drafted if n >= size]
-            known = math.nan if cost is None else min([cost, *larger])
-            found.append(Phase(size, steps, tokens, slots, seconds, draft_seconds, asked, known))
+            known = math.nan if cost is None else cost
+            found.append(Phase(requests / steps, steps, tokens, slots, seconds, draft_seconds, asked, known))
     return found[::-1]
 
 
@@ -213,8 +219,10 @@ def explain(report: dict[str, Any]) -> str:
         parts += [_calibration(report["budget"]["reliability"]), _curves(report["budget"])]
     if stats["steps_by_batch"]:
         parts += [_phases(phases(report)), _limits(report)]
+    elif stats["step_seconds"]:
+        parts.append("No step without prompts was seen: what speculation saved is not known.")
     elif report["num_speculative_tokens"]:
-        parts.append("This drafter lives on the device: what each step costs is not seen on the host.")
+        parts.append("What each step costs was not seen: the drafter lives on the device, or was switched off.")
     return "\n\n".join(part for part in parts if part)
 
 
@@ -316,15 +324,16 @@ def _limits(report: dict[str, Any]) -> str:
     found, stats = phases(report), report["stats"]
     seconds = sum(phase.seconds for phase in found)
     known = [phase for phase in found if not math.isnan(phase.plain)]
-    lines = [f"These steps are {_percent(seconds / stats['step_seconds'])} of the time."]
+    lines = []
     if known:
         saved = sum(phase.without - phase.seconds for phase in known)
-        speedup = sum(phase.without for phase in known) / sum(phase.seconds for phase in known)
+        compared = sum(phase.seconds for phase in known)
         word = "saved" if saved >= 0 else "cost"
-        lines[0] += (
-            f" Speculation {word} about {abs(saved):.2f} s in them: {speedup:.2f} times as fast as this engine's steps "
-            "without drafts. An engine without speculation may also schedule asynchronously and run full CUDA graphs, "
-            "which only a run with speculation=False can tell."
+        lines.append(
+            f"Where it is known, {_percent(compared / stats['step_seconds'])} of the time, speculation {word} "
+            f"about {abs(saved):.2f} s: {(compared + saved) / compared:.2f} times as fast\n"
+            "as this engine's steps without drafts. Without speculation an engine may also schedule asynchronously\n"
+            "and run full CUDA graphs, which only a run with speculation=False can tell."
         )
     if report["budget"] is None:
         lines.append("budget=False: no step without drafts is taken to compare with.")
@@ -341,9 +350,11 @@ def _limits(report: dict[str, Any]) -> str:
         best = sum(_all_right(phase, cost, report["num_speculative_tokens"]) for phase in found)
         chances[f"all drafts were right, up to {report['num_speculative_tokens']} tokens"] = max(seconds - best, 0.0)
     # Perfect lengths: the work is shared out so that all rollouts end together, at the rate of the best steps.
-    rate = min(phase.seconds / phase.tokens for phase in found)
-    chances["lengths were known and all rollouts ended together"] = seconds - rate * sum(p.tokens for p in found)
-    lines.append("What limits it, at most: if")
+    rates = [phase.seconds / phase.tokens for phase in found if phase.steps >= MIN_STEPS]
+    if rates:
+        gain = seconds - min(rates) * sum(phase.tokens for phase in found)
+        chances["lengths were known and all rollouts ended together"] = max(gain, 0.0)
+    lines.append(f"What limits these steps, {_percent(seconds / stats['step_seconds'])} of the time, at most: if")
     most = max(chances.values())
     for name, gain in chances.items():
         speedup = seconds / max(seconds - gain, 1e-9)

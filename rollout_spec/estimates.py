@@ -51,17 +51,6 @@ class Survival:
     def __init__(self) -> None:
         self.counts = np.zeros((len(POSITION_LIMITS) + 1, NUM_CONFIDENCE_BINS, 3))
 
-    def predict(self, confidence: NDArray[np.float32], starts: Ints) -> Floats:
-        """Probability of each slot to be reached and accepted, float64 [D], never rising along a draft. O(D).
-
-        Args:
-            confidence: float32 [D], the drafter's.
-            starts: int64 [B + 1].
-        """
-        predicted = np.empty(confidence.size)
-        predict_survival(confidence, starts, self.counts, predicted)
-        return predicted
-
     def observe(self, confidence: NDArray[np.float32], starts: Ints, num_verified: Ints, num_accepted: Ints) -> None:
         """Count an outcome. O(D).
 
@@ -95,7 +84,14 @@ def _confidence_bin(confidence: float) -> int:
 
 @nb.njit(cache=True)
 def predict_survival(confidence: Any, starts: Ints, counts: Floats, predicted: Floats) -> None:
-    """See `Survival.predict`."""
+    """Probability of each slot to be reached and accepted, never rising along a draft. O(D).
+
+    Args:
+        confidence: float32 [D], the drafter's.
+        starts: int64 [B + 1].
+        counts: `Survival.counts`.
+        predicted: float64 [D], to be filled.
+    """
     for i in range(starts.size - 1):
         least = 1.0
         for j in range(starts[i], starts[i + 1]):
@@ -132,16 +128,16 @@ class _Observation(NamedTuple):
 class StepCost:
     """Seconds of an engine step by the tokens it computes, with and without drafts, from the steps themselves.
 
-    A size's cost is the median of its last WINDOW steps: robust against a step that was held up. What was seen more
-    than MAX_AGE steps ago counts only where there is nothing newer. Between sizes cost is interpolated, and it never
-    falls with size. Steps without drafts may be scheduled and run in other ways, and have a curve of their own.
+    A size's cost is the median of its last WINDOW steps: robust against a step that was held up. When it is seen again,
+    what is older than MAX_AGE steps is forgotten, but for the newest few. Between sizes cost is interpolated, and it
+    never falls with size. Steps without drafts may be scheduled and run in other ways, and have a curve of their own.
     """
 
     def __init__(self) -> None:
         self.sizes = np.empty(0, np.int64)
         self._steps: tuple[dict[int, deque[_Observation]], ...] = ({}, {})  # without drafts, with
-        self._points: tuple[dict[int, tuple[float, float]], ...] = ({}, {})  # (tokens, seconds) by size, and for which
-        self._changed: tuple[set[int], ...] = (set(), set())  # sizes they are not up to date
+        self._points: tuple[dict[int, tuple[float, float]], ...] = ({}, {})  # (tokens, seconds) by size
+        self._changed: tuple[set[int], ...] = (set(), set())  # sizes whose points are not up to date
         self._curves: list[tuple[Floats, Floats] | None] = [None, None]
         self._num_new = [0, 0]
         self._plain: dict[int, float | None] = {}  # what `plain` said since the curves were drawn
@@ -151,7 +147,7 @@ class StepCost:
         """Say to which sizes steps are padded, for example those of CUDA graphs: cost is constant between them.
 
         Args:
-            sizes: Empty: steps are not padded, as long as this was not called.
+            sizes: Empty: steps are not padded, as before the first call.
         """
         self.sizes = np.array(sorted(sizes), np.int64)
 
@@ -179,7 +175,8 @@ class StepCost:
         """Learn the cost of steps with drafts anew."""
         for learned in (self._steps, self._points, self._changed):
             learned[True].clear()
-        self._curves[True] = None
+        self._curves[True], self._num_new[True] = None, 0
+        self._plain.clear()
 
     def curve(self, *, drafted: bool) -> tuple[Floats, Floats]:
         """(tokens, seconds) of the sizes that are known, rising. Both may be empty. Up to REFRESH steps old."""
@@ -206,6 +203,15 @@ class StepCost:
             near = (tokens >= num_tokens / 2) & (tokens <= 4 * num_tokens)
             self._plain[num_tokens] = self._read(num_tokens, tokens, seconds) if near.any() else None
         return self._plain[num_tokens]
+
+    def plain_age(self, num_tokens: int) -> int:
+        """Steps since one without drafts of half to twice as many tokens was last measured. O(sizes)."""
+        seen = [
+            steps[-1].when
+            for steps in self._steps[False].values()
+            if num_tokens / 2 <= steps[-1].num_tokens <= 2 * num_tokens
+        ]
+        return self._now - max(seen, default=0)
 
     def guess_plain(self, num_tokens: int) -> float | None:
         """The same from any steps, however few and however different their sizes; None if there were none. O(sizes)."""

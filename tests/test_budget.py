@@ -193,6 +193,29 @@ def test_steps_without_drafts_are_looked_at_now_and_then():
     assert asked[MIN_OBSERVATIONS:].count(False) == 2 * MIN_OBSERVATIONS
 
 
+def test_each_size_is_looked_at():
+    """Phases begin with 64 requests and end with 4, whose first steps without drafts were slow: that is found out."""
+    budget, drafted, slow = Budget(), [], MIN_OBSERVATIONS
+    for _ in range(12):
+        for size in [64] * 200 + [4] * 300:
+            taken = 0
+
+            def seconds(n, size=size):
+                nonlocal slow
+                if size == 64:
+                    return 6.0
+                if not n and slow:
+                    slow -= 1
+                    return 5.0
+                return 3.0 if n else 1.0
+
+            _, taken = step(budget, np.full((size, 1), 0.5), seconds, 1)
+            if size == 4:
+                drafted.append(taken > 0)
+    assert sum(drafted[:300]) > 200
+    assert sum(drafted[-900:]) < 60
+
+
 @given(st.integers(-1, 6))
 def test_the_token_budget_is_kept(max_slots):
     budget = Budget()

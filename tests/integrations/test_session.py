@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.integrations import session as session_module
-from rollout_spec.integrations.session import STEPS_PER_AGREEMENT, DraftingSession, Outcome
+from rollout_spec.integrations.session import STEPS_PER_AGREEMENT, DraftingSession, Outcome, run_command
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Draft
 
@@ -116,6 +117,8 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
     else:
         assert run(session, 5, a_request()) == [[]] * 5
         assert session._stats.drafter_errors == 1
+        run_command(session, session._stats, "set_enabled", True)
+        assert not session.enabled
 
 
 @pytest.mark.parametrize(
@@ -124,6 +127,8 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
         Draft(np.array([1], np.int32), np.array([], np.float32)),
         Draft(np.array([1], np.int32), np.array([np.inf], np.float32)),
         Draft(np.array([1], np.int32), np.array([np.nan], np.float32)),
+        Draft([1], np.array([0.5], np.float32)),
+        Draft(np.array([1.0]), np.array([0.5], np.float32)),
         Draft(np.array([99], np.int32), np.array([0.5], np.float32)),
         Draft(np.array([1] * 9, np.int32), np.full(9, 0.5, np.float32)),
     ],
@@ -180,6 +185,15 @@ def test_the_time_between_two_generations_does_not_count():
     assert (num_timed(session), sum(session._stats.seconds_by_batch)) == (timed, seconds)
     advance(session, {"b": [3]})
     assert num_timed(session) == timed + 1
+
+
+def test_a_report_changes_nothing():
+    session = a_session()
+    run(session, 60, a_request())
+    before = pickle.dumps(session.budget)
+    report = run_command(session, session._stats, "report")
+    assert report["budget"]["plain"][0]
+    assert pickle.dumps(session.budget) == before
 
 
 def test_the_time_in_which_it_was_switched_off_does_not_count():
