@@ -55,7 +55,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     cells = list(dict.fromkeys((row["set"], row["batch"]) for row in rows))
     figure, axes = plt.subplots(2, len(curves), figsize=(4.2 * len(curves), 6.5), sharex=True, layout="constrained")
     for column, curve in enumerate(curves):
-        for line, (key, label) in enumerate((("speedup", "phase"), ("token_tail_speedup", "last tenth of the tokens"))):
+        for line, (key, label) in enumerate((("speedup", "phase"), ("token_tail_speedup", "last tenth of tokens"))):
             found = {(r["set"], r["batch"], r["policy"]): r[key] for r in rows if r["curve"] == curve}
             fixed = [
                 max(v for (s, b, p), v in found.items() if (s, b) == cell and p.startswith("K=")) for cell in cells
@@ -66,7 +66,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             axes[line, column].axhline(1, color="gray", lw=0.8)
             axes[line, column].grid(alpha=0.3)
             axes[line, column].set(ylim=(0, None))
-            axes[line, 0].set(ylabel=f"speedup of the {label}")
+            axes[line, 0].set(ylabel=f"speedup, {label}")
         axes[0, column].set(title=f"{curve} (simulated)")
         axes[1, column].set_xticks(range(len(cells)), [f"{name}, {batch}" for name, batch in cells], rotation=90)
     axes[0, 0].legend(fontsize="small")
