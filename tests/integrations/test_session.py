@@ -11,7 +11,7 @@ import pytest
 
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.integrations import session as session_module
-from rollout_spec.integrations.session import STEPS_PER_AGREEMENT, DraftingSession, Outcome, run_command
+from rollout_spec.integrations.session import RECENT_STEPS, STEPS_PER_AGREEMENT, DraftingSession, Outcome, run_command
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Draft
 
@@ -174,6 +174,35 @@ def test_prompts_now_and_then_do_not_end_speculation(monkeypatch):
         drafts = advance(session, tokens, outcomes, step_tokens=size, requests=dict.fromkeys(tokens, request))
         asked.append(session._num_asked > 0)
     assert sum(asked[100:]) > 250
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes"), [("FULL_AND_PIECEWISE", [1, 2, 4, 8]), ("FULL_DECODE_ONLY", []), ("NONE", [])]
+)
+def test_costs_are_those_of_the_graphs_that_steps_run_in(mode, sizes):
+    """vLLM settles them after the session is made; steps of mixed draft lengths run in no full graph."""
+    compilation = pytest.importorskip("vllm.config.compilation")
+    session = a_session()
+    session._vllm_config.compilation_config = SimpleNamespace(
+        cudagraph_mode=compilation.CUDAGraphMode[mode], cudagraph_capture_sizes=[8, 4, 2, 1]
+    )
+    advance(session, {"a": [1]})
+    assert session.budget.cost.sizes.tolist() == sizes
+
+
+def test_lengths_count_once_nobody_waits():
+    """While prompts are read, requests wait for a place, and no single one decides when the phase ends."""
+    session, weighted = a_session(), []
+    expect, session._expect = (
+        session._expect,
+        lambda *args: (weighted.append(len(session._prompt_tokens)), expect(*args))[1],
+    )
+    slots = 0
+    for n in range(60):
+        drafts = advance(session, {"a": [1 + n % 3]}, {"a": slots}, step_tokens=1 + slots + (5 if n < 20 else 0))
+        slots = len(drafts.get("a", []))
+        assert not weighted or n >= 20 + RECENT_STEPS - 1
+    assert weighted
 
 
 def test_the_time_between_two_generations_does_not_count():
