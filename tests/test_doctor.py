@@ -85,6 +85,8 @@ def test_the_report_is_explained():
         "What limits these steps, 54.5 % of the time, at most",
         "drafting took no time: 0.12 s less, 1.11 times as fast",
         "cost nothing to verify: 0.10 s less, 1.09 times as fast",
+        # Of 5 tokens a step, by the curve: 200 at 10 ms for one request, 640 at 61 ms for 64, instead of 1.2 s.
+        "all drafts were right, up to 4 tokens: 0.68 s less, 2.30 times as fast",
         # 640 tokens in steps of 64 at 20 ms: 0.31 ms each.
         "ended together: 0.94 s less, 4.57 times as fast  <- the most",
     ):

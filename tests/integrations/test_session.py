@@ -238,6 +238,18 @@ def test_the_time_in_which_it_was_switched_off_does_not_count():
     assert session._stats.step_seconds < seconds + 0.5
 
 
+def test_slots_and_tokens_are_booked_to_the_step_that_computed_them():
+    session = a_session(budget=False)
+    drafts = {}
+    for n in range(12):
+        drafts = advance(session, {"a": [1 + n % 3]}, {"a": len(drafts.get("a", []))})
+    stats = session._stats
+    before = stats.draft_tokens_by_batch[0], stats.tokens_by_batch[0], stats.requests_by_batch[0]
+    advance(session, {"a": [1, 2, 3]}, {"a": Outcome([1, 2, 3, 1, 2], 2, 4)}, step_tokens=5)
+    after = stats.draft_tokens_by_batch[0], stats.tokens_by_batch[0], stats.requests_by_batch[0]
+    assert np.subtract(after, before).tolist() == [4, 3, 1]
+
+
 def test_a_drafter_s_time_is_part_of_the_step(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
