@@ -29,9 +29,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from peers import Unlearning
 from rows import append, origin
 
 from rollout_spec.demo.run import ENVIRONMENT
+from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Draft
 
 for name, value in ENVIRONMENT.items():
@@ -41,7 +43,7 @@ K = 8
 MAX_TOKENS = 160
 
 
-class Idle:
+class Idle(Unlearning):
     """Never drafts."""
 
     def start_request(self, req_id: str, prompt_token_ids: Any, **kwargs: Any) -> None:
@@ -54,19 +56,7 @@ class Idle:
         nothing = Draft(np.zeros(0, np.int32), np.zeros(0, np.float32))
         return [nothing for _ in req_ids]
 
-    def observe(self, req_ids: Sequence[str], target_token_ids: Any, num_accepted: Any) -> None:
-        pass
-
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
-        pass
-
-    def begin_policy_version(self, version: int) -> None:
-        pass
-
-    def memory_bytes(self) -> int:
-        return 0
-
-    def check_integrity(self) -> None:
         pass
 
 
@@ -118,14 +108,13 @@ def one_turn(llm: Any, batch: int, groups: int, seed: int) -> tuple[float, list[
         SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=seed * 10_000 + i, detokenize=False)
         for i in range(len(prompts))
     ]
-    outputs, seconds, tokens = [], 0.0, 0
+    outputs, seconds = [], 0.0
     for start in range(0, len(prompts), batch):
         started = time.perf_counter()
         got = llm.generate(prompts[start : start + batch], params[start : start + batch], use_tqdm=False)
         seconds += time.perf_counter() - started
         outputs += [list(output.outputs[0].token_ids) for output in got]
-    tokens = sum(map(len, outputs))
-    return seconds / tokens, outputs
+    return seconds / sum(map(len, outputs)), outputs
 
 
 def interval(ratios: np.ndarray) -> tuple[float, float, float]:
@@ -169,10 +158,8 @@ def main() -> None:
             same, total = identical[name]
             if same < 0.98 * total:
                 raise SystemExit(f"gate: {name}: only {same} of {total} rollouts are those without speculation")
-            now = stats(engines[name])
-            steps = now["request_steps"] - before[name]["request_steps"]
-            per_step = (now["emitted_tokens"] - before[name]["emitted_tokens"]) / max(steps, 1)
-            drafted = (now["draft_tokens"] - before[name]["draft_tokens"]) / max(steps, 1)
+            new = SpeculationStats.between(before[name], stats(engines[name]))
+            per_step, drafted = new.tokens_per_step, new.draft_tokens / max(new.request_steps, 1)
             row = {
                 "batch": batch, "engine": name, "k": K, "pairs": args.pairs, "off_over_engine": round(ratio, 4),
                 "interval": [round(low, 4), round(high, 4)], "identical": same, "rollouts": total,

@@ -39,8 +39,24 @@ class _Request(NamedTuple):
     serial: int
 
 
-class _Peer:
-    """What all of them share: bookkeeping, and nothing to learn."""
+class Unlearning:
+    """The part of a drafter that has nothing to learn and keeps no index."""
+
+    def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
+        pass
+
+    def begin_policy_version(self, version: int) -> None:
+        pass
+
+    def memory_bytes(self) -> int:
+        return 0
+
+    def check_integrity(self) -> None:
+        pass
+
+
+class _Peer(Unlearning):
+    """What all of them share: bookkeeping."""
 
     def __init__(self) -> None:
         self._live: dict[str, _Request] = {}
@@ -56,18 +72,6 @@ class _Peer:
 
     def extend(self, req_id: str, new_token_ids: Tokens) -> None:
         self._live[req_id].tokens.extend(np.asarray(new_token_ids).tolist())
-
-    def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
-        pass
-
-    def begin_policy_version(self, version: int) -> None:
-        pass
-
-    def memory_bytes(self) -> int:
-        return 0
-
-    def check_integrity(self) -> None:
-        pass
 
 
 # -- the plain rules -------------------------------------------------------------------------------------------------

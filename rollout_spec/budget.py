@@ -38,6 +38,7 @@ from rollout_spec.estimates import (
     StepCost,
     Survival,
     line,
+    median,
     predict_survival,
 )
 
@@ -222,7 +223,7 @@ class Budget:
         if num_asked:
             self._drafting.append(draft_seconds / num_asked)
             if len(self._drafting) >= MIN_OBSERVATIONS:  # the first ones may compile something
-                self._draft_seconds = sorted(self._drafting)[len(self._drafting) // 2]
+                self._draft_seconds = median(self._drafting)
 
     def wants_drafts(self, num_tokens: int) -> bool:
         """Whether to ask the drafter in this step. Where drafts do not pay for it, it is asked ever less often. O(1).

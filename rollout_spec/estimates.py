@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numba as nb
 import numpy as np
 from numpy.typing import NDArray
+
+from rollout_spec.types import Draft
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -39,6 +41,18 @@ MAX_LENGTHS = 64
 """Rollouts of a problem whose lengths are remembered, and sixteen times as many of all problems."""
 MAX_PROBLEMS = 10_000
 """Problems whose lengths are remembered."""
+
+
+def flatten(drafts: Sequence[Draft]) -> tuple[NDArray[np.float32], Ints]:
+    """(confidence, starts) of a step's drafts, float32 [D] and int64 [B + 1]. O(D)."""
+    confidence = np.concatenate([draft.confidence for draft in drafts])
+    return confidence, np.concatenate(([0], np.cumsum([len(draft.token_ids) for draft in drafts], dtype=np.int64)))
+
+
+def median(values: Iterable[Any]) -> Any:
+    """Of an even number of values the upper one; much faster than NumPy's for a few."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
 
 
 class Survival:
@@ -194,7 +208,7 @@ class StepCost:
         """Median tokens and seconds of the steps that count."""
         recent = [step for step in steps if step.when > self._now - MAX_AGE]
         used = recent if len(recent) >= MIN_OBSERVATIONS else list(steps)[-MIN_OBSERVATIONS:]
-        return float(_median([self._pad(step.num_tokens) for step in used])), _median([step.seconds for step in used])
+        return float(median([self._pad(step.num_tokens) for step in used])), median([step.seconds for step in used])
 
     def plain(self, num_tokens: int) -> float | None:
         """Seconds of a step without drafts; None if none of half to four times as many tokens was measured. O(log)."""
@@ -253,11 +267,6 @@ class StepCost:
         if self.sizes.size and num_tokens <= self.sizes[-1]:
             return int(np.searchsorted(self.sizes, num_tokens))
         return -1 - int(4 * math.log2(max(num_tokens, 1)))
-
-
-def _median(values: list[Any]) -> Any:
-    """Of an even number of values the upper one; much faster than NumPy's for a few."""
-    return sorted(values)[len(values) // 2]
 
 
 def _curve(points: Iterable[tuple[float, float]]) -> tuple[Floats, Floats]:

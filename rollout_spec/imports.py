@@ -1,8 +1,11 @@
-"""Objects named by dotted paths in configurations."""
+"""What is installed: objects that configurations name by dotted paths, and versions."""
 
 from __future__ import annotations
 
+import functools
 import importlib
+import importlib.metadata
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -17,3 +20,17 @@ def import_object(path: str, what: str) -> Any:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{what} {path!r} cannot be imported: {error}") from error
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """Versions of those packages that are installed."""
+    found = {package: _version_of(package) for package in packages}
+    return {package: version for package, version in found.items() if version is not None}
+
+
+@functools.cache  # it is read from files
+def _version_of(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

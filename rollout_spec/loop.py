@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.budget import Budget
 from rollout_spec.drafters.base import Drafter, problem_of_prompt
+from rollout_spec.estimates import flatten
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft, Float32Array, Int32Array, SamplingRows
 from rollout_spec.verify import reference
 from rollout_spec.verify.reference import VerifyMethod
@@ -91,8 +92,7 @@ def decode_step(
     if asked:
         room = [min(num_speculative_tokens, r.max_tokens - len(r.output_token_ids) - 1) for r in requests]
         drafts = drafter.propose(req_ids, np.array(room, np.int32))
-    confidence = np.concatenate([draft.confidence for draft in drafts])
-    proposed = np.cumsum([0, *(len(draft.token_ids) for draft in drafts)])
+    confidence, proposed = flatten(drafts)
     num_draft_tokens: NDArray[np.int64] = np.diff(proposed)
     if asked and budget is not None:
         num_draft_tokens = budget.decide(

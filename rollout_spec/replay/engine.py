@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 from rollout_spec.budget import Budget, allocate
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.estimates import Floats, Ints
+from rollout_spec.estimates import Floats, Ints, flatten
 from rollout_spec.replay.simulate import Cursor, Request
+from rollout_spec.types import Draft
 
 MIN_SURVIVAL = 0.01
 """The drafters' default: what an engine drafts whose drafts are not cut otherwise."""
@@ -314,12 +315,12 @@ def run_phase(
     return Phase(seconds, tail, token_tail, steps, tokens, drafted, accepted)
 
 
-def _look(cursors: Sequence[Cursor], drafts: Sequence[tuple[NDArray, NDArray]], waiting: bool, longest: int) -> Step:
-    lengths = [len(draft) for draft, _ in drafts]
+def _look(cursors: Sequence[Cursor], drafts: Sequence[Draft], waiting: bool, longest: int) -> Step:
+    confidence, starts = flatten(drafts)
     so_far = np.array([cursor.num_said for cursor in cursors], np.int64)
     return Step(
-        np.concatenate([confidence for _, confidence in drafts]),
-        np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))),
+        confidence,
+        starts,
         [cursor.problem.problem_id for cursor in cursors],
         so_far,
         np.array([cursor.rollout.tokens.size for cursor in cursors], np.int64) - so_far,
