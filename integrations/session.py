@@ -119,12 +119,20 @@ def graph_sizes(vllm_config: Any) -> tuple[int, ...]:
     return tuple(compilation.cudagraph_capture_sizes or ())
 
 
-def _is_last(token_id: int, num_output_tokens: int, params: Any) -> bool:
-    """Whether the scheduler ends a request here. Stop strings are the front end's affair."""
-    if num_output_tokens >= params.max_tokens:
-        return True
+def _is_stop_token(token_id: int, num_output_tokens: int, params: Any) -> bool:
+    """Whether a request ends here because of the token itself."""
     stops = token_id == params.eos_token_id or token_id in (params.stop_token_ids or ())
     return stops and num_output_tokens >= params.min_tokens
+
+
+def ends_with_stop_token(token_ids: Sequence[int], params: Any, num_before: int = 0) -> bool:
+    """Whether output tokens, after `num_before` others, end with a token that ends the request by itself."""
+    return bool(token_ids) and _is_stop_token(token_ids[-1], num_before + len(token_ids), params)
+
+
+def _is_last(token_id: int, num_output_tokens: int, params: Any) -> bool:
+    """Whether the scheduler ends a request here. It knows nothing of stop strings, which the front end looks for."""
+    return num_output_tokens >= params.max_tokens or _is_stop_token(token_id, num_output_tokens, params)
 
 
 def trim_at_end(token_ids: Sequence[int], num_before: int, params: Any) -> list[int]:
@@ -236,6 +244,7 @@ class DraftingSession:
         self._drafts: _Drafts | None = None  # of the step that runs
         self._draft_seconds = 0.0  # what it took to draft them
         self._num_asked = 0  # for so many requests
+        self._stop_searches: dict[str, Any] = {}  # by live request that has stop strings
         self._problems: dict[str, tuple[int, int]] = {}  # by live request, for the budget: (problem, prompt's length)
         self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # of the last steps
         self._last_call: float | None = None
@@ -303,6 +312,7 @@ class DraftingSession:
                     self.budget.lengths.observe(problem, self.live[req_id] - prompt_size)
             del self.live[req_id]
             self._complete.discard(req_id)
+            self._stop_searches.pop(req_id, None)
         self._observe(outcomes, updates)
         req_ids, room, left, num_live = [], [], [], 0
         for req_id, request, tokens in updates:
@@ -452,14 +462,27 @@ class DraftingSession:
         if req_id not in self._complete:
             num_output = self.live[req_id] - prompt_size
             kept = trim_at_end(tokens, num_output, params)
+            is_last = bool(kept) and _is_last(kept[-1], num_output + len(kept), params)
+            if params.stop and kept:
+                num_kept = self._find_stop_string(req_id, request, kept, num_output)
+                if num_kept is not None:
+                    kept, is_last = kept[:num_kept], True
             self.drafter.extend(req_id, kept)
-            num_output += len(kept)
-            self.live[req_id] = prompt_size + num_output
-            if len(kept) < len(tokens) or (kept and _is_last(kept[-1], num_output, params)):
+            self.live[req_id] += len(kept)
+            if is_last:
                 self._complete.add(req_id)
         if req_id in self._complete:
             return 0
         return int(params.max_tokens) - (self.live[req_id] - prompt_size)
+
+    def _find_stop_string(self, req_id: str, request: Any, tokens: Sequence[int], num_before: int) -> int | None:
+        """How many of a request's new tokens, after `num_before`, lead up to its stop string; None without one."""
+        if req_id not in self._stop_searches:
+            from rollout_spec.integrations.stop_strings import StopStringSearch  # brings vLLM and the tokenizer
+
+            self._stop_searches[req_id] = StopStringSearch(self._vllm_config.model_config, request)
+        stops = ends_with_stop_token(tokens, request.sampling_params, num_before)
+        return self._stop_searches[req_id].find(tokens, ends_with_stop_token=stops)
 
 
 def run_command(session: Any, stats: SpeculationStats, name: str, *args: Any) -> Any:

@@ -42,6 +42,8 @@ def register() -> None:
         ("vllm.config.vllm", _hook_config),
         ("vllm.sampling_params", _hook_sampling_params),
         ("vllm.v1.engine.input_processor", _hook_input_processor),
+        ("vllm.v1.engine.llm_engine", functools.partial(_hook_engine, name="LLMEngine")),
+        ("vllm.v1.engine.async_llm", functools.partial(_hook_engine, name="AsyncLLM")),
         ("vllm.v1.worker.gpu_model_runner", _hook_runner_v1),
         ("vllm.v1.worker.gpu.model_runner", _hook_runner_v2),
         ("vllm.v1.worker.gpu_worker", _hook_gpu_worker),
@@ -214,6 +216,23 @@ def _hook_input_processor(module: Any) -> None:
 
     _wrap(module.InputProcessor, "__init__", make_init)
     _wrap(module.InputProcessor, "process_inputs", make_process)
+
+
+def _hook_engine(module: Any, name: str) -> None:
+    """Let the outputs of engines that ask for us end at stop strings."""
+
+    def make_init(original: Any) -> Any:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            config = config_of(self.vllm_config)
+            if config is not None and config.speculation:
+                from rollout_spec.integrations.stop_strings import end_outputs_at_stop_strings
+
+                end_outputs_at_stop_strings(self.output_processor)
+
+        return init
+
+    _wrap(getattr(module, name), "__init__", make_init)
 
 
 def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:

@@ -18,7 +18,14 @@ from rollout_spec.types import Draft
 
 def a_request(prompt=(1, 2, 3)):
     params = SimpleNamespace(
-        temperature=1.0, seed=5, max_tokens=200, eos_token_id=None, stop_token_ids=[], min_tokens=0, extra_args=None
+        temperature=1.0,
+        seed=5,
+        max_tokens=200,
+        eos_token_id=None,
+        stop_token_ids=[],
+        stop=[],
+        min_tokens=0,
+        extra_args=None,
     )
     return SimpleNamespace(prompt_token_ids=list(prompt), sampling_params=params, lora_request=None, mm_features=None)
 
