@@ -20,6 +20,7 @@ from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.estimates import flatten, median
 from rollout_spec.imports import installed_versions
+from rollout_spec.integrations.request_options import requested_problem_id
 from rollout_spec.noise import derive_seed
 from rollout_spec.stats import REPORT_FORMAT, SpeculationStats
 from rollout_spec.types import Draft, Int32Array
@@ -96,13 +97,13 @@ def raise_if_broken(num_broken_rows: NDArray[Any], req_ids: Sequence[str]) -> No
 
 
 def problem_id_of(request: Any) -> int | None:
-    """The problem of a request: the caller's `extra_args["rollout_spec"]["problem_id"]`, or what shapes its outputs.
+    """The problem of a request: the one that the caller names, or what shapes its outputs.
 
     None leaves the choice to the drafter, which hashes the prompt; adapters and images are hashed with it here.
     """
-    extra = (request.sampling_params.extra_args or {}).get("rollout_spec") or {}
-    if (given := extra.get("problem_id")) is not None:
-        return int(given)
+    given = requested_problem_id(request.sampling_params.extra_args)
+    if given is not None:
+        return given
     if request.lora_request is None and not request.mm_features:
         return None
     prompt = hashlib.blake2b(np.asarray(request.prompt_token_ids, np.int32).tobytes(), digest_size=16).hexdigest()

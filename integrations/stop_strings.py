@@ -1,8 +1,9 @@
 """Stop strings: output and history end with the token that completes one, as they do without speculation.
 
 vLLM looks for stop strings in the front end, in the text of all tokens that a step brought. A step with accepted drafts
-brings several, and some of them may lie past the stop. `end_outputs_at_stop_strings` cuts them off before the front end counts
-anything; `StopStringSearch` tells the worker where the front end will stop, so that nothing past it is indexed.
+brings several, and some of them may lie past the stop. `end_outputs_at_stop_strings` cuts them off before the front
+end counts anything; `StopStringSearch` tells the worker where the front end will stop, so that nothing past it is
+indexed.
 """
 
 from __future__ import annotations

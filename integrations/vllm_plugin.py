@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import itertools
 import os
 import warnings
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from typing import Any
 import wrapt
 
 from rollout_spec.config import CARRIER, CONFIG_KEY, DEVICE_DRAFTER, PROPOSER_PATH, RolloutSpecConfig
+from rollout_spec.integrations.request_options import requested_problem_id
 
 OLDEST_VERSION, NEWEST_VERSION = (0, 26), (0, 32)
 """vLLM versions whose interfaces were read or run; newer ones warn, older ones are refused."""
@@ -206,9 +208,12 @@ def _hook_input_processor(module: Any) -> None:
         def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
             request = original(self, *args, **kwargs)
             params = request.sampling_params
-            if self._rollout_spec_is_v1 and params is not None and getattr(params, "logprob_token_ids", None):
+            if self._rollout_spec_seeds is None or params is None:
+                return request
+            if self._rollout_spec_is_v1 and getattr(params, "logprob_token_ids", None):
                 raise ValueError("rollout_spec cannot score logprob_token_ids in the V1 model runner: remove them")
-            if self._rollout_spec_seeds is not None and params is not None and params.seed is None:
+            requested_problem_id(params.extra_args)  # a bad one is refused here, where only its request is affected
+            if params.seed is None:
                 params.seed = self._rollout_spec_seeds.next()
             return request
 
@@ -288,13 +293,12 @@ class _SeedSource:
             self._key = f"{vllm_config.model_config.seed}/{parallel.data_parallel_rank}"
         else:
             self._key = os.urandom(16).hex()
-        self._count = 0
+        self._numbers = itertools.count(1)  # a server processes requests in several threads
 
     def next(self) -> int:
         from rollout_spec.noise import derive_seed  # brings numba, which only engines that ask for us need
 
-        self._count += 1
-        return derive_seed(self._key, self._count)
+        return derive_seed(self._key, next(self._numbers))
 
 
 def _hook_runner(module: Any, adapters: str) -> None:
@@ -331,6 +335,15 @@ def _hook_runner_v1(module: Any) -> None:
 
         return sample
 
+    def make_update_states(original: Any) -> Any:
+        def update_states(self: Any, scheduler_output: Any) -> Any:
+            if self.rollout_spec is not None:
+                for request in scheduler_output.scheduled_new_reqs:
+                    _need_no_generator(request.sampling_params)
+            return original(self, scheduler_output)
+
+        return update_states
+
     def make_fits(original: Any) -> Any:
         def fits(self: Any, common_attn_metadata: Any) -> bool:
             # Near max_model_len vLLM skips the proposer and verifies K zeros for every request instead.
@@ -343,7 +356,19 @@ def _hook_runner_v1(module: Any) -> None:
 
     _hook_runner(module, "rollout_spec.integrations.vllm_v1")
     _wrap(module.GPUModelRunner, "_sample", make_sample)
+    _wrap(module.GPUModelRunner, "_update_states", make_update_states)
     _wrap(module.GPUModelRunner, "_input_fits_in_drafter", make_fits)
+
+
+def _need_no_generator(params: Any) -> None:
+    """Keep vLLM from making a torch generator for a request because it has a seed: our sampler uses none.
+
+    It would be seeded for every request, and on a CPU vLLM then fails where a prompt is read in several chunks.
+    """
+    from vllm.sampling_params import SamplingType
+
+    if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
+        params.__dict__["sampling_type"] = SamplingType.RANDOM  # the cached value of a property
 
 
 def _hook_runner_v2(module: Any) -> None:
