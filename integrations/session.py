@@ -289,15 +289,61 @@ class DraftingSession:
         try:
             self._time_step(started, outcomes, updates, num_step_tokens, step_started)
             return self._draft(ended, outcomes, updates)
-        except Exception:  # a drafter may be anybody's, and no fault of its may end a run
-            if self._agree is not None:
-                raise
-            self.enabled, self.broken = False, True
-            self._stats.drafter_errors += 1
-            logger.exception("the drafter raised: speculation is off from here on, sampling goes on unchanged")
+        except Exception as error:
+            self._switch_off(error)
             return {}
         finally:
             self._stats.draft_seconds += time.perf_counter() - started
+
+    def _switch_off(self, error: Exception) -> None:
+        """End speculation, as the drafter has raised: it may be anybody's, and no fault of its may end a run.
+
+        Raises:
+            Exception: `error`, where other ranks go on drafting.
+        """
+        if self._agree is not None:
+            raise error
+        self.enabled, self.broken = False, True
+        self._stats.drafter_errors += 1
+        logger.error("the drafter raised: speculation is off from here on, sampling goes on unchanged", exc_info=error)
+
+    # -- commands from the front end ---------------------------------------------------------------------------------
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Index and draft from now on, or no longer.
+
+        Raises:
+            RuntimeError: the drafter has raised, and stays off.
+        """
+        if enabled and self.broken:
+            raise RuntimeError(
+                "speculation stays off in this engine, because its drafter has raised: see the log for the cause, and "
+                "build the engine again"
+            )
+        self.enabled = bool(enabled)
+
+    def begin_policy_version(self, version: int) -> None:
+        """Tell the drafter that weights have changed. Raises like `draft`."""
+        if not self.broken:
+            self._ask("begin_policy_version", version)
+
+    def memory_bytes(self) -> int:
+        """Bytes that the drafter holds; 0 once it has raised."""
+        return 0 if self.broken else int(self._ask("memory_bytes") or 0)
+
+    def source_counts(self) -> dict[str, list[int]]:
+        """By source, drafted tokens that the target reached and those that were right; empty where it does not tell."""
+        if self.broken or not hasattr(self.drafter, "source_counts"):
+            return {}
+        counts = self._ask("source_counts") or {}
+        return {name: list(values) for name, values in counts.items()}
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Call the drafter outside of a step. None if it raises."""
+        try:
+            return getattr(self.drafter, method)(*args)
+        except Exception as error:
+            return self._switch_off(error)
 
     def _draft(
         self,
@@ -490,13 +536,14 @@ def run_command(session: Any, stats: SpeculationStats, name: str, *args: Any) ->
     """Run a front end's command on a worker: stats, report, set_enabled(bool) or begin_policy_version(int).
 
     Args:
-        session: What has a `drafter` and can be `enabled`; None for an engine without speculation.
+        session: A `DraftingSession` or a `DeviceSpeculator`; None for an engine without speculation.
 
     Raises:
         ValueError: the name is unknown, or the engine was built without speculation.
+        RuntimeError: `set_enabled(True)` after the drafter has raised.
     """
     if name == "stats":
-        memory = session.drafter.memory_bytes() if session is not None else 0
+        memory = session.memory_bytes() if session is not None else 0
         return {**stats.to_dict(), "drafter_bytes": memory}
     if name == "report":
         return report(session, stats)
@@ -504,16 +551,12 @@ def run_command(session: Any, stats: SpeculationStats, name: str, *args: Any) ->
         raise ValueError(f"unknown rollout_spec command {name!r}")
     if session is None:
         raise ValueError(f"{name}: this engine was built with speculation=False")
-    if name == "set_enabled":
-        session.enabled = bool(*args) and not getattr(session, "broken", False)
-        return None
-    return session.drafter.begin_policy_version(*args)
+    return getattr(session, name)(*args)
 
 
 def report(session: Any, stats: SpeculationStats) -> dict[str, Any]:
     """What `rollout-spec doctor` explains, as plain data. Arguments as for `run_command`."""
-    budget = getattr(session, "budget", None)
-    sources = getattr(getattr(session, "drafter", None), "source_counts", None)
+    budget, sources = getattr(session, "budget", None), session.source_counts() if session is not None else {}
     learned = None
     if budget is not None:
         sizes = zip(stats.requests_by_batch, stats.steps_by_batch, strict=True)
@@ -524,6 +567,6 @@ def report(session: Any, stats: SpeculationStats) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
         "num_speculative_tokens": session.num_speculative_tokens if session is not None else 0,
         "stats": stats.to_dict(),
-        "sources": {name: list(counts) for name, counts in sources().items()} if sources is not None else {},
+        "sources": sources,
         "budget": learned,
     }

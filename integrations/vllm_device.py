@@ -72,6 +72,22 @@ class DeviceSpeculator(BaseSpeculator):
         """Give the speculator the runner it serves."""
         self._runner = runner
 
+    def set_enabled(self, enabled: bool) -> None:
+        """Draft from now on, or no longer."""
+        self.enabled = bool(enabled)
+
+    def begin_policy_version(self, version: int) -> None:
+        """Tell the drafter that weights have changed."""
+        self.drafter.begin_policy_version(version)
+
+    def memory_bytes(self) -> int:
+        """Bytes that the drafter holds, on the device and on the host."""
+        return self.drafter.memory_bytes()
+
+    def source_counts(self) -> dict[str, list[int]]:
+        """By source, drafted tokens that the target reached and those that were right."""
+        return {name: list(counts) for name, counts in self.drafter.source_counts().items()}
+
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Part of vLLM's interface; three launches need no graph."""
 

@@ -13,6 +13,7 @@ An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our p
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib
 import itertools
@@ -61,13 +62,20 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     """The settings that an engine asks for, or None when it does not ask for us.
 
     Raises:
-        ValueError, TypeError: an unknown key or a bad value, or `speculation` and `num_speculative_tokens` disagree
-            with the engine's `speculative_config`.
+        ValueError, TypeError: an unknown or misspelt key or a bad value, or `speculation` and `num_speculative_tokens`
+            disagree with the engine's `speculative_config`.
     """
     additional = getattr(vllm_config, "additional_config", None)
-    values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
+    additional = additional if isinstance(additional, dict) else {}
+    for key in additional:
+        if key != CONFIG_KEY and difflib.get_close_matches(str(key), (CONFIG_KEY,), cutoff=0.85):
+            raise ValueError(f"unknown key {key!r} in additional_config: did you mean {CONFIG_KEY!r}?")
+    values = additional.get(CONFIG_KEY)
     speculative = vllm_config.speculative_config
     proposes = _is_ours(speculative)
+    named = str(getattr(speculative, "model", ""))
+    if not proposes and named.startswith("rollout_spec."):
+        raise ValueError(f"speculative_config names the proposer {named!r}: did you mean {PROPOSER_PATH!r}?")
     if values is None:
         if not proposes:
             return None
@@ -244,22 +252,27 @@ def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
     import vllm
     from vllm.logger import init_logger
 
-    from rollout_spec.drafters import find_drafter
+    from rollout_spec.drafters import DRAFTERS, build_drafter, check_options
 
     check_version(vllm.__version_tuple__, vllm.__version__)
+    if vllm_config.model_config.runner_type != "generate":
+        raise ValueError("rollout_spec is for engines that generate, and this one pools: leave engine_kwargs() out")
     on_device = config.speculation and config.drafter == DEVICE_DRAFTER
     if not on_device:
-        find_drafter(config.drafter)
+        if config.drafter in DRAFTERS:
+            build_drafter(config.drafter, **config.drafter_options)  # it is small, and checks its options' values
+        else:
+            check_options(config.drafter, config.drafter_options)
     elif not vllm_config.use_v2_model_runner:
         raise ValueError(
             f"drafter={DEVICE_DRAFTER!r} needs vLLM's V2 model runner, which this engine does not use: choose another "
             "drafter, or set VLLM_USE_V2_MODEL_RUNNER=1, with which vLLM says what keeps it from V2"
         )
     else:
-        from rollout_spec.drafters.device import check_options
+        from rollout_spec.drafters.device import check_options as check_device_options
 
         try:
-            check_options(**config.drafter_options)
+            check_device_options(**config.drafter_options)
         except TypeError as error:
             raise ValueError(f"drafter {DEVICE_DRAFTER!r} does not take these options: {error}") from error
     if vllm_config.use_v2_model_runner:

@@ -124,7 +124,8 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
     else:
         assert run(session, 5, a_request()) == [[]] * 5
         assert session._stats.drafter_errors == 1
-        run_command(session, session._stats, "set_enabled", True)
+        with pytest.raises(RuntimeError, match="its drafter has raised"):
+            run_command(session, session._stats, "set_enabled", True)
         assert not session.enabled
 
 
