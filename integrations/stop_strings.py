@@ -52,6 +52,8 @@ class StopStringSearch:
 
 def end_outputs_at_stop_strings(output_processor: Any) -> None:
     """Let a vLLM `OutputProcessor` see each request's output only up to the token that completes a stop string."""
+    if hasattr(output_processor, "_trim_surplus_tokens"):  # vLLM 0.32 and later cut it themselves
+        return
     process_outputs = output_processor.process_outputs
 
     @functools.wraps(process_outputs)

@@ -218,9 +218,10 @@ def _hook_input_processor(module: Any) -> None:
             params = request.sampling_params
             if self._rollout_spec_seeds is None or params is None:
                 return request
-            if self._rollout_spec_is_v1 and getattr(params, "logprob_token_ids", None):
-                raise ValueError("rollout_spec cannot score logprob_token_ids in the V1 model runner: remove them")
-            requested_problem_id(params.extra_args)  # a bad one is refused here, where only its request is affected
+            try:  # here, where only this request is affected
+                _check_request(params, self._rollout_spec_is_v1)
+            except ValueError as error:
+                raise _request_error()(str(error)) from error
             if params.seed is None:
                 params.seed = self._rollout_spec_seeds.next()
             return request
@@ -229,6 +230,26 @@ def _hook_input_processor(module: Any) -> None:
 
     _wrap(module.InputProcessor, "__init__", make_init)
     _wrap(module.InputProcessor, "process_inputs", make_process)
+
+
+def _check_request(params: Any, is_v1: bool) -> None:
+    """Raise ValueError if a request asks for what we cannot do."""
+    if is_v1 and getattr(params, "logprob_token_ids", None):
+        raise ValueError("rollout_spec cannot score logprob_token_ids in the V1 model runner: remove them")
+    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
+        raise ValueError(f"seed must fit in 64 bits, got {params.seed}")
+    requested_problem_id(params.extra_args)
+
+
+@functools.cache
+def _request_error() -> type[ValueError]:
+    """What a bad request raises: a ValueError that vLLM's servers answer with status 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    class RequestError(VLLMValidationError, ValueError):
+        """A request that rollout_spec refuses."""
+
+    return RequestError
 
 
 def _hook_engine(module: Any, name: str) -> None:

@@ -72,9 +72,10 @@ def test_problems_that_callers_name(extra_args, problem_id):
 
 def test_one_bad_request_is_refused_alone(on, off, reference_model):
     """Its caller gets the error; the drafter of the others never hears of it."""
-    for extra_args, message in BAD_OPTIONS:
+    bad = [(SamplingParams(extra_args=extra_args), message) for extra_args, message in BAD_OPTIONS]
+    for params, message in [*bad, (SamplingParams(seed=2**63), "seed must fit in 64 bits")]:
         with pytest.raises(ValueError, match=message):
-            generate(on, [SamplingParams(), SamplingParams(extra_args=extra_args)])
+            generate(on, [SamplingParams(), params])
     params = mixed_params(8, 21, max_tokens=40)
     prompts = [[1, 4 + i % 3, 9] for i in range(8)]
     before = stats_of(on)["draft_tokens"]
