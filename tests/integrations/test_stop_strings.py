@@ -104,6 +104,8 @@ def test_streamed_pieces_add_up_to_the_same_rollout(on, off):
 
 
 def test_what_is_counted_ends_there_too(tiny_model, off):
+    if hasattr(off.llm_engine.output_processor, "_trim_surplus_tokens"):
+        pytest.skip("this vLLM cuts at stop strings itself, after it has counted")
     llm = build(
         tiny_model,
         disable_log_stats=False,

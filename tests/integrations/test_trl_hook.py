@@ -69,7 +69,9 @@ def test_grpo_with_speculation(tiny_model, tmp_path):
             seen.append((sampling_params, outputs, again))
             return outputs
 
-    generator = Recording(llm_kwargs=FP32, num_speculative_tokens=4, drafter_options={"min_survival": 0.0})
+    generator = Recording(
+        llm_kwargs=FP32, num_speculative_tokens=4, budget=False, drafter_options={"min_survival": 0.0}
+    )
     trainer = make_trainer(tiny_model, tmp_path, [generator])
     ENGINES.append(generator.llm)
     trainer.train()
