@@ -15,16 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.jit import inlined, njit
-from rollout_spec.types import Draft
+from rollout_spec.types import NUM_CONFIDENCE_BINS, Draft
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 POSITION_LIMITS = (1, 2, 4, 8, 16)
 """Slots of a draft share a counter up to these positions."""
-NUM_CONFIDENCE_BINS = 16
-CONFIDENCE_LIMITS = tuple(((i + 1) / NUM_CONFIDENCE_BINS) ** 2 for i in range(NUM_CONFIDENCE_BINS))
-"""Upper ends of the bins: finer towards 0, where it is decided whether a slot is worth its cost."""
 SURVIVAL_PRIOR = 6.0
 """Trials that the drafter's own confidence is worth."""
 MAX_TRIALS = 4096.0
