@@ -17,14 +17,13 @@ from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.estimates import flatten
-from rollout_spec.jit import dispatchers
 from rollout_spec.types import Draft, SamplingRows
 from rollout_spec.verify.api import verify
 
 logger = logging.getLogger(__name__)
 
-USUAL_SECONDS = 30
-"""What compiling takes on a common processor core."""
+USUAL_SECONDS = 25
+"""What compiling takes on an idle processor core."""
 
 
 def warm_up(
@@ -60,7 +59,7 @@ def _reporting(log: Callable[[str], object]) -> Iterator[None]:
     with event.install_listener("numba:compile", listener):
         yield
     if listener.started is not None:
-        log(f"rollout_spec: compiled in {time.perf_counter() - listener.started:.0f} s")
+        log(f"rollout_spec: compiled drafters in {time.perf_counter() - listener.started:.0f} s")
 
 
 class _Listener(event.Listener):
@@ -73,10 +72,10 @@ class _Listener(event.Listener):
     def __init__(self, log: Callable[[str], object]) -> None:
         self.started: float | None = None
         self._log = log
-        self._ours = {id(function) for function in dispatchers()}
 
     def on_start(self, event: Any) -> None:
-        if self.started is None and id(event.data["dispatcher"]) in self._ours:
+        is_ours = event.data["dispatcher"].py_func.__module__.startswith("rollout_spec.")
+        if self.started is None and is_ours:
             self.started = time.perf_counter()
             often = "once per installation" if jit_cache.find_folder() else "in every process"
             self._log(f"rollout_spec: compiling drafters, {often}; this takes about {USUAL_SECONDS} s")
