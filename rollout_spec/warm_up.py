@@ -118,10 +118,10 @@ def _decide(drafts: list[Draft]) -> None:
 
 
 def _verify(config: RolloutSpecConfig) -> None:
-    """Two requests, of which one has a draft. Sampling parameters and log-probabilities change no compiled type."""
-    rows = SamplingRows(
-        temperature=torch.ones(2), seeds=torch.zeros(2, dtype=torch.int64), positions=torch.zeros(2, dtype=torch.int64)
-    )
-    drafted = torch.zeros(1, dtype=torch.int32)
-    lengths = torch.tensor([1, 1], dtype=torch.int32)
-    verify(torch.zeros(3, 8), drafted, lengths, rows, method=config.verify, logprobs_mode="raw_logprobs")
+    """Two requests with a draft for the first. Sampling parameters and log-probabilities change no compiled type."""
+    with torch.device("cpu"):  # devices and dtypes are named: vLLM changes the defaults while it builds an engine
+        zeros = torch.zeros(2, dtype=torch.int64)
+        rows = SamplingRows(temperature=torch.ones(2, dtype=torch.float32), seeds=zeros, positions=zeros)
+        drafted, lengths = torch.zeros(1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+        logits = torch.zeros(3, 8, dtype=torch.float32)
+        verify(logits, drafted, lengths, rows, method=config.verify, logprobs_mode="raw_logprobs")

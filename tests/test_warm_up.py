@@ -134,6 +134,18 @@ warm_up(RolloutSpecConfig(speculation=False), log=print)
     assert second.stdout == ""
 
 
+def test_torchs_defaults_do_not_matter():
+    """vLLM sets them while it builds an engine."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            for verify in ("sample", "rejection"):
+                warm_up(RolloutSpecConfig(speculation=False, verify=verify))
+    finally:
+        torch.set_default_dtype(before)
+
+
 def test_options_that_the_drafter_does_not_take_raise():
     with pytest.raises(ValueError, match="does not take these options"):
         warm_up(RolloutSpecConfig(drafter_options={"dept": 3}))
