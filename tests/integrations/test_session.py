@@ -31,7 +31,7 @@ def a_request(prompt=(1, 2, 3)):
 
 
 def a_session(agree=None, max_step_tokens=64, **options):
-    config = RolloutSpecConfig(num_speculative_tokens=4, drafter="suffix", **options)
+    config = RolloutSpecConfig(**{"num_speculative_tokens": 4, "drafter": "suffix", **options})
     engine = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=500, get_vocab_size=lambda: 50),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=max_step_tokens),
