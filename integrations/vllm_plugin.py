@@ -344,6 +344,7 @@ def _hook_runner(module: Any, adapters: str) -> None:
             original(self, vllm_config, *args, **kwargs)
             config = config_of(vllm_config)
             if config is not None:
+                _warm_up(config, self.device)
                 self.rollout_spec = importlib.import_module(adapters).RunnerAdapter(self, config)
 
         return init
@@ -358,6 +359,15 @@ def _hook_runner(module: Any, adapters: str) -> None:
 
     _wrap(module.GPUModelRunner, "__init__", make_init)
     _wrap(module.GPUModelRunner, "execute_model", make_execute)
+
+
+def _warm_up(config: RolloutSpecConfig, device: Any) -> None:
+    """Compile what the engine will call on the host while it is built; the first generation would wait for it."""
+    from vllm.logger import init_logger
+
+    from rollout_spec.warm_up import warm_up
+
+    warm_up(config, device=device, log=init_logger("vllm.plugins.rollout_spec").info)
 
 
 def _hook_runner_v1(module: Any) -> None:

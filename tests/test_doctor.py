@@ -31,7 +31,7 @@ def a_report(**changed):
     session = SimpleNamespace(
         budget=budget,
         num_speculative_tokens=4,
-        drafter=SimpleNamespace(source_counts=lambda: {"own": (100, 30), "problem": (200, 70), "shared": (0, 0)}),
+        source_counts=lambda: {"own": [100, 30], "problem": [200, 70], "shared": [0, 0]},
     )
     for _ in range(10):
         stats.record([0] * 64, [0] * 64)
@@ -140,6 +140,9 @@ class Recorded(Learned):
         super().__init__()
         self.stats, self.cost, self.hits, self.without = SpeculationStats(), cost, 0, 0.0
         self.num_speculative_tokens = 8
+
+    def source_counts(self):
+        return {}
 
     def observe(self, step, verified, accepted):
         super().observe(step, verified, accepted)

@@ -79,6 +79,38 @@ def test_a_drafter_that_raises_when_it_is_asked(tiny_model, command):
         llm.collective_rpc("rollout_spec", args=("set_enabled", True))
 
 
+def test_everything_is_compiled_while_the_engine_is_built(tiny_model, monkeypatch):
+    """The first generation would wait for it, without a word."""
+    from numba.core import event
+
+    from rollout_spec import warm_up
+
+    calls, compiled = [], []
+    original = warm_up.warm_up
+
+    def spy(config, *, device, log):
+        calls.append((config.num_speculative_tokens, str(device)))
+        log("compiling")
+        original(config, device=device, log=log)
+
+    monkeypatch.setattr(warm_up, "warm_up", spy)
+    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=7, drafter="ngram"))
+    assert calls == [(7, "cpu")]
+
+    class Listener(event.Listener):
+        def on_start(self, event):
+            compiled.append(event.data["dispatcher"])
+
+        def on_end(self, event):
+            pass
+
+    with event.install_listener("numba:compile", Listener()):
+        generate(llm, mixed_params(8, 1, max_tokens=40))
+    assert compiled == []
+    build(tiny_model)
+    assert len(calls) == 1, "other engines compile nothing of ours"
+
+
 def test_a_mistake_in_a_constructor_is_no_wrong_option():
     with pytest.raises(TypeError, match="has no len"):
         build_drafter("tests.adversaries.Unbuildable")
