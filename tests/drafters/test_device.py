@@ -182,7 +182,7 @@ def test_unfinished_prompts_get_no_draft():
 
 
 def test_a_finished_rollout_ends_where_the_engine_ended_it():
-    """The engine samples past the end; stop tokens do not count before min_tokens."""
+    """The engine samples past the end; stop tokens do not count before min_tokens, nor in the prompt."""
     engine = Engine()
     keep = engine.start([7, 8])
     cases = {
@@ -190,6 +190,10 @@ def test_a_finished_rollout_ends_where_the_engine_ended_it():
         ((9,),): [1, 9],
         ((9, 3), 3): [1, 9, 2, 9],
         ((3, 4, 5, 6, 9), 5): [1, 9, 2, 9, 3],
+        ((8,),): [1, 9, 2, 9, 3],
+        ((9,), 2): [1, 9],
+        ((9,), 3): [1, 9, 2, 9],
+        ((9,), 4): [1, 9, 2, 9],
         ((), 0, 4): [1, 9, 2, 9],
     }
     for trim in cases:
@@ -303,6 +307,18 @@ def test_a_text_longer_than_its_row_stays_in_it():
     drafter.follow(torch.tensor([1, 0], dtype=torch.int32), history, total_len)
     assert drafter._text[MAX_LEN] == 0
     assert drafter._text[MAX_LEN - 1] == MAX_LEN - 1
+
+
+def test_a_newcomer_is_not_counted_for_its_predecessors_drafts():
+    """The slot's last drafts were never verified, and the newcomer begins with just those tokens."""
+    engine = Engine()
+    gone = engine.start([1, 2, 3, 1, 2])
+    _, drafts, _, _ = engine.propose()
+    engine.stop(gone)
+    newcomer = engine.start(drafts[0].tolist())
+    engine.commit(newcomer, [7])
+    assert not engine.drafter._all_counters.any()
+    assert not engine.reference.counters.fine.any()
 
 
 def test_warming_up_leaves_no_trace():

@@ -321,6 +321,55 @@ def test_drafts_are_the_favourites_of_the_blended_model(history, own, seed):
         assert scores[token] == pytest.approx(max(scores.values()), abs=1e-5)
 
 
+def one_against_two(index, num_agreeing, common=()):
+    """What is drafted where one text agrees with all of the context and two with its last `num_agreeing` tokens.
+
+    They go on with `common` and then say 200 and twice 300: the one counts for more only where its match is longer.
+    """
+    recorder = make(index, recency=1.0)
+    settings = recorder.drafter._settings
+    recorder.drafter._settings = settings._replace(preference=np.ones_like(settings.preference))
+    context = list(range(100, 100 + MAX_DEPTH + 8))
+    recorder.start("whole", [1], [*context, *common, 200], problem_id=7)
+    for i in range(2):
+        recorder.start(str(i), [1], [2 + i] * 9 + [*context[-num_agreeing:], *common, 300], problem_id=7)
+    recorder.start("r", [1], [9, *context], problem_id=7)
+    return recorder.draft("r", len(common) + 1)
+
+
+@both_indexes
+def test_contexts_count_as_far_back_as_max_depth(index):
+    assert one_against_two(index, MAX_DEPTH - 1) == [200]
+    assert one_against_two(index, MAX_DEPTH) == [300]
+
+
+@both_indexes
+def test_matches_get_longer_in_a_draft_up_to_max_depth(index):
+    assert one_against_two(index, MAX_DEPTH - 2, [50]) == [50, 200]
+    assert one_against_two(index, MAX_DEPTH - 1, [50]) == [50, 300]
+
+
+def test_drafts_follow_texts_whose_pages_lie_apart():
+    """Rollouts that grow token by token in turns, so that none has two pages side by side."""
+    recorder = make()
+    texts = [[1000 * (i + 1) + n for n in range(5 * PAGE_TOKENS + 3)] for i in range(3)]
+    for i in range(3):
+        recorder.start(f"h{i}", [1, 2, 3], problem_id=7)
+    for column in zip(*texts, strict=True):
+        for i, token in enumerate(column):
+            recorder.extend(f"h{i}", [token])
+    recorder.drafter._flush()
+    pages = recorder.drafter._store.arrays.page_next
+    assert not ((pages >= 0) & (pages == np.arange(pages.size) + 1)).any()
+    for i, text in enumerate(texts):
+        recorder.start(f"r{i}", [1, 2, 3], text[:1], problem_id=7)
+        for at in range(1, len(text)):
+            (draft,) = recorder.propose(f"r{i}")
+            assert draft.token_ids.tolist() == text[at : at + K]
+            recorder.extend(f"r{i}", [text[at]])
+        recorder.stop(f"r{i}", keep=False)
+
+
 @both_indexes
 def test_the_more_frequent_continuation_is_drafted(index):
     recorder = make(index)
