@@ -56,6 +56,20 @@ def test_survival_never_rises_along_a_draft(drafts):
     assert (predicted[confidence == 0] == 0).all()
 
 
+def test_survival_follows_a_policy_that_changes():
+    """After more outcomes than a counter holds, and then as many others."""
+    survival, starts = Survival(), np.arange(5001)
+    confidence, once = np.full(5000, 0.9, np.float32), np.ones(5000, np.int64)
+    survival.observe(confidence, starts, once, once)
+    assert survival_of(survival, confidence[:1], starts[:2])[0] > 0.99
+    assert survival.counts[..., 0].max() <= estimates.MAX_TRIALS
+    survival.observe(confidence, starts, once, np.zeros_like(once))
+    assert survival_of(survival, confidence[:1], starts[:2])[0] < 0.3
+    slots, said, _ = survival.reliability()[-1]
+    assert slots <= estimates.MAX_TRIALS
+    assert said == pytest.approx(0.9)
+
+
 def test_slots_that_were_not_verified_do_not_count():
     survival = Survival()
     survival.observe(np.float32([0.9, 0.8, 0.9]), np.array([0, 2, 3]), np.array([1, 0]), np.array([1, 0]))
