@@ -314,6 +314,46 @@ def test_drafts_leave_room_in_the_step():
     assert max(longest) == 1
 
 
+@pytest.mark.parametrize(
+    ("params", "sampled", "kept"),
+    [
+        pytest.param({"eos_token_id": 9}, [4, 9, 5], [4, 9], id="end-of-sequence"),
+        pytest.param({"eos_token_id": 9}, [4, 9], [4, 9], id="end-of-sequence-comes-last"),
+        pytest.param({"eos_token_id": 9, "stop_token_ids": [7, 5]}, [4, 5, 9], [4, 5], id="stop-token"),
+        pytest.param({"eos_token_id": 9, "min_tokens": 2}, [9, 9, 5], [9, 9], id="not-before-min-tokens"),
+        pytest.param({"max_tokens": 2}, [4, 5, 6], [4, 5], id="length"),
+    ],
+)
+def test_the_history_ends_where_the_request_does(params, sampled, kept):
+    """A step can sample past an accepted end of sequence; nothing after it is indexed, or drafted for."""
+    session, request, shown = a_session(), a_request(), []
+    for name, value in params.items():
+        setattr(request.sampling_params, name, value)
+    extend = session.drafter.extend
+    session.drafter.extend = lambda req_id, tokens: (shown.extend(tokens), extend(req_id, tokens))
+    assert not any(advance(session, {"a": sampled}, requests={"a": request}).values())
+    assert shown == kept
+    assert session.live["a"] == len(request.prompt_token_ids) + len(kept)
+    advance(session, {"a": [4, 4]}, requests={"a": request})  # the engine notices the end a step later
+    assert shown == kept
+    lengths = []
+    session.budget.lengths.observe = lambda problem, length: lengths.append(length)
+    advance(session, {}, ended=["a"])
+    assert lengths == [len(kept)]
+
+
+def test_a_stop_token_before_min_tokens_ends_nothing():
+    session, request = a_session(), a_request()
+    request.sampling_params.eos_token_id, request.sampling_params.min_tokens = 9, 4
+    for tokens in ([9, 9], [9]):
+        advance(session, {"a": tokens}, requests={"a": request})
+    assert session.live["a"] == len(request.prompt_token_ids) + 3
+    assert not session._complete
+    advance(session, {"a": [9, 9]}, requests={"a": request})
+    assert session.live["a"] == len(request.prompt_token_ids) + 4
+    assert session._complete == {"a"}
+
+
 @pytest.mark.parametrize("budget", [False, True])
 def test_a_draft_is_never_longer_than_what_is_left(budget):
     session, request = a_session(budget=budget), a_request()
