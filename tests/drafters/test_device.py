@@ -228,6 +228,69 @@ def test_history_comes_back_from_the_host():
     engine.drafter.check_integrity()
 
 
+def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
+    """Of five tokens each: the host has room for three, and the problem on the device for exactly two."""
+    engine = Engine(max_problem_tokens=10, max_history_tokens=16)
+    drafter = engine.drafter
+    for version in range(4):
+        drafter.begin_policy_version(version)
+        request = engine.start([0, 1])
+        engine.commit(request, [5, 6, 7 + version])
+        engine.stop(request)
+    assert [(rollout.read()[0].tolist(), rollout.read()[2]) for rollout in drafter._archive_order] == [
+        ([0, 1, 5, 6, 7 + version], version) for version in (1, 2, 3)
+    ]
+    drafter._evict_oldest()
+    slot = engine.live[engine.start([0, 1])]
+    drafter._publish()
+    problem = drafter._live[slot].problem
+    assert problem.members[0] == slot
+    assert [drafter._documents[document, 3] for document in problem.members] == [3, 3, 2]
+    texts = []
+    for document in problem.members[1:]:
+        start, length = drafter._documents[document, :2].tolist()
+        texts.append(drafter._text[start : start + length].tolist())
+    assert texts == [[0, 1, 5, 6, 10], [0, 1, 5, 6, 9]]
+    drafter.check_integrity()
+
+
+def test_requests_without_a_prompt_leave_nothing_behind():
+    """They have no problem, so that nobody could draft from them."""
+    engine = Engine()
+    for _ in range(2):
+        request = engine.start([])
+        engine.commit(request, [1, 2, 1])
+        engine.stop(request)
+        engine.drafter.check_integrity()
+    assert not engine.drafter._archive_order
+    assert not engine.drafter._problems
+    assert engine.drafter._pool.gaps == [(0, 2000)]
+
+
+def test_without_the_dice_seeds_make_no_difference():
+    drafted = []
+    for use_dice, seed in ((False, 5), (True, None), (True, 5)):
+        engine = Engine(use_dice=use_dice)
+        for i in range(4):
+            request = engine.start([0, 1])
+            engine.commit(request, [5, 6 + i % 2, 8])
+            engine.stop(request)
+        for n in range(4):
+            engine.commit(engine.start([0, 1], seed=None if seed is None else seed + n), [5])
+        drafted.append(engine.propose()[1].tolist())
+    assert drafted[0] == drafted[1] != drafted[2]
+
+
+def test_full_counters_are_halved_when_a_request_ends():
+    engine = Engine()
+    for counters in (engine.drafter._all_counters, engine.reference.counters.fine):
+        counters[:2, 0], counters[:2, 1] = device.MAX_TRIALS, 101
+        counters[1, 0] -= 1
+    engine.stop(engine.start([1]))
+    for counters in (engine.drafter._all_counters, engine.reference.counters.fine):
+        assert counters[:2].tolist() == [[device.MAX_TRIALS // 2, 50], [device.MAX_TRIALS - 1, 101]]
+
+
 def test_a_slot_that_changes_hands_shows_nobody_the_newcomers_text():
     engine = Engine()
     first, stays = engine.start([0, 1]), engine.start([0, 1])
