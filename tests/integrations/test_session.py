@@ -443,6 +443,20 @@ def test_remaining_lengths_are_asked_for_by_problem_and_tokens_said(monkeypatch)
     assert session.drafter.started == {"a": (77, 5), "b": (None, 5)}
 
 
+def test_a_drafter_that_is_not_asked_takes_no_time(monkeypatch):
+    """Steps without it must not make it look cheaper."""
+    session, drafter = a_listening_session(budget=True)
+    asked, learnt = iter([True, False, True, True]), []
+    monkeypatch.setattr(session.budget, "wants_drafts", lambda num_tokens: next(asked))
+    monkeypatch.setattr(session.budget, "decide", lambda confidence, starts, *args, **kwargs: np.zeros(2, np.int64))
+    monkeypatch.setattr(session.budget, "observe_step", lambda *args, **kwargs: learnt.append(kwargs))
+    for _ in range(4):
+        advance(session, {"a": [1], "b": [2]})
+    assert len(drafter.limits) == 3
+    assert [step["num_asked"] for step in learnt] == [2, 0, 2]
+    assert [step["draft_seconds"] > 0 for step in learnt] == [True, False, True]
+
+
 @pytest.mark.parametrize(
     ("temperature", "verify", "seed"), [(1.0, "sample", 5), (0.0, "sample", None), (1.0, "rejection", None)]
 )
