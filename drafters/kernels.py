@@ -288,7 +288,9 @@ def _problem_of(store, position):
 def _root_slot(store, roots, problem, token):
     """Slot of the root for (problem, last token), or the empty slot where it belongs. Problem -1: all together."""
     mask = roots.size - 1
-    mixed = (np.uint64(np.int64(problem)) * np.uint64(0x9E3779B97F4A7C15)) ^ (np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F))
+    mixed = (np.uint64(np.int64(problem)) * np.uint64(0x9E3779B97F4A7C15)) ^ (
+        np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
+    )
     mixed *= np.uint64(0x9E3779B97F4A7C15)
     slot = np.int64(mixed >> np.uint64(32)) & mask
     free = np.int64(-1)

@@ -169,7 +169,7 @@ def test_problems_are_apart_where_their_entries_look_the_same():
             problem, document = recorder.problem(str(i)), recorder.drafter._live[str(i)].document
             text = np.array(texts[i], np.int32)
             kernels._table_insert(index, problem, int(store.document_last[document]), text, 4, LONG_ORDER)
-            tags.append(int(kernels._tag(kernels._ngram_hash(problem, text, 4, LONG_ORDER))))
+            tags.append(int(kernels._tag(np.uint64(kernels._ngram_hash(problem, text, 4, LONG_ORDER)))))
         looks_alike += tags.count(tags[-1]) > 1
         found = recorder.table_candidates(recorder.problem(str(asking)), [1, 2, 3, 4], LONG_ORDER)
         assert [document for (document, _), _ in found] == [recorder.drafter._live[str(asking)].document]
