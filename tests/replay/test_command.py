@@ -103,6 +103,21 @@ def test_regimes_see_what_they_may():
     assert steps["epoch"] == 2 * 8  # half of the samples are history
 
 
+def test_an_epoch_does_not_see_itself():
+    """Two samples of the second epoch say the same, which nobody said in the first one."""
+    prompt = np.array([1, 2], np.int32)
+    texts = [np.arange(100 * n, 100 * n + 40, dtype=np.int32) for n in (1, 1, 2, 2)]
+    rollouts = [Rollout(k, 0, prompt, text, (text.size,)) for k, text in enumerate(texts)]
+    drafter = build_drafter("suffix", max_draft_tokens=4, min_survival=0.0)
+    result = replay([Problem("p", rollouts)], lambda: drafter, "epoch", num_speculative_tokens=4)
+    assert result.stats.request_steps == 2 * 39
+    assert result.indexed_tokens == result.history_tokens == 2 * 40 + 2
+    drafter.start_request("next", prompt, problem_id=Problem("p", rollouts).problem_id)
+    drafter.extend("next", [200])
+    (draft,) = drafter.propose(["next"], np.array([4], np.int32))
+    assert not draft.token_ids.size
+
+
 def test_command_writes_every_figure(traces, tmp_path, capsys):
     out = tmp_path / "rows.json"
     assert main(["replay", str(traces), "-k", "4", "--json", str(out)]) == 0
