@@ -38,7 +38,10 @@ class Runner:
         self.device = torch.device("cpu")
         self.use_async_scheduling = use_async_scheduling
         self.drafter = SimpleNamespace(
-            stats=SpeculationStats(), outcomes={}, session=SimpleNamespace(enabled=True), bind=lambda runner: None
+            stats=SpeculationStats(),
+            outcomes={},
+            session=SimpleNamespace(enabled=True, set_enabled=lambda enabled: None),
+            bind=lambda runner: None,
         )
         self.input_batch = SimpleNamespace(
             req_ids=[],
@@ -148,13 +151,11 @@ class Session:
 def proposer_of(session, requests, req_ids):
     proposer = RolloutSpecProposer.__new__(RolloutSpecProposer)
     proposer.session, proposer.outcomes = session, {}
-    proposer.bind(
-        SimpleNamespace(
-            requests={name: SimpleNamespace(prompt_token_ids=prompt) for name, prompt in requests.items()},
-            input_batch=SimpleNamespace(req_ids=req_ids),
-            query_start_loc=SimpleNamespace(np=np.array([0, 3, 9, 10, 11, 99])),
-            rollout_spec=SimpleNamespace(clock=SimpleNamespace(started=0.0)),
-        )
+    proposer._runner = SimpleNamespace(
+        requests={name: SimpleNamespace(prompt_token_ids=prompt) for name, prompt in requests.items()},
+        input_batch=SimpleNamespace(req_ids=req_ids),
+        query_start_loc=SimpleNamespace(np=np.array([0, 3, 9, 10, 11, 99])),
+        rollout_spec=SimpleNamespace(clock=SimpleNamespace(started=0.0)),
     )
     return proposer
 
