@@ -1,6 +1,6 @@
 """These tests need vLLM to see Triton from its first import on, so they have a process of their own.
 
-`tests/integrations/test_v2.py` runs them; to run them alone: VLLM_USE_V2_MODEL_RUNNER=1 pytest tests/v2
+Run them with VLLM_USE_V2_MODEL_RUNNER=1 pytest tests/v2, as `make test` does.
 """
 
 from __future__ import annotations
