@@ -28,11 +28,15 @@ def requested_problem_id(extra_args: Mapping[str, Any] | None) -> int | None:
     """
     if not extra_args:
         return None
-    for key in extra_args:
+    for key in map(str, extra_args):
         if key in (CONFIG_KEY, FLAT_PROBLEM_ID):
             continue
-        if key.startswith(CONFIG_KEY) or difflib.get_close_matches(key, (CONFIG_KEY, FLAT_PROBLEM_ID), cutoff=0.85):
-            raise ValueError(f"unknown key {key!r} in extra_args: use {CONFIG_KEY!r} or {FLAT_PROBLEM_ID!r}")
+        names = (CONFIG_KEY, FLAT_PROBLEM_ID, PROBLEM_ID)
+        if key.startswith(CONFIG_KEY) or difflib.get_close_matches(key, names, cutoff=0.85):
+            raise ValueError(
+                f'unknown key {key!r} in extra_args: use {{"{CONFIG_KEY}": {{"{PROBLEM_ID}": 7}}}}, or over HTTP '
+                f'{{"{FLAT_PROBLEM_ID}": 7}}'
+            )
     options = extra_args.get(CONFIG_KEY)
     if options is None:
         options = {}

@@ -61,7 +61,9 @@ def end_outputs_at_stop_strings(output_processor: Any) -> None:
         for output in engine_core_outputs:
             if len(output.new_token_ids) > 1:
                 state = output_processor.request_states.get(output.request_id)  # None: aborted meanwhile
-                if state is not None and getattr(state.detokenizer, "stop", None):
+                if state is None or state.streaming_input:  # a session of several prompts goes on after a stop
+                    continue
+                if getattr(state.detokenizer, "stop", None):
                     end_at_stop_string(state.detokenizer, output)
         return process_outputs(engine_core_outputs, *args, **kwargs)
 
@@ -71,7 +73,8 @@ def end_outputs_at_stop_strings(output_processor: Any) -> None:
 def end_at_stop_string(detokenizer: Any, output: Any) -> None:
     """Cut one request's output of one step after the token that completes a stop string.
 
-    Updates the detokenizer, whose next `update`, the one that vLLM makes for this output, only tells what was found.
+    Updates the detokenizer, whose next `update` only tells what was found: it must be the one that vLLM makes for this
+    output.
 
     Args:
         detokenizer: vLLM's `IncrementalDetokenizer` of the request.

@@ -163,6 +163,7 @@ class DeviceSpeculator(BaseSpeculator):
 
     def _ended(self, slot: int, request: Any) -> Ended:
         states, params = self._runner.req_states, request.sampling_params
+        has_text = params.stop and request.prompt_token_ids is not None  # a prompt of embeddings has no history
         # vLLM's count on the host is of the step before, whose tokens and drafts may all have been accepted.
         computed = int(states.num_computed_tokens_np[slot]) + self._num_slots + 1
         stops = [params.eos_token_id, *(params.stop_token_ids or ())]
@@ -171,7 +172,7 @@ class DeviceSpeculator(BaseSpeculator):
             length=max(computed, int(states.prefill_len.np[slot])) + 1,
             stop_token_ids=sorted({int(token) for token in stops if token is not None}),
             min_tokens=params.min_tokens,
-            max_tokens=self._num_until_stop_string(slot, request) if params.stop else params.max_tokens,
+            max_tokens=self._num_until_stop_string(slot, request) if has_text else params.max_tokens,
         )
 
     def _num_until_stop_string(self, slot: int, request: Any) -> int:

@@ -3,11 +3,13 @@
 An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our proposer in its `speculative_config`
 (`rollout_spec.engine_kwargs()` gives both). For such engines the hooks
 
-- check configuration and versions in the front end, before anything is generated;
+- check configuration, versions and each request's options in the front end, before anything is generated;
 - give every request without a seed one of its own, which then travels with it through preemption and to all ranks;
+- end the front end's output at stop strings (`stop_strings.py`);
 - allow sampling parameters that our verifier handles under speculation and vLLM's does not: min-p, under V2 biases too;
 - let vLLM choose the model runner that it would run without speculation, V2 where it can;
-- in the worker, bind the `RunnerAdapter` of `vllm_v1` or `vllm_v2` to the runner.
+- in the worker, compile what the engine will call, and bind the `RunnerAdapter` of `vllm_v1` or `vllm_v2` to the
+  runner; under V1 also keep vLLM from making a torch generator for every request.
 """
 
 from __future__ import annotations
@@ -236,8 +238,9 @@ def _check_request(params: Any, is_v1: bool) -> None:
     """Raise ValueError if a request asks for what we cannot do."""
     if is_v1 and getattr(params, "logprob_token_ids", None):
         raise ValueError("rollout_spec cannot score logprob_token_ids in the V1 model runner: remove them")
-    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
-        raise ValueError(f"seed must fit in 64 bits, got {params.seed}")
+    last = 0 if params.seed is None else params.seed + (params.n or 1) - 1  # vLLM gives sample i the seed + i
+    if last >= 2**63 or (params.seed is not None and params.seed < -(2**63)):
+        raise ValueError(f"seed + n - 1 must fit in 64 bits, got seed={params.seed} and n={params.n}")
     requested_problem_id(params.extra_args)
 
 
@@ -279,7 +282,9 @@ def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
     if vllm_config.model_config.runner_type != "generate":
         raise ValueError("rollout_spec is for engines that generate, and this one pools: leave engine_kwargs() out")
     on_device = config.speculation and config.drafter == DEVICE_DRAFTER
-    if not on_device:
+    if not config.speculation:
+        pass
+    elif not on_device:
         if config.drafter in DRAFTERS:
             build_drafter(config.drafter, **config.drafter_options)  # it is small, and checks its options' values
         else:

@@ -118,8 +118,8 @@ class RolloutSpecConfig:
         for key in values:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
-                raise ValueError(f"unknown rollout_spec config key {key!r}{hint} Known keys: {', '.join(known)}")
+                hint = f"; did you mean {near[0]!r}" if near else ""
+                raise ValueError(f"unknown rollout_spec config key {key!r}{hint}. Known keys: {', '.join(known)}")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

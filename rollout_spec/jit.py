@@ -71,6 +71,10 @@ def _folder() -> Path | None:
     if folder is None:
         _warn("no folder for compiled code can be written, so every process compiles the drafters again")
         return None
+    if folder.is_temporary:
+        _warn(f"compiled code is kept in {folder.path}, which may be gone after a restart")
+    elif folder.passed_over is not None:
+        _warn(f"compiled code is kept in {folder.path}, because {folder.passed_over} cannot be written")
     return folder.path
 
 

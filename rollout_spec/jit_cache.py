@@ -63,6 +63,8 @@ class Folder(NamedTuple):
     path: Path
     is_temporary: bool
     """Whether it may be gone after a restart."""
+    passed_over: Path | None = None
+    """The folder that was asked for by NUMBA_CACHE_DIR and cannot be written."""
 
 
 def _candidates() -> Iterator[Folder]:
@@ -85,7 +87,8 @@ def find_folder() -> Folder | None:
     In this order: `$NUMBA_CACHE_DIR/rollout_spec`, the user's cache folder, a temporary folder that only the user can
     write to. Folders of other digests that have not been used for MAX_AGE are removed whenever one is made.
     """
-    for root, is_temporary in _candidates():
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    for root, is_temporary, _ in _candidates():
         path = root / digest()
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -100,7 +103,8 @@ def find_folder() -> Folder | None:
             _remove_unused(root)
         with contextlib.suppress(OSError):
             os.utime(path)
-        return Folder(path, is_temporary)
+        passed_over = Path(chosen) if chosen and Path(chosen) not in path.parents else None
+        return Folder(path, is_temporary, passed_over)
     return None
 
 

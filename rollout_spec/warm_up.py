@@ -14,7 +14,7 @@ from numba.core import event
 
 from rollout_spec import jit_cache
 from rollout_spec.budget import Budget
-from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.config import DEVICE_DRAFTER, RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.estimates import flatten
 from rollout_spec.types import Draft, SamplingRows
@@ -47,7 +47,7 @@ def warm_up(
             drafts = [Draft(np.array([1, 2], np.int32), np.array([0.9, 0.5], np.float32))] * 2
             if config.drafter in DRAFTERS:
                 drafts = _draft(config)
-            if config.budget:
+            if config.budget and config.drafter != DEVICE_DRAFTER:  # whose drafts no budget cuts
                 _decide(drafts)
         if torch.device(device).type == "cpu":
             _verify(config)
@@ -59,7 +59,7 @@ def _reporting(log: Callable[[str], object]) -> Iterator[None]:
     with event.install_listener("numba:compile", listener):
         yield
     if listener.started is not None:
-        log(f"rollout_spec: compiled drafters in {time.perf_counter() - listener.started:.0f} s")
+        log(f"rollout_spec: compiled drafter and verifier in {time.perf_counter() - listener.started:.0f} s")
 
 
 class _Listener(event.Listener):
@@ -77,8 +77,11 @@ class _Listener(event.Listener):
         is_ours = event.data["dispatcher"].py_func.__module__.startswith("rollout_spec.")
         if self.started is None and is_ours:
             self.started = time.perf_counter()
-            often = "once per installation" if jit_cache.find_folder() else "in every process"
-            self._log(f"rollout_spec: compiling drafters, {often}; this takes about {USUAL_SECONDS} s")
+            folder = jit_cache.find_folder()
+            often = "once per installation"
+            if folder is None or folder.is_temporary:
+                often = "in every process" if folder is None else "whenever the temporary folder is new"
+            self._log(f"rollout_spec: compiling drafter and verifier, {often}; this takes up to {USUAL_SECONDS} s")
 
     def on_end(self, event: Any) -> None:
         pass

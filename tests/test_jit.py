@@ -99,8 +99,17 @@ def test_without_a_folder_that_can_be_written_one_warning_names_the_remedy(tmp_p
     assert "NUMBA_CACHE_DIR" in warning
     kept = probe(tmp_path, **nowhere)
     assert kept["value"] == lost["value"]
-    assert not kept["warnings"]
+    (warning,) = kept["warnings"]
+    assert "may be gone after a restart: set the environment variable NUMBA_CACHE_DIR" in warning
     assert probe(tmp_path, **nowhere)["misses"] == 0
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
+def test_a_chosen_folder_that_cannot_be_written_is_told(tmp_path):
+    (warning,) = probe(tmp_path, HOME=str(tmp_path / "home"), XDG_CACHE_HOME="", NUMBA_CACHE_DIR="/dev/null/x")[
+        "warnings"
+    ]
+    assert "because /dev/null/x cannot be written" in warning
 
 
 def _modules() -> set[Path]:
@@ -156,14 +165,15 @@ def test_folders_are_tried_in_order(environment, tmp_path):
     digest = jit_cache.digest()
     environment.setenv("NUMBA_CACHE_DIR", str(tmp_path / "chosen"))
     environment.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert find_folder() == (tmp_path / "chosen/rollout_spec" / digest, False)
+    assert find_folder() == (tmp_path / "chosen/rollout_spec" / digest, False, None)
     environment.setenv("NUMBA_CACHE_DIR", "/dev/null/x")
-    assert find_folder() == (tmp_path / "xdg/rollout_spec" / digest, False)
+    assert find_folder() == (tmp_path / "xdg/rollout_spec" / digest, False, Path("/dev/null/x"))
+    environment.delenv("NUMBA_CACHE_DIR")
     environment.delenv("XDG_CACHE_HOME")
-    assert find_folder() == (tmp_path / "home/.cache/rollout_spec" / digest, False)
+    assert find_folder() == (tmp_path / "home/.cache/rollout_spec" / digest, False, None)
     environment.setenv("HOME", "/dev/null/x")
     temporary = tmp_path / f"tmp/rollout_spec-{os.getuid()}"
-    assert find_folder() == (temporary / digest, True)
+    assert find_folder() == (temporary / digest, True, None)
     assert temporary.stat().st_mode & 0o777 == 0o700
     environment.setattr(tempfile, "tempdir", "/dev/null/x")
     assert find_folder() is None
@@ -195,7 +205,7 @@ def test_folders_that_nobody_has_used_for_long_are_removed(environment, tmp_path
         (folder / "code.nbc").write_text("")
     past = time.time() - jit_cache.MAX_AGE - 60
     os.utime(old, (past, past))
-    used, _ = find_folder()
+    used = find_folder().path
     assert sorted(root.iterdir()) == sorted((recent, used))
     os.utime(used, (past, past))
     assert find_folder().path.stat().st_mtime > past + 60, "a folder in use stays young"

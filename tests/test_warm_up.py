@@ -128,7 +128,7 @@ warm_up(RolloutSpecConfig(speculation=False), log=print)
     command = [sys.executable, "-c", code]
     first = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     before, after = first.stdout.splitlines()
-    assert "compiling drafters, once per installation" in before
+    assert "compiling drafter and verifier, once per installation" in before
     assert after.endswith(" s")
     second = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert second.stdout == ""

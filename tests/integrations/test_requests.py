@@ -44,6 +44,8 @@ BAD_OPTIONS = [
     ({"rolout_spec": {"problem_id": 1}}, "unknown key 'rolout_spec'"),
     ({"rollout_spec_problemid": 1}, "unknown key 'rollout_spec_problemid'"),
     ({"rollout_spec_problem_id": "7"}, "problem_id must be an integer"),
+    ({"problem_id": 7}, "unknown key 'problem_id'"),
+    ({"problemid": 7}, "unknown key 'problemid'"),
     ({"rollout_spec_problem_id": 7, "rollout_spec": {"problem_id": 7}}, "both set"),
 ]
 
@@ -59,7 +61,7 @@ def test_bad_options_are_refused(extra_args, message):
     [
         (None, None),
         ({}, None),
-        ({"somebody_elses": 1}, None),
+        ({"somebody_elses": 1, 5: 6}, None),
         ({"rollout_spec": None}, None),
         ({"rollout_spec": {}}, None),
         ({"rollout_spec": {"problem_id": 7}}, 7),
@@ -73,7 +75,8 @@ def test_problems_that_callers_name(extra_args, problem_id):
 def test_one_bad_request_is_refused_alone(on, off, reference_model):
     """Its caller gets the error; the drafter of the others never hears of it."""
     bad = [(SamplingParams(extra_args=extra_args), message) for extra_args, message in BAD_OPTIONS]
-    for params, message in [*bad, (SamplingParams(seed=2**63), "seed must fit in 64 bits")]:
+    bad += [(SamplingParams(seed=2**63 - 2 + n, n=n), "must fit in 64 bits") for n in (2, 3)]
+    for params, message in bad:
         with pytest.raises(ValueError, match=message):
             generate(on, [SamplingParams(), params])
     params = mixed_params(8, 21, max_tokens=40)
