@@ -8,7 +8,7 @@ the last one has ended.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -256,8 +256,14 @@ def run_phase(
     *,
     num_speculative_tokens: int,
     batch: int,
+    slowdowns: Iterator[float] | None = None,
 ) -> Phase:
-    """Generate the requests again, `batch` at a time, and add up what the steps cost."""
+    """Generate the requests again, `batch` at a time, and add up what the steps cost.
+
+    Args:
+        slowdowns: By how much each step is longer, in the eyes of the policy, for other work on the machine. What is
+            added up are the steps as they would be without it, so that phases with other decisions can be compared.
+    """
     drafter = make_drafter()
     waiting = list(enumerate(request for request in requests if request.rollout.tokens.size))[::-1]
     total, longest = len(waiting), max(request.rollout.tokens.size for request in requests)
@@ -294,7 +300,8 @@ def run_phase(
         steps += 1
         drafted += slots
         accepted += int(hits.sum())
-        policy.on_step(len(ids), slots, took, drafting)
+        slowdown = next(slowdowns) if slowdowns is not None else 1.0
+        policy.on_step(len(ids), slots, took * slowdown, drafting * slowdown)
         if asked:  # the target's next token says something about a draft that was not verified, too
             seen = [live[req_id].expected(int(n) + 1) for req_id, n in zip(ids, hits, strict=True)]
             outcomes = np.array([min(int(n), s.size - 1) for n, s in zip(hits, seen, strict=True)], np.int32)
