@@ -264,11 +264,11 @@ class Budget:
         allowed = confidence.size if max_slots is None else max(min(confidence.size, max_slots), 0)
         if allowed == 0:
             return self._note(np.zeros(size, np.int64), -self._draft_seconds * size)
-        tokens, seconds, slope, most = self.cost.drafted(num_tokens, self._plain)
+        tokens, seconds, slope, most, token_seconds = self.cost.drafted(num_tokens, self._plain)
         mean, deviation = remaining if remaining is not None else (np.ones(size), np.ones(size))
         taken, gain = _decide(
             confidence, starts, self.survival.counts, mean, deviation, num_tokens, self._plain,
-            tokens, seconds, slope, self.cost.token_seconds(), self.cost.sizes, allowed,
+            tokens, seconds, slope, token_seconds, self.cost.sizes, allowed,
             min(max(most, size // CAUTION, 1), allowed),
         )  # fmt: skip
         return self._note(taken, gain - self._draft_seconds * size, learning=not tokens.size)

@@ -170,14 +170,15 @@ class _Size:
         while len(self.steps) > MIN_OBSERVATIONS and self.steps[0].when <= step.when - WINDOW:
             self.steps.popleft()
 
-    def point(self) -> tuple[float, float, int]:
-        """(tokens, seconds, the step up to which they are believed).
+    def point(self) -> tuple[float, float, int, int]:
+        """(tokens, seconds, the last step of this size, the step up to which its cost is believed).
 
         A size measured n times is believed for n^2 steps: what was measured once or twice at a bad time is soon
         measured again, and what is expensive indeed ever less often.
         """
         per_token, tokens, _ = lower_decile(self.steps)
-        return tokens, per_token * tokens, self.steps[-1].when + min(self.count**2, LONGEST_TRUST)
+        last = self.steps[-1].when
+        return tokens, per_token * tokens, last, last + min(self.count**2, LONGEST_TRUST)
 
 
 class StepCost:
@@ -232,7 +233,7 @@ class StepCost:
             sizes = list(self._steps[drafted].values())
             if not drafted and sum(size.count for size in sizes) < MIN_OBSERVATIONS:
                 sizes = []
-            curve = self._curves[drafted] = _draw([size.point() for size in sizes])
+            curve = self._curves[drafted] = _draw([size.point() for size in sizes], self._now)
         return curve
 
     def plain(self, num_tokens: int) -> float | None:
@@ -265,13 +266,8 @@ class StepCost:
 
     def guess_plain(self, num_tokens: int) -> float | None:
         """The same from any steps, however few and however different their sizes; None if there were none. O(sizes)."""
-        tokens, seconds, _ = _draw([size.point() for size in self._steps[False].values()])
+        tokens, seconds, _ = _draw([size.point() for size in self._steps[False].values()], self._now)
         return self._read(num_tokens, tokens, seconds) if tokens.size else None
-
-    def token_seconds(self) -> float:
-        """Seconds per token, on average over all sizes that were measured; 0 for fewer than two."""
-        slope = _slope(*self.curve(drafted=True))
-        return (slope if slope is not None else _slope(*self.curve(drafted=False))) or 0.0
 
     def _read(self, num_tokens: int, tokens: Floats, seconds: Floats) -> float:
         slope = _slope(tokens, seconds)
@@ -279,8 +275,8 @@ class StepCost:
             slope = _slope(*self.curve(drafted=True))
         return max(line(float(self._pad(num_tokens)), tokens, seconds, slope or 0.0), 1e-9)
 
-    def drafted(self, num_tokens: int, plain: float) -> tuple[Floats, Floats, float, int]:
-        """What steps of so many tokens and drafts on top cost: (tokens, seconds, seconds per token beyond, most slots).
+    def drafted(self, num_tokens: int, plain: float) -> tuple[Floats, Floats, float, int, float]:
+        """What steps of so many tokens and drafts on top cost.
 
         A cost that is no longer believed counts only if it is below the line between those that are, from `plain` on: a
         size that looked expensive is tried again. At most twice as many slots as were measured should be tried: what a
@@ -290,14 +286,16 @@ class StepCost:
             plain: What the step costs without drafts.
 
         Returns:
-            The curve for `line`, empty as long as it is not known, and how many slots should be tried at most: 0 if
-            nothing is known.
+            tokens, seconds: the curve for `line`, empty as long as it is not known. Seconds per token beyond it. How
+            many slots should be tried at most: 0 if nothing is known. Seconds per token on average from `plain` to the
+            largest size that was ever measured.
         """
         tokens, seconds, until = self._curve(True)
         first = int(np.searchsorted(tokens, num_tokens, "right"))
         tokens, seconds, trusted = tokens[first:], seconds[first:], until[first:] >= self._now
+        average = max(float(seconds[-1] - plain) / float(tokens[-1] - num_tokens), 0.0) if tokens.size else 0.0
         if not trusted.any():
-            return tokens[:0], seconds[:0], 0.0, 0
+            return tokens[:0], seconds[:0], 0.0, 0, average
         believed = np.append(num_tokens, tokens[trusted]), np.append(plain, seconds[trusted])
         kept = trusted | (seconds < np.interp(tokens, *believed, right=0.0))
         tokens, seconds = tokens[kept], seconds[kept]
@@ -306,7 +304,7 @@ class StepCost:
             slope = _slope(*self.curve(drafted=False))
         if slope is None:  # between nothing and what a token costs on average
             slope = plain / num_tokens / 2
-        return tokens, seconds, slope, 2 * math.ceil(tokens[-1] - num_tokens)
+        return tokens, seconds, slope, 2 * math.ceil(tokens[-1] - num_tokens), average
 
     def _pad(self, num_tokens: int) -> int:
         """What a step of so many tokens is padded to."""
@@ -320,10 +318,16 @@ class StepCost:
         return -1 - int(4 * math.log2(max(num_tokens, 1)))
 
 
-def _draw(points: list[tuple[float, float, int]]) -> _Curve:
-    tokens, seconds, until = np.array(sorted(points), np.float64).reshape(-1, 3).T
-    # A larger step that took less shows that the smaller one was held up.
-    return _Curve(tokens, np.minimum.accumulate(seconds[::-1])[::-1], until.astype(np.int64))
+def _draw(points: list[tuple[float, float, int, int]], now: int) -> _Curve:
+    tokens, seconds, last, until = np.array(sorted(points), np.float64).reshape(-1, 4).T
+    # A larger step that took less shows that the smaller one was held up, unless that was long ago.
+    fresh = last > now - WINDOW
+    seconds = np.where(fresh, _least_from_here(np.where(fresh, seconds, np.inf)), _least_from_here(seconds))
+    return _Curve(tokens, np.maximum.accumulate(seconds), until.astype(np.int64))
+
+
+def _least_from_here(values: Floats) -> Floats:
+    return np.minimum.accumulate(values[::-1])[::-1]
 
 
 def _slope(tokens: Floats, seconds: Floats) -> float | None:

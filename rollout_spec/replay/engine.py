@@ -368,14 +368,19 @@ def compare(
     *,
     num_speculative_tokens: int,
     batch: int,
+    policies: Sequence[str] | None = None,
 ) -> dict[str, Phase]:
-    """The last phase under every policy. Those that learn have learned in the phases before; "ours, new" in none.
+    """The last phase under every policy, or those named (see `contenders`).
+
+    Those that learn have learned in the phases before; "ours, new", which comes with "ours", in none.
 
     The drafter, the suffix index over each problem's own texts, begins anew in every phase.
     """
     results = {}
     k = num_speculative_tokens
     for label, contender in contenders(cost, k).items():
+        if policies is not None and label not in policies:
+            continue
         drafter = partial(build_drafter, "suffix", max_draft_tokens=k, min_survival=contender.min_survival)
         policy = contender.make()
         for requests in phases if contender.learns else phases[-1:]:
