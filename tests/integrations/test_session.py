@@ -92,7 +92,7 @@ def test_ranks_whose_clocks_differ_cut_alike(monkeypatch):
         for rank, session in enumerate(sessions):
 
             def tick(rank=rank):
-                clocks[rank] += rng.uniform(0.008, 0.012)
+                clocks[rank] += rng.exponential(0.01)
                 return clocks[rank]
 
             monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=tick))
@@ -100,7 +100,7 @@ def test_ranks_whose_clocks_differ_cut_alike(monkeypatch):
             drafts = advance(session, {"a": [1 + n % 3]}, last, requests={"a": request})
             drafted[rank].append(drafts.get("a", []))
     assert drafted[0] == drafted[1]
-    assert len(set(map(len, drafted[0]))) > 2, "some are cut"
+    assert len(set(map(len, drafted[0]))) > 1, "some are cut"
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
