@@ -11,12 +11,19 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-.PHONY: demo test check bench clean
+.PHONY: demo test test-fast check bench clean
 demo: $(READY)
 	$(BIN)/rollout-spec demo
 
+# The V2 model runner needs vLLM to see Triton from its first import on, so its tests have processes of their own.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 test: $(READY)
-	$(BIN)/python -m pytest
+	$(PYTEST)
+	VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/v2
+
+# What needs neither an engine nor minutes.
+test-fast: $(READY)
+	$(PYTEST) -m 'not engine and not slow'
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -5,8 +5,11 @@ from __future__ import annotations
 if __name__ != "rollout_spec.drafters":
     raise ImportError("import this package as rollout_spec.drafters: a second identity would have caches of its own")
 
+import inspect
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from rollout_spec.config import DEVICE_DRAFTER
 from rollout_spec.imports import import_object
 
 if TYPE_CHECKING:
@@ -33,7 +36,21 @@ def find_drafter(name: str) -> tuple[Any, dict[str, Any]]:
         return HistoryDrafter, dict(DRAFTERS[name])
     if "." in name:
         return import_object(name, "drafter"), {}
-    raise ValueError(f"unknown drafter {name!r}: use one of {sorted(DRAFTERS)} or the dotted path of a class")
+    known = sorted([*DRAFTERS, DEVICE_DRAFTER])
+    raise ValueError(f"unknown drafter {name!r}: use one of {known} or the dotted path of a class")
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Check that a drafter takes these options, without making one.
+
+    Raises:
+        ValueError: no such drafter, the path does not import, or an option is unknown or missing.
+    """
+    factory, implied = find_drafter(name)
+    try:
+        inspect.signature(factory).bind(**{**implied, **options})
+    except TypeError as error:
+        raise ValueError(f"drafter {name!r} does not take these options: {error}") from error
 
 
 def build_drafter(name: str, **options: Any) -> Drafter:
@@ -45,10 +62,9 @@ def build_drafter(name: str, **options: Any) -> Drafter:
 
     Raises:
         ValueError: no such drafter, the path does not import, or an option is unknown or out of range.
+        Exception: what the constructor of a drafter of your own raises.
     """
+    check_options(name, options)
     factory, implied = find_drafter(name)
-    try:
-        drafter: Drafter = factory(**{**implied, **options})
-    except TypeError as error:
-        raise ValueError(f"drafter {name!r} does not take these options: {error}") from error
+    drafter: Drafter = factory(**{**implied, **options})
     return drafter

@@ -1,25 +1,29 @@
-"""Every numba kernel of the drafters, in one file: numba notices a changed caller, not a changed callee elsewhere.
+"""Every numba kernel of the drafters.
 
 From the bottom up: the text store, the suffix tree, the n-gram table, what they find, the continuation model, drafting,
 learning from outcomes. The structures are explained where they are owned: `store.py`, `suffix.py`, `ngram.py`,
 `mixture.py`. Kernels never allocate capacity; their callers reserve it first.
+
+Compiling them takes long, once per installation, and so each helper is compiled for one signature only: what is no
+array is np.int64. numba compiles a function again for every literal that it is given, and for int32.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
-import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_spec import jit
+from rollout_spec.jit import njit
 from rollout_spec.noise import gumbel_nb
 from rollout_spec.types import Float32Array, Int32Array
 
-entry = nb.njit(cache=True)
-# Below the entry points, which own what they allocate, nothing counts references or allocates: counting took more than
-# half of the time.
-inlined = nb.njit(cache=True, forceinline=True, _nrt=False)
+# Nothing counts references, which took more than half of the time, and so nothing allocates: buffers come from Python.
+entry = partial(njit, _nrt=False)
+inlined = partial(jit.inlined, _nrt=False)
 
 MAX_DEPTH = 32
 """Longest context that is told apart. Longer matches were worth nothing on recorded rollouts."""
@@ -208,7 +212,6 @@ def read_back(store, position, text, end):
     """Copy the tokens that end at `position` to text[..end - 1]. Returns how many there were, at most `end`."""
     tokens, page_back = store.tokens, store.page_back
     at = end
-    position = np.int64(position)
     while at > 0 and position >= 0:
         at -= 1
         text[at] = tokens[position]
@@ -219,7 +222,7 @@ def read_back(store, position, text, end):
 @inlined
 def _append(store, document, token):
     """Store a token behind a document's last one and return its position."""
-    last = np.int64(store.document_last[document])
+    last = _last(store, document)
     length = store.document_length[document]
     if length > 0 and (last & PAGE_MASK) != PAGE_MASK:
         position = last + 1
@@ -280,15 +283,22 @@ def _compare(tokens, page_back, node, text, end, known):
 
 
 @inlined
+def _last(store, document):
+    return np.int64(store.document_last[document])
+
+
+@inlined
 def _problem_of(store, position):
-    return store.document_problem[store.page_document[position >> PAGE_BITS]]
+    return np.int64(store.document_problem[store.page_document[position >> PAGE_BITS]])
 
 
 @inlined
 def _root_slot(store, roots, problem, token):
     """Slot of the root for (problem, last token), or the empty slot where it belongs. Problem -1: all together."""
     mask = roots.size - 1
-    mixed = (np.uint64(problem) * np.uint64(0x9E3779B97F4A7C15)) ^ (np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F))
+    mixed = (np.uint64(np.int64(problem)) * np.uint64(0x9E3779B97F4A7C15)) ^ (
+        np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
+    )
     mixed *= np.uint64(0x9E3779B97F4A7C15)
     slot = np.int64(mixed >> np.uint64(32)) & mask
     free = np.int64(-1)
@@ -341,7 +351,7 @@ def _tree_insert(store, tree, problem, position, text, end):
 def _tree_remove(store, tree, problem, position, text):
     """Take a position out of its tree, wherever it is. Expected O(log n)."""
     tokens, page_back, children, roots = store.tokens, store.page_back, tree.children, tree.roots
-    found = read_back(store, _before(page_back, position), text, MAX_DEPTH)
+    found = read_back(store, _before(page_back, position), text, np.int64(MAX_DEPTH))
     context = text[MAX_DEPTH - found : MAX_DEPTH]
     slot = _root_slot(store, roots, problem, context[found - 1])
     parent, side = np.int64(-1), 0
@@ -387,7 +397,7 @@ def rehash_roots(store, tree, is_shared, old_roots):
     for i in range(old_roots.size):
         root = np.int64(old_roots[i])
         if root >= 0:
-            problem = -1 if is_shared else _problem_of(store, root)
+            problem = np.int64(-1) if is_shared else _problem_of(store, root)
             slot = _root_slot(store, tree.roots, problem, store.tokens[_before(store.page_back, root)])
             tree.roots[slot] = root
             tree.counts[0] += 1
@@ -435,7 +445,7 @@ def _tree_gather(store, tree, problem, other_than, text, end, first, limit, scra
     for i in range(steps):
         if count == limit or (count >= enough and path_length[i] < lengths[count - 1]):
             break
-        if other_than < 0 or _problem_of(store, path[i]) != other_than:
+        if other_than < 0 or _problem_of(store, np.int64(path[i])) != other_than:
             positions[count], lengths[count] = path[i], path_length[i]
             count += 1
         # Beyond enough candidates only those count that match as far as this one.
@@ -446,7 +456,7 @@ def _tree_gather(store, tree, problem, other_than, text, end, first, limit, scra
             depth -= 1
             visits += 1
             node = np.int64(stack[depth])
-            length, sign = _compare(tokens, page_back, node, text, end, path_known[i])
+            length, sign = _compare(tokens, page_back, node, text, end, np.int64(path_known[i]))
             near, far = (1, 0) if sign < 0 else (0, 1)
             if length >= path_length[i] or count < enough:
                 if other_than < 0 or _problem_of(store, node) != other_than:
@@ -521,7 +531,7 @@ def _table_gather(store, index, problem, text, end, order, other_than, positions
             continue
         if store.page_start[position >> PAGE_BITS] + (position & PAGE_MASK) >= store.document_length[document]:
             continue  # a page that was used before and is not written this far yet
-        length, _ = _compare(tokens, page_back, position, text, end, 0)
+        length, _ = _compare(tokens, page_back, position, text, end, np.int64(0))
         if length < order:
             continue
         known = False
@@ -533,7 +543,7 @@ def _table_gather(store, index, problem, text, end, order, other_than, positions
     return count
 
 
-@inlined
+@entry
 def _rehash_table(store, index, settings, old, text):
     for slot in range(old.shape[0]):
         for way in range(WAYS - 1, -1, -1):
@@ -541,21 +551,20 @@ def _rehash_table(store, index, settings, old, text):
             position = np.int64(entry & np.uint32(POSITION_MASK))
             if entry == np.uint32(0xFFFFFFFF) or store.page_document[position >> PAGE_BITS] < 0:
                 continue
-            problem = store.document_problem[store.page_document[position >> PAGE_BITS]]
+            problem = _problem_of(store, position)
             size = read_back(store, _before(store.page_back, position), text, text.size)
             context = text[text.size - size :]
             for kind in range(3):
-                order = (SHORT_ORDER, LONG_ORDER, SHARED_ORDER)[kind]
+                order = np.int64((SHORT_ORDER, LONG_ORDER, SHARED_ORDER)[kind])
                 if size < order or (kind == 2 and not settings.use_shared):
                     continue
-                key = np.int64(-1) if kind == 2 else np.int64(problem)
+                key = np.int64(-1) if kind == 2 else problem
                 mixed = _ngram_hash(key, context, size, order)
                 same_tag = _tag(mixed) == entry >> np.uint32(POSITION_BITS)
                 if same_tag and np.int64(mixed >> np.uint64(32)) & (old.shape[0] - 1) == slot:
                     _table_insert(index, key, position, context, size, order)
 
 
-@entry
 def rehash_table(store, index, settings, old):
     """Insert the entries of a smaller table again, oldest first."""
     _rehash_table(store, index, settings, old, np.empty(max(SHORT_ORDER, LONG_ORDER, SHARED_ORDER), np.int32))
@@ -569,7 +578,7 @@ def _pool_find(pool, problem, text, end):
     """The token that followed the last LOOKAHEAD_ORDER tokens of text[..end - 1], -1: none known."""
     if end < LOOKAHEAD_ORDER:
         return -1
-    key = _ngram_hash(problem, text, end, LOOKAHEAD_ORDER)
+    key = _ngram_hash(problem, text, end, np.int64(LOOKAHEAD_ORDER))
     slot = np.int64(key >> np.uint64(32)) & (pool.keys.size - 1)
     return pool.tokens[slot] if pool.keys[slot] == key else -1
 
@@ -577,7 +586,7 @@ def _pool_find(pool, problem, text, end):
 @inlined
 def _pool_insert(pool, problem, text, end, token):
     if end >= LOOKAHEAD_ORDER:
-        key = _ngram_hash(problem, text, end, LOOKAHEAD_ORDER)
+        key = _ngram_hash(problem, text, end, np.int64(LOOKAHEAD_ORDER))
         slot = np.int64(key >> np.uint64(32)) & (pool.keys.size - 1)
         pool.keys[slot] = key
         pool.tokens[slot] = token
@@ -592,22 +601,22 @@ def _index_position(store, index, settings, problem, position, context, size):
     if settings.use_tree:
         _tree_insert(store, index.tree, problem, position, context, size)
         if settings.use_shared:
-            _tree_insert(store, index.shared, -1, position, context, size)
+            _tree_insert(store, index.shared, np.int64(-1), position, context, size)
     if settings.use_table:
         if size >= SHORT_ORDER:
-            _table_insert(index, problem, position, context, size, SHORT_ORDER)
+            _table_insert(index, problem, position, context, size, np.int64(SHORT_ORDER))
         if size >= LONG_ORDER:
-            _table_insert(index, problem, position, context, size, LONG_ORDER)
+            _table_insert(index, problem, position, context, size, np.int64(LONG_ORDER))
         if settings.use_shared and size >= SHARED_ORDER:
-            _table_insert(index, -1, position, context, size, SHARED_ORDER)
+            _table_insert(index, np.int64(-1), position, context, size, np.int64(SHARED_ORDER))
 
 
-@inlined
+@entry
 def _append_all(store, index, settings, documents, tokens, starts, window):
     for i in range(documents.size):
         document = documents[i]
-        problem = store.document_problem[document]
-        first = MAX_DEPTH - read_back(store, store.document_last[document], window, MAX_DEPTH)
+        problem = np.int64(store.document_problem[document])
+        first = MAX_DEPTH - read_back(store, _last(store, document), window, np.int64(MAX_DEPTH))
         end = MAX_DEPTH
         for at in range(starts[i], starts[i + 1]):
             position = _append(store, document, tokens[at])
@@ -622,24 +631,23 @@ def _append_all(store, index, settings, documents, tokens, starts, window):
             end += 1
 
 
-@entry
 def append_batch(store, index, settings, documents, tokens, starts):
     """Append tokens[starts[i] : starts[i + 1]] to documents[i], and index each as its context's continuation."""
     _append_all(store, index, settings, documents, tokens, starts, np.empty(8 * MAX_DEPTH, np.int32))
 
 
-@inlined
+@entry
 def _remove(store, index, settings, document, text):
-    problem = store.document_problem[document]
+    problem = np.int64(store.document_problem[document])
     if store.document_length[document] > 0:
         if settings.use_tree:
-            position = np.int64(store.document_last[document])
+            position = _last(store, document)
             for _ in range(store.document_length[document]):
                 before = _before(store.page_back, position)
                 if before >= 0:
                     _tree_remove(store, index.tree, problem, position, text)
                     if settings.use_shared:
-                        _tree_remove(store, index.shared, -1, position, text)
+                        _tree_remove(store, index.shared, np.int64(-1), position, text)
                 position = before
         page = np.int64(store.document_first[document]) >> PAGE_BITS
         while page >= 0:
@@ -655,7 +663,6 @@ def _remove(store, index, settings, document, text):
     store.document_problem[document] = -1
 
 
-@entry
 def remove_document(store, index, settings, document):
     """Take a document out of the index and free its pages."""
     _remove(store, index, settings, document, np.empty(MAX_DEPTH, np.int32))
@@ -698,23 +705,26 @@ def _near_bin(distance):
 @inlined
 def _gather(store, index, settings, document, text, end, scratch):
     """Fill scratch.positions and lengths with earlier continuations of text[..end - 1]. Returns their number."""
-    problem = store.document_problem[document]
+    problem, everybody, nobody = np.int64(store.document_problem[document]), np.int64(-1), np.int64(-2)
     positions, lengths = scratch.positions, scratch.lengths
-    count = 0
+    count = np.int64(0)
     if settings.use_tree and end > 0:
         limit = MAX_OWN_CANDIDATES if settings.use_shared else MAX_CANDIDATES
-        count = _tree_gather(store, index.tree, problem, -2, text, end, 0, limit, scratch)
+        count = _tree_gather(store, index.tree, problem, nobody, text, end, count, limit, scratch)
         if settings.use_shared and (count == 0 or lengths[0] < LONG_MATCH):
-            count = _tree_gather(store, index.shared, -1, problem, text, end, count, MAX_CANDIDATES, scratch)
+            most = np.int64(MAX_CANDIDATES)
+            count = _tree_gather(store, index.shared, everybody, problem, text, end, count, most, scratch)
     if settings.use_table:
-        count = _table_gather(store, index, problem, text, end, LONG_ORDER, -2, positions, lengths, count)
-        count = _table_gather(store, index, problem, text, end, SHORT_ORDER, -2, positions, lengths, count)
+        order = np.int64(LONG_ORDER)
+        count = _table_gather(store, index, problem, text, end, order, nobody, positions, lengths, count)
+        order = np.int64(SHORT_ORDER)
+        count = _table_gather(store, index, problem, text, end, order, nobody, positions, lengths, count)
         if settings.use_shared:
-            count = _table_gather(store, index, -1, text, end, SHARED_ORDER, problem, positions, lengths, count)
+            order = np.int64(SHARED_ORDER)
+            count = _table_gather(store, index, everybody, text, end, order, problem, positions, lengths, count)
     return count
 
 
-@entry
 def _new_scratch(max_tokens):
     return Scratch(
         np.empty(MAX_DEPTH + max_tokens, np.int32),
@@ -889,7 +899,7 @@ def _propose_one(store, index, pool, rows, row, max_tokens, settings, sharpness,
     generated = store.document_length[document]
     known = rows.prompt_length[row] + generated
     coupled = 1 if rows.has_dice[row] else 0
-    kept = read_back(store, store.document_last[document], scratch.text, MAX_DEPTH)
+    kept = read_back(store, _last(store, document), scratch.text, np.int64(MAX_DEPTH))
     text = scratch.text[MAX_DEPTH - kept :]
     survival, count = 1.0, 0
     out.lengths[row] = 0
@@ -904,7 +914,7 @@ def _propose_one(store, index, pool, rows, row, max_tokens, settings, sharpness,
         )
         guess = -1
         if settings.use_lookahead:
-            guess = _pool_find(pool, store.document_problem[document], text, end)
+            guess = _pool_find(pool, np.int64(store.document_problem[document]), text, end)
         if guess >= 0:
             num_found = _blend_in(guess, LOOKAHEAD_WEIGHT, num_found, found, mass)
             left *= 1.0 - LOOKAHEAD_WEIGHT
@@ -944,14 +954,13 @@ def _propose_one(store, index, pool, rows, row, max_tokens, settings, sharpness,
         count = _advance(store, token, count, positions, lengths, weights, natures)
 
 
-@inlined
+@entry
 def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out):
     sharpness = settings.sharpness if settings.sharpness > 0.0 else _best_sharpness(calibration.by_sharpness)
     for i in range(batch.size):
         _propose_one(store, index, pool, rows, batch[i], max_tokens[i], settings, sharpness, calibration, scratch, out)
 
 
-@entry
 def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, out):
     """Fill `out` for the rows in `batch`, at most max_tokens[i] tokens each.
 
@@ -971,14 +980,14 @@ def _trial(cell, hit):
         cell[1] += 1.0
 
 
-@inlined
+@entry
 def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out, text):
     for i in range(batch.size):
         row = batch[i]
         if settings.use_lookahead and starts[i + 1] - starts[i] > num_accepted[i] + 1:
             document = rows.document[row]
-            problem = store.document_problem[document]
-            kept = read_back(store, store.document_last[document], text, LOOKAHEAD_ORDER)
+            problem = np.int64(store.document_problem[document])
+            kept = read_back(store, _last(store, document), text, np.int64(LOOKAHEAD_ORDER))
             context = text[LOOKAHEAD_ORDER - kept :]
             length = out.lengths[row]
             for slot in range(length):
@@ -999,7 +1008,6 @@ def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settin
         out.lengths[row] = 0
 
 
-@entry
 def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out):
     """Learn from the slots that the target reached, and fill the lookahead pool from those that it did not."""
     text = np.empty(LOOKAHEAD_ORDER + out.tokens.shape[1], np.int32)

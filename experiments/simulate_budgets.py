@@ -23,7 +23,8 @@ from typing import Any
 import numpy as np
 from rows import append, origin
 
-from rollout_spec.replay.engine import EngineCost, compare, read_cost
+from rollout_spec.replay.cost import EngineCost, read_cost
+from rollout_spec.replay.engine import compare
 from rollout_spec.replay.simulate import Request
 from rollout_spec.replay.traces import read_traces
 

@@ -20,6 +20,7 @@ from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.estimates import flatten, median
 from rollout_spec.imports import installed_versions
+from rollout_spec.integrations.request_options import requested_problem_id
 from rollout_spec.noise import derive_seed
 from rollout_spec.stats import REPORT_FORMAT, SpeculationStats
 from rollout_spec.types import Draft, Int32Array
@@ -96,13 +97,13 @@ def raise_if_broken(num_broken_rows: NDArray[Any], req_ids: Sequence[str]) -> No
 
 
 def problem_id_of(request: Any) -> int | None:
-    """The problem of a request: the caller's `extra_args["rollout_spec"]["problem_id"]`, or what shapes its outputs.
+    """The problem of a request: the one that the caller names, or what shapes its outputs.
 
     None leaves the choice to the drafter, which hashes the prompt; adapters and images are hashed with it here.
     """
-    extra = (request.sampling_params.extra_args or {}).get("rollout_spec") or {}
-    if (given := extra.get("problem_id")) is not None:
-        return int(given)
+    given = requested_problem_id(request.sampling_params.extra_args)
+    if given is not None:
+        return given
     if request.lora_request is None and not request.mm_features:
         return None
     prompt = hashlib.blake2b(np.asarray(request.prompt_token_ids, np.int32).tobytes(), digest_size=16).hexdigest()
@@ -119,12 +120,20 @@ def graph_sizes(vllm_config: Any) -> tuple[int, ...]:
     return tuple(compilation.cudagraph_capture_sizes or ())
 
 
-def _is_last(token_id: int, num_output_tokens: int, params: Any) -> bool:
-    """Whether the scheduler ends a request here. Stop strings are the front end's affair."""
-    if num_output_tokens >= params.max_tokens:
-        return True
+def _is_stop_token(token_id: int, num_output_tokens: int, params: Any) -> bool:
+    """Whether a request ends here because of the token itself."""
     stops = token_id == params.eos_token_id or token_id in (params.stop_token_ids or ())
     return stops and num_output_tokens >= params.min_tokens
+
+
+def ends_with_stop_token(token_ids: Sequence[int], params: Any, num_before: int = 0) -> bool:
+    """Whether output tokens, after `num_before` others, end with a token that ends the request by itself."""
+    return bool(token_ids) and _is_stop_token(token_ids[-1], num_before + len(token_ids), params)
+
+
+def _is_last(token_id: int, num_output_tokens: int, params: Any) -> bool:
+    """Whether the scheduler ends a request here. It knows nothing of stop strings, which the front end looks for."""
+    return num_output_tokens >= params.max_tokens or _is_stop_token(token_id, num_output_tokens, params)
 
 
 def trim_at_end(token_ids: Sequence[int], num_before: int, params: Any) -> list[int]:
@@ -236,6 +245,7 @@ class DraftingSession:
         self._drafts: _Drafts | None = None  # of the step that runs
         self._draft_seconds = 0.0  # what it took to draft them
         self._num_asked = 0  # for so many requests
+        self._stop_searches: dict[str, Any] = {}  # by live request that has stop strings
         self._problems: dict[str, tuple[int, int]] = {}  # by live request, for the budget: (problem, prompt's length)
         self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # of the last steps
         self._last_call: float | None = None
@@ -279,15 +289,61 @@ class DraftingSession:
         try:
             self._time_step(started, outcomes, updates, num_step_tokens, step_started)
             return self._draft(ended, outcomes, updates)
-        except Exception:  # a drafter may be anybody's, and no fault of its may end a run
-            if self._agree is not None:
-                raise
-            self.enabled, self.broken = False, True
-            self._stats.drafter_errors += 1
-            logger.exception("the drafter raised: speculation is off from here on, sampling goes on unchanged")
+        except Exception as error:
+            self._switch_off(error)
             return {}
         finally:
             self._stats.draft_seconds += time.perf_counter() - started
+
+    def _switch_off(self, error: Exception) -> None:
+        """End speculation, as the drafter has raised: it may be anybody's, and no fault of its may end a run.
+
+        Raises:
+            Exception: `error`, where other ranks go on drafting.
+        """
+        if self._agree is not None:
+            raise error
+        self.enabled, self.broken = False, True
+        self._stats.drafter_errors += 1
+        logger.error("the drafter raised: speculation is off from here on, sampling goes on unchanged", exc_info=error)
+
+    # -- commands from the front end ---------------------------------------------------------------------------------
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Index and draft from now on, or no longer.
+
+        Raises:
+            RuntimeError: the drafter has raised, and stays off.
+        """
+        if enabled and self.broken:
+            raise RuntimeError(
+                "speculation stays off in this engine, because its drafter has raised: see the log for the cause, and "
+                "build the engine again"
+            )
+        self.enabled = bool(enabled)
+
+    def begin_policy_version(self, version: int) -> None:
+        """Tell the drafter that weights have changed. Raises like `draft`."""
+        if not self.broken:
+            self._ask("begin_policy_version", version)
+
+    def memory_bytes(self) -> int:
+        """Bytes that the drafter holds; 0 once it has raised."""
+        return 0 if self.broken else int(self._ask("memory_bytes") or 0)
+
+    def source_counts(self) -> dict[str, list[int]]:
+        """By source, drafted tokens that the target reached and those that were right; empty where it does not tell."""
+        if self.broken or not hasattr(self.drafter, "source_counts"):
+            return {}
+        counts = self._ask("source_counts") or {}
+        return {name: list(values) for name, values in counts.items()}
+
+    def _ask(self, method: str, *args: Any) -> Any:
+        """Call the drafter outside of a step. None if it raises."""
+        try:
+            return getattr(self.drafter, method)(*args)
+        except Exception as error:
+            return self._switch_off(error)
 
     def _draft(
         self,
@@ -303,6 +359,7 @@ class DraftingSession:
                     self.budget.lengths.observe(problem, self.live[req_id] - prompt_size)
             del self.live[req_id]
             self._complete.discard(req_id)
+            self._stop_searches.pop(req_id, None)
         self._observe(outcomes, updates)
         req_ids, room, left, num_live = [], [], [], 0
         for req_id, request, tokens in updates:
@@ -452,27 +509,41 @@ class DraftingSession:
         if req_id not in self._complete:
             num_output = self.live[req_id] - prompt_size
             kept = trim_at_end(tokens, num_output, params)
+            is_last = bool(kept) and _is_last(kept[-1], num_output + len(kept), params)
+            if params.stop and kept:
+                num_kept = self._find_stop_string(req_id, request, kept, num_output)
+                if num_kept is not None:
+                    kept, is_last = kept[:num_kept], True
             self.drafter.extend(req_id, kept)
-            num_output += len(kept)
-            self.live[req_id] = prompt_size + num_output
-            if len(kept) < len(tokens) or (kept and _is_last(kept[-1], num_output, params)):
+            self.live[req_id] += len(kept)
+            if is_last:
                 self._complete.add(req_id)
         if req_id in self._complete:
             return 0
         return int(params.max_tokens) - (self.live[req_id] - prompt_size)
+
+    def _find_stop_string(self, req_id: str, request: Any, tokens: Sequence[int], num_before: int) -> int | None:
+        """How many of a request's new tokens, after `num_before`, lead up to its stop string; None without one."""
+        if req_id not in self._stop_searches:
+            from rollout_spec.integrations.stop_strings import StopStringSearch  # brings vLLM and the tokenizer
+
+            self._stop_searches[req_id] = StopStringSearch(self._vllm_config.model_config, request)
+        stops = ends_with_stop_token(tokens, request.sampling_params, num_before)
+        return self._stop_searches[req_id].find(tokens, ends_with_stop_token=stops)
 
 
 def run_command(session: Any, stats: SpeculationStats, name: str, *args: Any) -> Any:
     """Run a front end's command on a worker: stats, report, set_enabled(bool) or begin_policy_version(int).
 
     Args:
-        session: What has a `drafter` and can be `enabled`; None for an engine without speculation.
+        session: A `DraftingSession` or a `DeviceSpeculator`; None for an engine without speculation.
 
     Raises:
         ValueError: the name is unknown, or the engine was built without speculation.
+        RuntimeError: `set_enabled(True)` after the drafter has raised.
     """
     if name == "stats":
-        memory = session.drafter.memory_bytes() if session is not None else 0
+        memory = session.memory_bytes() if session is not None else 0
         return {**stats.to_dict(), "drafter_bytes": memory}
     if name == "report":
         return report(session, stats)
@@ -480,16 +551,12 @@ def run_command(session: Any, stats: SpeculationStats, name: str, *args: Any) ->
         raise ValueError(f"unknown rollout_spec command {name!r}")
     if session is None:
         raise ValueError(f"{name}: this engine was built with speculation=False")
-    if name == "set_enabled":
-        session.enabled = bool(*args) and not getattr(session, "broken", False)
-        return None
-    return session.drafter.begin_policy_version(*args)
+    return getattr(session, name)(*args)
 
 
 def report(session: Any, stats: SpeculationStats) -> dict[str, Any]:
     """What `rollout-spec doctor` explains, as plain data. Arguments as for `run_command`."""
-    budget = getattr(session, "budget", None)
-    sources = getattr(getattr(session, "drafter", None), "source_counts", None)
+    budget, sources = getattr(session, "budget", None), session.source_counts() if session is not None else {}
     learned = None
     if budget is not None:
         sizes = zip(stats.requests_by_batch, stats.steps_by_batch, strict=True)
@@ -500,6 +567,6 @@ def report(session: Any, stats: SpeculationStats) -> dict[str, Any]:
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
         "num_speculative_tokens": session.num_speculative_tokens if session is not None else 0,
         "stats": stats.to_dict(),
-        "sources": {name: list(counts) for name, counts in sources().items()} if sources is not None else {},
+        "sources": sources,
         "budget": learned,
     }

@@ -16,7 +16,8 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.drafters.device import DeviceDrafter, Ended
-from rollout_spec.integrations.session import problem_id_of
+from rollout_spec.integrations.session import ends_with_stop_token, problem_id_of, trim_at_end
+from rollout_spec.integrations.stop_strings import StopStringSearch
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
 
@@ -61,6 +62,7 @@ class DeviceSpeculator(BaseSpeculator):
         )
         self._num_slots = config.num_speculative_tokens
         self._device = device
+        self._model_config = vllm_config.model_config
         self._is_warm = False
         self._slots: dict[str, int] = {}
         self._versions: dict[str, int] = {}
@@ -69,6 +71,22 @@ class DeviceSpeculator(BaseSpeculator):
     def bind(self, runner: Any, adapter: Any, sampler: Any) -> None:
         """Give the speculator the runner it serves."""
         self._runner = runner
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Draft from now on, or no longer."""
+        self.enabled = bool(enabled)
+
+    def begin_policy_version(self, version: int) -> None:
+        """Tell the drafter that weights have changed."""
+        self.drafter.begin_policy_version(version)
+
+    def memory_bytes(self) -> int:
+        """Bytes that the drafter holds, on the device and on the host."""
+        return self.drafter.memory_bytes()
+
+    def source_counts(self) -> dict[str, list[int]]:
+        """By source, drafted tokens that the target reached and those that were right."""
+        return {name: list(counts) for name, counts in self.drafter.source_counts().items()}
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Part of vLLM's interface; three launches need no graph."""
@@ -107,7 +125,7 @@ class DeviceSpeculator(BaseSpeculator):
             self._versions.pop(req_id, None)
             slot = self._slots.pop(req_id, None)
             if slot is not None:
-                ended.append(self._ended(slot, request.sampling_params))
+                ended.append(self._ended(slot, request))
         if ended:
             self.drafter.stop_requests(ended)
 
@@ -143,8 +161,8 @@ class DeviceSpeculator(BaseSpeculator):
     def _preempt(self, req_id: str) -> None:
         self._versions[req_id] = self.drafter.preempt_request(self._slots.pop(req_id))
 
-    def _ended(self, slot: int, params: Any) -> Ended:
-        states = self._runner.req_states
+    def _ended(self, slot: int, request: Any) -> Ended:
+        states, params = self._runner.req_states, request.sampling_params
         # vLLM's count on the host is of the step before, whose tokens and drafts may all have been accepted.
         computed = int(states.num_computed_tokens_np[slot]) + self._num_slots + 1
         stops = [params.eos_token_id, *(params.stop_token_ids or ())]
@@ -153,8 +171,21 @@ class DeviceSpeculator(BaseSpeculator):
             length=max(computed, int(states.prefill_len.np[slot])) + 1,
             stop_token_ids=sorted({int(token) for token in stops if token is not None}),
             min_tokens=params.min_tokens,
-            max_tokens=params.max_tokens,
+            max_tokens=self._num_until_stop_string(slot, request) if params.stop else params.max_tokens,
         )
+
+    def _num_until_stop_string(self, slot: int, request: Any) -> int:
+        """Output tokens after which a request ends, for one with stop strings: only the host can find them.
+
+        Reading the text makes the engine wait for the device, once for each of these requests.
+        """
+        states, params = self._runner.req_states, request.sampling_params
+        first, length = len(request.prompt_token_ids), int(states.total_len.gpu[slot])
+        output = trim_at_end(states.all_token_ids.gpu[slot, first:length].tolist(), 0, params)
+        num_kept = StopStringSearch(self._model_config, request).find(
+            output, ends_with_stop_token=ends_with_stop_token(output, params)
+        )
+        return int(params.max_tokens) if num_kept is None else num_kept
 
 
 def _is_not_used() -> bool:

@@ -13,8 +13,10 @@ An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our p
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib
+import itertools
 import os
 import warnings
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from typing import Any
 import wrapt
 
 from rollout_spec.config import CARRIER, CONFIG_KEY, DEVICE_DRAFTER, PROPOSER_PATH, RolloutSpecConfig
+from rollout_spec.integrations.request_options import requested_problem_id
 
 OLDEST_VERSION, NEWEST_VERSION = (0, 26), (0, 32)
 """vLLM versions whose interfaces were read or run; newer ones warn, older ones are refused."""
@@ -42,6 +45,8 @@ def register() -> None:
         ("vllm.config.vllm", _hook_config),
         ("vllm.sampling_params", _hook_sampling_params),
         ("vllm.v1.engine.input_processor", _hook_input_processor),
+        ("vllm.v1.engine.llm_engine", functools.partial(_hook_engine, name="LLMEngine")),
+        ("vllm.v1.engine.async_llm", functools.partial(_hook_engine, name="AsyncLLM")),
         ("vllm.v1.worker.gpu_model_runner", _hook_runner_v1),
         ("vllm.v1.worker.gpu.model_runner", _hook_runner_v2),
         ("vllm.v1.worker.gpu_worker", _hook_gpu_worker),
@@ -57,13 +62,20 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     """The settings that an engine asks for, or None when it does not ask for us.
 
     Raises:
-        ValueError, TypeError: an unknown key or a bad value, or `speculation` and `num_speculative_tokens` disagree
-            with the engine's `speculative_config`.
+        ValueError, TypeError: an unknown or misspelt key or a bad value, or `speculation` and `num_speculative_tokens`
+            disagree with the engine's `speculative_config`.
     """
     additional = getattr(vllm_config, "additional_config", None)
-    values = additional.get(CONFIG_KEY) if isinstance(additional, dict) else None
+    additional = additional if isinstance(additional, dict) else {}
+    for key in additional:
+        if key != CONFIG_KEY and difflib.get_close_matches(str(key), (CONFIG_KEY,), cutoff=0.85):
+            raise ValueError(f"unknown key {key!r} in additional_config: did you mean {CONFIG_KEY!r}?")
+    values = additional.get(CONFIG_KEY)
     speculative = vllm_config.speculative_config
     proposes = _is_ours(speculative)
+    named = str(getattr(speculative, "model", ""))
+    if not proposes and named.startswith("rollout_spec."):
+        raise ValueError(f"speculative_config names the proposer {named!r}: did you mean {PROPOSER_PATH!r}?")
     if values is None:
         if not proposes:
             return None
@@ -204,9 +216,13 @@ def _hook_input_processor(module: Any) -> None:
         def process_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
             request = original(self, *args, **kwargs)
             params = request.sampling_params
-            if self._rollout_spec_is_v1 and params is not None and getattr(params, "logprob_token_ids", None):
-                raise ValueError("rollout_spec cannot score logprob_token_ids in the V1 model runner: remove them")
-            if self._rollout_spec_seeds is not None and params is not None and params.seed is None:
+            if self._rollout_spec_seeds is None or params is None:
+                return request
+            try:  # here, where only this request is affected
+                _check_request(params, self._rollout_spec_is_v1)
+            except ValueError as error:
+                raise _request_error()(str(error)) from error
+            if params.seed is None:
                 params.seed = self._rollout_spec_seeds.next()
             return request
 
@@ -216,26 +232,68 @@ def _hook_input_processor(module: Any) -> None:
     _wrap(module.InputProcessor, "process_inputs", make_process)
 
 
+def _check_request(params: Any, is_v1: bool) -> None:
+    """Raise ValueError if a request asks for what we cannot do."""
+    if is_v1 and getattr(params, "logprob_token_ids", None):
+        raise ValueError("rollout_spec cannot score logprob_token_ids in the V1 model runner: remove them")
+    if params.seed is not None and not -(2**63) <= params.seed < 2**63:
+        raise ValueError(f"seed must fit in 64 bits, got {params.seed}")
+    requested_problem_id(params.extra_args)
+
+
+@functools.cache
+def _request_error() -> type[ValueError]:
+    """What a bad request raises: a ValueError that vLLM's servers answer with status 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    class RequestError(VLLMValidationError, ValueError):
+        """A request that rollout_spec refuses."""
+
+    return RequestError
+
+
+def _hook_engine(module: Any, name: str) -> None:
+    """Let the outputs of engines that ask for us end at stop strings."""
+
+    def make_init(original: Any) -> Any:
+        def init(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            config = config_of(self.vllm_config)
+            if config is not None and config.speculation:
+                from rollout_spec.integrations.stop_strings import end_outputs_at_stop_strings
+
+                end_outputs_at_stop_strings(self.output_processor)
+
+        return init
+
+    _wrap(getattr(module, name), "__init__", make_init)
+
+
 def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
     import vllm
     from vllm.logger import init_logger
 
-    from rollout_spec.drafters import find_drafter
+    from rollout_spec.drafters import DRAFTERS, build_drafter, check_options
 
     check_version(vllm.__version_tuple__, vllm.__version__)
+    if vllm_config.model_config.runner_type != "generate":
+        raise ValueError("rollout_spec is for engines that generate, and this one pools: leave engine_kwargs() out")
     on_device = config.speculation and config.drafter == DEVICE_DRAFTER
     if not on_device:
-        find_drafter(config.drafter)
+        if config.drafter in DRAFTERS:
+            build_drafter(config.drafter, **config.drafter_options)  # it is small, and checks its options' values
+        else:
+            check_options(config.drafter, config.drafter_options)
     elif not vllm_config.use_v2_model_runner:
         raise ValueError(
             f"drafter={DEVICE_DRAFTER!r} needs vLLM's V2 model runner, which this engine does not use: choose another "
             "drafter, or set VLLM_USE_V2_MODEL_RUNNER=1, with which vLLM says what keeps it from V2"
         )
     else:
-        from rollout_spec.drafters.device import check_options
+        from rollout_spec.drafters.device import check_options as check_device_options
 
         try:
-            check_options(**config.drafter_options)
+            check_device_options(**config.drafter_options)
         except TypeError as error:
             raise ValueError(f"drafter {DEVICE_DRAFTER!r} does not take these options: {error}") from error
     if vllm_config.use_v2_model_runner:
@@ -269,13 +327,12 @@ class _SeedSource:
             self._key = f"{vllm_config.model_config.seed}/{parallel.data_parallel_rank}"
         else:
             self._key = os.urandom(16).hex()
-        self._count = 0
+        self._numbers = itertools.count(1)  # a server processes requests in several threads
 
     def next(self) -> int:
         from rollout_spec.noise import derive_seed  # brings numba, which only engines that ask for us need
 
-        self._count += 1
-        return derive_seed(self._key, self._count)
+        return derive_seed(self._key, next(self._numbers))
 
 
 def _hook_runner(module: Any, adapters: str) -> None:
@@ -287,6 +344,7 @@ def _hook_runner(module: Any, adapters: str) -> None:
             original(self, vllm_config, *args, **kwargs)
             config = config_of(vllm_config)
             if config is not None:
+                _warm_up(config, self.device)
                 self.rollout_spec = importlib.import_module(adapters).RunnerAdapter(self, config)
 
         return init
@@ -303,6 +361,15 @@ def _hook_runner(module: Any, adapters: str) -> None:
     _wrap(module.GPUModelRunner, "execute_model", make_execute)
 
 
+def _warm_up(config: RolloutSpecConfig, device: Any) -> None:
+    """Compile what the engine will call on the host while it is built; the first generation would wait for it."""
+    from vllm.logger import init_logger
+
+    from rollout_spec.warm_up import warm_up
+
+    warm_up(config, device=device, log=init_logger("vllm.plugins.rollout_spec").info)
+
+
 def _hook_runner_v1(module: Any) -> None:
     def make_sample(original: Any) -> Any:
         def sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
@@ -311,6 +378,15 @@ def _hook_runner_v1(module: Any) -> None:
             return self.rollout_spec.sample(logits, spec_decode_metadata)
 
         return sample
+
+    def make_update_states(original: Any) -> Any:
+        def update_states(self: Any, scheduler_output: Any) -> Any:
+            if self.rollout_spec is not None:
+                for request in scheduler_output.scheduled_new_reqs:
+                    _need_no_generator(request.sampling_params)
+            return original(self, scheduler_output)
+
+        return update_states
 
     def make_fits(original: Any) -> Any:
         def fits(self: Any, common_attn_metadata: Any) -> bool:
@@ -324,7 +400,19 @@ def _hook_runner_v1(module: Any) -> None:
 
     _hook_runner(module, "rollout_spec.integrations.vllm_v1")
     _wrap(module.GPUModelRunner, "_sample", make_sample)
+    _wrap(module.GPUModelRunner, "_update_states", make_update_states)
     _wrap(module.GPUModelRunner, "_input_fits_in_drafter", make_fits)
+
+
+def _need_no_generator(params: Any) -> None:
+    """Keep vLLM from making a torch generator for a request because it has a seed: our sampler uses none.
+
+    It would be seeded for every request, and on a CPU vLLM then fails where a prompt is read in several chunks.
+    """
+    from vllm.sampling_params import SamplingType
+
+    if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
+        params.__dict__["sampling_type"] = SamplingType.RANDOM  # the cached value of a property
 
 
 def _hook_runner_v2(module: Any) -> None:

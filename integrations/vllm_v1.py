@@ -254,6 +254,7 @@ class RolloutSpecProposer:
 
     Attributes:
         outcomes: By request, what became of the last draft.
+        session: The drafter and what goes with it, once `bind` was called.
         stats: The counters of this engine.
 
     Raises:
@@ -265,16 +266,31 @@ class RolloutSpecProposer:
         if config is None or not config.speculation:
             raise ValueError("this engine does not ask for rollout_spec: use rollout_spec.engine_kwargs()")
         self.stats = SpeculationStats()
-        self.session = DraftingSession(config, vllm_config, self.stats, agreement(vllm_config))
         self.outcomes: dict[str, Outcome] = {}
+        self.session: DraftingSession
+        self._config = config
+        self._vllm_config = vllm_config
         self._runner: Any = None
 
     def load_model(self, model: Any) -> None:
-        """Part of vLLM's interface; there is no model."""
+        """Part of vLLM's interface; there is no model.
+
+        Raises:
+            RuntimeError: the plugin is not loaded in this process.
+        """
+        if self._runner is None:
+            raise RuntimeError(
+                "the rollout_spec plugin is not loaded in this process, so drafts cannot be verified: check that the "
+                "VLLM_PLUGINS environment variable, if set, contains rollout_spec"
+            )
 
     def bind(self, runner: Any) -> None:
-        """Give the proposer the runner whose requests it serves."""
+        """Give the proposer the runner whose requests it serves, and make the drafter.
+
+        vLLM hides what a proposer's constructor raises behind a hint of its own; what a drafter raises is told here.
+        """
         self._runner = runner
+        self.session = DraftingSession(self._config, self._vllm_config, self.stats, agreement(self._vllm_config))
 
     def propose(
         self,
@@ -293,11 +309,6 @@ class RolloutSpecProposer:
         Returns:
             Per row, at most num_speculative_tokens drafted tokens.
         """
-        if self._runner is None:
-            raise RuntimeError(
-                "the rollout_spec plugin is not loaded in this process, so drafts cannot be verified: check that the "
-                "VLLM_PLUGINS environment variable, if set, contains rollout_spec"
-            )
         requests, req_ids = self._runner.requests, self._runner.input_batch.req_ids
         outcomes, self.outcomes = self.outcomes, {}
         updates = []

@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
@@ -39,6 +38,7 @@ from rollout_spec.estimates import (
     lower_decile,
     predict_survival,
 )
+from rollout_spec.jit import njit
 
 SPREAD = 0.25
 """Least uncertainty about which request finishes last, as a part of the longest one's tokens to come."""
@@ -56,7 +56,7 @@ MEMORY = 1 / 32
 """Weight of the last step in averages."""
 
 
-@nb.njit(cache=True)
+@njit
 def worth(mean: Floats, deviation: Floats, num_tokens: int, step_seconds: float, token_seconds: float) -> Floats:
     """Seconds that one token less saves, by request, float64 [B]. See the module's docstring. O(B).
 
@@ -96,7 +96,7 @@ def allocate(survival: Floats, starts: Ints, value: Floats, cost: Floats) -> Int
     return taken
 
 
-@nb.njit(cache=True)
+@njit
 def _allocate(survival: Floats, starts: Ints, value: Floats, cost: Floats, taken: Ints) -> None:
     gains = np.empty(survival.size)
     count = 0
@@ -131,7 +131,7 @@ def _allocate(survival: Floats, starts: Ints, value: Floats, cost: Floats, taken
             left -= 1
 
 
-@nb.njit(cache=True)
+@njit
 def _decide(
     confidence: Any,
     starts: Ints,

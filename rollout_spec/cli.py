@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollout_spec import __version__
+from rollout_spec import __version__, doctor
+from rollout_spec.files import check_writable
+from rollout_spec.replay import arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -19,20 +21,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     demo.add_argument("--out", type=Path, default=Path("demo"), help="where the report goes (default: demo)")
     demo.add_argument("--steps", type=int, default=24, help="GRPO steps (default: 24)")
     demo.add_argument("--seed", type=int, default=0, help="of problems, weights and rollouts (default: 0)")
-    from rollout_spec import doctor
-    from rollout_spec.replay import command
-
-    command.add_arguments(
+    arguments.add_arguments(
         commands.add_parser("replay", help="replay recorded rollouts through a drafter, without a model")
     )
     doctor.add_arguments(
         commands.add_parser("doctor", help="check the installation, or explain where a run's time goes")
     )
     args = parser.parse_args(argv)
-    if args.command == "replay":
-        return command.run(args)
     if args.command == "doctor":
         return doctor.run(args)
+    # Imported late: these need numba, and take long.
+    if args.command == "replay":
+        from rollout_spec.replay import command
+
+        return command.run(args)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        check_writable(args.out / "report.json")
+    except OSError as error:
+        print(f"rollout-spec: --out: {error}", file=sys.stderr)
+        return 2
 
     from rollout_spec.demo.run import run_demo
 

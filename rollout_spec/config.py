@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -13,6 +14,8 @@ MAX_SPECULATIVE_TOKENS = 128
 
 CONFIG_KEY = "rollout_spec"
 """Our key in vLLM's `additional_config`."""
+PLUGINS_VARIABLE = "VLLM_PLUGINS"
+"""vLLM's environment variable with the names of the plugins that it loads; all of them where it is unset."""
 DEVICE_DRAFTER = "device"
 """Name of the drafter that keeps its history on the device."""
 CARRIER = "ngram_gpu"
@@ -107,6 +110,10 @@ class RolloutSpecConfig:
             ValueError: a key is unknown (the message names the nearest known one), or a value is out of range.
             TypeError: a value has the wrong type.
         """
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"the rollout_spec config must be a dict, such as rollout_spec.engine_kwargs() makes, got {values!r}"
+            )
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
@@ -123,7 +130,16 @@ class RolloutSpecConfig:
         """Keyword arguments for `vllm.LLM` or `AsyncEngineArgs`.
 
         `vllm serve` takes the same as JSON: `--additional-config` and `--speculative-config`.
+
+        Raises:
+            ValueError: the VLLM_PLUGINS environment variable keeps vLLM from loading the plugin: it would ignore us.
         """
+        plugins = os.environ.get(PLUGINS_VARIABLE)
+        if plugins is not None and CONFIG_KEY not in plugins.split(","):
+            raise ValueError(
+                f"{PLUGINS_VARIABLE}={plugins} keeps vLLM from loading the rollout_spec plugin: add rollout_spec to "
+                "it, or unset it"
+            )
         kwargs: dict[str, Any] = {"additional_config": {CONFIG_KEY: self.to_dict()}}
         if self.speculation:
             method = {"method": "custom_class", "model": PROPOSER_PATH}
@@ -143,6 +159,6 @@ def engine_kwargs(**options: Any) -> dict[str, Any]:
         **options: Fields of `RolloutSpecConfig`.
 
     Raises:
-        ValueError, TypeError: as `RolloutSpecConfig.from_dict`.
+        ValueError, TypeError: as `RolloutSpecConfig.from_dict` and `RolloutSpecConfig.engine_kwargs`.
     """
     return RolloutSpecConfig.from_dict(options).engine_kwargs()

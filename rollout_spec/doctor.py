@@ -16,16 +16,18 @@ import re
 import sys
 import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 import rollout_spec
-from rollout_spec.estimates import CONFIDENCE_LIMITS
-from rollout_spec.replay.engine import EngineCost
+from rollout_spec import jit_cache
+from rollout_spec.files import check_writable
+from rollout_spec.replay.cost import EngineCost
 from rollout_spec.stats import REPORT_FORMAT
+from rollout_spec.types import CONFIDENCE_LIMITS
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -49,6 +51,8 @@ def run(args: Namespace) -> int:
         return int(problems > 0)
     try:
         report = read_report(args.report)
+        if args.engine_cost is not None:
+            check_writable(args.engine_cost)
         print(explain(report))
         if args.engine_cost is not None:
             cost = engine_cost(report)
@@ -62,6 +66,25 @@ def run(args: Namespace) -> int:
 
 MIN_STEPS = 8
 """Steps of a like number of requests below which their rate is chance."""
+
+
+BY_BATCH = tuple(
+    f"{name}_by_batch" for name in ("steps", "requests", "tokens", "draft_tokens", "seconds", "draft_seconds", "asked")
+)
+"""Counters of a report that are lists by number of requests in a step."""
+STATS_NUMBERS = (
+    "steps",
+    "emitted_tokens",
+    "draft_tokens",
+    "tokens_per_step",
+    "acceptance_rate",
+    "drafter_errors",
+    "forward_seconds",
+    "verify_seconds",
+    "draft_seconds",
+    "step_seconds",
+)
+"""The other counters of a report that are needed."""
 
 
 # -- the installation ------------------------------------------------------------------------------------------------
@@ -81,6 +104,7 @@ def check_installation() -> Iterator[tuple[bool, str]]:
     else:
         loaded = "rollout_spec" in chosen.split(",")
         yield loaded, f"VLLM_PLUGINS={chosen}" + ("" if loaded else ": it must contain rollout_spec, or be unset")
+    yield from _check_compiler()
     yield from _check_vllm()
     yield from _check_torch()
     try:
@@ -99,6 +123,21 @@ def _imports(what: str, load: Callable[[], Any], hint: str = "") -> tuple[bool, 
     except Exception as error:
         return False, f"{what} cannot be imported ({type(error).__name__}: {str(error)[:80]}){hint}"
     return True, f"{what} can be imported"
+
+
+def _check_compiler() -> Iterator[tuple[bool, str]]:
+    yield _imports("numba, which compiles the drafters,", lambda: importlib.import_module("numba").njit)
+    chosen, folder = os.environ.get("NUMBA_CACHE_DIR"), jit_cache.find_folder()
+    if chosen and (folder is None or not folder.path.is_relative_to(chosen)):
+        yield False, f"NUMBA_CACHE_DIR={chosen} cannot be written"
+    if folder is None:
+        yield (
+            False,
+            f"no folder can be written, so each process compiles the drafters anew: {jit_cache.REMEDY}",
+        )
+    else:
+        advice = f", which may be gone after a restart: {jit_cache.REMEDY}" if folder.is_temporary else ""
+        yield True, f"compiled drafters are kept in {folder.path}{advice}"
 
 
 def _check_vllm() -> Iterator[tuple[bool, str]]:
@@ -145,18 +184,77 @@ def read_report(path: Path) -> dict[str, Any]:
     """Read a report.
 
     Raises:
-        ValueError: it is none, or of another format.
+        ValueError: it is none, or of another format, or a field is missing or not what it should be.
         OSError: the file cannot be read.
     """
     try:
         report = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # no JSON, or no text
         raise ValueError(f"{path} is no report: {error}") from None
     if not isinstance(report, dict) or "format" not in report:
         raise ValueError(f"{path} is no report: write one with RolloutSpecGenerator, or the 'report' command")
     if report["format"] != REPORT_FORMAT:
         raise ValueError(f"{path} was written by another version of rollout-spec ({report['format']})")
+    try:
+        _check_fields(report)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
     return report
+
+
+def _check_fields(report: dict[str, Any]) -> None:
+    """Raise ValueError where a report lacks what `explain` reads."""
+    _require(report, "", ("versions", "stats", "sources"), lambda value: isinstance(value, dict), "an object")
+    _require(report, "", ("device",), lambda value: isinstance(value, str), "text")
+    of_trainers = ("global_step", "num_processes") if "global_step" in report else ()
+    _require(report, "", ("num_speculative_tokens", *of_trainers), _is_number, "a number")
+    _require(report["sources"], "sources.", report["sources"], lambda value: _are_numbers(value, 2), "two numbers")
+    stats, position = report["stats"], ("drafted_per_position", "accepted_per_position")
+    _require(stats, "stats.", STATS_NUMBERS, _is_number, "a number")
+    _require(stats, "stats.", (*position, *BY_BATCH), _are_numbers, "a list of numbers")
+    size = len(stats[BY_BATCH[0]])
+    _require(stats, "stats.", BY_BATCH, lambda value: len(value) == size, f"{size} numbers")
+    _require(report, "", ("budget",), lambda value: value is None or isinstance(value, dict), "an object or null")
+    budget = report["budget"]
+    if budget is not None:
+        _require(budget, "budget.", ("plain", "drafted"), _is_curve, "two lists of as many numbers")
+        _require(budget, "budget.", ("plain_of_sizes",), lambda value: _are_costs(value, size), f"{size} numbers")
+        _require(budget, "budget.", ("reliability",), _is_reliability, f"{len(CONFIDENCE_LIMITS)} times three numbers")
+
+
+def _require(
+    values: dict[str, Any], owner: str, names: Iterable[str], is_right: Callable[[Any], bool], expected: str
+) -> None:
+    for name in names:
+        if name not in values:
+            raise ValueError(f"{owner}{name} is missing")
+        if not is_right(values[name]):
+            raise ValueError(f"{owner}{name} must be {expected}, got {str(values[name])[:80]}")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _are_numbers(value: Any, size: int | None = None) -> bool:
+    return isinstance(value, list) and size in (None, len(value)) and all(map(_is_number, value))
+
+
+def _are_costs(value: Any, size: int) -> bool:
+    """None where a cost is not known."""
+    return isinstance(value, list) and len(value) == size and all(n is None or _is_number(n) for n in value)
+
+
+def _is_curve(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != 2:
+        return False
+    return _are_numbers(value[0]) and _are_numbers(value[1], len(value[0]))
+
+
+def _is_reliability(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) != len(CONFIDENCE_LIMITS):
+        return False
+    return all(_are_numbers(row, 3) for row in value)
 
 
 class Phase(NamedTuple):
@@ -179,14 +277,11 @@ class Phase(NamedTuple):
 
 def phases(report: dict[str, Any]) -> list[Phase]:
     """The run by number of requests in a step, most first."""
-    names = ("requests", "tokens", "draft_tokens", "seconds", "draft_seconds", "asked")
-    columns = [report["stats"][f"{name}_by_batch"] for name in names]
+    columns = [report["stats"][name] for name in BY_BATCH]
     budget = report["budget"] or {}
     plain = budget.get("plain_of_sizes", [None] * len(columns[0]))
     found = []
-    for steps, requests, tokens, slots, seconds, draft_seconds, asked, cost in zip(
-        report["stats"]["steps_by_batch"], *columns, plain, strict=True
-    ):
+    for steps, requests, tokens, slots, seconds, draft_seconds, asked, cost in zip(*columns, plain, strict=True):
         if steps:
             known = math.nan if cost is None else cost
             found.append(Phase(requests / steps, steps, tokens, slots, seconds, draft_seconds, asked, known))

@@ -11,20 +11,17 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-import numba as nb
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.types import Draft
+from rollout_spec.jit import inlined, njit
+from rollout_spec.types import NUM_CONFIDENCE_BINS, Draft
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 POSITION_LIMITS = (1, 2, 4, 8, 16)
 """Slots of a draft share a counter up to these positions."""
-NUM_CONFIDENCE_BINS = 16
-CONFIDENCE_LIMITS = tuple(((i + 1) / NUM_CONFIDENCE_BINS) ** 2 for i in range(NUM_CONFIDENCE_BINS))
-"""Upper ends of the bins: finer towards 0, where it is decided whether a slot is worth its cost."""
 SURVIVAL_PRIOR = 6.0
 """Trials that the drafter's own confidence is worth."""
 MAX_TRIALS = 4096.0
@@ -91,7 +88,7 @@ class Survival:
         return np.stack((slots, confidence / some, accepted / some), 1)
 
 
-@nb.njit(cache=True)
+@inlined
 def _position_bin(position: int) -> int:
     index = 0
     for limit in POSITION_LIMITS:
@@ -99,13 +96,13 @@ def _position_bin(position: int) -> int:
     return index
 
 
-@nb.njit(cache=True)
+@inlined
 def _confidence_bin(confidence: float) -> int:
     """See CONFIDENCE_LIMITS."""
     return min(int(math.sqrt(confidence) * NUM_CONFIDENCE_BINS), NUM_CONFIDENCE_BINS - 1)
 
 
-@nb.njit(cache=True)
+@njit
 def predict_survival(confidence: Any, starts: Ints, counts: Floats, predicted: Floats) -> None:
     """Probability of each slot to be reached and accepted, never rising along a draft. O(D).
 
@@ -129,7 +126,7 @@ def predict_survival(confidence: Any, starts: Ints, counts: Floats, predicted: F
             predicted[j] = least
 
 
-@nb.njit(cache=True)
+@njit
 def _observe(confidence: Any, starts: Ints, num_verified: Ints, num_accepted: Ints, counts: Floats) -> None:
     for i in range(starts.size - 1):
         for j in range(num_verified[i]):
@@ -337,7 +334,7 @@ def _slope(tokens: Floats, seconds: Floats) -> float | None:
     return float((seconds[-1] - seconds[0]) / (tokens[-1] - tokens[0]))
 
 
-@nb.njit(cache=True)
+@njit
 def line(wanted: float, tokens: Floats, seconds: Floats, slope: float) -> float:
     """Interpolation, and beyond what is known so many seconds per token."""
     if wanted <= tokens[0]:
@@ -398,14 +395,14 @@ class RemainingLength:
         return mean, deviation
 
 
-@nb.njit(cache=True)
+@inlined
 def _moments(count: int, summed: float, squares: float) -> tuple[int, float, float]:
     """(number, mean, standard deviation)."""
     mean = summed / max(count, 1)
     return count, mean, math.sqrt(max(squares / max(count, 1) - mean * mean, 0.0))
 
 
-@nb.njit(cache=True)
+@njit
 def _predict_length(
     of_problem: Any, num_seen: Ints, of_run: Floats, rows: Ints, so_far: Ints, at_most: Ints, mean: Any, deviation: Any
 ) -> None:

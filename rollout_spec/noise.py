@@ -29,11 +29,9 @@ import operator
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import ArrayLike, NDArray
 
-DICE_VERSION = 1
-"""Changes whenever any bit of the dice does. Kernels that inline the dice keep it in the location of their cache."""
+from rollout_spec.jit import inlined, njit
 
 DOMAIN_TARGET = 0
 """Stream of the target's sample at each position; drafters may look at it. vLLM's fp32 noise."""
@@ -188,7 +186,7 @@ def token_keys(tokens: ArrayLike) -> UInt32Array:
 # (NUMBA_DISABLE_JIT=1); the low 32 bits are the same.
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def _mix_nb(state, word):  # type: ignore[no-untyped-def]
     word = (word * C1) & MASK
     word = ((word << 15) | (word >> 17)) & MASK
@@ -197,7 +195,7 @@ def _mix_nb(state, word):  # type: ignore[no-untyped-def]
     return (state * 5 + ADD) & MASK
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def row_state_nb(seed, position, domain):  # type: ignore[no-untyped-def]
     """State after seed and position, an integer below 2**32. Compute it once for many tokens of one position."""
     seed = int(seed)
@@ -206,7 +204,7 @@ def row_state_nb(seed, position, domain):  # type: ignore[no-untyped-def]
     return _mix_nb(h, int(position) & MASK)
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def finish_hash_nb(row_state, token):  # type: ignore[no-untyped-def]
     """The hash, an integer below 2**32, from `row_state_nb` and a token."""
     h = _mix_nb(row_state, int(token) & MASK) ^ LENGTH
@@ -217,26 +215,26 @@ def finish_hash_nb(row_state, token):  # type: ignore[no-untyped-def]
     return h ^ (h >> 16)
 
 
-@njit(cache=True, nogil=True)
+@inlined
 def gumbel_from_hash_nb(h):  # type: ignore[no-untyped-def]
     """float32 Gumbel noise of one hash (an integer below 2**32)."""
     u = min(float(np.float32((h + 0.5) * 2.0**-32)), MAX_UNIFORM)
     return np.float32(-math.log(-math.log1p(-u)))
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def hash32_nb(seed, position, token, domain=DOMAIN_TARGET):  # type: ignore[no-untyped-def]
     """Scalar `hash32` for compiled code. int64 in, uint32 out."""
     return np.uint32(finish_hash_nb(row_state_nb(seed, position, domain), token))
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def gumbel_nb(seed, position, token, domain=DOMAIN_TARGET):  # type: ignore[no-untyped-def]
     """Scalar `gumbel` for compiled code. int64 in, float32 out (called from Python: a float with that value)."""
     return gumbel_from_hash_nb(finish_hash_nb(row_state_nb(seed, position, domain), token))
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def finish_hashes_nb(row_state, keys, hashes):  # type: ignore[no-untyped-def]
     """`finish_hash_nb` for many tokens of one row, about 0.5 ns each.
 
@@ -256,7 +254,7 @@ def finish_hashes_nb(row_state, keys, hashes):  # type: ignore[no-untyped-def]
         hashes[i] = h ^ (h >> np.uint32(16))
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def uniforms_from_hashes_nb(hashes, uniforms):  # type: ignore[no-untyped-def]
     """`uniform_from_hash`. hashes: uint32 [n]; uniforms: float32 [n], written."""
     for i in range(hashes.shape[0]):

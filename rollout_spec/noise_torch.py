@@ -16,8 +16,8 @@ from typing import Any
 import numba
 import numpy as np
 import torch
-from numba import njit
 
+from rollout_spec.jit import njit
 from rollout_spec.noise import (
     ADD,
     C1,
@@ -113,7 +113,7 @@ def _uniform32_torch(seeds: torch.Tensor, positions: torch.Tensor, keys: torch.T
     return uniform.add_(high.to(torch.float32), alpha=2.0**-16)
 
 
-@njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _uniform32_nb(seeds, positions, keys, domain, hashes, uniforms):  # type: ignore[no-untyped-def]
     """seeds, positions: int64 [N]; keys: uint32 [1 or N, K]; hashes: uint32 [K], scratch; uniforms: float32 [N, K]."""
     for row in range(uniforms.shape[0]):

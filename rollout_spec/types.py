@@ -16,6 +16,11 @@ from numpy.typing import NDArray
 PLACEHOLDER_TOKEN_ID = -1
 """Pads `VerifyResult.output_token_ids` after a request's last emitted token, as in vLLM."""
 
+NUM_CONFIDENCE_BINS = 16
+CONFIDENCE_LIMITS = tuple(((i + 1) / NUM_CONFIDENCE_BINS) ** 2 for i in range(NUM_CONFIDENCE_BINS))
+"""Upper ends of the bins by which a drafter's confidence is compared with what was accepted: finer towards 0, where it
+is decided whether a slot is worth its cost."""
+
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 

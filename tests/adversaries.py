@@ -66,6 +66,26 @@ class Faulty(Adversary):
         return super().propose(req_ids, max_tokens)
 
 
+class Unbuildable(Adversary):
+    """Its constructor has a mistake, which is no wrong option."""
+
+    def __init__(self):
+        super().__init__()
+        len(5)  # TypeError
+
+
+class Silent(Adversary):
+    """Raises where it is asked about itself."""
+
+    def memory_bytes(self):
+        raise ArithmeticError("a fault of the drafter's own")
+
+    source_counts = memory_bytes
+
+    def begin_policy_version(self, version):
+        raise ArithmeticError("another fault of the drafter's own")
+
+
 class Unbounded(Adversary):
     """Drafts more than it was asked for, after a few drafts."""
 

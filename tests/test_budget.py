@@ -121,6 +121,19 @@ def test_a_drafter_that_gains_less_than_it_takes_is_left_alone():
         assert (sum(asked[-500:]) > 250) == often
 
 
+@pytest.mark.parametrize(("drafted_seconds", "often"), [(1.0, True), (1.7, False)])
+def test_a_drafter_must_gain_what_it_takes_after_its_slots_are_paid(drafted_seconds, often):
+    """Nine tokens in ten come true and save half a step each, the drafter takes 0.4 of one: it pays where slots are
+    free, and not where they leave 0.2."""
+    budget, rng, confidence = Budget(), np.random.default_rng(0), np.full((2, 1), 0.9)
+    asked = [
+        step(budget, confidence, lambda n: drafted_seconds if n else 1.0, int(rng.random() < 0.9), 0.4)[0]
+        for _ in range(1500)
+    ]
+    assert (sum(asked[-500:]) > 250) == often
+    assert often or sum(asked[-500:]) < 100
+
+
 def test_a_drafter_that_compiles_at_first_is_not_given_up():
     budget, confidence = Budget(), np.tile([0.9, 0.8], (2, 1))
     taken = [

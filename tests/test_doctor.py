@@ -6,18 +6,22 @@ import importlib
 import importlib.metadata
 import json
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rollout_spec import cli, doctor
+from rollout_spec import cli, doctor, jit_cache
 from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
-from rollout_spec.estimates import CONFIDENCE_LIMITS, MIN_OBSERVATIONS, Survival
+from rollout_spec.estimates import MIN_OBSERVATIONS, Survival
 from rollout_spec.integrations.session import run_command
-from rollout_spec.replay.engine import EngineCost, Learned, read_cost, run_phase
+from rollout_spec.jit_cache import Folder
+from rollout_spec.replay.cost import EngineCost, read_cost
+from rollout_spec.replay.engine import Learned, run_phase
 from rollout_spec.stats import SpeculationStats
+from rollout_spec.types import CONFIDENCE_LIMITS
 from tests.replay.test_simulated_engine import phase_requests
 
 
@@ -27,7 +31,7 @@ def a_report(**changed):
     session = SimpleNamespace(
         budget=budget,
         num_speculative_tokens=4,
-        drafter=SimpleNamespace(source_counts=lambda: {"own": (100, 30), "problem": (200, 70), "shared": (0, 0)}),
+        source_counts=lambda: {"own": [100, 30], "problem": [200, 70], "shared": [0, 0]},
     )
     for _ in range(10):
         stats.record([0] * 64, [0] * 64)
@@ -137,6 +141,9 @@ class Recorded(Learned):
         self.stats, self.cost, self.hits, self.without = SpeculationStats(), cost, 0, 0.0
         self.num_speculative_tokens = 8
 
+    def source_counts(self):
+        return {}
+
     def observe(self, step, verified, accepted):
         super().observe(step, verified, accepted)
         self.hits = int(accepted.sum())
@@ -179,6 +186,101 @@ def test_other_files_are_refused(tmp_path, capsys, content):
     path.write_text(content)
     assert cli.main(["doctor", str(path)]) == 2
     assert ("another version" if "format" in content else "is no report") in capsys.readouterr().err
+
+
+def _without(report, *path):
+    *owners, last = path
+    for name in owners:
+        report = report[name]
+    del report[last]
+
+
+def _fields(report):
+    """Paths to what a report needs."""
+    of_stats = [*doctor.STATS_NUMBERS, *doctor.BY_BATCH, "drafted_per_position", "accepted_per_position"]
+    return [
+        *((name,) for name in report if name != "format"),
+        *(("stats", name) for name in of_stats),
+        *(("budget", name) for name in report["budget"]),
+    ]
+
+
+def test_of_a_damaged_report_the_missing_field_is_named(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    for field in _fields(a_report()):
+        report = a_report()
+        _without(report, *field)
+        path.write_text(json.dumps(report))
+        assert cli.main(["doctor", str(path)]) == 2, field
+        error = capsys.readouterr().err
+        assert f"{path} is damaged: {'.'.join(field)} is missing" in error
+        assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (None, "stats", []),
+        (None, "device", None),
+        (None, "num_speculative_tokens", "4"),
+        (None, "budget", []),
+        ("sources", "own", [1]),
+        ("stats", "steps", None),
+        ("stats", "seconds_by_batch", [1.0]),
+        ("stats", "accepted_per_position", ["x"]),
+        ("budget", "plain", [[1.0], []]),
+        ("budget", "drafted", None),
+        ("budget", "plain_of_sizes", [None]),
+        ("budget", "reliability", [[0, 0, 0]]),
+    ],
+)
+def test_of_a_damaged_report_the_wrong_field_is_named(tmp_path, capsys, owner, name, value):
+    path, report = tmp_path / "report.json", a_report()
+    (report if owner is None else report[owner])[name] = value
+    path.write_text(json.dumps(report))
+    assert cli.main(["doctor", str(path)]) == 2
+    assert f"is damaged: {owner + '.' if owner else ''}{name} must be " in capsys.readouterr().err
+
+
+def test_a_report_with_every_field_is_read(tmp_path):
+    path = tmp_path / "report.json"
+    unknown = {**a_report()["budget"], "plain_of_sizes": [None] * 7}
+    for report in (a_report(), a_report(budget=None), a_report(budget=unknown, sources={})):
+        path.write_text(json.dumps(report))
+        assert doctor.read_report(path) == report
+
+
+def test_a_curve_that_cannot_be_written_is_refused_before_anything_is_explained(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(a_report()))
+    assert cli.main(["doctor", str(path), "--engine-cost", str(tmp_path / "none" / "cost.json")]) == 2
+    output = capsys.readouterr()
+    assert "none/cost.json" in output.err
+    assert output.out == ""
+
+
+@pytest.mark.parametrize("chosen", [None, "/dev/null/cache"])
+@pytest.mark.parametrize(
+    ("folder", "sound", "said"),
+    [
+        (Folder(Path("/home/me/.cache/rollout_spec/1"), False), True, "kept in /home/me/.cache/rollout_spec/1"),
+        (
+            Folder(Path("/tmp/rollout_spec-0/1"), True),
+            True,
+            "may be gone after a restart: set the environment",
+        ),
+        (None, False, "each process compiles the drafters anew: set the environment variable NUMBA_CACHE_DIR"),
+    ],
+)
+def test_the_place_of_compiled_code_is_shown_and_the_remedy(monkeypatch, folder, sound, said, chosen):
+    monkeypatch.setattr(jit_cache, "find_folder", lambda: folder)
+    monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
+    if chosen:
+        monkeypatch.setenv("NUMBA_CACHE_DIR", chosen)
+    lines = dict(map(reversed, doctor._check_compiler()))
+    (line,) = (line for line in lines if said in line)
+    assert lines[line] == sound
+    assert lines.get("NUMBA_CACHE_DIR=/dev/null/cache cannot be written") == (False if chosen else None)
 
 
 def test_a_curve_needs_a_report(tmp_path, capsys):

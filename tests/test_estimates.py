@@ -56,6 +56,28 @@ def test_survival_never_rises_along_a_draft(drafts):
     assert (predicted[confidence == 0] == 0).all()
 
 
+def test_survival_follows_a_policy_that_changes():
+    """After more outcomes than a counter holds, and then as many others."""
+    survival, starts = Survival(), np.arange(5001)
+    confidence, once = np.full(5000, 0.9, np.float32), np.ones(5000, np.int64)
+    survival.observe(confidence, starts, once, once)
+    assert survival_of(survival, confidence[:1], starts[:2])[0] > 0.99
+    assert survival.counts[..., 0].max() <= estimates.MAX_TRIALS
+    survival.observe(confidence, starts, once, np.zeros_like(once))
+    assert survival_of(survival, confidence[:1], starts[:2])[0] < 0.3
+    slots, said, _ = survival.reliability()[-1]
+    assert slots <= estimates.MAX_TRIALS
+    assert said == pytest.approx(0.9)
+
+
+def test_positions_share_counters_the_further_back_the_more():
+    survival, size = Survival(), np.array([20])
+    survival.observe(np.full(20, 0.9, np.float32), np.array([0, 20]), size, np.array([3]))
+    assert survival.counts[..., 0].sum(1).tolist() == [1, 1, 2, 4, 8, 4]
+    assert survival.counts[..., 1].sum() == pytest.approx(0.9 * 20)
+    assert survival.counts[..., 2].sum(1).tolist() == [1, 1, 1, 0, 0, 0]
+
+
 def test_slots_that_were_not_verified_do_not_count():
     survival = Survival()
     survival.observe(np.float32([0.9, 0.8, 0.9]), np.array([0, 2, 3]), np.array([1, 0]), np.array([1, 0]))
@@ -210,6 +232,14 @@ def test_remaining_length_is_what_is_left_of_longer_rollouts(rollouts, problem, 
         mean = (longer - so_far).mean()
         expected = (mean, max(longer.std(), 0.1 * mean))
     assert predict(lengths, problem, so_far, 600) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_the_newest_lengths_of_a_problem_replace_its_oldest():
+    lengths = RemainingLength()
+    for n in range(2 * MAX_LENGTHS + 5):
+        lengths.observe(1, 10 + n)
+    expected = np.arange(10, 10 + 2 * MAX_LENGTHS + 5)[-MAX_LENGTHS:]
+    assert predict(lengths, 1, 0, 1000) == pytest.approx((expected.mean(), expected.std()))
 
 
 def test_the_oldest_problem_makes_room(monkeypatch):

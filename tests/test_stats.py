@@ -67,6 +67,15 @@ def test_what_happened_between():
         assert getattr(first, name) + getattr(second, name) == getattr(stats, name)
 
 
+def test_a_step_without_drafting_asked_for_none():
+    stats = SpeculationStats()
+    for draft_seconds in (0.0, 0.1, 0.0):
+        stats.record_time(
+            1.0, num_requests=4, draft_tokens=0, tokens=4, draft_seconds=draft_seconds, reads_prompts=False
+        )
+    assert (stats.steps_by_batch, stats.asked_by_batch) == ([0, 0, 3], [0, 0, 1])
+
+
 def test_times_by_batch():
     stats = SpeculationStats()
     for requests, prompts in ((1, False), (3, False), (2, False), (64, True)):

@@ -26,7 +26,7 @@ def format_row(record: StepRecord) -> str:
 
 
 def make_report(generator: PairedGenerator, seconds: float) -> dict[str, Any]:
-    """Sum up a run. Times leave out the first step, in which code is compiled and caches fill.
+    """Sum up a run. Times leave out the first step, in which caches fill.
 
     Args:
         seconds: How long the whole demo took.
@@ -105,12 +105,13 @@ def plot_report(report: dict[str, Any], path: Path) -> None:
     for way, style in zip(WAYS, ("--", ":", "-"), strict=True):
         milliseconds = [1e3 * step["seconds"][way] / step["tokens"][way] for step in steps]
         seconds.plot(x, milliseconds, style, label=labels[way])
-    seconds.set(ylabel="ms per generated token", ylim=(0, None), title="GRPO rollouts, same weights and seeds")
-    seconds.legend()
+    seconds.set(ylabel="ms per generated token", ylim=(0, None))
+    figure.suptitle("GRPO rollouts, same weights and seeds")
+    seconds.legend(ncols=len(WAYS), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     length.plot(x, [step["mean_acceptance_length"] for step in steps], color="tab:green")
     length.set(ylabel="mean acceptance length", ylim=(1, None))
     reward.plot(x, [step["reward"] for step in steps], color="tab:red")
-    reward.set(ylabel="mean reward", xlabel="GRPO step", ylim=(0, 1))
+    reward.set(ylabel="mean reward", xlabel="GRPO step", ylim=(0, None))
     for axes in (seconds, length, reward):
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)

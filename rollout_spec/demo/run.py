@@ -149,7 +149,8 @@ def _train(policy_dir: Path, out_dir: Path, steps: int, seed: int, console: Any)
                 **engine,
             )
 
-    console.print("Starting the engines: TRL's with rollout_spec, and a stock one to compare with ...")
+    console.print("Starting the engines: TRL's with rollout_spec, and a stock one to compare with. The first time this")
+    console.print("compiles the drafters, which takes half a minute or more ...")
     progress = Progress(console=console, transient=True)
     bar = progress.add_task("GRPO", total=steps)
 

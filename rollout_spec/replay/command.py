@@ -1,4 +1,4 @@
-"""`rollout-spec replay`: recorded rollouts through a drafter, as a table and as JSON."""
+"""`rollout-spec replay`: recorded rollouts through a drafter, as a table and as JSON. Its options: `arguments.py`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from rollout_spec.config import MAX_SPECULATIVE_TOKENS
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import Drafter
+from rollout_spec.files import check_writable
 from rollout_spec.noise import derive_seed
-from rollout_spec.replay.engine import EngineCost, compare, read_cost
+from rollout_spec.replay.cost import EngineCost, read_cost
+from rollout_spec.replay.engine import compare
 from rollout_spec.replay.simulate import REGIMES, Regime, Request, replay
 from rollout_spec.replay.synthetic import SyntheticPolicy
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
@@ -27,46 +30,25 @@ SYNTHETIC_TOKENS = 512
 """Longest synthetic rollout."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the command's options."""
-    parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="Parquet files of recorded rollouts")
-    parser.add_argument("--drafter", default="mixture", help=f"one of {', '.join(DRAFTERS)}, or a dotted path")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="option of the drafter")
-    parser.add_argument("--regime", choices=[*REGIMES, "all"], default="all")
-    parser.add_argument("-k", "--num-speculative-tokens", type=int, default=16, metavar="K")
-    parser.add_argument("--batch", type=int, default=64, help="requests that advance together")
-    parser.add_argument("--prompts", type=int, help="only the first so many prompts of each file")
-    parser.add_argument("--samples", type=int, help="replayed samples per prompt")
-    parser.add_argument("--history", type=int, help="earlier samples per prompt in the epoch regime")
-    parser.add_argument("--frontier", action="store_true", help="replay at several thresholds of min_survival")
-    parser.add_argument(
-        "--engine-cost",
-        type=Path,
-        metavar="FILE",
-        help="simulate whole rollout phases with this cost curve (JSON: name, tokens, seconds) and compare budgets",
-    )
-    parser.add_argument("--policy", choices=["recorded", "synthetic"], default="recorded")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures there")
-
-
 def run(args: argparse.Namespace) -> int:
     """Replay as told. Returns the exit code; 2, with one line on stderr, for bad input."""
     try:
+        _check_numbers(args)
         if args.engine_cost is not None:
             for name, default in (("drafter", "mixture"), ("option", []), ("regime", "all"), ("policy", "recorded")):
                 if getattr(args, name) != default or args.frontier:
                     raise ValueError("--engine-cost compares budgets with a drafter of its own: leave out the options")
-        options = {name: json.loads(value) for name, value in (o.split("=", 1) for o in args.option)}
+        options = dict(map(_parse_option, args.option))
         if args.frontier and args.drafter not in DRAFTERS:
             raise ValueError("--frontier varies min_survival, which only the built-in drafters have")
         if args.drafter in DRAFTERS:
             options = {"max_draft_tokens": args.num_speculative_tokens, **options}
         build_drafter(args.drafter, **options)
-        files = [(path, read_traces(path, max_prompts=args.prompts)) for path in args.paths]
-        if args.num_speculative_tokens < 1 or args.batch < 1:
-            raise ValueError("-k and --batch must be at least 1")
+        if args.json is not None:
+            check_writable(args.json)
         cost = read_cost(args.engine_cost) if args.engine_cost else None
-    except (ValueError, OSError) as error:
+        files = [(path, read_traces(path, max_prompts=args.prompts)) for path in args.paths]
+    except (ImportError, OSError, ValueError) as error:
         print(f"rollout-spec replay: {error}", file=sys.stderr)
         return 2
     if cost is not None:
@@ -90,6 +72,29 @@ def run(args: argparse.Namespace) -> int:
         }
         args.json.write_text(json.dumps([{**row, **about} for row in rows], indent=1))
     return 0
+
+
+def _check_numbers(args: argparse.Namespace) -> None:
+    """Raise ValueError for numbers with which nothing can be replayed."""
+    if not 1 <= args.num_speculative_tokens <= MAX_SPECULATIVE_TOKENS:
+        raise ValueError(
+            f"-k must be between 1 and {MAX_SPECULATIVE_TOKENS} (vLLM's limit), got {args.num_speculative_tokens}"
+        )
+    for name in ("batch", "prompts", "samples", "history"):
+        value = getattr(args, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
+
+
+def _parse_option(text: str) -> tuple[str, Any]:
+    """A drafter's option, NAME=JSON."""
+    name, separator, value = text.partition("=")
+    try:
+        if separator:
+            return name, json.loads(value)
+    except json.JSONDecodeError:
+        pass
+    raise ValueError(f"--option must be NAME=JSON, e.g. min_survival=0.05 or index='\"ngram\"', got {text!r}")
 
 
 def _compare_budgets(

@@ -7,11 +7,9 @@ the last one has ended.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,62 +18,12 @@ from rollout_spec.budget import Budget, allocate
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.estimates import Floats, Ints, flatten
+from rollout_spec.replay.cost import EngineCost
 from rollout_spec.replay.simulate import Cursor, Request
 from rollout_spec.types import Draft
 
 MIN_SURVIVAL = 0.01
 """The drafters' default: what an engine drafts whose drafts are not cut otherwise."""
-
-
-class EngineCost(NamedTuple):
-    """What steps cost: seconds at given numbers of tokens, linear between them, and beyond as in their upper half."""
-
-    name: str
-    tokens: Floats
-    seconds: Floats
-    drafted_seconds: float
-    """What a step with drafts costs more, whatever their number: other graphs, synchronous scheduling."""
-    draft_seconds: float
-    """The drafter's work per request and step in which it is asked."""
-    draft_call_seconds: float = 0.0
-    """The drafter's work per step in which it is asked, however many the requests."""
-
-    def step(self, num_tokens: float) -> float:
-        """Seconds of a step without drafts."""
-        return float(self.steps(np.array([num_tokens]))[0])
-
-    def steps(self, num_tokens: NDArray[Any]) -> Floats:
-        """The same for many."""
-        half = (self.tokens.size - 1) // 2  # the last two may be equal by the accuracy of a measurement
-        slope = (self.seconds[-1] - self.seconds[half]) / (self.tokens[-1] - self.tokens[half])
-        beyond = np.maximum(np.asarray(num_tokens, np.float64) - self.tokens[-1], 0.0)
-        return np.asarray(np.interp(num_tokens, self.tokens, self.seconds) + slope * beyond)
-
-
-def read_cost(path: Path) -> EngineCost:
-    """Read a cost curve: JSON with `name`, `tokens`, `seconds` and, if wanted, `drafted_seconds`, `draft_seconds`,
-    `draft_call_seconds`.
-
-    Raises:
-        ValueError: a field is missing or not as expected.
-        OSError: the file cannot be read.
-    """
-    try:
-        values = json.loads(path.read_text())
-        cost = EngineCost(
-            str(values["name"]),
-            np.array(values["tokens"], np.float64),
-            np.array(values["seconds"], np.float64),
-            float(values.get("drafted_seconds", 0.0)),
-            float(values.get("draft_seconds", 0.0)),
-            float(values.get("draft_call_seconds", 0.0)),
-        )
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no cost curve: {error!r}") from None
-    rising = np.all(np.diff(cost.tokens) > 0) and np.all(np.diff(cost.seconds) >= 0)
-    if cost.tokens.ndim != 1 or cost.tokens.shape != cost.seconds.shape or cost.tokens.size < 2 or not rising:
-        raise ValueError(f"{path}: tokens must rise and seconds must not fall, two values or more of each")
-    return cost
 
 
 class Step(NamedTuple):

@@ -54,10 +54,13 @@ def read_traces(path: str | Path, *, max_prompts: int | None = None) -> list[Pro
         ValueError: the file is not Parquet or holds no rollouts, a column is missing or of another type, a token is
             missing, negative or beyond 31 bits, or a rollout's runs do not sum to its length.
         OSError: the file cannot be read.
+        ImportError: pyarrow is missing.
     """
-    import pyarrow as arrow
-    import pyarrow.parquet as parquet
-
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise ImportError(f"recordings are read with pyarrow ({error}): pip install 'rollout-spec[replay]'") from error
     if not Path(path).is_file():
         raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
     try:
@@ -70,6 +73,7 @@ def read_traces(path: str | Path, *, max_prompts: int | None = None) -> list[Pro
     if not table.num_rows:
         raise ValueError(f"{path}: no rollouts")
     prompts, completions = _token_lists(table, "prompt_tokens", path), _token_lists(table, "completion_tokens", path)
+    _refuse_nulls(table["prompt_id"], "prompt_id", path)
     sample_ids = _integers(table, "sample_id", path)
     epochs = _integers(table, "epoch", path) if "epoch" in table.column_names else [0] * table.num_rows
     all_runs = table["gen_runs"].to_pylist() if "gen_runs" in table.column_names else [None] * table.num_rows
@@ -81,7 +85,7 @@ def read_traces(path: str | Path, *, max_prompts: int | None = None) -> list[Pro
             problems[prompt_id] = Problem(prompt_id, [])
         tokens = completions[row]
         runs = tuple(all_runs[row] or (tokens.size,))
-        if sum(runs) != tokens.size or min(runs) < 0:
+        if not all(isinstance(run, int) and run >= 0 for run in runs) or sum(runs) != tokens.size:
             raise ValueError(
                 f"{path}: gen_runs of prompt {prompt_id!r}, sample {sample_ids[row]} are not lengths that sum to its "
                 f"{tokens.size} tokens: {list(runs)}"
@@ -97,8 +101,9 @@ def _integers(table: Any, name: str, path: str | Path) -> list[int]:
     import pyarrow as arrow
 
     column = table[name]
-    if not arrow.types.is_integer(column.type) or column.null_count:
-        raise ValueError(f"{path}: column {name} must hold integers without gaps, got {column.type}")
+    if not arrow.types.is_integer(column.type):
+        raise ValueError(f"{path}: column {name} must hold integers, got {column.type}")
+    _refuse_nulls(column, name, path)
     values: list[int] = column.to_pylist()
     return values
 
@@ -113,15 +118,23 @@ def _token_lists(table: Any, name: str, path: str | Path) -> list[Int32Array]:
     is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
     if not is_list or not arrow.types.is_integer(kind.value_type):
         raise ValueError(f"{path}: column {name} must hold lists of integers, got {kind}")
+    _refuse_nulls(column, name, path)
+    ends = np.cumsum(compute.list_value_length(column).to_numpy())
     flat = compute.list_flatten(column).combine_chunks()
-    if column.null_count or flat.null_count:
-        raise ValueError(f"{path}: column {name} has gaps")
+    if flat.null_count:
+        first = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False)))
+        row = int(np.searchsorted(ends, first, "right"))
+        raise ValueError(f"{path}: column {name} holds a null among the tokens of row {row}, counted from 0")
     values = flat.to_numpy(zero_copy_only=False)
     if values.size and not 0 <= values.min() <= values.max() < 2**31:
         raise ValueError(f"{path}: column {name} must hold tokens in [0, 2**31), got {values.min()} to {values.max()}")
-    lengths = compute.list_value_length(column).to_numpy()
-    ends = np.cumsum(lengths)
     return [tokens.astype(np.int32) for tokens in np.split(values, ends[:-1])]
+
+
+def _refuse_nulls(column: Any, name: str, path: str | Path) -> None:
+    if column.null_count:
+        row = int(np.argmax(column.is_null().to_numpy()))
+        raise ValueError(f"{path}: column {name} is null in row {row}, counted from 0")
 
 
 def num_tokens(problems: Sequence[Problem]) -> int:

@@ -11,12 +11,12 @@ import math
 from functools import lru_cache
 from typing import Any
 
-import numba as nb
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout_spec.jit import inlined, njit
 from rollout_spec.noise import (
     DOMAIN_TARGET,
     finish_hashes_nb,
@@ -47,7 +47,7 @@ def _noise_bounds() -> NDArray[np.float32]:
 NOISE_BOUNDS = _noise_bounds()
 
 
-@nb.njit(cache=True, nogil=True)
+@inlined
 def _sample_row(logits, temperature, seed, position, keys, bounds, hashes):
     """argmax of logits / temperature + noise; PLACEHOLDER_TOKEN_ID if the row has no distribution. O(V)."""
     best_token, best = 0, logits[0]
@@ -74,7 +74,7 @@ def _sample_row(logits, temperature, seed, position, keys, bounds, hashes):
     return best_token
 
 
-@nb.njit(cache=True, nogil=True)
+@inlined
 def _score_row(logits, temperature, token):
     """(log-probability of `token` under logits / temperature, tokens at least as probable). O(V)."""
     scale = np.float32(1.0) if temperature < GREEDY_TEMPERATURE else temperature
@@ -92,7 +92,7 @@ def _score_row(logits, temperature, token):
     return np.float32(np.float64(chosen) - highest - math.log(total)), rank
 
 
-@nb.njit(cache=True, nogil=True)
+@njit(nogil=True)
 def _verify(
     logits, scored, temperature, scored_temperature, seeds, positions, drafts, cu_drafts, keys, bounds, want_logprobs,
     output, num_accepted, targets, logprobs, ranks, num_invalid,

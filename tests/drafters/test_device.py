@@ -182,7 +182,7 @@ def test_unfinished_prompts_get_no_draft():
 
 
 def test_a_finished_rollout_ends_where_the_engine_ended_it():
-    """The engine samples past the end; stop tokens do not count before min_tokens."""
+    """The engine samples past the end; stop tokens do not count before min_tokens, nor in the prompt."""
     engine = Engine()
     keep = engine.start([7, 8])
     cases = {
@@ -190,6 +190,10 @@ def test_a_finished_rollout_ends_where_the_engine_ended_it():
         ((9,),): [1, 9],
         ((9, 3), 3): [1, 9, 2, 9],
         ((3, 4, 5, 6, 9), 5): [1, 9, 2, 9, 3],
+        ((8,),): [1, 9, 2, 9, 3],
+        ((9,), 2): [1, 9],
+        ((9,), 3): [1, 9, 2, 9],
+        ((9,), 4): [1, 9, 2, 9],
         ((), 0, 4): [1, 9, 2, 9],
     }
     for trim in cases:
@@ -222,6 +226,69 @@ def test_history_comes_back_from_the_host():
     _, drafts, _, _ = engine.propose()
     assert drafts[0].tolist()[:2] == [6, 7]
     engine.drafter.check_integrity()
+
+
+def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
+    """Of five tokens each: the host has room for three, and the problem on the device for exactly two."""
+    engine = Engine(max_problem_tokens=10, max_history_tokens=16)
+    drafter = engine.drafter
+    for version in range(4):
+        drafter.begin_policy_version(version)
+        request = engine.start([0, 1])
+        engine.commit(request, [5, 6, 7 + version])
+        engine.stop(request)
+    assert [(rollout.read()[0].tolist(), rollout.read()[2]) for rollout in drafter._archive_order] == [
+        ([0, 1, 5, 6, 7 + version], version) for version in (1, 2, 3)
+    ]
+    drafter._evict_oldest()
+    slot = engine.live[engine.start([0, 1])]
+    drafter._publish()
+    problem = drafter._live[slot].problem
+    assert problem.members[0] == slot
+    assert [drafter._documents[document, 3] for document in problem.members] == [3, 3, 2]
+    texts = []
+    for document in problem.members[1:]:
+        start, length = drafter._documents[document, :2].tolist()
+        texts.append(drafter._text[start : start + length].tolist())
+    assert texts == [[0, 1, 5, 6, 10], [0, 1, 5, 6, 9]]
+    drafter.check_integrity()
+
+
+def test_requests_without_a_prompt_leave_nothing_behind():
+    """They have no problem, so that nobody could draft from them."""
+    engine = Engine()
+    for _ in range(2):
+        request = engine.start([])
+        engine.commit(request, [1, 2, 1])
+        engine.stop(request)
+        engine.drafter.check_integrity()
+    assert not engine.drafter._archive_order
+    assert not engine.drafter._problems
+    assert engine.drafter._pool.gaps == [(0, 2000)]
+
+
+def test_without_the_dice_seeds_make_no_difference():
+    drafted = []
+    for use_dice, seed in ((False, 5), (True, None), (True, 5)):
+        engine = Engine(use_dice=use_dice)
+        for i in range(4):
+            request = engine.start([0, 1])
+            engine.commit(request, [5, 6 + i % 2, 8])
+            engine.stop(request)
+        for n in range(4):
+            engine.commit(engine.start([0, 1], seed=None if seed is None else seed + n), [5])
+        drafted.append(engine.propose()[1].tolist())
+    assert drafted[0] == drafted[1] != drafted[2]
+
+
+def test_full_counters_are_halved_when_a_request_ends():
+    engine = Engine()
+    for counters in (engine.drafter._all_counters, engine.reference.counters.fine):
+        counters[:2, 0], counters[:2, 1] = device.MAX_TRIALS, 101
+        counters[1, 0] -= 1
+    engine.stop(engine.start([1]))
+    for counters in (engine.drafter._all_counters, engine.reference.counters.fine):
+        assert counters[:2].tolist() == [[device.MAX_TRIALS // 2, 50], [device.MAX_TRIALS - 1, 101]]
 
 
 def test_a_slot_that_changes_hands_shows_nobody_the_newcomers_text():
@@ -303,6 +370,18 @@ def test_a_text_longer_than_its_row_stays_in_it():
     drafter.follow(torch.tensor([1, 0], dtype=torch.int32), history, total_len)
     assert drafter._text[MAX_LEN] == 0
     assert drafter._text[MAX_LEN - 1] == MAX_LEN - 1
+
+
+def test_a_newcomer_is_not_counted_for_its_predecessors_drafts():
+    """The slot's last drafts were never verified, and the newcomer begins with just those tokens."""
+    engine = Engine()
+    gone = engine.start([1, 2, 3, 1, 2])
+    _, drafts, _, _ = engine.propose()
+    engine.stop(gone)
+    newcomer = engine.start(drafts[0].tolist())
+    engine.commit(newcomer, [7])
+    assert not engine.drafter._all_counters.any()
+    assert not engine.reference.counters.fine.any()
 
 
 def test_warming_up_leaves_no_trace():

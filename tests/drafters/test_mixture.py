@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from rollout_spec import noise
-from rollout_spec.drafters import DRAFTERS, build_drafter, find_drafter, mixture, store
-from rollout_spec.drafters.kernels import BLEND, MAX_DEPTH, PAGE_TOKENS
+from rollout_spec.drafters import DRAFTERS, build_drafter, device_reference, find_drafter, kernels, mixture, store
+from rollout_spec.drafters.kernels import BLEND, MAX_DEPTH, NUM_NEAR_BINS, PAGE_TOKENS
 from rollout_spec.drafters.mixture import HistoryDrafter
 from tests import naive
 from tests.drafters.recorder import SLOW, Recorder, examples
@@ -321,6 +321,117 @@ def test_drafts_are_the_favourites_of_the_blended_model(history, own, seed):
         assert scores[token] == pytest.approx(max(scores.values()), abs=1e-5)
 
 
+def one_against_two(index, num_agreeing, common=()):
+    """What is drafted where one text agrees with all of the context and two with its last `num_agreeing` tokens.
+
+    They go on with `common` and then say 200 and twice 300: the one counts for more only where its match is longer.
+    """
+    recorder = make(index, recency=1.0)
+    settings = recorder.drafter._settings
+    recorder.drafter._settings = settings._replace(preference=np.ones_like(settings.preference))
+    context = list(range(100, 100 + MAX_DEPTH + 8))
+    recorder.start("whole", [1], [*context, *common, 200], problem_id=7)
+    for i in range(2):
+        recorder.start(str(i), [1], [2 + i] * 9 + [*context[-num_agreeing:], *common, 300], problem_id=7)
+    recorder.start("r", [1], [9, *context], problem_id=7)
+    return recorder.draft("r", len(common) + 1)
+
+
+@both_indexes
+def test_contexts_count_as_far_back_as_max_depth(index):
+    assert one_against_two(index, MAX_DEPTH - 1) == [200]
+    assert one_against_two(index, MAX_DEPTH) == [300]
+
+
+@both_indexes
+def test_matches_get_longer_in_a_draft_up_to_max_depth(index):
+    assert one_against_two(index, MAX_DEPTH - 2, [50]) == [50, 200]
+    assert one_against_two(index, MAX_DEPTH - 1, [50]) == [50, 300]
+
+
+def gathered(recorder, req_id):
+    """{source: (near bin, weight)} of what is found for a request."""
+    drafter, scratch = recorder.drafter, kernels._new_scratch(1)
+    drafter._flush()
+    text = np.array(recorder.context(req_id)[-MAX_DEPTH:], np.int32)
+    store, settings = drafter._store.arrays, drafter._settings
+    document = drafter._live[req_id].document
+    count = kernels._gather(store, drafter._index, settings, document, text, text.size, scratch)
+    found = scratch.positions, scratch.weights, scratch.natures
+    kernels._weigh(store, settings, document, len(recorder.texts()[document].tokens), count, *found)
+    weighed = zip(scratch.natures[:count].tolist(), scratch.weights[:count].tolist(), strict=True)
+    return {kernels.SOURCES[nature // NUM_NEAR_BINS]: (nature % NUM_NEAR_BINS, weight) for nature, weight in weighed}
+
+
+@both_indexes
+def test_candidates_weigh_by_source_distance_and_age(index):
+    """The prompt is no policy's and does not age."""
+    recorder = make(index, shared=True, recency=0.5)
+    prompt = [1, 2, 3, 9, 1, 2, 3]
+    recorder.start("old", prompt, [5, 6], problem_id=7)
+    recorder.drafter.begin_policy_version(2)
+    recorder.start("other", [8, 9, 1, 2, 3], [7], problem_id=8)
+    recorder.start("r", prompt, [*range(20, 30), 9, 1, 2, 3], problem_id=7)
+    weight = dict(zip(kernels.SOURCES, mixture.PREFERENCE, strict=True))
+    found = gathered(recorder, "r")
+    if index == "suffix":  # which asks other problems only where its own texts match fewer than four tokens
+        assert "shared" not in found
+    else:
+        assert found.pop("shared") == (1, pytest.approx(weight["shared"][1]))
+    assert found == {
+        "own": (1, pytest.approx(weight["own"][1])),
+        "problem": (1, pytest.approx(0.25 * weight["problem"][1])),
+        "prompt": (1, pytest.approx(weight["prompt"][1])),
+    }
+
+
+def test_other_problems_are_asked_where_ones_own_match_is_short():
+    recorder = make(shared=True)
+    recorder.start("other", [9, 1, 2, 3, 4], [7], problem_id=8)
+    recorder.start("own", [5, 2, 3, 4], [6], problem_id=7)
+    recorder.start("r", [5, 2, 3, 4], problem_id=7)
+    assert gathered(recorder, "r").keys() == {"problem"}
+    recorder.start("s", [1, 2, 3, 4], problem_id=7)
+    assert gathered(recorder, "s").keys() == {"problem", "shared"}
+
+
+def test_bins_of_distance_and_length():
+    distances = (0, 4, -4, 5, 32, -33, 256, 257, -1000)
+    assert [int(kernels._near_bin(distance)) for distance in distances] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    lengths = range(1, MAX_DEPTH + 1)
+    assert [int(kernels._length_bin(n)) for n in lengths] == [device_reference._length_bin(n) for n in lengths]
+
+
+@pytest.mark.parametrize(("num_said", "expected"), [(0, 200), (40, 300)])
+def test_what_was_said_at_about_the_same_place_weighs_more(num_said, expected):
+    recorder = make()
+    recorder.start("early", [1], [5, 6, 200], problem_id=7)
+    recorder.start("late", [1], [*range(20, 60), 5, 6, 300], problem_id=7)
+    recorder.start("r", [2], [*range(120, 120 + num_said), 5, 6], problem_id=7)
+    assert recorder.draft("r", 1) == [expected]
+
+
+def test_drafts_follow_texts_whose_pages_lie_apart():
+    """Rollouts that grow token by token in turns, so that none has two pages side by side."""
+    recorder = make()
+    texts = [[1000 * (i + 1) + n for n in range(5 * PAGE_TOKENS + 3)] for i in range(3)]
+    for i in range(3):
+        recorder.start(f"h{i}", [1, 2, 3], problem_id=7)
+    for column in zip(*texts, strict=True):
+        for i, token in enumerate(column):
+            recorder.extend(f"h{i}", [token])
+    recorder.drafter._flush()
+    pages = recorder.drafter._store.arrays.page_next
+    assert not ((pages >= 0) & (pages == np.arange(pages.size) + 1)).any()
+    for i, text in enumerate(texts):
+        recorder.start(f"r{i}", [1, 2, 3], text[:1], problem_id=7)
+        for at in range(1, len(text)):
+            (draft,) = recorder.propose(f"r{i}")
+            assert draft.token_ids.tolist() == text[at : at + K]
+            recorder.extend(f"r{i}", [text[at]])
+        recorder.stop(f"r{i}", keep=False)
+
+
 @both_indexes
 def test_the_more_frequent_continuation_is_drafted(index):
     recorder = make(index)
@@ -471,6 +582,89 @@ def test_outcomes_are_counted_up_to_the_first_difference_and_once():
             assert (trials[..., 0].sum(), trials[..., 1].sum()) == expected
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+def test_outcomes_are_counted_by_the_heaviest_source(seed):
+    """The prompt says the same, but weighs less, however long either match is."""
+    recorder = make()
+    for prompt, context in (([1, 2, 5, 6, 9, 1, 2], []), ([1, 2, 5, 6, 9, 2], []), ([8, 2, 5, 6, 9, 1, 2], [])):
+        recorder.start("h", [1, 2] if prompt[0] == 1 else [9, 2], [5, 6], problem_id=7)
+        recorder.start("r", prompt, context, problem_id=7, seed=seed)
+        before = recorder.drafter.source_counts()
+        assert recorder.draft("r", 2) == [5, 6]
+        recorder.drafter.observe(["r"], [[5, 7]], np.ones(1, np.int32))
+        after = recorder.drafter.source_counts()
+        gained = {name: tuple(np.subtract(after[name], before[name]).tolist()) for name in after}
+        assert gained == {name: (2, 1) if name == "problem" else (0, 0) for name in after}
+        recorder.stop("r", keep=False)
+        recorder.stop("h", keep=False)
+
+
+def test_confidence_is_the_chance_to_get_that_far():
+    recorder = make()
+    recorder.start("h", [1], [5, 6, 7, 8])
+    recorder.start("r", [1], [5])
+    confidence = recorder.propose("r")[0].confidence
+    assert confidence == pytest.approx(confidence[0] ** np.arange(1, 4), rel=1e-5)
+    recorder.drafter._calibration.coarse[..., 0] = 1000.0  # never right
+    assert recorder.propose("r")[0].confidence[0] < 0.01
+
+
+def test_full_counters_are_halved():
+    cell = np.array([kernels.MAX_TRIALS, 1000], np.float32)
+    kernels._trial(cell, True)
+    assert cell.tolist() == [kernels.MAX_TRIALS / 2 + 1, 501]
+    kernels._trial(cell, False)
+    assert cell.tolist() == [kernels.MAX_TRIALS / 2 + 2, 501]
+
+
+def test_the_exponent_is_1_until_another_is_clearly_ahead():
+    counts = np.zeros((len(kernels.SHARPNESSES), 2))
+    assert kernels._best_sharpness(counts) == 1.0
+    counts[-1, 1] = kernels.HEAD_START
+    assert kernels._best_sharpness(counts) == 1.0
+    counts[-1, 1] += 1
+    assert kernels._best_sharpness(counts) == kernels.SHARPNESSES[-1]
+
+
+def test_only_choices_say_which_exponent_is_right():
+    """A slot with one candidate follows one with two in the same place of the same row."""
+    recorder = make()
+    recorder.start("h", [1], [5, 6])
+    recorder.start("i", [1], [5, 7])
+    recorder.start("r", [1], [5], seed=3)
+    (chosen,) = recorder.draft("r", 1)
+    recorder.drafter.observe(["r"], [[chosen]], np.zeros(1, np.int32))
+    trials = recorder.drafter._calibration.by_sharpness[:, 0]
+    assert (trials == 1).all()
+    recorder.stop("i", keep=False)
+    assert recorder.draft("r", 1) == [6]
+    recorder.drafter.observe(["r"], [[6]], np.zeros(1, np.int32))
+    assert (trials == 1).all()
+
+
+def test_proposals_survive_the_growth_of_rows():
+    recorder = make()
+    recorder.start("h", [1], [5, 6])
+    recorder.start("r", [1])
+    assert recorder.draft("r", 2) == [5, 6]
+    size = recorder.drafter._rows.document.size
+    for i in range(size):
+        recorder.start(f"more{i}", [2])
+    assert recorder.drafter._rows.document.size > size
+    recorder.drafter.observe(["r"], [[5, 9]], np.ones(1, np.int32))
+    assert recorder.drafter.source_counts()["problem"] == (2, 1)
+
+
+def test_a_new_policy_forgets_a_part_of_every_counter():
+    recorder = make()
+    counters = recorder.drafter._calibration
+    for counts in (counters.coarse, counters.fine, counters.by_sharpness):
+        counts[:] = 100.0
+    recorder.drafter.begin_policy_version(1)
+    for counts in (counters.coarse, counters.fine, counters.by_sharpness):
+        assert np.allclose(counts, 100.0 * mixture.FORGET)
+
+
 def test_a_new_request_does_not_inherit_a_proposal():
     recorder = make()
     recorder.start("h", [1, 2], [5, 6, 7])
@@ -501,6 +695,24 @@ def test_history_is_bounded_and_the_oldest_rollouts_go_first(index):
         assert recorder.drafter._store.num_used_pages <= max_pages
     recorder.extend("live", [1, 2, 3, 1, 2])
     assert recorder.draft("live", 1) == [3]
+
+
+def test_history_may_fill_its_bound():
+    recorder = make(max_history_tokens=3 * PAGE_TOKENS)
+    for i in range(3):
+        recorder.start(str(i), [1], [i] * PAGE_TOKENS)
+        recorder.stop(str(i))
+        recorder.check()
+        assert recorder.drafter._store.num_used_pages == min(2 + i, 3)
+
+
+def test_what_nobody_asks_for_is_indexed_all_the_same():
+    """While nothing is drafted, what waits is bounded."""
+    recorder = make(max_history_tokens=16 * 10)
+    for i in range(20):
+        recorder.start(str(i), [1], [2] * 4)
+        recorder.stop(str(i))
+        assert recorder.drafter._num_pending < 10
 
 
 def test_live_requests_stay_whatever_the_bound():
@@ -566,6 +778,19 @@ def test_what_ended_drafts_is_tried_again():
             break
         recorder.drafter.observe(["r"], [[9]], np.zeros(1, np.int32))
     assert recorder.draft("r") != []
+
+
+def test_what_ended_a_draft_fades_by_cell_and_by_what_it_falls_back_on():
+    recorder = make(min_survival=0.3)
+    recorder.start("h", [1], [5, 6])
+    recorder.start("r", [1], [5])
+    counters = recorder.drafter._calibration
+    for counts in (counters.coarse, counters.fine):
+        counts[..., 0], counts[..., 1] = 1000.0, 100.0
+    assert recorder.draft("r") == []
+    for counts in (counters.coarse, counters.fine):
+        faded = counts[counts[..., 0] < 1000.0]
+        assert faded.tolist() == [pytest.approx([1000.0 * kernels.FADE, 100.0 * kernels.FADE])]
 
 
 @both_indexes

@@ -90,8 +90,9 @@ def test_contexts_shorter_than_the_order_find_nothing():
 
 @pytest.mark.parametrize("same_problem", [False, True])
 def test_entries_of_removed_rollouts_are_not_returned(same_problem):
-    """Pages and the problem's number are used again by the next rollout."""
+    """Pages are used again by the next rollout, and so is the problem's number, which a live request holds."""
     recorder = Recorder("ngram", shared=True)
+    recorder.start("stays", [9], problem_id=7)
     recorder.start("a", [1, 2], [5, 6, 7, 8] * 20, problem_id=7)
     recorder.drafter._flush()
     problem, pages = recorder.problem("a"), recorder.drafter._store.num_used_pages
@@ -107,14 +108,19 @@ def test_entries_of_removed_rollouts_are_not_returned(same_problem):
 
 
 def test_a_page_that_is_not_written_so_far_again_has_no_candidates():
+    """What follows there is another rollout's, though the context before it has been written again."""
     recorder = Recorder("ngram")
+    recorder.start("stays", [9], problem_id=7)  # it holds the problem's number, which the entries are found by
     recorder.start("a", [], [5, 6, 7, 8, 9, 5, 6, 7, 8], problem_id=7)
     recorder.drafter._flush()
+    problem, pages = recorder.problem("a"), recorder.drafter._store.num_used_pages
+    document = recorder.drafter._live["a"].document
     recorder.stop("a", keep=False)
     recorder.start("b", [], [5, 6, 7], problem_id=7)
     recorder.drafter._flush()
-    problem = recorder.problem("b")
-    document = recorder.drafter._live["b"].document
+    assert recorder.problem("b") == problem
+    assert recorder.drafter._live["b"].document == document
+    assert recorder.drafter._store.num_used_pages == pages
     assert recorder.table_candidates(problem, [5, 6, 7], LONG_ORDER) == []
     assert dict(recorder.table_candidates(problem, [5, 6], SHORT_ORDER)) == {(document, 2): 2}
 
@@ -144,6 +150,30 @@ def test_problems_are_apart_and_shared_entries_are_of_others():
     assert recorder.table_candidates(ours, context, LONG_ORDER) == [((documents["a"], 4), 5)]
     assert recorder.table_candidates(-1, context, SHARED_ORDER, other_than=ours) == [((documents["b"], 4), 5)]
     assert recorder.table_candidates(-1, context, SHARED_ORDER, other_than=theirs) == [((documents["a"], 4), 5)]
+
+
+def test_problems_are_apart_where_their_entries_look_the_same():
+    """In a table of one bucket every sixtieth problem or so has the same tag."""
+    recorder = Recorder("ngram", shared=True)
+    texts = [[1, 2, 3, 4, 100 + i] for i in range(150)]
+    for i, text in enumerate(texts):
+        recorder.start(str(i), [], text, problem_id=i)
+    recorder.drafter._flush()
+    looks_alike = 0
+    for asking in range(len(texts)):
+        recorder.drafter._index = recorder.drafter._index._replace(buckets=ngram.new_buckets(1))
+        index, store = recorder.drafter._index, recorder.drafter._store.arrays
+        tags = []
+        for i in [*range(asking + 1, asking + WAYS), asking]:
+            i %= len(texts)
+            problem, document = recorder.problem(str(i)), recorder.drafter._live[str(i)].document
+            text = np.array(texts[i], np.int32)
+            kernels._table_insert(index, problem, int(store.document_last[document]), text, 4, LONG_ORDER)
+            tags.append(int(kernels._tag(np.uint64(kernels._ngram_hash(problem, text, 4, LONG_ORDER)))))
+        looks_alike += tags.count(tags[-1]) > 1
+        found = recorder.table_candidates(recorder.problem(str(asking)), [1, 2, 3, 4], LONG_ORDER)
+        assert [document for (document, _), _ in found] == [recorder.drafter._live[str(asking)].document]
+    assert looks_alike
 
 
 def test_nothing_that_was_found_is_lost_when_the_table_grows():

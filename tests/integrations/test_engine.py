@@ -19,6 +19,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from rollout_spec import doctor, engine_kwargs, noise
 from rollout_spec.integrations import vllm_v1
 from rollout_spec.integrations.session import sampled_tokens
+from rollout_spec.types import Draft
 from tests.integrations.engines import (
     assert_same,
     build,
@@ -110,16 +111,48 @@ def test_preempted_requests_keep_their_dice(tiny_model, off, reference_model):
     assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
 
 
-def test_history_holds_the_rollouts_as_trimmed(adversarial):
-    """What the drafter keeps is what the caller got: nothing past the end of sequence or the length."""
-    params = mixed_params(16, 11, temperature=1.0)
+def test_history_holds_the_rollouts_as_trimmed(adversarial, off, monkeypatch):
+    """What the drafter keeps is what the caller got: nothing past the end of sequence or the length.
+
+    The drafter knows what is coming, so that most rollouts end with an accepted draft, after which the step samples on.
+    """
+    params = [*mixed_params(24, 11, temperature=1.0), *mixed_params(2, 12, ignore_eos=True)]
+    texts = [list(output.token_ids) for output in generate(off, params)]
+    session = runner_of(adversarial).drafter.session
+    drafter, seen = session.drafter, []
+    request_of = {}  # each request's place, by its seed
+
+    def start_request(req_id, prompt_token_ids, *, problem_id=None, seed=None):
+        type(drafter).start_request(drafter, req_id, prompt_token_ids)
+        request_of[req_id] = [p.seed for p in params].index(
+            runner_of(adversarial).requests[req_id].sampling_params.seed
+        )
+
+    def propose(req_ids, max_tokens):
+        drafts = []
+        for req_id, limit in zip(req_ids, max_tokens, strict=True):
+            at = len(drafter._outputs[req_id])
+            tokens = np.array(texts[request_of[req_id]][at : at + max(int(limit), 0)], np.int32)
+            drafts.append(Draft(tokens, np.ones(len(tokens), np.float32)))
+        return drafts
+
+    def observe(req_ids, target_token_ids, num_accepted):
+        for req_id, targets, accepted in zip(req_ids, target_token_ids, num_accepted, strict=True):
+            seen.append((request_of[req_id], [*drafter._outputs[req_id], *targets[: accepted + 1]]))
+
+    monkeypatch.setattr(drafter, "start_request", start_request)
+    monkeypatch.setattr(drafter, "propose", propose)
+    monkeypatch.setattr(drafter, "observe", observe)
+    num_finished = len(drafter.finished)
     outputs = generate(adversarial, params)
-    generate(
-        adversarial, mixed_params(1, 12, max_tokens=2, ignore_eos=True)
-    )  # ended requests are noticed one step later
-    kept = {tuple(tokens) for tokens in runner_of(adversarial).drafter.session.drafter.finished}
-    for output in outputs:
-        assert tuple(output.token_ids) in kept
+    # Ended requests are noticed one step later.
+    params.append(mixed_params(1, 13, max_tokens=2, ignore_eos=True)[0])
+    texts.append([])
+    generate(adversarial, params[-1:])
+    assert [list(output.token_ids) for output in outputs] == texts[:-1]
+    assert sorted(drafter.finished[num_finished:]) == sorted(texts[:-1])
+    past_the_end = {i for i, sampled in seen if len(sampled) > len(texts[i]) and outputs[i].finish_reason == "stop"}
+    assert len(past_the_end) > 3
 
 
 # -- the distribution ------------------------------------------------------------------------------------------------

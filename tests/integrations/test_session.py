@@ -10,21 +10,36 @@ import numpy as np
 import pytest
 
 from rollout_spec import RolloutSpecConfig
+from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.integrations import session as session_module
-from rollout_spec.integrations.session import RECENT_STEPS, STEPS_PER_AGREEMENT, DraftingSession, Outcome, run_command
+from rollout_spec.integrations.session import (
+    RECENT_STEPS,
+    STEPS_PER_AGREEMENT,
+    DraftingSession,
+    Outcome,
+    problem_id_of,
+    run_command,
+)
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Draft
 
 
 def a_request(prompt=(1, 2, 3)):
     params = SimpleNamespace(
-        temperature=1.0, seed=5, max_tokens=200, eos_token_id=None, stop_token_ids=[], min_tokens=0, extra_args=None
+        temperature=1.0,
+        seed=5,
+        max_tokens=200,
+        eos_token_id=None,
+        stop_token_ids=[],
+        stop=[],
+        min_tokens=0,
+        extra_args=None,
     )
     return SimpleNamespace(prompt_token_ids=list(prompt), sampling_params=params, lora_request=None, mm_features=None)
 
 
 def a_session(agree=None, max_step_tokens=64, **options):
-    config = RolloutSpecConfig(num_speculative_tokens=4, drafter="suffix", **options)
+    config = RolloutSpecConfig(**{"num_speculative_tokens": 4, "drafter": "suffix", **options})
     engine = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=500, get_vocab_size=lambda: 50),
         scheduler_config=SimpleNamespace(max_num_batched_tokens=max_step_tokens),
@@ -117,7 +132,8 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
     else:
         assert run(session, 5, a_request()) == [[]] * 5
         assert session._stats.drafter_errors == 1
-        run_command(session, session._stats, "set_enabled", True)
+        with pytest.raises(RuntimeError, match="its drafter has raised"):
+            run_command(session, session._stats, "set_enabled", True)
         assert not session.enabled
 
 
@@ -312,6 +328,189 @@ def test_drafts_leave_room_in_the_step():
         slots = len(drafts.get("a", []))
         longest.append(slots)
     assert max(longest) == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "sampled", "kept"),
+    [
+        pytest.param({"eos_token_id": 9}, [4, 9, 5], [4, 9], id="end-of-sequence"),
+        pytest.param({"eos_token_id": 9}, [4, 9], [4, 9], id="end-of-sequence-comes-last"),
+        pytest.param({"eos_token_id": 9, "stop_token_ids": [7, 5]}, [4, 5, 9], [4, 5], id="stop-token"),
+        pytest.param({"eos_token_id": 9, "min_tokens": 2}, [9, 9, 5], [9, 9], id="not-before-min-tokens"),
+        pytest.param({"max_tokens": 2}, [4, 5, 6], [4, 5], id="length"),
+    ],
+)
+def test_the_history_ends_where_the_request_does(params, sampled, kept):
+    """A step can sample past an accepted end of sequence; nothing after it is indexed, or drafted for."""
+    session, request, shown = a_session(), a_request(), []
+    for name, value in params.items():
+        setattr(request.sampling_params, name, value)
+    extend = session.drafter.extend
+    session.drafter.extend = lambda req_id, tokens: (shown.extend(tokens), extend(req_id, tokens))
+    assert not any(advance(session, {"a": sampled}, requests={"a": request}).values())
+    assert shown == kept
+    assert session.live["a"] == len(request.prompt_token_ids) + len(kept)
+    advance(session, {"a": [4, 4]}, requests={"a": request})  # the engine notices the end a step later
+    assert shown == kept
+    lengths = []
+    session.budget.lengths.observe = lambda problem, length: lengths.append(length)
+    advance(session, {}, ended=["a"])
+    assert lengths == [len(kept)]
+
+
+def test_a_stop_token_before_min_tokens_ends_nothing():
+    session, request = a_session(), a_request()
+    request.sampling_params.eos_token_id, request.sampling_params.min_tokens = 9, 4
+    for tokens in ([9, 9], [9]):
+        advance(session, {"a": tokens}, requests={"a": request})
+    assert session.live["a"] == len(request.prompt_token_ids) + 3
+    assert not session._complete
+    advance(session, {"a": [9, 9]}, requests={"a": request})
+    assert session.live["a"] == len(request.prompt_token_ids) + 4
+    assert session._complete == {"a"}
+
+
+class Listener:
+    """A drafter that keeps what it is told, and drafts as many sevens as it may."""
+
+    def __init__(self):
+        self.started, self.limits, self.observed = {}, [], []
+
+    def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
+        self.started[req_id] = (problem_id, seed)
+
+    def extend(self, req_id, new_token_ids):
+        pass
+
+    def propose(self, req_ids, max_tokens):
+        self.limits.append(dict(zip(req_ids, max_tokens.tolist(), strict=True)))
+        sizes = np.maximum(max_tokens, 0).tolist()
+        return [Draft(np.full(n, 7, np.int32), np.linspace(0.9, 0.5, n, dtype=np.float32)) for n in sizes]
+
+    def observe(self, req_ids, target_token_ids, num_accepted):
+        said = zip(target_token_ids, num_accepted.tolist(), strict=True)
+        self.observed.append(dict(zip(req_ids, said, strict=True)))
+
+    def stop_request(self, req_id, *, keep=True):
+        pass
+
+
+def a_listening_session(**options):
+    session = a_session(**{"budget": False, **options})
+    session.drafter = Listener()
+    return session, session.drafter
+
+
+def test_the_drafter_learns_from_every_draft_that_the_target_went_past():
+    """Also from one that was not verified: the next token says whether its first one was right."""
+    session, drafter = a_listening_session()
+    assert set(advance(session, {"a": [1], "b": [2], "c": [3]})) == {"a", "b", "c"}
+    assert drafter.observed == []
+    advance(session, {"a": [7, 9], "b": [5], "new": [4]}, {"a": Outcome([7, 9, 6], 1, 2)})
+    assert drafter.observed == [{"a": ([7, 9, 6], 1), "b": ([5], 0)}]
+
+
+def test_drafts_of_before_it_was_switched_off_are_forgotten():
+    session, drafter = a_listening_session()
+    advance(session, {"a": [1]})
+    session.enabled = False
+    advance(session, {"a": [2]})
+    session.enabled = True
+    advance(session, {"a": [3]})
+    assert drafter.observed == []
+
+
+def test_the_budget_learns_of_each_draft_what_was_verified_and_accepted(monkeypatch):
+    session, _ = a_listening_session(budget=True)
+    monkeypatch.setattr(session.budget, "wants_drafts", lambda num_tokens: True)
+    monkeypatch.setattr(session.budget, "decide", lambda confidence, starts, *args, **kwargs: np.array([2, 0, 3]))
+    seen = []
+    monkeypatch.setattr(session.budget.survival, "observe", lambda *args: seen.append([a.tolist() for a in args[1:]]))
+    assert advance(session, {"a": [1], "b": [2], "c": [3]}) == {"a": [7, 7], "b": [], "c": [7, 7, 7]}
+    outcomes = {"c": Outcome([7, 7, 9], 2, 2), "a": Outcome([7, 7, 1], 2, 2)}  # the scheduler has cut one of c
+    advance(session, {"c": [7, 7, 9], "b": [5], "a": [7, 7, 1]}, outcomes)
+    assert seen == [[[0, 4, 8, 12], [2, 0, 2], [2, 0, 2]]]
+
+
+def test_remaining_lengths_are_asked_for_by_problem_and_tokens_said(monkeypatch):
+    session, _ = a_listening_session(budget=True)
+    requests = {"a": a_request([1, 2, 3]), "b": a_request([4])}
+    requests["a"].sampling_params.extra_args = {"rollout_spec": {"problem_id": 77}}
+    asked = []
+
+    def predict(problems, so_far, at_most):
+        asked.append((problems, so_far.tolist(), at_most.tolist()))
+        return np.ones(2), np.ones(2)
+
+    monkeypatch.setattr(session.budget.lengths, "predict", predict)
+    monkeypatch.setattr(session.budget, "wants_drafts", lambda num_tokens: True)
+    monkeypatch.setattr(session.budget, "decide", lambda confidence, starts, *args, **kwargs: np.zeros(2, np.int64))
+    advance(session, {"a": [1], "b": [2]}, requests=requests)
+    advance(session, {"a": [1, 1], "b": [2]}, requests=requests)
+    assert asked[-1] == ([77, problem_of_prompt([4])], [3, 2], [197, 198])
+    assert session.drafter.started == {"a": (77, 5), "b": (None, 5)}
+
+
+def test_a_drafter_that_is_not_asked_takes_no_time(monkeypatch):
+    """Steps without it must not make it look cheaper."""
+    session, drafter = a_listening_session(budget=True)
+    asked, learnt = iter([True, False, True, True]), []
+    monkeypatch.setattr(session.budget, "wants_drafts", lambda num_tokens: next(asked))
+    monkeypatch.setattr(session.budget, "decide", lambda confidence, starts, *args, **kwargs: np.zeros(2, np.int64))
+    monkeypatch.setattr(session.budget, "observe_step", lambda *args, **kwargs: learnt.append(kwargs))
+    for _ in range(4):
+        advance(session, {"a": [1], "b": [2]})
+    assert len(drafter.limits) == 3
+    assert [step["num_asked"] for step in learnt] == [2, 0, 2]
+    assert [step["draft_seconds"] > 0 for step in learnt] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "verify", "seed"), [(1.0, "sample", 5), (0.0, "sample", None), (1.0, "rejection", None)]
+)
+def test_the_drafter_knows_the_seeds_that_decide_what_is_sampled(temperature, verify, seed):
+    session, drafter = a_listening_session(verify=verify)
+    request = a_request()
+    request.sampling_params.temperature = temperature
+    advance(session, {"a": [1]}, requests={"a": request})
+    assert drafter.started == {"a": (None, seed)}
+
+
+def test_drafts_end_where_the_model_does():
+    """The last position is the target's own token."""
+    session, drafter = a_listening_session()
+    session._max_model_len = 8
+    request = a_request([1, 2, 3])
+    for token in (4, 5, 6, 7):
+        advance(session, {"a": [token]}, requests={"a": request})
+    assert drafter.limits == [{"a": 3}, {"a": 2}, {"a": 1}, {"a": 0}]
+
+
+def test_an_id_that_comes_again_is_another_request():
+    session, drafter = a_listening_session()
+    request = a_request()
+    request.sampling_params.max_tokens = 3
+    advance(session, {"a": [1, 2, 3]}, requests={"a": request})
+    advance(session, {"a": [4]}, ended=["a"], requests={"a": request})
+    assert session.live == {"a": 4}
+    assert drafter.limits == [{"a": 1}]
+
+
+def test_problems_are_told_apart_by_all_that_shapes_their_outputs():
+    def problem(prompt=(1, 2, 3), adapter=None, images=(), **extra_args):
+        request = a_request(prompt)
+        request.sampling_params.extra_args = extra_args
+        request.lora_request = SimpleNamespace(lora_name=adapter) if adapter else None
+        request.mm_features = [SimpleNamespace(identifier=image) for image in images]
+        return problem_id_of(request)
+
+    assert problem() is None
+    assert problem(rollout_spec={"problem_id": 0}, adapter="x") == 0
+    variants = [{"adapter": "x"}, {"adapter": "y"}, {"images": ["i"]}, {"images": ["i", "j"]}, {"images": ["j", "i"]}]
+    variants += [{"adapter": "x", "images": ["i"]}, {"adapter": "x", "prompt": [1, 2, 4]}]
+    ids = [problem(**variant) for variant in variants]
+    assert len(set(ids)) == len(ids)
+    assert ids == [problem(**variant) for variant in variants]
 
 
 @pytest.mark.parametrize("budget", [False, True])

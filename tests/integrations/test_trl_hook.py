@@ -14,8 +14,11 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from vllm import SamplingParams
 
 from rollout_spec import RolloutSpecGenerator, doctor
+from rollout_spec.integrations.trl_hook import NUM_CHECKED_TOKENS, logprob_errors
+from tests.integrations.engines import build
 
 pytestmark = pytest.mark.engine
 
@@ -66,7 +69,9 @@ def test_grpo_with_speculation(tiny_model, tmp_path):
             seen.append((sampling_params, outputs, again))
             return outputs
 
-    generator = Recording(llm_kwargs=FP32, num_speculative_tokens=4, drafter_options={"min_survival": 0.0})
+    generator = Recording(
+        llm_kwargs=FP32, num_speculative_tokens=4, budget=False, drafter_options={"min_survival": 0.0}
+    )
     trainer = make_trainer(tiny_model, tmp_path, [generator])
     ENGINES.append(generator.llm)
     trainer.train()
@@ -78,30 +83,153 @@ def test_grpo_with_speculation(tiny_model, tmp_path):
     seeds = [params.seed for sampling_params, _, _ in seen for params in sampling_params]
     assert len(set(seeds)) == len(seeds) == 24
     assert generator.policy_version == 3
+    drafter = generator.llm.llm_engine.model_executor.driver_worker.model_runner.drafter.session.drafter
+    assert drafter._version == 3
     assert generator.logprob_error[1] < 1e-4
     logs = [entry for entry in trainer.state.log_history if "rollout_spec/tokens" in entry]
     assert len(logs) == 3
     assert logs[-1]["rollout_spec/policy_version"] == 3
-    assert sum(entry["rollout_spec/draft_tokens"] for entry in logs) > 0
+    stats = generator.stats()
+    for name in ("draft_tokens", "accepted_tokens"):  # each log tells what is new since the last one
+        assert sum(entry[f"rollout_spec/{name}"] for entry in logs) == stats[name] > 0
+    said = [sum(len(output.outputs[0].token_ids) for output in outputs) for _, outputs, _ in seen]
+    assert [entry["rollout_spec/tokens"] for entry in logs] == said, "what was sampled past an end does not count"
     assert all(entry["rollout_spec/generation_seconds"] > 0 for entry in logs)
     assert all(entry["rollout_spec/drafter_errors"] == 0 for entry in logs)
     report = doctor.read_report(tmp_path / "rollout_spec.json")
     assert "Where the time of a step goes" in doctor.explain(report)
     # What TRL itself sees: log-probabilities that its own forward pass confirms.
     assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logs)
-    drafter = generator.llm.llm_engine.model_executor.driver_worker.model_runner.drafter.session.drafter
     drafter.check_integrity()
 
 
 def test_rloo_with_truncated_sampling(tiny_model, tmp_path):
-    generator = RolloutSpecGenerator(llm_kwargs=FP32, num_speculative_tokens=4)
+    """RLOO asks for no log-probabilities: the engine gives them for the check, and the trainer sees none."""
+    seen = []
+
+    class Recording(RolloutSpecGenerator):
+        def generate(self, prompts, sampling_params, *args, **kwargs):
+            outputs = super().generate(prompts, sampling_params, *args, **kwargs)
+            seen.append(outputs)
+            return outputs
+
+    generator = Recording(llm_kwargs=FP32, num_speculative_tokens=4)
     trainer = make_trainer(
         tiny_model, tmp_path, [generator], RLOOTrainer, RLOOConfig, max_steps=2, top_p=0.9, top_k=8, min_p=0.02
     )
     ENGINES.append(generator.llm)
     trainer.train()
     assert generator.stats()["emitted_tokens"] > 0
-    assert math.isnan(generator.logprob_error[0]), "RLOO asks for no log-probabilities, so there is nothing to check"
+    assert 0 < generator.logprob_error[1] < 1e-4
+    assert len(seen) == 2
+    for outputs in seen:
+        for output in outputs:
+            assert output.outputs[0].logprobs is None
+            assert output.outputs[0].cumulative_logprob is None
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"repetition_penalty": 1.3},
+        {"generation_kwargs": {"frequency_penalty": 0.5, "min_tokens": 4, "bad_words": ["w3"]}},
+        {"vllm_structured_outputs_regex": "(w1|w2)(w3|w4)+"},
+    ],
+    ids=str,
+)
+def test_logits_that_the_engine_changes_are_no_alarm(tiny_model, tmp_path, changed, caplog):
+    """Penalties, masks and grammars change log-probabilities, and the trainer's forward pass knows nothing of them."""
+    generator = RolloutSpecGenerator(llm_kwargs=FP32, num_speculative_tokens=4)
+    trainer = make_trainer(tiny_model, tmp_path, [generator], max_steps=2, **changed)
+    ENGINES.append(generator.llm)
+    trainer.train()
+    assert math.isnan(generator.logprob_error[0])
+    said = [record.getMessage() for record in caplog.records if "were not compared" in record.getMessage()]
+    assert len(said) == 1
+    assert "penalties, masks or grammars" in said[0]
+
+
+def test_dice_are_never_rolled_again(tiny_model, tmp_path):
+    """Evaluation, training and training once more, in one process: every rollout has a seed of its own."""
+    seeds = []
+
+    class Recording(RolloutSpecGenerator):
+        def generate(self, prompts, sampling_params, *args, **kwargs):
+            seeds.extend(params.seed for params in sampling_params)
+            return super().generate(prompts, sampling_params, *args, **kwargs)
+
+    generator = Recording(llm_kwargs=FP32, num_speculative_tokens=4)
+    trainer = make_trainer(tiny_model, tmp_path, [generator], max_steps=1, max_completion_length=4)
+    ENGINES.append(generator.llm)
+    trainer.evaluate(Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5 w6"]}))
+    assert seeds
+    for _ in range(2):
+        before = len(seeds)
+        trainer.train()
+        assert len(seeds) > before
+    assert len(set(seeds)) == len(seeds)
+
+
+def test_the_engine_as_a_rollout_function_uses_it(tiny_model, tmp_path):
+    """Distinct seeds of the caller's own, no parameters at all, one prompt alone, and chats."""
+    generator = RolloutSpecGenerator(llm_kwargs=FP32, num_speculative_tokens=4)
+    make_trainer(tiny_model, tmp_path, [generator])
+    llm = generator.llm
+    ENGINES.append(llm)
+    prompts = [{"prompt_token_ids": [1, 4, 9]}] * 3
+    first, again = (
+        llm.generate(prompts, [SamplingParams(seed=seed, max_tokens=8) for seed in (1, 2, 3)], use_tqdm=False)
+        for _ in range(2)
+    )
+    assert [o.outputs[0].token_ids for o in first] == [o.outputs[0].token_ids for o in again]
+    assert generator.logprob_error[1] < 1e-4
+    assert len(llm.generate(prompts, use_tqdm=False)) == 3
+    assert len(llm.generate("w1 w2", use_tqdm=False)) == 1
+    with pytest.raises(ValueError, match="copies"):
+        llm.generate(prompts, SamplingParams(seed=1), use_tqdm=False)
+    different = [{"prompt_token_ids": [1, 4 + i]} for i in range(3)]
+    assert len(llm.generate(different, SamplingParams(seed=1, max_tokens=2), use_tqdm=False)) == 3
+
+    chats, params = [[{"role": "user", "content": "w5 w6"}]] * 4, SamplingParams(max_tokens=16)
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    before = generator._num_tokens
+    outputs = llm.chat(chats, params, use_tqdm=False, chat_template=template)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) > 1
+    assert generator._num_tokens - before == sum(len(output.outputs[0].token_ids) for output in outputs)
+    generator._num_generations -= 1
+    repeated = llm.chat(chats, params, use_tqdm=False, chat_template=template)
+    assert [o.outputs[0].token_ids for o in repeated] == [o.outputs[0].token_ids for o in outputs]
+    assert len(llm.chat(chats[0], params, use_tqdm=False, chat_template=template)) == 1
+
+
+def test_one_generator_serves_one_trainer(tiny_model, tmp_path):
+    generator = RolloutSpecGenerator(llm_kwargs=FP32)
+    make_trainer(tiny_model, tmp_path, [generator])
+    ENGINES.append(generator.llm)
+    with pytest.raises(ValueError, match="serves another trainer already"):
+        make_trainer(tiny_model, tmp_path, [generator])
+
+
+def test_one_trainer_takes_one_generator(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="takes one RolloutSpecGenerator and has 2"):
+        make_trainer(tiny_model, tmp_path, [RolloutSpecGenerator(), RolloutSpecGenerator()])
+
+
+def test_a_trainer_whose_construction_fails_leaves_nothing_behind(tiny_model, tmp_path, monkeypatch):
+    """The next engine of that model is not ours, and the next trainer's is, with the same callback or a new one."""
+    generator = RolloutSpecGenerator(llm_kwargs=FP32, num_speculative_tokens=4)
+    with monkeypatch.context() as patch:
+        patch.setattr("trl.generation.vllm_generation.is_vllm_available", lambda: False)
+        with pytest.raises(ImportError):
+            make_trainer(tiny_model, tmp_path, [generator])
+    assert generator.llm is None
+    others = build(tiny_model)
+    assert others.llm_engine.vllm_config.speculative_config is None
+    for retry in (RolloutSpecGenerator(llm_kwargs=FP32, num_speculative_tokens=4), generator):
+        make_trainer(tiny_model, tmp_path, [retry])
+        ENGINES.append(retry.llm)
+        assert retry.stats()["steps"] == 0
+    assert build(tiny_model).llm_engine.vllm_config.speculative_config is None
 
 
 def test_engine_in_another_precision_is_refused(tiny_model, tmp_path):
@@ -110,8 +238,39 @@ def test_engine_in_another_precision_is_refused(tiny_model, tmp_path):
     )
     trainer = make_trainer(tiny_model, tmp_path, [generator])
     ENGINES.append(generator.llm)
-    with pytest.raises(RuntimeError, match="log-probabilities differ"):
+    with pytest.raises(RuntimeError, match="runs in bfloat16 and the trainer in float32"):
         trainer.train()
+
+
+@pytest.mark.parametrize("length", [1, 64, 65, NUM_CHECKED_TOKENS + 40])
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_long_rollouts_are_compared_in_part(reference_model, length, mode):
+    tokens = [3 + (7 * i) % 20 for i in range(length)]
+    with torch.no_grad():
+        logits = reference_model(torch.tensor([[1, 4, *tokens]])).logits[0, 1:-1]
+    scores = (logits / (0.5 if mode == "processed_logprobs" else 1)).log_softmax(-1)
+    logprobs = [{t: SimpleNamespace(logprob=float(row[t]))} for t, row in zip(tokens, scores, strict=True)]
+    completion = SimpleNamespace(token_ids=tokens, logprobs=logprobs)
+    output = SimpleNamespace(prompt_token_ids=[1, 4], outputs=[completion])
+    errors = logprob_errors(reference_model, output, SamplingParams(temperature=0.5), mode)
+    assert len(errors) == min(length, NUM_CHECKED_TOKENS)
+    assert errors.max() < 1e-4
+    logprobs[min(length, NUM_CHECKED_TOKENS) - 1][tokens[min(length, NUM_CHECKED_TOKENS) - 1]].logprob += 1
+    assert logprob_errors(reference_model, output, SamplingParams(temperature=0.5), mode)[-1] > 0.9
+
+
+def test_equal_precisions_are_not_blamed(tiny_model):
+    """Another cause is looked for: here, other weights."""
+    generator = RolloutSpecGenerator()
+    config = SimpleNamespace(dtype=torch.float32, logprobs_mode="raw_logprobs")
+    generator.llm = SimpleNamespace(
+        llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(model_config=config)),
+    )
+    generator._model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    completion = SimpleNamespace(token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=-50.0)}])
+    output = SimpleNamespace(prompt_token_ids=[1, 4], outputs=[completion])
+    with pytest.raises(RuntimeError, match="Both run in float32, so look for other weights"):
+        generator._check_logprobs([output], [SamplingParams(logprobs=0)])
 
 
 def test_shared_seed_is_refused(tiny_model, tmp_path):
@@ -195,7 +354,7 @@ def test_seeds_are_unique_and_repeatable():
 
 def test_infinite_tolerance_skips_the_check():
     generator = RolloutSpecGenerator(logprob_tolerance=math.inf)
-    config = SimpleNamespace(model_config=SimpleNamespace(dtype="torch.float32"))
+    config = SimpleNamespace(model_config=SimpleNamespace(dtype="torch.float32", logprobs_mode="processed_logprobs"))
     generator.llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=config))
     generator._check_logprobs([], [SimpleNamespace(logprobs=0)])
     assert math.isnan(generator.logprob_error[0])

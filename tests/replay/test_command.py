@@ -103,6 +103,21 @@ def test_regimes_see_what_they_may():
     assert steps["epoch"] == 2 * 8  # half of the samples are history
 
 
+def test_an_epoch_does_not_see_itself():
+    """Two samples of the second epoch say the same, which nobody said in the first one."""
+    prompt = np.array([1, 2], np.int32)
+    texts = [np.arange(100 * n, 100 * n + 40, dtype=np.int32) for n in (1, 1, 2, 2)]
+    rollouts = [Rollout(k, 0, prompt, text, (text.size,)) for k, text in enumerate(texts)]
+    drafter = build_drafter("suffix", max_draft_tokens=4, min_survival=0.0)
+    result = replay([Problem("p", rollouts)], lambda: drafter, "epoch", num_speculative_tokens=4)
+    assert result.stats.request_steps == 2 * 39
+    assert result.indexed_tokens == result.history_tokens == 2 * 40 + 2
+    drafter.start_request("next", prompt, problem_id=Problem("p", rollouts).problem_id)
+    drafter.extend("next", [200])
+    (draft,) = drafter.propose(["next"], np.array([4], np.int32))
+    assert not draft.token_ids.size
+
+
 def test_command_writes_every_figure(traces, tmp_path, capsys):
     out = tmp_path / "rows.json"
     assert main(["replay", str(traces), "-k", "4", "--json", str(out)]) == 0
@@ -127,20 +142,58 @@ def test_command_draws_the_frontier_and_knows_synthetic_dice(traces, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "said"),
     [
-        ["--drafter", "no-such"],
-        ["--option", "min_survival=2"],
-        ["--option", "nonsense"],
-        ["--option", "depth=3"],
-        ["-k", "0"],
-        ["--batch", "0"],
-        ["--frontier", "--drafter", "tests.adversaries.Adversary"],
+        (["--drafter", "mixtur"], "unknown drafter 'mixtur'"),
+        (["--drafter", "tests.adversaries.Advrsary"], "'tests.adversaries.Advrsary' cannot be imported"),
+        (["--option", "min_survival=2"], "min_survival must be in [0, 1)"),
+        (["--option", "nonsense"], "--option must be NAME=JSON"),
+        (["--option", "index=suffix"], "--option must be NAME=JSON"),
+        (["--option", "depth=3"], "unexpected keyword argument 'depth'"),
+        (["-k", "0"], "-k must be between 1 and 128 (vLLM's limit), got 0"),
+        (["-k", "9999"], "-k must be between 1 and 128 (vLLM's limit), got 9999"),
+        (["--batch", "0"], "--batch must be at least 1"),
+        (["--prompts", "0"], "--prompts must be at least 1"),
+        (["--samples", "-1"], "--samples must be at least 1"),
+        (["--frontier", "--drafter", "tests.adversaries.Adversary"], "--frontier varies min_survival"),
     ],
 )
-def test_command_refuses_bad_input(traces, arguments, capsys):
+def test_command_refuses_bad_input(traces, arguments, said, capsys):
     assert main(["replay", str(traces), *arguments]) == 2
-    assert capsys.readouterr().err.count("\n") == 1
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("what", [[], ["--engine-cost", "cost.json"]])
+def test_command_looks_first_whether_its_figures_can_be_written(traces, tmp_path, capsys, monkeypatch, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cost.json").write_text('{"name": "x", "tokens": [1, 2], "seconds": [1, 2]}')
+    assert main(["replay", str(traces), "--json", str(tmp_path / "none" / "rows.json"), *what]) == 2
+    output = capsys.readouterr()
+    assert "none/rows.json" in output.err
+    assert output.out == "", "nothing was replayed"
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("prompt_tokens", [1, None], "column prompt_tokens holds a null among the tokens of row 2"),
+        ("completion_tokens", [None], "column completion_tokens holds a null among the tokens of row 2"),
+        ("prompt_tokens", None, "column prompt_tokens is null in row 2"),
+        ("prompt_id", None, "column prompt_id is null in row 2"),
+        ("sample_id", None, "column sample_id is null in row 2"),
+        ("gen_runs", [20, None, 40], "are not lengths that sum to its 60 tokens"),
+    ],
+)
+def test_command_says_where_a_recording_has_a_gap(traces, column, value, said, capsys):
+    rows = parquet.read_table(traces).to_pylist()
+    rows[2][column] = value
+    parquet.write_table(arrow.Table.from_pylist(rows), traces)
+    assert main(["replay", str(traces)]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
 def test_command_refuses_missing_files(tmp_path, capsys):

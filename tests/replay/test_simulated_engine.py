@@ -10,15 +10,14 @@ import pytest
 
 from rollout_spec import cli
 from rollout_spec.drafters import build_drafter
+from rollout_spec.replay.cost import EngineCost, read_cost
 from rollout_spec.replay.engine import (
-    EngineCost,
     FixedK,
     LengthClasses,
     NoDrafts,
     Oracle,
     Step,
     compare,
-    read_cost,
     run_phase,
 )
 from rollout_spec.replay.simulate import Request

@@ -36,14 +36,14 @@ def batches(draw, truncation: bool = True):
         return values if truncation and draw(st.booleans()) else None
 
     rows = SamplingRows(
-        temperature=rng.choice([0.0, 0.5, 1.0, 1.7], num_requests).astype(np.float32),
+        temperature=rng.choice([0.0, 1e-6, 0.5, 1.0, 1.7], num_requests).astype(np.float32),
         seeds=rng.integers(-(2**63), 2**63 - 1, num_requests),
         positions=rng.integers(0, 10_000, num_requests),
         top_k=maybe(rng.integers(0, vocab_size + 2, num_requests).astype(np.int32)),
         top_p=maybe(rng.choice([0.3, 0.9, 1.0], num_requests).astype(np.float32)),
-        min_p=maybe(rng.choice([0.0, 0.05, 0.5], num_requests).astype(np.float32)),
+        min_p=maybe(rng.choice([0.0, 0.05, 0.5, 1.0], num_requests).astype(np.float32)),
     )
-    greedy = rows.temperature == 0
+    greedy = rows.temperature < reference.GREEDY_TEMPERATURE
     if draw(st.booleans()):
         for values, neutral in ((rows.top_k, 0), (rows.top_p, 1.0), (rows.min_p, 0.0)):
             if values is not None:

@@ -105,10 +105,14 @@ def test_winners_just_above_the_bound(monkeypatch):
 
 
 @pytest.mark.parametrize(("low", "high", "draft"), [(3, 40, 40), (20, 40, 40), (20, 90, 70), (20, 40, 3)])
-def test_ties_go_to_the_first_token_wherever_it_is(low, high, draft, monkeypatch):
-    """Greedy rows whose largest logit occurs in other tiles and splits, the draft among them or not."""
+@pytest.mark.parametrize("max_joined", [1, 4, 64])
+def test_ties_go_to_the_first_token_wherever_it_is(low, high, draft, max_joined, monkeypatch):
+    """Greedy rows whose largest logit occurs in other tiles and splits, the draft among them or not.
+
+    The splits are joined one by one, two at a time or all at once.
+    """
     monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 64)
-    monkeypatch.setattr(kernel, "MAX_JOINED", 1)
+    monkeypatch.setattr(kernel, "MAX_JOINED", max_joined)
     logits = np.zeros((3, 100), np.float32)
     logits[:, [low, high]] = 5.0
     if draft not in (low, high, 3):

@@ -69,6 +69,46 @@ def test_truncation_is_vllms():
     assert torch.equal(ours.isfinite(), probs >= p[:, None] * probs.amax(-1, keepdim=True))
 
 
+@pytest.mark.parametrize("run", [verify, vectorised.verify, None], ids=["api", "vectorised", "reference"])
+def test_a_min_p_of_1_leaves_the_most_probable_tokens(run):
+    """All of them, where several are: what is as probable as it must be is kept."""
+    logits = np.tile(np.float32([1.0, 3.0, -np.inf, 3.0, 2.5]), (60, 1))
+    rows = SamplingRows(
+        temperature=np.repeat(np.float32([0.5, 1.0, 2.0]), 20),
+        seeds=np.arange(60),
+        positions=np.arange(60),
+        min_p=np.ones(60, np.float32),
+    )
+    drafts, cu = np.zeros(0, np.int32), np.zeros(60, np.int32)
+    if run is None:
+        result = reference.verify(logits, drafts, cu, rows)
+    else:
+        result = run(*map(torch.from_numpy, (logits, drafts, cu)), as_torch(rows))
+    assert not result.num_invalid_rows.any()
+    assert set(result.output_token_ids[:, 0].tolist()) == {1, 3}
+
+
+@pytest.mark.parametrize("run", [verify, vectorised.verify, None], ids=["api", "vectorised", "reference"])
+@pytest.mark.parametrize("temperature", [0.0, 1e-6])
+@pytest.mark.parametrize("truncated", [False, True])
+def test_greedy_log_probabilities_are_those_of_temperature_1(run, temperature, truncated):
+    """Also where the temperature is not 0 but below what counts as greedy."""
+    logits = np.float32([[1.0, 2.0, 0.0]])
+    rows = SamplingRows(
+        temperature=np.float32([temperature]),
+        seeds=np.array([1]),
+        positions=np.array([1]),
+        top_k=np.array([1], np.int32) if truncated else None,
+    )
+    arguments = logits, np.zeros(0, np.int32), np.zeros(1, np.int32)
+    if run is None:
+        result = reference.verify(*arguments, rows, logprobs_mode="processed_logprobs")
+    else:
+        result = run(*map(torch.from_numpy, arguments), as_torch(rows), logprobs_mode="processed_logprobs")
+    assert result.output_token_ids.tolist() == [[1]]
+    assert float(result.logprobs[0]) == pytest.approx(2 - np.log(np.exp([0, 1, 2]).sum()), abs=1e-5)
+
+
 # -- the distribution ------------------------------------------------------------------------------------------------
 
 NUM_SAMPLES = 30_000  # a difference of 0.03 in total variation is missed with 6e-6

@@ -1,0 +1,146 @@
+"""`njit` for this package: numba's, with a cache that is never stale and that may be missing.
+
+See `jit_cache` for where compiled code is kept, and why numba's own choice will not do.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import pickle
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core import caching
+from numba.core.registry import CPUDispatcher
+
+from rollout_spec import jit_cache
+
+_dispatchers: list[Any] = []
+
+
+def njit(function: Callable[..., Any] | None = None, *, cache: bool = True, **options: Any) -> Any:
+    """Compile a function when it is first called. Use it as `@njit` or as `@njit(nogil=True)`.
+
+    Args:
+        cache: Whether to keep the code for later processes.
+        **options: numba's.
+
+    Returns:
+        numba's dispatcher; the function itself under NUMBA_DISABLE_JIT=1.
+    """
+    if function is None:
+        return functools.partial(njit, cache=cache, **options)
+    # The other wrapper, by which C code could call it, takes as long to compile as the one for Python.
+    compiled = numba.njit(no_cfunc_wrapper=True, **options)(function)
+    if isinstance(compiled, CPUDispatcher):
+        _dispatchers.append(compiled)
+        folder = _folder() if cache else None
+        if folder is not None:
+            compiled._cache = _Cache(function)  # what numba's enable_caching() does
+    return compiled
+
+
+def inlined(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Compile a function that compiled ones call, as a part of each of them.
+
+    That takes less than half as long as `njit`. Python may call it, too, and then compiles it once more.
+
+    Args:
+        **options: numba's.
+    """
+    if function is None:
+        return functools.partial(inlined, **options)
+    compiled = njit(function, cache=False, forceinline=True, no_cpython_wrapper=True, **options)
+    if isinstance(compiled, CPUDispatcher):
+        compiled.__class__ = _Inlined
+    return compiled
+
+
+def dispatchers() -> list[Any]:
+    """All functions that `njit` was given so far, as numba's dispatchers."""
+    return list(_dispatchers)
+
+
+@functools.cache
+def _folder() -> Path | None:
+    folder = jit_cache.find_folder()
+    if folder is None:
+        _warn("no folder for compiled code can be written, so every process compiles the drafters again")
+        return None
+    return folder.path
+
+
+@functools.cache  # once per message
+def _warn(message: str) -> None:
+    warnings.warn(f"rollout_spec: {message}: {jit_cache.REMEDY}", RuntimeWarning, stacklevel=2)
+
+
+class _Inlined(CPUDispatcher):
+    """A function without the code by which Python calls it."""
+
+    def __call__(self, *args: Any) -> Any:
+        return self._callable(*args)
+
+    @functools.cached_property
+    def _callable(self) -> Any:
+        return numba.njit(self.py_func)
+
+
+class _Locator(caching._CacheLocator):
+    """Tells numba where a function's code is kept, and what it depends on."""
+
+    def __init__(self, function: Callable[..., Any], path: str) -> None:
+        self._py_file = path  # numba's warnings name it
+        self._function = function
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _Locator:
+        return cls(py_func, py_file)
+
+    def get_cache_path(self) -> str:
+        return str(_folder())
+
+    def get_source_stamp(self) -> str:
+        return jit_cache.digest()
+
+    def get_disambiguator(self) -> str:
+        return f"{self._function.__module__}-{self._function.__code__.co_firstlineno}"
+
+
+class _Results(caching.CompileResultCacheImpl):
+    _locator_classes = (_Locator,)
+
+
+class _Cache(caching.FunctionCache):
+    """numba's cache of one function, which does without where files cannot be read or written.
+
+    Several processes may compile a function at once. numba renames files into place when they are complete; but its
+    index of a function's types and processors is read, changed and written without a lock. Here each has its own index.
+    """
+
+    _impl_class = _Results
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        self._use_file_of(sig, target_context.codegen())
+        try:
+            return super().load_overload(sig, target_context)
+        except (OSError, EOFError, pickle.UnpicklingError):  # not readable, or cut off by a crash
+            return None
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        self._use_file_of(sig, data.codegen)
+        try:
+            self.flush()  # what cannot be read is replaced
+            super().save_overload(sig, data)
+        except OSError as error:
+            _warn(f"compiled code cannot be kept ({error.strerror})")
+
+    def _use_file_of(self, sig: Any, codegen: Any) -> None:
+        key = hashlib.blake2b(repr(self._index_key(sig, codegen)).encode(), digest_size=8).hexdigest()
+        name = f"{self._impl.filename_base}-{key}"
+        self._cache_file = caching.IndexDataCacheFile(self.cache_path, name, jit_cache.digest())

@@ -1,0 +1,119 @@
+"""Where the machine code of compiled functions is kept between processes. Needs no numba.
+
+numba's own cache notices when the file of a cached function changes. It does not notice a change in another file from
+which that function calls, or takes a constant. So all our compiled functions share a folder whose name is a digest of
+everything that they are compiled from: another digest, another folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from rollout_spec.imports import installed_versions
+
+SOURCES = (
+    "budget.py",
+    "drafters/kernels.py",
+    "estimates.py",
+    "jit.py",
+    "noise.py",
+    "noise_torch.py",
+    "types.py",
+    "verify/cpu.py",
+    "verify/reference.py",
+    "verify/vectorised.py",
+)
+"""The modules that define compiled functions, and those of ours that they import."""
+COMPILERS = ("numba", "llvmlite", "numpy")
+SETTINGS = ("NUMBA_BOUNDSCHECK", "NUMBA_DEBUGINFO", "NUMBA_OPT")
+"""Environment variables that change the code and that numba's cache does not look at."""
+MAX_AGE = 30 * 24 * 3600.0
+"""Seconds after which the folder of another digest is removed if no process has used it."""
+
+REMEDY = "set the environment variable NUMBA_CACHE_DIR to a folder that can be written"
+
+
+@functools.cache
+def digest() -> str:
+    """Changes whenever a compiled function might. numba itself tells processors apart."""
+    package = Path(__file__).parent
+    known = hashlib.blake2b(digest_size=10)
+    for name in SOURCES:
+        source = package / name
+        known.update(source.read_bytes() if source.exists() else b"")
+    versions = (platform.python_version(), *installed_versions(COMPILERS).items())
+    known.update(repr((versions, [os.environ.get(name) for name in SETTINGS])).encode())
+    return known.hexdigest()
+
+
+class Folder(NamedTuple):
+    """Where compiled code is kept."""
+
+    path: Path
+    is_temporary: bool
+    """Whether it may be gone after a restart."""
+
+
+def _candidates() -> Iterator[Folder]:
+    """Folders to keep code in, best first."""
+    chosen = os.environ.get("NUMBA_CACHE_DIR")
+    if chosen:
+        yield Folder(Path(chosen, "rollout_spec"), False)
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.path.isabs(cache):  # a process may have no home
+        yield Folder(Path(cache, "rollout_spec"), False)
+    with contextlib.suppress(FileNotFoundError):  # no temporary folder can be written
+        user = os.getuid() if hasattr(os, "getuid") else "user"
+        yield Folder(Path(tempfile.gettempdir(), f"rollout_spec-{user}"), True)
+
+
+@functools.cache
+def find_folder() -> Folder | None:
+    """The folder for this digest, made if it is missing; None if no folder can be written.
+
+    In this order: `$NUMBA_CACHE_DIR/rollout_spec`, the user's cache folder, a temporary folder that only the user can
+    write to. Folders of other digests that have not been used for MAX_AGE are removed whenever one is made.
+    """
+    for root, is_temporary in _candidates():
+        path = root / digest()
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if is_temporary and not _is_private(root):
+                continue
+            is_new = not path.exists()
+            path.mkdir(exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
+        except OSError:
+            continue
+        if is_new:
+            _remove_unused(root)
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return Folder(path, is_temporary)
+    return None
+
+
+def _is_private(root: Path) -> bool:
+    """Whether nobody else can put files there: anybody can write to /tmp, and what a cache holds is executed."""
+    status = root.lstat()
+    is_own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    return is_own and stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
+
+
+def _remove_unused(root: Path) -> None:
+    """Remove what other digests left behind. Another process may be doing the same."""
+    for other in root.iterdir():
+        with contextlib.suppress(OSError):
+            if time.time() - other.stat().st_mtime > MAX_AGE:
+                shutil.rmtree(other, ignore_errors=True)

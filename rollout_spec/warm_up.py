@@ -1,0 +1,127 @@
+"""Compiles what an engine is going to call, while it is built: otherwise its first generation would wait for that."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from numba.core import event
+
+from rollout_spec import jit_cache
+from rollout_spec.budget import Budget
+from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.drafters import DRAFTERS, build_drafter
+from rollout_spec.estimates import flatten
+from rollout_spec.types import Draft, SamplingRows
+from rollout_spec.verify.api import verify
+
+logger = logging.getLogger(__name__)
+
+USUAL_SECONDS = 25
+"""What compiling takes on an idle processor core."""
+
+
+def warm_up(
+    config: RolloutSpecConfig, *, device: torch.device | str = "cpu", log: Callable[[str], object] = logger.info
+) -> None:
+    """Compile what an engine with this configuration calls on the host, or load it from the cache.
+
+    A drafter, a budget and a verifier of its own work on made-up tokens and are thrown away. Drafters that are not
+    built in are left alone: what they compile is their own affair.
+
+    Args:
+        device: Where the engine's logits are. The CPU's verifier is compiled only where it is used.
+        log: Called with a line of text before anything is compiled, and with one after it; not at all if everything is
+            in the cache.
+
+    Raises:
+        ValueError: the drafter does not take its options.
+    """
+    with _reporting(log):
+        if config.speculation:
+            drafts = [Draft(np.array([1, 2], np.int32), np.array([0.9, 0.5], np.float32))] * 2
+            if config.drafter in DRAFTERS:
+                drafts = _draft(config)
+            if config.budget:
+                _decide(drafts)
+        if torch.device(device).type == "cpu":
+            _verify(config)
+
+
+@contextlib.contextmanager
+def _reporting(log: Callable[[str], object]) -> Iterator[None]:
+    listener = _Listener(log)
+    with event.install_listener("numba:compile", listener):
+        yield
+    if listener.started is not None:
+        log(f"rollout_spec: compiled drafters in {time.perf_counter() - listener.started:.0f} s")
+
+
+class _Listener(event.Listener):
+    """Says so when the first of our functions begins to be compiled.
+
+    Attributes:
+        started: When that was, by `time.perf_counter`; None: everything was loaded from the cache.
+    """
+
+    def __init__(self, log: Callable[[str], object]) -> None:
+        self.started: float | None = None
+        self._log = log
+
+    def on_start(self, event: Any) -> None:
+        is_ours = event.data["dispatcher"].py_func.__module__.startswith("rollout_spec.")
+        if self.started is None and is_ours:
+            self.started = time.perf_counter()
+            often = "once per installation" if jit_cache.find_folder() else "in every process"
+            self._log(f"rollout_spec: compiling drafters, {often}; this takes about {USUAL_SECONDS} s")
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+def _draft(config: RolloutSpecConfig) -> list[Draft]:
+    """A request's whole life, twice: one enters the history, and one leaves it. Returns drafts of two requests."""
+    options = {"max_draft_tokens": config.num_speculative_tokens, **config.drafter_options}
+    drafter = build_drafter(config.drafter, **options)
+    prompt = np.arange(1200, dtype=np.int32) % 300  # long enough for the tables to grow
+    req_ids = ["greedy", "sampled"]
+    for req_id, seed in zip(req_ids, (None, 0), strict=True):
+        drafter.start_request(req_id, prompt, problem_id=0, seed=seed)
+        drafter.extend(req_id, [0, 1, 2])
+    drafts = drafter.propose(req_ids, np.full(2, config.num_speculative_tokens, np.int32))
+    drafter.observe(req_ids, [[3, 4], [5, 6]], np.zeros(2, np.int32))
+    drafter.stop_request("greedy")
+    drafter.stop_request("sampled", keep=False)
+    drafter.begin_policy_version(1)
+    return drafts
+
+
+def _decide(drafts: list[Draft]) -> None:
+    """Steps of an engine that has measured what they cost."""
+    budget = Budget()
+    size = len(drafts)
+    confidence, starts = flatten(drafts)
+    ones = np.ones(size, np.int64)
+    for _ in range(16):
+        budget.observe_step(size, 1e-3, drafted=False)
+        budget.observe_step(2 * size, 2e-3, drafted=True, num_asked=size, draft_seconds=1e-5)
+        budget.lengths.observe(0, 100)
+        budget.survival.observe(confidence, starts, np.minimum(np.diff(starts), 1), 0 * ones)
+        if budget.wants_drafts(size):
+            remaining = budget.lengths.predict([0] * size, ones, 100 * ones)
+            budget.decide(confidence, starts, remaining, num_tokens=size, max_slots=confidence.size)
+
+
+def _verify(config: RolloutSpecConfig) -> None:
+    """Two requests with a draft for the first. Sampling parameters and log-probabilities change no compiled type."""
+    with torch.device("cpu"):  # devices and dtypes are named: vLLM changes the defaults while it builds an engine
+        zeros = torch.zeros(2, dtype=torch.int64)
+        rows = SamplingRows(temperature=torch.ones(2, dtype=torch.float32), seeds=zeros, positions=zeros)
+        drafted, lengths = torch.zeros(1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+        logits = torch.zeros(3, 8, dtype=torch.float32)
+        verify(logits, drafted, lengths, rows, method=config.verify, logprobs_mode="raw_logprobs")

@@ -1,0 +1,50 @@
+"""The examples run, with a tiny model on a CPU."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("trl")
+
+from rollout_spec.config import RolloutSpecConfig
+
+pytestmark = pytest.mark.engine
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(name, *arguments):
+    command = [sys.executable, f"examples/{name}", *map(str, arguments)]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+def test_grpo_with_trl(tiny_model, tmp_path):
+    said = run(
+        "grpo_trl.py", "--model", tiny_model, "--steps", 2, "--num-generations", 4, "--max-completion-length", 24,
+        "--output-dir", tmp_path,
+    )  # fmt: skip
+    assert re.search(r"\d\.\d\d tokens per request and step", said)
+    assert json.loads((tmp_path / "rollout_spec.json").read_text())["global_step"] == 2
+
+
+def test_vllm_offline(tiny_model):
+    said = run("vllm_offline.py", "--model", tiny_model, "--dtype", "float32", "--group", 4, "--max-tokens", 40)
+    same = int(re.search(r"(\d+) of 8 rollouts identical", said).group(1))
+    assert same >= 7, "logits vary by about 1e-6 in fp32: a rollout may part, rarely"
+
+
+def test_the_commands_of_the_server_are_the_configuration():
+    text = (ROOT / "examples/serve.md").read_text()
+    additional = json.loads(re.search(r"--additional-config '(.*?)'", text, re.DOTALL).group(1))
+    speculative = json.loads(re.search(r"--speculative-config '(.*?)'", text, re.DOTALL).group(1))
+    config = RolloutSpecConfig.from_dict(additional["rollout_spec"])
+    assert config.engine_kwargs()["speculative_config"] == speculative

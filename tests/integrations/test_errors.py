@@ -1,0 +1,116 @@
+"""What is wrong is said before anything is generated, by its name; what a drafter does wrong ends only its drafts."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from rollout_spec import engine_kwargs
+from rollout_spec.config import PROPOSER_PATH
+from rollout_spec.drafters import build_drafter
+from tests.integrations.engines import build, generate, mixed_params, runner_of, stats_of, verify_all
+
+pytestmark = pytest.mark.engine
+
+OPTIONS = engine_kwargs(num_speculative_tokens=4)
+PROPOSER = OPTIONS["speculative_config"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        (engine_kwargs(drafter_options={"min_surival": 0.1}), ValueError, "min_surival"),
+        (engine_kwargs(drafter_options={"min_survival": 2}), ValueError, r"min_survival must be in \[0, 1\), got 2"),
+        (engine_kwargs(drafter="tests.adversaries.Oracle", drafter_options={"size": 2}), ValueError, "'size'"),
+        (engine_kwargs(drafter="tests.adversaries.Unbuildable"), TypeError, "has no len"),
+        (engine_kwargs(drafter="devise"), ValueError, "'device', 'lookahead', 'mixture', 'ngram', 'suffix'"),
+        ({**OPTIONS, "additional_config": {"rollout_spec": True}}, TypeError, "must be a dict"),
+        ({"additional_config": {"rolout_spec": {}}}, ValueError, "did you mean 'rollout_spec'"),
+        (
+            {**OPTIONS, "speculative_config": {**PROPOSER, "model": PROPOSER_PATH + "s"}},
+            ValueError,
+            f"did you mean '{PROPOSER_PATH}'",
+        ),
+        ({**OPTIONS, "runner": "pooling"}, ValueError, "this one pools"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else getattr(value, "__name__", value),
+)
+def test_errors_name_their_cause(tiny_model, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        build(tiny_model, **kwargs)
+
+
+def test_vllm_that_will_not_load_the_plugin(monkeypatch):
+    """It would run without speculation, or with drafts that nobody verifies, and not say so."""
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with pytest.raises(ValueError, match="VLLM_PLUGINS=other keeps vLLM from loading"):
+        engine_kwargs()
+    monkeypatch.setenv("VLLM_PLUGINS", "other,rollout_spec")
+    assert engine_kwargs(num_speculative_tokens=4) == OPTIONS
+
+
+def test_a_worker_without_the_plugin():
+    """vLLM loads the model before anything is generated."""
+    from types import SimpleNamespace
+
+    from rollout_spec.integrations.vllm_v1 import RolloutSpecProposer
+
+    config = SimpleNamespace(speculative_config=SimpleNamespace(model=PROPOSER_PATH, num_speculative_tokens=4))
+    with pytest.raises(RuntimeError, match="VLLM_PLUGINS"):
+        RolloutSpecProposer(config).load_model(None)
+
+
+@pytest.mark.parametrize("command", [("stats",), ("report",), ("begin_policy_version", 1)])
+def test_a_drafter_that_raises_when_it_is_asked(tiny_model, command):
+    """Drafts end, the run goes on, and switching on again says why it cannot be done."""
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=4, drafter="tests.adversaries.Silent"))
+    generate(llm, mixed_params(4, 1, max_tokens=8))
+    assert runner_of(llm).rollout_spec.stats.drafter_errors == 0
+    llm.collective_rpc("rollout_spec", args=command)
+    stats = stats_of(llm)
+    assert stats["drafter_errors"] == 1
+    assert stats["drafter_bytes"] == 0
+    assert len(generate(llm, mixed_params(4, 2, max_tokens=8))) == 4
+    assert stats_of(llm)["draft_tokens"] == stats["draft_tokens"]
+    llm.collective_rpc("rollout_spec", args=("begin_policy_version", 2))
+    llm.collective_rpc("rollout_spec", args=("set_enabled", False))
+    with pytest.raises(RuntimeError, match="its drafter has raised"):
+        llm.collective_rpc("rollout_spec", args=("set_enabled", True))
+
+
+def test_everything_is_compiled_while_the_engine_is_built(tiny_model, monkeypatch):
+    """The first generation would wait for it, without a word."""
+    from numba.core import event
+
+    from rollout_spec import warm_up
+
+    calls, compiled = [], []
+    original = warm_up.warm_up
+
+    def spy(config, *, device, log):
+        calls.append((config.num_speculative_tokens, str(device)))
+        log("compiling")
+        original(config, device=device, log=log)
+
+    monkeypatch.setattr(warm_up, "warm_up", spy)
+    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=7, drafter="ngram"))
+    assert calls == [(7, "cpu")]
+
+    class Listener(event.Listener):
+        def on_start(self, event):
+            compiled.append(event.data["dispatcher"])
+
+        def on_end(self, event):
+            pass
+
+    with event.install_listener("numba:compile", Listener()):
+        generate(llm, mixed_params(8, 1, max_tokens=40))
+    assert compiled == []
+    build(tiny_model)
+    assert len(calls) == 1, "other engines compile nothing of ours"
+
+
+def test_a_mistake_in_a_constructor_is_no_wrong_option():
+    with pytest.raises(TypeError, match="has no len"):
+        build_drafter("tests.adversaries.Unbuildable")

@@ -1,0 +1,146 @@
+"""Requests as callers and the scheduler make them: options of their own, bad ones among them, and prompts in chunks."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+
+from rollout_spec import engine_kwargs
+from rollout_spec.integrations.request_options import requested_problem_id
+from tests.integrations.engines import (
+    assert_same,
+    build,
+    count_preemptions,
+    generate,
+    mixed_params,
+    runner_of,
+    stats_of,
+    verify_all,
+)
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def off(tiny_model):
+    return build(tiny_model, **engine_kwargs(speculation=False))
+
+
+@pytest.fixture(scope="module")
+def on(tiny_model):
+    return build(tiny_model, **verify_all(num_speculative_tokens=4, drafter_options={"min_survival": 0.0}))
+
+
+BAD_OPTIONS = [
+    ({"rollout_spec": "x"}, "must be a dict"),
+    ({"rollout_spec": {"problem_id": "seven"}}, "problem_id must be an integer"),
+    ({"rollout_spec": {"problem_id": 1.0}}, "problem_id must be an integer"),
+    ({"rollout_spec": {"problem_id": True}}, "problem_id must be an integer"),
+    ({"rollout_spec": {"problem_id": -1}}, "from 0 to"),
+    ({"rollout_spec": {"problemid": 1}}, "unknown key 'problemid'"),
+    ({"rolout_spec": {"problem_id": 1}}, "unknown key 'rolout_spec'"),
+    ({"rollout_spec_problemid": 1}, "unknown key 'rollout_spec_problemid'"),
+    ({"rollout_spec_problem_id": "7"}, "problem_id must be an integer"),
+    ({"rollout_spec_problem_id": 7, "rollout_spec": {"problem_id": 7}}, "both set"),
+]
+
+
+@pytest.mark.parametrize(("extra_args", "message"), BAD_OPTIONS)
+def test_bad_options_are_refused(extra_args, message):
+    with pytest.raises(ValueError, match=message):
+        requested_problem_id(extra_args)
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "problem_id"),
+    [
+        (None, None),
+        ({}, None),
+        ({"somebody_elses": 1}, None),
+        ({"rollout_spec": None}, None),
+        ({"rollout_spec": {}}, None),
+        ({"rollout_spec": {"problem_id": 7}}, 7),
+        ({"rollout_spec_problem_id": 2**64 - 1}, 2**64 - 1),
+    ],
+)
+def test_problems_that_callers_name(extra_args, problem_id):
+    assert requested_problem_id(extra_args) == problem_id
+
+
+def test_one_bad_request_is_refused_alone(on, off, reference_model):
+    """Its caller gets the error; the drafter of the others never hears of it."""
+    bad = [(SamplingParams(extra_args=extra_args), message) for extra_args, message in BAD_OPTIONS]
+    for params, message in [*bad, (SamplingParams(seed=2**63), "seed must fit in 64 bits")]:
+        with pytest.raises(ValueError, match=message):
+            generate(on, [SamplingParams(), params])
+    params = mixed_params(8, 21, max_tokens=40)
+    prompts = [[1, 4 + i % 3, 9] for i in range(8)]
+    before = stats_of(on)["draft_tokens"]
+    assert_same(generate(on, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+    stats = stats_of(on)
+    assert stats["draft_tokens"] > before
+    assert stats["drafter_errors"] == 0
+
+
+def test_requests_of_one_problem_share_history(on):
+    """Whatever their prompts are, and in both ways to say it."""
+    seen = []
+    drafter = runner_of(on).drafter.session.drafter
+    start_request = drafter.start_request
+
+    def spy(req_id, prompt, *, problem_id=None, seed=None):
+        seen.append(problem_id)
+        return start_request(req_id, prompt, problem_id=problem_id, seed=seed)
+
+    drafter.start_request = spy
+    try:
+        args = ({"rollout_spec": {"problem_id": 7}}, {"rollout_spec_problem_id": 7}, None)
+        generate(on, [SamplingParams(max_tokens=3, extra_args=a) for a in args])
+    finally:
+        del drafter.start_request
+    assert sorted(seen, key=str) == [7, 7, None]
+
+
+@pytest.mark.parametrize("speculation", [True, False])
+def test_prompts_that_are_read_in_chunks(tiny_model, off, reference_model, speculation):
+    """Together they exceed what a step may compute. Preemption reads prompts again, in chunks, too."""
+    options = verify_all(num_speculative_tokens=4, drafter="tests.adversaries.Adversary")
+    llm = build(
+        tiny_model,
+        max_num_seqs=8,
+        max_num_batched_tokens=48,
+        enable_chunked_prefill=True,
+        block_size=32,
+        num_gpu_blocks_override=9,
+        enable_prefix_caching=False,
+        **(options if speculation else engine_kwargs(speculation=False)),
+    )
+    preempted = count_preemptions(llm)
+    params = mixed_params(8, 19, max_tokens=60, ignore_eos=True)
+    prompts = [[1, 4 + i % 3, 9, 8, 7] * (5 + i) for i in range(8)]
+    ours = generate(llm, params, prompts)
+    assert preempted
+    assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
+    if speculation:
+        assert stats_of(llm)["accepted_tokens"] > 0
+
+
+def test_vllm_makes_no_generators_for_us(on):
+    """Our sampler draws by seed and position; a generator for each request would only cost."""
+    runner, kept = runner_of(on), []
+    sample = runner.rollout_spec.sample
+
+    def spy(logits, metadata):
+        kept.append(dict(runner.input_batch.generators))
+        return sample(logits, metadata)
+
+    runner.rollout_spec.sample = spy
+    try:
+        generate(on, mixed_params(6, 31, temperature=1.0, max_tokens=5))
+    finally:
+        del runner.rollout_spec.sample
+    assert kept
+    assert not any(kept)

@@ -1,0 +1,181 @@
+"""The V1 adapter between stand-ins for vLLM's runner and our proposer."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from rollout_spec import RolloutSpecConfig
+from rollout_spec.integrations.session import Outcome, Proposal
+from rollout_spec.integrations.vllm_v1 import RolloutSpecProposer, RunnerAdapter
+from rollout_spec.stats import SpeculationStats
+
+VOCAB_SIZE = 10
+
+
+def params(**values):
+    """A greedy request's."""
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0, "min_p": 0.0}
+    neutral |= dict.fromkeys(("bad_words", "allowed_token_ids", "logit_bias"))
+    return SimpleNamespace(seed=1, **{**neutral, **values})
+
+
+class Runner:
+    """vLLM's V1 runner in a step of greedy requests.
+
+    Args:
+        drafts: What is verified, by request.
+        targets: What the target says at the rows of each request: its drafts and the bonus.
+        discarded: Requests whose prompts have not been read to their end.
+    """
+
+    def __init__(self, drafts, targets, discarded=(), use_async_scheduling=False):
+        self.device = torch.device("cpu")
+        self.use_async_scheduling = use_async_scheduling
+        self.drafter = SimpleNamespace(
+            stats=SpeculationStats(),
+            outcomes={},
+            session=SimpleNamespace(enabled=True, set_enabled=lambda enabled: None),
+            bind=lambda runner: None,
+        )
+        self.input_batch = SimpleNamespace(
+            req_ids=[],
+            logitsprocs=SimpleNamespace(all=[]),
+            sampling_metadata=SimpleNamespace(
+                all_greedy=True, temperature=None, top_k=None, top_p=None, max_num_logprobs=None
+            ),
+        )
+        self.sampler = SimpleNamespace(logprobs_mode="raw_logprobs")
+        self.adapter = RunnerAdapter(self, RolloutSpecConfig(num_speculative_tokens=4))
+        self.schedule(drafts, targets, discarded)
+
+    def schedule(self, drafts, targets, discarded=()):
+        self.input_batch.req_ids = list(drafts)
+        self.requests = {req_id: SimpleNamespace(sampling_params=params()) for req_id in drafts}
+        self.discard_request_mask = SimpleNamespace(np=np.array([req_id in discarded for req_id in drafts]))
+        lengths = torch.tensor([len(tokens) for tokens in drafts.values()])
+        ends = (lengths + 1).cumsum(0)
+        self.query_start_loc = SimpleNamespace(gpu=torch.cat((ends.new_zeros(1), ends)))
+        self.positions = torch.arange(int(ends[-1]))
+        self.logits = torch.zeros(int(ends[-1]), VOCAB_SIZE)
+        said = [token for req_id in drafts for token in targets[req_id]]
+        self.logits[torch.arange(len(said)), said] = 5.0
+        self.metadata = SimpleNamespace(
+            num_draft_tokens=lengths.tolist(),
+            draft_token_ids=torch.tensor([t for tokens in drafts.values() for t in tokens], dtype=torch.int32),
+            cu_num_draft_tokens=lengths.cumsum(0).int(),
+            cu_num_sampled_tokens=ends.int(),
+            logits_indices=torch.arange(int(ends[-1])),
+            max_spec_len=int(lengths.max()),
+        )
+
+    def sample(self):
+        return self.adapter.sample(self.logits, self.metadata).sampled_token_ids.tolist()
+
+
+DRAFTS = {"a": [3, 4], "b": [], "c": [5, 6, 7], "d": [8]}
+TARGETS = {"a": [3, 9, 1], "b": [2], "c": [5, 6, 7, 4], "d": [1, 2]}
+
+
+def test_every_request_gets_its_own_outcome():
+    runner = Runner(DRAFTS, TARGETS)
+    assert runner.sample() == [[3, 9, -1, -1], [2, -1, -1, -1], [5, 6, 7, 4], [1, -1, -1, -1]]
+    assert runner.drafter.outcomes == {
+        "a": Outcome([3, 9, 1], 1, 2),
+        "c": Outcome([5, 6, 7, 4], 3, 3),
+        "d": Outcome([1, 2], 0, 1),
+    }
+    stats = runner.drafter.stats
+    assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 4, 3)
+    assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (6, 4, 8)
+    assert (stats.drafted_per_position, stats.accepted_per_position) == ([3, 2, 1], [2, 1, 1])
+
+
+def test_chunks_of_prompts_are_not_counted():
+    """vLLM discards what is sampled after a chunk; the outcomes of the others stay their own."""
+    runner = Runner(DRAFTS, TARGETS, discarded={"a", "b"})
+    runner.sample()
+    assert runner.drafter.outcomes == {"c": Outcome([5, 6, 7, 4], 3, 3), "d": Outcome([1, 2], 0, 1)}
+    stats = runner.drafter.stats
+    assert (stats.request_steps, stats.num_drafts) == (2, 2)
+    assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (4, 3, 5)
+
+
+def test_where_scheduling_is_asynchronous_the_last_step_is_counted_by_the_next_call():
+    """The buffers of the runner are the next step's by then."""
+    runner = Runner(DRAFTS, TARGETS, discarded={"d"}, use_async_scheduling=True)
+    runner.sample()
+    assert runner.drafter.stats.steps == 0
+    runner.schedule({"b": [], "e": [1]}, {"b": [2], "e": [1, 2]})
+    runner.sample()
+    assert runner.drafter.stats.draft_tokens == 5
+    assert set(runner.drafter.outcomes) == {"a", "c"}
+    runner.adapter.command("set_enabled", False)
+    assert runner.drafter.stats.draft_tokens == 6
+    assert runner.drafter.outcomes["e"] == Outcome([1, 2], 1, 1)
+
+
+def test_requests_that_change_rows_are_followed():
+    runner = Runner(DRAFTS, TARGETS)
+    runner.sample()
+    turned = dict(reversed(DRAFTS.items()))
+    runner.schedule(turned, TARGETS)
+    assert runner.sample() == [[1, -1, -1, -1], [5, 6, 7, 4], [2, -1, -1, -1], [3, 9, -1, -1]]
+    assert runner.drafter.outcomes["d"] == Outcome([1, 2], 0, 1)
+    assert runner.drafter.outcomes["a"] == Outcome([3, 9, 1], 1, 2)
+
+
+class Session:
+    """Keeps what it is told, and drafts three tokens for each request, of which two are to be verified."""
+
+    enabled = True
+
+    def __init__(self, **live):
+        self.live = live
+        self.calls = []
+
+    def num_seen(self, req_id, request):
+        return self.live.get(req_id, len(request.prompt_token_ids))
+
+    def draft(self, ended, outcomes, updates, num_step_tokens, step_started):
+        told = [(req_id, list(tokens)) for req_id, _, tokens in updates]
+        self.calls.append((list(ended), dict(outcomes), told, num_step_tokens))
+        return {req_id: Proposal(np.array([7, 8, 9], np.int32), 2) for req_id, _ in told}
+
+
+def proposer_of(session, requests, req_ids):
+    proposer = RolloutSpecProposer.__new__(RolloutSpecProposer)
+    proposer.session, proposer.outcomes = session, {}
+    proposer._runner = SimpleNamespace(
+        requests={name: SimpleNamespace(prompt_token_ids=prompt) for name, prompt in requests.items()},
+        input_batch=SimpleNamespace(req_ids=req_ids),
+        query_start_loc=SimpleNamespace(np=np.array([0, 3, 9, 10, 11, 99])),
+        rollout_spec=SimpleNamespace(clock=SimpleNamespace(started=0.0)),
+    )
+    return proposer
+
+
+def test_the_session_is_told_what_each_request_said_since_it_was_seen():
+    """Rows of chunks and of prompts of embeddings are not drafted for; who is not in the batch may be preempted."""
+    session = Session(a=4, gone=9, waits=5)
+    requests = {"a": [1, 2], "chunk": [1] * 9, "embedded": None, "new": [3, 4, 5], "waits": [6]}
+    proposer = proposer_of(session, requests, ["a", "chunk", "embedded", "new", "left over"])
+    proposer.outcomes = {"a": Outcome([5, 6], 1, 1)}
+    tokens = np.arange(40).reshape(4, 10)
+    drafts = proposer.propose([[24, 25], [], [9], [33]], np.array([6, 5, 4, 4]), tokens)
+    assert drafts == [[7, 8], [], [], [7, 8]]
+    assert session.calls == [(["gone"], {"a": Outcome([5, 6], 1, 1)}, [("a", [4, 5]), ("new", [33])], 11)]
+    proposer.propose([[24, 25], [], [9], [33]], np.array([6, 5, 4, 4]), tokens)
+    assert session.calls[1][1] == {}, "outcomes are told once"
+
+
+def test_rows_that_are_broken_are_named_by_their_request():
+    runner = Runner(DRAFTS, TARGETS)
+    runner.logits[4] = float("nan")  # the first row of c
+    with pytest.raises(FloatingPointError, match="1 rows .* request c"):
+        runner.sample()

@@ -1,0 +1,70 @@
+"""The `rollout-spec` command: what it needs, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollout_spec import __version__, cli
+from rollout_spec.files import check_writable
+from tests.test_doctor import a_report
+
+WITHOUT_NUMBA = """
+import sys
+sys.modules["numba"] = None
+from rollout_spec.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def run_without_numba(*arguments):
+    root = Path(__file__).parent.parent
+    return subprocess.run(
+        [sys.executable, "-c", WITHOUT_NUMBA, *map(str, arguments)],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["replay", "--help"], ["doctor", "--help"]])
+def test_help_needs_no_numba(arguments):
+    done = run_without_numba(*arguments)
+    assert done.returncode == 0, done.stderr
+    assert ("usage: rollout-spec" if arguments != ["--version"] else __version__) in done.stdout
+
+
+def test_doctor_needs_no_numba(tmp_path):
+    path, cost = tmp_path / "report.json", tmp_path / "cost.json"
+    path.write_text(json.dumps(a_report()))
+    done = run_without_numba("doctor", path, "--engine-cost", cost)
+    assert done.returncode == 0, done.stderr
+    assert "Where the time of a step goes" in done.stdout
+    assert cost.exists()
+    done = run_without_numba("doctor")
+    assert done.returncode == 1
+    assert "problem  numba, which compiles the drafters, cannot be imported" in done.stdout
+    assert "compiled drafters are kept in" in done.stdout
+    assert "Traceback" not in done.stderr
+
+
+def test_a_demo_that_cannot_be_written_does_not_start(capsys):
+    assert cli.main(["demo", "--out", "/dev/null/demo"]) == 2
+    assert capsys.readouterr().err.startswith("rollout-spec: --out: ")
+
+
+def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path):
+    new, old = tmp_path / "new", tmp_path / "old"
+    old.write_text("content")
+    for path in (new, old):
+        check_writable(path)
+    assert not new.exists()
+    assert old.read_text() == "content"
+    for path in (tmp_path, tmp_path / "none" / "file"):
+        with pytest.raises(OSError):
+            check_writable(path)
