@@ -85,6 +85,7 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[8, 64, 192])
     parser.add_argument("--curves", nargs="+", default=list(CURVES))
     parser.add_argument("--curve", type=Path, nargs="*", default=[], help="measured curves")
+    parser.add_argument("--policies", nargs="+", help="besides none; default: all")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
@@ -96,7 +97,8 @@ def main() -> None:
         phases = [[Request(p, r) for p in problems[half::2] for r in p.rollouts[: args.samples]] for half in range(2)]
         for cost in curves:
             for batch in args.batch:
-                times = compare(phases, cost, num_speculative_tokens=K, batch=batch)
+                policies = ["none", *args.policies] if args.policies else None
+                times = compare(phases, cost, num_speculative_tokens=K, batch=batch, policies=policies)
                 none, cells = times["none"], []
                 for label, phase in times.items():
                     row = {

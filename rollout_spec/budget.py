@@ -10,9 +10,8 @@ Three estimates, all learned while the engine runs (`estimates.py`), decide:
 token of that request is worth. A rollout phase ends when its longest rollout ends: while b requests are live a step
 costs c(b), so one token less for a request saves its part of its last step, c(b) - c(b - 1) where b is the number of
 requests that live as long. With c(b) = F + m b that is m for every request, and F more for the longest.
-Which one that is is uncertain, and whoever is made faster hands its place to the next, so F is shared out among those
-that may be it (`worth`). While requests wait for a place no single one decides: then it is F / B each, and the rule is
-the one that maximises tokens per second.
+Any of several requests may finish last, so they share F by probability (`worth`). While requests wait for a place no
+single one decides: then it is F / B each, and the rule is the one that maximises tokens per second.
 
 Budgets change which tokens are verified, never which are sampled.
 """
@@ -30,34 +29,29 @@ from numpy.typing import NDArray
 
 from rollout_spec.estimates import (
     MIN_OBSERVATIONS,
-    WINDOW,
     Floats,
     Ints,
     RemainingLength,
     StepCost,
     Survival,
     line,
-    median,
+    lower_decile,
     predict_survival,
 )
 from rollout_spec.jit import njit
 
 SPREAD = 0.25
-"""How far below the longest request others share its worth, at least, as a part of its tokens to come."""
-FIRST_PATIENCE, LONGEST_PATIENCE = 128, 2048
-"""Steps without worthwhile drafts after which the cost of steps with drafts is learned anew: it may have changed."""
-CAUTION = 8
-"""A step whose cost with drafts is not known gets at most one slot for so many requests."""
+"""Least uncertainty about which request finishes last, as a part of the longest one's tokens to come."""
+CAUTION = 16
+"""Until the cost of steps with drafts is known, verify at most one token per so many requests."""
 LEAST_COST = 0.005
-"""What a slot costs at least, as a share of a request's in a step without drafts: drafts that never come true stop."""
-FRESHNESS = 1024
-"""Steps after which some of about that size are taken without drafts, to see what that costs by now."""
-CHECK_EVERY = 16
-"""Steps between looks at that age."""
+"""Least cost of a slot, as a share of a request's in a step without drafts, so that hopeless drafts stop."""
 MAX_PROBES = 8
-"""Steps without drafts in a row that are taken to learn what they cost. After that it is guessed from other sizes."""
+"""After so many steps without drafts in a row whose cost is still not known, it is guessed from other sizes."""
 LONGEST_SLEEP = 64
 """Steps for which a drafter whose drafts do not pay is left alone."""
+RECENT_DRAFTS = 32
+"""Calls of the drafter whose lower decile is what drafting takes."""
 MEMORY = 1 / 32
 """Weight of the last step in averages."""
 
@@ -149,6 +143,7 @@ def _decide(
     tokens: Floats,
     seconds: Floats,
     slope: float,
+    token_seconds: float,
     sizes: Ints,
     allowed: int,
     most: int,
@@ -165,9 +160,12 @@ def _decide(
         padded = num_tokens + n
         if sizes.size and padded <= sizes[-1]:
             padded = sizes[np.searchsorted(sizes, padded)]
-        more = line(float(padded), tokens, seconds, slope) - plain if tokens.size else 0.0
-        extra[n] = max(more, n * least, extra[n - 1])
-    value = worth(mean, deviation, num_tokens, plain, (extra[-1] - extra[1]) / max(total - 1, 1) if total else 0.0)
+        extra[n] = n * least
+        if tokens.size:
+            extra[n] = max(extra[n], line(float(padded), tokens, seconds, slope) - plain)
+            if padded < tokens[0]:  # never below the line from the step without drafts to the first known size
+                extra[n] = max(extra[n], (seconds[0] - plain) * n / (tokens[0] - num_tokens))
+    value = worth(mean, deviation, num_tokens, plain, token_seconds)
     survival = np.empty(confidence.size)
     predict_survival(confidence, starts, counts, survival)
     taken = np.zeros(size, np.int64)
@@ -195,15 +193,11 @@ class Budget:
         self.survival = Survival()
         self.cost = StepCost()
         self.lengths = RemainingLength()
-        self._drafting: deque[float] = deque(maxlen=WINDOW)  # seconds per request, of late
-        self._draft_seconds = 0.0  # their median
+        self._drafting: deque[float] = deque(maxlen=RECENT_DRAFTS)  # seconds per request
+        self._draft_seconds = 0.0  # their lower decile
         self._balance = 0.0  # what drafts gain in a step less what drafting takes, on average
-        self._patience = self._next_try = FIRST_PATIENCE
         self._plain = 0.0  # what the present step costs without drafts
-        self._num_probes = 0  # in a row, and those still to come
-        self._probes_left = 0
-        self._steps_without = 0  # slots, in a row
-        self._until_check = 0  # of the plain cost's age
+        self._num_probes = 0  # in a row
         self._sleep = 0
         self._asleep_for = 0
 
@@ -223,7 +217,7 @@ class Budget:
         if num_asked:
             self._drafting.append(draft_seconds / num_asked)
             if len(self._drafting) >= MIN_OBSERVATIONS:  # the first ones may compile something
-                self._draft_seconds = median(self._drafting)
+                self._draft_seconds = lower_decile(self._drafting)
 
     def wants_drafts(self, num_tokens: int) -> bool:
         """Whether to ask the drafter in this step. Where drafts do not pay for it, it is asked ever less often. O(1).
@@ -235,18 +229,10 @@ class Budget:
         """
         if self._sleep > 0:
             self._sleep -= 1
-            self._steps_without += 1
-            return False
-        if self._probes_left > 0:
-            self._probes_left -= 1
             return False
         plain = self.cost.plain(num_tokens)
-        self._until_check -= 1
-        if plain is not None and self._until_check <= 0:
-            self._until_check = CHECK_EVERY
-            if self.cost.plain_age(num_tokens) > FRESHNESS:
-                self._probes_left = MIN_OBSERVATIONS - 1
-                return False
+        if plain is not None and self.cost.plain_is_due(num_tokens):
+            return False
         if plain is None:
             self._num_probes += 1
             plain = self.cost.guess_plain(num_tokens) if self._num_probes > MAX_PROBES else None
@@ -278,15 +264,12 @@ class Budget:
         allowed = confidence.size if max_slots is None else max(min(confidence.size, max_slots), 0)
         if allowed == 0:
             return self._note(np.zeros(size, np.int64), -self._draft_seconds * size)
-        if self._steps_without >= self._next_try:  # what speculation costs may have changed
-            self.cost.forget_drafted()
-            self._next_try = self._steps_without + self._patience
-            self._patience = min(2 * self._patience, LONGEST_PATIENCE)
-        tokens, seconds, slope, most = self.cost.drafted(num_tokens)
+        tokens, seconds, slope, most, token_seconds = self.cost.drafted(num_tokens, self._plain)
         mean, deviation = remaining if remaining is not None else (np.ones(size), np.ones(size))
         taken, gain = _decide(
             confidence, starts, self.survival.counts, mean, deviation, num_tokens, self._plain,
-            tokens, seconds, slope, self.cost.sizes, allowed, min(max(most, size // CAUTION, 1), allowed),
+            tokens, seconds, slope, token_seconds, self.cost.sizes, allowed,
+            min(max(most, size // CAUTION, 1), allowed),
         )  # fmt: skip
         return self._note(taken, gain - self._draft_seconds * size, learning=not tokens.size)
 
@@ -310,11 +293,6 @@ class Budget:
 
     def _note(self, taken: Ints, balance: float, *, learning: bool = False) -> Ints:
         """Remember whether drafts paid, other than to learn what they cost."""
-        if taken.any() and not learning:
-            self._steps_without = 0
-            self._patience = self._next_try = FIRST_PATIENCE
-        else:
-            self._steps_without += 1
         self._balance += MEMORY * (balance - self._balance)
         if balance > 0:  # asked after a pause, it pays again
             self._balance = max(self._balance, 0.0)

@@ -26,14 +26,14 @@ SURVIVAL_PRIOR = 6.0
 """Trials that the drafter's own confidence is worth."""
 MAX_TRIALS = 4096.0
 """Counters are halved here: what they say follows the policy."""
-WINDOW = 24
-"""Steps that a cost is the median of; older ones are forgotten."""
+WINDOW = 512
+"""A size's cost is the lower decile of its measurements in so many steps up to its last one."""
+MIN_OBSERVATIONS = 3
+"""The last measurements of a size count however old they are. With fewer in all, plain steps have no cost."""
 REFRESH = 8
 """Steps after which a curve is drawn anew."""
-MAX_AGE = 2048
-"""Steps after which a measurement counts only where there is no newer one."""
-MIN_OBSERVATIONS = 3
-"""Steps below which a size has no cost of its own."""
+LONGEST_TRUST, LONGEST_PLAIN_TRUST = 2048, 128
+"""Steps for which costs with and without drafts are believed at most. One step tells the latter anew."""
 MAX_LENGTHS = 64
 """Rollouts of a problem whose lengths are remembered, and sixteen times as many of all problems."""
 MAX_PROBLEMS = 10_000
@@ -50,6 +50,15 @@ def median(values: Iterable[Any]) -> Any:
     """Of an even number of values the upper one; much faster than NumPy's for a few."""
     ordered = sorted(values)
     return ordered[len(ordered) // 2]
+
+
+def lower_decile(values: Iterable[Any]) -> Any:
+    """The least of up to nine values, then the second least, ...
+
+    Other work on the machine can only make a step longer, so short times tell most about what a step costs.
+    """
+    ordered = sorted(values)
+    return ordered[len(ordered) // 10]
 
 
 class Survival:
@@ -131,27 +140,59 @@ def _observe(confidence: Any, starts: Ints, num_verified: Ints, num_accepted: In
 
 
 class _Observation(NamedTuple):
+    seconds_per_token: float  # comparable between the numbers of tokens that share a bucket
+    num_tokens: int  # padded
     when: int
-    num_tokens: int
-    seconds: float
+
+
+class _Curve(NamedTuple):
+    """Costs by size; sizes rise, costs never fall."""
+
+    tokens: Floats
+    seconds: Floats
+    trusted_until: Ints  # the step up to which a cost is believed
+
+
+class _Size:
+    """The last steps of about one size."""
+
+    def __init__(self) -> None:
+        self.steps: deque[_Observation] = deque()
+        self.count = 0  # of all that were ever measured
+
+    def add(self, step: _Observation) -> None:
+        """Measure one more step, and forget the oldest ones."""
+        self.steps.append(step)
+        self.count += 1
+        while len(self.steps) > MIN_OBSERVATIONS and self.steps[0].when <= step.when - WINDOW:
+            self.steps.popleft()
+
+    def point(self) -> tuple[float, float, int, int]:
+        """(tokens, seconds, the last step of this size, the step up to which its cost is believed).
+
+        A size measured n times is believed for n^2 steps: what was measured once or twice at a bad time is soon
+        measured again, and what is expensive indeed ever less often.
+        """
+        per_token, tokens, _ = lower_decile(self.steps)
+        last = self.steps[-1].when
+        return tokens, per_token * tokens, last, last + min(self.count**2, LONGEST_TRUST)
 
 
 class StepCost:
     """Seconds of an engine step by the tokens it computes, with and without drafts, from the steps themselves.
 
-    A size's cost is the median of its last WINDOW steps: robust against a step that was held up. When it is seen again,
-    what is older than MAX_AGE steps is forgotten, but for the newest few. Between sizes cost is interpolated, and it
-    never falls with size. Steps without drafts may be scheduled and run in other ways, and have a curve of their own.
+    Other processes make steps longer, one at a time or hundreds in a row, and never shorter. Therefore a size's cost is
+    a lower decile, no size costs more than a larger one, and a cost is believed for longer the more often it was
+    measured. Between sizes cost is interpolated. Steps without drafts may be scheduled and run in other ways, and have
+    a curve of their own. All of it follows from the observations alone: ranks that observe the same decide the same.
     """
 
     def __init__(self) -> None:
         self.sizes = np.empty(0, np.int64)
-        self._steps: tuple[dict[int, deque[_Observation]], ...] = ({}, {})  # without drafts, with
-        self._points: tuple[dict[int, tuple[float, float]], ...] = ({}, {})  # (tokens, seconds) by size
-        self._changed: tuple[set[int], ...] = (set(), set())  # sizes whose points are not up to date
-        self._curves: list[tuple[Floats, Floats] | None] = [None, None]
-        self._num_new = [0, 0]
-        self._plain: dict[int, float | None] = {}  # what `plain` said since the curves were drawn
+        self._steps: tuple[dict[int, _Size], ...] = ({}, {})  # without drafts, with
+        self._curves: list[_Curve | None] = [None, None]
+        self._plain: dict[int, tuple[float | None, int]] = {}  # seconds, and the step at which to measure them again
+        self._redraw_at = 0
         self._now = 0
 
     def pad_to(self, sizes: tuple[int, ...]) -> None:
@@ -170,63 +211,59 @@ class StepCost:
             seconds: What it took, without the drafter's work.
             drafted: Whether any request had a draft.
         """
-        bucket = self._bucket(num_tokens)
-        steps = self._steps[drafted].setdefault(bucket, deque(maxlen=WINDOW))
         self._now += 1
-        steps.append(_Observation(self._now, num_tokens, seconds))
-        self._changed[drafted].add(bucket)
-        self._num_new[drafted] += 1
-        # Steps without drafts may be rare: each few of them count at once.
-        refresh = REFRESH if drafted else MIN_OBSERVATIONS
-        if self._num_new[drafted] >= refresh or len(steps) == MIN_OBSERVATIONS:
-            self._curves[drafted], self._num_new[drafted] = None, 0
+        size = self._steps[drafted].setdefault(self._bucket(num_tokens), _Size())
+        is_rare = size.count < REFRESH or size.steps[-1].when <= self._now - REFRESH
+        padded = self._pad(num_tokens)
+        size.add(_Observation(seconds / padded, padded, self._now))
+        if is_rare or self._now >= self._redraw_at:
+            self._curves, self._redraw_at = [None, None], self._now + REFRESH
             self._plain.clear()
 
-    def forget_drafted(self) -> None:
-        """Learn the cost of steps with drafts anew."""
-        for learned in (self._steps, self._points, self._changed):
-            learned[True].clear()
-        self._curves[True], self._num_new[True] = None, 0
-        self._plain.clear()
-
     def curve(self, *, drafted: bool) -> tuple[Floats, Floats]:
-        """(tokens, seconds) of the sizes that are known, rising. Both may be empty. Up to REFRESH steps old."""
+        """(tokens, seconds) of the sizes that were measured, rising. Both may be empty. Up to REFRESH steps old."""
+        return self._curve(drafted)[:2]
+
+    def _curve(self, drafted: bool) -> _Curve:
         curve = self._curves[drafted]
         if curve is None:
-            for bucket in self._changed[drafted]:
-                steps = self._steps[drafted][bucket]
-                if len(steps) >= MIN_OBSERVATIONS:
-                    self._points[drafted][bucket] = self._point(steps)
-            self._changed[drafted].clear()
-            curve = self._curves[drafted] = _curve(self._points[drafted].values())
+            sizes = list(self._steps[drafted].values())
+            if not drafted and sum(size.count for size in sizes) < MIN_OBSERVATIONS:
+                sizes = []
+            curve = self._curves[drafted] = _draw([size.point() for size in sizes], self._now)
         return curve
-
-    def _point(self, steps: deque[_Observation]) -> tuple[float, float]:
-        """Median tokens and seconds of the steps that count."""
-        recent = [step for step in steps if step.when > self._now - MAX_AGE]
-        used = recent if len(recent) >= MIN_OBSERVATIONS else list(steps)[-MIN_OBSERVATIONS:]
-        return float(median([self._pad(step.num_tokens) for step in used])), median([step.seconds for step in used])
 
     def plain(self, num_tokens: int) -> float | None:
         """Seconds of a step without drafts; None if none of half to four times as many tokens was measured. O(log)."""
+        return self._look_up(num_tokens)[0]
+
+    def plain_is_due(self, num_tokens: int) -> bool:
+        """Whether it is time to measure steps of half to twice as many tokens without drafts again. O(log)."""
+        return self._now >= self._look_up(num_tokens)[1]
+
+    def _look_up(self, num_tokens: int) -> tuple[float | None, int]:
         if num_tokens not in self._plain:
             tokens, seconds = self.curve(drafted=False)
             near = (tokens >= num_tokens / 2) & (tokens <= 4 * num_tokens)
-            self._plain[num_tokens] = self._read(num_tokens, tokens, seconds) if near.any() else None
+            cost = self._read(num_tokens, tokens, seconds) if near.any() else None
+            similar = [
+                size
+                for size in self._steps[False].values()
+                if num_tokens / 2 <= size.steps[-1].num_tokens <= 2 * num_tokens
+            ]
+            last = max((size.steps[-1].when for size in similar), default=0)
+            trust = min(4 * sum(size.count for size in similar) ** 2, LONGEST_PLAIN_TRUST)
+            tokens, seconds = self.curve(drafted=True)
+            larger = seconds[tokens >= num_tokens]
+            # A larger step with drafts took less: those without were held up.
+            if cost is not None and larger.size and larger[0] < cost:
+                cost, trust = float(larger[0]), 2 * REFRESH
+            self._plain[num_tokens] = cost, last + trust
         return self._plain[num_tokens]
-
-    def plain_age(self, num_tokens: int) -> int:
-        """Steps since one without drafts of half to twice as many tokens was last measured. O(sizes)."""
-        seen = [
-            steps[-1].when
-            for steps in self._steps[False].values()
-            if num_tokens / 2 <= steps[-1].num_tokens <= 2 * num_tokens
-        ]
-        return self._now - max(seen, default=0)
 
     def guess_plain(self, num_tokens: int) -> float | None:
         """The same from any steps, however few and however different their sizes; None if there were none. O(sizes)."""
-        tokens, seconds = _curve([self._point(steps) for steps in self._steps[False].values()])
+        tokens, seconds, _ = _draw([size.point() for size in self._steps[False].values()], self._now)
         return self._read(num_tokens, tokens, seconds) if tokens.size else None
 
     def _read(self, num_tokens: int, tokens: Floats, seconds: Floats) -> float:
@@ -235,24 +272,36 @@ class StepCost:
             slope = _slope(*self.curve(drafted=True))
         return max(line(float(self._pad(num_tokens)), tokens, seconds, slope or 0.0), 1e-9)
 
-    def drafted(self, num_tokens: int) -> tuple[Floats, Floats, float, int]:
-        """What steps of so many tokens and drafts on top cost: (tokens, seconds, seconds per token beyond, most slots).
+    def drafted(self, num_tokens: int, plain: float) -> tuple[Floats, Floats, float, int, float]:
+        """What steps of so many tokens and drafts on top cost.
 
-        At most twice as many slots as were measured should be tried: what a step costs is approached from below.
+        A cost that is no longer believed counts only if it is below the line between those that are, from `plain` on: a
+        size that looked expensive is tried again. At most twice as many slots as were measured should be tried: what a
+        step costs is approached from below.
+
+        Args:
+            plain: What the step costs without drafts.
 
         Returns:
-            The curve for `line`, empty as long as it is not known, and how many slots should be tried at most: 0 if
-            nothing is known.
+            tokens, seconds: the curve for `line`, empty as long as it is not known. Seconds per token beyond it. How
+            many slots should be tried at most: 0 if nothing is known. Seconds per token on average from `plain` to the
+            largest size that was ever measured.
         """
-        tokens, seconds = self.curve(drafted=True)
+        tokens, seconds, until = self._curve(True)
         first = int(np.searchsorted(tokens, num_tokens, "right"))
-        if first == tokens.size:
-            return tokens[:0], seconds[:0], 0.0, 0
-        tokens, seconds = tokens[first:], seconds[first:]
+        tokens, seconds, trusted = tokens[first:], seconds[first:], until[first:] >= self._now
+        average = max(float(seconds[-1] - plain) / float(tokens[-1] - num_tokens), 0.0) if tokens.size else 0.0
+        if not trusted.any():
+            return tokens[:0], seconds[:0], 0.0, 0, average
+        believed = np.append(num_tokens, tokens[trusted]), np.append(plain, seconds[trusted])
+        kept = trusted | (seconds < np.interp(tokens, *believed, right=0.0))
+        tokens, seconds = tokens[kept], seconds[kept]
         slope = _slope(tokens, seconds)
         if slope is None:
             slope = _slope(*self.curve(drafted=False))
-        return tokens, seconds, slope or 0.0, 2 * math.ceil(tokens[-1] - num_tokens)
+        if slope is None:  # between nothing and what a token costs on average
+            slope = plain / num_tokens / 2
+        return tokens, seconds, slope, 2 * math.ceil(tokens[-1] - num_tokens), average
 
     def _pad(self, num_tokens: int) -> int:
         """What a step of so many tokens is padded to."""
@@ -266,11 +315,16 @@ class StepCost:
         return -1 - int(4 * math.log2(max(num_tokens, 1)))
 
 
-def _curve(points: Iterable[tuple[float, float]]) -> tuple[Floats, Floats]:
-    known = sorted(points)
-    if not known:
-        return np.empty(0), np.empty(0)
-    return np.array([tokens for tokens, _ in known]), _isotonic([seconds for _, seconds in known])
+def _draw(points: list[tuple[float, float, int, int]], now: int) -> _Curve:
+    tokens, seconds, last, until = np.array(sorted(points), np.float64).reshape(-1, 4).T
+    # A larger step that took less shows that the smaller one was held up, unless that was long ago.
+    fresh = last > now - WINDOW
+    seconds = np.where(fresh, _least_from_here(np.where(fresh, seconds, np.inf)), _least_from_here(seconds))
+    return _Curve(tokens, np.maximum.accumulate(seconds), until.astype(np.int64))
+
+
+def _least_from_here(values: Floats) -> Floats:
+    return np.minimum.accumulate(values[::-1])[::-1]
 
 
 def _slope(tokens: Floats, seconds: Floats) -> float | None:
@@ -290,18 +344,6 @@ def line(wanted: float, tokens: Floats, seconds: Floats, slope: float) -> float:
     at = np.searchsorted(tokens, wanted)
     share = (wanted - tokens[at - 1]) / (tokens[at] - tokens[at - 1])
     return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
-
-
-def _isotonic(values: list[float]) -> Floats:
-    """The nearest sequence that never falls (pool adjacent violators)."""
-    blocks: list[list[float]] = []
-    for value in values:
-        blocks.append([value, 1.0])
-        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
-            mean, weight = blocks.pop()
-            blocks[-1][0] = (blocks[-1][0] * blocks[-1][1] + mean * weight) / (blocks[-1][1] + weight)
-            blocks[-1][1] += weight
-    return np.repeat([mean for mean, _ in blocks], [int(weight) for _, weight in blocks])
 
 
 class RemainingLength:

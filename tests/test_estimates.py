@@ -92,44 +92,45 @@ def test_cost_is_robust_and_forgets():
         cost.observe(8, seconds, drafted=False)
     assert cost.plain(8) == 1.0
     assert cost.plain(100) is None
-    for _ in range(WINDOW):  # another machine, another model
+    for _ in range(WINDOW):  # the machine has become slower for good
         cost.observe(8, 2.0, drafted=False)
     assert cost.plain(8) == 2.0
 
 
 def test_two_sizes_with_drafts_tell_what_drafts_cost_from_what_slots_cost():
     cost = StepCost()
-    assert cost.drafted(32)[3] == 0
+    assert cost.drafted(32, 4.0)[3] == 0
     for n in (4, 8):
         for _ in range(MIN_OBSERVATIONS):
             cost.observe(32 + n, 5.0 + 0.1 * n, drafted=True)
-    tokens, seconds, slope, most = cost.drafted(32)
+    tokens, seconds, slope, most, _ = cost.drafted(32, 4.0)
     assert most == 16
     for n in (1, 6, 100):
         assert line(32.0 + n, tokens, seconds, slope) == pytest.approx(5.0 + 0.1 * n)
-    assert cost.drafted(64)[3] == 0
+    assert cost.drafted(64, 4.0)[3] == 0
 
 
 def test_one_size_is_a_curve_with_the_slope_of_steps_without_drafts():
     cost = StepCost()
     for _ in range(MIN_OBSERVATIONS):
         cost.observe(36, 5.0, drafted=True)
-    tokens, seconds, slope, most = cost.drafted(32)
-    assert (tokens.tolist(), seconds.tolist(), slope, most) == ([36], [5.0], 0.0, 8)
+    tokens, seconds, slope, most, average = cost.drafted(32, 4.0)
+    # Where nothing else is known: half of what a token of the step costs on average.
+    assert (tokens.tolist(), seconds.tolist(), slope, most, average) == ([36], [5.0], 4 / 32 / 2, 8, 0.25)
     for _ in range(MIN_OBSERVATIONS):
         for n in (10, 30):
             cost.observe(n, 0.1 * n, drafted=False)
-    assert cost.drafted(32)[2] == pytest.approx(0.1)
+    assert cost.drafted(32, 3.2)[2] == pytest.approx(0.1)
 
 
 def test_what_is_old_counts_only_where_there_is_nothing_newer(monkeypatch):
-    monkeypatch.setattr(estimates, "MAX_AGE", 100)
+    monkeypatch.setattr(estimates, "WINDOW", 100)
     cost = StepCost()
-    for _ in range(WINDOW):
+    for _ in range(24):
         cost.observe(8, 1.0, drafted=False)
         cost.observe(100, 5.0, drafted=False)
     for _ in range(100):
-        cost.observe(9, 2.0, drafted=True)
+        cost.observe(9, 4.0, drafted=True)
     assert cost.plain(8) == 1.0
     for _ in range(MIN_OBSERVATIONS):
         cost.observe(8, 3.0, drafted=False)
@@ -143,8 +144,8 @@ def test_padded_steps_share_a_point():
     for n, seconds in ((9, 1.0), (12, 1.0), (16, 1.0), (17, 2.0), (20, 2.0), (32, 2.0), (40, 3.0)):
         cost.observe(n, seconds, drafted=False)
     tokens, seconds = cost.curve(drafted=False)
-    assert tokens.tolist() == [16, 32]
-    assert seconds.tolist() == [1, 2]
+    assert tokens.tolist() == [16, 32, 40]
+    assert seconds.tolist() == [1, 2, 3]
     assert cost.plain(10) == cost.plain(16) == 1.0
 
 
@@ -163,12 +164,41 @@ def test_a_curve_never_falls():
     for n, seconds in ((10, 1.0), (20, 3.0), (40, 2.0), (80, 4.0)):
         for _ in range(MIN_OBSERVATIONS):
             cost.observe(n, seconds, drafted=True)
-    assert cost.curve(drafted=True)[1].tolist() == [1.0, 2.5, 2.5, 4.0]
+    assert cost.curve(drafted=True)[1].tolist() == [1.0, 2.0, 2.0, 4.0]
 
 
 def predict(lengths, problem, so_far, at_most):
     mean, deviation = lengths.predict([problem], np.array([so_far]), np.array([at_most]))
     return mean[0], deviation[0]
+
+
+def test_the_shortest_steps_tell_what_a_size_costs():
+    """Eight steps in nine are held up."""
+    cost = StepCost()
+    for n in range(100):
+        cost.observe(8, 1.0 if n % 9 == 0 else 3.0, drafted=False)
+    assert cost.plain(8) == 1.0
+
+
+def test_steps_without_drafts_cost_no_more_than_larger_ones_with():
+    cost = StepCost()
+    for _ in range(MIN_OBSERVATIONS):
+        cost.observe(8, 3.0, drafted=False)  # at a bad time
+        cost.observe(16, 1.5, drafted=True)
+    assert cost.plain(8) == 1.5
+
+
+def test_what_looked_expensive_is_left_out_until_it_is_measured_again():
+    cost = StepCost()
+    for n in (12, 16):
+        for _ in range(100):
+            cost.observe(n, 1.0, drafted=True)
+    cost.observe(32, 9.0, drafted=True)  # once, at a bad time
+    assert cost.drafted(8, 1.0)[0].tolist() == [12, 16, 32]
+    for _ in range(20):
+        cost.observe(12, 1.0, drafted=True)
+    assert cost.drafted(8, 1.0)[0].tolist() == [12, 16]
+    assert cost.curve(drafted=True)[0].tolist() == [12, 16, 32]
 
 
 def test_remaining_length():

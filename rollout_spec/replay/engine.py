@@ -7,7 +7,7 @@ the last one has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -204,8 +204,14 @@ def run_phase(
     *,
     num_speculative_tokens: int,
     batch: int,
+    slowdowns: Iterator[float] | None = None,
 ) -> Phase:
-    """Generate the requests again, `batch` at a time, and add up what the steps cost."""
+    """Generate the requests again, `batch` at a time, and add up what the steps cost.
+
+    Args:
+        slowdowns: By how much each step is longer, in the eyes of the policy, for other work on the machine. What is
+            added up are the steps as they would be without it, so that phases with other decisions can be compared.
+    """
     drafter = make_drafter()
     waiting = list(enumerate(request for request in requests if request.rollout.tokens.size))[::-1]
     total, longest = len(waiting), max(request.rollout.tokens.size for request in requests)
@@ -242,7 +248,8 @@ def run_phase(
         steps += 1
         drafted += slots
         accepted += int(hits.sum())
-        policy.on_step(len(ids), slots, took, drafting)
+        slowdown = next(slowdowns) if slowdowns is not None else 1.0
+        policy.on_step(len(ids), slots, took * slowdown, drafting * slowdown)
         if asked:  # the target's next token says something about a draft that was not verified, too
             seen = [live[req_id].expected(int(n) + 1) for req_id, n in zip(ids, hits, strict=True)]
             outcomes = np.array([min(int(n), s.size - 1) for n, s in zip(hits, seen, strict=True)], np.int32)
@@ -309,14 +316,19 @@ def compare(
     *,
     num_speculative_tokens: int,
     batch: int,
+    policies: Sequence[str] | None = None,
 ) -> dict[str, Phase]:
-    """The last phase under every policy. Those that learn have learned in the phases before; "ours, new" in none.
+    """The last phase under every policy, or those named (see `contenders`).
+
+    Those that learn have learned in the phases before; "ours, new", which comes with "ours", in none.
 
     The drafter, the suffix index over each problem's own texts, begins anew in every phase.
     """
     results = {}
     k = num_speculative_tokens
     for label, contender in contenders(cost, k).items():
+        if policies is not None and label not in policies:
+            continue
         drafter = partial(build_drafter, "suffix", max_draft_tokens=k, min_survival=contender.min_survival)
         policy = contender.make()
         for requests in phases if contender.learns else phases[-1:]:

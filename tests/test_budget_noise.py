@@ -1,0 +1,91 @@
+"""Budgets while other processes make steps longer: what pays is still found, and what does not is still left."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rollout_spec.budget import Budget
+
+SIZE, K = 4, 4
+CONFIDENCE = np.tile(np.float32([0.9, 0.8, 0.7, 0.6]), SIZE)
+STARTS = np.arange(SIZE + 1) * K
+
+
+def slots_taken(steps, seconds, slowdown):
+    """Slots of each step of four requests, three of whose four drafted tokens are right.
+
+    Args:
+        seconds: What a step with so many slots takes by itself.
+        slowdown: How much longer a step is, by its number and its slots.
+    """
+    budget, taken = Budget(), []
+    remaining = np.full(SIZE, 50.0), np.full(SIZE, 20.0)
+    for i in range(steps):
+        slots = np.zeros(SIZE, np.int64)
+        if budget.wants_drafts(SIZE):
+            slots = budget.decide(CONFIDENCE, STARTS, remaining, num_tokens=SIZE)
+            budget.survival.observe(CONFIDENCE, STARTS, slots, np.minimum(slots, 3))
+        n = int(slots.sum())
+        budget.observe_step(SIZE + n, seconds(n) * slowdown(i, n), drafted=n > 0)
+        taken.append(n)
+    return np.array(taken)
+
+
+def test_a_burst_at_the_beginning():
+    """It begins with the first steps that have drafts: those without were measured before."""
+    taken = slots_taken(160, lambda n: 1.0, lambda i, n: 3.0 if 3 <= i < 8 else 1.0)
+    assert np.median(taken[-100:]) >= 3 * SIZE
+    assert (taken[40:] == 0).sum() < 12
+
+
+def test_a_burst_that_only_some_steps_feel():
+    """Every second step takes twice as long, and so most of the first measurements of a size."""
+    taken = slots_taken(300, lambda n: 1.0 + 0.01 * n, lambda i, n: 1.0 + i % 2)
+    assert np.median(taken[-200:]) >= 3 * SIZE
+
+
+@pytest.mark.parametrize("steps", [50, 150, 400])
+def test_a_burst_in_the_middle(steps):
+    taken = slots_taken(500 + steps, lambda n: 1.0, lambda i, n: 30.0 if 250 <= i < 250 + steps else 1.0)
+    during, after = taken[250 : 250 + steps], taken[250 + steps :]
+    assert (during == 0).mean() < 0.1
+    assert (after == 0).mean() < 0.1
+
+
+def test_noise_on_one_size_only():
+    """The first measurements of steps with two to four slots are bad: larger ones are free and must be found."""
+    seen = dict.fromkeys(range(2, 5), 0)
+
+    def slowdown(i, n):
+        if n in seen:
+            seen[n] += 1
+            return 4.0 if seen[n] <= 3 else 1.0
+        return 1.0
+
+    taken = slots_taken(160, lambda n: 1.0, slowdown)
+    assert np.median(taken[-100:]) >= 3 * SIZE
+
+
+@pytest.mark.parametrize("noise", [lambda i, n: 1.0, lambda i, n: 1.0 + (i % 3 == 0), lambda i, n: 1.0 + (i // 50 % 2)])
+@pytest.mark.parametrize("seconds", [lambda n: 1.0 + n, lambda n: 1.0 + 5 * (n > 0)])
+def test_slots_that_are_expensive_are_left_whatever_the_noise(noise, seconds):
+    """Each costs a whole step, or all of them together five."""
+    taken = slots_taken(1000, seconds, noise)
+    assert (taken[:100] > 0).sum() < 30
+    assert (taken[100:] > 0).mean() < 0.05
+
+
+def test_slots_that_become_expensive_are_found_out():
+    """Steps with drafts alone take longer, and for good: that is no other process's doing."""
+    taken = slots_taken(2500, lambda n: 1.0, lambda i, n: 6.0 if n and i >= 500 else 1.0)
+    assert (taken[300:500] > 0).mean() > 0.9
+    assert (taken[-500:] > 0).mean() < 0.05
+
+
+def test_ranks_that_observe_the_same_decide_the_same():
+    def run():
+        rng = np.random.default_rng(3)
+        return slots_taken(600, lambda n: 1.0 + 0.05 * n, lambda i, n: float(rng.lognormal(0, 0.5)))
+
+    np.testing.assert_array_equal(run(), run())
