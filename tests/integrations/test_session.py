@@ -12,13 +12,13 @@ import pytest
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.integrations import session as session_module
+from rollout_spec.integrations.commands import run_command
 from rollout_spec.integrations.session import (
     RECENT_STEPS,
     STEPS_PER_AGREEMENT,
     DraftingSession,
     Outcome,
     problem_id_of,
-    run_command,
 )
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Draft
