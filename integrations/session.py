@@ -40,7 +40,7 @@ def needs_processing(params: Any) -> bool:
         or params.allowed_token_ids
         or params.logit_bias
         or params.min_tokens > 0
-        or getattr(params, "thinking_token_budget", None) is not None
+        or params.thinking_token_budget is not None
     )
 
 
@@ -236,8 +236,7 @@ class DraftingSession:
         self._agree = agree
         self._vllm_config = vllm_config
         scheduler = vllm_config.scheduler_config
-        limit = getattr(scheduler, "max_num_scheduled_tokens", None) or scheduler.max_num_batched_tokens
-        self._max_step_tokens = int(limit)
+        self._max_step_tokens = int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
         self._drafts: _Drafts | None = None  # of the step that runs
         self._draft_seconds = 0.0  # what it took to draft them
         self._num_asked = 0  # for so many requests

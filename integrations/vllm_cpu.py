@@ -36,18 +36,14 @@ def plain_weights() -> Iterator[None]:
     if not current_platform.is_cpu():
         yield
         return
-    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+    from vllm.model_executor.layers import utils
 
     def keep(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
-    name = "dispatch_cpu_unquantized_gemm"
-    modules = [module for module in (utils, linear, vocab_parallel_embedding) if hasattr(module, name)]
-    originals = [getattr(module, name) for module in modules]
-    for module in modules:
-        setattr(module, name, keep)
+    repack = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = keep
     try:
         yield
     finally:
-        for module, original in zip(modules, originals, strict=True):
-            setattr(module, name, original)
+        utils.dispatch_cpu_unquantized_gemm = repack

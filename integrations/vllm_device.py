@@ -16,6 +16,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.drafters.device import DeviceDrafter, Ended
+from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.session import ends_with_stop_token, problem_id_of, trim_at_end
 from rollout_spec.integrations.stop_strings import StopStringSearch
 from rollout_spec.integrations.vllm_plugin import config_of
@@ -42,13 +43,12 @@ class DeviceSpeculator(BaseSpeculator):
         config = config_of(vllm_config)
         assert config is not None
         speculative = vllm_config.speculative_config
-        # vLLM up to 0.31 would not keep compiled code for its own drafter's sake.
-        object.__setattr__(speculative, "use_ngram_gpu", _is_not_used)
-        self.model = torch.nn.Module()  # vLLM 0.26 prepares its communication buffers
+        vllm_compat.keep_compile_cache(speculative)
+        self.model = vllm_compat.speculator_model()
         self.stats = SpeculationStats()
         self.enabled = True
         self.num_speculative_tokens = config.num_speculative_tokens
-        self.enable_adaptive_verification = bool(getattr(speculative, "enable_adaptive_verification", False))
+        self.enable_adaptive_verification = vllm_compat.verifies_adaptively(speculative)
         self.drafter = DeviceDrafter(
             max_requests=vllm_config.scheduler_config.max_num_seqs,
             max_model_len=vllm_config.model_config.max_model_len,
@@ -189,7 +189,3 @@ class DeviceSpeculator(BaseSpeculator):
             output, ends_with_stop_token=ends_with_stop_token(output, params)
         )
         return int(params.max_tokens) if num_kept is None else num_kept
-
-
-def _is_not_used() -> bool:
-    return False

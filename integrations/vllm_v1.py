@@ -152,7 +152,7 @@ class RunnerAdapter:
             return sampler.apply_logits_processors(processed, sampling, False)
         # As if every request had one draft more, so that its bonus row is processed like the others: vLLM masks stop
         # tokens there until a step begins after min_tokens.
-        holder = getattr(sampling, "thinking_budget_state_holder", None)
+        holder = sampling.thinking_budget_state_holder
         if holder is not None and holder.has_tracked_requests():
             holder.update_state(sampling.output_token_ids, sampling.spec_token_ids, repeat_indices=None)
         drafts = sampling.spec_token_ids
@@ -196,13 +196,11 @@ class RunnerAdapter:
             drafted, cu_num_draft_tokens = metadata.draft_token_ids, metadata.cu_num_draft_tokens
             ends = metadata.cu_num_sampled_tokens.long()
             first_row = metadata.logits_indices.long()[torch.cat((ends.new_zeros(1), ends[:-1]))]
-        positions = self._runner.positions
-        positions = getattr(positions, "gpu", positions)  # a buffer pair in older versions
         greedy = sampling.all_greedy or sampling.temperature is None
         rows = SamplingRows(
             temperature=torch.zeros(size, device=device) if greedy else sampling.temperature,
             seeds=None if greedy else batch.seeds,
-            positions=positions[first_row],
+            positions=self._runner.positions[first_row],
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             min_p=batch.min_p,

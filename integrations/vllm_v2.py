@@ -12,7 +12,6 @@ speculation.
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.commands import Speculation, run_command
 from rollout_spec.integrations.session import (
@@ -97,7 +97,7 @@ class RunnerAdapter:
             ValueError: the samplers do more than ours would.
         """
         runner = self._runner
-        if getattr(runner, "batch_sharder", None) is not None:
+        if vllm_compat.shards_batch(runner):
             raise ValueError("rollout_spec does not support batch-sharded sampling: switch it off")
         sampler = VerifyingSampler(runner.sampler, self, self._config)
         runner.sampler = sampler
@@ -167,8 +167,7 @@ class VerifyingSampler:
         self._adapter = adapter
         self._config = config
         self._num_slots = config.num_speculative_tokens + 1
-        processors = getattr(inner, "logits_processors", ())  # from vLLM 0.31 on, the user's own among them
-        self._own_processors = any(not type(processor).__module__.startswith("vllm.") for processor in processors)
+        self._own_processors = vllm_compat.has_own_processors(inner)
         self._needs_vllm: np.ndarray = np.zeros(inner.sampling_states.max_num_reqs, bool)
         self._unsettled: deque[_Counts] = deque()
 
@@ -176,8 +175,8 @@ class VerifyingSampler:
         return getattr(self.inner, name)
 
     def add_request(self, req_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """See vLLM. The last argument is the request's `SamplingParams`."""
-        params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[-1]
+        """See vLLM."""
+        params = vllm_compat.sampling_params_argument(args, kwargs)
         if not self._adapter.warming_up:
             require_seed(params, "a request")
         self._needs_vllm[req_idx] = self._own_processors or needs_processing(params)
@@ -232,10 +231,9 @@ class VerifyingSampler:
         )
         tensors = None
         if num_logprobs >= 0 or custom_ids:
-            expanded = logits.shape[0] != len(slots)
-            starts = input_batch.cu_num_logits_np.tolist() if expanded else None
-            if expanded and self.enable_adaptive_verification:  # the host knows an upper bound only
-                starts = input_batch.cu_num_logits.clone()
+            starts = None
+            if logits.shape[0] != len(slots):
+                starts = vllm_compat.first_rows(input_batch, on_device=self.enable_adaptive_verification)
             if scored_here:
                 field = "cu_num_generated_tokens" + ("_tensor" if isinstance(starts, torch.Tensor) else "")
                 scores = result.target_token_ids[:, None], result.logprobs[:, None], result.ranks
@@ -284,22 +282,8 @@ class VerifyingSampler:
 
     def _process(self, logits: torch.Tensor, input_batch: Any, layout: kernel.Layout) -> torch.Tensor:
         """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, temperature, min-p."""
-        apply = self.inner.apply_sampling_params
-        accepted = inspect.signature(apply).parameters  # they differ between vLLM's versions
-        values = {
-            # Newer versions copy by themselves.
-            "logits": logits if "idx_mapping" in accepted else logits.to(torch.float32, copy=True),
-            "expanded_idx_mapping": input_batch.expanded_idx_mapping,
-            "idx_mapping": input_batch.idx_mapping,
-            "idx_mapping_np": input_batch.idx_mapping_np,
-            "pos": layout.position,
-            "input_ids": input_batch.input_ids[input_batch.logits_indices],
-            "expanded_local_pos": input_batch.expanded_local_pos,
-            "seq_lens_upper_bound_np": input_batch.seq_lens_cpu_upper_bound.numpy(),
-            "skip_top_k_top_p": True,
-        }
-        result: torch.Tensor = apply(**{name: value for name, value in values.items() if name in accepted})
-        return result
+        processed: torch.Tensor = vllm_compat.apply_sampling_params(self.inner, logits, input_batch, layout.position)
+        return processed
 
     def _scores(self, logits: torch.Tensor, layout: kernel.Layout, rows: SamplingRows) -> torch.Tensor:
         """Processed logits of every token, float32 [N, V]."""
@@ -360,7 +344,7 @@ class HistorySpeculator(BaseSpeculator):
     def __init__(self, vllm_config: Any, device: torch.device, *args: Any) -> None:
         config = config_of(vllm_config)
         assert config is not None
-        self.model = torch.nn.Module()  # vLLM 0.26 prepares its communication buffers
+        self.model = vllm_compat.speculator_model()
         self.stats = SpeculationStats()
         self.session = DraftingSession(config, vllm_config, self.stats, agreement(vllm_config))
         self.num_draft_tokens: dict[str, int] = {}

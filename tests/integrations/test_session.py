@@ -42,7 +42,7 @@ def a_session(agree=None, max_step_tokens=64, **options):
     config = RolloutSpecConfig(**{"num_speculative_tokens": 4, "drafter": "suffix", **options})
     engine = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=500, get_vocab_size=lambda: 50),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=max_step_tokens),
+        scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=max_step_tokens),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
     return DraftingSession(config, engine, SpeculationStats(), agree)
