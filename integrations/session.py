@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections import deque
@@ -15,10 +14,14 @@ from numpy.typing import NDArray
 from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
-from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.estimates import flatten, median
-from rollout_spec.integrations.request_options import requested_problem_id
-from rollout_spec.noise import derive_seed
+from rollout_spec.integrations.requests import (
+    LiveRequest,
+    ends_with_stop_token,
+    is_last,
+    problem_id_of,
+    trim_at_end,
+)
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Draft, Int32Array
 
@@ -30,83 +33,6 @@ RECENT_STEPS = 16
 """Steps whose prompts say what the next one reads."""
 
 
-def needs_processing(params: Any) -> bool:
-    """Whether a request's logits go through vLLM's own processors before they reach our verifier."""
-    return bool(
-        params.presence_penalty != 0
-        or params.frequency_penalty != 0
-        or params.repetition_penalty != 1
-        or params.bad_words
-        or params.allowed_token_ids
-        or params.logit_bias
-        or params.min_tokens > 0
-        or params.thinking_token_budget is not None
-    )
-
-
-def refuse_own_processors(processors: Iterable[Any]) -> None:
-    """Raise ValueError if a logits processor is not vLLM's own: on drafted positions vLLM applies none of them."""
-    for processor in processors:
-        if not type(processor).__module__.startswith("vllm."):
-            raise ValueError(
-                f"the logits processor {type(processor).__name__} would be ignored by rollout_spec's sampler in the V1 "
-                "model runner: remove it"
-            )
-
-
-def require_seed(params: Any, request: str) -> None:
-    """Raise RuntimeError if a request, which `request` names, has no dice."""
-    if params.seed is None:
-        raise RuntimeError(
-            f"{request} has no seed: it did not pass through vLLM's input processor with the rollout_spec plugin "
-            "loaded. Give it one in SamplingParams(seed=...)"
-        )
-
-
-def verifier_scores(mode: str, num_logprobs: int | None, is_processed: bool) -> bool:
-    """Whether the verifier's own log-probabilities are what a batch asks for; otherwise vLLM's code scores its tokens.
-
-    Args:
-        mode: The engine's `logprobs_mode`.
-        num_logprobs: Tokens per position besides the sampled one; None, or negative: nothing is scored.
-        is_processed: The verifier was given logits that vLLM had processed: raw ones it has not seen.
-    """
-    return num_logprobs == 0 and mode.endswith("_logprobs") and not (is_processed and mode == "raw_logprobs")
-
-
-def raise_if_broken(num_broken_rows: NDArray[Any], req_ids: Sequence[str]) -> None:
-    """Raise FloatingPointError if the model's logits are broken.
-
-    Rows that masks have left empty (a grammar at its end, allowed tokens that min_tokens forbids) are no fault of the
-    model's, and vLLM emits token 0 there.
-
-    Args:
-        num_broken_rows: Integer [B], each request's rows without a sample because a logit is NaN or +inf.
-    """
-    if not num_broken_rows.any():
-        return
-    first = req_ids[int(np.flatnonzero(num_broken_rows)[0])]
-    raise FloatingPointError(
-        f"{int(num_broken_rows.sum())} rows of logits hold NaN or +inf (first in request {first}), and nothing can be "
-        "sampled from them: check the weights that were last loaded into the engine"
-    )
-
-
-def problem_id_of(request: Any) -> int | None:
-    """The problem of a request: the one that the caller names, or what shapes its outputs.
-
-    None leaves the choice to the drafter, which hashes the prompt; adapters and images are hashed with it here.
-    """
-    given = requested_problem_id(request.sampling_params.extra_args)
-    if given is not None:
-        return given
-    if request.lora_request is None and not request.mm_features:
-        return None
-    prompt = hashlib.blake2b(np.asarray(request.prompt_token_ids, np.int32).tobytes(), digest_size=16).hexdigest()
-    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
-    return derive_seed(prompt, adapter, *(str(feature.identifier) for feature in request.mm_features or ()))
-
-
 def graph_sizes(vllm_config: Any) -> tuple[int, ...]:
     """Numbers of tokens that steps are padded to, those of CUDA graphs; empty without them."""
     compilation = vllm_config.compilation_config
@@ -114,50 +40,6 @@ def graph_sizes(vllm_config: Any) -> tuple[int, ...]:
     if compilation.cudagraph_mode is None or compilation.cudagraph_mode.mixed_mode().name == "NONE":
         return ()
     return tuple(compilation.cudagraph_capture_sizes or ())
-
-
-def _is_stop_token(token_id: int, num_output_tokens: int, params: Any) -> bool:
-    """Whether a request ends here because of the token itself."""
-    stops = token_id == params.eos_token_id or token_id in (params.stop_token_ids or ())
-    return stops and num_output_tokens >= params.min_tokens
-
-
-def ends_with_stop_token(token_ids: Sequence[int], params: Any, num_before: int = 0) -> bool:
-    """Whether output tokens, after `num_before` others, end with a token that ends the request by itself."""
-    return bool(token_ids) and _is_stop_token(token_ids[-1], num_before + len(token_ids), params)
-
-
-def _is_last(token_id: int, num_output_tokens: int, params: Any) -> bool:
-    """Whether the scheduler ends a request here. It knows nothing of stop strings, which the front end looks for."""
-    return num_output_tokens >= params.max_tokens or _is_stop_token(token_id, num_output_tokens, params)
-
-
-def trim_at_end(token_ids: Sequence[int], num_before: int, params: Any) -> list[int]:
-    """Cut newly sampled tokens where the scheduler will: a step can sample past the end of a request.
-
-    Args:
-        token_ids: New output tokens.
-        num_before: Output tokens before them.
-    """
-    for i, token in enumerate(token_ids):
-        if _is_last(token, num_before + i + 1, params):
-            return list(token_ids[: i + 1])
-    return list(token_ids)
-
-
-def sampled_tokens(targets: Sequence[int], accepted: int) -> list[int]:
-    """What the target sampled at a draft's positions, up to a row without a sample.
-
-    Args:
-        targets: `VerifyResult.target_token_ids` of one request's rows.
-        accepted: Accepted drafts. The token after them has been emitted whatever it is: 0 where there was no sample.
-    """
-    kept = []
-    for j, token in enumerate(targets):
-        if token < 0 and j > accepted:
-            break
-        kept.append(max(int(token), 0))
-    return kept
 
 
 class Outcome(NamedTuple):
@@ -200,8 +82,7 @@ class DraftingSession:
     """An engine's drafter and its budget, which outlive the batches: requests are told apart by their ids.
 
     Attributes:
-        live: By request, the tokens that the drafter has seen, prompt included. A request leaves when it is named as
-            ended.
+        live: What is known of each request that the drafter serves, by id. It leaves when it is named as ended.
         enabled: Whether anything is indexed and drafted; False after the drafter has raised.
         broken: Whether it has, so that it stays switched off.
         budget: What decides how much of each draft is verified; None: all of it.
@@ -223,7 +104,7 @@ class DraftingSession:
     ) -> None:
         options = {"max_draft_tokens": config.num_speculative_tokens} if config.drafter in DRAFTERS else {}
         self.drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
-        self.live: dict[str, int] = {}
+        self.live: dict[str, LiveRequest] = {}
         self.enabled = True
         self.broken = False
         self.num_speculative_tokens = config.num_speculative_tokens
@@ -231,7 +112,6 @@ class DraftingSession:
         self._max_model_len = int(vllm_config.model_config.max_model_len)
         self._vocab_size = int(vllm_config.model_config.get_vocab_size())
         self._stats = stats
-        self._complete: set[str] = set()  # live requests whose last token has been sampled
         self.budget = Budget() if config.budget else None
         self._agree = agree
         self._vllm_config = vllm_config
@@ -240,15 +120,14 @@ class DraftingSession:
         self._drafts: _Drafts | None = None  # of the step that runs
         self._draft_seconds = 0.0  # what it took to draft them
         self._num_asked = 0  # for so many requests
-        self._stop_searches: dict[str, Any] = {}  # by live request that has stop strings
-        self._problems: dict[str, tuple[int, int]] = {}  # by live request, for the budget: (problem, prompt's length)
         self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # of the last steps
         self._last_call: float | None = None
         self._unshared: list[_Step] = []
 
     def num_seen(self, req_id: str, request: Any) -> int:
         """Tokens of a request, prompt included, that need not be shown again."""
-        return self.live.get(req_id, len(request.prompt_token_ids))
+        live = self.live.get(req_id)
+        return len(request.prompt_token_ids) if live is None else live.num_seen
 
     def draft(
         self,
@@ -348,13 +227,9 @@ class DraftingSession:
     ) -> dict[str, Proposal]:
         for req_id in ended:
             self.drafter.stop_request(req_id)
-            if self.budget is not None:
-                problem, prompt_size = self._problems.pop(req_id)
-                if req_id in self._complete:  # an aborted one says nothing about lengths
-                    self.budget.lengths.observe(problem, self.live[req_id] - prompt_size)
-            del self.live[req_id]
-            self._complete.discard(req_id)
-            self._stop_searches.pop(req_id, None)
+            live = self.live.pop(req_id)
+            if self.budget is not None and live.is_complete:  # an aborted one says nothing about lengths
+                self.budget.lengths.observe(live.problem, live.num_output_tokens)
         self._observe(outcomes, updates)
         req_ids, room, left, num_live = [], [], [], 0
         for req_id, request, tokens in updates:
@@ -362,7 +237,7 @@ class DraftingSession:
             num_live += to_come > 0
             if to_come > 1:  # the target's own sample is the last token, and needs no draft
                 req_ids.append(req_id)
-                in_model = self._max_model_len - self.live[req_id] - 1
+                in_model = self._max_model_len - self.live[req_id].num_seen - 1
                 room.append(min(self._config.num_speculative_tokens, to_come - 1, in_model))
                 left.append(to_come)
         # As many prompt tokens as in half of the last steps: sizes that no step has cannot be measured.
@@ -431,12 +306,9 @@ class DraftingSession:
         self, budget: Budget, req_ids: Sequence[str], left: Sequence[int]
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Mean and standard deviation of the tokens to come, float64 [B] each."""
-        of_requests = [self._problems[req_id] for req_id in req_ids]
-        so_far = [
-            self.live[req_id] - prompt_size for req_id, (_, prompt_size) in zip(req_ids, of_requests, strict=True)
-        ]
-        problems = [problem for problem, _ in of_requests]
-        return budget.lengths.predict(problems, np.array(so_far, np.int64), np.array(left, np.int64))
+        requests = [self.live[req_id] for req_id in req_ids]
+        so_far = np.array([request.num_output_tokens for request in requests], np.int64)
+        return budget.lengths.predict([request.problem for request in requests], so_far, np.array(left, np.int64))
 
     def _time_step(
         self,
@@ -487,41 +359,40 @@ class DraftingSession:
     def _advance(self, req_id: str, request: Any, tokens: Sequence[int]) -> int:
         """Show the drafter a request's new tokens. Returns how many more may come, 0 when it is complete."""
         params = request.sampling_params
-        prompt_size = len(request.prompt_token_ids)
-        if req_id not in self.live:
-            problem_id = problem_id_of(request)
-            if self.budget is not None:
-                problem = problem_of_prompt(request.prompt_token_ids) if problem_id is None else problem_id
-                self._problems[req_id] = (problem, prompt_size)
-            has_dice = params.temperature > 0 and self._config.verify == "sample"
-            self.drafter.start_request(
-                req_id,
-                np.array(request.prompt_token_ids, np.int32),
-                problem_id=problem_id,
-                seed=params.seed if has_dice else None,
-            )
-            self.live[req_id] = prompt_size
-        if req_id not in self._complete:
-            num_output = self.live[req_id] - prompt_size
+        live = self.live.get(req_id) or self._start(req_id, request)
+        num_prompt_tokens = len(request.prompt_token_ids)  # it grows where a streaming session goes on
+        num_output = live.num_seen - num_prompt_tokens
+        if not live.is_complete:
             kept = trim_at_end(tokens, num_output, params)
-            is_last = bool(kept) and _is_last(kept[-1], num_output + len(kept), params)
+            ends = bool(kept) and is_last(kept[-1], num_output + len(kept), params)
             if params.stop and kept:
-                num_kept = self._find_stop_string(req_id, request, kept, num_output)
+                num_kept = self._find_stop_string(live, request, kept, num_output)
                 if num_kept is not None:
-                    kept, is_last = kept[:num_kept], True
+                    kept, ends = kept[:num_kept], True
             self.drafter.extend(req_id, kept)
-            self.live[req_id] += len(kept)
-            if is_last:
-                self._complete.add(req_id)
-        if req_id in self._complete:
-            return 0
-        return int(params.max_tokens) - (self.live[req_id] - prompt_size)
+            live.num_seen += len(kept)
+            live.is_complete = ends
+        return 0 if live.is_complete else int(params.max_tokens) - (live.num_seen - num_prompt_tokens)
 
-    def _find_stop_string(self, req_id: str, request: Any, tokens: Sequence[int], num_before: int) -> int | None:
+    def _start(self, req_id: str, request: Any) -> LiveRequest:
+        params, problem_id = request.sampling_params, problem_id_of(request)
+        has_dice = params.temperature > 0 and self._config.verify == "sample"
+        self.drafter.start_request(
+            req_id,
+            np.array(request.prompt_token_ids, np.int32),
+            problem_id=problem_id,
+            seed=params.seed if has_dice else None,
+        )
+        num_prompt_tokens = len(request.prompt_token_ids)
+        live = LiveRequest(problem_id or 0, num_prompt_tokens, num_seen=num_prompt_tokens)
+        self.live[req_id] = live
+        return live
+
+    def _find_stop_string(self, live: LiveRequest, request: Any, tokens: Sequence[int], num_before: int) -> int | None:
         """How many of a request's new tokens, after `num_before`, lead up to its stop string; None without one."""
-        if req_id not in self._stop_searches:
+        if live.stop_search is None:
             from rollout_spec.integrations.stop_strings import StopStringSearch  # brings vLLM and the tokenizer
 
-            self._stop_searches[req_id] = StopStringSearch(self._vllm_config.model_config, request)
+            live.stop_search = StopStringSearch(self._vllm_config.model_config, request)
         stops = ends_with_stop_token(tokens, request.sampling_params, num_before)
-        return self._stop_searches[req_id].find(tokens, ends_with_stop_token=stops)
+        return live.stop_search.find(tokens, ends_with_stop_token=stops)

@@ -25,7 +25,7 @@ import torch
 from transformers import Trainer, TrainerCallback
 
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
-from rollout_spec.integrations.session import needs_processing
+from rollout_spec.integrations.sampling import needs_processing
 from rollout_spec.integrations.vllm_cpu import plain_weights
 from rollout_spec.noise import derive_seed
 from rollout_spec.stats import SpeculationStats

@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.drafters.device import DeviceDrafter, Ended
 from rollout_spec.integrations import vllm_compat
-from rollout_spec.integrations.session import ends_with_stop_token, problem_id_of, trim_at_end
+from rollout_spec.integrations.requests import ends_with_stop_token, problem_id_of, trim_at_end
 from rollout_spec.integrations.stop_strings import StopStringSearch
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats

@@ -17,9 +17,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.commands import run_command
-from rollout_spec.integrations.session import (
-    DraftingSession,
-    Outcome,
+from rollout_spec.integrations.sampling import (
     needs_processing,
     raise_if_broken,
     refuse_own_processors,
@@ -27,6 +25,7 @@ from rollout_spec.integrations.session import (
     sampled_tokens,
     verifier_scores,
 )
+from rollout_spec.integrations.session import DraftingSession, Outcome
 from rollout_spec.integrations.vllm_plugin import agreement, config_of
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingRows, VerifyResult

@@ -30,16 +30,14 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.commands import Speculation, run_command
-from rollout_spec.integrations.session import (
-    DraftingSession,
-    Outcome,
-    Proposal,
+from rollout_spec.integrations.sampling import (
     needs_processing,
     raise_if_broken,
     require_seed,
     sampled_tokens,
     verifier_scores,
 )
+from rollout_spec.integrations.session import DraftingSession, Outcome, Proposal
 from rollout_spec.integrations.vllm_plugin import agreement, config_of
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows, VerifyResult
