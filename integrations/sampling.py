@@ -34,7 +34,7 @@ def refuse_own_processors(processors: Iterable[Any]) -> None:
 
 
 def require_seed(params: Any, request: str) -> None:
-    """Raise RuntimeError if a request, which `request` names, has no dice."""
+    """Raise RuntimeError if a request, which `request` names, has no seed."""
     if params.seed is None:
         raise RuntimeError(
             f"{request} has no seed: it did not pass through vLLM's input processor with the rollout_spec plugin "

@@ -27,10 +27,10 @@ from rollout_spec.types import Draft, Int32Array
 
 logger = logging.getLogger(__name__)
 
-STEPS_PER_AGREEMENT = 16
-"""Steps after which ranks agree on what they took."""
+STEPS_PER_SHARING = 16
+"""Ranks share what steps took once in so many steps."""
 RECENT_STEPS = 16
-"""Steps whose prompts say what the next one reads."""
+"""From the prompt tokens of so many last steps those of the next one are predicted."""
 
 
 def graph_sizes(vllm_config: Any) -> tuple[int, ...]:
@@ -89,7 +89,8 @@ class DraftingSession:
         num_speculative_tokens: K.
 
     Args:
-        agree: Makes a list of numbers that ranks measured the same on all of them. Ranks must draft alike.
+        share_from_first_rank: Gives all ranks the list of numbers that the first one measured, as they must draft
+            alike; None for a single rank.
 
     Raises:
         ValueError, TypeError: the drafter is unknown, or its options are wrong.
@@ -100,7 +101,7 @@ class DraftingSession:
         config: RolloutSpecConfig,
         vllm_config: Any,
         stats: SpeculationStats,
-        agree: Callable[[list[float]], list[float]] | None = None,
+        share_from_first_rank: Callable[[list[float]], list[float]] | None = None,
     ) -> None:
         options = {"max_draft_tokens": config.num_speculative_tokens} if config.drafter in DRAFTERS else {}
         self.drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
@@ -113,16 +114,16 @@ class DraftingSession:
         self._vocab_size = int(vllm_config.model_config.get_vocab_size())
         self._stats = stats
         self.budget = Budget() if config.budget else None
-        self._agree = agree
+        self._share_from_first_rank = share_from_first_rank
         self._vllm_config = vllm_config
         scheduler = vllm_config.scheduler_config
         self._max_step_tokens = int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
-        self._drafts: _Drafts | None = None  # of the step that runs
-        self._draft_seconds = 0.0  # what it took to draft them
-        self._num_asked = 0  # for so many requests
-        self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # of the last steps
-        self._last_call: float | None = None
-        self._unshared: list[_Step] = []
+        self._drafts: _Drafts | None = None  # those that the running step verifies
+        self._draft_seconds = 0.0  # what drafting them took
+        self._num_asked = 0  # requests that the drafter was asked for
+        self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # read in each of the last steps
+        self._last_call: float | None = None  # when `draft` was called last
+        self._unshared: list[_Step] = []  # steps that the budget has not learnt of
 
     def num_seen(self, req_id: str, request: Any) -> int:
         """Tokens of a request, prompt included, that need not be shown again."""
@@ -152,12 +153,13 @@ class DraftingSession:
             good once the drafter has raised.
 
         Raises:
-            Exception: what the drafter raised, where other ranks go on drafting: their tokens would part from ours.
+            Exception: what the drafter raised, under tensor parallelism: the other ranks would go on drafting, and
+                sample other tokens than this one.
         """
         if not self.enabled:
             self._last_call = self._drafts = None
             return {}
-        if self.budget is not None and self._last_call is None:  # vLLM settles them after the engine's parts are made
+        if self.budget is not None and self._last_call is None:  # vLLM chooses the sizes after the session is made
             self.budget.cost.pad_to(graph_sizes(self._vllm_config))
         started = time.perf_counter()
         try:
@@ -170,12 +172,12 @@ class DraftingSession:
             self._stats.draft_seconds += time.perf_counter() - started
 
     def _switch_off(self, error: Exception) -> None:
-        """End speculation, as the drafter has raised: it may be anybody's, and no fault of its may end a run.
+        """End speculation after the drafter has raised. It may be a user's own, and its errors must not end a run.
 
         Raises:
-            Exception: `error`, where other ranks go on drafting.
+            Exception: `error`, under tensor parallelism.
         """
-        if self._agree is not None:
+        if self._share_from_first_rank is not None:
             raise error
         self.enabled, self.broken = False, True
         self._stats.drafter_errors += 1
@@ -199,23 +201,24 @@ class DraftingSession:
     def begin_policy_version(self, version: int) -> None:
         """Tell the drafter that weights have changed. Raises like `draft`."""
         if not self.broken:
-            self._ask("begin_policy_version", version)
+            self._ask(lambda: self.drafter.begin_policy_version(version))
 
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds; 0 once it has raised."""
-        return 0 if self.broken else int(self._ask("memory_bytes") or 0)
+        return 0 if self.broken else int(self._ask(lambda: self.drafter.memory_bytes()) or 0)
 
     def source_counts(self) -> dict[str, list[int]]:
         """By source, drafted tokens that the target reached and those that were right; empty where it does not tell."""
-        if self.broken or not hasattr(self.drafter, "source_counts"):
+        drafter: Any = self.drafter  # not every drafter has sources
+        if self.broken or not hasattr(drafter, "source_counts"):
             return {}
-        counts = self._ask("source_counts") or {}
+        counts = self._ask(lambda: drafter.source_counts()) or {}
         return {name: list(values) for name, values in counts.items()}
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def _ask(self, call: Callable[[], Any]) -> Any:
         """Call the drafter outside of a step. None if it raises."""
         try:
-            return getattr(self.drafter, method)(*args)
+            return call()
         except Exception as error:
             return self._switch_off(error)
 
@@ -240,7 +243,7 @@ class DraftingSession:
                 in_model = self._max_model_len - self.live[req_id].num_seen - 1
                 room.append(min(self._config.num_speculative_tokens, to_come - 1, in_model))
                 left.append(to_come)
-        # As many prompt tokens as in half of the last steps: sizes that no step has cannot be measured.
+        # The median, not the mean, which may be a number of tokens that no step ever has and whose cost is not known.
         num_tokens = num_live + (median(self._prompt_tokens) if self._prompt_tokens else 0)
         wanted = bool(req_ids) and (self.budget is None or self.budget.wants_drafts(num_tokens))
         self._num_asked, self._draft_seconds = len(req_ids) if wanted else 0, 0.0
@@ -267,7 +270,7 @@ class DraftingSession:
     def _check(
         self, drafts: Sequence[Draft], sizes: Sequence[int], confidence: NDArray[np.float32], room: Sequence[int]
     ) -> None:
-        """Raise ValueError if a drafter, which may be anybody's, proposes what cannot be verified."""
+        """Raise ValueError if the drafter, which may be a user's own, proposes what cannot be verified."""
         if len(sizes) != len(room) or any(size > max(limit, 0) for size, limit in zip(sizes, room, strict=True)):
             raise ValueError(f"drafted {list(sizes)} tokens where {list(room)} were asked for")
         for (ids, sure), size in zip(drafts, sizes, strict=True):
@@ -287,7 +290,7 @@ class DraftingSession:
         learnt = {req_id: outcome for req_id, outcome in outcomes.items() if req_id in self.live}
         if drafts is not None:
             for req_id, _, tokens in updates:
-                # The target's next token says something about a draft that was not verified, too.
+                # The target's next token tells whether the first token of an unverified draft was right.
                 if req_id in drafts.rows and req_id not in learnt and req_id in self.live and len(tokens):
                     learnt[req_id] = Outcome([int(tokens[0])], 0, 0)
         if not learnt:
@@ -318,10 +321,10 @@ class DraftingSession:
         num_step_tokens: int,
         step_started: float,
     ) -> None:
-        """Learn what the step that ended took: from the last call to this one."""
+        """Count the time of the step that has ended, from the last call to this one, and teach it to the budget."""
         last, self._last_call = self._last_call, now
-        slots = sum(outcome.num_verified for outcome in outcomes.values())
-        num_prompt_tokens = max(num_step_tokens - len(updates) - slots, 0)
+        num_draft_tokens = sum(outcome.num_verified for outcome in outcomes.values())
+        num_prompt_tokens = max(num_step_tokens - len(updates) - num_draft_tokens, 0)
         self._prompt_tokens.append(num_prompt_tokens)
         if last is None or not any(req_id in self.live for req_id, _, _ in updates):
             self._stats.step_seconds += now - step_started  # the engine may have been idle before
@@ -330,18 +333,20 @@ class DraftingSession:
         self._stats.record_time(
             took,
             num_requests=len(updates),
-            draft_tokens=slots,
+            draft_tokens=num_draft_tokens,
             tokens=sum(len(tokens) for _, _, tokens in updates),
             draft_seconds=self._draft_seconds,
             reads_prompts=num_prompt_tokens > 0,
         )
         if self.budget is None:
             return
-        self._unshared.append(_Step(num_step_tokens, took, slots > 0, self._draft_seconds, self._num_asked))
-        if self._agree is not None:
-            if len(self._unshared) < STEPS_PER_AGREEMENT:
+        self._unshared.append(_Step(num_step_tokens, took, num_draft_tokens > 0, self._draft_seconds, self._num_asked))
+        if self._share_from_first_rank is not None:
+            if len(self._unshared) < STEPS_PER_SHARING:
                 return
-            seconds = self._agree([value for step in self._unshared for value in (step.seconds, step.draft_seconds)])
+            seconds = self._share_from_first_rank(
+                [value for step in self._unshared for value in (step.seconds, step.draft_seconds)]
+            )
             self._unshared = [
                 step._replace(seconds=seconds[2 * i], draft_seconds=seconds[2 * i + 1])
                 for i, step in enumerate(self._unshared)
@@ -375,13 +380,14 @@ class DraftingSession:
         return 0 if live.is_complete else int(params.max_tokens) - (live.num_seen - num_prompt_tokens)
 
     def _start(self, req_id: str, request: Any) -> LiveRequest:
+        """Show the drafter a new request."""
         params, problem_id = request.sampling_params, problem_id_of(request)
-        has_dice = params.temperature > 0 and self._config.verify == "sample"
+        is_seeded = params.temperature > 0 and self._config.verify == "sample"
         self.drafter.start_request(
             req_id,
             np.array(request.prompt_token_ids, np.int32),
             problem_id=problem_id,
-            seed=params.seed if has_dice else None,
+            seed=params.seed if is_seeded else None,
         )
         num_prompt_tokens = len(request.prompt_token_ids)
         live = LiveRequest(problem_id or 0, num_prompt_tokens, num_seen=num_prompt_tokens)

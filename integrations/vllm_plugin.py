@@ -23,7 +23,7 @@ from typing import Any
 
 import wrapt
 
-from rollout_spec.config import CARRIER, CONFIG_KEY, DEVICE_DRAFTER, PROPOSER_PATH, RolloutSpecConfig
+from rollout_spec.config import ASYNC_METHOD, CONFIG_KEY, DEVICE_DRAFTER, PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.request_options import requested_problem_id
 
@@ -78,7 +78,7 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
         return RolloutSpecConfig(num_speculative_tokens=speculative.num_speculative_tokens)
     config = RolloutSpecConfig.from_dict(values)
     if config.drafter == DEVICE_DRAFTER:
-        proposes = speculative is not None and speculative.method == CARRIER
+        proposes = speculative is not None and speculative.method == ASYNC_METHOD
     if not config.speculation:
         if speculative is not None:
             raise ValueError("speculation=False, but the engine has a speculative_config: remove one of them")
@@ -101,17 +101,17 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     return config
 
 
-def agreement(vllm_config: Any) -> Callable[[list[float]], list[float]] | None:
-    """What makes numbers that tensor-parallel ranks measured those of the first rank; None for a single rank."""
+def sharing_from_first_rank(vllm_config: Any) -> Callable[[list[float]], list[float]] | None:
+    """What gives all tensor-parallel ranks the numbers that the first one measured; None for a single rank."""
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return None
     from vllm.distributed.parallel_state import get_tp_group
 
-    def agree(values: list[float]) -> list[float]:
-        agreed: list[float] = get_tp_group().broadcast_object(values, src=0)
-        return agreed
+    def share_from_first_rank(values: list[float]) -> list[float]:
+        of_first_rank: list[float] = get_tp_group().broadcast_object(values, src=0)
+        return of_first_rank
 
-    return agree
+    return share_from_first_rank
 
 
 def _is_ours(speculative_config: Any) -> bool:
@@ -245,6 +245,7 @@ def _hook_engine(module: Any, name: str) -> None:
 
 
 def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
+    """Raise RuntimeError, ValueError or TypeError if an engine is built in a way that we do not support."""
     import vllm
     from vllm.logger import init_logger
 
@@ -288,7 +289,8 @@ class _SeedSource:
     """Seeds for requests that come without one.
 
     Each engine has a random key, so that engines and restarts differ. Under the external launcher every
-    tensor-parallel rank has a front end of its own and all must agree: there the key comes from the engine's seed.
+    tensor-parallel rank has a front end of its own, and all must give the same seeds: there the key comes from the
+    engine's seed.
     """
 
     def __init__(self, vllm_config: Any) -> None:

@@ -26,7 +26,7 @@ from rollout_spec.integrations.sampling import (
     verifier_scores,
 )
 from rollout_spec.integrations.session import DraftingSession, Outcome
-from rollout_spec.integrations.vllm_plugin import agreement, config_of
+from rollout_spec.integrations.vllm_plugin import config_of, sharing_from_first_rank
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingRows, VerifyResult
 from rollout_spec.verify.api import verify
@@ -79,7 +79,7 @@ class RunnerAdapter:
 
     def command(self, name: str, *args: Any) -> Any:
         """See `rollout_spec.integrations.commands.run_command`."""
-        self._settle()
+        self._count_last_verification()
         self.clock.read()
         return run_command(self.proposer.session if self.proposer is not None else None, self.stats, name, *args)
 
@@ -104,7 +104,7 @@ class RunnerAdapter:
         batch = self._describe_batch()
         sampling = self._runner.input_batch.sampling_metadata
         if self._runner.use_async_scheduling:
-            self._settle()
+            self._count_last_verification()
         num_draft_tokens = metadata.num_draft_tokens if metadata is not None else [0] * len(batch.req_ids)
         drafted, cu_num_draft_tokens, rows = self._inputs(metadata, sampling, batch)
         processed = self._process(logits, metadata, sampling) if batch.needs_processing else logits
@@ -123,7 +123,7 @@ class RunnerAdapter:
         counted = [row for row in range(len(batch.req_ids)) if not discarded[row]]
         self._outcome = _Outcome(batch.req_ids, counted, num_draft_tokens, result, logits)
         if not self._runner.use_async_scheduling:
-            self._settle()
+            self._count_last_verification()
         tensors = None
         if sampling.max_num_logprobs is not None:
             tokens = result.target_token_ids.clamp(min=0)
@@ -159,7 +159,7 @@ class RunnerAdapter:
         counts = SimpleNamespace(num_draft_tokens=[count + 1 for count in metadata.num_draft_tokens])
         return self._runner.rejection_sampler.apply_logits_processors(processed, one_more, counts)
 
-    def _settle(self) -> None:
+    def _count_last_verification(self) -> None:
         """Count the last verification and keep it for the drafter.
 
         Raises:
@@ -287,7 +287,8 @@ class RolloutSpecProposer:
         vLLM hides what a proposer's constructor raises behind a hint of its own; what a drafter raises is told here.
         """
         self._runner = runner
-        self.session = DraftingSession(self._config, self._vllm_config, self.stats, agreement(self._vllm_config))
+        share = sharing_from_first_rank(self._vllm_config)
+        self.session = DraftingSession(self._config, self._vllm_config, self.stats, share)
 
     def propose(
         self,

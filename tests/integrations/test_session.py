@@ -17,7 +17,7 @@ from rollout_spec.integrations.commands import run_command
 from rollout_spec.integrations.requests import problem_id_of
 from rollout_spec.integrations.session import (
     RECENT_STEPS,
-    STEPS_PER_AGREEMENT,
+    STEPS_PER_SHARING,
     DraftingSession,
     Outcome,
 )
@@ -39,14 +39,14 @@ def a_request(prompt=(1, 2, 3)):
     return SimpleNamespace(prompt_token_ids=list(prompt), sampling_params=params, lora_request=None, mm_features=None)
 
 
-def a_session(agree=None, max_step_tokens=64, **options):
+def a_session(share_from_first_rank=None, max_step_tokens=64, **options):
     config = RolloutSpecConfig(**{"num_speculative_tokens": 4, "drafter": "suffix", **options})
     engine = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=500, get_vocab_size=lambda: 50),
         scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=max_step_tokens),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
-    return DraftingSession(config, engine, SpeculationStats(), agree)
+    return DraftingSession(config, engine, SpeculationStats(), share_from_first_rank)
 
 
 def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, requests=None):
@@ -73,16 +73,16 @@ def test_without_a_budget_all_of_a_draft_is_verified():
     assert run(a_session(budget=False), 12, a_request())[-1] == [1, 2, 3, 1]
 
 
-def test_steps_are_timed_and_ranks_agree_on_what_they_took():
+def test_steps_are_timed_and_ranks_share_what_they_took():
     asked = []
 
-    def agree(seconds):
+    def share(seconds):
         asked.append(seconds)
         return [1.25, 0.25] * (len(seconds) // 2)
 
-    session = a_session(agree)
-    run(session, 3 * STEPS_PER_AGREEMENT + 2, a_request())
-    assert [len(seconds) for seconds in asked] == [2 * STEPS_PER_AGREEMENT] * 3
+    session = a_session(share)
+    run(session, 3 * STEPS_PER_SHARING + 2, a_request())
+    assert [len(seconds) for seconds in asked] == [2 * STEPS_PER_SHARING] * 3
     for drafted in (False, True):
         _, seconds = session.budget.cost.curve(drafted=drafted)
         assert set(seconds.tolist()) == {1.0}
@@ -93,15 +93,15 @@ def test_ranks_whose_clocks_differ_cut_alike(monkeypatch):
     """What one of them measures is taken by both."""
     shared, rng, clocks = {}, np.random.default_rng(0), [0.0, 0.0]
 
-    def agreement(rank):
+    def sharing(rank):
         rounds = itertools.count()
 
-        def agree(values):
+        def share(values):
             return shared.setdefault(next(rounds), values)
 
-        return agree
+        return share
 
-    sessions = [a_session(agreement(rank)) for rank in range(2)]
+    sessions = [a_session(sharing(rank)) for rank in range(2)]
     request, drafted = a_request(), [[], []]
     request.sampling_params.max_tokens = 400
     for n in range(390):
@@ -197,7 +197,7 @@ def test_prompts_now_and_then_do_not_end_speculation(monkeypatch):
     ("mode", "sizes"), [("FULL_AND_PIECEWISE", [1, 2, 4, 8]), ("FULL_DECODE_ONLY", []), ("NONE", [])]
 )
 def test_costs_are_those_of_the_graphs_that_steps_run_in(mode, sizes):
-    """vLLM settles them after the session is made; steps of mixed draft lengths run in no full graph."""
+    """vLLM chooses them after the session is made; steps of mixed draft lengths run in no full graph."""
     compilation = pytest.importorskip("vllm.config.compilation")
     session = a_session()
     session._vllm_config.compilation_config = SimpleNamespace(
