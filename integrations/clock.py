@@ -16,7 +16,8 @@ class StepClock:
 
     Call `start` before the forward pass is prepared, `mark` before verification and `stop` after it. On a GPU these are
     events in the stream, read once they have passed: the forward pass then includes the time in which the device waits
-    for its preparation. A step that is started and not stopped leaves no trace, nor does one that was not started.
+    for its preparation. Steps that were not both
+    started and stopped are not counted.
 
     Attributes:
         started: When the last step was started, by `time.perf_counter`.

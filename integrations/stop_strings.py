@@ -17,6 +17,8 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.engine import FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 
+from rollout_spec.integrations.vllm_compat import cuts_at_stop_strings
+
 
 class StopStringSearch:
     """Looks for a request's stop strings as vLLM's front end does: with its detokenizer, one token after the other.
@@ -52,7 +54,7 @@ class StopStringSearch:
 
 def end_outputs_at_stop_strings(output_processor: Any) -> None:
     """Let a vLLM `OutputProcessor` see each request's output only up to the token that completes a stop string."""
-    if hasattr(output_processor, "_trim_surplus_tokens"):  # vLLM 0.32 and later cut it themselves
+    if cuts_at_stop_strings(output_processor):
         return
     process_outputs = output_processor.process_outputs
 

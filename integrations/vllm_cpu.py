@@ -1,8 +1,8 @@
 """Repairs of vLLM's CPU engine, each applied only where it is needed.
 
-`survive_lazy_modules`: when vLLM registers its CPU kernels it looks at `vars()` of every object in every imported
-module and expects a dict; llvmlite's library handle, there as soon as numba is imported, returns something else, and
-the engine does not start.
+`survive_lazy_modules`: when vLLM, from 0.31 on, registers its CPU kernels it looks at `vars()` of every object in every
+imported module and expects a dict; llvmlite's library handle, there as soon as numba is imported, returns something
+else, and the engine does not start.
 
 `plain_weights`: on CPUs vLLM repacks linear weights and drops the originals, so `load_weights` fails, and with it
 every trainer's weight synchronisation.
@@ -19,7 +19,7 @@ import torch
 
 
 def survive_lazy_modules(dispatcher: Any) -> None:
-    """Make the kernel registration of `vllm.triton_utils.dispatcher` pass over objects without a plain `__dict__`."""
+    """Make the kernel registration of `vllm.triton_utils.dispatcher` pass over objects whose `__dict__` is no dict."""
 
     def instance_dict(value: Any) -> dict[str, Any]:
         attributes = builtins.vars(value)
@@ -36,18 +36,14 @@ def plain_weights() -> Iterator[None]:
     if not current_platform.is_cpu():
         yield
         return
-    from vllm.model_executor.layers import linear, utils, vocab_parallel_embedding
+    from vllm.model_executor.layers import utils
 
     def keep(layer: Any, remove_weight: bool) -> None:
         layer.cpu_linear = torch.nn.functional.linear
 
-    name = "dispatch_cpu_unquantized_gemm"
-    modules = [module for module in (utils, linear, vocab_parallel_embedding) if hasattr(module, name)]
-    originals = [getattr(module, name) for module in modules]
-    for module in modules:
-        setattr(module, name, keep)
+    repack = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = keep
     try:
         yield
     finally:
-        for module, original in zip(modules, originals, strict=True):
-            setattr(module, name, original)
+        utils.dispatch_cpu_unquantized_gemm = repack

@@ -2,8 +2,8 @@
 
 vLLM keeps asynchronous scheduling for one drafter of its own that has no model, `ngram_gpu`. An engine with
 `drafter="device"` asks for that one, and gets this speculator in its place. Nothing here waits for the device: a step
-is scheduled before the last one's tokens are known, so every request carries the engine's number of draft slots, or
-what `num_speculative_tokens_per_batch_size` says; vLLM's adaptive verification, where it is switched on, takes the
+is scheduled before the last one's tokens are known, so every request carries the engine's number of drafts, or what
+ `num_speculative_tokens_per_batch_size` says; vLLM's adaptive verification, where it is switched on, takes the
 drafts' confidences instead.
 """
 
@@ -16,7 +16,8 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.drafters.device import DeviceDrafter, Ended
-from rollout_spec.integrations.session import ends_with_stop_token, problem_id_of, trim_at_end
+from rollout_spec.integrations import vllm_compat
+from rollout_spec.integrations.requests import ends_with_stop_token, problem_id_of, trim_at_end
 from rollout_spec.integrations.stop_strings import StopStringSearch
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
@@ -28,24 +29,26 @@ class DeviceSpeculator(BaseSpeculator):
     Attributes:
         drafter: The drafter. Its memory is taken here, outside of what level-2 sleep discards. vLLM counts it when it
             measures what is left for the KV cache, but for 0.26, where `gpu_memory_utilization` must leave room.
+        budget: None: the scheduler must know before a step how many drafts each request has.
         enabled: Whether anything is drafted. The history grows in any case.
+        num_speculative_tokens: K.
         draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification.
     """
 
     supports_mm_inputs = False
     draft_logits = None
+    budget = None
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config = config_of(vllm_config)
         assert config is not None
         speculative = vllm_config.speculative_config
-        # vLLM up to 0.31 would not keep compiled code for its own drafter's sake.
-        object.__setattr__(speculative, "use_ngram_gpu", _is_not_used)
-        self.model = torch.nn.Module()  # vLLM 0.26 prepares its communication buffers
+        vllm_compat.keep_compile_cache(speculative)
+        self.model = vllm_compat.speculator_model()
         self.stats = SpeculationStats()
         self.enabled = True
         self.num_speculative_tokens = config.num_speculative_tokens
-        self.enable_adaptive_verification = bool(getattr(speculative, "enable_adaptive_verification", False))
+        self.enable_adaptive_verification = vllm_compat.verifies_adaptively(speculative)
         self.drafter = DeviceDrafter(
             max_requests=vllm_config.scheduler_config.max_num_seqs,
             max_model_len=vllm_config.model_config.max_model_len,
@@ -60,11 +63,10 @@ class DeviceSpeculator(BaseSpeculator):
             dtype=torch.float32,
             device=device,
         )
-        self._num_slots = config.num_speculative_tokens
         self._device = device
         self._model_config = vllm_config.model_config
         self._is_warm = False
-        self._slots: dict[str, int] = {}
+        self._req_indices: dict[str, int] = {}
         self._versions: dict[str, int] = {}
         self._runner: Any = None
 
@@ -89,10 +91,10 @@ class DeviceSpeculator(BaseSpeculator):
         return {name: list(counts) for name, counts in self.drafter.source_counts().items()}
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """Part of vLLM's interface; three launches need no graph."""
+        """Part of vLLM's interface; our three kernel launches need no graph."""
 
     def capture(self) -> None:
-        """Part of vLLM's interface; three launches need no graph."""
+        """Part of vLLM's interface; our three kernel launches need no graph."""
 
     def load_model(self, *args: Any) -> None:
         """Part of vLLM's interface; there is no model."""
@@ -101,93 +103,97 @@ class DeviceSpeculator(BaseSpeculator):
         """Requests have been scheduled for the first time, or again; their prompts will be read in this step."""
         for request in sorted(requests, key=lambda request: request.req_id):  # all ranks in the same order
             req_id = request.req_id
-            if req_id in self._slots:  # a streaming session goes on with a longer prompt
+            if req_id in self._req_indices:  # a streaming session goes on with a longer prompt
                 self._preempt(req_id)
             if request.prompt_token_ids is None:  # a prompt of embeddings has no history
                 prompt, problem_id = [], None
             else:
                 prompt, problem_id = request.prompt_token_ids, problem_id_of(request)
-            slot = self._slots[req_id] = self._runner.req_states.req_id_to_index[req_id]
-            self.drafter.start_request(slot, prompt, problem_id=problem_id, version=self._versions.pop(req_id, None))
+            req_idx = self._req_indices[req_id] = self._runner.req_states.req_id_to_index[req_id]
+            self.drafter.start_request(req_idx, prompt, problem_id=problem_id, version=self._versions.pop(req_id, None))
 
     def on_finish_requests(self, finished: Iterable[tuple[str, Any]], preempted: Iterable[str]) -> None:
-        """Requests leave their slots.
+        """Requests leave the runner.
 
         Args:
             finished: (id, vLLM's request, None if it is not known).
             preempted: Ids.
         """
         for req_id in sorted(preempted):
-            if req_id in self._slots:
+            if req_id in self._req_indices:
                 self._preempt(req_id)
         ended = []
         for req_id, request in sorted(finished, key=lambda item: item[0]):
             self._versions.pop(req_id, None)
-            slot = self._slots.pop(req_id, None)
-            if slot is not None:
-                ended.append(self._ended(slot, request))
+            req_idx = self._req_indices.pop(req_id, None)
+            if req_idx is not None:
+                ended.append(self._ended(req_idx, request))
         if ended:
             self.drafter.stop_requests(ended)
 
     def propose(
-        self, input_batch: Any, *args: Any, num_sampled: Any = None, dummy_run: bool = False, **kwargs: Any
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """Draft for the next step: int64 [B, K]."""
+        """Draft for the next step: int64 [B, K]. See vLLM for the arguments."""
         if self._runner is None:
             return self._no_drafts(input_batch.num_reqs)
         states, sampling = self._runner.req_states, self._runner.sampler.sampling_states
-        slots = input_batch.idx_mapping[: input_batch.num_reqs]
+        req_indices = input_batch.idx_mapping[: input_batch.num_reqs]
         history, total_len = states.all_token_ids.gpu, states.total_len.gpu
-        dice = sampling.seeds.gpu, sampling.temperature.gpu
+        noise = sampling.seeds.gpu, sampling.temperature.gpu
         if dummy_run or self._runner.rollout_spec.warming_up:
             if not self._is_warm:  # compiled kernels are loaded before the engine serves
                 self._is_warm = True
-                self.drafter.warm_up(slots.dtype, history, total_len, *dice)
+                self.drafter.warm_up(req_indices.dtype, history, total_len, *noise)
             return self._no_drafts(input_batch.num_reqs)
         if not self.enabled:
-            self.drafter.follow(slots, history, total_len)
+            self.drafter.follow(req_indices, history, total_len)
             return self._no_drafts(input_batch.num_reqs)
-        num_sampled = args[4] if num_sampled is None else num_sampled
-        drafts, rates = self.drafter.propose(slots, num_sampled, history, total_len, *dice)
+        drafts, rates = self.drafter.propose(req_indices, num_sampled, history, total_len, *noise)
         if self.enable_adaptive_verification:
             self.draft_token_confidence_probs[: input_batch.num_reqs] = rates
         return drafts
 
     def _no_drafts(self, num_requests: int) -> torch.Tensor:
-        """Slots that nobody believes in. A tensor of its own: vLLM may write into it."""
+        """Zeros with no confidence. A tensor of its own: vLLM may write into it."""
         self.draft_token_confidence_probs[:num_requests] = 0
-        return torch.zeros(num_requests, self._num_slots, dtype=torch.int64, device=self._device)
+        return torch.zeros(num_requests, self.num_speculative_tokens, dtype=torch.int64, device=self._device)
 
     def _preempt(self, req_id: str) -> None:
-        self._versions[req_id] = self.drafter.preempt_request(self._slots.pop(req_id))
+        self._versions[req_id] = self.drafter.preempt_request(self._req_indices.pop(req_id))
 
-    def _ended(self, slot: int, request: Any) -> Ended:
+    def _ended(self, req_idx: int, request: Any) -> Ended:
         states, params = self._runner.req_states, request.sampling_params
         has_text = params.stop and request.prompt_token_ids is not None  # a prompt of embeddings has no history
         # vLLM's count on the host is of the step before, whose tokens and drafts may all have been accepted.
-        computed = int(states.num_computed_tokens_np[slot]) + self._num_slots + 1
+        computed = int(states.num_computed_tokens_np[req_idx]) + self.num_speculative_tokens + 1
         stops = [params.eos_token_id, *(params.stop_token_ids or ())]
         return Ended(
-            slot,
-            length=max(computed, int(states.prefill_len.np[slot])) + 1,
+            req_idx,
+            length=max(computed, int(states.prefill_len.np[req_idx])) + 1,
             stop_token_ids=sorted({int(token) for token in stops if token is not None}),
             min_tokens=params.min_tokens,
-            max_tokens=self._num_until_stop_string(slot, request) if has_text else params.max_tokens,
+            max_tokens=self._num_until_stop_string(req_idx, request) if has_text else params.max_tokens,
         )
 
-    def _num_until_stop_string(self, slot: int, request: Any) -> int:
+    def _num_until_stop_string(self, req_idx: int, request: Any) -> int:
         """Output tokens after which a request ends, for one with stop strings: only the host can find them.
 
         Reading the text makes the engine wait for the device, once for each of these requests.
         """
         states, params = self._runner.req_states, request.sampling_params
-        first, length = len(request.prompt_token_ids), int(states.total_len.gpu[slot])
-        output = trim_at_end(states.all_token_ids.gpu[slot, first:length].tolist(), 0, params)
+        first, length = len(request.prompt_token_ids), int(states.total_len.gpu[req_idx])
+        output = trim_at_end(states.all_token_ids.gpu[req_idx, first:length].tolist(), 0, params)
         num_kept = StopStringSearch(self._model_config, request).find(
             output, ends_with_stop_token=ends_with_stop_token(output, params)
         )
         return int(params.max_tokens) if num_kept is None else num_kept
-
-
-def _is_not_used() -> bool:
-    return False

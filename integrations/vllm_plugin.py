@@ -20,17 +20,14 @@ import functools
 import importlib
 import itertools
 import os
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import wrapt
 
-from rollout_spec.config import CARRIER, CONFIG_KEY, DEVICE_DRAFTER, PROPOSER_PATH, RolloutSpecConfig
+from rollout_spec.config import ASYNC_METHOD, CONFIG_KEY, DEVICE_DRAFTER, PROPOSER_PATH, RolloutSpecConfig
+from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.request_options import requested_problem_id
-
-OLDEST_VERSION, NEWEST_VERSION = (0, 26), (0, 32)
-"""vLLM versions whose interfaces were read or run; newer ones warn, older ones are refused."""
 
 V2_MARK = "_rollout_spec_v2"
 """Attribute of the `speculative_config` of engines that run our V2 speculator, for checks that see nothing else."""
@@ -67,8 +64,7 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
         ValueError, TypeError: an unknown or misspelt key or a bad value, or `speculation` and `num_speculative_tokens`
             disagree with the engine's `speculative_config`.
     """
-    additional = getattr(vllm_config, "additional_config", None)
-    additional = additional if isinstance(additional, dict) else {}
+    additional = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
     for key in additional:
         if key != CONFIG_KEY and difflib.get_close_matches(str(key), (CONFIG_KEY,), cutoff=0.85):
             raise ValueError(f"unknown key {key!r} in additional_config: did you mean {CONFIG_KEY!r}?")
@@ -84,7 +80,7 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
         return RolloutSpecConfig(num_speculative_tokens=speculative.num_speculative_tokens)
     config = RolloutSpecConfig.from_dict(values)
     if config.drafter == DEVICE_DRAFTER:
-        proposes = speculative is not None and speculative.method == CARRIER
+        proposes = speculative is not None and speculative.method == ASYNC_METHOD
     if not config.speculation:
         if speculative is not None:
             raise ValueError("speculation=False, but the engine has a speculative_config: remove one of them")
@@ -107,39 +103,17 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     return config
 
 
-def agreement(vllm_config: Any) -> Callable[[list[float]], list[float]] | None:
-    """What makes numbers that tensor-parallel ranks measured those of the first rank; None for a single rank."""
+def sharing_from_first_rank(vllm_config: Any) -> Callable[[list[float]], list[float]] | None:
+    """What gives all tensor-parallel ranks the numbers that the first one measured; None for a single rank."""
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return None
     from vllm.distributed.parallel_state import get_tp_group
 
-    def agree(values: list[float]) -> list[float]:
-        agreed: list[float] = get_tp_group().broadcast_object(values, src=0)
-        return agreed
+    def share_from_first_rank(values: list[float]) -> list[float]:
+        of_first_rank: list[float] = get_tp_group().broadcast_object(values, src=0)
+        return of_first_rank
 
-    return agree
-
-
-def check_version(version_tuple: tuple[Any, ...], version: str) -> None:
-    """Warn about untested versions of vLLM.
-
-    Raises:
-        RuntimeError: the version is too old.
-    """
-    release = tuple(int(part) for part in version_tuple[:2])
-    if release == (0, 0):  # an editable install without a version
-        return
-    if release < OLDEST_VERSION:
-        raise RuntimeError(
-            f"rollout_spec needs vLLM {'.'.join(map(str, OLDEST_VERSION))} or newer and found {version}: "
-            "pip install --upgrade 'rollout-spec[vllm]'"
-        )
-    if release > NEWEST_VERSION:
-        warnings.warn(
-            f"rollout_spec was tested with vLLM up to {'.'.join(map(str, NEWEST_VERSION))} and found {version}; "
-            "run its tests (make test) before relying on it",
-            stacklevel=2,
-        )
+    return share_from_first_rank
 
 
 def _is_ours(speculative_config: Any) -> bool:
@@ -159,7 +133,8 @@ def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
     if original is None:
         raise RuntimeError(
             f"rollout_spec cannot work with this version of vLLM: {owner.__name__}.{name} is missing. "
-            f"Install a version between {OLDEST_VERSION} and {NEWEST_VERSION}, or uninstall rollout-spec."
+            f"Install vLLM {vllm_compat.version_name(vllm_compat.OLDEST_VERSION)} to "
+            f"{vllm_compat.version_name(vllm_compat.NEWEST_VERSION)}, or uninstall rollout-spec."
         )
     setattr(owner, name, functools.wraps(original)(make(original)))
 
@@ -236,7 +211,7 @@ def _hook_input_processor(module: Any) -> None:
 
 def _check_request(params: Any, is_v1: bool) -> None:
     """Raise ValueError if a request asks for what we cannot do."""
-    if is_v1 and getattr(params, "logprob_token_ids", None):
+    if is_v1 and params.logprob_token_ids:
         raise ValueError("rollout_spec cannot score logprob_token_ids in the V1 model runner: remove them")
     last = 0 if params.seed is None else params.seed + (params.n or 1) - 1  # vLLM gives sample i the seed + i
     if last >= 2**63 or (params.seed is not None and params.seed < -(2**63)):
@@ -273,12 +248,13 @@ def _hook_engine(module: Any, name: str) -> None:
 
 
 def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
+    """Raise RuntimeError, ValueError or TypeError if an engine is built in a way that we do not support."""
     import vllm
     from vllm.logger import init_logger
 
     from rollout_spec.drafters import DRAFTERS, build_drafter, check_options
 
-    check_version(vllm.__version_tuple__, vllm.__version__)
+    vllm_compat.check_version(vllm.__version_tuple__, vllm.__version__)
     if vllm_config.model_config.runner_type != "generate":
         raise ValueError("rollout_spec is for engines that generate, and this one pools: leave engine_kwargs() out")
     on_device = config.speculation and config.drafter == DEVICE_DRAFTER
@@ -302,14 +278,9 @@ def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
         except TypeError as error:
             raise ValueError(f"drafter {DEVICE_DRAFTER!r} does not take these options: {error}") from error
     if vllm_config.use_v2_model_runner:
-        for owner, name in (
-            (vllm_config.model_config, "use_fp64_gumbel"),
-            (vllm_config.model_config, "return_sampling_mask"),
-            (vllm_config.model_config, "enable_trace_replay"),
-            (vllm_config, "watermark_config"),
-        ):
-            if getattr(owner, name, None):
-                raise ValueError(f"{name} would be ignored by rollout_spec's sampler: remove it")
+        ignored = vllm_compat.ignored_sampler_option(vllm_config)
+        if ignored is not None:
+            raise ValueError(f"{ignored} would be ignored by rollout_spec's sampler: remove it")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
     if config.speculation and not on_device:
@@ -323,7 +294,8 @@ class _SeedSource:
     """Seeds for requests that come without one.
 
     Each engine has a random key, so that engines and restarts differ. Under the external launcher every
-    tensor-parallel rank has a front end of its own and all must agree: there the key comes from the engine's seed.
+    tensor-parallel rank has a front end of its own, and all must give the same seeds: there the key comes from the
+    engine's seed.
     """
 
     def __init__(self, vllm_config: Any) -> None:

@@ -16,18 +16,17 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.clock import StepClock
-from rollout_spec.integrations.session import (
-    DraftingSession,
-    Outcome,
+from rollout_spec.integrations.commands import run_command
+from rollout_spec.integrations.sampling import (
     needs_processing,
     raise_if_broken,
     refuse_own_processors,
     require_seed,
-    run_command,
     sampled_tokens,
     verifier_scores,
 )
-from rollout_spec.integrations.vllm_plugin import agreement, config_of
+from rollout_spec.integrations.session import DraftingSession, Outcome
+from rollout_spec.integrations.vllm_plugin import config_of, sharing_from_first_rank
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingRows, VerifyResult
 from rollout_spec.verify.api import verify
@@ -79,8 +78,8 @@ class RunnerAdapter:
     # -- commands from the front end ---------------------------------------------------------------------------------
 
     def command(self, name: str, *args: Any) -> Any:
-        """See `rollout_spec.integrations.session.run_command`."""
-        self._settle()
+        """See `rollout_spec.integrations.commands.run_command`."""
+        self._count_last_verification()
         self.clock.read()
         return run_command(self.proposer.session if self.proposer is not None else None, self.stats, name, *args)
 
@@ -105,7 +104,7 @@ class RunnerAdapter:
         batch = self._describe_batch()
         sampling = self._runner.input_batch.sampling_metadata
         if self._runner.use_async_scheduling:
-            self._settle()
+            self._count_last_verification()
         num_draft_tokens = metadata.num_draft_tokens if metadata is not None else [0] * len(batch.req_ids)
         drafted, cu_num_draft_tokens, rows = self._inputs(metadata, sampling, batch)
         processed = self._process(logits, metadata, sampling) if batch.needs_processing else logits
@@ -124,7 +123,7 @@ class RunnerAdapter:
         counted = [row for row in range(len(batch.req_ids)) if not discarded[row]]
         self._outcome = _Outcome(batch.req_ids, counted, num_draft_tokens, result, logits)
         if not self._runner.use_async_scheduling:
-            self._settle()
+            self._count_last_verification()
         tensors = None
         if sampling.max_num_logprobs is not None:
             tokens = result.target_token_ids.clamp(min=0)
@@ -152,7 +151,7 @@ class RunnerAdapter:
             return sampler.apply_logits_processors(processed, sampling, False)
         # As if every request had one draft more, so that its bonus row is processed like the others: vLLM masks stop
         # tokens there until a step begins after min_tokens.
-        holder = getattr(sampling, "thinking_budget_state_holder", None)
+        holder = sampling.thinking_budget_state_holder
         if holder is not None and holder.has_tracked_requests():
             holder.update_state(sampling.output_token_ids, sampling.spec_token_ids, repeat_indices=None)
         drafts = sampling.spec_token_ids
@@ -160,7 +159,7 @@ class RunnerAdapter:
         counts = SimpleNamespace(num_draft_tokens=[count + 1 for count in metadata.num_draft_tokens])
         return self._runner.rejection_sampler.apply_logits_processors(processed, one_more, counts)
 
-    def _settle(self) -> None:
+    def _count_last_verification(self) -> None:
         """Count the last verification and keep it for the drafter.
 
         Raises:
@@ -196,13 +195,11 @@ class RunnerAdapter:
             drafted, cu_num_draft_tokens = metadata.draft_token_ids, metadata.cu_num_draft_tokens
             ends = metadata.cu_num_sampled_tokens.long()
             first_row = metadata.logits_indices.long()[torch.cat((ends.new_zeros(1), ends[:-1]))]
-        positions = self._runner.positions
-        positions = getattr(positions, "gpu", positions)  # a buffer pair in older versions
         greedy = sampling.all_greedy or sampling.temperature is None
         rows = SamplingRows(
             temperature=torch.zeros(size, device=device) if greedy else sampling.temperature,
             seeds=None if greedy else batch.seeds,
-            positions=positions[first_row],
+            positions=self._runner.positions[first_row],
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             min_p=batch.min_p,
@@ -290,7 +287,8 @@ class RolloutSpecProposer:
         vLLM hides what a proposer's constructor raises behind a hint of its own; what a drafter raises is told here.
         """
         self._runner = runner
-        self.session = DraftingSession(self._config, self._vllm_config, self.stats, agreement(self._vllm_config))
+        share = sharing_from_first_rank(self._vllm_config)
+        self.session = DraftingSession(self._config, self._vllm_config, self.stats, share)
 
     def propose(
         self,

@@ -6,13 +6,12 @@ tokens and calls `HistorySpeculator.propose`, which copies the outcome to the ho
 next drafts. That drafter lives on the host, so the scheduler is synchronous; it learns each draft's own length, so that
 a request without a draft costs one token. `vllm_device` has the speculator that keeps scheduling asynchronous.
 
-The dice are those of V2's own noise from vLLM 0.31 on; 0.26 to 0.30 rolled others, which ours replace with and without
-speculation.
+The noise that decides each sample is V2's own from vLLM 0.31 on; that of 0.26 to 0.30 is replaced, with speculation and
+without.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,19 +27,18 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.clock import StepClock
-from rollout_spec.integrations.session import (
-    DraftingSession,
-    Outcome,
-    Proposal,
+from rollout_spec.integrations.commands import Speculation, run_command
+from rollout_spec.integrations.sampling import (
     needs_processing,
     raise_if_broken,
     require_seed,
-    run_command,
     sampled_tokens,
     verifier_scores,
 )
-from rollout_spec.integrations.vllm_plugin import agreement, config_of
+from rollout_spec.integrations.session import DraftingSession, Outcome, Proposal
+from rollout_spec.integrations.vllm_plugin import config_of, sharing_from_first_rank
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows, VerifyResult
 from rollout_spec.verify import kernel
@@ -73,7 +71,8 @@ class RunnerAdapter:
         warming_up: Whether vLLM runs made-up requests to compile its kernels: nothing of them is kept.
         stats: The counters of this engine.
         clock: Times the runner's steps.
-        speculator: A `HistorySpeculator` or a `DeviceSpeculator`; None for an engine that only rolls our dice.
+        speculator: A `HistorySpeculator` or a `DeviceSpeculator`; None for an engine without speculation, which
+            samples with our noise only.
     """
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
@@ -82,7 +81,9 @@ class RunnerAdapter:
         self.speculator: Any = runner.speculator
         self.host_speculator = self.speculator if isinstance(self.speculator, HistorySpeculator) else None
         self._device_speculator = self.speculator if self.host_speculator is None else None
-        self._session: Any = self.host_speculator.session if self.host_speculator is not None else self.speculator
+        self._speculation: Speculation | None = (
+            self.host_speculator.session if self.host_speculator is not None else self._device_speculator
+        )
         self.stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
         self.clock = StepClock(runner.device, self.stats)
         self._runner = runner
@@ -95,7 +96,7 @@ class RunnerAdapter:
             ValueError: the samplers do more than ours would.
         """
         runner = self._runner
-        if getattr(runner, "batch_sharder", None) is not None:
+        if vllm_compat.shards_batch(runner):
             raise ValueError("rollout_spec does not support batch-sharded sampling: switch it off")
         sampler = VerifyingSampler(runner.sampler, self, self._config)
         runner.sampler = sampler
@@ -107,7 +108,7 @@ class RunnerAdapter:
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
-        """While vLLM warms up, requests need no seed and leave no trace."""
+        """While vLLM warms up, requests need no seed and are not kept."""
         self.warming_up = True
         try:
             yield
@@ -115,14 +116,14 @@ class RunnerAdapter:
             self.warming_up = False
 
     def command(self, name: str, *args: Any) -> Any:
-        """See `rollout_spec.integrations.session.run_command`."""
-        self._runner.sampler.settle(wait=True)
+        """See `rollout_spec.integrations.commands.run_command`."""
+        self._runner.sampler.read_counts(wait=True)
         self.clock.read()
-        return run_command(self._session, self.stats, name, *args)
+        return run_command(self._speculation, self.stats, name, *args)
 
     def begin_step(self) -> None:
         """Called before every step runs."""
-        if self._session is None or self._session.enabled:
+        if self._speculation is None or self._speculation.enabled:
             self.clock.start()
 
     def on_add_requests(self, scheduler_output: Any) -> None:
@@ -131,7 +132,7 @@ class RunnerAdapter:
             self.requests.update((request.req_id, request) for request in scheduler_output.scheduled_new_reqs)
 
     def on_requests_added(self, scheduler_output: Any) -> None:
-        """Called once the step's new requests have slots."""
+        """Called once the runner has given the step's new requests their indices."""
         if not self.warming_up and self._device_speculator is not None:
             self._device_speculator.on_requests_added(scheduler_output.scheduled_new_reqs)
 
@@ -164,18 +165,17 @@ class VerifyingSampler:
         self.outcome: _Outcome | None = None
         self._adapter = adapter
         self._config = config
-        self._num_slots = config.num_speculative_tokens + 1
-        processors = getattr(inner, "logits_processors", ())  # from vLLM 0.31 on, the user's own among them
-        self._own_processors = any(not type(processor).__module__.startswith("vllm.") for processor in processors)
+        self._num_speculative_tokens = config.num_speculative_tokens
+        self._own_processors = vllm_compat.has_own_processors(inner)
         self._needs_vllm: np.ndarray = np.zeros(inner.sampling_states.max_num_reqs, bool)
-        self._unsettled: deque[_Counts] = deque()
+        self._unread: deque[_Counts] = deque()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def add_request(self, req_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """See vLLM. The last argument is the request's `SamplingParams`."""
-        params = kwargs["sampling_params"] if "sampling_params" in kwargs else args[-1]
+        """See vLLM."""
+        params = vllm_compat.sampling_params_argument(args, kwargs)
         if not self._adapter.warming_up:
             require_seed(params, "a request")
         self._needs_vllm[req_idx] = self._own_processors or needs_processing(params)
@@ -189,14 +189,14 @@ class VerifyingSampler:
         Args:
             logits: float [N, vocabulary].
             input_batch: vLLM's `InputBatch`.
-            draft_logits: Part of vLLM's interface; our drafts are certain.
+            draft_logits: Part of vLLM's interface; our drafters give no distributions.
             invalid_drafts: bool [N], from vLLM 0.32 on: rows whose input is a draft that breaks the request's grammar.
 
         Raises:
             FloatingPointError: the model's logits of an earlier step were NaN or +inf.
         """
         self._adapter.clock.mark()
-        self.settle()
+        self.read_counts()
         num_nans = get_num_nans(logits) if self.inner.compute_nans else None
         layout = kernel.gather_layout(
             input_batch.input_ids,
@@ -209,15 +209,15 @@ class VerifyingSampler:
         )
         if invalid_drafts is not None:
             layout.draft[:-1].masked_fill_(invalid_drafts[1:], PLACEHOLDER_TOKEN_ID)
-        states, slots = self.inner.sampling_states, input_batch.idx_mapping_np
-        rows = self._rows(states, slots)
-        raw, num_logprobs = logits, states.max_num_logprobs(slots)
-        if self._needs_vllm[slots].any():
+        states, req_indices = self.inner.sampling_states, input_batch.idx_mapping_np
+        rows = self._rows(states, req_indices)
+        raw, num_logprobs = logits, states.max_num_logprobs(req_indices)
+        if self._needs_vllm[req_indices].any():
             logits = self._process(logits, input_batch, layout)
             rows = SamplingRows((rows.temperature != 0).float(), rows.seeds, None, rows.top_k, rows.top_p)
         # vLLM's own code scores tokens other than the sampled one.
         mode = self.inner.logprobs_mode
-        custom_ids = self.inner.logprob_token_ids_state.max_num_token_ids(slots)
+        custom_ids = self.inner.logprob_token_ids_state.max_num_token_ids(req_indices)
         scored_here = not custom_ids and verifier_scores(mode, num_logprobs, logits is not raw)
         has_drafts = input_batch.num_draft_tokens > 0
         result = kernel.verify_rows(
@@ -226,14 +226,13 @@ class VerifyingSampler:
             rows,
             method=self._config.verify,
             logprobs_mode=mode if scored_here else None,
-            max_draft_tokens=self._num_slots - 1 if has_drafts else 0,
+            max_draft_tokens=self._num_speculative_tokens if has_drafts else 0,
         )
         tensors = None
         if num_logprobs >= 0 or custom_ids:
-            expanded = logits.shape[0] != len(slots)
-            starts = input_batch.cu_num_logits_np.tolist() if expanded else None
-            if expanded and self.enable_adaptive_verification:  # the host knows an upper bound only
-                starts = input_batch.cu_num_logits.clone()
+            starts = None
+            if logits.shape[0] != len(req_indices):
+                starts = vllm_compat.first_rows(input_batch, on_device=self.enable_adaptive_verification)
             if scored_here:
                 field = "cu_num_generated_tokens" + ("_tensor" if isinstance(starts, torch.Tensor) else "")
                 scores = result.target_token_ids[:, None], result.logprobs[:, None], result.ranks
@@ -269,35 +268,21 @@ class VerifyingSampler:
             num_rejected=num_rejected,
         )
 
-    def _rows(self, states: Any, slots: np.ndarray) -> SamplingRows:
+    def _rows(self, states: Any, req_indices: np.ndarray) -> SamplingRows:
         """The batch's sampling parameters; the tensors hold those of all requests, by state index."""
         return SamplingRows(
             temperature=states.temperature.gpu,
-            seeds=states.seeds.gpu if np.any(states.temperature.np[slots] != 0) else None,
+            seeds=states.seeds.gpu if np.any(states.temperature.np[req_indices] != 0) else None,
             positions=None,
-            top_k=states.top_k.gpu if np.any(states.top_k.np[slots] != states.vocab_size) else None,
-            top_p=states.top_p.gpu if np.any(states.top_p.np[slots] < 1) else None,
-            min_p=states.min_p.gpu if np.any(states.min_p.np[slots] > 0) else None,
+            top_k=states.top_k.gpu if np.any(states.top_k.np[req_indices] != states.vocab_size) else None,
+            top_p=states.top_p.gpu if np.any(states.top_p.np[req_indices] < 1) else None,
+            min_p=states.min_p.gpu if np.any(states.min_p.np[req_indices] > 0) else None,
         )
 
     def _process(self, logits: torch.Tensor, input_batch: Any, layout: kernel.Layout) -> torch.Tensor:
         """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, temperature, min-p."""
-        apply = self.inner.apply_sampling_params
-        accepted = inspect.signature(apply).parameters  # they differ between vLLM's versions
-        values = {
-            # Newer versions copy by themselves.
-            "logits": logits if "idx_mapping" in accepted else logits.to(torch.float32, copy=True),
-            "expanded_idx_mapping": input_batch.expanded_idx_mapping,
-            "idx_mapping": input_batch.idx_mapping,
-            "idx_mapping_np": input_batch.idx_mapping_np,
-            "pos": layout.position,
-            "input_ids": input_batch.input_ids[input_batch.logits_indices],
-            "expanded_local_pos": input_batch.expanded_local_pos,
-            "seq_lens_upper_bound_np": input_batch.seq_lens_cpu_upper_bound.numpy(),
-            "skip_top_k_top_p": True,
-        }
-        result: torch.Tensor = apply(**{name: value for name, value in values.items() if name in accepted})
-        return result
+        processed: torch.Tensor = vllm_compat.apply_sampling_params(self.inner, logits, input_batch, layout.position)
+        return processed
 
     def _scores(self, logits: torch.Tensor, layout: kernel.Layout, rows: SamplingRows) -> torch.Tensor:
         """Processed logits of every token, float32 [N, V]."""
@@ -321,24 +306,24 @@ class VerifyingSampler:
             counts = torch.empty_like(counts, device="cpu", pin_memory=True).copy_(counts, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        self._unsettled.append(_Counts(event, counts, finished_prefill, input_batch.req_ids))
+        self._unread.append(_Counts(event, counts, finished_prefill, input_batch.req_ids))
         if event is None:
-            self.settle()
+            self.read_counts()
 
-    def settle(self, wait: bool = False) -> None:
-        """Look at what has arrived from the device, or wait for all of it.
+    def read_counts(self, *, wait: bool = False) -> None:
+        """Count the verifications whose numbers have arrived from the device, or wait for all of them.
 
         Raises:
             FloatingPointError: a row had no sample because the model's logits are NaN or +inf.
         """
-        while self._unsettled:
-            counts = self._unsettled[0]
+        while self._unread:
+            counts = self._unread[0]
             if counts.event is not None:
                 if wait:
                     counts.event.synchronize()
                 elif not counts.event.query():
                     return
-            self._unsettled.popleft()
+            self._unread.popleft()
             broken, accepted, drafted = counts.values.numpy()
             raise_if_broken(broken, counts.req_ids)
             rows = counts.has_sampled
@@ -358,11 +343,11 @@ class HistorySpeculator(BaseSpeculator):
     def __init__(self, vllm_config: Any, device: torch.device, *args: Any) -> None:
         config = config_of(vllm_config)
         assert config is not None
-        self.model = torch.nn.Module()  # vLLM 0.26 prepares its communication buffers
+        self.model = vllm_compat.speculator_model()
         self.stats = SpeculationStats()
-        self.session = DraftingSession(config, vllm_config, self.stats, agreement(vllm_config))
+        self.session = DraftingSession(config, vllm_config, self.stats, sharing_from_first_rank(vllm_config))
         self.num_draft_tokens: dict[str, int] = {}
-        self._num_slots = config.num_speculative_tokens
+        self._num_speculative_tokens = config.num_speculative_tokens
         self._device = device
         self._runner: Any = None
         self._adapter: Any = None
@@ -382,16 +367,27 @@ class HistorySpeculator(BaseSpeculator):
         """Part of vLLM's interface; there is no model."""
 
     def propose(
-        self, input_batch: Any, *args: Any, num_sampled: Any = None, dummy_run: bool = False, **kwargs: Any
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """Draft for the next step: int64 [B, K], of which the first `num_draft_tokens` of each request count."""
+        """Draft for the next step: int64 [B, K], of which the first `num_draft_tokens` of each request count.
+
+        See vLLM for the arguments.
+        """
         num_requests = input_batch.num_reqs
-        drafts = torch.zeros(num_requests, self._num_slots, dtype=torch.int64)
+        drafts = torch.zeros(num_requests, self._num_speculative_tokens, dtype=torch.int64)
         outcome, self._sampler.outcome = self._sampler.outcome, None
         self.num_draft_tokens = {}
         if dummy_run or outcome is None:
             return drafts.to(self._device)
-        num_sampled = args[4] if num_sampled is None else num_sampled
         by_request = self._draft(outcome, num_sampled, int(input_batch.num_tokens))
         for row, req_id in enumerate(outcome.req_ids):
             if req_id in by_request:
@@ -433,7 +429,7 @@ class HistorySpeculator(BaseSpeculator):
     def _read_tokens(self, req_id: str, request: Any) -> list[int]:
         """A request's tokens after those seen, from the runner's own copy, which has been brought up to date."""
         states = self._runner.req_states
-        slot = states.req_id_to_index[req_id]
-        length = int(states.total_len.gpu[slot])
-        tokens: list[int] = states.all_token_ids.gpu[slot, self.session.num_seen(req_id, request) : length].tolist()
+        req_idx = states.req_id_to_index[req_id]
+        length = int(states.total_len.gpu[req_idx])
+        tokens: list[int] = states.all_token_ids.gpu[req_idx, self.session.num_seen(req_id, request) : length].tolist()
         return tokens

@@ -18,8 +18,9 @@ PLUGINS_VARIABLE = "VLLM_PLUGINS"
 """vLLM's environment variable with the names of the plugins that it loads; all of them where it is unset."""
 DEVICE_DRAFTER = "device"
 """Name of the drafter that keeps its history on the device."""
-CARRIER = "ngram_gpu"
-"""vLLM's own drafter in whose place the device drafter is put: it has no model and leaves scheduling asynchronous."""
+ASYNC_METHOD = "ngram_gpu"
+"""The method of vLLM's own that an engine with the device drafter names: it has no model and leaves scheduling
+asynchronous. The device drafter is put in its place."""
 PROPOSER_PATH = "rollout_spec.integrations.vllm_v1.RolloutSpecProposer"
 """What vLLM's `speculative_config` names as its custom proposer."""
 
@@ -144,7 +145,7 @@ class RolloutSpecConfig:
         if self.speculation:
             method = {"method": "custom_class", "model": PROPOSER_PATH}
             if self.drafter == DEVICE_DRAFTER:
-                method = {"method": CARRIER}
+                method = {"method": ASYNC_METHOD}
             kwargs["speculative_config"] = {**method, "num_speculative_tokens": self.num_speculative_tokens}
             if self.num_speculative_tokens_per_batch_size is not None:
                 ranges = [list(entry) for entry in self.num_speculative_tokens_per_batch_size]

@@ -141,7 +141,7 @@ def _check_compiler() -> Iterator[tuple[bool, str]]:
 
 
 def _check_vllm() -> Iterator[tuple[bool, str]]:
-    from rollout_spec.integrations.vllm_plugin import check_version
+    from rollout_spec.integrations.vllm_compat import check_version
 
     sound, line = _imports(
         "vLLM",

@@ -111,7 +111,7 @@ def test_other_drafters_give_each_request_its_own_k():
 
 
 def test_versions():
-    from rollout_spec.integrations.vllm_plugin import check_version
+    from rollout_spec.integrations.vllm_compat import check_version
 
     check_version((0, 31, 0), "0.31.0")
     check_version((0, 0, "dev"), "dev")

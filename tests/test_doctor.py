@@ -16,7 +16,7 @@ from rollout_spec import cli, doctor, jit_cache
 from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.estimates import MIN_OBSERVATIONS, Survival
-from rollout_spec.integrations.session import run_command
+from rollout_spec.integrations.commands import run_command
 from rollout_spec.jit_cache import Folder
 from rollout_spec.replay.cost import EngineCost, read_cost
 from rollout_spec.replay.engine import Learned, run_phase

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from rollout_spec.integrations.trl_hook import RolloutSpecGenerator, logprob_errors
+from rollout_spec.integrations.logprob_check import logprob_errors
+from rollout_spec.integrations.trl_hook import RolloutSpecGenerator
 from rollout_spec.noise_torch import gumbel
 from rollout_spec.stats import SpeculationStats
 
@@ -71,7 +72,7 @@ class PairedGenerator(RolloutSpecGenerator):
         if self._stock is None:
             self._stock = self._build_stock()
         model = self._stock.llm_engine.model_executor.driver_worker.model_runner.model
-        model.load_weights(self._model.named_parameters())
+        model.load_weights(self.model.named_parameters())
         self.seeds += [params.seed for params in sampling_params]
 
         step = len(self.records)
@@ -89,7 +90,7 @@ class PairedGenerator(RolloutSpecGenerator):
             for i, (params, off, on) in enumerate(zip(sampling_params, outputs["off"], outputs["on"], strict=True))
         ]
         self.divergences += [divergence for divergence in found if divergence is not None]
-        errors = [logprob_errors(self._model, o, p) for o, p in zip(outputs["on"], sampling_params, strict=True)]
+        errors = [logprob_errors(self.model, o, p) for o, p in zip(outputs["on"], sampling_params, strict=True)]
         record = StepRecord(
             step=step,
             seconds=seconds,
@@ -123,7 +124,7 @@ class PairedGenerator(RolloutSpecGenerator):
         position = next(differing, min(len(a), len(b)))
         context = [*on.prompt_token_ids, *b[:position]]
         with torch.no_grad():
-            logits = self._model(torch.tensor([context])).logits[0, -1].float()
+            logits = self.model(torch.tensor([context])).logits[0, -1].float()
         noise = gumbel(torch.tensor([seed]), torch.tensor([len(context) - 1]), logits.shape[0])[0]
         best = (logits + noise).topk(2).values
         return Divergence(step, rollout, position, float(best[0] - best[1]))

@@ -18,7 +18,7 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from rollout_spec import doctor, engine_kwargs, noise
 from rollout_spec.integrations import vllm_v1
-from rollout_spec.integrations.session import sampled_tokens
+from rollout_spec.integrations.sampling import sampled_tokens
 from rollout_spec.types import Draft
 from tests.integrations.engines import (
     assert_same,

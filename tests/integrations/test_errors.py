@@ -56,7 +56,10 @@ def test_a_worker_without_the_plugin():
 
     from rollout_spec.integrations.vllm_v1 import RolloutSpecProposer
 
-    config = SimpleNamespace(speculative_config=SimpleNamespace(model=PROPOSER_PATH, num_speculative_tokens=4))
+    config = SimpleNamespace(
+        additional_config={},
+        speculative_config=SimpleNamespace(model=PROPOSER_PATH, num_speculative_tokens=4),
+    )
     with pytest.raises(RuntimeError, match="VLLM_PLUGINS"):
         RolloutSpecProposer(config).load_model(None)
 

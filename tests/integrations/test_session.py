@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from rollout_spec import RolloutSpecConfig
+from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.integrations import session as session_module
+from rollout_spec.integrations.commands import run_command
+from rollout_spec.integrations.requests import problem_id_of
 from rollout_spec.integrations.session import (
     RECENT_STEPS,
-    STEPS_PER_AGREEMENT,
+    STEPS_PER_SHARING,
     DraftingSession,
     Outcome,
-    problem_id_of,
-    run_command,
 )
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Draft
@@ -38,14 +39,14 @@ def a_request(prompt=(1, 2, 3)):
     return SimpleNamespace(prompt_token_ids=list(prompt), sampling_params=params, lora_request=None, mm_features=None)
 
 
-def a_session(agree=None, max_step_tokens=64, **options):
+def a_session(share_from_first_rank=None, max_step_tokens=64, **options):
     config = RolloutSpecConfig(**{"num_speculative_tokens": 4, "drafter": "suffix", **options})
     engine = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=500, get_vocab_size=lambda: 50),
-        scheduler_config=SimpleNamespace(max_num_batched_tokens=max_step_tokens),
+        scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=max_step_tokens),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
-    return DraftingSession(config, engine, SpeculationStats(), agree)
+    return DraftingSession(config, engine, SpeculationStats(), share_from_first_rank)
 
 
 def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, requests=None):
@@ -72,16 +73,16 @@ def test_without_a_budget_all_of_a_draft_is_verified():
     assert run(a_session(budget=False), 12, a_request())[-1] == [1, 2, 3, 1]
 
 
-def test_steps_are_timed_and_ranks_agree_on_what_they_took():
+def test_steps_are_timed_and_ranks_share_what_they_took():
     asked = []
 
-    def agree(seconds):
+    def share(seconds):
         asked.append(seconds)
         return [1.25, 0.25] * (len(seconds) // 2)
 
-    session = a_session(agree)
-    run(session, 3 * STEPS_PER_AGREEMENT + 2, a_request())
-    assert [len(seconds) for seconds in asked] == [2 * STEPS_PER_AGREEMENT] * 3
+    session = a_session(share)
+    run(session, 3 * STEPS_PER_SHARING + 2, a_request())
+    assert [len(seconds) for seconds in asked] == [2 * STEPS_PER_SHARING] * 3
     for drafted in (False, True):
         _, seconds = session.budget.cost.curve(drafted=drafted)
         assert set(seconds.tolist()) == {1.0}
@@ -92,15 +93,15 @@ def test_ranks_whose_clocks_differ_cut_alike(monkeypatch):
     """What one of them measures is taken by both."""
     shared, rng, clocks = {}, np.random.default_rng(0), [0.0, 0.0]
 
-    def agreement(rank):
+    def sharing(rank):
         rounds = itertools.count()
 
-        def agree(values):
+        def share(values):
             return shared.setdefault(next(rounds), values)
 
-        return agree
+        return share
 
-    sessions = [a_session(agreement(rank)) for rank in range(2)]
+    sessions = [a_session(sharing(rank)) for rank in range(2)]
     request, drafted = a_request(), [[], []]
     request.sampling_params.max_tokens = 400
     for n in range(390):
@@ -196,7 +197,7 @@ def test_prompts_now_and_then_do_not_end_speculation(monkeypatch):
     ("mode", "sizes"), [("FULL_AND_PIECEWISE", [1, 2, 4, 8]), ("FULL_DECODE_ONLY", []), ("NONE", [])]
 )
 def test_costs_are_those_of_the_graphs_that_steps_run_in(mode, sizes):
-    """vLLM settles them after the session is made; steps of mixed draft lengths run in no full graph."""
+    """vLLM chooses them after the session is made; steps of mixed draft lengths run in no full graph."""
     compilation = pytest.importorskip("vllm.config.compilation")
     session = a_session()
     session._vllm_config.compilation_config = SimpleNamespace(
@@ -289,7 +290,7 @@ def test_lengths_of_ended_rollouts_are_remembered():
         run(session, length, request)
         advance(session, {}, ended=["a"])
     assert expected() == [15]
-    assert not session._problems
+    assert not session.live
 
 
 def test_drafts_that_never_come_true_stop_being_asked_for(monkeypatch):
@@ -349,7 +350,7 @@ def test_the_history_ends_where_the_request_does(params, sampled, kept):
     session.drafter.extend = lambda req_id, tokens: (shown.extend(tokens), extend(req_id, tokens))
     assert not any(advance(session, {"a": sampled}, requests={"a": request}).values())
     assert shown == kept
-    assert session.live["a"] == len(request.prompt_token_ids) + len(kept)
+    assert session.live["a"].num_seen == len(request.prompt_token_ids) + len(kept)
     advance(session, {"a": [4, 4]}, requests={"a": request})  # the engine notices the end a step later
     assert shown == kept
     lengths = []
@@ -363,11 +364,11 @@ def test_a_stop_token_before_min_tokens_ends_nothing():
     request.sampling_params.eos_token_id, request.sampling_params.min_tokens = 9, 4
     for tokens in ([9, 9], [9]):
         advance(session, {"a": tokens}, requests={"a": request})
-    assert session.live["a"] == len(request.prompt_token_ids) + 3
-    assert not session._complete
+    assert session.live["a"].num_seen == len(request.prompt_token_ids) + 3
+    assert not session.live["a"].is_complete
     advance(session, {"a": [9, 9]}, requests={"a": request})
-    assert session.live["a"] == len(request.prompt_token_ids) + 4
-    assert session._complete == {"a"}
+    assert session.live["a"].num_seen == len(request.prompt_token_ids) + 4
+    assert session.live["a"].is_complete
 
 
 class Listener:
@@ -448,7 +449,7 @@ def test_remaining_lengths_are_asked_for_by_problem_and_tokens_said(monkeypatch)
     advance(session, {"a": [1], "b": [2]}, requests=requests)
     advance(session, {"a": [1, 1], "b": [2]}, requests=requests)
     assert asked[-1] == ([77, problem_of_prompt([4])], [3, 2], [197, 198])
-    assert session.drafter.started == {"a": (77, 5), "b": (None, 5)}
+    assert session.drafter.started == {"a": (77, 5), "b": (problem_of_prompt([4]), 5)}
 
 
 def test_a_drafter_that_is_not_asked_takes_no_time(monkeypatch):
@@ -473,7 +474,7 @@ def test_the_drafter_knows_the_seeds_that_decide_what_is_sampled(temperature, ve
     request = a_request()
     request.sampling_params.temperature = temperature
     advance(session, {"a": [1]}, requests={"a": request})
-    assert drafter.started == {"a": (None, seed)}
+    assert drafter.started == {"a": (problem_of_prompt([1, 2, 3]), seed)}
 
 
 def test_drafts_end_where_the_model_does():
@@ -492,7 +493,7 @@ def test_an_id_that_comes_again_is_another_request():
     request.sampling_params.max_tokens = 3
     advance(session, {"a": [1, 2, 3]}, requests={"a": request})
     advance(session, {"a": [4]}, ended=["a"], requests={"a": request})
-    assert session.live == {"a": 4}
+    assert {req_id: live.num_seen for req_id, live in session.live.items()} == {"a": 4}
     assert drafter.limits == [{"a": 1}]
 
 
@@ -504,13 +505,41 @@ def test_problems_are_told_apart_by_all_that_shapes_their_outputs():
         request.mm_features = [SimpleNamespace(identifier=image) for image in images]
         return problem_id_of(request)
 
-    assert problem() is None
+    assert problem() == problem_of_prompt([1, 2, 3])
+    assert problem([]) is None
+    assert problem([], adapter="x") is not None
     assert problem(rollout_spec={"problem_id": 0}, adapter="x") == 0
     variants = [{"adapter": "x"}, {"adapter": "y"}, {"images": ["i"]}, {"images": ["i", "j"]}, {"images": ["j", "i"]}]
     variants += [{"adapter": "x", "images": ["i"]}, {"adapter": "x", "prompt": [1, 2, 4]}]
     ids = [problem(**variant) for variant in variants]
     assert len(set(ids)) == len(ids)
     assert ids == [problem(**variant) for variant in variants]
+
+
+@pytest.mark.parametrize("name", ["mixture", "suffix", "ngram", "lookahead"])
+def test_a_drafter_that_is_told_the_hash_of_a_prompt_drafts_as_if_it_had_computed_it(name):
+    """Requests of three prompts and of none, in two groups, over two policy versions."""
+    prompts = [[1, 2, 3], [1, 2, 4], [], [5, 6]]
+    drafts = []
+    for is_told in (False, True):
+        drafter, rng = build_drafter(name, max_draft_tokens=4), np.random.default_rng(0)
+        drafts.append([])
+        for version in (1, 2):
+            req_ids = [f"{version}/{i}" for i in range(2 * len(prompts))]
+            for i, req_id in enumerate(req_ids):
+                prompt = prompts[i // 2]
+                problem_id = problem_of_prompt(prompt) if is_told and prompt else None
+                drafter.start_request(req_id, np.array(prompt, np.int32), problem_id=problem_id, seed=i)
+            for _ in range(40):
+                for req_id in req_ids:
+                    drafter.extend(req_id, rng.integers(0, 4, 2).tolist())
+                proposed = drafter.propose(req_ids, np.full(len(req_ids), 4, np.int32))
+                drafts[-1] += [(d.token_ids.tolist(), d.confidence.tolist()) for d in proposed]
+            for req_id in req_ids:
+                drafter.stop_request(req_id)
+            drafter.begin_policy_version(version)
+    assert drafts[0] == drafts[1]
+    assert any(tokens for tokens, _ in drafts[0])
 
 
 @pytest.mark.parametrize("budget", [False, True])

@@ -78,7 +78,7 @@ def test_history_ends_there_too(tiny_model):
     generate(llm, [SamplingParams(max_tokens=2, ignore_eos=True)])  # ended requests are noticed one step later
     kept = [tuple(tokens) for tokens in drafter.finished]
     assert all(tuple(output.token_ids) in kept for output in outputs)
-    assert not runner_of(llm).drafter.session._stop_searches
+    assert all(live.stop_search is None for live in runner_of(llm).drafter.session.live.values())
 
 
 def test_streamed_pieces_add_up_to_the_same_rollout(on, off):

@@ -62,7 +62,7 @@ def speculator_of(session, result):
     """A speculator whose sampler has just verified the four requests."""
     speculator = vllm_v2.HistorySpeculator.__new__(vllm_v2.HistorySpeculator)
     speculator.session, speculator.stats, speculator.num_draft_tokens = session, SpeculationStats(), {}
-    speculator._num_slots, speculator._device = 4, torch.device("cpu")
+    speculator._num_speculative_tokens, speculator._device = 4, torch.device("cpu")
     all_token_ids = torch.arange(100).reshape(4, 25)
     runner = SimpleNamespace(
         req_states=SimpleNamespace(
@@ -82,7 +82,8 @@ def speculator_of(session, result):
 
 def propose(speculator, num_tokens=20):
     batch = SimpleNamespace(num_reqs=4, num_tokens=num_tokens)
-    return speculator.propose(batch, num_sampled=torch.tensor([*SAMPLED, 77], dtype=torch.int32)).tolist()
+    num_sampled = torch.tensor([*SAMPLED, 77], dtype=torch.int32)
+    return speculator.propose(batch, None, None, None, None, num_sampled).tolist()
 
 
 def test_every_request_gets_its_own_outcome_and_chunks_of_prompts_none():

