@@ -28,8 +28,9 @@ logger = logging.getLogger(__name__)
 class EngineController:
     """Follows one trainer's vLLM engine.
 
-    Every rollout gets a seed of its own, derived from the run's seed, the step, the number of the generation and the
-    rollout's place in it, so a run can be repeated rollout by rollout, with speculation or without. At the first
+    Every rollout gets a seed of its own, derived from the run's seed, the training's number, the step, the generation's
+    number in it and the rollout's place, so a run can be repeated, and resumed, rollout by rollout, with speculation or
+    without. At the first
     generation the engine's log-probabilities are compared with the trainer's own forward pass; where that cannot be
     done, a warning says why.
 
@@ -62,7 +63,9 @@ class EngineController:
         self._run_seed = 0
         self._replica = 0
         self._step = 0
-        self._num_generations = 0  # of all steps, trainings and evaluations, so that no seed comes twice
+        self._autocast_dtype: str | None = None
+        self._num_trainings = 0  # begun, so that no seed comes twice where one object is trained twice
+        self._num_generations = 0  # since the step began; evaluations after it count on
         self._engine_generate: Callable[..., Any] = self._refuse_to_generate
         self._logged: dict[str, Any] = {}
         self._generation_seconds = 0.0
@@ -70,20 +73,27 @@ class EngineController:
 
     # -- what the trainer says ---------------------------------------------------------------------------------------
 
-    def begin_run(self, *, seed: int, replica: int = 0, model: Any = None) -> None:
-        """A run begins.
+    def begin_run(self, *, seed: int, replica: int = 0, model: Any = None, autocast_dtype: str | None = None) -> None:
+        """A trainer is set up.
 
         Args:
             seed: The run's, from which the rollouts' seeds derive.
             replica: Number of the engine among those that generate different rollouts; the ranks of one
                 tensor-parallel group share it.
             model: The trainer's, a causal language model of transformers.
+            autocast_dtype: What the trainer's forward pass computes in, e.g. "bfloat16"; None: the model's dtype.
         """
         self._run_seed, self._replica, self.model = seed, replica, model
+        self._autocast_dtype = autocast_dtype
+
+    def begin_training(self) -> None:
+        """The trainer begins to train, for the first time or again; resuming from a checkpoint is the same training."""
+        self._num_trainings += 1
+        self._num_generations = 0
 
     def begin_step(self, step: int, model: Any = None) -> None:
         """A step begins, from whose number seeds derive. `model` replaces that of the run where it is given."""
-        self._step = step
+        self._step, self._num_generations = step, 0
         self.model = model if model is not None else self.model
 
     def begin_policy_version(self) -> None:
@@ -94,11 +104,17 @@ class EngineController:
 
     @property
     def enabled(self) -> bool:
-        """Whether the engine drafts. May be set between generations; the rollouts do not depend on it."""
+        """Whether the engine drafts. May be set between generations; the rollouts do not depend on it.
+
+        Where the drafter has raised, setting it to True changes nothing, and a warning says so.
+        """
         return self._enabled
 
     @enabled.setter
     def enabled(self, enabled: bool) -> None:
+        if enabled and self.llm is not None and self.stats()["drafter_errors"]:
+            logger.warning("speculation stays off: the drafter has raised, see the engine's log")
+            return
         self._enabled = bool(enabled)
         if self.llm is not None:
             self._command("set_enabled", self._enabled)
@@ -187,7 +203,9 @@ class EngineController:
         self._num_tokens += sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         if is_first:
             engine_config = self.llm.llm_engine.vllm_config.model_config
-            self._logprob_check.compare(self.model, engine_config, outputs, params)
+            self._logprob_check.compare(
+                self.model, engine_config, prompts, outputs, params, autocast_dtype=self._autocast_dtype
+            )
         for ordinal in unscored:
             for completion in outputs[ordinal].outputs:
                 completion.logprobs = completion.cumulative_logprob = None
@@ -217,7 +235,7 @@ class EngineController:
         for ordinal, params in enumerate(sampling_params):
             params = params.clone()
             if params.seed is None:
-                numbers = (self._step, self._replica, self._num_generations, ordinal)
+                numbers = (self._num_trainings, self._step, self._replica, self._num_generations, ordinal)
                 params.seed = derive_seed(self._run_seed, *numbers)
             elif ordinal < len(prompts):
                 request = _prompt_key(prompts[ordinal]), params.seed

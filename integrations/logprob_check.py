@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,10 @@ from rollout_spec.verify.vectorised import scores_matrix
 
 logger = logging.getLogger(__name__)
 
-LOGPROB_TOLERANCE = {"float32": 1e-4}
-"""Largest mean |difference| between the engine's log-probabilities and the trainer's, by the engine's dtype."""
+FP32_TOLERANCE = 1e-4
+"""Largest mean |difference| between the engine's log-probabilities and the trainer's where both compute in float32."""
 HALF_PRECISION_TOLERANCE = 5e-2
-"""The same for other dtypes, where kernels that round differently disagree in the second decimal."""
+"""The same where one of them computes in another dtype: kernels that round differently part in the second decimal."""
 NUM_CHECKED_ROLLOUTS = 8
 NUM_CHECKED_TOKENS = 256
 """Tokens of each of them: the trainer's logits of long rollouts would take gigabytes beside the engine's cache."""
@@ -34,8 +34,8 @@ class LogprobCheck:
         error: (mean, max) absolute difference, NaN where nothing could be compared, or None before anything was.
 
     Args:
-        tolerance: Largest mean absolute difference. None: 1e-4 for a float32 engine, 5e-2 otherwise. `math.inf`
-            switches the check off.
+        tolerance: Largest mean absolute difference. None: 1e-4 where engine and trainer compute in float32, 5e-2
+            otherwise. `math.inf` switches the check off.
     """
 
     def __init__(self, tolerance: float | None = None) -> None:
@@ -55,38 +55,53 @@ class LogprobCheck:
             params[i].logprobs = 0
         return unscored
 
-    def compare(self, model: Any, engine_config: Any, outputs: Sequence[Any], params: Sequence[Any]) -> None:
+    def compare(
+        self,
+        model: Any,
+        engine_config: Any,
+        prompts: Sequence[Any],
+        outputs: Sequence[Any],
+        params: Sequence[Any],
+        *,
+        autocast_dtype: str | None = None,
+    ) -> None:
         """Compare a few rollouts.
 
         Args:
             model: The trainer's, a causal language model of transformers.
             engine_config: vLLM's `ModelConfig`.
+            prompts: What the engine was given, as `vllm.LLM.generate` or `chat` take it.
             outputs: vLLM's `RequestOutput`s.
             params: Their `SamplingParams`.
+            autocast_dtype: What the trainer's forward pass computes in, e.g. "bfloat16"; None: the model's dtype.
 
         Raises:
             RuntimeError: log-probabilities differ by more than the tolerance, or are missing or not finite.
         """
         dtype, mode = str(engine_config.dtype).removeprefix("torch."), str(engine_config.logprobs_mode)
+        trainer_dtype = autocast_dtype or str(getattr(model, "dtype", "")).removeprefix("torch.")
         tolerance = self._tolerance
         if tolerance is None:
-            tolerance = LOGPROB_TOLERANCE.get(dtype, HALF_PRECISION_TOLERANCE)
+            tolerance = FP32_TOLERANCE if dtype == trainer_dtype == "float32" else HALF_PRECISION_TOLERANCE
         if math.isinf(tolerance):
             self.error = (math.nan, math.nan)
             return
-        checked = [
-            (output, p)
-            for output, p in zip(outputs[:NUM_CHECKED_ROLLOUTS], params, strict=False)
-            if mode == "raw_logprobs" or (mode == "processed_logprobs" and not _changes_logits(p))
-        ]
+        checked, reasons = [], []
+        for prompt, output, p in zip(prompts, outputs[:NUM_CHECKED_ROLLOUTS], params, strict=False):
+            reason = _why_not_comparable(prompt, p, mode)
+            if reason is None:
+                checked.append((output, p))
+            else:
+                reasons.append(reason)
+        if reasons:
+            logger.warning(
+                "log-probabilities of %d of the first %d rollouts were not compared with the trainer's: %s",
+                len(reasons),
+                len(reasons) + len(checked),
+                "; ".join(sorted(set(reasons))),
+            )
         if not checked:
             self.error = (math.nan, math.nan)
-            logger.warning(
-                "the engine's log-probabilities were not compared with the trainer's: %s",
-                "penalties, masks or grammars change them, which the trainer's forward pass knows nothing of"
-                if mode == "processed_logprobs"
-                else f"logprobs_mode={mode!r} gives none",
-            )
             return
         errors = [logprob_errors(model, output, p, mode) for output, p in checked if output.outputs[0].token_ids]
         if not errors:
@@ -94,12 +109,11 @@ class LogprobCheck:
         error = torch.cat(errors)
         self.error = (float(error.mean()), float(error.max()))
         if not self.error[0] <= tolerance:  # NaN fails, too
-            trainer_dtype = str(model.dtype).removeprefix("torch.")
             remedy = (
-                f"The engine runs in {dtype} and the trainer in {trainer_dtype}: make them equal, e.g. by "
+                f"The engine computes in {dtype} and the trainer in {trainer_dtype}: make them equal, e.g. by "
                 f'llm_kwargs={{"dtype": "{trainer_dtype}"}}'
                 if dtype != trainer_dtype
-                else f"Both run in {dtype}, so look for other weights (a synchronisation that left some out, "
+                else f"Both compute in {dtype}, so look for other weights (a synchronisation that left some out, "
                 "quantisation) or another model implementation in the engine"
             )
             raise RuntimeError(
@@ -109,9 +123,26 @@ class LogprobCheck:
             )
 
 
-def _changes_logits(params: Any) -> bool:
-    """Whether the engine changes a request's logits in ways that the trainer's forward pass cannot repeat."""
-    return needs_processing(params) or bool(params.structured_outputs)
+def _why_not_comparable(prompt: Any, params: Any, mode: str) -> str | None:
+    """Why the trainer's forward pass over a rollout's tokens cannot find the engine's log-probabilities, or None."""
+    if mode not in ("raw_logprobs", "processed_logprobs"):
+        return f"logprobs_mode={mode!r} gives none"
+    if mode == "processed_logprobs" and (needs_processing(params) or params.structured_outputs):
+        return "penalties, masks or grammars change them in the engine"
+    if _has_media(prompt):
+        return "the forward pass would need the prompt's images"
+    return None
+
+
+def _has_media(prompt: Any) -> bool:
+    """Whether a prompt, or a conversation, holds more than text."""
+    if isinstance(prompt, Mapping):
+        return bool(prompt.get("multi_modal_data")) or prompt.get("prompt_embeds") is not None
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+        return False
+    contents = [message.get("content") for message in prompt if isinstance(message, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, Mapping) and part.get("type", "text") != "text" for part in parts)
 
 
 @torch.no_grad()

@@ -122,13 +122,15 @@ class DraftingSession:
         self._draft_seconds = 0.0  # what drafting them took
         self._num_asked = 0  # requests that the drafter was asked for
         self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # read in each of the last steps
+        self._finds_stop_strings = True
         self._last_call: float | None = None  # when `draft` was called last
         self._unshared: list[_Step] = []  # steps that the budget has not learnt of
 
     def num_seen(self, req_id: str, request: Any) -> int:
         """Tokens of a request, prompt included, that need not be shown again."""
         live = self.live.get(req_id)
-        return len(request.prompt_token_ids) if live is None else live.num_seen
+        is_known = live is not None and live.num_prompt_tokens == len(request.prompt_token_ids)
+        return live.num_seen if live is not None and is_known else len(request.prompt_token_ids)
 
     def draft(
         self,
@@ -364,9 +366,13 @@ class DraftingSession:
     def _advance(self, req_id: str, request: Any, tokens: Sequence[int]) -> int:
         """Show the drafter a request's new tokens. Returns how many more may come, 0 when it is complete."""
         params = request.sampling_params
-        live = self.live.get(req_id) or self._start(req_id, request)
-        num_prompt_tokens = len(request.prompt_token_ids)  # it grows where a streaming session goes on
-        num_output = live.num_seen - num_prompt_tokens
+        live = self.live.get(req_id)
+        if live is not None and live.num_prompt_tokens != len(request.prompt_token_ids):
+            # A streaming session goes on with a longer prompt: as good as a new request.
+            self.drafter.stop_request(req_id)
+            live = None
+        live = live or self._start(req_id, request)
+        num_output = live.num_output_tokens
         if not live.is_complete:
             kept = trim_at_end(tokens, num_output, params)
             ends = bool(kept) and is_last(kept[-1], num_output + len(kept), params)
@@ -377,7 +383,7 @@ class DraftingSession:
             self.drafter.extend(req_id, kept)
             live.num_seen += len(kept)
             live.is_complete = ends
-        return 0 if live.is_complete else int(params.max_tokens) - (live.num_seen - num_prompt_tokens)
+        return 0 if live.is_complete else int(params.max_tokens) - live.num_output_tokens
 
     def _start(self, req_id: str, request: Any) -> LiveRequest:
         """Show the drafter a new request."""
@@ -396,9 +402,18 @@ class DraftingSession:
 
     def _find_stop_string(self, live: LiveRequest, request: Any, tokens: Sequence[int], num_before: int) -> int | None:
         """How many of a request's new tokens, after `num_before`, lead up to its stop string; None without one."""
-        if live.stop_search is None:
-            from rollout_spec.integrations.stop_strings import StopStringSearch  # brings vLLM and the tokenizer
+        if not self._finds_stop_strings:
+            return None
+        try:
+            if live.stop_search is None:
+                from rollout_spec.integrations.stop_strings import StopStringSearch  # brings vLLM and the tokenizer
 
-            live.stop_search = StopStringSearch(self._vllm_config.model_config, request)
-        stops = ends_with_stop_token(tokens, request.sampling_params, num_before)
-        return live.stop_search.find(tokens, ends_with_stop_token=stops)
+                live.stop_search = StopStringSearch(self._vllm_config.model_config, request)
+            stops = ends_with_stop_token(tokens, request.sampling_params, num_before)
+            return live.stop_search.find(tokens, ends_with_stop_token=stops)
+        except Exception:  # a tokenizer that only the front end can load, or a fault of its own
+            if self._share_from_first_rank is not None:  # the other ranks would draft differently
+                raise
+            self._finds_stop_strings = False
+            logger.exception("stop strings cannot be found here: the history may hold some tokens past them")
+            return None

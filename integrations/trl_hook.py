@@ -32,7 +32,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
     Args:
         llm_kwargs: More keyword arguments for the `vllm.LLM` that TRL builds, e.g. `{"dtype": "float32"}`.
         logprob_tolerance: Largest mean absolute difference of log-probabilities at the first generation. None: 1e-4
-            for a float32 engine, 5e-2 otherwise. `math.inf` switches the check off.
+            where engine and trainer compute in float32, 5e-2 otherwise. `math.inf` switches the check off.
         **options: Fields of `rollout_spec.RolloutSpecConfig`.
 
     Attributes:
@@ -61,7 +61,10 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             ValueError: the trainer does not generate with a colocated vLLM engine, or the callback serves another one.
         """
         if self.llm is not None:
-            raise ValueError("this RolloutSpecGenerator serves another trainer already: make one for each trainer")
+            raise ValueError(
+                "this RolloutSpecGenerator has an engine already, of another trainer or of one whose construction "
+                "failed: make a new one for each trainer"
+            )
         if not getattr(args, "use_vllm", False):
             raise ValueError("RolloutSpecGenerator needs a trainer that generates with vLLM: set use_vllm=True")
         if getattr(args, "vllm_mode", "colocate") != "colocate":
@@ -70,18 +73,20 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
                 "rollout_spec.engine_kwargs() stands for (see the README) and leave this callback out"
             )
         replica = args.process_index // getattr(args, "vllm_tensor_parallel_size", 1)
-        self.begin_run(seed=args.seed, replica=replica, model=model)
+        autocast = "bfloat16" if getattr(args, "bf16", False) else "float16" if getattr(args, "fp16", False) else None
+        self.begin_run(seed=args.seed, replica=replica, model=model, autocast_dtype=autocast)
         _warn_of_split_groups(args)
         _hook_trainer_log()
         _hook_engines()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Raises RuntimeError if the trainer's engine was built without us."""
+        """Count the trainings. Raises RuntimeError if the trainer's engine was built without us."""
         if self.llm is None:
             raise RuntimeError(
                 "the trainer's vLLM engine was not built through this RolloutSpecGenerator, so nothing would be "
                 "speculated: pass it in callbacks=[...] when the trainer is made, one new object per trainer"
             )
+        self.begin_training()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Follow the step, which the seeds derive from."""
@@ -109,7 +114,8 @@ def _hook_engines() -> None:
         callbacks = trainer.callback_handler.callbacks if trainer is not None else ()
         generators = [callback for callback in callbacks if isinstance(callback, RolloutSpecGenerator)]
         model = kwargs.get("model", args[0] if args else None)
-        if trainer is None or not generators or model != trainer.model.name_or_path:
+        is_policy = trainer is not None and model == trainer.model.name_or_path
+        if not is_policy or not generators or generators[0].llm is not None:  # a judge may be the same model
             original(llm, *args, **kwargs)
         elif len(generators) > 1:
             raise ValueError(f"a trainer takes one RolloutSpecGenerator and has {len(generators)}: remove the others")

@@ -141,6 +141,29 @@ def test_a_subclass_may_generate_in_another_way():
     assert len(set(first)) == 2
 
 
+def test_a_run_that_is_resumed_goes_on_with_the_same_seeds():
+    """Evaluations in between change nothing, and a second training has seeds of its own."""
+
+    def seeds(controller):
+        params = SimpleNamespace(seed=None)
+        params.clone = lambda: SimpleNamespace(seed=None)
+        return [p.seed for p in controller._with_seeds([0] * 4, params)]
+
+    whole, resumed = EngineController(RolloutSpecConfig()), EngineController(RolloutSpecConfig())
+    of_evaluation = seeds(whole)
+    whole.begin_training()
+    for step in range(5):
+        whole.begin_step(step)
+        last = seeds(whole)
+        of_evaluation += seeds(whole) if step == 2 else []
+    resumed.begin_training()
+    resumed.begin_step(4)
+    assert seeds(resumed) == last
+    whole.begin_training()
+    whole.begin_step(4)
+    assert not set(seeds(whole)) & {*last, *of_evaluation}
+
+
 def test_seeds_are_unique_and_repeatable():
     """Over steps, calls in a step, data-parallel replicas; the same again after a restart."""
 

@@ -53,20 +53,52 @@ def test_equal_precisions_are_not_blamed(tiny_model, logprob):
     """Another cause is looked for: here, other weights."""
     model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     check = LogprobCheck()
-    with pytest.raises(RuntimeError, match="Both run in float32, so look for other weights"):
-        check.compare(model, an_engine(), [an_output(logprob)], [SamplingParams(logprobs=0)])
+    with pytest.raises(RuntimeError, match="Both compute in float32, so look for other weights"):
+        check.compare(model, an_engine(), ["w1"], [an_output(logprob)], [SamplingParams(logprobs=0)])
     assert not check.error[0] <= 1e-4
+
+
+def test_a_trainer_under_autocast_computes_in_its_precision(tiny_model):
+    """TRL's default: weights in float32, bf16=True."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    with torch.no_grad():
+        exact = float(model(torch.tensor([[1, 4]])).logits[0, -1].log_softmax(-1)[5])
+    near, far = [an_output(exact + 0.02)], [an_output(exact + 1)]
+    args = (["w1"], near, [SamplingParams(logprobs=0)])
+    LogprobCheck().compare(model, an_engine(), *args, autocast_dtype="bfloat16")
+    with pytest.raises(RuntimeError, match="Both compute in float32"):
+        LogprobCheck().compare(model, an_engine(), *args)
+    with pytest.raises(RuntimeError, match="engine computes in float32 and the trainer in bfloat16"):
+        LogprobCheck().compare(model, an_engine(), ["w1"], far, args[2], autocast_dtype="bfloat16")
+
+
+IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        {"prompt_token_ids": [1, 4], "multi_modal_data": {"image": object()}},
+        [{"role": "user", "content": [{"type": "text", "text": "w1"}, IMAGE]}],
+    ],
+)
+def test_prompts_with_images_are_left_out(prompt, caplog):
+    check = LogprobCheck()
+    check.compare(None, an_engine(), [prompt], [an_output(-50.0)], [SamplingParams(logprobs=0)])
+    assert math.isnan(check.error[0])
+    assert "1 of the first 1 rollouts were not compared" in caplog.text
+    assert "images" in caplog.text
 
 
 def test_infinite_tolerance_skips_the_check():
     check = LogprobCheck(math.inf)
-    check.compare(None, an_engine("processed_logprobs"), [an_output(-50.0)], [SamplingParams(logprobs=0)])
+    check.compare(None, an_engine("processed_logprobs"), ["w1"], [an_output(-50.0)], [SamplingParams(logprobs=0)])
     assert math.isnan(check.error[0])
 
 
 def test_modes_without_logprobs_are_named(caplog):
     check = LogprobCheck()
-    check.compare(None, an_engine("raw_logits"), [an_output(-50.0)], [SamplingParams(logprobs=0)])
+    check.compare(None, an_engine("raw_logits"), ["w1"], [an_output(-50.0)], [SamplingParams(logprobs=0)])
     assert math.isnan(check.error[0])
     assert "logprobs_mode='raw_logits' gives none" in caplog.text
 

@@ -157,6 +157,39 @@ def test_what_cannot_be_verified_is_refused(draft):
     assert not session.enabled
 
 
+def test_a_session_that_goes_on_with_a_longer_prompt_is_a_new_request():
+    """Its first part is over: what it said is history, and a stop in it ends nothing of the second."""
+    session, first, second = a_session(budget=False), a_request((1, 2)), a_request((1, 2, 3, 4, 5))
+    first.sampling_params.eos_token_id = 9
+    advance(session, {"a": [3, 9]}, requests={"a": first})
+    assert session.live["a"].is_complete
+    assert session.num_seen("a", first) == 4
+    assert session.num_seen("a", second) == 5
+    advance(session, {"a": [6, 7]}, requests={"a": second})
+    assert not session.live["a"].is_complete
+    assert session.live["a"].num_output_tokens == 2
+    session.drafter.check_integrity()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tokenizer_that_cannot_be_loaded_ends_no_speculation(monkeypatch, ranks):
+    """Only the front end may have it. Under tensor parallelism ranks would part."""
+    stop_strings = pytest.importorskip("rollout_spec.integrations.stop_strings")
+
+    def missing(*args):
+        raise OSError("no such tokenizer")
+
+    monkeypatch.setattr(stop_strings, "StopStringSearch", missing)
+    session, request = a_session((lambda values: values) if ranks == 2 else None, budget=False), a_request()
+    request.sampling_params.stop = ["x"]
+    if ranks == 2:
+        with pytest.raises(OSError, match="no such tokenizer"):
+            run(session, 6, request)
+    else:
+        assert any(run(session, 12, request))
+        assert session._stats.drafter_errors == 0
+
+
 def num_timed(session):
     return sum(size.count for kind in session.budget.cost._steps for size in kind.values())
 

@@ -205,8 +205,23 @@ def test_one_generator_serves_one_trainer(tiny_model, tmp_path):
     generator = RolloutSpecGenerator(llm_kwargs=FP32)
     make_trainer(tiny_model, tmp_path, [generator])
     ENGINES.append(generator.llm)
-    with pytest.raises(ValueError, match="serves another trainer already"):
+    with pytest.raises(ValueError, match="has an engine already"):
         make_trainer(tiny_model, tmp_path, [generator])
+
+
+def test_another_engine_of_the_same_model_in_the_same_constructor_is_not_ours(tiny_model, tmp_path):
+    """A judge, for example. The policy's rollouts still come from the policy's engine."""
+
+    class Judged(GRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            self.judge = build(tiny_model)
+
+    generator = RolloutSpecGenerator(llm_kwargs=FP32)
+    trainer = make_trainer(tiny_model, tmp_path, [generator], Judged)
+    ENGINES.append(generator.llm)
+    assert generator.llm is trainer.vllm_generation.llm
+    assert trainer.judge.llm_engine.vllm_config.speculative_config is None
 
 
 def test_one_trainer_takes_one_generator(tiny_model, tmp_path):
@@ -237,7 +252,7 @@ def test_engine_in_another_precision_is_refused(tiny_model, tmp_path):
     )
     trainer = make_trainer(tiny_model, tmp_path, [generator])
     ENGINES.append(generator.llm)
-    with pytest.raises(RuntimeError, match="runs in bfloat16 and the trainer in float32"):
+    with pytest.raises(RuntimeError, match="computes in bfloat16 and the trainer in float32"):
         trainer.train()
 
 
