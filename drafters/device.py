@@ -36,9 +36,18 @@ from torch import Tensor
 
 from rollout_spec.drafters import device_kernels
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
-from rollout_spec.drafters.device_reference import CELLS, MAX_TRIALS, NATURES
-from rollout_spec.drafters.kernels import MAX_DEPTH, NUM_NEAR_BINS, SHARPNESSES, SOURCES
-from rollout_spec.drafters.mixture import FORGET, PREFERENCE
+from rollout_spec.drafters.device_reference import CELLS
+from rollout_spec.drafters.vote import (
+    INVERSE_TEMPERATURES,
+    MAX_DEPTH,
+    MAX_TRIALS,
+    NUM_DISTANCE_BINS,
+    NUM_ORIGIN_BINS,
+    PREFERENCE,
+    RECENCY,
+    SOURCES,
+    VERSION_DECAY,
+)
 
 MAX_MEMBERS = 255
 """Documents of one problem that are looked at, newest first."""
@@ -188,7 +197,7 @@ class DeviceDrafter:
         device: torch.device,
         max_draft_tokens: int = 8,
         use_dice: bool = True,
-        recency: float = 0.98,
+        recency: float = RECENCY,
         sharpness: float | None = None,
         max_resident_tokens: int = 4_000_000,
         max_problem_tokens: int = 131_072,
@@ -216,10 +225,10 @@ class DeviceDrafter:
         self._problem_of = new(max_requests, dtype=torch.int32, device=device)
         num_drafted = new(max_requests, dtype=torch.int32, device=device)
         drafted = new(max_requests, max_draft_tokens, dtype=torch.int32, device=device)
-        alternatives = new(max_requests, max_draft_tokens, len(SHARPNESSES), dtype=torch.int32, device=device)
+        alternatives = new(max_requests, max_draft_tokens, len(INVERSE_TEMPERATURES), dtype=torch.int32, device=device)
         self._last_drafts = (num_drafted, drafted, torch.zeros_like(drafted), alternatives)
         self._preference = torch.tensor(PREFERENCE, dtype=torch.float32, device=device)
-        sizes = (CELLS, CELLS * NATURES, len(SHARPNESSES))
+        sizes = (CELLS, CELLS * NUM_ORIGIN_BINS, len(INVERSE_TEMPERATURES))
         self._all_counters = new(sum(sizes), 2, dtype=torch.int32, device=device)
         coarse, fine, by_sharpness = self._all_counters.split(sizes)
         self._counters = (coarse, fine, by_sharpness)
@@ -335,7 +344,7 @@ class DeviceDrafter:
         if version > self._version:
             self._version = version
             self._version_on_device.fill_(version)
-            self._all_counters.copy_((self._all_counters * FORGET).to(torch.int32))
+            self._all_counters.copy_((self._all_counters * VERSION_DECAY).to(torch.int32))
 
     def warm_up(self, slots_dtype: torch.dtype, history: Tensor, total_len: Tensor, *dice: Tensor) -> None:
         """Launch every kernel in every form that a batch can need, so that none is compiled while serving.
@@ -410,7 +419,7 @@ class DeviceDrafter:
 
     def source_counts(self) -> dict[str, tuple[int, int]]:
         """Drafted tokens that the target reached, and those that it sampled itself, by where they came from. Waits."""
-        by_nature = self._counters[1].view(CELLS, len(SOURCES), NUM_NEAR_BINS, 2).sum((0, 2)).tolist()
+        by_nature = self._counters[1].view(CELLS, len(SOURCES), NUM_DISTANCE_BINS, 2).sum((0, 2)).tolist()
         return {name: (n, hits) for name, (n, hits) in zip(SOURCES, by_nature, strict=True)}
 
     def memory_bytes(self) -> int:
@@ -599,7 +608,7 @@ class DeviceDrafter:
 
 
 def check_options(
-    recency: float = 0.98,
+    recency: float = RECENCY,
     sharpness: float | None = None,
     max_resident_tokens: int = 1,
     max_problem_tokens: int = 1,

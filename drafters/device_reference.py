@@ -3,8 +3,9 @@
 A problem's texts are documents: what its live requests and its earlier rollouts said. A lookup scans all of them.
 
 1. Every token whose context ends like the request's is a match, as long as the two agree, at most MAX_DEPTH tokens; in
-   its own document also within the prompt. Kept are the ENOUGH longest, and those as long as the last of them, at most
-   NUM_CANDIDATES; among equals the request's own first, then newer documents, then later positions.
+   its own document also within the prompt. Kept are the ENOUGH_CANDIDATES longest, and those as long as
+   the last of them, at most MAX_CANDIDATES; among equals the request's own first, then newer documents, then later
+   positions.
 2. The candidates vote for the next token, with the host drafter's weights, blend, coupled choice and calibration (see
    `mixture.py`), those that say otherwise drop out, and the others move on. In its own document a candidate reads on
    in the draft itself.
@@ -27,33 +28,36 @@ from numpy.typing import NDArray
 
 from rollout_spec import noise
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
-from rollout_spec.drafters.kernels import (
+from rollout_spec.drafters.vote import (
     ASKED,
+    BINS_PER_HALVING,
     BLEND,
     COARSE_PRIOR,
-    ENOUGH,
+    DISTANCE_EDGES,
+    ENOUGH_CANDIDATES,
     FINE_PRIOR,
     HEAD_START,
+    INVERSE_TEMPERATURES,
+    LENGTH_EDGES,
+    MAX_CANDIDATES,
     MAX_DEPTH,
+    MAX_TRIALS,
+    MIN_AGE_WEIGHT,
+    MIN_DISTANCE_FROM_ONE,
+    NUM_DISTANCE_BINS,
     NUM_LENGTH_BINS,
-    NUM_NEAR_BINS,
+    NUM_ORIGIN_BINS,
     NUM_PROBABILITY_BINS,
     OWN,
-    SHARPNESSES,
+    PREFERENCE,
+    RECENCY,
     SIBLING,
-    SOURCES,
+    VERSION_DECAY,
 )
-from rollout_spec.drafters.mixture import FORGET, PREFERENCE
 from rollout_spec.types import Draft, Int32Array
 
-NUM_CANDIDATES = 32
-"""Matches that one lookup keeps."""
-MAX_TRIALS = 1 << 12
-"""Counters are halved here, so that calibration follows the policy."""
-NATURES = len(SOURCES) * NUM_NEAR_BINS
 CELLS = 2 * NUM_PROBABILITY_BINS * NUM_LENGTH_BINS
-"""Cells of the coarse calibration; each has NATURES fine ones."""
-MIN_DECAY = 1e-6
+"""Cells of the coarse calibration; each has NUM_ORIGIN_BINS fine ones."""
 
 
 class Document(NamedTuple):
@@ -95,8 +99,8 @@ def find_matches(documents: Sequence[Document], context: Int32Array) -> list[Mat
             lengths[alive] = depth + 1
         found += [Match(number, int(position), int(lengths[position])) for position in ends]
     found.sort(key=lambda match: (-match.length, match.document, -match.position))
-    kept = found[:NUM_CANDIDATES]
-    while len(kept) > ENOUGH and kept[-1].length < kept[ENOUGH - 1].length:
+    kept = found[:MAX_CANDIDATES]
+    while len(kept) > ENOUGH_CANDIDATES and kept[-1].length < kept[ENOUGH_CANDIDATES - 1].length:
         kept.pop()
     return kept
 
@@ -106,13 +110,13 @@ class Counters:
     """Outcomes of drafted tokens that the target reached: (trials, hits) in the last axis, int32."""
 
     coarse: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS, 2), np.int32))
-    fine: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS * NATURES, 2), np.int32))
-    by_sharpness: NDArray[np.int32] = field(default_factory=lambda: np.zeros((len(SHARPNESSES), 2), np.int32))
+    fine: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS * NUM_ORIGIN_BINS, 2), np.int32))
+    by_sharpness: NDArray[np.int32] = field(default_factory=lambda: np.zeros((len(INVERSE_TEMPERATURES), 2), np.int32))
 
     def forget(self) -> None:
         """A new policy: old outcomes count for less."""
         for counters in (self.coarse, self.fine, self.by_sharpness):
-            counters[:] = (counters * np.float32(FORGET)).astype(np.int32)
+            counters[:] = (counters * np.float32(VERSION_DECAY)).astype(np.int32)
 
     def halve_full(self) -> None:
         """Halve what has MAX_TRIALS trials. Both classes do this when a request ends."""
@@ -121,14 +125,15 @@ class Counters:
 
     def rate(self, cell: int, expected: float) -> float:
         """Probability that a token of this fine cell is accepted, where the model says `expected`."""
-        coarse, fine = self.coarse[cell // NATURES], self.fine[cell]
+        coarse, fine = self.coarse[cell // NUM_ORIGIN_BINS], self.fine[cell]
         rate = (coarse[1] + COARSE_PRIOR * expected) / (coarse[0] + COARSE_PRIOR)
         return float((fine[1] + FINE_PRIOR * rate) / (fine[0] + FINE_PRIOR))
 
     def sharpness(self) -> float:
         """The exponent that would have been right most often."""
-        hits = [int(h) + (HEAD_START if s == 1.0 else 0.0) for (_, h), s in zip(self.by_sharpness, SHARPNESSES)]  # noqa: B905
-        return SHARPNESSES[int(np.argmax(hits))]
+        hits = self.by_sharpness[:, 1].astype(np.float64)
+        hits[INVERSE_TEMPERATURES.index(1.0)] += HEAD_START
+        return INVERSE_TEMPERATURES[int(np.argmax(hits))]
 
 
 class Slot(NamedTuple):
@@ -140,7 +145,7 @@ class Slot(NamedTuple):
     cell: int
     """Index into the fine counters."""
     alternatives: tuple[int, ...]
-    """What each of SHARPNESSES would have drafted; empty where there was no choice."""
+    """What each of INVERSE_TEMPERATURES would have drafted; empty where there was no choice."""
 
 
 def draft_tokens(
@@ -184,9 +189,9 @@ def _weigh(match: Match, document: Document, offset: int, version: int, recency:
         source = SIBLING
     else:
         source = OWN if match.position >= document.prompt_length else ASKED
-    near = sum(abs(offset) > limit for limit in (4, 32, 256))
+    near = sum(abs(offset) > limit for limit in DISTANCE_EDGES)
     age = 0 if source == ASKED else version - document.version
-    return max(recency**age, MIN_DECAY) * PREFERENCE[source][near], source * NUM_NEAR_BINS + near
+    return max(recency**age, MIN_AGE_WEIGHT) * PREFERENCE[source][near], source * NUM_DISTANCE_BINS + near
 
 
 def _choose(
@@ -213,7 +218,7 @@ def _choose(
         tokens = list(mass)
         logs = np.log([mass[token] for token in tokens])
         dice = noise.gumbel(seed, len(text) - 1, np.array(tokens))
-        alternatives = tuple(tokens[int(np.argmax(s * logs + dice))] for s in SHARPNESSES)
+        alternatives = tuple(tokens[int(np.argmax(s * logs + dice))] for s in INVERSE_TEMPERATURES)
         scores = exponent * logs + dice
         best, second = np.sort(scores)[::-1][:2]
         token = tokens[int(np.argmax(scores))]
@@ -224,16 +229,19 @@ def _choose(
     of_token = [(w, -i) for i, (t, (_, w, _)) in enumerate(zip(said, candidates, strict=True)) if t == token]
     nature = candidates[-max(of_token)[1]][2]
     if coupled:
-        nature = nature // NUM_NEAR_BINS * NUM_NEAR_BINS + min(int(4.0 * mass[token]), NUM_NEAR_BINS - 1)
-    probability_bin = min(int(-2.0 * math.log2(max(1.0 - expected, 1e-9))), NUM_PROBABILITY_BINS - 1)
+        nature = nature // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
+            int(NUM_DISTANCE_BINS * mass[token]), NUM_DISTANCE_BINS - 1
+        )
+    distance = max(1.0 - expected, MIN_DISTANCE_FROM_ONE)
+    probability_bin = min(int(-BINS_PER_HALVING * math.log2(distance)), NUM_PROBABILITY_BINS - 1)
     longest = max(m.length for m, _, _ in candidates)
     cell = (int(coupled) * NUM_PROBABILITY_BINS + probability_bin) * NUM_LENGTH_BINS + _length_bin(longest)
-    cell = cell * NATURES + nature
+    cell = cell * NUM_ORIGIN_BINS + nature
     return Slot(token, counters.rate(cell, expected), cell, alternatives)
 
 
 def _length_bin(length: int) -> int:
-    return sum(length > limit for limit in (1, 2, 3, 4, 6, 8, 12, 16, 24))
+    return sum(length > limit for limit in LENGTH_EDGES)
 
 
 @dataclass(slots=True)
@@ -256,7 +264,7 @@ class ReferenceDrafter:
         sharpness: Exponent of the coupled choice; None: the one that was right most often.
     """
 
-    def __init__(self, *, max_draft_tokens: int = 8, recency: float = 0.98, sharpness: float | None = None) -> None:
+    def __init__(self, *, max_draft_tokens: int = 8, recency: float = RECENCY, sharpness: float | None = None) -> None:
         self.counters = Counters()
         self._max_draft_tokens = max_draft_tokens
         self._recency = recency
@@ -282,7 +290,7 @@ class ReferenceDrafter:
         new = [int(token) for token in new_token_ids]
         for slot, token in zip(live.slots, new, strict=False):
             hit = slot.token == token
-            for counters in (self.counters.fine[slot.cell], self.counters.coarse[slot.cell // NATURES]):
+            for counters in (self.counters.fine[slot.cell], self.counters.coarse[slot.cell // NUM_ORIGIN_BINS]):
                 counters += (1, hit)
             if slot.alternatives:
                 self.counters.by_sharpness += np.array([(1, a == token) for a in slot.alternatives], np.int32)

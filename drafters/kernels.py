@@ -17,6 +17,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec import jit
+from rollout_spec.drafters.vote import (
+    ASKED,
+    BINS_PER_HALVING,
+    BLEND,
+    COARSE_PRIOR,
+    DISTANCE_EDGES,
+    ENOUGH_CANDIDATES,
+    FINE_PRIOR,
+    HEAD_START,
+    INVERSE_TEMPERATURES,
+    LENGTH_EDGES,
+    LOOKAHEAD,
+    LOOKAHEAD_WEIGHT,
+    MAX_CANDIDATES,
+    MAX_DEPTH,
+    MAX_TRIALS,
+    MIN_DISTANCE_FROM_ONE,
+    NUM_DISTANCE_BINS,
+    NUM_PROBABILITY_BINS,
+    OUTCOME_DECAY,
+    OWN,
+    SHARED,
+    SIBLING,
+)
 from rollout_spec.jit import njit
 from rollout_spec.noise import gumbel_nb
 from rollout_spec.types import Float32Array, Int32Array
@@ -25,8 +49,6 @@ from rollout_spec.types import Float32Array, Int32Array
 entry = partial(njit, _nrt=False)
 inlined = partial(jit.inlined, _nrt=False)
 
-MAX_DEPTH = 32
-"""Longest context that is told apart. Longer matches were worth nothing on recorded rollouts."""
 PAGE_BITS = 5
 PAGE_TOKENS = 1 << PAGE_BITS
 """Tokens per page of the store."""
@@ -42,8 +64,6 @@ LOOKAHEAD_ORDER = 3
 """Context length of the lookahead pool."""
 SHARED_ORDER = 4
 """Context length by which positions of other problems are found."""
-MAX_CANDIDATES = 32
-"""Earlier continuations that one lookup gathers; the longest match comes first."""
 MAX_WALK = 96
 """Nodes of the suffix tree that one lookup visits on its way down."""
 MAX_OWN_CANDIDATES = 24
@@ -52,33 +72,12 @@ LONG_MATCH = 4
 """Tokens that a match among the problem's own texts must have so that other problems are not asked."""
 MAX_VISITS = 96
 """Nodes beside the way down that one lookup visits."""
-ENOUGH = 8
-"""Candidates after which shorter matches are not looked at."""
 EMPTY, REMOVED = -1, -2
 
 # Indices into Store.counts
 NUM_FREE_PAGES, NUM_TOKENS = range(2)
 PROMPT, ROLLOUT = range(2)
-
-OWN, SIBLING, ASKED, SHARED, LOOKAHEAD = range(5)
-SOURCES = ("own", "problem", "prompt", "shared", "lookahead")
-"""Where a drafted token comes from: the request, the problem's other rollouts, its prompt, other problems, the pool."""
-BLEND = 0.3
-"""Weight of the shorter contexts' distribution, in rollouts of the present policy."""
-NUM_NEAR_BINS = 4
-NUM_LENGTH_BINS, NUM_PROBABILITY_BINS = 10, 12
-LOOKAHEAD_WEIGHT = 0.4
-"""Probability that the lookahead pool's token gets, the rest is history's."""
-SHARPNESSES = (0.7, 1.0, 1.4, 2.0, 4.0, 1e4)
-"""Exponents on the candidates' probabilities that coupled choice picks from; the last one ignores the dice."""
-HEAD_START = 2.0
-"""Hits by which another exponent than 1 must be ahead."""
-COARSE_PRIOR, FINE_PRIOR = 2.0, 16.0
-"""Trials that the model's own probability, and the coarse counters, are worth."""
-FADE = np.float32(255 / 256)
-"""What the end of a draft leaves of the counters that ended it: a cell that is never tried could not do better."""
-MAX_TRIALS = 4096.0
-"""Counters are halved here, so that calibration follows the policy."""
+DECAY = np.float32(OUTCOME_DECAY)
 
 
 class Store(NamedTuple):
@@ -133,7 +132,7 @@ class Settings(NamedTuple):
     min_survival: float
     version: int
     decay: Float32Array  # [256] weight by age in policy versions
-    preference: Float32Array  # [sources, NUM_NEAR_BINS] weight by source and distance
+    preference: Float32Array  # [sources, NUM_DISTANCE_BINS] weight by source and distance
 
 
 class Rows(NamedTuple):
@@ -441,7 +440,7 @@ def _tree_gather(store, tree, problem, other_than, text, end, first, limit, scra
             larger_length = length
             node = np.int64(children[node, 0])
     stack = scratch.stack
-    count, enough, visits = first, min(first + ENOUGH, limit), 0
+    count, enough, visits = first, min(first + ENOUGH_CANDIDATES, limit), 0
     for i in range(steps):
         if count == limit or (count >= enough and path_length[i] < lengths[count - 1]):
             break
@@ -673,33 +672,24 @@ def remove_document(store, index, settings, document):
 
 @inlined
 def _length_bin(length):
-    if length <= 4:
-        return max(length - 1, 0)
-    if length <= 6:
-        return 4
-    if length <= 8:
-        return 5
-    if length <= 12:
-        return 6
-    if length <= 16:
-        return 7
-    return 8 if length <= 24 else 9
+    length_bin = 0
+    for edge in LENGTH_EDGES:
+        length_bin += length > edge
+    return length_bin
 
 
 @inlined
 def _probability_bin(probability):
-    """Finer towards 1: two bins per halving of the distance."""
-    return min(int(-2.0 * np.log2(max(1.0 - probability, 1e-9))), NUM_PROBABILITY_BINS - 1)
+    distance = max(1.0 - probability, MIN_DISTANCE_FROM_ONE)
+    return min(int(-BINS_PER_HALVING * np.log2(distance)), NUM_PROBABILITY_BINS - 1)
 
 
 @inlined
-def _near_bin(distance):
-    distance = abs(distance)
-    if distance <= 4:
-        return 0
-    if distance <= 32:
-        return 1
-    return 2 if distance <= 256 else 3
+def _distance_bin(distance):
+    distance_bin = 0
+    for edge in DISTANCE_EDGES:
+        distance_bin += abs(distance) > edge
+    return distance_bin
 
 
 @inlined
@@ -756,17 +746,17 @@ def _rate(calibration, coupled, probability_bin, length_bin, nature, expected):
 
 @inlined
 def _fade(cell):
-    cell[0] *= FADE
-    cell[1] *= FADE
+    cell[0] *= DECAY
+    cell[1] *= DECAY
 
 
 @inlined
 def _best_sharpness(by_sharpness):
     best, most = 1.0, -1.0
-    for a in range(len(SHARPNESSES)):
-        hits = by_sharpness[a, 1] + (HEAD_START if SHARPNESSES[a] == 1.0 else 0.0)
+    for a in range(len(INVERSE_TEMPERATURES)):
+        hits = by_sharpness[a, 1] + (HEAD_START if INVERSE_TEMPERATURES[a] == 1.0 else 0.0)
         if hits > most:
-            best, most = SHARPNESSES[a], hits
+            best, most = INVERSE_TEMPERATURES[a], hits
     return best
 
 
@@ -785,11 +775,11 @@ def _weigh(store, settings, document, offset, count, positions, weights, natures
             source = SIBLING
         else:
             source = ASKED
-        near = _near_bin(store.page_start[page] + (positions[i] & PAGE_MASK) - offset)
+        near = _distance_bin(store.page_start[page] + (positions[i] & PAGE_MASK) - offset)
         age = min(settings.version - store.document_version[theirs], settings.decay.size - 1)
         if source == ASKED:  # no policy's words
             age = 0
-        natures[i] = source * NUM_NEAR_BINS + near
+        natures[i] = source * NUM_DISTANCE_BINS + near
         weights[i] = settings.decay[age] * settings.preference[source, near]
 
 
@@ -852,10 +842,10 @@ def _throw_dice(seed, position, num_found, found, mass, noise, alternatives):
     for i in range(num_found):
         mass[i] = np.log(mass[i])
         noise[i] = gumbel_nb(seed, position, np.int64(found[i]))
-    for a in range(len(SHARPNESSES)):
+    for a in range(len(INVERSE_TEMPERATURES)):
         best = 0
         for i in range(1, num_found):
-            if SHARPNESSES[a] * (mass[i] - mass[best]) + noise[i] - noise[best] > 0.0:
+            if INVERSE_TEMPERATURES[a] * (mass[i] - mass[best]) + noise[i] - noise[best] > 0.0:
                 best = i
         alternatives[a] = found[best]
 
@@ -933,12 +923,14 @@ def _propose_one(store, index, pool, rows, row, max_tokens, settings, sharpness,
             likely = mass[best]
             expected = 1.0 - left if coupled else likely
         token = found[best]
-        heaviest, nature = -1.0, LOOKAHEAD * NUM_NEAR_BINS
+        heaviest, nature = -1.0, LOOKAHEAD * NUM_DISTANCE_BINS
         for i in range(count):
             if store.tokens[positions[i]] == token and weights[i] > heaviest:
                 heaviest, nature = weights[i], natures[i]
         if coupled:  # how likely the token was without the dice says more than how near it lies
-            nature = nature // NUM_NEAR_BINS * NUM_NEAR_BINS + min(int(4.0 * likely), NUM_NEAR_BINS - 1)
+            nature = nature // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
+                int(NUM_DISTANCE_BINS * likely), NUM_DISTANCE_BINS - 1
+            )
         probability_bin, length_bin = _probability_bin(expected), _length_bin(longest)
         survival *= _rate(calibration, coupled, probability_bin, length_bin, nature, expected)
         if survival < settings.min_survival:
@@ -1001,10 +993,10 @@ def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settin
             _trial(calibration.coarse[coupled, probability_bin, length_bin], hit)
             _trial(calibration.fine[coupled, probability_bin, length_bin, nature], hit)
             if out.alternatives[row, slot, 0] >= 0:
-                for a in range(len(SHARPNESSES)):
+                for a in range(len(INVERSE_TEMPERATURES)):
                     _trial(calibration.by_sharpness[a], out.alternatives[row, slot, a] == targets[starts[i] + slot])
-            calibration.by_source[nature // NUM_NEAR_BINS, 0] += 1
-            calibration.by_source[nature // NUM_NEAR_BINS, 1] += hit
+            calibration.by_source[nature // NUM_DISTANCE_BINS, 0] += 1
+            calibration.by_source[nature // NUM_DISTANCE_BINS, 1] += hit
         out.lengths[row] = 0
 
 

@@ -24,17 +24,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.drafters import kernels, ngram, suffix
+from rollout_spec.drafters import kernels, ngram, suffix, vote
 from rollout_spec.drafters.base import Tokens
 from rollout_spec.drafters.kernels import (
-    NUM_LENGTH_BINS,
-    NUM_NEAR_BINS,
-    NUM_PROBABILITY_BINS,
     PAGE_TOKENS,
     PROMPT,
     ROLLOUT,
-    SHARPNESSES,
-    SOURCES,
     Calibration,
     Index,
     Proposals,
@@ -43,22 +38,12 @@ from rollout_spec.drafters.kernels import (
 )
 from rollout_spec.drafters.lookahead import new_pool
 from rollout_spec.drafters.store import MAX_PAGES, TextStore
+from rollout_spec.drafters.vote import INVERSE_TEMPERATURES, SOURCES
 from rollout_spec.types import Draft, Int32Array
 
 IndexKind = Literal["suffix", "ngram"]
 TABLE_ENTRIES_PER_TOKEN = 1.3
 """The n-gram table doubles when it has fewer entries than this."""
-PREFERENCE = (
-    (2.0, 2.0, 1.5, 1.0),
-    (3.0, 1.7, 1.0, 0.6),
-    (0.5, 0.5, 0.5, 0.5),
-    (0.15, 0.12, 0.07, 0.05),
-    (1.0, 1.0, 1.0, 1.0),
-)
-"""Weight of a candidate by `SOURCES` and by how many tokens earlier or later in the rollout it lies: up to 4, 32, 256,
-more. Chosen on recorded rollouts, where it gains about 1 %."""
-FORGET = 0.9
-"""What a new policy version leaves of the counters."""
 MAX_PENDING = 1 << 16
 """Tokens, and at most a sixteenth of the bound, that wait to be indexed while nothing is drafted."""
 POOL_ENTRIES = 1 << 14
@@ -96,8 +81,8 @@ class HistoryDrafter:
         max_draft_tokens: Longest draft, K.
         min_survival: A draft ends where the estimated probability of reaching and accepting a slot falls below this.
         sharpness: Exponent on the candidates' probabilities in coupled choice. Above 1: history is a noisy estimate of
-            the target, and its small probabilities are mostly noise. None: the one of `SHARPNESSES` that would have
-            been right most often so far; they include one that ignores the dice.
+            the target, and its small probabilities are mostly noise. None: the one of `INVERSE_TEMPERATURES`
+            that would have been right most often so far; they include one that ignores the dice.
         recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
         max_history_tokens: Bound on the tokens kept, prompts included, in pages of 32 of which a rollout's last one is
             partly filled. The oldest finished rollouts go first; live requests stay.
@@ -118,7 +103,7 @@ class HistoryDrafter:
         max_draft_tokens: int = 8,
         min_survival: float = 0.01,
         sharpness: float | None = None,
-        recency: float = 0.98,
+        recency: float = vote.RECENCY,
         max_history_tokens: int = 8_000_000,
         max_history_versions: int | None = None,
     ) -> None:
@@ -152,17 +137,17 @@ class HistoryDrafter:
             sharpness=0.0 if sharpness is None else float(sharpness),
             min_survival=float(min_survival),
             version=0,
-            decay=np.maximum(np.float64(recency) ** np.arange(256), 1e-6).astype(np.float32),
-            preference=np.array(PREFERENCE, np.float32),
+            decay=np.maximum(np.float64(recency) ** np.arange(256), vote.MIN_AGE_WEIGHT).astype(np.float32),
+            preference=np.array(vote.PREFERENCE, np.float32),
         )
         self._index = Index(suffix.new_tree(0), suffix.new_tree(0), ngram.new_buckets(1024 if index == "ngram" else 1))
-        bins = (2, NUM_PROBABILITY_BINS, NUM_LENGTH_BINS)
+        bins = (2, vote.NUM_PROBABILITY_BINS, vote.NUM_LENGTH_BINS)
         self._pool = new_pool(POOL_ENTRIES if lookahead else 1)
         self._calibration = Calibration(
             coarse=np.zeros((*bins, 2), np.float32),
-            fine=np.zeros((*bins, len(SOURCES) * NUM_NEAR_BINS, 2), np.float32),
+            fine=np.zeros((*bins, vote.NUM_ORIGIN_BINS, 2), np.float32),
             by_source=np.zeros((len(SOURCES), 2), np.int64),
-            by_sharpness=np.zeros((len(SHARPNESSES), 2)),
+            by_sharpness=np.zeros((len(INVERSE_TEMPERATURES), 2)),
         )
         self._rows = _new_rows(4)
         self._proposals = _new_proposals(4, max_draft_tokens)
@@ -286,7 +271,7 @@ class HistoryDrafter:
         self._version = version
         self._settings = self._settings._replace(version=version)
         for counters in (self._calibration.coarse, self._calibration.fine, self._calibration.by_sharpness):
-            counters *= FORGET
+            counters *= vote.VERSION_DECAY
         kept: deque[_Request] = deque()
         for request in self._finished:
             if request.version >= self._oldest_version:
@@ -428,7 +413,7 @@ def _new_proposals(capacity: int, k: int) -> Proposals:
         tokens=np.zeros((capacity, k), np.int32),
         confidence=np.zeros((capacity, k), np.float32),
         cells=np.zeros((capacity, k, 4), np.int32),
-        alternatives=np.zeros((capacity, k, len(SHARPNESSES)), np.int32),
+        alternatives=np.zeros((capacity, k, len(INVERSE_TEMPERATURES)), np.int32),
     )
 
 

@@ -21,7 +21,8 @@ import itertools
 import numpy as np
 
 from rollout_spec.drafters import kernels
-from rollout_spec.drafters.kernels import EMPTY, MAX_DEPTH, PAGE_BITS, REMOVED, Store, Tree
+from rollout_spec.drafters.kernels import EMPTY, PAGE_BITS, REMOVED, Store, Tree
+from rollout_spec.drafters.vote import MAX_DEPTH
 
 
 def new_tree(num_positions: int, num_roots: int = 64) -> Tree:

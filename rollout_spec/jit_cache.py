@@ -25,6 +25,7 @@ from rollout_spec.imports import installed_versions
 SOURCES = (
     "budget.py",
     "drafters/kernels.py",
+    "drafters/vote.py",
     "estimates.py",
     "jit.py",
     "noise.py",

@@ -10,8 +10,9 @@ import numpy as np
 from hypothesis import settings
 
 from rollout_spec.drafters import kernels
-from rollout_spec.drafters.kernels import MAX_DEPTH, PAGE_BITS, PAGE_MASK
+from rollout_spec.drafters.kernels import PAGE_BITS, PAGE_MASK
 from rollout_spec.drafters.mixture import HistoryDrafter
+from rollout_spec.drafters.vote import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
 from rollout_spec.types import Draft
 from tests import naive
 from tests.naive import Place, Text
@@ -103,7 +104,7 @@ class Recorder:
         scratch.lengths.fill(SENTINEL)
         index = self.drafter._index
         tree, key, other_than = (index.shared, -1, problem) if shared else (index.tree, problem, -2)
-        limit = kernels.MAX_CANDIDATES
+        limit = MAX_CANDIDATES
         count = kernels._tree_gather(self._store(), tree, key, other_than, text, text.size, 0, limit, scratch)
         return self._places(scratch.positions, scratch.lengths, count)
 
@@ -112,7 +113,7 @@ class Recorder:
     ) -> list[tuple[Place, int]]:
         """What the n-gram table finds for a context, in order."""
         text = np.array(context[-MAX_DEPTH:], np.int32)
-        positions, lengths = np.full((2, kernels.MAX_CANDIDATES), SENTINEL, np.int32)
+        positions, lengths = np.full((2, MAX_CANDIDATES), SENTINEL, np.int32)
         count = kernels._table_gather(
             self._store(), self.drafter._index, problem, text, text.size, order, other_than, positions, lengths, 0
         )
@@ -131,7 +132,7 @@ class Recorder:
         assert len(places) == len(found), "a candidate came twice"
         assert places == {place: expected.get(place) for place in places}
         assert max(places.values(), default=0) == max(expected.values(), default=0)
-        assert len(expected) > kernels.ENOUGH or places.keys() == expected.keys()
+        assert len(expected) > ENOUGH_CANDIDATES or places.keys() == expected.keys()
 
     def _matches_elsewhere(self, texts: dict[int, Text], problem: int, context: Sequence[int]) -> dict[Place, int]:
         found: dict[Place, int] = {}

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from rollout_spec import noise
-from rollout_spec.drafters import DRAFTERS, build_drafter, device_reference, find_drafter, kernels, mixture, store
-from rollout_spec.drafters.kernels import BLEND, MAX_DEPTH, NUM_NEAR_BINS, PAGE_TOKENS
+from rollout_spec.drafters import DRAFTERS, build_drafter, device_reference, find_drafter, kernels, mixture, store, vote
+from rollout_spec.drafters.kernels import PAGE_TOKENS
 from rollout_spec.drafters.mixture import HistoryDrafter
+from rollout_spec.drafters.vote import BLEND, MAX_DEPTH, NUM_DISTANCE_BINS
 from tests import naive
 from tests.drafters.recorder import SLOW, Recorder, examples
 
@@ -360,7 +361,9 @@ def gathered(recorder, req_id):
     found = scratch.positions, scratch.weights, scratch.natures
     kernels._weigh(store, settings, document, len(recorder.texts()[document].tokens), count, *found)
     weighed = zip(scratch.natures[:count].tolist(), scratch.weights[:count].tolist(), strict=True)
-    return {kernels.SOURCES[nature // NUM_NEAR_BINS]: (nature % NUM_NEAR_BINS, weight) for nature, weight in weighed}
+    return {
+        vote.SOURCES[nature // NUM_DISTANCE_BINS]: (nature % NUM_DISTANCE_BINS, weight) for nature, weight in weighed
+    }
 
 
 @both_indexes
@@ -372,7 +375,7 @@ def test_candidates_weigh_by_source_distance_and_age(index):
     recorder.drafter.begin_policy_version(2)
     recorder.start("other", [8, 9, 1, 2, 3], [7], problem_id=8)
     recorder.start("r", prompt, [*range(20, 30), 9, 1, 2, 3], problem_id=7)
-    weight = dict(zip(kernels.SOURCES, mixture.PREFERENCE, strict=True))
+    weight = dict(zip(vote.SOURCES, vote.PREFERENCE, strict=True))
     found = gathered(recorder, "r")
     if index == "suffix":  # which asks other problems only where its own texts match fewer than four tokens
         assert "shared" not in found
@@ -397,7 +400,7 @@ def test_other_problems_are_asked_where_ones_own_match_is_short():
 
 def test_bins_of_distance_and_length():
     distances = (0, 4, -4, 5, 32, -33, 256, 257, -1000)
-    assert [int(kernels._near_bin(distance)) for distance in distances] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert [int(kernels._distance_bin(distance)) for distance in distances] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
     lengths = range(1, MAX_DEPTH + 1)
     assert [int(kernels._length_bin(n)) for n in lengths] == [device_reference._length_bin(n) for n in lengths]
 
@@ -610,20 +613,20 @@ def test_confidence_is_the_chance_to_get_that_far():
 
 
 def test_full_counters_are_halved():
-    cell = np.array([kernels.MAX_TRIALS, 1000], np.float32)
+    cell = np.array([vote.MAX_TRIALS, 1000], np.float32)
     kernels._trial(cell, True)
-    assert cell.tolist() == [kernels.MAX_TRIALS / 2 + 1, 501]
+    assert cell.tolist() == [vote.MAX_TRIALS / 2 + 1, 501]
     kernels._trial(cell, False)
-    assert cell.tolist() == [kernels.MAX_TRIALS / 2 + 2, 501]
+    assert cell.tolist() == [vote.MAX_TRIALS / 2 + 2, 501]
 
 
 def test_the_exponent_is_1_until_another_is_clearly_ahead():
-    counts = np.zeros((len(kernels.SHARPNESSES), 2))
+    counts = np.zeros((len(vote.INVERSE_TEMPERATURES), 2))
     assert kernels._best_sharpness(counts) == 1.0
-    counts[-1, 1] = kernels.HEAD_START
+    counts[-1, 1] = vote.HEAD_START
     assert kernels._best_sharpness(counts) == 1.0
     counts[-1, 1] += 1
-    assert kernels._best_sharpness(counts) == kernels.SHARPNESSES[-1]
+    assert kernels._best_sharpness(counts) == vote.INVERSE_TEMPERATURES[-1]
 
 
 def test_only_choices_say_which_exponent_is_right():
@@ -662,7 +665,7 @@ def test_a_new_policy_forgets_a_part_of_every_counter():
         counts[:] = 100.0
     recorder.drafter.begin_policy_version(1)
     for counts in (counters.coarse, counters.fine, counters.by_sharpness):
-        assert np.allclose(counts, 100.0 * mixture.FORGET)
+        assert np.allclose(counts, 100.0 * vote.VERSION_DECAY)
 
 
 def test_a_new_request_does_not_inherit_a_proposal():
@@ -790,7 +793,7 @@ def test_what_ended_a_draft_fades_by_cell_and_by_what_it_falls_back_on():
     assert recorder.draft("r") == []
     for counts in (counters.coarse, counters.fine):
         faded = counts[counts[..., 0] < 1000.0]
-        assert faded.tolist() == [pytest.approx([1000.0 * kernels.FADE, 100.0 * kernels.FADE])]
+        assert faded.tolist() == [pytest.approx([1000.0 * vote.OUTCOME_DECAY, 100.0 * vote.OUTCOME_DECAY])]
 
 
 @both_indexes

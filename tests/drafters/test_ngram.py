@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_spec.drafters import kernels, ngram
-from rollout_spec.drafters.kernels import LONG_ORDER, MAX_DEPTH, PAGE_TOKENS, SHARED_ORDER, SHORT_ORDER, WAYS
+from rollout_spec.drafters.kernels import LONG_ORDER, PAGE_TOKENS, SHARED_ORDER, SHORT_ORDER, WAYS
+from rollout_spec.drafters.vote import MAX_DEPTH
 from tests.drafters.recorder import SLOW, Recorder, examples
 
 ORDERS = (LONG_ORDER, SHORT_ORDER)

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_spec.drafters import kernels, store
-from rollout_spec.drafters.kernels import MAX_DEPTH, PAGE_TOKENS, PROMPT, ROLLOUT
+from rollout_spec.drafters.kernels import PAGE_TOKENS, PROMPT, ROLLOUT
 from rollout_spec.drafters.mixture import HistoryDrafter
 from rollout_spec.drafters.store import TextStore
+from rollout_spec.drafters.vote import MAX_DEPTH
 from tests.drafters.recorder import SENTINEL, examples
 
 BARE = HistoryDrafter()
