@@ -12,11 +12,46 @@ fixed share of the next token's probability.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import NamedTuple
 
-from rollout_spec.drafters.kernels import Pool
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.drafters.ngram import hash_context
+from rollout_spec.jit import inlined
+from rollout_spec.types import Int32Array
+
+LOOKAHEAD_ORDER = 3
+"""Context length of the pool."""
+
+
+class Pool(NamedTuple):
+    """N-grams that the target sampled after a rejected draft."""
+
+    keys: NDArray[np.uint64]  # [power of two]
+    tokens: Int32Array  # [power of two], -1: empty
 
 
 def new_pool(num_entries: int) -> Pool:
     """An empty pool; `num_entries` is a power of two. 12 bytes per entry."""
     return Pool(keys=np.zeros(num_entries, np.uint64), tokens=np.full(num_entries, -1, np.int32))
+
+
+@inlined(allocates=False)
+def find(pool, problem, text, end):
+    """The token that followed the last LOOKAHEAD_ORDER tokens of text[..end - 1], -1: none known."""
+    if end < LOOKAHEAD_ORDER:
+        return -1
+    key = hash_context(problem, text, end, np.int64(LOOKAHEAD_ORDER))
+    slot = np.int64(key >> np.uint64(32)) & (pool.keys.size - 1)
+    return pool.tokens[slot] if pool.keys[slot] == key else -1
+
+
+@inlined(allocates=False)
+def insert(pool, problem, text, end, token):
+    """Remember that `token` followed the last LOOKAHEAD_ORDER tokens of text[..end - 1]."""
+    if end >= LOOKAHEAD_ORDER:
+        key = hash_context(problem, text, end, np.int64(LOOKAHEAD_ORDER))
+        slot = np.int64(key >> np.uint64(32)) & (pool.keys.size - 1)
+        pool.keys[slot] = key
+        pool.tokens[slot] = token

@@ -24,20 +24,12 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.drafters import kernels, ngram, suffix, vote
+from rollout_spec.drafters import ngram, propose, suffix, vote
 from rollout_spec.drafters.base import Tokens
-from rollout_spec.drafters.kernels import (
-    PAGE_TOKENS,
-    PROMPT,
-    ROLLOUT,
-    Calibration,
-    Index,
-    Proposals,
-    Rows,
-    Settings,
-)
+from rollout_spec.drafters.index import Index, Settings, append_batch, remove_document
 from rollout_spec.drafters.lookahead import new_pool
-from rollout_spec.drafters.store import MAX_PAGES, TextStore
+from rollout_spec.drafters.propose import Calibration, Proposals, Rows
+from rollout_spec.drafters.store import MAX_PAGES, PAGE_TOKENS, PROMPT, ROLLOUT, TextStore
 from rollout_spec.drafters.vote import INVERSE_TEMPERATURES, SOURCES
 from rollout_spec.types import Draft, Int32Array
 
@@ -213,7 +205,7 @@ class HistoryDrafter:
         batch = self._batch(req_ids)
         limits = np.clip(np.asarray(max_tokens, np.int64), 0, self._max_draft_tokens)
         out = self._proposals
-        kernels.propose(
+        propose.propose(
             self._store.arrays,
             self._index,
             self._pool,
@@ -237,7 +229,7 @@ class HistoryDrafter:
         lists = [tokens.tolist() if isinstance(tokens, np.ndarray) else tokens for tokens in target_token_ids]
         tokens = np.frombuffer(_as_array("target_token_ids", chain.from_iterable(lists)), np.int32)
         accepted = np.asarray(num_accepted, np.int64)
-        kernels.observe(
+        propose.observe(
             self._store.arrays,
             self._pool,
             self._rows,
@@ -364,9 +356,9 @@ class HistoryDrafter:
             if index.buckets.size < wanted:
                 old = index.buckets
                 index = index._replace(buckets=ngram.new_buckets(int(wanted)))
-                kernels.rehash_table(store.arrays, index, self._settings, old)
+                ngram.rehash(store.arrays, index.buckets, self._settings.use_shared, old)
         self._index = index
-        kernels.append_batch(store.arrays, index, self._settings, documents, tokens, starts)
+        append_batch(store.arrays, index, self._settings, documents, tokens, starts)
 
     def _remove(self, request: _Request) -> None:
         """Take a rollout out of the index, and its prompt if no other rollout has it."""
@@ -385,7 +377,7 @@ class HistoryDrafter:
                 del self._problems[problem_id]
 
     def _remove_document(self, document: int) -> None:
-        kernels.remove_document(self._store.arrays, self._index, self._settings, document)
+        remove_document(self._store.arrays, self._index, self._settings, document)
         self._store.release(document)
 
     def _grow_rows(self) -> None:

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from rollout_spec import noise
-from rollout_spec.drafters import DRAFTERS, build_drafter, device_reference, find_drafter, kernels, mixture, store, vote
-from rollout_spec.drafters.kernels import PAGE_TOKENS
+from rollout_spec.drafters import DRAFTERS, build_drafter, device_reference, find_drafter, mixture, propose, store, vote
+from rollout_spec.drafters.index import gather
 from rollout_spec.drafters.mixture import HistoryDrafter
+from rollout_spec.drafters.store import PAGE_TOKENS
 from rollout_spec.drafters.vote import BLEND, MAX_DEPTH, NUM_DISTANCE_BINS
 from tests import naive
 from tests.drafters.recorder import SLOW, Recorder, examples
@@ -352,14 +353,15 @@ def test_matches_get_longer_in_a_draft_up_to_max_depth(index):
 
 def gathered(recorder, req_id):
     """{source: (near bin, weight)} of what is found for a request."""
-    drafter, scratch = recorder.drafter, kernels._new_scratch(1)
+    drafter, scratch = recorder.drafter, propose.new_scratch(1)
     drafter._flush()
     text = np.array(recorder.context(req_id)[-MAX_DEPTH:], np.int32)
     store, settings = drafter._store.arrays, drafter._settings
     document = drafter._live[req_id].document
-    count = kernels._gather(store, drafter._index, settings, document, text, text.size, scratch)
-    found = scratch.positions, scratch.weights, scratch.natures
-    kernels._weigh(store, settings, document, len(recorder.texts()[document].tokens), count, *found)
+    positions = scratch.positions
+    count = gather(store, drafter._index, settings, document, text, text.size, positions, scratch.lengths, scratch.path)
+    found = positions, scratch.weights, scratch.natures
+    propose._weigh(store, settings, document, len(recorder.texts()[document].tokens), count, *found)
     weighed = zip(scratch.natures[:count].tolist(), scratch.weights[:count].tolist(), strict=True)
     return {
         vote.SOURCES[nature // NUM_DISTANCE_BINS]: (nature % NUM_DISTANCE_BINS, weight) for nature, weight in weighed
@@ -400,9 +402,9 @@ def test_other_problems_are_asked_where_ones_own_match_is_short():
 
 def test_bins_of_distance_and_length():
     distances = (0, 4, -4, 5, 32, -33, 256, 257, -1000)
-    assert [int(kernels._distance_bin(distance)) for distance in distances] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert [int(propose._distance_bin(distance)) for distance in distances] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
     lengths = range(1, MAX_DEPTH + 1)
-    assert [int(kernels._length_bin(n)) for n in lengths] == [device_reference._length_bin(n) for n in lengths]
+    assert [int(propose._length_bin(n)) for n in lengths] == [device_reference._length_bin(n) for n in lengths]
 
 
 @pytest.mark.parametrize(("num_said", "expected"), [(0, 200), (40, 300)])
@@ -614,19 +616,19 @@ def test_confidence_is_the_chance_to_get_that_far():
 
 def test_full_counters_are_halved():
     cell = np.array([vote.MAX_TRIALS, 1000], np.float32)
-    kernels._trial(cell, True)
+    propose._trial(cell, True)
     assert cell.tolist() == [vote.MAX_TRIALS / 2 + 1, 501]
-    kernels._trial(cell, False)
+    propose._trial(cell, False)
     assert cell.tolist() == [vote.MAX_TRIALS / 2 + 2, 501]
 
 
 def test_the_exponent_is_1_until_another_is_clearly_ahead():
     counts = np.zeros((len(vote.INVERSE_TEMPERATURES), 2))
-    assert kernels._best_sharpness(counts) == 1.0
+    assert propose._best_sharpness(counts) == 1.0
     counts[-1, 1] = vote.HEAD_START
-    assert kernels._best_sharpness(counts) == 1.0
+    assert propose._best_sharpness(counts) == 1.0
     counts[-1, 1] += 1
-    assert kernels._best_sharpness(counts) == vote.INVERSE_TEMPERATURES[-1]
+    assert propose._best_sharpness(counts) == vote.INVERSE_TEMPERATURES[-1]
 
 
 def test_only_choices_say_which_exponent_is_right():

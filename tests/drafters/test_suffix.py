@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_spec.drafters import kernels
-from rollout_spec.drafters.kernels import MAX_WALK, PAGE_TOKENS, REMOVED
+from rollout_spec.drafters.store import PAGE_TOKENS, scramble
+from rollout_spec.drafters.suffix import MAX_WALK, REMOVED
 from rollout_spec.drafters.vote import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
 from tests.drafters.recorder import SLOW, Recorder, examples
 
@@ -205,7 +205,7 @@ def test_an_unseen_last_token_has_no_candidates():
 
 def test_scrambled_tokens_fit_in_32_bits_and_are_distinct():
     tokens = [0, 1, 2, 3, 255, 2**16, 2**31 - 1]
-    scrambled = [int(kernels._scramble(token)) for token in tokens]
+    scrambled = [int(scramble(token)) for token in tokens]
     assert len(set(scrambled)) == len(tokens)
     assert max(scrambled) < 2**32
     assert scrambled != sorted(scrambled)
