@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from rollout_spec import noise
-from rollout_spec.drafters import DRAFTERS, build_drafter, device_reference, find_drafter, mixture, propose, store, vote
+from rollout_spec.drafters import device_reference, mixture, propose, store, vote
 from rollout_spec.drafters.index import gather
 from rollout_spec.drafters.mixture import HistoryDrafter
 from rollout_spec.drafters.store import PAGE_TOKENS
@@ -907,43 +907,6 @@ def test_any_seed_of_64_bits(seed):
     recorder.start("h", [1], [5, 6])
     recorder.start("a", [1], seed=seed)
     assert recorder.draft("a", 2) == [5, 6]
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_drafters_by_name(name):
-    drafter = build_drafter(name, max_draft_tokens=2)
-    assert isinstance(drafter, HistoryDrafter)
-    assert find_drafter(name) == (HistoryDrafter, DRAFTERS[name])
-    drafter.start_request("a", [1, 2, 3, 4, 1, 2])
-    check_draft(drafter.propose(["a"], np.full(1, 9, np.int32))[0], 2)
-    assert drafter.memory_bytes() > 0
-    drafter.check_integrity()
-
-
-def test_options_override_what_the_name_implies():
-    assert build_drafter("mixture", shared=False)._settings.use_shared is False
-    find_drafter("mixture")[1]["shared"] = None
-    assert DRAFTERS["mixture"]["shared"] is True
-
-
-def test_drafters_by_path():
-    drafter = build_drafter("rollout_spec.drafters.mixture.HistoryDrafter", index="ngram")
-    assert isinstance(drafter, HistoryDrafter)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("treee", {}, r"unknown drafter 'treee': use one of \["),
-        ("no.such.Drafter", {}, "cannot be imported"),
-        ("rollout_spec.drafters.mixture.Nothing", {}, "cannot be imported"),
-        ("suffix", {"depth": 3}, "'suffix' does not take these options"),
-        ("mixture", {"max_draft_tokens": 0}, "max_draft_tokens"),
-    ],
-)
-def test_drafters_that_cannot_be_built(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        build_drafter(name, **options)
 
 
 # -- any order of calls ----------------------------------------------------------------------------------------------
