@@ -113,12 +113,12 @@ class _Archived:
     problem_id: int
     order: int
     capacity: int
-    tokens: Tensor  # int32, the prompt's end and what was said; until it has been settled with room behind
+    tokens: Tensor  # int32, the prompt's end and what was said; with unused room behind until the copy is taken
     fields: Tensor  # int64 [4], its row in the table of documents
     copied: torch.cuda.Event | None
-    """None: the copy has been settled."""
+    """None: the copy was taken."""
 
-    def settle(self, *, wait: bool) -> bool:
+    def take_copy(self, *, wait: bool) -> bool:
         """Move what has arrived out of the memory that the device writes to. Returns whether it has."""
         if self.copied is not None:
             if wait:
@@ -132,7 +132,7 @@ class _Archived:
 
     def read(self) -> tuple[NDArray[np.int32], int, int]:
         """(tokens, of these context only, policy version)."""
-        self.settle(wait=True)
+        self.take_copy(wait=True)
         _, _, prompt_length, version = self.fields.tolist()
         return self.tokens.numpy(), prompt_length, version
 
@@ -175,9 +175,9 @@ class DeviceDrafter:
         max_model_len: Longest text of a request.
         device: Where the texts live.
         max_draft_tokens: Drafted tokens per request, K.
-        use_dice: Whether requests of positive temperature roll dice that the drafter may see.
+        use_dice: Whether the noise by which requests of positive temperature are sampled is known to the drafter.
         recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
-        sharpness: Exponent of the coupled choice; None: the one that was right most often so far.
+        inverse_temperature: Exponent of the coupled choice; None: the one that was right most often so far.
         max_resident_tokens: Size of the pool of ended rollouts, in tokens of 4 bytes.
         max_problem_tokens: Tokens of ended rollouts that are looked at per problem, newest first.
         max_history_tokens: Bound on the tokens kept on the host. The oldest rollouts go first.
@@ -198,18 +198,18 @@ class DeviceDrafter:
         max_draft_tokens: int = 8,
         use_dice: bool = True,
         recency: float = RECENCY,
-        sharpness: float | None = None,
+        inverse_temperature: float | None = None,
         max_resident_tokens: int = 4_000_000,
         max_problem_tokens: int = 131_072,
         max_history_tokens: int = 64_000_000,
     ) -> None:
-        check_options(recency, sharpness, max_resident_tokens, max_problem_tokens, max_history_tokens)
+        check_options(recency, inverse_temperature, max_resident_tokens, max_problem_tokens, max_history_tokens)
         self.dropped_tokens = 0
         self._device = device
         self._max_model_len = max_model_len
         self._use_dice = use_dice
         self._log2_recency = math.log2(recency)
-        self._sharpness = 0.0 if sharpness is None else float(sharpness)
+        self._inverse_temperature = 0.0 if inverse_temperature is None else float(inverse_temperature)
         self._max_problem_tokens = max_problem_tokens
         self._max_history_tokens = max_history_tokens
         self._version = 0
@@ -230,8 +230,8 @@ class DeviceDrafter:
         self._preference = torch.tensor(PREFERENCE, dtype=torch.float32, device=device)
         sizes = (CELLS, CELLS * NUM_ORIGIN_BINS, len(INVERSE_TEMPERATURES))
         self._all_counters = new(sum(sizes), 2, dtype=torch.int32, device=device)
-        coarse, fine, by_sharpness = self._all_counters.split(sizes)
-        self._counters = (coarse, fine, by_sharpness)
+        coarse, fine, by_inverse_temperature = self._all_counters.split(sizes)
+        self._counters = (coarse, fine, by_inverse_temperature)
 
         self._num_started = 0
         self._live: dict[int, _Live] = {}
@@ -330,7 +330,7 @@ class DeviceDrafter:
             self._rest_if_unused(problem)
         counters = self._all_counters
         counters.copy_(torch.where(counters[:, :1] >= MAX_TRIALS, counters // 2, counters))
-        while self._copying and self._copying[0].settle(wait=False):
+        while self._copying and self._copying[0].take_copy(wait=False):
             self._copying.popleft()
 
     def begin_policy_version(self, version: int) -> None:
@@ -346,7 +346,7 @@ class DeviceDrafter:
             self._version_on_device.fill_(version)
             self._all_counters.copy_((self._all_counters * VERSION_DECAY).to(torch.int32))
 
-    def warm_up(self, slots_dtype: torch.dtype, history: Tensor, total_len: Tensor, *dice: Tensor) -> None:
+    def warm_up(self, slots_dtype: torch.dtype, history: Tensor, total_len: Tensor, *sampling: Tensor) -> None:
         """Launch every kernel in every form that a batch can need, so that none is compiled while serving.
 
         To be called before requests come; arguments as of `propose`.
@@ -355,7 +355,7 @@ class DeviceDrafter:
         for batch in sorted({1, most, *(device_kernels.TARGET_PROGRAMS // n for n in device_kernels.SPLITS)}):
             if 1 <= batch <= most:
                 slots = torch.arange(batch, dtype=slots_dtype, device=self._device)
-                self.look_up(slots, torch.zeros_like(slots, dtype=torch.int32), history, total_len, *dice)
+                self.look_up(slots, torch.zeros_like(slots, dtype=torch.int32), history, total_len, *sampling)
         row = np.zeros((1, device_kernels.RETIRED_FIELDS), np.int64)
         row[0, 1] = self._free_documents[0]
         stops = np.full((1, NUM_STOPS), -1, np.int32)
@@ -373,8 +373,8 @@ class DeviceDrafter:
             num_sampled: int32 [B], tokens of the last step. 0, as for prompts not yet read to their end: no draft.
             history: int32 [R, >= max_model_len], the engine's tokens by slot.
             total_len: int32 [R], how many.
-            seeds: int64 [R], the requests' dice.
-            temperature: float32 [R]; requests of temperature 0 roll no dice.
+            seeds: int64 [R], of the requests' noise.
+            temperature: float32 [R]; requests of temperature 0 have no noise.
 
         Returns:
             (drafts int64 [B, K], rates float32 [B, K]): the estimated probability that each is accepted once it is
@@ -406,7 +406,7 @@ class DeviceDrafter:
             *self._last_drafts,
             version=self._version_on_device,
             log2_recency=self._log2_recency,
-            sharpness=self._sharpness,
+            inverse_temperature=self._inverse_temperature,
             use_dice=self._use_dice,
         )
 
@@ -419,8 +419,8 @@ class DeviceDrafter:
 
     def source_counts(self) -> dict[str, tuple[int, int]]:
         """Drafted tokens that the target reached, and those that it sampled itself, by where they came from. Waits."""
-        by_nature = self._counters[1].view(CELLS, len(SOURCES), NUM_DISTANCE_BINS, 2).sum((0, 2)).tolist()
-        return {name: (n, hits) for name, (n, hits) in zip(SOURCES, by_nature, strict=True)}
+        by_origin_bin = self._counters[1].view(CELLS, len(SOURCES), NUM_DISTANCE_BINS, 2).sum((0, 2)).tolist()
+        return {name: (n, hits) for name, (n, hits) in zip(SOURCES, by_origin_bin, strict=True)}
 
     def memory_bytes(self) -> int:
         """Bytes on the device and of history on the host."""
@@ -609,7 +609,7 @@ class DeviceDrafter:
 
 def check_options(
     recency: float = RECENCY,
-    sharpness: float | None = None,
+    inverse_temperature: float | None = None,
     max_resident_tokens: int = 1,
     max_problem_tokens: int = 1,
     max_history_tokens: int = 1,
@@ -621,8 +621,8 @@ def check_options(
     """
     if not 0 < recency <= 1:
         raise ValueError(f"recency must be in (0, 1], got {recency}")
-    if sharpness is not None and not 0 < sharpness < math.inf:
-        raise ValueError(f"sharpness must be positive and finite, got {sharpness}")
+    if inverse_temperature is not None and not 0 < inverse_temperature < math.inf:
+        raise ValueError(f"inverse_temperature must be positive and finite, got {inverse_temperature}")
     for name, value in (
         ("max_resident_tokens", max_resident_tokens),
         ("max_problem_tokens", max_problem_tokens),

@@ -75,7 +75,7 @@ def _extend_kernel(
     alternatives_ptr,  # int32 [R, K, NUM_INVERSE_TEMPERATURES], -1: there was no choice
     coarse_ptr,  # int32 [cells, 2]: trials and hits
     fine_ptr,  # int32 [cells * NUM_ORIGIN_BINS, 2]
-    by_sharpness_ptr,  # int32 [NUM_INVERSE_TEMPERATURES, 2]
+    by_inverse_temperature_ptr,  # int32 [NUM_INVERSE_TEMPERATURES, 2]
     K: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two, at least K
     BLOCK: tl.constexpr,
@@ -103,9 +103,9 @@ def _extend_kernel(
     is_exponent = reached[:, None] & (a < NUM_INVERSE_TEMPERATURES)
     other = tl.load(alternatives_ptr + at[:, None] * NUM_INVERSE_TEMPERATURES + a, mask=is_exponent, other=-1)
     tried = is_exponent & (other >= 0)
-    by_sharpness_ptr += a * 2 + tl.zeros_like(other)
-    tl.atomic_add(by_sharpness_ptr, 1, mask=tried, sem="relaxed")
-    tl.atomic_add(by_sharpness_ptr + 1, 1, mask=tried & (other == token[:, None]), sem="relaxed")
+    by_inverse_temperature_ptr += a * 2 + tl.zeros_like(other)
+    tl.atomic_add(by_inverse_temperature_ptr, 1, mask=tried, sem="relaxed")
+    tl.atomic_add(by_inverse_temperature_ptr + 1, 1, mask=tried & (other == token[:, None]), sem="relaxed")
 
     for start in range(length, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -225,11 +225,11 @@ def _best_matches(keys):
 
 
 @triton.jit
-def _best_sharpness(by_sharpness_ptr, fixed):
+def _best_inverse_temperature(by_inverse_temperature_ptr, fixed):
     """The exponent that was right most often, or the fixed one, where it is positive."""
     exponent, most = INVERSE_TEMPERATURES[0], -1.0
     for a in tl.static_range(NUM_INVERSE_TEMPERATURES):
-        hits = tl.load(by_sharpness_ptr + a * 2 + 1).to(tl.float32) + (HEAD_START if a == NEUTRAL else 0.0)
+        hits = tl.load(by_inverse_temperature_ptr + a * 2 + 1).to(tl.float32) + (HEAD_START if a == NEUTRAL else 0.0)
         exponent = tl.where(hits > most, INVERSE_TEMPERATURES[a], exponent)
         most = tl.maximum(hits, most)
     return tl.where(fixed > 0.0, fixed, exponent)
@@ -281,7 +281,7 @@ def _draft_kernel(
     preference_ptr,  # float32 [sources, DISTANCE_BINS]
     coarse_ptr,  # int32, see `_extend_kernel`
     fine_ptr,
-    by_sharpness_ptr,
+    by_inverse_temperature_ptr,
     num_drafted_ptr,  # int32 [R], written, and the three below
     drafted_ptr,  # int32 [R, K]
     cells_ptr,  # int32 [R, K]
@@ -290,7 +290,7 @@ def _draft_kernel(
     rates_ptr,  # float32 [B, K], written
     version_ptr,  # int32 [1]
     log2_recency,
-    sharpness,
+    inverse_temperature,
     USE_DICE: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two, at least K
@@ -325,11 +325,11 @@ def _draft_kernel(
     age = tl.where(source == ASKED, 0.0, age)
     weight = tl.maximum(tl.exp2(age * log2_recency), MIN_AGE_WEIGHT)
     weight *= tl.load(preference_ptr + source * DISTANCE_BINS + near)
-    nature = source * DISTANCE_BINS + near
+    origin_bins = source * DISTANCE_BINS + near
 
     coupled = (tl.load(temperature_ptr + slot) > 0.0) & USE_DICE
     seed = tl.load(seeds_ptr + slot)
-    exponent = _best_sharpness(by_sharpness_ptr, sharpness)
+    exponent = _best_inverse_temperature(by_inverse_temperature_ptr, inverse_temperature)
 
     # The tokens drafted so far stay in registers: own candidates read on in them.
     draft = tl.zeros([WIDTH], tl.int32)
@@ -357,14 +357,14 @@ def _draft_kernel(
         at = slot * K + num
         if coupled & (num_choices > 1):
             state = row_state(seed, (own_length - 1 + num).to(tl.int64), DOMAIN)
-            dice = gumbel(finish_hash(almost_hash(state, token_key(token.to(tl.uint32)))))
+            noises = gumbel(finish_hash(almost_hash(state, token_key(token.to(tl.uint32)))))
             log_mass = tl.log(tl.where(is_choice, mass, 1.0))
-            score = tl.where(is_choice, exponent * log_mass + dice, float("-inf"))
+            score = tl.where(is_choice, exponent * log_mass + noises, float("-inf"))
             best = tl.argmax(score, 0)
             lead = tl.max(score) - tl.max(tl.where(lane == best, float("-inf"), score))
             expected = (1.0 - left) / (1.0 + tl.exp(-lead))
             for a in tl.static_range(NUM_INVERSE_TEMPERATURES):
-                other = tl.argmax(tl.where(is_choice, log_mass * INVERSE_TEMPERATURES[a] + dice, float("-inf")), 0)
+                other = tl.argmax(tl.where(is_choice, log_mass * INVERSE_TEMPERATURES[a] + noises, float("-inf")), 0)
                 other_token = tl.sum(tl.where(lane == other, token, 0))
                 tl.store(alternatives_ptr + at * NUM_INVERSE_TEMPERATURES + a, other_token)
         else:
@@ -377,16 +377,16 @@ def _draft_kernel(
 
         says_so = alive & (token == chosen)
         heaviest = tl.argmax(tl.where(says_so, weight, -1.0), 0)
-        kind = tl.sum(tl.where(lane == heaviest, nature, 0))
-        by_likelihood = kind // DISTANCE_BINS * DISTANCE_BINS + tl.minimum(
+        origin_bin = tl.sum(tl.where(lane == heaviest, origin_bins, 0))
+        by_likelihood = origin_bin // DISTANCE_BINS * DISTANCE_BINS + tl.minimum(
             (likely * DISTANCE_BINS).to(tl.int32), DISTANCE_BINS - 1
         )
-        kind = tl.where(coupled, by_likelihood, kind)
+        origin_bin = tl.where(coupled, by_likelihood, origin_bin)
         from_one = tl.maximum(1.0 - expected, MIN_DISTANCE_FROM_ONE)
         probability_bin = tl.minimum((tl.log2(from_one) * -BINS_PER_HALVING).to(tl.int32), PROBABILITY_BINS - 1)
         longest = tl.max(tl.where(alive, length, 0))
         cell = (coupled.to(tl.int32) * PROBABILITY_BINS + probability_bin) * LENGTH_BINS + _length_bin(longest)
-        cell = cell * NUM_ORIGIN_BINS + kind
+        cell = cell * NUM_ORIGIN_BINS + origin_bin
         tl.store(drafted_ptr + at, chosen)
         tl.store(cells_ptr + at, cell)
         tl.store(output_ptr + row * K + num, chosen.to(tl.int64))
@@ -539,7 +539,7 @@ def draft(
     *,
     version: Tensor,
     log2_recency: float,
-    sharpness: float,
+    inverse_temperature: float,
     use_dice: bool,
 ) -> tuple[Tensor, Tensor]:
     """Draft from the matches. Returns (tokens int64 [B, K], rates float32 [B, K]). See the kernel."""
@@ -566,7 +566,7 @@ def draft(
         rates,
         version,
         log2_recency,
-        sharpness,
+        inverse_temperature,
         USE_DICE=use_dice,
         K=k,
         WIDTH=triton.next_power_of_2(k),

@@ -111,16 +111,18 @@ class Counters:
 
     coarse: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS, 2), np.int32))
     fine: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS * NUM_ORIGIN_BINS, 2), np.int32))
-    by_sharpness: NDArray[np.int32] = field(default_factory=lambda: np.zeros((len(INVERSE_TEMPERATURES), 2), np.int32))
+    by_inverse_temperature: NDArray[np.int32] = field(
+        default_factory=lambda: np.zeros((len(INVERSE_TEMPERATURES), 2), np.int32)
+    )
 
     def forget(self) -> None:
         """A new policy: old outcomes count for less."""
-        for counters in (self.coarse, self.fine, self.by_sharpness):
+        for counters in (self.coarse, self.fine, self.by_inverse_temperature):
             counters[:] = (counters * np.float32(VERSION_DECAY)).astype(np.int32)
 
     def halve_full(self) -> None:
         """Halve what has MAX_TRIALS trials. Both classes do this when a request ends."""
-        for counters in (self.coarse, self.fine, self.by_sharpness):
+        for counters in (self.coarse, self.fine, self.by_inverse_temperature):
             counters[counters[:, 0] >= MAX_TRIALS] //= 2
 
     def rate(self, cell: int, expected: float) -> float:
@@ -129,14 +131,14 @@ class Counters:
         rate = (coarse[1] + COARSE_PRIOR * expected) / (coarse[0] + COARSE_PRIOR)
         return float((fine[1] + FINE_PRIOR * rate) / (fine[0] + FINE_PRIOR))
 
-    def sharpness(self) -> float:
+    def inverse_temperature(self) -> float:
         """The exponent that would have been right most often."""
-        hits = self.by_sharpness[:, 1].astype(np.float64)
+        hits = self.by_inverse_temperature[:, 1].astype(np.float64)
         hits[INVERSE_TEMPERATURES.index(1.0)] += HEAD_START
         return INVERSE_TEMPERATURES[int(np.argmax(hits))]
 
 
-class Slot(NamedTuple):
+class DraftedToken(NamedTuple):
     """One drafted token."""
 
     token: int
@@ -156,35 +158,35 @@ def draft_tokens(
     version: int,
     counters: Counters,
     recency: float,
-    sharpness: float | None,
-) -> list[Slot]:
+    inverse_temperature: float | None,
+) -> list[DraftedToken]:
     """The draft of one request, whose own document comes first."""
     own = documents[0]
     text = own.tokens.tolist()
     generated = len(text) - own.prompt_length
-    exponent = counters.sharpness() if sharpness is None else sharpness
+    exponent = counters.inverse_temperature() if inverse_temperature is None else inverse_temperature
     candidates = []
     for match in find_matches(documents, own.tokens):
         document = documents[match.document]
         offset = match.position - document.prompt_length - generated
         candidates.append((match, *_weigh(match, document, offset, version, recency)))
-    slots: list[Slot] = []
-    while candidates and len(slots) < max_tokens:
-        slot = _choose(candidates, documents, text, seed, counters, exponent)
-        slots.append(slot)
-        text.append(slot.token)
+    drafted: list[DraftedToken] = []
+    while candidates and len(drafted) < max_tokens:
+        chosen = _choose(candidates, documents, text, seed, counters, exponent)
+        drafted.append(chosen)
+        text.append(chosen.token)
         alive = []
-        for match, weight, nature in candidates:
+        for match, weight, origin_bin in candidates:
             tokens = text if match.document == 0 else documents[match.document].tokens
-            if tokens[match.position] == slot.token and match.position + 1 < len(tokens):
+            if tokens[match.position] == chosen.token and match.position + 1 < len(tokens):
                 moved = Match(match.document, match.position + 1, min(match.length + 1, MAX_DEPTH))
-                alive.append((moved, weight, nature))
+                alive.append((moved, weight, origin_bin))
         candidates = alive
-    return slots
+    return drafted
 
 
 def _weigh(match: Match, document: Document, offset: int, version: int, recency: float) -> tuple[float, int]:
-    """A candidate's weight and nature: where it comes from, and how near it is."""
+    """A candidate's weight, and its origin bin: where it comes from, and how near it is."""
     if match.document:
         source = SIBLING
     else:
@@ -201,7 +203,7 @@ def _choose(
     seed: int | None,
     counters: Counters,
     exponent: float,
-) -> Slot:
+) -> DraftedToken:
     said = [(text if m.document == 0 else documents[m.document].tokens)[m.position] for m, _, _ in candidates]
     share, left, total = {}, 1.0, 0.0
     for length in sorted({m.length for m, _, _ in candidates}, reverse=True):
@@ -217,9 +219,9 @@ def _choose(
     if seed is not None and len(mass) > 1:
         tokens = list(mass)
         logs = np.log([mass[token] for token in tokens])
-        dice = noise.gumbel(seed, len(text) - 1, np.array(tokens))
-        alternatives = tuple(tokens[int(np.argmax(s * logs + dice))] for s in INVERSE_TEMPERATURES)
-        scores = exponent * logs + dice
+        noises = noise.gumbel(seed, len(text) - 1, np.array(tokens))
+        alternatives = tuple(tokens[int(np.argmax(s * logs + noises))] for s in INVERSE_TEMPERATURES)
+        scores = exponent * logs + noises
         best, second = np.sort(scores)[::-1][:2]
         token = tokens[int(np.argmax(scores))]
         expected = (1.0 - left) / (1.0 + math.exp(second - best))
@@ -227,17 +229,17 @@ def _choose(
         token = max(mass, key=lambda t: mass[t])
         expected = 1.0 - left if coupled else mass[token]
     of_token = [(w, -i) for i, (t, (_, w, _)) in enumerate(zip(said, candidates, strict=True)) if t == token]
-    nature = candidates[-max(of_token)[1]][2]
+    origin_bin = candidates[-max(of_token)[1]][2]
     if coupled:
-        nature = nature // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
+        origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
             int(NUM_DISTANCE_BINS * mass[token]), NUM_DISTANCE_BINS - 1
         )
     distance = max(1.0 - expected, MIN_DISTANCE_FROM_ONE)
     probability_bin = min(int(-BINS_PER_HALVING * math.log2(distance)), NUM_PROBABILITY_BINS - 1)
     longest = max(m.length for m, _, _ in candidates)
     cell = (int(coupled) * NUM_PROBABILITY_BINS + probability_bin) * NUM_LENGTH_BINS + _length_bin(longest)
-    cell = cell * NUM_ORIGIN_BINS + nature
-    return Slot(token, counters.rate(cell, expected), cell, alternatives)
+    cell = cell * NUM_ORIGIN_BINS + origin_bin
+    return DraftedToken(token, counters.rate(cell, expected), cell, alternatives)
 
 
 def _length_bin(length: int) -> int:
@@ -252,7 +254,7 @@ class _Live:
     seed: int | None
     version: int
     order: int
-    slots: list[Slot] = field(default_factory=list)
+    drafted: list[DraftedToken] = field(default_factory=list)
 
 
 class ReferenceDrafter:
@@ -261,14 +263,16 @@ class ReferenceDrafter:
     Args:
         max_draft_tokens: Longest draft, K.
         recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
-        sharpness: Exponent of the coupled choice; None: the one that was right most often.
+        inverse_temperature: Exponent of the coupled choice; None: the one that was right most often.
     """
 
-    def __init__(self, *, max_draft_tokens: int = 8, recency: float = RECENCY, sharpness: float | None = None) -> None:
+    def __init__(
+        self, *, max_draft_tokens: int = 8, recency: float = RECENCY, inverse_temperature: float | None = None
+    ) -> None:
         self.counters = Counters()
         self._max_draft_tokens = max_draft_tokens
         self._recency = recency
-        self._sharpness = sharpness
+        self._inverse_temperature = inverse_temperature
         self._version = 0
         self._live: dict[str, _Live] = {}
         self._finished: dict[int, list[_Live]] = {}
@@ -288,13 +292,18 @@ class ReferenceDrafter:
     def extend(self, req_id: str, new_token_ids: Tokens) -> None:
         live = self._request(req_id)
         new = [int(token) for token in new_token_ids]
-        for slot, token in zip(live.slots, new, strict=False):
-            hit = slot.token == token
-            for counters in (self.counters.fine[slot.cell], self.counters.coarse[slot.cell // NUM_ORIGIN_BINS]):
+        for chosen, token in zip(live.drafted, new, strict=False):
+            hit = chosen.token == token
+            for counters in (
+                self.counters.fine[chosen.cell],
+                self.counters.coarse[chosen.cell // NUM_ORIGIN_BINS],
+            ):
                 counters += (1, hit)
-            if slot.alternatives:
-                self.counters.by_sharpness += np.array([(1, a == token) for a in slot.alternatives], np.int32)
-        live.slots = []
+            if chosen.alternatives:
+                self.counters.by_inverse_temperature += np.array(
+                    [(1, a == token) for a in chosen.alternatives], np.int32
+                )
+        live.drafted = []
         live.tokens += new
 
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
@@ -303,17 +312,17 @@ class ReferenceDrafter:
         drafts = []
         for req_id, limit in zip(req_ids, max_tokens, strict=True):
             live = self._request(req_id)
-            live.slots = draft_tokens(
+            live.drafted = draft_tokens(
                 [self._document(live), *map(self._document, self._others(live))],
                 max_tokens=min(int(limit), self._max_draft_tokens),
                 seed=live.seed,
                 version=self._version,
                 counters=self.counters,
                 recency=self._recency,
-                sharpness=self._sharpness,
+                inverse_temperature=self._inverse_temperature,
             )
-            rates = np.array([slot.rate for slot in live.slots], np.float32)
-            drafts.append(Draft(np.array([slot.token for slot in live.slots], np.int32), np.cumprod(rates)))
+            rates = np.array([chosen.rate for chosen in live.drafted], np.float32)
+            drafts.append(Draft(np.array([chosen.token for chosen in live.drafted], np.int32), np.cumprod(rates)))
         return drafts
 
     def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:

@@ -35,7 +35,7 @@ class Settings(NamedTuple):
     use_table: bool
     use_shared: bool
     use_lookahead: bool
-    sharpness: float  # 0: the exponent that was right most often so far
+    inverse_temperature: float  # 0: the exponent that was right most often so far
     min_survival: float
     version: int
     decay: Float32Array  # [256] weight by age in policy versions

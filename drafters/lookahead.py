@@ -1,10 +1,10 @@
 """Lookahead: what the target would have said after drafts that it did not take.
 
 The verifier samples the target at every drafted position, also after the first difference. Those tokens are samples of
-the target given a context that did not come to pass, but often does a little later: as in lookahead decoding (Fu et
-al., arXiv:2402.02057), n-grams of them fill a pool. They cost nothing, for the verification has been paid for, and they
-are the present policy's where history's are an older one's. Unlike in lookahead decoding nothing is verified for the
-pool's sake, so it is small help: the README says how much.
+the target given a context that was rejected, but that often comes a little later: as in lookahead decoding (Fu et al.,
+arXiv:2402.02057), n-grams of them fill a pool. They cost nothing, as they were verified anyway, and they come from the
+present policy, where history comes from older ones. Unlike in lookahead decoding nothing is verified for the pool's
+sake, so the gain is small.
 
 The pool is a direct-mapped table from a problem and LOOKAHEAD_ORDER tokens to the newest token after them, which gets a
 fixed share of the next token's probability.

@@ -4,10 +4,13 @@ An index (`suffix.py` or `ngram.py`) finds earlier positions whose context agree
 matches first. Each is a candidate: its text says what came next. Candidates vote for the next token with weights that
 are blended over match lengths as in prediction by partial matching (Cleary and Witten 1984), and depend on where a
 candidate comes from, on the age of its policy and on how near it lies in the rollout. The draft is the most probable
-token or, where the request's dice are known, argmax(sharpness * log q + noise), which is the target's own choice
-wherever q is the target's distribution (coupling: Daliri et al., arXiv:2408.07978). Candidates that say otherwise drop
-out and the others move on by one token; when none is left the index is asked again with the drafted tokens as context.
-A draft ends where its estimated survival, calibrated from outcomes, falls below `min_survival`.
+token or, where the request's seed and so the target's noise is known, argmax(inverse_temperature * log q + noise),
+which is the target's own choice wherever q is the target's distribution (coupling: Daliri et al., arXiv:2408.07978).
+Candidates that say otherwise drop out and the others move on by one token; when none is left the index is asked again
+with the drafted tokens as context. A draft ends where its estimated survival, calibrated from outcomes, falls below
+`min_survival`.
+
+`vote.py` holds the numbers, `propose.py` does what is said here.
 """
 
 from __future__ import annotations
@@ -71,10 +74,10 @@ class HistoryDrafter:
         shared: Also draft from the rollouts of other problems.
         lookahead: Also draft from what the target sampled after rejected drafts (see `lookahead.py`).
         max_draft_tokens: Longest draft, K.
-        min_survival: A draft ends where the estimated probability of reaching and accepting a slot falls below this.
-        sharpness: Exponent on the candidates' probabilities in coupled choice. Above 1: history is a noisy estimate of
-            the target, and its small probabilities are mostly noise. None: the one of `INVERSE_TEMPERATURES`
-            that would have been right most often so far; they include one that ignores the dice.
+        min_survival: A draft ends where the estimated probability of reaching and accepting a token falls below this.
+        inverse_temperature: Exponent on the candidates' probabilities in coupled choice. Above 1 small probabilities
+            count for less: history is a noisy estimate of the target, and they are mostly estimation error. None: the
+            one of `vote.INVERSE_TEMPERATURES` that would have been right most often so far.
         recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
         max_history_tokens: Bound on the tokens kept, prompts included, in pages of 32 of which a rollout's last one is
             partly filled. The oldest finished rollouts go first; live requests stay.
@@ -94,7 +97,7 @@ class HistoryDrafter:
         lookahead: bool = False,
         max_draft_tokens: int = 8,
         min_survival: float = 0.01,
-        sharpness: float | None = None,
+        inverse_temperature: float | None = None,
         recency: float = vote.RECENCY,
         max_history_tokens: int = 8_000_000,
         max_history_versions: int | None = None,
@@ -107,8 +110,8 @@ class HistoryDrafter:
             raise ValueError(f"max_draft_tokens must be at least 1, got {max_draft_tokens}")
         if not 0 <= min_survival < 1:
             raise ValueError(f"min_survival must be in [0, 1), got {min_survival}")
-        if sharpness is not None and not 0 < sharpness < math.inf:
-            raise ValueError(f"sharpness must be positive and finite, got {sharpness}")
+        if inverse_temperature is not None and not 0 < inverse_temperature < math.inf:
+            raise ValueError(f"inverse_temperature must be positive and finite, got {inverse_temperature}")
         if not 0 < recency <= 1:
             raise ValueError(f"recency must be in (0, 1], got {recency}")
         if max_history_tokens < 1:
@@ -126,7 +129,7 @@ class HistoryDrafter:
             use_table=index == "ngram",
             use_shared=shared,
             use_lookahead=lookahead,
-            sharpness=0.0 if sharpness is None else float(sharpness),
+            inverse_temperature=0.0 if inverse_temperature is None else float(inverse_temperature),
             min_survival=float(min_survival),
             version=0,
             decay=np.maximum(np.float64(recency) ** np.arange(256), vote.MIN_AGE_WEIGHT).astype(np.float32),
@@ -139,7 +142,7 @@ class HistoryDrafter:
             coarse=np.zeros((*bins, 2), np.float32),
             fine=np.zeros((*bins, vote.NUM_ORIGIN_BINS, 2), np.float32),
             by_source=np.zeros((len(SOURCES), 2), np.int64),
-            by_sharpness=np.zeros((len(INVERSE_TEMPERATURES), 2)),
+            by_inverse_temperature=np.zeros((len(INVERSE_TEMPERATURES), 2)),
         )
         self._rows = _new_rows(4)
         self._proposals = _new_proposals(4, max_draft_tokens)
@@ -187,7 +190,7 @@ class HistoryDrafter:
         self._rows.document[row] = document
         self._rows.prompt_length[row] = len(prompt_tokens)
         self._rows.seed[row] = 0 if seed is None else seed
-        self._rows.has_dice[row] = seed is not None
+        self._rows.has_seed[row] = seed is not None
         self._proposals.lengths[row] = 0
         self._live[req_id] = _Request(row, document, problem, self._version, prompt)
 
@@ -262,7 +265,7 @@ class HistoryDrafter:
         self._flush()
         self._version = version
         self._settings = self._settings._replace(version=version)
-        for counters in (self._calibration.coarse, self._calibration.fine, self._calibration.by_sharpness):
+        for counters in (self._calibration.coarse, self._calibration.fine, self._calibration.by_inverse_temperature):
             counters *= vote.VERSION_DECAY
         kept: deque[_Request] = deque()
         for request in self._finished:
@@ -395,7 +398,7 @@ def _new_rows(capacity: int) -> Rows:
         document=np.zeros(capacity, np.int32),
         prompt_length=np.zeros(capacity, np.int64),
         seed=np.zeros(capacity, np.int64),
-        has_dice=np.zeros(capacity, np.bool_),
+        has_seed=np.zeros(capacity, np.bool_),
     )
 
 

@@ -48,16 +48,16 @@ class Rows(NamedTuple):
     document: Int32Array
     prompt_length: NDArray[np.int64]
     seed: NDArray[np.int64]
-    has_dice: NDArray[np.bool_]
+    has_seed: NDArray[np.bool_]  # whether the target's noise is known
 
 
 class Calibration(NamedTuple):
     """Outcomes of drafted tokens that the target reached. The last axis is (trials, hits)."""
 
     coarse: Float32Array  # [coupled?, probability bin, length bin, 2]
-    fine: Float32Array  # [coupled?, probability bin, length bin, nature, 2]
+    fine: Float32Array  # [coupled?, probability bin, length bin, origin bin, 2]
     by_source: NDArray[np.int64]  # [source, 2]
-    by_sharpness: NDArray[np.float64]  # [sharpness, 2]; of coupled choices, made or not
+    by_inverse_temperature: NDArray[np.float64]  # [inverse temperature, 2]; of coupled choices, made or not
 
 
 class Proposals(NamedTuple):
@@ -67,7 +67,7 @@ class Proposals(NamedTuple):
     tokens: Int32Array  # [rows, K]
     confidence: Float32Array  # [rows, K]
     cells: Int32Array  # [rows, K, 4] index into the calibration
-    alternatives: Int32Array  # [rows, K, sharpness] what each exponent would have drafted; -1: there was no choice
+    alternatives: Int32Array  # [rows, K, inverse temperature] what each would have drafted; -1: there was no choice
 
 
 class Scratch(NamedTuple):
@@ -78,7 +78,7 @@ class Scratch(NamedTuple):
     positions: Int32Array  # [MAX_CANDIDATES]
     lengths: Int32Array  # [MAX_CANDIDATES] how far they match
     weights: NDArray[np.float64]  # [MAX_CANDIDATES]
-    natures: Int32Array  # [MAX_CANDIDATES] source and distance
+    origin_bins: Int32Array  # [MAX_CANDIDATES] source and distance bin in one number
     found: Int32Array  # [MAX_CANDIDATES + 1] distinct next tokens
     mass: NDArray[np.float64]  # [MAX_CANDIDATES + 1] their probabilities, or the logarithms
     noise: NDArray[np.float64]  # [MAX_CANDIDATES + 1]
@@ -87,6 +87,7 @@ class Scratch(NamedTuple):
 
 
 def new_scratch(max_tokens):
+    """Buffers for drafts of at most `max_tokens` tokens."""
     return Scratch(
         np.empty(MAX_DEPTH + max_tokens, np.int32),
         new_path(),
@@ -125,33 +126,35 @@ def _distance_bin(distance):
 
 
 @inlined(allocates=False)
-def _rate(calibration, coupled, probability_bin, length_bin, nature, expected):
+def _rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected):
     """Probability that a drafted token is accepted: counted by cell, falling back on coarser cells and the model."""
     coarse = calibration.coarse[coupled, probability_bin, length_bin]
-    fine = calibration.fine[coupled, probability_bin, length_bin, nature]
+    fine = calibration.fine[coupled, probability_bin, length_bin, origin_bin]
     rate = (coarse[1] + COARSE_PRIOR * expected) / (coarse[0] + COARSE_PRIOR)
     return (fine[1] + FINE_PRIOR * rate) / (fine[0] + FINE_PRIOR)
 
 
 @inlined(allocates=False)
 def _decay(cell):
+    """Let the outcomes so far count for less, so that the cell is tried again."""
     cell[0] *= DECAY
     cell[1] *= DECAY
 
 
 @inlined(allocates=False)
-def _best_sharpness(by_sharpness):
+def _best_inverse_temperature(by_inverse_temperature):
+    """The one that would have been right most often."""
     best, most = 1.0, -1.0
     for a in range(len(INVERSE_TEMPERATURES)):
-        hits = by_sharpness[a, 1] + (HEAD_START if INVERSE_TEMPERATURES[a] == 1.0 else 0.0)
+        hits = by_inverse_temperature[a, 1] + (HEAD_START if INVERSE_TEMPERATURES[a] == 1.0 else 0.0)
         if hits > most:
             best, most = INVERSE_TEMPERATURES[a], hits
     return best
 
 
 @inlined(allocates=False)
-def _weigh(store, settings, document, offset, count, positions, weights, natures):
-    """Give each candidate its weight and nature: where it comes from, and how near it is to `offset`."""
+def _weigh(store, settings, document, offset, count, positions, weights, origin_bins):
+    """Give each candidate its weight, and its origin bin: where it comes from and how far from `offset` it lies."""
     problem = store.document_problem[document]
     for i in range(count):
         page = positions[i] >> PAGE_BITS
@@ -164,12 +167,12 @@ def _weigh(store, settings, document, offset, count, positions, weights, natures
             source = SIBLING
         else:
             source = ASKED
-        near = _distance_bin(store.page_start[page] + (positions[i] & PAGE_MASK) - offset)
+        distance_bin = _distance_bin(store.page_start[page] + (positions[i] & PAGE_MASK) - offset)
         age = min(settings.version - store.document_version[theirs], settings.decay.size - 1)
-        if source == ASKED:  # no policy's words
+        if source == ASKED:  # a prompt has no policy that it could be older than
             age = 0
-        natures[i] = source * NUM_DISTANCE_BINS + near
-        weights[i] = settings.decay[age] * settings.preference[source, near]
+        origin_bins[i] = source * NUM_DISTANCE_BINS + distance_bin
+        weights[i] = settings.decay[age] * settings.preference[source, distance_bin]
 
 
 @inlined(allocates=False)
@@ -240,11 +243,11 @@ def _draw_noise(seed, position, num_found, found, mass, noise, alternatives):
 
 
 @inlined(allocates=False)
-def _choose(num_found, mass, sharpness, noise):
-    """(index of the best token, lead of its score over the next one's). sharpness 0: the most probable."""
+def _choose(num_found, mass, inverse_temperature, noise):
+    """(index of the best token, lead of its score over the next one's). inverse_temperature 0: the most probable."""
     best, best_score, second_score = 0, -np.inf, -np.inf
     for i in range(num_found):
-        score = sharpness * mass[i] + noise[i] if sharpness > 0.0 else mass[i]
+        score = inverse_temperature * mass[i] + noise[i] if inverse_temperature > 0.0 else mass[i]
         if score > best_score:
             best, best_score, second_score = i, score, best_score
         elif score > second_score:
@@ -253,7 +256,7 @@ def _choose(num_found, mass, sharpness, noise):
 
 
 @inlined(allocates=False)
-def _advance(store, token, count, positions, lengths, weights, natures):
+def _advance(store, token, count, positions, lengths, weights, origin_bins):
     """Keep the candidates that say `token`, moved on by one. Returns their number."""
     tokens, alive = store.tokens, 0
     for i in range(count):
@@ -264,32 +267,32 @@ def _advance(store, token, count, positions, lengths, weights, natures):
         at_end = (position & PAGE_MASK) == PAGE_MASK
         positions[alive] = store.page_next[page] << PAGE_BITS if at_end else position + 1
         lengths[alive] = min(lengths[i] + 1, MAX_DEPTH)
-        weights[alive], natures[alive] = weights[i], natures[i]
+        weights[alive], origin_bins[alive] = weights[i], origin_bins[i]
         alive += 1
     return alive
 
 
 @inlined(allocates=False)
-def _propose_one(store, index, pool, rows, row, max_tokens, settings, sharpness, calibration, scratch, out):
+def _propose_one(store, index, pool, rows, row, max_tokens, settings, inverse_temperature, calibration, scratch, out):
     """Fill `out` for one row."""
-    positions, lengths, weights, natures = scratch.positions, scratch.lengths, scratch.weights, scratch.natures
+    positions, lengths, weights, origin_bins = scratch.positions, scratch.lengths, scratch.weights, scratch.origin_bins
     found, mass, noise = scratch.found, scratch.mass, scratch.noise
     document = rows.document[row]
     generated = store.document_length[document]
     known = rows.prompt_length[row] + generated
-    coupled = 1 if rows.has_dice[row] else 0
+    coupled = 1 if rows.has_seed[row] else 0
     kept = read_back(store, last_position(store, document), scratch.text, np.int64(MAX_DEPTH))
     text = scratch.text[MAX_DEPTH - kept :]
     survival, count = 1.0, 0
     out.lengths[row] = 0
-    for slot in range(max_tokens):
-        end = kept + slot
+    for depth in range(max_tokens):
+        end = kept + depth
         if count == 0:
             start = max(0, end - MAX_DEPTH)
             count = gather(
                 store, index, settings, document, text[start:end], end - start, positions, lengths, scratch.path
             )
-            _weigh(store, settings, document, generated + slot, count, positions, weights, natures)
+            _weigh(store, settings, document, generated + depth, count, positions, weights, origin_bins)
         num_found, longest, left = _blend(
             store.tokens, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
         )
@@ -302,46 +305,52 @@ def _propose_one(store, index, pool, rows, row, max_tokens, settings, sharpness,
             longest = max(longest, LOOKAHEAD_ORDER)
         elif num_found == 0:
             break
-        out.alternatives[row, slot, 0] = -1
+        out.alternatives[row, depth, 0] = -1
         if coupled and num_found > 1:
             _draw_noise(
-                rows.seed[row], np.int64(known - 1 + slot), num_found, found, mass, noise, out.alternatives[row, slot]
+                rows.seed[row], np.int64(known - 1 + depth), num_found, found, mass, noise, out.alternatives[row, depth]
             )
-            best, lead = _choose(num_found, mass, sharpness, noise)
+            best, lead = _choose(num_found, mass, inverse_temperature, noise)
             likely, expected = np.exp(mass[best]), (1.0 - left) / (1.0 + np.exp(-lead))
         else:
             best, lead = _choose(num_found, mass, 0.0, noise)
             likely = mass[best]
             expected = 1.0 - left if coupled else likely
         token = found[best]
-        heaviest, nature = -1.0, LOOKAHEAD * NUM_DISTANCE_BINS
+        heaviest, origin_bin = -1.0, LOOKAHEAD * NUM_DISTANCE_BINS
         for i in range(count):
             if store.tokens[positions[i]] == token and weights[i] > heaviest:
-                heaviest, nature = weights[i], natures[i]
-        if coupled:  # how likely the token was without the dice says more than how near it lies
-            nature = nature // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
+                heaviest, origin_bin = weights[i], origin_bins[i]
+        if coupled:  # what bins mean under noise: see NUM_ORIGIN_BINS
+            origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
                 int(NUM_DISTANCE_BINS * likely), NUM_DISTANCE_BINS - 1
             )
         probability_bin, length_bin = _probability_bin(expected), _length_bin(longest)
-        survival *= _rate(calibration, coupled, probability_bin, length_bin, nature, expected)
+        survival *= _rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected)
         if survival < settings.min_survival:
             _decay(calibration.coarse[coupled, probability_bin, length_bin])
-            _decay(calibration.fine[coupled, probability_bin, length_bin, nature])
+            _decay(calibration.fine[coupled, probability_bin, length_bin, origin_bin])
             break
-        out.cells[row, slot, 0], out.cells[row, slot, 1] = coupled, probability_bin
-        out.cells[row, slot, 2], out.cells[row, slot, 3] = length_bin, nature
-        out.tokens[row, slot] = token
-        out.confidence[row, slot] = survival
-        out.lengths[row] = slot + 1
+        out.cells[row, depth, 0], out.cells[row, depth, 1] = coupled, probability_bin
+        out.cells[row, depth, 2], out.cells[row, depth, 3] = length_bin, origin_bin
+        out.tokens[row, depth] = token
+        out.confidence[row, depth] = survival
+        out.lengths[row] = depth + 1
         text[end] = token
-        count = _advance(store, token, count, positions, lengths, weights, natures)
+        count = _advance(store, token, count, positions, lengths, weights, origin_bins)
 
 
 @njit(allocates=False)
 def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out):
-    sharpness = settings.sharpness if settings.sharpness > 0.0 else _best_sharpness(calibration.by_sharpness)
+    inverse_temperature = (
+        settings.inverse_temperature
+        if settings.inverse_temperature > 0.0
+        else _best_inverse_temperature(calibration.by_inverse_temperature)
+    )
     for i in range(batch.size):
-        _propose_one(store, index, pool, rows, batch[i], max_tokens[i], settings, sharpness, calibration, scratch, out)
+        _propose_one(
+            store, index, pool, rows, batch[i], max_tokens[i], settings, inverse_temperature, calibration, scratch, out
+        )
 
 
 def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, out):
@@ -355,6 +364,7 @@ def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, 
 
 @inlined(allocates=False)
 def _trial(cell, hit):
+    """Count an outcome."""
     if cell[0] >= MAX_TRIALS:
         cell[0] *= 0.5
         cell[1] *= 0.5
@@ -373,21 +383,24 @@ def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settin
             kept = read_back(store, last_position(store, document), text, np.int64(LOOKAHEAD_ORDER))
             context = text[LOOKAHEAD_ORDER - kept :]
             length = out.lengths[row]
-            for slot in range(length):
-                context[kept + slot] = out.tokens[row, slot]
-            for slot in range(num_accepted[i] + 1, min(starts[i + 1] - starts[i], length + 1)):
-                lookahead.insert(pool, problem, context, kept + slot, targets[starts[i] + slot])
+            for depth in range(length):
+                context[kept + depth] = out.tokens[row, depth]
+            for depth in range(num_accepted[i] + 1, min(starts[i + 1] - starts[i], length + 1)):
+                lookahead.insert(pool, problem, context, kept + depth, targets[starts[i] + depth])
         reached = min(out.lengths[row], num_accepted[i] + 1, starts[i + 1] - starts[i])
-        for slot in range(reached):
-            coupled, probability_bin, length_bin, nature = out.cells[row, slot]
-            hit = out.tokens[row, slot] == targets[starts[i] + slot]
+        for depth in range(reached):
+            coupled, probability_bin, length_bin, origin_bin = out.cells[row, depth]
+            hit = out.tokens[row, depth] == targets[starts[i] + depth]
             _trial(calibration.coarse[coupled, probability_bin, length_bin], hit)
-            _trial(calibration.fine[coupled, probability_bin, length_bin, nature], hit)
-            if out.alternatives[row, slot, 0] >= 0:
+            _trial(calibration.fine[coupled, probability_bin, length_bin, origin_bin], hit)
+            if out.alternatives[row, depth, 0] >= 0:
                 for a in range(len(INVERSE_TEMPERATURES)):
-                    _trial(calibration.by_sharpness[a], out.alternatives[row, slot, a] == targets[starts[i] + slot])
-            calibration.by_source[nature // NUM_DISTANCE_BINS, 0] += 1
-            calibration.by_source[nature // NUM_DISTANCE_BINS, 1] += hit
+                    _trial(
+                        calibration.by_inverse_temperature[a],
+                        out.alternatives[row, depth, a] == targets[starts[i] + depth],
+                    )
+            calibration.by_source[origin_bin // NUM_DISTANCE_BINS, 0] += 1
+            calibration.by_source[origin_bin // NUM_DISTANCE_BINS, 1] += hit
         out.lengths[row] = 0
 
 

@@ -11,7 +11,7 @@ tree over the same positions, by last token alone, where `shared` is on: two mor
   the way down to a context passes the newest position of every match length, and what is found first is newest. (Where
   rollouts are taken out, two subtrees are merged by document number, which is age for most pairs but not for all.)
 - Rollouts in flight grow in any interleaving, and any rollout leaves at any time, in O(log n) per token.
-- Contexts are ordered by a scrambled token number: then no text that occurs in practice gives long branches.
+- Contexts are ordered by a hash of their tokens, so that no real text degenerates the tree into a list.
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def gather(store, tree, problem, other_than, text, end, first, limit, positions,
         if other_than < 0 or problem_of(store, np.int64(path_node[i])) != other_than:
             positions[count], lengths[count] = path_node[i], path_length[i]
             count += 1
-        # Beyond enough candidates only those count that match as far as this one.
+        # Once there are enough candidates, only those are added that match as far as this one.
         depth = 0
         if path_away[i] >= 0:
             stack[0], depth = path_away[i], 1

@@ -32,7 +32,7 @@ class Engine:
     """What the device drafter sees of an engine, and the reference beside it."""
 
     def __init__(self, max_requests=6, **options):
-        drafter_options = {name: options[name] for name in ("sharpness", "recency") if name in options}
+        drafter_options = {name: options[name] for name in ("inverse_temperature", "recency") if name in options}
         self.reference = ReferenceDrafter(max_draft_tokens=K, **drafter_options)
         self.drafter = DeviceDrafter(
             max_requests=max_requests,
@@ -149,7 +149,7 @@ def test_drafts_and_rates_are_the_references(operations, random):
             drafts = engine.assert_same_drafts()
             last = {req_id: draft.token_ids.tolist() for req_id, draft in zip(live, drafts, strict=True)}
         engine.drafter.check_integrity()
-    for ours, theirs in zip(engine.drafter._counters, ("coarse", "fine", "by_sharpness"), strict=True):
+    for ours, theirs in zip(engine.drafter._counters, ("coarse", "fine", "by_inverse_temperature"), strict=True):
         np.testing.assert_array_equal(ours.numpy(), getattr(engine.reference.counters, theirs))
 
 
@@ -434,7 +434,7 @@ def test_rejected_arguments():
         drafter.begin_policy_version(1)
     for name, value in {
         "recency": 0.0,
-        "sharpness": -1.0,
+        "inverse_temperature": -1.0,
         "max_resident_tokens": 0,
         "max_problem_tokens": 0,
         "max_history_tokens": 0,

@@ -284,7 +284,7 @@ def drafted_by_hand(recorder, req_id, seed):
         )
         if seed is not None:
             noises = {token: float(noise.gumbel(seed, len(context) - 1, token)) for token in q}
-            q = {token: drafter._settings.sharpness * np.log(p) + noises[token] for token, p in q.items()}
+            q = {token: drafter._settings.inverse_temperature * np.log(p) + noises[token] for token, p in q.items()}
         token = yield q
         candidates = [
             ((document, at + 1), min(length + 1, MAX_DEPTH))
@@ -302,7 +302,7 @@ def drafted_by_hand(recorder, req_id, seed):
 )
 def test_drafts_are_the_favourites_of_the_blended_model(history, own, seed):
     """Candidates of equal weight and no outcomes: each slot is the most probable token, or the coupled choice."""
-    recorder = make(recency=1.0, sharpness=1.5)
+    recorder = make(recency=1.0, inverse_temperature=1.5)
     settings = recorder.drafter._settings
     recorder.drafter._settings = settings._replace(preference=np.ones_like(settings.preference))
     for i, text in enumerate(history):
@@ -360,11 +360,12 @@ def gathered(recorder, req_id):
     document = drafter._live[req_id].document
     positions = scratch.positions
     count = gather(store, drafter._index, settings, document, text, text.size, positions, scratch.lengths, scratch.path)
-    found = positions, scratch.weights, scratch.natures
+    found = positions, scratch.weights, scratch.origin_bins
     propose._weigh(store, settings, document, len(recorder.texts()[document].tokens), count, *found)
-    weighed = zip(scratch.natures[:count].tolist(), scratch.weights[:count].tolist(), strict=True)
+    weighed = zip(scratch.origin_bins[:count].tolist(), scratch.weights[:count].tolist(), strict=True)
     return {
-        vote.SOURCES[nature // NUM_DISTANCE_BINS]: (nature % NUM_DISTANCE_BINS, weight) for nature, weight in weighed
+        vote.SOURCES[origin_bin // NUM_DISTANCE_BINS]: (origin_bin % NUM_DISTANCE_BINS, weight)
+        for origin_bin, weight in weighed
     }
 
 
@@ -459,7 +460,7 @@ def test_a_longer_match_outweighs_a_few_shorter_ones():
 @both_indexes
 def test_the_dice_decide_where_history_is_undecided(index):
     """Over many seeds, both continuations come about as often as in history: what the coupled choice is for."""
-    recorder = make(index, sharpness=1.0)
+    recorder = make(index, inverse_temperature=1.0)
     for i in range(4):
         recorder.start(str(i), [1, 2], [5, 6 + i % 2])
         recorder.stop(str(i))
@@ -624,11 +625,11 @@ def test_full_counters_are_halved():
 
 def test_the_exponent_is_1_until_another_is_clearly_ahead():
     counts = np.zeros((len(vote.INVERSE_TEMPERATURES), 2))
-    assert propose._best_sharpness(counts) == 1.0
+    assert propose._best_inverse_temperature(counts) == 1.0
     counts[-1, 1] = vote.HEAD_START
-    assert propose._best_sharpness(counts) == 1.0
+    assert propose._best_inverse_temperature(counts) == 1.0
     counts[-1, 1] += 1
-    assert propose._best_sharpness(counts) == vote.INVERSE_TEMPERATURES[-1]
+    assert propose._best_inverse_temperature(counts) == vote.INVERSE_TEMPERATURES[-1]
 
 
 def test_only_choices_say_which_exponent_is_right():
@@ -639,7 +640,7 @@ def test_only_choices_say_which_exponent_is_right():
     recorder.start("r", [1], [5], seed=3)
     (chosen,) = recorder.draft("r", 1)
     recorder.drafter.observe(["r"], [[chosen]], np.zeros(1, np.int32))
-    trials = recorder.drafter._calibration.by_sharpness[:, 0]
+    trials = recorder.drafter._calibration.by_inverse_temperature[:, 0]
     assert (trials == 1).all()
     recorder.stop("i", keep=False)
     assert recorder.draft("r", 1) == [6]
@@ -663,10 +664,10 @@ def test_proposals_survive_the_growth_of_rows():
 def test_a_new_policy_forgets_a_part_of_every_counter():
     recorder = make()
     counters = recorder.drafter._calibration
-    for counts in (counters.coarse, counters.fine, counters.by_sharpness):
+    for counts in (counters.coarse, counters.fine, counters.by_inverse_temperature):
         counts[:] = 100.0
     recorder.drafter.begin_policy_version(1)
-    for counts in (counters.coarse, counters.fine, counters.by_sharpness):
+    for counts in (counters.coarse, counters.fine, counters.by_inverse_temperature):
         assert np.allclose(counts, 100.0 * vote.VERSION_DECAY)
 
 
@@ -846,9 +847,9 @@ def test_the_same_version_again_forgets_nothing():
         ({"min_survival": 1.0}, r"min_survival must be in \[0, 1\), got 1.0"),
         ({"min_survival": -0.1}, r"min_survival must be in \[0, 1\)"),
         ({"min_survival": float("nan")}, r"min_survival must be in \[0, 1\)"),
-        ({"sharpness": 0}, "sharpness must be positive and finite, got 0"),
-        ({"sharpness": float("nan")}, "sharpness must be positive and finite"),
-        ({"sharpness": float("inf")}, "sharpness must be positive and finite"),
+        ({"inverse_temperature": 0}, "inverse_temperature must be positive and finite, got 0"),
+        ({"inverse_temperature": float("nan")}, "inverse_temperature must be positive and finite"),
+        ({"inverse_temperature": float("inf")}, "inverse_temperature must be positive and finite"),
         ({"recency": 0.0}, r"recency must be in \(0, 1\], got 0.0"),
         ({"recency": 1.5}, r"recency must be in \(0, 1\], got 1.5"),
         ({"max_history_tokens": 0}, "max_history_tokens must be at least 1, got 0"),
