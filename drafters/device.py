@@ -5,8 +5,8 @@ reads each request's problem once: 512 requests over 32 problems of 32,000 token
 cache, whose 5 TB/s would make that 13 us; comparing takes longer. An index of hash chains would read 100 bytes per
 candidate, but one after another, and needs its insertions in an order that all ranks share; a suffix array of reversed
 prefixes finds the longest match in 17 dependent reads, and has to be sorted again as every request grows in every step.
-The scan has no state besides the texts: a token is found as soon as it is stored, and leaving is freeing memory. It
-costs time in proportion to a problem's tokens: what its live requests have said, and of its ended rollouts at most
+The scan has no state besides the texts: a token is found as soon as it is stored, and to forget one is to free memory.
+It costs time in proportion to a problem's tokens: what its live requests have said, and of its ended rollouts at most
 `max_problem_tokens`.
 
 The text is one array: a row per slot of the engine for the live requests, then a pool of fixed size for ended rollouts.
@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -36,6 +34,7 @@ from torch import Tensor
 
 from rollout_spec.drafters import device_kernels
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
+from rollout_spec.drafters.device_archive import Archive, Archived, Pool, copy_to_host
 from rollout_spec.drafters.device_reference import CELLS
 from rollout_spec.drafters.vote import (
     INVERSE_TEMPERATURES,
@@ -54,7 +53,7 @@ MAX_MEMBERS = 255
 TOKENS_PER_DOCUMENT = 16
 """The pool has room for one document per so many tokens."""
 NO_PROBLEM = -(2**64)
-"""Requests without a problem have ids from here downwards, which no hash and no caller gives."""
+"""Requests without a problem get ids from here downwards, which are no hash and no caller's."""
 NUM_STOPS = 4
 """Stop tokens of a request are looked up in multiples of so many."""
 
@@ -106,67 +105,6 @@ class _Retired(NamedTuple):
     capacity: int
 
 
-@dataclass(slots=True)
-class _Archived:
-    """A rollout on the host."""
-
-    problem_id: int
-    order: int
-    capacity: int
-    tokens: Tensor  # int32, the prompt's end and what was said; with unused room behind until the copy is taken
-    fields: Tensor  # int64 [4], its row in the table of documents
-    copied: torch.cuda.Event | None
-    """None: the copy was taken."""
-
-    def take_copy(self, *, wait: bool) -> bool:
-        """Move what has arrived out of the memory that the device writes to. Returns whether it has."""
-        if self.copied is not None:
-            if wait:
-                self.copied.synchronize()
-            elif not self.copied.query():
-                return False
-            self.copied = None
-        self.fields = self.fields.clone()
-        self.tokens = self.tokens[: int(self.fields[1])].clone()
-        return True
-
-    def read(self) -> tuple[NDArray[np.int32], int, int]:
-        """(tokens, of these context only, policy version)."""
-        self.take_copy(wait=True)
-        _, _, prompt_length, version = self.fields.tolist()
-        return self.tokens.numpy(), prompt_length, version
-
-
-class Pool:
-    """Places in an array of fixed size: first fit, neighbours joined. O(number of gaps) per call."""
-
-    def __init__(self, size: int) -> None:
-        self.gaps: list[tuple[int, int]] = [(0, size)] if size else []
-
-    @property
-    def num_free(self) -> int:
-        """Elements of all gaps together."""
-        return sum(size for _, size in self.gaps)
-
-    def allocate(self, size: int) -> int | None:
-        """First element of a place of this size; None where there is none."""
-        for i, (start, free) in enumerate(self.gaps):
-            if free >= size:
-                self.gaps[i : i + 1] = [(start + size, free - size)] if free > size else []
-                return start
-        return None
-
-    def release(self, start: int, size: int) -> None:
-        """Give a place back."""
-        i = bisect_left(self.gaps, (start, size))
-        if i < len(self.gaps) and start + size == self.gaps[i][0]:
-            size += self.gaps.pop(i)[1]
-        if i and sum(self.gaps[i - 1]) == start:
-            start, size = self.gaps[i - 1][0], size + self.gaps.pop(i - 1)[1]
-            i -= 1
-        self.gaps.insert(i, (start, size))
-
-
 class DeviceDrafter:
     """Drafts for the slots of one engine. `device_reference.py` says what; the module's docstring how.
 
@@ -211,7 +149,6 @@ class DeviceDrafter:
         self._log2_recency = math.log2(recency)
         self._inverse_temperature = 0.0 if inverse_temperature is None else float(inverse_temperature)
         self._max_problem_tokens = max_problem_tokens
-        self._max_history_tokens = max_history_tokens
         self._version = 0
         self._version_on_device = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -236,13 +173,10 @@ class DeviceDrafter:
         self._num_started = 0
         self._live: dict[int, _Live] = {}
         self._problems: dict[int, _Problem] = {}
-        self._idle: dict[int, _Problem] = {}  # without live requests, the one that waits longest first
+        self._idle: dict[int, _Problem] = {}  # without live requests, idle longest first
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._free_documents = list(range(num_documents - 1, max_requests - 1, -1))
-        self._archive: dict[int, deque[_Archived]] = {}
-        self._archive_order: deque[_Archived] = deque()
-        self._archive_tokens = 0
-        self._copying: deque[_Archived] = deque()
+        self._archive = Archive(max_history_tokens)
         self._changed_problems: dict[int, _Problem] = {}
         self._changed_documents: dict[int, tuple[int, int, int, int]] = {}
         self._changed_slots: dict[int, int] = {}
@@ -292,7 +226,7 @@ class DeviceDrafter:
         """
         live = self._leave(slot)
         live.problem.members.remove(slot)
-        self._rest_if_unused(live.problem)
+        self._mark_idle_if_unused(live.problem)
         return live.version
 
     def stop_requests(self, ended: Sequence[Ended]) -> None:
@@ -327,11 +261,10 @@ class DeviceDrafter:
         if retired:
             self._retire(retired)
         for problem in list(self._problems.values()):
-            self._rest_if_unused(problem)
+            self._mark_idle_if_unused(problem)
         counters = self._all_counters
         counters.copy_(torch.where(counters[:, :1] >= MAX_TRIALS, counters // 2, counters))
-        while self._copying and self._copying[0].take_copy(wait=False):
-            self._copying.popleft()
+        self._archive.take_copies()
 
     def begin_policy_version(self, version: int) -> None:
         """Requests started from now on are sampled by a new policy.
@@ -426,7 +359,7 @@ class DeviceDrafter:
         """Bytes on the device and of history on the host."""
         tensors = [self._text, self._documents, self._members, self._problem_of, self._preference]
         tensors += [*self._last_drafts, self._all_counters]
-        return sum(t.numel() * t.element_size() for t in tensors) + 4 * self._archive_tokens
+        return sum(t.numel() * t.element_size() for t in tensors) + 4 * self._archive.num_tokens
 
     def check_integrity(self) -> None:
         """Check internal invariants; for tests. Raises AssertionError."""
@@ -444,7 +377,7 @@ class DeviceDrafter:
             assert problem.num_live == len(live), "live requests"
             assert (problem.num_live == 0) == (problem.problem_id in self._idle), "idle problems"
             assert sorted(problem.members) == sorted([*live, *problem.pieces]), "members"
-        assert self._archive_tokens == sum(a.capacity for a in self._archive_order), "archived tokens"
+        self._archive.check_integrity()
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
@@ -481,14 +414,14 @@ class DeviceDrafter:
         problem.members.remove(document)
         self._free_documents.append(document)
 
-    def _rest_if_unused(self, problem: _Problem) -> None:
+    def _mark_idle_if_unused(self, problem: _Problem) -> None:
         if problem.num_live == 0 and problem.problem_id not in self._idle:
             self._idle[problem.problem_id] = problem
             if problem.problem_id <= NO_PROBLEM:  # it cannot come again
                 self._evict(problem)
 
     def _evict_oldest(self) -> None:
-        """Free what the problem that was left first holds."""
+        """Free the rollouts of the problem that has been idle longest."""
         self._evict(next(iter(self._idle.values())))
 
     def _evict(self, problem: _Problem) -> None:
@@ -513,7 +446,7 @@ class DeviceDrafter:
             copies = []
             for document, (_, live, start, capacity) in retired.items():
                 tokens = self._text[self._pool_start + start : self._pool_start + start + capacity]
-                copies.append((live, _to_host(tokens), _to_host(self._documents[document])))
+                copies.append((live, copy_to_host(tokens), copy_to_host(self._documents[document])))
             copied = None
             if self._side is not None:
                 copied = torch.cuda.Event()
@@ -521,24 +454,11 @@ class DeviceDrafter:
         for live, tokens, fields in copies:
             if live.problem.problem_id > NO_PROBLEM:  # what has no problem cannot come again
                 capacity = tokens.numel()
-                self._keep_on_host(_Archived(live.problem.problem_id, live.order, capacity, tokens, fields, copied))
-
-    def _keep_on_host(self, rollout: _Archived) -> None:
-        self._archive.setdefault(rollout.problem_id, deque()).append(rollout)
-        self._archive_order.append(rollout)
-        self._copying.append(rollout)
-        self._archive_tokens += rollout.capacity
-        while self._archive_tokens > self._max_history_tokens:
-            oldest = self._archive_order.popleft()
-            self._archive_tokens -= oldest.capacity
-            of_problem = self._archive[oldest.problem_id]
-            of_problem.popleft()
-            if not of_problem:
-                del self._archive[oldest.problem_id]
+                self._archive.add(Archived(live.problem.problem_id, live.order, capacity, tokens, fields, copied))
 
     def _upload(self, problem: _Problem) -> None:
         """Bring a problem's newest rollouts from the host, on a stream of its own."""
-        newest_first = sorted(self._archive.get(problem.problem_id, ()), key=lambda rollout: -rollout.order)
+        newest_first = self._archive.newest_first(problem.problem_id)
         texts = [text for text in (rollout.read() for rollout in newest_first[:MAX_MEMBERS]) if text[0].size > text[1]]
         sizes = np.cumsum([tokens.size for tokens, _, _ in texts])
         count = int(np.searchsorted(sizes, self._max_problem_tokens, side="right"))
@@ -630,9 +550,3 @@ def check_options(
     ):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host that does not wait for the device."""
-    is_cuda = tensor.device.type == "cuda"
-    return torch.empty_like(tensor, device="cpu", pin_memory=is_cuda).copy_(tensor, non_blocking=is_cuda)

@@ -23,7 +23,7 @@ TILE = 1024
 SPLITS = (2, 8, 32)
 """Programs that share one request's scan; their candidates are joined in registers."""
 TARGET_PROGRAMS = 132 * 5
-"""Programs of the scan that are resident on an H200 at once, by their registers. As many are wanted."""
+"""Programs of the scan that an H200 has registers for at once. A batch's scans are split into at most so many."""
 TILE_SPLITS = 2
 """Programs that share a document."""
 
@@ -87,7 +87,7 @@ def _extend_kernel(
     length = tl.load(documents_ptr + LENGTH).to(tl.int32)
     end = tl.minimum(tl.load(total_len_ptr + slot).to(tl.int32), row_size)
 
-    # Of a request that has just come, the drafts are its predecessor's.
+    # Where a request has just come, the slot's last drafts were made for the request before it.
     num_drafted = tl.where(length > 0, tl.load(num_drafted_ptr + slot), 0)
     j = tl.arange(0, WIDTH)
     reached = j < tl.minimum(num_drafted, end - length)
@@ -186,7 +186,8 @@ def _scan_kernel(
         skip = (split % TILE_SPLITS) * TILE
         count = tl.load(members_ptr)
         for n in range(split // TILE_SPLITS, count + 1, doc_splits):
-            # The request's own document has number 0, where the members have their count, and is one of them too.
+            # Number 0 is the request's own document, as entry 0 of the members is their count. It is a member too,
+            # and is skipped there.
             number = tl.full([], 0, tl.int64) + n
             document = tl.where(number == 0, slot, tl.load(members_ptr + number).to(tl.int64))
             if (number == 0) | (document != slot):
@@ -341,7 +342,7 @@ def _draft_kernel(
         of_draft = tl.sum(tl.where(in_draft[:, None] == j[None, :], draft[None, :], 0), 1)
         is_stored = alive & ((position < own_length) | ~is_own)
         token = tl.where(is_stored, tl.load(theirs + position, mask=is_stored, other=0), of_draft)
-        token = tl.where(alive, token, -1 - lane)  # no two of the dead are equal
+        token = tl.where(alive, token, -1 - lane)  # those that dropped out agree with none
 
         chosen = tl.max(token)
         mass = tl.zeros([MAX_CANDIDATES], tl.float32) + tl.sum(votes * share)
@@ -397,7 +398,7 @@ def _draft_kernel(
         position += 1
         alive = says_so & (position < tl.where(is_own, own_length + num, limit))
         was, count = count, tl.sum(alive.to(tl.int32))
-        # While all go on and none is as long as can be, their lengths grow together and nothing changes.
+        # While no candidate drops out and none reaches MAX_DEPTH, all lengths grow by one and the shares stay.
         if (count < was) | (longest >= MAX_DEPTH - 1):
             length = tl.minimum(length + 1, MAX_DEPTH)
             votes = tl.where(alive, weight, 0.0)

@@ -120,7 +120,7 @@ class HistoryDrafter:
             raise ValueError(f"max_history_versions must not be negative, got {max_history_versions}")
         self._own_only = own_only
         self._max_draft_tokens = max_draft_tokens
-        # What is live has room beyond the bound, whatever the bound.
+        # Live requests have room beyond the bound, however large it is.
         self._max_history_pages = min(max_history_tokens / PAGE_TOKENS, 0.9 * MAX_PAGES)
         self._max_history_versions = max_history_versions
         self._store = TextStore()
