@@ -31,7 +31,7 @@ class Drafter(Protocol):
             req_id: Unique among live requests.
             prompt_token_ids: The whole prompt. Empty is allowed; such a request has no problem of its own.
             problem_id: Requests with the same id share history. None: the hash of the prompt.
-            seed: The request's dice (see `rollout_spec.noise`). None: no dice, as for greedy requests and replays;
+            seed: Of the request's noise (see `rollout_spec.noise`). None: no noise, as for greedy requests and replays;
                 the drafter then proposes what is most probable.
 
         Raises:

@@ -5,8 +5,8 @@ reads each request's problem once: 512 requests over 32 problems of 32,000 token
 cache, whose 5 TB/s would make that 13 us; comparing takes longer. An index of hash chains would read 100 bytes per
 candidate, but one after another, and needs its insertions in an order that all ranks share; a suffix array of reversed
 prefixes finds the longest match in 17 dependent reads, and has to be sorted again as every request grows in every step.
-The scan has no state besides the texts: a token is found as soon as it is stored, and leaving is freeing memory. It
-costs time in proportion to a problem's tokens: what its live requests have said, and of its ended rollouts at most
+The scan has no state besides the texts: a token is found as soon as it is stored, and to forget one is to free memory.
+It costs time in proportion to a problem's tokens: what its live requests have said, and of its ended rollouts at most
 `max_problem_tokens`.
 
 The text is one array: a row per slot of the engine for the live requests, then a pool of fixed size for ended rollouts.
@@ -23,8 +23,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -36,16 +34,26 @@ from torch import Tensor
 
 from rollout_spec.drafters import device_kernels
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
-from rollout_spec.drafters.device_reference import CELLS, MAX_TRIALS, NATURES
-from rollout_spec.drafters.kernels import MAX_DEPTH, NUM_NEAR_BINS, SHARPNESSES, SOURCES
-from rollout_spec.drafters.mixture import FORGET, PREFERENCE
+from rollout_spec.drafters.device_archive import Archive, Archived, Pool, copy_to_host
+from rollout_spec.drafters.device_reference import CELLS
+from rollout_spec.drafters.vote import (
+    INVERSE_TEMPERATURES,
+    MAX_DEPTH,
+    MAX_TRIALS,
+    NUM_DISTANCE_BINS,
+    NUM_ORIGIN_BINS,
+    PREFERENCE,
+    RECENCY,
+    SOURCES,
+    VERSION_DECAY,
+)
 
 MAX_MEMBERS = 255
 """Documents of one problem that are looked at, newest first."""
 TOKENS_PER_DOCUMENT = 16
 """The pool has room for one document per so many tokens."""
 NO_PROBLEM = -(2**64)
-"""Requests without a problem have ids from here downwards, which no hash and no caller gives."""
+"""Requests without a problem get ids from here downwards, which are no hash and no caller's."""
 NUM_STOPS = 4
 """Stop tokens of a request are looked up in multiples of so many."""
 
@@ -97,67 +105,6 @@ class _Retired(NamedTuple):
     capacity: int
 
 
-@dataclass(slots=True)
-class _Archived:
-    """A rollout on the host."""
-
-    problem_id: int
-    order: int
-    capacity: int
-    tokens: Tensor  # int32, the prompt's end and what was said; until it has been settled with room behind
-    fields: Tensor  # int64 [4], its row in the table of documents
-    copied: torch.cuda.Event | None
-    """None: the copy has been settled."""
-
-    def settle(self, *, wait: bool) -> bool:
-        """Move what has arrived out of the memory that the device writes to. Returns whether it has."""
-        if self.copied is not None:
-            if wait:
-                self.copied.synchronize()
-            elif not self.copied.query():
-                return False
-            self.copied = None
-        self.fields = self.fields.clone()
-        self.tokens = self.tokens[: int(self.fields[1])].clone()
-        return True
-
-    def read(self) -> tuple[NDArray[np.int32], int, int]:
-        """(tokens, of these context only, policy version)."""
-        self.settle(wait=True)
-        _, _, prompt_length, version = self.fields.tolist()
-        return self.tokens.numpy(), prompt_length, version
-
-
-class Pool:
-    """Places in an array of fixed size: first fit, neighbours joined. O(number of gaps) per call."""
-
-    def __init__(self, size: int) -> None:
-        self.gaps: list[tuple[int, int]] = [(0, size)] if size else []
-
-    @property
-    def num_free(self) -> int:
-        """Elements of all gaps together."""
-        return sum(size for _, size in self.gaps)
-
-    def allocate(self, size: int) -> int | None:
-        """First element of a place of this size; None where there is none."""
-        for i, (start, free) in enumerate(self.gaps):
-            if free >= size:
-                self.gaps[i : i + 1] = [(start + size, free - size)] if free > size else []
-                return start
-        return None
-
-    def release(self, start: int, size: int) -> None:
-        """Give a place back."""
-        i = bisect_left(self.gaps, (start, size))
-        if i < len(self.gaps) and start + size == self.gaps[i][0]:
-            size += self.gaps.pop(i)[1]
-        if i and sum(self.gaps[i - 1]) == start:
-            start, size = self.gaps[i - 1][0], size + self.gaps.pop(i - 1)[1]
-            i -= 1
-        self.gaps.insert(i, (start, size))
-
-
 class DeviceDrafter:
     """Drafts for the slots of one engine. `device_reference.py` says what; the module's docstring how.
 
@@ -166,9 +113,9 @@ class DeviceDrafter:
         max_model_len: Longest text of a request.
         device: Where the texts live.
         max_draft_tokens: Drafted tokens per request, K.
-        use_dice: Whether requests of positive temperature roll dice that the drafter may see.
+        use_dice: Whether the noise by which requests of positive temperature are sampled is known to the drafter.
         recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
-        sharpness: Exponent of the coupled choice; None: the one that was right most often so far.
+        inverse_temperature: Exponent of the coupled choice; None: the one that was right most often so far.
         max_resident_tokens: Size of the pool of ended rollouts, in tokens of 4 bytes.
         max_problem_tokens: Tokens of ended rollouts that are looked at per problem, newest first.
         max_history_tokens: Bound on the tokens kept on the host. The oldest rollouts go first.
@@ -188,21 +135,20 @@ class DeviceDrafter:
         device: torch.device,
         max_draft_tokens: int = 8,
         use_dice: bool = True,
-        recency: float = 0.98,
-        sharpness: float | None = None,
+        recency: float = RECENCY,
+        inverse_temperature: float | None = None,
         max_resident_tokens: int = 4_000_000,
         max_problem_tokens: int = 131_072,
         max_history_tokens: int = 64_000_000,
     ) -> None:
-        check_options(recency, sharpness, max_resident_tokens, max_problem_tokens, max_history_tokens)
+        check_options(recency, inverse_temperature, max_resident_tokens, max_problem_tokens, max_history_tokens)
         self.dropped_tokens = 0
         self._device = device
         self._max_model_len = max_model_len
         self._use_dice = use_dice
         self._log2_recency = math.log2(recency)
-        self._sharpness = 0.0 if sharpness is None else float(sharpness)
+        self._inverse_temperature = 0.0 if inverse_temperature is None else float(inverse_temperature)
         self._max_problem_tokens = max_problem_tokens
-        self._max_history_tokens = max_history_tokens
         self._version = 0
         self._version_on_device = torch.zeros(1, dtype=torch.int32, device=device)
 
@@ -216,24 +162,21 @@ class DeviceDrafter:
         self._problem_of = new(max_requests, dtype=torch.int32, device=device)
         num_drafted = new(max_requests, dtype=torch.int32, device=device)
         drafted = new(max_requests, max_draft_tokens, dtype=torch.int32, device=device)
-        alternatives = new(max_requests, max_draft_tokens, len(SHARPNESSES), dtype=torch.int32, device=device)
+        alternatives = new(max_requests, max_draft_tokens, len(INVERSE_TEMPERATURES), dtype=torch.int32, device=device)
         self._last_drafts = (num_drafted, drafted, torch.zeros_like(drafted), alternatives)
         self._preference = torch.tensor(PREFERENCE, dtype=torch.float32, device=device)
-        sizes = (CELLS, CELLS * NATURES, len(SHARPNESSES))
+        sizes = (CELLS, CELLS * NUM_ORIGIN_BINS, len(INVERSE_TEMPERATURES))
         self._all_counters = new(sum(sizes), 2, dtype=torch.int32, device=device)
-        coarse, fine, by_sharpness = self._all_counters.split(sizes)
-        self._counters = (coarse, fine, by_sharpness)
+        coarse, fine, by_inverse_temperature = self._all_counters.split(sizes)
+        self._counters = (coarse, fine, by_inverse_temperature)
 
         self._num_started = 0
         self._live: dict[int, _Live] = {}
         self._problems: dict[int, _Problem] = {}
-        self._idle: dict[int, _Problem] = {}  # without live requests, the one that waits longest first
+        self._idle: dict[int, _Problem] = {}  # without live requests, idle longest first
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._free_documents = list(range(num_documents - 1, max_requests - 1, -1))
-        self._archive: dict[int, deque[_Archived]] = {}
-        self._archive_order: deque[_Archived] = deque()
-        self._archive_tokens = 0
-        self._copying: deque[_Archived] = deque()
+        self._archive = Archive(max_history_tokens)
         self._changed_problems: dict[int, _Problem] = {}
         self._changed_documents: dict[int, tuple[int, int, int, int]] = {}
         self._changed_slots: dict[int, int] = {}
@@ -283,7 +226,7 @@ class DeviceDrafter:
         """
         live = self._leave(slot)
         live.problem.members.remove(slot)
-        self._rest_if_unused(live.problem)
+        self._mark_idle_if_unused(live.problem)
         return live.version
 
     def stop_requests(self, ended: Sequence[Ended]) -> None:
@@ -318,11 +261,10 @@ class DeviceDrafter:
         if retired:
             self._retire(retired)
         for problem in list(self._problems.values()):
-            self._rest_if_unused(problem)
+            self._mark_idle_if_unused(problem)
         counters = self._all_counters
         counters.copy_(torch.where(counters[:, :1] >= MAX_TRIALS, counters // 2, counters))
-        while self._copying and self._copying[0].settle(wait=False):
-            self._copying.popleft()
+        self._archive.take_copies()
 
     def begin_policy_version(self, version: int) -> None:
         """Requests started from now on are sampled by a new policy.
@@ -335,9 +277,9 @@ class DeviceDrafter:
         if version > self._version:
             self._version = version
             self._version_on_device.fill_(version)
-            self._all_counters.copy_((self._all_counters * FORGET).to(torch.int32))
+            self._all_counters.copy_((self._all_counters * VERSION_DECAY).to(torch.int32))
 
-    def warm_up(self, slots_dtype: torch.dtype, history: Tensor, total_len: Tensor, *dice: Tensor) -> None:
+    def warm_up(self, slots_dtype: torch.dtype, history: Tensor, total_len: Tensor, *sampling: Tensor) -> None:
         """Launch every kernel in every form that a batch can need, so that none is compiled while serving.
 
         To be called before requests come; arguments as of `propose`.
@@ -346,7 +288,7 @@ class DeviceDrafter:
         for batch in sorted({1, most, *(device_kernels.TARGET_PROGRAMS // n for n in device_kernels.SPLITS)}):
             if 1 <= batch <= most:
                 slots = torch.arange(batch, dtype=slots_dtype, device=self._device)
-                self.look_up(slots, torch.zeros_like(slots, dtype=torch.int32), history, total_len, *dice)
+                self.look_up(slots, torch.zeros_like(slots, dtype=torch.int32), history, total_len, *sampling)
         row = np.zeros((1, device_kernels.RETIRED_FIELDS), np.int64)
         row[0, 1] = self._free_documents[0]
         stops = np.full((1, NUM_STOPS), -1, np.int32)
@@ -364,8 +306,8 @@ class DeviceDrafter:
             num_sampled: int32 [B], tokens of the last step. 0, as for prompts not yet read to their end: no draft.
             history: int32 [R, >= max_model_len], the engine's tokens by slot.
             total_len: int32 [R], how many.
-            seeds: int64 [R], the requests' dice.
-            temperature: float32 [R]; requests of temperature 0 roll no dice.
+            seeds: int64 [R], of the requests' noise.
+            temperature: float32 [R]; requests of temperature 0 have no noise.
 
         Returns:
             (drafts int64 [B, K], rates float32 [B, K]): the estimated probability that each is accepted once it is
@@ -397,7 +339,7 @@ class DeviceDrafter:
             *self._last_drafts,
             version=self._version_on_device,
             log2_recency=self._log2_recency,
-            sharpness=self._sharpness,
+            inverse_temperature=self._inverse_temperature,
             use_dice=self._use_dice,
         )
 
@@ -410,14 +352,14 @@ class DeviceDrafter:
 
     def source_counts(self) -> dict[str, tuple[int, int]]:
         """Drafted tokens that the target reached, and those that it sampled itself, by where they came from. Waits."""
-        by_nature = self._counters[1].view(CELLS, len(SOURCES), NUM_NEAR_BINS, 2).sum((0, 2)).tolist()
-        return {name: (n, hits) for name, (n, hits) in zip(SOURCES, by_nature, strict=True)}
+        by_origin_bin = self._counters[1].view(CELLS, len(SOURCES), NUM_DISTANCE_BINS, 2).sum((0, 2)).tolist()
+        return {name: (n, hits) for name, (n, hits) in zip(SOURCES, by_origin_bin, strict=True)}
 
     def memory_bytes(self) -> int:
         """Bytes on the device and of history on the host."""
         tensors = [self._text, self._documents, self._members, self._problem_of, self._preference]
         tensors += [*self._last_drafts, self._all_counters]
-        return sum(t.numel() * t.element_size() for t in tensors) + 4 * self._archive_tokens
+        return sum(t.numel() * t.element_size() for t in tensors) + 4 * self._archive.num_tokens
 
     def check_integrity(self) -> None:
         """Check internal invariants; for tests. Raises AssertionError."""
@@ -435,7 +377,7 @@ class DeviceDrafter:
             assert problem.num_live == len(live), "live requests"
             assert (problem.num_live == 0) == (problem.problem_id in self._idle), "idle problems"
             assert sorted(problem.members) == sorted([*live, *problem.pieces]), "members"
-        assert self._archive_tokens == sum(a.capacity for a in self._archive_order), "archived tokens"
+        self._archive.check_integrity()
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
@@ -472,14 +414,14 @@ class DeviceDrafter:
         problem.members.remove(document)
         self._free_documents.append(document)
 
-    def _rest_if_unused(self, problem: _Problem) -> None:
+    def _mark_idle_if_unused(self, problem: _Problem) -> None:
         if problem.num_live == 0 and problem.problem_id not in self._idle:
             self._idle[problem.problem_id] = problem
             if problem.problem_id <= NO_PROBLEM:  # it cannot come again
                 self._evict(problem)
 
     def _evict_oldest(self) -> None:
-        """Free what the problem that was left first holds."""
+        """Free the rollouts of the problem that has been idle longest."""
         self._evict(next(iter(self._idle.values())))
 
     def _evict(self, problem: _Problem) -> None:
@@ -504,7 +446,7 @@ class DeviceDrafter:
             copies = []
             for document, (_, live, start, capacity) in retired.items():
                 tokens = self._text[self._pool_start + start : self._pool_start + start + capacity]
-                copies.append((live, _to_host(tokens), _to_host(self._documents[document])))
+                copies.append((live, copy_to_host(tokens), copy_to_host(self._documents[document])))
             copied = None
             if self._side is not None:
                 copied = torch.cuda.Event()
@@ -512,24 +454,11 @@ class DeviceDrafter:
         for live, tokens, fields in copies:
             if live.problem.problem_id > NO_PROBLEM:  # what has no problem cannot come again
                 capacity = tokens.numel()
-                self._keep_on_host(_Archived(live.problem.problem_id, live.order, capacity, tokens, fields, copied))
-
-    def _keep_on_host(self, rollout: _Archived) -> None:
-        self._archive.setdefault(rollout.problem_id, deque()).append(rollout)
-        self._archive_order.append(rollout)
-        self._copying.append(rollout)
-        self._archive_tokens += rollout.capacity
-        while self._archive_tokens > self._max_history_tokens:
-            oldest = self._archive_order.popleft()
-            self._archive_tokens -= oldest.capacity
-            of_problem = self._archive[oldest.problem_id]
-            of_problem.popleft()
-            if not of_problem:
-                del self._archive[oldest.problem_id]
+                self._archive.add(Archived(live.problem.problem_id, live.order, capacity, tokens, fields, copied))
 
     def _upload(self, problem: _Problem) -> None:
         """Bring a problem's newest rollouts from the host, on a stream of its own."""
-        newest_first = sorted(self._archive.get(problem.problem_id, ()), key=lambda rollout: -rollout.order)
+        newest_first = self._archive.newest_first(problem.problem_id)
         texts = [text for text in (rollout.read() for rollout in newest_first[:MAX_MEMBERS]) if text[0].size > text[1]]
         sizes = np.cumsum([tokens.size for tokens, _, _ in texts])
         count = int(np.searchsorted(sizes, self._max_problem_tokens, side="right"))
@@ -599,8 +528,8 @@ class DeviceDrafter:
 
 
 def check_options(
-    recency: float = 0.98,
-    sharpness: float | None = None,
+    recency: float = RECENCY,
+    inverse_temperature: float | None = None,
     max_resident_tokens: int = 1,
     max_problem_tokens: int = 1,
     max_history_tokens: int = 1,
@@ -612,8 +541,8 @@ def check_options(
     """
     if not 0 < recency <= 1:
         raise ValueError(f"recency must be in (0, 1], got {recency}")
-    if sharpness is not None and not 0 < sharpness < math.inf:
-        raise ValueError(f"sharpness must be positive and finite, got {sharpness}")
+    if inverse_temperature is not None and not 0 < inverse_temperature < math.inf:
+        raise ValueError(f"inverse_temperature must be positive and finite, got {inverse_temperature}")
     for name, value in (
         ("max_resident_tokens", max_resident_tokens),
         ("max_problem_tokens", max_problem_tokens),
@@ -621,9 +550,3 @@ def check_options(
     ):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host that does not wait for the device."""
-    is_cuda = tensor.device.type == "cuda"
-    return torch.empty_like(tensor, device="cpu", pin_memory=is_cuda).copy_(tensor, non_blocking=is_cuda)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout_spec import noise
-from rollout_spec.drafters import device_reference, kernels
+from rollout_spec.drafters import vote
 from rollout_spec.noise_triton import almost_hash, finish_hash, gumbel, row_state, token_key
 
 TILE = 1024
@@ -23,7 +23,7 @@ TILE = 1024
 SPLITS = (2, 8, 32)
 """Programs that share one request's scan; their candidates are joined in registers."""
 TARGET_PROGRAMS = 132 * 5
-"""Programs of the scan that are resident on an H200 at once, by their registers. As many are wanted."""
+"""Programs of the scan that an H200 has registers for at once. A batch's scans are split into at most so many."""
 TILE_SPLITS = 2
 """Programs that share a document."""
 
@@ -34,26 +34,29 @@ RETIRED_FIELDS = 6
 """Columns of a row of `retire`: slot, new document, its offset and capacity, tokens that stop tokens cannot end, and
 tokens after which the request ended whatever they are."""
 
-MAX_DEPTH = tl.constexpr(kernels.MAX_DEPTH)
-NUM_CANDIDATES = tl.constexpr(device_reference.NUM_CANDIDATES)
-ENOUGH = tl.constexpr(kernels.ENOUGH)
+MAX_DEPTH = tl.constexpr(vote.MAX_DEPTH)
+MAX_CANDIDATES = tl.constexpr(vote.MAX_CANDIDATES)
+ENOUGH_CANDIDATES = tl.constexpr(vote.ENOUGH_CANDIDATES)
 STEP = tl.constexpr(4)
 """Tokens that a match is extended by before the program looks whether any is left."""
 LENGTH_SHIFT, RANK_SHIFT = tl.constexpr(52), tl.constexpr(32)
 MAX_RANK = tl.constexpr((1 << 20) - 1)
 """A match is one int64, larger ones are better: its length, MAX_RANK less its document's number, its position."""
-BLEND = tl.constexpr(kernels.BLEND)
-COARSE_PRIOR, FINE_PRIOR = tl.constexpr(kernels.COARSE_PRIOR), tl.constexpr(kernels.FINE_PRIOR)
-HEAD_START = tl.constexpr(kernels.HEAD_START)
-SHARPNESSES = tl.constexpr(kernels.SHARPNESSES)
-NUM_SHARPNESSES = tl.constexpr(len(kernels.SHARPNESSES))
-NEUTRAL = tl.constexpr(kernels.SHARPNESSES.index(1.0))
-NATURES = tl.constexpr(device_reference.NATURES)
-NEAR_BINS = tl.constexpr(kernels.NUM_NEAR_BINS)
-LENGTH_BINS = tl.constexpr(kernels.NUM_LENGTH_BINS)
-PROBABILITY_BINS = tl.constexpr(kernels.NUM_PROBABILITY_BINS)
-OWN, SIBLING, ASKED = tl.constexpr(kernels.OWN), tl.constexpr(kernels.SIBLING), tl.constexpr(kernels.ASKED)
-MIN_DECAY = tl.constexpr(device_reference.MIN_DECAY)
+BLEND = tl.constexpr(vote.BLEND)
+COARSE_PRIOR, FINE_PRIOR = tl.constexpr(vote.COARSE_PRIOR), tl.constexpr(vote.FINE_PRIOR)
+HEAD_START = tl.constexpr(vote.HEAD_START)
+INVERSE_TEMPERATURES = tl.constexpr(vote.INVERSE_TEMPERATURES)
+NUM_INVERSE_TEMPERATURES = tl.constexpr(len(vote.INVERSE_TEMPERATURES))
+NEUTRAL = tl.constexpr(vote.INVERSE_TEMPERATURES.index(1.0))
+NUM_ORIGIN_BINS = tl.constexpr(vote.NUM_ORIGIN_BINS)
+DISTANCE_EDGES, LENGTH_EDGES = tl.constexpr(vote.DISTANCE_EDGES), tl.constexpr(vote.LENGTH_EDGES)
+DISTANCE_BINS = tl.constexpr(vote.NUM_DISTANCE_BINS)
+LENGTH_BINS = tl.constexpr(vote.NUM_LENGTH_BINS)
+PROBABILITY_BINS = tl.constexpr(vote.NUM_PROBABILITY_BINS)
+BINS_PER_HALVING = tl.constexpr(vote.BINS_PER_HALVING)
+MIN_DISTANCE_FROM_ONE = tl.constexpr(vote.MIN_DISTANCE_FROM_ONE)
+OWN, SIBLING, ASKED = tl.constexpr(vote.OWN), tl.constexpr(vote.SIBLING), tl.constexpr(vote.ASKED)
+MIN_AGE_WEIGHT = tl.constexpr(vote.MIN_AGE_WEIGHT)
 DOMAIN = tl.constexpr(noise.DOMAIN_TARGET)
 
 
@@ -69,10 +72,10 @@ def _extend_kernel(
     num_drafted_ptr,  # int32 [R], and the three below, [R, K]: the last drafts
     drafted_ptr,  # int32
     cells_ptr,  # int32
-    alternatives_ptr,  # int32 [R, K, NUM_SHARPNESSES], -1: there was no choice
+    alternatives_ptr,  # int32 [R, K, NUM_INVERSE_TEMPERATURES], -1: there was no choice
     coarse_ptr,  # int32 [cells, 2]: trials and hits
-    fine_ptr,  # int32 [cells * NATURES, 2]
-    by_sharpness_ptr,  # int32 [NUM_SHARPNESSES, 2]
+    fine_ptr,  # int32 [cells * NUM_ORIGIN_BINS, 2]
+    by_inverse_temperature_ptr,  # int32 [NUM_INVERSE_TEMPERATURES, 2]
     K: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two, at least K
     BLOCK: tl.constexpr,
@@ -84,7 +87,7 @@ def _extend_kernel(
     length = tl.load(documents_ptr + LENGTH).to(tl.int32)
     end = tl.minimum(tl.load(total_len_ptr + slot).to(tl.int32), row_size)
 
-    # Of a request that has just come, the drafts are its predecessor's.
+    # Where a request has just come, the slot's last drafts were made for the request before it.
     num_drafted = tl.where(length > 0, tl.load(num_drafted_ptr + slot), 0)
     j = tl.arange(0, WIDTH)
     reached = j < tl.minimum(num_drafted, end - length)
@@ -94,15 +97,15 @@ def _extend_kernel(
     cell = tl.load(cells_ptr + at, mask=reached, other=0)
     tl.atomic_add(fine_ptr + cell * 2, 1, mask=reached, sem="relaxed")
     tl.atomic_add(fine_ptr + cell * 2 + 1, 1, mask=hit, sem="relaxed")
-    tl.atomic_add(coarse_ptr + cell // NATURES * 2, 1, mask=reached, sem="relaxed")
-    tl.atomic_add(coarse_ptr + cell // NATURES * 2 + 1, 1, mask=hit, sem="relaxed")
+    tl.atomic_add(coarse_ptr + cell // NUM_ORIGIN_BINS * 2, 1, mask=reached, sem="relaxed")
+    tl.atomic_add(coarse_ptr + cell // NUM_ORIGIN_BINS * 2 + 1, 1, mask=hit, sem="relaxed")
     a = tl.arange(0, 8)[None, :]
-    is_exponent = reached[:, None] & (a < NUM_SHARPNESSES)
-    other = tl.load(alternatives_ptr + at[:, None] * NUM_SHARPNESSES + a, mask=is_exponent, other=-1)
+    is_exponent = reached[:, None] & (a < NUM_INVERSE_TEMPERATURES)
+    other = tl.load(alternatives_ptr + at[:, None] * NUM_INVERSE_TEMPERATURES + a, mask=is_exponent, other=-1)
     tried = is_exponent & (other >= 0)
-    by_sharpness_ptr += a * 2 + tl.zeros_like(other)
-    tl.atomic_add(by_sharpness_ptr, 1, mask=tried, sem="relaxed")
-    tl.atomic_add(by_sharpness_ptr + 1, 1, mask=tried & (other == token[:, None]), sem="relaxed")
+    by_inverse_temperature_ptr += a * 2 + tl.zeros_like(other)
+    tl.atomic_add(by_inverse_temperature_ptr, 1, mask=tried, sem="relaxed")
+    tl.atomic_add(by_inverse_temperature_ptr + 1, 1, mask=tried & (other == token[:, None]), sem="relaxed")
 
     for start in range(length, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -114,7 +117,7 @@ def _extend_kernel(
 @triton.jit
 def _scan_document(text_ptr, own_end, depth_limit, offset, begin, length, step, rank, kept, TILE: tl.constexpr):
     """Matches of the tokens before `own_end` in one document, from `begin` on, last tiles first: later ones win."""
-    lane, j = tl.arange(0, NUM_CANDIDATES), tl.arange(0, TILE)
+    lane, j = tl.arange(0, MAX_CANDIDATES), tl.arange(0, TILE)
     last = tl.load(text_ptr + own_end - 1)
     num_tiles = tl.cdiv(tl.maximum(length - begin, 0), step)
     for n in range(num_tiles):
@@ -134,14 +137,14 @@ def _scan_document(text_ptr, own_end, depth_limit, offset, begin, length, step, 
             depth += STEP
             go_on = tl.max(alive.to(tl.int32)) > 0
 
-        # Within the tile a match is a small integer: its length, then its place. Beyond ENOUGH matches only those count
-        # that are as long.
+        # Within the tile a match is a small integer: its length, then its place. Once ENOUGH_CANDIDATES are kept, only
+        # matches as long as the last of them are added.
         key = tl.where(matched > 0, matched * TILE + j, 0)
         best, lowest = tl.max(key), tl.min(kept)
         if (best // TILE).to(tl.int64) >= lowest >> LENGTH_SHIFT:
             lengths = kept >> LENGTH_SHIFT
             as_long = tl.sum((lengths[None, :] >= lengths[:, None]).to(tl.int32), 1)
-            floor = tl.max(tl.where(as_long >= ENOUGH, lengths, 0)).to(tl.int32)
+            floor = tl.max(tl.where(as_long >= ENOUGH_CANDIDATES, lengths, 0)).to(tl.int32)
             found = _join(best, start, rank, TILE)
             while (best // TILE >= floor) & (found > lowest):
                 kept = tl.where(lane == tl.argmin(kept, 0), found, kept)
@@ -167,13 +170,13 @@ def _scan_kernel(
     members_stride,
     text_ptr,  # int32 [T]
     documents_ptr,  # int64 [D, FIELDS]
-    keys_ptr,  # int64 [B, splits, NUM_CANDIDATES], written
+    keys_ptr,  # int64 [B, splits, MAX_CANDIDATES], written
     doc_splits,
     TILE_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    kept = tl.zeros([NUM_CANDIDATES], tl.int64)
+    kept = tl.zeros([MAX_CANDIDATES], tl.int64)
     if tl.load(num_sampled_ptr + row) > 0:
         slot = tl.load(slots_ptr + row).to(tl.int64)
         members_ptr += tl.load(problem_ptr + slot).to(tl.int64) * members_stride
@@ -183,7 +186,8 @@ def _scan_kernel(
         skip = (split % TILE_SPLITS) * TILE
         count = tl.load(members_ptr)
         for n in range(split // TILE_SPLITS, count + 1, doc_splits):
-            # The request's own document has number 0, where the members have their count, and is one of them too.
+            # Number 0 is the request's own document, as entry 0 of the members is their count. It is a member too,
+            # and is skipped there.
             number = tl.full([], 0, tl.int64) + n
             document = tl.where(number == 0, slot, tl.load(members_ptr + number).to(tl.int64))
             if (number == 0) | (document != slot):
@@ -201,18 +205,18 @@ def _scan_kernel(
                     kept,
                     TILE,
                 )
-    tl.store(keys_ptr + (row * tl.num_programs(1) + split) * NUM_CANDIDATES + tl.arange(0, NUM_CANDIDATES), kept)
+    tl.store(keys_ptr + (row * tl.num_programs(1) + split) * MAX_CANDIDATES + tl.arange(0, MAX_CANDIDATES), kept)
 
 
 @triton.jit
 def _best_matches(keys):
-    """The candidates in order, best first. Returns (keys [NUM_CANDIDATES], 0: none; how many)."""
-    lane = tl.arange(0, NUM_CANDIDATES)
-    chosen = tl.zeros([NUM_CANDIDATES], tl.int64)
+    """The candidates in order, best first. Returns (keys [MAX_CANDIDATES], 0: none; how many)."""
+    lane = tl.arange(0, MAX_CANDIDATES)
+    chosen = tl.zeros([MAX_CANDIDATES], tl.int64)
     count = 0
     best = tl.max(keys)
     shortest = best >> LENGTH_SHIFT
-    while (best > 0) & (count < NUM_CANDIDATES) & ((count < ENOUGH) | ((best >> LENGTH_SHIFT) >= shortest)):
+    while (best > 0) & (count < MAX_CANDIDATES) & ((count < ENOUGH_CANDIDATES) | ((best >> LENGTH_SHIFT) >= shortest)):
         chosen = tl.where(lane == count, best, chosen)
         shortest = best >> LENGTH_SHIFT
         keys = tl.where(keys == best, 0, keys)
@@ -222,12 +226,12 @@ def _best_matches(keys):
 
 
 @triton.jit
-def _best_sharpness(by_sharpness_ptr, fixed):
+def _best_inverse_temperature(by_inverse_temperature_ptr, fixed):
     """The exponent that was right most often, or the fixed one, where it is positive."""
-    exponent, most = SHARPNESSES[0], -1.0
-    for a in tl.static_range(NUM_SHARPNESSES):
-        hits = tl.load(by_sharpness_ptr + a * 2 + 1).to(tl.float32) + (HEAD_START if a == NEUTRAL else 0.0)
-        exponent = tl.where(hits > most, SHARPNESSES[a], exponent)
+    exponent, most = INVERSE_TEMPERATURES[0], -1.0
+    for a in tl.static_range(NUM_INVERSE_TEMPERATURES):
+        hits = tl.load(by_inverse_temperature_ptr + a * 2 + 1).to(tl.float32) + (HEAD_START if a == NEUTRAL else 0.0)
+        exponent = tl.where(hits > most, INVERSE_TEMPERATURES[a], exponent)
         most = tl.maximum(hits, most)
     return tl.where(fixed > 0.0, fixed, exponent)
 
@@ -235,7 +239,7 @@ def _best_sharpness(by_sharpness_ptr, fixed):
 @triton.jit
 def _rate(coarse_ptr, fine_ptr, cell, expected):
     """Probability that a drafted token is accepted: counted by cell, falling back on coarser cells and the model."""
-    coarse = coarse_ptr + cell // NATURES * 2
+    coarse = coarse_ptr + cell // NUM_ORIGIN_BINS * 2
     fine = fine_ptr + cell * 2
     rate = (tl.load(coarse + 1) + COARSE_PRIOR * expected) / (tl.load(coarse) + COARSE_PRIOR)
     return (tl.load(fine + 1) + FINE_PRIOR * rate) / (tl.load(fine) + FINE_PRIOR)
@@ -243,15 +247,16 @@ def _rate(coarse_ptr, fine_ptr, cell, expected):
 
 @triton.jit
 def _length_bin(length):
-    bin = (length > 1).to(tl.int32) + (length > 2).to(tl.int32) + (length > 3).to(tl.int32)
-    bin += (length > 4).to(tl.int32) + (length > 6).to(tl.int32) + (length > 8).to(tl.int32)
-    return bin + (length > 12).to(tl.int32) + (length > 16).to(tl.int32) + (length > 24).to(tl.int32)
+    length_bin = (length > LENGTH_EDGES[0]).to(tl.int32)
+    for n in tl.static_range(1, LENGTH_BINS - 1):
+        length_bin += (length > LENGTH_EDGES[n]).to(tl.int32)
+    return length_bin
 
 
 @triton.jit
 def _shares(alive, length, votes):
     """What a vote of each candidate's length is worth, and the probability that none of them is right."""
-    lane = tl.arange(0, NUM_CANDIDATES)
+    lane = tl.arange(0, MAX_CANDIDATES)
     # The first candidate of a length stands for it.
     earlier = alive[None, :] & (lane[None, :] < lane[:, None]) & (length[None, :] == length[:, None])
     is_first = alive & (tl.sum(earlier.to(tl.int32), 1) == 0)
@@ -266,7 +271,7 @@ def _shares(alive, length, votes):
 @triton.jit
 def _draft_kernel(
     slots_ptr,  # int32 [B]
-    keys_ptr,  # int64 [B, splits, NUM_CANDIDATES]
+    keys_ptr,  # int64 [B, splits, MAX_CANDIDATES]
     problem_ptr,  # int32 [R]
     members_ptr,  # int32 [P, members_stride]
     members_stride,
@@ -274,28 +279,28 @@ def _draft_kernel(
     documents_ptr,  # int64 [D, FIELDS]
     seeds_ptr,  # int64 [R]
     temperature_ptr,  # float32 [R]
-    preference_ptr,  # float32 [sources, NEAR_BINS]
+    preference_ptr,  # float32 [sources, DISTANCE_BINS]
     coarse_ptr,  # int32, see `_extend_kernel`
     fine_ptr,
-    by_sharpness_ptr,
+    by_inverse_temperature_ptr,
     num_drafted_ptr,  # int32 [R], written, and the three below
     drafted_ptr,  # int32 [R, K]
     cells_ptr,  # int32 [R, K]
-    alternatives_ptr,  # int32 [R, K, NUM_SHARPNESSES]
+    alternatives_ptr,  # int32 [R, K, NUM_INVERSE_TEMPERATURES]
     output_ptr,  # int64 [B, K], written: the drafts; slots without a draft repeat the last token
     rates_ptr,  # float32 [B, K], written
     version_ptr,  # int32 [1]
     log2_recency,
-    sharpness,
+    inverse_temperature,
     USE_DICE: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two, at least K
-    NUM_KEYS: tl.constexpr,  # splits * NUM_CANDIDATES
+    NUM_KEYS: tl.constexpr,  # splits * MAX_CANDIDATES
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + row).to(tl.int64)
     matches, count = _best_matches(tl.load(keys_ptr + row * NUM_KEYS + tl.arange(0, NUM_KEYS)))
-    lane, j = tl.arange(0, NUM_CANDIDATES), tl.arange(0, WIDTH)
+    lane, j = tl.arange(0, MAX_CANDIDATES), tl.arange(0, WIDTH)
     alive = lane < count
 
     own = documents_ptr + slot * FIELDS
@@ -313,17 +318,19 @@ def _draft_kernel(
     prompt = tl.load(fields + PROMPT).to(tl.int32)
 
     distance = tl.abs((position - prompt) - (own_length - own_prompt))
-    near = (distance > 4).to(tl.int32) + (distance > 32).to(tl.int32) + (distance > 256).to(tl.int32)
+    near = (distance > DISTANCE_EDGES[0]).to(tl.int32)
+    for n in tl.static_range(1, DISTANCE_BINS - 1):
+        near += (distance > DISTANCE_EDGES[n]).to(tl.int32)
     source = tl.where(is_own, tl.where(position >= prompt, OWN, ASKED), SIBLING)
     age = (tl.load(version_ptr) - tl.load(fields + VERSION)).to(tl.float32)
     age = tl.where(source == ASKED, 0.0, age)
-    weight = tl.maximum(tl.exp2(age * log2_recency), MIN_DECAY)
-    weight *= tl.load(preference_ptr + source * NEAR_BINS + near)
-    nature = source * NEAR_BINS + near
+    weight = tl.maximum(tl.exp2(age * log2_recency), MIN_AGE_WEIGHT)
+    weight *= tl.load(preference_ptr + source * DISTANCE_BINS + near)
+    origin_bins = source * DISTANCE_BINS + near
 
     coupled = (tl.load(temperature_ptr + slot) > 0.0) & USE_DICE
     seed = tl.load(seeds_ptr + slot)
-    exponent = _best_sharpness(by_sharpness_ptr, sharpness)
+    exponent = _best_inverse_temperature(by_inverse_temperature_ptr, inverse_temperature)
 
     # The tokens drafted so far stay in registers: own candidates read on in them.
     draft = tl.zeros([WIDTH], tl.int32)
@@ -335,10 +342,10 @@ def _draft_kernel(
         of_draft = tl.sum(tl.where(in_draft[:, None] == j[None, :], draft[None, :], 0), 1)
         is_stored = alive & ((position < own_length) | ~is_own)
         token = tl.where(is_stored, tl.load(theirs + position, mask=is_stored, other=0), of_draft)
-        token = tl.where(alive, token, -1 - lane)  # no two of the dead are equal
+        token = tl.where(alive, token, -1 - lane)  # those that dropped out agree with none
 
         chosen = tl.max(token)
-        mass = tl.zeros([NUM_CANDIDATES], tl.float32) + tl.sum(votes * share)
+        mass = tl.zeros([MAX_CANDIDATES], tl.float32) + tl.sum(votes * share)
         is_choice = lane == tl.argmax(token, 0)
         num_choices = tl.full([], 1, tl.int32)
         if tl.min(tl.where(alive, token, chosen)) < chosen:  # they do not all say the same
@@ -351,34 +358,36 @@ def _draft_kernel(
         at = slot * K + num
         if coupled & (num_choices > 1):
             state = row_state(seed, (own_length - 1 + num).to(tl.int64), DOMAIN)
-            dice = gumbel(finish_hash(almost_hash(state, token_key(token.to(tl.uint32)))))
+            noises = gumbel(finish_hash(almost_hash(state, token_key(token.to(tl.uint32)))))
             log_mass = tl.log(tl.where(is_choice, mass, 1.0))
-            score = tl.where(is_choice, exponent * log_mass + dice, float("-inf"))
+            score = tl.where(is_choice, exponent * log_mass + noises, float("-inf"))
             best = tl.argmax(score, 0)
             lead = tl.max(score) - tl.max(tl.where(lane == best, float("-inf"), score))
             expected = (1.0 - left) / (1.0 + tl.exp(-lead))
-            for a in tl.static_range(NUM_SHARPNESSES):
-                other = tl.argmax(tl.where(is_choice, log_mass * SHARPNESSES[a] + dice, float("-inf")), 0)
+            for a in tl.static_range(NUM_INVERSE_TEMPERATURES):
+                other = tl.argmax(tl.where(is_choice, log_mass * INVERSE_TEMPERATURES[a] + noises, float("-inf")), 0)
                 other_token = tl.sum(tl.where(lane == other, token, 0))
-                tl.store(alternatives_ptr + at * NUM_SHARPNESSES + a, other_token)
+                tl.store(alternatives_ptr + at * NUM_INVERSE_TEMPERATURES + a, other_token)
         else:
             best = tl.argmax(tl.where(is_choice, mass, -1.0), 0)
             expected = tl.where(coupled, 1.0 - left, tl.sum(tl.where(lane == best, mass, 0.0)))
-            for a in tl.static_range(NUM_SHARPNESSES):
-                tl.store(alternatives_ptr + at * NUM_SHARPNESSES + a, -1)
+            for a in tl.static_range(NUM_INVERSE_TEMPERATURES):
+                tl.store(alternatives_ptr + at * NUM_INVERSE_TEMPERATURES + a, -1)
         chosen = tl.sum(tl.where(lane == best, token, 0))
         likely = tl.sum(tl.where(lane == best, mass, 0.0))
 
         says_so = alive & (token == chosen)
         heaviest = tl.argmax(tl.where(says_so, weight, -1.0), 0)
-        kind = tl.sum(tl.where(lane == heaviest, nature, 0))
-        by_likelihood = kind // NEAR_BINS * NEAR_BINS + tl.minimum((4.0 * likely).to(tl.int32), NEAR_BINS - 1)
-        kind = tl.where(coupled, by_likelihood, kind)
-        doubt = tl.maximum(1.0 - expected, 1e-9)
-        probability_bin = tl.minimum((-2.0 * tl.log2(doubt)).to(tl.int32), PROBABILITY_BINS - 1)
+        origin_bin = tl.sum(tl.where(lane == heaviest, origin_bins, 0))
+        by_likelihood = origin_bin // DISTANCE_BINS * DISTANCE_BINS + tl.minimum(
+            (likely * DISTANCE_BINS).to(tl.int32), DISTANCE_BINS - 1
+        )
+        origin_bin = tl.where(coupled, by_likelihood, origin_bin)
+        from_one = tl.maximum(1.0 - expected, MIN_DISTANCE_FROM_ONE)
+        probability_bin = tl.minimum((tl.log2(from_one) * -BINS_PER_HALVING).to(tl.int32), PROBABILITY_BINS - 1)
         longest = tl.max(tl.where(alive, length, 0))
         cell = (coupled.to(tl.int32) * PROBABILITY_BINS + probability_bin) * LENGTH_BINS + _length_bin(longest)
-        cell = cell * NATURES + kind
+        cell = cell * NUM_ORIGIN_BINS + origin_bin
         tl.store(drafted_ptr + at, chosen)
         tl.store(cells_ptr + at, cell)
         tl.store(output_ptr + row * K + num, chosen.to(tl.int64))
@@ -389,7 +398,7 @@ def _draft_kernel(
         position += 1
         alive = says_so & (position < tl.where(is_own, own_length + num, limit))
         was, count = count, tl.sum(alive.to(tl.int32))
-        # While all go on and none is as long as can be, their lengths grow together and nothing changes.
+        # While no candidate drops out and none reaches MAX_DEPTH, all lengths grow by one and the shares stay.
         if (count < was) | (longest >= MAX_DEPTH - 1):
             length = tl.minimum(length + 1, MAX_DEPTH)
             votes = tl.where(alive, weight, 0.0)
@@ -492,10 +501,10 @@ def scan(
     text: Tensor,
     documents: Tensor,
 ) -> Tensor:
-    """The best matches that each program found: int64 [B, splits, NUM_CANDIDATES]. See the kernel."""
+    """The best matches that each program found: int64 [B, splits, MAX_CANDIDATES]. See the kernel."""
     batch = slots.shape[0]
     splits = num_splits(batch)
-    keys = torch.empty(batch, splits, NUM_CANDIDATES.value, dtype=torch.int64, device=text.device)
+    keys = torch.empty(batch, splits, MAX_CANDIDATES.value, dtype=torch.int64, device=text.device)
     _scan_kernel[(batch, splits)](
         slots,
         num_sampled,
@@ -531,7 +540,7 @@ def draft(
     *,
     version: Tensor,
     log2_recency: float,
-    sharpness: float,
+    inverse_temperature: float,
     use_dice: bool,
 ) -> tuple[Tensor, Tensor]:
     """Draft from the matches. Returns (tokens int64 [B, K], rates float32 [B, K]). See the kernel."""
@@ -558,7 +567,7 @@ def draft(
         rates,
         version,
         log2_recency,
-        sharpness,
+        inverse_temperature,
         USE_DICE=use_dice,
         K=k,
         WIDTH=triton.next_power_of_2(k),

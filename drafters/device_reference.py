@@ -3,8 +3,9 @@
 A problem's texts are documents: what its live requests and its earlier rollouts said. A lookup scans all of them.
 
 1. Every token whose context ends like the request's is a match, as long as the two agree, at most MAX_DEPTH tokens; in
-   its own document also within the prompt. Kept are the ENOUGH longest, and those as long as the last of them, at most
-   NUM_CANDIDATES; among equals the request's own first, then newer documents, then later positions.
+   its own document also within the prompt. Kept are the ENOUGH_CANDIDATES longest, and those as long as
+   the last of them, at most MAX_CANDIDATES; among equals the request's own first, then newer documents, then later
+   positions.
 2. The candidates vote for the next token, with the host drafter's weights, blend, coupled choice and calibration (see
    `mixture.py`), those that say otherwise drop out, and the others move on. In its own document a candidate reads on
    in the draft itself.
@@ -27,33 +28,36 @@ from numpy.typing import NDArray
 
 from rollout_spec import noise
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
-from rollout_spec.drafters.kernels import (
+from rollout_spec.drafters.vote import (
     ASKED,
+    BINS_PER_HALVING,
     BLEND,
     COARSE_PRIOR,
-    ENOUGH,
+    DISTANCE_EDGES,
+    ENOUGH_CANDIDATES,
     FINE_PRIOR,
     HEAD_START,
+    INVERSE_TEMPERATURES,
+    LENGTH_EDGES,
+    MAX_CANDIDATES,
     MAX_DEPTH,
+    MAX_TRIALS,
+    MIN_AGE_WEIGHT,
+    MIN_DISTANCE_FROM_ONE,
+    NUM_DISTANCE_BINS,
     NUM_LENGTH_BINS,
-    NUM_NEAR_BINS,
+    NUM_ORIGIN_BINS,
     NUM_PROBABILITY_BINS,
     OWN,
-    SHARPNESSES,
+    PREFERENCE,
+    RECENCY,
     SIBLING,
-    SOURCES,
+    VERSION_DECAY,
 )
-from rollout_spec.drafters.mixture import FORGET, PREFERENCE
 from rollout_spec.types import Draft, Int32Array
 
-NUM_CANDIDATES = 32
-"""Matches that one lookup keeps."""
-MAX_TRIALS = 1 << 12
-"""Counters are halved here, so that calibration follows the policy."""
-NATURES = len(SOURCES) * NUM_NEAR_BINS
 CELLS = 2 * NUM_PROBABILITY_BINS * NUM_LENGTH_BINS
-"""Cells of the coarse calibration; each has NATURES fine ones."""
-MIN_DECAY = 1e-6
+"""Cells of the coarse calibration; each has NUM_ORIGIN_BINS fine ones."""
 
 
 class Document(NamedTuple):
@@ -95,8 +99,8 @@ def find_matches(documents: Sequence[Document], context: Int32Array) -> list[Mat
             lengths[alive] = depth + 1
         found += [Match(number, int(position), int(lengths[position])) for position in ends]
     found.sort(key=lambda match: (-match.length, match.document, -match.position))
-    kept = found[:NUM_CANDIDATES]
-    while len(kept) > ENOUGH and kept[-1].length < kept[ENOUGH - 1].length:
+    kept = found[:MAX_CANDIDATES]
+    while len(kept) > ENOUGH_CANDIDATES and kept[-1].length < kept[ENOUGH_CANDIDATES - 1].length:
         kept.pop()
     return kept
 
@@ -106,32 +110,35 @@ class Counters:
     """Outcomes of drafted tokens that the target reached: (trials, hits) in the last axis, int32."""
 
     coarse: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS, 2), np.int32))
-    fine: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS * NATURES, 2), np.int32))
-    by_sharpness: NDArray[np.int32] = field(default_factory=lambda: np.zeros((len(SHARPNESSES), 2), np.int32))
+    fine: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS * NUM_ORIGIN_BINS, 2), np.int32))
+    by_inverse_temperature: NDArray[np.int32] = field(
+        default_factory=lambda: np.zeros((len(INVERSE_TEMPERATURES), 2), np.int32)
+    )
 
     def forget(self) -> None:
         """A new policy: old outcomes count for less."""
-        for counters in (self.coarse, self.fine, self.by_sharpness):
-            counters[:] = (counters * np.float32(FORGET)).astype(np.int32)
+        for counters in (self.coarse, self.fine, self.by_inverse_temperature):
+            counters[:] = (counters * np.float32(VERSION_DECAY)).astype(np.int32)
 
     def halve_full(self) -> None:
         """Halve what has MAX_TRIALS trials. Both classes do this when a request ends."""
-        for counters in (self.coarse, self.fine, self.by_sharpness):
+        for counters in (self.coarse, self.fine, self.by_inverse_temperature):
             counters[counters[:, 0] >= MAX_TRIALS] //= 2
 
     def rate(self, cell: int, expected: float) -> float:
         """Probability that a token of this fine cell is accepted, where the model says `expected`."""
-        coarse, fine = self.coarse[cell // NATURES], self.fine[cell]
+        coarse, fine = self.coarse[cell // NUM_ORIGIN_BINS], self.fine[cell]
         rate = (coarse[1] + COARSE_PRIOR * expected) / (coarse[0] + COARSE_PRIOR)
         return float((fine[1] + FINE_PRIOR * rate) / (fine[0] + FINE_PRIOR))
 
-    def sharpness(self) -> float:
+    def inverse_temperature(self) -> float:
         """The exponent that would have been right most often."""
-        hits = [int(h) + (HEAD_START if s == 1.0 else 0.0) for (_, h), s in zip(self.by_sharpness, SHARPNESSES)]  # noqa: B905
-        return SHARPNESSES[int(np.argmax(hits))]
+        hits = self.by_inverse_temperature[:, 1].astype(np.float64)
+        hits[INVERSE_TEMPERATURES.index(1.0)] += HEAD_START
+        return INVERSE_TEMPERATURES[int(np.argmax(hits))]
 
 
-class Slot(NamedTuple):
+class DraftedToken(NamedTuple):
     """One drafted token."""
 
     token: int
@@ -140,7 +147,7 @@ class Slot(NamedTuple):
     cell: int
     """Index into the fine counters."""
     alternatives: tuple[int, ...]
-    """What each of SHARPNESSES would have drafted; empty where there was no choice."""
+    """What each of INVERSE_TEMPERATURES would have drafted; empty where there was no choice."""
 
 
 def draft_tokens(
@@ -151,42 +158,42 @@ def draft_tokens(
     version: int,
     counters: Counters,
     recency: float,
-    sharpness: float | None,
-) -> list[Slot]:
+    inverse_temperature: float | None,
+) -> list[DraftedToken]:
     """The draft of one request, whose own document comes first."""
     own = documents[0]
     text = own.tokens.tolist()
     generated = len(text) - own.prompt_length
-    exponent = counters.sharpness() if sharpness is None else sharpness
+    exponent = counters.inverse_temperature() if inverse_temperature is None else inverse_temperature
     candidates = []
     for match in find_matches(documents, own.tokens):
         document = documents[match.document]
         offset = match.position - document.prompt_length - generated
         candidates.append((match, *_weigh(match, document, offset, version, recency)))
-    slots: list[Slot] = []
-    while candidates and len(slots) < max_tokens:
-        slot = _choose(candidates, documents, text, seed, counters, exponent)
-        slots.append(slot)
-        text.append(slot.token)
+    drafted: list[DraftedToken] = []
+    while candidates and len(drafted) < max_tokens:
+        chosen = _choose(candidates, documents, text, seed, counters, exponent)
+        drafted.append(chosen)
+        text.append(chosen.token)
         alive = []
-        for match, weight, nature in candidates:
+        for match, weight, origin_bin in candidates:
             tokens = text if match.document == 0 else documents[match.document].tokens
-            if tokens[match.position] == slot.token and match.position + 1 < len(tokens):
+            if tokens[match.position] == chosen.token and match.position + 1 < len(tokens):
                 moved = Match(match.document, match.position + 1, min(match.length + 1, MAX_DEPTH))
-                alive.append((moved, weight, nature))
+                alive.append((moved, weight, origin_bin))
         candidates = alive
-    return slots
+    return drafted
 
 
 def _weigh(match: Match, document: Document, offset: int, version: int, recency: float) -> tuple[float, int]:
-    """A candidate's weight and nature: where it comes from, and how near it is."""
+    """A candidate's weight, and its origin bin: where it comes from, and how near it is."""
     if match.document:
         source = SIBLING
     else:
         source = OWN if match.position >= document.prompt_length else ASKED
-    near = sum(abs(offset) > limit for limit in (4, 32, 256))
+    near = sum(abs(offset) > limit for limit in DISTANCE_EDGES)
     age = 0 if source == ASKED else version - document.version
-    return max(recency**age, MIN_DECAY) * PREFERENCE[source][near], source * NUM_NEAR_BINS + near
+    return max(recency**age, MIN_AGE_WEIGHT) * PREFERENCE[source][near], source * NUM_DISTANCE_BINS + near
 
 
 def _choose(
@@ -196,7 +203,7 @@ def _choose(
     seed: int | None,
     counters: Counters,
     exponent: float,
-) -> Slot:
+) -> DraftedToken:
     said = [(text if m.document == 0 else documents[m.document].tokens)[m.position] for m, _, _ in candidates]
     share, left, total = {}, 1.0, 0.0
     for length in sorted({m.length for m, _, _ in candidates}, reverse=True):
@@ -212,9 +219,9 @@ def _choose(
     if seed is not None and len(mass) > 1:
         tokens = list(mass)
         logs = np.log([mass[token] for token in tokens])
-        dice = noise.gumbel(seed, len(text) - 1, np.array(tokens))
-        alternatives = tuple(tokens[int(np.argmax(s * logs + dice))] for s in SHARPNESSES)
-        scores = exponent * logs + dice
+        noises = noise.gumbel(seed, len(text) - 1, np.array(tokens))
+        alternatives = tuple(tokens[int(np.argmax(s * logs + noises))] for s in INVERSE_TEMPERATURES)
+        scores = exponent * logs + noises
         best, second = np.sort(scores)[::-1][:2]
         token = tokens[int(np.argmax(scores))]
         expected = (1.0 - left) / (1.0 + math.exp(second - best))
@@ -222,18 +229,21 @@ def _choose(
         token = max(mass, key=lambda t: mass[t])
         expected = 1.0 - left if coupled else mass[token]
     of_token = [(w, -i) for i, (t, (_, w, _)) in enumerate(zip(said, candidates, strict=True)) if t == token]
-    nature = candidates[-max(of_token)[1]][2]
+    origin_bin = candidates[-max(of_token)[1]][2]
     if coupled:
-        nature = nature // NUM_NEAR_BINS * NUM_NEAR_BINS + min(int(4.0 * mass[token]), NUM_NEAR_BINS - 1)
-    probability_bin = min(int(-2.0 * math.log2(max(1.0 - expected, 1e-9))), NUM_PROBABILITY_BINS - 1)
+        origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
+            int(NUM_DISTANCE_BINS * mass[token]), NUM_DISTANCE_BINS - 1
+        )
+    distance = max(1.0 - expected, MIN_DISTANCE_FROM_ONE)
+    probability_bin = min(int(-BINS_PER_HALVING * math.log2(distance)), NUM_PROBABILITY_BINS - 1)
     longest = max(m.length for m, _, _ in candidates)
     cell = (int(coupled) * NUM_PROBABILITY_BINS + probability_bin) * NUM_LENGTH_BINS + _length_bin(longest)
-    cell = cell * NATURES + nature
-    return Slot(token, counters.rate(cell, expected), cell, alternatives)
+    cell = cell * NUM_ORIGIN_BINS + origin_bin
+    return DraftedToken(token, counters.rate(cell, expected), cell, alternatives)
 
 
 def _length_bin(length: int) -> int:
-    return sum(length > limit for limit in (1, 2, 3, 4, 6, 8, 12, 16, 24))
+    return sum(length > limit for limit in LENGTH_EDGES)
 
 
 @dataclass(slots=True)
@@ -244,7 +254,7 @@ class _Live:
     seed: int | None
     version: int
     order: int
-    slots: list[Slot] = field(default_factory=list)
+    drafted: list[DraftedToken] = field(default_factory=list)
 
 
 class ReferenceDrafter:
@@ -253,14 +263,16 @@ class ReferenceDrafter:
     Args:
         max_draft_tokens: Longest draft, K.
         recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
-        sharpness: Exponent of the coupled choice; None: the one that was right most often.
+        inverse_temperature: Exponent of the coupled choice; None: the one that was right most often.
     """
 
-    def __init__(self, *, max_draft_tokens: int = 8, recency: float = 0.98, sharpness: float | None = None) -> None:
+    def __init__(
+        self, *, max_draft_tokens: int = 8, recency: float = RECENCY, inverse_temperature: float | None = None
+    ) -> None:
         self.counters = Counters()
         self._max_draft_tokens = max_draft_tokens
         self._recency = recency
-        self._sharpness = sharpness
+        self._inverse_temperature = inverse_temperature
         self._version = 0
         self._live: dict[str, _Live] = {}
         self._finished: dict[int, list[_Live]] = {}
@@ -280,13 +292,18 @@ class ReferenceDrafter:
     def extend(self, req_id: str, new_token_ids: Tokens) -> None:
         live = self._request(req_id)
         new = [int(token) for token in new_token_ids]
-        for slot, token in zip(live.slots, new, strict=False):
-            hit = slot.token == token
-            for counters in (self.counters.fine[slot.cell], self.counters.coarse[slot.cell // NATURES]):
+        for chosen, token in zip(live.drafted, new, strict=False):
+            hit = chosen.token == token
+            for counters in (
+                self.counters.fine[chosen.cell],
+                self.counters.coarse[chosen.cell // NUM_ORIGIN_BINS],
+            ):
                 counters += (1, hit)
-            if slot.alternatives:
-                self.counters.by_sharpness += np.array([(1, a == token) for a in slot.alternatives], np.int32)
-        live.slots = []
+            if chosen.alternatives:
+                self.counters.by_inverse_temperature += np.array(
+                    [(1, a == token) for a in chosen.alternatives], np.int32
+                )
+        live.drafted = []
         live.tokens += new
 
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
@@ -295,17 +312,17 @@ class ReferenceDrafter:
         drafts = []
         for req_id, limit in zip(req_ids, max_tokens, strict=True):
             live = self._request(req_id)
-            live.slots = draft_tokens(
+            live.drafted = draft_tokens(
                 [self._document(live), *map(self._document, self._others(live))],
                 max_tokens=min(int(limit), self._max_draft_tokens),
                 seed=live.seed,
                 version=self._version,
                 counters=self.counters,
                 recency=self._recency,
-                sharpness=self._sharpness,
+                inverse_temperature=self._inverse_temperature,
             )
-            rates = np.array([slot.rate for slot in live.slots], np.float32)
-            drafts.append(Draft(np.array([slot.token for slot in live.slots], np.int32), np.cumprod(rates)))
+            rates = np.array([chosen.rate for chosen in live.drafted], np.float32)
+            drafts.append(Draft(np.array([chosen.token for chosen in live.drafted], np.int32), np.cumprod(rates)))
         return drafts
 
     def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:

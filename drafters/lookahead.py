@@ -1,10 +1,10 @@
 """Lookahead: what the target would have said after drafts that it did not take.
 
 The verifier samples the target at every drafted position, also after the first difference. Those tokens are samples of
-the target given a context that did not come to pass, but often does a little later: as in lookahead decoding (Fu et
-al., arXiv:2402.02057), n-grams of them fill a pool. They cost nothing, for the verification has been paid for, and they
-are the present policy's where history's are an older one's. Unlike in lookahead decoding nothing is verified for the
-pool's sake, so it is small help: the README says how much.
+the target given a context that was rejected, but that often comes a little later: as in lookahead decoding (Fu et al.,
+arXiv:2402.02057), n-grams of them fill a pool. They cost nothing, as they were verified anyway, and they come from the
+present policy, where history comes from older ones. Unlike in lookahead decoding nothing is verified for the pool's
+sake, so the gain is small.
 
 The pool is a direct-mapped table from a problem and LOOKAHEAD_ORDER tokens to the newest token after them, which gets a
 fixed share of the next token's probability.
@@ -12,11 +12,46 @@ fixed share of the next token's probability.
 
 from __future__ import annotations
 
-import numpy as np
+from typing import NamedTuple
 
-from rollout_spec.drafters.kernels import Pool
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.drafters.ngram import hash_context
+from rollout_spec.jit import inlined
+from rollout_spec.types import Int32Array
+
+LOOKAHEAD_ORDER = 3
+"""Context length of the pool."""
+
+
+class Pool(NamedTuple):
+    """N-grams that the target sampled after a rejected draft."""
+
+    keys: NDArray[np.uint64]  # [power of two]
+    tokens: Int32Array  # [power of two], -1: empty
 
 
 def new_pool(num_entries: int) -> Pool:
     """An empty pool; `num_entries` is a power of two. 12 bytes per entry."""
     return Pool(keys=np.zeros(num_entries, np.uint64), tokens=np.full(num_entries, -1, np.int32))
+
+
+@inlined(allocates=False)
+def find(pool, problem, text, end):
+    """The token that followed the last LOOKAHEAD_ORDER tokens of text[..end - 1], -1: none known."""
+    if end < LOOKAHEAD_ORDER:
+        return -1
+    key = hash_context(problem, text, end, np.int64(LOOKAHEAD_ORDER))
+    slot = np.int64(key >> np.uint64(32)) & (pool.keys.size - 1)
+    return pool.tokens[slot] if pool.keys[slot] == key else -1
+
+
+@inlined(allocates=False)
+def insert(pool, problem, text, end, token):
+    """Remember that `token` followed the last LOOKAHEAD_ORDER tokens of text[..end - 1]."""
+    if end >= LOOKAHEAD_ORDER:
+        key = hash_context(problem, text, end, np.int64(LOOKAHEAD_ORDER))
+        slot = np.int64(key >> np.uint64(32)) & (pool.keys.size - 1)
+        pool.keys[slot] = key
+        pool.tokens[slot] = token

@@ -4,10 +4,13 @@ An index (`suffix.py` or `ngram.py`) finds earlier positions whose context agree
 matches first. Each is a candidate: its text says what came next. Candidates vote for the next token with weights that
 are blended over match lengths as in prediction by partial matching (Cleary and Witten 1984), and depend on where a
 candidate comes from, on the age of its policy and on how near it lies in the rollout. The draft is the most probable
-token or, where the request's dice are known, argmax(sharpness * log q + noise), which is the target's own choice
-wherever q is the target's distribution (coupling: Daliri et al., arXiv:2408.07978). Candidates that say otherwise drop
-out and the others move on by one token; when none is left the index is asked again with the drafted tokens as context.
-A draft ends where its estimated survival, calibrated from outcomes, falls below `min_survival`.
+token or, where the request's seed and so the target's noise is known, argmax(inverse_temperature * log q + noise),
+which is the target's own choice wherever q is the target's distribution (coupling: Daliri et al., arXiv:2408.07978).
+Candidates that say otherwise drop out and the others move on by one token; when none is left the index is asked again
+with the drafted tokens as context. A draft ends where its estimated survival, calibrated from outcomes, falls below
+`min_survival`.
+
+`vote.py` holds the numbers, `propose.py` does what is said here.
 """
 
 from __future__ import annotations
@@ -24,41 +27,18 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.drafters import kernels, ngram, suffix
+from rollout_spec.drafters import ngram, propose, suffix, vote
 from rollout_spec.drafters.base import Tokens
-from rollout_spec.drafters.kernels import (
-    NUM_LENGTH_BINS,
-    NUM_NEAR_BINS,
-    NUM_PROBABILITY_BINS,
-    PAGE_TOKENS,
-    PROMPT,
-    ROLLOUT,
-    SHARPNESSES,
-    SOURCES,
-    Calibration,
-    Index,
-    Proposals,
-    Rows,
-    Settings,
-)
+from rollout_spec.drafters.index import Index, Settings, append_batch, remove_document
 from rollout_spec.drafters.lookahead import new_pool
-from rollout_spec.drafters.store import MAX_PAGES, TextStore
+from rollout_spec.drafters.propose import Calibration, Proposals, Rows
+from rollout_spec.drafters.store import MAX_PAGES, PAGE_TOKENS, PROMPT, ROLLOUT, TextStore
+from rollout_spec.drafters.vote import INVERSE_TEMPERATURES, SOURCES
 from rollout_spec.types import Draft, Int32Array
 
 IndexKind = Literal["suffix", "ngram"]
 TABLE_ENTRIES_PER_TOKEN = 1.3
 """The n-gram table doubles when it has fewer entries than this."""
-PREFERENCE = (
-    (2.0, 2.0, 1.5, 1.0),
-    (3.0, 1.7, 1.0, 0.6),
-    (0.5, 0.5, 0.5, 0.5),
-    (0.15, 0.12, 0.07, 0.05),
-    (1.0, 1.0, 1.0, 1.0),
-)
-"""Weight of a candidate by `SOURCES` and by how many tokens earlier or later in the rollout it lies: up to 4, 32, 256,
-more. Chosen on recorded rollouts, where it gains about 1 %."""
-FORGET = 0.9
-"""What a new policy version leaves of the counters."""
 MAX_PENDING = 1 << 16
 """Tokens, and at most a sixteenth of the bound, that wait to be indexed while nothing is drafted."""
 POOL_ENTRIES = 1 << 14
@@ -94,10 +74,10 @@ class HistoryDrafter:
         shared: Also draft from the rollouts of other problems.
         lookahead: Also draft from what the target sampled after rejected drafts (see `lookahead.py`).
         max_draft_tokens: Longest draft, K.
-        min_survival: A draft ends where the estimated probability of reaching and accepting a slot falls below this.
-        sharpness: Exponent on the candidates' probabilities in coupled choice. Above 1: history is a noisy estimate of
-            the target, and its small probabilities are mostly noise. None: the one of `SHARPNESSES` that would have
-            been right most often so far; they include one that ignores the dice.
+        min_survival: A draft ends where the estimated probability of reaching and accepting a token falls below this.
+        inverse_temperature: Exponent on the candidates' probabilities in coupled choice. Above 1 small probabilities
+            count for less: history is a noisy estimate of the target, and they are mostly estimation error. None: the
+            one of `vote.INVERSE_TEMPERATURES` that would have been right most often so far.
         recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
         max_history_tokens: Bound on the tokens kept, prompts included, in pages of 32 of which a rollout's last one is
             partly filled. The oldest finished rollouts go first; live requests stay.
@@ -117,8 +97,8 @@ class HistoryDrafter:
         lookahead: bool = False,
         max_draft_tokens: int = 8,
         min_survival: float = 0.01,
-        sharpness: float | None = None,
-        recency: float = 0.98,
+        inverse_temperature: float | None = None,
+        recency: float = vote.RECENCY,
         max_history_tokens: int = 8_000_000,
         max_history_versions: int | None = None,
     ) -> None:
@@ -130,8 +110,8 @@ class HistoryDrafter:
             raise ValueError(f"max_draft_tokens must be at least 1, got {max_draft_tokens}")
         if not 0 <= min_survival < 1:
             raise ValueError(f"min_survival must be in [0, 1), got {min_survival}")
-        if sharpness is not None and not 0 < sharpness < math.inf:
-            raise ValueError(f"sharpness must be positive and finite, got {sharpness}")
+        if inverse_temperature is not None and not 0 < inverse_temperature < math.inf:
+            raise ValueError(f"inverse_temperature must be positive and finite, got {inverse_temperature}")
         if not 0 < recency <= 1:
             raise ValueError(f"recency must be in (0, 1], got {recency}")
         if max_history_tokens < 1:
@@ -140,7 +120,7 @@ class HistoryDrafter:
             raise ValueError(f"max_history_versions must not be negative, got {max_history_versions}")
         self._own_only = own_only
         self._max_draft_tokens = max_draft_tokens
-        # What is live has room beyond the bound, whatever the bound.
+        # Live requests have room beyond the bound, however large it is.
         self._max_history_pages = min(max_history_tokens / PAGE_TOKENS, 0.9 * MAX_PAGES)
         self._max_history_versions = max_history_versions
         self._store = TextStore()
@@ -149,20 +129,20 @@ class HistoryDrafter:
             use_table=index == "ngram",
             use_shared=shared,
             use_lookahead=lookahead,
-            sharpness=0.0 if sharpness is None else float(sharpness),
+            inverse_temperature=0.0 if inverse_temperature is None else float(inverse_temperature),
             min_survival=float(min_survival),
             version=0,
-            decay=np.maximum(np.float64(recency) ** np.arange(256), 1e-6).astype(np.float32),
-            preference=np.array(PREFERENCE, np.float32),
+            decay=np.maximum(np.float64(recency) ** np.arange(256), vote.MIN_AGE_WEIGHT).astype(np.float32),
+            preference=np.array(vote.PREFERENCE, np.float32),
         )
         self._index = Index(suffix.new_tree(0), suffix.new_tree(0), ngram.new_buckets(1024 if index == "ngram" else 1))
-        bins = (2, NUM_PROBABILITY_BINS, NUM_LENGTH_BINS)
+        bins = (2, vote.NUM_PROBABILITY_BINS, vote.NUM_LENGTH_BINS)
         self._pool = new_pool(POOL_ENTRIES if lookahead else 1)
         self._calibration = Calibration(
             coarse=np.zeros((*bins, 2), np.float32),
-            fine=np.zeros((*bins, len(SOURCES) * NUM_NEAR_BINS, 2), np.float32),
+            fine=np.zeros((*bins, vote.NUM_ORIGIN_BINS, 2), np.float32),
             by_source=np.zeros((len(SOURCES), 2), np.int64),
-            by_sharpness=np.zeros((len(SHARPNESSES), 2)),
+            by_inverse_temperature=np.zeros((len(INVERSE_TEMPERATURES), 2)),
         )
         self._rows = _new_rows(4)
         self._proposals = _new_proposals(4, max_draft_tokens)
@@ -210,7 +190,7 @@ class HistoryDrafter:
         self._rows.document[row] = document
         self._rows.prompt_length[row] = len(prompt_tokens)
         self._rows.seed[row] = 0 if seed is None else seed
-        self._rows.has_dice[row] = seed is not None
+        self._rows.has_seed[row] = seed is not None
         self._proposals.lengths[row] = 0
         self._live[req_id] = _Request(row, document, problem, self._version, prompt)
 
@@ -228,7 +208,7 @@ class HistoryDrafter:
         batch = self._batch(req_ids)
         limits = np.clip(np.asarray(max_tokens, np.int64), 0, self._max_draft_tokens)
         out = self._proposals
-        kernels.propose(
+        propose.propose(
             self._store.arrays,
             self._index,
             self._pool,
@@ -252,7 +232,7 @@ class HistoryDrafter:
         lists = [tokens.tolist() if isinstance(tokens, np.ndarray) else tokens for tokens in target_token_ids]
         tokens = np.frombuffer(_as_array("target_token_ids", chain.from_iterable(lists)), np.int32)
         accepted = np.asarray(num_accepted, np.int64)
-        kernels.observe(
+        propose.observe(
             self._store.arrays,
             self._pool,
             self._rows,
@@ -285,8 +265,8 @@ class HistoryDrafter:
         self._flush()
         self._version = version
         self._settings = self._settings._replace(version=version)
-        for counters in (self._calibration.coarse, self._calibration.fine, self._calibration.by_sharpness):
-            counters *= FORGET
+        for counters in (self._calibration.coarse, self._calibration.fine, self._calibration.by_inverse_temperature):
+            counters *= vote.VERSION_DECAY
         kept: deque[_Request] = deque()
         for request in self._finished:
             if request.version >= self._oldest_version:
@@ -379,9 +359,9 @@ class HistoryDrafter:
             if index.buckets.size < wanted:
                 old = index.buckets
                 index = index._replace(buckets=ngram.new_buckets(int(wanted)))
-                kernels.rehash_table(store.arrays, index, self._settings, old)
+                ngram.rehash(store.arrays, index.buckets, self._settings.use_shared, old)
         self._index = index
-        kernels.append_batch(store.arrays, index, self._settings, documents, tokens, starts)
+        append_batch(store.arrays, index, self._settings, documents, tokens, starts)
 
     def _remove(self, request: _Request) -> None:
         """Take a rollout out of the index, and its prompt if no other rollout has it."""
@@ -400,7 +380,7 @@ class HistoryDrafter:
                 del self._problems[problem_id]
 
     def _remove_document(self, document: int) -> None:
-        kernels.remove_document(self._store.arrays, self._index, self._settings, document)
+        remove_document(self._store.arrays, self._index, self._settings, document)
         self._store.release(document)
 
     def _grow_rows(self) -> None:
@@ -418,7 +398,7 @@ def _new_rows(capacity: int) -> Rows:
         document=np.zeros(capacity, np.int32),
         prompt_length=np.zeros(capacity, np.int64),
         seed=np.zeros(capacity, np.int64),
-        has_dice=np.zeros(capacity, np.bool_),
+        has_seed=np.zeros(capacity, np.bool_),
     )
 
 
@@ -428,7 +408,7 @@ def _new_proposals(capacity: int, k: int) -> Proposals:
         tokens=np.zeros((capacity, k), np.int32),
         confidence=np.zeros((capacity, k), np.float32),
         cells=np.zeros((capacity, k, 4), np.int32),
-        alternatives=np.zeros((capacity, k, len(SHARPNESSES)), np.int32),
+        alternatives=np.zeros((capacity, k, len(INVERSE_TEMPERATURES)), np.int32),
     )
 
 

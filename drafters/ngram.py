@@ -11,7 +11,24 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.drafters.kernels import WAYS
+from rollout_spec.drafters.store import (
+    PAGE_BITS,
+    PAGE_MASK,
+    POSITION_BITS,
+    before,
+    compare_context,
+    problem_of,
+    read_back,
+)
+from rollout_spec.jit import inlined, njit
+
+WAYS = 8
+"""Positions per bucket: half a cache line."""
+POSITION_MASK = (1 << POSITION_BITS) - 1
+LONG_ORDER, SHORT_ORDER = 3, 1
+"""Context lengths by which positions of the same problem are found."""
+SHARED_ORDER = 4
+"""Context length by which positions of other problems are found."""
 
 
 def new_buckets(num_entries: int) -> NDArray[np.uint32]:
@@ -20,3 +37,99 @@ def new_buckets(num_entries: int) -> NDArray[np.uint32]:
     while size * WAYS < num_entries:
         size *= 2
     return np.full((size, WAYS), np.uint32(0xFFFFFFFF))
+
+
+@inlined(allocates=False)
+def hash_context(problem, text, end, order):
+    """64-bit FNV-like hash of the last `order` tokens of text[..end - 1] and the problem."""
+    mixed = (np.uint64(problem + 1) << np.uint64(8)) ^ np.uint64(order)
+    for i in range(end - order, end):
+        mixed = (mixed ^ np.uint64(text[i])) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+    return mixed
+
+
+@inlined(allocates=False)
+def _tag(mixed):
+    """The hash's part that an entry keeps, 0 to 62: 63 is an empty entry's."""
+    return np.uint32(min(mixed & np.uint64(63), np.uint64(62)))
+
+
+@inlined(allocates=False)
+def insert(buckets, problem, position, text, end, order):
+    """Put a position in front of the bucket of its context; the oldest of a full bucket is forgotten. O(WAYS)."""
+    mixed = hash_context(problem, text, end, order)
+    bucket = buckets[np.int64(mixed >> np.uint64(32)) & (buckets.shape[0] - 1)]
+    tag = _tag(mixed)
+    for way in range(WAYS - 1, 0, -1):
+        bucket[way] = bucket[way - 1]
+    bucket[0] = np.uint32((tag << np.uint32(POSITION_BITS)) | np.uint32(position))
+
+
+@inlined(allocates=False)
+def gather(store, buckets, problem, text, end, order, other_than, positions, lengths, count):
+    """Collect positions whose context shares at least `order` tokens with text[..end - 1], newest first.
+
+    Args:
+        problem: Of the key; -1 for the key that all problems share.
+        other_than: Skip positions of this problem.
+
+    Returns:
+        The number of candidates, those before included. What a bucket holds is checked against the text, so that
+        stale positions do no harm.
+    """
+    if end < order:
+        return count
+    tokens, page_back = store.tokens, store.page_back
+    mixed = hash_context(problem, text, end, order)
+    bucket = buckets[np.int64(mixed >> np.uint64(32)) & (buckets.shape[0] - 1)]
+    tag = _tag(mixed)
+    for way in range(WAYS):
+        if bucket[way] >> np.uint32(POSITION_BITS) != tag or count == positions.size:
+            continue
+        position = np.int64(bucket[way] & np.uint32(POSITION_MASK))
+        document = store.page_document[position >> PAGE_BITS]
+        if document < 0:
+            continue
+        theirs = store.document_problem[document]
+        if (problem >= 0 and theirs != problem) or theirs == other_than:
+            continue
+        if store.page_start[position >> PAGE_BITS] + (position & PAGE_MASK) >= store.document_length[document]:
+            continue  # a page that was used before and is not written this far yet
+        length, _ = compare_context(tokens, page_back, position, text, end, np.int64(0))
+        if length < order:
+            continue
+        known = False
+        for i in range(count):
+            known |= positions[i] == position
+        if not known:
+            positions[count], lengths[count] = position, length
+            count += 1
+    return count
+
+
+@njit(allocates=False)
+def _rehash(store, buckets, use_shared, old, text):
+    for slot in range(old.shape[0]):
+        for way in range(WAYS - 1, -1, -1):
+            entry = old[slot, way]
+            position = np.int64(entry & np.uint32(POSITION_MASK))
+            if entry == np.uint32(0xFFFFFFFF) or store.page_document[position >> PAGE_BITS] < 0:
+                continue
+            problem = problem_of(store, position)
+            size = read_back(store, before(store.page_back, position), text, text.size)
+            context = text[text.size - size :]
+            for kind in range(3):
+                order = np.int64((SHORT_ORDER, LONG_ORDER, SHARED_ORDER)[kind])
+                if size < order or (kind == 2 and not use_shared):
+                    continue
+                key = np.int64(-1) if kind == 2 else problem
+                mixed = hash_context(key, context, size, order)
+                same_tag = _tag(mixed) == entry >> np.uint32(POSITION_BITS)
+                if same_tag and np.int64(mixed >> np.uint64(32)) & (old.shape[0] - 1) == slot:
+                    insert(buckets, key, position, context, size, order)
+
+
+def rehash(store, buckets, use_shared, old):
+    """Insert the entries of a smaller table again, oldest first."""
+    _rehash(store, buckets, use_shared, old, np.empty(max(SHORT_ORDER, LONG_ORDER, SHARED_ORDER), np.int32))

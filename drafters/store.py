@@ -4,19 +4,173 @@ A document is a prompt or a rollout. It is a list of pages of PAGE_TOKENS tokens
 before it, so that a rollout's contexts reach back into its prompt, and rollouts grow side by side without moving.
 A position is page * PAGE_TOKENS + offset. Positions stand still until their document is removed; then its pages are
 free for others at once. A token costs 4 bytes, a page 16.
+
+Compiled functions never allocate capacity: their callers reserve it first. Each helper is compiled for one signature,
+as compiling takes long: what is no array is np.int64, since numba compiles a function again for each other type.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.drafters import kernels
-from rollout_spec.drafters.kernels import NUM_FREE_PAGES, NUM_TOKENS, PAGE_BITS, PAGE_TOKENS, POSITION_BITS, Store
+from rollout_spec.drafters.vote import MAX_DEPTH
+from rollout_spec.jit import inlined
 from rollout_spec.types import Int32Array
 
+PAGE_BITS = 5
+PAGE_TOKENS = 1 << PAGE_BITS
+"""Tokens per page."""
+PAGE_MASK = PAGE_TOKENS - 1
+POSITION_BITS = 26
+"""Bits of a position: so many fit into an entry of the n-gram table beside a part of the key's hash."""
 MAX_PAGES = 1 << (POSITION_BITS - PAGE_BITS)
 """Pages that positions can tell apart."""
+# Indices into Store.counts
+NUM_FREE_PAGES, NUM_TOKENS = range(2)
+PROMPT, ROLLOUT = range(2)
+
+
+class Store(NamedTuple):
+    """The text of prompts and rollouts, as compiled functions see it. P pages, D documents."""
+
+    tokens: Int32Array  # [P * PAGE_TOKENS]
+    page_document: Int32Array  # [P], -1: free
+    page_back: Int32Array  # [P] position of the token before the page's first, -1: none
+    page_next: Int32Array  # [P] the document's next page, -1: none
+    page_start: Int32Array  # [P] index, in the document, of the page's first token
+    free_pages: Int32Array  # [P] stack
+    document_problem: Int32Array  # [D], -1: no document
+    document_kind: NDArray[np.int8]  # [D] PROMPT or ROLLOUT
+    document_version: Int32Array  # [D] policy version
+    document_first: Int32Array  # [D] first position, -1: empty
+    document_last: Int32Array  # [D] last position; of an empty rollout its prompt's last one, -1: none
+    document_length: Int32Array  # [D] tokens
+    counts: NDArray[np.int64]  # [2] see NUM_FREE_PAGES
+
+
+@inlined(allocates=False)
+def before(page_back, position):
+    """Position of the token before, -1 when there is none."""
+    if position & PAGE_MASK:
+        return position - 1
+    return np.int64(page_back[position >> PAGE_BITS])
+
+
+@inlined(allocates=False)
+def step_back(page_back, position, steps):
+    """Position `steps` tokens before, -1 when there is none."""
+    while position >= 0:
+        offset = position & PAGE_MASK
+        if steps <= offset:
+            return position - steps
+        steps -= offset + 1
+        position = np.int64(page_back[position >> PAGE_BITS])
+    return np.int64(-1)
+
+
+@inlined(allocates=False)
+def last_position(store, document):
+    """A document's last position; of an empty rollout its prompt's last one, -1 when there is none."""
+    return np.int64(store.document_last[document])
+
+
+@inlined(allocates=False)
+def problem_of(store, position):
+    """The problem of the document that a position belongs to."""
+    return np.int64(store.document_problem[store.page_document[position >> PAGE_BITS]])
+
+
+@inlined(allocates=False)
+def read_back(store, position, text, end):
+    """Copy the tokens that end at `position` to text[..end - 1]. Returns how many there were, at most `end`."""
+    tokens, page_back = store.tokens, store.page_back
+    at = end
+    while at > 0 and position >= 0:
+        at -= 1
+        text[at] = tokens[position]
+        position = before(page_back, position)
+    return end - at
+
+
+@inlined(allocates=False)
+def append_token(store, document, token):
+    """Store a token behind a document's last one and return its position."""
+    last = last_position(store, document)
+    length = store.document_length[document]
+    if length > 0 and (last & PAGE_MASK) != PAGE_MASK:
+        position = last + 1
+    else:
+        store.counts[NUM_FREE_PAGES] -= 1
+        page = np.int64(store.free_pages[store.counts[NUM_FREE_PAGES]])
+        position = page << PAGE_BITS
+        store.page_document[page] = document
+        store.page_back[page] = last
+        store.page_next[page] = -1
+        store.page_start[page] = length
+        if length > 0:
+            store.page_next[last >> PAGE_BITS] = page
+        else:
+            store.document_first[document] = position
+    store.tokens[position] = token
+    store.document_last[document] = position
+    store.document_length[document] = length + 1
+    store.counts[NUM_TOKENS] += 1
+    return position
+
+
+@inlined(allocates=False)
+def clear_document(store, document):
+    """Free a document's pages and forget it."""
+    if store.document_length[document] > 0:
+        page = np.int64(store.document_first[document]) >> PAGE_BITS
+        while page >= 0:
+            following = np.int64(store.page_next[page])
+            store.page_document[page] = -1
+            store.free_pages[store.counts[NUM_FREE_PAGES]] = page
+            store.counts[NUM_FREE_PAGES] += 1
+            page = following
+    store.counts[NUM_TOKENS] -= store.document_length[document]
+    store.document_length[document] = 0
+    store.document_first[document] = -1
+    store.document_last[document] = -1
+    store.document_problem[document] = -1
+
+
+@inlined(allocates=False)
+def scramble(token):
+    """A hash by which tokens, and positions of equal contexts, are ordered: no real text degenerates the tree."""
+    return (np.uint64(token) * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)  # numba widens uint32 products
+
+
+@inlined(allocates=False)
+def compare_context(tokens, page_back, node, text, end, known):
+    """Compare the context of `node` with text[..end - 1], from the last token backwards.
+
+    `known` last tokens agree already. Returns (tokens that agree, sign): sign is -1 where the node's context comes
+    first, 1 where it comes last, 0 where they agree over MAX_DEPTH tokens or over all there are.
+    """
+    length = known
+    position = step_back(page_back, node, known + 1)
+    limit = min(end, MAX_DEPTH)
+    while length < limit and position >= 0:
+        here = min(limit - length, (position & PAGE_MASK) + 1)  # tokens to compare on this page
+        at = end - 1 - length
+        same = 0
+        while same < here and tokens[position - same] == text[at - same]:
+            same += 1
+        length += same
+        if same < here:
+            first = scramble(tokens[position - same]) < scramble(text[at - same])
+            return length, -1 if first else 1
+        position = np.int64(page_back[position >> PAGE_BITS]) if here == (position & PAGE_MASK) + 1 else position - here
+    if length == MAX_DEPTH:
+        return length, 0
+    if position < 0:
+        return length, -1 if length < end else 0
+    return length, 1
 
 
 class TextStore:
@@ -107,7 +261,7 @@ class TextStore:
         """A document's tokens."""
         length = int(self.arrays.document_length[document])
         text = np.empty(length, np.int32)
-        kernels.read_back(self.arrays, self.arrays.document_last[document], text, length)
+        read_back(self.arrays, self.arrays.document_last[document], text, length)
         return text
 
     def memory_bytes(self) -> int:

@@ -25,7 +25,8 @@ from typing import Any
 
 import wrapt
 
-from rollout_spec.config import ASYNC_METHOD, CONFIG_KEY, DEVICE_DRAFTER, PROPOSER_PATH, RolloutSpecConfig
+from rollout_spec.config import ASYNC_METHOD, CONFIG_KEY, PROPOSER_PATH, RolloutSpecConfig
+from rollout_spec.drafters import check_options, runs_on_device
 from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.request_options import requested_problem_id
 
@@ -79,7 +80,7 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
             return None
         return RolloutSpecConfig(num_speculative_tokens=speculative.num_speculative_tokens)
     config = RolloutSpecConfig.from_dict(values)
-    if config.drafter == DEVICE_DRAFTER:
+    if runs_on_device(config.drafter):
         proposes = speculative is not None and speculative.method == ASYNC_METHOD
     if not config.speculation:
         if speculative is not None:
@@ -252,31 +253,17 @@ def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
     import vllm
     from vllm.logger import init_logger
 
-    from rollout_spec.drafters import DRAFTERS, build_drafter, check_options
-
     vllm_compat.check_version(vllm.__version_tuple__, vllm.__version__)
     if vllm_config.model_config.runner_type != "generate":
         raise ValueError("rollout_spec is for engines that generate, and this one pools: leave engine_kwargs() out")
-    on_device = config.speculation and config.drafter == DEVICE_DRAFTER
-    if not config.speculation:
-        pass
-    elif not on_device:
-        if config.drafter in DRAFTERS:
-            build_drafter(config.drafter, **config.drafter_options)  # it is small, and checks its options' values
-        else:
-            check_options(config.drafter, config.drafter_options)
-    elif not vllm_config.use_v2_model_runner:
+    on_device = config.speculation and runs_on_device(config.drafter)
+    if on_device and not vllm_config.use_v2_model_runner:
         raise ValueError(
-            f"drafter={DEVICE_DRAFTER!r} needs vLLM's V2 model runner, which this engine does not use: choose another "
+            f"drafter={config.drafter!r} needs vLLM's V2 model runner, which this engine does not use: choose another "
             "drafter, or set VLLM_USE_V2_MODEL_RUNNER=1, with which vLLM says what keeps it from V2"
         )
-    else:
-        from rollout_spec.drafters.device import check_options as check_device_options
-
-        try:
-            check_device_options(**config.drafter_options)
-        except TypeError as error:
-            raise ValueError(f"drafter {DEVICE_DRAFTER!r} does not take these options: {error}") from error
+    if config.speculation:
+        check_options(config.drafter, config.drafter_options)
     if vllm_config.use_v2_model_runner:
         ignored = vllm_compat.ignored_sampler_option(vllm_config)
         if ignored is not None:
@@ -398,7 +385,7 @@ def _hook_runner_v2(module: Any) -> None:
             config = config_of(vllm_config)
             if config is None:
                 return original(vllm_config, device, *args)
-            if config.drafter == DEVICE_DRAFTER:
+            if runs_on_device(config.drafter):
                 from rollout_spec.integrations.vllm_device import DeviceSpeculator
 
                 return DeviceSpeculator(vllm_config, device)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
+from rollout_spec.drafters.registry import runs_on_device
+
 MAX_SPECULATIVE_TOKENS = 128
 """vLLM's own limit on draft tokens per request and step (`MAX_SPEC_LEN` of its rejection sampler)."""
 
@@ -16,8 +18,6 @@ CONFIG_KEY = "rollout_spec"
 """Our key in vLLM's `additional_config`."""
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 """vLLM's environment variable with the names of the plugins that it loads; all of them where it is unset."""
-DEVICE_DRAFTER = "device"
-"""Name of the drafter that keeps its history on the device."""
 ASYNC_METHOD = "ngram_gpu"
 """The method of vLLM's own that an engine with the device drafter names: it has no model and leaves scheduling
 asynchronous. The device drafter is put in its place."""
@@ -84,8 +84,10 @@ class RolloutSpecConfig:
 
     def _check_ranges(self, ranges: Any) -> None:
         name = "num_speculative_tokens_per_batch_size"
-        if self.drafter != DEVICE_DRAFTER:
-            raise ValueError(f"{name} is for drafter={DEVICE_DRAFTER!r}: other drafters give each request its own K")
+        if not runs_on_device(self.drafter):
+            raise ValueError(
+                f"{name} is for drafter='device': {self.drafter!r} runs on the host and gives each request its own K"
+            )
         if not isinstance(ranges, Sequence) or not ranges:
             raise TypeError(f"{name} must be a list of (first, last, K), got {ranges!r}")
         previous = 0
@@ -144,7 +146,7 @@ class RolloutSpecConfig:
         kwargs: dict[str, Any] = {"additional_config": {CONFIG_KEY: self.to_dict()}}
         if self.speculation:
             method = {"method": "custom_class", "model": PROPOSER_PATH}
-            if self.drafter == DEVICE_DRAFTER:
+            if runs_on_device(self.drafter):
                 method = {"method": ASYNC_METHOD}
             kwargs["speculative_config"] = {**method, "num_speculative_tokens": self.num_speculative_tokens}
             if self.num_speculative_tokens_per_batch_size is not None:

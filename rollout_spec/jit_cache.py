@@ -24,7 +24,13 @@ from rollout_spec.imports import installed_versions
 
 SOURCES = (
     "budget.py",
-    "drafters/kernels.py",
+    "drafters/index.py",
+    "drafters/lookahead.py",
+    "drafters/ngram.py",
+    "drafters/propose.py",
+    "drafters/store.py",
+    "drafters/suffix.py",
+    "drafters/vote.py",
     "estimates.py",
     "jit.py",
     "noise.py",

@@ -105,8 +105,8 @@ def test_a_budget_is_given_or_not():
         engine_kwargs(budget=1)
 
 
-def test_other_drafters_give_each_request_its_own_k():
-    with pytest.raises(ValueError, match="is for drafter='device'"):
+def test_drafters_on_the_host_give_each_request_its_own_k():
+    with pytest.raises(ValueError, match="is for drafter='device': 'mixture' runs on the host"):
         engine_kwargs(num_speculative_tokens_per_batch_size=[(1, 4, 2)])
 
 

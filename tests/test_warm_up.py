@@ -18,7 +18,9 @@ ROOT = Path(__file__).parent.parent
 
 CONFIGS = {
     "mixture": {},
-    "options": {"drafter_options": {"sharpness": 2.0, "recency": 0.5, "max_history_versions": 1, "lookahead": True}},
+    "options": {
+        "drafter_options": {"inverse_temperature": 2.0, "recency": 0.5, "max_history_versions": 1, "lookahead": True}
+    },
     "suffix": {"drafter": "suffix", "num_speculative_tokens": 3},
     "ngram": {"drafter": "ngram", "budget": False, "drafter_options": {"shared": True}},
     "lookahead": {"drafter": "lookahead"},

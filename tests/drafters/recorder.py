@@ -9,9 +9,11 @@ import numba
 import numpy as np
 from hypothesis import settings
 
-from rollout_spec.drafters import kernels
-from rollout_spec.drafters.kernels import MAX_DEPTH, PAGE_BITS, PAGE_MASK
+from rollout_spec.drafters import ngram, suffix
 from rollout_spec.drafters.mixture import HistoryDrafter
+from rollout_spec.drafters.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER
+from rollout_spec.drafters.store import PAGE_BITS, PAGE_MASK, Store
+from rollout_spec.drafters.vote import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
 from rollout_spec.types import Draft
 from tests import naive
 from tests.naive import Place, Text
@@ -98,23 +100,42 @@ class Recorder:
 
     def tree_candidates(self, problem: int, context: Sequence[int], *, shared: bool = False) -> list[tuple[Place, int]]:
         """What the problem's suffix tree, or that of all others, finds for a context, in order."""
-        scratch, text = kernels._new_scratch(1), np.array(context[-MAX_DEPTH:], np.int32)
-        scratch.positions.fill(SENTINEL)
-        scratch.lengths.fill(SENTINEL)
+        text = np.array(context[-MAX_DEPTH:], np.int32)
+        positions, lengths = np.full((2, MAX_CANDIDATES), SENTINEL, np.int32)
         index = self.drafter._index
         tree, key, other_than = (index.shared, -1, problem) if shared else (index.tree, problem, -2)
-        limit = kernels.MAX_CANDIDATES
-        count = kernels._tree_gather(self._store(), tree, key, other_than, text, text.size, 0, limit, scratch)
-        return self._places(scratch.positions, scratch.lengths, count)
+        count = suffix.gather(
+            self._store(),
+            tree,
+            key,
+            other_than,
+            text,
+            text.size,
+            0,
+            MAX_CANDIDATES,
+            positions,
+            lengths,
+            suffix.new_path(),
+        )
+        return self._places(positions, lengths, count)
 
     def table_candidates(
         self, problem: int, context: Sequence[int], order: int, other_than: int = -2
     ) -> list[tuple[Place, int]]:
         """What the n-gram table finds for a context, in order."""
         text = np.array(context[-MAX_DEPTH:], np.int32)
-        positions, lengths = np.full((2, kernels.MAX_CANDIDATES), SENTINEL, np.int32)
-        count = kernels._table_gather(
-            self._store(), self.drafter._index, problem, text, text.size, order, other_than, positions, lengths, 0
+        positions, lengths = np.full((2, MAX_CANDIDATES), SENTINEL, np.int32)
+        count = ngram.gather(
+            self._store(),
+            self.drafter._index.buckets,
+            problem,
+            text,
+            text.size,
+            order,
+            other_than,
+            positions,
+            lengths,
+            0,
         )
         return self._places(positions, lengths, count)
 
@@ -131,7 +152,7 @@ class Recorder:
         assert len(places) == len(found), "a candidate came twice"
         assert places == {place: expected.get(place) for place in places}
         assert max(places.values(), default=0) == max(expected.values(), default=0)
-        assert len(expected) > kernels.ENOUGH or places.keys() == expected.keys()
+        assert len(expected) > ENOUGH_CANDIDATES or places.keys() == expected.keys()
 
     def _matches_elsewhere(self, texts: dict[int, Text], problem: int, context: Sequence[int]) -> dict[Place, int]:
         found: dict[Place, int] = {}
@@ -141,14 +162,14 @@ class Recorder:
 
     def check_table(self, problem: int, context: Sequence[int]) -> None:
         """The table's candidates are true and match at least as far as they should."""
-        texts, orders = self.texts(), (kernels.LONG_ORDER, kernels.SHORT_ORDER)
+        texts, orders = self.texts(), (LONG_ORDER, SHORT_ORDER)
         expected = naive.matches(texts, problem, context, MAX_DEPTH)
         for order in orders:
             self._check_found(self.table_candidates(problem, context, order), expected, order)
         if self.drafter._settings.use_shared:
             expected = self._matches_elsewhere(texts, problem, context)
-            found = self.table_candidates(-1, context, kernels.SHARED_ORDER, problem)
-            self._check_found(found, expected, kernels.SHARED_ORDER)
+            found = self.table_candidates(-1, context, SHARED_ORDER, problem)
+            self._check_found(found, expected, SHARED_ORDER)
 
     def _check_found(self, found: list[tuple[Place, int]], expected: dict[Place, int], order: int) -> None:
         places = dict(found)
@@ -156,7 +177,7 @@ class Recorder:
         assert places == {place: expected.get(place) for place in places}
         assert all(length >= order for length in places.values())
 
-    def _store(self) -> kernels.Store:
+    def _store(self) -> Store:
         return self.drafter._store.arrays
 
     def _places(self, positions, lengths, count: int) -> list[tuple[Place, int]]:

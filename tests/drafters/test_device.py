@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from rollout_spec.drafters import device, device_kernels
-from rollout_spec.drafters.device import DeviceDrafter, Ended, Pool
+from rollout_spec.drafters.device import DeviceDrafter, Ended
+from rollout_spec.drafters.device_archive import Pool
 from rollout_spec.drafters.device_reference import Document, ReferenceDrafter, find_matches
 from rollout_spec.drafters.mixture import HistoryDrafter
 
@@ -32,7 +33,7 @@ class Engine:
     """What the device drafter sees of an engine, and the reference beside it."""
 
     def __init__(self, max_requests=6, **options):
-        drafter_options = {name: options[name] for name in ("sharpness", "recency") if name in options}
+        drafter_options = {name: options[name] for name in ("inverse_temperature", "recency") if name in options}
         self.reference = ReferenceDrafter(max_draft_tokens=K, **drafter_options)
         self.drafter = DeviceDrafter(
             max_requests=max_requests,
@@ -149,7 +150,7 @@ def test_drafts_and_rates_are_the_references(operations, random):
             drafts = engine.assert_same_drafts()
             last = {req_id: draft.token_ids.tolist() for req_id, draft in zip(live, drafts, strict=True)}
         engine.drafter.check_integrity()
-    for ours, theirs in zip(engine.drafter._counters, ("coarse", "fine", "by_sharpness"), strict=True):
+    for ours, theirs in zip(engine.drafter._counters, ("coarse", "fine", "by_inverse_temperature"), strict=True):
         np.testing.assert_array_equal(ours.numpy(), getattr(engine.reference.counters, theirs))
 
 
@@ -201,7 +202,7 @@ def test_a_finished_rollout_ends_where_the_engine_ended_it():
         engine.commit(request, [1, 9, 2, 9, 3])
         names = ("stop_token_ids", "min_tokens", "max_tokens")
         engine.stop(request, **dict(zip(names, trim, strict=False)))
-    assert [archived(a) for a in engine.drafter._archive_order] == list(cases.values())
+    assert [archived(a) for a in engine.drafter._archive.order] == list(cases.values())
     assert keep in engine.live
 
 
@@ -237,7 +238,7 @@ def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
         request = engine.start([0, 1])
         engine.commit(request, [5, 6, 7 + version])
         engine.stop(request)
-    assert [(rollout.read()[0].tolist(), rollout.read()[2]) for rollout in drafter._archive_order] == [
+    assert [(rollout.read()[0].tolist(), rollout.read()[2]) for rollout in drafter._archive.order] == [
         ([0, 1, 5, 6, 7 + version], version) for version in (1, 2, 3)
     ]
     drafter._evict_oldest()
@@ -262,7 +263,7 @@ def test_requests_without_a_prompt_leave_nothing_behind():
         engine.commit(request, [1, 2, 1])
         engine.stop(request)
         engine.drafter.check_integrity()
-    assert not engine.drafter._archive_order
+    assert not engine.drafter._archive.order
     assert not engine.drafter._problems
     assert engine.drafter._pool.gaps == [(0, 2000)]
 
@@ -311,7 +312,7 @@ def test_long_prompts_are_kept_as_far_as_contexts_reach():
     request, sibling = engine.start(prompt), engine.start(prompt)
     engine.commit(request, [1, 2, 3])
     engine.stop(request)
-    (rollout,) = engine.drafter._archive_order
+    (rollout,) = engine.drafter._archive.order
     assert rollout.read()[0].tolist() == [*prompt[-32:], 1, 2, 3]
     engine.commit(sibling, [1])
     engine.assert_same_drafts()
@@ -325,7 +326,7 @@ def test_memory_is_bounded():
         engine.commit(request, [i] * (5 + i))
         engine.stop(request)
         engine.drafter.check_integrity()
-        assert engine.drafter._archive_tokens <= 50
+        assert engine.drafter._archive.num_tokens <= 50
         problem = engine.drafter._live[engine.live[stays]].problem
         assert sum(size for _, size in problem.pieces.values()) <= 30
     engine.commit(stays, [11])
@@ -340,7 +341,7 @@ def test_requests_that_end_together_may_push_each_other_out():
         engine.commit(request, [1, 2, 3, 4, 5, 6])
     engine.drafter.stop_requests([Ended(engine.live[request], 7) for request in requests[:2]])
     engine.drafter.check_integrity()
-    assert len(engine.drafter._archive_order) == 1
+    assert len(engine.drafter._archive.order) == 1
     assert engine.drafter.dropped_tokens == 7
 
 
@@ -434,7 +435,7 @@ def test_rejected_arguments():
         drafter.begin_policy_version(1)
     for name, value in {
         "recency": 0.0,
-        "sharpness": -1.0,
+        "inverse_temperature": -1.0,
         "max_resident_tokens": 0,
         "max_problem_tokens": 0,
         "max_history_tokens": 0,

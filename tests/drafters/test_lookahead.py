@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_spec.drafters import kernels
+from rollout_spec.drafters import propose
 from tests.drafters.recorder import Recorder
 
 
@@ -48,10 +48,10 @@ def test_a_problem_that_takes_the_place_of_another_does_not_get_its_pool():
 
 def test_the_pool_takes_its_share_and_leaves_a_distribution():
     found, mass = np.array([5, 6, 0], np.int32), np.array([0.5, 0.3, 0.0])
-    assert kernels._blend_in(6, 0.4, 2, found, mass) == 2
+    assert propose._blend_in(6, 0.4, 2, found, mass) == 2
     assert mass == pytest.approx([0.3, 0.58, 0.0])
-    assert kernels._blend_in(9, 0.4, 2, found, mass) == 3
+    assert propose._blend_in(9, 0.4, 2, found, mass) == 3
     assert found.tolist() == [5, 6, 9]
     assert mass == pytest.approx([0.18, 0.348, 0.4])
-    assert kernels._blend_in(4, 0.4, 0, found, mass) == 1
+    assert propose._blend_in(4, 0.4, 0, found, mass) == 1
     assert (found[0], mass[0]) == (4, 0.4)

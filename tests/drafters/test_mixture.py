@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from rollout_spec import noise
-from rollout_spec.drafters import DRAFTERS, build_drafter, device_reference, find_drafter, kernels, mixture, store
-from rollout_spec.drafters.kernels import BLEND, MAX_DEPTH, NUM_NEAR_BINS, PAGE_TOKENS
+from rollout_spec.drafters import device_reference, mixture, propose, store, vote
+from rollout_spec.drafters.index import gather
 from rollout_spec.drafters.mixture import HistoryDrafter
+from rollout_spec.drafters.store import PAGE_TOKENS
+from rollout_spec.drafters.vote import BLEND, MAX_DEPTH, NUM_DISTANCE_BINS
 from tests import naive
 from tests.drafters.recorder import SLOW, Recorder, examples
 
@@ -282,7 +284,7 @@ def drafted_by_hand(recorder, req_id, seed):
         )
         if seed is not None:
             noises = {token: float(noise.gumbel(seed, len(context) - 1, token)) for token in q}
-            q = {token: drafter._settings.sharpness * np.log(p) + noises[token] for token, p in q.items()}
+            q = {token: drafter._settings.inverse_temperature * np.log(p) + noises[token] for token, p in q.items()}
         token = yield q
         candidates = [
             ((document, at + 1), min(length + 1, MAX_DEPTH))
@@ -300,7 +302,7 @@ def drafted_by_hand(recorder, req_id, seed):
 )
 def test_drafts_are_the_favourites_of_the_blended_model(history, own, seed):
     """Candidates of equal weight and no outcomes: each slot is the most probable token, or the coupled choice."""
-    recorder = make(recency=1.0, sharpness=1.5)
+    recorder = make(recency=1.0, inverse_temperature=1.5)
     settings = recorder.drafter._settings
     recorder.drafter._settings = settings._replace(preference=np.ones_like(settings.preference))
     for i, text in enumerate(history):
@@ -351,16 +353,20 @@ def test_matches_get_longer_in_a_draft_up_to_max_depth(index):
 
 def gathered(recorder, req_id):
     """{source: (near bin, weight)} of what is found for a request."""
-    drafter, scratch = recorder.drafter, kernels._new_scratch(1)
+    drafter, scratch = recorder.drafter, propose.new_scratch(1)
     drafter._flush()
     text = np.array(recorder.context(req_id)[-MAX_DEPTH:], np.int32)
     store, settings = drafter._store.arrays, drafter._settings
     document = drafter._live[req_id].document
-    count = kernels._gather(store, drafter._index, settings, document, text, text.size, scratch)
-    found = scratch.positions, scratch.weights, scratch.natures
-    kernels._weigh(store, settings, document, len(recorder.texts()[document].tokens), count, *found)
-    weighed = zip(scratch.natures[:count].tolist(), scratch.weights[:count].tolist(), strict=True)
-    return {kernels.SOURCES[nature // NUM_NEAR_BINS]: (nature % NUM_NEAR_BINS, weight) for nature, weight in weighed}
+    positions = scratch.positions
+    count = gather(store, drafter._index, settings, document, text, text.size, positions, scratch.lengths, scratch.path)
+    found = positions, scratch.weights, scratch.origin_bins
+    propose._weigh(store, settings, document, len(recorder.texts()[document].tokens), count, *found)
+    weighed = zip(scratch.origin_bins[:count].tolist(), scratch.weights[:count].tolist(), strict=True)
+    return {
+        vote.SOURCES[origin_bin // NUM_DISTANCE_BINS]: (origin_bin % NUM_DISTANCE_BINS, weight)
+        for origin_bin, weight in weighed
+    }
 
 
 @both_indexes
@@ -372,7 +378,7 @@ def test_candidates_weigh_by_source_distance_and_age(index):
     recorder.drafter.begin_policy_version(2)
     recorder.start("other", [8, 9, 1, 2, 3], [7], problem_id=8)
     recorder.start("r", prompt, [*range(20, 30), 9, 1, 2, 3], problem_id=7)
-    weight = dict(zip(kernels.SOURCES, mixture.PREFERENCE, strict=True))
+    weight = dict(zip(vote.SOURCES, vote.PREFERENCE, strict=True))
     found = gathered(recorder, "r")
     if index == "suffix":  # which asks other problems only where its own texts match fewer than four tokens
         assert "shared" not in found
@@ -397,9 +403,9 @@ def test_other_problems_are_asked_where_ones_own_match_is_short():
 
 def test_bins_of_distance_and_length():
     distances = (0, 4, -4, 5, 32, -33, 256, 257, -1000)
-    assert [int(kernels._near_bin(distance)) for distance in distances] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert [int(propose._distance_bin(distance)) for distance in distances] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
     lengths = range(1, MAX_DEPTH + 1)
-    assert [int(kernels._length_bin(n)) for n in lengths] == [device_reference._length_bin(n) for n in lengths]
+    assert [int(propose._length_bin(n)) for n in lengths] == [device_reference._length_bin(n) for n in lengths]
 
 
 @pytest.mark.parametrize(("num_said", "expected"), [(0, 200), (40, 300)])
@@ -454,7 +460,7 @@ def test_a_longer_match_outweighs_a_few_shorter_ones():
 @both_indexes
 def test_the_dice_decide_where_history_is_undecided(index):
     """Over many seeds, both continuations come about as often as in history: what the coupled choice is for."""
-    recorder = make(index, sharpness=1.0)
+    recorder = make(index, inverse_temperature=1.0)
     for i in range(4):
         recorder.start(str(i), [1, 2], [5, 6 + i % 2])
         recorder.stop(str(i))
@@ -610,20 +616,20 @@ def test_confidence_is_the_chance_to_get_that_far():
 
 
 def test_full_counters_are_halved():
-    cell = np.array([kernels.MAX_TRIALS, 1000], np.float32)
-    kernels._trial(cell, True)
-    assert cell.tolist() == [kernels.MAX_TRIALS / 2 + 1, 501]
-    kernels._trial(cell, False)
-    assert cell.tolist() == [kernels.MAX_TRIALS / 2 + 2, 501]
+    cell = np.array([vote.MAX_TRIALS, 1000], np.float32)
+    propose._trial(cell, True)
+    assert cell.tolist() == [vote.MAX_TRIALS / 2 + 1, 501]
+    propose._trial(cell, False)
+    assert cell.tolist() == [vote.MAX_TRIALS / 2 + 2, 501]
 
 
 def test_the_exponent_is_1_until_another_is_clearly_ahead():
-    counts = np.zeros((len(kernels.SHARPNESSES), 2))
-    assert kernels._best_sharpness(counts) == 1.0
-    counts[-1, 1] = kernels.HEAD_START
-    assert kernels._best_sharpness(counts) == 1.0
+    counts = np.zeros((len(vote.INVERSE_TEMPERATURES), 2))
+    assert propose._best_inverse_temperature(counts) == 1.0
+    counts[-1, 1] = vote.HEAD_START
+    assert propose._best_inverse_temperature(counts) == 1.0
     counts[-1, 1] += 1
-    assert kernels._best_sharpness(counts) == kernels.SHARPNESSES[-1]
+    assert propose._best_inverse_temperature(counts) == vote.INVERSE_TEMPERATURES[-1]
 
 
 def test_only_choices_say_which_exponent_is_right():
@@ -634,7 +640,7 @@ def test_only_choices_say_which_exponent_is_right():
     recorder.start("r", [1], [5], seed=3)
     (chosen,) = recorder.draft("r", 1)
     recorder.drafter.observe(["r"], [[chosen]], np.zeros(1, np.int32))
-    trials = recorder.drafter._calibration.by_sharpness[:, 0]
+    trials = recorder.drafter._calibration.by_inverse_temperature[:, 0]
     assert (trials == 1).all()
     recorder.stop("i", keep=False)
     assert recorder.draft("r", 1) == [6]
@@ -658,11 +664,11 @@ def test_proposals_survive_the_growth_of_rows():
 def test_a_new_policy_forgets_a_part_of_every_counter():
     recorder = make()
     counters = recorder.drafter._calibration
-    for counts in (counters.coarse, counters.fine, counters.by_sharpness):
+    for counts in (counters.coarse, counters.fine, counters.by_inverse_temperature):
         counts[:] = 100.0
     recorder.drafter.begin_policy_version(1)
-    for counts in (counters.coarse, counters.fine, counters.by_sharpness):
-        assert np.allclose(counts, 100.0 * mixture.FORGET)
+    for counts in (counters.coarse, counters.fine, counters.by_inverse_temperature):
+        assert np.allclose(counts, 100.0 * vote.VERSION_DECAY)
 
 
 def test_a_new_request_does_not_inherit_a_proposal():
@@ -790,7 +796,7 @@ def test_what_ended_a_draft_fades_by_cell_and_by_what_it_falls_back_on():
     assert recorder.draft("r") == []
     for counts in (counters.coarse, counters.fine):
         faded = counts[counts[..., 0] < 1000.0]
-        assert faded.tolist() == [pytest.approx([1000.0 * kernels.FADE, 100.0 * kernels.FADE])]
+        assert faded.tolist() == [pytest.approx([1000.0 * vote.OUTCOME_DECAY, 100.0 * vote.OUTCOME_DECAY])]
 
 
 @both_indexes
@@ -841,9 +847,9 @@ def test_the_same_version_again_forgets_nothing():
         ({"min_survival": 1.0}, r"min_survival must be in \[0, 1\), got 1.0"),
         ({"min_survival": -0.1}, r"min_survival must be in \[0, 1\)"),
         ({"min_survival": float("nan")}, r"min_survival must be in \[0, 1\)"),
-        ({"sharpness": 0}, "sharpness must be positive and finite, got 0"),
-        ({"sharpness": float("nan")}, "sharpness must be positive and finite"),
-        ({"sharpness": float("inf")}, "sharpness must be positive and finite"),
+        ({"inverse_temperature": 0}, "inverse_temperature must be positive and finite, got 0"),
+        ({"inverse_temperature": float("nan")}, "inverse_temperature must be positive and finite"),
+        ({"inverse_temperature": float("inf")}, "inverse_temperature must be positive and finite"),
         ({"recency": 0.0}, r"recency must be in \(0, 1\], got 0.0"),
         ({"recency": 1.5}, r"recency must be in \(0, 1\], got 1.5"),
         ({"max_history_tokens": 0}, "max_history_tokens must be at least 1, got 0"),
@@ -902,43 +908,6 @@ def test_any_seed_of_64_bits(seed):
     recorder.start("h", [1], [5, 6])
     recorder.start("a", [1], seed=seed)
     assert recorder.draft("a", 2) == [5, 6]
-
-
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_drafters_by_name(name):
-    drafter = build_drafter(name, max_draft_tokens=2)
-    assert isinstance(drafter, HistoryDrafter)
-    assert find_drafter(name) == (HistoryDrafter, DRAFTERS[name])
-    drafter.start_request("a", [1, 2, 3, 4, 1, 2])
-    check_draft(drafter.propose(["a"], np.full(1, 9, np.int32))[0], 2)
-    assert drafter.memory_bytes() > 0
-    drafter.check_integrity()
-
-
-def test_options_override_what_the_name_implies():
-    assert build_drafter("mixture", shared=False)._settings.use_shared is False
-    find_drafter("mixture")[1]["shared"] = None
-    assert DRAFTERS["mixture"]["shared"] is True
-
-
-def test_drafters_by_path():
-    drafter = build_drafter("rollout_spec.drafters.mixture.HistoryDrafter", index="ngram")
-    assert isinstance(drafter, HistoryDrafter)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("treee", {}, r"unknown drafter 'treee': use one of \["),
-        ("no.such.Drafter", {}, "cannot be imported"),
-        ("rollout_spec.drafters.mixture.Nothing", {}, "cannot be imported"),
-        ("suffix", {"depth": 3}, "'suffix' does not take these options"),
-        ("mixture", {"max_draft_tokens": 0}, "max_draft_tokens"),
-    ],
-)
-def test_drafters_that_cannot_be_built(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        build_drafter(name, **options)
 
 
 # -- any order of calls ----------------------------------------------------------------------------------------------

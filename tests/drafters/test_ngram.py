@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_spec.drafters import kernels, ngram
-from rollout_spec.drafters.kernels import LONG_ORDER, MAX_DEPTH, PAGE_TOKENS, SHARED_ORDER, SHORT_ORDER, WAYS
+from rollout_spec.drafters import ngram
+from rollout_spec.drafters.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER, WAYS
+from rollout_spec.drafters.store import PAGE_TOKENS
+from rollout_spec.drafters.vote import MAX_DEPTH
 from tests.drafters.recorder import SLOW, Recorder, examples
 
 ORDERS = (LONG_ORDER, SHORT_ORDER)
@@ -168,8 +170,8 @@ def test_problems_are_apart_where_their_entries_look_the_same():
             i %= len(texts)
             problem, document = recorder.problem(str(i)), recorder.drafter._live[str(i)].document
             text = np.array(texts[i], np.int32)
-            kernels._table_insert(index, problem, int(store.document_last[document]), text, 4, LONG_ORDER)
-            tags.append(int(kernels._tag(np.uint64(kernels._ngram_hash(problem, text, 4, LONG_ORDER)))))
+            ngram.insert(index.buckets, problem, int(store.document_last[document]), text, 4, LONG_ORDER)
+            tags.append(int(ngram._tag(np.uint64(ngram.hash_context(problem, text, 4, LONG_ORDER)))))
         looks_alike += tags.count(tags[-1]) > 1
         found = recorder.table_candidates(recorder.problem(str(asking)), [1, 2, 3, 4], LONG_ORDER)
         assert [document for (document, _), _ in found] == [recorder.drafter._live[str(asking)].document]
@@ -202,7 +204,7 @@ def test_nothing_that_was_found_is_lost_when_the_table_grows():
     for factor in (2, 8):
         old = drafter._index.buckets
         drafter._index = drafter._index._replace(buckets=ngram.new_buckets(old.size * factor))
-        kernels.rehash_table(drafter._store.arrays, drafter._index, drafter._settings, old)
+        ngram.rehash(drafter._store.arrays, drafter._index.buckets, drafter._settings.use_shared, old)
         assert found() == before
     for query in queries:
         recorder.check_table(recorder.problem("0"), query)
@@ -233,6 +235,6 @@ def test_new_tables_have_room_and_a_power_of_two_of_buckets(num_entries):
 
 
 def test_no_tag_and_position_look_like_an_empty_entry():
-    tags = {int(kernels._tag(np.uint64(mixed))) for mixed in range(64)}
+    tags = {int(ngram._tag(np.uint64(mixed))) for mixed in range(64)}
     assert max(tags) == 62
-    assert (62 << kernels.POSITION_BITS | kernels.POSITION_MASK) < 0xFFFFFFFF
+    assert (62 << ngram.POSITION_BITS | ngram.POSITION_MASK) < 0xFFFFFFFF

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_spec.drafters import kernels, store
-from rollout_spec.drafters.kernels import MAX_DEPTH, PAGE_TOKENS, PROMPT, ROLLOUT
+from rollout_spec.drafters import store
+from rollout_spec.drafters.index import remove_document
 from rollout_spec.drafters.mixture import HistoryDrafter
-from rollout_spec.drafters.store import TextStore
+from rollout_spec.drafters.store import PAGE_TOKENS, PROMPT, ROLLOUT, TextStore, append_token, read_back, step_back
+from rollout_spec.drafters.vote import MAX_DEPTH
 from tests.drafters.recorder import SENTINEL, examples
 
 BARE = HistoryDrafter()
@@ -21,11 +22,11 @@ LARGEST = 2**31 - 1
 def append(texts, document, tokens):
     texts.reserve(len(tokens) // PAGE_TOKENS + 2)
     for token in tokens:
-        kernels._append(texts.arrays, document, token)
+        append_token(texts.arrays, document, token)
 
 
 def remove(texts, document):
-    kernels.remove_document(texts.arrays, BARE._index, NO_INDEX, document)
+    remove_document(texts.arrays, BARE._index, NO_INDEX, document)
     texts.release(document)
 
 
@@ -35,7 +36,7 @@ def pages(tokens):
 
 def last_tokens(texts, document, num):
     buffer = np.full(num, SENTINEL, np.int32)
-    found = kernels.read_back(texts.arrays, texts.arrays.document_last[document], buffer, num)
+    found = read_back(texts.arrays, texts.arrays.document_last[document], buffer, num)
     assert (buffer[: num - found] == SENTINEL).all()
     return buffer[num - found :].tolist()
 
@@ -87,7 +88,7 @@ def test_steps_back_equal_reading_back():
     last, back = int(texts.arrays.document_last[document]), texts.arrays.page_back
     whole = last_tokens(texts, document, 500)
     for steps in range(len(whole) + 3):
-        position = int(kernels._step_back(back, last, steps))
+        position = int(step_back(back, last, steps))
         assert (position < 0) == (steps >= len(whole))
         assert position < 0 or texts.arrays.tokens[position] == whole[-1 - steps]
 
@@ -168,7 +169,7 @@ def test_integrity_notices(field):
     texts.check_integrity()
     first, second = np.flatnonzero(texts.arrays.page_document == document)
     at = {"page_document": second, "page_start": second, "page_back": max(first, second), "document_last": document}
-    at |= {"free_pages": 0, "counts": kernels.NUM_TOKENS}
+    at |= {"free_pages": 0, "counts": store.NUM_TOKENS}
     if field == "page_back":
         at["page_back"] = texts.arrays.document_last[document] // PAGE_TOKENS
     getattr(texts.arrays, field)[at[field]] -= 1

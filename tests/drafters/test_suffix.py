@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_spec.drafters import kernels
-from rollout_spec.drafters.kernels import ENOUGH, MAX_CANDIDATES, MAX_DEPTH, MAX_WALK, PAGE_TOKENS, REMOVED
+from rollout_spec.drafters.store import PAGE_TOKENS, scramble
+from rollout_spec.drafters.suffix import MAX_WALK, REMOVED
+from rollout_spec.drafters.vote import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
 from tests.drafters.recorder import SLOW, Recorder, examples
 
 token_lists = st.lists(st.integers(0, 3), max_size=12) | st.lists(st.integers(0, 1), max_size=70)
@@ -88,7 +89,7 @@ def test_the_newest_of_equal_matches_is_among_the_candidates():
 def test_longer_matches_come_before_more_than_enough_shorter_ones():
     recorder = Recorder()
     recorder.start("long", [5, 6, 7], [8], problem_id=7)
-    for i in range(2 * ENOUGH):
+    for i in range(2 * ENOUGH_CANDIDATES):
         recorder.start(str(i), [9, 7], [i], problem_id=7)
     recorder.drafter._flush()
     found = recorder.tree_candidates(recorder.problem("long"), [5, 6, 7])
@@ -204,7 +205,7 @@ def test_an_unseen_last_token_has_no_candidates():
 
 def test_scrambled_tokens_fit_in_32_bits_and_are_distinct():
     tokens = [0, 1, 2, 3, 255, 2**16, 2**31 - 1]
-    scrambled = [int(kernels._scramble(token)) for token in tokens]
+    scrambled = [int(scramble(token)) for token in tokens]
     assert len(set(scrambled)) == len(tokens)
     assert max(scrambled) < 2**32
     assert scrambled != sorted(scrambled)
@@ -234,7 +235,7 @@ def test_other_problems_are_found_behind_ones_own():
     """The own problem's positions, which its own tree gives, must not use up the shared tree's candidates."""
     recorder = Recorder(shared=True)
     recorder.start("other", [9, 1, 2, 3], [50], problem_id=8)
-    for i in range(ENOUGH):
+    for i in range(ENOUGH_CANDIDATES):
         recorder.start(str(i), [8, 1, 2, 3], [i], problem_id=7)
     recorder.drafter._flush()
     found = recorder.tree_candidates(recorder.problem("0"), [1, 2, 3], shared=True)

@@ -54,7 +54,7 @@ def drafter_of(llm):
 
 def texts_of(drafter):
     """What the drafter has kept of each ended rollout, without the prompt."""
-    return sorted(tuple(tokens[prompt:].tolist()) for a in drafter._archive_order for tokens, prompt, _ in [a.read()])
+    return sorted(tuple(tokens[prompt:].tolist()) for a in drafter._archive.order for tokens, prompt, _ in [a.read()])
 
 
 def test_same_rollouts_as_stock_vllm(stock, device, reference_model):

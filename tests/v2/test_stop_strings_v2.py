@@ -48,7 +48,7 @@ def test_the_device_drafter(tiny_model, expected):
         assert [summary(output) for output in generate(llm, params(), PROMPTS)] == expected
     assert stats_of(llm)["accepted_tokens"] > 10
     finish_up(llm)
-    archive = [archived.read() for archived in runner_of(llm).speculator.drafter._archive_order]
+    archive = [archived.read() for archived in runner_of(llm).speculator.drafter._archive.order]
     kept = {tuple(tokens[prompt:].tolist()) for tokens, prompt, _ in archive}
     assert {tuple(tokens) for tokens, *_ in expected} <= kept
 
@@ -65,6 +65,6 @@ def test_a_request_that_ends_by_length_keeps_all_it_said(tiny_model):
         p.stop = ["no such text"]
     outputs = generate(llm, never)
     finish_up(llm)
-    archive = [archived.read() for archived in runner_of(llm).speculator.drafter._archive_order]
+    archive = [archived.read() for archived in runner_of(llm).speculator.drafter._archive.order]
     kept = {tuple(tokens[prompt:].tolist()) for tokens, prompt, _ in archive}
     assert {tuple(output.token_ids) for output in outputs} <= kept

@@ -88,7 +88,7 @@ def main() -> None:
     size = 512
     for k, dtype in ((8, torch.int32), (16, torch.int64)):
         drafter = DeviceDrafter(
-            max_requests=size, max_model_len=64, device=torch.device("cpu"), max_draft_tokens=k, sharpness=1.4
+            max_requests=size, max_model_len=64, device=torch.device("cpu"), max_draft_tokens=k, inverse_temperature=1.4
         )
         history = torch.zeros(size, 64, dtype=torch.int32)
         lengths = torch.zeros(size, dtype=torch.int32)

@@ -1,0 +1,127 @@
+"""What finds earlier positions: the suffix trees or the n-gram table, kept up to date with the text store."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.drafters import ngram, suffix
+from rollout_spec.drafters.store import append_token, before, clear_document, last_position, read_back
+from rollout_spec.drafters.suffix import Tree
+from rollout_spec.drafters.vote import MAX_CANDIDATES, MAX_DEPTH
+from rollout_spec.jit import inlined, njit
+from rollout_spec.types import Float32Array
+
+MAX_OWN_CANDIDATES = 24
+"""How many of MAX_CANDIDATES may come from the problem's own tree where other problems are asked too."""
+LONG_MATCH = 4
+"""Tokens that a match among the problem's own texts must have so that other problems are not asked."""
+
+
+class Index(NamedTuple):
+    """What finds positions in the store. Unused parts have size 0."""
+
+    tree: Tree  # of each problem apart
+    shared: Tree  # of all problems together
+    buckets: NDArray[np.uint32]  # [power of two, WAYS] n-gram table, newest first
+
+
+class Settings(NamedTuple):
+    """Scalars and small tables that the compiled functions read."""
+
+    use_tree: bool
+    use_table: bool
+    use_shared: bool
+    use_lookahead: bool
+    inverse_temperature: float  # 0: the exponent that was right most often so far
+    min_survival: float
+    version: int
+    decay: Float32Array  # [256] weight by age in policy versions
+    preference: Float32Array  # [sources, NUM_DISTANCE_BINS] weight by source and distance
+
+
+@inlined(allocates=False)
+def _index_position(store, index, settings, problem, position, context, size):
+    """Index a position as the continuation of its context."""
+    if settings.use_tree:
+        suffix.insert(store, index.tree, problem, position, context, size)
+        if settings.use_shared:
+            suffix.insert(store, index.shared, np.int64(-1), position, context, size)
+    if settings.use_table:
+        if size >= ngram.SHORT_ORDER:
+            ngram.insert(index.buckets, problem, position, context, size, np.int64(ngram.SHORT_ORDER))
+        if size >= ngram.LONG_ORDER:
+            ngram.insert(index.buckets, problem, position, context, size, np.int64(ngram.LONG_ORDER))
+        if settings.use_shared and size >= ngram.SHARED_ORDER:
+            ngram.insert(index.buckets, np.int64(-1), position, context, size, np.int64(ngram.SHARED_ORDER))
+
+
+@njit(allocates=False)
+def _append_all(store, index, settings, documents, tokens, starts, window):
+    for i in range(documents.size):
+        document = documents[i]
+        problem = np.int64(store.document_problem[document])
+        first = MAX_DEPTH - read_back(store, last_position(store, document), window, np.int64(MAX_DEPTH))
+        end = MAX_DEPTH
+        for at in range(starts[i], starts[i + 1]):
+            position = append_token(store, document, tokens[at])
+            first = max(first, end - MAX_DEPTH)
+            if end > first:
+                _index_position(store, index, settings, problem, position, window[first:end], end - first)
+            if end == window.size:
+                for j in range(MAX_DEPTH):
+                    window[j] = window[end - MAX_DEPTH + j]
+                first, end = 0, MAX_DEPTH
+            window[end] = tokens[at]
+            end += 1
+
+
+def append_batch(store, index, settings, documents, tokens, starts):
+    """Append tokens[starts[i] : starts[i + 1]] to documents[i], and index each as its context's continuation."""
+    _append_all(store, index, settings, documents, tokens, starts, np.empty(8 * MAX_DEPTH, np.int32))
+
+
+@njit(allocates=False)
+def _remove(store, index, settings, document, text):
+    if settings.use_tree:
+        problem = np.int64(store.document_problem[document])
+        position = last_position(store, document)
+        for _ in range(store.document_length[document]):
+            previous = before(store.page_back, position)
+            if previous >= 0:
+                suffix.remove(store, index.tree, problem, position, text)
+                if settings.use_shared:
+                    suffix.remove(store, index.shared, np.int64(-1), position, text)
+            position = previous
+    clear_document(store, document)
+
+
+def remove_document(store, index, settings, document):
+    """Take a document out of the index and free its pages."""
+    _remove(store, index, settings, document, np.empty(MAX_DEPTH, np.int32))
+
+
+@inlined(allocates=False)
+def gather(store, index, settings, document, text, end, positions, lengths, path):
+    """Fill `positions` and `lengths` with earlier continuations of text[..end - 1]. Returns their number."""
+    problem, everybody, nobody = np.int64(store.document_problem[document]), np.int64(-1), np.int64(-2)
+    count = np.int64(0)
+    if settings.use_tree and end > 0:
+        limit = MAX_OWN_CANDIDATES if settings.use_shared else MAX_CANDIDATES
+        count = suffix.gather(store, index.tree, problem, nobody, text, end, count, limit, positions, lengths, path)
+        if settings.use_shared and (count == 0 or lengths[0] < LONG_MATCH):
+            most = np.int64(MAX_CANDIDATES)
+            count = suffix.gather(
+                store, index.shared, everybody, problem, text, end, count, most, positions, lengths, path
+            )
+    if settings.use_table:
+        order = np.int64(ngram.LONG_ORDER)
+        count = ngram.gather(store, index.buckets, problem, text, end, order, nobody, positions, lengths, count)
+        order = np.int64(ngram.SHORT_ORDER)
+        count = ngram.gather(store, index.buckets, problem, text, end, order, nobody, positions, lengths, count)
+        if settings.use_shared:
+            order = np.int64(ngram.SHARED_ORDER)
+            count = ngram.gather(store, index.buckets, everybody, text, end, order, problem, positions, lengths, count)
+    return count

@@ -1,0 +1,410 @@
+"""Drafting by vote, and learning from what became of the drafts. `mixture.py` says how, `vote.py` holds the numbers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.drafters import lookahead
+from rollout_spec.drafters.index import gather
+from rollout_spec.drafters.lookahead import LOOKAHEAD_ORDER
+from rollout_spec.drafters.store import PAGE_BITS, PAGE_MASK, ROLLOUT, last_position, read_back
+from rollout_spec.drafters.suffix import Path, new_path
+from rollout_spec.drafters.vote import (
+    ASKED,
+    BINS_PER_HALVING,
+    BLEND,
+    COARSE_PRIOR,
+    DISTANCE_EDGES,
+    FINE_PRIOR,
+    HEAD_START,
+    INVERSE_TEMPERATURES,
+    LENGTH_EDGES,
+    LOOKAHEAD,
+    LOOKAHEAD_WEIGHT,
+    MAX_CANDIDATES,
+    MAX_DEPTH,
+    MAX_TRIALS,
+    MIN_DISTANCE_FROM_ONE,
+    NUM_DISTANCE_BINS,
+    NUM_PROBABILITY_BINS,
+    OUTCOME_DECAY,
+    OWN,
+    SHARED,
+    SIBLING,
+)
+from rollout_spec.jit import inlined, njit
+from rollout_spec.noise import gumbel_nb
+from rollout_spec.types import Float32Array, Int32Array
+
+DECAY = np.float32(OUTCOME_DECAY)
+
+
+class Rows(NamedTuple):
+    """State of the live requests, one entry each."""
+
+    document: Int32Array
+    prompt_length: NDArray[np.int64]
+    seed: NDArray[np.int64]
+    has_seed: NDArray[np.bool_]  # whether the target's noise is known
+
+
+class Calibration(NamedTuple):
+    """Outcomes of drafted tokens that the target reached. The last axis is (trials, hits)."""
+
+    coarse: Float32Array  # [coupled?, probability bin, length bin, 2]
+    fine: Float32Array  # [coupled?, probability bin, length bin, origin bin, 2]
+    by_source: NDArray[np.int64]  # [source, 2]
+    by_inverse_temperature: NDArray[np.float64]  # [inverse temperature, 2]; of coupled choices, made or not
+
+
+class Proposals(NamedTuple):
+    """The last proposal of each live row, kept for `observe` and returned to the caller."""
+
+    lengths: Int32Array  # [rows]
+    tokens: Int32Array  # [rows, K]
+    confidence: Float32Array  # [rows, K]
+    cells: Int32Array  # [rows, K, 4] index into the calibration
+    alternatives: Int32Array  # [rows, K, inverse temperature] what each would have drafted; -1: there was no choice
+
+
+class Scratch(NamedTuple):
+    """Buffers of one lookup and of the draft that is made from it."""
+
+    text: Int32Array  # [MAX_DEPTH + K]
+    path: Path
+    positions: Int32Array  # [MAX_CANDIDATES]
+    lengths: Int32Array  # [MAX_CANDIDATES] how far they match
+    weights: NDArray[np.float64]  # [MAX_CANDIDATES]
+    origin_bins: Int32Array  # [MAX_CANDIDATES] source and distance bin in one number
+    found: Int32Array  # [MAX_CANDIDATES + 1] distinct next tokens
+    mass: NDArray[np.float64]  # [MAX_CANDIDATES + 1] their probabilities, or the logarithms
+    noise: NDArray[np.float64]  # [MAX_CANDIDATES + 1]
+    by_length: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of the candidates that match so far
+    share: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of a candidate that matches so far
+
+
+def new_scratch(max_tokens):
+    """Buffers for drafts of at most `max_tokens` tokens."""
+    return Scratch(
+        np.empty(MAX_DEPTH + max_tokens, np.int32),
+        new_path(),
+        np.empty(MAX_CANDIDATES, np.int32),
+        np.empty(MAX_CANDIDATES, np.int32),
+        np.empty(MAX_CANDIDATES, np.float64),
+        np.empty(MAX_CANDIDATES, np.int32),
+        np.empty(MAX_CANDIDATES + 1, np.int32),
+        np.empty(MAX_CANDIDATES + 1, np.float64),
+        np.empty(MAX_CANDIDATES + 1, np.float64),
+        np.zeros(MAX_DEPTH + 1, np.float64),
+        np.empty(MAX_DEPTH + 1, np.float64),
+    )
+
+
+@inlined(allocates=False)
+def _length_bin(length):
+    length_bin = 0
+    for edge in LENGTH_EDGES:
+        length_bin += length > edge
+    return length_bin
+
+
+@inlined(allocates=False)
+def _probability_bin(probability):
+    distance = max(1.0 - probability, MIN_DISTANCE_FROM_ONE)
+    return min(int(-BINS_PER_HALVING * np.log2(distance)), NUM_PROBABILITY_BINS - 1)
+
+
+@inlined(allocates=False)
+def _distance_bin(distance):
+    distance_bin = 0
+    for edge in DISTANCE_EDGES:
+        distance_bin += abs(distance) > edge
+    return distance_bin
+
+
+@inlined(allocates=False)
+def _rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected):
+    """Probability that a drafted token is accepted: counted by cell, falling back on coarser cells and the model."""
+    coarse = calibration.coarse[coupled, probability_bin, length_bin]
+    fine = calibration.fine[coupled, probability_bin, length_bin, origin_bin]
+    rate = (coarse[1] + COARSE_PRIOR * expected) / (coarse[0] + COARSE_PRIOR)
+    return (fine[1] + FINE_PRIOR * rate) / (fine[0] + FINE_PRIOR)
+
+
+@inlined(allocates=False)
+def _decay(cell):
+    """Let the outcomes so far count for less, so that the cell is tried again."""
+    cell[0] *= DECAY
+    cell[1] *= DECAY
+
+
+@inlined(allocates=False)
+def _best_inverse_temperature(by_inverse_temperature):
+    """The one that would have been right most often."""
+    best, most = 1.0, -1.0
+    for a in range(len(INVERSE_TEMPERATURES)):
+        hits = by_inverse_temperature[a, 1] + (HEAD_START if INVERSE_TEMPERATURES[a] == 1.0 else 0.0)
+        if hits > most:
+            best, most = INVERSE_TEMPERATURES[a], hits
+    return best
+
+
+@inlined(allocates=False)
+def _weigh(store, settings, document, offset, count, positions, weights, origin_bins):
+    """Give each candidate its weight, and its origin bin: where it comes from and how far from `offset` it lies."""
+    problem = store.document_problem[document]
+    for i in range(count):
+        page = positions[i] >> PAGE_BITS
+        theirs = store.page_document[page]
+        if theirs == document:
+            source = OWN
+        elif store.document_problem[theirs] != problem:
+            source = SHARED
+        elif store.document_kind[theirs] == ROLLOUT:
+            source = SIBLING
+        else:
+            source = ASKED
+        distance_bin = _distance_bin(store.page_start[page] + (positions[i] & PAGE_MASK) - offset)
+        age = min(settings.version - store.document_version[theirs], settings.decay.size - 1)
+        if source == ASKED:  # a prompt has no policy that it could be older than
+            age = 0
+        origin_bins[i] = source * NUM_DISTANCE_BINS + distance_bin
+        weights[i] = settings.decay[age] * settings.preference[source, distance_bin]
+
+
+@inlined(allocates=False)
+def _blend(tokens, count, positions, lengths, weights, by_length, share, found, mass):
+    """Probability of each next token: q_l = (c_l + BLEND q_{l-1}) / (n_l + BLEND) over match lengths l.
+
+    Unrolled from the longest: a candidate that matches l tokens counts at every length up to l, and share[l] is what it
+    gets for all of them together.
+
+    Returns:
+        (number of tokens found, longest match, probability that none of them follows).
+    """
+    longest, shortest = 0, MAX_DEPTH
+    for i in range(count):
+        by_length[lengths[i]] += weights[i]
+        longest = max(longest, lengths[i])
+        shortest = min(shortest, lengths[i])
+    left, total = 1.0, 0.0
+    for length in range(longest, shortest - 1, -1):
+        share[length] = 0.0
+        if by_length[length] > 0.0:
+            total += by_length[length]
+            share[length] = left / (total + BLEND)
+            left *= BLEND / (total + BLEND)
+            by_length[length] = 0.0
+    for length in range(shortest + 1, longest + 1):
+        share[length] += share[length - 1]
+    num_found = 0
+    for i in range(count):
+        token = tokens[positions[i]]
+        at = 0
+        while at < num_found and found[at] != token:
+            at += 1
+        if at == num_found:
+            found[at], mass[at] = token, 0.0
+            num_found += 1
+        mass[at] += weights[i] * share[lengths[i]]
+    return num_found, longest, left
+
+
+@inlined(allocates=False)
+def _blend_in(token, weight, num_found, found, mass):
+    """Give `token` this much of the probability and the others the rest. Returns the number of tokens found."""
+    at = num_found
+    for i in range(num_found):
+        mass[i] *= 1.0 - weight
+        if found[i] == token:
+            at = i
+    if at == num_found:
+        found[at], mass[at] = token, 0.0
+        num_found += 1
+    mass[at] += weight
+    return num_found
+
+
+@inlined(allocates=False)
+def _draw_noise(seed, position, num_found, found, mass, noise, alternatives):
+    """Replace `mass` by its logarithm, fill `noise`, and note what each exponent would choose."""
+    for i in range(num_found):
+        mass[i] = np.log(mass[i])
+        noise[i] = gumbel_nb(seed, position, np.int64(found[i]))
+    for a in range(len(INVERSE_TEMPERATURES)):
+        best = 0
+        for i in range(1, num_found):
+            if INVERSE_TEMPERATURES[a] * (mass[i] - mass[best]) + noise[i] - noise[best] > 0.0:
+                best = i
+        alternatives[a] = found[best]
+
+
+@inlined(allocates=False)
+def _choose(num_found, mass, inverse_temperature, noise):
+    """(index of the best token, lead of its score over the next one's). inverse_temperature 0: the most probable."""
+    best, best_score, second_score = 0, -np.inf, -np.inf
+    for i in range(num_found):
+        score = inverse_temperature * mass[i] + noise[i] if inverse_temperature > 0.0 else mass[i]
+        if score > best_score:
+            best, best_score, second_score = i, score, best_score
+        elif score > second_score:
+            second_score = score
+    return best, best_score - second_score
+
+
+@inlined(allocates=False)
+def _advance(store, token, count, positions, lengths, weights, origin_bins):
+    """Keep the candidates that say `token`, moved on by one. Returns their number."""
+    tokens, alive = store.tokens, 0
+    for i in range(count):
+        position = positions[i]
+        page = position >> PAGE_BITS
+        if tokens[position] != token or position == store.document_last[store.page_document[page]]:
+            continue
+        at_end = (position & PAGE_MASK) == PAGE_MASK
+        positions[alive] = store.page_next[page] << PAGE_BITS if at_end else position + 1
+        lengths[alive] = min(lengths[i] + 1, MAX_DEPTH)
+        weights[alive], origin_bins[alive] = weights[i], origin_bins[i]
+        alive += 1
+    return alive
+
+
+@inlined(allocates=False)
+def _propose_one(store, index, pool, rows, row, max_tokens, settings, inverse_temperature, calibration, scratch, out):
+    """Fill `out` for one row."""
+    positions, lengths, weights, origin_bins = scratch.positions, scratch.lengths, scratch.weights, scratch.origin_bins
+    found, mass, noise = scratch.found, scratch.mass, scratch.noise
+    document = rows.document[row]
+    generated = store.document_length[document]
+    known = rows.prompt_length[row] + generated
+    coupled = 1 if rows.has_seed[row] else 0
+    kept = read_back(store, last_position(store, document), scratch.text, np.int64(MAX_DEPTH))
+    text = scratch.text[MAX_DEPTH - kept :]
+    survival, count = 1.0, 0
+    out.lengths[row] = 0
+    for depth in range(max_tokens):
+        end = kept + depth
+        if count == 0:
+            start = max(0, end - MAX_DEPTH)
+            count = gather(
+                store, index, settings, document, text[start:end], end - start, positions, lengths, scratch.path
+            )
+            _weigh(store, settings, document, generated + depth, count, positions, weights, origin_bins)
+        num_found, longest, left = _blend(
+            store.tokens, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
+        )
+        guess = -1
+        if settings.use_lookahead:
+            guess = lookahead.find(pool, np.int64(store.document_problem[document]), text, end)
+        if guess >= 0:
+            num_found = _blend_in(guess, LOOKAHEAD_WEIGHT, num_found, found, mass)
+            left *= 1.0 - LOOKAHEAD_WEIGHT
+            longest = max(longest, LOOKAHEAD_ORDER)
+        elif num_found == 0:
+            break
+        out.alternatives[row, depth, 0] = -1
+        if coupled and num_found > 1:
+            _draw_noise(
+                rows.seed[row], np.int64(known - 1 + depth), num_found, found, mass, noise, out.alternatives[row, depth]
+            )
+            best, lead = _choose(num_found, mass, inverse_temperature, noise)
+            likely, expected = np.exp(mass[best]), (1.0 - left) / (1.0 + np.exp(-lead))
+        else:
+            best, lead = _choose(num_found, mass, 0.0, noise)
+            likely = mass[best]
+            expected = 1.0 - left if coupled else likely
+        token = found[best]
+        heaviest, origin_bin = -1.0, LOOKAHEAD * NUM_DISTANCE_BINS
+        for i in range(count):
+            if store.tokens[positions[i]] == token and weights[i] > heaviest:
+                heaviest, origin_bin = weights[i], origin_bins[i]
+        if coupled:  # what bins mean under noise: see NUM_ORIGIN_BINS
+            origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
+                int(NUM_DISTANCE_BINS * likely), NUM_DISTANCE_BINS - 1
+            )
+        probability_bin, length_bin = _probability_bin(expected), _length_bin(longest)
+        survival *= _rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected)
+        if survival < settings.min_survival:
+            _decay(calibration.coarse[coupled, probability_bin, length_bin])
+            _decay(calibration.fine[coupled, probability_bin, length_bin, origin_bin])
+            break
+        out.cells[row, depth, 0], out.cells[row, depth, 1] = coupled, probability_bin
+        out.cells[row, depth, 2], out.cells[row, depth, 3] = length_bin, origin_bin
+        out.tokens[row, depth] = token
+        out.confidence[row, depth] = survival
+        out.lengths[row] = depth + 1
+        text[end] = token
+        count = _advance(store, token, count, positions, lengths, weights, origin_bins)
+
+
+@njit(allocates=False)
+def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out):
+    inverse_temperature = (
+        settings.inverse_temperature
+        if settings.inverse_temperature > 0.0
+        else _best_inverse_temperature(calibration.by_inverse_temperature)
+    )
+    for i in range(batch.size):
+        _propose_one(
+            store, index, pool, rows, batch[i], max_tokens[i], settings, inverse_temperature, calibration, scratch, out
+        )
+
+
+def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, out):
+    """Fill `out` for the rows in `batch`, at most max_tokens[i] tokens each.
+
+    O(log n + MAX_CANDIDATES) for the first token of a draft and O(candidates left) for each later one.
+    """
+    scratch = new_scratch(out.tokens.shape[1])
+    _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out)
+
+
+@inlined(allocates=False)
+def _trial(cell, hit):
+    """Count an outcome."""
+    if cell[0] >= MAX_TRIALS:
+        cell[0] *= 0.5
+        cell[1] *= 0.5
+    cell[0] += 1.0
+    if hit:
+        cell[1] += 1.0
+
+
+@njit(allocates=False)
+def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out, text):
+    for i in range(batch.size):
+        row = batch[i]
+        if settings.use_lookahead and starts[i + 1] - starts[i] > num_accepted[i] + 1:
+            document = rows.document[row]
+            problem = np.int64(store.document_problem[document])
+            kept = read_back(store, last_position(store, document), text, np.int64(LOOKAHEAD_ORDER))
+            context = text[LOOKAHEAD_ORDER - kept :]
+            length = out.lengths[row]
+            for depth in range(length):
+                context[kept + depth] = out.tokens[row, depth]
+            for depth in range(num_accepted[i] + 1, min(starts[i + 1] - starts[i], length + 1)):
+                lookahead.insert(pool, problem, context, kept + depth, targets[starts[i] + depth])
+        reached = min(out.lengths[row], num_accepted[i] + 1, starts[i + 1] - starts[i])
+        for depth in range(reached):
+            coupled, probability_bin, length_bin, origin_bin = out.cells[row, depth]
+            hit = out.tokens[row, depth] == targets[starts[i] + depth]
+            _trial(calibration.coarse[coupled, probability_bin, length_bin], hit)
+            _trial(calibration.fine[coupled, probability_bin, length_bin, origin_bin], hit)
+            if out.alternatives[row, depth, 0] >= 0:
+                for a in range(len(INVERSE_TEMPERATURES)):
+                    _trial(
+                        calibration.by_inverse_temperature[a],
+                        out.alternatives[row, depth, a] == targets[starts[i] + depth],
+                    )
+            calibration.by_source[origin_bin // NUM_DISTANCE_BINS, 0] += 1
+            calibration.by_source[origin_bin // NUM_DISTANCE_BINS, 1] += hit
+        out.lengths[row] = 0
+
+
+def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out):
+    """Learn from the slots that the target reached, and fill the lookahead pool from those that it did not."""
+    text = np.empty(LOOKAHEAD_ORDER + out.tokens.shape[1], np.int32)
+    _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out, text)

@@ -1,0 +1,105 @@
+"""The drafters by name. To add one, write its file and its entry in `REGISTRY`.
+
+Classes are imported when they are asked for: those on the host need numba, those on the device torch and triton.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rollout_spec.imports import import_object
+
+if TYPE_CHECKING:
+    from rollout_spec.drafters.base import Drafter
+
+
+class Entry(NamedTuple):
+    """What is known about a drafter before it is imported."""
+
+    path: str
+    """Dotted path of its class."""
+    checker: str
+    """Dotted path of what takes the options that a user can set and raises ValueError where one is out of range. The
+    class itself, where it is small to make."""
+    implied: Mapping[str, Any] = {}
+    """Options that the name stands for."""
+    on_device: bool = False
+    """Whether it drafts on the device, where the engine makes it. Otherwise it implements
+    `rollout_spec.drafters.base.Drafter`, on the host."""
+
+
+_HISTORY = "rollout_spec.drafters.mixture.HistoryDrafter"
+_DEVICE = "rollout_spec.drafters.device"
+
+REGISTRY: dict[str, Entry] = {
+    "mixture": Entry(_HISTORY, _HISTORY, {"index": "suffix", "shared": True}),
+    "suffix": Entry(_HISTORY, _HISTORY, {"index": "suffix"}),
+    "ngram": Entry(_HISTORY, _HISTORY, {"index": "ngram"}),
+    "lookahead": Entry(_HISTORY, _HISTORY, {"index": "suffix", "own_only": True, "lookahead": True}),
+    "device": Entry(f"{_DEVICE}.DeviceDrafter", f"{_DEVICE}.check_options", on_device=True),
+}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    name: dict(entry.implied) for name, entry in REGISTRY.items() if not entry.on_device
+}
+"""The built-in drafters on the host and the options that their names stand for."""
+
+
+def runs_on_device(name: str) -> bool:
+    """Whether this drafter drafts on the device. One of a user's own runs on the host."""
+    return name in REGISTRY and REGISTRY[name].on_device
+
+
+def find_drafter(name: str) -> tuple[Any, dict[str, Any]]:
+    """The class behind a drafter's name, and the options that the name implies.
+
+    Raises:
+        ValueError: no such drafter, or the path does not import.
+    """
+    entry = REGISTRY.get(name)
+    if entry is not None:
+        return import_object(entry.path, "drafter"), dict(entry.implied)
+    if "." in name:
+        return import_object(name, "drafter"), {}
+    raise ValueError(f"unknown drafter {name!r}: use one of {sorted(REGISTRY)} or the dotted path of a class")
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Check the options of a drafter before an engine is built with it; of one of a user's own only their names.
+
+    Raises:
+        ValueError: no such drafter, the path does not import, or an option is unknown, missing or out of range.
+    """
+    factory, implied = find_drafter(name)
+    entry = REGISTRY.get(name)
+    checker = import_object(entry.checker, "drafter") if entry is not None else factory
+    _check_names(name, checker, {**implied, **options})
+    if entry is not None:
+        checker(**{**implied, **options})
+
+
+def build_drafter(name: str, **options: Any) -> Drafter:
+    """Make a drafter that runs on the host.
+
+    Args:
+        name: One of `DRAFTERS`, or the dotted path of a class that implements `rollout_spec.drafters.base.Drafter`.
+        **options: Passed to the class; for the built-in ones see `rollout_spec.drafters.mixture.HistoryDrafter`.
+
+    Raises:
+        ValueError: no such drafter on the host, the path does not import, or an option is unknown or out of range.
+        Exception: what the constructor of a drafter of your own raises.
+    """
+    if runs_on_device(name):
+        raise ValueError(f"drafter {name!r} runs on the device, where the engine makes it: use one of {list(DRAFTERS)}")
+    factory, implied = find_drafter(name)
+    _check_names(name, factory, {**implied, **options})
+    drafter: Drafter = factory(**{**implied, **options})
+    return drafter
+
+
+def _check_names(name: str, function: Any, options: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(function).bind(**options)
+    except TypeError as error:
+        raise ValueError(f"drafter {name!r} does not take these options: {error}") from error

@@ -1,0 +1,128 @@
+"""A drafter of your own: it repeats what followed the last few tokens when the request said them before.
+
+    python examples/custom_drafter.py
+
+replays it over a few made-up rollouts. An engine takes it by its dotted path, from a folder on PYTHONPATH:
+
+    from rollout_spec import engine_kwargs
+    from vllm import LLM
+
+    llm = LLM(model, **engine_kwargs(drafter="custom_drafter.RepeatDrafter", drafter_options={"context_length": 3}))
+
+The class is the whole of it: no registration, and no base class to inherit from. Output does not depend on it, whatever
+it drafts; only speed does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollout_spec.drafters.base import Drafter, Tokens
+from rollout_spec.replay.simulate import replay
+from rollout_spec.replay.traces import Problem, Rollout
+from rollout_spec.types import Draft, Int32Array
+
+
+class RepeatDrafter:
+    """Implements `rollout_spec.drafters.base.Drafter`, which says when each method is called.
+
+    Args:
+        context_length: Tokens that must have been said before, in the same order, for a draft.
+
+    Raises:
+        ValueError: `context_length` is below 1.
+    """
+
+    def __init__(self, *, context_length: int = 2) -> None:
+        if context_length < 1:
+            raise ValueError(f"context_length must be at least 1, got {context_length}")
+        self._context_length = context_length
+        self._texts: dict[str, list[int]] = {}
+        self._drafted: dict[str, int] = {}
+        self._trials, self._hits = 2, 1  # outcomes of drafted tokens; to begin with, half of them are right
+
+    def start_request(
+        self, req_id: str, prompt_token_ids: Tokens, *, problem_id: int | None = None, seed: int | None = None
+    ) -> None:
+        if req_id in self._texts:
+            raise ValueError(f"request {req_id!r} is live already")
+        self._texts[req_id] = [int(token) for token in prompt_token_ids]
+
+    def extend(self, req_id: str, new_token_ids: Tokens) -> None:
+        self._text(req_id).extend(int(token) for token in new_token_ids)
+
+    def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
+        if len(max_tokens) != len(req_ids):
+            raise ValueError(f"max_tokens has {len(max_tokens)} entries for {len(req_ids)} requests")
+        rate = self._hits / self._trials
+        drafts = []
+        for req_id, limit in zip(req_ids, max_tokens.tolist(), strict=True):
+            tokens = self._find_repetition(self._text(req_id))[:limit]
+            # The probability that the target gets as far as each token and accepts it.
+            survival = rate ** np.arange(1, len(tokens) + 1)
+            drafts.append(Draft(np.array(tokens, np.int32), survival.astype(np.float32)))
+            self._drafted[req_id] = len(tokens)
+        return drafts
+
+    def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
+        for req_id, accepted in zip(req_ids, num_accepted.tolist(), strict=True):
+            drafted = self._drafted.pop(req_id, 0)
+            self._trials += min(accepted + 1, drafted)  # the target did not reach the tokens after a rejected one
+            self._hits += min(accepted, drafted)
+
+    def stop_request(self, req_id: str, *, keep: bool = True) -> None:
+        self._text(req_id)
+        del self._texts[req_id]
+        self._drafted.pop(req_id, None)
+
+    def begin_policy_version(self, version: int) -> None:
+        """Nothing: no rollout outlives its request here."""
+
+    def memory_bytes(self) -> int:
+        return 8 * sum(len(text) for text in self._texts.values())
+
+    def check_integrity(self) -> None:
+        assert self._drafted.keys() <= self._texts.keys(), "a draft of a request that is not live"
+
+    def _text(self, req_id: str) -> list[int]:
+        if req_id not in self._texts:
+            raise ValueError(f"request {req_id!r} is not live: start_request comes first")
+        return self._texts[req_id]
+
+    def _find_repetition(self, text: list[int]) -> list[int]:
+        """What followed the newest earlier occurrence of the last `context_length` tokens."""
+        size = self._context_length
+        for end in range(len(text) - 1, size - 1, -1):
+            if text[end - size : end] == text[-size:]:
+                return text[end:]
+        return []
+
+
+def make_rollouts(seed: int = 0) -> list[Problem]:
+    """Rollouts in which every other sentence is one of the prompt's, as where code or sums are copied."""
+    rng = np.random.default_rng(seed)
+    problems = []
+    for number in range(4):
+        sentences = rng.integers(0, 1000, (5, 12), np.int32)
+        prompt = sentences.ravel()
+        rollouts = []
+        for sample in range(3):
+            pieces = [
+                piece for which in rng.integers(0, 5, 8) for piece in (rng.integers(0, 1000, 6), sentences[which])
+            ]
+            tokens = np.concatenate(pieces).astype(np.int32)
+            rollouts.append(Rollout(sample, 0, prompt, tokens, (tokens.size,)))
+        problems.append(Problem(f"problem {number}", rollouts))
+    return problems
+
+
+def main() -> None:
+    drafter: Drafter = RepeatDrafter()
+    stats = replay(make_rollouts(), lambda: drafter, "inflight", num_speculative_tokens=8).stats
+    print(f"{stats.tokens_per_step:.2f} tokens per step, {stats.acceptance_rate:.0%} of drafted tokens accepted")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Drafters by name: what is made of them, and what their options may be."""
+
+from __future__ import annotations
+
+import inspect
+
+import numpy as np
+import pytest
+
+from rollout_spec.drafters import DRAFTERS, build_drafter, check_options, find_drafter, runs_on_device
+from rollout_spec.drafters.device import DeviceDrafter
+from rollout_spec.drafters.device import check_options as check_device_options
+from rollout_spec.drafters.mixture import HistoryDrafter
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafters_by_name(name):
+    drafter = build_drafter(name, max_draft_tokens=2)
+    assert isinstance(drafter, HistoryDrafter)
+    assert find_drafter(name) == (HistoryDrafter, DRAFTERS[name])
+    drafter.start_request("a", [1, 2, 3, 4, 1, 2])
+    (draft,) = drafter.propose(["a"], np.full(1, 9, np.int32))
+    assert len(draft.token_ids) == len(draft.confidence) <= 2
+    assert drafter.memory_bytes() > 0
+    drafter.check_integrity()
+
+
+def test_options_override_what_the_name_implies():
+    assert build_drafter("mixture", shared=False)._settings.use_shared is False
+    find_drafter("mixture")[1]["shared"] = None
+    assert DRAFTERS["mixture"]["shared"] is True
+
+
+def test_drafters_by_path():
+    drafter = build_drafter("rollout_spec.drafters.mixture.HistoryDrafter", index="ngram")
+    assert isinstance(drafter, HistoryDrafter)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("treee", {}, r"unknown drafter 'treee': use one of \["),
+        ("no.such.Drafter", {}, "cannot be imported"),
+        ("rollout_spec.drafters.mixture.Nothing", {}, "cannot be imported"),
+        ("suffix", {"depth": 3}, "'suffix' does not take these options"),
+        ("mixture", {"max_draft_tokens": 0}, "max_draft_tokens"),
+        ("device", {}, "'device' runs on the device, where the engine makes it"),
+    ],
+)
+def test_drafters_that_cannot_be_built(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        build_drafter(name, **options)
+
+
+def test_the_device_drafter_has_a_name_too():
+    assert find_drafter("device") == (DeviceDrafter, {})
+    assert runs_on_device("device")
+    assert not any(map(runs_on_device, [*DRAFTERS, "rollout_spec.drafters.device.DeviceDrafter", "devise"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mixture", {"recency": 0.5, "shared": False}),
+        ("device", {"recency": 0.5, "max_problem_tokens": 9}),
+        ("rollout_spec.drafters.mixture.HistoryDrafter", {"index": "ngram"}),
+    ],
+)
+def test_options_that_can_be_taken(name, options):
+    check_options(name, options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("devise", {}, "unknown drafter 'devise'.*'device', 'lookahead', 'mixture', 'ngram', 'suffix'"),
+        ("no.such.Drafter", {}, "cannot be imported"),
+        ("mixture", {"depth": 3}, "'mixture' does not take these options.*depth"),
+        ("mixture", {"recency": 2}, "recency must be in"),
+        ("device", {"recency": 2}, "recency must be in"),
+        ("device", {"max_requests": 8}, "'device' does not take these options.*max_requests"),
+        ("rollout_spec.drafters.mixture.HistoryDrafter", {"depth": 3}, "does not take these options.*depth"),
+    ],
+)
+def test_options_that_cannot(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        check_options(name, options)
+
+
+def test_every_option_of_the_device_drafter_is_checked():
+    of_the_engine = {"max_requests", "max_model_len", "device", "max_draft_tokens", "use_dice"}
+    options = inspect.signature(DeviceDrafter).parameters.keys() - of_the_engine
+    assert options == inspect.signature(check_device_options).parameters.keys()
