@@ -77,7 +77,7 @@ class EngineController:
             seed: The run's, from which the rollouts' seeds derive.
             replica: Number of the engine among those that generate different rollouts; the ranks of one
                 tensor-parallel group share it.
-            model: The trainer's, a causal language model of transformers.
+            model: The trainer's, a causal language model of transformers. None: log-probabilities are not compared.
         """
         self._run_seed, self._replica, self.model = seed, replica, model
 

@@ -59,7 +59,7 @@ class LogprobCheck:
         """Compare a few rollouts.
 
         Args:
-            model: The trainer's, a causal language model of transformers.
+            model: The trainer's, a causal language model of transformers. None: nothing is compared, as a warning says.
             engine_config: vLLM's `ModelConfig`.
             outputs: vLLM's `RequestOutput`s.
             params: Their `SamplingParams`.
@@ -79,14 +79,15 @@ class LogprobCheck:
             for output, p in zip(outputs[:NUM_CHECKED_ROLLOUTS], params, strict=False)
             if mode == "raw_logprobs" or (mode == "processed_logprobs" and not _changes_logits(p))
         ]
-        if not checked:
+        if model is None or not checked:
             self.error = (math.nan, math.nan)
-            logger.warning(
-                "the engine's log-probabilities were not compared with the trainer's: %s",
-                "penalties, masks or grammars change them, which the trainer's forward pass knows nothing of"
-                if mode == "processed_logprobs"
-                else f"logprobs_mode={mode!r} gives none",
-            )
+            if model is None:
+                reason = "the trainer's model is not known"
+            elif mode == "processed_logprobs":
+                reason = "penalties, masks or grammars change them, which the trainer's forward pass knows nothing of"
+            else:
+                reason = f"logprobs_mode={mode!r} gives none"
+            logger.warning("the engine's log-probabilities were not compared with the trainer's: %s", reason)
             return
         errors = [logprob_errors(model, output, p, mode) for output, p in checked if output.outputs[0].token_ids]
         if not errors:

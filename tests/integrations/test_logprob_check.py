@@ -66,9 +66,16 @@ def test_infinite_tolerance_skips_the_check():
 
 def test_modes_without_logprobs_are_named(caplog):
     check = LogprobCheck()
-    check.compare(None, an_engine("raw_logits"), [an_output(-50.0)], [SamplingParams(logprobs=0)])
+    check.compare(object(), an_engine("raw_logits"), [an_output(-50.0)], [SamplingParams(logprobs=0)])
     assert math.isnan(check.error[0])
     assert "logprobs_mode='raw_logits' gives none" in caplog.text
+
+
+def test_a_model_that_is_not_known_is_no_alarm(caplog):
+    check = LogprobCheck()
+    check.compare(None, an_engine(), [an_output(-50.0)], [SamplingParams(logprobs=0)])
+    assert math.isnan(check.error[0])
+    assert "the trainer's model is not known" in caplog.text
 
 
 def test_rollouts_that_the_trainer_wants_no_scores_of():
