@@ -1,9 +1,20 @@
 """What any trainer needs of a vLLM engine that speculates: seeds, policy versions, metrics, reports, a check.
 
-A trainer adds `EngineController.engine_kwargs` to its own arguments of `vllm.LLM` and hands the engine to `attach`, or
-lets `build_engine` do both. From then on the controller follows what the trainer calls on the engine: `generate` and
-`chat` for the rollouts, `reset_prefix_cache` after a weight synchronisation. The trainer says which step it is in by
-`begin_step`. `rollout_spec.integrations.trl_hook` does this for TRL.
+A trainer of any library::
+
+    controller = EngineController(RolloutSpecConfig())
+    controller.begin_run(seed=0, model=policy)
+    llm = vllm.LLM(**controller.engine_kwargs({"model": "my-policy"}))
+    controller.attach(llm)
+    for step in range(num_steps):
+        controller.begin_step(step)
+        outputs = llm.generate(prompts, sampling_params)
+        ...  # update the policy, load its weights into the engine
+        llm.reset_prefix_cache()
+        log(controller.take_metrics())
+
+From `attach` on the controller follows what the trainer calls on the engine: `generate` and `chat` for the rollouts,
+`reset_prefix_cache` after a weight synchronisation. `rollout_spec.integrations.trl_hook` does this for TRL.
 """
 
 from __future__ import annotations
@@ -80,7 +91,7 @@ class EngineController:
             seed: The run's, from which the rollouts' seeds derive.
             replica: Number of the engine among those that generate different rollouts; the ranks of one
                 tensor-parallel group share it.
-            model: The trainer's, a causal language model of transformers.
+            model: The trainer's, a causal language model of transformers. None: log-probabilities are not compared.
             autocast_dtype: What the trainer's forward pass computes in, e.g. "bfloat16"; None: the model's dtype.
         """
         self._run_seed, self._replica, self.model = seed, replica, model

@@ -68,7 +68,7 @@ class LogprobCheck:
         """Compare a few rollouts.
 
         Args:
-            model: The trainer's, a causal language model of transformers.
+            model: The trainer's, a causal language model of transformers. None: nothing is compared, as a warning says.
             engine_config: vLLM's `ModelConfig`.
             prompts: What the engine was given, as `vllm.LLM.generate` or `chat` take it.
             outputs: vLLM's `RequestOutput`s.
@@ -88,7 +88,7 @@ class LogprobCheck:
             return
         checked, reasons = [], []
         for prompt, output, p in zip(prompts, outputs[:NUM_CHECKED_ROLLOUTS], params, strict=False):
-            reason = _why_not_comparable(prompt, p, mode)
+            reason = _why_not_comparable(model, prompt, p, mode)
             if reason is None:
                 checked.append((output, p))
             else:
@@ -123,8 +123,10 @@ class LogprobCheck:
             )
 
 
-def _why_not_comparable(prompt: Any, params: Any, mode: str) -> str | None:
+def _why_not_comparable(model: Any, prompt: Any, params: Any, mode: str) -> str | None:
     """Why the trainer's forward pass over a rollout's tokens cannot find the engine's log-probabilities, or None."""
+    if model is None:
+        return "the trainer's model is not known"
     if mode not in ("raw_logprobs", "processed_logprobs"):
         return f"logprobs_mode={mode!r} gives none"
     if mode == "processed_logprobs" and (needs_processing(params) or params.structured_outputs):

@@ -151,7 +151,8 @@ def _hook_config(module: Any) -> None:
         def unsupported(self: Any) -> list[str]:
             features: list[str] = original(self)
             config = config_of(self)
-            if config is not None and config.speculation:  # V2 has neither method, but we bring our own speculator
+            # V2 knows no custom_class, and no ngram_gpu before vLLM 0.32, but we bring our own speculator.
+            if config is not None and config.speculation:
                 method = self.speculative_config.method
                 features = [f for f in features if not ("specul" in f and method in f)]
             return features
@@ -196,7 +197,7 @@ def _hook_input_processor(module: Any) -> None:
             params = request.sampling_params
             if self._rollout_spec_seeds is None or params is None:
                 return request
-            try:  # here, where only this request is affected
+            try:  # here, where an error fails this request alone
                 _check_request(params, self._rollout_spec_is_v1)
             except ValueError as error:
                 raise _request_error()(str(error)) from error
@@ -444,7 +445,8 @@ def _hook_gpu_worker(module: Any) -> None:
     def make_warm_up(original: Any) -> Any:
         def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
             adapter = getattr(self.model_runner, "rollout_spec", None)
-            with getattr(adapter, "warm_up", contextlib.nullcontext)():  # V1's requests of that kind do not reach us
+            # V1's adapter has none: vLLM's warm-up does not reach it there.
+            with getattr(adapter, "warm_up", contextlib.nullcontext)():
                 return original(self, *args, **kwargs)
 
         return compile_or_warm_up_model

@@ -152,7 +152,7 @@ class RunnerAdapter:
 
 
 class VerifyingSampler:
-    """Stands in for vLLM's `Sampler` and `RejectionSampler`; everything but the call is the former's.
+    """Stands in for vLLM's `Sampler` and `RejectionSampler`; all attributes and methods but the call are the former's.
 
     Args:
         inner: vLLM's `Sampler`, which holds the requests' sampling parameters.
@@ -297,8 +297,8 @@ class VerifyingSampler:
         finished_prefill = ~input_batch.is_prefilling_np | (
             input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens >= input_batch.prefill_len_np
         )
-        # Waiting for the device here would cost what asynchronous scheduling saves. How many drafts each request has
-        # is known there alone where vLLM's adaptive verification cuts them.
+        # Waiting for the device here would cost what asynchronous scheduling saves. The numbers of drafts come from the
+        # device, too: where vLLM's adaptive verification cuts drafts, the host does not know them.
         num_drafted = layout.starts[1:] - layout.starts[:-1] - 1
         counts = torch.stack((result.num_broken_rows, result.num_accepted.int(), num_drafted.int()))
         event = None

@@ -118,6 +118,8 @@ def test_history_holds_the_rollouts_as_trimmed(adversarial, off, monkeypatch):
     """
     params = [*mixed_params(24, 11, temperature=1.0), *mixed_params(2, 12, ignore_eos=True)]
     texts = [list(output.token_ids) for output in generate(off, params)]
+    # Ended requests are noticed one step later: only this one is left of those before.
+    (before,) = generate(adversarial, mixed_params(1, 10, max_tokens=2, ignore_eos=True))
     session = runner_of(adversarial).drafter.session
     drafter, seen = session.drafter, []
     request_of = {}  # each request's place, by its seed
@@ -145,12 +147,11 @@ def test_history_holds_the_rollouts_as_trimmed(adversarial, off, monkeypatch):
     monkeypatch.setattr(drafter, "observe", observe)
     num_finished = len(drafter.finished)
     outputs = generate(adversarial, params)
-    # Ended requests are noticed one step later.
     params.append(mixed_params(1, 13, max_tokens=2, ignore_eos=True)[0])
     texts.append([])
     generate(adversarial, params[-1:])
     assert [list(output.token_ids) for output in outputs] == texts[:-1]
-    assert sorted(drafter.finished[num_finished:]) == sorted(texts[:-1])
+    assert sorted(drafter.finished[num_finished:]) == sorted([list(before.token_ids), *texts[:-1]])
     past_the_end = {i for i, sampled in seen if len(sampled) > len(texts[i]) and outputs[i].finish_reason == "stop"}
     assert len(past_the_end) > 3
 

@@ -84,7 +84,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:"}}
 )
 def test_prompts_with_images_are_left_out(prompt, caplog):
     check = LogprobCheck()
-    check.compare(None, an_engine(), [prompt], [an_output(-50.0)], [SamplingParams(logprobs=0)])
+    check.compare(object(), an_engine(), [prompt], [an_output(-50.0)], [SamplingParams(logprobs=0)])
     assert math.isnan(check.error[0])
     assert "1 of the first 1 rollouts were not compared" in caplog.text
     assert "images" in caplog.text
@@ -98,9 +98,16 @@ def test_infinite_tolerance_skips_the_check():
 
 def test_modes_without_logprobs_are_named(caplog):
     check = LogprobCheck()
-    check.compare(None, an_engine("raw_logits"), ["w1"], [an_output(-50.0)], [SamplingParams(logprobs=0)])
+    check.compare(object(), an_engine("raw_logits"), ["w1"], [an_output(-50.0)], [SamplingParams(logprobs=0)])
     assert math.isnan(check.error[0])
     assert "logprobs_mode='raw_logits' gives none" in caplog.text
+
+
+def test_a_model_that_is_not_known_is_no_alarm(caplog):
+    check = LogprobCheck()
+    check.compare(None, an_engine(), ["w1"], [an_output(-50.0)], [SamplingParams(logprobs=0)])
+    assert math.isnan(check.error[0])
+    assert "the trainer's model is not known" in caplog.text
 
 
 def test_rollouts_that_the_trainer_wants_no_scores_of():
