@@ -43,7 +43,7 @@ from rollout_spec import noise
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations import vllm_plugin
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import SamplingRows
+from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import reference
 from rollout_spec.verify.api import verify
 
@@ -117,7 +117,7 @@ class Case:
         self.cu = torch.from_numpy(np.cumsum(self.lengths).astype(np.int32)).to(device)
         self.is_bonus = np.zeros(num_rows, bool)
         self.is_bonus[self.starts[1:] - 1] = True
-        self.rows = SamplingRows(
+        self.rows = SamplingBatch(
             temperature=torch.full((batch,), temperature, device=device),
             seeds=torch.arange(batch, device=device) if temperature > 0 else None,
             positions=torch.full((batch,), POSITION, device=device),
@@ -272,8 +272,8 @@ class Case:
         """The first requests' tokens are the reference's, but for scores that were too close to tell."""
         count = min(self.batch, 3)
         end = int(self.starts[count])
-        arrays = (getattr(self.rows, name) for name in SamplingRows.__slots__)
-        rows = SamplingRows(*(None if a is None else a[:count].cpu().numpy() for a in arrays))
+        arrays = (getattr(self.rows, name) for name in SamplingBatch.__slots__)
+        rows = SamplingBatch(*(None if a is None else a[:count].cpu().numpy() for a in arrays))
         logits = self.logits[:end].float().cpu().numpy()
         drafts = self.drafts[: end - count].cpu().numpy()
         expected = reference.verify(logits, drafts, self.cu[:count].cpu().numpy(), rows).output_token_ids

@@ -21,7 +21,7 @@ import torch
 from rows import append, origin
 
 from rollout_spec import noise
-from rollout_spec.types import SamplingRows
+from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -31,7 +31,7 @@ SCORE_TOLERANCE = 1e-4
 """The device's noise is within 1e-5 of NumPy's; the rest is the rounding of logit / T."""
 
 
-def random_batch(rng: np.random.Generator, vocab: int, trial: int) -> tuple[np.ndarray, np.ndarray, SamplingRows]:
+def random_batch(rng: np.random.Generator, vocab: int, trial: int) -> tuple[np.ndarray, np.ndarray, SamplingBatch]:
     """(logits [N, V] float32, inclusive draft counts [B], how each request is sampled)."""
     lengths = rng.integers(0, 6, rng.integers(1, 7))
     size, num_rows = len(lengths), int(lengths.sum()) + len(lengths)
@@ -44,7 +44,7 @@ def random_batch(rng: np.random.Generator, vocab: int, trial: int) -> tuple[np.n
         logits[rng.integers(num_rows), rng.integers(vocab)] = rng.choice([np.nan, np.inf])
         logits[rng.integers(num_rows)] = -np.inf
     truncate = trial % 2 == 1
-    rows = SamplingRows(
+    rows = SamplingBatch(
         temperature=rng.choice([0.0, 0.6, 1.0, 1.5], size).astype(np.float32),
         seeds=rng.integers(-(2**63), 2**63 - 1, size),
         positions=rng.integers(0, 40_000, size),
@@ -56,7 +56,7 @@ def random_batch(rng: np.random.Generator, vocab: int, trial: int) -> tuple[np.n
 
 
 def compare(
-    got: Any, expected: Any, logits: np.ndarray, cu: np.ndarray, rows: SamplingRows, method: str, mode: str | None
+    got: Any, expected: Any, logits: np.ndarray, cu: np.ndarray, rows: SamplingBatch, method: str, mode: str | None
 ) -> tuple[int, float]:
     """(tokens that differ because they were too close to tell, largest error of a log-probability).
 
@@ -119,8 +119,8 @@ def main(argv: list[str] | None = None) -> None:
             probs = rng.dirichlet(np.ones(vocab), num_drafts).astype(np.float32)
         name = "rejection" if method == "dense" else method
         expected = reference.verify(logits, drafts, cu, rows, method=name, draft_probs=probs, logprobs_mode=mode)
-        fields = (getattr(rows, field) for field in SamplingRows.__slots__)
-        on_device = SamplingRows(*(None if v is None else torch.from_numpy(v).to(device) for v in fields))
+        fields = (getattr(rows, field) for field in SamplingBatch.__slots__)
+        on_device = SamplingBatch(*(None if v is None else torch.from_numpy(v).to(device) for v in fields))
         arguments: dict[str, Any] = {
             "method": name,
             "draft_probs": None if probs is None else torch.from_numpy(probs).to(device),
@@ -151,7 +151,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def check_graph(vocab: int, device: torch.device) -> None:
     """Capture one call, replay it on other logits, and compare with a plain call."""
-    rows = SamplingRows(
+    rows = SamplingBatch(
         torch.ones(8, device=device), torch.arange(8, device=device), torch.zeros(8, dtype=torch.int64, device=device),
         top_p=torch.full((8,), 0.9, device=device),
     )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rollout_spec.integrations.sampling import needs_processing
-from rollout_spec.types import SamplingRows
+from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.vectorised import scores_matrix
 
 logger = logging.getLogger(__name__)
@@ -186,7 +186,7 @@ def _score(logits: torch.Tensor, tokens: list[int], params: Any, mode: str) -> t
         return torch.full((count,), value, dtype=dtype, device=logits.device)
 
     if mode == "processed_logprobs":
-        rows = SamplingRows(
+        rows = SamplingBatch(
             temperature=repeated(params.temperature, torch.float32),
             seeds=repeated(0, torch.int64),
             positions=repeated(0, torch.int64),

@@ -28,7 +28,7 @@ from rollout_spec.integrations.sampling import (
 from rollout_spec.integrations.session import DraftingSession, Outcome
 from rollout_spec.integrations.vllm_plugin import config_of, sharing_from_first_rank
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import SamplingRows, VerifyResult
+from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify.api import verify
 from rollout_spec.verify.vectorised import scores_matrix
 
@@ -184,7 +184,7 @@ class RunnerAdapter:
                     self.proposer.outcomes[req_id] = Outcome(seen, accepted[row], drafted)
                 start += drafted + 1
 
-    def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingRows]:
+    def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingBatch]:
         """Drafted tokens [D], their inclusive counts [B], and how each request is sampled."""
         size, device = len(batch.req_ids), self._runner.device
         if metadata is None:
@@ -196,7 +196,7 @@ class RunnerAdapter:
             ends = metadata.cu_num_sampled_tokens.long()
             first_row = metadata.logits_indices.long()[torch.cat((ends.new_zeros(1), ends[:-1]))]
         greedy = sampling.all_greedy or sampling.temperature is None
-        rows = SamplingRows(
+        rows = SamplingBatch(
             temperature=torch.zeros(size, device=device) if greedy else sampling.temperature,
             seeds=None if greedy else batch.seeds,
             positions=self._runner.positions[first_row],

@@ -40,7 +40,7 @@ from rollout_spec.integrations.sampling import (
 from rollout_spec.integrations.session import DraftingSession, Outcome, Proposal
 from rollout_spec.integrations.vllm_plugin import config_of, sharing_from_first_rank
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows, VerifyResult
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
 from rollout_spec.verify import kernel
 from rollout_spec.verify.vectorised import process
 
@@ -214,7 +214,7 @@ class VerifyingSampler:
         raw, num_logprobs = logits, states.max_num_logprobs(req_indices)
         if self._needs_vllm[req_indices].any():
             logits = self._process(logits, input_batch, layout)
-            rows = SamplingRows((rows.temperature != 0).float(), rows.seeds, None, rows.top_k, rows.top_p)
+            rows = SamplingBatch((rows.temperature != 0).float(), rows.seeds, None, rows.top_k, rows.top_p)
         # vLLM's own code scores tokens other than the sampled one.
         mode = self.inner.logprobs_mode
         custom_ids = self.inner.logprob_token_ids_state.max_num_token_ids(req_indices)
@@ -268,9 +268,9 @@ class VerifyingSampler:
             num_rejected=num_rejected,
         )
 
-    def _rows(self, states: Any, req_indices: np.ndarray) -> SamplingRows:
+    def _rows(self, states: Any, req_indices: np.ndarray) -> SamplingBatch:
         """The batch's sampling parameters; the tensors hold those of all requests, by state index."""
-        return SamplingRows(
+        return SamplingBatch(
             temperature=states.temperature.gpu,
             seeds=states.seeds.gpu if np.any(states.temperature.np[req_indices] != 0) else None,
             positions=None,
@@ -284,7 +284,7 @@ class VerifyingSampler:
         processed: torch.Tensor = vllm_compat.apply_sampling_params(self.inner, logits, input_batch, layout.position)
         return processed
 
-    def _scores(self, logits: torch.Tensor, layout: kernel.Layout, rows: SamplingRows) -> torch.Tensor:
+    def _scores(self, logits: torch.Tensor, layout: kernel.Layout, rows: SamplingBatch) -> torch.Tensor:
         """Processed logits of every token, float32 [N, V]."""
         return process(logits.float(), rows, layout.request.long())
 

@@ -10,8 +10,8 @@ Three estimates, all learned while the engine runs (`estimates.py`), decide:
 token of that request is worth. A rollout phase ends when its longest rollout ends: while b requests are live a step
 costs c(b), so one token less for a request saves its part of its last step, c(b) - c(b - 1) where b is the number of
 requests that live as long. With c(b) = F + m b that is m for every request, and F more for the longest.
-Any of several requests may finish last, so they share F by probability (`worth`). While requests wait for a place no
-single one decides: then it is F / B each, and the rule is the one that maximises tokens per second.
+Any of several requests may finish last, so they share F by probability (`token_value`). While requests wait for a
+place no single one decides: then it is F / B each, and the rule is the one that maximises tokens per second.
 
 Budgets change which tokens are verified, never which are sampled.
 """
@@ -40,9 +40,9 @@ from rollout_spec.estimates import (
 )
 from rollout_spec.jit import njit
 
-SPREAD = 0.25
+LEAST_LENGTH_SPREAD = 0.25
 """Least uncertainty about which request finishes last, as a part of the longest one's tokens to come."""
-CAUTION = 16
+REQUESTS_PER_TRIAL_TOKEN = 16
 """Until the cost of steps with drafts is known, verify at most one token per so many requests."""
 LEAST_COST = 0.005
 """Least cost of a slot, as a share of a request's in a step without drafts, so that hopeless drafts stop."""
@@ -52,12 +52,12 @@ LONGEST_SLEEP = 64
 """Steps for which a drafter whose drafts do not pay is left alone."""
 RECENT_DRAFTS = 32
 """Calls of the drafter whose lower decile is what drafting takes."""
-MEMORY = 1 / 32
+AVERAGE_WEIGHT = 1 / 32
 """Weight of the last step in averages."""
 
 
 @njit
-def worth(mean: Floats, deviation: Floats, num_tokens: int, step_seconds: float, token_seconds: float) -> Floats:
+def token_value(mean: Floats, deviation: Floats, num_tokens: int, step_seconds: float, token_seconds: float) -> Floats:
     """Seconds that one token less saves, by request, float64 [B]. See the module's docstring. O(B).
 
     Args:
@@ -69,7 +69,7 @@ def worth(mean: Floats, deviation: Floats, num_tokens: int, step_seconds: float,
     per_token = min(max(token_seconds, 0.0), step_seconds / num_tokens)
     fixed = step_seconds - per_token * num_tokens
     # The chance of being the longest, as if by a choice with Gumbel noise of the lengths' spread.
-    spread = max(math.sqrt((deviation**2).mean() * 6.0) / math.pi, SPREAD * mean.max(), 1e-9)
+    spread = max(math.sqrt((deviation**2).mean() * 6.0) / math.pi, LEAST_LENGTH_SPREAD * mean.max(), 1e-9)
     score = np.exp((mean - mean.max()) / spread)
     return per_token + fixed * score / score.sum()
 
@@ -139,7 +139,7 @@ def _decide(
     mean: Floats,
     deviation: Floats,
     num_tokens: int,
-    plain: float,
+    undrafted: float,
     tokens: Floats,
     seconds: Floats,
     slope: float,
@@ -155,17 +155,17 @@ def _decide(
     size = starts.size - 1
     total = min(confidence.size, allowed)
     extra = np.zeros(total + 1)
-    least = LEAST_COST * plain / size  # a slot costs something, whatever was measured
+    least = LEAST_COST * undrafted / size  # a slot costs something, whatever was measured
     for n in range(1, total + 1):
         padded = num_tokens + n
         if sizes.size and padded <= sizes[-1]:
             padded = sizes[np.searchsorted(sizes, padded)]
         extra[n] = n * least
         if tokens.size:
-            extra[n] = max(extra[n], line(float(padded), tokens, seconds, slope) - plain)
+            extra[n] = max(extra[n], line(float(padded), tokens, seconds, slope) - undrafted)
             if padded < tokens[0]:  # never below the line from the step without drafts to the first known size
-                extra[n] = max(extra[n], (seconds[0] - plain) * n / (tokens[0] - num_tokens))
-    value = worth(mean, deviation, num_tokens, plain, token_seconds)
+                extra[n] = max(extra[n], (seconds[0] - undrafted) * n / (tokens[0] - num_tokens))
+    value = token_value(mean, deviation, num_tokens, undrafted, token_seconds)
     survival = np.empty(confidence.size)
     predict_survival(confidence, starts, counts, survival)
     taken = np.zeros(size, np.int64)
@@ -196,7 +196,7 @@ class Budget:
         self._drafting: deque[float] = deque(maxlen=RECENT_DRAFTS)  # seconds per request
         self._draft_seconds = 0.0  # their lower decile
         self._balance = 0.0  # what drafts gain in a step less what drafting takes, on average
-        self._plain = 0.0  # what the present step costs without drafts
+        self._undrafted = 0.0  # what the present step costs without drafts
         self._num_probes = 0  # in a row
         self._sleep = 0
         self._asleep_for = 0
@@ -230,17 +230,17 @@ class Budget:
         if self._sleep > 0:
             self._sleep -= 1
             return False
-        plain = self.cost.plain(num_tokens)
-        if plain is not None and self.cost.plain_is_due(num_tokens):
+        undrafted = self.cost.undrafted(num_tokens)
+        if undrafted is not None and self.cost.undrafted_is_due(num_tokens):
             return False
-        if plain is None:
+        if undrafted is None:
             self._num_probes += 1
-            plain = self.cost.guess_plain(num_tokens) if self._num_probes > MAX_PROBES else None
+            undrafted = self.cost.guess_undrafted(num_tokens) if self._num_probes > MAX_PROBES else None
         else:
             self._num_probes = 0
-        if plain is not None:
-            self._plain = plain
-        return plain is not None
+        if undrafted is not None:
+            self._undrafted = undrafted
+        return undrafted is not None
 
     def decide(
         self,
@@ -264,12 +264,12 @@ class Budget:
         allowed = confidence.size if max_slots is None else max(min(confidence.size, max_slots), 0)
         if allowed == 0:
             return self._note(np.zeros(size, np.int64), -self._draft_seconds * size)
-        tokens, seconds, slope, most, token_seconds = self.cost.drafted(num_tokens, self._plain)
+        tokens, seconds, slope, most, token_seconds = self.cost.drafted(num_tokens, self._undrafted)
         mean, deviation = remaining if remaining is not None else (np.ones(size), np.ones(size))
         taken, gain = _decide(
-            confidence, starts, self.survival.counts, mean, deviation, num_tokens, self._plain,
+            confidence, starts, self.survival.counts, mean, deviation, num_tokens, self._undrafted,
             tokens, seconds, slope, token_seconds, self.cost.sizes, allowed,
-            min(max(most, size // CAUTION, 1), allowed),
+            min(max(most, size // REQUESTS_PER_TRIAL_TOKEN, 1), allowed),
         )  # fmt: skip
         return self._note(taken, gain - self._draft_seconds * size, learning=not tokens.size)
 
@@ -280,20 +280,20 @@ class Budget:
             sizes: Tokens of steps whose cost without drafts is wanted.
 
         Returns:
-            `plain`, `drafted`: the two cost curves as (tokens, seconds). `plain_of_sizes`: seconds, None where they are
-            not known. `reliability`: `Survival.reliability`.
+            `undrafted`, `drafted`: the two cost curves as (tokens, seconds). `undrafted_of_sizes`: seconds, None where
+            they are not known. `reliability`: `Survival.reliability`.
         """
         cost = copy.deepcopy(self.cost)  # reading redraws curves, and other ranks may not be asked
         return {
-            "plain": [values.tolist() for values in cost.curve(drafted=False)],
+            "undrafted": [values.tolist() for values in cost.curve(drafted=False)],
             "drafted": [values.tolist() for values in cost.curve(drafted=True)],
-            "plain_of_sizes": [cost.plain(size) for size in sizes],
+            "undrafted_of_sizes": [cost.undrafted(size) for size in sizes],
             "reliability": self.survival.reliability().tolist(),
         }
 
     def _note(self, taken: Ints, balance: float, *, learning: bool = False) -> Ints:
         """Remember whether drafts paid, other than to learn what they cost."""
-        self._balance += MEMORY * (balance - self._balance)
+        self._balance += AVERAGE_WEIGHT * (balance - self._balance)
         if balance > 0:  # asked after a pause, it pays again
             self._balance = max(self._balance, 0.0)
         if self._balance >= 0:

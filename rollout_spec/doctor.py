@@ -217,8 +217,8 @@ def _check_fields(report: dict[str, Any]) -> None:
     _require(report, "", ("budget",), lambda value: value is None or isinstance(value, dict), "an object or null")
     budget = report["budget"]
     if budget is not None:
-        _require(budget, "budget.", ("plain", "drafted"), _is_curve, "two lists of as many numbers")
-        _require(budget, "budget.", ("plain_of_sizes",), lambda value: _are_costs(value, size), f"{size} numbers")
+        _require(budget, "budget.", ("undrafted", "drafted"), _is_curve, "two lists of as many numbers")
+        _require(budget, "budget.", ("undrafted_of_sizes",), lambda value: _are_costs(value, size), f"{size} numbers")
         _require(budget, "budget.", ("reliability",), _is_reliability, f"{len(CONFIDENCE_LIMITS)} times three numbers")
 
 
@@ -267,21 +267,21 @@ class Phase(NamedTuple):
     seconds: float
     draft_seconds: float
     asked: int  # steps with drafting
-    plain: float  # seconds of such a step without drafts; NaN if it is not known
+    undrafted: float  # seconds of such a step without drafts; NaN if it is not known
 
     @property
     def without(self) -> float:
         """Seconds that the same tokens would have taken in steps without drafts."""
-        return self.tokens / self.requests * self.plain
+        return self.tokens / self.requests * self.undrafted
 
 
 def phases(report: dict[str, Any]) -> list[Phase]:
     """The run by number of requests in a step, most first."""
     columns = [report["stats"][name] for name in BY_BATCH]
     budget = report["budget"] or {}
-    plain = budget.get("plain_of_sizes", [None] * len(columns[0]))
+    undrafted = budget.get("undrafted_of_sizes", [None] * len(columns[0]))
     found = []
-    for steps, requests, tokens, slots, seconds, draft_seconds, asked, cost in zip(*columns, plain, strict=True):
+    for steps, requests, tokens, slots, seconds, draft_seconds, asked, cost in zip(*columns, undrafted, strict=True):
         if steps:
             known = math.nan if cost is None else cost
             found.append(Phase(requests / steps, steps, tokens, slots, seconds, draft_seconds, asked, known))
@@ -379,10 +379,10 @@ def _calibration(reliability: list[list[float]]) -> str:
 
 
 def _curves(budget: dict[str, Any]) -> str:
-    plain, drafted = (dict(zip(*budget[name], strict=True)) for name in ("plain", "drafted"))
+    undrafted, drafted = (dict(zip(*budget[name], strict=True)) for name in ("undrafted", "drafted"))
     rows = [
-        [f"{n:.0f}", *(f"{1e3 * curve[n]:.2f}" if n in curve else "" for curve in (plain, drafted))]
-        for n in sorted({*plain, *drafted})
+        [f"{n:.0f}", *(f"{1e3 * curve[n]:.2f}" if n in curve else "" for curve in (undrafted, drafted))]
+        for n in sorted({*undrafted, *drafted})
     ]
     heads = ["tokens", "without drafts", "with drafts"]
     title = "What a step of so many tokens costs, in ms, of late, without drafting"
@@ -393,7 +393,7 @@ def _phases(found: list[Phase]) -> str:
     rows = []
     for phase in found:
         per_request = phase.steps * phase.requests
-        known = not math.isnan(phase.plain)
+        known = not math.isnan(phase.undrafted)
         rows.append(
             [
                 f"{phase.requests:.1f}",
@@ -418,7 +418,7 @@ def _limits(report: dict[str, Any]) -> str:
     """What was gained, and what would make the run faster, each alone."""
     found, stats = phases(report), report["stats"]
     seconds = sum(phase.seconds for phase in found)
-    known = [phase for phase in found if not math.isnan(phase.plain)]
+    known = [phase for phase in found if not math.isnan(phase.undrafted)]
     lines = []
     if known:
         saved = sum(phase.without - phase.seconds for phase in known)
@@ -435,7 +435,7 @@ def _limits(report: dict[str, Any]) -> str:
     chances = {"drafting took no time": sum(phase.draft_seconds for phase in found)}
     if len(known) == len(found):
         chances["drafted tokens cost nothing to verify"] = sum(
-            max(phase.seconds - phase.draft_seconds - phase.steps * phase.plain, 0.0) for phase in known
+            max(phase.seconds - phase.draft_seconds - phase.steps * phase.undrafted, 0.0) for phase in known
         )
     try:
         cost = engine_cost(report)
@@ -474,7 +474,7 @@ def engine_cost(report: dict[str, Any]) -> EngineCost:
     if report["budget"] is None:
         raise ValueError("the run had budget=False, which measures no costs")
     (tokens, seconds), (more_tokens, more_seconds) = (
-        tuple(np.array(values, np.float64) for values in report["budget"][name]) for name in ("plain", "drafted")
+        tuple(np.array(values, np.float64) for values in report["budget"][name]) for name in ("undrafted", "drafted")
     )
     if tokens.size < 2:
         raise ValueError("fewer than two sizes of steps without drafts were measured: generate more")

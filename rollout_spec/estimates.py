@@ -29,10 +29,10 @@ MAX_TRIALS = 4096.0
 WINDOW = 512
 """A size's cost is the lower decile of its measurements in so many steps up to its last one."""
 MIN_OBSERVATIONS = 3
-"""The last measurements of a size count however old they are. With fewer in all, plain steps have no cost."""
+"""The last measurements of a size count however old they are. With fewer in all, undrafted steps have no cost."""
 REFRESH = 8
 """Steps after which a curve is drawn anew."""
-LONGEST_TRUST, LONGEST_PLAIN_TRUST = 2048, 128
+LONGEST_TRUST, LONGEST_UNDRAFTED_TRUST = 2048, 128
 """Steps for which costs with and without drafts are believed at most. One step tells the latter anew."""
 MAX_LENGTHS = 64
 """Rollouts of a problem whose lengths are remembered, and sixteen times as many of all problems."""
@@ -191,7 +191,9 @@ class StepCost:
         self.sizes = np.empty(0, np.int64)
         self._steps: tuple[dict[int, _Size], ...] = ({}, {})  # without drafts, with
         self._curves: list[_Curve | None] = [None, None]
-        self._plain: dict[int, tuple[float | None, int]] = {}  # seconds, and the step at which to measure them again
+        self._undrafted: dict[
+            int, tuple[float | None, int]
+        ] = {}  # seconds, and the step at which to measure them again
         self._redraw_at = 0
         self._now = 0
 
@@ -218,7 +220,7 @@ class StepCost:
         size.add(_Observation(seconds / padded, padded, self._now))
         if is_rare or self._now >= self._redraw_at:
             self._curves, self._redraw_at = [None, None], self._now + REFRESH
-            self._plain.clear()
+            self._undrafted.clear()
 
     def curve(self, *, drafted: bool) -> tuple[Floats, Floats]:
         """(tokens, seconds) of the sizes that were measured, rising. Both may be empty. Up to REFRESH steps old."""
@@ -233,16 +235,16 @@ class StepCost:
             curve = self._curves[drafted] = _draw([size.point() for size in sizes], self._now)
         return curve
 
-    def plain(self, num_tokens: int) -> float | None:
+    def undrafted(self, num_tokens: int) -> float | None:
         """Seconds of a step without drafts; None if none of half to four times as many tokens was measured. O(log)."""
         return self._look_up(num_tokens)[0]
 
-    def plain_is_due(self, num_tokens: int) -> bool:
+    def undrafted_is_due(self, num_tokens: int) -> bool:
         """Whether it is time to measure steps of half to twice as many tokens without drafts again. O(log)."""
         return self._now >= self._look_up(num_tokens)[1]
 
     def _look_up(self, num_tokens: int) -> tuple[float | None, int]:
-        if num_tokens not in self._plain:
+        if num_tokens not in self._undrafted:
             tokens, seconds = self.curve(drafted=False)
             near = (tokens >= num_tokens / 2) & (tokens <= 4 * num_tokens)
             cost = self._read(num_tokens, tokens, seconds) if near.any() else None
@@ -252,16 +254,16 @@ class StepCost:
                 if num_tokens / 2 <= size.steps[-1].num_tokens <= 2 * num_tokens
             ]
             last = max((size.steps[-1].when for size in similar), default=0)
-            trust = min(4 * sum(size.count for size in similar) ** 2, LONGEST_PLAIN_TRUST)
+            trust = min(4 * sum(size.count for size in similar) ** 2, LONGEST_UNDRAFTED_TRUST)
             tokens, seconds = self.curve(drafted=True)
             larger = seconds[tokens >= num_tokens]
             # A larger step with drafts took less: those without were held up.
             if cost is not None and larger.size and larger[0] < cost:
                 cost, trust = float(larger[0]), 2 * REFRESH
-            self._plain[num_tokens] = cost, last + trust
-        return self._plain[num_tokens]
+            self._undrafted[num_tokens] = cost, last + trust
+        return self._undrafted[num_tokens]
 
-    def guess_plain(self, num_tokens: int) -> float | None:
+    def guess_undrafted(self, num_tokens: int) -> float | None:
         """The same from any steps, however few and however different their sizes; None if there were none. O(sizes)."""
         tokens, seconds, _ = _draw([size.point() for size in self._steps[False].values()], self._now)
         return self._read(num_tokens, tokens, seconds) if tokens.size else None
@@ -272,35 +274,35 @@ class StepCost:
             slope = _slope(*self.curve(drafted=True))
         return max(line(float(self._pad(num_tokens)), tokens, seconds, slope or 0.0), 1e-9)
 
-    def drafted(self, num_tokens: int, plain: float) -> tuple[Floats, Floats, float, int, float]:
+    def drafted(self, num_tokens: int, undrafted: float) -> tuple[Floats, Floats, float, int, float]:
         """What steps of so many tokens and drafts on top cost.
 
-        A cost that is no longer believed counts only if it is below the line between those that are, from `plain` on: a
-        size that looked expensive is tried again. At most twice as many slots as were measured should be tried: what a
-        step costs is approached from below.
+        A cost that is no longer believed counts only if it is below the line between those that are, from `undrafted`
+        on: a size that looked expensive is tried again. At most twice as many slots as were measured should be tried:
+        what a step costs is approached from below.
 
         Args:
-            plain: What the step costs without drafts.
+            undrafted: What the step costs without drafts.
 
         Returns:
             tokens, seconds: the curve for `line`, empty as long as it is not known. Seconds per token beyond it. How
-            many slots should be tried at most: 0 if nothing is known. Seconds per token on average from `plain` to the
-            largest size that was ever measured.
+            many slots should be tried at most: 0 if nothing is known. Seconds per token on average from `undrafted` to
+            the largest size that was ever measured.
         """
         tokens, seconds, until = self._curve(True)
         first = int(np.searchsorted(tokens, num_tokens, "right"))
         tokens, seconds, trusted = tokens[first:], seconds[first:], until[first:] >= self._now
-        average = max(float(seconds[-1] - plain) / float(tokens[-1] - num_tokens), 0.0) if tokens.size else 0.0
+        average = max(float(seconds[-1] - undrafted) / float(tokens[-1] - num_tokens), 0.0) if tokens.size else 0.0
         if not trusted.any():
             return tokens[:0], seconds[:0], 0.0, 0, average
-        believed = np.append(num_tokens, tokens[trusted]), np.append(plain, seconds[trusted])
+        believed = np.append(num_tokens, tokens[trusted]), np.append(undrafted, seconds[trusted])
         kept = trusted | (seconds < np.interp(tokens, *believed, right=0.0))
         tokens, seconds = tokens[kept], seconds[kept]
         slope = _slope(tokens, seconds)
         if slope is None:
             slope = _slope(*self.curve(drafted=False))
         if slope is None:  # between nothing and what a token costs on average
-            slope = plain / num_tokens / 2
+            slope = undrafted / num_tokens / 2
         return tokens, seconds, slope, 2 * math.ceil(tokens[-1] - num_tokens), average
 
     def _pad(self, num_tokens: int) -> int:

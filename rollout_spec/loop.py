@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rollout_spec.budget import Budget
 from rollout_spec.drafters.base import Drafter, problem_of_prompt
 from rollout_spec.estimates import flatten
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft, Float32Array, Int32Array, SamplingRows
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft, Float32Array, Int32Array, SamplingBatch
 from rollout_spec.verify import reference
 from rollout_spec.verify.reference import VerifyMethod
 
@@ -115,7 +115,7 @@ def decode_step(
         logits,
         drafted,
         np.cumsum(num_draft_tokens),
-        SamplingRows(
+        SamplingBatch(
             temperature=np.array([r.temperature for r in requests], np.float32),
             seeds=np.array([r.seed for r in requests], np.int64),
             positions=np.array([len(r.token_ids) - 1 for r in requests], np.int64),

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-REPORT_FORMAT = 1
+REPORT_FORMAT = 2
 """Of the reports that `rollout-spec doctor` reads."""
 
 

@@ -35,7 +35,7 @@ class Draft(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingRows:
+class SamplingBatch:
     """How each request of a batch is sampled. One entry per request, not per logits row.
 
     Attributes:

@@ -17,7 +17,7 @@ from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter, runs_on_device
 from rollout_spec.estimates import flatten
-from rollout_spec.types import Draft, SamplingRows
+from rollout_spec.types import Draft, SamplingBatch
 from rollout_spec.verify.api import verify
 
 logger = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def _verify(config: RolloutSpecConfig) -> None:
     """Two requests with a draft for the first. Sampling parameters and log-probabilities change no compiled type."""
     with torch.device("cpu"):  # devices and dtypes are named: vLLM changes the defaults while it builds an engine
         zeros = torch.zeros(2, dtype=torch.int64)
-        rows = SamplingRows(temperature=torch.ones(2, dtype=torch.float32), seeds=zeros, positions=zeros)
+        rows = SamplingBatch(temperature=torch.ones(2, dtype=torch.float32), seeds=zeros, positions=zeros)
         drafted, lengths = torch.zeros(1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
         logits = torch.zeros(3, 8, dtype=torch.float32)
         verify(logits, drafted, lengths, rows, method=config.verify, logprobs_mode="raw_logprobs")

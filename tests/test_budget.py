@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rollout_spec.budget import LONGEST_SLEEP, MAX_PROBES, Budget, allocate, worth
-from rollout_spec.estimates import LONGEST_PLAIN_TRUST, MIN_OBSERVATIONS
+from rollout_spec.budget import LONGEST_SLEEP, MAX_PROBES, Budget, allocate, token_value
+from rollout_spec.estimates import LONGEST_UNDRAFTED_TRUST, MIN_OBSERVATIONS
 
 UNIT = st.floats(0, 1, width=32)
 
@@ -68,21 +68,21 @@ def test_shapes_are_checked(slots, starts, requests, costs):
 
 
 def test_the_longest_request_is_worth_the_step():
-    even = worth(np.full(4, 50.0), np.full(4, 10.0), 4, 1.0, 0.0)
+    even = token_value(np.full(4, 50.0), np.full(4, 10.0), 4, 1.0, 0.0)
     np.testing.assert_allclose(even, 0.25)
-    uneven = worth(np.array([10.0, 5000.0]), np.full(2, 5.0), 2, 1.0, 0.1)
+    uneven = token_value(np.array([10.0, 5000.0]), np.full(2, 5.0), 2, 1.0, 0.1)
     assert uneven == pytest.approx([0.1, 0.9], abs=0.02)
     assert uneven.sum() == pytest.approx(1.0)
 
 
 def test_tokens_of_prompts_are_worth_nothing():
     """They take eight tenths of the step, and have to be read however fast requests end."""
-    assert worth(np.full(2, 50.0), np.full(2, 10.0), 10, 1.0, 0.1).sum() == pytest.approx(0.2)
+    assert token_value(np.full(2, 50.0), np.full(2, 10.0), 10, 1.0, 0.1).sum() == pytest.approx(0.2)
 
 
 def test_nearly_the_longest_is_worth_nearly_as_much():
     """However sure their lengths are: drafts for one alone would only hand its place to the other."""
-    near = worth(np.array([90.0, 100.0]), np.zeros(2), 2, 1.0, 0.1)
+    near = token_value(np.array([90.0, 100.0]), np.zeros(2), 2, 1.0, 0.1)
     assert near[0] > 0.35
 
 
@@ -201,11 +201,11 @@ def test_dear_steps_are_tried_again():
 
 def test_steps_without_drafts_are_measured_now_and_then():
     budget, confidence = Budget(), np.tile([0.9, 0.8], (2, 1))
-    asked = [step(budget, confidence, lambda n: 1.0, 2)[0] for _ in range(20 * LONGEST_PLAIN_TRUST)]
+    asked = [step(budget, confidence, lambda n: 1.0, 2)[0] for _ in range(20 * LONGEST_UNDRAFTED_TRUST)]
     gaps = np.diff(np.flatnonzero(~np.array(asked)))
     assert gaps[:3].tolist() == [1, 1, 4 * MIN_OBSERVATIONS**2 + 1], "soon at first"
     assert (np.diff(gaps) >= 0).all()
-    assert gaps.max() <= LONGEST_PLAIN_TRUST + 1
+    assert gaps.max() <= LONGEST_UNDRAFTED_TRUST + 1
 
 
 def test_each_size_is_looked_at():

@@ -60,7 +60,7 @@ def test_phases_compare_each_size_of_step_with_the_same_tokens_without_drafts():
 
 def test_what_is_known_of_a_part_is_said_of_that_part():
     report = a_report()
-    report["budget"]["plain_of_sizes"][-1] = None  # of 64 requests
+    report["budget"]["undrafted_of_sizes"][-1] = None  # of 64 requests
     text = " ".join(doctor.explain(report).split())
     assert "Where it is known, 45.5 % of the time, speculation saved about 0.60 s: 1.60 times as fast" in text
     assert "64.0 10 0.00 1.00 0.20 ? ?" in text
@@ -228,9 +228,9 @@ def test_of_a_damaged_report_the_missing_field_is_named(tmp_path, capsys):
         ("stats", "steps", None),
         ("stats", "seconds_by_batch", [1.0]),
         ("stats", "accepted_per_position", ["x"]),
-        ("budget", "plain", [[1.0], []]),
+        ("budget", "undrafted", [[1.0], []]),
         ("budget", "drafted", None),
-        ("budget", "plain_of_sizes", [None]),
+        ("budget", "undrafted_of_sizes", [None]),
         ("budget", "reliability", [[0, 0, 0]]),
     ],
 )
@@ -244,7 +244,7 @@ def test_of_a_damaged_report_the_wrong_field_is_named(tmp_path, capsys, owner, n
 
 def test_a_report_with_every_field_is_read(tmp_path):
     path = tmp_path / "report.json"
-    unknown = {**a_report()["budget"], "plain_of_sizes": [None] * 7}
+    unknown = {**a_report()["budget"], "undrafted_of_sizes": [None] * 7}
     for report in (a_report(), a_report(budget=None), a_report(budget=unknown, sources={})):
         path.write_text(json.dumps(report))
         assert doctor.read_report(path) == report
@@ -290,7 +290,7 @@ def test_a_curve_needs_a_report(tmp_path, capsys):
 
 def test_too_few_sizes_are_no_curve(tmp_path, capsys):
     path = tmp_path / "report.json"
-    one_size = {**a_report()["budget"], "plain": [[1.0], [0.1]]}
+    one_size = {**a_report()["budget"], "undrafted": [[1.0], [0.1]]}
     apart = {**a_report()["budget"], "drafted": [[100.0], [0.1]]}
     for budget, message in (
         (None, "measures no costs"), (one_size, "fewer than two sizes"), (apart, "with and without drafts"),

@@ -87,14 +87,14 @@ def test_slots_that_were_not_verified_do_not_count():
 
 def test_cost_is_robust_and_forgets():
     cost = StepCost()
-    assert cost.plain(8) is None
+    assert cost.undrafted(8) is None
     for seconds in (1.0, 1.0, 50.0):  # one step was held up
         cost.observe(8, seconds, drafted=False)
-    assert cost.plain(8) == 1.0
-    assert cost.plain(100) is None
+    assert cost.undrafted(8) == 1.0
+    assert cost.undrafted(100) is None
     for _ in range(WINDOW):  # the machine has become slower for good
         cost.observe(8, 2.0, drafted=False)
-    assert cost.plain(8) == 2.0
+    assert cost.undrafted(8) == 2.0
 
 
 def test_two_sizes_with_drafts_tell_what_drafts_cost_from_what_slots_cost():
@@ -131,11 +131,11 @@ def test_what_is_old_counts_only_where_there_is_nothing_newer(monkeypatch):
         cost.observe(100, 5.0, drafted=False)
     for _ in range(100):
         cost.observe(9, 4.0, drafted=True)
-    assert cost.plain(8) == 1.0
+    assert cost.undrafted(8) == 1.0
     for _ in range(MIN_OBSERVATIONS):
         cost.observe(8, 3.0, drafted=False)
-    assert cost.plain(8) == 3.0
-    assert cost.plain(100) == 5.0
+    assert cost.undrafted(8) == 3.0
+    assert cost.undrafted(100) == 5.0
 
 
 def test_padded_steps_share_a_point():
@@ -146,17 +146,17 @@ def test_padded_steps_share_a_point():
     tokens, seconds = cost.curve(drafted=False)
     assert tokens.tolist() == [16, 32, 40]
     assert seconds.tolist() == [1, 2, 3]
-    assert cost.plain(10) == cost.plain(16) == 1.0
+    assert cost.undrafted(10) == cost.undrafted(16) == 1.0
 
 
 def test_a_guess_goes_by_whatever_was_seen():
     cost = StepCost()
-    assert cost.guess_plain(10) is None
+    assert cost.guess_undrafted(10) is None
     cost.observe(100, 1.0, drafted=False)
-    assert cost.guess_plain(10) == 1.0
+    assert cost.guess_undrafted(10) == 1.0
     cost.observe(300, 3.0, drafted=False)
-    assert cost.guess_plain(200) == pytest.approx(2.0)
-    assert cost.plain(200) is None
+    assert cost.guess_undrafted(200) == pytest.approx(2.0)
+    assert cost.undrafted(200) is None
 
 
 def test_a_curve_never_falls():
@@ -177,7 +177,7 @@ def test_the_shortest_steps_tell_what_a_size_costs():
     cost = StepCost()
     for n in range(100):
         cost.observe(8, 1.0 if n % 9 == 0 else 3.0, drafted=False)
-    assert cost.plain(8) == 1.0
+    assert cost.undrafted(8) == 1.0
 
 
 def test_steps_without_drafts_cost_no_more_than_larger_ones_with():
@@ -185,7 +185,7 @@ def test_steps_without_drafts_cost_no_more_than_larger_ones_with():
     for _ in range(MIN_OBSERVATIONS):
         cost.observe(8, 3.0, drafted=False)  # at a bad time
         cost.observe(16, 1.5, drafted=True)
-    assert cost.plain(8) == 1.5
+    assert cost.undrafted(8) == 1.5
 
 
 def test_what_looked_expensive_is_left_out_until_it_is_measured_again():

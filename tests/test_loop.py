@@ -117,7 +117,7 @@ def test_a_budget_learns_while_it_decodes():
     for run in range(12):
         batch = requests(4, temperature=0.3, run=run)
         generate(batch, drafter, target, 4, budget=budget)
-    assert budget.cost.plain(4) > 0
+    assert budget.cost.undrafted(4) > 0
     assert budget.survival.reliability()[:, 0].sum() > 0
     expected, _ = budget.lengths.predict([problem_of_prompt([1, 2, 1])], np.array([0]), np.array([1000]))
     assert 0 < expected[0] <= 40

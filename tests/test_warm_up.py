@@ -33,7 +33,7 @@ def run_a_session(config):
     """What an engine on a CPU calls: requests of several kinds, drafted for, verified, kept and dropped."""
     import numpy as np
 
-    from rollout_spec.types import SamplingRows
+    from rollout_spec.types import SamplingBatch
     from rollout_spec.verify.api import verify
     from tests.integrations.test_session import Outcome, a_request, a_session, advance
 
@@ -65,7 +65,7 @@ def run_a_session(config):
         for truncated in (False, True):
             for lengths in ([0], [2, 0, 3]):
                 size = len(lengths)
-                rows = SamplingRows(
+                rows = SamplingBatch(
                     torch.full((size,), temperature),
                     torch.arange(size) if temperature else None,
                     torch.arange(size),

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_spec.types import SamplingRows, VerifyResult
+from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify import cpu, vectorised
 from rollout_spec.verify.reference import GREEDY_TEMPERATURE, LogprobsMode, VerifyMethod
 
@@ -28,7 +28,7 @@ def verify(
     target_logits: Tensor,
     draft_token_ids: Tensor,
     cu_num_draft_tokens: Tensor,
-    rows: SamplingRows,
+    rows: SamplingBatch,
     *,
     method: VerifyMethod = "sample",
     draft_probs: Tensor | None = None,
@@ -125,7 +125,7 @@ def verify(
 
 
 def _check_values(
-    num_drafts: int, cu_num_draft_tokens: Tensor, rows: SamplingRows, max_draft_tokens: int | None
+    num_drafts: int, cu_num_draft_tokens: Tensor, rows: SamplingBatch, max_draft_tokens: int | None
 ) -> None:
     """Raise before compiled loops would read or write past an array's end, or a seedless request turn greedy."""
     cu = cu_num_draft_tokens.numpy()

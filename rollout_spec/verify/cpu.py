@@ -26,7 +26,7 @@ from rollout_spec.noise import (
     token_keys,
     uniform_from_hash,
 )
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows, VerifyResult
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
 from rollout_spec.verify.reference import GREEDY_TEMPERATURE, LogprobsMode
 from rollout_spec.verify.vectorised import index_rows, process
 
@@ -128,7 +128,7 @@ def verify(
     target_logits: Tensor,
     draft_token_ids: Tensor,
     cu_num_draft_tokens: Tensor,
-    rows: SamplingRows,
+    rows: SamplingBatch,
     *,
     logprobs_mode: LogprobsMode | None = None,
     max_draft_tokens: int | None = None,

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from rollout_spec import noise
 from rollout_spec.noise_triton import almost_hash, finish_hash, gumbel, row_state, token_key, uniform
-from rollout_spec.types import SamplingRows, VerifyResult
+from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify import reference
 from rollout_spec.verify.reference import LogprobsMode, VerifyMethod
 from rollout_spec.verify.truncate import find_cutoffs
@@ -62,7 +62,7 @@ class Layout(NamedTuple):
     starts: Tensor
     """int32 [B + 1]: each request's first row, then N."""
     request: Tensor
-    """int32 [N]: the row's index into the fields of `SamplingRows`."""
+    """int32 [N]: the row's index into the fields of `SamplingBatch`."""
     position: Tensor
     """int64 [N]: the row's input position."""
     draft: Tensor
@@ -603,7 +603,7 @@ def verify(
     target_logits: Tensor,
     draft_token_ids: Tensor,
     cu_num_draft_tokens: Tensor,
-    rows: SamplingRows,
+    rows: SamplingBatch,
     *,
     method: VerifyMethod = "sample",
     draft_probs: Tensor | None = None,
@@ -627,7 +627,7 @@ def verify(
 def verify_rows(
     target_logits: Tensor,
     layout: Layout,
-    rows: SamplingRows,
+    rows: SamplingBatch,
     *,
     method: VerifyMethod = "sample",
     draft_probs: Tensor | None = None,
@@ -753,7 +753,7 @@ def _split(vocab_size: int, num_programs: int) -> tuple[int, int]:
 def _resample(
     logits: Tensor,
     layout: Layout,
-    rows: SamplingRows,
+    rows: SamplingBatch,
     cutoffs: tuple[Tensor | None, Tensor | None],
     draft_probs: Tensor | None,
     joined: tuple[Tensor | None, Tensor | None],

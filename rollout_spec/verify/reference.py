@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec import noise
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, Int32Array, SamplingRows, VerifyResult
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, Int32Array, SamplingBatch, VerifyResult
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
@@ -46,7 +46,7 @@ def verify(
     target_logits: Float32Array,
     draft_token_ids: Int32Array,
     cu_num_draft_tokens: NDArray[Any],
-    rows: SamplingRows,
+    rows: SamplingBatch,
     *,
     method: VerifyMethod = "sample",
     draft_probs: Float32Array | None = None,
@@ -159,7 +159,7 @@ def _has_distribution(logits: Float32Array) -> bool:
     return bool(np.isfinite(np.max(logits)))  # NaN wins every maximum
 
 
-def _place(request: int, j: int, row: int, num_drafts: int, draft_token_ids: Int32Array, rows: SamplingRows) -> _Row:
+def _place(request: int, j: int, row: int, num_drafts: int, draft_token_ids: Int32Array, rows: SamplingBatch) -> _Row:
     def value(name: str, default: float) -> Any:
         values = getattr(rows, name)
         return default if values is None else values[request]

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_spec.types import SamplingRows
+from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import reference
 
 GREEDY = tl.constexpr(reference.GREEDY_TEMPERATURE)
@@ -141,7 +141,7 @@ def _cutoff_kernel(
     tl.store(cut_token_ptr + row, cut_token)
 
 
-def find_cutoffs(logits: Tensor, request: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+def find_cutoffs(logits: Tensor, request: Tensor, rows: SamplingBatch) -> tuple[Tensor, Tensor]:
     """Where each row is cut.
 
     Args:

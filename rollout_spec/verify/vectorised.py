@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rollout_spec import noise
 from rollout_spec.noise_torch import negative_gumbel, uniform32
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows, VerifyResult
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
 from rollout_spec.verify.reference import GREEDY_TEMPERATURE, MASS_TOLERANCE, LogprobsMode, VerifyMethod
 
 
@@ -41,7 +41,7 @@ def verify(
     target_logits: Tensor,
     draft_token_ids: Tensor,
     cu_num_draft_tokens: Tensor,
-    rows: SamplingRows,
+    rows: SamplingBatch,
     *,
     method: VerifyMethod = "sample",
     draft_probs: Tensor | None = None,
@@ -77,7 +77,7 @@ def verify(
     return VerifyResult(output, num_accepted, targets, logprobs, ranks, num_invalid)
 
 
-def process(raw: Tensor, rows: SamplingRows, request: Tensor) -> Tensor:
+def process(raw: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
     """Temperature, min-p, top-k and top-p. float32 [N, V] in and out; `raw` itself is returned only if nothing applies.
 
     `request`: int64 [N], each row's index into the fields of `rows`. Greedy rows stay as they are: vLLM resets their
@@ -108,7 +108,7 @@ def process(raw: Tensor, rows: SamplingRows, request: Tensor) -> Tensor:
     return x.scatter_(1, order, ordered)
 
 
-def scores_matrix(logits: Tensor, rows: SamplingRows | None, cu_num_draft_tokens: Tensor) -> Tensor:
+def scores_matrix(logits: Tensor, rows: SamplingBatch | None, cu_num_draft_tokens: Tensor) -> Tensor:
     """Logits of every token, float32 [N, V]; processed unless `rows` is None."""
     if rows is None:
         return logits.float()
@@ -125,7 +125,7 @@ def _drafted(draft_token_ids: Tensor, index: RowIndex) -> Tensor:
     return torch.where(index.is_draft, draft_token_ids[at].long(), PLACEHOLDER_TOKEN_ID)
 
 
-def _noise(vocab_size: int, rows: SamplingRows, index: RowIndex, domain: int) -> Tensor:
+def _noise(vocab_size: int, rows: SamplingBatch, index: RowIndex, domain: int) -> Tensor:
     """Minus the Gumbel noise of each row, float32 [N, V]; 0 in greedy rows."""
     request = index.request
     negative = negative_gumbel(rows.seeds[request], rows.positions[request] + index.offset, vocab_size, domain=domain)
@@ -139,7 +139,7 @@ def _choose(scores: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(valid, token, PLACEHOLDER_TOKEN_ID), valid
 
 
-def _sample(processed: Tensor, rows: SamplingRows, index: RowIndex) -> tuple[Tensor, Tensor]:
+def _sample(processed: Tensor, rows: SamplingBatch, index: RowIndex) -> tuple[Tensor, Tensor]:
     """The target's token at every row."""
     if rows.seeds is None:
         return _choose(processed)
@@ -147,7 +147,7 @@ def _sample(processed: Tensor, rows: SamplingRows, index: RowIndex) -> tuple[Ten
 
 
 def _rejection_sample(
-    processed: Tensor, rows: SamplingRows, index: RowIndex, drafted: Tensor, draft_probs: Tensor | None
+    processed: Tensor, rows: SamplingBatch, index: RowIndex, drafted: Tensor, draft_probs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Ratio test and residual at every row, as if all rows before it had been accepted."""
     if rows.seeds is None:

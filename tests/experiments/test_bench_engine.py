@@ -31,6 +31,6 @@ def test_modes_run_and_agree(tmp_path, monkeypatch, capsys):
     assert all(len(row["step_ms"]) == 3 and row["tokens_per_second"] > 0 for row in rows)
     assert rows[0]["step_over_none"] == 1
     assert rows[2]["parted"] == rows[3]["parted"] == 0
-    assert rows[2]["report"]["budget"]["plain"][0]
+    assert rows[2]["report"]["budget"]["undrafted"][0]
     assert rows[3]["stats"]["acceptance_rate"] > 0.9
     assert rows[3]["steps"] < rows[1]["steps"]

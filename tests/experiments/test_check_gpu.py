@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 import check_gpu
 
-from rollout_spec.types import SamplingRows
+from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
 
 
@@ -34,7 +34,7 @@ def test_a_wrong_token_and_a_wrong_logprob_are_reported():
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((3, 9)).astype(np.float32) * 3
     cu = np.array([2], np.int32)
-    rows = SamplingRows(np.ones(1, np.float32), np.array([5]), np.array([7]))
+    rows = SamplingBatch(np.ones(1, np.float32), np.array([5]), np.array([7]))
     drafts = reference.verify(logits, np.zeros(2, np.int32), cu, rows).target_token_ids[:2].astype(np.int32)
     expected = reference.verify(logits, drafts, cu, rows, logprobs_mode="raw_logprobs")
     wrong_token = expected.output_token_ids.copy()

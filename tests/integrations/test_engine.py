@@ -174,10 +174,10 @@ def sampled_pairs(llm, seeded=True, **parameters):
 
 def follows_target(tokens, reference_model, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> bool:
     """First tokens, and second tokens given the three most frequent first ones, against the analytic softmax."""
-    from rollout_spec.types import SamplingRows
+    from rollout_spec.types import SamplingBatch
     from rollout_spec.verify import reference
 
-    rows = SamplingRows(
+    rows = SamplingBatch(
         *(np.array([v]) for v in (np.float32(temperature), 0, 0, top_k, np.float32(top_p), np.float32(min_p)))
     )
 

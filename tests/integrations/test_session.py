@@ -86,7 +86,7 @@ def test_steps_are_timed_and_ranks_share_what_they_took():
     for drafted in (False, True):
         _, seconds = session.budget.cost.curve(drafted=drafted)
         assert set(seconds.tolist()) == {1.0}
-    assert session.budget.cost.plain(1) == 1.0
+    assert session.budget.cost.undrafted(1) == 1.0
 
 
 def test_ranks_whose_clocks_differ_cut_alike(monkeypatch):
@@ -271,7 +271,7 @@ def test_a_report_changes_nothing():
     run(session, 60, a_request())
     before = pickle.dumps(session.budget)
     report = run_command(session, session._stats, "report")
-    assert report["budget"]["plain"][0]
+    assert report["budget"]["undrafted"][0]
     assert pickle.dumps(session.budget) == before
 
 

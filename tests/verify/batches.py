@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch
 from rollout_spec.verify import reference
 
 LOGPROBS_MODES = (None, "raw_logprobs", "processed_logprobs")
@@ -14,9 +14,9 @@ METHODS = ("sample", "rejection", "dense")
 """`dense`: rejection sampling of drafts that come with probabilities."""
 
 
-def as_torch(rows: SamplingRows) -> SamplingRows:
-    fields = (getattr(rows, name) for name in SamplingRows.__slots__)
-    return SamplingRows(*(None if values is None else torch.from_numpy(values) for values in fields))
+def as_torch(rows: SamplingBatch) -> SamplingBatch:
+    fields = (getattr(rows, name) for name in SamplingBatch.__slots__)
+    return SamplingBatch(*(None if values is None else torch.from_numpy(values) for values in fields))
 
 
 @st.composite
@@ -35,7 +35,7 @@ def batches(draw, truncation: bool = True):
     def maybe(values):
         return values if truncation and draw(st.booleans()) else None
 
-    rows = SamplingRows(
+    rows = SamplingBatch(
         temperature=rng.choice([0.0, 1e-6, 0.5, 1.0, 1.7], num_requests).astype(np.float32),
         seeds=rng.integers(-(2**63), 2**63 - 1, num_requests),
         positions=rng.integers(0, 10_000, num_requests),

@@ -48,7 +48,7 @@ def compile_launch(function, *args, grid, warmup, **kwargs):
 
 def main() -> None:
     JITFunction.run = compile_launch
-    from rollout_spec.types import SamplingRows
+    from rollout_spec.types import SamplingBatch
     from rollout_spec.verify import kernel
 
     batch, drafts, vocab = 3, 6, 5000
@@ -62,7 +62,7 @@ def main() -> None:
         (torch.bfloat16, None, False, "sample", True),
     )
     for dtype, mode, truncate, method, greedy in cases:
-        rows = SamplingRows(
+        rows = SamplingBatch(
             temperature=torch.ones(batch),
             seeds=None if greedy else torch.arange(batch),
             positions=torch.arange(batch),

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from rollout_spec import noise, noise_triton
 from rollout_spec.noise_triton import almost_hash, finish_hash, gumbel, row_state, token_key
-from rollout_spec.types import SamplingRows
+from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
 from tests.verify.batches import LOGPROBS_MODES, METHODS, assert_agrees, batches
 
@@ -62,7 +62,7 @@ def test_odd_vocabularies_and_long_drafts(vocab_size, accept, monkeypatch):
     rng = np.random.default_rng(vocab_size)
     cu = np.array([0, 17, 17, 20], np.int32)
     logits = (rng.standard_normal((24, vocab_size)) * 2).astype(np.float32)
-    rows = SamplingRows(
+    rows = SamplingBatch(
         temperature=np.array([0, 1, 0.6, 1], np.float32),
         seeds=np.array([1, 2, 3, 4]),
         positions=np.array([5, 6, 7, 2**33]),
@@ -77,7 +77,7 @@ def test_odd_vocabularies_and_long_drafts(vocab_size, accept, monkeypatch):
 def flat_rows(count, vocab_size, seed=0):
     """A batch without drafts in which every token is equally probable, so that every tile may hold the winner."""
     seeds = np.random.default_rng(seed).integers(0, 2**62, count)
-    rows = SamplingRows(np.ones(count, np.float32), seeds, np.arange(count))
+    rows = SamplingBatch(np.ones(count, np.float32), seeds, np.arange(count))
     return np.zeros((count, vocab_size), np.float32), np.zeros(0, np.int32), np.zeros(count, np.int32), rows
 
 
@@ -117,7 +117,7 @@ def test_ties_go_to_the_first_token_wherever_it_is(low, high, draft, max_joined,
     logits[:, [low, high]] = 5.0
     if draft not in (low, high, 3):
         logits[:, draft] = 5.0
-    rows = SamplingRows(np.array([0.0, 1.0], np.float32), np.array([1, 2]), np.array([0, 0]))
+    rows = SamplingBatch(np.array([0.0, 1.0], np.float32), np.array([1, 2]), np.array([0, 0]))
     batch = (logits, np.array([draft], np.int32), np.array([1, 1], np.int32), rows)
     assert_agrees(kernel.verify, batch, "sample", "processed_logprobs")
 
@@ -129,7 +129,7 @@ def test_steep_and_shallow_temperatures(temperature):
     count, vocab_size = 16, 60
     logits = (rng.standard_normal((count, vocab_size)) * 8 + 40).astype(np.float32)
     logits[:, ::2] = logits[:, 1::2]  # ties
-    rows = SamplingRows(np.full(count, temperature, np.float32), rng.integers(0, 2**62, count), np.arange(count))
+    rows = SamplingBatch(np.full(count, temperature, np.float32), rng.integers(0, 2**62, count), np.arange(count))
     batch = (logits, np.zeros(0, np.int32), np.zeros(count, np.int32), rows)
     assert_agrees(kernel.verify, batch, "sample", None)
 
@@ -138,7 +138,7 @@ def test_rows_that_point_into_larger_tensors():
     """The V2 runner's parameters are those of all requests, and rows come in any order of them."""
     rng = np.random.default_rng(2)
     logits = torch.from_numpy(rng.standard_normal((5, 30)).astype(np.float32))
-    states = SamplingRows(
+    states = SamplingBatch(
         temperature=torch.tensor([9.0, 1.0, 9.0, 0.5]),
         seeds=torch.tensor([9, 11, 9, 13]),
         positions=None,
@@ -161,7 +161,7 @@ def test_rows_that_point_into_larger_tensors():
         logits.numpy(),
         np.array([8, 6, 5], np.int32),
         np.array([2, 3]),
-        SamplingRows(
+        SamplingBatch(
             states.temperature.numpy()[order],
             states.seeds.numpy()[order],
             np.array([9, 20]),
@@ -230,7 +230,7 @@ def test_broken_rows_are_told_from_those_that_masks_left_empty(mode):
     logits[0] = -torch.inf
     logits[1, 7] = torch.nan
     logits[2, 8] = torch.inf
-    rows = SamplingRows(torch.ones(4), torch.arange(4), torch.arange(4))
+    rows = SamplingBatch(torch.ones(4), torch.arange(4), torch.arange(4))
     cu = torch.zeros(4, dtype=torch.int32)
     result = kernel.verify(logits, torch.zeros(0, dtype=torch.int32), cu, rows, logprobs_mode=mode, max_draft_tokens=0)
     assert result.num_invalid_rows.tolist() == [1, 1, 1, 0]

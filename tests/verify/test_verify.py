@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_spec import noise
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingRows
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch
 from rollout_spec.verify import reference, vectorised
 from rollout_spec.verify.api import verify
 from tests.statistics import matches_distribution
@@ -36,8 +36,8 @@ def test_output_does_not_depend_on_the_drafts(batch):
         emitted = result.output_token_ids[request]
         emitted = emitted[emitted >= 0]
         for j, token in enumerate(emitted):
-            alone = SamplingRows(*(v if v is None else v[request : request + 1] for v in _fields(rows)))
-            alone = SamplingRows(alone.temperature, alone.seeds, alone.positions + j, *_fields(alone)[3:])
+            alone = SamplingBatch(*(v if v is None else v[request : request + 1] for v in _fields(rows)))
+            alone = SamplingBatch(alone.temperature, alone.seeds, alone.positions + j, *_fields(alone)[3:])
             plain = reference.verify(logits[start + j : start + j + 1], drafts[:0], np.zeros(1, np.int32), alone)
             assert token == plain.output_token_ids[0, 0]
         last = result.target_token_ids[start + result.num_accepted[request]]
@@ -46,7 +46,7 @@ def test_output_does_not_depend_on_the_drafts(batch):
 
 
 def _fields(rows):
-    return [getattr(rows, name) for name in SamplingRows.__slots__]
+    return [getattr(rows, name) for name in SamplingBatch.__slots__]
 
 
 def test_truncation_is_vllms():
@@ -61,10 +61,10 @@ def test_truncation_is_vllms():
     request = torch.arange(64)
     ones, zeros = torch.ones(64), torch.zeros(64, dtype=torch.int64)
     for top_k, top_p in ((k, None), (None, p), (k, p)):
-        ours = vectorised.process(logits, SamplingRows(ones, zeros, zeros, top_k=top_k, top_p=top_p), request)
+        ours = vectorised.process(logits, SamplingBatch(ones, zeros, zeros, top_k=top_k, top_p=top_p), request)
         theirs = apply_top_k_top_p(logits.clone(), top_k, top_p)
         assert torch.equal(ours.isfinite(), theirs.isfinite())
-    ours = vectorised.process(logits, SamplingRows(ones, zeros, zeros, min_p=p), request)
+    ours = vectorised.process(logits, SamplingBatch(ones, zeros, zeros, min_p=p), request)
     probs = logits.softmax(-1)
     assert torch.equal(ours.isfinite(), probs >= p[:, None] * probs.amax(-1, keepdim=True))
 
@@ -73,7 +73,7 @@ def test_truncation_is_vllms():
 def test_a_min_p_of_1_leaves_the_most_probable_tokens(run):
     """All of them, where several are: what is as probable as it must be is kept."""
     logits = np.tile(np.float32([1.0, 3.0, -np.inf, 3.0, 2.5]), (60, 1))
-    rows = SamplingRows(
+    rows = SamplingBatch(
         temperature=np.repeat(np.float32([0.5, 1.0, 2.0]), 20),
         seeds=np.arange(60),
         positions=np.arange(60),
@@ -94,7 +94,7 @@ def test_a_min_p_of_1_leaves_the_most_probable_tokens(run):
 def test_greedy_log_probabilities_are_those_of_temperature_1(run, temperature, truncated):
     """Also where the temperature is not 0 but below what counts as greedy."""
     logits = np.float32([[1.0, 2.0, 0.0]])
-    rows = SamplingRows(
+    rows = SamplingBatch(
         temperature=np.float32([temperature]),
         seeds=np.array([1]),
         positions=np.array([1]),
@@ -129,7 +129,7 @@ def emitted_tokens(method, parameters, draft_of, run=vectorised.verify, draft_pr
     drafts = draft_of(seeds, positions).astype(np.int32)
     stacked = np.empty((2 * n, VOCAB), np.float32)
     stacked[0::2], stacked[1::2] = logits[VOCAB], logits[drafts]
-    rows = SamplingRows(
+    rows = SamplingBatch(
         temperature=np.full(n, parameters.get("temperature", 1.0), np.float32),
         seeds=seeds,
         positions=positions,
@@ -148,7 +148,7 @@ def emitted_tokens(method, parameters, draft_of, run=vectorised.verify, draft_pr
 
 
 def processed_probabilities(logits: np.ndarray, parameters) -> np.ndarray:
-    rows = SamplingRows(
+    rows = SamplingBatch(
         temperature=np.array([parameters.get("temperature", 1.0)], np.float32),
         seeds=np.zeros(1, np.int64),
         positions=np.zeros(1, np.int64),
@@ -256,7 +256,7 @@ def test_dice_at_the_wrong_position_are_caught():
     def one_position(logits, drafts, cu, rows, **kwargs):
         frozen = logits.clone()
         result = vectorised.verify(frozen, drafts, cu, rows, **kwargs)
-        second = SamplingRows(rows.temperature, rows.seeds, rows.positions - 1)
+        second = SamplingBatch(rows.temperature, rows.seeds, rows.positions - 1)
         shifted = vectorised.verify(frozen, drafts, cu, second, **kwargs)
         output = result.output_token_ids.clone()
         output[:, 1] = torch.where(output[:, 1] >= 0, shifted.target_token_ids[1::2].int(), output[:, 1])
@@ -276,7 +276,7 @@ def test_rows_without_a_distribution_are_counted_and_not_sampled(bad, method, ru
     logits = torch.zeros(4, 5)
     logits[1, 3] = bad
     logits[3] = -torch.inf
-    rows = SamplingRows(torch.ones(2), torch.arange(2), torch.arange(2))
+    rows = SamplingBatch(torch.ones(2), torch.arange(2), torch.arange(2))
     drafts = run(logits[[0, 2]], torch.empty(0, dtype=torch.int32), torch.zeros(2, dtype=torch.int32), rows)
     first = drafts.output_token_ids[:, 0]
     result = run(logits, first, torch.tensor([1, 2], dtype=torch.int32), rows, method=method)
@@ -289,7 +289,7 @@ def test_rows_without_a_distribution_are_counted_and_not_sampled(bad, method, ru
 def test_an_invalid_bonus_row_is_not_an_accepted_draft(method, run):
     logits = torch.full((2, 3), -torch.inf)
     logits[0, 1] = 0.0
-    rows = SamplingRows(torch.ones(1), torch.tensor([5]), torch.tensor([3]))
+    rows = SamplingBatch(torch.ones(1), torch.tensor([5]), torch.tensor([3]))
     result = run(logits, torch.tensor([1]), torch.tensor([1]), rows, method=method)
     assert result.output_token_ids.tolist() == [[1, PLACEHOLDER_TOKEN_ID]]
     assert result.num_accepted.tolist() == [1]
@@ -302,7 +302,7 @@ def test_drafts_outside_the_vocabulary_are_rejected(run, method, draft):
     """The token in their place is sampled from the target; a row without a distribution does not accept padding."""
     logits = torch.zeros(200, 4)
     logits[-2, 0] = torch.nan
-    rows = SamplingRows(torch.ones(100), torch.arange(100), torch.arange(100))
+    rows = SamplingBatch(torch.ones(100), torch.arange(100), torch.arange(100))
     result = run(logits, torch.full((100,), draft), torch.arange(1, 101), rows, method=method)
     assert (result.num_accepted == 0).all()
     assert set(result.output_token_ids[:-1, 0].tolist()) == {0, 1, 2, 3}
@@ -311,7 +311,7 @@ def test_drafts_outside_the_vocabulary_are_rejected(run, method, draft):
 
 def test_strided_and_half_precision_logits():
     wide = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
-    rows = SamplingRows(torch.ones(2), torch.arange(2), torch.arange(2))
+    rows = SamplingBatch(torch.ones(2), torch.arange(2), torch.arange(2))
     drafts, cu = torch.zeros(4, dtype=torch.int32), torch.tensor([1, 4])
     for logits in (wide[:, ::2], wide[:, ::2].bfloat16(), wide[:, ::2].half()):
         plain = verify(logits.float().contiguous(), drafts, cu, rows, logprobs_mode="raw_logprobs")
@@ -323,18 +323,18 @@ def test_strided_and_half_precision_logits():
 def test_bad_arguments():
     logits, none = torch.zeros(2, 3), torch.empty(0, dtype=torch.int32)
     cu = torch.zeros(2, dtype=torch.int32)
-    rows = SamplingRows(torch.ones(2), torch.arange(2), torch.arange(2))
+    rows = SamplingBatch(torch.ones(2), torch.arange(2), torch.arange(2))
     cases = (
         (TypeError, "target_logits", {"target_logits": logits.int()}),
         (TypeError, "draft_token_ids", {"draft_token_ids": none.float()}),
         (TypeError, "cu_num_draft_tokens", {"cu_num_draft_tokens": cu.float()}),
         (ValueError, "target_logits", {"target_logits": torch.zeros(3, 3)}),
         (ValueError, "target_logits", {"target_logits": torch.zeros(2, 0)}),
-        (ValueError, "rows.seeds", {"rows": SamplingRows(torch.ones(2), torch.arange(3), torch.arange(2))}),
-        (ValueError, "rows.seeds", {"rows": SamplingRows(torch.ones(2), None, torch.arange(2))}),
-        (TypeError, "rows.seeds", {"rows": SamplingRows(torch.ones(2), torch.ones(2), torch.arange(2))}),
-        (TypeError, "rows.temperature", {"rows": SamplingRows(torch.arange(2), torch.arange(2), torch.arange(2))}),
-        (TypeError, "rows.positions", {"rows": SamplingRows(torch.ones(2), torch.arange(2), torch.ones(2))}),
+        (ValueError, "rows.seeds", {"rows": SamplingBatch(torch.ones(2), torch.arange(3), torch.arange(2))}),
+        (ValueError, "rows.seeds", {"rows": SamplingBatch(torch.ones(2), None, torch.arange(2))}),
+        (TypeError, "rows.seeds", {"rows": SamplingBatch(torch.ones(2), torch.ones(2), torch.arange(2))}),
+        (TypeError, "rows.temperature", {"rows": SamplingBatch(torch.arange(2), torch.arange(2), torch.arange(2))}),
+        (TypeError, "rows.positions", {"rows": SamplingBatch(torch.ones(2), torch.arange(2), torch.ones(2))}),
         (ValueError, "cu_num_draft_tokens", {"cu_num_draft_tokens": torch.tensor([5, 0])}),
         (ValueError, "cu_num_draft_tokens", {"cu_num_draft_tokens": torch.tensor([0, 3])}),
         (
