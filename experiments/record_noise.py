@@ -1,10 +1,11 @@
 """Records how much longer the same work takes while other processes are busy, for `simulate_noise.py`.
 
-    python experiments/record_noise.py OUT.npz [--steps 6000]
+    python experiments/record_noise.py OUT.npz [--steps 6000] [--threads 1]
 
-The work is a small network's forward pass in torch on all cores, a few milliseconds, as a step of a small model. It is
-repeated alone, beside bursts of another process, and beside bursts of one process per core. OUT.npz holds an array for
-each of the three, int16 [steps]: what each repetition took, in percent of the fifth percentile of those made alone.
+The work is a small network's forward pass in torch, a few milliseconds, as a step of a small model. By default on one
+thread, as engines run that share a machine: with a thread per core each waits for the slowest, many times as long. It
+is repeated alone, beside bursts of another process, and beside bursts of one process per core. OUT.npz holds an array
+for each of the three, int16 [steps]: what each repetition took, in percent of the fifth percentile of those made alone.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=6000)
+    parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
-    torch.set_num_threads(os.cpu_count() or 1)
+    torch.set_num_threads(args.threads)
     record(200)
     recorded = {}
     for name, busy in (("alone", 0), ("one core", 1), ("every core", os.cpu_count() or 1)):
