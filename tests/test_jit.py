@@ -66,7 +66,7 @@ def test_code_is_compiled_once_and_again_when_a_function_that_it_calls_has_chang
     options = {"package": package, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     at_once = [start_probe(**options) for _ in range(2)]
     first, second = map(result, at_once)
-    assert first["misses"] > 0
+    assert first["misses"] + second["misses"] > 0, "one of them may find all that the other has compiled"
     assert first["value"] == second["value"]
     assert not first["warnings"] + second["warnings"]
 
