@@ -26,11 +26,6 @@ pytestmark = pytest.mark.engine
 
 
 @pytest.fixture(scope="module")
-def off(tiny_model):
-    return build(tiny_model, **engine_kwargs(speculation=False))
-
-
-@pytest.fixture(scope="module")
 def on(tiny_model):
     return build(tiny_model, **verify_all(num_speculative_tokens=4, drafter_options={"min_survival": 0.0}))
 

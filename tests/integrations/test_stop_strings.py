@@ -11,18 +11,13 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from rollout_spec import engine_kwargs, noise
+from rollout_spec import noise
 from tests.integrations.engines import build, generate, runner_of, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
 
 STOPS = (["w7"], ["w3 w", "zz"], ["9"], ["w1", "w11 w"])
 """Whole words, parts of words and strings that two or three tokens spell."""
-
-
-@pytest.fixture(scope="module")
-def off(tiny_model):
-    return build(tiny_model, **engine_kwargs(speculation=False))
 
 
 @pytest.fixture(scope="module")
