@@ -113,7 +113,7 @@ class DeviceDrafter:
         max_model_len: Longest text of a request.
         device: Where the texts live.
         max_draft_tokens: Drafted tokens per request, K.
-        use_dice: Whether the noise by which requests of positive temperature are sampled is known to the drafter.
+        use_noise: Whether the noise by which requests of positive temperature are sampled is known to the drafter.
         recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
         inverse_temperature: Exponent of the coupled choice; None: the one that was right most often so far.
         max_resident_tokens: Size of the pool of ended rollouts, in tokens of 4 bytes.
@@ -134,7 +134,7 @@ class DeviceDrafter:
         max_model_len: int,
         device: torch.device,
         max_draft_tokens: int = 8,
-        use_dice: bool = True,
+        use_noise: bool = True,
         recency: float = RECENCY,
         inverse_temperature: float | None = None,
         max_resident_tokens: int = 4_000_000,
@@ -145,7 +145,7 @@ class DeviceDrafter:
         self.dropped_tokens = 0
         self._device = device
         self._max_model_len = max_model_len
-        self._use_dice = use_dice
+        self._use_noise = use_noise
         self._log2_recency = math.log2(recency)
         self._inverse_temperature = 0.0 if inverse_temperature is None else float(inverse_temperature)
         self._max_problem_tokens = max_problem_tokens
@@ -340,7 +340,7 @@ class DeviceDrafter:
             version=self._version_on_device,
             log2_recency=self._log2_recency,
             inverse_temperature=self._inverse_temperature,
-            use_dice=self._use_dice,
+            use_noise=self._use_noise,
         )
 
     def _extend(self, slots: Tensor, history: Tensor, total_len: Tensor) -> None:

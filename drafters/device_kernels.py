@@ -55,7 +55,7 @@ LENGTH_BINS = tl.constexpr(vote.NUM_LENGTH_BINS)
 PROBABILITY_BINS = tl.constexpr(vote.NUM_PROBABILITY_BINS)
 BINS_PER_HALVING = tl.constexpr(vote.BINS_PER_HALVING)
 MIN_DISTANCE_FROM_ONE = tl.constexpr(vote.MIN_DISTANCE_FROM_ONE)
-OWN, SIBLING, ASKED = tl.constexpr(vote.OWN), tl.constexpr(vote.SIBLING), tl.constexpr(vote.ASKED)
+OWN, SIBLING, PROMPT_TEXT = tl.constexpr(vote.OWN), tl.constexpr(vote.SIBLING), tl.constexpr(vote.PROMPT_TEXT)
 MIN_AGE_WEIGHT = tl.constexpr(vote.MIN_AGE_WEIGHT)
 DOMAIN = tl.constexpr(noise.DOMAIN_TARGET)
 
@@ -287,12 +287,12 @@ def _draft_kernel(
     drafted_ptr,  # int32 [R, K]
     cells_ptr,  # int32 [R, K]
     alternatives_ptr,  # int32 [R, K, NUM_INVERSE_TEMPERATURES]
-    output_ptr,  # int64 [B, K], written: the drafts; slots without a draft repeat the last token
+    output_ptr,  # int64 [B, K], written: the drafts; positions without one repeat the last token
     rates_ptr,  # float32 [B, K], written
     version_ptr,  # int32 [1]
     log2_recency,
     inverse_temperature,
-    USE_DICE: tl.constexpr,
+    USE_NOISE: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two, at least K
     NUM_KEYS: tl.constexpr,  # splits * MAX_CANDIDATES
@@ -321,14 +321,14 @@ def _draft_kernel(
     near = (distance > DISTANCE_EDGES[0]).to(tl.int32)
     for n in tl.static_range(1, DISTANCE_BINS - 1):
         near += (distance > DISTANCE_EDGES[n]).to(tl.int32)
-    source = tl.where(is_own, tl.where(position >= prompt, OWN, ASKED), SIBLING)
+    source = tl.where(is_own, tl.where(position >= prompt, OWN, PROMPT_TEXT), SIBLING)
     age = (tl.load(version_ptr) - tl.load(fields + VERSION)).to(tl.float32)
-    age = tl.where(source == ASKED, 0.0, age)
+    age = tl.where(source == PROMPT_TEXT, 0.0, age)
     weight = tl.maximum(tl.exp2(age * log2_recency), MIN_AGE_WEIGHT)
     weight *= tl.load(preference_ptr + source * DISTANCE_BINS + near)
     origin_bins = source * DISTANCE_BINS + near
 
-    coupled = (tl.load(temperature_ptr + slot) > 0.0) & USE_DICE
+    coupled = (tl.load(temperature_ptr + slot) > 0.0) & USE_NOISE
     seed = tl.load(seeds_ptr + slot)
     exponent = _best_inverse_temperature(by_inverse_temperature_ptr, inverse_temperature)
 
@@ -541,7 +541,7 @@ def draft(
     version: Tensor,
     log2_recency: float,
     inverse_temperature: float,
-    use_dice: bool,
+    use_noise: bool,
 ) -> tuple[Tensor, Tensor]:
     """Draft from the matches. Returns (tokens int64 [B, K], rates float32 [B, K]). See the kernel."""
     batch, k = slots.shape[0], drafted.shape[1]
@@ -568,7 +568,7 @@ def draft(
         version,
         log2_recency,
         inverse_temperature,
-        USE_DICE=use_dice,
+        USE_NOISE=use_noise,
         K=k,
         WIDTH=triton.next_power_of_2(k),
         NUM_KEYS=keys.shape[1] * keys.shape[2],

@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 from rollout_spec import noise
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.vote import (
-    ASKED,
     BINS_PER_HALVING,
     BLEND,
     COARSE_PRIOR,
@@ -50,6 +49,7 @@ from rollout_spec.drafters.vote import (
     NUM_PROBABILITY_BINS,
     OWN,
     PREFERENCE,
+    PROMPT_TEXT,
     RECENCY,
     SIBLING,
     VERSION_DECAY,
@@ -190,9 +190,9 @@ def _weigh(match: Match, document: Document, offset: int, version: int, recency:
     if match.document:
         source = SIBLING
     else:
-        source = OWN if match.position >= document.prompt_length else ASKED
+        source = OWN if match.position >= document.prompt_length else PROMPT_TEXT
     near = sum(abs(offset) > limit for limit in DISTANCE_EDGES)
-    age = 0 if source == ASKED else version - document.version
+    age = 0 if source == PROMPT_TEXT else version - document.version
     return max(recency**age, MIN_AGE_WEIGHT) * PREFERENCE[source][near], source * NUM_DISTANCE_BINS + near
 
 

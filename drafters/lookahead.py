@@ -43,8 +43,8 @@ def find(pool, problem, text, end):
     if end < LOOKAHEAD_ORDER:
         return -1
     key = hash_context(problem, text, end, np.int64(LOOKAHEAD_ORDER))
-    slot = np.int64(key >> np.uint64(32)) & (pool.keys.size - 1)
-    return pool.tokens[slot] if pool.keys[slot] == key else -1
+    entry = np.int64(key >> np.uint64(32)) & (pool.keys.size - 1)
+    return pool.tokens[entry] if pool.keys[entry] == key else -1
 
 
 @inlined(allocates=False)
@@ -52,6 +52,6 @@ def insert(pool, problem, text, end, token):
     """Remember that `token` followed the last LOOKAHEAD_ORDER tokens of text[..end - 1]."""
     if end >= LOOKAHEAD_ORDER:
         key = hash_context(problem, text, end, np.int64(LOOKAHEAD_ORDER))
-        slot = np.int64(key >> np.uint64(32)) & (pool.keys.size - 1)
-        pool.keys[slot] = key
-        pool.tokens[slot] = token
+        entry = np.int64(key >> np.uint64(32)) & (pool.keys.size - 1)
+        pool.keys[entry] = key
+        pool.tokens[entry] = token

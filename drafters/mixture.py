@@ -15,7 +15,6 @@ with the drafted tokens as context. A draft ends where its estimated survival, c
 
 from __future__ import annotations
 
-import hashlib
 import math
 from array import array
 from collections import deque
@@ -28,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters import ngram, propose, suffix, vote
-from rollout_spec.drafters.base import Tokens
+from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.index import Index, Settings, append_batch, remove_document
 from rollout_spec.drafters.lookahead import new_pool
 from rollout_spec.drafters.propose import Calibration, Proposals, Rows
@@ -50,7 +49,8 @@ class _Prompt:
     """A prompt that live requests or rollouts in the history refer to."""
 
     document: int
-    key: tuple[int, bytes]
+    key: tuple[int, int]
+    """Its problem, and a 64-bit hash of its tokens."""
     users: int = 0
 
 
@@ -148,7 +148,7 @@ class HistoryDrafter:
         self._proposals = _new_proposals(4, max_draft_tokens)
         self._free_rows = list(range(3, -1, -1))
         self._live: dict[str, _Request] = {}
-        self._prompts: dict[tuple[int, bytes], _Prompt] = {}
+        self._prompts: dict[tuple[int, int], _Prompt] = {}
         self._problems: dict[int, int] = {}  # number in the store by problem id
         self._problem_ids: dict[int, int] = {}
         self._problem_users: dict[int, int] = {}
@@ -169,14 +169,13 @@ class HistoryDrafter:
         if seed is not None and not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed must fit in 64 bits, got {seed}")
         prompt_tokens = _as_array("prompt_token_ids", prompt_token_ids)
-        digest = hashlib.blake2b(prompt_tokens, digest_size=16).digest()
         if self._own_only or (problem_id is None and not prompt_tokens):
             problem = self._problem(None)
         else:
-            problem = self._problem(int.from_bytes(digest[:8], "little") if problem_id is None else problem_id)
+            problem = self._problem(problem_of_prompt(prompt_token_ids) if problem_id is None else problem_id)
         prompt = None
         if prompt_tokens:
-            key = (problem, digest)
+            key = (problem, hash(prompt_tokens.tobytes()))
             prompt = self._prompts.get(key)
             if prompt is None:
                 document = self._store.new_document(problem, PROMPT, self._version)

@@ -110,9 +110,9 @@ def gather(store, buckets, problem, text, end, order, other_than, positions, len
 
 @njit(allocates=False)
 def _rehash(store, buckets, use_shared, old, text):
-    for slot in range(old.shape[0]):
+    for bucket in range(old.shape[0]):
         for way in range(WAYS - 1, -1, -1):
-            entry = old[slot, way]
+            entry = old[bucket, way]
             position = np.int64(entry & np.uint32(POSITION_MASK))
             if entry == np.uint32(0xFFFFFFFF) or store.page_document[position >> PAGE_BITS] < 0:
                 continue
@@ -126,7 +126,7 @@ def _rehash(store, buckets, use_shared, old, text):
                 key = np.int64(-1) if kind == 2 else problem
                 mixed = hash_context(key, context, size, order)
                 same_tag = _tag(mixed) == entry >> np.uint32(POSITION_BITS)
-                if same_tag and np.int64(mixed >> np.uint64(32)) & (old.shape[0] - 1) == slot:
+                if same_tag and np.int64(mixed >> np.uint64(32)) & (old.shape[0] - 1) == bucket:
                     insert(buckets, key, position, context, size, order)
 
 

@@ -13,7 +13,6 @@ from rollout_spec.drafters.lookahead import LOOKAHEAD_ORDER
 from rollout_spec.drafters.store import PAGE_BITS, PAGE_MASK, ROLLOUT, last_position, read_back
 from rollout_spec.drafters.suffix import Path, new_path
 from rollout_spec.drafters.vote import (
-    ASKED,
     BINS_PER_HALVING,
     BLEND,
     COARSE_PRIOR,
@@ -32,6 +31,7 @@ from rollout_spec.drafters.vote import (
     NUM_PROBABILITY_BINS,
     OUTCOME_DECAY,
     OWN,
+    PROMPT_TEXT,
     SHARED,
     SIBLING,
 )
@@ -166,10 +166,10 @@ def _weigh(store, settings, document, offset, count, positions, weights, origin_
         elif store.document_kind[theirs] == ROLLOUT:
             source = SIBLING
         else:
-            source = ASKED
+            source = PROMPT_TEXT
         distance_bin = _distance_bin(store.page_start[page] + (positions[i] & PAGE_MASK) - offset)
         age = min(settings.version - store.document_version[theirs], settings.decay.size - 1)
-        if source == ASKED:  # a prompt has no policy that it could be older than
+        if source == PROMPT_TEXT:  # a prompt has no policy that it could be older than
             age = 0
         origin_bins[i] = source * NUM_DISTANCE_BINS + distance_bin
         weights[i] = settings.decay[age] * settings.preference[source, distance_bin]

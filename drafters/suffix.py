@@ -47,7 +47,7 @@ class Tree(NamedTuple):
 
     children: Int32Array  # [P * PAGE_TOKENS, 2] smaller and larger contexts, -1: none
     roots: Int32Array  # [power of two] root by (problem, last token), open addressing
-    counts: NDArray[np.int64]  # [2] used and removed slots of `roots`
+    counts: NDArray[np.int64]  # [2] used and removed entries of `roots`
 
 
 class Path(NamedTuple):
@@ -92,27 +92,27 @@ def reserve(store: Store, tree: Tree, num_new: int, *, is_shared: bool) -> Tree:
 
 
 @inlined(allocates=False)
-def _root_slot(store, roots, problem, token):
-    """Slot of the root for (problem, last token), or the empty slot where it belongs. Problem -1: all together."""
+def _find_root(store, roots, problem, token):
+    """Entry of the root for (problem, last token), or the empty one where it belongs. Problem -1: all together."""
     mask = roots.size - 1
     mixed = (np.uint64(np.int64(problem)) * np.uint64(0x9E3779B97F4A7C15)) ^ (
         np.uint64(token) * np.uint64(0xC2B2AE3D27D4EB4F)
     )
     mixed *= np.uint64(0x9E3779B97F4A7C15)
-    slot = np.int64(mixed >> np.uint64(32)) & mask
+    entry = np.int64(mixed >> np.uint64(32)) & mask
     free = np.int64(-1)
     while True:
-        root = np.int64(roots[slot])
+        root = np.int64(roots[entry])
         if root == EMPTY:
-            return slot if free < 0 else free
+            return entry if free < 0 else free
         if root == REMOVED:
             if free < 0:
-                free = slot
+                free = entry
         elif (problem < 0 or problem_of(store, root) == problem) and store.tokens[
             before(store.page_back, root)
         ] == token:
-            return slot
-        slot = (slot + 1) & mask
+            return entry
+        entry = (entry + 1) & mask
 
 
 @inlined(allocates=False)
@@ -122,13 +122,13 @@ def insert(store, tree, problem, position, text, end):
     Expected O(log n) comparisons.
     """
     tokens, page_back, children, roots = store.tokens, store.page_back, tree.children, tree.roots
-    slot = _root_slot(store, roots, problem, text[end - 1])
-    node = np.int64(roots[slot])
+    entry = _find_root(store, roots, problem, text[end - 1])
+    node = np.int64(roots[entry])
     if node < 0:
         tree.counts[0] += 1
         if node == REMOVED:
             tree.counts[1] -= 1
-    roots[slot] = position
+    roots[entry] = position
     smaller, larger = position, position  # nodes whose free link takes the next smaller or larger subtree
     smaller_side, larger_side = 0, 1
     smaller_length, larger_length = 1, 1
@@ -152,9 +152,9 @@ def remove(store, tree, problem, position, text):
     tokens, page_back, children, roots = store.tokens, store.page_back, tree.children, tree.roots
     found = read_back(store, before(page_back, position), text, np.int64(MAX_DEPTH))
     context = text[MAX_DEPTH - found : MAX_DEPTH]
-    slot = _root_slot(store, roots, problem, context[found - 1])
+    entry = _find_root(store, roots, problem, context[found - 1])
     parent, side = np.int64(-1), 0
-    node = np.int64(roots[slot])
+    node = np.int64(roots[entry])
     smaller_length, larger_length = 1, 1
     while node != position:
         length, sign = compare_context(tokens, page_back, node, context, found, min(smaller_length, larger_length))
@@ -175,9 +175,9 @@ def remove(store, tree, problem, position, text):
         if parent >= 0:
             children[parent, side] = kept
         elif kept >= 0:
-            roots[slot] = kept
+            roots[entry] = kept
         else:
-            roots[slot] = REMOVED
+            roots[entry] = REMOVED
             tree.counts[0] -= 1
             tree.counts[1] += 1
         if smaller < 0 or larger < 0:
@@ -197,8 +197,8 @@ def _rehash(store, tree, is_shared, old_roots):
         root = np.int64(old_roots[i])
         if root >= 0:
             problem = np.int64(-1) if is_shared else problem_of(store, root)
-            slot = _root_slot(store, tree.roots, problem, store.tokens[before(store.page_back, root)])
-            tree.roots[slot] = root
+            entry = _find_root(store, tree.roots, problem, store.tokens[before(store.page_back, root)])
+            tree.roots[entry] = root
             tree.counts[0] += 1
 
 
@@ -216,7 +216,7 @@ def gather(store, tree, problem, other_than, text, end, first, limit, positions,
         The number of candidates. O(log n + MAX_VISITS).
     """
     tokens, page_back, children = store.tokens, store.page_back, tree.children
-    node = np.int64(tree.roots[_root_slot(store, tree.roots, problem, text[end - 1])])
+    node = np.int64(tree.roots[_find_root(store, tree.roots, problem, text[end - 1])])
     path_node, path_length, path_away, path_known = path.nodes, path.lengths, path.away, path.known
     steps = 0
     smaller_length, larger_length = 1, 1
@@ -272,13 +272,13 @@ def check_integrity(store: Store, tree: Tree, *, is_shared: bool) -> None:
     """Check that every position is in its tree, once, and in order. O(size); raises AssertionError."""
     reached: set[int] = set()
     used = 0
-    for slot, root in enumerate(tree.roots.tolist()):
+    for entry, root in enumerate(tree.roots.tolist()):
         if root in (EMPTY, REMOVED):
             continue
         used += 1
         problem = -1 if is_shared else problem_of(store, root)
         token = store.tokens[before(store.page_back, root)]
-        assert _root_slot(store, tree.roots, problem, token) == slot, "a root is not found"
+        assert _find_root(store, tree.roots, problem, token) == entry, "a root is not found"
         order: list[int] = []
         stack: list[int] = []
         node = root

@@ -17,7 +17,7 @@ ENOUGH_CANDIDATES = 8
 
 # -- the weight of a vote ------------------------------------------------------------------------------------------
 
-OWN, SIBLING, ASKED, SHARED, LOOKAHEAD = range(5)
+OWN, SIBLING, PROMPT_TEXT, SHARED, LOOKAHEAD = range(5)
 SOURCES = ("own", "problem", "prompt", "shared", "lookahead")
 """Where a drafted token comes from: the request, the problem's other rollouts, its prompt, other problems, the pool."""
 DISTANCE_EDGES = (4, 32, 256)

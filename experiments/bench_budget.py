@@ -5,7 +5,7 @@
 POLICY_DIR is a policy that `make demo` made (demo/policy-*). Engines in one process, taking turns, on the same prompts
 and seeds, each turn with new ones:
 
-    off        speculation switched off: the same dice, no drafter
+    off        speculation switched off: the same noise, no drafter
     idle       a drafter that never drafts: the floor, what calling one costs the engine
     wrong      a drafter that always drafts K tokens, is sure of them, and never right
     wrong, no budget

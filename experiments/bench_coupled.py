@@ -1,12 +1,12 @@
-"""Coupled against point-mass drafting, where the target's dice are known.
+"""Coupled against point-mass drafting, where the target's noise is known.
 
 Targets: the demo's warm-started policy at temperature 1 (`--policy DIR`, made when missing), and synthetic policies
 built from recorded rollouts (`--traces FILE...`, see rollout_spec/replay/synthetic.py). Of each prompt, H rollouts are
 history and `--tests` are drafted for from that history, the prompt and their own text so far. Compared, in tokens per
 step, at equal K:
 
-- point: our drafter without the dice (most probable token), no stopping;
-- coupled: the same with the dice;
+- point: our drafter without the noise (most probable token), no stopping;
+- coupled: the same with the noise;
 - tree: a best-first tree of K nodes on blended counts, where a step gets as far as any branch agrees.
 
 Also how often a single drafted token is accepted, at every position, beside the optimum: the expected overlap sum_v
@@ -40,7 +40,7 @@ KAPPA = 0.3
 
 
 class Case(NamedTuple):
-    """A prompt, its history (epoch 0) and test rollouts (epoch 1), the tests' dice, and the target's distribution."""
+    """A prompt, its history (epoch 0) and test rollouts (epoch 1), the tests' seeds, and the target's distribution."""
 
     problem: Problem
     seeds: dict[int, int]
@@ -53,7 +53,7 @@ class Case(NamedTuple):
 
 
 def demo_cases(directory: Path, num_prompts: int, num_history: int, num_tests: int, max_tokens: int) -> list[Case]:
-    """Rollouts of the demo's policy, sampled with the project's dice in fp32."""
+    """Rollouts of the demo's policy, sampled with `rollout_spec.noise` in fp32."""
     import random
 
     import torch
@@ -214,14 +214,16 @@ def overlap(case: Case) -> float:
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
-def run(cases: Sequence[Case], k: int, dice: bool, min_survival: float, options: dict[str, Any]) -> list[ReplayResult]:
+def run(
+    cases: Sequence[Case], k: int, coupled: bool, min_survival: float, options: dict[str, Any]
+) -> list[ReplayResult]:
     """Replay every case with one drafter, whose counters carry on from case to case."""
     drafter = build_drafter(
         "mixture", **{"max_draft_tokens": k, "min_survival": min_survival, "shared": False, **options}
     )
     results = []
     for case in cases:
-        seeds = case.seeds if dice else {}
+        seeds = case.seeds if coupled else {}
         results.append(
             replay(
                 [case.problem],
@@ -234,7 +236,7 @@ def run(cases: Sequence[Case], k: int, dice: bool, min_survival: float, options:
     return results
 
 
-def first_token_acceptance(cases: Sequence[Case], dice: bool, options: dict[str, Any]) -> float:
+def first_token_acceptance(cases: Sequence[Case], coupled: bool, options: dict[str, Any]) -> float:
     """How often a draft of one token is accepted, asked for at every position of the test rollouts."""
     drafter = build_drafter("mixture", **{"max_draft_tokens": 1, "min_survival": 0.0, "shared": False, **options})
     one, hits, total = np.ones(1, np.int32), 0, 0
@@ -242,7 +244,7 @@ def first_token_acceptance(cases: Sequence[Case], dice: bool, options: dict[str,
         problem = case.problem
         for rollout in problem.rollouts:
             test = rollout.epoch == 1
-            seed = case.seeds[rollout.sample_id] if test and dice else None
+            seed = case.seeds[rollout.sample_id] if test and coupled else None
             drafter.start_request("r", rollout.prompt, problem_id=problem.problem_id, seed=seed)
             for token in rollout.tokens if test else []:
                 (draft,) = drafter.propose(["r"], one)

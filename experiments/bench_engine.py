@@ -6,20 +6,21 @@ Models have a real model's shape and dummy weights, so a step costs what the rea
 Each mode runs in a process of its own, as TRL's colocated engine does, all with the same prompts, seeds and lengths:
 
     none        vLLM without speculation: the V2 runner with asynchronous scheduling, the default and the yardstick
-    dice        the same engine with our sampler in place of vLLM's (`speculation=False`)
+    off         the same engine with our sampler in place of vLLM's (`speculation=False`)
     ngram       vLLM's prompt lookup
     suffix      vLLM's suffix decoding, where arctic-inference is installed
     v1, v2      ours with the drafter on the host, in either runner, on new text, all verified: the price of trying
     budget      the same under its budget, in the runner that vLLM chooses
-    device      ours with the drafter on the device and asynchronous scheduling, on new text: the price of K slots
+    device      ours with the drafter on the device and asynchronous scheduling, on new text: the price of K drafts
     v1-replay, v2-replay, budget-replay, device-replay
                 ours when every rollout is in the history already (each batch runs twice with the same seeds, the
                 second time is reported): the gain of an oracle
 
 Reported: p20/p50/p80 of the time between two engine steps in milliseconds, tokens per second, both also relative to
-`none`, and for ours how many rollouts part from those of `dice` and at which token: in bf16 logits vary with the batch;
+`none`, and for ours how many rollouts part from those of `off` and at which token: in bf16 logits vary with the batch;
 `--batch-invariant` switches on vLLM's kernels that do not. For `device`, `step / none` is also the number of tokens
-per step from which on K slots pay at that batch size: below it, `num_speculative_tokens_per_batch_size` should say 0.
+per step from which on drafts of K tokens pay at that batch size: below it, `num_speculative_tokens_per_batch_size`
+should say 0.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SHAPES = {
     "tiny": (2, 64, 128, 2, 1, 256),
 }
 MODES = (
-    "none", "dice", "ngram", "suffix", "v1", "v2", "budget", "device",
+    "none", "off", "ngram", "suffix", "v1", "v2", "budget", "device",
     "v1-replay", "v2-replay", "budget-replay", "device-replay",
 )  # fmt: skip
 WARM_UP_TOKENS = 16
@@ -69,7 +70,7 @@ def engine_arguments(mode: str, k: int) -> dict[str, Any]:
 
     if mode == "none":
         return {}
-    if mode == "dice":
+    if mode == "off":
         return engine_kwargs(speculation=False)
     if mode == "ngram":
         return {
@@ -218,10 +219,10 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     about = origin(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
-    print("shape batch mode          step ms (p50)   / none  tokens/s   / none  accepted  parted from dice (at)")
+    print("shape batch mode          step ms (p50)   / none  tokens/s   / none  accepted  parted from off (at)")
     for shape in args.shape:
         baseline: dict[int, dict[str, Any]] = {}
-        dice: dict[int, list[list[int]]] = {}
+        undrafted: dict[int, list[list[int]]] = {}
         for mode in sorted(args.modes, key=MODES.index):
             for result in run_in_process(args, mode, shape, argv) or []:
                 batch, rollouts = result["batch"], result.pop("rollouts")
@@ -229,16 +230,16 @@ def main(argv: list[str] | None = None) -> None:
                     raise SystemExit(f"gate: {shape} {mode}: a rollout does not have {args.tokens} tokens")
                 if mode == "none":
                     baseline[batch] = result
-                if mode == "dice":
-                    dice[batch] = rollouts
+                if mode == "off":
+                    undrafted[batch] = rollouts
                 base = baseline.get(batch)
                 if base is not None:
                     result["step_over_none"] = round(result["step_ms"][1] / base["step_ms"][1], 3)
                     result["tokens_per_second_over_none"] = round(
                         result["tokens_per_second"] / base["tokens_per_second"], 3
                     )
-                if batch in dice and "stats" in result:
-                    result["parted"], result["parted_at"] = partings(rollouts, dice[batch])
+                if batch in undrafted and "stats" in result:
+                    result["parted"], result["parted_at"] = partings(rollouts, undrafted[batch])
                 result["batch_invariant"] = args.batch_invariant
                 append(args.out, {"benchmark": "engine", **result, **about})
                 print(describe(result), flush=True)

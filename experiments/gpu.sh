@@ -39,7 +39,7 @@ for stage in "$@"; do
             command=${command//,/ }
             ;;
         invariant)
-            command="experiments/bench_engine.py --shape 1.5b --batch 8 64 --modes none dice v2 device --batch-invariant"
+            command="experiments/bench_engine.py --shape 1.5b --batch 8 64 --modes none off v2 device --batch-invariant"
             command="$command --out $out/bench_engine_gpu.jsonl"
             ;;
         *)

@@ -7,7 +7,7 @@
 - ArcticSuffix: Arctic Inference's suffix decoding, which vLLM's `suffix` method calls (arXiv:2411.04975), with vLLM's
   defaults. `find_arctic` says where it comes from.
 
-None of them learns from outcomes or knows dice.
+None of them learns from outcomes or knows the noise.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _chain(text, order, start, end, limit, rule, min_survival):
     matches, found, newest = np.empty(n, np.int64), np.empty(n, np.int32), np.empty(n, np.int64)
     mass = np.empty(n)
     survival = 1.0
-    for slot in range(limit):
+    for depth in range(limit):
         longest, num_matches = 0, 0
         for i in range(n - 1):
             if lengths[i] > 0 and order[i + 1] >= 0 and i + 1 != end:
@@ -163,7 +163,7 @@ def _chain(text, order, start, end, limit, rule, min_survival):
                 matches[num_matches] = i
                 num_matches += 1
         if longest == 0:
-            return tokens[:slot], confidence[:slot]
+            return tokens[:depth], confidence[:depth]
         num_found = 0
         for length in range(1 if rule == PPM else longest, longest + 1):
             total = 0
@@ -193,8 +193,8 @@ def _chain(text, order, start, end, limit, rule, min_survival):
                 best = i
         survival *= 1.0 if rule == RECENT else mass[best]
         if survival < min_survival:
-            return tokens[:slot], confidence[:slot]
-        tokens[slot], confidence[slot] = found[best], survival
+            return tokens[:depth], confidence[:depth]
+        tokens[depth], confidence[depth] = found[best], survival
         for i in range(n - 1, 0, -1):
             lengths[i] = min(lengths[i - 1] + 1, MAX_DEPTH) if text[i] == found[best] else 0
         lengths[0] = 1 if text[0] == found[best] else 0

@@ -54,7 +54,7 @@ class DeviceSpeculator(BaseSpeculator):
             max_model_len=vllm_config.model_config.max_model_len,
             device=device,
             max_draft_tokens=config.num_speculative_tokens,
-            use_dice=config.verify == "sample",
+            use_noise=config.verify == "sample",
             **config.drafter_options,
         )
         self.draft_token_confidence_probs = torch.zeros(

@@ -37,17 +37,17 @@ class RolloutSpecConfig:
             `rollout_spec.drafters.base.Drafter`.
         drafter_options: Keyword arguments of the drafter; for the built-in ones see
             `rollout_spec.drafters.mixture.HistoryDrafter`, for `"device"` the ones of
-            `rollout_spec.drafters.device.DeviceDrafter` that have defaults, but `max_draft_tokens` and `use_dice`.
+            `rollout_spec.drafters.device.DeviceDrafter` that have defaults, but `max_draft_tokens` and `use_noise`.
         budget: Whether to learn what steps cost and to verify only what pays (see `rollout_spec.budget`). False: every
             drafted token is verified, as always with `drafter="device"`, whose requests carry equally many.
-        num_speculative_tokens_per_batch_size: With `drafter="device"`, whose requests all carry as many slots: ranges
-            (first, last, K) of requests in a step, from 1 on; K = 0 switches speculation off there. The last one goes
-            on. None: num_speculative_tokens at any size. vLLM ignores it under data parallelism.
-        verify: `"sample"` compares drafts with the target's own sample under the request's dice, so that output does
+        num_speculative_tokens_per_batch_size: With `drafter="device"`, whose requests all have equally many draft
+            tokens: ranges (first, last, K) of requests in a step, from 1 on; K = 0 switches speculation off there. The
+            last one goes on. None: num_speculative_tokens at any size. vLLM ignores it under data parallelism.
+        verify: `"sample"` compares drafts with the target's own sample under the request's noise, so that output does
             not depend on drafts. `"rejection"` is the ratio test with residual sampling; the same distribution, other
             tokens.
-        speculation: False gives an engine that drafts nothing but rolls the same dice: what speculation is compared
-            with.
+        speculation: False gives an engine that drafts nothing but samples with the same noise: what speculation is
+            compared with.
 
     Raises:
         ValueError, TypeError: a value is out of range or of the wrong type.

@@ -263,7 +263,7 @@ class Phase(NamedTuple):
     requests: float  # in a step, on average
     steps: int
     tokens: int
-    slots: int
+    draft_tokens: int
     seconds: float
     draft_seconds: float
     asked: int  # steps with drafting
@@ -281,10 +281,10 @@ def phases(report: dict[str, Any]) -> list[Phase]:
     budget = report["budget"] or {}
     undrafted = budget.get("undrafted_of_sizes", [None] * len(columns[0]))
     found = []
-    for steps, requests, tokens, slots, seconds, draft_seconds, asked, cost in zip(*columns, undrafted, strict=True):
+    for steps, requests, tokens, drafted, seconds, draft_seconds, asked, cost in zip(*columns, undrafted, strict=True):
         if steps:
             known = math.nan if cost is None else cost
-            found.append(Phase(requests / steps, steps, tokens, slots, seconds, draft_seconds, asked, known))
+            found.append(Phase(requests / steps, steps, tokens, drafted, seconds, draft_seconds, asked, known))
     return found[::-1]
 
 
@@ -365,10 +365,10 @@ def _acceptance_by_position(stats: dict[str, Any]) -> str:
 
 def _calibration(reliability: list[list[float]]) -> str:
     rows, gap, total = [], 0.0, 0.0
-    for (slots, said, seen), limit in zip(reliability, CONFIDENCE_LIMITS, strict=True):
-        if slots:
-            rows.append([f"{limit:.2f}", f"{slots:.0f}", _percent(said), _percent(seen)])
-            gap, total = gap + slots * abs(said - seen), total + slots
+    for (verified, said, seen), limit in zip(reliability, CONFIDENCE_LIMITS, strict=True):
+        if verified:
+            rows.append([f"{limit:.2f}", f"{verified:.0f}", _percent(said), _percent(seen)])
+            gap, total = gap + verified * abs(said - seen), total + verified
     if not rows:
         return ""
     table = _table(["up to", "verified", "drafter said", "accepted"], rows)
@@ -398,7 +398,7 @@ def _phases(found: list[Phase]) -> str:
             [
                 f"{phase.requests:.1f}",
                 f"{phase.steps:,}",
-                f"{phase.slots / per_request:.2f}",
+                f"{phase.draft_tokens / per_request:.2f}",
                 f"{phase.tokens / per_request:.2f}",
                 f"{phase.seconds:.2f}",
                 f"{phase.without:.2f}" if known else "?",

@@ -30,7 +30,7 @@ class RequestState:
     Attributes:
         token_ids: Prompt and output so far.
         num_prompt_tokens: How many of `token_ids` are the prompt.
-        seed: The request's dice.
+        seed: Of the request's noise (see `rollout_spec.noise`).
         max_tokens: Output tokens after which the request ends.
         stop_token_id: Token that ends the request, or None.
     """
@@ -109,7 +109,7 @@ def decode_step(
     ]
     logits = target(contexts)
 
-    # 3. Verify: the target rolls each request's dice at each position; drafts count while they agree.
+    # 3. Verify: the target samples every position with its request's noise; drafts count while they equal the samples.
     drafted: Int32Array = np.concatenate([draft.token_ids for draft in drafts]).astype(np.int32)
     result = reference.verify(
         logits,

@@ -1,4 +1,4 @@
-"""The dice: Gumbel noise as a pure function of a request's seed, a position and a token.
+"""The noise that samples are drawn with: Gumbel noise as a pure function of a request's seed, a position and a token.
 
     h = murmur3_32(seed low word, seed high word, position low word, token; initial state = domain)    uint32
     u = (h + 0.5) * 2**-32, rounded once to float32, at most 1 - 2**-24                                (0, 1)

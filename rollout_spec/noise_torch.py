@@ -1,4 +1,4 @@
-"""The dice of `rollout_spec.noise` as torch tensors, on any device.
+"""The noise of `rollout_spec.noise` as torch tensors, on any device.
 
 Hash and uniform have the same bits as in NumPy. The Gumbel noise goes through the device's float32 logarithms: it
 differs from NumPy's (float64, rounded once) by at most 4e-6 (`GUMBEL_TOLERANCE`), two units in the last place of the

@@ -1,4 +1,4 @@
-"""The dice of `rollout_spec.noise` inside Triton kernels.
+"""The noise of `rollout_spec.noise` inside Triton kernels.
 
 Hash and uniform have the same bits as in NumPy. The Gumbel noise goes through the device's float32 logarithm, within
 `GUMBEL_TOLERANCE` of NumPy's.

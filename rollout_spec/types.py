@@ -19,7 +19,7 @@ PLACEHOLDER_TOKEN_ID = -1
 NUM_CONFIDENCE_BINS = 16
 CONFIDENCE_LIMITS = tuple(((i + 1) / NUM_CONFIDENCE_BINS) ** 2 for i in range(NUM_CONFIDENCE_BINS))
 """Upper ends of the bins by which a drafter's confidence is compared with what was accepted: finer towards 0, where it
-is decided whether a slot is worth its cost."""
+is decided whether a drafted token is worth its cost."""
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
@@ -31,7 +31,7 @@ class Draft(NamedTuple):
     token_ids: Int32Array
     """int32 [n]: the proposed continuation."""
     confidence: Float32Array
-    """float32 [n]: estimated probability that the target reaches and accepts slot i; never increases with i."""
+    """float32 [n]: estimated probability that the target reaches and accepts token i; never increases with i."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,8 @@ class SamplingBatch:
 
     Attributes:
         temperature: float32 [B]; 0 means greedy.
-        seeds: int64 [B], the request's dice. Ignored for greedy requests; None when all are greedy.
+        seeds: int64 [B], of the noise (see `rollout_spec.noise`). Ignored for greedy requests; None when all are
+            greedy.
         positions: int64 [B], input position of the request's first logits row: the index, in prompt plus output,
             of the token that was fed in to produce it. Row j of the request has position `positions + j`.
         top_k: int32 [B] or None; values < 1 or >= the vocabulary size keep every token.

@@ -51,9 +51,9 @@ def a_report(**changed):
 
 def test_phases_compare_each_size_of_step_with_the_same_tokens_without_drafts():
     many, one = doctor.phases(a_report())
-    assert (many.requests, many.steps, many.tokens, many.slots, many.asked) == (64, 10, 640, 0, 10)
+    assert (many.requests, many.steps, many.tokens, many.draft_tokens, many.asked) == (64, 10, 640, 0, 10)
     assert many.without == pytest.approx(10 * 0.018)
-    assert (one.requests, one.steps, one.tokens, one.slots, one.asked) == (1, 100, 200, 400, 100)
+    assert (one.requests, one.steps, one.tokens, one.draft_tokens, one.asked) == (1, 100, 200, 400, 100)
     assert one.without == pytest.approx(200 * 0.008)
     assert one.draft_seconds == pytest.approx(0.1)
 
@@ -148,12 +148,12 @@ class Recorded(Learned):
         super().observe(step, verified, accepted)
         self.hits = int(accepted.sum())
 
-    def on_step(self, num_requests, num_slots, seconds, draft_seconds):
-        super().on_step(num_requests, num_slots, seconds, draft_seconds)
+    def on_step(self, num_requests, num_draft_tokens, seconds, draft_seconds):
+        super().on_step(num_requests, num_draft_tokens, seconds, draft_seconds)
         tokens, self.hits = num_requests + self.hits, 0
         self.stats.record([0] * num_requests, [0] * num_requests)
         self.stats.record_time(
-            seconds, num_requests=num_requests, draft_tokens=num_slots, tokens=tokens,
+            seconds, num_requests=num_requests, draft_tokens=num_draft_tokens, tokens=tokens,
             draft_seconds=draft_seconds, reads_prompts=False,
         )  # fmt: skip
         self.without += tokens / num_requests * self.cost.step(num_requests)

@@ -1,4 +1,4 @@
-"""The dice: one definition in three implementations, and good ones."""
+"""The noise: one definition in three implementations, and good ones."""
 
 from __future__ import annotations
 

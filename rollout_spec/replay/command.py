@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
         for regime in REGIMES if args.regime == "all" else (args.regime,):
             for changes in [{"min_survival": t} for t in THRESHOLDS] if args.frontier else [{}]:
                 make = partial(build_drafter, args.drafter, **{**options, **changes})
-                for dice, row in _measure(problems, make, regime, args):
-                    rows.append({"file": path.name, "regime": regime, "dice": dice, **changes, **row})
+                for noise, row in _measure(problems, make, regime, args):
+                    rows.append({"file": path.name, "regime": regime, "noise": noise, **changes, **row})
                     _print_row(rows[-1], first=len(rows) == 1)
     if args.json:
         about = {
@@ -128,17 +128,17 @@ def _compare_budgets(
 def _measure(
     problems: Sequence[Problem], make: Callable[[], Drafter], regime: Regime, args: argparse.Namespace
 ) -> list[tuple[bool, dict[str, Any]]]:
-    """[(were the dice known, figures)]: recorded text has no dice, a synthetic policy is replayed without and with."""
+    """[(was the noise known, figures)]: recorded text has no noise, a synthetic policy is replayed without and with."""
     limits: dict[str, Any] = {"max_samples": args.samples, "max_history": args.history}
     if args.policy == "synthetic":
         target = SyntheticTarget(problems, args.samples, args.history)
         problems, limits = target.problems, {"next_token": target.next_token}
     sizes = {"num_speculative_tokens": args.num_speculative_tokens, "batch": args.batch}
     measured = []
-    for dice in (False, True) if args.policy == "synthetic" else (False,):
-        seed_of = target.seed_of if dice else _no_dice
+    for noise in (False, True) if args.policy == "synthetic" else (False,):
+        seed_of = target.seed_of if noise else _no_seed
         warm_up = _tiny_problem()  # compiled code is loaded here, not while the clock runs
-        replay([warm_up], make, regime, **sizes, seed_of=_known_dice if dice else _no_dice)
+        replay([warm_up], make, regime, **sizes, seed_of=_known_seed if noise else _no_seed)
         drafters: list[Drafter] = []
 
         def remember(drafters: list[Drafter] = drafters) -> Drafter:
@@ -151,7 +151,7 @@ def _measure(
                 name: {"drafted": drafted, "accepted": accepted}
                 for name, (drafted, accepted) in drafters[0].source_counts().items()
             }
-        measured.append((dice, figures))
+        measured.append((noise, figures))
     return measured
 
 
@@ -174,11 +174,11 @@ class SyntheticTarget:
             self.problems.append(Problem(problem.prompt_id, rollouts))
 
     def seed_of(self, problem: Problem, rollout: Rollout) -> int:
-        """The dice of a rollout."""
+        """The seed of a rollout's noise."""
         return _seed(problem, rollout.sample_id)
 
     def next_token(self, problem: Problem, rollout: Rollout, text: Sequence[int]) -> int:
-        """What the policy says after a text, with the rollout's dice."""
+        """What the policy says after a text, with the rollout's noise."""
         return self._policies[problem.prompt_id].next_token(text, self.seed_of(problem, rollout), len(text) - 1)
 
 
@@ -186,11 +186,11 @@ def _seed(problem: Problem, sample_id: int) -> int:
     return derive_seed("synthetic", problem.prompt_id, sample_id)
 
 
-def _known_dice(problem: Problem, rollout: Rollout) -> int | None:
+def _known_seed(problem: Problem, rollout: Rollout) -> int | None:
     return rollout.sample_id
 
 
-def _no_dice(problem: Problem, rollout: Rollout) -> int | None:
+def _no_seed(problem: Problem, rollout: Rollout) -> int | None:
     return None
 
 
@@ -202,7 +202,7 @@ def _tiny_problem() -> Problem:
 def _print_row(row: dict[str, Any], *, first: bool) -> None:
     if first:
         print(
-            f"{'file':24} {'regime':9} {'dice':5} {'limit':>6} {'tokens/step':>11} {'drafted':>8} {'accepted':>8} "
+            f"{'file':24} {'regime':9} {'noise':5} {'limit':>6} {'tokens/step':>11} {'drafted':>8} {'accepted':>8} "
             f"{'index µs':>9} {'draft µs':>9} {'bytes/token':>11} {'build s/M':>9}"
         )
     limit = row.get("min_survival", "")
@@ -210,7 +210,7 @@ def _print_row(row: dict[str, Any], *, first: bool) -> None:
     size = f"{row['bytes_per_history_token']:.1f}" if row["regime"] != "own" else "-"
     build = f"{row['build_seconds_per_million_tokens']:.2f}" if row["history_tokens"] else "-"
     print(
-        f"{row['file'][:24]:24} {row['regime']:9} {'known' if row['dice'] else '-':5} {limit:>6} "
+        f"{row['file'][:24]:24} {row['regime']:9} {'known' if row['noise'] else '-':5} {limit:>6} "
         f"{row['tokens_per_step']:11.3f} {row['drafted_per_step']:8.2f} {row['acceptance_rate']:8.1%} "
         f"{row['index_us_per_request_step']:9.1f} {row['draft_us_per_request_step']:9.1f} {size:>11} {build:>9}",
         flush=True,

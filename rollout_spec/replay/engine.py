@@ -51,12 +51,12 @@ class Policy(Protocol):
         """Whether to ask the drafter at all."""
 
     def decide(self, step: Step) -> Ints:
-        """Slots to verify, int64 [B]."""
+        """Drafted tokens to verify, int64 [B]."""
 
     def observe(self, step: Step, verified: Ints, accepted: Ints) -> None:
         """What became of them."""
 
-    def on_step(self, num_requests: int, num_slots: int, seconds: float, draft_seconds: float) -> None:
+    def on_step(self, num_requests: int, num_draft_tokens: int, seconds: float, draft_seconds: float) -> None:
         """What the step took, and the drafter's part of it."""
 
     def on_finish(self, problem: int, length: int) -> None:
@@ -72,7 +72,7 @@ class _Deaf:
     def observe(self, step: Step, verified: Ints, accepted: Ints) -> None:
         pass
 
-    def on_step(self, num_requests: int, num_slots: int, seconds: float, draft_seconds: float) -> None:
+    def on_step(self, num_requests: int, num_draft_tokens: int, seconds: float, draft_seconds: float) -> None:
         pass
 
     def on_finish(self, problem: int, length: int) -> None:
@@ -149,11 +149,11 @@ class Learned:
     def observe(self, step: Step, verified: Ints, accepted: Ints) -> None:
         self.budget.survival.observe(step.confidence, step.starts, verified, accepted)
 
-    def on_step(self, num_requests: int, num_slots: int, seconds: float, draft_seconds: float) -> None:
+    def on_step(self, num_requests: int, num_draft_tokens: int, seconds: float, draft_seconds: float) -> None:
         self.budget.observe_step(
-            num_requests + num_slots,
+            num_requests + num_draft_tokens,
             seconds,
-            drafted=num_slots > 0,
+            drafted=num_draft_tokens > 0,
             num_asked=num_requests if draft_seconds else 0,
             draft_seconds=draft_seconds,
         )
@@ -241,15 +241,15 @@ def run_phase(
             policy.observe(step, verified, hits)
         else:
             verified = hits = np.zeros(len(ids), np.int64)
-        slots = int(verified.sum())
+        num_draft_tokens = int(verified.sum())
         drafting = (cost.draft_call_seconds + cost.draft_seconds * len(ids)) * asked
-        took = cost.step(len(ids) + slots) + cost.drafted_seconds * (slots > 0) + drafting
+        took = cost.step(len(ids) + num_draft_tokens) + cost.drafted_seconds * (num_draft_tokens > 0) + drafting
         seconds += took
         steps += 1
-        drafted += slots
+        drafted += num_draft_tokens
         accepted += int(hits.sum())
         slowdown = next(slowdowns) if slowdowns is not None else 1.0
-        policy.on_step(len(ids), slots, took * slowdown, drafting * slowdown)
+        policy.on_step(len(ids), num_draft_tokens, took * slowdown, drafting * slowdown)
         if asked:  # the target's next token says something about a draft that was not verified, too
             seen = [live[req_id].expected(int(n) + 1) for req_id, n in zip(ids, hits, strict=True)]
             outcomes = np.array([min(int(n), s.size - 1) for n, s in zip(hits, seen, strict=True)], np.int32)

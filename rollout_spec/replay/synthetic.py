@@ -1,8 +1,8 @@
-"""A stochastic target made of recorded text, for measuring drafts that know the dice.
+"""A stochastic target made of recorded text, for measuring drafts that know the noise.
 
 The recorded samples of a prompt give counts of what followed each context of up to ORDER tokens, blended from short to
 long: q_l(v) = (c_l(v) + KAPPA q_{l-1}(v)) / (n_l + KAPPA), q_0 the frequency of v. Fresh rollouts are sampled from the
-longest known context's q with the project's dice. They stay close to what was recorded and still branch: after a
+longest known context's q with `rollout_spec.noise`. They stay close to what was recorded and still branch: after a
 context that was seen once, the recorded continuation has probability 1 / (1 + KAPPA) and more.
 
 What it flatters and what it does not: the target is of the same family as the drafter's own model, so a drafter that

@@ -46,7 +46,7 @@ def verify(
         draft_token_ids: integer [D]. Ids outside the vocabulary are never accepted.
         cu_num_draft_tokens: integer [B], inclusive sums of draft lengths without a leading 0.
         rows: How each request is sampled.
-        method: `"sample"`: compare drafts with the target's own sample under the request's dice. `"rejection"`: ratio
+        method: `"sample"`: compare drafts with the target's own sample under the request's noise. `"rejection"`: ratio
             test and residual sampling (arXiv:2211.17192), with noise that no drafter sees.
         draft_probs: float [D, V], the distributions that the drafts were sampled from, for `"rejection"`; None: each
             draft was certain.
@@ -138,4 +138,4 @@ def _check_values(
     if max_draft_tokens is not None and max_draft_tokens < longest:
         raise ValueError(f"max_draft_tokens must be at least the longest draft, {longest}, got {max_draft_tokens}")
     if rows.seeds is None and (rows.temperature.numpy() >= GREEDY_TEMPERATURE).any():
-        raise ValueError("rows.seeds must be given unless every temperature is 0: without dice nothing is sampled")
+        raise ValueError("rows.seeds must be given unless every temperature is 0: without noise nothing is sampled")

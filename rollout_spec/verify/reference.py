@@ -107,7 +107,7 @@ def rejection_sample_row(processed: Float32Array, row: _Row, draft_probs: Float3
     """Accept the draft with probability min(1, p / q), else sample the residual max(p - q, 0).
 
     Leviathan et al., arXiv:2211.17192, algorithm 1. `draft_probs` None: q is 1 at the draft. The noise comes from
-    streams that no drafter sees, so drafts may depend on the request's dice.
+    streams that no drafter sees, so drafts may depend on the request's noise.
     """
     if row.greedy:
         return int(np.argmax(processed))

@@ -270,8 +270,8 @@ def test_requests_without_a_prompt_leave_nothing_behind():
 
 def test_without_the_dice_seeds_make_no_difference():
     drafted = []
-    for use_dice, seed in ((False, 5), (True, None), (True, 5)):
-        engine = Engine(use_dice=use_dice)
+    for use_noise, seed in ((False, 5), (True, None), (True, 5)):
+        engine = Engine(use_noise=use_noise)
         for i in range(4):
             request = engine.start([0, 1])
             engine.commit(request, [5, 6 + i % 2, 8])
@@ -470,7 +470,7 @@ def test_the_pool_neither_loses_nor_doubles_a_place(operations):
     st.one_of(st.none(), st.integers(0, 2**62)),
 )
 def test_the_host_drafter_drafts_the_same(rollouts, own, seed):
-    """On the same history and dice, while there are few matches and none of the request's own has reached its end."""
+    """On the same history and noise, while there are few matches and none of the request's own has reached its end."""
     host = HistoryDrafter("suffix", max_draft_tokens=K, min_survival=0.0)
     ours = ReferenceDrafter(max_draft_tokens=K)
     prompt = [9, 8]

@@ -271,7 +271,7 @@ def test_the_same_calls_give_the_same_drafts(index, shared):
 
 
 def drafted_by_hand(recorder, req_id, seed):
-    """For each slot, the scores of the tokens that the candidates say come next."""
+    """For each drafted position, the scores of the tokens that the candidates say come next."""
     drafter, problem, context = recorder.drafter, recorder.problem(req_id), recorder.context(req_id)
     texts, candidates = recorder.texts(), []
     token = yield None
@@ -301,7 +301,7 @@ def drafted_by_hand(recorder, req_id, seed):
     seed=st.none() | st.integers(-(2**63), 2**63 - 1),
 )
 def test_drafts_are_the_favourites_of_the_blended_model(history, own, seed):
-    """Candidates of equal weight and no outcomes: each slot is the most probable token, or the coupled choice."""
+    """Candidates of equal weight and no outcomes: the draft is the most probable tokens, or the coupled choice."""
     recorder = make(recency=1.0, inverse_temperature=1.5)
     settings = recorder.drafter._settings
     recorder.drafter._settings = settings._replace(preference=np.ones_like(settings.preference))
@@ -314,12 +314,12 @@ def test_drafts_are_the_favourites_of_the_blended_model(history, own, seed):
     by_hand = drafted_by_hand(recorder, "r", seed)
     next(by_hand)
     token = None
-    for slot in range(K):
+    for depth in range(K):
         scores = by_hand.send(token)
-        if slot == len(draft.token_ids):
+        if depth == len(draft.token_ids):
             assert not scores
             break
-        token = int(draft.token_ids[slot])
+        token = int(draft.token_ids[depth])
         assert scores[token] == pytest.approx(max(scores.values()), abs=1e-5)
 
 
@@ -633,7 +633,7 @@ def test_the_exponent_is_1_until_another_is_clearly_ahead():
 
 
 def test_only_choices_say_which_exponent_is_right():
-    """A slot with one candidate follows one with two in the same place of the same row."""
+    """A token with one candidate follows one with two in the same place of the same row."""
     recorder = make()
     recorder.start("h", [1], [5, 6])
     recorder.start("i", [1], [5, 7])

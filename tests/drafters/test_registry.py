@@ -88,6 +88,6 @@ def test_options_that_cannot(name, options, message):
 
 
 def test_every_option_of_the_device_drafter_is_checked():
-    of_the_engine = {"max_requests", "max_model_len", "device", "max_draft_tokens", "use_dice"}
+    of_the_engine = {"max_requests", "max_model_len", "device", "max_draft_tokens", "use_noise"}
     options = inspect.signature(DeviceDrafter).parameters.keys() - of_the_engine
     assert options == inspect.signature(check_device_options).parameters.keys()

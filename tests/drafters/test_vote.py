@@ -14,7 +14,7 @@ def test_there_is_a_weight_for_every_source_and_distance():
 
 
 def test_sources_are_named_in_order():
-    numbers = [vote.OWN, vote.SIBLING, vote.ASKED, vote.SHARED, vote.LOOKAHEAD]
+    numbers = [vote.OWN, vote.SIBLING, vote.PROMPT_TEXT, vote.SHARED, vote.LOOKAHEAD]
     assert numbers == list(range(len(vote.SOURCES)))
 
 

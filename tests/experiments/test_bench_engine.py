@@ -21,7 +21,7 @@ def test_partings():
 def test_modes_run_and_agree(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     out = tmp_path / "rows.jsonl"
-    modes = ["none", "dice", "budget", "v1-replay"]
+    modes = ["none", "off", "budget", "v1-replay"]
     bench_engine.main(
         ["--shape", "tiny", "--batch", "3", "--tokens", "12", "--dtype", "float32", "--eager", "--modes", *modes,
          "--out", str(out)]

@@ -247,10 +247,10 @@ def test_lengths_count_once_nobody_waits():
         session._expect,
         lambda *args: (weighted.append(len(session._prompt_tokens)), expect(*args))[1],
     )
-    slots = 0
+    verified = 0
     for n in range(60):
-        drafts = advance(session, {"a": [1 + n % 3]}, {"a": slots}, step_tokens=1 + slots + (5 if n < 20 else 0))
-        slots = len(drafts.get("a", []))
+        drafts = advance(session, {"a": [1 + n % 3]}, {"a": verified}, step_tokens=1 + verified + (5 if n < 20 else 0))
+        verified = len(drafts.get("a", []))
         assert not weighted or n >= 20 + RECENT_STEPS - 1
     assert weighted
 
@@ -355,12 +355,14 @@ def test_drafts_that_never_come_true_stop_being_asked_for(monkeypatch):
 def test_drafts_leave_room_in_the_step():
     """The scheduler would hold requests back: 62 prompt tokens a step leave room for one draft."""
     session, request = a_session(), a_request()
-    slots = 0
+    verified = 0
     longest = []
     for n in range(150):
-        drafts = advance(session, {"a": [1 + n % 3]}, {"a": slots}, step_tokens=63 + slots, requests={"a": request})
-        slots = len(drafts.get("a", []))
-        longest.append(slots)
+        drafts = advance(
+            session, {"a": [1 + n % 3]}, {"a": verified}, step_tokens=63 + verified, requests={"a": request}
+        )
+        verified = len(drafts.get("a", []))
+        longest.append(verified)
     assert max(longest) == 1
 
 

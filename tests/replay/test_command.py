@@ -138,7 +138,7 @@ def test_command_draws_the_frontier_and_knows_synthetic_dice(traces, tmp_path):
     drafted = [row["draft_tokens"] for row in json.loads(out.read_text())]
     assert drafted == sorted(drafted, reverse=True)
     assert main(["replay", str(traces), "--regime", "epoch", "--policy", "synthetic", "--json", str(out)]) == 0
-    assert [row["dice"] for row in json.loads(out.read_text())] == [False, True]
+    assert [row["noise"] for row in json.loads(out.read_text())] == [False, True]
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Stop strings in the V2 model runner, against stock vLLM, which has the same dice there."""
+"""Stop strings in the V2 model runner, against stock vLLM, which samples with the same noise there."""
 
 from __future__ import annotations
 

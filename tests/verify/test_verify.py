@@ -182,7 +182,7 @@ def independent(seeds, positions):
 
 
 def coupled(seeds, positions):
-    """What a drafter that knows the dice does."""
+    """What a drafter that knows the noise does."""
     return np.argmax(np.log(HISTORY) + noise.gumbel(seeds[:, None], positions[:, None], np.arange(VOCAB)), axis=1)
 
 
@@ -244,7 +244,7 @@ def test_accepting_everything_is_caught(monkeypatch):
 
 @pytest.mark.parametrize("domain", ["DOMAIN_ACCEPT", "DOMAIN_RESIDUAL"])
 def test_sharing_the_drafters_dice_with_the_ratio_test_is_caught(monkeypatch, domain):
-    """Coupled drafts depend on DOMAIN_TARGET; a ratio test that rolls the same dice is biased."""
+    """Coupled drafts depend on DOMAIN_TARGET; a ratio test that uses the same noise is biased."""
     monkeypatch.setattr(noise, domain, noise.DOMAIN_TARGET)
     output, drafts, _ = emitted_tokens("rejection", {}, coupled)
     assert not is_lossless(output, drafts, {})
