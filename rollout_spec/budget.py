@@ -34,11 +34,11 @@ from rollout_spec.estimates import (
     RemainingLength,
     StepCost,
     Survival,
-    line,
+    line_nb,
     lower_decile,
     predict_survival,
 )
-from rollout_spec.jit import njit
+from rollout_spec.jit import inlined, njit
 
 LEAST_LENGTH_SPREAD = 0.25
 """Least uncertainty about which request finishes last, as a part of the longest one's tokens to come."""
@@ -56,22 +56,33 @@ AVERAGE_WEIGHT = 1 / 32
 """Weight of the last step in averages."""
 
 
-@njit
-def token_value(mean: Floats, deviation: Floats, num_tokens: int, step_seconds: float, token_seconds: float) -> Floats:
-    """Seconds that one token less saves, by request, float64 [B]. See the module's docstring. O(B).
+@inlined(allocates=False)
+def token_value(
+    mean: Floats, deviation: Floats, num_tokens: int, step_seconds: float, token_seconds: float, value: Floats
+) -> None:
+    """Seconds that one token less saves, by request. See the module's docstring. O(B).
 
     Args:
         mean, deviation: float64 [B], tokens to come.
         num_tokens: Tokens of a step without drafts. Those of prompts have to be computed however fast requests end.
         step_seconds: What such a step costs.
         token_seconds: What one token more costs.
+        value: float64 [B], to be filled.
     """
     per_token = min(max(token_seconds, 0.0), step_seconds / num_tokens)
     fixed = step_seconds - per_token * num_tokens
+    longest, squares = mean[0], 0.0
+    for i in range(mean.size):
+        longest = max(longest, mean[i])
+        squares += deviation[i] * deviation[i]
     # The chance of being the longest, as if by a choice with Gumbel noise of the lengths' spread.
-    spread = max(math.sqrt((deviation**2).mean() * 6.0) / math.pi, LEAST_LENGTH_SPREAD * mean.max(), 1e-9)
-    score = np.exp((mean - mean.max()) / spread)
-    return per_token + fixed * score / score.sum()
+    spread = max(math.sqrt(squares / mean.size * 6.0) / math.pi, LEAST_LENGTH_SPREAD * longest, 1e-9)
+    total = 0.0
+    for i in range(mean.size):
+        value[i] = math.exp((mean[i] - longest) / spread)
+        total += value[i]
+    for i in range(mean.size):
+        value[i] = per_token + fixed * value[i] / total
 
 
 def allocate(survival: Floats, starts: Ints, value: Floats, cost: Floats) -> Ints:
@@ -92,30 +103,60 @@ def allocate(survival: Floats, starts: Ints, value: Floats, cost: Floats) -> Int
     if starts.size != value.size + 1 or starts[0] != 0 or starts[-1] != survival.size or not cost.size:
         raise ValueError(f"shapes do not fit: {survival.shape}, {starts}, {value.shape}, {cost.shape}")
     taken = np.zeros(value.size, np.int64)
-    _allocate(survival, starts, value, cost, taken)
+    _allocate(survival, starts, value, cost, np.empty((2, survival.size)), taken)
     return taken
 
 
-@njit
-def _allocate(survival: Floats, starts: Ints, value: Floats, cost: Floats, taken: Ints) -> None:
-    gains = np.empty(survival.size)
-    count = 0
+@njit(allocates=False)
+def _allocate(survival: Floats, starts: Ints, value: Floats, cost: Floats, gains: Floats, taken: Ints) -> None:
+    row, count = _sort_gains(survival, starts, value, gains)
+    _take(survival, starts, value, cost, gains[row, :count], taken)
+
+
+@inlined(allocates=False)
+def _sort_gains(survival: Floats, starts: Ints, value: Floats, gains: Floats) -> tuple[int, int]:
+    """Fill one row of `gains`, float64 [2, D], with those above 0, falling. Returns the row and their number.
+
+    A merge sort: numba takes seconds to compile NumPy's.
+    """
+    row, count = 0, 0
     for i in range(value.size):
         for j in range(starts[i], starts[i + 1]):
             gain = survival[j] * value[i]
             if gain <= 0.0:
                 break
-            gains[count] = gain
+            gains[0, count] = gain
             count += 1
-    ordered = np.sort(gains[:count])[::-1]
+    width = 1
+    while width < count:
+        ordered, merged = gains[row], gains[1 - row]
+        for start in range(0, count, 2 * width):
+            left, right = start, min(start + width, count)
+            left_end, right_end = right, min(right + width, count)
+            for at in range(start, right_end):
+                if right == right_end or (left < left_end and ordered[left] >= ordered[right]):
+                    merged[at] = ordered[left]
+                    left += 1
+                else:
+                    merged[at] = ordered[right]
+                    right += 1
+        row = 1 - row
+        width *= 2
+    return row, count
+
+
+@inlined(allocates=False)
+def _take(survival: Floats, starts: Ints, value: Floats, cost: Floats, ordered: Floats, taken: Ints) -> int:
+    """`allocate` for gains that are sorted. Returns the number of slots."""
     best, best_count, total = -cost[0], 0, 0.0
-    for n in range(1, min(count, cost.size - 1) + 1):
+    for n in range(1, min(ordered.size, cost.size - 1) + 1):
         total += ordered[n - 1]
         if total - cost[n] > best:
             best, best_count = total - cost[n], n
-    taken[:] = 0
+    for i in range(value.size):
+        taken[i] = 0
     if best_count == 0:
-        return
+        return 0
     # All slots above the last gain taken, and of those that equal it the first requests'.
     last = ordered[best_count - 1]
     left = best_count
@@ -129,9 +170,10 @@ def _allocate(survival: Floats, starts: Ints, value: Floats, cost: Floats, taken
         while left > 0 and starts[i] + taken[i] < starts[i + 1] and survival[starts[i] + taken[i]] * value[i] == last:
             taken[i] += 1
             left -= 1
+    return best_count
 
 
-@njit
+@njit(allocates=False)
 def _decide(
     confidence: Any,
     starts: Ints,
@@ -145,38 +187,48 @@ def _decide(
     slope: float,
     token_seconds: float,
     sizes: Ints,
-    allowed: int,
-    most: int,
-) -> tuple[Ints, float]:
-    """`Budget.decide` once the curves are known: slots, and the seconds that are expected to be gained by them.
+    cost: Floats,
+    free: Floats,
+    value: Floats,
+    scratch: Floats,
+    taken: Ints,
+) -> float:
+    """`Budget.decide` once the curves are known: fills `taken`, returns the seconds that are expected to be gained.
 
-    `allowed` slots may be taken, `most` should be for now.
+    Args:
+        cost: float64, as many slots as it has may be taken; filled with what they cost.
+        free: float64 zeros, as many slots as it has should be taken for now.
+        value, scratch: float64 [B], [3, D]; filled.
     """
     size = starts.size - 1
-    total = min(confidence.size, allowed)
-    extra = np.zeros(total + 1)
     least = LEAST_COST * undrafted / size  # a slot costs something, whatever was measured
-    for n in range(1, total + 1):
+    cost[0] = 0.0
+    at = 0
+    for n in range(1, cost.size):
         padded = num_tokens + n
-        if sizes.size and padded <= sizes[-1]:
-            padded = sizes[np.searchsorted(sizes, padded)]
-        extra[n] = n * least
+        while at < sizes.size and sizes[at] < padded:
+            at += 1
+        if at < sizes.size:
+            padded = sizes[at]
+        cost[n] = n * least
         if tokens.size:
-            extra[n] = max(extra[n], line(float(padded), tokens, seconds, slope) - undrafted)
+            cost[n] = max(cost[n], line_nb(float(padded), tokens, seconds, slope) - undrafted)
             if padded < tokens[0]:  # never below the line from the step without drafts to the first known size
-                extra[n] = max(extra[n], (seconds[0] - undrafted) * n / (tokens[0] - num_tokens))
-    value = token_value(mean, deviation, num_tokens, undrafted, token_seconds)
-    survival = np.empty(confidence.size)
+                cost[n] = max(cost[n], (seconds[0] - undrafted) * n / (tokens[0] - num_tokens))
+    token_value(mean, deviation, num_tokens, undrafted, token_seconds, value)
+    survival = scratch[0]
     predict_survival(confidence, starts, counts, survival)
-    taken = np.zeros(size, np.int64)
-    _allocate(survival, starts, value, extra, taken)
-    if taken.sum() > most:  # what was not measured yet is approached step by step
-        _allocate(survival, starts, value, np.zeros(most + 1), taken)
-    gain = -extra[taken.sum()]
+    gains = scratch[1:]
+    row, count = _sort_gains(survival, starts, value, gains)
+    ordered = gains[row, :count]
+    count = _take(survival, starts, value, cost, ordered, taken)
+    if count >= free.size:  # what was not measured yet is approached step by step
+        count = _take(survival, starts, value, free, ordered, taken)
+    gain = -cost[count]
     for i in range(size):
         for j in range(taken[i]):
             gain += survival[starts[i] + j] * value[i]
-    return taken, gain
+    return gain
 
 
 class Budget:
@@ -266,10 +318,12 @@ class Budget:
             return self._note(np.zeros(size, np.int64), -self._draft_seconds * size)
         tokens, seconds, slope, most, token_seconds = self.cost.drafted(num_tokens, self._undrafted)
         mean, deviation = remaining if remaining is not None else (np.ones(size), np.ones(size))
-        taken, gain = _decide(
+        taken = np.empty(size, np.int64)
+        gain = _decide(
             confidence, starts, self.survival.counts, mean, deviation, num_tokens, self._undrafted,
-            tokens, seconds, slope, token_seconds, self.cost.sizes, allowed,
-            min(max(most, size // REQUESTS_PER_TRIAL_TOKEN, 1), allowed),
+            tokens, seconds, slope, token_seconds, self.cost.sizes, np.empty(allowed + 1),
+            np.zeros(min(max(most, size // REQUESTS_PER_TRIAL_TOKEN, 1), allowed) + 1),
+            np.empty(size), np.empty((3, confidence.size)), taken,
         )  # fmt: skip
         return self._note(taken, gain - self._draft_seconds * size, learning=not tokens.size)
 

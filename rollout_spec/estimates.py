@@ -88,7 +88,7 @@ class Survival:
         return np.stack((slots, confidence / some, accepted / some), 1)
 
 
-@inlined
+@inlined(allocates=False)
 def _position_bin(position: int) -> int:
     index = 0
     for limit in POSITION_LIMITS:
@@ -96,13 +96,13 @@ def _position_bin(position: int) -> int:
     return index
 
 
-@inlined
+@inlined(allocates=False)
 def _confidence_bin(confidence: float) -> int:
     """See CONFIDENCE_LIMITS."""
     return min(int(math.sqrt(confidence) * NUM_CONFIDENCE_BINS), NUM_CONFIDENCE_BINS - 1)
 
 
-@njit
+@inlined(allocates=False)
 def predict_survival(confidence: Any, starts: Ints, counts: Floats, predicted: Floats) -> None:
     """Probability of each slot to be reached and accepted, never rising along a draft. O(D).
 
@@ -117,7 +117,8 @@ def predict_survival(confidence: Any, starts: Ints, counts: Floats, predicted: F
         for j in range(starts[i], starts[i + 1]):
             c = float(confidence[j])
             if c > 0.0:
-                _, summed, accepted = counts[_position_bin(j - starts[i]), _confidence_bin(c)]
+                cell = counts[_position_bin(j - starts[i]), _confidence_bin(c)]
+                summed, accepted = cell[1], cell[2]
                 # Within a bin survival is in proportion to confidence.
                 ratio = (accepted + SURVIVAL_PRIOR * c) / (summed + SURVIVAL_PRIOR * c)
                 least = min(least, c * ratio)
@@ -126,14 +127,15 @@ def predict_survival(confidence: Any, starts: Ints, counts: Floats, predicted: F
             predicted[j] = least
 
 
-@njit
+@njit(allocates=False)
 def _observe(confidence: Any, starts: Ints, num_verified: Ints, num_accepted: Ints, counts: Floats) -> None:
     for i in range(starts.size - 1):
         for j in range(num_verified[i]):
             c = float(confidence[starts[i] + j])
             cell = counts[_position_bin(j), _confidence_bin(c)]
             if cell[0] >= MAX_TRIALS:
-                cell *= 0.5
+                for k in range(3):
+                    cell[k] *= 0.5
             cell[0] += 1.0
             cell[1] += c
             cell[2] += j < num_accepted[i]
@@ -272,7 +274,7 @@ class StepCost:
         slope = _slope(tokens, seconds)
         if slope is None:  # what a token more costs is known from the steps with drafts
             slope = _slope(*self.curve(drafted=True))
-        return max(line(float(self._pad(num_tokens)), tokens, seconds, slope or 0.0), 1e-9)
+        return max(float(line(float(self._pad(num_tokens)), tokens, seconds, slope or 0.0)), 1e-9)
 
     def drafted(self, num_tokens: int, undrafted: float) -> tuple[Floats, Floats, float, int, float]:
         """What steps of so many tokens and drafts on top cost.
@@ -336,16 +338,24 @@ def _slope(tokens: Floats, seconds: Floats) -> float | None:
     return float((seconds[-1] - seconds[0]) / (tokens[-1] - tokens[0]))
 
 
-@njit
 def line(wanted: float, tokens: Floats, seconds: Floats, slope: float) -> float:
-    """Interpolation, and beyond what is known so many seconds per token."""
-    if wanted <= tokens[0]:
-        return seconds[0] - slope * (tokens[0] - wanted)
-    if wanted >= tokens[-1]:
-        return seconds[-1] + slope * (wanted - tokens[-1])
-    at = np.searchsorted(tokens, wanted)
-    share = (wanted - tokens[at - 1]) / (tokens[at] - tokens[at - 1])
-    return seconds[at - 1] + share * (seconds[at] - seconds[at - 1])
+    """Interpolation, and beyond what is known so many seconds per token. O(log)."""
+    first, last = 0, tokens.size - 1
+    if wanted <= tokens[first]:
+        return seconds[first] - slope * (tokens[first] - wanted)
+    if wanted >= tokens[last]:
+        return seconds[last] + slope * (wanted - tokens[last])
+    while last - first > 1:
+        middle = (first + last) // 2
+        if tokens[middle] < wanted:
+            first = middle
+        else:
+            last = middle
+    share = (wanted - tokens[first]) / (tokens[last] - tokens[first])
+    return seconds[first] + share * (seconds[last] - seconds[first])
+
+
+line_nb = inlined(line, allocates=False)
 
 
 class RemainingLength:
@@ -397,31 +407,32 @@ class RemainingLength:
         return mean, deviation
 
 
-@inlined
-def _moments(count: int, summed: float, squares: float) -> tuple[int, float, float]:
-    """(number, mean, standard deviation)."""
-    mean = summed / max(count, 1)
-    return count, mean, math.sqrt(max(squares / max(count, 1) - mean * mean, 0.0))
-
-
-@njit
+@njit(allocates=False)
 def _predict_length(
     of_problem: Any, num_seen: Ints, of_run: Floats, rows: Ints, so_far: Ints, at_most: Ints, mean: Any, deviation: Any
 ) -> None:
+    last = of_run.shape[1] - 1
     for i in range(rows.size):
         count, summed, squares = 0, 0.0, 0.0
         if rows[i] >= 0:
-            for length in of_problem[rows[i], : min(num_seen[rows[i]], MAX_LENGTHS)]:
+            for j in range(min(num_seen[rows[i]], MAX_LENGTHS)):
+                length = of_problem[rows[i], j]
                 if length > so_far[i]:
                     count += 1
                     summed += length
                     squares += float(length) * length
         if count < 2:
-            lengths, sums, sums_of_squares = of_run
-            at = np.searchsorted(lengths[1:], so_far[i], "right")
-            count = lengths.size - 1 - at
-            summed, squares = sums[-1] - sums[at], sums_of_squares[-1] - sums_of_squares[at]
-        count, mean[i], deviation[i] = _moments(count, summed, squares)
+            first, end = 0, last  # of those that got longer the first one, less 1
+            while first < end:
+                middle = (first + end) // 2
+                if of_run[0, middle + 1] > so_far[i]:
+                    end = middle
+                else:
+                    first = middle + 1
+            count = last - first
+            summed, squares = of_run[1, last] - of_run[1, first], of_run[2, last] - of_run[2, first]
+        average = summed / max(count, 1)
+        mean[i], deviation[i] = average, math.sqrt(max(squares / max(count, 1) - average * average, 0.0))
         if count < 2:
             mean[i], deviation[i] = at_most[i] / 2, at_most[i] / 2
         else:

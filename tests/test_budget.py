@@ -67,22 +67,40 @@ def test_shapes_are_checked(slots, starts, requests, costs):
         allocate(np.ones(slots), np.array(starts), np.ones(requests), np.zeros(costs))
 
 
+@pytest.mark.parametrize("num_requests", [1, 3, 100, 257])
+def test_the_best_of_many_slots_are_taken(num_requests):
+    rng = np.random.default_rng(num_requests)
+    drafts = [np.minimum.accumulate(rng.random(rng.integers(0, 9))) for _ in range(num_requests)]
+    survival, starts = np.concatenate(drafts), np.cumsum([0, *map(len, drafts)])
+    value = rng.random(num_requests)
+    gains = survival * np.repeat(value, np.diff(starts))
+    for price in (0.0, 0.1, 0.3):
+        taken = allocate(survival, starts, value, price * np.arange(survival.size + 1))
+        assert taken.sum() == (gains > price).sum()
+
+
+def values_of(mean, deviation, *step):
+    value = np.empty(mean.size)
+    token_value(mean, deviation, *step, value)
+    return value
+
+
 def test_the_longest_request_is_worth_the_step():
-    even = token_value(np.full(4, 50.0), np.full(4, 10.0), 4, 1.0, 0.0)
+    even = values_of(np.full(4, 50.0), np.full(4, 10.0), 4, 1.0, 0.0)
     np.testing.assert_allclose(even, 0.25)
-    uneven = token_value(np.array([10.0, 5000.0]), np.full(2, 5.0), 2, 1.0, 0.1)
+    uneven = values_of(np.array([10.0, 5000.0]), np.full(2, 5.0), 2, 1.0, 0.1)
     assert uneven == pytest.approx([0.1, 0.9], abs=0.02)
     assert uneven.sum() == pytest.approx(1.0)
 
 
 def test_tokens_of_prompts_are_worth_nothing():
     """They take eight tenths of the step, and have to be read however fast requests end."""
-    assert token_value(np.full(2, 50.0), np.full(2, 10.0), 10, 1.0, 0.1).sum() == pytest.approx(0.2)
+    assert values_of(np.full(2, 50.0), np.full(2, 10.0), 10, 1.0, 0.1).sum() == pytest.approx(0.2)
 
 
 def test_nearly_the_longest_is_worth_nearly_as_much():
     """However sure their lengths are: drafts for one alone would only hand its place to the other."""
-    near = token_value(np.array([90.0, 100.0]), np.zeros(2), 2, 1.0, 0.1)
+    near = values_of(np.array([90.0, 100.0]), np.zeros(2), 2, 1.0, 0.1)
     assert near[0] > 0.35
 
 

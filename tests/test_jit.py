@@ -229,3 +229,12 @@ def test_inlined_functions_are_called_from_python_too():
         assert jit.dispatchers() == []
     else:
         assert {_double, _quadruple} <= set(jit.dispatchers())
+
+
+@pytest.mark.skipif(INTERPRETED, reason="nothing is compiled")
+def test_inlined_functions_have_no_machine_code_of_their_own():
+    assert _quadruple(3.0) == 12.0
+    for function, expected in ((_double, False), (_quadruple, True)):
+        result = function.overloads[numba.float64,]
+        engine = result.library.codegen._engine
+        assert engine.is_symbol_defined(result.fndesc.llvm_func_name) == expected
