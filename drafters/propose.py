@@ -405,6 +405,6 @@ def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settin
 
 
 def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out):
-    """Learn from the slots that the target reached, and fill the lookahead pool from those that it did not."""
+    """Learn from the drafted tokens that the target reached, and fill the lookahead pool from those that it did not."""
     text = np.empty(LOOKAHEAD_ORDER + out.tokens.shape[1], np.int32)
     _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out, text)

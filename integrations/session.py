@@ -263,7 +263,7 @@ class DraftingSession:
                 starts,
                 None if others_wait else self._expect(self.budget, req_ids, left),
                 num_tokens=num_tokens,
-                max_slots=self._max_step_tokens - num_tokens,
+                max_draft_tokens=self._max_step_tokens - num_tokens,
             ).tolist()
         self._draft_seconds = time.perf_counter() - started
         self._drafts = _Drafts({req_id: row for row, req_id in enumerate(req_ids)}, confidence, starts)

@@ -2,16 +2,16 @@
 
 Three estimates, all learned while the engine runs (`estimates.py`), decide:
 
-- `Survival`: how probable it is that a draft's slot is reached and accepted, calibrated from outcomes.
+- `Survival`: how probable it is that a drafted token is reached and accepted, calibrated from outcomes.
 - `StepCost`: what a step costs by the tokens in it, measured on the steps themselves.
 - `RemainingLength`: how many tokens a request still has to say, from earlier rollouts of its problem.
 
-`allocate` then takes the slots whose expected gain exceeds their cost. The gain of a slot is its survival times what a
-token of that request is worth. A rollout phase ends when its longest rollout ends: while b requests are live a step
-costs c(b), so one token less for a request saves its part of its last step, c(b) - c(b - 1) where b is the number of
-requests that live as long. With c(b) = F + m b that is m for every request, and F more for the longest.
-Any of several requests may finish last, so they share F by probability (`token_value`). While requests wait for a
-place no single one decides: then it is F / B each, and the rule is the one that maximises tokens per second.
+`allocate` then takes the draft tokens whose expected gain exceeds their cost. The gain of one is its survival times
+what a token of that request is worth. A rollout phase ends when its longest rollout ends: while b requests are live a
+step costs c(b), so one token less for a request saves its part of its last step, c(b) - c(b - 1) where b is the number
+of requests that live as long. With c(b) = F + m b that is m for every request, and F more for the longest. Any of
+several requests may finish last, so they share F by probability (`token_value`). While requests wait for a place no
+single one decides: then it is F / B each, and the rule is the one that maximises tokens per second.
 
 Budgets change which tokens are verified, never which are sampled.
 """
@@ -45,7 +45,7 @@ LEAST_LENGTH_SPREAD = 0.25
 REQUESTS_PER_TRIAL_TOKEN = 16
 """Until the cost of steps with drafts is known, verify at most one token per so many requests."""
 LEAST_COST = 0.005
-"""Least cost of a slot, as a share of a request's in a step without drafts, so that hopeless drafts stop."""
+"""Least cost of a draft token, as a share of a request's in a step without drafts, so that hopeless drafts stop."""
 MAX_PROBES = 8
 """After so many steps without drafts in a row whose cost is still not known, it is guessed from other sizes."""
 LONGEST_SLEEP = 64
@@ -86,16 +86,17 @@ def token_value(
 
 
 def allocate(survival: Floats, starts: Ints, value: Floats, cost: Floats) -> Ints:
-    """How many slots of each draft to verify, int64 [B]: those that lower the expected time most. O(D log D).
+    """How many tokens of each draft to verify, int64 [B]: those that lower the expected time most. O(D log D).
 
-    Maximises the sum of survival times value over the slots taken, less what their number costs. As survival never
-    rises along a draft, taking the best slots takes each draft's first ones.
+    Maximises the sum of survival times value over the tokens taken, less what their number costs. As survival never
+    rises along a draft, taking the best tokens takes each draft's first ones.
 
     Args:
         survival: float64 [D], never rising along a draft.
-        starts: int64 [B + 1], each draft's first slot, then D.
+        starts: int64 [B + 1], each draft's first token, then D.
         value: float64 [B], seconds that an accepted token saves.
-        cost: float64 [>= 1], seconds that 0, 1, 2, ... slots cost more than none; as many slots as it has are allowed.
+        cost: float64 [>= 1], seconds that 0, 1, 2, ... draft tokens cost more than none, up to
+            as many as are allowed.
 
     Raises:
         ValueError: shapes do not fit.
@@ -147,7 +148,7 @@ def _sort_gains(survival: Floats, starts: Ints, value: Floats, gains: Floats) ->
 
 @inlined(allocates=False)
 def _take(survival: Floats, starts: Ints, value: Floats, cost: Floats, ordered: Floats, taken: Ints) -> int:
-    """`allocate` for gains that are sorted. Returns the number of slots."""
+    """`allocate` for gains that are sorted. Returns the number of tokens taken."""
     best, best_count, total = -cost[0], 0, 0.0
     for n in range(1, min(ordered.size, cost.size - 1) + 1):
         total += ordered[n - 1]
@@ -157,7 +158,7 @@ def _take(survival: Floats, starts: Ints, value: Floats, cost: Floats, ordered: 
         taken[i] = 0
     if best_count == 0:
         return 0
-    # All slots above the last gain taken, and of those that equal it the first requests'.
+    # All tokens above the last gain taken, and of those that equal it the first requests'.
     last = ordered[best_count - 1]
     left = best_count
     for i in range(value.size):
@@ -196,12 +197,12 @@ def _decide(
     """`Budget.decide` once the curves are known: fills `taken`, returns the seconds that are expected to be gained.
 
     Args:
-        cost: float64, as many slots as it has may be taken; filled with what they cost.
-        free: float64 zeros, as many slots as it has should be taken for now.
+        cost: float64, one longer than the most draft tokens that may be taken; filled with what they cost.
+        free: float64 zeros, one longer than the most that should be taken for now.
         value, scratch: float64 [B], [3, D]; filled.
     """
     size = starts.size - 1
-    least = LEAST_COST * undrafted / size  # a slot costs something, whatever was measured
+    least = LEAST_COST * undrafted / size  # a draft token costs something, whatever was measured
     cost[0] = 0.0
     at = 0
     for n in range(1, cost.size):
@@ -261,7 +262,7 @@ class Budget:
         Args:
             num_tokens: All tokens that it computed.
             seconds: From its beginning to that of the next one, the drafter's work in between included.
-            drafted: Whether any request had a slot.
+            drafted: Whether any request had a draft token.
             num_asked: For how many requests the drafter was asked.
             draft_seconds: What that took.
         """
@@ -301,19 +302,19 @@ class Budget:
         remaining: tuple[Floats, Floats] | None,
         *,
         num_tokens: int,
-        max_slots: int | None = None,
+        max_draft_tokens: int | None = None,
     ) -> Ints:
-        """Slots to verify of each draft, int64 [B], in a step for which `wants_drafts` said True. O(D log D).
+        """Tokens to verify of each draft, int64 [B], in a step for which `wants_drafts` said True. O(D log D).
 
         Args:
             confidence: float32 [D], the drafter's, of all drafted tokens.
             starts: int64 [B + 1], each draft's first token in it, then D.
             remaining: float64 [B] each: mean and standard deviation of the tokens to come. None while requests wait.
             num_tokens: As `wants_drafts` was told.
-            max_slots: Most slots of all requests together. None: no bound.
+            max_draft_tokens: Most tokens of all drafts together. None: no bound.
         """
         size = starts.size - 1
-        allowed = confidence.size if max_slots is None else max(min(confidence.size, max_slots), 0)
+        allowed = confidence.size if max_draft_tokens is None else max(min(confidence.size, max_draft_tokens), 0)
         if allowed == 0:
             return self._note(np.zeros(size, np.int64), -self._draft_seconds * size)
         tokens, seconds, slope, most, token_seconds = self.cost.drafted(num_tokens, self._undrafted)

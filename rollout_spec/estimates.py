@@ -1,7 +1,7 @@
 """What draft budgets go by, learned while the engine runs: survival, step cost and remaining length.
 
-Requests of a step are told apart by `starts` (int64 [B + 1]): request i's draft slots are those from starts[i] up to
-starts[i + 1] of an array over all slots of the step.
+Requests of a step are told apart by `starts` (int64 [B + 1]): request i's draft tokens are those from starts[i] up to
+starts[i + 1] of an array over all draft tokens of the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 POSITION_LIMITS = (1, 2, 4, 8, 16)
-"""Slots of a draft share a counter up to these positions."""
+"""Positions of a draft share a counter up to these."""
 SURVIVAL_PRIOR = 6.0
 """Trials that the drafter's own confidence is worth."""
 MAX_TRIALS = 4096.0
@@ -65,7 +65,7 @@ class Survival:
     """Turns a drafter's confidence into the observed probability of acceptance, by position and confidence.
 
     Attributes:
-        counts: float64 [positions, confidence bins, 3]: slots, their summed confidence, accepted ones.
+        counts: float64 [positions, confidence bins, 3]: verified tokens, their summed confidence, accepted ones.
     """
 
     def __init__(self) -> None:
@@ -77,15 +77,15 @@ class Survival:
         Args:
             confidence: float32 [D], the drafter's.
             starts: int64 [B + 1].
-            num_verified, num_accepted: int64 [B], slots that were verified, and of these accepted.
+            num_verified, num_accepted: int64 [B], tokens that were verified, and of these accepted.
         """
         _observe(confidence, starts, num_verified, num_accepted, self.counts)
 
     def reliability(self) -> Floats:
-        """float64 [confidence bins, 3]: verified slots, mean confidence, share accepted. For reports."""
-        slots, confidence, accepted = self.counts.sum(0).T
-        some = np.maximum(slots, 1e-9)
-        return np.stack((slots, confidence / some, accepted / some), 1)
+        """float64 [confidence bins, 3]: verified tokens, mean confidence, share accepted. For reports."""
+        verified, confidence, accepted = self.counts.sum(0).T
+        some = np.maximum(verified, 1e-9)
+        return np.stack((verified, confidence / some, accepted / some), 1)
 
 
 @inlined(allocates=False)
@@ -104,7 +104,7 @@ def _confidence_bin(confidence: float) -> int:
 
 @inlined(allocates=False)
 def predict_survival(confidence: Any, starts: Ints, counts: Floats, predicted: Floats) -> None:
-    """Probability of each slot to be reached and accepted, never rising along a draft. O(D).
+    """Probability of each draft token to be reached and accepted, never rising along a draft. O(D).
 
     Args:
         confidence: float32 [D], the drafter's.
@@ -280,16 +280,16 @@ class StepCost:
         """What steps of so many tokens and drafts on top cost.
 
         A cost that is no longer believed counts only if it is below the line between those that are, from `undrafted`
-        on: a size that looked expensive is tried again. At most twice as many slots as were measured should be tried:
-        what a step costs is approached from below.
+        on: a size that looked expensive is tried again. At most twice as many draft tokens as were measured should be
+        tried: what a step costs is approached from below.
 
         Args:
             undrafted: What the step costs without drafts.
 
         Returns:
             tokens, seconds: the curve for `line`, empty as long as it is not known. Seconds per token beyond it. How
-            many slots should be tried at most: 0 if nothing is known. Seconds per token on average from `undrafted` to
-            the largest size that was ever measured.
+            many draft tokens should be tried at most: 0 if nothing is known. Seconds per token on average from
+            `undrafted` to the largest size that was ever measured.
         """
         tokens, seconds, until = self._curve(True)
         first = int(np.searchsorted(tokens, num_tokens, "right"))

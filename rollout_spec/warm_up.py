@@ -117,7 +117,7 @@ def _decide(drafts: list[Draft]) -> None:
         budget.survival.observe(confidence, starts, np.minimum(np.diff(starts), 1), 0 * ones)
         if budget.wants_drafts(size):
             remaining = budget.lengths.predict([0] * size, ones, 100 * ones)
-            budget.decide(confidence, starts, remaining, num_tokens=size, max_slots=confidence.size)
+            budget.decide(confidence, starts, remaining, num_tokens=size, max_draft_tokens=confidence.size)
 
 
 def _verify(config: RolloutSpecConfig) -> None:

@@ -16,9 +16,9 @@ UNIT = st.floats(0, 1, width=32)
 
 
 @st.composite
-def cases(draw, max_requests=3, max_slots=3):
+def cases(draw, max_requests=3, max_draft_tokens=3):
     """(survival, starts, value, cost)."""
-    drafts = draw(st.lists(st.lists(UNIT, max_size=max_slots), min_size=1, max_size=max_requests))
+    drafts = draw(st.lists(st.lists(UNIT, max_size=max_draft_tokens), min_size=1, max_size=max_requests))
     survival = np.concatenate([np.minimum.accumulate(np.array(draft, float)) for draft in drafts])
     starts = np.cumsum([0, *map(len, drafts)])
     value = np.array(draw(st.lists(st.floats(0, 2, width=32), min_size=len(drafts), max_size=len(drafts))))
@@ -250,7 +250,7 @@ def test_each_size_is_looked_at():
 
 
 @given(st.integers(-1, 6))
-def test_the_token_budget_is_kept(max_slots):
+def test_the_token_budget_is_kept(max_draft_tokens):
     budget = Budget()
     for _ in range(MIN_OBSERVATIONS):
         budget.cost.observe(2, 1.0, drafted=False)
@@ -259,11 +259,13 @@ def test_the_token_budget_is_kept(max_slots):
     most = 0
     for _ in range(30):
         assert budget.wants_drafts(2)
-        taken = budget.decide(confidence, np.array([0, 4, 8]), remaining, num_tokens=2, max_slots=max_slots)
-        assert taken.sum() <= max(max_slots, 0)
+        taken = budget.decide(
+            confidence, np.array([0, 4, 8]), remaining, num_tokens=2, max_draft_tokens=max_draft_tokens
+        )
+        assert taken.sum() <= max(max_draft_tokens, 0)
         most = max(most, taken.sum())
         budget.cost.observe(2 + int(taken.sum()), 1.0, drafted=bool(taken.any()))
-    assert most == max(max_slots, 0)
+    assert most == max(max_draft_tokens, 0)
 
 
 def test_prompts_in_a_step_count():
