@@ -1,8 +1,8 @@
-"""Sample-and-compare on CPUs in one compiled pass: what a fused kernel does on a GPU.
+"""Sample-and-compare on CPUs in one compiled loop, as the fused kernel does it on GPUs.
 
-Same tokens as `reference`, bit for bit where no top-k, top-p or min-p is asked for (those are applied by `vectorised`
-first, with torch's softmax). Noise is hashed for every token but its logarithms are taken for the few tokens only that
-can still win: g <= bound(leading bits of the hash).
+The same tokens as `reference` without top-k, top-p and min-p, which `vectorised` applies first, with torch's softmax.
+The noise of every token is hashed; its logarithms are taken only for the few tokens that can still win, by an upper
+bound on the noise from the hash's 8 leading bits.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _keys(vocab_size: int) -> NDArray[np.uint32]:
 
 
 def _noise_bounds() -> NDArray[np.float32]:
-    """Largest noise of the hashes with given 8 leading bits: that of the smallest one, as g falls with the hash."""
+    """float32 [256], by a hash's 8 leading bits: the largest noise, that of the smallest such hash."""
     return gumbel_from_uniform(uniform_from_hash((np.arange(256, dtype=np.uint32) << np.uint32(24)).astype(np.uint32)))
 
 
