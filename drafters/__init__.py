@@ -1,4 +1,7 @@
-"""Drafters: what the history suggests that the target will sample next. NumPy and numba only."""
+"""Drafters: propose what the target will sample next from what it sampled before.
+
+Those on the host need NumPy and numba only; the device drafter needs torch and triton.
+"""
 
 from __future__ import annotations
 

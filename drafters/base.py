@@ -1,8 +1,8 @@
-"""The contract between drafters and whoever runs them: the engine's plugin, `decode_step`, a replay.
+"""The interface between drafters and what calls them: the vLLM plugin, `decode_step`, a replay.
 
-A request lives through `start_request`, then rounds of `propose`, `observe`, `extend` (in this order; the last two may
-be left out where nothing was drafted), then `stop_request`. Drafters decide nothing by wall-clock time, threads or
-unseeded randomness: the same calls give the same drafts, which tensor-parallel ranks rely on.
+The calls for a request are `start_request`, then rounds of `propose`, `observe` and `extend` in this order (`propose`
+and `observe` are left out of steps that do not draft), then `stop_request`. The same calls must give the same drafts,
+which tensor-parallel ranks rely on: a drafter must not depend on wall-clock time, threads or unseeded randomness.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ class Drafter(Protocol):
 
         Args:
             req_id: Unique among live requests.
-            prompt_token_ids: The whole prompt. Empty is allowed; such a request has no problem of its own.
+            prompt_token_ids: The whole prompt. It may be empty; without a `problem_id` the request then shares no
+                history.
             problem_id: Requests with the same id share history. None: the hash of the prompt.
-            seed: Of the request's noise (see `rollout_spec.noise`). None: no noise, as for greedy requests and replays;
-                the drafter then proposes what is most probable.
+            seed: Of the request's noise (see `rollout_spec.noise`), 64 bits. None: the noise does not exist or is not
+                known, as for greedy requests and recorded rollouts; the drafter then proposes what is most probable.
 
         Raises:
             ValueError: `req_id` is live already, a token is negative, or `seed` does not fit in 64 bits.
         """
 
     def extend(self, req_id: str, new_token_ids: Tokens) -> None:
-        """Append committed tokens, prompt excluded. Siblings see them from the next `propose` on.
+        """Append sampled tokens that the request keeps. Siblings can be drafted from them from the next `propose` on.
 
         Raises:
             ValueError: `req_id` is not live, or a token is negative.
@@ -57,9 +58,9 @@ class Drafter(Protocol):
 
         Args:
             target_token_ids: Per request, what the target sampled at the drafted positions, num_accepted + 1 to
-                len(draft) + 1 tokens: accepted drafts, the recovered or bonus token, and where the verifier knows
-                them the tokens after the first difference.
-            num_accepted: int32 [len(req_ids)].
+                len(draft) + 1 tokens: the accepted ones, the recovered or bonus token, and, where the verifier knows
+                them, the target's tokens after the first difference.
+            num_accepted: int32 [len(req_ids)], accepted tokens of each draft.
 
         Raises:
             ValueError: a request is not live, or shapes differ.
@@ -69,8 +70,8 @@ class Drafter(Protocol):
         """End a request.
 
         Args:
-            keep: Its rollout enters the history. Otherwise its text leaves the index; what was learnt from outcomes
-                stays.
+            keep: Whether its rollout stays in the history. False removes its text, but not what was learnt from
+                outcomes.
 
         Raises:
             ValueError: `req_id` is not live.
@@ -91,6 +92,6 @@ class Drafter(Protocol):
 
 
 def problem_of_prompt(prompt_token_ids: Tokens) -> int:
-    """A problem for requests that come without one: the hash of the prompt, 64 bits."""
+    """The problem id of requests that name none: a hash of the prompt, in [0, 2**64)."""
     digest = hashlib.blake2b(np.asarray(prompt_token_ids, np.int32).tobytes(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -1,22 +1,21 @@
-"""The drafter whose history lives on the device, so that an engine need not wait for what it sampled.
+"""The drafter whose history lives on the device, so that the engine need not wait for sampled tokens.
 
 Texts are scanned, not indexed. A problem has some ten thousand tokens (16 rollouts of 2,000 are 128 KB), and a step
-reads each request's problem once: 512 requests over 32 problems of 32,000 tokens read 64 MB, nearly all of it from the
-cache, whose 5 TB/s would make that 13 us; comparing takes longer. An index of hash chains would read 100 bytes per
-candidate, but one after another, and needs its insertions in an order that all ranks share; a suffix array of reversed
-prefixes finds the longest match in 17 dependent reads, and has to be sorted again as every request grows in every step.
-The scan has no state besides the texts: a token is found as soon as it is stored, and to forget one is to free memory.
-It costs time in proportion to a problem's tokens: what its live requests have said, and of its ended rollouts at most
-`max_problem_tokens`.
+reads each request's problem once: 512 requests over 32 problems of 32,000 tokens read 64 MB, nearly all from the cache,
+whose 5 TB/s would make that 13 us; comparing takes longer. The alternatives: hash chains read 100 bytes per candidate,
+but one after another, and need insertions in an order that all ranks share; a suffix array of reversed prefixes finds
+the longest match in 17 dependent reads, but must be sorted again as every request grows in every step. The scan keeps
+no state besides the texts: a token can be matched once it is stored, and dropping a text is freeing its memory. Its
+time grows with a problem's tokens: those of its live requests, and at most `max_problem_tokens` of ended rollouts.
 
-The text is one array: a row per slot of the engine for the live requests, then a pool of fixed size for ended rollouts.
-A request that ends is copied from its row to the pool, and to the host. A problem's rollouts are in the pool while it
-has live requests, and after that until the place is needed; when it comes again, its newest are uploaded while the
-prompts are read.
+The texts are one array: a row per slot of the engine for the live requests, then a pool of fixed size for ended
+rollouts. A request that ends is copied from its row to the pool, and to the host. A problem's rollouts stay in the pool
+while it has live requests, and after that until the space is needed; when requests of an evicted problem start, its
+newest rollouts are uploaded while the prompts are read.
 
-The host decides what is where, by lengths that it read and by the order of its calls, so that all ranks decide alike.
-It waits for the device in one case: a rollout is wanted again before its copy has arrived, which takes a problem that
-is pushed out and comes again within a step or two.
+The host decides where texts lie, by the lengths that it knows and the order of its calls, so that all ranks decide
+alike. It waits for the device in one case: a rollout is to be uploaded before its copy to the host has arrived, as when
+a problem is evicted and needed again within a step or two.
 """
 
 from __future__ import annotations
@@ -49,21 +48,21 @@ from rollout_spec.drafters.vote import (
 )
 
 MAX_MEMBERS = 255
-"""Documents of one problem that are looked at, newest first."""
+"""Most documents of one problem that are scanned, newest first."""
 TOKENS_PER_DOCUMENT = 16
-"""The pool has room for one document per so many tokens."""
+"""Pool tokens per document: the table of documents has one entry for every so many tokens of the pool."""
 NO_PROBLEM = -(2**64)
-"""Requests without a problem get ids from here downwards, which are no hash and no caller's."""
-NUM_STOPS = 4
-"""Stop tokens of a request are looked up in multiples of so many."""
+"""Requests without a problem get ids from here downwards, apart from hashes and from callers' ids."""
+STOP_TOKENS_MULTIPLE = 4
+"""The width of the array of requests' stop tokens is a multiple of this, so that few kernels are compiled."""
 
 
-class Ended(NamedTuple):
-    """A request that is over, and what ended it: the engine samples past a request's end."""
+class EndedRequest(NamedTuple):
+    """A request that has ended, and by what its last token is found: the engine samples past a request's end."""
 
     slot: int
     length: int
-    """Tokens that it has at most, prompt included."""
+    """Upper bound on its tokens, prompt included."""
     stop_token_ids: Sequence[int] = ()
     min_tokens: int = 0
     """Output tokens below which a stop token does not end it."""
@@ -77,13 +76,13 @@ class _Problem:
     row: int
     num_live: int = 0
     members: list[int] = field(default_factory=list)
-    """Documents, newest request first."""
+    """Its documents, newest request first."""
     pieces: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Place in the pool (first token, size) by document, of those that are not live."""
+    """(first token, size) in the pool of each ended rollout, by document."""
 
     @property
     def num_resident(self) -> int:
-        """Tokens of the pool that it holds."""
+        """Tokens that it occupies in the pool."""
         return sum(size for _, size in self.pieces.values())
 
 
@@ -97,27 +96,28 @@ class _Live:
 
 
 class _Retired(NamedTuple):
-    """A request that ends, and the place of its rollout in the pool."""
+    """A request that has ended, and the place of its rollout in the pool."""
 
-    ended: Ended
+    ended: EndedRequest
     live: _Live
     start: int
     capacity: int
 
 
 class DeviceDrafter:
-    """Drafts for the slots of one engine. `device_reference.py` says what; the module's docstring how.
+    """Drafts for the requests of one engine, told apart by slot. `device_reference.py` is the same drafter in NumPy.
 
     Args:
         max_requests: Slots of the engine, R.
-        max_model_len: Longest text of a request.
+        max_model_len: Longest text of a request, in tokens.
         device: Where the texts live.
         max_draft_tokens: Drafted tokens per request, K.
-        use_noise: Whether the noise by which requests of positive temperature are sampled is known to the drafter.
-        recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
-        inverse_temperature: Exponent of the coupled choice; None: the one that was right most often so far.
+        use_noise: Whether to draft with the noise by which requests of positive temperature are sampled.
+        recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
+        inverse_temperature: Exponent on the candidates' probabilities where drafts are chosen with noise; None: the one
+            that would have been right most often so far.
         max_resident_tokens: Size of the pool of ended rollouts, in tokens of 4 bytes.
-        max_problem_tokens: Tokens of ended rollouts that are looked at per problem, newest first.
+        max_problem_tokens: Bound on one problem's tokens in the pool; its newest rollouts are kept.
         max_history_tokens: Bound on the tokens kept on the host. The oldest rollouts go first.
 
     Attributes:
@@ -188,12 +188,12 @@ class DeviceDrafter:
     def start_request(
         self, slot: int, prompt_token_ids: Tokens, *, problem_id: int | None = None, version: int | None = None
     ) -> None:
-        """A request takes a slot. Its tokens are read from the engine's own copy.
+        """Begin a request in a slot. Its tokens are read from the engine's own copy, by `propose` or `follow`.
 
         Args:
             problem_id: Requests with the same id share history. None: the hash of the prompt; an empty prompt has no
                 problem.
-            version: The policy version that it started under, where it was preempted. None: the present one.
+            version: For a request that was preempted, the policy version that it started under. None: the present one.
 
         Raises:
             ValueError: the slot is taken.
@@ -219,7 +219,7 @@ class DeviceDrafter:
         self._changed_documents[slot] = (slot * self._max_model_len, 0, live.prompt_length, live.version)
 
     def preempt_request(self, slot: int) -> int:
-        """A request leaves its slot and will come again. Returns the policy version it started under.
+        """Take a preempted request out of its slot. Returns the policy version that it started under.
 
         Raises:
             ValueError: the slot is free.
@@ -229,8 +229,8 @@ class DeviceDrafter:
         self._mark_idle_if_unused(live.problem)
         return live.version
 
-    def stop_requests(self, ended: Sequence[Ended]) -> None:
-        """Requests are over; their rollouts enter the history.
+    def stop_requests(self, ended: Sequence[EndedRequest]) -> None:
+        """End requests; their rollouts enter the history.
 
         Raises:
             ValueError: a slot is free.
@@ -253,7 +253,7 @@ class DeviceDrafter:
             document, start = place
             problem.members[problem.members.index(request.slot)] = document
             problem.pieces[document] = (start, capacity)
-            pushed_out = retired.pop(document, None)  # it ended together with this one
+            pushed_out = retired.pop(document, None)  # a rollout that ended in this call and was evicted for this one
             retired[document] = _Retired(request, live, start, capacity)
             self.dropped_tokens += pushed_out.capacity if pushed_out else 0
         for document in [d for d, entry in retired.items() if d not in entry.live.problem.pieces]:
@@ -267,10 +267,10 @@ class DeviceDrafter:
         self._archive.take_copies()
 
     def begin_policy_version(self, version: int) -> None:
-        """Requests started from now on are sampled by a new policy.
+        """Announce that requests started from now on are sampled by a new policy.
 
         Raises:
-            ValueError: `version` is lower than the present one.
+            ValueError: `version` is lower than the present one, or does not fit in 31 bits.
         """
         if not self._version <= version < 2**31:
             raise ValueError(f"policy versions go up, to 2^31 - 1: {version} after {self._version}")
@@ -280,9 +280,9 @@ class DeviceDrafter:
             self._all_counters.copy_((self._all_counters * VERSION_DECAY).to(torch.int32))
 
     def warm_up(self, slots_dtype: torch.dtype, history: Tensor, total_len: Tensor, *sampling: Tensor) -> None:
-        """Launch every kernel in every form that a batch can need, so that none is compiled while serving.
+        """Launch every kernel in every variant that a batch can need, so that none is compiled while serving.
 
-        To be called before requests come; arguments as of `propose`.
+        Call it before the first request starts. Arguments as for `propose`.
         """
         most = self._problem_of.numel()
         for batch in sorted({1, most, *(device_kernels.TARGET_PROGRAMS // n for n in device_kernels.SPLITS)}):
@@ -291,7 +291,7 @@ class DeviceDrafter:
                 self.look_up(slots, torch.zeros_like(slots, dtype=torch.int32), history, total_len, *sampling)
         row = np.zeros((1, device_kernels.RETIRED_FIELDS), np.int64)
         row[0, 1] = self._free_documents[0]
-        stops = np.full((1, NUM_STOPS), -1, np.int32)
+        stops = np.full((1, STOP_TOKENS_MULTIPLE), -1, np.int32)
         device_kernels.retire(self._upload_array(row), self._upload_array(stops), self._text, self._documents)
 
     # -- a step ------------------------------------------------------------------------------------------------------
@@ -299,32 +299,32 @@ class DeviceDrafter:
     def propose(
         self, slots: Tensor, num_sampled: Tensor, history: Tensor, total_len: Tensor, seeds: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Take the new tokens over and draft. Never waits for the device.
+        """Copy the new tokens from the engine and draft. Never waits for the device.
 
         Args:
-            slots: int32 [B].
+            slots: int32 [B], the batch's slots.
             num_sampled: int32 [B], tokens of the last step. 0, as for prompts not yet read to their end: no draft.
             history: int32 [R, >= max_model_len], the engine's tokens by slot.
-            total_len: int32 [R], how many.
+            total_len: int32 [R], how many tokens each slot has.
             seeds: int64 [R], of the requests' noise.
             temperature: float32 [R]; requests of temperature 0 have no noise.
 
         Returns:
-            (drafts int64 [B, K], rates float32 [B, K]): the estimated probability that each is accepted once it is
-            reached. Where there is no draft the rate is 0 and the token the last one again.
+            (drafts int64 [B, K], rates float32 [B, K]): tokens, and the estimated probability that each is accepted
+            once it is reached. Positions without a draft repeat the last token and have rate 0.
         """
         self._publish()
         return self.look_up(slots, num_sampled, history, total_len, seeds, temperature)
 
     def follow(self, slots: Tensor, history: Tensor, total_len: Tensor) -> None:
-        """Take the new tokens over without drafting; arguments as of `propose`."""
+        """Copy the new tokens from the engine without drafting. Arguments as for `propose`."""
         self._publish()
         self._extend(slots, history, total_len)
 
     def look_up(
         self, slots: Tensor, num_sampled: Tensor, history: Tensor, total_len: Tensor, seeds: Tensor, temperature: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """`propose` without what happens when requests come and go; can be captured in a CUDA graph."""
+        """`propose` without uploading changed tables; can be captured in a CUDA graph."""
         self._extend(slots, history, total_len)
         texts = (self._problem_of, self._members, self._text, self._documents)
         keys = device_kernels.scan(slots, num_sampled, *texts)
@@ -351,7 +351,7 @@ class DeviceDrafter:
     # -- what is known about it --------------------------------------------------------------------------------------
 
     def source_counts(self) -> dict[str, tuple[int, int]]:
-        """Drafted tokens that the target reached, and those that it sampled itself, by where they came from. Waits."""
+        """By source: (drafted tokens that the target reached, those that were right). Waits for the device."""
         by_origin_bin = self._counters[1].view(CELLS, len(SOURCES), NUM_DISTANCE_BINS, 2).sum((0, 2)).tolist()
         return {name: (n, hits) for name, (n, hits) in zip(SOURCES, by_origin_bin, strict=True)}
 
@@ -390,8 +390,10 @@ class DeviceDrafter:
         return live
 
     def _place(self, problem: _Problem, size: int) -> tuple[int, int] | None:
-        """(document, place in the pool) for a rollout. Problems without live requests, then the problem's oldest
-        rollouts have to go for it."""
+        """(document, first token in the pool) for a rollout of `size` tokens, None where there is no room.
+
+        To make room, problems without live requests are evicted, then the problem's oldest rollouts.
+        """
         if size > self._max_problem_tokens:
             return None
         oldest = [document for document in reversed(problem.members) if document in problem.pieces]
@@ -417,7 +419,7 @@ class DeviceDrafter:
     def _mark_idle_if_unused(self, problem: _Problem) -> None:
         if problem.num_live == 0 and problem.problem_id not in self._idle:
             self._idle[problem.problem_id] = problem
-            if problem.problem_id <= NO_PROBLEM:  # it cannot come again
+            if problem.problem_id <= NO_PROBLEM:  # no other request will have this id
                 self._evict(problem)
 
     def _evict_oldest(self) -> None:
@@ -434,7 +436,8 @@ class DeviceDrafter:
     def _retire(self, retired: Mapping[int, _Retired]) -> None:
         """Copy rollouts from their rows to the pool, and from there to the host."""
         width = max(len(entry.ended.stop_token_ids) for entry in retired.values())
-        stops = np.full((len(retired), NUM_STOPS * -(-max(width, 1) // NUM_STOPS)), -1, np.int32)
+        width = STOP_TOKENS_MULTIPLE * -(-max(width, 1) // STOP_TOKENS_MULTIPLE)
+        stops = np.full((len(retired), width), -1, np.int32)
         rows = np.zeros((len(retired), device_kernels.RETIRED_FIELDS), np.int64)
         for n, (document, (request, live, start, capacity)) in enumerate(retired.items()):
             stops[n, : len(request.stop_token_ids)] = request.stop_token_ids
@@ -452,7 +455,7 @@ class DeviceDrafter:
                 copied = torch.cuda.Event()
                 copied.record(self._side)
         for live, tokens, fields in copies:
-            if live.problem.problem_id > NO_PROBLEM:  # what has no problem cannot come again
+            if live.problem.problem_id > NO_PROBLEM:  # others are never looked up again
                 capacity = tokens.numel()
                 self._archive.add(Archived(live.problem.problem_id, live.order, capacity, tokens, fields, copied))
 
@@ -486,7 +489,7 @@ class DeviceDrafter:
 
     @contextlib.contextmanager
     def _on_side(self) -> Iterator[None]:
-        """What is copied here runs beside the model, after what was launched before; the next look-up waits for it."""
+        """Copies made here run beside the model, after what was launched before; the next `_publish` waits for them."""
         if self._side is None:
             yield
             return
@@ -496,7 +499,7 @@ class DeviceDrafter:
         self._side_is_ahead = True
 
     def _publish(self) -> None:
-        """Bring the tables on the device up to date."""
+        """Upload the rows of the device's tables that have changed."""
         if self._side is not None and self._side_is_ahead:
             torch.cuda.current_stream(self._device).wait_stream(self._side)
             self._side_is_ahead = False
@@ -534,7 +537,7 @@ def check_options(
     max_problem_tokens: int = 1,
     max_history_tokens: int = 1,
 ) -> None:
-    """Check the options that a user can set, before any memory is taken.
+    """Check the options that a user can set (see `DeviceDrafter`), before any memory is taken.
 
     Raises:
         ValueError: one is out of range.

@@ -1,4 +1,4 @@
-"""Where the device drafter keeps rollouts that ended: places in its pool on the device, and copies on the host."""
+"""Where the device drafter keeps ended rollouts: in a pool on the device, and as copies on the host."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ from torch import Tensor
 
 
 class Pool:
-    """Places in an array of fixed size: first fit, neighbours joined. O(number of gaps) per call."""
+    """Allocates ranges of an array of fixed size, first fit; freed neighbours are joined. O(number of gaps) per call.
+
+    Attributes:
+        gaps: The free ranges (first element, size), in order.
+    """
 
     def __init__(self, size: int) -> None:
         self.gaps: list[tuple[int, int]] = [(0, size)] if size else []
 
     @property
     def num_free(self) -> int:
-        """Elements of all gaps together."""
+        """Free elements."""
         return sum(size for _, size in self.gaps)
 
     def allocate(self, size: int) -> int | None:
-        """First element of a place of this size; None where there is none."""
+        """Take a range of this size and return its first element; None if no gap is large enough."""
         for i, (start, free) in enumerate(self.gaps):
             if free >= size:
                 self.gaps[i : i + 1] = [(start + size, free - size)] if free > size else []
@@ -32,7 +36,7 @@ class Pool:
         return None
 
     def release(self, start: int, size: int) -> None:
-        """Give a place back."""
+        """Free a range."""
         i = bisect_left(self.gaps, (start, size))
         if i < len(self.gaps) and start + size == self.gaps[i][0]:
             size += self.gaps.pop(i)[1]
@@ -47,15 +51,19 @@ class Archived:
     """A rollout on the host."""
 
     problem_id: int
-    order: int
-    capacity: int
-    tokens: Tensor  # int32, the prompt's end and what was said; with unused room behind until the copy is taken
-    fields: Tensor  # int64 [4], its row in the table of documents
+    order: int  # number of requests that started before it
+    capacity: int  # size of `tokens` while the copy is under way
+    tokens: Tensor  # int32: the end of the prompt and the output; after the output unused until `take_copy`
+    fields: Tensor  # int64 [4]: its row in the table of documents
     copied: torch.cuda.Event | None
-    """None: the copy was taken."""
+    """Recorded after the copy from the device; None once `take_copy` has seen it."""
 
     def take_copy(self, *, wait: bool) -> bool:
-        """Move what has arrived out of the memory that the device writes to. Returns whether it has."""
+        """Copy what has arrived to pageable memory, without the unused end. Returns whether it has arrived.
+
+        Args:
+            wait: Wait for the copy from the device.
+        """
         if self.copied is not None:
             if wait:
                 self.copied.synchronize()
@@ -67,7 +75,7 @@ class Archived:
         return True
 
     def read(self) -> tuple[NDArray[np.int32], int, int]:
-        """(tokens, of these context only, policy version)."""
+        """(tokens, how many of them are prompt, policy version)."""
         self.take_copy(wait=True)
         _, _, prompt_length, version = self.fields.tolist()
         return self.tokens.numpy(), prompt_length, version
@@ -77,8 +85,8 @@ class Archive:
     """Copies of ended rollouts on the host, at most `max_tokens`. The oldest go first.
 
     Attributes:
-        order: All of them, in the order in which they ended.
-        num_tokens: Their places' tokens.
+        order: The rollouts, in the order in which they ended.
+        num_tokens: Sum of their capacities.
     """
 
     def __init__(self, max_tokens: int) -> None:
@@ -89,7 +97,7 @@ class Archive:
         self._copying: deque[Archived] = deque()
 
     def add(self, rollout: Archived) -> None:
-        """Keep a rollout whose copy may still be under way."""
+        """Keep a rollout, whose copy may still be under way, and drop the oldest ones until the bound holds."""
         self._by_problem.setdefault(rollout.problem_id, deque()).append(rollout)
         self.order.append(rollout)
         self._copying.append(rollout)
@@ -107,7 +115,7 @@ class Archive:
         return sorted(self._by_problem.get(problem_id, ()), key=lambda rollout: -rollout.order)
 
     def take_copies(self) -> None:
-        """Move the copies that have arrived out of the memory that the device writes to. Does not wait."""
+        """`take_copy` of the rollouts whose copies have arrived. Does not wait."""
         while self._copying and self._copying[0].take_copy(wait=False):
             self._copying.popleft()
 
@@ -117,6 +125,6 @@ class Archive:
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
-    """A copy on the host that does not wait for the device."""
+    """A copy on the host, made without waiting for the device: read it once an event after it has passed."""
     is_cuda = tensor.device.type == "cuda"
     return torch.empty_like(tensor, device="cpu", pin_memory=is_cuda).copy_(tensor, non_blocking=is_cuda)

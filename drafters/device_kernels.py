@@ -1,10 +1,10 @@
 """Triton kernels of the device drafter; `device_reference.py` says what they compute.
 
-A step is three launches, whatever the batch: `_extend_kernel` takes the new tokens over and counts what became of the
-last drafts, `_scan_kernel` finds each request's matches in its problem's texts, `_draft_kernel` drafts from them.
-`_retire_kernel` keeps the text of requests that end. Nothing waits for the device, sizes that change are read from
-memory, and where several programs count into one place they add integers: the same input gives the same drafts on
-every rank, and all of it can be captured in CUDA graphs.
+A step is three launches, whatever the batch: `_extend_kernel` copies the new tokens and counts the last drafts'
+outcomes, `_scan_kernel` finds each request's matches in its problem's texts, and `_draft_kernel` drafts from them.
+`_retire_kernel` copies the text of requests that end to the pool. Counters are integers, so that the order in which
+programs add to them does not matter: the same input gives the same drafts on every rank. Nothing waits for the device
+and sizes that change are read from memory, so a step can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,32 +16,35 @@ from torch import Tensor
 
 from rollout_spec import noise
 from rollout_spec.drafters import vote
-from rollout_spec.noise_triton import almost_hash, finish_hash, gumbel, row_state, token_key
+from rollout_spec.noise_triton import finish_hash, gumbel, row_state, token_key, unfinished_hash
 
 TILE = 1024
-"""Tokens that a program of the scan compares at once."""
+"""Tokens that one program of the scan compares at once."""
 SPLITS = (2, 8, 32)
-"""Programs that share one request's scan; their candidates are joined in registers."""
+"""How many programs may share one request's scan. `_draft_kernel` joins their candidates."""
 TARGET_PROGRAMS = 132 * 5
-"""Programs of the scan that an H200 has registers for at once. A batch's scans are split into at most so many."""
+"""Programs of the scan that an H200 has registers for at once: at most as many are launched, where the least split
+allows."""
 TILE_SPLITS = 2
-"""Programs that share a document."""
+"""How many of the programs of a scan share each document, by tiles."""
 
 OFFSET, LENGTH, PROMPT, VERSION = (tl.constexpr(i) for i in range(4))
 FIELDS = tl.constexpr(4)
-"""Columns of the table of documents, int64: first token in the text, tokens, of these context only, policy version."""
+"""Columns of the table of documents, int64: first token in the text, number of tokens, how many of these are prompt,
+policy version."""
 RETIRED_FIELDS = 6
-"""Columns of a row of `retire`: slot, new document, its offset and capacity, tokens that stop tokens cannot end, and
-tokens after which the request ended whatever they are."""
+"""Columns of a row of `retire`: slot, new document, its offset and capacity, and two lengths, prompt included: the
+least at which a stop token ends the request, and the one at which it ends in any case."""
 
 MAX_DEPTH = tl.constexpr(vote.MAX_DEPTH)
 MAX_CANDIDATES = tl.constexpr(vote.MAX_CANDIDATES)
 ENOUGH_CANDIDATES = tl.constexpr(vote.ENOUGH_CANDIDATES)
 STEP = tl.constexpr(4)
-"""Tokens that a match is extended by before the program looks whether any is left."""
+"""Tokens that are compared between two checks whether any match is left."""
 LENGTH_SHIFT, RANK_SHIFT = tl.constexpr(52), tl.constexpr(32)
 MAX_RANK = tl.constexpr((1 << 20) - 1)
-"""A match is one int64, larger ones are better: its length, MAX_RANK less its document's number, its position."""
+"""A match is one int64 of three fields, larger is better: its length, MAX_RANK minus its document's number, and its
+position."""
 BLEND = tl.constexpr(vote.BLEND)
 COARSE_PRIOR, FINE_PRIOR = tl.constexpr(vote.COARSE_PRIOR), tl.constexpr(vote.FINE_PRIOR)
 HEAD_START = tl.constexpr(vote.HEAD_START)
@@ -87,7 +90,7 @@ def _extend_kernel(
     length = tl.load(documents_ptr + LENGTH).to(tl.int32)
     end = tl.minimum(tl.load(total_len_ptr + slot).to(tl.int32), row_size)
 
-    # Where a request has just come, the slot's last drafts were made for the request before it.
+    # In the first step of a request, the slot's last drafts are those of the request before it.
     num_drafted = tl.where(length > 0, tl.load(num_drafted_ptr + slot), 0)
     j = tl.arange(0, WIDTH)
     reached = j < tl.minimum(num_drafted, end - length)
@@ -116,7 +119,10 @@ def _extend_kernel(
 
 @triton.jit
 def _scan_document(text_ptr, own_end, depth_limit, offset, begin, length, step, rank, kept, TILE: tl.constexpr):
-    """Matches of the tokens before `own_end` in one document, from `begin` on, last tiles first: later ones win."""
+    """Merge into `kept` the matches of the tokens before `own_end` in one document, from `begin` on.
+
+    Tiles are read from the last to the first, as later positions win among equals.
+    """
     lane, j = tl.arange(0, MAX_CANDIDATES), tl.arange(0, TILE)
     last = tl.load(text_ptr + own_end - 1)
     num_tiles = tl.cdiv(tl.maximum(length - begin, 0), step)
@@ -186,8 +192,8 @@ def _scan_kernel(
         skip = (split % TILE_SPLITS) * TILE
         count = tl.load(members_ptr)
         for n in range(split // TILE_SPLITS, count + 1, doc_splits):
-            # Number 0 is the request's own document, as entry 0 of the members is their count. It is a member too,
-            # and is skipped there.
+            # Number 0 is the request's own document (entry 0 of the members is their count). Among the members it is
+            # skipped.
             number = tl.full([], 0, tl.int64) + n
             document = tl.where(number == 0, slot, tl.load(members_ptr + number).to(tl.int64))
             if (number == 0) | (document != slot):
@@ -227,7 +233,7 @@ def _best_matches(keys):
 
 @triton.jit
 def _best_inverse_temperature(by_inverse_temperature_ptr, fixed):
-    """The exponent that was right most often, or the fixed one, where it is positive."""
+    """The exponent that would have been right most often; `fixed` where that is positive."""
     exponent, most = INVERSE_TEMPERATURES[0], -1.0
     for a in tl.static_range(NUM_INVERSE_TEMPERATURES):
         hits = tl.load(by_inverse_temperature_ptr + a * 2 + 1).to(tl.float32) + (HEAD_START if a == NEUTRAL else 0.0)
@@ -238,7 +244,7 @@ def _best_inverse_temperature(by_inverse_temperature_ptr, fixed):
 
 @triton.jit
 def _rate(coarse_ptr, fine_ptr, cell, expected):
-    """Probability that a drafted token is accepted: counted by cell, falling back on coarser cells and the model."""
+    """Probability that a drafted token is accepted: a fine cell's rate; priors are the coarse cell's and `expected`."""
     coarse = coarse_ptr + cell // NUM_ORIGIN_BINS * 2
     fine = fine_ptr + cell * 2
     rate = (tl.load(coarse + 1) + COARSE_PRIOR * expected) / (tl.load(coarse) + COARSE_PRIOR)
@@ -255,7 +261,7 @@ def _length_bin(length):
 
 @triton.jit
 def _shares(alive, length, votes):
-    """What a vote of each candidate's length is worth, and the probability that none of them is right."""
+    """(each candidate's factor by its match length, probability that no candidate is right); see `propose._blend`."""
     lane = tl.arange(0, MAX_CANDIDATES)
     # The first candidate of a length stands for it.
     earlier = alive[None, :] & (lane[None, :] < lane[:, None]) & (length[None, :] == length[:, None])
@@ -332,7 +338,7 @@ def _draft_kernel(
     seed = tl.load(seeds_ptr + slot)
     exponent = _best_inverse_temperature(by_inverse_temperature_ptr, inverse_temperature)
 
-    # The tokens drafted so far stay in registers: own candidates read on in them.
+    # The tokens drafted so far: a candidate in the request's own text continues into them.
     draft = tl.zeros([WIDTH], tl.int32)
     num = 0
     votes = tl.where(alive, weight, 0.0)
@@ -342,13 +348,13 @@ def _draft_kernel(
         of_draft = tl.sum(tl.where(in_draft[:, None] == j[None, :], draft[None, :], 0), 1)
         is_stored = alive & ((position < own_length) | ~is_own)
         token = tl.where(is_stored, tl.load(theirs + position, mask=is_stored, other=0), of_draft)
-        token = tl.where(alive, token, -1 - lane)  # those that dropped out agree with none
+        token = tl.where(alive, token, -1 - lane)  # candidates that dropped out equal no other
 
         chosen = tl.max(token)
         mass = tl.zeros([MAX_CANDIDATES], tl.float32) + tl.sum(votes * share)
         is_choice = lane == tl.argmax(token, 0)
         num_choices = tl.full([], 1, tl.int32)
-        if tl.min(tl.where(alive, token, chosen)) < chosen:  # they do not all say the same
+        if tl.min(tl.where(alive, token, chosen)) < chosen:  # more than one distinct token
             same = token[None, :] == token[:, None]
             mass = tl.sum(tl.where(same, (votes * share)[None, :], 0.0), 1)
             earlier = same & alive[None, :] & (lane[None, :] < lane[:, None])
@@ -358,7 +364,7 @@ def _draft_kernel(
         at = slot * K + num
         if coupled & (num_choices > 1):
             state = row_state(seed, (own_length - 1 + num).to(tl.int64), DOMAIN)
-            noises = gumbel(finish_hash(almost_hash(state, token_key(token.to(tl.uint32)))))
+            noises = gumbel(finish_hash(unfinished_hash(state, token_key(token.to(tl.uint32)))))
             log_mass = tl.log(tl.where(is_choice, mass, 1.0))
             score = tl.where(is_choice, exponent * log_mass + noises, float("-inf"))
             best = tl.argmax(score, 0)
@@ -376,8 +382,8 @@ def _draft_kernel(
         chosen = tl.sum(tl.where(lane == best, token, 0))
         likely = tl.sum(tl.where(lane == best, mass, 0.0))
 
-        says_so = alive & (token == chosen)
-        heaviest = tl.argmax(tl.where(says_so, weight, -1.0), 0)
+        agrees = alive & (token == chosen)
+        heaviest = tl.argmax(tl.where(agrees, weight, -1.0), 0)
         origin_bin = tl.sum(tl.where(lane == heaviest, origin_bins, 0))
         by_likelihood = origin_bin // DISTANCE_BINS * DISTANCE_BINS + tl.minimum(
             (likely * DISTANCE_BINS).to(tl.int32), DISTANCE_BINS - 1
@@ -396,7 +402,7 @@ def _draft_kernel(
         draft = tl.where(j == num, chosen, draft)
         num += 1
         position += 1
-        alive = says_so & (position < tl.where(is_own, own_length + num, limit))
+        alive = agrees & (position < tl.where(is_own, own_length + num, limit))
         was, count = count, tl.sum(alive.to(tl.int32))
         # While no candidate drops out and none reaches MAX_DEPTH, all lengths grow by one and the shares stay.
         if (count < was) | (longest >= MAX_DEPTH - 1):
@@ -466,7 +472,7 @@ def extend(
     alternatives: Tensor,
     counters: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Take over the tokens of `slots` that are new, and count what became of their last drafts. See the kernel."""
+    """Copy the new tokens of `slots` to `text`, and count their last drafts' outcomes. Arguments as of the kernel."""
     k = drafted.shape[1]
     _extend_kernel[(slots.shape[0],)](
         slots,
@@ -489,7 +495,7 @@ def extend(
 
 
 def num_splits(batch: int) -> int:
-    """Programs that share one request's scan: as many as the device can run, of the kinds that there are."""
+    """Programs that share one request's scan: the most of SPLITS with which the batch keeps to TARGET_PROGRAMS."""
     return max((n for n in SPLITS if n * batch <= TARGET_PROGRAMS), default=SPLITS[0])
 
 
@@ -501,7 +507,7 @@ def scan(
     text: Tensor,
     documents: Tensor,
 ) -> Tensor:
-    """The best matches that each program found: int64 [B, splits, MAX_CANDIDATES]. See the kernel."""
+    """The best matches that each program found: int64 [B, splits, MAX_CANDIDATES]. Arguments as of the kernel."""
     batch = slots.shape[0]
     splits = num_splits(batch)
     keys = torch.empty(batch, splits, MAX_CANDIDATES.value, dtype=torch.int64, device=text.device)
@@ -543,7 +549,7 @@ def draft(
     inverse_temperature: float,
     use_noise: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Draft from the matches. Returns (tokens int64 [B, K], rates float32 [B, K]). See the kernel."""
+    """Draft from the matches. Returns (tokens int64 [B, K], rates float32 [B, K]). Arguments as of the kernel."""
     batch, k = slots.shape[0], drafted.shape[1]
     output = torch.empty(batch, k, dtype=torch.int64, device=text.device)
     rates = torch.empty(batch, k, dtype=torch.float32, device=text.device)
@@ -578,7 +584,7 @@ def draft(
 
 
 def retire(rows: Tensor, stops: Tensor, text: Tensor, documents: Tensor) -> None:
-    """Copy the texts of requests that ended, from the end of their prompts to where they ended. See the kernel."""
+    """Copy ended requests' last MAX_DEPTH prompt tokens and output to the pool. Arguments as of the kernel."""
     _retire_kernel[(rows.shape[0],)](
         rows,
         stops,

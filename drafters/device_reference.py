@@ -1,19 +1,19 @@
-"""What the device drafter drafts, in NumPy: the truth that `device_kernels.py` matches, and a drafter for replays.
+"""The device drafter in NumPy: the reference that `device_kernels.py` must match, and a drafter for replays.
 
-A problem's texts are documents: what its live requests and its earlier rollouts said. A lookup scans all of them.
+A problem's texts are documents: those of its live requests and of its earlier rollouts. A lookup scans all of them.
 
-1. Every token whose context ends like the request's is a match, as long as the two agree, at most MAX_DEPTH tokens; in
-   its own document also within the prompt. Kept are the ENOUGH_CANDIDATES longest, and those as long as
-   the last of them, at most MAX_CANDIDATES; among equals the request's own first, then newer documents, then later
+1. A position is a match if the token before it is the request's last one. The match's length is the number of tokens
+   before it that agree with the end of the request's text, at most MAX_DEPTH. Positions within prompts count in the
+   request's own document only. The ENOUGH_CANDIDATES longest matches are kept, and further ones as long as the last of
+   these, up to MAX_CANDIDATES; among equals the request's own document comes first, then newer documents, then later
    positions.
 2. The candidates vote for the next token, with the host drafter's weights, blend, coupled choice and calibration (see
-   `mixture.py`), those that say otherwise drop out, and the others move on. In its own document a candidate reads on
-   in the draft itself.
-   The draft ends where none is left.
+   `mixture.py`); those with another token drop out, and the others move on. A candidate in the request's own document
+   continues into the draft itself. The draft ends where no candidate is left.
 
-It differs from the host drafter in what is looked at: other problems are not asked; all matches are seen, where the
-host visits a part of them; and the host asks again where no candidate is left, which gained 0 to 0.5 % on recorded
-rollouts and would cost a second scan.
+Differences from the host drafter: other problems are not searched; all matches are seen, where the host visits a part
+of them; and the host searches again where no candidate is left, which gained 0 to 0.5 % on recorded rollouts and would
+cost a second scan.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Document(NamedTuple):
 
     tokens: Int32Array
     prompt_length: int
-    """Tokens that are context only, the prompt or its end."""
+    """How many of the tokens are the prompt or its end."""
     version: int
 
 
@@ -116,12 +116,12 @@ class Counters:
     )
 
     def forget(self) -> None:
-        """A new policy: old outcomes count for less."""
+        """Let old outcomes count for less, under a new policy."""
         for counters in (self.coarse, self.fine, self.by_inverse_temperature):
             counters[:] = (counters * np.float32(VERSION_DECAY)).astype(np.int32)
 
     def halve_full(self) -> None:
-        """Halve what has MAX_TRIALS trials. Both classes do this when a request ends."""
+        """Halve the counters with MAX_TRIALS trials. `DeviceDrafter` does the same when requests end."""
         for counters in (self.coarse, self.fine, self.by_inverse_temperature):
             counters[counters[:, 0] >= MAX_TRIALS] //= 2
 
@@ -147,7 +147,7 @@ class DraftedToken(NamedTuple):
     cell: int
     """Index into the fine counters."""
     alternatives: tuple[int, ...]
-    """What each of INVERSE_TEMPERATURES would have drafted; empty where there was no choice."""
+    """What each of INVERSE_TEMPERATURES would have drafted; empty where all candidates had the same token."""
 
 
 def draft_tokens(
@@ -160,7 +160,16 @@ def draft_tokens(
     recency: float,
     inverse_temperature: float | None,
 ) -> list[DraftedToken]:
-    """The draft of one request, whose own document comes first."""
+    """The draft of one request.
+
+    Args:
+        documents: The request's own first, the others newest first.
+        max_tokens: Longest draft.
+        seed: Of the request's noise; None: draft without it.
+        version: The present policy version.
+        counters: Outcomes so far; not changed.
+        recency, inverse_temperature: See `ReferenceDrafter`.
+    """
     own = documents[0]
     text = own.tokens.tolist()
     generated = len(text) - own.prompt_length
@@ -186,7 +195,7 @@ def draft_tokens(
 
 
 def _weigh(match: Match, document: Document, offset: int, version: int, recency: float) -> tuple[float, int]:
-    """A candidate's weight, and its origin bin: where it comes from, and how near it is."""
+    """(a candidate's weight, its origin bin: source and distance bin in one number)."""
     if match.document:
         source = SIBLING
     else:
@@ -204,14 +213,14 @@ def _choose(
     counters: Counters,
     exponent: float,
 ) -> DraftedToken:
-    said = [(text if m.document == 0 else documents[m.document].tokens)[m.position] for m, _, _ in candidates]
+    next_tokens = [(text if m.document == 0 else documents[m.document].tokens)[m.position] for m, _, _ in candidates]
     share, left, total = {}, 1.0, 0.0
     for length in sorted({m.length for m, _, _ in candidates}, reverse=True):
         total += sum(w for m, w, _ in candidates if m.length == length)
         share[length] = left / (total + BLEND)
         left *= BLEND / (total + BLEND)
     mass: dict[int, float] = {}
-    for token, (match, weight, _) in zip(said, candidates, strict=True):
+    for token, (match, weight, _) in zip(next_tokens, candidates, strict=True):
         votes = sum(s for length, s in share.items() if length <= match.length)
         mass[int(token)] = mass.get(int(token), 0.0) + weight * votes
     coupled = seed is not None
@@ -228,7 +237,7 @@ def _choose(
     else:
         token = max(mass, key=lambda t: mass[t])
         expected = 1.0 - left if coupled else mass[token]
-    of_token = [(w, -i) for i, (t, (_, w, _)) in enumerate(zip(said, candidates, strict=True)) if t == token]
+    of_token = [(w, -i) for i, (t, (_, w, _)) in enumerate(zip(next_tokens, candidates, strict=True)) if t == token]
     origin_bin = candidates[-max(of_token)[1]][2]
     if coupled:
         origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
@@ -262,8 +271,9 @@ class ReferenceDrafter:
 
     Args:
         max_draft_tokens: Longest draft, K.
-        recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
-        inverse_temperature: Exponent of the coupled choice; None: the one that was right most often.
+        recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
+        inverse_temperature: Exponent on the candidates' probabilities where drafts are chosen with noise; None: the one
+            that would have been right most often so far.
     """
 
     def __init__(
@@ -326,7 +336,7 @@ class ReferenceDrafter:
         return drafts
 
     def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
-        """Nothing: the committed tokens that `extend` gets say what became of the draft."""
+        """Does nothing: `extend` counts the outcome, by comparing its tokens with the draft."""
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         live = self._request(req_id)
@@ -347,7 +357,7 @@ class ReferenceDrafter:
         return 4 * sum(len(text.tokens) for text in texts)
 
     def check_integrity(self) -> None:
-        """Nothing can go wrong here."""
+        """Does nothing: there are no invariants."""
 
     def _request(self, req_id: str) -> _Live:
         if req_id not in self._live:

@@ -1,10 +1,9 @@
-"""Lookahead: what the target would have said after drafts that it did not take.
+"""Lookahead: what the target sampled after rejected draft tokens.
 
-The verifier samples the target at every drafted position, also after the first difference. Those tokens are samples of
-the target given a context that was rejected, but that often comes a little later: as in lookahead decoding (Fu et al.,
-arXiv:2402.02057), n-grams of them fill a pool. They cost nothing, as they were verified anyway, and they come from the
-present policy, where history comes from older ones. Unlike in lookahead decoding nothing is verified for the pool's
-sake, so the gain is small.
+The verifier samples the target at every drafted position, also after the first difference. Those tokens follow a
+context that was rejected, but that often comes a little later: as in lookahead decoding (Fu et al., arXiv:2402.02057),
+their n-grams are kept in a pool. They cost no forward pass, and come from the present policy, where history comes from
+older ones. Unlike in lookahead decoding no position is verified for the pool alone, so the gain is small.
 
 The pool is a direct-mapped table from a problem and LOOKAHEAD_ORDER tokens to the newest token after them, which gets a
 fixed share of the next token's probability.
@@ -39,7 +38,7 @@ def new_pool(num_entries: int) -> Pool:
 
 @inlined(allocates=False)
 def find(pool, problem, text, end):
-    """The token that followed the last LOOKAHEAD_ORDER tokens of text[..end - 1], -1: none known."""
+    """The token that followed the last LOOKAHEAD_ORDER tokens of text[:end], -1: none known."""
     if end < LOOKAHEAD_ORDER:
         return -1
     key = hash_context(problem, text, end, np.int64(LOOKAHEAD_ORDER))
@@ -49,7 +48,7 @@ def find(pool, problem, text, end):
 
 @inlined(allocates=False)
 def insert(pool, problem, text, end, token):
-    """Remember that `token` followed the last LOOKAHEAD_ORDER tokens of text[..end - 1]."""
+    """Remember that `token` followed the last LOOKAHEAD_ORDER tokens of text[:end]."""
     if end >= LOOKAHEAD_ORDER:
         key = hash_context(problem, text, end, np.int64(LOOKAHEAD_ORDER))
         entry = np.int64(key >> np.uint64(32)) & (pool.keys.size - 1)

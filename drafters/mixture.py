@@ -1,16 +1,16 @@
-"""The history drafter: what followed the present context in earlier rollouts, in siblings and in the request itself.
+"""The history drafter: drafts what followed the same context in earlier rollouts, siblings and the request itself.
 
 An index (`suffix.py` or `ngram.py`) finds earlier positions whose context agrees with the end of the request's, longest
-matches first. Each is a candidate: its text says what came next. Candidates vote for the next token with weights that
-are blended over match lengths as in prediction by partial matching (Cleary and Witten 1984), and depend on where a
-candidate comes from, on the age of its policy and on how near it lies in the rollout. The draft is the most probable
+matches first. Each is a candidate that votes for the token at its position. A vote's weight depends on the candidate's
+source, on the age of its policy and on how near it lies in its rollout; votes are blended over match lengths as in
+prediction by partial matching (Cleary and Witten 1984), which gives a distribution q. The draft is the most probable
 token or, where the request's seed and so the target's noise is known, argmax(inverse_temperature * log q + noise),
-which is the target's own choice wherever q is the target's distribution (coupling: Daliri et al., arXiv:2408.07978).
-Candidates that say otherwise drop out and the others move on by one token; when none is left the index is asked again
-with the drafted tokens as context. A draft ends where its estimated survival, calibrated from outcomes, falls below
-`min_survival`.
+which is the target's own choice where q is the target's distribution (coupling: Daliri et al., arXiv:2408.07978).
+Candidates with another token drop out and the others move on by one token; when none is left the index is searched
+again with the drafted tokens as context. A draft ends where its estimated survival, calibrated from outcomes, falls
+below `min_survival`.
 
-`vote.py` holds the numbers, `propose.py` does what is said here.
+`vote.py` holds the constants, `propose.py` the compiled code.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from rollout_spec.types import Draft, Int32Array
 
 IndexKind = Literal["suffix", "ngram"]
 TABLE_ENTRIES_PER_TOKEN = 1.3
-"""The n-gram table doubles when it has fewer entries than this."""
+"""The n-gram table doubles when it has fewer entries than this times the tokens."""
 MAX_PENDING = 1 << 16
-"""Tokens, and at most a sixteenth of the bound, that wait to be indexed while nothing is drafted."""
+"""Most tokens that wait to be indexed while nothing is drafted; at most a sixteenth of `max_history_tokens`, too."""
 POOL_ENTRIES = 1 << 14
 """N-grams in the lookahead pool."""
 
@@ -70,17 +70,17 @@ class HistoryDrafter:
 
     Args:
         index: `"suffix"` finds every earlier occurrence, longest matches first; `"ngram"` the newest ones.
-        own_only: Let requests see nothing but themselves.
+        own_only: Draft for a request from its own text only.
         shared: Also draft from the rollouts of other problems.
         lookahead: Also draft from what the target sampled after rejected drafts (see `lookahead.py`).
         max_draft_tokens: Longest draft, K.
         min_survival: A draft ends where the estimated probability of reaching and accepting a token falls below this.
-        inverse_temperature: Exponent on the candidates' probabilities in coupled choice. Above 1 small probabilities
-            count for less: history is a noisy estimate of the target, and they are mostly estimation error. None: the
-            one of `vote.INVERSE_TEMPERATURES` that would have been right most often so far.
-        recency: Weight of a rollout relative to one of the next policy version, in (0, 1].
-        max_history_tokens: Bound on the tokens kept, prompts included, in pages of 32 of which a rollout's last one is
-            partly filled. The oldest finished rollouts go first; live requests stay.
+        inverse_temperature: Exponent on q where drafts are chosen with the request's noise. Values above 1 discount
+            small probabilities, which are mostly estimation error. None: the one of `vote.INVERSE_TEMPERATURES` that
+            would have been right most often so far.
+        recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
+        max_history_tokens: Bound on the tokens kept, prompts included, counted in pages of 32. The oldest finished
+            rollouts go first; live requests stay.
         max_history_versions: Rollouts of more than this many policy versions ago are dropped. None: only the bound on
             tokens counts.
 
@@ -120,7 +120,7 @@ class HistoryDrafter:
             raise ValueError(f"max_history_versions must not be negative, got {max_history_versions}")
         self._own_only = own_only
         self._max_draft_tokens = max_draft_tokens
-        # Live requests have room beyond the bound, however large it is.
+        # A tenth of all pages is left to live requests, however large the bound.
         self._max_history_pages = min(max_history_tokens / PAGE_TOKENS, 0.9 * MAX_PAGES)
         self._max_history_versions = max_history_versions
         self._store = TextStore()
@@ -288,7 +288,7 @@ class HistoryDrafter:
         return self._store.memory_bytes() + sum(array.nbytes for array in arrays)
 
     def source_counts(self) -> dict[str, tuple[int, int]]:
-        """Drafted tokens that the target reached, and those it accepted, by where they came from (see `SOURCES`)."""
+        """By source (see `SOURCES`): (drafted tokens that the target reached, those that were right)."""
         return {name: (int(n), int(hits)) for name, (n, hits) in zip(SOURCES, self._calibration.by_source, strict=True)}
 
     def check_integrity(self) -> None:
@@ -318,11 +318,11 @@ class HistoryDrafter:
         return np.array([self._request(req_id).row for req_id in req_ids], np.int64)
 
     def _problem(self, problem_id: int | None) -> int:
-        """Number of a problem, with one more user. None: a problem of its own."""
+        """Count one more user of a problem and return its number. None: a new problem without an id."""
         number = None if problem_id is None else self._problems.get(problem_id)
         if number is None:
             number = self._next_problem
-            self._next_problem += 1  # numbers are not used again: the pool may still know them
+            self._next_problem += 1  # never used again: the lookahead pool may hold entries of an old number
             self._problem_users[number] = 0
             if problem_id is not None:
                 self._problems[problem_id] = number
@@ -335,7 +335,7 @@ class HistoryDrafter:
         return 0 if self._max_history_versions is None else self._version - self._max_history_versions
 
     def _flush(self) -> None:
-        """Index what `extend` collected, in one kernel call, and drop what finished first until the bound holds."""
+        """Index what `extend` collected, in one compiled call, and drop the oldest rollouts until the bound holds."""
         if self._pending:
             self._append(self._pending)
             self._pending, self._num_pending = [], 0
@@ -346,7 +346,7 @@ class HistoryDrafter:
         documents = np.array([document for document, _ in pieces], np.int64)
         tokens = np.frombuffer(b"".join([tokens for _, tokens in pieces]), np.int32)
         starts = _starts([tokens for _, tokens in pieces])
-        # A piece begins at most one page more than its tokens fill.
+        # A piece takes at most one page more than its tokens fill.
         self._store.reserve(tokens.size // PAGE_TOKENS + len(pieces))
         index, store = self._index, self._store
         if self._settings.use_tree:
@@ -363,7 +363,7 @@ class HistoryDrafter:
         append_batch(store.arrays, index, self._settings, documents, tokens, starts)
 
     def _remove(self, request: _Request) -> None:
-        """Take a rollout out of the index, and its prompt if no other rollout has it."""
+        """Take a rollout out of the index, and its prompt if no other rollout has the same."""
         self._remove_document(request.document)
         prompt = request.prompt
         if prompt is not None:
@@ -412,7 +412,11 @@ def _new_proposals(capacity: int, k: int) -> Proposals:
 
 
 def _as_array(name: str, tokens: Tokens | Iterable[int]) -> array[int]:
-    """Token ids as a C array of their own; much faster than NumPy for the few tokens of a step."""
+    """A copy of token ids as an `array`, which is much faster than NumPy for the few tokens of a step.
+
+    Raises:
+        ValueError: they are not one-dimensional integers from 0 to 2^31 - 1.
+    """
     try:
         if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
             values = array("i", tokens.tobytes())
@@ -428,7 +432,7 @@ def _as_array(name: str, tokens: Tokens | Iterable[int]) -> array[int]:
 
 
 def _starts(pieces: Sequence[Sized]) -> NDArray[np.int64]:
-    """Where pieces begin that lie one behind the other, and where the last one ends."""
+    """int64 [n + 1]: where each of n concatenated pieces begins, and where the last one ends."""
     starts = np.zeros(len(pieces) + 1, np.int64)
     np.cumsum([len(piece) for piece in pieces], out=starts[1:])
     return starts

@@ -1,6 +1,6 @@
-"""The drafters by name. To add one, write its file and its entry in `REGISTRY`.
+"""The drafters by name. To add one, write its module and its entry in `REGISTRY`.
 
-Classes are imported when they are asked for: those on the host need numba, those on the device torch and triton.
+Classes are imported only when they are used: those on the host need numba, those on the device torch and triton.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Entry(NamedTuple):
     path: str
     """Dotted path of its class."""
     checker: str
-    """Dotted path of what takes the options that a user can set and raises ValueError where one is out of range. The
-    class itself, where it is small to make."""
+    """Dotted path of a callable that takes the options a user can set and raises ValueError if one is out of range: the
+    class itself, where making one takes little memory."""
     implied: Mapping[str, Any] = {}
-    """Options that the name stands for."""
+    """Options that the name sets."""
     on_device: bool = False
     """Whether it drafts on the device, where the engine makes it. Otherwise it implements
     `rollout_spec.drafters.base.Drafter`, on the host."""
@@ -47,7 +47,7 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 
 
 def runs_on_device(name: str) -> bool:
-    """Whether this drafter drafts on the device. One of a user's own runs on the host."""
+    """Whether this drafter runs on the device. A user's own runs on the host."""
     return name in REGISTRY and REGISTRY[name].on_device
 
 
@@ -66,7 +66,7 @@ def find_drafter(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Check the options of a drafter before an engine is built with it; of one of a user's own only their names.
+    """Check a drafter's options before an engine is built with it; of a user's own drafter only the options' names.
 
     Raises:
         ValueError: no such drafter, the path does not import, or an option is unknown, missing or out of range.

@@ -9,8 +9,7 @@ replays it over a few made-up rollouts. An engine takes it by its dotted path, f
 
     llm = LLM(model, **engine_kwargs(drafter="custom_drafter.RepeatDrafter", drafter_options={"context_length": 3}))
 
-The class is the whole of it: no registration, and no base class to inherit from. Output does not depend on it, whatever
-it drafts; only speed does.
+The class needs no registration and no base class. The output does not depend on what it drafts; only the speed does.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class RepeatDrafter:
         self._context_length = context_length
         self._texts: dict[str, list[int]] = {}
         self._drafted: dict[str, int] = {}
-        self._trials, self._hits = 2, 1  # outcomes of drafted tokens; to begin with, half of them are right
+        self._trials, self._hits = 2, 1  # outcomes of drafted tokens, beginning with a rate of one half
 
     def start_request(
         self, req_id: str, prompt_token_ids: Tokens, *, problem_id: int | None = None, seed: int | None = None
@@ -78,7 +77,7 @@ class RepeatDrafter:
         self._drafted.pop(req_id, None)
 
     def begin_policy_version(self, version: int) -> None:
-        """Nothing: no rollout outlives its request here."""
+        """Nothing to do: this drafter keeps no ended rollouts."""
 
     def memory_bytes(self) -> int:
         return 8 * sum(len(text) for text in self._texts.values())
@@ -101,7 +100,7 @@ class RepeatDrafter:
 
 
 def make_rollouts(seed: int = 0) -> list[Problem]:
-    """Rollouts in which every other sentence is one of the prompt's, as where code or sums are copied."""
+    """Rollouts in which every other sentence is copied from the prompt, as in code or arithmetic."""
     rng = np.random.default_rng(seed)
     problems = []
     for number in range(4):

@@ -40,7 +40,7 @@ def reward(completions: list[str], total: list[int], **_: object) -> list[float]
 
 
 def main() -> None:
-    """Train, and say what speculation did."""
+    """Train, and print how many drafts were accepted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="Qwen/Qwen2.5-1.5B-Instruct")
     parser.add_argument("--steps", type=int, default=50)
@@ -50,7 +50,7 @@ def main() -> None:
     args = parser.parse_args()
 
     on_gpu = torch.cuda.is_available()
-    # The engine must compute in the trainer's precision, or its log-probabilities are not the trainer's.
+    # The engine must compute in the trainer's precision: otherwise its log-probabilities differ from the trainer's.
     dtype = "bfloat16" if on_gpu else "float32"
     config = GRPOConfig(
         output_dir=args.output_dir,

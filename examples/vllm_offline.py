@@ -22,7 +22,7 @@ PROMPTS = [
 
 
 def generate(model: str, dtype: str, group: int, max_tokens: int, rounds: int, **options: object) -> tuple[list, float]:
-    """The last round's rollouts and its seconds. Earlier rounds fill the history, as earlier epochs do in training."""
+    """(rollouts, seconds) of the last round. Earlier rounds fill the history, as earlier epochs do in training."""
     eager = not torch.cuda.is_available()  # compiling the model takes minutes on a CPU
     llm = LLM(model, dtype=dtype, max_model_len=max_tokens + 64, enforce_eager=eager, **engine_kwargs(**options))
     prompts = [prompt for prompt in PROMPTS for _ in range(group)]

@@ -1,21 +1,21 @@
-"""Budgets in a real engine: what it costs to try where nothing can be gained, and what is gained where it can.
+"""Budgets in a real engine: what they lose where drafts are useless, and what they gain where drafts are good.
 
     python experiments/bench_budget.py POLICY_DIR [--batch 1 8 16 64] [--pairs 12] [--out FILE]
 
-POLICY_DIR is a policy that `make demo` made (demo/policy-*). Engines in one process, taking turns, on the same prompts
-and seeds, each turn with new ones:
+POLICY_DIR is a policy that `make demo` made (demo/policy-*). Engines in one process take turns
+on the same prompts and seeds, new ones in each turn:
 
     off        speculation switched off: the same noise, no drafter
-    idle       a drafter that never drafts: the floor, what calling one costs the engine
-    wrong      a drafter that always drafts K tokens, is sure of them, and never right
+    idle       a drafter that never drafts: what it costs the engine to call one
+    wrong      a drafter that always drafts K tokens with high confidence, all of them wrong
     wrong, no budget
                the same, all of it verified
     ours       the default drafter under its budget
     ours, no budget
                all of its drafts verified
 
-Gate: the engines' rollouts are the same. Reported: time without drafts over each engine's time per token, median over
-turns with a 95 % bootstrap interval.
+Gate: the engines' rollouts are the same. Reported: time per token of `off` over that of each engine, median over turns
+with a 95 % bootstrap interval.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers import Unlearning
+from peers import StatelessDrafter
 from rows import append, origin
 
 from rollout_spec.demo.run import ENVIRONMENT
@@ -43,7 +43,7 @@ K = 8
 MAX_TOKENS = 160
 
 
-class Idle(Unlearning):
+class Idle(StatelessDrafter):
     """Never drafts."""
 
     def start_request(self, req_id: str, prompt_token_ids: Any, **kwargs: Any) -> None:
@@ -61,7 +61,7 @@ class Idle(Unlearning):
 
 
 class Wrong(Idle):
-    """Is sure that the padding comes next, which the policy never says."""
+    """Drafts the padding token with confidence 0.9, which the policy never samples."""
 
     def propose(self, req_ids: Sequence[str], max_tokens: Any) -> list[Draft]:
         return [Draft(np.zeros(max(n, 0), np.int32), np.full(max(n, 0), 0.9, np.float32)) for n in max_tokens]
@@ -78,7 +78,7 @@ ENGINES: dict[str, dict[str, Any]] = {
 
 
 def build(policy: Path, options: dict[str, Any]) -> Any:
-    """An engine on the policy."""
+    """A vLLM engine on the policy."""
     from vllm import LLM
 
     from rollout_spec import engine_kwargs
@@ -142,7 +142,7 @@ def main() -> None:
         times: dict[str, list[float]] = {name: [] for name in engines}
         identical = {name: [0, 0] for name in engines}
         for llm in engines.values():
-            one_turn(llm, batch, groups, 10**6)  # compiles, and lets budgets learn this size
+            one_turn(llm, batch, groups, 10**6)  # compiles, and teaches budgets the cost of this size
         before = {name: stats(llm) for name, llm in engines.items()}
         for pair in range(args.pairs):
             order = list(engines)[pair % len(engines) :] + list(engines)[: pair % len(engines)]

@@ -1,17 +1,17 @@
-"""Coupled against point-mass drafting, where the target's noise is known.
+"""Drafts chosen with the target's noise (coupled) against the most probable tokens (point mass).
 
 Targets: the demo's warm-started policy at temperature 1 (`--policy DIR`, made when missing), and synthetic policies
 built from recorded rollouts (`--traces FILE...`, see rollout_spec/replay/synthetic.py). Of each prompt, H rollouts are
 history and `--tests` are drafted for from that history, the prompt and their own text so far. Compared, in tokens per
 step, at equal K:
 
-- point: our drafter without the noise (most probable token), no stopping;
+- point: our drafter without the noise (most probable token), with no limit on survival;
 - coupled: the same with the noise;
-- tree: a best-first tree of K nodes on blended counts, where a step gets as far as any branch agrees.
+- tree: a best-first tree of K nodes on blended counts, of which the longest branch that the target agrees with counts.
 
 Also how often a single drafted token is accepted, at every position, beside the optimum: the expected overlap sum_v
-min(p(v), q(v)) of the target's distribution p and the blended one q of the same texts (ORDER, KAPPA). Gains come with
-95 % bootstrap intervals over prompts.
+min(p(v), q(v)) of the target's distribution p and the blended distribution q of the same texts (ORDER, KAPPA). Gains
+come with 95 % bootstrap intervals over prompts.
 
 python experiments/bench_coupled.py --policy demo/policy-v1-seed0 --traces traces/*.parquet
 """
@@ -36,7 +36,7 @@ from rollout_spec.replay.traces import Problem, Rollout, read_traces
 ORDER = 12
 """Longest context of the tree's and the optimum's blended counts."""
 KAPPA = 0.3
-"""Their weight of the shorter context, in counts."""
+"""Weight of the shorter context in these counts."""
 
 
 class Case(NamedTuple):
@@ -122,7 +122,7 @@ def synthetic_cases(path: Path, num_prompts: int, num_history: int, num_tests: i
 
 
 class Counts:
-    """Blended counts of a history: match lengths of a context with every earlier position, advanced by one token."""
+    """Blended counts of a history, by the match length of a context at every position of its texts."""
 
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
         texts = [np.concatenate((r.prompt, r.tokens, [-1])) for r in rollouts]
@@ -135,7 +135,7 @@ class Counts:
         self._next = np.append(np.where(np.concatenate(hidden), -1, self._text)[1:], -1)
 
     def with_own(self, prompt: np.ndarray, tokens: np.ndarray) -> Counts:
-        """The same and a request's own text so far, whose last token has no continuation yet."""
+        """These counts with a request's own text so far, whose last token has no continuation yet."""
         new = Counts.__new__(Counts)
         own = np.where(np.arange(prompt.size + tokens.size) < prompt.size, -1, np.concatenate((prompt, tokens)))
         new._text = np.concatenate((self._text, prompt, tokens))
@@ -143,7 +143,7 @@ class Counts:
         return new
 
     def match(self, context: np.ndarray) -> np.ndarray:
-        """Match length with the end of `context`, at each position."""
+        """Match length of each position with the end of `context`, int64 [n]."""
         lengths = np.zeros(self._text.size, np.int64)
         for token in context[-ORDER:]:
             lengths = self.advance(lengths, token)

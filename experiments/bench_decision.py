@@ -1,10 +1,10 @@
-"""What a budget's decision costs on the host, all that it learns in a step included.
+"""The time on the host of a budget's decision and of all that it learns in a step.
 
     python experiments/bench_decision.py [--batch 1 8 64 256 512] [--out FILE]
 
 Every request has a draft of K tokens of random confidence; lengths of 100 problems are known. Timed: asking whether to
-draft, expected lengths, the decision, and learning from outcomes and from the step's time. Gate: with slots that cost
-nothing all that are probable are taken.
+draft, expected lengths, the decision, and learning from outcomes and from the step's time. Gate: where verifying costs
+nothing, all draft tokens are verified.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def main() -> None:
             return total
 
         if max(step() for _ in range(20)) != K * batch:
-            raise SystemExit("gate: free slots are not all taken")
+            raise SystemExit("gate: verifying costs nothing, and not all draft tokens are verified")
         times = np.array(timeit.repeat(step, number=CALLS, repeat=REPEATS)) / CALLS * 1e6
         row = {"batch": batch, "k": K, "us_per_step": quantiles(times), "us_per_request": quantiles(times / batch)}
         append(args.out, {"benchmark": "budget/decision", **row, **about})

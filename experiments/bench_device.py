@@ -2,16 +2,16 @@
 
     python experiments/bench_device.py [--batch 1 8 64 512] [--resident 1000000] [-k 8] [--out FILE]
 
-The text is made: a problem's rollouts are copies of one text, of tokens as frequent as words are (Zipf's law), in which
-every tenth token was drawn anew. Each problem has 16 requests in flight, between a quarter of a rollout and a whole
+The text is made up: a problem's rollouts are copies of one text with Zipf-distributed tokens, in which one token in ten
+was drawn again. Each problem has 16 requests in flight, between a quarter of a rollout and a whole
 one; the other resident tokens are earlier rollouts. A step adds three tokens to every request, as a verification would.
 
-The gate: on small random histories drafts equal those of `ReferenceDrafter` with rates within 0.2 %, but for one in a
-hundred, where rounding decides; no call waits for the device (torch's synchronisation check); a step captured in a CUDA
-graph drafts as the launched one; most requests have drafts.
+The gate: on small random histories drafts equal those of `ReferenceDrafter` with rates within 0.2 %, except for at most
+one in a hundred, where rounding decides; no call waits for the device (torch's synchronisation check); a step captured
+in a CUDA graph drafts the same as a launched one; most requests have drafts.
 
 Reported, p20/p50/p80 in microseconds: `graph`, a captured step replayed; `cold`, the same after 256 MB of other memory
-were written, as a model's pass does; `launched`, three Triton launches from Python.
+were written, as in a model's forward pass; `launched`, three Triton launches from Python.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import torch
 from rows import append, origin, quantiles
 
 from rollout_spec.drafters import device_kernels
-from rollout_spec.drafters.device import DeviceDrafter, Ended
+from rollout_spec.drafters.device import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.device_reference import ReferenceDrafter
 
 GROUP = 16
 """Requests of one problem."""
 NEW_TOKENS = 3
 STEPS = 400
-"""Steps that the texts suffice for."""
+"""Most steps that the texts are long enough for."""
 VOCAB = 50_000
 MUTATED = 0.1
 PROMPT = 64
@@ -77,32 +77,32 @@ class Batch:
         self.resident = int(lengths.sum()) + earlier * num_problems * (max_len - PROMPT)
 
     def words(self, count: int) -> np.ndarray:
-        """Tokens whose frequency falls with their number."""
+        """Zipf-distributed tokens."""
         return np.minimum(self.rng.zipf(1.2, count), self.vocab) - 1
 
     def mutate(self, text: np.ndarray) -> np.ndarray:
-        """A copy of which every tenth token after the prompt is drawn anew."""
+        """A copy in which one token in ten after the prompt is drawn again."""
         new = np.where(self.rng.random(text.size) < MUTATED, self.words(text.size), text)
         new[:PROMPT] = text[:PROMPT]
         return new
 
     def add_history(self, slot: int, count: int) -> None:
-        """Rollouts of the slot's problem that have ended, the first of its requests being live."""
+        """Run `count` rollouts of the slot's problem to their end, and restore the slot's row."""
         problem, row = slot // GROUP, self.history[slot].clone()
         for _ in range(count):
             self.drafter.start_request(slot, self.texts[problem, :PROMPT].tolist(), problem_id=problem)
             self.history[slot] = torch.from_numpy(self.mutate(self.texts[problem]).astype(np.int32))
             self.total_len[slot] = self.history.shape[1]
             self.drafter.follow(self.slots[slot : slot + 1], self.history, self.total_len)
-            self.drafter.stop_requests([Ended(slot, self.history.shape[1])])
+            self.drafter.stop_requests([EndedRequest(slot, self.history.shape[1])])
         self.history[slot], self.total_len[slot] = row, PROMPT
 
     def arguments(self) -> tuple[torch.Tensor, ...]:
-        """Of `DeviceDrafter.propose`."""
+        """The arguments of `DeviceDrafter.propose`."""
         return self.slots, self.num_sampled, self.history, self.total_len, self.seeds, self.temperature
 
     def step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Three more tokens for everyone, and the next drafts."""
+        """Add three tokens to every request, and draft."""
         self.total_len += NEW_TOKENS
         return self.drafter.look_up(*self.arguments())
 
@@ -128,7 +128,7 @@ def gate(device: torch.device, trials: int, k: int) -> None:
         for _ in range(6):
             for slot in range(size):
                 if slot in names and rng.random() < 0.3:
-                    ours.stop_requests([Ended(slot, int(total_len[slot]))])
+                    ours.stop_requests([EndedRequest(slot, int(total_len[slot]))])
                     reference.stop_request(names.pop(slot))
                 if slot not in names:
                     names[slot] = str(started)
@@ -157,7 +157,11 @@ def gate(device: torch.device, trials: int, k: int) -> None:
 
 
 def check_graph(batch: Batch) -> Callable[[], Any]:
-    """A captured step, which drafts as a launched one and does not wait. Raises AssertionError."""
+    """Check that a captured step drafts as a launched one and never waits; return what replays it.
+
+    Raises:
+        AssertionError: it does not.
+    """
     with no_synchronisation():
         batch.step()
     graph = torch.cuda.CUDAGraph()

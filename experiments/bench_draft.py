@@ -1,18 +1,18 @@
-"""Our drafters and the peers' (peers.py) on recorded rollouts, side by side in one process.
+"""Our drafters and other people's (`peers.py`) on recorded rollouts, in one process.
 
     python experiments/bench_draft.py TRACES_DIR [--sections quality frontier cost scale] [--out FILE.jsonl]
 
 - quality: tokens per step and drafted tokens per step, K = 16, per-problem history, in the four replay regimes.
   `ours at Arctic's count` is ours at the lowest threshold with which it drafts no more than Arctic. `device` is the
   device drafter's reference; `bench_device.py` times the kernels.
-- frontier: acceptance against drafted tokens, over thresholds (ours, freq, ppm), draft limits (recent) and Arctic's own
-  knobs. With a plot.
+- frontier: tokens per step against drafted tokens per step, over thresholds (ours, freq, ppm), draft limits (recent)
+  and Arctic's parameters. With a plot.
 - cost: microseconds per request-step of index and draft at batch 64 with a warm history, drafters alternating and
   repeated; bytes per history token; seconds to build a million tokens.
-- scale: our cost with 10^4 to 10^7 history tokens (recorded rollouts, again and again as new problems with tokens
-  renumbered), at batch 64. With a plot.
+- scale: our cost with 10^4 to 10^7 history tokens (recorded rollouts, repeated as new problems with renumbered tokens),
+  at batch 64. With a plot.
 
-The gate of every section: each drafter replays the same recorded tokens, and ours keeps its invariants.
+The gate of every section: each drafter emits the same recorded tokens, and ours passes its integrity check.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def drafted(result: ReplayResult) -> float:
 
 
 def quality(bench: Bench, directory: Path, names: Sequence[str], scale: float, drafters: Sequence[str]) -> None:
-    """Tokens per step, and in brackets drafted tokens per step."""
+    """Print tokens per step, and in brackets drafted tokens per step."""
     with_arctic = HAS_ARCTIC and "Arctic" in drafters
     columns = [*drafters, "ours at Arctic's count"] if with_arctic else drafters
     print("| set | regime | " + " | ".join(columns) + " |")
@@ -141,7 +141,7 @@ def quality(bench: Bench, directory: Path, names: Sequence[str], scale: float, d
 
 
 def at_count(bench: Bench, problems: list[Problem], regime: Regime, limits: Any, peer: ReplayResult) -> Any:
-    """Ours at about the lowest threshold with which it drafts no more than the peer: bisected, to 1/128."""
+    """Ours at the lowest threshold with which it drafts no more than the peer, bisected to 1/128."""
     low, high, best = 0.0, 1.0, None
     for _ in range(7):
         threshold = (low + high) / 2
@@ -155,7 +155,7 @@ def at_count(bench: Bench, problems: list[Problem], regime: Regime, limits: Any,
 
 
 def frontiers(bench: Bench, directory: Path, names: Sequence[str], scale: float, plot: Path | None) -> None:
-    """Acceptance against drafted tokens."""
+    """Tokens per step against drafted tokens per step."""
     regimes: tuple[Regime, ...] = ("finished", "epoch")
     lines: dict[str, list[tuple[Callable[[], Drafter], dict[str, int]]]] = {
         "ours": [(partial(ours, "suffix", min_survival=t), {}) for t in THRESHOLDS],
@@ -203,7 +203,7 @@ def above(ours: list[tuple[float, float]], point: tuple[float, float]) -> float:
 
 
 def cost(bench: Bench, directory: Path, names: Sequence[str], repeats: int) -> None:
-    """Cost per request-step, alternating."""
+    """Microseconds per request-step, drafters alternating."""
     print("| set | drafter | index µs | draft µs | both | of Arctic's | drafted | bytes per token | build s / 1M |")
     print("|---|---|---|---|---|---|---|---|---|")
     timed = {k: v for k, v in DRAFTERS.items() if k not in peers.RULES and not k.startswith("device")}
@@ -247,7 +247,7 @@ COST_FIELDS = ("index_us", "draft_us", "bytes", "build", "drafted", "history", "
 
 
 def warm(problems: list[Problem]) -> tuple[list[Problem], list[Request]]:
-    """The first half of the rollouts as history; the others to be replayed, mixed."""
+    """(history: the first half of each problem's rollouts; requests: the others, shuffled)."""
     history, live = [], []
     for problem in problems:
         half = len(problem.rollouts) // 2
@@ -258,7 +258,7 @@ def warm(problems: list[Problem]) -> tuple[list[Problem], list[Request]]:
 
 
 def build(make: Callable[[], Drafter], history: Sequence[Problem]) -> tuple[float, Drafter]:
-    """(seconds, a drafter that holds the history)."""
+    """(seconds to build it, a drafter that holds the history)."""
     drafter = make()
     started = time.perf_counter()
     for problem in history:
@@ -272,7 +272,7 @@ def build(make: Callable[[], Drafter], history: Sequence[Problem]) -> tuple[floa
 
 
 def scale_up(bench: Bench, directory: Path, plot: Path | None, sizes: Sequence[int]) -> None:
-    """Our cost against the size of the history: ever more problems of 16 rollouts; 64 live requests of as many."""
+    """Our cost against the size of the history: ever more problems of 16 rollouts, 64 live requests of 64 problems."""
     recorded = read_traces(directory / "rg_llama_math.parquet")
     print("| history tokens | drafter | index µs | draft µs | both | bytes per token |")
     print("|---|---|---|---|---|---|")
@@ -309,7 +309,7 @@ def scale_up(bench: Bench, directory: Path, plot: Path | None, sizes: Sequence[i
 
 
 def endless(recorded: Sequence[Problem]) -> Iterator[Problem]:
-    """The recorded problems, then the same as new ones whose tokens have other numbers."""
+    """The recorded problems, then again and again as new problems with renumbered tokens."""
     copy = 0
     while True:
         for problem in recorded:

@@ -2,25 +2,26 @@
 
     python experiments/bench_engine.py --shape 1.5b 7b --batch 1 8 64 256 [--out FILE]
 
-Models have a real model's shape and dummy weights, so a step costs what the real one's would and the text is noise.
-Each mode runs in a process of its own, as TRL's colocated engine does, all with the same prompts, seeds and lengths:
+Models have a real model's shape and dummy weights: a step costs what the real model's would, and the text is random.
+Each mode runs in a process of its own with the engine inside, as in TRL's colocate mode, all with the same prompts,
+seeds and lengths:
 
-    none        vLLM without speculation: the V2 runner with asynchronous scheduling, the default and the yardstick
+    none        vLLM without speculation: the V2 runner with asynchronous scheduling, the default and the baseline
     off         the same engine with our sampler in place of vLLM's (`speculation=False`)
     ngram       vLLM's prompt lookup
     suffix      vLLM's suffix decoding, where arctic-inference is installed
-    v1, v2      ours with the drafter on the host, in either runner, on new text, all verified: the price of trying
-    budget      the same under its budget, in the runner that vLLM chooses
-    device      ours with the drafter on the device and asynchronous scheduling, on new text: the price of K drafts
+    v1, v2      ours with the drafter on the host, in either runner, on new text, all verified: the cost of bad drafts
+    budget      the same with a budget, in the runner that vLLM chooses
+    device      ours with the drafter on the device and asynchronous scheduling, on new text: the cost of bad drafts
     v1-replay, v2-replay, budget-replay, device-replay
                 ours when every rollout is in the history already (each batch runs twice with the same seeds, the
-                second time is reported): the gain of an oracle
+                second time is reported): the gain from perfect drafts
 
 Reported: p20/p50/p80 of the time between two engine steps in milliseconds, tokens per second, both also relative to
-`none`, and for ours how many rollouts part from those of `off` and at which token: in bf16 logits vary with the batch;
-`--batch-invariant` switches on vLLM's kernels that do not. For `device`, `step / none` is also the number of tokens
-per step from which on drafts of K tokens pay at that batch size: below it, `num_speculative_tokens_per_batch_size`
-should say 0.
+`none`, and for ours how many rollouts differ from those of `off` and from which token on: in bf16 logits vary with the
+batch, except with vLLM's batch-invariant kernels (`--batch-invariant`). For `device`, `step / none` is also the number
+of tokens per step above which drafts of K tokens pay at that batch size: with fewer,
+`num_speculative_tokens_per_batch_size` should say 0.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ def run_mode(args: argparse.Namespace, mode: str, shape: str) -> list[dict[str, 
 
 
 def partings(rollouts: list[list[int]], others: list[list[int]]) -> tuple[int, float | None]:
-    """How many rollouts differ, and the median token at which they part."""
+    """(how many rollouts differ, the median of the first tokens that do)."""
     at = [
         next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
         for a, b in zip(rollouts, others, strict=True)
@@ -166,7 +167,7 @@ def partings(rollouts: list[list[int]], others: list[list[int]]) -> tuple[int, f
 
 
 def run_in_process(args: argparse.Namespace, mode: str, shape: str, argv: list[str]) -> list[dict[str, Any]] | None:
-    """Start this file again for one mode; None where the mode does not run."""
+    """Run this file again for one mode; None if it fails."""
     environment = {
         **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

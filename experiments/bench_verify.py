@@ -2,16 +2,16 @@
 
     python experiments/bench_verify.py [--out FILE] [--repeats 20]
 
-On a GPU four contestants take the same bf16 logits and point-mass drafts, return tokens and (where a cell asks for
-them) the emitted tokens' log-probabilities, and alternate within one process: our verifier as the V1 runner calls it
+On a GPU four verifiers take the same bf16 logits and point-mass drafts, return tokens and (where a cell asks for them)
+the emitted tokens' log-probabilities, and alternate within one process: our verifier as the V1 runner calls it
 and vLLM's V1 rejection sampler; our sampler as the V2 runner calls it and vLLM's V2 rejection sampler. FlashInfer's
 chain sampling joins where it is installed; it takes probabilities and returns no log-probabilities, so its time
-includes a softmax. On a CPU the V1 pair runs. One JSONL row per cell: p20/p50/p80 of each contestant in microseconds
-(device events around the call, launches included), ours also replayed from a CUDA graph, and what share of the measured
-copy bandwidth reading every logit once at that speed is.
+includes a softmax. On a CPU the V1 pair runs. One JSONL row per cell: p20/p50/p80 of each verifier in microseconds
+(device events around the call, launches included), ours also replayed from a CUDA graph, and the bandwidth of reading
+every logit once in that time as a share of the measured copy bandwidth.
 
-The logits look like a language model's: a normal bulk and 20 tokens above it; four in five drafts are what the target
-samples. One cell has flat logits, the worst case for a scan that skips hopeless tokens.
+The logits resemble a language model's: normally distributed, with 20 tokens above the rest; four in five drafts are
+what the target samples. Two cells have flat logits, the worst case for a scan that skips tokens that cannot win.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ NEAR = 1e-3
 
 
 class Case:
-    """One cell's inputs, for every contestant."""
+    """One cell's inputs, for every verifier."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class Case:
     # -- the gate ----------------------------------------------------------------------------------------------------
 
     def gate(self, *outputs: torch.Tensor) -> None:
-        """The first requests' tokens are the reference's, but for scores that were too close to tell."""
+        """Check that the first requests' tokens are the reference's, except where scores are too close to tell."""
         count = min(self.batch, 3)
         end = int(self.starts[count])
         arrays = (getattr(self.rows, name) for name in SamplingBatch.__slots__)
@@ -325,7 +325,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def measure(case: Case, repeats: int) -> dict[str, list[float] | None]:
-    """Quantiles of each contestant's time, alternating; None where it ran out of memory."""
+    """Quantiles of each verifier's time, alternating; None where it ran out of memory."""
     runs: dict[str, Callable[[], Any]] = {"ours": case.ours_v1, "vllm_v1": case.make_v1()}
     if case.device.type == "cuda":
         runs["ours_v2"], runs["vllm_v2"] = case.make_v2()

@@ -1,12 +1,12 @@
-"""The verifier's kernels on a GPU against the reference: what the interpreter cannot show.
+"""Checks the verifier's kernels on a GPU against the reference.
 
     python experiments/check_gpu.py [--trials 60] [--vocab 151936] [--out FILE]
 
 Random batches with ragged drafts, mixed temperatures, truncation, ties, removed tokens and rows without a distribution,
-in bf16, fp16 and fp32, for all methods; accepted drafts among them. Tokens must be the reference's; one may differ only
-where the reference's two scores are within the device's logarithm error. Log-probabilities agree within 1e-4. Then: no
-call waits for the device (torch's synchronisation check), and a captured CUDA graph gives the same result when it is
-replayed on new logits.
+in bf16, fp16 and fp32, for all methods, with accepted and rejected drafts. Tokens must be the reference's; one may
+differ only where the reference's scores of the two are within the device's logarithm error. Log-probabilities agree
+within 1e-4. Then: no call waits for the device (torch's synchronisation check), and a captured CUDA graph gives the
+same result when it is replayed on new logits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 METHODS = ("sample", "rejection", "dense")
 MODES = ("processed_logprobs", "raw_logprobs", None)
 SCORE_TOLERANCE = 1e-4
-"""The device's noise is within 1e-5 of NumPy's; the rest is the rounding of logit / T."""
+"""The device's noise is within 1e-5 of NumPy's; the rest allows for the rounding of logit / T."""
 
 
 def random_batch(rng: np.random.Generator, vocab: int, trial: int) -> tuple[np.ndarray, np.ndarray, SamplingBatch]:

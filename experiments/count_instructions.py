@@ -1,4 +1,4 @@
-"""Instructions of the scan kernel's machine code for Hopper; needs no GPU.
+"""Counts the instructions of the scan kernel's machine code for Hopper; needs no GPU.
 
     python experiments/count_instructions.py [--dtype bf16]
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What needs a GPU, from the repository's root with torch and vLLM importable; rows and logs go to OUT.
+# Checks and benchmarks that need a GPU. Run from the repository's root with torch and vLLM importable; rows and logs go
+# to OUT.
 #   bash experiments/gpu.sh OUT check device verify     correctness, the device drafter, the verifier: about 8 minutes
 #   bash experiments/gpu.sh OUT engine-1.5b             the engine step, 12 modes: about 15 minutes
 #   bash experiments/gpu.sh OUT engine-1.5b:none,device,budget-replay        some of the modes: a minute each
@@ -10,7 +11,7 @@ shift
 mkdir -p "$out/plugin"
 export PYTHONPATH="$PWD:$out/plugin${PYTHONPATH:+:$PYTHONPATH}" VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 
-# vLLM finds plugins through their package's metadata; where the package is not installed, this stands for it.
+# vLLM finds plugins through their package's metadata; where the package is not installed, this provides it.
 python3 - "$out/plugin" <<'PYTHON'
 import sys
 from importlib.metadata import PackageNotFoundError, version

@@ -1,9 +1,9 @@
-"""The peers behind this project's Drafter protocol, so that one replay measures all of them.
+"""Other drafters behind this project's `Drafter` protocol, so that one replay measures all of them.
 
 - Chain: the plain rules, by brute force over every position of the problem's texts (slow, and exact). `recent` and
   `freq` follow the longest match: its newest or its most frequent continuation. `ppm` blends counts over match lengths,
-  q_l = (c_l + KAPPA q_{l-1}) / (n_l + KAPPA). All ask again for every drafted token.
-- VllmNgram: vLLM's own proposer (n 2 to 5), which knows the request alone.
+  q_l = (c_l + KAPPA q_{l-1}) / (n_l + KAPPA). All search again for every drafted token.
+- VllmNgram: vLLM's own proposer (n from 2 to 5), which sees the request alone.
 - ArcticSuffix: Arctic Inference's suffix decoding, which vLLM's `suffix` method calls (arXiv:2411.04975), with vLLM's
   defaults. `find_arctic` says where it comes from.
 
@@ -39,8 +39,8 @@ class _Request(NamedTuple):
     serial: int
 
 
-class Unlearning:
-    """The part of a drafter that has nothing to learn and keeps no index."""
+class StatelessDrafter:
+    """No-op methods for a drafter that learns nothing from outcomes and keeps no index."""
 
     def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
         pass
@@ -55,8 +55,8 @@ class Unlearning:
         pass
 
 
-class _Peer(Unlearning):
-    """What all of them share: bookkeeping."""
+class _Peer(StatelessDrafter):
+    """Keeps the texts of live requests."""
 
     def __init__(self) -> None:
         self._live: dict[str, _Request] = {}
@@ -114,9 +114,9 @@ class Chain(_Peer):
             self._kept.setdefault(request.problem, []).append(_document(own, 0 if first else request.prompt.size))
 
     def _text(self, problem: int) -> tuple[np.ndarray, np.ndarray, dict[str, tuple[int, int]]]:
-        """The problem's texts, one behind the other: (tokens, order of age, where each live request lies).
+        """The problem's texts, concatenated: (tokens [n], age order [n], (start, end) of each live request).
 
-        A prompt that several rollouts share counts once: order -1 marks what is no continuation.
+        Order -1 marks tokens that do not count as continuations: separators, and a shared prompt's repetitions.
         """
         pieces = list(self._kept.get(problem, []))
         live = [(req_id, request) for req_id, request in self._live.items() if request.problem == problem]
@@ -140,7 +140,7 @@ def _document(text: Int32Array, num_hidden: int) -> Int32Array:
 
 @nb.njit(cache=True)
 def _chain(text, order, start, end, limit, rule, min_survival):
-    """Draft for the request at text[start:end]. Its own text counts as the newest."""
+    """Draft for the request at text[start:end], whose own text counts as the newest: (tokens, confidence)."""
     n = text.size
     lengths = np.zeros(n, np.int64)  # how far the text before and at i agrees with the context
     for i in range(n):
@@ -244,13 +244,13 @@ class VllmNgram(_Peer):
         for row in rows:
             sampled[row] = [0]
         drafts = self._proposer.propose(self._proposer.k, sampled, self._sizes, self._tokens)
-        return [_unsure(drafts[row][:limit]) for row, limit in zip(rows, max_tokens, strict=True)]
+        return [_with_full_confidence(drafts[row][:limit]) for row, limit in zip(rows, max_tokens, strict=True)]
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         self._free.append(self._rows.pop(req_id))
 
 
-def _unsure(tokens: Sequence[int]) -> Draft:
+def _with_full_confidence(tokens: Sequence[int]) -> Draft:
     return Draft(np.array(tokens, np.int32), np.ones(len(tokens), np.float32))
 
 
@@ -258,7 +258,7 @@ def _unsure(tokens: Sequence[int]) -> Draft:
 
 
 def find_arctic() -> Any | None:
-    """The module `arctic_inference.suffix_decoding`, None where it is not to be had.
+    """The module `arctic_inference.suffix_decoding.cache`; None if it cannot be imported.
 
     Either the package is installed, or ARCTIC_INFERENCE names an unpacked source distribution in which the extension
     has been built (the whole package pins old versions of vLLM and CUDA; the extension alone needs CMake and nanobind):
@@ -282,7 +282,7 @@ class ArcticSuffix(_Peer):
 
     Args:
         per_problem: A cache for each problem, as histories are kept here. False: one for all, as in vLLM.
-        factor, offset, min_probability: Its knobs; draft length is at most factor * match length + offset.
+        factor, offset, min_probability: Its parameters; draft length is at most factor * match length + offset.
     """
 
     def __init__(
@@ -333,7 +333,7 @@ class ArcticSuffix(_Peer):
             cache, unique, buffer, size = self._requests[req_id]
             pattern = buffer[max(0, size - self._max_depth) : size]
             draft = cache.speculate(unique, pattern, max_spec_tokens=limit, **self._knobs)
-            drafts.append(_unsure(draft.token_ids))
+            drafts.append(_with_full_confidence(draft.token_ids))
         return drafts
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
@@ -343,5 +343,5 @@ class ArcticSuffix(_Peer):
             cache.evict_cached_response(unique)
 
     def memory_bytes(self) -> int:
-        """Of the trees of what is kept; those of live requests not counted."""
+        """Bytes of the history's trees, without those of live requests."""
         return sum(cache._global_tree.estimate_memory() for cache in self._caches.values())

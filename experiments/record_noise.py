@@ -2,10 +2,10 @@
 
     python experiments/record_noise.py OUT.npz [--steps 6000] [--threads 1]
 
-The work is a small network's forward pass in torch, a few milliseconds, as a step of a small model. By default on one
-thread, as engines run that share a machine: with a thread per core each waits for the slowest, many times as long. It
-is repeated alone, beside bursts of another process, and beside bursts of one process per core. OUT.npz holds an array
-for each of the three, int16 [steps]: what each repetition took, in percent of the fifth percentile of those made alone.
+The work is a small network's forward pass in torch, which takes a few milliseconds, like a small model's step. By
+default it runs on one thread; with one per core, each pass waits for the slowest thread, which can take many times as
+long. It is repeated alone, beside bursts of one other process, and beside bursts of one process per core. OUT.npz holds
+an array for each of the three, int16 [steps]: each repetition's time in percent of the fifth percentile of those alone.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 BURST_SECONDS = (0.1, 2.0)
-"""A burst takes between these, the pause after it between once and three times as long."""
+"""Shortest and longest burst; the pause after it is one to three times as long."""
 
 
 def disturb(seed: int, num_processes: int) -> None:

@@ -1,4 +1,4 @@
-"""What every row of `experiments/results` says about its origin, and the quantiles it reports."""
+"""The origin and the quantiles that rows of `experiments/results` contain."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PACKAGES = ("rollout-spec", "numpy", "numba", "torch", "triton", "vllm", "vllm-c
 def origin(device: str | None = None) -> dict[str, Any]:
     """Commit, command line, versions of the packages that are installed, and the machine or `device`.
 
-    Absolute paths in the command line are shortened to their last part: where files lie on one machine is no result.
+    Absolute paths in the command line are shortened to their last part.
     """
     command = ["git", "describe", "--always", "--dirty"]
     try:

@@ -1,4 +1,4 @@
-"""Policies of draft budgets in a simulated engine, on recorded rollouts and cost curves. **Simulated**: no model runs.
+"""Budget policies in a simulated engine, on recorded rollouts and cost curves. **Simulated**: no model runs.
 
     python experiments/simulate_budgets.py TRACES_DIR [--sets ...] [--batch 8 64 192] [--out FILE] [--plot FILE]
 
@@ -7,11 +7,11 @@ with the H200's 4.8 TB/s and half of its 990 TFLOP/s (bf16): 1.5B and 7B paramet
 a hundred tokens), and `flops`, whose steps cost in proportion to their tokens from the first on (compute-bound). `cpu`
 is the demo's policy on two busy CPU cores, where one was measured (--curve).
 
-Reported per cell: time without drafts over a policy's time, for the whole phase and for its tail. That begins when nine
-rollouts in ten have ended (`tail`), or when nine tokens in ten have been said (`token_tail`): a policy that makes the
-bulk faster and the longest rollouts no slower has a longer tail by the first count. `ours, new` knows nothing when the
-phase begins; `ours` has learned in one phase of the same size on other prompts, as in any but the first step of a run;
-`ours, lengths known` is told how long each rollout gets. The drafter begins anew in every phase.
+Reported per cell: time without drafts over a policy's time, for the whole phase and for its tail. The tail begins when
+nine rollouts in ten have ended (`tail`), or when nine tokens in ten are generated (`token_tail`): a policy that speeds
+up the other rollouts but not the longest has a longer tail by the first definition. `ours, new` knows nothing when the
+phase begins; `ours` has run through one phase of the same size on other prompts, as in any step of a run but the first;
+`ours, lengths known` is told each rollout's length. The drafter's history is empty when a phase begins.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""What draft budgets lose when other work on the machine makes steps longer. **Simulated**: no model runs.
+"""What budgets lose when other work on the machine makes steps longer. **Simulated**: no model runs.
 
     python experiments/simulate_noise.py TRACES_DIR [--sets ...] [--recorded FILE.npz] [--out FILE]
 
-As `simulate_budgets.py`, but the budget sees steps that take longer than they should, by factors that are
+As `simulate_budgets.py`, but the times that the budget is told are longer, by factors that are
 
     jitter      drawn for each step, half-normal, 12 % on average
     one core    1.3 to 1.8 for bursts of 20 to 400 steps, a third to a half of all steps, on top of the jitter
     every core  1.8 to 3, likewise
-    recorded .. from the file that `record_noise.py` made, from a random place on
+    recorded .. from a file that `record_noise.py` wrote, starting at a random place
 
-Speedups count the steps as they would have been without the noise, so that only decisions matter. Reported per cell,
-over seeds: the part of the quiet speedup's gain that is lost, or where nothing can be gained the speedup itself.
+Speedups count the steps as they would have been without the noise, so that only decisions matter. Reported per cell:
+the share of the gain without noise that is lost, mean over seeds; where there is no gain, the lowest speedup.
 """
 
 from __future__ import annotations

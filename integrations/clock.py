@@ -1,4 +1,4 @@
-"""Splits an engine's steps into the target's forward pass and verification, without ever waiting for the device."""
+"""Times the target's forward pass and verification in an engine's steps, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from rollout_spec.stats import SpeculationStats
 class StepClock:
     """Adds each step's times to `forward_seconds` and `verify_seconds` of its `stats`.
 
-    Call `start` before the forward pass is prepared, `mark` before verification and `stop` after it. On a GPU these are
-    events in the stream, read once they have passed: the forward pass then includes the time in which the device waits
-    for its preparation. Steps that were not both
-    started and stopped are not counted.
+    Call `start` before the forward pass is prepared, `mark` before verification and `stop` after it. On a GPU each
+    records an event in the stream, which is read once it has passed; the forward pass's time then includes the device's
+    wait for its preparation. Steps without all three calls are not counted.
 
     Attributes:
         started: When the last step was started, by `time.perf_counter`.

@@ -1,4 +1,4 @@
-"""What a front end can ask of an engine's workers: `llm.collective_rpc("rollout_spec", args=("stats",))`."""
+"""The commands of an engine's workers: `llm.collective_rpc("rollout_spec", args=("stats",))`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Speculation(Protocol):
 
     @property
     def budget(self) -> Budget | None:
-        """What decides how much of each draft is verified; None: all of it."""
+        """Decides how much of each draft is verified. None: all of it."""
 
     def set_enabled(self, enabled: bool) -> None:
         """Draft from now on, or no longer.
@@ -43,7 +43,7 @@ class Speculation(Protocol):
         """Bytes that the drafter holds."""
 
     def source_counts(self) -> dict[str, list[int]]:
-        """By source, drafted tokens that the target reached and those that were right; empty where it does not tell."""
+        """By source, [drafted tokens that the target reached, those that were right]; may be empty."""
 
 
 def run_command(speculation: Speculation | None, stats: SpeculationStats, name: str, *args: Any) -> Any:
@@ -53,7 +53,10 @@ def run_command(speculation: Speculation | None, stats: SpeculationStats, name: 
         speculation: None for an engine without speculation.
         stats: The engine's counters.
         name: The command.
-        *args: What follows it.
+        *args: The command's arguments.
+
+    Returns:
+        `stats`: `SpeculationStats.to_dict` and `drafter_bytes`. `report`: see `report`. Otherwise None.
 
     Raises:
         ValueError: the name is unknown, or the engine was built without speculation.
@@ -72,7 +75,7 @@ def run_command(speculation: Speculation | None, stats: SpeculationStats, name: 
 
 
 def report(speculation: Speculation | None, stats: SpeculationStats) -> dict[str, Any]:
-    """What `rollout-spec doctor` explains, as plain data. Arguments as for `run_command`."""
+    """The report that `rollout-spec doctor` explains, as plain data. Arguments as for `run_command`."""
     sources = speculation.source_counts() if speculation is not None else {}
     budget = speculation.budget if speculation is not None else None
     learned = None

@@ -1,6 +1,6 @@
-"""What any trainer needs of a vLLM engine that speculates: seeds, policy versions, metrics, reports, a check.
+"""What any trainer needs around a vLLM engine that speculates: seeds, policy versions, metrics, reports, a check.
 
-A trainer of any library::
+Use with any training loop::
 
     controller = EngineController(RolloutSpecConfig())
     controller.begin_run(seed=0, model=policy)
@@ -13,8 +13,8 @@ A trainer of any library::
         llm.reset_prefix_cache()
         log(controller.take_metrics())
 
-From `attach` on the controller follows what the trainer calls on the engine: `generate` and `chat` for the rollouts,
-`reset_prefix_cache` after a weight synchronisation. `rollout_spec.integrations.trl_hook` does this for TRL.
+`attach` wraps the engine's `generate` and `chat`, to give requests seeds and to count, and `reset_prefix_cache`, which
+trainers call after they have loaded new weights. `rollout_spec.integrations.trl_hook` does all this for TRL.
 """
 
 from __future__ import annotations
@@ -37,21 +37,20 @@ logger = logging.getLogger(__name__)
 
 
 class EngineController:
-    """Follows one trainer's vLLM engine.
+    """Seeds, counts and checks the generations of one trainer's vLLM engine.
 
     Every rollout gets a seed of its own, derived from the run's seed, the training's number, the step, the generation's
-    number in it and the rollout's place, so a run can be repeated, and resumed, rollout by rollout, with speculation or
-    without. At the first
-    generation the engine's log-probabilities are compared with the trainer's own forward pass; where that cannot be
-    done, a warning says why.
+    number in it, the engine's number and the rollout's place. So a run can be repeated and resumed rollout by rollout,
+    with speculation or without. At the first generation the engine's log-probabilities are compared with the trainer's
+    own forward pass; where that cannot be done, a warning says why.
 
     Args:
-        config: What the engine is to do.
+        config: The engine's settings.
         llm_kwargs: More keyword arguments for the `vllm.LLM` that the trainer builds, e.g. `{"dtype": "float32"}`.
         logprob_tolerance: See `LogprobCheck`.
 
     Attributes:
-        config: What the engine is to do.
+        config: The engine's settings.
         llm: The engine, once it is attached.
         model: The trainer's model, for the comparison of log-probabilities; set by `begin_run` and `begin_step`.
         policy_version: Weight synchronisations so far.
@@ -75,8 +74,8 @@ class EngineController:
         self._replica = 0
         self._step = 0
         self._autocast_dtype: str | None = None
-        self._num_trainings = 0  # begun, so that no seed comes twice where one object is trained twice
-        self._num_generations = 0  # since the step began; evaluations after it count on
+        self._num_trainings = 0  # so that seeds differ where one trainer trains twice
+        self._num_generations = 0  # since the step began, evaluations included
         self._engine_generate: Callable[..., Any] = self._refuse_to_generate
         self._logged: dict[str, Any] = {}
         self._generation_seconds = 0.0
@@ -85,7 +84,7 @@ class EngineController:
     # -- what the trainer says ---------------------------------------------------------------------------------------
 
     def begin_run(self, *, seed: int, replica: int = 0, model: Any = None, autocast_dtype: str | None = None) -> None:
-        """A trainer is set up.
+        """Take the run's settings, before the engine is built.
 
         Args:
             seed: The run's, from which the rollouts' seeds derive.
@@ -98,17 +97,17 @@ class EngineController:
         self._autocast_dtype = autocast_dtype
 
     def begin_training(self) -> None:
-        """The trainer begins to train, for the first time or again; resuming from a checkpoint is the same training."""
+        """Begin a training: call it once per `train()` of the trainer. A resumed run counts from 1 again."""
         self._num_trainings += 1
         self._num_generations = 0
 
     def begin_step(self, step: int, model: Any = None) -> None:
-        """A step begins, from whose number seeds derive. `model` replaces that of the run where it is given."""
+        """Begin a training step. Seeds derive from its number; `model`, if given, replaces that of `begin_run`."""
         self._step, self._num_generations = step, 0
         self.model = model if model is not None else self.model
 
     def begin_policy_version(self) -> None:
-        """The engine has new weights. Called by itself where the trainer calls `llm.reset_prefix_cache`."""
+        """Tell the engine that it has new weights. Once attached, `llm.reset_prefix_cache` calls this."""
         self.policy_version += 1
         if self.config.speculation:
             self._command("begin_policy_version", self.policy_version)
@@ -133,10 +132,10 @@ class EngineController:
     # -- the engine --------------------------------------------------------------------------------------------------
 
     def engine_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The trainer's arguments of `vllm.LLM` with ours and `llm_kwargs` added.
+        """The trainer's keyword arguments for `vllm.LLM`, with `llm_kwargs` and ours added.
 
         Raises:
-            ValueError: they ask for a drafter already.
+            ValueError: the trainer or `llm_kwargs` sets `speculative_config` or our key of `additional_config`.
         """
         ours = self.config.engine_kwargs()
         name = type(self).__name__
@@ -165,7 +164,7 @@ class EngineController:
         self.attach(llm)
 
     def attach(self, llm: Any) -> None:
-        """Follow what the trainer calls on an engine that was built with `engine_kwargs`.
+        """Wrap `generate`, `chat` and `reset_prefix_cache` of an engine that was built with `engine_kwargs`.
 
         Raises:
             RuntimeError: the engine runs without the plugin.
@@ -277,12 +276,12 @@ class EngineController:
         return result
 
     def report(self) -> dict[str, Any]:
-        """What `rollout-spec doctor` explains; see `rollout_spec.integrations.commands.report`."""
+        """The report for `rollout-spec doctor`; see `rollout_spec.integrations.commands.report`."""
         result: dict[str, Any] = self._command("report")
         return result
 
     def take_metrics(self) -> dict[str, float]:
-        """`rollout_spec/*` metrics since the last call; empty when nothing was generated."""
+        """`rollout_spec/*` metrics since the last call; empty when nothing was generated since."""
         if self.llm is None or self._generation_seconds == 0:
             return {}
         now = self.stats()
@@ -308,24 +307,24 @@ class EngineController:
         return {f"rollout_spec/{name}": float(value) for name, value in metrics.items()}
 
     def write_report(self, path: Path, **about: Any) -> None:
-        """Write the report and what `about` adds to it as JSON. A file that cannot be written is a warning."""
+        """Write the report, with the entries of `about`, as JSON. Warns if the file cannot be written."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(".tmp")
             unfinished.write_text(json.dumps({**self.report(), **about}) + "\n")
             unfinished.replace(path)
-        except (OSError, TypeError, ValueError) as error:  # no reason to end a run
+        except (OSError, TypeError, ValueError) as error:  # must not end the run
             logger.warning("the report for rollout-spec doctor could not be written: %s", error)
 
 
 def _as_list(prompts: Any) -> Sequence[Any]:
-    """Prompts as `vllm.LLM.generate` takes them: one, or a sequence."""
+    """A sequence of prompts from one prompt or a sequence, as `vllm.LLM.generate` takes them."""
     is_one = isinstance(prompts, (str, Mapping)) or (prompts and isinstance(prompts[0], int))
     return [prompts] if is_one else prompts
 
 
 def _prompt_key(prompt: Any) -> str:
-    """Equal for requests with equal texts."""
+    """A string that is equal for equal prompts."""
     if isinstance(prompt, Mapping):
         prompt = prompt.get("prompt_token_ids", prompt.get("prompt", prompt))
     return repr(prompt)

@@ -1,4 +1,4 @@
-"""Whether the engine's log-probabilities are those that the trainer's forward pass finds for the same rollouts."""
+"""Checks that the engine's log-probabilities equal those of the trainer's forward pass over the same rollouts."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rollout_spec.verify.vectorised import scores_matrix
 logger = logging.getLogger(__name__)
 
 FP32_TOLERANCE = 1e-4
-"""Largest mean |difference| between the engine's log-probabilities and the trainer's where both compute in float32."""
+"""Largest mean |difference| between the engine's and the trainer's log-probabilities where both compute in float32."""
 HALF_PRECISION_TOLERANCE = 5e-2
-"""The same where one of them computes in another dtype: kernels that round differently part in the second decimal."""
+"""The same for other dtypes, in which kernels differ from the second decimal on."""
 NUM_CHECKED_ROLLOUTS = 8
 NUM_CHECKED_TOKENS = 256
-"""Tokens of each of them: the trainer's logits of long rollouts would take gigabytes beside the engine's cache."""
+"""Tokens checked of each rollout: the trainer's logits of long ones would take gigabytes beside the engine's cache."""
 ROWS_PER_CHUNK = 64
 """Rows of logits that are scored at once."""
 
@@ -31,7 +31,7 @@ class LogprobCheck:
     """Compares log-probabilities at the first generation of a run.
 
     Attributes:
-        error: (mean, max) absolute difference, NaN where nothing could be compared, or None before anything was.
+        error: (mean, max) absolute difference; NaN if nothing could be compared; None before the first comparison.
 
     Args:
         tolerance: Largest mean absolute difference. None: 1e-4 where engine and trainer compute in float32, 5e-2
@@ -43,12 +43,15 @@ class LogprobCheck:
         self._tolerance = tolerance
 
     def ask_for_logprobs(self, params: Sequence[Any]) -> list[int]:
-        """Let the engine score the rollouts that are checked, and return which of them the trainer wants no scores of.
+        """Ask the engine for log-probabilities of the rollouts that are checked.
 
-        RLOO, OnlineDPO and others ask for none.
+        Trainers such as RLOO and OnlineDPO do not ask for any.
 
         Args:
-            params: The requests' `SamplingParams`, which are changed.
+            params: The requests' `SamplingParams`; `logprobs` is set where it was None.
+
+        Returns:
+            Indices of the requests that were changed.
         """
         unscored = [i for i, p in enumerate(params[:NUM_CHECKED_ROLLOUTS]) if p.logprobs is None]
         for i in unscored:
@@ -124,7 +127,7 @@ class LogprobCheck:
 
 
 def _why_not_comparable(model: Any, prompt: Any, params: Any, mode: str) -> str | None:
-    """Why the trainer's forward pass over a rollout's tokens cannot find the engine's log-probabilities, or None."""
+    """Why a rollout's log-probabilities cannot be compared with the trainer's forward pass; None: they can."""
     if model is None:
         return "the trainer's model is not known"
     if mode not in ("raw_logprobs", "processed_logprobs"):

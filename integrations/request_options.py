@@ -1,4 +1,4 @@
-"""What a caller may set per request, and what is refused.
+"""The options that a caller can set per request.
 
 In Python: `SamplingParams(extra_args={"rollout_spec": {"problem_id": 7}})`. Over HTTP, where vLLM takes flat values
 only: `"vllm_xargs": {"rollout_spec_problem_id": 7}`.
@@ -18,13 +18,13 @@ MAX_PROBLEM_ID = 2**64 - 1
 
 
 def requested_problem_id(extra_args: Mapping[str, Any] | None) -> int | None:
-    """The problem that a caller names for a request, or None.
+    """The problem id that a caller gives a request, or None.
 
     Args:
         extra_args: The request's `SamplingParams.extra_args`.
 
     Raises:
-        ValueError: an option is unknown or misspelt, given twice, or no integer from 0 to 2^64 - 1.
+        ValueError: an option is unknown, misspelt or given twice, or the id is not an integer from 0 to 2^64 - 1.
     """
     if not extra_args:
         return None

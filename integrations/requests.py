@@ -1,4 +1,4 @@
-"""vLLM's requests: which problem they belong to, where they end, and what a session knows of a live one."""
+"""vLLM's requests: their problem, where they end, and what a session knows of a live one."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class LiveRequest:
     """What a session knows of a request that it drafts for.
 
     Attributes:
-        problem: Requests with the same one have rollouts of similar lengths. 0 where there is none.
+        problem: The problem's id, by which expected lengths are looked up; 0: no problem.
         num_prompt_tokens: Tokens of its prompt.
         num_seen: Tokens that the drafter has seen, prompt included.
         is_complete: Whether its last token has been sampled; the engine notices a step later.
-        stop_search: Looks for its stop strings; None until it has said something, and for requests without any.
+        stop_search: Looks for its stop strings; None before the first output, and for requests without stop strings.
     """
 
     problem: int
@@ -39,9 +39,12 @@ class LiveRequest:
 
 
 def problem_id_of(request: Any) -> int | None:
-    """The problem of a request: the one that the caller names, or the hash of what shapes its outputs.
+    """The problem id of a request: the one that the caller names, or a hash of prompt, LoRA adapter and images.
 
-    That is the prompt, an adapter and images. None for an empty prompt alone, which has no problem.
+    None if there are none of these: such a request shares no history.
+
+    Raises:
+        ValueError: the request's own options are wrong.
     """
     given = requested_problem_id(request.sampling_params.extra_args)
     if given is not None:
@@ -54,18 +57,18 @@ def problem_id_of(request: Any) -> int | None:
 
 
 def _is_stop_token(token_id: int, num_output_tokens: int, params: Any) -> bool:
-    """Whether a request ends here because of the token itself."""
+    """Whether this token, with which a request has `num_output_tokens`, ends it."""
     stops = token_id == params.eos_token_id or token_id in (params.stop_token_ids or ())
     return stops and num_output_tokens >= params.min_tokens
 
 
 def ends_with_stop_token(token_ids: Sequence[int], params: Any, num_before: int = 0) -> bool:
-    """Whether output tokens, after `num_before` others, end with a token that ends the request by itself."""
+    """Whether output tokens, after `num_before` others, end with a stop token that ends the request."""
     return bool(token_ids) and _is_stop_token(token_ids[-1], num_before + len(token_ids), params)
 
 
 def is_last(token_id: int, num_output_tokens: int, params: Any) -> bool:
-    """Whether the scheduler ends a request here. It knows nothing of stop strings, which the front end looks for."""
+    """Whether the scheduler ends a request at this token. Stop strings are not its business, but the front end's."""
     return num_output_tokens >= params.max_tokens or _is_stop_token(token_id, num_output_tokens, params)
 
 

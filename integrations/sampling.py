@@ -1,4 +1,4 @@
-"""What our samplers in vLLM's two model runners check and report alike."""
+"""Checks and conversions that our samplers in vLLM's two model runners share."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def require_seed(params: Any, request: str) -> None:
 
 
 def verifier_scores(mode: str, num_logprobs: int | None, is_processed: bool) -> bool:
-    """Whether the verifier's own log-probabilities are what a batch asks for; otherwise vLLM's code scores its tokens.
+    """Whether the verifier computes the log-probabilities that a batch asks for; otherwise vLLM's code does.
 
     Args:
         mode: The engine's `logprobs_mode`.
         num_logprobs: Tokens per position besides the sampled one; None, or negative: nothing is scored.
-        is_processed: The verifier was given logits that vLLM had processed: raw ones it has not seen.
+        is_processed: Whether the verifier gets logits that vLLM has processed, and so not the raw ones.
     """
     return num_logprobs == 0 and mode.endswith("_logprobs") and not (is_processed and mode == "raw_logprobs")
 
@@ -56,8 +56,8 @@ def verifier_scores(mode: str, num_logprobs: int | None, is_processed: bool) -> 
 def raise_if_broken(num_broken_rows: NDArray[Any], req_ids: Sequence[str]) -> None:
     """Raise FloatingPointError if the model's logits are broken.
 
-    Rows that masks have left empty (a grammar at its end, allowed tokens that min_tokens forbids) are no fault of the
-    model's, and vLLM emits token 0 there.
+    Rows that masks have left empty (a grammar at its end, allowed tokens that min_tokens forbids) do not count: vLLM
+    emits token 0 there.
 
     Args:
         num_broken_rows: Integer [B], each request's rows without a sample because a logit is NaN or +inf.
@@ -76,7 +76,7 @@ def sampled_tokens(targets: Sequence[int], accepted: int) -> list[int]:
 
     Args:
         targets: `VerifyResult.target_token_ids` of one request's rows.
-        accepted: Accepted drafts. The token after them has been emitted whatever it is: 0 where there was no sample.
+        accepted: Accepted tokens of the draft. The token after them is emitted in any case, as 0 without a sample.
     """
     kept = []
     for j, token in enumerate(targets):

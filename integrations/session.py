@@ -1,4 +1,4 @@
-"""What vLLM's two model runners share: the drafter of an engine and what it is told about the requests."""
+"""What vLLM's two model runners share: an engine's drafter, its budget, and their view of the requests."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from rollout_spec.types import Draft, Int32Array
 logger = logging.getLogger(__name__)
 
 STEPS_PER_SHARING = 16
-"""Ranks share what steps took once in so many steps."""
+"""Tensor-parallel ranks take over the first rank's times once in this many steps."""
 RECENT_STEPS = 16
-"""From the prompt tokens of so many last steps those of the next one are predicted."""
+"""The prompt tokens of the next step are predicted from those of this many last steps."""
 
 
 def graph_sizes(vllm_config: Any) -> tuple[int, ...]:
-    """Numbers of tokens that steps are padded to, those of CUDA graphs; empty without them."""
+    """The numbers of tokens to which CUDA graphs pad steps; empty without graphs."""
     compilation = vllm_config.compilation_config
-    # Steps whose requests have drafts of different lengths are mixed ones.
+    # Steps whose requests have drafts of different lengths run in the graphs for mixed batches.
     if compilation.cudagraph_mode is None or compilation.cudagraph_mode.mixed_mode().name == "NONE":
         return ()
     return tuple(compilation.cudagraph_capture_sizes or ())
@@ -49,7 +49,7 @@ class Outcome(NamedTuple):
     """What the target sampled at the verified positions."""
     num_accepted: int
     num_verified: int
-    """The scheduler may cut a draft further than was asked for."""
+    """Verified draft tokens; the scheduler may have cut the draft further than the budget did."""
 
 
 class Proposal(NamedTuple):
@@ -57,13 +57,13 @@ class Proposal(NamedTuple):
 
     token_ids: Int32Array
     num_verified: int
-    """So many of them are worth verifying."""
+    """How many of them to verify."""
 
 
 class _Drafts(NamedTuple):
     """What the drafter proposed for a step."""
 
-    rows: dict[str, int]  # by request
+    rows: dict[str, int]  # index of each request's draft, by request id
     confidence: NDArray[np.float32]  # [D], of all drafted tokens
     starts: NDArray[np.int64]  # [B + 1], each draft's first token, then D
 
@@ -82,15 +82,15 @@ class DraftingSession:
     """An engine's drafter and its budget, which outlive the batches: requests are told apart by their ids.
 
     Attributes:
-        live: What is known of each request that the drafter serves, by id. It leaves when it is named as ended.
+        live: The requests that the drafter serves, by id, until `draft` is told that they ended.
         enabled: Whether anything is indexed and drafted; False after the drafter has raised.
-        broken: Whether it has, so that it stays switched off.
-        budget: What decides how much of each draft is verified; None: all of it.
+        broken: Whether the drafter has raised, after which it stays switched off.
+        budget: Decides how much of each draft is verified. None: all of it.
         num_speculative_tokens: K.
 
     Args:
-        share_from_first_rank: Gives all ranks the list of numbers that the first one measured, as they must draft
-            alike; None for a single rank.
+        share_from_first_rank: Returns the first rank's list of numbers on every rank, as all must draft alike. None
+            for a single rank.
 
     Raises:
         ValueError, TypeError: the drafter is unknown, or its options are wrong.
@@ -118,16 +118,16 @@ class DraftingSession:
         self._vllm_config = vllm_config
         scheduler = vllm_config.scheduler_config
         self._max_step_tokens = int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
-        self._drafts: _Drafts | None = None  # those that the running step verifies
-        self._draft_seconds = 0.0  # what drafting them took
-        self._num_asked = 0  # requests that the drafter was asked for
+        self._drafts: _Drafts | None = None  # of the step that is running
+        self._draft_seconds = 0.0  # spent on drafting them
+        self._num_asked = 0  # requests for which the drafter was asked
         self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # read in each of the last steps
         self._finds_stop_strings = True
         self._last_call: float | None = None  # when `draft` was called last
-        self._unshared: list[_Step] = []  # steps that the budget has not learnt of
+        self._unshared: list[_Step] = []  # steps that the budget has not been told
 
     def num_seen(self, req_id: str, request: Any) -> int:
-        """Tokens of a request, prompt included, that need not be shown again."""
+        """Tokens of a request, prompt included, that the drafter has seen."""
         live = self.live.get(req_id)
         is_known = live is not None and live.num_prompt_tokens == len(request.prompt_token_ids)
         return live.num_seen if live is not None and is_known else len(request.prompt_token_ids)
@@ -143,7 +143,7 @@ class DraftingSession:
         """Draft for the next step. Called once per step.
 
         Args:
-            ended: Requests of `live` that are over.
+            ended: Ids of requests of `live` that have ended.
             outcomes: What became of the last drafts, by request.
             updates: (id, vLLM's request, its tokens after those seen) of each request to draft for. A request has
                 `prompt_token_ids`, `sampling_params`, `lora_request` and `mm_features`.
@@ -151,8 +151,8 @@ class DraftingSession:
             step_started: When it began, by `time.perf_counter`.
 
         Returns:
-            At most num_speculative_tokens drafted tokens by request; requests without a draft may be missing. Empty for
-            good once the drafter has raised.
+            At most num_speculative_tokens drafted tokens by request; requests without a draft may be missing. Always
+            empty once the drafter has raised.
 
         Raises:
             Exception: what the drafter raised, under tensor parallelism: the other ranks would go on drafting, and
@@ -174,7 +174,7 @@ class DraftingSession:
             self._stats.draft_seconds += time.perf_counter() - started
 
     def _switch_off(self, error: Exception) -> None:
-        """End speculation after the drafter has raised. It may be a user's own, and its errors must not end a run.
+        """End speculation after the drafter, which may be a user's own, has raised: its errors must not end a run.
 
         Raises:
             Exception: `error`, under tensor parallelism.
@@ -210,7 +210,7 @@ class DraftingSession:
         return 0 if self.broken else int(self._ask(lambda: self.drafter.memory_bytes()) or 0)
 
     def source_counts(self) -> dict[str, list[int]]:
-        """By source, drafted tokens that the target reached and those that were right; empty where it does not tell."""
+        """By source, [drafted tokens that the target reached, those that were right]; empty if it has no sources."""
         drafter: Any = self.drafter  # not every drafter has sources
         if self.broken or not hasattr(drafter, "source_counts"):
             return {}
@@ -218,7 +218,7 @@ class DraftingSession:
         return {name: list(values) for name, values in counts.items()}
 
     def _ask(self, call: Callable[[], Any]) -> Any:
-        """Call the drafter outside of a step. None if it raises."""
+        """Call the drafter outside a step. If it raises, switch it off and return None."""
         try:
             return call()
         except Exception as error:
@@ -240,12 +240,12 @@ class DraftingSession:
         for req_id, request, tokens in updates:
             to_come = self._advance(req_id, request, tokens)
             num_live += to_come > 0
-            if to_come > 1:  # the target's own sample is the last token, and needs no draft
+            if to_come > 1:  # a request's last token needs no draft: the step samples one in any case
                 req_ids.append(req_id)
                 in_model = self._max_model_len - self.live[req_id].num_seen - 1
                 room.append(min(self._config.num_speculative_tokens, to_come - 1, in_model))
                 left.append(to_come)
-        # The median, not the mean, which may be a number of tokens that no step ever has and whose cost is not known.
+        # The median and not the mean: steps of the mean's size may never occur, so that their cost is not known.
         num_tokens = num_live + (median(self._prompt_tokens) if self._prompt_tokens else 0)
         wanted = bool(req_ids) and (self.budget is None or self.budget.wants_drafts(num_tokens))
         self._num_asked, self._draft_seconds = len(req_ids) if wanted else 0, 0.0
@@ -272,7 +272,7 @@ class DraftingSession:
     def _check(
         self, drafts: Sequence[Draft], sizes: Sequence[int], confidence: NDArray[np.float32], room: Sequence[int]
     ) -> None:
-        """Raise ValueError if the drafter, which may be a user's own, proposes what cannot be verified."""
+        """Raise ValueError if the drafter, which may be a user's own, proposes drafts that cannot be verified."""
         if len(sizes) != len(room) or any(size > max(limit, 0) for size, limit in zip(sizes, room, strict=True)):
             raise ValueError(f"drafted {list(sizes)} tokens where {list(room)} were asked for")
         for (ids, sure), size in zip(drafts, sizes, strict=True):
@@ -287,12 +287,12 @@ class DraftingSession:
             raise ValueError(f"confidence from {confidence.min()} to {confidence.max()} is no probability")
 
     def _observe(self, outcomes: Mapping[str, Outcome], updates: Sequence[tuple[str, Any, Sequence[int]]]) -> None:
-        """Tell drafter and budget what became of the last drafts, whatever was verified of them."""
+        """Tell drafter and budget the outcomes of the last drafts, verified or not."""
         drafts, self._drafts = self._drafts, None
         learnt = {req_id: outcome for req_id, outcome in outcomes.items() if req_id in self.live}
         if drafts is not None:
             for req_id, _, tokens in updates:
-                # The target's next token tells whether the first token of an unverified draft was right.
+                # Of a draft that was not verified, the target's next token shows whether its first token was right.
                 if req_id in drafts.rows and req_id not in learnt and req_id in self.live and len(tokens):
                     learnt[req_id] = Outcome([int(tokens[0])], 0, 0)
         if not learnt:
@@ -323,7 +323,7 @@ class DraftingSession:
         num_step_tokens: int,
         step_started: float,
     ) -> None:
-        """Count the time of the step that has ended, from the last call to this one, and teach it to the budget."""
+        """Count the time of the step that has ended, from the last call to this one, and tell it to the budget."""
         last, self._last_call = self._last_call, now
         num_draft_tokens = sum(outcome.num_verified for outcome in outcomes.values())
         num_prompt_tokens = max(num_step_tokens - len(updates) - num_draft_tokens, 0)
@@ -364,11 +364,11 @@ class DraftingSession:
         self._unshared = []
 
     def _advance(self, req_id: str, request: Any, tokens: Sequence[int]) -> int:
-        """Show the drafter a request's new tokens. Returns how many more may come, 0 when it is complete."""
+        """Show the drafter a request's new tokens. Returns the most tokens that can follow, 0 when it is complete."""
         params = request.sampling_params
         live = self.live.get(req_id)
         if live is not None and live.num_prompt_tokens != len(request.prompt_token_ids):
-            # A streaming session goes on with a longer prompt: as good as a new request.
+            # A streaming session has continued with a longer prompt: to the drafter, a new request.
             self.drafter.stop_request(req_id)
             live = None
         live = live or self._start(req_id, request)
@@ -401,17 +401,17 @@ class DraftingSession:
         return live
 
     def _find_stop_string(self, live: LiveRequest, request: Any, tokens: Sequence[int], num_before: int) -> int | None:
-        """How many of a request's new tokens, after `num_before`, lead up to its stop string; None without one."""
+        """How many of a request's new tokens it keeps, up to the one that completes a stop string; None: all."""
         if not self._finds_stop_strings:
             return None
         try:
             if live.stop_search is None:
-                from rollout_spec.integrations.stop_strings import StopStringSearch  # brings vLLM and the tokenizer
+                from rollout_spec.integrations.stop_strings import StopStringSearch  # imports vLLM and its tokenizers
 
                 live.stop_search = StopStringSearch(self._vllm_config.model_config, request)
             stops = ends_with_stop_token(tokens, request.sampling_params, num_before)
             return live.stop_search.find(tokens, ends_with_stop_token=stops)
-        except Exception:  # a tokenizer that only the front end can load, or a fault of its own
+        except Exception:  # e.g. a tokenizer that only the front end can load
             if self._share_from_first_rank is not None:  # the other ranks would draft differently
                 raise
             self._finds_stop_strings = False

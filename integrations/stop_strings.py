@@ -1,9 +1,8 @@
 """Stop strings: output and history end with the token that completes one, as they do without speculation.
 
-vLLM looks for stop strings in the front end, in the text of all tokens that a step brought. A step with accepted drafts
-brings several, and some of them may lie past the stop. `end_outputs_at_stop_strings` cuts them off before the front
-end counts anything; `StopStringSearch` tells the worker where the front end will stop, so that nothing past it is
-indexed.
+vLLM looks for stop strings in the front end, in the text of all tokens that a step sampled. A step with accepted drafts
+samples several, and some may lie past the stop string. `end_outputs_at_stop_strings` cuts them off before the front end
+counts them; `StopStringSearch` tells the worker where the front end will stop, so that nothing past it is indexed.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ class StopStringSearch:
     """Looks for a request's stop strings as vLLM's front end does: with its detokenizer, one token after the other.
 
     Args:
-        model_config: vLLM's, which names the tokenizer. With `skip_tokenizer_init` nothing is ever found.
-        request: What has `prompt_token_ids` and `sampling_params`.
+        model_config: vLLM's `ModelConfig`. With `skip_tokenizer_init` no stop string is found.
+        request: Any object with `prompt_token_ids` and `sampling_params`.
     """
 
     def __init__(self, model_config: Any, request: Any) -> None:
@@ -40,20 +39,20 @@ class StopStringSearch:
         )
 
     def find(self, token_ids: Sequence[int], *, ends_with_stop_token: bool) -> int | None:
-        """How many of the next output tokens the request keeps: all up to the one that completes a stop string.
+        """How many of the next output tokens the request keeps, up to the one that completes a stop string.
 
         Args:
             token_ids: Output tokens that follow those of earlier calls.
             ends_with_stop_token: Whether the last one is a stop token, which is not part of the text.
 
         Returns:
-            None if none completes one. O(len(token_ids)).
+            The number of tokens; None if no stop string is completed. O(len(token_ids)).
         """
         return _update_until_stop(self._detokenizer, token_ids, ends_with_stop_token)[1]
 
 
 def end_outputs_at_stop_strings(output_processor: Any) -> None:
-    """Let a vLLM `OutputProcessor` see each request's output only up to the token that completes a stop string."""
+    """Wrap a vLLM `OutputProcessor` so that it gets each request's output only up to the end of a stop string."""
     if cuts_at_stop_strings(output_processor):
         return
     process_outputs = output_processor.process_outputs
@@ -63,7 +62,7 @@ def end_outputs_at_stop_strings(output_processor: Any) -> None:
         for output in engine_core_outputs:
             if len(output.new_token_ids) > 1:
                 state = output_processor.request_states.get(output.request_id)  # None: aborted meanwhile
-                if state is None or state.streaming_input:  # a session of several prompts goes on after a stop
+                if state is None or state.streaming_input:  # a streaming session continues after a stop string
                     continue
                 if getattr(state.detokenizer, "stop", None):
                     end_at_stop_string(state.detokenizer, output)
@@ -75,8 +74,7 @@ def end_outputs_at_stop_strings(output_processor: Any) -> None:
 def end_at_stop_string(detokenizer: Any, output: Any) -> None:
     """Cut one request's output of one step after the token that completes a stop string.
 
-    Updates the detokenizer, whose next `update` only tells what was found: it must be the one that vLLM makes for this
-    output.
+    Updates the detokenizer, and makes its next `update` return what was found: vLLM must call it next for this output.
 
     Args:
         detokenizer: vLLM's `IncrementalDetokenizer` of the request.
@@ -103,7 +101,7 @@ def end_at_stop_string(detokenizer: Any, output: Any) -> None:
 def _update_until_stop(
     detokenizer: Any, token_ids: Sequence[int], ends_with_stop_token: bool
 ) -> tuple[str | None, int | None]:
-    """(stop string, tokens up to the one that completes it), (None, None) if there is none."""
+    """(stop string, number of tokens up to the one that completes it); (None, None) if there is none."""
     for count, token in enumerate(token_ids, 1):
         stop_string = detokenizer.update([token], ends_with_stop_token and count == len(token_ids))
         if stop_string is not None:

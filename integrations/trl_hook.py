@@ -1,9 +1,9 @@
 """Speculation in TRL trainers: one callback, `GRPOTrainer(..., callbacks=[RolloutSpecGenerator()])`.
 
-TRL builds its own vLLM engine, in the trainer's constructor, and fixes the engine's arguments. transformers calls
-`on_init_end` before that. From then on `vllm.LLM` looks who builds it: an engine that a trainer with this callback
-builds for its own model gets our arguments, every other one is left alone. Works for the trainers that build a
-colocated `vllm.LLM`: GRPO, RLOO, OnlineDPO and their kin.
+TRL builds its vLLM engine in the trainer's constructor, with arguments of its own. transformers calls `on_init_end`
+before that, and there we wrap `vllm.LLM.__init__`: an engine that a trainer with this callback builds for its own model
+gets our arguments, every other engine is built as before. Works for trainers that build a colocated `vllm.LLM`: GRPO,
+RLOO, OnlineDPO and others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ REPORT_NAME = "rollout_spec.json"
 
 
 class RolloutSpecGenerator(EngineController, TrainerCallback):
-    """Brings speculation into the vLLM engine of a TRL trainer; see `EngineController` for what it does there.
+    """Brings speculation into the vLLM engine of a TRL trainer; `EngineController` does the work.
 
     One object serves one trainer. Metrics reach the trainer's logs as `rollout_spec/*`; with each log a report goes to
     `OUTPUT_DIR/rollout_spec.json`, which `rollout-spec doctor` explains.
@@ -58,7 +58,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         """Prepare for the engine that the trainer is about to build.
 
         Raises:
-            ValueError: the trainer does not generate with a colocated vLLM engine, or the callback serves another one.
+            ValueError: the trainer does not generate with a colocated vLLM engine, or this object has one already.
         """
         if self.llm is not None:
             raise ValueError(
@@ -80,7 +80,11 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         _hook_engines()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count the trainings. Raises RuntimeError if the trainer's engine was built without us."""
+        """Begin a training.
+
+        Raises:
+            RuntimeError: the trainer's engine was not built through this callback.
+        """
         if self.llm is None:
             raise RuntimeError(
                 "the trainer's vLLM engine was not built through this RolloutSpecGenerator, so nothing would be "
@@ -89,7 +93,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         self.begin_training()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Follow the step, which the seeds derive from."""
+        """Begin a step, from whose number seeds derive."""
         self.begin_step(state.global_step, model)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -101,7 +105,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
 
 
 def _hook_engines() -> None:
-    """Let `vllm.LLM` ask who builds it, once per process."""
+    """Wrap `vllm.LLM.__init__`, once per process."""
     import vllm
 
     original = vllm.LLM.__init__
@@ -115,7 +119,7 @@ def _hook_engines() -> None:
         generators = [callback for callback in callbacks if isinstance(callback, RolloutSpecGenerator)]
         model = kwargs.get("model", args[0] if args else None)
         is_policy = trainer is not None and model == trainer.model.name_or_path
-        if not is_policy or not generators or generators[0].llm is not None:  # a judge may be the same model
+        if not is_policy or not generators or generators[0].llm is not None:  # a second engine may be a judge's
             original(llm, *args, **kwargs)
         elif len(generators) > 1:
             raise ValueError(f"a trainer takes one RolloutSpecGenerator and has {len(generators)}: remove the others")
@@ -127,9 +131,9 @@ def _hook_engines() -> None:
 
 
 def _trainer_under_construction() -> Trainer | None:
-    """The trainer in whose constructor this is called, None elsewhere.
+    """The trainer in whose constructor this is called; None elsewhere.
 
-    The call stack says so at any time. A hook that waits for the next engine would outlive a constructor that fails.
+    Found on the call stack: a hook that waits for the next engine would remain after a constructor that fails.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -154,7 +158,7 @@ def _warn_of_split_groups(args: Any) -> None:
 
 
 def _hook_trainer_log() -> None:
-    """Let `Trainer.log` add our metrics before any reporter sees the logs; callbacks' `on_log` comes too late."""
+    """Wrap `Trainer.log` to add our metrics before reporters get the logs; callbacks' `on_log` comes too late."""
     original = Trainer.log
     if hasattr(original, "rollout_spec"):
         return

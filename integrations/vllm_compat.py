@@ -1,12 +1,12 @@
-"""Where vLLM's versions differ: the versions that are supported, and one function for each difference.
+"""The supported versions of vLLM, and one function for each difference between them.
 
-Each function names the versions concerned and the oldest supported version with which it can go. Three differences
-need no function, because a signature takes both forms: `init_speculator` also gets the runner's request states from
-0.32 on, a rejection sampler also gets `invalid_drafts` from 0.32 on, and `vllm.triton_utils.dispatcher`, whose hook is
-`rollout_spec.integrations.vllm_cpu.survive_lazy_modules`, exists from 0.31 on. V2's own noise is ours from 0.31 on;
-what 0.26 to 0.30 draw, ours replaces with and without speculation.
+Each function names the versions concerned, and the oldest supported version with which it can be removed. Three
+differences need no function, because a signature takes both forms: `init_speculator` also gets the runner's request
+states from 0.32 on, a rejection sampler also gets `invalid_drafts` from 0.32 on, and `vllm.triton_utils.dispatcher`,
+whose hook is `rollout_spec.integrations.vllm_cpu.survive_lazy_modules`, exists from 0.31 on. From 0.31 on V2's own
+noise equals ours; that of 0.26 to 0.30 is replaced by ours, with and without speculation.
 
-Nothing here imports vLLM or torch before it is called: the plugin is loaded in every process of every engine.
+This module imports neither vLLM nor torch: the plugin is loaded in every process of every engine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import warnings
 from typing import Any
 
 OLDEST_VERSION, NEWEST_VERSION = (0, 26), (0, 32)
-"""vLLM versions whose interfaces were read or run; newer ones warn, older ones are refused."""
+"""The range of tested vLLM versions: newer ones warn, older ones raise."""
 
 
 def version_name(version: tuple[int, int]) -> str:
@@ -50,7 +50,7 @@ def check_version(version_tuple: tuple[Any, ...], version: str) -> None:
 
 
 def ignored_sampler_option(vllm_config: Any) -> str | None:
-    """The first option that is set and that V2's own sampler would follow and ours would not.
+    """The first option that is set which vLLM's V2 sampler supports and ours does not.
 
     `return_sampling_mask` came with 0.28, `enable_trace_replay` with 0.29 and `watermark_config` with 0.30. With 0.30
     as the oldest version, read the attributes without a default.
@@ -67,7 +67,7 @@ def ignored_sampler_option(vllm_config: Any) -> str | None:
 
 
 def verifies_adaptively(speculative_config: Any) -> bool:
-    """Whether V2 cuts drafts by their confidence. It can from 0.28 on.
+    """Whether V2 cuts drafts by their confidence, as it can from 0.28 on.
 
     With 0.28 as the oldest version, read the attribute without a default.
     """
@@ -75,10 +75,10 @@ def verifies_adaptively(speculative_config: Any) -> bool:
 
 
 def keep_compile_cache(speculative_config: Any) -> None:
-    """Let vLLM keep its compiled code where `ngram_gpu` is asked for and a speculator of ours stands in its place.
+    """Let vLLM use its compilation cache where our speculator takes the place of `ngram_gpu`.
 
-    Up to 0.31 vLLM does without its cache for the sake of its own `ngram_gpu`. With 0.32 as the oldest version, which
-    does so in V1 only, this can go.
+    Up to 0.31 vLLM switches the cache off for `ngram_gpu`; 0.32 does so in V1 only. With 0.32 as the oldest version,
+    this can go.
     """
     object.__setattr__(speculative_config, "use_ngram_gpu", lambda: False)
 
@@ -87,7 +87,7 @@ def keep_compile_cache(speculative_config: Any) -> None:
 
 
 def cuts_at_stop_strings(output_processor: Any) -> bool:
-    """Whether vLLM itself drops the tokens that a step brought after a stop string, as from 0.32 on.
+    """Whether vLLM itself drops the tokens that a step sampled after a stop string, as from 0.32 on.
 
     With 0.32 as the oldest version, this can go, and `stop_strings.end_outputs_at_stop_strings` with it.
     """
@@ -98,7 +98,7 @@ def cuts_at_stop_strings(output_processor: Any) -> bool:
 
 
 def shards_batch(runner: Any) -> bool:
-    """Whether the runner's ranks each sample a part of the batch. They can from 0.29 on.
+    """Whether the runner's ranks each sample a part of the batch, as they can from 0.29 on.
 
     With 0.29 as the oldest version, read the attribute without a default.
     """
@@ -106,9 +106,9 @@ def shards_batch(runner: Any) -> bool:
 
 
 def speculator_model() -> Any:
-    """What the `model` of a speculator must be: an empty module.
+    """The `model` of a speculator without one: an empty module.
 
-    0.26 and 0.27 prepare the communication buffers of `speculator.model`. With 0.28 as the oldest version, this can go.
+    0.26 and 0.27 prepare communication buffers for `speculator.model`. With 0.28 as the oldest version, this can go.
     """
     import torch
 
@@ -127,7 +127,7 @@ def sampling_params_argument(args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
 
 def has_own_processors(sampler: Any) -> bool:
-    """Whether the sampler applies logits processors of the user's own. It can from 0.31 on.
+    """Whether the sampler applies logits processors of the user's own, as it can from 0.31 on.
 
     With 0.31 as the oldest version, read the attribute without a default.
     """
@@ -138,9 +138,8 @@ def has_own_processors(sampler: Any) -> bool:
 def apply_sampling_params(sampler: Any, logits: Any, input_batch: Any, position: Any) -> Any:
     """V2's own processing of logits without top-k and top-p; float32 [N, V]. `logits` stay as they are.
 
-    0.26 works in place, so it gets a copy; so does 0.27, which has the same signature. From 0.28 on the state's indices
-    are an argument on the device, too, from 0.31 on the lengths of the sequences. With 0.31 as the oldest version,
-    call the sampler with all of them.
+    0.26 works in place, so it gets a copy; so does 0.27, which has the same signature. 0.28 added the argument
+    `idx_mapping`, 0.31 `seq_lens_upper_bound_np`. With 0.31 as the oldest version, call the sampler with all of them.
 
     Args:
         sampler: vLLM's `Sampler`.
@@ -170,8 +169,8 @@ def apply_sampling_params(sampler: Any, logits: Any, input_batch: Any, position:
 def first_rows(input_batch: Any, *, on_device: bool) -> Any:
     """Each request's first row of logits, as `LogprobsTensors` take them: a list, or int32 [B + 1] on the device.
 
-    From 0.29 on they may lie on the device, which alone knows them where drafts are cut there (`on_device`). 0.28 makes
-    do with the host's upper bounds. With 0.29 as the oldest version, `on_device` alone decides.
+    Where drafts are cut on the device (`on_device`), only the device knows them, and vLLM takes them from there from
+    0.29 on. 0.28 uses the host's upper bounds. With 0.29 as the oldest version, `on_device` alone decides.
     """
     from vllm.v1.outputs import LogprobsTensors
 

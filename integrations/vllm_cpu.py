@@ -1,8 +1,8 @@
-"""Repairs of vLLM's CPU engine, each applied only where it is needed.
+"""Fixes for vLLM's CPU engine, each applied only where it is needed.
 
-`survive_lazy_modules`: when vLLM, from 0.31 on, registers its CPU kernels it looks at `vars()` of every object in every
-imported module and expects a dict; llvmlite's library handle, there as soon as numba is imported, returns something
-else, and the engine does not start.
+`survive_lazy_modules`: from 0.31 on, vLLM registers its CPU kernels by calling `vars()` on every object in every
+imported module, and expects a dict. For llvmlite's library handle, which numba imports, it gets something else, and the
+engine does not start.
 
 `plain_weights`: on CPUs vLLM repacks linear weights and drops the originals, so `load_weights` fails, and with it
 every trainer's weight synchronisation.
@@ -19,7 +19,7 @@ import torch
 
 
 def survive_lazy_modules(dispatcher: Any) -> None:
-    """Make the kernel registration of `vllm.triton_utils.dispatcher` pass over objects whose `__dict__` is no dict."""
+    """Make the kernel registration of `vllm.triton_utils.dispatcher` skip objects whose `__dict__` is no dict."""
 
     def instance_dict(value: Any) -> dict[str, Any]:
         attributes = builtins.vars(value)

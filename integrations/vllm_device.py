@@ -1,10 +1,10 @@
 """The device drafter as a speculator of vLLM's V2 model runner.
 
-vLLM keeps asynchronous scheduling for one drafter of its own that has no model, `ngram_gpu`. An engine with
-`drafter="device"` asks for that one, and gets this speculator in its place. Nothing here waits for the device: a step
-is scheduled before the last one's tokens are known, so every request carries the engine's number of drafts, or what
- `num_speculative_tokens_per_batch_size` says; vLLM's adaptive verification, where it is switched on, takes the
-drafts' confidences instead.
+vLLM keeps asynchronous scheduling for one of its own drafters without a model, `ngram_gpu`. An engine with
+`drafter="device"` asks for that one, and gets this speculator in its place. Nothing here waits for the device. A step
+is scheduled before the last one's tokens are known, so every request has the same number of draft tokens, K or what
+`num_speculative_tokens_per_batch_size` says; vLLM's adaptive verification, where it is switched on, cuts them by their
+confidences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
-from rollout_spec.drafters.device import DeviceDrafter, Ended
+from rollout_spec.drafters.device import DeviceDrafter, EndedRequest
 from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.requests import ends_with_stop_token, problem_id_of, trim_at_end
 from rollout_spec.integrations.stop_strings import StopStringSearch
@@ -27,9 +27,9 @@ class DeviceSpeculator(BaseSpeculator):
     """vLLM's speculator around a `DeviceDrafter`.
 
     Attributes:
-        drafter: The drafter. Its memory is taken here, outside of what level-2 sleep discards. vLLM counts it when it
-            measures what is left for the KV cache, but for 0.26, where `gpu_memory_utilization` must leave room.
-        budget: None: the scheduler must know before a step how many drafts each request has.
+        drafter: The drafter. Its memory is allocated here, so level-2 sleep does not discard it. From 0.27 on vLLM
+            counts it when it measures what is left for the KV cache; in 0.26 `gpu_memory_utilization` must leave room.
+        budget: Always None: the scheduler must know before a step how many draft tokens each request has.
         enabled: Whether anything is drafted. The history grows in any case.
         num_speculative_tokens: K.
         draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification.
@@ -87,7 +87,7 @@ class DeviceSpeculator(BaseSpeculator):
         return self.drafter.memory_bytes()
 
     def source_counts(self) -> dict[str, list[int]]:
-        """By source, drafted tokens that the target reached and those that were right."""
+        """By source, [drafted tokens that the target reached, those that were right]."""
         return {name: list(counts) for name, counts in self.drafter.source_counts().items()}
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
@@ -100,10 +100,10 @@ class DeviceSpeculator(BaseSpeculator):
         """Part of vLLM's interface; there is no model."""
 
     def on_requests_added(self, requests: Iterable[Any]) -> None:
-        """Requests have been scheduled for the first time, or again; their prompts will be read in this step."""
+        """Requests were scheduled for the first time or after a preemption; this step begins to read their prompts."""
         for request in sorted(requests, key=lambda request: request.req_id):  # all ranks in the same order
             req_id = request.req_id
-            if req_id in self._req_indices:  # a streaming session goes on with a longer prompt
+            if req_id in self._req_indices:  # a streaming session continues with a longer prompt
                 self._preempt(req_id)
             if request.prompt_token_ids is None:  # a prompt of embeddings has no history
                 prompt, problem_id = [], None
@@ -116,8 +116,8 @@ class DeviceSpeculator(BaseSpeculator):
         """Requests leave the runner.
 
         Args:
-            finished: (id, vLLM's request, None if it is not known).
-            preempted: Ids.
+            finished: (id, vLLM's `NewRequestData`, None if it is not known) of each.
+            preempted: Their ids.
         """
         for req_id in sorted(preempted):
             if req_id in self._req_indices:
@@ -151,7 +151,7 @@ class DeviceSpeculator(BaseSpeculator):
         history, total_len = states.all_token_ids.gpu, states.total_len.gpu
         noise = sampling.seeds.gpu, sampling.temperature.gpu
         if dummy_run or self._runner.rollout_spec.warming_up:
-            if not self._is_warm:  # compiled kernels are loaded before the engine serves
+            if not self._is_warm:  # compile the kernels before the engine serves
                 self._is_warm = True
                 self.drafter.warm_up(req_indices.dtype, history, total_len, *noise)
             return self._no_drafts(input_batch.num_reqs)
@@ -164,20 +164,20 @@ class DeviceSpeculator(BaseSpeculator):
         return drafts
 
     def _no_drafts(self, num_requests: int) -> torch.Tensor:
-        """Zeros with no confidence. A tensor of its own: vLLM may write into it."""
+        """Draft tokens 0 with confidence 0, int64 [B, K]. A new tensor each time: vLLM may write into it."""
         self.draft_token_confidence_probs[:num_requests] = 0
         return torch.zeros(num_requests, self.num_speculative_tokens, dtype=torch.int64, device=self._device)
 
     def _preempt(self, req_id: str) -> None:
         self._versions[req_id] = self.drafter.preempt_request(self._req_indices.pop(req_id))
 
-    def _ended(self, req_idx: int, request: Any) -> Ended:
+    def _ended(self, req_idx: int, request: Any) -> EndedRequest:
         states, params = self._runner.req_states, request.sampling_params
         has_text = params.stop and request.prompt_token_ids is not None  # a prompt of embeddings has no history
-        # vLLM's count on the host is of the step before, whose tokens and drafts may all have been accepted.
+        # vLLM's count on the host is one step old; all drafts of that step may have been accepted.
         computed = int(states.num_computed_tokens_np[req_idx]) + self.num_speculative_tokens + 1
         stops = [params.eos_token_id, *(params.stop_token_ids or ())]
-        return Ended(
+        return EndedRequest(
             req_idx,
             length=max(computed, int(states.prefill_len.np[req_idx])) + 1,
             stop_token_ids=sorted({int(token) for token in stops if token is not None}),
@@ -186,7 +186,7 @@ class DeviceSpeculator(BaseSpeculator):
         )
 
     def _num_until_stop_string(self, req_idx: int, request: Any) -> int:
-        """Output tokens after which a request ends, for one with stop strings: only the host can find them.
+        """Output tokens after which a request with stop strings ends, which only the host can find out.
 
         Reading the text makes the engine wait for the device, once for each of these requests.
         """

@@ -1,15 +1,15 @@
-"""What vLLM loads through its entry point, in every process: hooks that act only for engines that ask for us.
+"""The plugin that vLLM loads in every process: hooks that act only on engines that ask for speculation by us.
 
 An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our proposer in its `speculative_config`
 (`rollout_spec.engine_kwargs()` gives both). For such engines the hooks
 
 - check configuration, versions and each request's options in the front end, before anything is generated;
-- give every request without a seed one of its own, which then travels with it through preemption and to all ranks;
+- give every request without a seed one of its own, which stays with it through preemption and on all ranks;
 - end the front end's output at stop strings (`stop_strings.py`);
 - allow sampling parameters that our verifier handles under speculation and vLLM's does not: min-p, under V2 biases too;
-- let vLLM choose the model runner that it would run without speculation, V2 where it can;
-- in the worker, compile what the engine will call, and bind the `RunnerAdapter` of `vllm_v1` or `vllm_v2` to the
-  runner; under V1 also keep vLLM from making a torch generator for every request.
+- let vLLM choose the model runner that it would use without speculation, V2 where it can;
+- in the worker, compile what the engine will call, and give the model runner the `RunnerAdapter` of `vllm_v1` or
+  `vllm_v2`; under V1 also keep vLLM from making a torch generator for every request.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.request_options import requested_problem_id
 
 V2_MARK = "_rollout_spec_v2"
-"""Attribute of the `speculative_config` of engines that run our V2 speculator, for checks that see nothing else."""
+"""Attribute set on the `speculative_config` of engines that run our V2 speculator, for checks that get only that."""
 
 
 def register() -> None:
-    """Install the hooks as vLLM's modules are imported. Idempotent; called by vLLM in each of its processes."""
+    """Install each hook when vLLM's module is imported. Idempotent; vLLM calls it in each of its processes."""
     global _registered
     if _registered:
         return
@@ -105,7 +105,7 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
 
 
 def sharing_from_first_rank(vllm_config: Any) -> Callable[[list[float]], list[float]] | None:
-    """What gives all tensor-parallel ranks the numbers that the first one measured; None for a single rank."""
+    """A function that returns the first tensor-parallel rank's numbers on every rank; None for a single rank."""
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return None
     from vllm.distributed.parallel_state import get_tp_group
@@ -118,7 +118,7 @@ def sharing_from_first_rank(vllm_config: Any) -> Callable[[list[float]], list[fl
 
 
 def _is_ours(speculative_config: Any) -> bool:
-    """Whether an engine asks for us, as far as its `speculative_config` tells."""
+    """Whether a `speculative_config` names our proposer or is marked as ours."""
     if speculative_config is None:
         return False
     return speculative_config.model == PROPOSER_PATH or getattr(speculative_config, V2_MARK, False)
@@ -197,7 +197,7 @@ def _hook_input_processor(module: Any) -> None:
             params = request.sampling_params
             if self._rollout_spec_seeds is None or params is None:
                 return request
-            try:  # here, where an error fails this request alone
+            try:  # an error raised here fails this request alone
                 _check_request(params, self._rollout_spec_is_v1)
             except ValueError as error:
                 raise _request_error()(str(error)) from error
@@ -212,7 +212,7 @@ def _hook_input_processor(module: Any) -> None:
 
 
 def _check_request(params: Any, is_v1: bool) -> None:
-    """Raise ValueError if a request asks for what we cannot do."""
+    """Raise ValueError if a request has options that our samplers do not support, or wrong options of ours."""
     if is_v1 and params.logprob_token_ids:
         raise ValueError("rollout_spec cannot score logprob_token_ids in the V1 model runner: remove them")
     last = 0 if params.seed is None else params.seed + (params.n or 1) - 1  # vLLM gives sample i the seed + i
@@ -223,7 +223,7 @@ def _check_request(params: Any, is_v1: bool) -> None:
 
 @functools.cache
 def _request_error() -> type[ValueError]:
-    """What a bad request raises: a ValueError that vLLM's servers answer with status 400."""
+    """The exception for a bad request: a ValueError that vLLM's servers answer with status 400."""
     from vllm.exceptions import VLLMValidationError
 
     class RequestError(VLLMValidationError, ValueError):
@@ -233,7 +233,7 @@ def _request_error() -> type[ValueError]:
 
 
 def _hook_engine(module: Any, name: str) -> None:
-    """Let the outputs of engines that ask for us end at stop strings."""
+    """Make outputs end at stop strings, in engines that ask for speculation by us."""
 
     def make_init(original: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -250,7 +250,7 @@ def _hook_engine(module: Any, name: str) -> None:
 
 
 def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
-    """Raise RuntimeError, ValueError or TypeError if an engine is built in a way that we do not support."""
+    """Raise RuntimeError, ValueError or TypeError if an engine's configuration is not supported."""
     import vllm
     from vllm.logger import init_logger
 
@@ -282,8 +282,8 @@ class _SeedSource:
     """Seeds for requests that come without one.
 
     Each engine has a random key, so that engines and restarts differ. Under the external launcher every
-    tensor-parallel rank has a front end of its own, and all must give the same seeds: there the key comes from the
-    engine's seed.
+    tensor-parallel rank has a front end of its own, and all must draw the same seeds: there the key is the engine's
+    seed and its data-parallel rank.
     """
 
     def __init__(self, vllm_config: Any) -> None:
@@ -295,13 +295,13 @@ class _SeedSource:
         self._numbers = itertools.count(1)  # a server processes requests in several threads
 
     def next(self) -> int:
-        from rollout_spec.noise import derive_seed  # brings numba, which only engines that ask for us need
+        from rollout_spec.noise import derive_seed  # imports numba, which other engines do not need
 
         return derive_seed(self._key, next(self._numbers))
 
 
 def _hook_runner(module: Any, adapters: str) -> None:
-    """Bind the `RunnerAdapter` of our module `adapters`, which is imported for engines that ask for us."""
+    """Give model runners the `RunnerAdapter` of our module `adapters`, imported only for engines that ask for us."""
 
     def make_init(original: Any) -> Any:
         def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
@@ -372,7 +372,7 @@ def _hook_runner_v1(module: Any) -> None:
 def _need_no_generator(params: Any) -> None:
     """Keep vLLM from making a torch generator for a request because it has a seed: our sampler uses none.
 
-    It would be seeded for every request, and on a CPU vLLM then fails where a prompt is read in several chunks.
+    It would be made for every request, and on CPUs vLLM then fails where a prompt is read in several chunks.
     """
     from vllm.sampling_params import SamplingType
 

@@ -1,7 +1,7 @@
 """Speculation in vLLM's V1 model runner: the proposer that vLLM calls, and the adapter that takes over sampling.
 
 One engine step: vLLM runs the target over every scheduled token and hands the logits to `RunnerAdapter.sample`, which
-verifies the drafts; after vLLM has booked the sampled tokens it calls `RolloutSpecProposer.propose`, which tells the
+verifies the drafts; after vLLM has recorded the sampled tokens it calls `RolloutSpecProposer.propose`, which tells the
 drafter what became of its drafts, indexes the new tokens and returns the next drafts.
 """
 
@@ -34,7 +34,7 @@ from rollout_spec.verify.vectorised import scores_matrix
 
 
 class _Batch(NamedTuple):
-    """What does not change while the same requests are scheduled in the same rows."""
+    """What stays the same while the same requests are scheduled in the same rows."""
 
     req_ids: list[str]
     seeds: torch.Tensor  # int64 [B]
@@ -43,7 +43,7 @@ class _Batch(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """A verification that has not been counted yet: reading it would have made the engine wait for the device."""
+    """A verification that has not been counted yet: reading it at once would make the engine wait for the device."""
 
     req_ids: list[str]
     rows: list[int]  # of the requests whose tokens count
@@ -57,7 +57,8 @@ class RunnerAdapter:
 
     Attributes:
         clock: Times the runner's steps.
-        stats: The counters of this engine.
+        stats: This engine's counters.
+        proposer: The runner's proposer; None without speculation.
 
     Args:
         runner: vLLM's `GPUModelRunner` (V1) or a subclass; its drafter, if it has one, is a `RolloutSpecProposer`.
@@ -98,7 +99,7 @@ class RunnerAdapter:
             metadata: vLLM's `SpecDecodeMetadata`, None when nothing is drafted.
 
         Raises:
-            FloatingPointError: the model's logits are NaN or +inf.
+            FloatingPointError: logits hold NaN or +inf; under asynchronous scheduling, those of the step before.
         """
         self.clock.mark()
         batch = self._describe_batch()
@@ -149,8 +150,8 @@ class RunnerAdapter:
         sampler, processed = self._runner.sampler, logits.to(torch.float32, copy=True)
         if metadata is None:
             return sampler.apply_logits_processors(processed, sampling, False)
-        # As if every request had one draft more, so that its bonus row is processed like the others: vLLM masks stop
-        # tokens there until a step begins after min_tokens.
+        # Pretend that every request has one more draft token, so that its bonus row is processed like the others: by
+        # itself vLLM masks stop tokens in bonus rows until a step begins after min_tokens.
         holder = sampling.thinking_budget_state_holder
         if holder is not None and holder.has_tracked_requests():
             holder.update_state(sampling.output_token_ids, sampling.spec_token_ids, repeat_indices=None)
@@ -170,7 +171,7 @@ class RunnerAdapter:
             return
         invalid = outcome.result.num_invalid_rows.cpu().numpy()
         if invalid.any() and not bool((outcome.logits.isnan() | (outcome.logits == float("inf"))).any()):
-            invalid[:] = 0  # masks have left these rows empty
+            invalid[:] = 0  # masks have left these rows empty, which is no fault
         raise_if_broken(invalid, outcome.req_ids)
         accepted = outcome.result.num_accepted.tolist()
         self.stats.record([outcome.num_draft_tokens[i] for i in outcome.rows], [accepted[i] for i in outcome.rows])
@@ -185,7 +186,7 @@ class RunnerAdapter:
                 start += drafted + 1
 
     def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingBatch]:
-        """Drafted tokens [D], their inclusive counts [B], and how each request is sampled."""
+        """(drafted tokens [D], inclusive sums of draft lengths [B], how each request is sampled)."""
         size, device = len(batch.req_ids), self._runner.device
         if metadata is None:
             first_row = self._runner.query_start_loc.gpu[1 : size + 1] - 1
@@ -225,7 +226,7 @@ class RunnerAdapter:
 
 
 def _pad_rows(tensors: Any, metadata: Any, num_requests: int) -> Any:
-    """Spread N rows over [B * (longest draft + 1)] rows, where vLLM expects a request's row j at b * width + j."""
+    """Spread N rows over B * width rows, width = longest draft + 1: vLLM expects request b's row j at b * width + j."""
     width = metadata.max_spec_len + 1
     num_rows = tensors.logprobs.shape[0]
     ends = metadata.cu_num_sampled_tokens.long()
@@ -243,16 +244,16 @@ def _pad_rows(tensors: Any, metadata: Any, num_requests: int) -> Any:
 
 
 class RolloutSpecProposer:
-    """vLLM's `custom_class` proposer around a `DraftingSession`. Named by path in `speculative_config`.
+    """vLLM's `custom_class` proposer around a `DraftingSession`. `speculative_config` names it by path.
 
-    vLLM tells a proposer neither which requests it sees nor when they end. Both are read from the runner: rows map to
-    request ids through its input batch, and a request has ended when the runner has forgotten it (absence from one
-    batch may be preemption).
+    vLLM tells a proposer neither which requests it drafts for nor when they end. Both are read from the runner: its
+    input batch maps rows to request ids, and a request has ended when the runner no longer knows it (a request that is
+    missing from one batch may be preempted).
 
     Attributes:
-        outcomes: By request, what became of the last draft.
-        session: The drafter and what goes with it, once `bind` was called.
-        stats: The counters of this engine.
+        outcomes: The last draft's outcome by request id.
+        session: The drafting session, once `bind` was called.
+        stats: This engine's counters.
 
     Raises:
         ValueError: the configuration is wrong; see `rollout_spec.integrations.vllm_plugin.config_of`.
@@ -284,7 +285,7 @@ class RolloutSpecProposer:
     def bind(self, runner: Any) -> None:
         """Give the proposer the runner whose requests it serves, and make the drafter.
 
-        vLLM hides what a proposer's constructor raises behind a hint of its own; what a drafter raises is told here.
+        The drafter is made here and not in the constructor, whose errors vLLM hides behind a hint of its own.
         """
         self._runner = runner
         share = sharing_from_first_rank(self._vllm_config)
@@ -303,6 +304,7 @@ class RolloutSpecProposer:
             sampled_token_ids: Per row, the tokens sampled in this step; empty for rows that are not drafted for.
             num_tokens_no_spec: int32 [max requests], tokens of each row, sampled ones included.
             token_ids_cpu: int32 [max requests, max_model_len].
+            slot_mappings: Part of vLLM's interface; not used.
 
         Returns:
             Per row, at most num_speculative_tokens drafted tokens.

@@ -1,13 +1,13 @@
-"""Speculation in vLLM's V2 model runner: the speculator that vLLM calls, and the samplers' stand-in.
+"""Speculation in vLLM's V2 model runner: the speculator that vLLM calls, and the sampler in place of vLLM's.
 
 One engine step: vLLM runs the target over every scheduled token and hands the logits to `VerifyingSampler`, which
-takes the place of both of vLLM's samplers and verifies the drafts in the fused kernel; then vLLM books the sampled
-tokens and calls `HistorySpeculator.propose`, which copies the outcome to the host, feeds the drafter and returns the
-next drafts. That drafter lives on the host, so the scheduler is synchronous; it learns each draft's own length, so that
-a request without a draft costs one token. `vllm_device` has the speculator that keeps scheduling asynchronous.
+replaces both of vLLM's samplers and verifies the drafts with Triton kernels; then vLLM records the sampled tokens and
+calls `HistorySpeculator.propose`, which copies the outcome to the host, tells the drafter and returns the next drafts.
+That drafter lives on the host, so scheduling is synchronous; the scheduler is told each draft's length, so that a
+request without a draft costs one token. `vllm_device` has the speculator that keeps scheduling asynchronous.
 
-The noise that decides each sample is V2's own from vLLM 0.31 on; that of 0.26 to 0.30 is replaced, with speculation and
-without.
+From vLLM 0.31 on the samples' noise is the same as V2's own; that of 0.26 to 0.30 is replaced, with and without
+speculation.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class _Outcome(NamedTuple):
 
     req_ids: list[str]
     starts: np.ndarray  # int32 [B + 1], each request's first row, then N
-    first_positions: torch.Tensor  # int64 [B], each request's tokens before the sampled ones, less one
+    first_positions: torch.Tensor  # int64 [B], input position of each request's first row
     result: VerifyResult
 
 
 class _Counts(NamedTuple):
-    """What a verification counted, on its way to the host."""
+    """A verification's numbers, which are being copied to the host."""
 
     event: torch.cuda.Event | None
     values: torch.Tensor  # int32 [3, B]: broken rows, accepted drafts, drafts
@@ -68,8 +68,8 @@ class RunnerAdapter:
 
     Attributes:
         requests: vLLM's `NewRequestData` of each request that has not finished; preempted ones stay.
-        warming_up: Whether vLLM runs made-up requests to compile its kernels: nothing of them is kept.
-        stats: The counters of this engine.
+        warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
+        stats: This engine's counters.
         clock: Times the runner's steps.
         speculator: A `HistorySpeculator` or a `DeviceSpeculator`; None for an engine without speculation, which
             samples with our noise only.
@@ -90,10 +90,10 @@ class RunnerAdapter:
         self._config = config
 
     def take_over_sampling(self) -> None:
-        """Replace the runner's samplers, once they are there.
+        """Replace the runner's samplers; called once they exist.
 
         Raises:
-            ValueError: the samplers do more than ours would.
+            ValueError: the runner shards the batch among ranks for sampling.
         """
         runner = self._runner
         if vllm_compat.shards_batch(runner):
@@ -108,7 +108,7 @@ class RunnerAdapter:
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
-        """While vLLM warms up, requests need no seed and are not kept."""
+        """Wrap vLLM's warm-up, whose requests have no seeds and are ignored."""
         self.warming_up = True
         try:
             yield
@@ -143,7 +143,7 @@ class RunnerAdapter:
             self._device_speculator.on_finish_requests(finished, scheduler_output.preempted_req_ids or ())
 
     def cut_drafts(self, drafts: Any) -> Any:
-        """Tell the scheduler how long each draft is; vLLM would have it verify K tokens for every request."""
+        """Cut the scheduler's drafts to their own lengths; vLLM would verify K tokens for every request."""
         if drafts is None or self.host_speculator is None:
             return drafts
         lengths = self.host_speculator.num_draft_tokens
@@ -152,7 +152,7 @@ class RunnerAdapter:
 
 
 class VerifyingSampler:
-    """Stands in for vLLM's `Sampler` and `RejectionSampler`; all attributes and methods but the call are the former's.
+    """Replaces vLLM's `Sampler` and `RejectionSampler`. Other attributes and methods are those of vLLM's `Sampler`.
 
     Args:
         inner: vLLM's `Sampler`, which holds the requests' sampling parameters.
@@ -174,7 +174,11 @@ class VerifyingSampler:
         return getattr(self.inner, name)
 
     def add_request(self, req_idx: int, *args: Any, **kwargs: Any) -> Any:
-        """See vLLM."""
+        """Keep a request's sampling parameters, as vLLM's `Sampler` does.
+
+        Raises:
+            RuntimeError: the request has no seed.
+        """
         params = vllm_compat.sampling_params_argument(args, kwargs)
         if not self._adapter.warming_up:
             require_seed(params, "a request")
@@ -189,11 +193,11 @@ class VerifyingSampler:
         Args:
             logits: float [N, vocabulary].
             input_batch: vLLM's `InputBatch`.
-            draft_logits: Part of vLLM's interface; our drafters give no distributions.
+            draft_logits: Part of vLLM's interface; not used, as our drafts are point masses.
             invalid_drafts: bool [N], from vLLM 0.32 on: rows whose input is a draft that breaks the request's grammar.
 
         Raises:
-            FloatingPointError: the model's logits of an earlier step were NaN or +inf.
+            FloatingPointError: an earlier step's logits held NaN or +inf.
         """
         self._adapter.clock.mark()
         self.read_counts()
@@ -269,7 +273,7 @@ class VerifyingSampler:
         )
 
     def _rows(self, states: Any, req_indices: np.ndarray) -> SamplingBatch:
-        """The batch's sampling parameters; the tensors hold those of all requests, by state index."""
+        """The batch's sampling parameters, as tensors over all requests, indexed by the requests' state indices."""
         return SamplingBatch(
             temperature=states.temperature.gpu,
             seeds=states.seeds.gpu if np.any(states.temperature.np[req_indices] != 0) else None,
@@ -289,7 +293,7 @@ class VerifyingSampler:
         return process(logits.float(), rows, layout.request.long())
 
     def _book(self, input_batch: Any, layout: kernel.Layout, result: VerifyResult) -> None:
-        """Keep the outcome for a speculator on the host, or count it here where there is none."""
+        """Keep the outcome for the speculator on the host; where there is none, copy its numbers to be counted."""
         if self._adapter.host_speculator is not None:
             positions = layout.position[layout.starts[:-1]]
             self.outcome = _Outcome(input_batch.req_ids, input_batch.cu_num_logits_np, positions, result)
@@ -297,8 +301,8 @@ class VerifyingSampler:
         finished_prefill = ~input_batch.is_prefilling_np | (
             input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens >= input_batch.prefill_len_np
         )
-        # Waiting for the device here would cost what asynchronous scheduling saves. The numbers of drafts come from the
-        # device, too: where vLLM's adaptive verification cuts drafts, the host does not know them.
+        # Waiting for the device would undo asynchronous scheduling. Draft lengths come from the device, too: where
+        # vLLM's adaptive verification cuts drafts, the host does not know them.
         num_drafted = layout.starts[1:] - layout.starts[:-1] - 1
         counts = torch.stack((result.num_broken_rows, result.num_accepted.int(), num_drafted.int()))
         event = None
@@ -334,7 +338,7 @@ class HistorySpeculator(BaseSpeculator):
     """vLLM's speculator around a `DraftingSession`.
 
     Attributes:
-        num_draft_tokens: Length of each request's last draft, at least those of the last batch.
+        num_draft_tokens: Length of each request's last draft, by id; requests without a draft may be missing.
     """
 
     supports_mm_inputs = False
@@ -397,7 +401,7 @@ class HistorySpeculator(BaseSpeculator):
         return drafts.to(self._device, non_blocking=True)
 
     def _draft(self, outcome: _Outcome, num_sampled: torch.Tensor, num_step_tokens: int) -> dict[str, Proposal]:
-        """Read the outcome, the step's only wait for the device, and feed the session."""
+        """Copy the outcome to the host, the step's only wait for the device, and draft with the session."""
         result, starts, size = outcome.result, outcome.starts, len(outcome.req_ids)
         counts = (result.num_accepted, result.num_broken_rows, num_sampled[:size], outcome.first_positions)
         host = torch.cat((result.target_token_ids, *counts)).cpu().numpy()
@@ -420,14 +424,14 @@ class HistorySpeculator(BaseSpeculator):
                 seen = sampled_tokens(of_row, int(accepted[row]))
                 outcomes[req_id] = Outcome(seen, int(accepted[row]), drafted[row])
             new = [max(token, 0) for token in of_row[: sampled[row]]]
-            if self.session.num_seen(req_id, request) != positions[row] + 1:  # it was switched off for some steps
+            if self.session.num_seen(req_id, request) != positions[row] + 1:  # drafting was off for some steps
                 new = self._read_tokens(req_id, request)
             updates.append((req_id, request, new))
         ended = [req_id for req_id in self.session.live if req_id not in self._adapter.requests]
         return self.session.draft(ended, outcomes, updates, num_step_tokens, self._adapter.clock.started)
 
     def _read_tokens(self, req_id: str, request: Any) -> list[int]:
-        """A request's tokens after those seen, from the runner's own copy, which has been brought up to date."""
+        """A request's tokens that the drafter has not seen, from the runner's copy, which is up to date here."""
         states = self._runner.req_states
         req_idx = states.req_id_to_index[req_id]
         length = int(states.total_len.gpu[req_idx])

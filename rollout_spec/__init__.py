@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    # The trainer hook needs transformers; everything else must import without it.
+    # Only the trainer hook needs transformers, so it is imported when it is asked for.
     if name == "RolloutSpecGenerator":
         from rollout_spec.integrations.trl_hook import RolloutSpecGenerator
 

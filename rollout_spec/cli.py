@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.command == "doctor":
         return doctor.run(args)
-    # Imported late: these need numba, and take long.
+    # Imported late: they need numba, whose import takes long.
     if args.command == "replay":
         from rollout_spec.replay import command
 

@@ -19,8 +19,8 @@ CONFIG_KEY = "rollout_spec"
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 """vLLM's environment variable with the names of the plugins that it loads; all of them where it is unset."""
 ASYNC_METHOD = "ngram_gpu"
-"""The method of vLLM's own that an engine with the device drafter names: it has no model and leaves scheduling
-asynchronous. The device drafter is put in its place."""
+"""vLLM's speculative method that an engine with the device drafter asks for, because it has no model and leaves
+scheduling asynchronous. The plugin puts the device drafter in its place."""
 PROPOSER_PATH = "rollout_spec.integrations.vllm_v1.RolloutSpecProposer"
 """What vLLM's `speculative_config` names as its custom proposer."""
 
@@ -36,18 +36,18 @@ class RolloutSpecConfig:
         drafter: `"mixture"`, `"suffix"`, `"ngram"`, `"device"`, or the dotted path of a class that implements
             `rollout_spec.drafters.base.Drafter`.
         drafter_options: Keyword arguments of the drafter; for the built-in ones see
-            `rollout_spec.drafters.mixture.HistoryDrafter`, for `"device"` the ones of
-            `rollout_spec.drafters.device.DeviceDrafter` that have defaults, but `max_draft_tokens` and `use_noise`.
+            `rollout_spec.drafters.mixture.HistoryDrafter`, for `"device"` those of
+            `rollout_spec.drafters.device.DeviceDrafter` from `recency` on.
         budget: Whether to learn what steps cost and to verify only what pays (see `rollout_spec.budget`). False: every
-            drafted token is verified, as always with `drafter="device"`, whose requests carry equally many.
-        num_speculative_tokens_per_batch_size: With `drafter="device"`, whose requests all have equally many draft
-            tokens: ranges (first, last, K) of requests in a step, from 1 on; K = 0 switches speculation off there. The
-            last one goes on. None: num_speculative_tokens at any size. vLLM ignores it under data parallelism.
+            drafted token is verified, as always with `drafter="device"`.
+        num_speculative_tokens_per_batch_size: With `drafter="device"`, which drafts equally many tokens for every
+            request of a step: ranges (first, last, K) by the number of requests in the step, the first range from 1;
+            K = 0 drafts nothing there, and the last range has no upper end. None: num_speculative_tokens at any size.
+            vLLM ignores it under data parallelism.
         verify: `"sample"` compares drafts with the target's own sample under the request's noise, so that output does
-            not depend on drafts. `"rejection"` is the ratio test with residual sampling; the same distribution, other
-            tokens.
-        speculation: False gives an engine that drafts nothing but samples with the same noise: what speculation is
-            compared with.
+            not depend on drafts. `"rejection"` is the ratio test with residual sampling: the same distribution, but
+            other tokens than without drafts.
+        speculation: False gives an engine that drafts nothing but samples with the same noise, to compare with.
 
     Raises:
         ValueError, TypeError: a value is out of range or of the wrong type.
@@ -135,7 +135,7 @@ class RolloutSpecConfig:
         `vllm serve` takes the same as JSON: `--additional-config` and `--speculative-config`.
 
         Raises:
-            ValueError: the VLLM_PLUGINS environment variable keeps vLLM from loading the plugin: it would ignore us.
+            ValueError: the VLLM_PLUGINS environment variable keeps vLLM from loading the plugin.
         """
         plugins = os.environ.get(PLUGINS_VARIABLE)
         if plugins is not None and CONFIG_KEY not in plugins.split(","):

@@ -1,6 +1,6 @@
-"""`rollout-spec doctor`: is the installation sound, and where does a run's time go?
+"""`rollout-spec doctor`: checks the installation, or explains where a run's time went.
 
-Without a file it looks at what is installed. With a report, which a trainer's callback writes and
+Without a file it checks what is installed. With a report, which a trainer's callback writes and
 `llm.collective_rpc("rollout_spec", args=("report",))[0]` returns, it says what speculation did for that run.
 """
 
@@ -39,7 +39,7 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Look and print. Returns the exit code: 1 if the installation has a fault, 2 for bad input."""
+    """Check or explain, and print. Returns the exit code: 1 if the installation has a fault, 2 for bad input."""
     if args.report is None:
         if args.engine_cost is not None:
             print("rollout-spec: --engine-cost needs a report", file=sys.stderr)
@@ -65,9 +65,7 @@ def run(args: Namespace) -> int:
 
 
 MIN_STEPS = 8
-"""Steps of a like number of requests below which their rate is chance."""
-
-
+"""A size group with fewer steps is not taken for the best rate of tokens per second: it may be chance."""
 BY_BATCH = tuple(
     f"{name}_by_batch" for name in ("steps", "requests", "tokens", "draft_tokens", "seconds", "draft_seconds", "asked")
 )
@@ -84,14 +82,14 @@ STATS_NUMBERS = (
     "draft_seconds",
     "step_seconds",
 )
-"""The other counters of a report that are needed."""
+"""The other counters that a report must have."""
 
 
 # -- the installation ------------------------------------------------------------------------------------------------
 
 
 def check_installation() -> Iterator[tuple[bool, str]]:
-    """(whether it is as it should be, what was found and what to do) of all that speculation needs."""
+    """(whether it is in order, a line on what was found and what to do) for each thing that speculation needs."""
     yield True, f"rollout-spec {rollout_spec.__version__}, Python {sys.version.split()[0]}"
     entries = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "rollout_spec"]
     if not entries:
@@ -117,10 +115,10 @@ def check_installation() -> Iterator[tuple[bool, str]]:
 
 
 def _imports(what: str, load: Callable[[], Any], hint: str = "") -> tuple[bool, str]:
-    """Builds that do not fit each other fail in many ways."""
+    """(whether it can be imported, a line that says so)."""
     try:
         load()
-    except Exception as error:
+    except Exception as error:  # packages built for different versions of each other fail in many ways
         return False, f"{what} cannot be imported ({type(error).__name__}: {str(error)[:80]}){hint}"
     return True, f"{what} can be imported"
 
@@ -184,7 +182,7 @@ def read_report(path: Path) -> dict[str, Any]:
     """Read a report.
 
     Raises:
-        ValueError: it is none, or of another format, or a field is missing or not what it should be.
+        ValueError: it is not a report, or one of another format, or a field is missing or of the wrong type.
         OSError: the file cannot be read.
     """
     try:
@@ -257,8 +255,8 @@ def _is_reliability(value: Any) -> bool:
     return all(_are_numbers(row, 3) for row in value)
 
 
-class Phase(NamedTuple):
-    """Steps of a like number of requests in which some request went on and no prompt was read."""
+class SizeGroup(NamedTuple):
+    """Steps with a similar number of requests, by powers of two; see `SpeculationStats.steps_by_batch`."""
 
     requests: float  # in a step, on average
     steps: int
@@ -266,7 +264,7 @@ class Phase(NamedTuple):
     draft_tokens: int
     seconds: float
     draft_seconds: float
-    asked: int  # steps with drafting
+    asked: int  # steps in which the drafter was asked
     undrafted: float  # seconds of such a step without drafts; NaN if it is not known
 
     @property
@@ -275,8 +273,8 @@ class Phase(NamedTuple):
         return self.tokens / self.requests * self.undrafted
 
 
-def phases(report: dict[str, Any]) -> list[Phase]:
-    """The run by number of requests in a step, most first."""
+def size_groups(report: dict[str, Any]) -> list[SizeGroup]:
+    """The run's steps by their number of requests, most requests first."""
     columns = [report["stats"][name] for name in BY_BATCH]
     budget = report["budget"] or {}
     undrafted = budget.get("undrafted_of_sizes", [None] * len(columns[0]))
@@ -284,7 +282,7 @@ def phases(report: dict[str, Any]) -> list[Phase]:
     for steps, requests, tokens, drafted, seconds, draft_seconds, asked, cost in zip(*columns, undrafted, strict=True):
         if steps:
             known = math.nan if cost is None else cost
-            found.append(Phase(requests / steps, steps, tokens, drafted, seconds, draft_seconds, asked, known))
+            found.append(SizeGroup(requests / steps, steps, tokens, drafted, seconds, draft_seconds, asked, known))
     return found[::-1]
 
 
@@ -313,7 +311,7 @@ def explain(report: dict[str, Any]) -> str:
     if report["budget"] is not None:
         parts += [_calibration(report["budget"]["reliability"]), _curves(report["budget"])]
     if stats["steps_by_batch"]:
-        parts += [_phases(phases(report)), _limits(report)]
+        parts += [_table_by_size(size_groups(report)), _limits(report)]
     elif stats["step_seconds"]:
         parts.append("No step without prompts was seen: what speculation saved is not known.")
     elif report["num_speculative_tokens"]:
@@ -340,7 +338,7 @@ def _time_split(stats: dict[str, Any]) -> str:
     if total:
         parts["drafting"] = stats["draft_seconds"]
         parts["scheduling and other"] = total - sum(parts.values())
-    else:  # no drafter on the host saw steps end
+    else:  # only a drafter on the host sees steps end
         total, title = sum(parts.values()), "Where the time goes that was seen: drafting, scheduling and other is not"
     if not total:
         return ""
@@ -389,20 +387,20 @@ def _curves(budget: dict[str, Any]) -> str:
     return f"{title}\n" + _table(heads, rows) if rows else ""
 
 
-def _phases(found: list[Phase]) -> str:
+def _table_by_size(groups: list[SizeGroup]) -> str:
     rows = []
-    for phase in found:
-        per_request = phase.steps * phase.requests
-        known = not math.isnan(phase.undrafted)
+    for group in groups:
+        per_request = group.steps * group.requests
+        known = not math.isnan(group.undrafted)
         rows.append(
             [
-                f"{phase.requests:.1f}",
-                f"{phase.steps:,}",
-                f"{phase.draft_tokens / per_request:.2f}",
-                f"{phase.tokens / per_request:.2f}",
-                f"{phase.seconds:.2f}",
-                f"{phase.without:.2f}" if known else "?",
-                f"{phase.without / phase.seconds:.2f}" if known else "?",
+                f"{group.requests:.1f}",
+                f"{group.steps:,}",
+                f"{group.draft_tokens / per_request:.2f}",
+                f"{group.tokens / per_request:.2f}",
+                f"{group.seconds:.2f}",
+                f"{group.without:.2f}" if known else "?",
+                f"{group.without / group.seconds:.2f}" if known else "?",
             ]
         )
     heads = ["requests", "steps", "verified", "emitted", "seconds", "without", "speedup"]
@@ -415,14 +413,14 @@ def _phases(found: list[Phase]) -> str:
 
 
 def _limits(report: dict[str, Any]) -> str:
-    """What was gained, and what would make the run faster, each alone."""
-    found, stats = phases(report), report["stats"]
-    seconds = sum(phase.seconds for phase in found)
-    known = [phase for phase in found if not math.isnan(phase.undrafted)]
+    """What speculation gained, and upper bounds on what single improvements would gain."""
+    groups, stats = size_groups(report), report["stats"]
+    seconds = sum(group.seconds for group in groups)
+    known = [group for group in groups if not math.isnan(group.undrafted)]
     lines = []
     if known:
-        saved = sum(phase.without - phase.seconds for phase in known)
-        compared = sum(phase.seconds for phase in known)
+        saved = sum(group.without - group.seconds for group in known)
+        compared = sum(group.seconds for group in known)
         word = "saved" if saved >= 0 else "cost"
         lines.append(
             f"Where it is known, {_percent(compared / stats['step_seconds'])} of the time, speculation {word} "
@@ -432,37 +430,37 @@ def _limits(report: dict[str, Any]) -> str:
         )
     if report["budget"] is None:
         lines.append("budget=False: no step without drafts is taken to compare with.")
-    chances = {"drafting took no time": sum(phase.draft_seconds for phase in found)}
-    if len(known) == len(found):
-        chances["drafted tokens cost nothing to verify"] = sum(
-            max(phase.seconds - phase.draft_seconds - phase.steps * phase.undrafted, 0.0) for phase in known
+    gains = {"drafting took no time": sum(group.draft_seconds for group in groups)}
+    if len(known) == len(groups):
+        gains["drafted tokens cost nothing to verify"] = sum(
+            max(group.seconds - group.draft_seconds - group.steps * group.undrafted, 0.0) for group in known
         )
     try:
         cost = engine_cost(report)
     except ValueError:
         pass
     else:
-        best = sum(_all_right(phase, cost, report["num_speculative_tokens"]) for phase in found)
-        chances[f"all drafts were right, up to {report['num_speculative_tokens']} tokens"] = max(seconds - best, 0.0)
-    # Perfect lengths: the work is shared out so that all rollouts end together, at the rate of the best steps.
-    rates = [phase.seconds / phase.tokens for phase in found if phase.steps >= MIN_STEPS]
+        best = sum(_seconds_if_all_accepted(group, cost, report["num_speculative_tokens"]) for group in groups)
+        gains[f"all drafts were right, up to {report['num_speculative_tokens']} tokens"] = max(seconds - best, 0.0)
+    # With known lengths, drafts could be shared out so that all rollouts end together, at the best group's rate.
+    rates = [group.seconds / group.tokens for group in groups if group.steps >= MIN_STEPS]
     if rates:
-        gain = seconds - min(rates) * sum(phase.tokens for phase in found)
-        chances["lengths were known and all rollouts ended together"] = max(gain, 0.0)
+        gain = seconds - min(rates) * sum(group.tokens for group in groups)
+        gains["lengths were known and all rollouts ended together"] = max(gain, 0.0)
     lines.append(f"What limits these steps, {_percent(seconds / stats['step_seconds'])} of the time, at most: if")
-    most = max(chances.values())
-    for name, gain in chances.items():
+    most = max(gains.values())
+    for name, gain in gains.items():
         speedup = seconds / max(seconds - gain, 1e-9)
         mark = "  <- the most" if gain == most > 0 else ""
         lines.append(f"  {name}: {gain:.2f} s less, {speedup:.2f} times as fast{mark}")
     return "\n".join(lines)
 
 
-def _all_right(phase: Phase, cost: EngineCost, k: int) -> float:
-    """Seconds of a phase whose drafts are all accepted, each of the best length up to `k`."""
-    drafting = cost.drafted_seconds + cost.draft_call_seconds + cost.draft_seconds * phase.requests
-    per_token = [(cost.step(phase.requests * (1 + n)) + drafting * (n > 0)) / (1 + n) for n in range(k + 1)]
-    return phase.tokens / phase.requests * min(per_token)
+def _seconds_if_all_accepted(group: SizeGroup, cost: EngineCost, k: int) -> float:
+    """Seconds of a group's tokens if all drafts were accepted, each of the best length up to `k`."""
+    drafting = cost.drafted_seconds + cost.draft_call_seconds + cost.draft_seconds * group.requests
+    per_token = [(cost.step(group.requests * (1 + n)) + drafting * (n > 0)) / (1 + n) for n in range(k + 1)]
+    return group.tokens / group.requests * min(per_token)
 
 
 def engine_cost(report: dict[str, Any]) -> EngineCost:
@@ -483,23 +481,23 @@ def engine_cost(report: dict[str, Any]) -> EngineCost:
         shared = (more_tokens >= tokens[0]) & (more_tokens <= tokens[-1])
         if not shared.any():
             raise ValueError("no size of step was measured with and without drafts: generate more")
-        # What drafts cost whatever their number.
+        # What drafts cost however many they are.
         price = max(float(np.median(more_seconds[shared] - np.interp(more_tokens[shared], tokens, seconds))), 0.0)
         beyond = more_tokens > tokens[-1]
         tokens = np.concatenate((tokens, more_tokens[beyond]))
         seconds = np.maximum.accumulate(np.concatenate((seconds, more_seconds[beyond] - price)))
-    per_request, per_call = _draft_cost(phases(report))
+    per_request, per_call = _draft_cost(size_groups(report))
     return EngineCost(report["device"], tokens, seconds, price, per_request, per_call)
 
 
-def _draft_cost(found: list[Phase]) -> tuple[float, float]:
-    """Seconds that drafting takes per request and per call, by weighted least squares over the phases."""
-    asked = [phase for phase in found if phase.asked]
+def _draft_cost(groups: list[SizeGroup]) -> tuple[float, float]:
+    """Seconds that drafting takes per request and per call, by weighted least squares over the size groups."""
+    asked = [group for group in groups if group.asked]
     if not asked:
         return 0.0, 0.0
-    requests = np.array([phase.requests for phase in asked])
-    seconds = np.array([phase.draft_seconds / phase.asked for phase in asked])
-    weight = np.sqrt([phase.asked for phase in asked])
+    requests = np.array([group.requests for group in asked])
+    seconds = np.array([group.draft_seconds / group.asked for group in asked])
+    weight = np.sqrt([group.asked for group in asked])
     if len(asked) > 1:
         slope, constant = np.polyfit(requests, seconds, 1, w=weight)
         if slope >= 0 and constant >= 0:

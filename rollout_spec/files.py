@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def check_writable(path: Path) -> None:
-    """Find out whether a file can be written, before the work whose result it is for. Changes nothing.
+    """Check that a file can be written, before the work whose result goes there. Leaves the file as it was.
 
     Raises:
-        OSError: it cannot.
+        OSError: it cannot be written.
     """
     is_new = not path.exists()
     path.open("ab").close()

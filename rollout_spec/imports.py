@@ -1,4 +1,4 @@
-"""What is installed: objects that configurations name by dotted paths, and versions."""
+"""Importing objects by dotted path, and the versions of installed packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def import_object(path: str, what: str) -> Any:
     """Import `package.module.Name`.
 
     Raises:
-        ValueError: the module does not import or has no such name; the message says `what` was wanted.
+        ValueError: the module does not import or has no such name; the message begins with `what`.
     """
     module_name, _, name = path.rpartition(".")
     try:
@@ -28,7 +28,7 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
     return {package: version for package, version in found.items() if version is not None}
 
 
-@functools.cache  # it is read from files
+@functools.cache  # reads files
 def _version_of(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)

@@ -1,6 +1,6 @@
-"""`njit` for this package: numba's, with a cache that is never stale and that may be missing.
+"""`njit` for this package: numba's, with a cache that notices every changed source and that is optional.
 
-See `jit_cache` for where compiled code is kept, and why numba's own choice will not do.
+`jit_cache` says where compiled code is kept, and why numba's own cache is not enough.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def njit(
 
     Args:
         cache: Whether to keep the code for later processes.
-        allocates: Whether the function may make arrays. Otherwise no references are counted in it, nor in what it
-            calls, which takes less than half as long to compile; its buffers come from Python.
+        allocates: Whether the function may make arrays. False leaves reference counting out of it and of what it
+            calls, which halves the time to compile; the caller then allocates its buffers.
         **options: numba's.
 
     Returns:
@@ -40,7 +40,7 @@ def njit(
         return functools.partial(njit, cache=cache, allocates=allocates, **options)
     if not allocates:
         options["_nrt"] = False
-    # The other wrapper, by which C code could call it, takes as long to compile as the one for Python.
+    # The wrapper by which C code could call it is not needed, and takes as long to compile as the one for Python.
     compiled = numba.njit(no_cfunc_wrapper=True, **options)(function)
     if isinstance(compiled, CPUDispatcher):
         _dispatchers.append(compiled)
@@ -51,7 +51,7 @@ def njit(
 
 
 def inlined(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Compile a function that compiled ones call, as a part of each of them.
+    """Compile a function into each compiled function that calls it.
 
     It is optimised and turned into machine code there only, so that it takes a fraction of what `njit` takes. Python
     may call it, too, and then compiles it once more.
@@ -93,7 +93,7 @@ def _warn(message: str) -> None:
 
 
 class _Inlined(CPUDispatcher):
-    """A function without the code by which Python calls it."""
+    """A compiled function without a wrapper for Python; the first call from Python compiles one with it."""
 
     def __call__(self, *args: Any) -> Any:
         return self._callable(*args)
@@ -153,31 +153,31 @@ class _Results(caching.CompileResultCacheImpl):
 
 
 class _Cache(caching.FunctionCache):
-    """numba's cache of one function, which does without where files cannot be read or written.
+    """numba's cache of one function; where files cannot be read or written, the function is compiled again.
 
-    Several processes may compile a function at once. numba renames files into place when they are complete; but its
-    index of a function's types and processors is read, changed and written without a lock. Here each has its own index.
+    Several processes may compile a function at once. numba renames finished files into place, but changes its index of
+    a function's signatures and processors without a lock. Here every signature and processor has an index of its own.
     """
 
     _impl_class = _Results
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
-        self._use_file_of(sig, target_context.codegen())
+        self._select_index(sig, target_context.codegen())
         try:
             return super().load_overload(sig, target_context)
         except (OSError, EOFError, pickle.UnpicklingError):  # not readable, or cut off by a crash
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        self._use_file_of(sig, data.codegen)
+        self._select_index(sig, data.codegen)
         try:
-            self.flush()  # what cannot be read is replaced
+            self.flush()  # replaces an index that could not be read
             super().save_overload(sig, data)
         except OSError as error:
             _warn(f"compiled code cannot be kept ({error.strerror})")
 
-    def _use_file_of(self, sig: Any, codegen: Any) -> None:
+    def _select_index(self, sig: Any, codegen: Any) -> None:
         key = hashlib.blake2b(repr(self._index_key(sig, codegen)).encode(), digest_size=8).hexdigest()
         name = f"{self._impl.filename_base}-{key}"
         self._cache_file = caching.IndexDataCacheFile(self.cache_path, name, jit_cache.digest())

@@ -1,8 +1,8 @@
-"""Where the machine code of compiled functions is kept between processes. Needs no numba.
+"""Where the machine code of compiled functions is kept between processes. Does not import numba.
 
-numba's own cache notices when the file of a cached function changes. It does not notice a change in another file from
-which that function calls, or takes a constant. So all our compiled functions share a folder whose name is a digest of
-everything that they are compiled from: another digest, another folder.
+numba's own cache notices when the file of a cached function changes, but not when another file does from which that
+function calls or takes a constant. So all our compiled functions share a folder whose name is a digest of everything
+that they are compiled from.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ REMEDY = "set the environment variable NUMBA_CACHE_DIR to a folder that can be w
 
 @functools.cache
 def digest() -> str:
-    """Changes whenever a compiled function might. numba itself tells processors apart."""
+    """Names the sources, versions and settings that compiled code depends on. numba itself tells processors apart."""
     package = Path(__file__).parent
     known = hashlib.blake2b(digest_size=10)
     for name in SOURCES:
@@ -70,7 +70,7 @@ class Folder(NamedTuple):
     is_temporary: bool
     """Whether it may be gone after a restart."""
     passed_over: Path | None = None
-    """The folder that was asked for by NUMBA_CACHE_DIR and cannot be written."""
+    """NUMBA_CACHE_DIR, where it is set and cannot be written."""
 
 
 def _candidates() -> Iterator[Folder]:
@@ -81,7 +81,7 @@ def _candidates() -> Iterator[Folder]:
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if os.path.isabs(cache):  # a process may have no home
         yield Folder(Path(cache, "rollout_spec"), False)
-    with contextlib.suppress(FileNotFoundError):  # no temporary folder can be written
+    with contextlib.suppress(FileNotFoundError):  # raised if no temporary folder can be written
         user = os.getuid() if hasattr(os, "getuid") else "user"
         yield Folder(Path(tempfile.gettempdir(), f"rollout_spec-{user}"), True)
 
@@ -115,14 +115,14 @@ def find_folder() -> Folder | None:
 
 
 def _is_private(root: Path) -> bool:
-    """Whether nobody else can put files there: anybody can write to /tmp, and what a cache holds is executed."""
+    """Whether only this user can put files there: code in a cache is executed, and anybody can write to /tmp."""
     status = root.lstat()
     is_own = not hasattr(os, "getuid") or status.st_uid == os.getuid()
     return is_own and stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
 
 
 def _remove_unused(root: Path) -> None:
-    """Remove what other digests left behind. Another process may be doing the same."""
+    """Remove other digests' folders that are older than MAX_AGE. Another process may be doing the same."""
     for other in root.iterdir():
         with contextlib.suppress(OSError):
             if time.time() - other.stat().st_mtime > MAX_AGE:

@@ -1,6 +1,6 @@
-"""One decode step over any target: the whole system on a page.
+"""One decode step over any target: the whole system on one page.
 
-The engine's plugin does the same with vLLM's forward pass in the middle; tests and readers use this one.
+The plugin does the same around vLLM's forward pass. This version is for reading and for tests.
 """
 
 from __future__ import annotations
@@ -77,16 +77,17 @@ def decode_step(
     """Advance every request by one step. `requests` must be started in the drafter and unfinished; they are mutated.
 
     Args:
-        budget: What decides how much of each draft is verified, and learns from the step; None: all of it.
+        budget: Decides how much of each draft is verified, and learns from the step. None: all of it.
 
-    Raises FloatingPointError when logits are NaN, +inf or all -inf; nothing is committed then.
+    Raises:
+        FloatingPointError: a row of logits holds NaN or +inf, or only -inf. No token is committed then.
 
     Cost: one `target` call with sum(len(draft) + 1) contexts, O(K) drafter work per request.
     """
     started = time.perf_counter()
     req_ids = [request.req_id for request in requests]
 
-    # 1. Draft, where that pays. A request with one token to go needs no draft: the target's own sample ends it.
+    # 1. Draft, where that pays. A request's last token needs no draft: the step samples one token in any case.
     drafts = [Draft(np.zeros(0, np.int32), np.zeros(0, np.float32)) for _ in requests]
     asked = budget is None or budget.wants_drafts(len(requests))
     if asked:
@@ -109,7 +110,7 @@ def decode_step(
     ]
     logits = target(contexts)
 
-    # 3. Verify: the target samples every position with its request's noise; drafts count while they equal the samples.
+    # 3. Verify: sample the target at every position with its request's noise; accept drafts while they equal that.
     drafted: Int32Array = np.concatenate([draft.token_ids for draft in drafts]).astype(np.int32)
     result = reference.verify(
         logits,
@@ -144,7 +145,7 @@ def decode_step(
         if request.finished:
             drafter.stop_request(request.req_id)
 
-    # 5. Learn what the step took and what it brought.
+    # 5. Learn the step's time, and how many drafts were accepted.
     if budget is not None:
         budget.survival.observe(confidence, proposed, num_draft_tokens, result.num_accepted.astype(np.int64))
         budget.observe_step(

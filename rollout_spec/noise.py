@@ -4,8 +4,8 @@
     u = (h + 0.5) * 2**-32, rounded once to float32, at most 1 - 2**-24                                (0, 1)
     g = -log(-log1p(-u))                                                                               Gumbel(0, 1)
 
-Then `argmax_v(logit_v / T + g(seed, position, v))` is an exact sample of softmax(logits / T), and whoever knows seed
-and position knows its randomness beforehand. The formula is the one of vLLM's V2 model runner (0.31 and later,
+Then `argmax_v(logit_v / T + g(seed, position, v))` is an exact sample of softmax(logits / T), whose randomness is known
+before the logits are. The formula is the one of vLLM's V2 model runner (0.31 and later,
 `vllm/v1/worker/gpu/sample/gumbel.py`); murmur3 is Austin Appleby's, in the public domain. Hash and uniform have the
 same bits here (numpy, numba) and in the torch and Triton twins. g has them in numpy and numba, which compute in float64
 and round once; float32 logarithms elsewhere differ by a few units in the last place (see `noise_torch`).
@@ -16,9 +16,9 @@ Resolution. u -> 0 gives the large g, where float32 is finest: g is largest at h
 u = 1 - 2**-24, -ln(24 ln 2) = -2.811. So tokens whose logit / T lies 25.7 or more below the largest are never drawn
 (their probability is below e**-25.7 = 7e-12), and the rarest event that one draw resolves is h = 0, 2**-32 = 2.3e-10.
 
-Streams. `DOMAIN_TARGET` is what a drafter may see and the target samples with. Rejection sampling uses
-`DOMAIN_ACCEPT` and `DOMAIN_RESIDUAL` only. The state that remains of seed and position has 32 bits: two given requests
-of equal length share all their noise with probability 2**-32, and equal seeds always do. Use `derive_seed`.
+Streams. The target samples with `DOMAIN_TARGET`, which drafters may look at. Rejection sampling uses only
+`DOMAIN_ACCEPT` and `DOMAIN_RESIDUAL`. The hash reduces a seed to 32 bits: two given seeds have the same noise at
+every position with probability 2**-32, and equal seeds always. `derive_seed` gives each rollout a seed of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from numpy.typing import ArrayLike, NDArray
 from rollout_spec.jit import inlined, njit
 
 DOMAIN_TARGET = 0
-"""Stream of the target's sample at each position; drafters may look at it. vLLM's fp32 noise."""
+"""Stream of the target's sample at each position; drafters may look at it. The same as vLLM's fp32 noise."""
 DOMAIN_ACCEPT = 0x5BD1E995
 """Stream of rejection sampling's acceptance test (token 0 of each position)."""
 DOMAIN_RESIDUAL = 0x2545F491
@@ -47,7 +47,7 @@ MIN_GUMBEL = -math.log(24.0 * math.log(2.0))
 MAX_UNIFORM = 1.0 - 2.0**-24
 """Upper clamp of u before the logarithms: the largest float32 below 1."""
 
-# murmur3_x86_32
+# Constants of murmur3_x86_32
 C1 = 0xCC9E2D51
 C2 = 0x1B873593
 ADD = 0xE6546B64
@@ -171,7 +171,7 @@ def gumbel(
 
 
 def token_keys(tokens: ArrayLike) -> UInt32Array:
-    """What murmur3 makes of each token before it meets the state; for `finish_hashes_nb`. Shape of `tokens`.
+    """murmur3's part that depends on the token alone, for `finish_hashes_nb`. uint32, shape of `tokens`.
 
     Raises:
         TypeError: `tokens` does not hold integers.

@@ -5,7 +5,7 @@ differs from NumPy's (float64, rounded once) by at most 4e-6 (`GUMBEL_TOLERANCE`
 largest noise.
 
 torch has no unsigned 32-bit arithmetic: the hash runs in int32, which wraps, and right shifts are masked. On the CPU a
-compiled loop fills the uniforms instead, in one pass and with one call where torch needs 25.
+compiled loop fills the uniforms instead, in one pass and one call where torch takes 25.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _xor_shift_(x: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _key(word: torch.Tensor) -> torch.Tensor:
-    """What murmur3 makes of a word before it meets the state. int32, a new tensor."""
+    """murmur3's part that depends on the word alone. int32, a new tensor."""
     return _rotl_(word * _signed(C1), 15).mul_(_signed(C2))
 
 
@@ -69,7 +69,7 @@ def _mix_(state: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _vocabulary_keys(vocab_size: int, device: torch.device) -> torch.Tensor:
-    """`_key` of every token, int32 [V]. The same for all requests and positions, so it is kept."""
+    """`_key` of every token, int32 [V]: kept, as it is the same for all requests and positions."""
     with torch.inference_mode(False):
         return _key(torch.arange(vocab_size, dtype=torch.int32, device=device))
 

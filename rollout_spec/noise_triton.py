@@ -26,7 +26,7 @@ def _rotl(x, BITS: tl.constexpr):
 
 @triton.jit
 def token_key(token):
-    """What murmur3 makes of a token before it meets the state; the same for all rows. uint32 in and out."""
+    """murmur3's part that depends on the token alone, the same for all rows. uint32 in and out."""
     return _rotl(token * C1, 15) * C2
 
 
@@ -46,8 +46,8 @@ def row_state(seed, position, DOMAIN: tl.constexpr):
 
 
 @triton.jit
-def almost_hash(state, key):
-    """The hash but for murmur3's last step, `h ^= h >> 16`, which changes it by at most h / 2**16. uint32."""
+def unfinished_hash(state, key):
+    """The hash without murmur3's last step, `h ^= h >> 16`, which changes it by at most h / 2**16. uint32."""
     h = _mix(state, key) ^ LENGTH
     h ^= h >> 16
     h *= FMIX1
@@ -57,7 +57,7 @@ def almost_hash(state, key):
 
 @triton.jit
 def finish_hash(h):
-    """murmur3's last step."""
+    """The hash from `unfinished_hash`: murmur3's last step. uint32."""
     return h ^ (h >> 16)
 
 

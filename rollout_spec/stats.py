@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 REPORT_FORMAT = 2
-"""Of the reports that `rollout-spec doctor` reads."""
+"""Version of the reports that `rollout-spec doctor` reads."""
 
 
 @dataclass(slots=True)
@@ -21,14 +21,14 @@ class SpeculationStats:
         draft_tokens, accepted_tokens: Verified and accepted drafted tokens.
         emitted_tokens: Tokens sampled, accepted ones included.
         drafter_errors: Exceptions that the drafter raised; the first one switches it off.
-        draft_seconds: Time on the host to learn what became of drafts, to draft, and to decide how much is verified.
+        draft_seconds: Time on the host for learning outcomes, drafting, and deciding how much is verified.
         forward_seconds, verify_seconds: Time of the target's forward passes and of verification, on the device.
-        step_seconds: Time of all that a step takes, scheduling included, where a drafter on the host sees it end.
+        step_seconds: Time of whole steps, scheduling included; 0 without a drafter on the host, which sees them end.
         drafted_per_position, accepted_per_position: Verified and accepted tokens by position in the draft.
         steps_by_batch, requests_by_batch, draft_tokens_by_batch, tokens_by_batch, seconds_by_batch, asked_by_batch,
-            draft_seconds_by_batch: Steps in which some request went on and no prompt was read, and their requests,
-            verified drafts, emitted tokens, seconds, and how often the drafter was asked and how long that took, by
-            floor(log2) of the number of requests.
+            draft_seconds_by_batch: By floor(log2) of a step's number of requests: the steps in which no prompt was read
+            and some request had been in an earlier step; their requests, verified draft tokens, emitted tokens and
+            seconds; how many of them drafted, and the seconds that took.
     """
 
     steps: int = 0
@@ -104,7 +104,7 @@ class SpeculationStats:
         draft_seconds: float,
         reads_prompts: bool,
     ) -> None:
-        """Count what one step took, in which `num_requests` emitted `tokens`. `draft_seconds` 0: it did not draft."""
+        """Count the time of one step, in which `num_requests` emitted `tokens`. `draft_seconds` 0: it did not draft."""
         self.step_seconds += seconds
         if reads_prompts:
             return

@@ -1,4 +1,4 @@
-"""The few values that drafters, verifiers and the engine pass to each other.
+"""The values that drafters, verifiers and the engine pass to each other.
 
 Arrays are NumPy in drafters and references, torch tensors in the engine's verifier; shapes and meanings are
 the same. B is the number of requests, D the number of drafted tokens of all requests, N = D + B the number of
@@ -18,8 +18,8 @@ PLACEHOLDER_TOKEN_ID = -1
 
 NUM_CONFIDENCE_BINS = 16
 CONFIDENCE_LIMITS = tuple(((i + 1) / NUM_CONFIDENCE_BINS) ** 2 for i in range(NUM_CONFIDENCE_BINS))
-"""Upper ends of the bins by which a drafter's confidence is compared with what was accepted: finer towards 0, where it
-is decided whether a drafted token is worth its cost."""
+"""Upper ends of the bins in which a drafter's confidence is compared with what was accepted: finer towards 0, where
+budgets decide whether a drafted token is worth its cost."""
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
@@ -65,8 +65,8 @@ class VerifyResult(NamedTuple):
     num_accepted: Any
     """int32 [B]: accepted drafts of each request."""
     target_token_ids: Any
-    """int64 [N]: the target's own token at every row, also after the first difference (sample-and-compare);
-    PLACEHOLDER_TOKEN_ID at rows that rejection sampling did not draw."""
+    """int64 [N]: the target's own token at every row, also after the first difference. PLACEHOLDER_TOKEN_ID at rows
+    without a sample; under rejection sampling these are also the rows after the first difference."""
     logprobs: Any
     """float32 [N] or None: log-probability of `target_token_ids` at its row, raw or processed as asked for; meaningless
     at rows whose token is not emitted."""
@@ -76,4 +76,4 @@ class VerifyResult(NamedTuple):
     num_invalid_rows: Any
     """int32 [B]: each request's rows with no sample because a logit was NaN or +inf, or all were -inf."""
     num_broken_rows: Any = None
-    """int32 [B] or None: of these, the rows where a logit was NaN or +inf. From the kernels only."""
+    """int32 [B] or None: of these, the rows where a logit was NaN or +inf. Only the Triton kernels tell."""

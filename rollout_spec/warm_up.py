@@ -1,4 +1,4 @@
-"""Compiles what an engine is going to call, while it is built: otherwise its first generation would wait for that."""
+"""Compiles, while an engine is built, what it will call: otherwise its first generation would wait for that."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ def warm_up(
 ) -> None:
     """Compile what an engine with this configuration calls on the host, or load it from the cache.
 
-    A drafter, a budget and a verifier of its own work on made-up tokens and are thrown away. Drafters that are not
-    built in are left alone: what they compile is their own affair.
+    Runs a drafter, a budget and a verifier on made-up tokens. Drafters that are not built in are not run.
 
     Args:
-        device: Where the engine's logits are. The CPU's verifier is compiled only where it is used.
-        log: Called with a line of text before anything is compiled, and with one after it; not at all if everything is
-            in the cache.
+        device: Where the engine's logits are; the verifier's compiled loop is for the CPU only.
+        log: Called with one line of text before anything is compiled and one after; not at all if everything is in the
+            cache.
 
     Raises:
         ValueError: the drafter does not take its options.
@@ -63,7 +62,7 @@ def _reporting(log: Callable[[str], object]) -> Iterator[None]:
 
 
 class _Listener(event.Listener):
-    """Says so when the first of our functions begins to be compiled.
+    """Logs a line when numba begins to compile the first of our functions.
 
     Attributes:
         started: When that was, by `time.perf_counter`; None: everything was loaded from the cache.
@@ -88,7 +87,7 @@ class _Listener(event.Listener):
 
 
 def _draft(config: RolloutSpecConfig) -> list[Draft]:
-    """A request's whole life, twice: one enters the history, and one leaves it. Returns drafts of two requests."""
+    """Two requests from start to stop; one rollout is kept, the other removed. Returns their drafts."""
     options = {"max_draft_tokens": config.num_speculative_tokens, **config.drafter_options}
     drafter = build_drafter(config.drafter, **options)
     prompt = np.arange(1200, dtype=np.int32) % 300  # long enough for the tables to grow
@@ -105,7 +104,7 @@ def _draft(config: RolloutSpecConfig) -> list[Draft]:
 
 
 def _decide(drafts: list[Draft]) -> None:
-    """Steps of an engine that has measured what they cost."""
+    """Observe and decide steps until the budget knows their costs."""
     budget = Budget()
     size = len(drafts)
     confidence, starts = flatten(drafts)

@@ -49,8 +49,8 @@ def a_report(**changed):
     return {**json.loads(json.dumps(run_command(session, stats, "report"))), **changed}
 
 
-def test_phases_compare_each_size_of_step_with_the_same_tokens_without_drafts():
-    many, one = doctor.phases(a_report())
+def test_size_groups_compare_each_size_of_step_with_the_same_tokens_without_drafts():
+    many, one = doctor.size_groups(a_report())
     assert (many.requests, many.steps, many.tokens, many.draft_tokens, many.asked) == (64, 10, 640, 0, 10)
     assert many.without == pytest.approx(10 * 0.018)
     assert (one.requests, one.steps, one.tokens, one.draft_tokens, one.asked) == (1, 100, 200, 400, 100)
@@ -69,7 +69,7 @@ def test_what_is_known_of_a_part_is_said_of_that_part():
 
 def test_the_report_is_explained():
     text = " ".join(doctor.explain(a_report(global_step=7, num_processes=4)).split())
-    # Steps that read prompts are part of the time, and not of the phases.
+    # Steps that read prompts are part of the time, and not of the size groups.
     for line in (
         "Up to step 7, the first of 4 processes: ",
         "target's forward pass     1.20  54.5 %",
@@ -168,7 +168,7 @@ def test_of_a_simulated_engine_the_truth_is_found(name):
     drafter = partial(build_drafter, "suffix", max_draft_tokens=8)
     phase = run_phase(phase_requests(12, 16, 200), drafter, policy, cost, num_speculative_tokens=8, batch=64)
     report = run_command(policy, policy.stats, "report")
-    found = doctor.phases(report)
+    found = doctor.size_groups(report)
     assert sum(p.seconds for p in found) == pytest.approx(phase.seconds)
     assert sum(p.without for p in found) == pytest.approx(policy.without, rel=0.1)
     measured = doctor.engine_cost(report)

@@ -1,4 +1,4 @@
-"""Generating each step's rollouts three ways from the same weights, and comparing what came out."""
+"""Generates each step's rollouts three ways from the same weights, and compares them."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ class Divergence:
     rollout: int
     position: int
     gap: float
-    """Difference between the two best perturbed logits there: how close the call was."""
+    """Difference between the two largest sums of logit and noise there."""
 
 
 @dataclass
 class StepRecord:
-    """One step's generation."""
+    """One step's generation, three ways.
+
+    Attributes:
+        seconds, tokens: By the names in `WAYS`.
+        identical: Rollouts that are the same with speculation on and off.
+    """
 
     step: int
     seconds: dict[str, float]

@@ -1,4 +1,4 @@
-"""What the demo says: rows while it runs, then a summary, a JSON report and a plot."""
+"""The demo's output: rows while it runs, then a summary, a JSON report and a plot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ COLUMNS = "step  stock s   off s    on s  tokens  identical  accept. length  dra
 
 
 def table_header() -> str:
-    """Heads the rows of `format_row`."""
+    """The heading of the rows of `format_row`."""
     return COLUMNS
 
 

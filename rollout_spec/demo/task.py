@@ -44,7 +44,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """Two steps: `first op1 second`, whose value then meets the third number.
+    """Two steps: `first op1 second`, whose value is then combined with the third number.
 
     Attributes:
         first, op1, second: the step in parentheses.
@@ -83,7 +83,7 @@ class Expression:
         return f"{self.third} {self.op2} {inner}" if self.third_leads else f"{inner} {self.op2} {self.third}"
 
     def try_text(self, target: int) -> str:
-        """The expression as a search step: both results, and whether the target was hit."""
+        """The expression as one try of the search: both results, and whether the target was hit."""
         steps = f"try {self.first} {self.op1} {self.second} = {value_text(self.inner_value())}"
         if in_range(self.inner_value()):
             left, right = self.operands()
@@ -163,10 +163,10 @@ def parse_prompt(prompt: str) -> Problem:
 
 
 def trace_text(problem: Problem, rng: random.Random) -> str:
-    """Draw a search for `problem`: tries in random order, none twice, until one hits or patience ends."""
+    """Draw a search for `problem`: tries in random order, none twice, until one hits or a drawn limit is reached."""
     order = expressions(problem.numbers)
     rng.shuffle(order)
-    patience = rng.randint(MIN_TRIES, MAX_TRIES)
+    max_tries = rng.randint(MIN_TRIES, MAX_TRIES)
     words: list[str] = []
     tried: set[str] = set()
     for expression in order:
@@ -177,7 +177,7 @@ def trace_text(problem: Problem, rng: random.Random) -> str:
         words.append(text)
         if expression.reaches(problem.target):
             return " ".join((*words, "answer", expression.text()))
-        if len(tried) == patience:
+        if len(tried) == max_tries:
             break
     return " ".join((*words, GIVE_UP))
 
@@ -204,7 +204,7 @@ def reward(problem: Problem | str, completion: str) -> float:
 
     1.0 for an answer that uses each number exactly once and equals the target; an answer that misses the target by d
     gets max(0, 0.5 * (1 - d / `MISS_SCALE`)); no answer, or one with other numbers, 0. The search before the answer
-    is not checked: it is the policy's own affair, as is a step of the answer that leaves 0..`MAX_VALUE`.
+    is not checked, nor whether a step of the answer leaves 0..`MAX_VALUE`.
 
     Args:
         problem: the problem, or the prompt that states it.

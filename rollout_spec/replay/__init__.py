@@ -1,1 +1,1 @@
-"""Replay of recorded rollouts through a drafter: no model, no engine, seconds instead of hours."""
+"""Replay of recorded rollouts through a drafter, without a model or an engine."""

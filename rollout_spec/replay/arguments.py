@@ -1,4 +1,4 @@
-"""The options of `rollout-spec replay`, apart from what they start: `--help` needs neither numba nor pyarrow."""
+"""The options of `rollout-spec replay`, in a module of their own so that `--help` imports neither numba nor pyarrow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rollout-spec replay`: recorded rollouts through a drafter, as a table and as JSON. Its options: `arguments.py`."""
+"""`rollout-spec replay`: replays recorded rollouts through a drafter; prints a table and writes JSON."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _parse_option(text: str) -> tuple[str, Any]:
 def _compare_budgets(
     files: Sequence[tuple[Path, Sequence[Problem]]], cost: EngineCost, args: argparse.Namespace
 ) -> int:
-    """Rollout phases under every policy, as a table and as JSON."""
+    """Simulate rollout phases under every budget policy; print a table and write JSON."""
     rows = []
     print(f"Simulated: a step takes what the curve {cost.name!r} says, recorded tokens decide what is accepted.")
     print("Drafts come from the suffix index of each problem's own texts; speedups are those over no drafts.")
@@ -128,7 +128,7 @@ def _compare_budgets(
 def _measure(
     problems: Sequence[Problem], make: Callable[[], Drafter], regime: Regime, args: argparse.Namespace
 ) -> list[tuple[bool, dict[str, Any]]]:
-    """[(was the noise known, figures)]: recorded text has no noise, a synthetic policy is replayed without and with."""
+    """[(whether the drafter knew the noise, figures)]: False for recorded text, both for synthetic policies."""
     limits: dict[str, Any] = {"max_samples": args.samples, "max_history": args.history}
     if args.policy == "synthetic":
         target = SyntheticTarget(problems, args.samples, args.history)
@@ -178,7 +178,7 @@ class SyntheticTarget:
         return _seed(problem, rollout.sample_id)
 
     def next_token(self, problem: Problem, rollout: Rollout, text: Sequence[int]) -> int:
-        """What the policy says after a text, with the rollout's noise."""
+        """The token that the policy samples after a text, with the rollout's noise."""
         return self._policies[problem.prompt_id].next_token(text, self.seed_of(problem, rollout), len(text) - 1)
 
 
@@ -206,7 +206,7 @@ def _print_row(row: dict[str, Any], *, first: bool) -> None:
             f"{'index µs':>9} {'draft µs':>9} {'bytes/token':>11} {'build s/M':>9}"
         )
     limit = row.get("min_survival", "")
-    # What a request alone keeps is nothing, and only an earlier epoch is built up front.
+    # In `own` no history is kept; only `epoch` builds any before the replay.
     size = f"{row['bytes_per_history_token']:.1f}" if row["regime"] != "own" else "-"
     build = f"{row['build_seconds_per_million_tokens']:.2f}" if row["history_tokens"] else "-"
     print(

@@ -1,4 +1,4 @@
-"""What the steps of an engine cost, as a curve over their tokens. Measured ones come from `rollout-spec doctor`."""
+"""The time of an engine's steps as a curve over their tokens. `rollout-spec doctor` writes measured curves."""
 
 from __future__ import annotations
 
@@ -13,25 +13,28 @@ Floats = NDArray[np.float64]
 
 
 class EngineCost(NamedTuple):
-    """What steps cost: seconds at given numbers of tokens, linear between them, and beyond as in their upper half."""
+    """Seconds of a step by its tokens, interpolated linearly; beyond the last point with the upper half's mean slope.
+
+    `tokens` and `seconds` are float64 [n] with n >= 2; tokens rise, seconds do not fall.
+    """
 
     name: str
     tokens: Floats
     seconds: Floats
     drafted_seconds: float
-    """What a step with drafts costs more, whatever their number: other graphs, synchronous scheduling."""
+    """Extra seconds of a step with drafts, however many: other CUDA graphs, synchronous scheduling."""
     draft_seconds: float
-    """The drafter's work per request and step in which it is asked."""
+    """Seconds of drafting per request, in steps that ask the drafter."""
     draft_call_seconds: float = 0.0
-    """The drafter's work per step in which it is asked, however many the requests."""
+    """Seconds of drafting per step that asks the drafter, besides those per request."""
 
     def step(self, num_tokens: float) -> float:
         """Seconds of a step without drafts."""
         return float(self.steps(np.array([num_tokens]))[0])
 
     def steps(self, num_tokens: NDArray[Any]) -> Floats:
-        """The same for many."""
-        half = (self.tokens.size - 1) // 2  # the last two may be equal by the accuracy of a measurement
+        """Seconds of steps without drafts, float64 of the shape of `num_tokens`."""
+        half = (self.tokens.size - 1) // 2  # not the last two points alone: measured times may be equal there
         slope = (self.seconds[-1] - self.seconds[half]) / (self.tokens[-1] - self.tokens[half])
         beyond = np.maximum(np.asarray(num_tokens, np.float64) - self.tokens[-1], 0.0)
         return np.asarray(np.interp(num_tokens, self.tokens, self.seconds) + slope * beyond)
@@ -42,7 +45,7 @@ def read_cost(path: Path) -> EngineCost:
     `draft_call_seconds`.
 
     Raises:
-        ValueError: a field is missing or not as expected.
+        ValueError: a field is missing, tokens do not rise, or seconds fall.
         OSError: the file cannot be read.
     """
     try:

@@ -1,4 +1,4 @@
-"""Recorded rollouts through a simulated engine: how long a rollout phase takes under a policy of draft budgets.
+"""Replays recorded rollouts in a simulated engine: how long a rollout phase takes under each budget policy.
 
 **Simulated**: a step takes what a cost curve says for its tokens; a drafted token is accepted when it equals the
 recorded one. Prompts cost nothing. Requests wait for a free place, as with continuous batching, and the phase ends when
@@ -27,14 +27,14 @@ MIN_SURVIVAL = 0.01
 
 
 class Step(NamedTuple):
-    """What a policy sees of a step: B requests, D drafted tokens."""
+    """What a policy is shown of a step with B requests and D drafted tokens."""
 
     confidence: NDArray[np.float32]  # [D], the drafter's
     starts: Ints  # [B + 1], each draft's first token, then D
     problems: list[int]
-    so_far: Ints  # [B] tokens said
-    to_come: Ints  # [B] tokens that will be said: for oracles
-    acceptable: Ints  # [B] what would be accepted: for oracles
+    so_far: Ints  # [B] tokens generated
+    to_come: Ints  # [B] tokens still to be generated: for oracles
+    acceptable: Ints  # [B] drafted tokens that would be accepted: for oracles
     waiting: bool  # whether requests wait for a place
     max_tokens: int  # longest rollout of the phase
 
@@ -54,17 +54,17 @@ class Policy(Protocol):
         """Drafted tokens to verify, int64 [B]."""
 
     def observe(self, step: Step, verified: Ints, accepted: Ints) -> None:
-        """What became of them."""
+        """Learn how many tokens of each draft were verified and accepted, int64 [B] each."""
 
     def on_step(self, num_requests: int, num_draft_tokens: int, seconds: float, draft_seconds: float) -> None:
-        """What the step took, and the drafter's part of it."""
+        """Learn the seconds that the step took, and how many of them were drafting."""
 
     def on_finish(self, problem: int, length: int) -> None:
         """A rollout ended."""
 
 
-class _Deaf:
-    """A policy that learns nothing."""
+class _PolicyBase:
+    """A policy that always drafts and ignores what it is told."""
 
     def wants_drafts(self, num_requests: int) -> bool:
         return True
@@ -79,7 +79,7 @@ class _Deaf:
         pass
 
 
-class NoDrafts(_Deaf):
+class NoDrafts(_PolicyBase):
     """Speculation switched off."""
 
     def wants_drafts(self, num_requests: int) -> bool:
@@ -89,8 +89,8 @@ class NoDrafts(_Deaf):
         return np.zeros_like(step.num_drafted)
 
 
-class FixedK(_Deaf):
-    """At most K tokens of every draft, and of these where `threshold` is given those that are as probable."""
+class FixedK(_PolicyBase):
+    """The first K tokens of every draft whose confidence is at least `threshold`."""
 
     def __init__(self, k: int, threshold: float = 0.0) -> None:
         self._k = k
@@ -101,10 +101,13 @@ class FixedK(_Deaf):
         return np.minimum(np.diff(probable), self._k)
 
 
-class LengthClasses(_Deaf):
-    """As DAS (arXiv:2511.13841): long drafts for problems whose rollouts get long, short ones or none for others.
+class LengthClasses(_PolicyBase):
+    """As in DAS (arXiv:2511.13841): the longer a problem's rollouts, the more tokens of its drafts are verified.
 
-    A problem's class is the tercile of its mean length so far among all problems; unknown ones are in the middle.
+    A problem's class is the tercile of its mean length so far among all problems; unknown problems are in the middle.
+
+    Args:
+        budgets: Most tokens per draft in the lowest, middle and highest tercile.
     """
 
     def __init__(self, budgets: tuple[int, int, int]) -> None:
@@ -122,10 +125,10 @@ class LengthClasses(_Deaf):
 
 
 class Learned:
-    """Ours, which learns the cost curve, survival and lengths while it runs.
+    """This package's `Budget`, which learns costs, survival and lengths while it runs.
 
     Args:
-        knows_lengths: Be told how long each rollout gets, to see what better estimates of that could bring.
+        knows_lengths: Give it each rollout's length, to see what better estimates of it could gain.
     """
 
     def __init__(self, *, knows_lengths: bool = False) -> None:
@@ -162,11 +165,11 @@ class Learned:
         self.budget.lengths.observe(problem, length)
 
 
-class Oracle(_Deaf):
-    """Knows the curve and what will be accepted, and verifies what gives the most tokens per second in each step.
+class Oracle(_PolicyBase):
+    """Knows the curve and what will be accepted, and maximises tokens per second in each step.
 
-    No bound for a phase, whose end depends on which requests are made faster. It is charged for the drafter's work in
-    every step.
+    Not a lower bound on a phase's time, which depends on which requests are made faster. It pays for drafting in every
+    step.
     """
 
     def __init__(self, cost: EngineCost) -> None:
@@ -187,9 +190,9 @@ class Phase(NamedTuple):
 
     seconds: float
     tail_seconds: float
-    """From the end of nine rollouts in ten to the end of the last."""
+    """From the time when nine rollouts in ten have ended to the end of the last."""
     token_tail_seconds: float
-    """From nine tokens in ten to the last."""
+    """From the time when nine tokens in ten are generated to the last."""
     steps: int
     tokens: int
     drafted: int
@@ -209,8 +212,8 @@ def run_phase(
     """Generate the requests again, `batch` at a time, and add up what the steps cost.
 
     Args:
-        slowdowns: By how much each step is longer, in the eyes of the policy, for other work on the machine. What is
-            added up are the steps as they would be without it, so that phases with other decisions can be compared.
+        slowdowns: Factors on the times that the policy is told, one per step, as by other work on the machine. The
+            phase's own seconds do not include them, so that only decisions make a difference.
     """
     drafter = make_drafter()
     waiting = list(enumerate(request for request in requests if request.rollout.tokens.size))[::-1]
@@ -218,7 +221,7 @@ def run_phase(
     live: dict[str, Cursor] = {}
     seconds, steps, tokens, drafted, accepted = 0.0, 0, 0, 0, 0
     ends: list[float] = []
-    said: list[tuple[float, int]] = []  # (seconds, tokens) so far
+    progress: list[tuple[float, int]] = []  # (seconds, tokens) after each step
     while waiting or live:
         while waiting and len(live) < batch:
             number, (problem, rollout) = waiting.pop()
@@ -235,7 +238,7 @@ def run_phase(
         asked = policy.wants_drafts(len(ids))
         if asked:
             drafts = drafter.propose(ids, np.full(len(ids), num_speculative_tokens, np.int32))
-            step = _look(list(live.values()), drafts, bool(waiting), longest)
+            step = _make_step(list(live.values()), drafts, bool(waiting), longest)
             verified = policy.decide(step)
             hits = np.minimum(step.acceptable, verified)
             policy.observe(step, verified, hits)
@@ -250,7 +253,7 @@ def run_phase(
         accepted += int(hits.sum())
         slowdown = next(slowdowns) if slowdowns is not None else 1.0
         policy.on_step(len(ids), num_draft_tokens, took * slowdown, drafting * slowdown)
-        if asked:  # the target's next token says something about a draft that was not verified, too
+        if asked:  # the target's next token also tells about drafts that were not verified
             seen = [live[req_id].expected(int(n) + 1) for req_id, n in zip(ids, hits, strict=True)]
             outcomes = np.array([min(int(n), s.size - 1) for n, s in zip(hits, seen, strict=True)], np.int32)
             drafter.observe(ids, seen, outcomes)
@@ -264,13 +267,13 @@ def run_phase(
                 drafter.stop_request(req_id)
                 ends.append(seconds)
                 policy.on_finish(cursor.problem.problem_id, cursor.rollout.tokens.size)
-        said.append((seconds, tokens))
+        progress.append((seconds, tokens))
     tail = seconds - ends[int(0.9 * total) - 1] if total >= 10 else seconds
-    token_tail = seconds - next((then for then, number in said if number >= 0.9 * tokens), seconds)
+    token_tail = seconds - next((then for then, number in progress if number >= 0.9 * tokens), seconds)
     return Phase(seconds, tail, token_tail, steps, tokens, drafted, accepted)
 
 
-def _look(cursors: Sequence[Cursor], drafts: Sequence[Draft], waiting: bool, longest: int) -> Step:
+def _make_step(cursors: Sequence[Cursor], drafts: Sequence[Draft], waiting: bool, longest: int) -> Step:
     confidence, starts = flatten(drafts)
     so_far = np.array([cursor.num_said for cursor in cursors], np.int64)
     return Step(
@@ -286,7 +289,7 @@ def _look(cursors: Sequence[Cursor], drafts: Sequence[Draft], waiting: bool, lon
 
 
 class Contender(NamedTuple):
-    """A policy, and the drafter's own limit on drafts that goes with it."""
+    """A policy, and the drafter's `min_survival` that goes with it."""
 
     make: Callable[[], Policy]
     min_survival: float
@@ -294,7 +297,7 @@ class Contender(NamedTuple):
 
 
 def contenders(cost: EngineCost, k: int) -> dict[str, Contender]:
-    """What is compared: no drafts, fixed numbers of tokens, all drafts, thresholds, classes, ours and the oracle."""
+    """The policies that are compared, by label."""
     return {
         "none": Contender(NoDrafts, 0.0),
         **{f"K={n}": Contender(partial(FixedK, n), 0.0) for n in (1, 2, 4, 8, 16) if n <= k},
@@ -320,9 +323,13 @@ def compare(
 ) -> dict[str, Phase]:
     """The last phase under every policy, or those named (see `contenders`).
 
-    Those that learn have learned in the phases before; "ours, new", which comes with "ours", in none.
+    Policies that learn run through the phases before it; "ours, new", which comes with "ours", runs through none. The
+    drafter, `"suffix"`, is empty at the beginning of every phase.
 
-    The drafter, the suffix index over each problem's own texts, begins anew in every phase.
+    Args:
+        phases: Each phase's requests.
+        num_speculative_tokens: K, the most tokens drafted per request and step.
+        batch: Requests that are decoded at a time.
     """
     results = {}
     k = num_speculative_tokens

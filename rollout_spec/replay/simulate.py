@@ -1,8 +1,8 @@
 """The replay itself: recorded rollouts through a drafter, step by step as an engine would take them.
 
-A drafted token is accepted when it equals the recorded next one, which for point-mass drafts is an unbiased picture of
-lossless verification: the recorded token is a sample of the target. One more token per step is free (the recovered or
-bonus token). As in an engine, the first token of a rollout comes from the prefill and is not drafted.
+A drafted token is accepted when it equals the recorded next one. For point-mass drafts this estimates lossless
+verification without bias: the recorded token is a sample of the target. Each step emits one more token, the recovered
+or bonus token. As in an engine, the first token of a rollout comes from the prefill and is not drafted.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ class ReplayResult(NamedTuple):
 
     stats: SpeculationStats
     reliability: np.ndarray
-    """float64 [10, 3]: by confidence in steps of 0.1: drafted tokens, their summed confidence, accepted ones."""
+    """float64 [10, 3], by confidence in bins of 0.1: drafted tokens, their summed confidence, accepted tokens."""
     build_seconds: float
-    """Indexing `history_tokens` tokens of earlier rollouts."""
+    """Seconds of indexing the `history_tokens` tokens of the earlier epoch."""
     history_tokens: int
     index_seconds: float
-    """start_request, extend, observe and stop_request of the replayed requests."""
+    """Seconds in start_request, extend, observe and stop_request of the replayed requests."""
     draft_seconds: float
-    """propose; our drafters index there what extend collected."""
+    """Seconds in propose, where our drafters also index what extend collected."""
     memory_bytes: int
     """`Drafter.memory_bytes` at the end."""
     indexed_tokens: int
@@ -88,7 +88,7 @@ def split(
     """A problem's (earlier, live) rollouts.
 
     With two or more recorded epochs, the first is what is earlier and the second is live; with one, half and half.
-    Only the `epoch` regime has earlier rollouts.
+    Regimes other than `epoch` leave the earlier rollouts out.
     """
     epochs = sorted({rollout.epoch for rollout in problem.rollouts})
     if len(epochs) > 1:
@@ -208,9 +208,9 @@ def replay(
 def replay_steadily(
     requests: Sequence[Request], drafter: Drafter, *, num_speculative_tokens: int = 16, batch: int = 64
 ) -> ReplayResult:
-    """Replay with a full batch throughout, for timing: continuous batching, up to where fewer requests are left.
+    """Replay with a full batch throughout, for timing: continuous batching that ends when fewer requests are left.
 
-    What the drafter holds already is its history. Nothing is built, so `build_seconds` and the token counts are 0.
+    The drafter's history is what it holds already, so `build_seconds` and the token counts are 0.
     """
     run = _Run(drafter, num_speculative_tokens, lambda problem, rollout: None, None)
     run.steady(requests, batch)
@@ -306,13 +306,13 @@ class _Run:
         for req_id, tokens in zip(req_ids, committed, strict=True):
             drafter.extend(req_id, tokens)
         self.index_seconds += clock() - started
-        # A draft may reach beyond the recorded end: what is emitted there is nobody's.
+        # A draft may reach beyond the recorded end: tokens after it are not counted as emitted.
         emitted = [min(n + 1, target.size) for n, target in zip(accepted, targets, strict=True)]
         self.stats.record([len(draft.token_ids) for draft in drafts], accepted)
         self.stats.emitted_tokens += sum(emitted) - sum(accepted) - len(accepted)
 
     def _targets(self, cursor: Cursor, draft: Int32Array, num_accepted: int) -> Int32Array:
-        """What the target says at the drafted positions that are known."""
+        """The target's own tokens at the drafted positions, int32, as far as they are known."""
         known = cursor.expected(num_accepted + 1)
         if self._next_token is None or known.size <= num_accepted:
             return known
@@ -345,7 +345,7 @@ class Cursor:
 
     @property
     def done(self) -> bool:
-        """Whether all of it has been said."""
+        """Whether the whole recording has been replayed."""
         return self._at >= self._tokens.size
 
     @property
@@ -367,7 +367,7 @@ class Cursor:
         return int(np.cumprod(draft[: expected.size] == expected).sum())
 
     def advance(self, n: int) -> Int32Array:
-        """Commit n generated tokens, fewer at the end of the run, and then what the environment says."""
+        """Commit n generated tokens, fewer at the end of the run, and the environment's run after it."""
         start = self._at
         self._at = min(start + n, self._ends[self._run])
         while self._run + 1 < len(self._ends) and self._at == self._ends[self._run]:

@@ -5,9 +5,9 @@ long: q_l(v) = (c_l(v) + KAPPA q_{l-1}(v)) / (n_l + KAPPA), q_0 the frequency of
 longest known context's q with `rollout_spec.noise`. They stay close to what was recorded and still branch: after a
 context that was seen once, the recorded continuation has probability 1 / (1 + KAPPA) and more.
 
-What it flatters and what it does not: the target is of the same family as the drafter's own model, so a drafter that
-has seen enough can know it exactly, which no language model allows; and it forgets what lies more than ORDER tokens
-back, so long matches say less than they do in real text.
+Biases: the target is of the same family as the drafter's own model, so a drafter that has seen enough knows it exactly,
+as it could not know a language model; and the target ignores what lies more than ORDER tokens back, so long matches
+tell less than in real text.
 """
 
 from __future__ import annotations

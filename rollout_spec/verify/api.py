@@ -47,20 +47,20 @@ def verify(
         cu_num_draft_tokens: integer [B], inclusive sums of draft lengths without a leading 0.
         rows: How each request is sampled.
         method: `"sample"`: compare drafts with the target's own sample under the request's noise. `"rejection"`: ratio
-            test and residual sampling (arXiv:2211.17192), with noise that no drafter sees.
-        draft_probs: float [D, V], the distributions that the drafts were sampled from, for `"rejection"`; None: each
-            draft was certain.
+            test and residual sampling (arXiv:2211.17192), with noise streams that drafters do not use.
+        draft_probs: float [D, V], the distributions that the drafts were sampled from, for `"rejection"`. None:
+            point-mass drafts, each of probability 1.
         logprobs_mode: Which log-probabilities to return, None for none. Processed ones include temperature, top-k,
             top-p and min-p.
         max_draft_tokens: The longest draft, if the caller knows it; otherwise it is read from the device.
 
     Returns:
-        A `VerifyResult` on the logits' device. Nothing is copied to the host if `max_draft_tokens` is given. O(N V) on
-        GPUs; with top-k or top-p times the passes of a search there, and O(N V log V) elsewhere.
+        A `VerifyResult` on the logits' device. Nothing is copied to the host if `max_draft_tokens` is given. O(N V),
+        but with top-k or top-p 10 to 20 times as much on GPUs (a search) and O(N V log V) elsewhere (a sort).
 
     Raises:
         ValueError: shapes do not fit, a mode is unknown, or draft probabilities are given to `"sample"`, which would
-            ignore them. On the CPU, where looking costs nothing, also: `cu_num_draft_tokens` does not describe
+            ignore them. On the CPU, where reading values is cheap, also: `cu_num_draft_tokens` does not describe
             `draft_token_ids`, `max_draft_tokens` is too small, or a request that is not greedy has no seed.
         TypeError: a tensor has the wrong kind of dtype.
     """
@@ -127,7 +127,7 @@ def verify(
 def _check_values(
     num_drafts: int, cu_num_draft_tokens: Tensor, rows: SamplingBatch, max_draft_tokens: int | None
 ) -> None:
-    """Raise before compiled loops would read or write past an array's end, or a seedless request turn greedy."""
+    """Raise ValueError where compiled loops would read or write past an array, or sample greedily for want of seeds."""
     cu = cu_num_draft_tokens.numpy()
     lengths = np.diff(cu, prepend=0)
     if (lengths < 0).any() or (cu[-1] if len(cu) else 0) != num_drafts:

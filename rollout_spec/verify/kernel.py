@@ -4,21 +4,23 @@
    split among programs where rows are few.
 2. `_accept_kernel`: joins the splits, compares each row's token with its draft and cuts each request's tokens after
    the first difference.
-3. Where log-probabilities are asked for, `_rank_kernel` looks a second time at the rows of emitted tokens. Where
-   drafts come with probabilities, `_residual_kernel` looks a second time at each request's first rejected row.
+3. Where log-probabilities are asked for, `_rank_kernel` reads the rows of emitted tokens again. Where drafts come with
+   probabilities, `_residual_kernel` reads each request's first rejected row again.
 
-`rollout_spec.verify.truncate` finds the cuts of top-k, top-p and min-p beforehand. Nothing waits for the device and
-nothing of the vocabulary's size is written, so all of it can be captured in CUDA graphs.
+`rollout_spec.verify.truncate` finds the cuts of top-k, top-p and min-p beforehand. Nothing waits for the device, so all
+of it can be captured in CUDA graphs; nothing of the vocabulary's size is written.
 
 Arithmetic per token. A token can win only if its noise reaches best - x / T, that is, if its hash is at most
-2**32 exp(x / T - best). So a tile's hashes are compared with what its largest logit allows; where one passes, each with
-what its own logit allows; and only where one passes again are the noise's two logarithms taken. Where the draft is what
-the target samples, its score is the bound from the first tile on. Per token the common path takes 22 instructions
-(sm_90, bf16, `experiments/count_instructions.py`): 3 multiplications, 3 shifts and 3 logical operations for the hash
-(murmur3's last step, which changes h by at most h / 2**16, is left to the exact evaluation), 3 for the token's key,
-which `ROWS` rows share, and the rest for conversion, maximum and sum of exponentials. Nearly 12 of them go to the
-integer pipe, 64 lanes per clock: 0.18 clocks per token and multiprocessor, 2.9 TB/s of bf16 logits on an H200 at
-1.98 GHz. A vocabulary that 16 does not divide is read token by token, so pad it, as engines do.
+2**32 exp(x / T - best). So a tile's smallest hash is compared with what the tile's largest logit allows; if it passes,
+each hash with what its own logit allows; and only if one passes again are the noise's two logarithms taken. The draft's
+score is taken first: where the target samples the draft, the bound is tight from the first tile on.
+
+Per token the common path takes 22 instructions (sm_90, bf16, `experiments/count_instructions.py`): 3 multiplications,
+3 shifts and 3 logical operations for the hash (murmur3's last step, which changes h by at most h / 2**16, is left to
+the exact evaluation), 3 for the token's key, which `ROWS` rows share, and the rest for conversion, maximum and sum of
+exponentials. Nearly 12 of them go to the integer pipe, 64 lanes per clock: 0.18 clocks per token and multiprocessor,
+2.9 TB/s of bf16 logits on an H200 at 1.98 GHz. Loads are vectorised only if 16 divides the vocabulary size, so pad it,
+as engines do.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rollout_spec import noise
-from rollout_spec.noise_triton import almost_hash, finish_hash, gumbel, row_state, token_key, uniform
+from rollout_spec.noise_triton import finish_hash, gumbel, row_state, token_key, unfinished_hash, uniform
 from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify import reference
 from rollout_spec.verify.reference import LogprobsMode, VerifyMethod
@@ -76,7 +78,7 @@ class Parts(NamedTuple):
     token: Tensor  # int32, its token
     high: Tensor  # float32, the largest logit / T that may be drawn, in units of ln 2
     mass: Tensor  # float32, sum of 2**(logit / (T ln 2) - high)
-    raw_high: Tensor  # float32, the same of all logits at T = 1; the two above where not asked for
+    raw_high: Tensor  # float32, these two of all logits at T = 1; where not asked for, the same tensors as above
     raw_mass: Tensor
 
 
@@ -115,7 +117,7 @@ def _gather_layout_kernel(
     positions_ptr,  # integer [T]
     logits_indices_ptr,  # integer [N]: the rows' places among the T input tokens
     request_ptr,  # int32 [N]
-    offset_ptr,  # int32 [N]: the rows' places among their requests'
+    offset_ptr,  # int32 [N]: the rows' places among their request's rows
     prefill_len_ptr,  # int32 [R]
     position_ptr,  # int64 [N], written
     draft_ptr,  # int32 [N], written
@@ -211,7 +213,7 @@ def _scan_kernel(
             drafted = tl.load(logits_ptr + draft, mask=is_token, other=float("-inf")).to(tl.float32)
             if cutoff_ptr is not None:
                 drafted = tl.where(_is_cut(drafted, draft, cutoff, cut_token), float("-inf"), drafted)
-            g = gumbel(finish_hash(almost_hash(state, token_key(draft.to(tl.uint32)))))
+            g = gumbel(finish_hash(unfinished_hash(state, token_key(draft.to(tl.uint32)))))
             best_score = drafted / temperature + tl.where(is_greedy, 0.0, g)
             best_token = tl.where(is_token, draft, best_token)
 
@@ -241,7 +243,7 @@ def _scan_kernel(
         reaches = tile_x > best_score
         if seed_ptr is not None:
             # weight * limit is the largest hash with which a token still wins. The slack of 0.07 % covers what
-            # almost_hash leaves out (h ^ (h >> 16) differs from h by at most h / 2**16) and the rounding of what
+            # unfinished_hash leaves out (h ^ (h >> 16) differs from h by at most h / 2**16) and the rounding of what
             # stands here; that of the scores grows with them.
             slack = 1e-3 + 1e-6 * tl.abs(base)
             limit = tl.exp2(tl.minimum(base - best_score * LOG2E + slack, 60.0) + HASH_BITS)
@@ -249,7 +251,7 @@ def _scan_kernel(
             reaches = is_greedy & (tile_x >= best_score)
             # Below 1/2 not even hash 0 wins.
             if tl.max((~is_greedy & (tile_limit >= 0.5)).to(tl.int32), axis=0) > 0:
-                h = almost_hash(state[:, None], token_key(token.to(tl.uint32))[None, :])
+                h = unfinished_hash(state[:, None], token_key(token.to(tl.uint32))[None, :])
                 may_reach = tl.min(h, axis=1).to(tl.float32) <= tile_limit
                 if tl.max((~is_greedy & may_reach).to(tl.int32), axis=0) > 0:
                     excess = weight * limit[:, None] - h.to(tl.float32)
@@ -260,7 +262,7 @@ def _scan_kernel(
                 x = tl.where(_is_cut(x, token[None, :], cutoff[:, None], cut_token[:, None]), float("-inf"), x)
             score = x / temperature[:, None]
             if seed_ptr is not None:
-                h = finish_hash(almost_hash(state[:, None], token_key(token.to(tl.uint32))[None, :]))
+                h = finish_hash(unfinished_hash(state[:, None], token_key(token.to(tl.uint32))[None, :]))
                 score += tl.where(is_greedy[:, None], 0.0, gumbel(h))
                 if EXCLUDE_DRAFT:
                     is_draft = (token[None, :] == draft[:, None]) & ~is_greedy[:, None]
@@ -374,9 +376,9 @@ def _accept_kernel(
         if seed_ptr is not None:
             seed = tl.load(seed_ptr + request, mask=is_row, other=0)
             position = tl.load(position_ptr + row, mask=is_row, other=0)
-            h = almost_hash(row_state(seed, position, DOMAIN_ACCEPT), token_key(tl.zeros([WIDTH], tl.uint32)))
+            h = unfinished_hash(row_state(seed, position, DOMAIN_ACCEPT), token_key(tl.zeros([WIDTH], tl.uint32)))
             passes = (p > 0.0) & (uniform(finish_hash(h)) * q <= p)
-            # Nothing but the draft can be drawn: the residual vanished.
+            # Only the draft can be drawn: the residual is empty.
             passes |= (best_score == float("-inf")) & (p > 0.0)
             matches = tl.where(is_greedy, matches, passes)
         accepted = is_token & matches & is_valid
@@ -392,7 +394,7 @@ def _accept_kernel(
     tl.store(num_broken_ptr + index, tl.sum((is_row & ~is_valid & ~is_empty).to(tl.int32), axis=0))
     target = token
     if REJECTION:
-        # Rows after the first difference condition on tokens that were not accepted one by one: no sample is there.
+        # Rows after the first difference follow tokens that were rejected: there is no sample.
         target = tl.where(is_emitted, token, PLACEHOLDER)
     tl.store(target_ptr + row, target.to(tl.int64), mask=is_row)
     if joined_high_ptr is not None:
@@ -478,7 +480,7 @@ def _residual_kernel(
     tokens_per_split,
     BLOCK: tl.constexpr,
 ):
-    """Sample max(p - q, 0) at each request's first rejected row; nothing (-inf) where there is none or it vanished."""
+    """Sample max(p - q, 0) at each request's first rejected row; score -inf without such a row or with no residual."""
     index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     row = tl.load(starts_ptr + index).to(tl.int64) + tl.load(num_accepted_ptr + index)
@@ -504,7 +506,7 @@ def _residual_kernel(
                 x = tl.where(cut, float("-inf"), x)
             q = tl.load(draft_probs_ptr + token, mask=token < vocab_size, other=0.0).to(tl.float32)
             weight = tl.exp2(x * scale - high) / mass - q
-            g = gumbel(finish_hash(almost_hash(state, token_key(token.to(tl.uint32)))))
+            g = gumbel(finish_hash(unfinished_hash(state, token_key(token.to(tl.uint32)))))
             score = tl.where(weight > 0.0, tl.log(tl.maximum(weight, 1e-38)) + g, float("-inf"))
             tile_best, at = tl.max(score, axis=0, return_indices=True)
             if tile_best > best_score:
@@ -532,7 +534,7 @@ def _recover_kernel(
     RAW: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Put the residual's samples in place of the scan's, which are the target's own."""
+    """Replace the scan's samples, which are the target's own, by the residual's."""
     index = tl.program_id(0).to(tl.int64)
     num_accepted = tl.load(num_accepted_ptr + index)
     row = tl.load(starts_ptr + index).to(tl.int64) + num_accepted
@@ -652,7 +654,7 @@ def verify_rows(
     def part(dtype: torch.dtype) -> Tensor:
         return torch.empty(num_rows, num_splits, dtype=dtype, device=device)
 
-    # One allocation each: kernels are compiled anew for addresses that are aligned otherwise.
+    # One allocation each: slices of one would have other alignments, for which Triton compiles the kernel again.
     score, token, high, mass = part(torch.float32), part(torch.int32), part(torch.float32), part(torch.float32)
     raws = (part(torch.float32), part(torch.float32)) if raw else (high, mass)
     parts = Parts(score, token, high, mass, *raws)

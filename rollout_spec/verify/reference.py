@@ -1,7 +1,7 @@
 """Verification, row by row in NumPy: what every faster implementation must agree with.
 
-Glossary: a *row* is one position's target logits; a request's rows are its drafted positions and then the bonus
-position. *Recovered* is the token emitted at the first difference, *bonus* the one after the last accepted draft.
+A *row* is one position's target logits; a request's rows are its drafted positions and then the bonus position. The
+*recovered* token is the one emitted at the first difference, the *bonus* token the one after a fully accepted draft.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
 class _Row(NamedTuple):
-    """One row's place and sampling parameters."""
+    """Which request and position a row belongs to, its draft token, and its sampling parameters."""
 
     request: int
     position: int
@@ -106,8 +106,8 @@ def sample_row(processed: Float32Array, row: _Row) -> int:
 def rejection_sample_row(processed: Float32Array, row: _Row, draft_probs: Float32Array | None) -> int:
     """Accept the draft with probability min(1, p / q), else sample the residual max(p - q, 0).
 
-    Leviathan et al., arXiv:2211.17192, algorithm 1. `draft_probs` None: q is 1 at the draft. The noise comes from
-    streams that no drafter sees, so drafts may depend on the request's noise.
+    Leviathan et al., arXiv:2211.17192, algorithm 1. `draft_probs` float [V]; None: q is 1 at the draft. The noise comes
+    from streams that drafters do not use, so drafts may depend on the request's other noise.
     """
     if row.greedy:
         return int(np.argmax(processed))
@@ -128,9 +128,9 @@ def rejection_sample_row(processed: Float32Array, row: _Row, draft_probs: Float3
 def process_row(logits: Float32Array, row: _Row) -> Float32Array:
     """Temperature, min-p, top-k, top-p, in vLLM's order (`vllm/v1/sample/sampler.py`); removed tokens get -inf.
 
-    Of equal logits at the cut the first are kept, as many as it takes: exactly k tokens, the smallest nucleus. (vLLM's
-    Triton kernel does the same; its torch version keeps all for top-k and the last for top-p.) A greedy row stays as
-    it is: vLLM resets its other parameters.
+    Where equal logits straddle the cut, the lowest token ids are kept: exactly k tokens, or the smallest nucleus.
+    (vLLM's Triton kernel does the same; its torch version keeps all ties for top-k and the last ones for top-p.) A
+    greedy row stays as it is: vLLM resets its other parameters.
     """
     if row.greedy or not _has_distribution(logits):
         return logits

@@ -1,8 +1,8 @@
 """Where top-k, top-p and min-p cut a row of logits, found without sorting it.
 
-A row is searched for the largest logit t such that the tokens at or above t number at least k (or hold at least the
-mass p). Each pass over the row counts what lies at or above one pivot and moves one end of the bracket to a logit that
-occurs, so the search ends when the bracket holds one value: about 10 passes over bf16 rows, 20 over float32, all but
+A row is searched for the largest logit t such that at least k tokens (or tokens of at least mass p) have a logit of t
+or more. Each pass over the row counts what lies at or above a pivot and moves one end of the bracket to a logit that
+occurs in the row; the search ends when both ends are equal: about 10 passes over bf16 rows, 20 over float32, all but
 the first from the cache.
 """
 
@@ -107,7 +107,7 @@ def _cutoff_kernel(
             count += tl.sum(kept.to(tl.float32))
             mass += tl.sum(tl.where(kept, tl.exp2((x - highest) * scale), 0.0))
 
-        # Ties at the cut: the first `ties` of them are kept, in the order of their ids.
+        # Of the tokens whose logit equals the cut, the `ties` with the lowest ids are kept.
         cutoff = low
         ties = vocab_size
         if top_k < count:

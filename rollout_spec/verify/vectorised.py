@@ -1,6 +1,6 @@
 """Verification as torch operations over the whole batch, on any device, without waiting for it.
 
-Same results as `reference`; see there for the words. Shapes: N rows, V tokens, B requests, D drafted tokens.
+Same results as `reference`, which explains the terms. Shapes: N rows, V tokens, B requests, D drafted tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def verify(
             max_draft_tokens = int(index.offset.max())
     output, num_accepted = _accept(targets, matches, index, cu_num_draft_tokens.shape[0], max_draft_tokens + 1)
     if method == "rejection":
-        # Rows after the first difference condition on tokens that were not accepted one by one: no sample is there.
+        # Rows after the first difference follow tokens that were rejected: there is no sample.
         targets = torch.where(index.offset <= num_accepted[index.request], targets, PLACEHOLDER_TOKEN_ID)
     logprobs = ranks = None
     if logprobs_mode is not None:
@@ -78,10 +78,15 @@ def verify(
 
 
 def process(raw: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
-    """Temperature, min-p, top-k and top-p. float32 [N, V] in and out; `raw` itself is returned only if nothing applies.
+    """Temperature, min-p, top-k and top-p. `raw` itself is returned if all rows are greedy.
 
-    `request`: int64 [N], each row's index into the fields of `rows`. Greedy rows stay as they are: vLLM resets their
-    other parameters.
+    Args:
+        raw: float32 [N, V].
+        rows: One entry per request. Greedy rows stay as they are: vLLM resets their other parameters.
+        request: int64 [N], each row's index into the fields of `rows`.
+
+    Returns:
+        float32 [N, V].
     """
     if rows.seeds is None:
         return raw
@@ -133,7 +138,7 @@ def _noise(vocab_size: int, rows: SamplingBatch, index: RowIndex, domain: int) -
 
 
 def _choose(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Argmax of each row, and whether the row had a distribution: a NaN wins the maximum, and so does +inf."""
+    """(argmax, whether the row has a distribution) of each row: NaN and +inf win the maximum and show there."""
     best, token = scores.max(-1)
     valid = best.isfinite()
     return torch.where(valid, token, PLACEHOLDER_TOKEN_ID), valid
@@ -183,7 +188,7 @@ def _rejection_sample(
 
 
 def _accept(targets: Tensor, matches: Tensor, index: RowIndex, num_requests: int, width: int) -> tuple[Tensor, Tensor]:
-    """Cut each request's tokens after the first difference: (output [B, width] int32, num_accepted [B] int32)."""
+    """Cut each request's tokens after the first difference: (output int32 [B, width], num_accepted int32 [B])."""
     at = index.request * width + index.offset
     tokens = targets.new_full((num_requests * width,), PLACEHOLDER_TOKEN_ID)
     tokens[at] = targets

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from rollout_spec.drafters import device, device_kernels
-from rollout_spec.drafters.device import DeviceDrafter, Ended
+from rollout_spec.drafters.device import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.device_archive import Pool
 from rollout_spec.drafters.device_reference import Document, ReferenceDrafter, find_matches
 from rollout_spec.drafters.mixture import HistoryDrafter
@@ -78,7 +78,7 @@ class Engine:
     def stop(self, req_id, **trim):
         slot = self.live.pop(req_id)
         self.free.append(slot)
-        self.drafter.stop_requests([Ended(slot, int(self.total_len[slot]), **trim)])
+        self.drafter.stop_requests([EndedRequest(slot, int(self.total_len[slot]), **trim)])
         self.reference.stop_request(req_id)
 
     def propose(self, num_sampled=None):
@@ -339,7 +339,7 @@ def test_requests_that_end_together_may_push_each_other_out():
     requests = [engine.start([0]) for _ in range(3)]
     for request in requests:
         engine.commit(request, [1, 2, 3, 4, 5, 6])
-    engine.drafter.stop_requests([Ended(engine.live[request], 7) for request in requests[:2]])
+    engine.drafter.stop_requests([EndedRequest(engine.live[request], 7) for request in requests[:2]])
     engine.drafter.check_integrity()
     assert len(engine.drafter._archive.order) == 1
     assert engine.drafter.dropped_tokens == 7
@@ -426,7 +426,7 @@ def test_rejected_arguments():
     with pytest.raises(ValueError, match="slot 0 is taken"):
         drafter.start_request(0, [1])
     with pytest.raises(ValueError, match="slot 1 is free"):
-        drafter.stop_requests([Ended(0, 5), Ended(1, 5)])
+        drafter.stop_requests([EndedRequest(0, 5), EndedRequest(1, 5)])
     assert 0 in drafter._live
     with pytest.raises(ValueError, match="slot 1 is free"):
         drafter.preempt_request(1)

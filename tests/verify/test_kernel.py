@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from rollout_spec import noise, noise_triton
-from rollout_spec.noise_triton import almost_hash, finish_hash, gumbel, row_state, token_key
+from rollout_spec.noise_triton import finish_hash, gumbel, row_state, token_key, unfinished_hash
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
 from tests.verify.batches import LOGPROBS_MODES, METHODS, assert_agrees, batches
@@ -191,7 +191,7 @@ def test_the_dice_in_triton():
     def roll(seed_ptr, position_ptr, hash_ptr, gumbel_ptr, DOMAIN: tl.constexpr, BLOCK: tl.constexpr):
         state = row_state(tl.load(seed_ptr + tl.program_id(0)), tl.load(position_ptr + tl.program_id(0)), DOMAIN)
         token = tl.arange(0, BLOCK)
-        h = finish_hash(almost_hash(state, token_key(token.to(tl.uint32))))
+        h = finish_hash(unfinished_hash(state, token_key(token.to(tl.uint32))))
         tl.store(hash_ptr + tl.program_id(0) * BLOCK + token, h.to(tl.int64))
         tl.store(gumbel_ptr + tl.program_id(0) * BLOCK + token, gumbel(h))
 
