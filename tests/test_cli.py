@@ -16,7 +16,8 @@ from tests.test_doctor import a_report
 
 WITHOUT_NUMBA = """
 import sys
-sys.modules["numba"] = None
+for name in ("numba", "torch", "vllm"):  # the other two take long to import
+    sys.modules[name] = None
 from rollout_spec.cli import main
 sys.exit(main(sys.argv[1:]))
 """

