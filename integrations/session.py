@@ -127,7 +127,7 @@ class DraftingSession:
         self._unshared: list[_Step] = []  # steps that the budget has not been told
 
     def num_seen(self, req_id: str, request: Any) -> int:
-        """Tokens of a request, prompt included, that the drafter has seen."""
+        """A request's tokens, prompt included, that need not be passed to `draft`; for a new one, its prompt's."""
         live = self.live.get(req_id)
         is_known = live is not None and live.num_prompt_tokens == len(request.prompt_token_ids)
         return live.num_seen if live is not None and is_known else len(request.prompt_token_ids)
@@ -401,7 +401,7 @@ class DraftingSession:
         return live
 
     def _find_stop_string(self, live: LiveRequest, request: Any, tokens: Sequence[int], num_before: int) -> int | None:
-        """How many of a request's new tokens it keeps, up to the one that completes a stop string; None: all."""
+        """How many of a request's new tokens end with a stop string's completion; None: no stop string found."""
         if not self._finds_stop_strings:
             return None
         try:

@@ -1,4 +1,4 @@
-"""The plugin that vLLM loads in every process: hooks that act only on engines that ask for speculation by us.
+"""The plugin that vLLM loads in every process: hooks that act only on engines that ask for rollout_spec.
 
 An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our proposer in its `speculative_config`
 (`rollout_spec.engine_kwargs()` gives both). For such engines the hooks
@@ -233,7 +233,7 @@ def _request_error() -> type[ValueError]:
 
 
 def _hook_engine(module: Any, name: str) -> None:
-    """Make outputs end at stop strings, in engines that ask for speculation by us."""
+    """Make outputs end at stop strings, in engines that ask for speculation by rollout_spec."""
 
     def make_init(original: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Drafters that are no help on purpose. Named by dotted path in engine configurations."""
+"""Drafters that draft badly or raise, for tests of what an engine does then. Named by dotted path in configurations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.conftest import VOCAB_SIZE
 
 
 class Adversary:
-    """Drafts random tokens, random lengths; half of the time continues with what it has seen in other requests."""
+    """Drafts of random length: half of them random tokens, half of them copied from another request's output."""
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
         self._vocab_size = vocab_size
@@ -54,8 +54,8 @@ class Adversary:
         pass
 
 
-class Faulty(Adversary):
-    """Raises after a few drafts."""
+class RaisesAfterSomeSteps(Adversary):
+    """`propose` raises from the sixth call on."""
 
     calls = 0
 
@@ -66,16 +66,16 @@ class Faulty(Adversary):
         return super().propose(req_ids, max_tokens)
 
 
-class Unbuildable(Adversary):
-    """Its constructor has a mistake, which is no wrong option."""
+class RaisesWhenBuilt(Adversary):
+    """The constructor raises a TypeError that has nothing to do with its arguments."""
 
     def __init__(self):
         super().__init__()
         len(5)  # TypeError
 
 
-class Silent(Adversary):
-    """Raises where it is asked about itself."""
+class RaisesOutsideSteps(Adversary):
+    """Raises in the methods that are called between steps."""
 
     def memory_bytes(self):
         raise ArithmeticError("a fault of the drafter's own")
@@ -86,8 +86,8 @@ class Silent(Adversary):
         raise ArithmeticError("another fault of the drafter's own")
 
 
-class Unbounded(Adversary):
-    """Drafts more than it was asked for, after a few drafts."""
+class DraftsTooMany(Adversary):
+    """Drafts more tokens than asked for, from the fifth call on."""
 
     calls = 0
 
@@ -96,8 +96,8 @@ class Unbounded(Adversary):
         return super().propose(req_ids, max_tokens if self.calls < 5 else max_tokens + 3)
 
 
-class Foreign(Adversary):
-    """Drafts tokens of another vocabulary."""
+class OutOfVocabulary(Adversary):
+    """Drafts a token id beyond the vocabulary."""
 
     def propose(self, req_ids, max_tokens):
         return [
@@ -106,8 +106,8 @@ class Foreign(Adversary):
         ]
 
 
-class Oracle(Adversary):
-    """Always drafts the same token."""
+class SameToken(Adversary):
+    """Always drafts the same token, 5."""
 
     def propose(self, req_ids, max_tokens):
         return [
@@ -128,7 +128,7 @@ class Uneven(Adversary):
 
 
 class KeepAll:
-    """A logits processor of the user's own, in vLLM's interface, that does nothing."""
+    """A user's own logits processor, in vLLM's interface, that changes nothing."""
 
     @classmethod
     def validate_params(cls, sampling_params):

@@ -126,7 +126,7 @@ PROMPTS = [[0, 1, 2, 0, 1], [2, 2], [1]]
 )
 @given(OPERATIONS, st.randoms(use_true_random=False))
 def test_drafts_and_rates_are_the_references(operations, random):
-    """Requests of three problems come, say things, some of them drafted, end and come again."""
+    """Requests of three problems start, get tokens, some of them as drafted, end and start again."""
     engine = Engine()
     version, last = 0, {}
     for name, a, b in [*operations, ("propose", None, None)]:
@@ -256,7 +256,7 @@ def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
 
 
 def test_requests_without_a_prompt_leave_nothing_behind():
-    """They have no problem, so that nobody could draft from them."""
+    """They have no problem, so no request could draft from them."""
     engine = Engine()
     for _ in range(2):
         request = engine.start([])
@@ -268,7 +268,7 @@ def test_requests_without_a_prompt_leave_nothing_behind():
     assert engine.drafter._pool.gaps == [(0, 2000)]
 
 
-def test_without_the_dice_seeds_make_no_difference():
+def test_without_the_noise_seeds_make_no_difference():
     drafted = []
     for use_noise, seed in ((False, 5), (True, None), (True, 5)):
         engine = Engine(use_noise=use_noise)
@@ -374,7 +374,7 @@ def test_a_text_longer_than_its_row_stays_in_it():
 
 
 def test_a_newcomer_is_not_counted_for_its_predecessors_drafts():
-    """The slot's last drafts were never verified, and the newcomer begins with just those tokens."""
+    """The slot's last drafts were never verified, and the next request begins with just those tokens."""
     engine = Engine()
     gone = engine.start([1, 2, 3, 1, 2])
     _, drafts, _, _ = engine.propose()

@@ -458,7 +458,7 @@ def test_a_longer_match_outweighs_a_few_shorter_ones():
 
 
 @both_indexes
-def test_the_dice_decide_where_history_is_undecided(index):
+def test_the_noise_decides_where_history_is_undecided(index):
     """Over many seeds, both continuations come about as often as in history: what the coupled choice is for."""
     recorder = make(index, inverse_temperature=1.0)
     for i in range(4):

@@ -89,7 +89,7 @@ def test_up_to_the_models_length(adversarial, on, off, reference_model):
         assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
 
 
-def test_preempted_requests_keep_their_dice(tiny_model, off, reference_model):
+def test_preempted_requests_keep_their_noise(tiny_model, off, reference_model):
     """A cache that holds a fraction of the batch forces preemption and recomputation."""
     small = build(
         tiny_model,
@@ -193,7 +193,7 @@ def follows_target(tokens, reference_model, temperature=1.0, top_k=0, top_p=1.0,
 @pytest.fixture(scope="module")
 def constant(tiny_model):
     return build(
-        tiny_model, max_num_seqs=256, **verify_all(num_speculative_tokens=2, drafter="tests.adversaries.Oracle")
+        tiny_model, max_num_seqs=256, **verify_all(num_speculative_tokens=2, drafter="tests.adversaries.SameToken")
     )
 
 
@@ -202,7 +202,7 @@ def rejecting(tiny_model):
     return build(
         tiny_model,
         max_num_seqs=256,
-        **verify_all(num_speculative_tokens=2, drafter="tests.adversaries.Oracle", verify="rejection"),
+        **verify_all(num_speculative_tokens=2, drafter="tests.adversaries.SameToken", verify="rejection"),
     )
 
 
@@ -264,7 +264,7 @@ def test_every_request_has_a_seed_of_its_own(on, monkeypatch):
     assert len({tuple(o.token_ids) for o in outputs}) > 1
 
 
-def test_what_vllm_processes_is_verified_with_the_same_dice(on, adversarial, off):
+def test_what_vllm_processes_is_verified_with_the_same_noise(on, adversarial, off):
     """Penalties and masks depend on the drafts before a position; vLLM applies them, our verifier samples."""
     params = mixed_params(12, 13, logprobs=1)
     params[0].repetition_penalty = 1.3
@@ -283,7 +283,7 @@ def test_what_vllm_processes_is_verified_with_the_same_dice(on, adversarial, off
                 assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
 
 
-def test_grammars_are_followed_with_the_same_dice(on, off):
+def test_grammars_are_followed_with_the_same_noise(on, off):
     """The mask of a drafted position depends on the drafts before it; drafts that break the grammar are cut."""
     grammar = StructuredOutputsParams(regex="(w1|w2|w3)((w4|w5)(w6|w7))+")
     params = mixed_params(
@@ -340,7 +340,7 @@ def test_every_kind_of_logprobs_is_the_same_with_speculation(tiny_model, mode):
                 assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
 
 
-@pytest.mark.parametrize("drafter", ["Faulty", "Unbounded", "Foreign"])
+@pytest.mark.parametrize("drafter", ["RaisesAfterSomeSteps", "DraftsTooMany", "OutOfVocabulary"])
 def test_a_drafter_with_a_fault_is_switched_off(tiny_model, off, reference_model, drafter):
     llm = build(tiny_model, **verify_all(num_speculative_tokens=5, drafter=f"tests.adversaries.{drafter}"))
     params = mixed_params(8, 15, max_tokens=40, ignore_eos=True)
@@ -350,7 +350,7 @@ def test_a_drafter_with_a_fault_is_switched_off(tiny_model, off, reference_model
 
 
 def test_invalid_logits_raise(tiny_model):
-    llm = build(tiny_model, **verify_all(num_speculative_tokens=2, drafter="tests.adversaries.Oracle"))
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=2, drafter="tests.adversaries.SameToken"))
     with torch.no_grad():
         for parameter in runner_of(llm).model.parameters():
             parameter.fill_(float("nan"))

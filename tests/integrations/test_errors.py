@@ -22,8 +22,8 @@ PROPOSER = OPTIONS["speculative_config"]
     [
         (engine_kwargs(drafter_options={"min_surival": 0.1}), ValueError, "min_surival"),
         (engine_kwargs(drafter_options={"min_survival": 2}), ValueError, r"min_survival must be in \[0, 1\), got 2"),
-        (engine_kwargs(drafter="tests.adversaries.Oracle", drafter_options={"size": 2}), ValueError, "'size'"),
-        (engine_kwargs(drafter="tests.adversaries.Unbuildable"), TypeError, "has no len"),
+        (engine_kwargs(drafter="tests.adversaries.SameToken", drafter_options={"size": 2}), ValueError, "'size'"),
+        (engine_kwargs(drafter="tests.adversaries.RaisesWhenBuilt"), TypeError, "has no len"),
         (engine_kwargs(drafter="devise"), ValueError, "'device', 'lookahead', 'mixture', 'ngram', 'suffix'"),
         ({**OPTIONS, "additional_config": {"rollout_spec": True}}, TypeError, "must be a dict"),
         ({"additional_config": {"rolout_spec": {}}}, ValueError, "did you mean 'rollout_spec'"),
@@ -42,7 +42,7 @@ def test_errors_name_their_cause(tiny_model, kwargs, error, message):
 
 
 def test_vllm_that_will_not_load_the_plugin(monkeypatch):
-    """It would run without speculation, or with drafts that nobody verifies, and not say so."""
+    """The engine would run without speculation, or with drafts that are not verified, without a word."""
     monkeypatch.setenv("VLLM_PLUGINS", "other")
     with pytest.raises(ValueError, match="VLLM_PLUGINS=other keeps vLLM from loading"):
         engine_kwargs()
@@ -67,7 +67,7 @@ def test_a_worker_without_the_plugin():
 @pytest.mark.parametrize("command", [("stats",), ("report",), ("begin_policy_version", 1)])
 def test_a_drafter_that_raises_when_it_is_asked(tiny_model, command):
     """Drafts end, the run goes on, and switching on again says why it cannot be done."""
-    llm = build(tiny_model, **verify_all(num_speculative_tokens=4, drafter="tests.adversaries.Silent"))
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=4, drafter="tests.adversaries.RaisesOutsideSteps"))
     generate(llm, mixed_params(4, 1, max_tokens=8))
     assert runner_of(llm).rollout_spec.stats.drafter_errors == 0
     llm.collective_rpc("rollout_spec", args=command)
@@ -116,4 +116,4 @@ def test_everything_is_compiled_while_the_engine_is_built(tiny_model, monkeypatc
 
 def test_a_mistake_in_a_constructor_is_no_wrong_option():
     with pytest.raises(TypeError, match="has no len"):
-        build_drafter("tests.adversaries.Unbuildable")
+        build_drafter("tests.adversaries.RaisesWhenBuilt")

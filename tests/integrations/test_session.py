@@ -90,7 +90,7 @@ def test_steps_are_timed_and_ranks_share_what_they_took():
 
 
 def test_ranks_whose_clocks_differ_cut_alike(monkeypatch):
-    """What one of them measures is taken by both."""
+    """Both take the first rank's times."""
     shared, rng, clocks = {}, np.random.default_rng(0), [0.0, 0.0]
 
     def sharing(rank):
@@ -173,7 +173,7 @@ def test_a_session_that_goes_on_with_a_longer_prompt_is_a_new_request():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_tokenizer_that_cannot_be_loaded_ends_no_speculation(monkeypatch, ranks):
-    """Only the front end may have it. Under tensor parallelism ranks would part."""
+    """Perhaps only the front end can load it. Under tensor parallelism it raises: ranks would draft differently."""
     stop_strings = pytest.importorskip("rollout_spec.integrations.stop_strings")
 
     def missing(*args):
@@ -488,7 +488,7 @@ def test_remaining_lengths_are_asked_for_by_problem_and_tokens_said(monkeypatch)
 
 
 def test_a_drafter_that_is_not_asked_takes_no_time(monkeypatch):
-    """Steps without it must not make it look cheaper."""
+    """Steps that do not ask it must not lower its measured cost."""
     session, drafter = a_listening_session(budget=True)
     asked, learnt = iter([True, False, True, True]), []
     monkeypatch.setattr(session.budget, "wants_drafts", lambda num_tokens: next(asked))

@@ -148,7 +148,7 @@ def test_logits_that_the_engine_changes_are_no_alarm(tiny_model, tmp_path, chang
     assert "penalties, masks or grammars" in said[0]
 
 
-def test_dice_are_never_rolled_again(tiny_model, tmp_path):
+def test_no_two_rollouts_have_the_same_seed(tiny_model, tmp_path):
     """Evaluation, training and training once more, in one process: every rollout has a seed of its own."""
     seeds = []
 

@@ -87,7 +87,7 @@ def test_an_oracle_gets_every_draft_accepted(traces):
 
 
 def test_regimes_see_what_they_may():
-    """A text of fresh tokens, said by every sample: only who sees another one's can draft it."""
+    """Every sample is the same text of distinct tokens: a request can draft it only from another sample."""
     text = np.arange(100, 140, dtype=np.int32)
     prompt = np.array([1, 2], np.int32)
     rollouts = [Rollout(k, 0, prompt, text, (text.size,)) for k in range(4)]
@@ -104,7 +104,7 @@ def test_regimes_see_what_they_may():
 
 
 def test_an_epoch_does_not_see_itself():
-    """Two samples of the second epoch say the same, which nobody said in the first one."""
+    """Two samples of the second epoch are the same text, which does not occur in the first epoch."""
     prompt = np.array([1, 2], np.int32)
     texts = [np.arange(100 * n, 100 * n + 40, dtype=np.int32) for n in (1, 1, 2, 2)]
     rollouts = [Rollout(k, 0, prompt, text, (text.size,)) for k, text in enumerate(texts)]
@@ -132,7 +132,7 @@ def test_command_writes_every_figure(traces, tmp_path, capsys):
     assert "tokens/step" in capsys.readouterr().out
 
 
-def test_command_draws_the_frontier_and_knows_synthetic_dice(traces, tmp_path):
+def test_command_draws_the_frontier_and_knows_synthetic_noise(traces, tmp_path):
     out = tmp_path / "rows.json"
     assert main(["replay", str(traces), "--regime", "epoch", "--frontier", "--json", str(out)]) == 0
     drafted = [row["draft_tokens"] for row in json.loads(out.read_text())]
@@ -226,7 +226,7 @@ def test_synthetic_rollouts_end_and_repeat(traces):
         SyntheticPolicy(Problem("p", []))
 
 
-class Eavesdropper(Adversary):
+class ObservationRecorder(Adversary):
     """Drafts three tokens of its own each time and keeps what it is told about them."""
 
     def __init__(self):
@@ -247,7 +247,7 @@ class Eavesdropper(Adversary):
         super().observe(req_ids, target_token_ids, num_accepted)
 
 
-class Headcount(Adversary):
+class BatchSizeRecorder(Adversary):
     """Counts the requests of every batch."""
 
     def __init__(self):
@@ -261,7 +261,7 @@ class Headcount(Adversary):
 
 def test_a_steady_replay_has_a_full_batch_up_to_where_requests_run_out(traces):
     requests = [Request(p, r) for p in read_traces(traces) for r in p.rollouts]
-    drafter = Headcount()
+    drafter = BatchSizeRecorder()
     result = replay_steadily(requests, drafter, num_speculative_tokens=3, batch=5)
     assert set(drafter.sizes) == {5}
     assert result.stats.request_steps == 5 * len(drafter.sizes)
@@ -274,7 +274,7 @@ def test_a_target_that_can_be_asked_is_observed_after_rejected_drafts_too(traces
     (problem,) = read_traces(traces, max_prompts=1)
     policy, seed = SyntheticPolicy(problem), 5
     fresh = Problem(problem.prompt_id, policy.rollouts([seed], 40, num_earlier=0))
-    drafter = Eavesdropper()
+    drafter = ObservationRecorder()
 
     def next_token(_problem, _rollout, text):
         return policy.next_token(text, seed, len(text) - 1)

@@ -51,7 +51,7 @@ def test_waves(regime, waves):
     assert {wave.keep for wave in found} == {regime in ("finished", "inflight")}
 
 
-class Scribe(Adversary):
+class OutcomeRecorder(Adversary):
     """Drafts the next token, a wrong one and a third one, and keeps what it is told."""
 
     def __init__(self):
@@ -77,7 +77,7 @@ class Scribe(Adversary):
 
 def test_what_was_accepted_is_counted_by_confidence():
     """After the prefill's token, 8 more in steps of two: three tokens are drafted, and two where the recording ends."""
-    result = replay([a_problem(samples=1, size=9)], Scribe, "own", num_speculative_tokens=3)
+    result = replay([a_problem(samples=1, size=9)], OutcomeRecorder, "own", num_speculative_tokens=3)
     assert (result.stats.request_steps, result.stats.accepted_tokens, result.stats.emitted_tokens) == (4, 4, 8)
     expected = np.zeros((10, 3))
     expected[9], expected[5], expected[1] = (4, 3.8, 4), (4, 2.2, 0), (3, 0.45, 0)
@@ -86,18 +86,18 @@ def test_what_was_accepted_is_counted_by_confidence():
 
 def test_a_recording_that_ends_in_a_draft_has_no_token_after_it():
     """The last accepted one is then the target's own."""
-    drafter = Scribe()
+    drafter = OutcomeRecorder()
     result = replay([a_problem(samples=1, size=8)], lambda: drafter, "own", num_speculative_tokens=3)
     assert drafter.outcomes == [(2, 1), (2, 1), (2, 1), (1, 0)]
     assert (result.stats.accepted_tokens, result.stats.emitted_tokens) == (4, 7)
 
 
 def test_the_drafter_is_told_seeds_and_versions():
-    drafter = Scribe()
+    drafter = OutcomeRecorder()
     replay([a_problem(epochs=2)], lambda: drafter, "epoch", seed_of=lambda problem, rollout: 10 + rollout.sample_id)
     assert drafter.seeds == [None, None, None, 10, 11, 12]  # earlier rollouts are text
     assert drafter.versions == [1]
-    drafter = Scribe()
+    drafter = OutcomeRecorder()
     replay([a_problem()], lambda: drafter, "own")
     assert drafter.seeds == [None] * 3
     assert drafter.versions == []

@@ -82,7 +82,7 @@ def test_same_rollouts_as_stock_vllm(stock, device, reference_model):
     assert counts["own"][0] > 0
 
 
-def test_what_vllm_processes_is_verified_with_the_same_dice(stock, device):
+def test_what_vllm_processes_is_verified_with_the_same_noise(stock, device):
     params = mixed_params(3, 3, max_tokens=8, logprobs=0, **PLAIN)
     params[0].repetition_penalty = 1.3
     params[1].min_tokens = 6
@@ -102,7 +102,7 @@ def test_a_pool_that_is_too_small_changes_no_token(tiny_model, stock, reference_
     assert texts_of(drafter_of(llm))
 
 
-def test_preempted_requests_keep_their_dice_and_their_history(tiny_model, stock, reference_model):
+def test_preempted_requests_keep_their_noise_and_their_history(tiny_model, stock, reference_model):
     small = build_on_device(
         tiny_model, engine={"block_size": 32, "num_gpu_blocks_override": 5, "enable_prefix_caching": False}
     )
@@ -164,7 +164,7 @@ def test_vllms_warm_up_leaves_no_trace(device):
     drafter_of(device).check_integrity()
 
 
-def test_rejection_sampling_sees_no_dice(tiny_model):
+def test_drafts_for_rejection_sampling_ignore_the_noise(tiny_model):
     llm = build_on_device(tiny_model, verify="rejection")
     outputs = generate(llm, mixed_params(4, 7, max_tokens=8, ignore_eos=True, **PLAIN))
     assert [len(output.token_ids) for output in outputs] == [8] * 4

@@ -80,7 +80,7 @@ def test_truncation_and_several_logprobs(off, adversarial, reference_model):
     assert_same(generate(adversarial, params, prompts), expected, prompts, params, reference_model)
 
 
-def test_what_vllm_processes_is_verified_with_the_same_dice(stock, adversarial, reference_model):
+def test_what_vllm_processes_is_verified_with_the_same_noise(stock, adversarial, reference_model):
     """Penalties, banned words and biases depend on the drafts before a position; vLLM applies them, we sample."""
     params = mixed_params(6, 3, max_tokens=14, logprobs=0, **PLAIN)
     params[0].repetition_penalty = 1.3
@@ -96,7 +96,7 @@ def test_what_vllm_processes_is_verified_with_the_same_dice(stock, adversarial, 
             assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
 
 
-def test_preempted_requests_keep_their_dice_and_their_history(tiny_model, off, reference_model):
+def test_preempted_requests_keep_their_noise_and_their_history(tiny_model, off, reference_model):
     small = build(
         tiny_model,
         block_size=32,
@@ -170,7 +170,7 @@ def test_rejection_sampling_runs_and_keeps_the_history_straight(tiny_model):
 
 
 def test_a_drafter_that_raises_is_switched_off(tiny_model, off, reference_model):
-    llm = build(tiny_model, **verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Faulty"))
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=K, drafter="tests.adversaries.RaisesAfterSomeSteps"))
     params = mixed_params(3, 15, max_tokens=12, ignore_eos=True, **PLAIN)
     prompts = prompts_of(params)
     assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)

@@ -184,7 +184,7 @@ def test_placeholders_of_a_step_within_the_prompt_are_no_drafts():
     assert layout.draft.tolist() == [-1, -1]
 
 
-def test_the_dice_in_triton():
+def test_the_noise_in_triton():
     """Same hashes as in NumPy, and noise within the stated tolerance."""
 
     @triton.jit

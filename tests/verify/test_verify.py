@@ -243,14 +243,14 @@ def test_accepting_everything_is_caught(monkeypatch):
 
 
 @pytest.mark.parametrize("domain", ["DOMAIN_ACCEPT", "DOMAIN_RESIDUAL"])
-def test_sharing_the_drafters_dice_with_the_ratio_test_is_caught(monkeypatch, domain):
+def test_sharing_the_drafters_noise_with_the_ratio_test_is_caught(monkeypatch, domain):
     """Coupled drafts depend on DOMAIN_TARGET; a ratio test that uses the same noise is biased."""
     monkeypatch.setattr(noise, domain, noise.DOMAIN_TARGET)
     output, drafts, _ = emitted_tokens("rejection", {}, coupled)
     assert not is_lossless(output, drafts, {})
 
 
-def test_dice_at_the_wrong_position_are_caught():
+def test_noise_at_the_wrong_position_is_caught():
     """Sampling every position with the same noise passes for each token alone but not given the one before."""
 
     def one_position(logits, drafts, cu, rows, **kwargs):
