@@ -6,7 +6,7 @@ The V1 adapters are called as vLLM's model runner calls them, on its data struct
 a model: a drafted token is accepted where the recording says the same. The rollouts of later epochs are live, in groups
 of eight per problem while there are enough problems; those of the first epoch are the history. A rollout that ends
 makes room for the next one. vLLM's own proposers follow the same rollouts in the same process: `ngram` and, where
-arctic-inference is installed, `suffix` with the same history.
+arctic-inference is found (see `peers.find_arctic`), `suffix` with the same history.
 
 Reported: p20/p50/p80 over the steps of the microseconds per request (per step at one request), and how they divide.
 """
@@ -25,10 +25,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import numpy as np
 import torch
+from peers import find_arctic
 from rows import append, origin, quantiles
 from vllm import SamplingParams
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.integrations import vllm_v1
@@ -283,12 +285,9 @@ def make(name: str, runner: Runner, k: int, history: list[tuple[Problem, Rollout
     if name == "ngram":
         ngram = NgramProposer(engine_config(k, size))
         return Stock(lambda sampled: ngram.propose(k, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu))
-    try:
-        from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
-
-        suffix = SuffixDecodingProposer(engine_config(k, size))
-    except ImportError:
+    if find_arctic() is None:
         return None
+    suffix = SuffixDecodingProposer(engine_config(k, size))
     for number, (_, rollout) in enumerate(history):
         suffix.suffix_cache.start_request(f"history {number}", rollout.prompt)
         suffix.suffix_cache.add_active_response(f"history {number}", rollout.tokens.tolist())
