@@ -46,16 +46,15 @@ class Settings(NamedTuple):
 def _index_position(store, index, settings, problem, position, context, size):
     """Index a position as the continuation of its context."""
     if settings.use_tree:
-        suffix.insert(store, index.tree, problem, position, context, size)
-        if settings.use_shared:
-            suffix.insert(store, index.shared, np.int64(-1), position, context, size)
+        for kind in range(2 if settings.use_shared else 1):
+            tree, key = (index.shared, np.int64(-1)) if kind else (index.tree, problem)
+            suffix.insert(store, tree, key, position, context, size)
     if settings.use_table:
-        if size >= ngram.SHORT_ORDER:
-            ngram.insert(index.buckets, problem, position, context, size, np.int64(ngram.SHORT_ORDER))
-        if size >= ngram.LONG_ORDER:
-            ngram.insert(index.buckets, problem, position, context, size, np.int64(ngram.LONG_ORDER))
-        if settings.use_shared and size >= ngram.SHARED_ORDER:
-            ngram.insert(index.buckets, np.int64(-1), position, context, size, np.int64(ngram.SHARED_ORDER))
+        for kind in range(3 if settings.use_shared else 2):
+            order = np.int64((ngram.SHORT_ORDER, ngram.LONG_ORDER, ngram.SHARED_ORDER)[kind])
+            if size >= order:
+                key = np.int64(-1) if kind == 2 else problem
+                ngram.insert(index.buckets, key, position, context, size, order)
 
 
 @njit(allocates=False)
@@ -91,9 +90,9 @@ def _remove(store, index, settings, document, text):
         for _ in range(store.document_length[document]):
             previous = before(store.page_back, position)
             if previous >= 0:
-                suffix.remove(store, index.tree, problem, position, text)
-                if settings.use_shared:
-                    suffix.remove(store, index.shared, np.int64(-1), position, text)
+                for kind in range(2 if settings.use_shared else 1):
+                    tree, key = (index.shared, np.int64(-1)) if kind else (index.tree, problem)
+                    suffix.remove(store, tree, key, position, text)
             position = previous
     clear_document(store, document)
 
@@ -109,19 +108,15 @@ def gather(store, index, settings, document, text, end, positions, lengths, path
     problem, everybody, nobody = np.int64(store.document_problem[document]), np.int64(-1), np.int64(-2)
     count = np.int64(0)
     if settings.use_tree and end > 0:
-        limit = MAX_OWN_CANDIDATES if settings.use_shared else MAX_CANDIDATES
-        count = suffix.gather(store, index.tree, problem, nobody, text, end, count, limit, positions, lengths, path)
-        if settings.use_shared and (count == 0 or lengths[0] < LONG_MATCH):
-            most = np.int64(MAX_CANDIDATES)
-            count = suffix.gather(
-                store, index.shared, everybody, problem, text, end, count, most, positions, lengths, path
-            )
+        for kind in range(2 if settings.use_shared else 1):
+            if kind == 1 and count > 0 and lengths[0] >= LONG_MATCH:
+                break
+            tree, key, other_than = (index.shared, everybody, problem) if kind else (index.tree, problem, nobody)
+            limit = MAX_OWN_CANDIDATES if settings.use_shared and kind == 0 else MAX_CANDIDATES
+            count = suffix.gather(store, tree, key, other_than, text, end, count, limit, positions, lengths, path)
     if settings.use_table:
-        order = np.int64(ngram.LONG_ORDER)
-        count = ngram.gather(store, index.buckets, problem, text, end, order, nobody, positions, lengths, count)
-        order = np.int64(ngram.SHORT_ORDER)
-        count = ngram.gather(store, index.buckets, problem, text, end, order, nobody, positions, lengths, count)
-        if settings.use_shared:
-            order = np.int64(ngram.SHARED_ORDER)
-            count = ngram.gather(store, index.buckets, everybody, text, end, order, problem, positions, lengths, count)
+        for kind in range(3 if settings.use_shared else 2):
+            order = np.int64((ngram.LONG_ORDER, ngram.SHORT_ORDER, ngram.SHARED_ORDER)[kind])
+            key, other_than = (everybody, problem) if kind == 2 else (problem, nobody)
+            count = ngram.gather(store, index.buckets, key, text, end, order, other_than, positions, lengths, count)
     return count

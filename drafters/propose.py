@@ -272,85 +272,84 @@ def _advance(store, token, count, positions, lengths, weights, origin_bins):
     return alive
 
 
-@inlined(allocates=False)
-def _propose_one(store, index, pool, rows, row, max_tokens, settings, inverse_temperature, calibration, scratch, out):
-    """Fill `out` for one row."""
-    positions, lengths, weights, origin_bins = scratch.positions, scratch.lengths, scratch.weights, scratch.origin_bins
-    found, mass, noise = scratch.found, scratch.mass, scratch.noise
-    document = rows.document[row]
-    generated = store.document_length[document]
-    known = rows.prompt_length[row] + generated
-    coupled = 1 if rows.has_seed[row] else 0
-    kept = read_back(store, last_position(store, document), scratch.text, np.int64(MAX_DEPTH))
-    text = scratch.text[MAX_DEPTH - kept :]
-    survival, count = 1.0, 0
-    out.lengths[row] = 0
-    for depth in range(max_tokens):
-        end = kept + depth
-        if count == 0:
-            start = max(0, end - MAX_DEPTH)
-            count = gather(
-                store, index, settings, document, text[start:end], end - start, positions, lengths, scratch.path
-            )
-            _weigh(store, settings, document, generated + depth, count, positions, weights, origin_bins)
-        num_found, longest, left = _blend(
-            store.tokens, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
-        )
-        guess = -1
-        if settings.use_lookahead:
-            guess = lookahead.find(pool, np.int64(store.document_problem[document]), text, end)
-        if guess >= 0:
-            num_found = _blend_in(guess, LOOKAHEAD_WEIGHT, num_found, found, mass)
-            left *= 1.0 - LOOKAHEAD_WEIGHT
-            longest = max(longest, LOOKAHEAD_ORDER)
-        elif num_found == 0:
-            break
-        out.alternatives[row, depth, 0] = -1
-        if coupled and num_found > 1:
-            _draw_noise(
-                rows.seed[row], np.int64(known - 1 + depth), num_found, found, mass, noise, out.alternatives[row, depth]
-            )
-            best, lead = _choose(num_found, mass, inverse_temperature, noise)
-            likely, expected = np.exp(mass[best]), (1.0 - left) / (1.0 + np.exp(-lead))
-        else:
-            best, lead = _choose(num_found, mass, 0.0, noise)
-            likely = mass[best]
-            expected = 1.0 - left if coupled else likely
-        token = found[best]
-        heaviest, origin_bin = -1.0, LOOKAHEAD * NUM_DISTANCE_BINS
-        for i in range(count):
-            if store.tokens[positions[i]] == token and weights[i] > heaviest:
-                heaviest, origin_bin = weights[i], origin_bins[i]
-        if coupled:  # what bins mean under noise: see NUM_ORIGIN_BINS
-            origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
-                int(NUM_DISTANCE_BINS * likely), NUM_DISTANCE_BINS - 1
-            )
-        probability_bin, length_bin = _probability_bin(expected), _length_bin(longest)
-        survival *= _rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected)
-        if survival < settings.min_survival:
-            _decay(calibration.coarse[coupled, probability_bin, length_bin])
-            _decay(calibration.fine[coupled, probability_bin, length_bin, origin_bin])
-            break
-        out.cells[row, depth, 0], out.cells[row, depth, 1] = coupled, probability_bin
-        out.cells[row, depth, 2], out.cells[row, depth, 3] = length_bin, origin_bin
-        out.tokens[row, depth] = token
-        out.confidence[row, depth] = survival
-        out.lengths[row] = depth + 1
-        text[end] = token
-        count = _advance(store, token, count, positions, lengths, weights, origin_bins)
-
-
 @njit(allocates=False)
 def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out):
+    positions, lengths, weights, origin_bins = scratch.positions, scratch.lengths, scratch.weights, scratch.origin_bins
+    found, mass, noise = scratch.found, scratch.mass, scratch.noise
     inverse_temperature = (
         settings.inverse_temperature
         if settings.inverse_temperature > 0.0
         else _best_inverse_temperature(calibration.by_inverse_temperature)
     )
     for i in range(batch.size):
-        _propose_one(
-            store, index, pool, rows, batch[i], max_tokens[i], settings, inverse_temperature, calibration, scratch, out
-        )
+        row = batch[i]
+        document = rows.document[row]
+        generated = store.document_length[document]
+        known = rows.prompt_length[row] + generated
+        coupled = 1 if rows.has_seed[row] else 0
+        kept = read_back(store, last_position(store, document), scratch.text, np.int64(MAX_DEPTH))
+        text = scratch.text[MAX_DEPTH - kept :]
+        survival, count = 1.0, 0
+        out.lengths[row] = 0
+        for depth in range(max_tokens[i]):
+            end = kept + depth
+            if count == 0:
+                start = max(0, end - MAX_DEPTH)
+                count = gather(
+                    store, index, settings, document, text[start:end], end - start, positions, lengths, scratch.path
+                )
+                _weigh(store, settings, document, generated + depth, count, positions, weights, origin_bins)
+            num_found, longest, left = _blend(
+                store.tokens, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
+            )
+            guess = -1
+            if settings.use_lookahead:
+                guess = lookahead.find(pool, np.int64(store.document_problem[document]), text, end)
+            if guess >= 0:
+                num_found = _blend_in(guess, LOOKAHEAD_WEIGHT, num_found, found, mass)
+                left *= 1.0 - LOOKAHEAD_WEIGHT
+                longest = max(longest, LOOKAHEAD_ORDER)
+            elif num_found == 0:
+                break
+            out.alternatives[row, depth, 0] = -1
+            if coupled and num_found > 1:
+                _draw_noise(
+                    rows.seed[row],
+                    np.int64(known - 1 + depth),
+                    num_found,
+                    found,
+                    mass,
+                    noise,
+                    out.alternatives[row, depth],
+                )
+                best, lead = _choose(num_found, mass, inverse_temperature, noise)
+                likely, expected = np.exp(mass[best]), (1.0 - left) / (1.0 + np.exp(-lead))
+            else:
+                best, lead = _choose(num_found, mass, 0.0, noise)
+                likely = mass[best]
+                expected = 1.0 - left if coupled else likely
+            token = found[best]
+            heaviest, origin_bin = -1.0, LOOKAHEAD * NUM_DISTANCE_BINS
+            for j in range(count):
+                if store.tokens[positions[j]] == token and weights[j] > heaviest:
+                    heaviest, origin_bin = weights[j], origin_bins[j]
+            if coupled:  # what bins mean under noise: see NUM_ORIGIN_BINS
+                origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
+                    int(NUM_DISTANCE_BINS * likely), NUM_DISTANCE_BINS - 1
+                )
+            probability_bin, length_bin = _probability_bin(expected), _length_bin(longest)
+            survival *= _rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected)
+            if survival < settings.min_survival:
+                _decay(calibration.coarse[coupled, probability_bin, length_bin])
+                _decay(calibration.fine[coupled, probability_bin, length_bin, origin_bin])
+                break
+            out.cells[row, depth, 0], out.cells[row, depth, 1] = coupled, probability_bin
+            out.cells[row, depth, 2], out.cells[row, depth, 3] = length_bin, origin_bin
+            out.tokens[row, depth] = token
+            out.confidence[row, depth] = survival
+            out.lengths[row] = depth + 1
+            text[end] = token
+            count = _advance(store, token, count, positions, lengths, weights, origin_bins)
 
 
 def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, out):

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rollout_spec.jit import inlined, njit
+from rollout_spec.jit import inlined
 
 DOMAIN_TARGET = 0
 """Stream of the target's sample at each position; drafters may look at it. The same as vLLM's fp32 noise."""
@@ -222,19 +222,19 @@ def gumbel_from_hash_nb(h):  # type: ignore[no-untyped-def]
     return np.float32(-math.log(-math.log1p(-u)))
 
 
-@njit(nogil=True)
+@inlined
 def hash32_nb(seed, position, token, domain=DOMAIN_TARGET):  # type: ignore[no-untyped-def]
     """Scalar `hash32` for compiled code. int64 in, uint32 out."""
     return np.uint32(finish_hash_nb(row_state_nb(seed, position, domain), token))
 
 
-@njit(nogil=True)
+@inlined
 def gumbel_nb(seed, position, token, domain=DOMAIN_TARGET):  # type: ignore[no-untyped-def]
     """Scalar `gumbel` for compiled code. int64 in, float32 out (called from Python: a float with that value)."""
     return gumbel_from_hash_nb(finish_hash_nb(row_state_nb(seed, position, domain), token))
 
 
-@njit(nogil=True)
+@inlined
 def finish_hashes_nb(row_state, keys, hashes):  # type: ignore[no-untyped-def]
     """`finish_hash_nb` for many tokens of one row, about 0.5 ns each.
 
@@ -254,7 +254,7 @@ def finish_hashes_nb(row_state, keys, hashes):  # type: ignore[no-untyped-def]
         hashes[i] = h ^ (h >> np.uint32(16))
 
 
-@njit(nogil=True)
+@inlined
 def uniforms_from_hashes_nb(hashes, uniforms):  # type: ignore[no-untyped-def]
     """`uniform_from_hash`. hashes: uint32 [n]; uniforms: float32 [n], written."""
     for i in range(hashes.shape[0]):
