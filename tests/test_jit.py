@@ -25,14 +25,18 @@ INTERPRETED = bool(numba.config.DISABLE_JIT)
 
 PROBE = """
 import json, sys, tempfile, warnings
+from unittest.mock import MagicMock
+import numpy as np
 if len(sys.argv) > 1:
     tempfile.tempdir = sys.argv[1]
+sys.modules["torch"] = MagicMock()  # not needed here, and takes longer to import than all the rest
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
-    import torch
     from rollout_spec import jit
-    from rollout_spec.noise_torch import uniform32  # it calls compiled functions of noise.py
-    value = uniform32(torch.tensor([1]), torch.tensor([2]), 3).sum().item()
+    from rollout_spec.noise_torch import _uniform32_nb  # it calls compiled functions of noise.py
+    hashes, uniforms = np.empty(3, np.uint32), np.empty((1, 3), np.float32)
+    _uniform32_nb(np.array([1]), np.array([2]), np.arange(3, dtype=np.uint32)[None], 0, hashes, uniforms)
+    value = uniforms.sum().item()
 compiled = jit.dispatchers()
 print(json.dumps({
     "value": value,
@@ -145,6 +149,15 @@ def test_the_digest_covers_all_that_is_compiled():
         waiting += more
     where_it_is_kept = {"imports.py", "jit_cache.py"}  # and not what is in it
     assert sorted({str(path.relative_to(PACKAGE)) for path in needed} - where_it_is_kept) == list(jit_cache.SOURCES)
+
+
+@pytest.mark.parametrize("name", ["NUMBA_BOUNDSCHECK", "NUMBA_DEBUGINFO", "NUMBA_OPT"])
+def test_settings_of_the_compiler_have_code_of_their_own(monkeypatch, name):
+    digests = set()
+    for value in ("0", "1"):
+        monkeypatch.setenv(name, value)
+        digests.add(jit_cache.digest.__wrapped__())
+    assert len(digests) == 2
 
 
 @pytest.fixture

@@ -407,6 +407,7 @@ def test_preempted_requests_come_again_under_their_own_version():
     assert engine.drafter._live[slot].version == 0
 
 
+@pytest.mark.slow
 def test_more_rollouts_than_are_looked_at():
     engine = Engine(max_resident_tokens=20_000)
     stays = engine.start([0, 1])

@@ -44,7 +44,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(torch, "empty", poisoned)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     batches(),
     st.sampled_from(METHODS),
@@ -74,10 +74,10 @@ def test_odd_vocabularies_and_long_drafts(vocab_size, accept, monkeypatch):
     assert_agrees(kernel.verify, (logits, drafts, cu, rows), "sample", "processed_logprobs")
 
 
-def flat_rows(count, vocab_size, seed=0):
+def flat_rows(count, vocab_size, first=0):
     """A batch without drafts in which every token is equally probable, so that every tile may hold the winner."""
-    seeds = np.random.default_rng(seed).integers(0, 2**62, count)
-    rows = SamplingBatch(np.ones(count, np.float32), seeds, np.arange(count))
+    seeds = np.random.default_rng(0).integers(0, 2**62, first + count)[first:]
+    rows = SamplingBatch(np.ones(count, np.float32), seeds, np.arange(first, first + count))
     return np.zeros((count, vocab_size), np.float32), np.zeros(0, np.int32), np.zeros(count, np.int32), rows
 
 
@@ -98,10 +98,11 @@ def test_winners_with_negative_noise(monkeypatch):
 
 
 def test_winners_just_above_the_bound(monkeypatch):
-    """Many rows, some of whose winners are within a few percent of what was found before them."""
+    """Some of these rows' winners are just above what was found before them: a bound 5 % too tight loses one of them,
+    one 50 % too tight six."""
     monkeypatch.setattr(kernel, "ROWS", 1)
     monkeypatch.setattr(kernel, "BLOCK", 4)
-    assert_agrees(kernel.verify, flat_rows(150, 24), "sample", None)
+    assert_agrees(kernel.verify, flat_rows(60, 24, first=90), "sample", None)
 
 
 @pytest.mark.parametrize(("low", "high", "draft"), [(3, 40, 40), (20, 40, 40), (20, 90, 70), (20, 40, 3)])
@@ -207,10 +208,15 @@ def test_the_noise_in_triton():
 
 
 def test_a_bound_that_is_too_tight_is_caught(monkeypatch):
-    """A bound that is 5 % too tight loses winners that the test above sees."""
+    """A bound that is 5 % too tight loses the winner of row 121 of the rows just above the bound."""
+    monkeypatch.setattr(kernel, "ROWS", 1)
+    monkeypatch.setattr(kernel, "BLOCK", 4)
+    monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 1)  # all of a row in one program, as with many rows
+    batch = flat_rows(3, 24, first=120)
+    assert_agrees(kernel.verify, batch, "sample", None)
     monkeypatch.setattr(kernel, "HASH_BITS", tl.constexpr(32.0 - 0.07))
     with pytest.raises(AssertionError):
-        test_winners_just_above_the_bound(monkeypatch)
+        assert_agrees(kernel.verify, batch, "sample", None)
 
 
 def test_every_launch_compiles_for_hopper():
