@@ -14,7 +14,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.types import Draft, Int32Array
+from rollout_spec.types import Draft, Drafts, Int32Array
 
 Tokens: TypeAlias = "Sequence[int] | NDArray[np.integer]"
 
@@ -89,6 +89,47 @@ class Drafter(Protocol):
 
     def check_integrity(self) -> None:
         """Check internal invariants; for tests. Raises AssertionError."""
+
+
+class BatchDrafter(Drafter, Protocol):
+    """A drafter that engines call once per step, whatever the number of requests: without an object for each of them.
+
+    `rollout_spec.drafters.batch.as_batch_drafter` gives these methods to one that has only those of `Drafter`. R is the
+    number of requests of a call.
+    """
+
+    def row_of(self, req_id: str) -> int:
+        """The number by which the calls below name a live request. Small, and free again once the request has ended.
+
+        Raises:
+            ValueError: `req_id` is not live.
+        """
+
+    def extend_batch(self, rows: NDArray[np.int64], token_ids: Int32Array, starts: NDArray[np.int64]) -> None:
+        """`extend` for each request, by token_ids[starts[i] : starts[i + 1]].
+
+        Args:
+            rows: int64 [R], each at most once.
+            token_ids: int32 [T].
+            starts: int64 [R + 1], rising from 0 to T.
+        """
+
+    def propose_batch(self, rows: NDArray[np.int64], max_tokens: NDArray[np.int64]) -> Drafts:
+        """`propose` for each request, at most `max_tokens[i]` tokens (int64 [R])."""
+
+    def observe_batch(
+        self,
+        rows: NDArray[np.int64],
+        target_token_ids: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        num_accepted: NDArray[np.int64],
+    ) -> None:
+        """`observe` for each request, by target_token_ids[starts[i] : starts[i + 1]].
+
+        Args:
+            target_token_ids: int64 [T]. PLACEHOLDER_TOKEN_ID where the target has no sample; nothing after such a
+                position is known.
+        """
 
 
 def problem_of_prompt(prompt_token_ids: Tokens) -> int:

@@ -33,7 +33,7 @@ from rollout_spec.drafters.lookahead import new_pool
 from rollout_spec.drafters.propose import Calibration, Proposals, Rows
 from rollout_spec.drafters.store import MAX_PAGES, PAGE_TOKENS, PROMPT, ROLLOUT, TextStore
 from rollout_spec.drafters.vote import INVERSE_TEMPERATURES, SOURCES
-from rollout_spec.types import Draft, Int32Array
+from rollout_spec.types import Draft, Drafts, Int32Array
 
 IndexKind = Literal["suffix", "ngram"]
 TABLE_ENTRIES_PER_TOKEN = 1.3
@@ -66,7 +66,7 @@ class _Request:
 class HistoryDrafter:
     """Drafts from prior rollouts, siblings in flight and the request's own context. See the module's docstring.
 
-    Implements `rollout_spec.drafters.base.Drafter`.
+    Implements `rollout_spec.drafters.base.BatchDrafter`.
 
     Args:
         index: `"suffix"` finds every earlier occurrence, longest matches first; `"ngram"` the newest ones.
@@ -146,6 +146,7 @@ class HistoryDrafter:
         )
         self._rows = _new_rows(4)
         self._proposals = _new_proposals(4, max_draft_tokens)
+        self._scratch = propose.new_scratch(max_draft_tokens)
         self._free_rows = list(range(3, -1, -1))
         self._live: dict[str, _Request] = {}
         self._prompts: dict[tuple[int, int], _Prompt] = {}
@@ -180,7 +181,8 @@ class HistoryDrafter:
             if prompt is None:
                 document = self._store.new_document(problem, PROMPT, self._version)
                 prompt = self._prompts[key] = _Prompt(document, key)
-                self._append([(document, prompt_tokens)])
+                tokens = np.frombuffer(prompt_tokens, np.int32)
+                self._append(np.array([document]), tokens, np.array([0, tokens.size]))
             prompt.users += 1
         document = self._store.new_document(problem, ROLLOUT, self._version, after=prompt.document if prompt else -1)
         if not self._free_rows:
@@ -203,24 +205,9 @@ class HistoryDrafter:
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
         if len(max_tokens) != len(req_ids):
             raise ValueError(f"max_tokens has {len(max_tokens)} entries for {len(req_ids)} requests")
-        self._flush()
-        batch = self._batch(req_ids)
-        limits = np.clip(np.asarray(max_tokens, np.int64), 0, self._max_draft_tokens)
-        out = self._proposals
-        propose.propose(
-            self._store.arrays,
-            self._index,
-            self._pool,
-            self._rows,
-            batch,
-            limits,
-            self._settings,
-            self._calibration,
-            out,
-        )
-        tokens, confidence = out.tokens[batch], out.confidence[batch]
-        lengths = out.lengths[batch].tolist()
-        return [Draft(t[:n], c[:n]) for t, c, n in zip(tokens, confidence, lengths, strict=True)]
+        drafts = self.propose_batch(self._batch(req_ids), np.asarray(max_tokens, np.int64))
+        lengths = drafts.lengths.tolist()
+        return [Draft(t[:n], c[:n]) for t, c, n in zip(drafts.token_ids, drafts.confidence, lengths, strict=True)]
 
     def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
         if not len(req_ids) == len(target_token_ids) == len(num_accepted):
@@ -229,18 +216,54 @@ class HistoryDrafter:
                 f"{len(num_accepted)} acceptance counts"
             )
         lists = [tokens.tolist() if isinstance(tokens, np.ndarray) else tokens for tokens in target_token_ids]
-        tokens = np.frombuffer(_as_array("target_token_ids", chain.from_iterable(lists)), np.int32)
+        tokens = np.frombuffer(_as_array("target_token_ids", chain.from_iterable(lists)), np.int32).astype(np.int64)
         accepted = np.asarray(num_accepted, np.int64)
+        self.observe_batch(self._batch(req_ids), tokens, _starts(target_token_ids), accepted)
+
+    def row_of(self, req_id: str) -> int:
+        return self._request(req_id).row
+
+    def extend_batch(self, rows: NDArray[np.int64], token_ids: Int32Array, starts: NDArray[np.int64]) -> None:
+        self._flush()
+        if token_ids.size:
+            self._append(self._rows.document[rows], token_ids, starts)
+            self._drop_oldest()
+
+    def propose_batch(self, rows: NDArray[np.int64], max_tokens: NDArray[np.int64]) -> Drafts:
+        self._flush()
+        out = self._proposals
+        propose.propose(
+            self._store.arrays,
+            self._index,
+            self._pool,
+            self._rows,
+            rows,
+            np.clip(max_tokens, 0, self._max_draft_tokens),
+            self._settings,
+            self._calibration,
+            self._scratch,
+            out,
+        )
+        return Drafts(out.tokens[rows], out.lengths[rows], out.confidence[rows])
+
+    def observe_batch(
+        self,
+        rows: NDArray[np.int64],
+        target_token_ids: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        num_accepted: NDArray[np.int64],
+    ) -> None:
         propose.observe(
             self._store.arrays,
             self._pool,
             self._rows,
-            self._batch(req_ids),
-            tokens,
-            _starts(target_token_ids),
-            accepted,
+            rows,
+            target_token_ids,
+            starts,
+            num_accepted,
             self._settings,
             self._calibration,
+            self._scratch,
             self._proposals,
         )
 
@@ -337,17 +360,19 @@ class HistoryDrafter:
     def _flush(self) -> None:
         """Index what `extend` collected, in one compiled call, and drop the oldest rollouts until the bound holds."""
         if self._pending:
-            self._append(self._pending)
-            self._pending, self._num_pending = [], 0
+            pieces, self._pending, self._num_pending = self._pending, [], 0
+            documents = np.array([document for document, _ in pieces], np.int64)
+            tokens = np.frombuffer(b"".join([tokens for _, tokens in pieces]), np.int32)
+            self._append(documents, tokens, _starts([tokens for _, tokens in pieces]))
+        self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
         while self._finished and self._store.num_used_pages > self._max_history_pages:
             self._remove(self._finished.popleft())
 
-    def _append(self, pieces: list[tuple[int, array[int]]]) -> None:
-        documents = np.array([document for document, _ in pieces], np.int64)
-        tokens = np.frombuffer(b"".join([tokens for _, tokens in pieces]), np.int32)
-        starts = _starts([tokens for _, tokens in pieces])
+    def _append(self, documents: NDArray[np.int64], tokens: Int32Array, starts: NDArray[np.int64]) -> None:
         # A piece takes at most one page more than its tokens fill.
-        self._store.reserve(tokens.size // PAGE_TOKENS + len(pieces))
+        self._store.reserve(tokens.size // PAGE_TOKENS + documents.size)
         index, store = self._index, self._store
         if self._settings.use_tree:
             index = index._replace(tree=suffix.reserve(store.arrays, index.tree, tokens.size, is_shared=False))
@@ -394,7 +419,7 @@ class HistoryDrafter:
 
 def _new_rows(capacity: int) -> Rows:
     return Rows(
-        document=np.zeros(capacity, np.int32),
+        document=np.zeros(capacity, np.int64),
         prompt_length=np.zeros(capacity, np.int64),
         seed=np.zeros(capacity, np.int64),
         has_seed=np.zeros(capacity, np.bool_),
@@ -403,7 +428,7 @@ def _new_rows(capacity: int) -> Rows:
 
 def _new_proposals(capacity: int, k: int) -> Proposals:
     return Proposals(
-        lengths=np.zeros(capacity, np.int32),
+        lengths=np.zeros(capacity, np.int64),
         tokens=np.zeros((capacity, k), np.int32),
         confidence=np.zeros((capacity, k), np.float32),
         cells=np.zeros((capacity, k, 4), np.int32),

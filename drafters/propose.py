@@ -45,7 +45,7 @@ DECAY = np.float32(OUTCOME_DECAY)
 class Rows(NamedTuple):
     """State of the live requests, one entry each."""
 
-    document: Int32Array
+    document: NDArray[np.int64]
     prompt_length: NDArray[np.int64]
     seed: NDArray[np.int64]
     has_seed: NDArray[np.bool_]  # whether the target's noise is known
@@ -63,7 +63,7 @@ class Calibration(NamedTuple):
 class Proposals(NamedTuple):
     """The last proposal of each live row, kept for `observe` and returned to the caller."""
 
-    lengths: Int32Array  # [rows]
+    lengths: NDArray[np.int64]  # [rows]
     tokens: Int32Array  # [rows, K]
     confidence: Float32Array  # [rows, K]
     cells: Int32Array  # [rows, K, 4] index into the calibration
@@ -352,12 +352,11 @@ def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibrat
             count = _advance(store, token, count, positions, lengths, weights, origin_bins)
 
 
-def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, out):
+def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out):
     """Fill `out` for the rows in `batch`, at most max_tokens[i] tokens each.
 
     O(log n + MAX_CANDIDATES) for the first token of a draft and O(candidates left) for each later one.
     """
-    scratch = new_scratch(out.tokens.shape[1])
     _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out)
 
 
@@ -372,11 +371,21 @@ def _trial(cell, hit):
         cell[1] += 1.0
 
 
+@inlined(allocates=False)
+def _num_sampled(targets, start, end, accepted):
+    """How many of targets[start:end] are known: all up to a position behind the accepted ones without a sample."""
+    at = start + accepted + 1
+    while at < end and targets[at] >= 0:
+        at += 1
+    return min(at, end) - start
+
+
 @njit(allocates=False)
-def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out, text):
+def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, text, out):
     for i in range(batch.size):
         row = batch[i]
-        if settings.use_lookahead and starts[i + 1] - starts[i] > num_accepted[i] + 1:
+        num_targets = _num_sampled(targets, starts[i], starts[i + 1], num_accepted[i])
+        if settings.use_lookahead and num_targets > num_accepted[i] + 1:
             document = rows.document[row]
             problem = np.int64(store.document_problem[document])
             kept = read_back(store, last_position(store, document), text, np.int64(LOOKAHEAD_ORDER))
@@ -384,26 +393,23 @@ def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settin
             length = out.lengths[row]
             for depth in range(length):
                 context[kept + depth] = out.tokens[row, depth]
-            for depth in range(num_accepted[i] + 1, min(starts[i + 1] - starts[i], length + 1)):
+            for depth in range(num_accepted[i] + 1, min(num_targets, length + 1)):
                 lookahead.insert(pool, problem, context, kept + depth, targets[starts[i] + depth])
-        reached = min(out.lengths[row], num_accepted[i] + 1, starts[i + 1] - starts[i])
+        reached = min(out.lengths[row], num_accepted[i] + 1, num_targets)
         for depth in range(reached):
             coupled, probability_bin, length_bin, origin_bin = out.cells[row, depth]
-            hit = out.tokens[row, depth] == targets[starts[i] + depth]
+            target = max(targets[starts[i] + depth], 0)  # the engine emits 0 where the target has no sample
+            hit = out.tokens[row, depth] == target
             _trial(calibration.coarse[coupled, probability_bin, length_bin], hit)
             _trial(calibration.fine[coupled, probability_bin, length_bin, origin_bin], hit)
             if out.alternatives[row, depth, 0] >= 0:
                 for a in range(len(INVERSE_TEMPERATURES)):
-                    _trial(
-                        calibration.by_inverse_temperature[a],
-                        out.alternatives[row, depth, a] == targets[starts[i] + depth],
-                    )
+                    _trial(calibration.by_inverse_temperature[a], out.alternatives[row, depth, a] == target)
             calibration.by_source[origin_bin // NUM_DISTANCE_BINS, 0] += 1
             calibration.by_source[origin_bin // NUM_DISTANCE_BINS, 1] += hit
         out.lengths[row] = 0
 
 
-def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out):
+def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, scratch, out):
     """Learn from the drafted tokens that the target reached, and fill the lookahead pool from those that it did not."""
-    text = np.empty(LOOKAHEAD_ORDER + out.tokens.shape[1], np.int32)
-    _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, out, text)
+    _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, scratch.text, out)

@@ -34,6 +34,17 @@ class Draft(NamedTuple):
     """float32 [n]: estimated probability that the target reaches and accepts token i; never increases with i."""
 
 
+class Drafts(NamedTuple):
+    """What a drafter proposes for a batch of B requests. K is the most tokens of a draft."""
+
+    token_ids: Int32Array
+    """int32 [B, K]: of row i the first `lengths[i]` are the proposed continuation."""
+    lengths: NDArray[np.int64]
+    """int64 [B], 0 where nothing is proposed."""
+    confidence: Float32Array
+    """float32 [B, K], as `Draft.confidence`."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """How each request of a batch is sampled. One entry per request, not per logits row.
