@@ -17,7 +17,7 @@ from rollout_spec.types import Float32Array
 MAX_OWN_CANDIDATES = 24
 """How many of MAX_CANDIDATES may come from the problem's own tree where other problems are asked too."""
 LONG_MATCH = 4
-"""Tokens that a match among the problem's own texts must have so that other problems are not asked."""
+"""Tokens of a match among the problem's own texts from which on other problems are not searched."""
 
 
 class Index(NamedTuple):
@@ -104,19 +104,19 @@ def remove_document(store, index, settings, document):
 
 @inlined(allocates=False)
 def gather(store, index, settings, document, text, end, positions, lengths, path):
-    """Fill `positions` and `lengths` with earlier continuations of text[..end - 1]. Returns their number."""
-    problem, everybody, nobody = np.int64(store.document_problem[document]), np.int64(-1), np.int64(-2)
+    """Fill `positions` and `lengths` with earlier continuations of text[:end]. Returns their number."""
+    problem, all_problems, no_problem = np.int64(store.document_problem[document]), np.int64(-1), np.int64(-2)
     count = np.int64(0)
     if settings.use_tree and end > 0:
         for kind in range(2 if settings.use_shared else 1):
             if kind == 1 and count > 0 and lengths[0] >= LONG_MATCH:
                 break
-            tree, key, other_than = (index.shared, everybody, problem) if kind else (index.tree, problem, nobody)
+            tree, key, excluded = (index.shared, all_problems, problem) if kind else (index.tree, problem, no_problem)
             limit = MAX_OWN_CANDIDATES if settings.use_shared and kind == 0 else MAX_CANDIDATES
-            count = suffix.gather(store, tree, key, other_than, text, end, count, limit, positions, lengths, path)
+            count = suffix.gather(store, tree, key, excluded, text, end, count, limit, positions, lengths, path)
     if settings.use_table:
         for kind in range(3 if settings.use_shared else 2):
             order = np.int64((ngram.LONG_ORDER, ngram.SHORT_ORDER, ngram.SHARED_ORDER)[kind])
-            key, other_than = (everybody, problem) if kind == 2 else (problem, nobody)
-            count = ngram.gather(store, index.buckets, key, text, end, order, other_than, positions, lengths, count)
+            key, excluded = (all_problems, problem) if kind == 2 else (problem, no_problem)
+            count = ngram.gather(store, index.buckets, key, text, end, order, excluded, positions, lengths, count)
     return count

@@ -3,7 +3,7 @@
 A bucket holds the WAYS newest positions of the contexts that hash to it; a position's continuation is the token at the
 position itself (see `store.py`). Inserting shifts one bucket and looking up reads one bucket per context length, with
 no pointers to follow. An entry has 26 bits of position and 6 of the hash. Whatever is found is compared with the text,
-so removed rollouts need not be looked for: their entries fail the comparison and are pushed out in time.
+so entries of removed rollouts need not be deleted: they fail the comparison until newer ones replace them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def new_buckets(num_entries: int) -> NDArray[np.uint32]:
 
 @inlined(allocates=False)
 def hash_context(problem, text, end, order):
-    """64-bit FNV-like hash of the last `order` tokens of text[..end - 1] and the problem."""
+    """64-bit FNV-like hash of the last `order` tokens of text[:end] and the problem."""
     mixed = (np.uint64(problem + 1) << np.uint64(8)) ^ np.uint64(order)
     for i in range(end - order, end):
         mixed = (mixed ^ np.uint64(text[i])) * np.uint64(0x9E3779B97F4A7C15)
@@ -67,12 +67,12 @@ def insert(buckets, problem, position, text, end, order):
 
 
 @inlined(allocates=False)
-def gather(store, buckets, problem, text, end, order, other_than, positions, lengths, count):
-    """Collect positions whose context shares at least `order` tokens with text[..end - 1], newest first.
+def gather(store, buckets, problem, text, end, order, excluded_problem, positions, lengths, count):
+    """Collect positions whose context shares at least `order` tokens with text[:end], newest first.
 
     Args:
         problem: Of the key; -1 for the key that all problems share.
-        other_than: Skip positions of this problem.
+        excluded_problem: Skip positions of this problem.
 
     Returns:
         The number of candidates, those before included. What a bucket holds is checked against the text, so that
@@ -92,7 +92,7 @@ def gather(store, buckets, problem, text, end, order, other_than, positions, len
         if document < 0:
             continue
         theirs = store.document_problem[document]
-        if (problem >= 0 and theirs != problem) or theirs == other_than:
+        if (problem >= 0 and theirs != problem) or theirs == excluded_problem:
             continue
         if store.page_start[position >> PAGE_BITS] + (position & PAGE_MASK) >= store.document_length[document]:
             continue  # a page that was used before and is not written this far yet

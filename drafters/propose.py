@@ -127,7 +127,7 @@ def _distance_bin(distance):
 
 @inlined(allocates=False)
 def _rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected):
-    """Probability that a drafted token is accepted: counted by cell, falling back on coarser cells and the model."""
+    """Probability that a drafted token is accepted: its fine cell's rate, whose prior is the coarse cell's."""
     coarse = calibration.coarse[coupled, probability_bin, length_bin]
     fine = calibration.fine[coupled, probability_bin, length_bin, origin_bin]
     rate = (coarse[1] + COARSE_PRIOR * expected) / (coarse[0] + COARSE_PRIOR)
@@ -143,7 +143,7 @@ def _decay(cell):
 
 @inlined(allocates=False)
 def _best_inverse_temperature(by_inverse_temperature):
-    """The one that would have been right most often."""
+    """The exponent that would have been right most often."""
     best, most = 1.0, -1.0
     for a in range(len(INVERSE_TEMPERATURES)):
         hits = by_inverse_temperature[a, 1] + (HEAD_START if INVERSE_TEMPERATURES[a] == 1.0 else 0.0)
@@ -257,7 +257,7 @@ def _choose(num_found, mass, inverse_temperature, noise):
 
 @inlined(allocates=False)
 def _advance(store, token, count, positions, lengths, weights, origin_bins):
-    """Keep the candidates that say `token`, moved on by one. Returns their number."""
+    """Keep the candidates whose token is `token`, moved on by one. Returns their number."""
     tokens, alive = store.tokens, 0
     for i in range(count):
         position = positions[i]
@@ -361,7 +361,7 @@ def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, 
 
 
 @inlined(allocates=False)
-def _trial(cell, hit):
+def _count_outcome(cell, hit):
     """Count an outcome."""
     if cell[0] >= MAX_TRIALS:
         cell[0] *= 0.5
@@ -400,16 +400,16 @@ def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settin
             coupled, probability_bin, length_bin, origin_bin = out.cells[row, depth]
             target = max(targets[starts[i] + depth], 0)  # the engine emits 0 where the target has no sample
             hit = out.tokens[row, depth] == target
-            _trial(calibration.coarse[coupled, probability_bin, length_bin], hit)
-            _trial(calibration.fine[coupled, probability_bin, length_bin, origin_bin], hit)
+            _count_outcome(calibration.coarse[coupled, probability_bin, length_bin], hit)
+            _count_outcome(calibration.fine[coupled, probability_bin, length_bin, origin_bin], hit)
             if out.alternatives[row, depth, 0] >= 0:
                 for a in range(len(INVERSE_TEMPERATURES)):
-                    _trial(calibration.by_inverse_temperature[a], out.alternatives[row, depth, a] == target)
+                    _count_outcome(calibration.by_inverse_temperature[a], out.alternatives[row, depth, a] == target)
             calibration.by_source[origin_bin // NUM_DISTANCE_BINS, 0] += 1
             calibration.by_source[origin_bin // NUM_DISTANCE_BINS, 1] += hit
         out.lengths[row] = 0
 
 
 def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, scratch, out):
-    """Learn from the drafted tokens that the target reached, and fill the lookahead pool from those that it did not."""
+    """Learn from drafts up to the first difference; the target's tokens after it go to the lookahead pool."""
     _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, scratch.text, out)

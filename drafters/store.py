@@ -2,11 +2,11 @@
 
 A document is a prompt or a rollout. It is a list of pages of PAGE_TOKENS tokens; a page knows the position of the token
 before it, so that a rollout's contexts reach back into its prompt, and rollouts grow side by side without moving.
-A position is page * PAGE_TOKENS + offset. Positions stand still until their document is removed; then its pages are
+A position is page * PAGE_TOKENS + offset. Positions do not change until their document is removed; then its pages are
 free for others at once. A token costs 4 bytes, a page 16.
 
 Compiled functions never allocate capacity: their callers reserve it first. Each helper is compiled for one signature,
-as compiling takes long: what is no array is np.int64, since numba compiles a function again for each other type.
+as compiling takes long: scalars are np.int64, because numba compiles a function again for each argument type.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def problem_of(store, position):
 
 @inlined(allocates=False)
 def read_back(store, position, text, end):
-    """Copy the tokens that end at `position` to text[..end - 1]. Returns how many there were, at most `end`."""
+    """Copy the tokens that end at `position` to text[:end]. Returns how many there were, at most `end`."""
     tokens, page_back = store.tokens, store.page_back
     at = end
     while at > 0 and position >= 0:
@@ -140,14 +140,14 @@ def clear_document(store, document):
 
 
 @inlined(allocates=False)
-def scramble(token):
+def order_hash(token):
     """A hash by which tokens, and positions of equal contexts, are ordered: no real text degenerates the tree."""
     return (np.uint64(token) * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)  # numba widens uint32 products
 
 
 @inlined(allocates=False)
 def compare_context(tokens, page_back, node, text, end, known):
-    """Compare the context of `node` with text[..end - 1], from the last token backwards.
+    """Compare the context of `node` with text[:end], from the last token backwards.
 
     `known` last tokens agree already. Returns (tokens that agree, sign): sign is -1 where the node's context comes
     first, 1 where it comes last, 0 where they agree over MAX_DEPTH tokens or over all there are.
@@ -163,7 +163,7 @@ def compare_context(tokens, page_back, node, text, end, known):
             same += 1
         length += same
         if same < here:
-            first = scramble(tokens[position - same]) < scramble(text[at - same])
+            first = order_hash(tokens[position - same]) < order_hash(text[at - same])
             return length, -1 if first else 1
         position = np.int64(page_back[position >> PAGE_BITS]) if here == (position & PAGE_MASK) + 1 else position - here
     if length == MAX_DEPTH:

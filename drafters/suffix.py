@@ -4,8 +4,8 @@ Positions of the store are the nodes. A position stands for the text before it, 
 tokens, and its continuation is the token at the position itself. There is one tree per problem and last token, a binary
 search tree over these contexts: the suffix binary search tree (Irving and Love 2003, doi:10.1016/S1570-8667(03)00034-0)
 of the reversed text. Compared with a suffix tree of nodes and edges it needs two links per token and nothing else:
-internal nodes are implicit, as the positions between which a common prefix falls. Other problems are asked in a second
-tree over the same positions, by last token alone, where `shared` is on: two more links per token.
+internal nodes are implicit, as the positions between which a common prefix falls. Other problems are searched in a
+second tree over the same positions, by last token alone, where `shared` is on: two more links per token.
 
 - A new position becomes the root and splits what was there (Stephenson 1980), so newer positions are above older ones:
   the way down to a context passes the newest position of every match length, and what is found first is newest. (Where
@@ -27,9 +27,9 @@ from rollout_spec.drafters.store import (
     Store,
     before,
     compare_context,
+    order_hash,
     problem_of,
     read_back,
-    scramble,
 )
 from rollout_spec.drafters.vote import ENOUGH_CANDIDATES, MAX_DEPTH
 from rollout_spec.jit import inlined, njit
@@ -117,7 +117,7 @@ def _find_root(store, roots, problem, token):
 
 @inlined(allocates=False)
 def insert(store, tree, problem, position, text, end):
-    """Make `position`, whose context is text[..end - 1], the root of its tree; what was there is split around it.
+    """Make `position`, whose context is text[:end], the root of its tree; the old tree is split into its two subtrees.
 
     Expected O(log n) comparisons.
     """
@@ -134,7 +134,7 @@ def insert(store, tree, problem, position, text, end):
     smaller_length, larger_length = 1, 1
     while node >= 0:
         length, sign = compare_context(tokens, page_back, node, text, end, min(smaller_length, larger_length))
-        if sign < 0 or (sign == 0 and scramble(node) < scramble(position)):
+        if sign < 0 or (sign == 0 and order_hash(node) < order_hash(position)):
             children[smaller, smaller_side] = node
             smaller, smaller_side, smaller_length = node, 1, length
             node = np.int64(children[node, 1])
@@ -159,7 +159,7 @@ def remove(store, tree, problem, position, text):
     while node != position:
         length, sign = compare_context(tokens, page_back, node, context, found, min(smaller_length, larger_length))
         parent = node
-        if sign < 0 or (sign == 0 and scramble(node) < scramble(position)):
+        if sign < 0 or (sign == 0 and order_hash(node) < order_hash(position)):
             side, smaller_length = 1, length
         else:
             side, larger_length = 0, length
@@ -203,12 +203,12 @@ def _rehash(store, tree, is_shared, old_roots):
 
 
 @inlined(allocates=False)
-def gather(store, tree, problem, other_than, text, end, first, limit, positions, lengths, path):
-    """Collect continuations of the longest matches of text[..end - 1].
+def gather(store, tree, problem, excluded_problem, text, end, first, limit, positions, lengths, path):
+    """Collect continuations of the longest matches of text[:end].
 
     Args:
         problem: Whose tree; -1 for the tree of all problems.
-        other_than: Skip positions of this problem.
+        excluded_problem: Skip positions of this problem.
         first: Candidates that there are already.
         limit: Most candidates, those included.
 
@@ -242,7 +242,7 @@ def gather(store, tree, problem, other_than, text, end, first, limit, positions,
     for i in range(steps):
         if count == limit or (count >= enough and path_length[i] < lengths[count - 1]):
             break
-        if other_than < 0 or problem_of(store, np.int64(path_node[i])) != other_than:
+        if excluded_problem < 0 or problem_of(store, np.int64(path_node[i])) != excluded_problem:
             positions[count], lengths[count] = path_node[i], path_length[i]
             count += 1
         # Once there are enough candidates, only those are added that match as far as this one.
@@ -256,7 +256,7 @@ def gather(store, tree, problem, other_than, text, end, first, limit, positions,
             length, sign = compare_context(tokens, page_back, node, text, end, np.int64(path_known[i]))
             near, far = (1, 0) if sign < 0 else (0, 1)
             if length >= path_length[i] or count < enough:
-                if other_than < 0 or problem_of(store, node) != other_than:
+                if excluded_problem < 0 or problem_of(store, node) != excluded_problem:
                     positions[count], lengths[count] = node, length
                     count += 1
                 if children[node, far] >= 0 and depth < stack.size:
@@ -295,7 +295,7 @@ def check_integrity(store: Store, tree: Tree, *, is_shared: bool) -> None:
             found = read_back(store, before(store.page_back, b), text, MAX_DEPTH)
             length, sign = compare_context(store.tokens, store.page_back, a, text[MAX_DEPTH - found :], found, 0)
             assert length > 0, f"positions {a} and {b} have different last tokens"
-            assert sign < 0 or (sign == 0 and scramble(a) < scramble(b)), f"positions {a} and {b} are out of order"
+            assert sign < 0 or (sign == 0 and order_hash(a) < order_hash(b)), f"positions {a} and {b} are out of order"
         assert not reached.intersection(order), "a position is in two trees"
         reached.update(order)
     assert used == tree.counts[0], "number of roots"

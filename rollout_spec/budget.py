@@ -47,11 +47,11 @@ REQUESTS_PER_TRIAL_TOKEN = 16
 LEAST_COST = 0.005
 """Least cost of a draft token, as a share of a request's in a step without drafts, so that hopeless drafts stop."""
 MAX_PROBES = 8
-"""After so many steps without drafts in a row whose cost is still not known, it is guessed from other sizes."""
+"""After so many steps in a row whose cost without drafts is not known, it is guessed from other sizes."""
 LONGEST_SLEEP = 64
-"""Steps for which a drafter whose drafts do not pay is left alone."""
+"""Most steps in a row in which a drafter whose drafts do not pay is not asked."""
 RECENT_DRAFTS = 32
-"""Calls of the drafter whose lower decile is what drafting takes."""
+"""Drafting takes the lower decile of so many last calls."""
 AVERAGE_WEIGHT = 1 / 32
 """Weight of the last step in averages."""
 
@@ -64,7 +64,7 @@ def token_value(
 
     Args:
         mean, deviation: float64 [B], tokens to come.
-        num_tokens: Tokens of a step without drafts. Those of prompts have to be computed however fast requests end.
+        num_tokens: Tokens of a step without drafts. Those of prompts are not saved.
         step_seconds: What such a step costs.
         token_seconds: What one token more costs.
         value: float64 [B], to be filled.
@@ -75,7 +75,7 @@ def token_value(
     for i in range(mean.size):
         longest = max(longest, mean[i])
         squares += deviation[i] * deviation[i]
-    # The chance of being the longest, as if by a choice with Gumbel noise of the lengths' spread.
+    # The probability of being the longest, if lengths had Gumbel noise of this spread.
     spread = max(math.sqrt(squares / mean.size * 6.0) / math.pi, LEAST_LENGTH_SPREAD * longest, 1e-9)
     total = 0.0
     for i in range(mean.size):
@@ -202,7 +202,7 @@ def _decide(
         value, scratch: float64 [B], [3, D]; filled.
     """
     size = starts.size - 1
-    least = LEAST_COST * undrafted / size  # a draft token costs something, whatever was measured
+    least = LEAST_COST * undrafted / size  # a lower bound, whatever was measured
     cost[0] = 0.0
     at = 0
     for n in range(1, cost.size):
@@ -223,7 +223,7 @@ def _decide(
     row, count = _sort_gains(survival, starts, value, gains)
     ordered = gains[row, :count]
     count = _take(survival, starts, value, cost, ordered, taken)
-    if count >= free.size:  # what was not measured yet is approached step by step
+    if count >= free.size:  # sizes that were never measured are approached gradually
         count = _take(survival, starts, value, free, ordered, taken)
     gain = -cost[count]
     for i in range(size):
@@ -251,8 +251,8 @@ class Budget:
         self._balance = 0.0  # what drafts gain in a step less what drafting takes, on average
         self._undrafted = 0.0  # what the present step costs without drafts
         self._num_probes = 0  # in a row
-        self._sleep = 0
-        self._asleep_for = 0
+        self._steps_to_skip = 0
+        self._last_pause = 0
 
     def observe_step(
         self, num_tokens: int, seconds: float, *, drafted: bool, num_asked: int = 0, draft_seconds: float = 0.0
@@ -280,8 +280,8 @@ class Budget:
         Args:
             num_tokens: Tokens that the step computes without drafts: one per request, and those of prompts.
         """
-        if self._sleep > 0:
-            self._sleep -= 1
+        if self._steps_to_skip > 0:
+            self._steps_to_skip -= 1
             return False
         undrafted = self.cost.undrafted(num_tokens)
         if undrafted is not None and self.cost.undrafted_is_due(num_tokens):
@@ -349,10 +349,10 @@ class Budget:
     def _note(self, taken: Ints, balance: float, *, learning: bool = False) -> Ints:
         """Remember whether drafts paid, other than to learn what they cost."""
         self._balance += AVERAGE_WEIGHT * (balance - self._balance)
-        if balance > 0:  # asked after a pause, it pays again
+        if balance > 0:  # after a pause drafts pay again
             self._balance = max(self._balance, 0.0)
         if self._balance >= 0:
-            self._asleep_for = 0
+            self._last_pause = 0
         elif not (learning and taken.any()):
-            self._sleep, self._asleep_for = self._asleep_for, min(2 * self._asleep_for + 1, LONGEST_SLEEP)
+            self._steps_to_skip, self._last_pause = self._last_pause, min(2 * self._last_pause + 1, LONGEST_SLEEP)
         return taken

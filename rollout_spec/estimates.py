@@ -1,4 +1,4 @@
-"""What draft budgets go by, learned while the engine runs: survival, step cost and remaining length.
+"""The estimates that budgets use, learned while the engine runs: survival, step cost and remaining length.
 
 Requests of a step are told apart by `starts` (int64 [B + 1]): request i's draft tokens are those from starts[i] up to
 starts[i + 1] of an array over all draft tokens of the step.
@@ -23,9 +23,9 @@ Ints = NDArray[np.int64]
 POSITION_LIMITS = (1, 2, 4, 8, 16)
 """Positions of a draft share a counter up to these."""
 SURVIVAL_PRIOR = 6.0
-"""Trials that the drafter's own confidence is worth."""
+"""Prior trials, at the rate of the drafter's own confidence."""
 MAX_TRIALS = 4096.0
-"""Counters are halved here: what they say follows the policy."""
+"""Counters are halved at so many trials, so that they follow the policy."""
 WINDOW = 512
 """A size's cost is the lower decile of its measurements in so many steps up to its last one."""
 MIN_OBSERVATIONS = 3
@@ -33,7 +33,7 @@ MIN_OBSERVATIONS = 3
 REFRESH = 8
 """Steps after which a curve is drawn anew."""
 LONGEST_TRUST, LONGEST_UNDRAFTED_TRUST = 2048, 128
-"""Steps for which costs with and without drafts are believed at most. One step tells the latter anew."""
+"""Most steps for which a cost with, or without, drafts is used before it is measured again."""
 MAX_LENGTHS = 64
 """Rollouts of a problem whose lengths are remembered, and sixteen times as many of all problems."""
 MAX_PROBLEMS = 10_000
@@ -155,7 +155,7 @@ class _Curve(NamedTuple):
     trusted_until: Ints  # the step up to which a cost is believed
 
 
-class _Size:
+class _SizeHistory:
     """The last steps of about one size."""
 
     def __init__(self) -> None:
@@ -191,7 +191,7 @@ class StepCost:
 
     def __init__(self) -> None:
         self.sizes = np.empty(0, np.int64)
-        self._steps: tuple[dict[int, _Size], ...] = ({}, {})  # without drafts, with
+        self._steps: tuple[dict[int, _SizeHistory], ...] = ({}, {})  # without drafts, with
         self._curves: list[_Curve | None] = [None, None]
         self._undrafted: dict[
             int, tuple[float | None, int]
@@ -216,7 +216,7 @@ class StepCost:
             drafted: Whether any request had a draft.
         """
         self._now += 1
-        size = self._steps[drafted].setdefault(self._bucket(num_tokens), _Size())
+        size = self._steps[drafted].setdefault(self._bucket(num_tokens), _SizeHistory())
         is_rare = size.count < REFRESH or size.steps[-1].when <= self._now - REFRESH
         padded = self._pad(num_tokens)
         size.add(_Observation(seconds / padded, padded, self._now))
@@ -259,7 +259,7 @@ class StepCost:
             trust = min(4 * sum(size.count for size in similar) ** 2, LONGEST_UNDRAFTED_TRUST)
             tokens, seconds = self.curve(drafted=True)
             larger = seconds[tokens >= num_tokens]
-            # A larger step with drafts took less: those without were held up.
+            # A larger step with drafts took less, so other work slowed those without.
             if cost is not None and larger.size and larger[0] < cost:
                 cost, trust = float(larger[0]), 2 * REFRESH
             self._undrafted[num_tokens] = cost, last + trust
@@ -303,7 +303,7 @@ class StepCost:
         slope = _slope(tokens, seconds)
         if slope is None:
             slope = _slope(*self.curve(drafted=False))
-        if slope is None:  # between nothing and what a token costs on average
+        if slope is None:  # half of what a token costs on average
             slope = undrafted / num_tokens / 2
         return tokens, seconds, slope, 2 * math.ceil(tokens[-1] - num_tokens), average
 

@@ -22,7 +22,7 @@ from rollout_spec.verify.api import verify
 
 logger = logging.getLogger(__name__)
 
-USUAL_SECONDS = 25
+USUAL_SECONDS = 15
 """What compiling takes on an idle processor core."""
 
 

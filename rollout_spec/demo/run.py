@@ -150,7 +150,7 @@ def _train(policy_dir: Path, out_dir: Path, steps: int, seed: int, console: Any)
             )
 
     console.print("Starting the engines: TRL's with rollout_spec, and a stock one to compare with. The first time this")
-    console.print("compiles the drafters, which takes half a minute or more ...")
+    console.print("compiles the drafters, which takes some 15 seconds ...")
     progress = Progress(console=console, transient=True)
     bar = progress.add_task("GRPO", total=steps)
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_spec.drafters.store import PAGE_TOKENS, scramble
+from rollout_spec.drafters.store import PAGE_TOKENS, order_hash
 from rollout_spec.drafters.suffix import MAX_WALK, REMOVED
 from rollout_spec.drafters.vote import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
 from tests.drafters.recorder import SLOW, Recorder, examples
@@ -203,12 +203,12 @@ def test_an_unseen_last_token_has_no_candidates():
         assert recorder.tree_candidates(problem, context) == []
 
 
-def test_scrambled_tokens_fit_in_32_bits_and_are_distinct():
+def test_order_hashes_fit_in_32_bits_and_are_distinct():
     tokens = [0, 1, 2, 3, 255, 2**16, 2**31 - 1]
-    scrambled = [int(scramble(token)) for token in tokens]
-    assert len(set(scrambled)) == len(tokens)
-    assert max(scrambled) < 2**32
-    assert scrambled != sorted(scrambled)
+    hashes = [int(order_hash(token)) for token in tokens]
+    assert len(set(hashes)) == len(tokens)
+    assert max(hashes) < 2**32
+    assert hashes != sorted(hashes)
 
 
 @pytest.mark.parametrize("damage", ["order", "missing", "twice", "counts"])
