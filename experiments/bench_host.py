@@ -239,13 +239,18 @@ class Ours:
 
         self.session.budget.observe_step = observe_modelled_step
         self.watch = Stopwatch()
-        for method in ("start_request", "extend", "observe", "propose", "stop_request"):
+        for method in ("start_request", "extend_batch", "observe_batch", "propose_batch", "stop_request"):
             self.watch.wrap(drafter, method, "drafter")
         for method in ("wants_drafts", "decide", "observe_step"):
             self.watch.wrap(self.session.budget, method, "budget")
         self.watch.wrap(self.session.budget.survival, "observe", "budget")
-        self.watch.wrap(self.session.budget.lengths, "predict", "budget")
-        self.watch.wrap(self.session, "draft", "session")
+        self.watch.wrap(self.session.budget.lengths, "predict_rows", "budget")
+        for method in ("follow", "draft"):
+            self.watch.wrap(self.session, method, "session")
+
+    def on_requests_changed(self) -> None:
+        """A request has ended and another begins."""
+        self.adapter.on_requests_changed()
 
     def begin(self) -> None:
         """The forward pass starts."""
@@ -268,6 +273,9 @@ class Stock:
     def __init__(self, propose: Callable[[list[list[int]]], list[list[int]]]) -> None:
         self.propose = propose
         self.watch = Stopwatch()
+
+    def on_requests_changed(self) -> None:
+        """A request has ended and another begins."""
 
     def begin(self) -> None:
         """The forward pass starts."""
@@ -317,6 +325,7 @@ def measure(
                 runner.add(row, Live(f"r{count}", problem, rollout, count))
                 drafts[row] = []
                 count += 1
+                contestant.on_requests_changed()
         if step == SKIPPED_STEPS:
             contestant.watch.seconds.clear()
         contestant.begin()

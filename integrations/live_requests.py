@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,38 +11,84 @@ from numpy.typing import NDArray
 from rollout_spec.jit import njit
 from rollout_spec.types import Int32Array
 
+if TYPE_CHECKING:
+    from rollout_spec.integrations.stop_strings import StopStringSearch
+
 NO_TOKEN = -1
 """Fills `stop_token_ids` of requests that have fewer than others."""
 
 
-class LiveRequests(NamedTuple):
-    """The live requests by the drafter's row, [R] each. S is the most stop tokens of a request."""
+@dataclass(slots=True)
+class LiveRequest:
+    """A request that the drafter serves.
+
+    Attributes:
+        row: Its number in the drafter's calls and in `LiveArrays`.
+        problem: The problem's id, by which expected lengths are looked up; 0: no problem.
+        request: vLLM's.
+        stop_search: Looks for its stop strings; None before the first output, and for requests without stop strings.
+    """
+
+    row: int
+    problem: int
+    request: Any
+    stop_search: StopStringSearch | None = None
+
+
+class Sampled(NamedTuple):
+    """What a step brought the requests that are drafted for, B of them."""
+
+    rows: NDArray[np.int64]
+    """int64 [B], as `DraftingSession.follow` gave them."""
+    token_ids: Int32Array
+    """int32 [T]: of request i the tokens after those seen are in starts[i] : starts[i + 1]."""
+    starts: NDArray[np.int64]
+    """int64 [B + 1]."""
+    target_token_ids: NDArray[np.int64]
+    """int64 [N]: of request i, in target_starts[i] : target_starts[i + 1], what the target sampled at the verified
+    positions and after them; see `BatchDrafter.observe_batch`."""
+    target_starts: NDArray[np.int64]
+    """int64 [B + 1]."""
+    num_verified: NDArray[np.int64]
+    """int64 [B]. The scheduler may cut a draft further than was asked for."""
+    num_accepted: NDArray[np.int64]
+    """int64 [B]."""
+    num_tokens: int
+    """Tokens that the step computed, those of prompts among them."""
+    started: float
+    """When it began, by `time.perf_counter`."""
+
+
+class LiveArrays(NamedTuple):
+    """What is known of the live requests, by row, [R] each. S is the most stop tokens of a request."""
 
     num_prompt_tokens: NDArray[np.int64]
     num_seen: NDArray[np.int64]  # tokens that the drafter has seen, the prompt's included
     max_tokens: NDArray[np.int64]  # output tokens after which the request ends
     min_tokens: NDArray[np.int64]  # output tokens before which no stop token ends it
     stop_token_ids: Int32Array  # [R, S], the end-of-sequence token among them, then NO_TOKEN
+    has_stop_strings: NDArray[np.bool_]
     is_complete: NDArray[np.bool_]  # whether the last token has been sampled; the engine notices a step later
     draft: NDArray[np.int64]  # index of the request's draft among those of the step that is running, -1: none
     length_row: NDArray[np.int64]  # the problem's, in `RemainingLength`
 
 
-def new_live_requests(num_rows: int = 16, num_stops: int = 2) -> LiveRequests:
+def new_arrays(num_rows: int = 16, num_stops: int = 2) -> LiveArrays:
     """Room for `num_rows` requests of `num_stops` stop tokens."""
-    return LiveRequests(
+    return LiveArrays(
         num_prompt_tokens=np.zeros(num_rows, np.int64),
         num_seen=np.zeros(num_rows, np.int64),
         max_tokens=np.zeros(num_rows, np.int64),
         min_tokens=np.zeros(num_rows, np.int64),
         stop_token_ids=np.full((num_rows, num_stops), NO_TOKEN, np.int32),
+        has_stop_strings=np.zeros(num_rows, np.bool_),
         is_complete=np.zeros(num_rows, np.bool_),
         draft=np.full(num_rows, -1, np.int64),
         length_row=np.zeros(num_rows, np.int64),
     )
 
 
-def start(live: LiveRequests, row: int, request: Any, length_row: int) -> LiveRequests:
+def start(live: LiveArrays, row: int, request: Any, length_row: int) -> LiveArrays:
     """Note a new request in its row. Returns the arrays, which are new ones where it needs more room."""
     params = request.sampling_params
     stops = list(params.stop_token_ids or ())
@@ -49,7 +96,7 @@ def start(live: LiveRequests, row: int, request: Any, length_row: int) -> LiveRe
         stops.append(params.eos_token_id)
     rows, width = live.stop_token_ids.shape
     if row >= rows or len(stops) > width:
-        grown = new_live_requests(max(rows, 2 * row), max(width, len(stops)))
+        grown = new_arrays(max(rows, 2 * row), max(width, len(stops)))
         for old, new in zip(live, grown, strict=True):
             new[tuple(slice(size) for size in old.shape)] = old
         live = grown
@@ -57,6 +104,7 @@ def start(live: LiveRequests, row: int, request: Any, length_row: int) -> LiveRe
     live.max_tokens[row], live.min_tokens[row] = params.max_tokens, params.min_tokens
     live.stop_token_ids[row] = NO_TOKEN
     live.stop_token_ids[row, : len(stops)] = stops
+    live.has_stop_strings[row] = bool(params.stop)
     live.is_complete[row], live.draft[row], live.length_row[row] = False, -1, length_row
     return live
 
@@ -77,7 +125,7 @@ def read_tokens(
 
 @njit(allocates=False)
 def advance(
-    live: LiveRequests,
+    live: LiveArrays,
     rows: NDArray[np.int64],
     token_ids: Int32Array,
     starts: NDArray[np.int64],
@@ -115,12 +163,19 @@ def advance(
     kept_starts[rows.size] = at
 
 
+def pieces(
+    values: NDArray[Any], first: NDArray[np.int64], sizes: NDArray[np.int64]
+) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """(all values[first[i] : first[i] + sizes[i]], one behind the other; where each begins and the last ends)."""
+    starts = np.zeros(sizes.size + 1, np.int64)
+    np.cumsum(sizes, out=starts[1:])
+    return values[np.arange(starts[-1]) + np.repeat(first - starts[:-1], sizes)], starts
+
+
 def select(
     values: NDArray[Any], starts: NDArray[np.int64], chosen: NDArray[np.int64]
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """(values, starts) of the chosen pieces values[starts[i] : starts[i + 1]] alone, in the order of `chosen`."""
-    sizes = np.diff(starts)[chosen]
-    ends = np.zeros(chosen.size + 1, np.int64)
-    np.cumsum(sizes, out=ends[1:])
-    at = np.arange(ends[-1]) + np.repeat(starts[chosen] - ends[:-1], sizes)
-    return values[at], ends
+    """(values, starts) of some of the pieces values[starts[i] : starts[i + 1]], in the order of `chosen`."""
+    if chosen.size == starts.size - 1 and (chosen == np.arange(chosen.size)).all():
+        return values, starts
+    return pieces(values, starts[chosen], np.diff(starts)[chosen])

@@ -1,41 +1,13 @@
-"""vLLM's requests: their problem, where they end, and what a session knows of a live one."""
+"""vLLM's requests: their problem, and where they end."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.integrations.request_options import requested_problem_id
 from rollout_spec.noise import derive_seed
-
-if TYPE_CHECKING:
-    from rollout_spec.integrations.stop_strings import StopStringSearch
-
-
-@dataclass(slots=True)
-class LiveRequest:
-    """What a session knows of a request that it drafts for.
-
-    Attributes:
-        problem: The problem's id, by which expected lengths are looked up; 0: no problem.
-        num_prompt_tokens: Tokens of its prompt.
-        num_seen: Tokens that the drafter has seen, prompt included.
-        is_complete: Whether its last token has been sampled; the engine notices a step later.
-        stop_search: Looks for its stop strings; None before the first output, and for requests without stop strings.
-    """
-
-    problem: int
-    num_prompt_tokens: int
-    num_seen: int
-    is_complete: bool = False
-    stop_search: StopStringSearch | None = None
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens that the drafter has seen after the prompt."""
-        return self.num_seen - self.num_prompt_tokens
 
 
 def problem_id_of(request: Any) -> int | None:

@@ -69,18 +69,3 @@ def raise_if_broken(num_broken_rows: NDArray[Any], req_ids: Sequence[str]) -> No
         f"{int(num_broken_rows.sum())} rows of logits hold NaN or +inf (first in request {first}), and nothing can be "
         "sampled from them: check the weights that were last loaded into the engine"
     )
-
-
-def sampled_tokens(targets: Sequence[int], accepted: int) -> list[int]:
-    """What the target sampled at a draft's positions, up to a row without a sample.
-
-    Args:
-        targets: `VerifyResult.target_token_ids` of one request's rows.
-        accepted: Accepted tokens of the draft. The token after them is emitted in any case, as 0 without a sample.
-    """
-    kept = []
-    for j, token in enumerate(targets):
-        if token < 0 and j > accepted:
-            break
-        kept.append(max(int(token), 0))
-    return kept

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,16 +14,14 @@ from numpy.typing import NDArray
 from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
-from rollout_spec.estimates import flatten, median
-from rollout_spec.integrations.requests import (
-    LiveRequest,
-    ends_with_stop_token,
-    is_last,
-    problem_id_of,
-    trim_at_end,
-)
+from rollout_spec.drafters.base import BatchDrafter
+from rollout_spec.drafters.batch import as_batch_drafter
+from rollout_spec.estimates import median
+from rollout_spec.integrations import live_requests
+from rollout_spec.integrations.live_requests import LiveRequest, Sampled, pieces, select
+from rollout_spec.integrations.requests import ends_with_stop_token, problem_id_of
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import Draft, Int32Array
+from rollout_spec.types import Drafts, Float32Array, Int32Array
 
 logger = logging.getLogger(__name__)
 
@@ -42,29 +40,11 @@ def graph_sizes(vllm_config: Any) -> tuple[int, ...]:
     return tuple(compilation.cudagraph_capture_sizes or ())
 
 
-class Outcome(NamedTuple):
-    """What became of a request's draft."""
+class _Proposal(NamedTuple):
+    """What the drafter proposed for the step that is running."""
 
-    target_token_ids: list[int]
-    """What the target sampled at the verified positions."""
-    num_accepted: int
-    num_verified: int
-    """Verified draft tokens; the scheduler may have cut the draft further than the budget did."""
-
-
-class Proposal(NamedTuple):
-    """A draft for the next step."""
-
-    token_ids: Int32Array
-    num_verified: int
-    """How many of them to verify."""
-
-
-class _Drafts(NamedTuple):
-    """What the drafter proposed for a step."""
-
-    rows: dict[str, int]  # index of each request's draft, by request id
-    confidence: NDArray[np.float32]  # [D], of all drafted tokens
+    rows: NDArray[np.int64]  # [B] the requests'
+    confidence: Float32Array  # [D], of all drafted tokens
     starts: NDArray[np.int64]  # [B + 1], each draft's first token, then D
 
 
@@ -82,7 +62,8 @@ class DraftingSession:
     """An engine's drafter and its budget, which outlive the batches: requests are told apart by their ids.
 
     Attributes:
-        live: The requests that the drafter serves, by id, until `draft` is told that they ended.
+        live: The requests that the drafter serves, by id, until `follow` finds that they have ended.
+        arrays: What is known of them, by their rows.
         enabled: Whether anything is indexed and drafted; False after the drafter has raised.
         broken: Whether the drafter has raised, after which it stays switched off.
         budget: Decides how much of each draft is verified. None: all of it.
@@ -104,8 +85,10 @@ class DraftingSession:
         share_from_first_rank: Callable[[list[float]], list[float]] | None = None,
     ) -> None:
         options = {"max_draft_tokens": config.num_speculative_tokens} if config.drafter in DRAFTERS else {}
-        self.drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
+        drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
+        self.drafter: BatchDrafter = as_batch_drafter(drafter, config.num_speculative_tokens)
         self.live: dict[str, LiveRequest] = {}
+        self.arrays = live_requests.new_arrays()
         self.enabled = True
         self.broken = False
         self.num_speculative_tokens = config.num_speculative_tokens
@@ -118,7 +101,10 @@ class DraftingSession:
         self._vllm_config = vllm_config
         scheduler = vllm_config.scheduler_config
         self._max_step_tokens = int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
-        self._drafts: _Drafts | None = None  # of the step that is running
+        self._followed: list[str] = []  # the last step's requests
+        self._rows = np.zeros(0, np.int64)  # theirs
+        self._has_resumed = False  # whether any of them was in an earlier step, too
+        self._proposal: _Proposal | None = None  # of the step that is running
         self._draft_seconds = 0.0  # spent on drafting them
         self._num_asked = 0  # requests for which the drafter was asked
         self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # read in each of the last steps
@@ -126,52 +112,67 @@ class DraftingSession:
         self._last_call: float | None = None  # when `draft` was called last
         self._unshared: list[_Step] = []  # steps that the budget has not been told
 
-    def num_seen(self, req_id: str, request: Any) -> int:
-        """A request's tokens, prompt included, that need not be passed to `draft`; for a new one, its prompt's."""
-        live = self.live.get(req_id)
-        is_known = live is not None and live.num_prompt_tokens == len(request.prompt_token_ids)
-        return live.num_seen if live is not None and is_known else len(request.prompt_token_ids)
-
-    def draft(
-        self,
-        ended: Iterable[str],
-        outcomes: Mapping[str, Outcome],
-        updates: Sequence[tuple[str, Any, Sequence[int]]],
-        num_step_tokens: int,
-        step_started: float,
-    ) -> dict[str, Proposal]:
-        """Draft for the next step. Called once per step.
+    def follow(self, req_ids: list[str], requests: Mapping[str, Any], *, has_changed: bool) -> NDArray[np.int64]:
+        """Begin the requests that are new in a step, and end those that have ended. Called once before `draft`.
 
         Args:
-            ended: Ids of requests of `live` that have ended.
-            outcomes: What became of the last drafts, by request.
-            updates: (id, vLLM's request, its tokens after those seen) of each request to draft for. A request has
-                `prompt_token_ids`, `sampling_params`, `lora_request` and `mm_features`.
-            num_step_tokens: Tokens that the step computed, those of prompts among them.
-            step_started: When it began, by `time.perf_counter`.
+            req_ids: The step's requests that have sampled something.
+            requests: vLLM's requests by id, all that have not ended. A request has `prompt_token_ids`,
+                `sampling_params`, `lora_request` and `mm_features`.
+            has_changed: Whether requests may have come, ended or got another prompt since the last call.
 
         Returns:
-            At most num_speculative_tokens drafted tokens by request; requests without a draft may be missing. Always
-            empty once the drafter has raised.
+            int64 [len(req_ids)], the requests' rows; -1 for prompts of embeddings, and once the drafter has raised.
+
+        Raises:
+            Exception: as `draft`.
+        """
+        self._has_resumed = bool(req_ids)
+        if not has_changed and req_ids == self._followed:
+            return self._rows
+        started = time.perf_counter()
+        self._has_resumed = any(req_id in self.live for req_id in req_ids)
+        try:
+            for req_id in [req_id for req_id in self.live if req_id not in requests]:
+                self._stop(req_id)
+            self._rows = np.array([self._row(req_id, requests[req_id]) for req_id in req_ids], np.int64)
+            self._followed = list(req_ids)
+        except Exception as error:
+            self._switch_off(error)
+            return np.full(len(req_ids), -1)
+        finally:
+            self._stats.draft_seconds += time.perf_counter() - started
+        return self._rows
+
+    def draft(self, sampled: Sampled) -> Drafts:
+        """Draft for the next step. Called once per step.
+
+        Returns:
+            The drafts of the requests in `sampled.rows`; `lengths` is how many tokens of each to verify. None of any
+            once the drafter has raised.
 
         Raises:
             Exception: what the drafter raised, under tensor parallelism: the other ranks would go on drafting, and
                 sample other tokens than this one.
         """
         if not self.enabled:
-            self._last_call = self._drafts = None
-            return {}
+            self.pause()
+            return self._no_drafts(sampled.rows.size)
         if self.budget is not None and self._last_call is None:  # vLLM chooses the sizes after the session is made
             self.budget.cost.pad_to(graph_sizes(self._vllm_config))
         started = time.perf_counter()
         try:
-            self._time_step(started, outcomes, updates, num_step_tokens, step_started)
-            return self._draft(ended, outcomes, updates)
+            self._time_step(started, sampled)
+            return self._draft(sampled)
         except Exception as error:
             self._switch_off(error)
-            return {}
+            return self._no_drafts(sampled.rows.size)
         finally:
             self._stats.draft_seconds += time.perf_counter() - started
+
+    def pause(self) -> None:
+        """In place of `draft` while the session is not enabled."""
+        self._last_call = self._proposal = None
 
     def _switch_off(self, error: Exception) -> None:
         """End speculation after the drafter, which may be a user's own, has raised: its errors must not end a run.
@@ -224,125 +225,178 @@ class DraftingSession:
         except Exception as error:
             return self._switch_off(error)
 
-    def _draft(
-        self,
-        ended: Iterable[str],
-        outcomes: Mapping[str, Outcome],
-        updates: Sequence[tuple[str, Any, Sequence[int]]],
-    ) -> dict[str, Proposal]:
-        for req_id in ended:
-            self.drafter.stop_request(req_id)
-            live = self.live.pop(req_id)
-            if self.budget is not None and live.is_complete:  # an aborted one says nothing about lengths
-                self.budget.lengths.observe(live.problem, live.num_output_tokens)
-        self._observe(outcomes, updates)
-        req_ids, room, left, num_live = [], [], [], 0
-        for req_id, request, tokens in updates:
-            to_come = self._advance(req_id, request, tokens)
-            num_live += to_come > 0
-            if to_come > 1:  # a request's last token needs no draft: the step samples one in any case
-                req_ids.append(req_id)
-                in_model = self._max_model_len - self.live[req_id].num_seen - 1
-                room.append(min(self._config.num_speculative_tokens, to_come - 1, in_model))
-                left.append(to_come)
+    def _row(self, req_id: str, request: Any) -> int:
+        """A request's row. Shows the drafter a new request."""
+        if request.prompt_token_ids is None:  # a prompt of embeddings has no history
+            return -1
+        live = self.live.get(req_id)
+        if live is not None and self.arrays.num_prompt_tokens[live.row] != len(request.prompt_token_ids):
+            # A streaming session goes on with a longer prompt: as good as a new request.
+            self._stop(req_id)
+            live = None
+        return (live or self._start(req_id, request)).row
+
+    def _start(self, req_id: str, request: Any) -> LiveRequest:
+        params, problem_id = request.sampling_params, problem_id_of(request)
+        is_seeded = params.temperature > 0 and self._config.verify == "sample"
+        self.drafter.start_request(
+            req_id,
+            np.array(request.prompt_token_ids, np.int32),
+            problem_id=problem_id,
+            seed=params.seed if is_seeded else None,
+        )
+        live = LiveRequest(self.drafter.row_of(req_id), problem_id or 0, request)
+        length_row = self.budget.lengths.row_of(live.problem) if self.budget is not None else -1
+        self.arrays = live_requests.start(self.arrays, live.row, request, length_row)
+        self.live[req_id] = live
+        return live
+
+    def _stop(self, req_id: str) -> None:
+        self.drafter.stop_request(req_id)
+        live = self.live.pop(req_id)
+        self.arrays.draft[live.row] = -1
+        if self.budget is not None and self.arrays.is_complete[live.row]:  # an aborted one says nothing about lengths
+            length = self.arrays.num_seen[live.row] - self.arrays.num_prompt_tokens[live.row]
+            self.budget.lengths.observe(live.problem, int(length))
+
+    def _draft(self, sampled: Sampled) -> Drafts:
+        self._observe(sampled)
+        to_come = self._extend(sampled)
+        chosen = np.flatnonzero(to_come > 1)  # a last token needs no draft: the step samples one in any case
         # The median and not the mean: steps of the mean's size may never occur, so that their cost is not known.
-        num_tokens = num_live + (median(self._prompt_tokens) if self._prompt_tokens else 0)
-        wanted = bool(req_ids) and (self.budget is None or self.budget.wants_drafts(num_tokens))
-        self._num_asked, self._draft_seconds = len(req_ids) if wanted else 0, 0.0
+        num_tokens = np.count_nonzero(to_come) + (median(self._prompt_tokens) if self._prompt_tokens else 0)
+        wanted = chosen.size > 0 and (self.budget is None or self.budget.wants_drafts(num_tokens))
+        self._num_asked, self._draft_seconds = chosen.size if wanted else 0, 0.0
         if not wanted:
-            return {}
+            return self._no_drafts(sampled.rows.size)
         started = time.perf_counter()
-        drafts = self.drafter.propose(req_ids, np.array(room, np.int32))
-        confidence, starts = flatten(drafts)
-        sizes = np.diff(starts).tolist()
-        self._check(drafts, sizes, confidence, room)
+        rows, left = sampled.rows[chosen], to_come[chosen]
+        in_model = self._max_model_len - self.arrays.num_seen[rows] - 1
+        room = np.minimum(np.minimum(self.num_speculative_tokens, left - 1), in_model)
+        drafts = self.drafter.propose_batch(rows, room)
+        confidence, starts = self._check(drafts, room)
         if self.budget is not None:
-            others_wait = any(self._prompt_tokens)
-            sizes = self.budget.decide(
-                confidence,
-                starts,
-                None if others_wait else self._expect(self.budget, req_ids, left),
-                num_tokens=num_tokens,
-                max_draft_tokens=self._max_step_tokens - num_tokens,
-            ).tolist()
+            expected = None
+            if not any(self._prompt_tokens):  # otherwise others wait
+                so_far = self.arrays.num_seen[rows] - self.arrays.num_prompt_tokens[rows]
+                expected = self.budget.lengths.predict_rows(self.arrays.length_row[rows], so_far, left)
+            room_in_step = self._max_step_tokens - num_tokens
+            taken = self.budget.decide(
+                confidence, starts, expected, num_tokens=num_tokens, max_draft_tokens=room_in_step
+            )
+            drafts = drafts._replace(lengths=taken)
         self._draft_seconds = time.perf_counter() - started
-        self._drafts = _Drafts({req_id: row for row, req_id in enumerate(req_ids)}, confidence, starts)
-        return {req_id: Proposal(draft.token_ids, n) for req_id, draft, n in zip(req_ids, drafts, sizes, strict=True)}
+        self._proposal = _Proposal(rows, confidence, starts)
+        self.arrays.draft[rows] = np.arange(rows.size)
+        if chosen.size == sampled.rows.size:
+            return drafts
+        of_all = self._no_drafts(sampled.rows.size)
+        of_all.token_ids[chosen], of_all.lengths[chosen] = drafts.token_ids, drafts.lengths
+        of_all.confidence[chosen] = drafts.confidence
+        return of_all
 
-    def _check(
-        self, drafts: Sequence[Draft], sizes: Sequence[int], confidence: NDArray[np.float32], room: Sequence[int]
-    ) -> None:
-        """Raise ValueError if the drafter, which may be a user's own, proposes drafts that cannot be verified."""
-        if len(sizes) != len(room) or any(size > max(limit, 0) for size, limit in zip(sizes, room, strict=True)):
-            raise ValueError(f"drafted {list(sizes)} tokens where {list(room)} were asked for")
-        for (ids, sure), size in zip(drafts, sizes, strict=True):
-            if not isinstance(ids, np.ndarray) or ids.dtype != np.int32 or len(sure) != size:
-                raise ValueError(f"a draft needs int32 tokens and a confidence for each, got {ids!r} and {sure!r}")
-        if not confidence.size:
-            return
-        tokens = np.concatenate([draft.token_ids for draft in drafts])
-        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
-            raise ValueError(f"drafted tokens from {tokens.min()} to {tokens.max()}, of {self._vocab_size}")
-        if not (confidence.min() >= 0 and confidence.max() <= 1):  # NaN fails, too
-            raise ValueError(f"confidence from {confidence.min()} to {confidence.max()} is no probability")
+    def _no_drafts(self, size: int) -> Drafts:
+        shape = (size, self.num_speculative_tokens)
+        return Drafts(np.zeros(shape, np.int32), np.zeros(size, np.int64), np.zeros(shape, np.float32))
 
-    def _observe(self, outcomes: Mapping[str, Outcome], updates: Sequence[tuple[str, Any, Sequence[int]]]) -> None:
+    def _check(self, drafts: Drafts, room: NDArray[np.int64]) -> tuple[Float32Array, NDArray[np.int64]]:
+        """(confidence of all drafted tokens, float32 [D]; each draft's first one, then D, int64 [B + 1]).
+
+        Raises:
+            ValueError: the drafter, which may be a user's own, proposes drafts that cannot be verified.
+        """
+        shape = (room.size, self.num_speculative_tokens)
+        if drafts.token_ids.shape != shape or drafts.confidence.shape != shape or drafts.lengths.shape != room.shape:
+            raise ValueError(f"drafts must have shape {list(shape)}, got {[list(array.shape) for array in drafts]}")
+        if drafts.token_ids.dtype != np.int32:
+            raise ValueError(f"drafted tokens must be int32, got {drafts.token_ids.dtype}")
+        if (drafts.lengths > np.maximum(room, 0)).any() or (drafts.lengths < 0).any():
+            raise ValueError(f"drafted {drafts.lengths.tolist()} tokens where {room.tolist()} were asked for")
+        starts = np.zeros(room.size + 1, np.int64)
+        np.cumsum(drafts.lengths, out=starts[1:])
+        is_drafted = np.arange(self.num_speculative_tokens) < drafts.lengths[:, None]
+        tokens, confidence = drafts.token_ids[is_drafted], drafts.confidence[is_drafted]
+        if tokens.size:
+            if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+                raise ValueError(f"drafted tokens from {tokens.min()} to {tokens.max()}, of {self._vocab_size}")
+            if not (confidence.min() >= 0 and confidence.max() <= 1):  # NaN fails, too
+                raise ValueError(f"confidence from {confidence.min()} to {confidence.max()} is no probability")
+        return confidence, starts
+
+    def _observe(self, sampled: Sampled) -> None:
         """Tell drafter and budget the outcomes of the last drafts, verified or not."""
-        drafts, self._drafts = self._drafts, None
-        learnt = {req_id: outcome for req_id, outcome in outcomes.items() if req_id in self.live}
-        if drafts is not None:
-            for req_id, _, tokens in updates:
-                # Of a draft that was not verified, the target's next token shows whether its first token was right.
-                if req_id in drafts.rows and req_id not in learnt and req_id in self.live and len(tokens):
-                    learnt[req_id] = Outcome([int(tokens[0])], 0, 0)
-        if not learnt:
+        proposal, self._proposal = self._proposal, None
+        if proposal is None:
             return
-        seen = [outcome.target_token_ids for outcome in learnt.values()]
-        self.drafter.observe(list(learnt), seen, np.array([o.num_accepted for o in learnt.values()], np.int32))
-        if self.budget is not None and drafts is not None:
-            verified, accepted = np.zeros((2, len(drafts.rows)), np.int64)
-            for req_id, outcome in outcomes.items():
-                row = drafts.rows.get(req_id, -1)
-                if row >= 0:
-                    verified[row], accepted[row] = outcome.num_verified, outcome.num_accepted
-            self.budget.survival.observe(drafts.confidence, drafts.starts, verified, accepted)
+        draft = self.arrays.draft[sampled.rows]
+        # Of a draft that was not verified, the target's next token shows whether its first token was right.
+        told = np.flatnonzero((draft >= 0) & (np.diff(sampled.target_starts) > 0))
+        self.arrays.draft[proposal.rows] = -1
+        if not told.size:
+            return
+        rows, draft, accepted = sampled.rows[told], draft[told], sampled.num_accepted[told]
+        self.drafter.observe_batch(rows, *select(sampled.target_token_ids, sampled.target_starts, told), accepted)
+        if self.budget is not None:
+            of_draft = np.zeros((2, proposal.rows.size), np.int64)  # verified, accepted
+            of_draft[:, draft] = sampled.num_verified[told], accepted
+            self.budget.survival.observe(proposal.confidence, proposal.starts, *of_draft)
 
-    def _expect(
-        self, budget: Budget, req_ids: Sequence[str], left: Sequence[int]
-    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Mean and standard deviation of the tokens to come, float64 [B] each."""
-        requests = [self.live[req_id] for req_id in req_ids]
-        so_far = np.array([request.num_output_tokens for request in requests], np.int64)
-        return budget.lengths.predict([request.problem for request in requests], so_far, np.array(left, np.int64))
+    def _extend(self, sampled: Sampled) -> NDArray[np.int64]:
+        """Show the drafter the tokens that requests keep. Returns how many more may come, int64 [B], 0: none."""
+        kept = np.empty(sampled.token_ids.size, np.int32)
+        starts, to_come = np.empty_like(sampled.starts), np.empty(sampled.rows.size, np.int64)
+        live_requests.advance(self.arrays, sampled.rows, sampled.token_ids, sampled.starts, kept, starts, to_come)
+        kept = kept[: starts[-1]]
+        looks_for_strings = self.arrays.has_stop_strings[sampled.rows]
+        if looks_for_strings.any():
+            kept, starts = self._cut_at_stop_strings(sampled.rows, looks_for_strings, kept, starts, to_come)
+        self.drafter.extend_batch(sampled.rows, kept, starts)
+        return to_come
 
-    def _time_step(
+    def _cut_at_stop_strings(
         self,
-        now: float,
-        outcomes: Mapping[str, Outcome],
-        updates: Sequence[tuple[str, Any, Sequence[int]]],
-        num_step_tokens: int,
-        step_started: float,
-    ) -> None:
+        rows: NDArray[np.int64],
+        looks_for_strings: NDArray[np.bool_],
+        kept: Int32Array,
+        starts: NDArray[np.int64],
+        to_come: NDArray[np.int64],
+    ) -> tuple[Int32Array, NDArray[np.int64]]:
+        """(kept, starts) without the tokens past stop strings."""
+        by_row = {live.row: live for live in self.live.values()}
+        sizes = np.diff(starts)
+        for i in np.flatnonzero(looks_for_strings & (sizes > 0)).tolist():
+            row, tokens = int(rows[i]), kept[starts[i] : starts[i + 1]].tolist()
+            num_before = int(self.arrays.num_seen[row] - self.arrays.num_prompt_tokens[row]) - len(tokens)
+            num_kept = self._find_stop_string(by_row[row], tokens, num_before)
+            if num_kept is not None:
+                self.arrays.num_seen[row] -= len(tokens) - num_kept
+                self.arrays.is_complete[row] = True
+                sizes[i], to_come[i] = num_kept, 0
+        return pieces(kept, starts[:-1], sizes)
+
+    def _time_step(self, now: float, sampled: Sampled) -> None:
         """Count the time of the step that has ended, from the last call to this one, and tell it to the budget."""
         last, self._last_call = self._last_call, now
-        num_draft_tokens = sum(outcome.num_verified for outcome in outcomes.values())
-        num_prompt_tokens = max(num_step_tokens - len(updates) - num_draft_tokens, 0)
+        num_draft_tokens = int(sampled.num_verified.sum())
+        num_prompt_tokens = max(sampled.num_tokens - sampled.rows.size - num_draft_tokens, 0)
         self._prompt_tokens.append(num_prompt_tokens)
-        if last is None or not any(req_id in self.live for req_id, _, _ in updates):
-            self._stats.step_seconds += now - step_started  # the engine may have been idle before
+        if last is None or not self._has_resumed:
+            self._stats.step_seconds += now - sampled.started  # the engine may have been idle before
             return
         took = now - last
         self._stats.record_time(
             took,
-            num_requests=len(updates),
+            num_requests=sampled.rows.size,
             draft_tokens=num_draft_tokens,
-            tokens=sum(len(tokens) for _, _, tokens in updates),
+            tokens=sampled.token_ids.size,
             draft_seconds=self._draft_seconds,
             reads_prompts=num_prompt_tokens > 0,
         )
         if self.budget is None:
             return
-        self._unshared.append(_Step(num_step_tokens, took, num_draft_tokens > 0, self._draft_seconds, self._num_asked))
+        self._unshared.append(
+            _Step(sampled.num_tokens, took, num_draft_tokens > 0, self._draft_seconds, self._num_asked)
+        )
         if self._share_from_first_rank is not None:
             if len(self._unshared) < STEPS_PER_SHARING:
                 return
@@ -363,44 +417,7 @@ class DraftingSession:
             )
         self._unshared = []
 
-    def _advance(self, req_id: str, request: Any, tokens: Sequence[int]) -> int:
-        """Show the drafter a request's new tokens. Returns the most tokens that can follow, 0 when it is complete."""
-        params = request.sampling_params
-        live = self.live.get(req_id)
-        if live is not None and live.num_prompt_tokens != len(request.prompt_token_ids):
-            # A streaming session has continued with a longer prompt: to the drafter, a new request.
-            self.drafter.stop_request(req_id)
-            live = None
-        live = live or self._start(req_id, request)
-        num_output = live.num_output_tokens
-        if not live.is_complete:
-            kept = trim_at_end(tokens, num_output, params)
-            ends = bool(kept) and is_last(kept[-1], num_output + len(kept), params)
-            if params.stop and kept:
-                num_kept = self._find_stop_string(live, request, kept, num_output)
-                if num_kept is not None:
-                    kept, ends = kept[:num_kept], True
-            self.drafter.extend(req_id, kept)
-            live.num_seen += len(kept)
-            live.is_complete = ends
-        return 0 if live.is_complete else int(params.max_tokens) - live.num_output_tokens
-
-    def _start(self, req_id: str, request: Any) -> LiveRequest:
-        """Show the drafter a new request."""
-        params, problem_id = request.sampling_params, problem_id_of(request)
-        is_seeded = params.temperature > 0 and self._config.verify == "sample"
-        self.drafter.start_request(
-            req_id,
-            np.array(request.prompt_token_ids, np.int32),
-            problem_id=problem_id,
-            seed=params.seed if is_seeded else None,
-        )
-        num_prompt_tokens = len(request.prompt_token_ids)
-        live = LiveRequest(problem_id or 0, num_prompt_tokens, num_seen=num_prompt_tokens)
-        self.live[req_id] = live
-        return live
-
-    def _find_stop_string(self, live: LiveRequest, request: Any, tokens: Sequence[int], num_before: int) -> int | None:
+    def _find_stop_string(self, live: LiveRequest, tokens: Sequence[int], num_before: int) -> int | None:
         """How many of a request's new tokens end with a stop string's completion; None: no stop string found."""
         if not self._finds_stop_strings:
             return None
@@ -408,8 +425,8 @@ class DraftingSession:
             if live.stop_search is None:
                 from rollout_spec.integrations.stop_strings import StopStringSearch  # imports vLLM and its tokenizers
 
-                live.stop_search = StopStringSearch(self._vllm_config.model_config, request)
-            stops = ends_with_stop_token(tokens, request.sampling_params, num_before)
+                live.stop_search = StopStringSearch(self._vllm_config.model_config, live.request)
+            stops = ends_with_stop_token(tokens, live.request.sampling_params, num_before)
             return live.stop_search.find(tokens, ends_with_stop_token=stops)
         except Exception:  # e.g. a tokenizer that only the front end can load
             if self._share_from_first_rank is not None:  # the other ranks would draft differently

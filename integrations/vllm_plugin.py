@@ -349,6 +349,8 @@ def _hook_runner_v1(module: Any) -> None:
             if self.rollout_spec is not None:
                 for request in scheduler_output.scheduled_new_reqs:
                     _need_no_generator(request.sampling_params)
+                if scheduler_output.scheduled_new_reqs or scheduler_output.finished_req_ids:
+                    self.rollout_spec.on_requests_changed()
             return original(self, scheduler_output)
 
         return update_states

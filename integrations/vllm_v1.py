@@ -11,21 +11,23 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.commands import run_command
+from rollout_spec.integrations.live_requests import Sampled, read_tokens, select
 from rollout_spec.integrations.sampling import (
     needs_processing,
     raise_if_broken,
     refuse_own_processors,
     require_seed,
-    sampled_tokens,
     verifier_scores,
 )
-from rollout_spec.integrations.session import DraftingSession, Outcome
+from rollout_spec.integrations.session import DraftingSession
 from rollout_spec.integrations.vllm_plugin import config_of, sharing_from_first_rank
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch, VerifyResult
@@ -46,10 +48,18 @@ class _Outcome(NamedTuple):
     """A verification that has not been counted yet: reading it at once would make the engine wait for the device."""
 
     req_ids: list[str]
-    rows: list[int]  # of the requests whose tokens count
+    is_counted: NDArray[np.bool_]  # [B], False for chunks of prompts
     num_draft_tokens: list[int]
     result: VerifyResult
     logits: torch.Tensor  # as the model gave them, for the message when a row had no sample
+
+
+class Verification(NamedTuple):
+    """What became of a step's drafts, by row of the batch."""
+
+    num_verified: NDArray[np.int64]  # [B]
+    num_accepted: NDArray[np.int64]  # [B]
+    target_token_ids: NDArray[np.int64]  # [N], each row's verified positions and the one after them
 
 
 class RunnerAdapter:
@@ -89,6 +99,11 @@ class RunnerAdapter:
         if self.proposer is None or self.proposer.session.enabled:
             self.clock.start()
 
+    def on_requests_changed(self) -> None:
+        """Called when a step's schedule brings new requests or says that some have finished."""
+        if self.proposer is not None:
+            self.proposer.has_changed = True
+
     # -- sampling ----------------------------------------------------------------------------------------------------
 
     def sample(self, logits: torch.Tensor, metadata: Any) -> Any:
@@ -121,8 +136,8 @@ class RunnerAdapter:
             max_draft_tokens=max(num_draft_tokens),
         )
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
-        counted = [row for row in range(len(batch.req_ids)) if not discarded[row]]
-        self._outcome = _Outcome(batch.req_ids, counted, num_draft_tokens, result, logits)
+        is_counted = ~discarded[: len(batch.req_ids)]
+        self._outcome = _Outcome(batch.req_ids, is_counted, num_draft_tokens, result, logits)
         if not self._runner.use_async_scheduling:
             self._count_last_verification()
         tensors = None
@@ -173,17 +188,12 @@ class RunnerAdapter:
         if invalid.any() and not bool((outcome.logits.isnan() | (outcome.logits == float("inf"))).any()):
             invalid[:] = 0  # masks have left these rows empty, which is no fault
         raise_if_broken(invalid, outcome.req_ids)
-        accepted = outcome.result.num_accepted.tolist()
-        self.stats.record([outcome.num_draft_tokens[i] for i in outcome.rows], [accepted[i] for i in outcome.rows])
-        if self.proposer is not None and any(outcome.num_draft_tokens):
-            targets = outcome.result.target_token_ids.tolist()
-            start = 0
-            counted = set(outcome.rows)
-            for row, (req_id, drafted) in enumerate(zip(outcome.req_ids, outcome.num_draft_tokens, strict=True)):
-                if drafted and row in counted:
-                    seen = sampled_tokens(targets[start : start + drafted + 1], accepted[row])
-                    self.proposer.outcomes[req_id] = Outcome(seen, accepted[row], drafted)
-                start += drafted + 1
+        verified = np.array(outcome.num_draft_tokens, np.int64)
+        accepted = outcome.result.num_accepted.cpu().numpy().astype(np.int64)
+        self.stats.record(verified[outcome.is_counted], accepted[outcome.is_counted])
+        if self.proposer is not None:
+            targets = outcome.result.target_token_ids.cpu().numpy()
+            self.proposer.verification = Verification(verified, accepted, targets)
 
     def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingBatch]:
         """(drafted tokens [D], inclusive sums of draft lengths [B], how each request is sampled)."""
@@ -264,7 +274,8 @@ class RolloutSpecProposer:
         if config is None or not config.speculation:
             raise ValueError("this engine does not ask for rollout_spec: use rollout_spec.engine_kwargs()")
         self.stats = SpeculationStats()
-        self.outcomes: dict[str, Outcome] = {}
+        self.verification: Verification | None = None
+        self.has_changed = True
         self.session: DraftingSession
         self._config = config
         self._vllm_config = vllm_config
@@ -309,19 +320,46 @@ class RolloutSpecProposer:
         Returns:
             Per row, at most num_speculative_tokens drafted tokens.
         """
-        requests, req_ids = self._runner.requests, self._runner.input_batch.req_ids
-        outcomes, self.outcomes = self.outcomes, {}
-        updates = []
-        if self.session.enabled:
-            for row, sampled in enumerate(sampled_token_ids):
-                request = requests[req_ids[row]]
-                if sampled and request.prompt_token_ids is not None:  # no prefill chunk, no prompt of embeddings
-                    seen = self.session.num_seen(req_ids[row], request)
-                    new = token_ids_cpu[row, seen : int(num_tokens_no_spec[row])].tolist()
-                    updates.append((req_ids[row], request, new))
-        ended = [req_id for req_id in self.session.live if req_id not in requests]
-        num_step_tokens = int(self._runner.query_start_loc.np[len(sampled_token_ids)])
-        started = self._runner.rollout_spec.clock.started
-        drafts = self.session.draft(ended, outcomes, updates, num_step_tokens, started)
-        cut = {req_id: tokens[:n].tolist() for req_id, (tokens, n) in drafts.items()}
-        return [cut.get(req_ids[row], []) for row in range(len(sampled_token_ids))]
+        verification, self.verification = self.verification, None
+        if not self.session.enabled or verification is None:
+            self.session.pause()
+            return [[] for _ in sampled_token_ids]
+        has_sampled = np.fromiter(map(bool, sampled_token_ids), np.bool_, len(sampled_token_ids))
+        batch_rows = np.flatnonzero(has_sampled)  # not the chunks of prompts
+        req_ids = self._runner.input_batch.req_ids[: has_sampled.size]
+        if batch_rows.size < has_sampled.size:
+            req_ids = [req_ids[row] for row in batch_rows.tolist()]
+        rows = self.session.follow(req_ids, self._runner.requests, has_changed=self.has_changed)
+        self.has_changed = False
+        if rows.size and rows.min() < 0:
+            batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
+        drafts = self.session.draft(self._sampled(rows, batch_rows, verification, num_tokens_no_spec, token_ids_cpu))
+        proposed: list[list[int]] = [[] for _ in sampled_token_ids]
+        listed = zip(batch_rows.tolist(), drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
+        for row, tokens, length in listed:
+            proposed[row] = tokens[:length]
+        return proposed
+
+    def _sampled(
+        self, rows: Any, batch_rows: Any, verification: Verification, num_tokens_no_spec: Any, token_ids_cpu: Any
+    ) -> Sampled:
+        """What the requests in some rows of the batch have said since the session saw them."""
+        seen = self.session.arrays.num_seen[rows]
+        starts = np.zeros(rows.size + 1, np.int64)
+        np.cumsum(np.maximum(num_tokens_no_spec[batch_rows] - seen, 0), out=starts[1:])
+        tokens = np.empty(starts[-1], np.int32)
+        read_tokens(token_ids_cpu, batch_rows, seen, starts, tokens)
+        target_starts = np.zeros(verification.num_verified.size + 1, np.int64)
+        np.cumsum(verification.num_verified + 1, out=target_starts[1:])
+        targets, target_starts = select(verification.target_token_ids, target_starts, batch_rows)
+        return Sampled(
+            rows,
+            tokens,
+            starts,
+            targets,
+            target_starts,
+            verification.num_verified[batch_rows],
+            verification.num_accepted[batch_rows],
+            num_tokens=int(self._runner.query_start_loc.np[verification.num_verified.size]),
+            started=self._runner.rollout_spec.clock.started,
+        )

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
@@ -30,17 +31,17 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.commands import Speculation, run_command
+from rollout_spec.integrations.live_requests import Sampled, pieces, select
 from rollout_spec.integrations.sampling import (
     needs_processing,
     raise_if_broken,
     require_seed,
-    sampled_tokens,
     verifier_scores,
 )
-from rollout_spec.integrations.session import DraftingSession, Outcome, Proposal
+from rollout_spec.integrations.session import DraftingSession
 from rollout_spec.integrations.vllm_plugin import config_of, sharing_from_first_rank
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array, SamplingBatch, VerifyResult
 from rollout_spec.verify import kernel
 from rollout_spec.verify.vectorised import process
 
@@ -77,6 +78,7 @@ class RunnerAdapter:
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
         self.requests: dict[str, Any] = {}
+        self.requests_have_changed = True
         self.warming_up = False
         self.speculator: Any = runner.speculator
         self.host_speculator = self.speculator if isinstance(self.speculator, HistorySpeculator) else None
@@ -128,8 +130,9 @@ class RunnerAdapter:
 
     def on_add_requests(self, scheduler_output: Any) -> None:
         """Called with every step's schedule, before it runs."""
-        if not self.warming_up:
+        if not self.warming_up and scheduler_output.scheduled_new_reqs:
             self.requests.update((request.req_id, request) for request in scheduler_output.scheduled_new_reqs)
+            self.requests_have_changed = True
 
     def on_requests_added(self, scheduler_output: Any) -> None:
         """Called once the runner has given the step's new requests their indices."""
@@ -139,6 +142,7 @@ class RunnerAdapter:
     def on_finish_requests(self, scheduler_output: Any) -> None:
         """Called with every step's schedule, before it runs. Preempted requests are not finished."""
         finished = [(req_id, self.requests.pop(req_id, None)) for req_id in scheduler_output.finished_req_ids]
+        self.requests_have_changed |= bool(finished)
         if self._device_speculator is not None:
             self._device_speculator.on_finish_requests(finished, scheduler_output.preempted_req_ids or ())
 
@@ -331,7 +335,7 @@ class VerifyingSampler:
             broken, accepted, drafted = counts.values.numpy()
             raise_if_broken(broken, counts.req_ids)
             rows = counts.has_sampled
-            self._adapter.stats.record(drafted[rows].tolist(), accepted[rows].tolist())
+            self._adapter.stats.record(drafted[rows], accepted[rows])
 
 
 class HistorySpeculator(BaseSpeculator):
@@ -392,48 +396,67 @@ class HistorySpeculator(BaseSpeculator):
         self.num_draft_tokens = {}
         if dummy_run or outcome is None:
             return drafts.to(self._device)
-        by_request = self._draft(outcome, num_sampled, int(input_batch.num_tokens))
-        for row, req_id in enumerate(outcome.req_ids):
-            if req_id in by_request:
-                tokens, num_verified = by_request[req_id]
-                drafts[row, : len(tokens)] = torch.from_numpy(tokens)
-                self.num_draft_tokens[req_id] = num_verified
+        drafted = self._draft(outcome, num_sampled, int(input_batch.num_tokens))
+        if drafted is None:
+            return drafts.to(self._device)
+        batch_rows, proposed = drafted
+        drafts[torch.from_numpy(batch_rows)] = torch.from_numpy(proposed.token_ids).long()
+        names = [outcome.req_ids[row] for row in batch_rows.tolist()]
+        self.num_draft_tokens = dict(zip(names, proposed.lengths.tolist(), strict=True))
         return drafts.to(self._device, non_blocking=True)
 
-    def _draft(self, outcome: _Outcome, num_sampled: torch.Tensor, num_step_tokens: int) -> dict[str, Proposal]:
-        """Copy the outcome to the host, the step's only wait for the device, and draft with the session."""
-        result, starts, size = outcome.result, outcome.starts, len(outcome.req_ids)
+    def _draft(
+        self, outcome: _Outcome, num_sampled: torch.Tensor, num_step_tokens: int
+    ) -> tuple[NDArray[np.int64], Drafts] | None:
+        """Copy the outcome to the host, the step's only wait for the device, and draft with the session.
+
+        Returns:
+            (rows of the batch, int64 [R]; their drafts). None while the session is switched off.
+        """
+        result, starts, size = outcome.result, outcome.starts.astype(np.int64), len(outcome.req_ids)
         counts = (result.num_accepted, result.num_broken_rows, num_sampled[:size], outcome.first_positions)
         host = torch.cat((result.target_token_ids, *counts)).cpu().numpy()
-        targets = host[: starts[-1]].tolist()
+        targets = host[: starts[-1]]
         accepted, broken, sampled, positions = host[starts[-1] :].reshape(len(counts), size)
         raise_if_broken(broken, outcome.req_ids)
-        rows = np.flatnonzero(sampled).tolist()  # not the prefill chunks
-        drafted = {row: int(starts[row + 1] - starts[row] - 1) for row in rows}
-        self.stats.record([drafted[row] for row in rows], [int(accepted[row]) for row in rows])
+        batch_rows = np.flatnonzero(sampled)  # not the chunks of prompts
+        verified = np.diff(starts) - 1
+        self.stats.record(verified[batch_rows], accepted[batch_rows])
         if not self.session.enabled:
-            return self.session.draft((), {}, (), 0, 0.0)
-        outcomes, updates = {}, []
-        for row in rows:
-            req_id = outcome.req_ids[row]
-            request = self._adapter.requests[req_id]
-            if request.prompt_token_ids is None:  # a prompt of embeddings has no history
-                continue
-            of_row = targets[starts[row] : starts[row + 1]]
-            if drafted[row]:
-                seen = sampled_tokens(of_row, int(accepted[row]))
-                outcomes[req_id] = Outcome(seen, int(accepted[row]), drafted[row])
-            new = [max(token, 0) for token in of_row[: sampled[row]]]
-            if self.session.num_seen(req_id, request) != positions[row] + 1:  # drafting was off for some steps
-                new = self._read_tokens(req_id, request)
-            updates.append((req_id, request, new))
-        ended = [req_id for req_id in self.session.live if req_id not in self._adapter.requests]
-        return self.session.draft(ended, outcomes, updates, num_step_tokens, self._adapter.clock.started)
+            self.session.pause()
+            return None
+        req_ids = [outcome.req_ids[row] for row in batch_rows.tolist()]
+        rows = self.session.follow(req_ids, self._adapter.requests, has_changed=self._adapter.requests_have_changed)
+        self._adapter.requests_have_changed = False
+        if rows.size and rows.min() < 0:
+            batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
+        tokens, token_starts = pieces(np.maximum(targets, 0).astype(np.int32), starts[batch_rows], sampled[batch_rows])
+        missed = np.flatnonzero(self.session.arrays.num_seen[rows] != positions[batch_rows] + 1)
+        if missed.size:  # drafting was off for some steps
+            new = [tokens[token_starts[i] : token_starts[i + 1]] for i in range(rows.size)]
+            for i in missed.tolist():
+                new[i] = self._read_tokens(outcome.req_ids[batch_rows[i]], int(rows[i]))
+            tokens, token_starts = np.concatenate(new), np.cumsum([0, *map(len, new)])
+        seen, seen_starts = select(targets, starts, batch_rows)
+        drafts = self.session.draft(
+            Sampled(
+                rows,
+                tokens,
+                token_starts,
+                seen,
+                seen_starts,
+                verified[batch_rows],
+                accepted[batch_rows],
+                num_tokens=num_step_tokens,
+                started=self._adapter.clock.started,
+            )
+        )
+        return batch_rows, drafts
 
-    def _read_tokens(self, req_id: str, request: Any) -> list[int]:
+    def _read_tokens(self, req_id: str, row: int) -> Int32Array:
         """A request's tokens that the drafter has not seen, from the runner's copy, which is up to date here."""
         states = self._runner.req_states
         req_idx = states.req_id_to_index[req_id]
-        length = int(states.total_len.gpu[req_idx])
-        tokens: list[int] = states.all_token_ids.gpu[req_idx, self.session.num_seen(req_id, request) : length].tolist()
+        length, seen = int(states.total_len.gpu[req_idx]), int(self.session.arrays.num_seen[row])
+        tokens: Int32Array = states.all_token_ids.gpu[req_idx, seen:length].cpu().numpy().astype(np.int32)
         return tokens

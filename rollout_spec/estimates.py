@@ -370,14 +370,19 @@ class RemainingLength:
 
     def observe(self, problem: int, length: int) -> None:
         """A rollout of `length` tokens has ended. O(1)."""
-        row = self._rows.get(problem)
-        if row is None:
-            row = self._rows[problem] = self._new_row()
-            self._num_seen[row] = 0
+        row = self.row_of(problem)
         self._of_problem[row, self._num_seen[row] % MAX_LENGTHS] = length
         self._num_seen[row] += 1
         self._recent.append(length)
         self._of_run = None
+
+    def row_of(self, problem: int) -> int:
+        """The number of a problem for `predict_rows`, until MAX_PROBLEMS others have come."""
+        row = self._rows.get(problem)
+        if row is None:
+            row = self._rows[problem] = self._new_row()
+            self._num_seen[row] = 0
+        return row
 
     def _new_row(self) -> int:
         row = len(self._rows)
@@ -398,10 +403,14 @@ class RemainingLength:
             problems: Each request's.
             so_far, at_most: int64 [B], tokens said, and most that may come.
         """
+        rows = np.array([self._rows.get(problem, -1) for problem in problems], np.int64)
+        return self.predict_rows(rows, so_far, at_most)
+
+    def predict_rows(self, rows: Ints, so_far: Ints, at_most: Ints) -> tuple[Floats, Floats]:
+        """`predict` by the problems' rows, int64 [B]; -1: a problem of which nothing is known."""
         if self._of_run is None:
             lengths = np.sort(np.array(self._recent, np.float64))
             self._of_run = np.array([[0.0, *lengths], np.cumsum([0.0, *lengths]), np.cumsum([0.0, *lengths**2])])
-        rows = np.array([self._rows.get(problem, -1) for problem in problems], np.int64)
         mean, deviation = np.empty(rows.size), np.empty(rows.size)
         _predict_length(self._of_problem, self._num_seen, self._of_run, rows, so_far, at_most, mean, deviation)
         return mean, deviation

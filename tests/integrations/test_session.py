@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -12,17 +13,22 @@ import pytest
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.integrations import session as session_module
 from rollout_spec.integrations.commands import run_command
+from rollout_spec.integrations.live_requests import Sampled
 from rollout_spec.integrations.requests import problem_id_of
-from rollout_spec.integrations.session import (
-    RECENT_STEPS,
-    STEPS_PER_SHARING,
-    DraftingSession,
-    Outcome,
-)
+from rollout_spec.integrations.session import RECENT_STEPS, STEPS_PER_SHARING, DraftingSession
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Draft
+
+
+class Outcome(NamedTuple):
+    """What became of a request's draft."""
+
+    target_token_ids: list[int]
+    num_accepted: int
+    num_verified: int
 
 
 def a_request(prompt=(1, 2, 3)):
@@ -54,9 +60,29 @@ def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, reque
     outcomes = {req_id: Outcome([0], 0, o) if isinstance(o, int) else o for req_id, o in (outcomes or {}).items() if o}
     requests = requests or {req_id: a_request((7, len(req_id))) for req_id in tokens}
     size = len(tokens) + sum(o.num_verified for o in outcomes.values()) if step_tokens is None else step_tokens
-    updates = [(req_id, requests[req_id], new) for req_id, new in tokens.items()]
-    drafts = session.draft(list(ended), outcomes, updates, size, session_module.time.perf_counter())
-    return {req_id: draft.token_ids[: draft.num_verified].tolist() for req_id, draft in drafts.items()}
+    live = {req_id: live.request for req_id, live in session.live.items() if req_id not in ended}
+    rows = session.follow(list(tokens), {**live, **requests}, has_changed=True)
+    outcomes = [outcomes.get(req_id, Outcome(new[:1], 0, 0)) for req_id, new in tokens.items()]
+    new, starts = concatenated(tokens.values(), np.int32)
+    targets, target_starts = concatenated([outcome.target_token_ids for outcome in outcomes], np.int64)
+    verified = np.array([outcome.num_verified for outcome in outcomes], np.int64)
+    accepted = np.array([outcome.num_accepted for outcome in outcomes], np.int64)
+    started = session_module.time.perf_counter()
+    drafts = session.draft(Sampled(rows, new, starts, targets, target_starts, verified, accepted, size, started))
+    listed = zip(tokens, drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
+    return {req_id: draft[:length] for req_id, draft, length in listed}
+
+
+def concatenated(lists, dtype):
+    """(values, starts)."""
+    lists = [list(values) for values in lists]
+    return np.array(list(itertools.chain(*lists)), dtype), np.cumsum([0, *map(len, lists)], dtype=np.int64)
+
+
+def known(session, req_id):
+    """(tokens that the drafter has seen, whether the request is complete)."""
+    row = session.live[req_id].row
+    return int(session.arrays.num_seen[row]), bool(session.arrays.is_complete[row])
 
 
 def run(session, steps, request, **options):
@@ -126,7 +152,7 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
     def propose(*args):
         raise RuntimeError("broken")
 
-    session.drafter.propose = propose
+    session.drafter.propose_batch = propose
     if ranks == 2:
         with pytest.raises(RuntimeError, match="broken"):
             run(session, 5, a_request())
@@ -151,8 +177,8 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
     ],
 )
 def test_what_cannot_be_verified_is_refused(draft):
-    session = a_session(budget=False)
-    session.drafter.propose = lambda req_ids, room: [draft] * len(req_ids)
+    session, drafter = a_listening_session()
+    drafter.propose = lambda req_ids, room: [draft] * len(req_ids)
     assert run(session, 3, a_request()) == [[]] * 3
     assert not session.enabled
 
@@ -162,12 +188,9 @@ def test_a_session_that_goes_on_with_a_longer_prompt_is_a_new_request():
     session, first, second = a_session(budget=False), a_request((1, 2)), a_request((1, 2, 3, 4, 5))
     first.sampling_params.eos_token_id = 9
     advance(session, {"a": [3, 9]}, requests={"a": first})
-    assert session.live["a"].is_complete
-    assert session.num_seen("a", first) == 4
-    assert session.num_seen("a", second) == 5
+    assert known(session, "a") == (4, True)
     advance(session, {"a": [6, 7]}, requests={"a": second})
-    assert not session.live["a"].is_complete
-    assert session.live["a"].num_output_tokens == 2
+    assert known(session, "a") == (7, False)
     session.drafter.check_integrity()
 
 
@@ -243,8 +266,8 @@ def test_costs_are_those_of_the_graphs_that_steps_run_in(mode, sizes):
 def test_lengths_count_once_nobody_waits():
     """While prompts are read, requests wait for a place, and no single one decides when the phase ends."""
     session, weighted = a_session(), []
-    expect, session._expect = (
-        session._expect,
+    expect, session.budget.lengths.predict_rows = (
+        session.budget.lengths.predict_rows,
         lambda *args: (weighted.append(len(session._prompt_tokens)), expect(*args))[1],
     )
     verified = 0
@@ -281,7 +304,7 @@ def test_the_time_in_which_it_was_switched_off_does_not_count():
         advance(session, {"a": [1]})
     timed, seconds = num_timed(session), session._stats.step_seconds
     session.enabled = False
-    assert advance(session, {"a": [1]}) == {}
+    assert advance(session, {"a": [1]}) == {"a": []}
     session.enabled = True
     advance(session, {"a": [1]})
     assert num_timed(session) == timed
@@ -333,14 +356,14 @@ def test_drafts_that_never_come_true_stop_being_asked_for(monkeypatch):
     session, request = a_session(), a_request()
     request.sampling_params.max_tokens = session._max_model_len = 10_000
     guesses = []
-    propose = session.drafter.propose
+    propose = session.drafter.propose_batch
 
     def spy(*args):
         drafts = propose(*args)
-        guesses.append(next(iter(drafts[0].token_ids.tolist()), 1))
+        guesses.append(int(drafts.token_ids[0, 0]) if drafts.lengths[0] else 1)
         return drafts
 
-    session.drafter.propose = spy
+    session.drafter.propose_batch = spy
     drafts, token = {}, 1
     for n in range(1700):
         if n == 1500:
@@ -381,11 +404,11 @@ def test_the_history_ends_where_the_request_does(params, sampled, kept):
     session, request, shown = a_session(), a_request(), []
     for name, value in params.items():
         setattr(request.sampling_params, name, value)
-    extend = session.drafter.extend
-    session.drafter.extend = lambda req_id, tokens: (shown.extend(tokens), extend(req_id, tokens))
+    extend = session.drafter.extend_batch
+    session.drafter.extend_batch = lambda rows, tokens, starts: (shown.extend(tokens), extend(rows, tokens, starts))
     assert not any(advance(session, {"a": sampled}, requests={"a": request}).values())
     assert shown == kept
-    assert session.live["a"].num_seen == len(request.prompt_token_ids) + len(kept)
+    assert known(session, "a")[0] == len(request.prompt_token_ids) + len(kept)
     advance(session, {"a": [4, 4]}, requests={"a": request})  # the engine notices the end a step later
     assert shown == kept
     lengths = []
@@ -399,11 +422,9 @@ def test_a_stop_token_before_min_tokens_ends_nothing():
     request.sampling_params.eos_token_id, request.sampling_params.min_tokens = 9, 4
     for tokens in ([9, 9], [9]):
         advance(session, {"a": tokens}, requests={"a": request})
-    assert session.live["a"].num_seen == len(request.prompt_token_ids) + 3
-    assert not session.live["a"].is_complete
+    assert known(session, "a") == (len(request.prompt_token_ids) + 3, False)
     advance(session, {"a": [9, 9]}, requests={"a": request})
-    assert session.live["a"].num_seen == len(request.prompt_token_ids) + 4
-    assert session.live["a"].is_complete
+    assert known(session, "a") == (len(request.prompt_token_ids) + 4, True)
 
 
 class Listener:
@@ -433,8 +454,9 @@ class Listener:
 
 def a_listening_session(**options):
     session = a_session(**{"budget": False, **options})
-    session.drafter = Listener()
-    return session, session.drafter
+    drafter = Listener()
+    session.drafter = as_batch_drafter(drafter, session.num_speculative_tokens)
+    return session, drafter
 
 
 def test_the_drafter_learns_from_every_draft_that_the_target_went_past():
@@ -469,22 +491,23 @@ def test_the_budget_learns_of_each_draft_what_was_verified_and_accepted(monkeypa
 
 
 def test_remaining_lengths_are_asked_for_by_problem_and_tokens_said(monkeypatch):
-    session, _ = a_listening_session(budget=True)
+    session, drafter = a_listening_session(budget=True)
     requests = {"a": a_request([1, 2, 3]), "b": a_request([4])}
     requests["a"].sampling_params.extra_args = {"rollout_spec": {"problem_id": 77}}
     asked = []
 
-    def predict(problems, so_far, at_most):
-        asked.append((problems, so_far.tolist(), at_most.tolist()))
+    def predict(rows, so_far, at_most):
+        problems = {row: problem for problem, row in session.budget.lengths._rows.items()}
+        asked.append(([problems[row] for row in rows.tolist()], so_far.tolist(), at_most.tolist()))
         return np.ones(2), np.ones(2)
 
-    monkeypatch.setattr(session.budget.lengths, "predict", predict)
+    monkeypatch.setattr(session.budget.lengths, "predict_rows", predict)
     monkeypatch.setattr(session.budget, "wants_drafts", lambda num_tokens: True)
     monkeypatch.setattr(session.budget, "decide", lambda confidence, starts, *args, **kwargs: np.zeros(2, np.int64))
     advance(session, {"a": [1], "b": [2]}, requests=requests)
     advance(session, {"a": [1, 1], "b": [2]}, requests=requests)
     assert asked[-1] == ([77, problem_of_prompt([4])], [3, 2], [197, 198])
-    assert session.drafter.started == {"a": (77, 5), "b": (problem_of_prompt([4]), 5)}
+    assert drafter.started == {"a": (77, 5), "b": (problem_of_prompt([4]), 5)}
 
 
 def test_a_drafter_that_is_not_asked_takes_no_time(monkeypatch):
@@ -527,8 +550,9 @@ def test_an_id_that_comes_again_is_another_request():
     request = a_request()
     request.sampling_params.max_tokens = 3
     advance(session, {"a": [1, 2, 3]}, requests={"a": request})
-    advance(session, {"a": [4]}, ended=["a"], requests={"a": request})
-    assert {req_id: live.num_seen for req_id, live in session.live.items()} == {"a": 4}
+    advance(session, {}, ended=["a"])
+    advance(session, {"a": [4]}, requests={"a": request})
+    assert known(session, "a") == (4, False)
     assert drafter.limits == [{"a": 1}]
 
 

@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("vllm")
 
 from rollout_spec import RolloutSpecConfig
-from rollout_spec.integrations.session import Outcome, Proposal
-from rollout_spec.integrations.vllm_v1 import RolloutSpecProposer, RunnerAdapter
+from rollout_spec.integrations.vllm_v1 import RolloutSpecProposer, RunnerAdapter, Verification
 from rollout_spec.stats import SpeculationStats
+from rollout_spec.types import Drafts
 
 VOCAB_SIZE = 10
 
@@ -39,7 +39,7 @@ class Runner:
         self.use_async_scheduling = use_async_scheduling
         self.drafter = SimpleNamespace(
             stats=SpeculationStats(),
-            outcomes={},
+            verification=None,
             session=SimpleNamespace(enabled=True, set_enabled=lambda enabled: None),
             bind=lambda runner: None,
         )
@@ -82,14 +82,15 @@ DRAFTS = {"a": [3, 4], "b": [], "c": [5, 6, 7], "d": [8]}
 TARGETS = {"a": [3, 9, 1], "b": [2], "c": [5, 6, 7, 4], "d": [1, 2]}
 
 
+def told(runner):
+    """What the proposer is told: verified and accepted tokens by row, and the target's."""
+    return tuple(values.tolist() for values in runner.drafter.verification)
+
+
 def test_every_request_gets_its_own_outcome():
     runner = Runner(DRAFTS, TARGETS)
     assert runner.sample() == [[3, 9, -1, -1], [2, -1, -1, -1], [5, 6, 7, 4], [1, -1, -1, -1]]
-    assert runner.drafter.outcomes == {
-        "a": Outcome([3, 9, 1], 1, 2),
-        "c": Outcome([5, 6, 7, 4], 3, 3),
-        "d": Outcome([1, 2], 0, 1),
-    }
+    assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [3, 9, 1, 2, 5, 6, 7, 4, 1, 2])
     stats = runner.drafter.stats
     assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 4, 3)
     assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (6, 4, 8)
@@ -97,10 +98,9 @@ def test_every_request_gets_its_own_outcome():
 
 
 def test_chunks_of_prompts_are_not_counted():
-    """vLLM discards what is sampled after a chunk; the outcomes of the others stay their own."""
+    """vLLM discards what is sampled after a chunk."""
     runner = Runner(DRAFTS, TARGETS, discarded={"a", "b"})
     runner.sample()
-    assert runner.drafter.outcomes == {"c": Outcome([5, 6, 7, 4], 3, 3), "d": Outcome([1, 2], 0, 1)}
     stats = runner.drafter.stats
     assert (stats.request_steps, stats.num_drafts) == (2, 2)
     assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (4, 3, 5)
@@ -114,10 +114,10 @@ def test_where_scheduling_is_asynchronous_the_last_step_is_counted_by_the_next_c
     runner.schedule({"b": [], "e": [1]}, {"b": [2], "e": [1, 2]})
     runner.sample()
     assert runner.drafter.stats.draft_tokens == 5
-    assert set(runner.drafter.outcomes) == {"a", "c"}
+    assert told(runner)[0] == [2, 0, 3, 1]
     runner.adapter.command("set_enabled", False)
     assert runner.drafter.stats.draft_tokens == 6
-    assert runner.drafter.outcomes["e"] == Outcome([1, 2], 1, 1)
+    assert told(runner) == ([0, 1], [0, 1], [2, 1, 2])
 
 
 def test_requests_that_change_rows_are_followed():
@@ -126,31 +126,36 @@ def test_requests_that_change_rows_are_followed():
     turned = dict(reversed(DRAFTS.items()))
     runner.schedule(turned, TARGETS)
     assert runner.sample() == [[1, -1, -1, -1], [5, 6, 7, 4], [2, -1, -1, -1], [3, 9, -1, -1]]
-    assert runner.drafter.outcomes["d"] == Outcome([1, 2], 0, 1)
-    assert runner.drafter.outcomes["a"] == Outcome([3, 9, 1], 1, 2)
+    assert told(runner) == ([1, 3, 0, 2], [0, 3, 0, 1], [1, 2, 5, 6, 7, 4, 2, 3, 9, 1])
 
 
 class Session:
-    """Keeps what it is told, and drafts three tokens for each request, of which two are to be verified."""
+    """Keeps what it is told, and drafts three tokens for each request, of which two are to be verified.
+
+    Args:
+        seen: Tokens seen of each request, whose rows are the requests' places here.
+    """
 
     enabled = True
 
-    def __init__(self, **live):
-        self.live = live
+    def __init__(self, **seen):
+        self.names = list(seen)
+        self.arrays = SimpleNamespace(num_seen=np.array(list(seen.values())))
         self.calls = []
 
-    def num_seen(self, req_id, request):
-        return self.live.get(req_id, len(request.prompt_token_ids))
+    def follow(self, req_ids, requests, *, has_changed):
+        self.calls.append((req_ids, has_changed))
+        return np.array([self.names.index(name) if requests[name].prompt_token_ids else -1 for name in req_ids])
 
-    def draft(self, ended, outcomes, updates, num_step_tokens, step_started):
-        told = [(req_id, list(tokens)) for req_id, _, tokens in updates]
-        self.calls.append((list(ended), dict(outcomes), told, num_step_tokens))
-        return {req_id: Proposal(np.array([7, 8, 9], np.int32), 2) for req_id, _ in told}
+    def draft(self, sampled):
+        self.calls.append(sampled)
+        drafts = np.tile(np.array([7, 8, 9], np.int32), (sampled.rows.size, 1))
+        return Drafts(drafts, np.full(sampled.rows.size, 2), np.ones_like(drafts, np.float32))
 
 
 def proposer_of(session, requests, req_ids):
     proposer = RolloutSpecProposer.__new__(RolloutSpecProposer)
-    proposer.session, proposer.outcomes = session, {}
+    proposer.session, proposer.verification, proposer.has_changed = session, None, True
     proposer._runner = SimpleNamespace(
         requests={name: SimpleNamespace(prompt_token_ids=prompt) for name, prompt in requests.items()},
         input_batch=SimpleNamespace(req_ids=req_ids),
@@ -161,17 +166,25 @@ def proposer_of(session, requests, req_ids):
 
 
 def test_the_session_is_told_what_each_request_said_since_it_was_seen():
-    """Rows of chunks and of prompts of embeddings are not drafted for; who is not in the batch may be preempted."""
-    session = Session(a=4, gone=9, waits=5)
+    """Rows of chunks and of prompts of embeddings are not drafted for."""
+    session = Session(new=3, a=4)
     requests = {"a": [1, 2], "chunk": [1] * 9, "embedded": None, "new": [3, 4, 5], "waits": [6]}
     proposer = proposer_of(session, requests, ["a", "chunk", "embedded", "new", "left over"])
-    proposer.outcomes = {"a": Outcome([5, 6], 1, 1)}
-    tokens = np.arange(40).reshape(4, 10)
-    drafts = proposer.propose([[24, 25], [], [9], [33]], np.array([6, 5, 4, 4]), tokens)
+    verification = Verification(np.array([2, 0, 0, 0]), np.array([1, 0, 0, 0]), np.array([24, 25, 3, 99, 9, 33]))
+    proposer.verification = verification
+    tokens = np.arange(40, dtype=np.int32).reshape(4, 10)
+    num_tokens = np.array([6, 5, 4, 4], np.int32)
+    drafts = proposer.propose([[24, 25], [], [9], [33]], num_tokens, tokens)
     assert drafts == [[7, 8], [], [], [7, 8]]
-    assert session.calls == [(["gone"], {"a": Outcome([5, 6], 1, 1)}, [("a", [4, 5]), ("new", [33])], 11)]
-    proposer.propose([[24, 25], [], [9], [33]], np.array([6, 5, 4, 4]), tokens)
-    assert session.calls[1][1] == {}, "outcomes are told once"
+    (req_ids, has_changed), sampled = session.calls
+    assert (req_ids, has_changed) == (["a", "embedded", "new"], True)
+    assert [list(values) for values in sampled[:7]] == [
+        [1, 0], [4, 5, 33], [0, 2, 3], [24, 25, 3, 33], [0, 3, 4], [2, 0], [1, 0],
+    ]  # fmt: skip
+    assert sampled.num_tokens == 11
+    proposer.verification = verification
+    proposer.propose([[24, 25], [], [9], [33]], num_tokens, tokens)
+    assert session.calls[2] == (["a", "embedded", "new"], False)
 
 
 def test_rows_that_are_broken_are_named_by_their_request():

@@ -14,9 +14,8 @@ pytest.importorskip("triton")
 
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.integrations import vllm_v2
-from rollout_spec.integrations.session import Outcome, Proposal
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import VerifyResult
+from rollout_spec.types import Drafts, VerifyResult
 
 # Four requests: "b" has no draft, "chunk" is in the middle of its prompt and what it samples is discarded.
 REQ_IDS = ["a", "b", "chunk", "c"]
@@ -41,21 +40,30 @@ def result_of(num_broken_rows=(0, 0, 0, 0)):
 
 
 class Session:
-    """Keeps what it is told, and drafts three tokens for each request, of which two are to be verified."""
+    """Keeps what it is told, and drafts three tokens for each request, of which two are to be verified.
+
+    Args:
+        seen: Tokens seen of each request, whose rows are the requests' places here.
+    """
 
     enabled = True
 
-    def __init__(self, **live):
-        self.live = live
+    def __init__(self, **seen):
+        self.names = list(seen)
+        self.arrays = SimpleNamespace(num_seen=np.array(list(seen.values())))
         self.calls = []
 
-    def num_seen(self, req_id, request):
-        return self.live.get(req_id, len(request.prompt_token_ids))
+    def pause(self):
+        self.calls.append("pause")
 
-    def draft(self, ended, outcomes, updates, num_step_tokens, step_started):
-        told = [(req_id, list(tokens)) for req_id, _, tokens in updates]
-        self.calls.append((list(ended), dict(outcomes), told, num_step_tokens))
-        return {req_id: Proposal(np.array([7, 8, 9], np.int32), 2) for req_id, _ in told}
+    def follow(self, req_ids, requests, *, has_changed):
+        self.calls.append((req_ids, has_changed))
+        return np.array([self.names.index(name) for name in req_ids])
+
+    def draft(self, sampled):
+        self.calls.append(sampled)
+        drafts = np.tile(np.array([7, 8, 9, 0], np.int32), (sampled.rows.size, 1))
+        return Drafts(drafts, np.full(sampled.rows.size, 2), np.ones_like(drafts, np.float32))
 
 
 def speculator_of(session, result):
@@ -73,6 +81,7 @@ def speculator_of(session, result):
     )
     adapter = SimpleNamespace(
         requests={req_id: SimpleNamespace(prompt_token_ids=prompt) for req_id, prompt in PROMPTS.items()},
+        requests_have_changed=True,
         clock=SimpleNamespace(started=0.0),
     )
     outcome = vllm_v2._Outcome(REQ_IDS, STARTS, torch.tensor(FIRST_POSITIONS), result)
@@ -87,33 +96,32 @@ def propose(speculator, num_tokens=20):
 
 
 def test_every_request_gets_its_own_outcome_and_chunks_of_prompts_none():
-    session = Session(a=4, c=10, gone=3)
+    session = Session(c=10, a=4, b=5)
     speculator = speculator_of(session, result_of())
     drafts = propose(speculator)
-    assert session.calls == [
-        (
-            ["gone"],
-            {"a": Outcome([3, 9, 1], 1, 2), "c": Outcome([5, 6, 7, 4], 3, 3)},
-            [("a", [3, 9]), ("b", [2]), ("c", [5, 6, 7, 4])],
-            20,
-        )
-    ]
+    followed, sampled = session.calls
+    assert followed == (["a", "b", "c"], True)
+    assert [values.tolist() for values in sampled[:7]] == [
+        [1, 2, 0], [3, 9, 2, 5, 6, 7, 4], [0, 2, 3, 7], [3, 9, 1, 2, 5, 6, 7, 4], [0, 3, 4, 8], [2, 0, 3], [1, 0, 3],
+    ]  # fmt: skip
+    assert sampled.num_tokens == 20
     stats = speculator.stats
     assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 3, 2)
     assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (5, 4, 7)
     assert drafts == [[7, 8, 9, 0], [7, 8, 9, 0], [0] * 4, [7, 8, 9, 0]]
     assert speculator.num_draft_tokens == {"a": 2, "b": 2, "c": 2}
     assert propose(speculator) == [[0] * 4] * 4, "an outcome is told once"
-    assert len(session.calls) == 1
+    assert len(session.calls) == 2
     assert not speculator.num_draft_tokens
 
 
 def test_what_was_missed_is_read_from_the_runner():
     """Drafting was off for some steps: the session has seen 12 of the 14 tokens of c, of which the last are new."""
-    session = Session(a=4, c=12)
+    session = Session(a=4, b=5, c=12)
     propose(speculator_of(session, result_of()))
-    (_, _, told, _), *_ = session.calls
-    assert told == [("a", [3, 9]), ("b", [2]), ("c", [37, 38])]
+    _, sampled = session.calls
+    assert sampled.token_ids.tolist() == [3, 9, 2, 37, 38]
+    assert sampled.starts.tolist() == [0, 2, 3, 5]
 
 
 def test_a_switched_off_session_counts_and_learns_nothing():
@@ -121,7 +129,7 @@ def test_a_switched_off_session_counts_and_learns_nothing():
     session.enabled = False
     speculator = speculator_of(session, result_of())
     assert propose(speculator) == [[0] * 4] * 4
-    assert session.calls == [([], {}, [], 0)]
+    assert session.calls == ["pause"]
     assert speculator.stats.draft_tokens == 5
 
 
