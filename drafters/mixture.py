@@ -362,7 +362,7 @@ class HistoryDrafter:
         if self._pending:
             pieces, self._pending, self._num_pending = self._pending, [], 0
             documents = np.array([document for document, _ in pieces], np.int64)
-            tokens = np.frombuffer(b"".join([tokens for _, tokens in pieces]), np.int32)
+            tokens = np.frombuffer(bytearray().join([tokens for _, tokens in pieces]), np.int32)  # writable
             self._append(documents, tokens, _starts([tokens for _, tokens in pieces]))
         self._drop_oldest()
 

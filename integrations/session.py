@@ -288,11 +288,12 @@ class DraftingSession:
         self._draft_seconds = time.perf_counter() - started
         self._proposal = _Proposal(rows, confidence, starts)
         self.arrays.draft[rows] = np.arange(rows.size)
-        if chosen.size == sampled.rows.size:
+        width = drafts.token_ids.shape[1]  # a drafter may have a shorter limit of its own
+        if chosen.size == sampled.rows.size and width == self.num_speculative_tokens:
             return drafts
         of_all = self._no_drafts(sampled.rows.size)
-        of_all.token_ids[chosen], of_all.lengths[chosen] = drafts.token_ids, drafts.lengths
-        of_all.confidence[chosen] = drafts.confidence
+        of_all.lengths[chosen] = drafts.lengths
+        of_all.token_ids[chosen, :width], of_all.confidence[chosen, :width] = drafts.token_ids, drafts.confidence
         return of_all
 
     def _no_drafts(self, size: int) -> Drafts:
@@ -305,16 +306,19 @@ class DraftingSession:
         Raises:
             ValueError: the drafter, which may be a user's own, proposes drafts that cannot be verified.
         """
-        shape = (room.size, self.num_speculative_tokens)
-        if drafts.token_ids.shape != shape or drafts.confidence.shape != shape or drafts.lengths.shape != room.shape:
-            raise ValueError(f"drafts must have shape {list(shape)}, got {[list(array.shape) for array in drafts]}")
+        shape = drafts.token_ids.shape
+        if len(shape) != 2 or drafts.confidence.shape != shape or not shape[0] == drafts.lengths.size == room.size:
+            raise ValueError(
+                f"drafts for {room.size} requests must have shape [{room.size}, K], got "
+                f"{[list(array.shape) for array in drafts]}"
+            )
         if drafts.token_ids.dtype != np.int32:
             raise ValueError(f"drafted tokens must be int32, got {drafts.token_ids.dtype}")
         if (drafts.lengths > np.maximum(room, 0)).any() or (drafts.lengths < 0).any():
             raise ValueError(f"drafted {drafts.lengths.tolist()} tokens where {room.tolist()} were asked for")
         starts = np.zeros(room.size + 1, np.int64)
         np.cumsum(drafts.lengths, out=starts[1:])
-        is_drafted = np.arange(self.num_speculative_tokens) < drafts.lengths[:, None]
+        is_drafted = np.arange(shape[1]) < drafts.lengths[:, None]
         tokens, confidence = drafts.token_ids[is_drafted], drafts.confidence[is_drafted]
         if tokens.size:
             if tokens.min() < 0 or tokens.max() >= self._vocab_size:

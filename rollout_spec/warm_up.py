@@ -44,6 +44,8 @@ def warm_up(
     with _reporting(log):
         if config.speculation:
             drafts = [Draft(np.array([1, 2], np.int32), np.array([0.9, 0.5], np.float32))] * 2
+            if not runs_on_device(config.drafter):
+                _advance()
             if config.drafter in DRAFTERS:
                 drafts = _draft(config)
             if config.budget and not runs_on_device(config.drafter):  # whose drafts no budget cuts
@@ -84,6 +86,16 @@ class _Listener(event.Listener):
 
     def on_end(self, event: Any) -> None:
         pass
+
+
+def _advance() -> None:
+    """What a session does with sampled tokens."""
+    from rollout_spec.integrations import live_requests
+
+    row, starts = np.zeros(1, np.int64), np.array([0, 1])
+    token, kept = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
+    live_requests.read_tokens(token, row, row, starts, kept)
+    live_requests.advance(live_requests.new_arrays(), row, token[0], starts, kept, starts.copy(), row.copy())
 
 
 def _draft(config: RolloutSpecConfig) -> list[Draft]:
