@@ -18,7 +18,6 @@ from vllm.sampling_params import StructuredOutputsParams
 
 from rollout_spec import doctor, engine_kwargs, noise
 from rollout_spec.integrations import vllm_v1
-from rollout_spec.integrations.sampling import sampled_tokens
 from rollout_spec.types import Draft
 from tests.integrations.engines import (
     assert_same,
@@ -317,13 +316,6 @@ def test_a_row_that_masks_leave_empty_ends_nobody_elses_request(on, adversarial,
     for llm in (on, adversarial):
         assert [list(o.token_ids) for o in generate(llm, params)] == [list(o.token_ids) for o in plain]
         assert stats_of(llm)["drafter_errors"] == 0
-
-
-def test_what_is_observed_ends_where_nothing_was_sampled():
-    assert sampled_tokens([5, 6, 7], 1) == [5, 6, 7]
-    assert sampled_tokens([5, -1, 7], 1) == [5, 0, 7]
-    assert sampled_tokens([5, 6, -1, 8], 0) == [5, 6]
-    assert sampled_tokens([-1, -1], 0) == [0]
 
 
 @pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits"])
