@@ -115,7 +115,7 @@ def test_history_holds_the_rollouts_as_trimmed(adversarial, off, monkeypatch):
     # Ended requests are noticed one step later: only this one is left of those before.
     (before,) = generate(adversarial, mixed_params(1, 10, max_tokens=2, ignore_eos=True))
     session = runner_of(adversarial).drafter.session
-    drafter, seen = session.drafter, []
+    drafter, seen = session.drafter._drafter, []  # behind the calls for batches
     request_of = {}  # each request's place, by its seed
 
     def start_request(req_id, prompt_token_ids, *, problem_id=None, seed=None):
