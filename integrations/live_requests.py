@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.jit import njit
-from rollout_spec.types import Int32Array
+from rollout_spec.types import Drafts, Float32Array, Int32Array
 
 if TYPE_CHECKING:
     from rollout_spec.integrations.stop_strings import StopStringSearch
@@ -97,7 +97,8 @@ def start(live: LiveArrays, row: int, request: Any, length_row: int) -> LiveArra
     rows, width = live.stop_token_ids.shape
     if row >= rows or len(stops) > width:
         grown = new_arrays(max(rows, 2 * row), max(width, len(stops)))
-        for old, new in zip(live, grown, strict=True):
+        before: list[NDArray[Any]] = [*live]
+        for old, new in zip(before, grown, strict=True):
             new[tuple(slice(size) for size in old.shape)] = old
         live = grown
     live.num_prompt_tokens[row] = live.num_seen[row] = len(request.prompt_token_ids)
@@ -110,17 +111,36 @@ def start(live: LiveArrays, row: int, request: Any, length_row: int) -> LiveArra
 
 
 @njit(allocates=False)
-def read_tokens(
+def read_new_tokens(
     token_ids: Int32Array,
+    num_tokens: NDArray[np.int32],
     batch_rows: NDArray[np.int64],
-    first: NDArray[np.int64],
+    num_seen: NDArray[np.int64],
+    rows: NDArray[np.int64],
     starts: NDArray[np.int64],
     tokens: Int32Array,
-) -> None:
-    """Copy token_ids[batch_rows[i], first[i] :] to tokens[starts[i] : starts[i + 1]] for each i."""
-    for i in range(batch_rows.size):
-        for j in range(starts[i + 1] - starts[i]):
-            tokens[starts[i] + j] = token_ids[batch_rows[i], first[i] + j]
+) -> int:
+    """Copy the tokens after those seen out of an engine's buffer.
+
+    Args:
+        token_ids: int32 [rows of the batch, length].
+        num_tokens: int32 [rows of the batch].
+        batch_rows, rows: int64 [B], each request's row of the batch and of `num_seen`.
+        num_seen: `LiveArrays.num_seen`.
+        starts: int64 [B + 1], filled: request i's new tokens are in starts[i] : starts[i + 1].
+        tokens: int32, filled if it is large enough.
+
+    Returns:
+        The number of new tokens.
+    """
+    starts[0] = 0
+    for i in range(rows.size):
+        starts[i + 1] = starts[i] + max(num_tokens[batch_rows[i]] - num_seen[rows[i]], 0)
+    if starts[rows.size] <= tokens.size:
+        for i in range(rows.size):
+            for j in range(starts[i + 1] - starts[i]):
+                tokens[starts[i] + j] = token_ids[batch_rows[i], num_seen[rows[i]] + j]
+    return starts[rows.size]
 
 
 @njit(allocates=False)
@@ -163,6 +183,104 @@ def advance(
     kept_starts[rows.size] = at
 
 
+@njit(allocates=False)
+def choose(
+    live: LiveArrays,
+    rows: NDArray[np.int64],
+    to_come: NDArray[np.int64],
+    num_speculative_tokens: int,
+    max_model_len: int,
+    chosen: NDArray[np.int64],
+    limits: NDArray[np.int64],
+) -> tuple[int, int]:
+    """Which requests to draft for: a last token needs no draft, as the step samples one in any case.
+
+    Args:
+        to_come: int64 [B], of `advance`.
+        chosen: int64 [B], filled: index of each request to draft for.
+        limits: int64 [3, B], filled: how many tokens to draft for it, its output tokens, and those to come.
+
+    Returns:
+        (how many are chosen, requests that are not complete).
+    """
+    num_chosen = num_live = 0
+    for i in range(rows.size):
+        row = rows[i]
+        if to_come[i] > 0:
+            num_live += 1
+        if to_come[i] > 1:
+            in_model = max_model_len - live.num_seen[row] - 1
+            chosen[num_chosen] = i
+            limits[0, num_chosen] = min(num_speculative_tokens, to_come[i] - 1, in_model)
+            limits[1, num_chosen] = live.num_seen[row] - live.num_prompt_tokens[row]
+            limits[2, num_chosen] = to_come[i]
+            num_chosen += 1
+    return num_chosen, num_live
+
+
+TOO_LONG, BAD_TOKEN, BAD_CONFIDENCE = range(1, 4)
+
+
+@njit(allocates=False)
+def flatten_drafts(
+    drafts: Drafts, room: NDArray[np.int64], vocab_size: int, confidence: Float32Array, starts: NDArray[np.int64]
+) -> int:
+    """Lay the drafts' confidences one behind the other, and look whether the drafts can be verified.
+
+    Args:
+        room: int64 [B], the most tokens of each draft.
+        confidence: float32 [B * K], filled up to starts[B].
+        starts: int64 [B + 1], filled.
+
+    Returns:
+        0, or what is wrong with a draft: TOO_LONG, BAD_TOKEN, BAD_CONFIDENCE.
+    """
+    at = 0
+    for i in range(room.size):
+        starts[i] = at
+        if not 0 <= drafts.lengths[i] <= max(room[i], 0):
+            return TOO_LONG
+        for j in range(drafts.lengths[i]):
+            if not 0 <= drafts.token_ids[i, j] < vocab_size:
+                return BAD_TOKEN
+            if not 0.0 <= drafts.confidence[i, j] <= 1.0:  # NaN fails, too
+                return BAD_CONFIDENCE
+            confidence[at] = drafts.confidence[i, j]
+            at += 1
+    starts[room.size] = at
+    return 0
+
+
+@njit(allocates=False)
+def match_outcomes(
+    draft: NDArray[np.int64],
+    rows: NDArray[np.int64],
+    target_starts: NDArray[np.int64],
+    num_verified: NDArray[np.int64],
+    num_accepted: NDArray[np.int64],
+    told: NDArray[np.int64],
+    by_draft: NDArray[np.int64],
+) -> int:
+    """Match a step's outcomes with the drafts that it verified.
+
+    Args:
+        draft: `LiveArrays.draft`.
+        told: int64 [B], filled with the requests that had a draft and of which the target has sampled something.
+        by_draft: int64 [2, drafts] of zeros, filled with the verified and accepted tokens of each draft.
+
+    Returns:
+        How many entries of `told` are filled.
+    """
+    num_told = 0
+    for i in range(rows.size):
+        at = draft[rows[i]]
+        if at >= 0 and target_starts[i + 1] > target_starts[i]:
+            told[num_told] = i
+            num_told += 1
+            by_draft[0, at], by_draft[1, at] = num_verified[i], num_accepted[i]
+    return num_told
+
+
 def pieces(
     values: NDArray[Any], first: NDArray[np.int64], sizes: NDArray[np.int64]
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
@@ -175,7 +293,7 @@ def pieces(
 def select(
     values: NDArray[Any], starts: NDArray[np.int64], chosen: NDArray[np.int64]
 ) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """(values, starts) of some of the pieces values[starts[i] : starts[i + 1]], in the order of `chosen`."""
-    if chosen.size == starts.size - 1 and (chosen == np.arange(chosen.size)).all():
+    """(values, starts) of some of the pieces values[starts[i] : starts[i + 1]]; `chosen` rises."""
+    if chosen.size == starts.size - 1:
         return values, starts
     return pieces(values, starts[chosen], np.diff(starts)[chosen])

@@ -262,24 +262,25 @@ class DraftingSession:
     def _draft(self, sampled: Sampled) -> Drafts:
         self._observe(sampled)
         to_come = self._extend(sampled)
-        chosen = np.flatnonzero(to_come > 1)  # a last token needs no draft: the step samples one in any case
+        chosen, limits = np.empty_like(to_come), np.empty((3, to_come.size), np.int64)
+        num_chosen, num_live = live_requests.choose(
+            self.arrays, sampled.rows, to_come, self.num_speculative_tokens, self._max_model_len, chosen, limits
+        )
+        room, num_output, left = limits[:, :num_chosen]
         # The median and not the mean: steps of the mean's size may never occur, so that their cost is not known.
-        num_tokens = np.count_nonzero(to_come) + (median(self._prompt_tokens) if self._prompt_tokens else 0)
-        wanted = chosen.size > 0 and (self.budget is None or self.budget.wants_drafts(num_tokens))
-        self._num_asked, self._draft_seconds = chosen.size if wanted else 0, 0.0
+        num_tokens = num_live + (median(self._prompt_tokens) if self._prompt_tokens else 0)
+        wanted = num_chosen > 0 and (self.budget is None or self.budget.wants_drafts(num_tokens))
+        self._num_asked, self._draft_seconds = num_chosen if wanted else 0, 0.0
         if not wanted:
             return self._no_drafts(sampled.rows.size)
         started = time.perf_counter()
-        rows, left = sampled.rows[chosen], to_come[chosen]
-        in_model = self._max_model_len - self.arrays.num_seen[rows] - 1
-        room = np.minimum(np.minimum(self.num_speculative_tokens, left - 1), in_model)
+        rows = sampled.rows if num_chosen == sampled.rows.size else sampled.rows[chosen[:num_chosen]]
         drafts = self.drafter.propose_batch(rows, room)
         confidence, starts = self._check(drafts, room)
         if self.budget is not None:
             expected = None
             if not any(self._prompt_tokens):  # otherwise others wait
-                so_far = self.arrays.num_seen[rows] - self.arrays.num_prompt_tokens[rows]
-                expected = self.budget.lengths.predict_rows(self.arrays.length_row[rows], so_far, left)
+                expected = self.budget.lengths.predict_rows(self.arrays.length_row[rows], num_output, left)
             room_in_step = self._max_step_tokens - num_tokens
             taken = self.budget.decide(
                 confidence, starts, expected, num_tokens=num_tokens, max_draft_tokens=room_in_step
@@ -289,9 +290,10 @@ class DraftingSession:
         self._proposal = _Proposal(rows, confidence, starts)
         self.arrays.draft[rows] = np.arange(rows.size)
         width = drafts.token_ids.shape[1]  # a drafter may have a shorter limit of its own
-        if chosen.size == sampled.rows.size and width == self.num_speculative_tokens:
+        if num_chosen == sampled.rows.size and width == self.num_speculative_tokens:
             return drafts
         of_all = self._no_drafts(sampled.rows.size)
+        chosen = chosen[:num_chosen]
         of_all.lengths[chosen] = drafts.lengths
         of_all.token_ids[chosen, :width], of_all.confidence[chosen, :width] = drafts.token_ids, drafts.confidence
         return of_all
@@ -312,38 +314,40 @@ class DraftingSession:
                 f"drafts for {room.size} requests must have shape [{room.size}, K], got "
                 f"{[list(array.shape) for array in drafts]}"
             )
-        if drafts.token_ids.dtype != np.int32:
-            raise ValueError(f"drafted tokens must be int32, got {drafts.token_ids.dtype}")
-        if (drafts.lengths > np.maximum(room, 0)).any() or (drafts.lengths < 0).any():
+        dtypes = [str(array.dtype) for array in drafts]
+        if dtypes != ["int32", "int64", "float32"]:
+            raise ValueError(f"drafts must be int32 tokens, int64 lengths and float32 confidences, got {dtypes}")
+        confidence, starts = np.empty(drafts.confidence.size, np.float32), np.empty(room.size + 1, np.int64)
+        wrong = live_requests.flatten_drafts(drafts, room, self._vocab_size, confidence, starts)
+        if wrong == live_requests.TOO_LONG:
             raise ValueError(f"drafted {drafts.lengths.tolist()} tokens where {room.tolist()} were asked for")
-        starts = np.zeros(room.size + 1, np.int64)
-        np.cumsum(drafts.lengths, out=starts[1:])
-        is_drafted = np.arange(shape[1]) < drafts.lengths[:, None]
-        tokens, confidence = drafts.token_ids[is_drafted], drafts.confidence[is_drafted]
-        if tokens.size:
-            if tokens.min() < 0 or tokens.max() >= self._vocab_size:
-                raise ValueError(f"drafted tokens from {tokens.min()} to {tokens.max()}, of {self._vocab_size}")
-            if not (confidence.min() >= 0 and confidence.max() <= 1):  # NaN fails, too
-                raise ValueError(f"confidence from {confidence.min()} to {confidence.max()} is no probability")
-        return confidence, starts
+        if wrong == live_requests.BAD_TOKEN:
+            raise ValueError(f"drafted tokens outside of the vocabulary of {self._vocab_size}: {drafts}")
+        if wrong == live_requests.BAD_CONFIDENCE:
+            raise ValueError(f"a draft's confidence is no probability: {drafts}")
+        return confidence[: starts[-1]], starts
 
     def _observe(self, sampled: Sampled) -> None:
         """Tell drafter and budget the outcomes of the last drafts, verified or not."""
         proposal, self._proposal = self._proposal, None
         if proposal is None:
             return
-        draft = self.arrays.draft[sampled.rows]
         # Of a draft that was not verified, the target's next token shows whether its first token was right.
-        told = np.flatnonzero((draft >= 0) & (np.diff(sampled.target_starts) > 0))
+        told, by_draft = np.empty_like(sampled.rows), np.zeros((2, proposal.rows.size), np.int64)
+        num_told = live_requests.match_outcomes(
+            self.arrays.draft, sampled.rows, sampled.target_starts, sampled.num_verified, sampled.num_accepted, told,
+            by_draft,
+        )  # fmt: skip
         self.arrays.draft[proposal.rows] = -1
-        if not told.size:
+        if num_told == 0:
             return
-        rows, draft, accepted = sampled.rows[told], draft[told], sampled.num_accepted[told]
-        self.drafter.observe_batch(rows, *select(sampled.target_token_ids, sampled.target_starts, told), accepted)
+        rows, accepted = sampled.rows, sampled.num_accepted
+        if num_told < rows.size:
+            rows, accepted = rows[told[:num_told]], accepted[told[:num_told]]
+        targets, starts = select(sampled.target_token_ids, sampled.target_starts, told[:num_told])
+        self.drafter.observe_batch(rows, targets, starts, accepted)
         if self.budget is not None:
-            of_draft = np.zeros((2, proposal.rows.size), np.int64)  # verified, accepted
-            of_draft[:, draft] = sampled.num_verified[told], accepted
-            self.budget.survival.observe(proposal.confidence, proposal.starts, *of_draft)
+            self.budget.survival.observe(proposal.confidence, proposal.starts, *by_draft)
 
     def _extend(self, sampled: Sampled) -> NDArray[np.int64]:
         """Show the drafter the tokens that requests keep. Returns how many more may come, int64 [B], 0: none."""

@@ -19,7 +19,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.commands import run_command
-from rollout_spec.integrations.live_requests import Sampled, read_tokens, select
+from rollout_spec.integrations.live_requests import Sampled, read_new_tokens, select
 from rollout_spec.integrations.sampling import (
     needs_processing,
     raise_if_broken,
@@ -60,6 +60,7 @@ class Verification(NamedTuple):
     num_verified: NDArray[np.int64]  # [B]
     num_accepted: NDArray[np.int64]  # [B]
     target_token_ids: NDArray[np.int64]  # [N], each row's verified positions and the one after them
+    target_starts: NDArray[np.int64]  # [B + 1], each row's first of these, then N
 
 
 class RunnerAdapter:
@@ -190,10 +191,12 @@ class RunnerAdapter:
         raise_if_broken(invalid, outcome.req_ids)
         verified = np.array(outcome.num_draft_tokens, np.int64)
         accepted = outcome.result.num_accepted.cpu().numpy().astype(np.int64)
-        self.stats.record(verified[outcome.is_counted], accepted[outcome.is_counted])
+        self.stats.record(verified[outcome.is_counted].tolist(), accepted[outcome.is_counted].tolist())
         if self.proposer is not None:
             targets = outcome.result.target_token_ids.cpu().numpy()
-            self.proposer.verification = Verification(verified, accepted, targets)
+            target_starts = np.arange(verified.size + 1)
+            target_starts[1:] += verified.cumsum()
+            self.proposer.verification = Verification(verified, accepted, targets, target_starts)
 
     def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingBatch]:
         """(drafted tokens [D], inclusive sums of draft lengths [B], how each request is sampled)."""
@@ -276,6 +279,7 @@ class RolloutSpecProposer:
         self.stats = SpeculationStats()
         self.verification: Verification | None = None
         self.has_changed = True
+        self._new_tokens = np.empty(1024, np.int32)
         self.session: DraftingSession
         self._config = config
         self._vllm_config = vllm_config
@@ -344,22 +348,25 @@ class RolloutSpecProposer:
         self, rows: Any, batch_rows: Any, verification: Verification, num_tokens_no_spec: Any, token_ids_cpu: Any
     ) -> Sampled:
         """What the requests in some rows of the batch have said since the session saw them."""
-        seen = self.session.arrays.num_seen[rows]
-        starts = np.zeros(rows.size + 1, np.int64)
-        np.cumsum(np.maximum(num_tokens_no_spec[batch_rows] - seen, 0), out=starts[1:])
-        tokens = np.empty(starts[-1], np.int32)
-        read_tokens(token_ids_cpu, batch_rows, seen, starts, tokens)
-        target_starts = np.zeros(verification.num_verified.size + 1, np.int64)
-        np.cumsum(verification.num_verified + 1, out=target_starts[1:])
-        targets, target_starts = select(verification.target_token_ids, target_starts, batch_rows)
+        starts = np.empty(rows.size + 1, np.int64)
+        source = (token_ids_cpu, num_tokens_no_spec, batch_rows, self.session.arrays.num_seen, rows)
+        num_new = read_new_tokens(*source, starts, self._new_tokens)
+        if num_new > self._new_tokens.size:
+            self._new_tokens = np.empty(2 * num_new, np.int32)
+            read_new_tokens(*source, starts, self._new_tokens)
+        verified, accepted, targets, target_starts = verification
+        size = verified.size
+        if rows.size < size:
+            targets, target_starts = select(targets, target_starts, batch_rows)
+            verified, accepted = verified[batch_rows], accepted[batch_rows]
         return Sampled(
             rows,
-            tokens,
+            self._new_tokens[:num_new],
             starts,
             targets,
             target_starts,
-            verification.num_verified[batch_rows],
-            verification.num_accepted[batch_rows],
-            num_tokens=int(self._runner.query_start_loc.np[verification.num_verified.size]),
+            verified,
+            accepted,
+            num_tokens=int(self._runner.query_start_loc.np[size]),
             started=self._runner.rollout_spec.clock.started,
         )

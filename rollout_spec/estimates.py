@@ -196,6 +196,8 @@ class StepCost:
         self._undrafted: dict[
             int, tuple[float | None, int]
         ] = {}  # seconds, and the step at which to measure them again
+        # Of the last question to `drafted`: the question, the step up to which the answer holds, the answer.
+        self._answer: tuple[tuple[int, float], float, tuple[Floats, Floats, float, int, float]] | None = None
         self._redraw_at = 0
         self._now = 0
 
@@ -223,6 +225,7 @@ class StepCost:
         if is_rare or self._now >= self._redraw_at:
             self._curves, self._redraw_at = [None, None], self._now + REFRESH
             self._undrafted.clear()
+            self._answer = None
 
     def curve(self, *, drafted: bool) -> tuple[Floats, Floats]:
         """(tokens, seconds) of the sizes that were measured, rising. Both may be empty. Up to REFRESH steps old."""
@@ -291,12 +294,23 @@ class StepCost:
             many draft tokens should be tried at most: 0 if nothing is known. Seconds per token on average from
             `undrafted` to the largest size that was ever measured.
         """
+        question = num_tokens, undrafted
+        if self._answer is None or self._answer[0] != question or self._answer[1] < self._now:
+            self._answer = question, *self._cost_of_drafts(num_tokens, undrafted)
+        return self._answer[2]
+
+    def _cost_of_drafts(
+        self, num_tokens: int, undrafted: float
+    ) -> tuple[float, tuple[Floats, Floats, float, int, float]]:
+        """(the step up to which this holds, what `drafted` returns)."""
         tokens, seconds, until = self._curve(True)
         first = int(np.searchsorted(tokens, num_tokens, "right"))
-        tokens, seconds, trusted = tokens[first:], seconds[first:], until[first:] >= self._now
+        tokens, seconds, until = tokens[first:], seconds[first:], until[first:]
+        trusted = until >= self._now
         average = max(float(seconds[-1] - undrafted) / float(tokens[-1] - num_tokens), 0.0) if tokens.size else 0.0
         if not trusted.any():
-            return tokens[:0], seconds[:0], 0.0, 0, average
+            return math.inf, (tokens[:0], seconds[:0], 0.0, 0, average)
+        valid_until = float(until[trusted].min())
         believed = np.append(num_tokens, tokens[trusted]), np.append(undrafted, seconds[trusted])
         kept = trusted | (seconds < np.interp(tokens, *believed, right=0.0))
         tokens, seconds = tokens[kept], seconds[kept]
@@ -305,7 +319,7 @@ class StepCost:
             slope = _slope(*self.curve(drafted=False))
         if slope is None:  # half of what a token costs on average
             slope = undrafted / num_tokens / 2
-        return tokens, seconds, slope, 2 * math.ceil(tokens[-1] - num_tokens), average
+        return valid_until, (tokens, seconds, slope, 2 * math.ceil(tokens[-1] - num_tokens), average)
 
     def _pad(self, num_tokens: int) -> int:
         """What a step of so many tokens is padded to."""

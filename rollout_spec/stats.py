@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-from numpy.typing import ArrayLike
 
 REPORT_FORMAT = 2
 """Version of the reports that `rollout-spec doctor` reads."""
@@ -75,25 +73,21 @@ class SpeculationStats:
         """Emitted tokens per request-step, steps without a draft included."""
         return self.emitted_tokens / self.request_steps if self.request_steps else 0.0
 
-    def record(self, num_draft_tokens: ArrayLike, num_accepted: ArrayLike) -> None:
-        """Count one step's outcome: integers [B] each, an entry per request that our verifier sampled."""
-        num_draft_tokens, num_accepted = np.asarray(num_draft_tokens, np.int64), np.asarray(num_accepted, np.int64)
+    def record(self, num_draft_tokens: list[int], num_accepted: list[int]) -> None:
+        """Count one step's outcome, one entry per request that our verifier sampled."""
+        drafted, accepted = Counter(num_draft_tokens), Counter(num_accepted)
         self.steps += 1
-        self.request_steps += num_draft_tokens.size
-        self.draft_tokens += int(num_draft_tokens.sum())
-        self.num_drafts += int(np.count_nonzero(num_draft_tokens))
-        accepted = int(num_accepted.sum())
-        self.accepted_tokens += accepted
-        self.emitted_tokens += accepted + num_accepted.size
-        for lengths, counts in (
-            (num_draft_tokens, self.drafted_per_position),
-            (num_accepted, self.accepted_per_position),
-        ):
-            of_length = np.bincount(lengths)  # [longest + 1]
-            reached = of_length[:0:-1].cumsum()[::-1].tolist()
-            counts += [0] * (len(reached) - len(counts))
-            for position, number in enumerate(reached):
-                counts[position] += number
+        self.request_steps += len(num_draft_tokens)
+        self.num_drafts += len(num_draft_tokens) - drafted[0]
+        num_drafted, num_hits = (sum(length * n for length, n in of.items()) for of in (drafted, accepted))
+        self.draft_tokens += num_drafted
+        self.accepted_tokens += num_hits
+        self.emitted_tokens += num_hits + len(num_accepted)
+        for lengths, counts in ((drafted, self.drafted_per_position), (accepted, self.accepted_per_position)):
+            counts += [0] * (max(lengths, default=0) - len(counts))
+            for length, n in lengths.items():
+                for position in range(length):
+                    counts[position] += n
 
     def record_time(
         self,

@@ -17,7 +17,7 @@ from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter, runs_on_device
 from rollout_spec.estimates import flatten
-from rollout_spec.types import Draft, SamplingBatch
+from rollout_spec.types import Draft, Drafts, SamplingBatch
 from rollout_spec.verify.api import verify
 
 logger = logging.getLogger(__name__)
@@ -94,8 +94,14 @@ def _advance() -> None:
 
     row, starts = np.zeros(1, np.int64), np.array([0, 1])
     token, kept = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
-    live_requests.read_tokens(token, row, row, starts, kept)
-    live_requests.advance(live_requests.new_arrays(), row, token[0], starts, kept, starts.copy(), row.copy())
+    live, to_come = live_requests.new_arrays(), np.zeros(1, np.int64)
+    live_requests.read_new_tokens(token, np.ones(1, np.int32), row, live.num_seen, row, starts, kept)
+    live_requests.advance(live, row, token[0], starts, kept, starts.copy(), to_come)
+    live_requests.choose(live, row, to_come, 1, 1, row.copy(), np.zeros((3, 1), np.int64))
+    live_requests.match_outcomes(live.draft, row, starts, row, row, row.copy(), np.zeros((2, 1), np.int64))
+    live_requests.flatten_drafts(
+        Drafts(token, row, np.zeros((1, 1), np.float32)), row, 1, np.zeros(1, np.float32), starts
+    )
 
 
 def _draft(config: RolloutSpecConfig) -> list[Draft]:

@@ -84,7 +84,7 @@ TARGETS = {"a": [3, 9, 1], "b": [2], "c": [5, 6, 7, 4], "d": [1, 2]}
 
 def told(runner):
     """What the proposer is told: verified and accepted tokens by row, and the target's."""
-    return tuple(values.tolist() for values in runner.drafter.verification)
+    return tuple(values.tolist() for values in runner.drafter.verification[:3])
 
 
 def test_every_request_gets_its_own_outcome():
@@ -156,6 +156,7 @@ class Session:
 def proposer_of(session, requests, req_ids):
     proposer = RolloutSpecProposer.__new__(RolloutSpecProposer)
     proposer.session, proposer.verification, proposer.has_changed = session, None, True
+    proposer._new_tokens = np.empty(1, np.int32)
     proposer._runner = SimpleNamespace(
         requests={name: SimpleNamespace(prompt_token_ids=prompt) for name, prompt in requests.items()},
         input_batch=SimpleNamespace(req_ids=req_ids),
@@ -170,7 +171,9 @@ def test_the_session_is_told_what_each_request_said_since_it_was_seen():
     session = Session(new=3, a=4)
     requests = {"a": [1, 2], "chunk": [1] * 9, "embedded": None, "new": [3, 4, 5], "waits": [6]}
     proposer = proposer_of(session, requests, ["a", "chunk", "embedded", "new", "left over"])
-    verification = Verification(np.array([2, 0, 0, 0]), np.array([1, 0, 0, 0]), np.array([24, 25, 3, 99, 9, 33]))
+    verification = Verification(
+        np.array([2, 0, 0, 0]), np.array([1, 0, 0, 0]), np.array([24, 25, 3, 99, 9, 33]), np.array([0, 3, 4, 5, 6])
+    )
     proposer.verification = verification
     tokens = np.arange(40, dtype=np.int32).reshape(4, 10)
     num_tokens = np.array([6, 5, 4, 4], np.int32)
