@@ -24,7 +24,6 @@ import argparse
 import os
 import random
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,7 @@ from rows import append, origin
 
 from rollout_spec.demo.run import ENVIRONMENT
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import Draft
+from rollout_spec.types import Drafts
 
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
@@ -46,25 +45,36 @@ MAX_TOKENS = 160
 class Idle(StatelessDrafter):
     """Never drafts."""
 
+    def __init__(self) -> None:
+        self._rows: dict[str, int] = {}
+        self._free = list(range(256))
+
     def start_request(self, req_id: str, prompt_token_ids: Any, **kwargs: Any) -> None:
-        pass
-
-    def extend(self, req_id: str, new_token_ids: Any) -> None:
-        pass
-
-    def propose(self, req_ids: Sequence[str], max_tokens: Any) -> list[Draft]:
-        nothing = Draft(np.zeros(0, np.int32), np.zeros(0, np.float32))
-        return [nothing for _ in req_ids]
+        self._rows[req_id] = self._free.pop()
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
+        self._free.append(self._rows.pop(req_id))
+
+    def row_of(self, req_id: str) -> int:
+        return self._rows[req_id]
+
+    def extend_batch(self, rows: Any, token_ids: Any, starts: Any) -> None:
         pass
+
+    def observe_batch(self, rows: Any, target_token_ids: Any, starts: Any, num_accepted: Any) -> None:
+        pass
+
+    def propose_batch(self, rows: Any, max_tokens: Any) -> Drafts:
+        shape = (len(rows), K)
+        return Drafts(np.zeros(shape, np.int32), np.zeros(len(rows), np.int64), np.zeros(shape, np.float32))
 
 
 class Wrong(Idle):
     """Drafts the padding token with confidence 0.9, which the policy never samples."""
 
-    def propose(self, req_ids: Sequence[str], max_tokens: Any) -> list[Draft]:
-        return [Draft(np.zeros(max(n, 0), np.int32), np.full(max(n, 0), 0.9, np.float32)) for n in max_tokens]
+    def propose_batch(self, rows: Any, max_tokens: Any) -> Drafts:
+        shape = (len(rows), K)
+        return Drafts(np.zeros(shape, np.int32), np.maximum(max_tokens, 0), np.full(shape, 0.9, np.float32))
 
 
 ENGINES: dict[str, dict[str, Any]] = {

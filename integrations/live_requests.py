@@ -238,7 +238,7 @@ def flatten_drafts(
     at = 0
     for i in range(room.size):
         starts[i] = at
-        if not 0 <= drafts.lengths[i] <= max(room[i], 0):
+        if not 0 <= drafts.lengths[i] <= min(max(room[i], 0), drafts.token_ids.shape[1]):
             return TOO_LONG
         for j in range(drafts.lengths[i]):
             if not 0 <= drafts.token_ids[i, j] < vocab_size:
@@ -254,6 +254,7 @@ def flatten_drafts(
 @njit(allocates=False)
 def match_outcomes(
     draft: NDArray[np.int64],
+    draft_starts: NDArray[np.int64],
     rows: NDArray[np.int64],
     target_starts: NDArray[np.int64],
     num_verified: NDArray[np.int64],
@@ -265,6 +266,7 @@ def match_outcomes(
 
     Args:
         draft: `LiveArrays.draft`.
+        draft_starts: int64 [drafts + 1], as filled by `flatten_drafts`.
         told: int64 [B], filled with the requests that had a draft and of which the target has sampled something.
         by_draft: int64 [2, drafts] of zeros, filled with the verified and accepted tokens of each draft.
 
@@ -277,7 +279,8 @@ def match_outcomes(
         if at >= 0 and target_starts[i + 1] > target_starts[i]:
             told[num_told] = i
             num_told += 1
-            by_draft[0, at], by_draft[1, at] = num_verified[i], num_accepted[i]
+            length = draft_starts[at + 1] - draft_starts[at]  # an engine may pad a draft and verify the padding
+            by_draft[0, at], by_draft[1, at] = min(num_verified[i], length), min(num_accepted[i], length)
     return num_told
 
 

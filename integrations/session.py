@@ -289,13 +289,15 @@ class DraftingSession:
         self._draft_seconds = time.perf_counter() - started
         self._proposal = _Proposal(rows, confidence, starts)
         self.arrays.draft[rows] = np.arange(rows.size)
-        width = drafts.token_ids.shape[1]  # a drafter may have a shorter limit of its own
+        width = drafts.token_ids.shape[1]  # a drafter may have a limit of its own
         if num_chosen == sampled.rows.size and width == self.num_speculative_tokens:
             return drafts
+        width = min(width, self.num_speculative_tokens)
         of_all = self._no_drafts(sampled.rows.size)
         chosen = chosen[:num_chosen]
         of_all.lengths[chosen] = drafts.lengths
-        of_all.token_ids[chosen, :width], of_all.confidence[chosen, :width] = drafts.token_ids, drafts.confidence
+        of_all.token_ids[chosen, :width] = drafts.token_ids[:, :width]
+        of_all.confidence[chosen, :width] = drafts.confidence[:, :width]
         return of_all
 
     def _no_drafts(self, size: int) -> Drafts:
@@ -335,8 +337,8 @@ class DraftingSession:
         # Of a draft that was not verified, the target's next token shows whether its first token was right.
         told, by_draft = np.empty_like(sampled.rows), np.zeros((2, proposal.rows.size), np.int64)
         num_told = live_requests.match_outcomes(
-            self.arrays.draft, sampled.rows, sampled.target_starts, sampled.num_verified, sampled.num_accepted, told,
-            by_draft,
+            self.arrays.draft, proposal.starts, sampled.rows, sampled.target_starts, sampled.num_verified,
+            sampled.num_accepted, told, by_draft,
         )  # fmt: skip
         self.arrays.draft[proposal.rows] = -1
         if num_told == 0:
