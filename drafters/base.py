@@ -1,8 +1,9 @@
 """The interface between drafters and what calls them: the vLLM plugin, `decode_step`, a replay.
 
 The calls for a request are `start_request`, then rounds of `propose`, `observe` and `extend` in this order (`propose`
-and `observe` are left out of steps that do not draft), then `stop_request`. The same calls must give the same drafts,
-which tensor-parallel ranks rely on: a drafter must not depend on wall-clock time, threads or unseeded randomness.
+and `observe` are left out of steps that do not draft), then `stop_request`; other requests may start and stop in
+between. The same calls must give the same drafts, which tensor-parallel ranks rely on: a drafter must not depend on
+wall-clock time, threads or unseeded randomness.
 """
 
 from __future__ import annotations

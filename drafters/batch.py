@@ -14,10 +14,17 @@ from rollout_spec.types import Drafts, Int32Array
 def as_batch_drafter(drafter: Drafter, max_draft_tokens: int) -> BatchDrafter:
     """The drafter itself, if it can draft for batches, or one that calls it.
 
+    A class that overrides `propose`, `extend` or `observe` of a drafter for batches is called one by one.
+
     Args:
         max_draft_tokens: K.
     """
-    return cast(BatchDrafter, drafter if hasattr(drafter, "propose_batch") else _OneByOne(drafter, max_draft_tokens))
+    is_batched = False
+    for owner in type(drafter).__mro__:
+        is_batched = "propose_batch" in vars(owner)
+        if is_batched or vars(owner).keys() & {"propose", "extend", "observe"}:
+            break
+    return cast(BatchDrafter, drafter if is_batched else _OneByOne(drafter, max_draft_tokens))
 
 
 class _OneByOne:
@@ -52,7 +59,8 @@ class _OneByOne:
 
     def extend_batch(self, rows: NDArray[np.int64], token_ids: Int32Array, starts: NDArray[np.int64]) -> None:
         for row, tokens in zip(rows.tolist(), _split(token_ids, starts), strict=True):
-            self._drafter.extend(self._req_ids[row], tokens)
+            if tokens:
+                self._drafter.extend(self._req_ids[row], tokens)
 
     def propose_batch(self, rows: NDArray[np.int64], max_tokens: NDArray[np.int64]) -> Drafts:
         """See `BatchDrafter`.

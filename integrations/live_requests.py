@@ -67,7 +67,6 @@ class LiveArrays(NamedTuple):
     max_tokens: NDArray[np.int64]  # output tokens after which the request ends
     min_tokens: NDArray[np.int64]  # output tokens before which no stop token ends it
     stop_token_ids: Int32Array  # [R, S], the end-of-sequence token among them, then NO_TOKEN
-    has_stop_strings: NDArray[np.bool_]
     is_complete: NDArray[np.bool_]  # whether the last token has been sampled; the engine notices a step later
     draft: NDArray[np.int64]  # index of the request's draft among those of the step that is running, -1: none
     length_row: NDArray[np.int64]  # the problem's, in `RemainingLength`
@@ -81,7 +80,6 @@ def new_arrays(num_rows: int = 16, num_stops: int = 2) -> LiveArrays:
         max_tokens=np.zeros(num_rows, np.int64),
         min_tokens=np.zeros(num_rows, np.int64),
         stop_token_ids=np.full((num_rows, num_stops), NO_TOKEN, np.int32),
-        has_stop_strings=np.zeros(num_rows, np.bool_),
         is_complete=np.zeros(num_rows, np.bool_),
         draft=np.full(num_rows, -1, np.int64),
         length_row=np.zeros(num_rows, np.int64),
@@ -98,14 +96,14 @@ def start(live: LiveArrays, row: int, request: Any, length_row: int) -> LiveArra
     if row >= rows or len(stops) > width:
         grown = new_arrays(max(rows, 2 * row), max(width, len(stops)))
         before: list[NDArray[Any]] = [*live]
-        for old, new in zip(before, grown, strict=True):
+        after: list[NDArray[Any]] = [*grown]
+        for old, new in zip(before, after, strict=True):
             new[tuple(slice(size) for size in old.shape)] = old
         live = grown
     live.num_prompt_tokens[row] = live.num_seen[row] = len(request.prompt_token_ids)
-    live.max_tokens[row], live.min_tokens[row] = params.max_tokens, params.min_tokens
+    live.max_tokens[row], live.min_tokens[row] = (min(n, 2**31) for n in (params.max_tokens, params.min_tokens))
     live.stop_token_ids[row] = NO_TOKEN
     live.stop_token_ids[row, : len(stops)] = stops
-    live.has_stop_strings[row] = bool(params.stop)
     live.is_complete[row], live.draft[row], live.length_row[row] = False, -1, length_row
     return live
 
@@ -275,12 +273,12 @@ def match_outcomes(
     """
     num_told = 0
     for i in range(rows.size):
-        at = draft[rows[i]]
-        if at >= 0 and target_starts[i + 1] > target_starts[i]:
+        index = draft[rows[i]]
+        if 0 <= index < by_draft.shape[1] and target_starts[i + 1] > target_starts[i]:
             told[num_told] = i
             num_told += 1
-            length = draft_starts[at + 1] - draft_starts[at]  # an engine may pad a draft and verify the padding
-            by_draft[0, at], by_draft[1, at] = min(num_verified[i], length), min(num_accepted[i], length)
+            length = draft_starts[index + 1] - draft_starts[index]  # no more was drafted, whatever was verified
+            by_draft[0, index], by_draft[1, index] = min(num_verified[i], length), min(num_accepted[i], length)
     return num_told
 
 

@@ -64,6 +64,7 @@ class DraftingSession:
     Attributes:
         live: The requests that the drafter serves, by id, until `follow` finds that they have ended.
         arrays: What is known of them, by their rows.
+        follows_all: Whether the last call of `follow` gave every request a row.
         enabled: Whether anything is indexed and drafted; False after the drafter has raised.
         broken: Whether the drafter has raised, after which it stays switched off.
         budget: Decides how much of each draft is verified. None: all of it.
@@ -89,6 +90,7 @@ class DraftingSession:
         self.drafter: BatchDrafter = as_batch_drafter(drafter, config.num_speculative_tokens)
         self.live: dict[str, LiveRequest] = {}
         self.arrays = live_requests.new_arrays()
+        self.follows_all = True
         self.enabled = True
         self.broken = False
         self.num_speculative_tokens = config.num_speculative_tokens
@@ -103,6 +105,8 @@ class DraftingSession:
         self._max_step_tokens = int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
         self._followed: list[str] = []  # the last step's requests
         self._rows = np.zeros(0, np.int64)  # theirs
+        self._stop_strings_by_row: dict[int, LiveRequest] = {}  # the requests that have any
+        self._follows_any = False  # whether any of them has a row
         self._has_resumed = False  # whether any of them was in an earlier step, too
         self._proposal: _Proposal | None = None  # of the step that is running
         self._draft_seconds = 0.0  # spent on drafting them
@@ -127,7 +131,7 @@ class DraftingSession:
         Raises:
             Exception: as `draft`.
         """
-        self._has_resumed = bool(req_ids)
+        self._has_resumed = self._follows_any
         if not has_changed and req_ids == self._followed:
             return self._rows
         started = time.perf_counter()
@@ -137,8 +141,10 @@ class DraftingSession:
                 self._stop(req_id)
             self._rows = np.array([self._row(req_id, requests[req_id]) for req_id in req_ids], np.int64)
             self._followed = list(req_ids)
+            self.follows_all, self._follows_any = bool((self._rows >= 0).all()), bool((self._rows >= 0).any())
         except Exception as error:
             self._switch_off(error)
+            self.follows_all = self._follows_any = False
             return np.full(len(req_ids), -1)
         finally:
             self._stats.draft_seconds += time.perf_counter() - started
@@ -155,7 +161,7 @@ class DraftingSession:
             Exception: what the drafter raised, under tensor parallelism: the other ranks would go on drafting, and
                 sample other tokens than this one.
         """
-        if not self.enabled:
+        if not self.enabled:  # as after an error in `follow`
             self.pause()
             return self._no_drafts(sampled.rows.size)
         if self.budget is not None and self._last_call is None:  # vLLM chooses the sizes after the session is made
@@ -173,6 +179,7 @@ class DraftingSession:
     def pause(self) -> None:
         """In place of `draft` while the session is not enabled."""
         self._last_call = self._proposal = None
+        self.arrays.draft[:] = -1
 
     def _switch_off(self, error: Exception) -> None:
         """End speculation after the drafter, which may be a user's own, has raised: its errors must not end a run.
@@ -232,7 +239,7 @@ class DraftingSession:
         live = self.live.get(req_id)
         if live is not None and self.arrays.num_prompt_tokens[live.row] != len(request.prompt_token_ids):
             # A streaming session goes on with a longer prompt: as good as a new request.
-            self._stop(req_id)
+            self._stop(req_id, is_rollout=False)
             live = None
         return (live or self._start(req_id, request)).row
 
@@ -249,13 +256,17 @@ class DraftingSession:
         length_row = self.budget.lengths.row_of(live.problem) if self.budget is not None else -1
         self.arrays = live_requests.start(self.arrays, live.row, request, length_row)
         self.live[req_id] = live
+        if params.stop:
+            self._stop_strings_by_row[live.row] = live
         return live
 
-    def _stop(self, req_id: str) -> None:
+    def _stop(self, req_id: str, *, is_rollout: bool = True) -> None:
+        """Show the drafter a request's end. A whole rollout also tells how long rollouts get, unless it was aborted."""
         self.drafter.stop_request(req_id)
         live = self.live.pop(req_id)
         self.arrays.draft[live.row] = -1
-        if self.budget is not None and self.arrays.is_complete[live.row]:  # an aborted one says nothing about lengths
+        self._stop_strings_by_row.pop(live.row, None)
+        if self.budget is not None and is_rollout and self.arrays.is_complete[live.row]:
             length = self.arrays.num_seen[live.row] - self.arrays.num_prompt_tokens[live.row]
             self.budget.lengths.observe(live.problem, int(length))
 
@@ -357,27 +368,27 @@ class DraftingSession:
         starts, to_come = np.empty_like(sampled.starts), np.empty(sampled.rows.size, np.int64)
         live_requests.advance(self.arrays, sampled.rows, sampled.token_ids, sampled.starts, kept, starts, to_come)
         kept = kept[: starts[-1]]
-        looks_for_strings = self.arrays.has_stop_strings[sampled.rows]
-        if looks_for_strings.any():
-            kept, starts = self._cut_at_stop_strings(sampled.rows, looks_for_strings, kept, starts, to_come)
+        if self._stop_strings_by_row:
+            kept, starts = self._cut_at_stop_strings(sampled.rows, kept, starts, to_come)
         self.drafter.extend_batch(sampled.rows, kept, starts)
         return to_come
 
     def _cut_at_stop_strings(
         self,
         rows: NDArray[np.int64],
-        looks_for_strings: NDArray[np.bool_],
         kept: Int32Array,
         starts: NDArray[np.int64],
         to_come: NDArray[np.int64],
     ) -> tuple[Int32Array, NDArray[np.int64]]:
         """(kept, starts) without the tokens past stop strings."""
-        by_row = {live.row: live for live in self.live.values()}
         sizes = np.diff(starts)
-        for i in np.flatnonzero(looks_for_strings & (sizes > 0)).tolist():
-            row, tokens = int(rows[i]), kept[starts[i] : starts[i + 1]].tolist()
+        for i, row in enumerate(rows.tolist()):
+            live = self._stop_strings_by_row.get(row)
+            if live is None or not sizes[i]:
+                continue
+            tokens = kept[starts[i] : starts[i + 1]].tolist()
             num_before = int(self.arrays.num_seen[row] - self.arrays.num_prompt_tokens[row]) - len(tokens)
-            num_kept = self._find_stop_string(by_row[row], tokens, num_before)
+            num_kept = self._find_stop_string(live, tokens, num_before)
             if num_kept is not None:
                 self.arrays.num_seen[row] -= len(tokens) - num_kept
                 self.arrays.is_complete[row] = True

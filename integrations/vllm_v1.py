@@ -7,6 +7,7 @@ drafter what became of its drafts, indexes the new tokens and returns the next d
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -48,7 +49,7 @@ class _Outcome(NamedTuple):
     """A verification that has not been counted yet: reading it at once would make the engine wait for the device."""
 
     req_ids: list[str]
-    is_counted: NDArray[np.bool_]  # [B], False for chunks of prompts
+    counted: list[int] | None  # rows, without the chunks of prompts; None: all
     num_draft_tokens: list[int]
     result: VerifyResult
     logits: torch.Tensor  # as the model gave them, for the message when a row had no sample
@@ -102,6 +103,7 @@ class RunnerAdapter:
 
     def on_requests_changed(self) -> None:
         """Called when a step's schedule brings new requests or says that some have finished."""
+        self._batch = None
         if self.proposer is not None:
             self.proposer.has_changed = True
 
@@ -137,8 +139,10 @@ class RunnerAdapter:
             max_draft_tokens=max(num_draft_tokens),
         )
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
-        is_counted = ~discarded[: len(batch.req_ids)]
-        self._outcome = _Outcome(batch.req_ids, is_counted, num_draft_tokens, result, logits)
+        counted = None
+        if discarded[: len(batch.req_ids)].any():
+            counted = np.flatnonzero(~discarded[: len(batch.req_ids)]).tolist()
+        self._outcome = _Outcome(batch.req_ids, counted, num_draft_tokens, result, logits)
         if not self._runner.use_async_scheduling:
             self._count_last_verification()
         tensors = None
@@ -185,18 +189,28 @@ class RunnerAdapter:
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return
-        invalid = outcome.result.num_invalid_rows.cpu().numpy()
+        result, size = outcome.result, len(outcome.req_ids)
+        wanted = [result.num_accepted, result.num_invalid_rows]
+        proposer = self.proposer if self.proposer is not None and self.proposer.session.enabled else None
+        if proposer is not None:
+            wanted.append(result.target_token_ids)
+        host = torch.cat(wanted).cpu().numpy()  # one copy: each would wait for the device
+        invalid = host[size : 2 * size]
         if invalid.any() and not bool((outcome.logits.isnan() | (outcome.logits == float("inf"))).any()):
             invalid[:] = 0  # masks have left these rows empty, which is no fault
         raise_if_broken(invalid, outcome.req_ids)
-        verified = np.array(outcome.num_draft_tokens, np.int64)
-        accepted = outcome.result.num_accepted.cpu().numpy().astype(np.int64)
-        self.stats.record(verified[outcome.is_counted].tolist(), accepted[outcome.is_counted].tolist())
-        if self.proposer is not None:
-            targets = outcome.result.target_token_ids.cpu().numpy()
-            target_starts = np.arange(verified.size + 1)
-            target_starts[1:] += verified.cumsum()
-            self.proposer.verification = Verification(verified, accepted, targets, target_starts)
+        verified, accepted = outcome.num_draft_tokens, host[:size].tolist()
+        if outcome.counted is None:
+            self.stats.record(verified, accepted)
+        else:
+            self.stats.record([verified[i] for i in outcome.counted], [accepted[i] for i in outcome.counted])
+        if proposer is not None:
+            proposer.verification = Verification(
+                np.array(verified, np.int64),
+                np.array(accepted, np.int64),
+                host[2 * size :],
+                np.array([0, *itertools.accumulate(n + 1 for n in verified)], np.int64),
+            )
 
     def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingBatch]:
         """(drafted tokens [D], inclusive sums of draft lengths [B], how each request is sampled)."""
@@ -328,14 +342,14 @@ class RolloutSpecProposer:
         if not self.session.enabled or verification is None:
             self.session.pause()
             return [[] for _ in sampled_token_ids]
-        has_sampled = np.fromiter(map(bool, sampled_token_ids), np.bool_, len(sampled_token_ids))
-        batch_rows = np.flatnonzero(has_sampled)  # not the chunks of prompts
-        req_ids = self._runner.input_batch.req_ids[: has_sampled.size]
-        if batch_rows.size < has_sampled.size:
+        req_ids = self._runner.input_batch.req_ids[: len(sampled_token_ids)]
+        batch_rows = np.arange(len(sampled_token_ids))
+        if not all(sampled_token_ids):  # chunks of prompts
+            batch_rows = np.array([row for row, tokens in enumerate(sampled_token_ids) if tokens], np.int64)
             req_ids = [req_ids[row] for row in batch_rows.tolist()]
         rows = self.session.follow(req_ids, self._runner.requests, has_changed=self.has_changed)
         self.has_changed = False
-        if rows.size and rows.min() < 0:
+        if not self.session.follows_all:
             batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
         drafts = self.session.draft(self._sampled(rows, batch_rows, verification, num_tokens_no_spec, token_ids_cpu))
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]

@@ -400,7 +400,8 @@ class HistorySpeculator(BaseSpeculator):
         if drafted is None:
             return drafts.to(self._device)
         batch_rows, proposed = drafted
-        drafts[torch.from_numpy(batch_rows)] = torch.from_numpy(proposed.token_ids).long()
+        is_drafted = np.arange(self._num_speculative_tokens) < proposed.lengths[:, None]
+        drafts[torch.from_numpy(batch_rows)] = torch.from_numpy(proposed.token_ids * is_drafted).long()
         names = [outcome.req_ids[row] for row in batch_rows.tolist()]
         self.num_draft_tokens = dict(zip(names, proposed.lengths.tolist(), strict=True))
         return drafts.to(self._device, non_blocking=True)
@@ -428,7 +429,7 @@ class HistorySpeculator(BaseSpeculator):
         req_ids = [outcome.req_ids[row] for row in batch_rows.tolist()]
         rows = self.session.follow(req_ids, self._adapter.requests, has_changed=self._adapter.requests_have_changed)
         self._adapter.requests_have_changed = False
-        if rows.size and rows.min() < 0:
+        if not self.session.follows_all:
             batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
         tokens, token_starts = pieces(np.maximum(targets, 0).astype(np.int32), starts[batch_rows], sampled[batch_rows])
         missed = np.flatnonzero(self.session.arrays.num_seen[rows] != positions[batch_rows] + 1)

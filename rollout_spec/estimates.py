@@ -391,11 +391,12 @@ class RemainingLength:
         self._of_run = None
 
     def row_of(self, problem: int) -> int:
-        """The number of a problem for `predict_rows`, until MAX_PROBLEMS others have come."""
-        row = self._rows.get(problem)
+        """The number of a problem for `predict_rows`, until MAX_PROBLEMS others have been asked for."""
+        row = self._rows.pop(problem, None)
         if row is None:
-            row = self._rows[problem] = self._new_row()
+            row = self._new_row()
             self._num_seen[row] = 0
+        self._rows[problem] = row  # the last to be forgotten
         return row
 
     def _new_row(self) -> int:

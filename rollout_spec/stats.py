@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,19 +74,22 @@ class SpeculationStats:
 
     def record(self, num_draft_tokens: list[int], num_accepted: list[int]) -> None:
         """Count one step's outcome, one entry per request that our verifier sampled."""
-        drafted, accepted = Counter(num_draft_tokens), Counter(num_accepted)
         self.steps += 1
         self.request_steps += len(num_draft_tokens)
-        self.num_drafts += len(num_draft_tokens) - drafted[0]
-        num_drafted, num_hits = (sum(length * n for length, n in of.items()) for of in (drafted, accepted))
-        self.draft_tokens += num_drafted
-        self.accepted_tokens += num_hits
-        self.emitted_tokens += num_hits + len(num_accepted)
-        for lengths, counts in ((drafted, self.drafted_per_position), (accepted, self.accepted_per_position)):
-            counts += [0] * (max(lengths, default=0) - len(counts))
-            for length, n in lengths.items():
-                for position in range(length):
-                    counts[position] += n
+        self.draft_tokens += sum(num_draft_tokens)
+        self.num_drafts += len(num_draft_tokens) - num_draft_tokens.count(0)
+        self.accepted_tokens += sum(num_accepted)
+        self.emitted_tokens += sum(num_accepted) + len(num_accepted)
+        for lengths, counts in (
+            (num_draft_tokens, self.drafted_per_position),
+            (num_accepted, self.accepted_per_position),
+        ):
+            longest = max(lengths, default=0)
+            counts += [0] * (longest - len(counts))
+            reached = 0
+            for position in range(longest - 1, -1, -1):
+                reached += lengths.count(position + 1)
+                counts[position] += reached
 
     def record_time(
         self,

@@ -7,6 +7,7 @@ import pytest
 
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.batch import as_batch_drafter
+from rollout_spec.drafters.mixture import HistoryDrafter
 from rollout_spec.types import Draft
 
 K = 4
@@ -66,6 +67,16 @@ def test_a_batch_is_as_one_by_one(name, seed):
     assert (drafts, counts) == drive(wrapped, seed)
     assert any(tokens for tokens, _ in drafts)
     batched.check_integrity()
+
+
+def test_what_a_subclass_overrides_is_called():
+    class Quiet(HistoryDrafter):
+        def propose(self, req_ids, max_tokens):
+            return [Draft(np.zeros(0, np.int32), np.zeros(0, np.float32)) for _ in req_ids]
+
+    drafter = as_batch_drafter(Quiet(), K)
+    drafter.start_request("a", [1, 2, 1, 2, 1])
+    assert drafter.propose_batch(np.array([drafter.row_of("a")]), np.array([K])).lengths.tolist() == [0]
 
 
 class Told:

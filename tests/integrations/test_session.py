@@ -323,6 +323,23 @@ def test_slots_and_tokens_are_booked_to_the_step_that_computed_them():
     assert np.subtract(after, before).tolist() == [4, 3, 1]
 
 
+def test_switched_off_in_mid_flight_and_on_again():
+    """Drafts of before are forgotten, also of a request that is not drafted for in the next step."""
+    session, drafter = a_listening_session(budget=True)
+    session.budget.wants_drafts = lambda num_tokens: True
+    session.budget.decide = lambda confidence, starts, *args, **kwargs: np.diff(starts)
+    requests = {name: a_request((ord(name),)) for name in "abcdefgh"}
+    requests["h"].sampling_params.max_tokens = 4
+    advance(session, {name: [1] for name in requests}, requests=requests)
+    session.enabled = False
+    advance(session, {name: [1] for name in requests}, requests=requests)
+    session.enabled = True
+    drafter.observed.clear()
+    assert advance(session, {"a": [1], "h": [1, 1]}, requests=requests) == {"a": [7] * 4, "h": []}
+    advance(session, {"a": [7, 1], "h": [1]}, {"a": Outcome([7, 1, 1, 1, 1], 1, 4)}, requests=requests)
+    assert drafter.observed == [{"a": ([7, 1, 1, 1, 1], 1)}]
+
+
 def test_a_drafter_s_time_is_part_of_the_step(monkeypatch):
     ticks = itertools.count()
     monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))

@@ -137,6 +137,7 @@ class Session:
     """
 
     enabled = True
+    follows_all = False
 
     def __init__(self, **seen):
         self.names = list(seen)

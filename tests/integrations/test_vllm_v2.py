@@ -47,6 +47,7 @@ class Session:
     """
 
     enabled = True
+    follows_all = False
 
     def __init__(self, **seen):
         self.names = list(seen)
@@ -108,7 +109,7 @@ def test_every_request_gets_its_own_outcome_and_chunks_of_prompts_none():
     stats = speculator.stats
     assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 3, 2)
     assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (5, 4, 7)
-    assert drafts == [[7, 8, 9, 0], [7, 8, 9, 0], [0] * 4, [7, 8, 9, 0]]
+    assert drafts == [[7, 8, 0, 0], [7, 8, 0, 0], [0] * 4, [7, 8, 0, 0]]
     assert speculator.num_draft_tokens == {"a": 2, "b": 2, "c": 2}
     assert propose(speculator) == [[0] * 4] * 4, "an outcome is told once"
     assert len(session.calls) == 2
