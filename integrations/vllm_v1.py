@@ -278,7 +278,8 @@ class RolloutSpecProposer:
     missing from one batch may be preempted).
 
     Attributes:
-        outcomes: The last draft's outcome by request id.
+        verification: What became of the last step's drafts, until `propose` has told it.
+        has_changed: Whether requests have come or ended since the session was last told.
         session: The drafting session, once `bind` was called.
         stats: This engine's counters.
 
