@@ -39,7 +39,7 @@ def ends_with_stop_token(token_ids: Sequence[int], params: Any, num_before: int 
     return bool(token_ids) and _is_stop_token(token_ids[-1], num_before + len(token_ids), params)
 
 
-def is_last(token_id: int, num_output_tokens: int, params: Any) -> bool:
+def _is_last(token_id: int, num_output_tokens: int, params: Any) -> bool:
     """Whether the scheduler ends a request at this token. Stop strings are not its business, but the front end's."""
     return num_output_tokens >= params.max_tokens or _is_stop_token(token_id, num_output_tokens, params)
 
@@ -52,6 +52,6 @@ def trim_at_end(token_ids: Sequence[int], num_before: int, params: Any) -> list[
         num_before: Output tokens before them.
     """
     for i, token in enumerate(token_ids):
-        if is_last(token, num_before + i + 1, params):
+        if _is_last(token, num_before + i + 1, params):
             return list(token_ids[: i + 1])
     return list(token_ids)

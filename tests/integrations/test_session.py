@@ -323,12 +323,13 @@ def test_slots_and_tokens_are_booked_to_the_step_that_computed_them():
     assert np.subtract(after, before).tolist() == [4, 3, 1]
 
 
-def test_switched_off_in_mid_flight_and_on_again():
-    """Drafts of before are forgotten, also of a request that is not drafted for in the next step."""
+@pytest.mark.parametrize("names", ["abcdefgh", "habcdefg"])
+def test_switched_off_in_mid_flight_and_on_again(names):
+    """Drafts of before are forgotten, also of a request that is not drafted for in the next step: h."""
     session, drafter = a_listening_session(budget=True)
     session.budget.wants_drafts = lambda num_tokens: True
     session.budget.decide = lambda confidence, starts, *args, **kwargs: np.diff(starts)
-    requests = {name: a_request((ord(name),)) for name in "abcdefgh"}
+    requests = {name: a_request((ord(name),)) for name in names}
     requests["h"].sampling_params.max_tokens = 4
     advance(session, {name: [1] for name in requests}, requests=requests)
     session.enabled = False
