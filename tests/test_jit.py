@@ -229,7 +229,7 @@ def _double(x):
     return 2 * x
 
 
-@jit.njit(nogil=True)
+@jit.njit(cache=False, nogil=True)  # code from the cache of an earlier run would leave _double uncompiled
 def _quadruple(x):
     return _double(_double(x))
 
