@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters import ngram, suffix
-from rollout_spec.drafters.store import append_token, before, clear_document, last_position, read_back
+from rollout_spec.drafters.store import LENGTH, PROBLEM, append_token, before, clear_document, last_position, read_back
 from rollout_spec.drafters.suffix import Tree
 from rollout_spec.drafters.vote import MAX_CANDIDATES, MAX_DEPTH
 from rollout_spec.jit import inlined, njit
@@ -61,7 +61,7 @@ def _index_position(store, index, settings, problem, position, context, size):
 def _append_all(store, index, settings, documents, tokens, starts, window):
     for i in range(documents.size):
         document = documents[i]
-        problem = np.int64(store.document_problem[document])
+        problem = np.int64(store.documents[document, PROBLEM])
         first = MAX_DEPTH - read_back(store, last_position(store, document), window, np.int64(MAX_DEPTH))
         end = MAX_DEPTH
         for at in range(starts[i], starts[i + 1]):
@@ -85,10 +85,10 @@ def append_batch(store, index, settings, documents, tokens, starts):
 @njit(allocates=False)
 def _remove(store, index, settings, document, text):
     if settings.use_tree:
-        problem = np.int64(store.document_problem[document])
+        problem = np.int64(store.documents[document, PROBLEM])
         position = last_position(store, document)
-        for _ in range(store.document_length[document]):
-            previous = before(store.page_back, position)
+        for _ in range(store.documents[document, LENGTH]):
+            previous = before(store.pages, position)
             if previous >= 0:
                 for kind in range(2 if settings.use_shared else 1):
                     tree, key = (index.shared, np.int64(-1)) if kind else (index.tree, problem)
@@ -105,7 +105,7 @@ def remove_document(store, index, settings, document):
 @inlined(allocates=False)
 def gather(store, index, settings, document, text, end, positions, lengths, path):
     """Fill `positions` and `lengths` with earlier continuations of text[:end]. Returns their number."""
-    problem, all_problems, no_problem = np.int64(store.document_problem[document]), np.int64(-1), np.int64(-2)
+    problem, all_problems, no_problem = np.int64(store.documents[document, PROBLEM]), np.int64(-1), np.int64(-2)
     count = np.int64(0)
     if settings.use_tree and end > 0:
         for kind in range(2 if settings.use_shared else 1):

@@ -31,7 +31,7 @@ from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.index import Index, Settings, append_batch, remove_document
 from rollout_spec.drafters.lookahead import new_pool
 from rollout_spec.drafters.propose import Calibration, Proposals, Rows
-from rollout_spec.drafters.store import MAX_PAGES, PAGE_TOKENS, PROMPT, ROLLOUT, TextStore
+from rollout_spec.drafters.store import MAX_PAGES, PAGE_TOKENS, PROBLEM, PROMPT, ROLLOUT, TextStore
 from rollout_spec.drafters.vote import INVERSE_TEMPERATURES, SOURCES
 from rollout_spec.types import Draft, Drafts, Int32Array
 
@@ -325,7 +325,7 @@ class HistoryDrafter:
         assert sorted(rows) == list(range(self._rows.document.size)), "a row has two owners or none"
         documents = [r.document for r in chain(self._live.values(), self._finished)]
         documents += [prompt.document for prompt in self._prompts.values()]
-        live = np.flatnonzero(self._store.arrays.document_problem >= 0).tolist()
+        live = np.flatnonzero(self._store.arrays.documents[:, PROBLEM] >= 0).tolist()
         assert sorted(documents) == live, "a document has two owners or none"
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------

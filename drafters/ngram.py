@@ -12,9 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters.store import (
+    DOCUMENT,
+    LENGTH,
     PAGE_BITS,
     PAGE_MASK,
     POSITION_BITS,
+    PROBLEM,
+    START,
     before,
     compare_context,
     problem_of,
@@ -80,7 +84,7 @@ def gather(store, buckets, problem, text, end, order, excluded_problem, position
     """
     if end < order:
         return count
-    tokens, page_back = store.tokens, store.page_back
+    tokens, pages = store.tokens, store.pages
     mixed = hash_context(problem, text, end, order)
     bucket = buckets[np.int64(mixed >> np.uint64(32)) & (buckets.shape[0] - 1)]
     tag = _tag(mixed)
@@ -88,15 +92,15 @@ def gather(store, buckets, problem, text, end, order, excluded_problem, position
         if bucket[way] >> np.uint32(POSITION_BITS) != tag or count == positions.size:
             continue
         position = np.int64(bucket[way] & np.uint32(POSITION_MASK))
-        document = store.page_document[position >> PAGE_BITS]
+        document = store.pages[position >> PAGE_BITS, DOCUMENT]
         if document < 0:
             continue
-        theirs = store.document_problem[document]
+        theirs = store.documents[document, PROBLEM]
         if (problem >= 0 and theirs != problem) or theirs == excluded_problem:
             continue
-        if store.page_start[position >> PAGE_BITS] + (position & PAGE_MASK) >= store.document_length[document]:
+        if store.pages[position >> PAGE_BITS, START] + (position & PAGE_MASK) >= store.documents[document, LENGTH]:
             continue  # a page that was used before and is not written this far yet
-        length, _ = compare_context(tokens, page_back, position, text, end, np.int64(0))
+        length, _ = compare_context(tokens, pages, position, text, end, np.int64(0))
         if length < order:
             continue
         known = False
@@ -114,10 +118,10 @@ def _rehash(store, buckets, use_shared, old, text):
         for way in range(WAYS - 1, -1, -1):
             entry = old[bucket, way]
             position = np.int64(entry & np.uint32(POSITION_MASK))
-            if entry == np.uint32(0xFFFFFFFF) or store.page_document[position >> PAGE_BITS] < 0:
+            if entry == np.uint32(0xFFFFFFFF) or store.pages[position >> PAGE_BITS, DOCUMENT] < 0:
                 continue
             problem = problem_of(store, position)
-            size = read_back(store, before(store.page_back, position), text, text.size)
+            size = read_back(store, before(store.pages, position), text, text.size)
             context = text[text.size - size :]
             for kind in range(3):
                 order = np.int64((SHORT_ORDER, LONG_ORDER, SHARED_ORDER)[kind])

@@ -10,7 +10,21 @@ from numpy.typing import NDArray
 from rollout_spec.drafters import lookahead
 from rollout_spec.drafters.index import gather
 from rollout_spec.drafters.lookahead import LOOKAHEAD_ORDER
-from rollout_spec.drafters.store import PAGE_BITS, PAGE_MASK, ROLLOUT, last_position, read_back
+from rollout_spec.drafters.store import (
+    DOCUMENT,
+    KIND,
+    LAST,
+    LENGTH,
+    NEXT,
+    PAGE_BITS,
+    PAGE_MASK,
+    PROBLEM,
+    ROLLOUT,
+    START,
+    VERSION,
+    last_position,
+    read_back,
+)
 from rollout_spec.drafters.suffix import Path, new_path
 from rollout_spec.drafters.vote import (
     BINS_PER_HALVING,
@@ -155,20 +169,20 @@ def _best_inverse_temperature(by_inverse_temperature):
 @inlined(allocates=False)
 def _weigh(store, settings, document, offset, count, positions, weights, origin_bins):
     """Give each candidate its weight, and its origin bin: where it comes from and how far from `offset` it lies."""
-    problem = store.document_problem[document]
+    problem = store.documents[document, PROBLEM]
     for i in range(count):
         page = positions[i] >> PAGE_BITS
-        theirs = store.page_document[page]
+        theirs = store.pages[page, DOCUMENT]
         if theirs == document:
             source = OWN
-        elif store.document_problem[theirs] != problem:
+        elif store.documents[theirs, PROBLEM] != problem:
             source = SHARED
-        elif store.document_kind[theirs] == ROLLOUT:
+        elif store.documents[theirs, KIND] == ROLLOUT:
             source = SIBLING
         else:
             source = PROMPT_TEXT
-        distance_bin = _distance_bin(store.page_start[page] + (positions[i] & PAGE_MASK) - offset)
-        age = min(settings.version - store.document_version[theirs], settings.decay.size - 1)
+        distance_bin = _distance_bin(store.pages[page, START] + (positions[i] & PAGE_MASK) - offset)
+        age = min(settings.version - store.documents[theirs, VERSION], settings.decay.size - 1)
         if source == PROMPT_TEXT:  # a prompt has no policy that it could be older than
             age = 0
         origin_bins[i] = source * NUM_DISTANCE_BINS + distance_bin
@@ -262,10 +276,10 @@ def _advance(store, token, count, positions, lengths, weights, origin_bins):
     for i in range(count):
         position = positions[i]
         page = position >> PAGE_BITS
-        if tokens[position] != token or position == store.document_last[store.page_document[page]]:
+        if tokens[position] != token or position == store.documents[store.pages[page, DOCUMENT], LAST]:
             continue
         at_end = (position & PAGE_MASK) == PAGE_MASK
-        positions[alive] = store.page_next[page] << PAGE_BITS if at_end else position + 1
+        positions[alive] = store.pages[page, NEXT] << PAGE_BITS if at_end else position + 1
         lengths[alive] = min(lengths[i] + 1, MAX_DEPTH)
         weights[alive], origin_bins[alive] = weights[i], origin_bins[i]
         alive += 1
@@ -284,7 +298,7 @@ def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibrat
     for i in range(batch.size):
         row = batch[i]
         document = rows.document[row]
-        generated = store.document_length[document]
+        generated = store.documents[document, LENGTH]
         known = rows.prompt_length[row] + generated
         coupled = 1 if rows.has_seed[row] else 0
         kept = read_back(store, last_position(store, document), scratch.text, np.int64(MAX_DEPTH))
@@ -304,7 +318,7 @@ def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibrat
             )
             guess = -1
             if settings.use_lookahead:
-                guess = lookahead.find(pool, np.int64(store.document_problem[document]), text, end)
+                guess = lookahead.find(pool, np.int64(store.documents[document, PROBLEM]), text, end)
             if guess >= 0:
                 num_found = _blend_in(guess, LOOKAHEAD_WEIGHT, num_found, found, mass)
                 left *= 1.0 - LOOKAHEAD_WEIGHT
@@ -387,7 +401,7 @@ def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settin
         num_targets = _num_sampled(targets, starts[i], starts[i + 1], num_accepted[i])
         if settings.use_lookahead and num_targets > num_accepted[i] + 1:
             document = rows.document[row]
-            problem = np.int64(store.document_problem[document])
+            problem = np.int64(store.documents[document, PROBLEM])
             kept = read_back(store, last_position(store, document), text, np.int64(LOOKAHEAD_ORDER))
             context = text[LOOKAHEAD_ORDER - kept :]
             length = out.lengths[row]

@@ -30,6 +30,14 @@ MAX_PAGES = 1 << (POSITION_BITS - PAGE_BITS)
 """Pages that positions can tell apart."""
 # Indices into Store.counts
 NUM_FREE_PAGES, NUM_TOKENS = range(2)
+# Columns of Store.pages: the document, -1 where the page is free; the position of the token before the page's first
+# one, -1 where there is none; the document's next page, -1 where there is none; the index in the document of the page's
+# first token. What is read of a page together is in one line of the processor's cache.
+DOCUMENT, BACK, NEXT, START = range(4)
+# Columns of Store.documents: the problem, -1 where there is no document; PROMPT or ROLLOUT; the policy version; the
+# first position, -1 of an empty document; the last position, of an empty rollout its prompt's, -1 where there is none;
+# tokens.
+PROBLEM, KIND, VERSION, FIRST, LAST, LENGTH = range(6)
 PROMPT, ROLLOUT = range(2)
 
 
@@ -37,61 +45,53 @@ class Store(NamedTuple):
     """The text of prompts and rollouts, as compiled functions see it. P pages, D documents."""
 
     tokens: Int32Array  # [P * PAGE_TOKENS]
-    page_document: Int32Array  # [P], -1: free
-    page_back: Int32Array  # [P] position of the token before the page's first, -1: none
-    page_next: Int32Array  # [P] the document's next page, -1: none
-    page_start: Int32Array  # [P] index, in the document, of the page's first token
+    pages: Int32Array  # [P, 4] see DOCUMENT
+    documents: Int32Array  # [D, 6] see PROBLEM
     free_pages: Int32Array  # [P] stack
-    document_problem: Int32Array  # [D], -1: no document
-    document_kind: NDArray[np.int8]  # [D] PROMPT or ROLLOUT
-    document_version: Int32Array  # [D] policy version
-    document_first: Int32Array  # [D] first position, -1: empty
-    document_last: Int32Array  # [D] last position; of an empty rollout its prompt's last one, -1: none
-    document_length: Int32Array  # [D] tokens
     counts: NDArray[np.int64]  # [2] see NUM_FREE_PAGES
 
 
 @inlined(allocates=False)
-def before(page_back, position):
+def before(pages, position):
     """Position of the token before, -1 when there is none."""
     if position & PAGE_MASK:
         return position - 1
-    return np.int64(page_back[position >> PAGE_BITS])
+    return np.int64(pages[position >> PAGE_BITS, BACK])
 
 
 @inlined(allocates=False)
-def step_back(page_back, position, steps):
+def step_back(pages, position, steps):
     """Position `steps` tokens before, -1 when there is none."""
     while position >= 0:
         offset = position & PAGE_MASK
         if steps <= offset:
             return position - steps
         steps -= offset + 1
-        position = np.int64(page_back[position >> PAGE_BITS])
+        position = np.int64(pages[position >> PAGE_BITS, BACK])
     return np.int64(-1)
 
 
 @inlined(allocates=False)
 def last_position(store, document):
     """A document's last position; of an empty rollout its prompt's last one, -1 when there is none."""
-    return np.int64(store.document_last[document])
+    return np.int64(store.documents[document, LAST])
 
 
 @inlined(allocates=False)
 def problem_of(store, position):
     """The problem of the document that a position belongs to."""
-    return np.int64(store.document_problem[store.page_document[position >> PAGE_BITS]])
+    return np.int64(store.documents[store.pages[position >> PAGE_BITS, DOCUMENT], PROBLEM])
 
 
 @inlined(allocates=False)
 def read_back(store, position, text, end):
     """Copy the tokens that end at `position` to text[:end]. Returns how many there were, at most `end`."""
-    tokens, page_back = store.tokens, store.page_back
+    tokens, pages = store.tokens, store.pages
     at = end
     while at > 0 and position >= 0:
         at -= 1
         text[at] = tokens[position]
-        position = before(page_back, position)
+        position = before(pages, position)
     return end - at
 
 
@@ -99,24 +99,24 @@ def read_back(store, position, text, end):
 def append_token(store, document, token):
     """Store a token behind a document's last one and return its position."""
     last = last_position(store, document)
-    length = store.document_length[document]
+    length = store.documents[document, LENGTH]
     if length > 0 and (last & PAGE_MASK) != PAGE_MASK:
         position = last + 1
     else:
         store.counts[NUM_FREE_PAGES] -= 1
         page = np.int64(store.free_pages[store.counts[NUM_FREE_PAGES]])
         position = page << PAGE_BITS
-        store.page_document[page] = document
-        store.page_back[page] = last
-        store.page_next[page] = -1
-        store.page_start[page] = length
+        store.pages[page, DOCUMENT] = document
+        store.pages[page, BACK] = last
+        store.pages[page, NEXT] = -1
+        store.pages[page, START] = length
         if length > 0:
-            store.page_next[last >> PAGE_BITS] = page
+            store.pages[last >> PAGE_BITS, NEXT] = page
         else:
-            store.document_first[document] = position
+            store.documents[document, FIRST] = position
     store.tokens[position] = token
-    store.document_last[document] = position
-    store.document_length[document] = length + 1
+    store.documents[document, LAST] = position
+    store.documents[document, LENGTH] = length + 1
     store.counts[NUM_TOKENS] += 1
     return position
 
@@ -124,19 +124,19 @@ def append_token(store, document, token):
 @inlined(allocates=False)
 def clear_document(store, document):
     """Free a document's pages and forget it."""
-    if store.document_length[document] > 0:
-        page = np.int64(store.document_first[document]) >> PAGE_BITS
+    if store.documents[document, LENGTH] > 0:
+        page = np.int64(store.documents[document, FIRST]) >> PAGE_BITS
         while page >= 0:
-            following = np.int64(store.page_next[page])
-            store.page_document[page] = -1
+            following = np.int64(store.pages[page, NEXT])
+            store.pages[page, DOCUMENT] = -1
             store.free_pages[store.counts[NUM_FREE_PAGES]] = page
             store.counts[NUM_FREE_PAGES] += 1
             page = following
-    store.counts[NUM_TOKENS] -= store.document_length[document]
-    store.document_length[document] = 0
-    store.document_first[document] = -1
-    store.document_last[document] = -1
-    store.document_problem[document] = -1
+    store.counts[NUM_TOKENS] -= store.documents[document, LENGTH]
+    store.documents[document, LENGTH] = 0
+    store.documents[document, FIRST] = -1
+    store.documents[document, LAST] = -1
+    store.documents[document, PROBLEM] = -1
 
 
 @inlined(allocates=False)
@@ -146,14 +146,14 @@ def order_hash(token):
 
 
 @inlined(allocates=False)
-def compare_context(tokens, page_back, node, text, end, known):
+def compare_context(tokens, pages, node, text, end, known):
     """Compare the context of `node` with text[:end], from the last token backwards.
 
     `known` last tokens agree already. Returns (tokens that agree, sign): sign is -1 where the node's context comes
     first, 1 where it comes last, 0 where they agree over MAX_DEPTH tokens or over all there are.
     """
     length = known
-    position = step_back(page_back, node, known + 1)
+    position = step_back(pages, node, known + 1)
     limit = min(end, MAX_DEPTH)
     while length < limit and position >= 0:
         here = min(limit - length, (position & PAGE_MASK) + 1)  # tokens to compare on this page
@@ -165,7 +165,9 @@ def compare_context(tokens, page_back, node, text, end, known):
         if same < here:
             first = order_hash(tokens[position - same]) < order_hash(text[at - same])
             return length, -1 if first else 1
-        position = np.int64(page_back[position >> PAGE_BITS]) if here == (position & PAGE_MASK) + 1 else position - here
+        position = (
+            np.int64(pages[position >> PAGE_BITS, BACK]) if here == (position & PAGE_MASK) + 1 else position - here
+        )
     if length == MAX_DEPTH:
         return length, 0
     if position < 0:
@@ -184,17 +186,9 @@ class TextStore:
         pages, documents = 64, 64
         self.arrays = Store(
             tokens=np.zeros(pages * PAGE_TOKENS, np.int32),
-            page_document=np.full(pages, -1, np.int32),
-            page_back=np.zeros(pages, np.int32),
-            page_next=np.zeros(pages, np.int32),
-            page_start=np.zeros(pages, np.int32),
+            pages=np.full((pages, 4), -1, np.int32),
+            documents=np.full((documents, 6), -1, np.int32),
             free_pages=np.arange(pages - 1, -1, -1, dtype=np.int32),
-            document_problem=np.full(documents, -1, np.int32),
-            document_kind=np.zeros(documents, np.int8),
-            document_version=np.zeros(documents, np.int32),
-            document_first=np.full(documents, -1, np.int32),
-            document_last=np.full(documents, -1, np.int32),
-            document_length=np.zeros(documents, np.int32),
             counts=np.array([pages, 0], np.int64),
         )
         self._free_documents = list(range(documents - 1, -1, -1))
@@ -202,7 +196,7 @@ class TextStore:
     @property
     def num_pages(self) -> int:
         """Pages that there are, free ones included."""
-        return int(self.arrays.page_document.size)
+        return len(self.arrays.pages)
 
     @property
     def num_used_pages(self) -> int:
@@ -217,18 +211,16 @@ class TextStore:
     def new_document(self, problem: int, kind: int, version: int, *, after: int = -1) -> int:
         """Begin an empty document whose first token follows the last one of document `after` (-1: nothing)."""
         if not self._free_documents:
-            size = self.arrays.document_problem.size
-            fields = [name for name in Store._fields if name.startswith("document_")]
-            grown = {name: _grown(getattr(self.arrays, name), 2 * size, -1) for name in fields}
-            self.arrays = self.arrays._replace(**grown)
+            size = len(self.arrays.documents)
+            self.arrays = self.arrays._replace(documents=_grown(self.arrays.documents, 2 * size, -1))
             self._free_documents = list(range(2 * size - 1, size - 1, -1))
         document, arrays = self._free_documents.pop(), self.arrays
-        arrays.document_problem[document] = problem
-        arrays.document_kind[document] = kind
-        arrays.document_version[document] = version
-        arrays.document_first[document] = -1
-        arrays.document_last[document] = arrays.document_last[after] if after >= 0 else -1
-        arrays.document_length[document] = 0
+        arrays.documents[document, PROBLEM] = problem
+        arrays.documents[document, KIND] = kind
+        arrays.documents[document, VERSION] = version
+        arrays.documents[document, FIRST] = -1
+        arrays.documents[document, LAST] = arrays.documents[after, LAST] if after >= 0 else -1
+        arrays.documents[document, LENGTH] = 0
         return document
 
     def reserve(self, num_pages: int) -> bool:
@@ -245,12 +237,14 @@ class TextStore:
             raise MemoryError(f"live requests and history need more than {MAX_PAGES * PAGE_TOKENS} tokens")
         size = max(size, min(pages + pages // 8, MAX_PAGES))
         arrays = self.arrays
-        fields = ("page_document", "page_back", "page_next", "page_start", "free_pages")
-        new: dict[str, NDArray] = {name: _grown(getattr(arrays, name), size, -1) for name in fields}
-        new["tokens"] = _grown(arrays.tokens, size * PAGE_TOKENS, 0)
-        new["free_pages"][free : free + size - pages] = np.arange(size - 1, pages - 1, -1)
+        free_pages = _grown(arrays.free_pages, size, -1)
+        free_pages[free : free + size - pages] = np.arange(size - 1, pages - 1, -1)
         arrays.counts[NUM_FREE_PAGES] += size - pages
-        self.arrays = arrays._replace(**new)
+        self.arrays = arrays._replace(
+            tokens=_grown(arrays.tokens, size * PAGE_TOKENS, 0),
+            pages=_grown(arrays.pages, size, -1),
+            free_pages=free_pages,
+        )
         return True
 
     def release(self, document: int) -> None:
@@ -259,9 +253,9 @@ class TextStore:
 
     def text(self, document: int) -> Int32Array:
         """A document's tokens."""
-        length = int(self.arrays.document_length[document])
+        length = int(self.arrays.documents[document, LENGTH])
         text = np.empty(length, np.int32)
-        read_back(self.arrays, self.arrays.document_last[document], text, length)
+        read_back(self.arrays, self.arrays.documents[document, LAST], text, length)
         return text
 
     def memory_bytes(self) -> int:
@@ -273,25 +267,25 @@ class TextStore:
         arrays, pages = self.arrays, self.num_pages
         free = arrays.free_pages[: arrays.counts[NUM_FREE_PAGES]]
         assert len(set(free.tolist())) == free.size, "a page is free twice"
-        assert (arrays.page_document[free] == -1).all(), "a free page has a document"
+        assert (arrays.pages[free, DOCUMENT] == -1).all(), "a free page has a document"
         owned, tokens = 0, 0
-        for document in np.flatnonzero(arrays.document_problem >= 0).tolist():
-            length, first = int(arrays.document_length[document]), int(arrays.document_first[document])
+        for document in np.flatnonzero(arrays.documents[:, PROBLEM] >= 0).tolist():
+            length, first = int(arrays.documents[document, LENGTH]), int(arrays.documents[document, FIRST])
             page, at, last = first >> PAGE_BITS, 0, -1
             while at < length:
-                assert arrays.page_document[page] == document, f"page {page} of document {document}"
-                assert arrays.page_start[page] == at, f"start of page {page}"
-                assert at == 0 or arrays.page_back[page] == last, f"link back from page {page}"
+                assert arrays.pages[page, DOCUMENT] == document, f"page {page} of document {document}"
+                assert arrays.pages[page, START] == at, f"start of page {page}"
+                assert at == 0 or arrays.pages[page, BACK] == last, f"link back from page {page}"
                 size = min(PAGE_TOKENS, length - at)
                 last = page * PAGE_TOKENS + size - 1
-                at, owned, page = at + size, owned + 1, int(arrays.page_next[page])
-            assert not length or arrays.document_last[document] == last, f"last position of document {document}"
+                at, owned, page = at + size, owned + 1, int(arrays.pages[page, NEXT])
+            assert not length or arrays.documents[document, LAST] == last, f"last position of document {document}"
             tokens += length
         assert owned == pages - free.size, "a page is neither free nor owned"
         assert tokens == self.num_tokens, "token count"
 
 
 def _grown(old: NDArray, size: int, fill: int) -> NDArray:
-    new = np.full(size, fill, old.dtype)
-    new[: old.size] = old
+    new = np.full((size, *old.shape[1:]), fill, old.dtype)
+    new[: len(old)] = old
     return new

@@ -23,7 +23,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters.store import (
+    DOCUMENT,
+    LAST,
+    LENGTH,
     PAGE_BITS,
+    PROBLEM,
     Store,
     before,
     compare_context,
@@ -108,9 +112,7 @@ def _find_root(store, roots, problem, token):
         if root == REMOVED:
             if free < 0:
                 free = entry
-        elif (problem < 0 or problem_of(store, root) == problem) and store.tokens[
-            before(store.page_back, root)
-        ] == token:
+        elif (problem < 0 or problem_of(store, root) == problem) and store.tokens[before(store.pages, root)] == token:
             return entry
         entry = (entry + 1) & mask
 
@@ -121,7 +123,7 @@ def insert(store, tree, problem, position, text, end):
 
     Expected O(log n) comparisons.
     """
-    tokens, page_back, children, roots = store.tokens, store.page_back, tree.children, tree.roots
+    tokens, pages, children, roots = store.tokens, store.pages, tree.children, tree.roots
     entry = _find_root(store, roots, problem, text[end - 1])
     node = np.int64(roots[entry])
     if node < 0:
@@ -133,7 +135,7 @@ def insert(store, tree, problem, position, text, end):
     smaller_side, larger_side = 0, 1
     smaller_length, larger_length = 1, 1
     while node >= 0:
-        length, sign = compare_context(tokens, page_back, node, text, end, min(smaller_length, larger_length))
+        length, sign = compare_context(tokens, pages, node, text, end, min(smaller_length, larger_length))
         if sign < 0 or (sign == 0 and order_hash(node) < order_hash(position)):
             children[smaller, smaller_side] = node
             smaller, smaller_side, smaller_length = node, 1, length
@@ -149,15 +151,15 @@ def insert(store, tree, problem, position, text, end):
 @inlined(allocates=False)
 def remove(store, tree, problem, position, text):
     """Take a position out of its tree, wherever it is. Expected O(log n)."""
-    tokens, page_back, children, roots = store.tokens, store.page_back, tree.children, tree.roots
-    found = read_back(store, before(page_back, position), text, np.int64(MAX_DEPTH))
+    tokens, pages, children, roots = store.tokens, store.pages, tree.children, tree.roots
+    found = read_back(store, before(pages, position), text, np.int64(MAX_DEPTH))
     context = text[MAX_DEPTH - found : MAX_DEPTH]
     entry = _find_root(store, roots, problem, context[found - 1])
     parent, side = np.int64(-1), 0
     node = np.int64(roots[entry])
     smaller_length, larger_length = 1, 1
     while node != position:
-        length, sign = compare_context(tokens, page_back, node, context, found, min(smaller_length, larger_length))
+        length, sign = compare_context(tokens, pages, node, context, found, min(smaller_length, larger_length))
         parent = node
         if sign < 0 or (sign == 0 and order_hash(node) < order_hash(position)):
             side, smaller_length = 1, length
@@ -168,7 +170,7 @@ def remove(store, tree, problem, position, text):
     while True:
         if smaller < 0 or larger < 0:
             kept = max(smaller, larger)
-        elif store.page_document[smaller >> PAGE_BITS] > store.page_document[larger >> PAGE_BITS]:
+        elif store.pages[smaller >> PAGE_BITS, DOCUMENT] > store.pages[larger >> PAGE_BITS, DOCUMENT]:
             kept = smaller
         else:
             kept = larger
@@ -197,7 +199,7 @@ def _rehash(store, tree, is_shared, old_roots):
         root = np.int64(old_roots[i])
         if root >= 0:
             problem = np.int64(-1) if is_shared else problem_of(store, root)
-            entry = _find_root(store, tree.roots, problem, store.tokens[before(store.page_back, root)])
+            entry = _find_root(store, tree.roots, problem, store.tokens[before(store.pages, root)])
             tree.roots[entry] = root
             tree.counts[0] += 1
 
@@ -215,13 +217,13 @@ def gather(store, tree, problem, excluded_problem, text, end, first, limit, posi
     Returns:
         The number of candidates. O(log n + MAX_VISITS).
     """
-    tokens, page_back, children = store.tokens, store.page_back, tree.children
+    tokens, pages, children = store.tokens, store.pages, tree.children
     node = np.int64(tree.roots[_find_root(store, tree.roots, problem, text[end - 1])])
     path_node, path_length, path_away, path_known = path.nodes, path.lengths, path.away, path.known
     steps = 0
     smaller_length, larger_length = 1, 1
     while node >= 0 and steps < MAX_WALK:
-        length, sign = compare_context(tokens, page_back, node, text, end, min(smaller_length, larger_length))
+        length, sign = compare_context(tokens, pages, node, text, end, min(smaller_length, larger_length))
         i = steps  # kept in order of falling length, newer ones first among equals
         while i > 0 and path_length[i - 1] < length:
             path_node[i], path_length[i] = path_node[i - 1], path_length[i - 1]
@@ -253,7 +255,7 @@ def gather(store, tree, problem, excluded_problem, text, end, first, limit, posi
             depth -= 1
             visits += 1
             node = np.int64(stack[depth])
-            length, sign = compare_context(tokens, page_back, node, text, end, np.int64(path_known[i]))
+            length, sign = compare_context(tokens, pages, node, text, end, np.int64(path_known[i]))
             near, far = (1, 0) if sign < 0 else (0, 1)
             if length >= path_length[i] or count < enough:
                 if excluded_problem < 0 or problem_of(store, node) != excluded_problem:
@@ -277,7 +279,7 @@ def check_integrity(store: Store, tree: Tree, *, is_shared: bool) -> None:
             continue
         used += 1
         problem = -1 if is_shared else problem_of(store, root)
-        token = store.tokens[before(store.page_back, root)]
+        token = store.tokens[before(store.pages, root)]
         assert _find_root(store, tree.roots, problem, token) == entry, "a root is not found"
         order: list[int] = []
         stack: list[int] = []
@@ -292,18 +294,18 @@ def check_integrity(store: Store, tree: Tree, *, is_shared: bool) -> None:
             node = int(tree.children[node, 1])
         text = np.empty(MAX_DEPTH, np.int32)
         for a, b in itertools.pairwise(order):
-            found = read_back(store, before(store.page_back, b), text, MAX_DEPTH)
-            length, sign = compare_context(store.tokens, store.page_back, a, text[MAX_DEPTH - found :], found, 0)
+            found = read_back(store, before(store.pages, b), text, MAX_DEPTH)
+            length, sign = compare_context(store.tokens, store.pages, a, text[MAX_DEPTH - found :], found, 0)
             assert length > 0, f"positions {a} and {b} have different last tokens"
             assert sign < 0 or (sign == 0 and order_hash(a) < order_hash(b)), f"positions {a} and {b} are out of order"
         assert not reached.intersection(order), "a position is in two trees"
         reached.update(order)
     assert used == tree.counts[0], "number of roots"
     expected = set()
-    for document in np.flatnonzero(store.document_problem >= 0).tolist():
-        position = int(store.document_last[document])
-        for _ in range(int(store.document_length[document])):
-            previous = int(before(store.page_back, position))
+    for document in np.flatnonzero(store.documents[:, PROBLEM] >= 0).tolist():
+        position = int(store.documents[document, LAST])
+        for _ in range(int(store.documents[document, LENGTH])):
+            previous = int(before(store.pages, position))
             if previous >= 0:
                 expected.add(position)
             position = previous

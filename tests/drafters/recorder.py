@@ -12,7 +12,7 @@ from hypothesis import settings
 from rollout_spec.drafters import ngram, suffix
 from rollout_spec.drafters.mixture import HistoryDrafter
 from rollout_spec.drafters.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER
-from rollout_spec.drafters.store import PAGE_BITS, PAGE_MASK, Store
+from rollout_spec.drafters.store import DOCUMENT, PAGE_BITS, PAGE_MASK, START, Store
 from rollout_spec.drafters.vote import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
 from rollout_spec.types import Draft
 from tests import naive
@@ -96,7 +96,7 @@ class Recorder:
     def place(self, position: int) -> Place:
         store = self.drafter._store.arrays
         page = position >> PAGE_BITS
-        return int(store.page_document[page]), int(store.page_start[page]) + (position & PAGE_MASK)
+        return int(store.pages[page, DOCUMENT]), int(store.pages[page, START]) + (position & PAGE_MASK)
 
     def tree_candidates(self, problem: int, context: Sequence[int], *, shared: bool = False) -> list[tuple[Place, int]]:
         """What the problem's suffix tree, or that of all others, finds for a context, in order."""

@@ -14,7 +14,7 @@ from rollout_spec import noise
 from rollout_spec.drafters import device_reference, mixture, propose, store, vote
 from rollout_spec.drafters.index import gather
 from rollout_spec.drafters.mixture import HistoryDrafter
-from rollout_spec.drafters.store import PAGE_TOKENS
+from rollout_spec.drafters.store import NEXT, PAGE_TOKENS
 from rollout_spec.drafters.vote import BLEND, MAX_DEPTH, NUM_DISTANCE_BINS
 from tests import naive
 from tests.drafters.recorder import SLOW, Recorder, examples
@@ -427,7 +427,7 @@ def test_drafts_follow_texts_whose_pages_lie_apart():
         for i, token in enumerate(column):
             recorder.extend(f"h{i}", [token])
     recorder.drafter._flush()
-    pages = recorder.drafter._store.arrays.page_next
+    pages = recorder.drafter._store.arrays.pages[:, NEXT]
     assert not ((pages >= 0) & (pages == np.arange(pages.size) + 1)).any()
     for i, text in enumerate(texts):
         recorder.start(f"r{i}", [1, 2, 3], text[:1], problem_id=7)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollout_spec.drafters import ngram
 from rollout_spec.drafters.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER, WAYS
-from rollout_spec.drafters.store import PAGE_TOKENS
+from rollout_spec.drafters.store import LAST, PAGE_TOKENS
 from rollout_spec.drafters.vote import MAX_DEPTH
 from tests.drafters.recorder import SLOW, Recorder, examples
 
@@ -170,7 +170,7 @@ def test_problems_are_apart_where_their_entries_look_the_same():
             i %= len(texts)
             problem, document = recorder.problem(str(i)), recorder.drafter._live[str(i)].document
             text = np.array(texts[i], np.int32)
-            ngram.insert(index.buckets, problem, int(store.document_last[document]), text, 4, LONG_ORDER)
+            ngram.insert(index.buckets, problem, int(store.documents[document, LAST]), text, 4, LONG_ORDER)
             tags.append(int(ngram._tag(np.uint64(ngram.hash_context(problem, text, 4, LONG_ORDER)))))
         looks_alike += tags.count(tags[-1]) > 1
         found = recorder.table_candidates(recorder.problem(str(asking)), [1, 2, 3, 4], LONG_ORDER)

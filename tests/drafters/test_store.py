@@ -10,7 +10,22 @@ from hypothesis import strategies as st
 from rollout_spec.drafters import store
 from rollout_spec.drafters.index import remove_document
 from rollout_spec.drafters.mixture import HistoryDrafter
-from rollout_spec.drafters.store import PAGE_TOKENS, PROMPT, ROLLOUT, TextStore, append_token, read_back, step_back
+from rollout_spec.drafters.store import (
+    BACK,
+    DOCUMENT,
+    FIRST,
+    LAST,
+    PAGE_TOKENS,
+    PROBLEM,
+    PROMPT,
+    ROLLOUT,
+    START,
+    VERSION,
+    TextStore,
+    append_token,
+    read_back,
+    step_back,
+)
 from rollout_spec.drafters.vote import MAX_DEPTH
 from tests.drafters.recorder import SENTINEL, examples
 
@@ -36,7 +51,7 @@ def pages(tokens):
 
 def last_tokens(texts, document, num):
     buffer = np.full(num, SENTINEL, np.int32)
-    found = read_back(texts.arrays, texts.arrays.document_last[document], buffer, num)
+    found = read_back(texts.arrays, texts.arrays.documents[document, LAST], buffer, num)
     assert (buffer[: num - found] == SENTINEL).all()
     return buffer[num - found :].tolist()
 
@@ -85,7 +100,7 @@ def test_steps_back_equal_reading_back():
     append(texts, prompt, range(PAGE_TOKENS + 3))
     document = texts.new_document(0, ROLLOUT, 0, after=prompt)
     append(texts, document, range(1000, 1000 + PAGE_TOKENS + 3))
-    last, back = int(texts.arrays.document_last[document]), texts.arrays.page_back
+    last, back = int(texts.arrays.documents[document, LAST]), texts.arrays.pages
     whole = last_tokens(texts, document, 500)
     for steps in range(len(whole) + 3):
         position = int(step_back(back, last, steps))
@@ -97,13 +112,13 @@ def test_positions_stand_still_while_capacities_grow():
     texts = TextStore()
     document, other = (texts.new_document(0, ROLLOUT, 0) for _ in range(2))
     append(texts, document, [7] * 40)
-    first, before = int(texts.arrays.document_first[document]), texts.arrays
+    first, before = int(texts.arrays.documents[document, FIRST]), texts.arrays
     assert texts.reserve(1000)
     assert not texts.reserve(1000)
     assert texts.arrays is not before
     append(texts, other, range(1000 * PAGE_TOKENS))
     append(texts, document, [8])
-    assert texts.arrays.document_first[document] == first
+    assert texts.arrays.documents[document, FIRST] == first
     assert texts.text(document).tolist() == [7] * 40 + [8]
     assert texts.text(other).tolist() == list(range(1000 * PAGE_TOKENS))
     texts.check_integrity()
@@ -124,11 +139,11 @@ def test_pages_and_documents_are_used_again():
 
 def test_more_documents_than_there_was_room_for():
     texts = TextStore()
-    size = texts.arrays.document_problem.size
+    size = len(texts.arrays.documents)
     documents = [texts.new_document(i, ROLLOUT, 5 + i) for i in range(3 * size)]
     assert len(set(documents)) == 3 * size
-    assert texts.arrays.document_problem[documents].tolist() == list(range(3 * size))
-    assert texts.arrays.document_version[documents].tolist() == list(range(5, 5 + 3 * size))
+    assert texts.arrays.documents[documents, PROBLEM].tolist() == list(range(3 * size))
+    assert texts.arrays.documents[documents, VERSION].tolist() == list(range(5, 5 + 3 * size))
     for document in documents:
         append(texts, document, [document])
     assert [texts.text(document).tolist() for document in documents] == [[document] for document in documents]
@@ -161,17 +176,22 @@ def test_every_page_that_positions_can_tell_apart_is_used(monkeypatch):
         texts.reserve(texts.num_pages + 1)
 
 
-@pytest.mark.parametrize("field", ["page_document", "page_start", "page_back", "document_last", "free_pages", "counts"])
+@pytest.mark.parametrize("field", ["document", "start", "back", "last", "free_pages", "counts"])
 def test_integrity_notices(field):
     texts = TextStore()
     document = texts.new_document(0, ROLLOUT, 0)
     append(texts, document, range(2 * PAGE_TOKENS))
     texts.check_integrity()
-    first, second = np.flatnonzero(texts.arrays.page_document == document)
-    at = {"page_document": second, "page_start": second, "page_back": max(first, second), "document_last": document}
-    at |= {"free_pages": 0, "counts": store.NUM_TOKENS}
-    if field == "page_back":
-        at["page_back"] = texts.arrays.document_last[document] // PAGE_TOKENS
-    getattr(texts.arrays, field)[at[field]] -= 1
+    arrays = texts.arrays
+    _, second = np.flatnonzero(arrays.pages[:, DOCUMENT] == document)
+    array, at = {
+        "document": (arrays.pages, (second, DOCUMENT)),
+        "start": (arrays.pages, (second, START)),
+        "back": (arrays.pages, (arrays.documents[document, LAST] // PAGE_TOKENS, BACK)),
+        "last": (arrays.documents, (document, LAST)),
+        "free_pages": (arrays.free_pages, 0),
+        "counts": (arrays.counts, store.NUM_TOKENS),
+    }[field]
+    array[at] -= 1
     with pytest.raises(AssertionError):
         texts.check_integrity()
