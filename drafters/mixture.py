@@ -32,6 +32,7 @@ from rollout_spec.drafters.index import Index, Settings, append_batch, remove_do
 from rollout_spec.drafters.lookahead import new_pool
 from rollout_spec.drafters.propose import Calibration, Proposals, Rows
 from rollout_spec.drafters.store import MAX_PAGES, PAGE_TOKENS, PROBLEM, PROMPT, ROLLOUT, TextStore
+from rollout_spec.drafters.threads import MAX_THREADS, share_out, usable_threads
 from rollout_spec.drafters.vote import INVERSE_TEMPERATURES, SOURCES
 from rollout_spec.types import Draft, Drafts, Int32Array
 
@@ -83,6 +84,8 @@ class HistoryDrafter:
             rollouts go first; live requests stay.
         max_history_versions: Rollouts of more than this many policy versions ago are dropped. None: only the bound on
             tokens counts.
+        num_threads: Most threads that draft for a large batch, at most `threads.MAX_THREADS`; drafts do not depend on
+            it. None: as many as this process may use cores.
 
     Raises:
         ValueError: an argument is out of range.
@@ -101,6 +104,7 @@ class HistoryDrafter:
         recency: float = vote.RECENCY,
         max_history_tokens: int = 8_000_000,
         max_history_versions: int | None = None,
+        num_threads: int | None = None,
     ) -> None:
         if index not in ("suffix", "ngram"):
             raise ValueError(f"index must be 'suffix' or 'ngram', got {index!r}")
@@ -118,6 +122,8 @@ class HistoryDrafter:
             raise ValueError(f"max_history_tokens must be at least 1, got {max_history_tokens}")
         if max_history_versions is not None and max_history_versions < 0:
             raise ValueError(f"max_history_versions must not be negative, got {max_history_versions}")
+        if num_threads is not None and not 1 <= num_threads <= MAX_THREADS:
+            raise ValueError(f"num_threads must be from 1 to {MAX_THREADS}, got {num_threads}")
         self._own_only = own_only
         self._max_draft_tokens = max_draft_tokens
         # A tenth of all pages is left to live requests, however large the bound.
@@ -146,7 +152,8 @@ class HistoryDrafter:
         )
         self._rows = _new_rows(4)
         self._proposals = _new_proposals(4, max_draft_tokens)
-        self._scratch = propose.new_scratch(max_draft_tokens)
+        self._num_threads = usable_threads() if num_threads is None else num_threads
+        self._scratch = [propose.new_scratch(max_draft_tokens) for _ in range(self._num_threads)]
         self._free_rows = list(range(3, -1, -1))
         self._live: dict[str, _Request] = {}
         self._prompts: dict[tuple[int, int], _Prompt] = {}
@@ -192,7 +199,7 @@ class HistoryDrafter:
         self._rows.prompt_length[row] = len(prompt_tokens)
         self._rows.seed[row] = 0 if seed is None else seed
         self._rows.has_seed[row] = seed is not None
-        self._proposals.lengths[row] = 0
+        self._proposals.lengths[row], self._proposals.is_cut[row] = 0, False
         self._live[req_id] = _Request(row, document, problem, self._version, prompt)
 
     def extend(self, req_id: str, new_token_ids: Tokens) -> None:
@@ -231,19 +238,23 @@ class HistoryDrafter:
 
     def propose_batch(self, rows: NDArray[np.int64], max_tokens: NDArray[np.int64]) -> Drafts:
         self._flush()
-        out = self._proposals
-        propose.propose(
-            self._store.arrays,
-            self._index,
-            self._pool,
-            self._rows,
-            rows,
-            np.clip(max_tokens, 0, self._max_draft_tokens),
-            self._settings,
-            self._calibration,
-            self._scratch,
-            out,
-        )
+        out, limits = self._proposals, np.clip(max_tokens, 0, self._max_draft_tokens)
+
+        def propose_part(part: int, start: int, end: int) -> None:
+            propose.propose(
+                self._store.arrays,
+                self._index,
+                self._pool,
+                self._rows,
+                rows[start:end],
+                limits[start:end],
+                self._settings,
+                self._calibration,
+                self._scratch[part],
+                out,
+            )
+
+        share_out(propose_part, rows.size, self._num_threads)
         return Drafts(out.tokens[rows], out.lengths[rows], out.confidence[rows])
 
     def observe_batch(
@@ -263,7 +274,7 @@ class HistoryDrafter:
             num_accepted,
             self._settings,
             self._calibration,
-            self._scratch,
+            self._scratch[0],
             self._proposals,
         )
 
@@ -432,6 +443,7 @@ def _new_proposals(capacity: int, k: int) -> Proposals:
         tokens=np.zeros((capacity, k), np.int32),
         confidence=np.zeros((capacity, k), np.float32),
         cells=np.zeros((capacity, k, 4), np.int32),
+        is_cut=np.zeros(capacity, np.bool_),
         alternatives=np.zeros((capacity, k, len(INVERSE_TEMPERATURES)), np.int32),
     )
 

@@ -81,6 +81,7 @@ class Proposals(NamedTuple):
     tokens: Int32Array  # [rows, K]
     confidence: Float32Array  # [rows, K]
     cells: Int32Array  # [rows, K, 4] index into the calibration
+    is_cut: NDArray[np.bool_]  # [rows] whether one token more had too low a rate; its cell is the one after the last
     alternatives: Int32Array  # [rows, K, inverse temperature] what each would have drafted; -1: there was no choice
 
 
@@ -286,7 +287,7 @@ def _advance(store, token, count, positions, lengths, weights, origin_bins):
     return alive
 
 
-@njit(allocates=False)
+@njit(allocates=False, nogil=True)
 def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out):
     positions, lengths, weights, origin_bins = scratch.positions, scratch.lengths, scratch.weights, scratch.origin_bins
     found, mass, noise = scratch.found, scratch.mass, scratch.noise
@@ -304,7 +305,7 @@ def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibrat
         kept = read_back(store, last_position(store, document), scratch.text, np.int64(MAX_DEPTH))
         text = scratch.text[MAX_DEPTH - kept :]
         survival, count = 1.0, 0
-        out.lengths[row] = 0
+        out.lengths[row], out.is_cut[row] = 0, False
         for depth in range(max_tokens[i]):
             end = kept + depth
             if count == 0:
@@ -352,13 +353,12 @@ def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibrat
                     int(NUM_DISTANCE_BINS * likely), NUM_DISTANCE_BINS - 1
                 )
             probability_bin, length_bin = _probability_bin(expected), _length_bin(longest)
-            survival *= _rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected)
-            if survival < settings.min_survival:
-                _decay(calibration.coarse[coupled, probability_bin, length_bin])
-                _decay(calibration.fine[coupled, probability_bin, length_bin, origin_bin])
-                break
             out.cells[row, depth, 0], out.cells[row, depth, 1] = coupled, probability_bin
             out.cells[row, depth, 2], out.cells[row, depth, 3] = length_bin, origin_bin
+            survival *= _rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected)
+            if survival < settings.min_survival:
+                out.is_cut[row] = True
+                break
             out.tokens[row, depth] = token
             out.confidence[row, depth] = survival
             out.lengths[row] = depth + 1
@@ -409,6 +409,10 @@ def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settin
                 context[kept + depth] = out.tokens[row, depth]
             for depth in range(num_accepted[i] + 1, min(num_targets, length + 1)):
                 lookahead.insert(pool, problem, context, kept + depth, targets[starts[i] + depth])
+        if out.is_cut[row]:
+            coupled, probability_bin, length_bin, origin_bin = out.cells[row, out.lengths[row]]
+            _decay(calibration.coarse[coupled, probability_bin, length_bin])
+            _decay(calibration.fine[coupled, probability_bin, length_bin, origin_bin])
         reached = min(out.lengths[row], num_accepted[i] + 1, num_targets)
         for depth in range(reached):
             coupled, probability_bin, length_bin, origin_bin = out.cells[row, depth]
@@ -421,7 +425,7 @@ def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settin
                     _count_outcome(calibration.by_inverse_temperature[a], out.alternatives[row, depth, a] == target)
             calibration.by_source[origin_bin // NUM_DISTANCE_BINS, 0] += 1
             calibration.by_source[origin_bin // NUM_DISTANCE_BINS, 1] += hit
-        out.lengths[row] = 0
+        out.lengths[row], out.is_cut[row] = 0, False
 
 
 def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, scratch, out):

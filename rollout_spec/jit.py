@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import caching, codegen, compiler
+from llvmlite import ir
+from numba.core import caching, cgutils, codegen, compiler, types
 from numba.core.registry import CPUDispatcher
+from numba.extending import intrinsic
 
 from rollout_spec import jit_cache
 
@@ -67,6 +69,26 @@ def inlined(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     if isinstance(compiled, CPUDispatcher):
         compiled.__class__ = _Inlined
     return compiled
+
+
+@intrinsic
+def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+    """`prefetch(array, i)` loads array[i] of a one-dimensional array into the cache while other code goes on.
+
+    Nothing is checked: i may lie outside of the array.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, args[0]).data
+
+        address = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
+        number = ir.IntType(32)
+        kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        builder.call(function, [address, number(0), number(3), number(1)])  # to read, into all levels, data
+        return context.get_dummy_value()
+
+    return types.void(array, index), generate
 
 
 def dispatchers() -> list[Any]:
