@@ -109,11 +109,16 @@ class BatchDrafter(Drafter, Protocol):
     def extend_batch(self, rows: NDArray[np.int64], token_ids: Int32Array, starts: NDArray[np.int64]) -> None:
         """`extend` for each request, by token_ids[starts[i] : starts[i + 1]].
 
+        Other requests need not be drafted from these tokens before `update_index` is called, or this once more.
+
         Args:
             rows: int64 [R], each at most once.
             token_ids: int32 [T].
             starts: int64 [R + 1], rising from 0 to T.
         """
+
+    def update_index(self) -> None:
+        """Do what `extend_batch` has left to do: engines call it while they wait for the device."""
 
     def propose_batch(self, rows: NDArray[np.int64], max_tokens: NDArray[np.int64]) -> Drafts:
         """`propose` for each request, at most `max_tokens[i]` tokens (int64 [R])."""

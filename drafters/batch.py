@@ -62,6 +62,9 @@ class _OneByOne:
             if tokens:
                 self._drafter.extend(self._req_ids[row], tokens)
 
+    def update_index(self) -> None:
+        pass
+
     def propose_batch(self, rows: NDArray[np.int64], max_tokens: NDArray[np.int64]) -> Drafts:
         """See `BatchDrafter`.
 

@@ -8,7 +8,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters import ngram, suffix
-from rollout_spec.drafters.store import LENGTH, PROBLEM, append_token, before, clear_document, last_position, read_back
+from rollout_spec.drafters.store import (
+    INDEXED,
+    LENGTH,
+    PROBLEM,
+    after,
+    append_token,
+    before,
+    clear_document,
+    last_position,
+    read_back,
+    step_back,
+)
 from rollout_spec.drafters.suffix import Tree
 from rollout_spec.drafters.vote import MAX_CANDIDATES, MAX_DEPTH
 from rollout_spec.jit import inlined, njit
@@ -58,28 +69,44 @@ def _index_position(store, index, settings, problem, position, context, size):
 
 
 @njit(allocates=False)
-def _append_all(store, index, settings, documents, tokens, starts, window):
+def append_batch(store, documents, tokens, starts):
+    """Append tokens[starts[i] : starts[i + 1]] to documents[i]."""
+    for i in range(documents.size):
+        for at in range(starts[i], starts[i + 1]):
+            append_token(store, documents[i], tokens[at])
+
+
+@njit(allocates=False)
+def _index_all(store, index, settings, documents, window):
     for i in range(documents.size):
         document = documents[i]
         problem = np.int64(store.documents[document, PROBLEM])
-        first = MAX_DEPTH - read_back(store, last_position(store, document), window, np.int64(MAX_DEPTH))
+        left = np.int64(store.documents[document, LENGTH] - store.documents[document, INDEXED])
+        if left == 0:
+            continue
+        position = step_back(store.pages, last_position(store, document), left - 1)
+        first = MAX_DEPTH - read_back(store, before(store.pages, position), window, np.int64(MAX_DEPTH))
         end = MAX_DEPTH
-        for at in range(starts[i], starts[i + 1]):
-            position = append_token(store, document, tokens[at])
+        while True:
             first = max(first, end - MAX_DEPTH)
             if end > first:
                 _index_position(store, index, settings, problem, position, window[first:end], end - first)
+            left -= 1
+            if left == 0:
+                break
             if end == window.size:
                 for j in range(MAX_DEPTH):
                     window[j] = window[end - MAX_DEPTH + j]
                 first, end = 0, MAX_DEPTH
-            window[end] = tokens[at]
+            window[end] = store.tokens[position]
             end += 1
+            position = after(store.pages, position)
+        store.documents[document, INDEXED] = store.documents[document, LENGTH]
 
 
-def append_batch(store, index, settings, documents, tokens, starts):
-    """Append tokens[starts[i] : starts[i + 1]] to documents[i], and index each as its context's continuation."""
-    _append_all(store, index, settings, documents, tokens, starts, np.empty(8 * MAX_DEPTH, np.int32))
+def index_batch(store, index, settings, documents):
+    """Index each document's tokens that are not indexed so far, each as its context's continuation."""
+    _index_all(store, index, settings, documents, np.empty(8 * MAX_DEPTH, np.int32))
 
 
 @njit(allocates=False)
@@ -87,9 +114,9 @@ def _remove(store, index, settings, document, text):
     if settings.use_tree:
         problem = np.int64(store.documents[document, PROBLEM])
         position = last_position(store, document)
-        for _ in range(store.documents[document, LENGTH]):
+        for number in range(store.documents[document, LENGTH], 0, -1):
             previous = before(store.pages, position)
-            if previous >= 0:
+            if previous >= 0 and number <= store.documents[document, INDEXED]:
                 for kind in range(2 if settings.use_shared else 1):
                     tree, key = (index.shared, np.int64(-1)) if kind else (index.tree, problem)
                     suffix.remove(store, tree, key, position, text)

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.drafters import ngram, propose, suffix, vote
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
-from rollout_spec.drafters.index import Index, Settings, append_batch, remove_document
+from rollout_spec.drafters.index import Index, Settings, append_batch, index_batch, remove_document
 from rollout_spec.drafters.lookahead import new_pool
 from rollout_spec.drafters.propose import Calibration, Proposals, Rows
 from rollout_spec.drafters.store import MAX_PAGES, PAGE_TOKENS, PROBLEM, PROMPT, ROLLOUT, TextStore
@@ -164,6 +164,8 @@ class HistoryDrafter:
         self._finished: deque[_Request] = deque()
         self._pending: list[tuple[int, array[int]]] = []
         self._num_pending = 0
+        self._unindexed: list[NDArray[np.int64]] = []  # documents whose last tokens are not indexed yet
+        self._num_unindexed = 0
         self._max_pending = min(MAX_PENDING, max_history_tokens // 16)
         self._version = 0
 
@@ -212,6 +214,7 @@ class HistoryDrafter:
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
         if len(max_tokens) != len(req_ids):
             raise ValueError(f"max_tokens has {len(max_tokens)} entries for {len(req_ids)} requests")
+        self._flush()
         drafts = self.propose_batch(self._batch(req_ids), np.asarray(max_tokens, np.int64))
         lengths = drafts.lengths.tolist()
         return [Draft(t[:n], c[:n]) for t, c, n in zip(drafts.token_ids, drafts.confidence, lengths, strict=True)]
@@ -236,8 +239,26 @@ class HistoryDrafter:
             self._append(self._rows.document[rows], token_ids, starts)
             self._drop_oldest()
 
+    def update_index(self) -> None:
+        if self._num_unindexed == 0:
+            return
+        documents, num_tokens = np.concatenate(self._unindexed), self._num_unindexed
+        self._unindexed, self._num_unindexed = [], 0
+        index, store = self._index, self._store
+        if self._settings.use_tree:
+            index = index._replace(tree=suffix.reserve(store.arrays, index.tree, num_tokens, is_shared=False))
+            if self._settings.use_shared:
+                index = index._replace(shared=suffix.reserve(store.arrays, index.shared, num_tokens, is_shared=True))
+        if self._settings.use_table:
+            wanted = store.num_tokens * TABLE_ENTRIES_PER_TOKEN
+            if index.buckets.size < wanted:
+                old = index.buckets
+                index = index._replace(buckets=ngram.new_buckets(int(wanted)))
+                ngram.rehash(store.arrays, index.buckets, self._settings.use_shared, old)
+        self._index = index
+        index_batch(store.arrays, index, self._settings, documents)
+
     def propose_batch(self, rows: NDArray[np.int64], max_tokens: NDArray[np.int64]) -> Drafts:
-        self._flush()
         out, limits = self._proposals, np.clip(max_tokens, 0, self._max_draft_tokens)
 
         def propose_part(part: int, start: int, end: int) -> None:
@@ -369,12 +390,13 @@ class HistoryDrafter:
         return 0 if self._max_history_versions is None else self._version - self._max_history_versions
 
     def _flush(self) -> None:
-        """Index what `extend` collected, in one compiled call, and drop the oldest rollouts until the bound holds."""
+        """Index what the drafter was given so far, and drop the oldest rollouts until the bound holds."""
         if self._pending:
             pieces, self._pending, self._num_pending = self._pending, [], 0
             documents = np.array([document for document, _ in pieces], np.int64)
             tokens = np.frombuffer(bytearray().join([tokens for _, tokens in pieces]), np.int32)  # writable
             self._append(documents, tokens, _starts([tokens for _, tokens in pieces]))
+        self.update_index()
         self._drop_oldest()
 
     def _drop_oldest(self) -> None:
@@ -382,21 +404,12 @@ class HistoryDrafter:
             self._remove(self._finished.popleft())
 
     def _append(self, documents: NDArray[np.int64], tokens: Int32Array, starts: NDArray[np.int64]) -> None:
+        """Append tokens[starts[i] : starts[i + 1]] to documents[i]; `update_index` indexes them."""
         # A piece takes at most one page more than its tokens fill.
         self._store.reserve(tokens.size // PAGE_TOKENS + documents.size)
-        index, store = self._index, self._store
-        if self._settings.use_tree:
-            index = index._replace(tree=suffix.reserve(store.arrays, index.tree, tokens.size, is_shared=False))
-            if self._settings.use_shared:
-                index = index._replace(shared=suffix.reserve(store.arrays, index.shared, tokens.size, is_shared=True))
-        if self._settings.use_table:
-            wanted = (store.num_tokens + tokens.size) * TABLE_ENTRIES_PER_TOKEN
-            if index.buckets.size < wanted:
-                old = index.buckets
-                index = index._replace(buckets=ngram.new_buckets(int(wanted)))
-                ngram.rehash(store.arrays, index.buckets, self._settings.use_shared, old)
-        self._index = index
-        append_batch(store.arrays, index, self._settings, documents, tokens, starts)
+        append_batch(self._store.arrays, documents, tokens, starts)
+        self._unindexed.append(documents)
+        self._num_unindexed += tokens.size
 
     def _remove(self, request: _Request) -> None:
         """Take a rollout out of the index, and its prompt if no other rollout has the same."""

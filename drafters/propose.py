@@ -15,13 +15,13 @@ from rollout_spec.drafters.store import (
     KIND,
     LAST,
     LENGTH,
-    NEXT,
     PAGE_BITS,
     PAGE_MASK,
     PROBLEM,
     ROLLOUT,
     START,
     VERSION,
+    after,
     last_position,
     read_back,
 )
@@ -279,8 +279,7 @@ def _advance(store, token, count, positions, lengths, weights, origin_bins):
         page = position >> PAGE_BITS
         if tokens[position] != token or position == store.documents[store.pages[page, DOCUMENT], LAST]:
             continue
-        at_end = (position & PAGE_MASK) == PAGE_MASK
-        positions[alive] = store.pages[page, NEXT] << PAGE_BITS if at_end else position + 1
+        positions[alive] = after(store.pages, position)
         lengths[alive] = min(lengths[i] + 1, MAX_DEPTH)
         weights[alive], origin_bins[alive] = weights[i], origin_bins[i]
         alive += 1

@@ -36,8 +36,8 @@ NUM_FREE_PAGES, NUM_TOKENS = range(2)
 DOCUMENT, BACK, NEXT, START = range(4)
 # Columns of Store.documents: the problem, -1 where there is no document; PROMPT or ROLLOUT; the policy version; the
 # first position, -1 of an empty document; the last position, of an empty rollout its prompt's, -1 where there is none;
-# tokens.
-PROBLEM, KIND, VERSION, FIRST, LAST, LENGTH = range(6)
+# its tokens; how many of them, the first ones, the index knows.
+PROBLEM, KIND, VERSION, FIRST, LAST, LENGTH, INDEXED = range(7)
 PROMPT, ROLLOUT = range(2)
 
 
@@ -46,7 +46,7 @@ class Store(NamedTuple):
 
     tokens: Int32Array  # [P * PAGE_TOKENS]
     pages: Int32Array  # [P, 4] see DOCUMENT
-    documents: Int32Array  # [D, 6] see PROBLEM
+    documents: Int32Array  # [D, 7] see PROBLEM
     free_pages: Int32Array  # [P] stack
     counts: NDArray[np.int64]  # [2] see NUM_FREE_PAGES
 
@@ -93,6 +93,14 @@ def read_back(store, position, text, end):
         text[at] = tokens[position]
         position = before(pages, position)
     return end - at
+
+
+@inlined(allocates=False)
+def after(pages, position):
+    """Position of the token after one that is not its document's last."""
+    if (position & PAGE_MASK) != PAGE_MASK:
+        return position + 1
+    return np.int64(pages[position >> PAGE_BITS, NEXT]) << PAGE_BITS
 
 
 @inlined(allocates=False)
@@ -187,7 +195,7 @@ class TextStore:
         self.arrays = Store(
             tokens=np.zeros(pages * PAGE_TOKENS, np.int32),
             pages=np.full((pages, 4), -1, np.int32),
-            documents=np.full((documents, 6), -1, np.int32),
+            documents=np.full((documents, 7), -1, np.int32),
             free_pages=np.arange(pages - 1, -1, -1, dtype=np.int32),
             counts=np.array([pages, 0], np.int64),
         )
@@ -220,7 +228,7 @@ class TextStore:
         arrays.documents[document, VERSION] = version
         arrays.documents[document, FIRST] = -1
         arrays.documents[document, LAST] = arrays.documents[after, LAST] if after >= 0 else -1
-        arrays.documents[document, LENGTH] = 0
+        arrays.documents[document, LENGTH] = arrays.documents[document, INDEXED] = 0
         return document
 
     def reserve(self, num_pages: int) -> bool:

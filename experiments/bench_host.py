@@ -6,7 +6,8 @@ The V1 adapters are called as vLLM's model runner calls them, on its data struct
 a model: a drafted token is accepted where the recording says the same. The rollouts of later epochs are live, in groups
 of eight per problem while there are enough problems; those of the first epoch are the history. A rollout that ends
 makes room for the next one. vLLM's own proposers follow the same rollouts in the same process: `ngram` and, where
-arctic-inference is found (see `peers.find_arctic`), `suffix` with the same history.
+arctic-inference is found (see `peers.find_arctic`), `suffix` with the same history. `ours on a device` indexes new
+tokens while the forward pass would run, as on a GPU.
 
 Reported: p20/p50/p80 over the steps of the microseconds per request (per step at one request), and how they divide.
 """
@@ -219,7 +220,7 @@ class Stopwatch:
 class Ours:
     """Our V1 adapter and proposer."""
 
-    def __init__(self, runner: Runner, k: int, history: list[tuple[Problem, Rollout]]) -> None:
+    def __init__(self, runner: Runner, k: int, history: list[tuple[Problem, Rollout]], *, index_late: bool) -> None:
         config = engine_config(k, len(runner.discard_request_mask.np))
         runner.drafter = vllm_v1.RolloutSpecProposer(config)  # type: ignore[attr-defined]
         self.adapter = vllm_v1.RunnerAdapter(
@@ -227,6 +228,7 @@ class Ours:
         )
         runner.rollout_spec = self.adapter  # type: ignore[attr-defined]
         self.runner, self.session = runner, runner.drafter.session  # type: ignore[attr-defined]
+        self.session._index_late = index_late
         drafter = self.session.drafter
         for number, (_, rollout) in enumerate(history):
             drafter.start_request(str(number), rollout.prompt)
@@ -239,7 +241,14 @@ class Ours:
 
         self.session.budget.observe_step = observe_modelled_step
         self.watch = Stopwatch()
-        for method in ("start_request", "extend_batch", "observe_batch", "propose_batch", "stop_request"):
+        for method in (
+            "start_request",
+            "extend_batch",
+            "update_index",
+            "observe_batch",
+            "propose_batch",
+            "stop_request",
+        ):
             self.watch.wrap(drafter, method, "drafter")
         for method in ("wants_drafts", "decide", "observe_step"):
             self.watch.wrap(self.session.budget, method, "budget")
@@ -253,8 +262,9 @@ class Ours:
         self.adapter.on_requests_changed()
 
     def begin(self) -> None:
-        """The forward pass starts."""
+        """The forward pass starts. What is done while a device computes is not timed."""
         self.adapter.begin_step()
+        self.session.update_index()
 
     def sample(self, verification: Verification) -> None:
         """The adapter's part of sampling, with the verifier's own work left out."""
@@ -288,8 +298,8 @@ def make(name: str, runner: Runner, k: int, history: list[tuple[Problem, Rollout
     """A contestant; None where it is not installed."""
     size = len(runner.discard_request_mask.np)
     batch = runner.input_batch
-    if name == "ours":
-        return Ours(runner, k, history)
+    if name.startswith("ours"):
+        return Ours(runner, k, history, index_late=name == "ours on a device")
     if name == "ngram":
         ngram = NgramProposer(engine_config(k, size))
         return Stock(lambda sampled: ngram.propose(k, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu))
@@ -360,14 +370,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--k", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--history", type=int, default=450, help="finished rollouts known at the start")
-    parser.add_argument("--contestants", nargs="+", default=["ours", "ngram", "suffix"])
+    parser.add_argument("--contestants", nargs="+", default=["ours", "ours on a device", "ngram", "suffix"])
     parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     problems = read_traces(args.trace)
     warm_up(RolloutSpecConfig())
     about = {**origin(), "trace": args.trace.name, "history": args.history, "steps": args.steps}
-    print("batch  K  proposer  us/request p20    p50    p80  tokens/step  of which, on average")
+    print("batch  K  proposer          us/request p20    p50    p80  tokens/step  of which, on average")
     for k in args.k:
         for size in args.batch:
             for name in args.contestants:
@@ -378,7 +388,7 @@ def main(argv: list[str] | None = None) -> None:
                 low, middle, high = figures["us_per_request"]
                 parts = ", ".join(f"{part} {us}" for part, us in figures["parts_us_mean"].items())
                 print(
-                    f"{size:5d} {k:2d}  {name:8}  {low:14.1f} {middle:6.1f} {high:6.1f}  "
+                    f"{size:5d} {k:2d}  {name:16}  {low:14.1f} {middle:6.1f} {high:6.1f}  "
                     f"{figures['tokens_per_step']:11.2f}  {parts}",
                     flush=True,
                 )

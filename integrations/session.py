@@ -73,6 +73,8 @@ class DraftingSession:
     Args:
         share_from_first_rank: Returns the first rank's list of numbers on every rank, as all must draft alike. None
             for a single rank.
+        index_late: Index new tokens in `update_index`, which is called while the device computes, and not in `draft`,
+            for which the device waits. Drafts then find them a step later.
 
     Raises:
         ValueError, TypeError: the drafter is unknown, or its options are wrong.
@@ -84,6 +86,8 @@ class DraftingSession:
         vllm_config: Any,
         stats: SpeculationStats,
         share_from_first_rank: Callable[[list[float]], list[float]] | None = None,
+        *,
+        index_late: bool = False,
     ) -> None:
         options = {"max_draft_tokens": config.num_speculative_tokens} if config.drafter in DRAFTERS else {}
         drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
@@ -100,6 +104,7 @@ class DraftingSession:
         self._stats = stats
         self.budget = Budget() if config.budget else None
         self._share_from_first_rank = share_from_first_rank
+        self._index_late = index_late
         self._vllm_config = vllm_config
         scheduler = vllm_config.scheduler_config
         self._max_step_tokens = int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
@@ -176,6 +181,11 @@ class DraftingSession:
         finally:
             self._stats.draft_seconds += time.perf_counter() - started
 
+    def update_index(self) -> None:
+        """Do the last step's work that could wait. Called while the device computes. Raises like `draft`."""
+        if self.enabled and self._index_late:
+            self._ask(self.drafter.update_index)
+
     def pause(self) -> None:
         """In place of `draft` while the session is not enabled."""
         self._last_call = self._proposal = None
@@ -226,7 +236,7 @@ class DraftingSession:
         return {name: list(values) for name, values in counts.items()}
 
     def _ask(self, call: Callable[[], Any]) -> Any:
-        """Call the drafter outside a step. If it raises, switch it off and return None."""
+        """Call the drafter outside of `draft`. If it raises, switch it off and return None."""
         try:
             return call()
         except Exception as error:
@@ -371,6 +381,8 @@ class DraftingSession:
         if self._stop_strings_by_row:
             kept, starts = self._cut_at_stop_strings(sampled.rows, kept, starts, to_come)
         self.drafter.extend_batch(sampled.rows, kept, starts)
+        if not self._index_late:
+            self.drafter.update_index()
         return to_come
 
     def _cut_at_stop_strings(

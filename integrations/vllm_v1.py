@@ -194,6 +194,7 @@ class RunnerAdapter:
         proposer = self.proposer if self.proposer is not None and self.proposer.session.enabled else None
         if proposer is not None:
             wanted.append(result.target_token_ids)
+            proposer.session.update_index()
         host = torch.cat(wanted).cpu().numpy()  # one copy: each would wait for the device
         invalid = host[size : 2 * size]
         if invalid.any() and not bool((outcome.logits.isnan() | (outcome.logits == float("inf"))).any()):
@@ -319,7 +320,8 @@ class RolloutSpecProposer:
         """
         self._runner = runner
         share = sharing_from_first_rank(self._vllm_config)
-        self.session = DraftingSession(self._config, self._vllm_config, self.stats, share)
+        index_late = runner.device.type != "cpu"  # a CPU's forward pass has ended when it returns: no time to use
+        self.session = DraftingSession(self._config, self._vllm_config, self.stats, share, index_late=index_late)
 
     def propose(
         self,

@@ -353,7 +353,9 @@ class HistorySpeculator(BaseSpeculator):
         assert config is not None
         self.model = vllm_compat.speculator_model()
         self.stats = SpeculationStats()
-        self.session = DraftingSession(config, vllm_config, self.stats, sharing_from_first_rank(vllm_config))
+        share = sharing_from_first_rank(vllm_config)
+        index_late = device.type != "cpu"  # a CPU's forward pass has ended when it returns: no time to use
+        self.session = DraftingSession(config, vllm_config, self.stats, share, index_late=index_late)
         self.num_draft_tokens: dict[str, int] = {}
         self._num_speculative_tokens = config.num_speculative_tokens
         self._device = device
@@ -416,6 +418,7 @@ class HistorySpeculator(BaseSpeculator):
         """
         result, starts, size = outcome.result, outcome.starts.astype(np.int64), len(outcome.req_ids)
         counts = (result.num_accepted, result.num_broken_rows, num_sampled[:size], outcome.first_positions)
+        self.session.update_index()
         host = torch.cat((result.target_token_ids, *counts)).cpu().numpy()
         targets = host[: starts[-1]]
         accepted, broken, sampled, positions = host[starts[-1] :].reshape(len(counts), size)

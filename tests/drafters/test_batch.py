@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import time
+
 import numpy as np
 import pytest
 
-from rollout_spec.drafters import build_drafter
+from rollout_spec.drafters import build_drafter, threads
 from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.mixture import HistoryDrafter
 from rollout_spec.types import Draft
@@ -40,6 +43,7 @@ def drive(drafter, seed):
         rng.shuffle(chosen)
         rows = np.array([drafter.row_of(req_id) for req_id in chosen])
         drafter.extend_batch(rows, *flat([rng.integers(0, 3, rng.integers(0, 3)) for _ in chosen], np.int32))
+        drafter.update_index()
         proposed = drafter.propose_batch(rows, rng.integers(0, K + 1, len(chosen)))
         drafts += [
             (tokens[:n].tolist(), confidence[:n].tolist()) for tokens, n, confidence in zip(*proposed, strict=True)
@@ -67,6 +71,80 @@ def test_a_batch_is_as_one_by_one(name, seed):
     assert (drafts, counts) == drive(wrapped, seed)
     assert any(tokens for tokens, _ in drafts)
     batched.check_integrity()
+
+
+@pytest.mark.parametrize("index", ["suffix", "ngram"])
+def test_new_tokens_are_context_at_once_and_candidates_once_they_are_indexed(index):
+    drafter = HistoryDrafter(index, max_draft_tokens=K, min_survival=0.0)
+    for req_id in "ab":
+        drafter.start_request(req_id, [1, 2], problem_id=0)
+    a, b = np.array([drafter.row_of("a")]), np.array([drafter.row_of("b")])
+
+    def draft(row):
+        drafts = drafter.propose_batch(row, np.array([K]))
+        return drafts.token_ids[0, : drafts.lengths[0]].tolist()
+
+    def say(row, *tokens):
+        drafter.extend_batch(row, np.array(tokens, np.int32), np.array([0, len(tokens)]))
+
+    say(a, 1, 2, 3, 4, 5, 6)
+    say(b, 1, 2, 3)  # indexes what a has said before
+    assert draft(b) == [4, 5, 6]
+    say(b, 7, 8, 9, 7, 8)
+    assert draft(b) == []
+    drafter.update_index()
+    assert draft(b) == [9, 7, 8, 9]
+    say(a, 1, 2, 3)
+    assert draft(a) == [4, 5, 6, 1], "the newest token is context"
+    drafter.check_integrity()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_rollout_can_end_before_its_last_tokens_are_indexed(keep):
+    drafter = HistoryDrafter(max_draft_tokens=K, max_history_tokens=64)
+    for i in range(20):
+        drafter.start_request(str(i), [1, 2], problem_id=0)
+        drafter.extend_batch(np.array([drafter.row_of(str(i))]), np.arange(40, dtype=np.int32), np.array([0, 40]))
+        drafter.stop_request(str(i), keep=keep)
+        drafter.extend_batch(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(1, np.int64))
+        drafter.check_integrity()
+
+
+def test_drafts_do_not_depend_on_the_number_of_threads(monkeypatch):
+    monkeypatch.setattr(threads, "LEAST_REQUESTS", 2)
+    expected = drive(build_drafter("mixture", max_draft_tokens=K, num_threads=1), 0)
+    for num_threads in (2, 3, threads.MAX_THREADS):
+        assert drive(build_drafter("mixture", max_draft_tokens=K, num_threads=num_threads), 0) == expected
+    with pytest.raises(ValueError, match="num_threads must be from 1 to"):
+        HistoryDrafter(num_threads=0)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_in_a_thread_is_raised_once_all_have_ended(failing):
+    ended = []
+
+    def call(part, start, end):
+        if part == failing:
+            raise MemoryError(f"part {part}")
+        time.sleep(0.05)
+        ended.append((start, end))
+
+    with pytest.raises(MemoryError, match=f"part {failing}"):
+        threads.share_out(call, 3 * threads.LEAST_REQUESTS, 3)
+    assert len(ended) == 2
+
+
+def test_a_fork_has_threads_of_its_own():
+    def run():
+        parts = []
+        threads.share_out(lambda *part: parts.append(part), 2 * threads.LEAST_REQUESTS, 2)
+        return len(parts)
+
+    assert run() == 2
+    child = os.fork()
+    if child == 0:
+        os._exit(run())
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
 
 
 def test_what_a_subclass_overrides_is_called():

@@ -66,6 +66,20 @@ def test_drafts_are_accepted_and_rejected(on, adversarial):
         assert stats["drafter_errors"] == 0
 
 
+def test_indexing_while_the_device_computes_changes_no_rollout(on, off, reference_model, monkeypatch):
+    params = mixed_params(12, 5)
+    prompts = prompts_of(params)
+    session, indexed = runner_of(on).drafter.session, []
+    index_late = session.update_index
+    monkeypatch.setattr(session, "_index_late", True)
+    monkeypatch.setattr(session, "update_index", lambda: indexed.append(session.drafter._num_unindexed) or index_late())
+    before = stats_of(on)
+    assert_same(generate(on, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+    assert sum(indexed) > 100
+    assert session.drafter._num_unindexed <= len(params), "at most the last step's"
+    assert stats_of(on)["accepted_tokens"] > before["accepted_tokens"]
+
+
 def test_switching_off_and_on_between_generations(on, off, reference_model):
     params = mixed_params(12, 3)
     prompts = [[1, 4 + i % 3, 9] for i in range(12)]

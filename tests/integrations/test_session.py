@@ -45,14 +45,14 @@ def a_request(prompt=(1, 2, 3)):
     return SimpleNamespace(prompt_token_ids=list(prompt), sampling_params=params, lora_request=None, mm_features=None)
 
 
-def a_session(share_from_first_rank=None, max_step_tokens=64, **options):
+def a_session(share_from_first_rank=None, max_step_tokens=64, index_late=False, **options):
     config = RolloutSpecConfig(**{"num_speculative_tokens": 4, "drafter": "suffix", **options})
     engine = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=500, get_vocab_size=lambda: 50),
         scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=max_step_tokens),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
-    return DraftingSession(config, engine, SpeculationStats(), share_from_first_rank)
+    return DraftingSession(config, engine, SpeculationStats(), share_from_first_rank, index_late=index_late)
 
 
 def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, requests=None):
@@ -143,6 +143,36 @@ def test_ranks_whose_clocks_differ_cut_alike(monkeypatch):
             drafted[rank].append(drafts.get("a", []))
     assert drafted[0] == drafted[1]
     assert len(set(map(len, drafted[0]))) > 1, "some are cut"
+
+
+@pytest.mark.parametrize("index_late", [False, True])
+def test_new_tokens_are_indexed_in_the_step_or_while_the_device_computes_the_next_one(index_late):
+    session = a_session(budget=False, index_late=index_late)
+    repeated = {"a": [1, 2, 3, 4, 1, 2]}
+    assert advance(session, repeated) == {"a": [] if index_late else [3, 4, 1, 2]}
+    session.update_index()
+    assert advance(session, {"a": [3]})["a"][:3] == [4, 1, 2]
+    session.drafter.check_integrity()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_index_that_raises_ends_speculation_or_where_other_ranks_go_on_the_run(ranks):
+    session = a_session((lambda values: values) if ranks == 2 else None, budget=False, index_late=True)
+    advance(session, {"a": [1, 2, 1]})
+
+    def update_index():
+        raise RuntimeError("broken")
+
+    session.drafter.update_index = update_index
+    if ranks == 2:
+        with pytest.raises(RuntimeError, match="broken"):
+            session.update_index()
+    else:
+        session.update_index()
+        assert not session.enabled
+        assert session._stats.drafter_errors == 1
+        session.update_index()  # asks no more
+        assert session._stats.drafter_errors == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

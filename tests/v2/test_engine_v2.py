@@ -59,6 +59,20 @@ def test_it_is_the_v2_runner(stock, on, off):
     assert isinstance(runner_of(off).sampler, vllm_v2.VerifyingSampler)
 
 
+def test_indexing_while_the_device_computes_changes_no_rollout(on, off, reference_model, monkeypatch):
+    params = mixed_params(6, 5, max_tokens=24, **PLAIN)
+    prompts = prompts_of(params)
+    session, indexed = runner_of(on).speculator.session, []
+    index_late = session.update_index
+    monkeypatch.setattr(session, "_index_late", True)
+    monkeypatch.setattr(session, "update_index", lambda: indexed.append(session.drafter._num_unindexed) or index_late())
+    before = stats_of(on)
+    assert_same(generate(on, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+    assert sum(indexed) > 20
+    assert session.drafter._num_unindexed <= len(params), "at most the last step's"
+    assert stats_of(on)["accepted_tokens"] > before["accepted_tokens"]
+
+
 def test_same_rollouts_as_stock_vllm(stock, off, on, adversarial, reference_model):
     """Tokens, log-probabilities and ranks, greedy and sampled requests mixed, end of sequence included."""
     params = mixed_params(9, 1, max_tokens=24, logprobs=0, **PLAIN)
