@@ -259,7 +259,7 @@ class HistoryDrafter:
         index_batch(store.arrays, index, self._settings, documents)
 
     def propose_batch(self, rows: NDArray[np.int64], max_tokens: NDArray[np.int64]) -> Drafts:
-        out, limits = self._proposals, np.clip(max_tokens, 0, self._max_draft_tokens)
+        out = self._proposals
 
         def propose_part(part: int, start: int, end: int) -> None:
             propose.propose(
@@ -268,7 +268,7 @@ class HistoryDrafter:
                 self._pool,
                 self._rows,
                 rows[start:end],
-                limits[start:end],
+                max_tokens[start:end],
                 self._settings,
                 self._calibration,
                 self._scratch[part],

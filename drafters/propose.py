@@ -305,7 +305,7 @@ def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibrat
         text = scratch.text[MAX_DEPTH - kept :]
         survival, count = 1.0, 0
         out.lengths[row], out.is_cut[row] = 0, False
-        for depth in range(max_tokens[i]):
+        for depth in range(min(max_tokens[i], out.tokens.shape[1])):
             end = kept + depth
             if count == 0:
                 start = max(0, end - MAX_DEPTH)
@@ -366,7 +366,7 @@ def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibrat
 
 
 def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out):
-    """Fill `out` for the rows in `batch`, at most max_tokens[i] tokens each.
+    """Fill `out` for the rows in `batch`, at most max_tokens[i] tokens each, and K.
 
     O(log n + MAX_CANDIDATES) for the first token of a draft and O(candidates left) for each later one.
     """

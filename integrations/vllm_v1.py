@@ -143,8 +143,9 @@ class RunnerAdapter:
         if discarded[: len(batch.req_ids)].any():
             counted = np.flatnonzero(~discarded[: len(batch.req_ids)]).tolist()
         self._outcome = _Outcome(batch.req_ids, counted, num_draft_tokens, result, logits)
+        lacks_samples = True  # as far as is known without waiting for the device
         if not self._runner.use_async_scheduling:
-            self._count_last_verification()
+            lacks_samples = self._count_last_verification()
         tensors = None
         if sampling.max_num_logprobs is not None:
             tokens = result.target_token_ids.clamp(min=0)
@@ -157,10 +158,11 @@ class RunnerAdapter:
                 tensors = self._runner.sampler.gather_logprobs(matrix, sampling.max_num_logprobs, tokens)
             if metadata is not None:
                 tensors = _pad_rows(tensors, metadata, len(batch.req_ids))
-        # A row without a sample emits token 0, as in vLLM.
-        columns = torch.arange(result.output_token_ids.shape[1], device=logits.device)
-        is_emitted = columns == result.num_accepted[:, None]
-        sampled = torch.where(is_emitted, result.output_token_ids.clamp(min=0), result.output_token_ids)
+        sampled = result.output_token_ids
+        if lacks_samples:  # a row without a sample emits token 0, as in vLLM
+            columns = torch.arange(sampled.shape[1], device=logits.device)
+            is_emitted = columns == result.num_accepted[:, None]
+            sampled = torch.where(is_emitted, sampled.clamp(min=0), sampled)
         self.clock.stop()
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
 
@@ -180,15 +182,18 @@ class RunnerAdapter:
         counts = SimpleNamespace(num_draft_tokens=[count + 1 for count in metadata.num_draft_tokens])
         return self._runner.rejection_sampler.apply_logits_processors(processed, one_more, counts)
 
-    def _count_last_verification(self) -> None:
+    def _count_last_verification(self) -> bool:
         """Count the last verification and keep it for the drafter.
+
+        Returns:
+            Whether some row had no sample.
 
         Raises:
             FloatingPointError: a row had no sample because the model's logits are NaN or +inf.
         """
         outcome, self._outcome = self._outcome, None
         if outcome is None:
-            return
+            return False
         result, size = outcome.result, len(outcome.req_ids)
         wanted = [result.num_accepted, result.num_invalid_rows]
         proposer = self.proposer if self.proposer is not None and self.proposer.session.enabled else None
@@ -197,9 +202,9 @@ class RunnerAdapter:
             proposer.session.update_index()
         host = torch.cat(wanted).cpu().numpy()  # one copy: each would wait for the device
         invalid = host[size : 2 * size]
-        if invalid.any() and not bool((outcome.logits.isnan() | (outcome.logits == float("inf"))).any()):
-            invalid[:] = 0  # masks have left these rows empty, which is no fault
-        raise_if_broken(invalid, outcome.req_ids)
+        lacks_samples = bool(invalid.any())
+        if lacks_samples and bool((outcome.logits.isnan() | (outcome.logits == float("inf"))).any()):
+            raise_if_broken(invalid, outcome.req_ids)  # otherwise masks have left these rows empty, which is no fault
         verified, accepted = outcome.num_draft_tokens, host[:size].tolist()
         if outcome.counted is None:
             self.stats.record(verified, accepted)
@@ -212,6 +217,7 @@ class RunnerAdapter:
                 host[2 * size :],
                 np.array([0, *itertools.accumulate(n + 1 for n in verified)], np.int64),
             )
+        return lacks_samples
 
     def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingBatch]:
         """(drafted tokens [D], inclusive sums of draft lengths [B], how each request is sampled)."""
@@ -222,8 +228,11 @@ class RunnerAdapter:
             cu_num_draft_tokens = torch.zeros(size, dtype=torch.int32, device=device)
         else:
             drafted, cu_num_draft_tokens = metadata.draft_token_ids, metadata.cu_num_draft_tokens
-            ends = metadata.cu_num_sampled_tokens.long()
-            first_row = metadata.logits_indices.long()[torch.cat((ends.new_zeros(1), ends[:-1]))]
+            width, ends = metadata.max_spec_len + 1, metadata.cu_num_sampled_tokens
+            if len(metadata.logits_indices) == size * width:  # all drafts are equally long
+                first_row = metadata.logits_indices[::width]
+            else:
+                first_row = metadata.logits_indices[torch.cat((ends.new_zeros(1), ends[:-1]))]
         greedy = sampling.all_greedy or sampling.temperature is None
         rows = SamplingBatch(
             temperature=torch.zeros(size, device=device) if greedy else sampling.temperature,
@@ -257,6 +266,8 @@ def _pad_rows(tensors: Any, metadata: Any, num_requests: int) -> Any:
     """Spread N rows over B * width rows, width = longest draft + 1: vLLM expects request b's row j at b * width + j."""
     width = metadata.max_spec_len + 1
     num_rows = tensors.logprobs.shape[0]
+    if num_rows == num_requests * width:  # all drafts are equally long
+        return tensors
     ends = metadata.cu_num_sampled_tokens.long()
     row = torch.arange(num_rows, device=ends.device)
     request = torch.searchsorted(ends, row, right=True)
@@ -355,10 +366,13 @@ class RolloutSpecProposer:
         if not self.session.follows_all:
             batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
         drafts = self.session.draft(self._sampled(rows, batch_rows, verification, num_tokens_no_spec, token_ids_cpu))
+        listed = zip(drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
+        drafted = [tokens[:length] for tokens, length in listed]
+        if len(drafted) == len(sampled_token_ids):
+            return drafted
         proposed: list[list[int]] = [[] for _ in sampled_token_ids]
-        listed = zip(batch_rows.tolist(), drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
-        for row, tokens, length in listed:
-            proposed[row] = tokens[:length]
+        for row, tokens in zip(batch_rows.tolist(), drafted, strict=True):
+            proposed[row] = tokens
         return proposed
 
     def _sampled(
