@@ -7,7 +7,6 @@ drafter what became of its drafts, indexes the new tokens and returns the next d
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -49,7 +48,7 @@ class _Outcome(NamedTuple):
     """A verification that has not been counted yet: reading it at once would make the engine wait for the device."""
 
     req_ids: list[str]
-    counted: list[int] | None  # rows, without the chunks of prompts; None: all
+    counted: NDArray[np.int64] | None  # rows, without the chunks of prompts; None: all
     num_draft_tokens: list[int]
     result: VerifyResult
     logits: torch.Tensor  # as the model gave them, for the message when a row had no sample
@@ -141,7 +140,7 @@ class RunnerAdapter:
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
         counted = None
         if discarded[: len(batch.req_ids)].any():
-            counted = np.flatnonzero(~discarded[: len(batch.req_ids)]).tolist()
+            counted = np.flatnonzero(~discarded[: len(batch.req_ids)])
         self._outcome = _Outcome(batch.req_ids, counted, num_draft_tokens, result, logits)
         lacks_samples = True  # as far as is known without waiting for the device
         if not self._runner.use_async_scheduling:
@@ -205,18 +204,15 @@ class RunnerAdapter:
         lacks_samples = bool(invalid.any())
         if lacks_samples and bool((outcome.logits.isnan() | (outcome.logits == float("inf"))).any()):
             raise_if_broken(invalid, outcome.req_ids)  # otherwise masks have left these rows empty, which is no fault
-        verified, accepted = outcome.num_draft_tokens, host[:size].tolist()
+        verified, accepted = np.array(outcome.num_draft_tokens, np.int64), host[:size]
         if outcome.counted is None:
             self.stats.record(verified, accepted)
         else:
-            self.stats.record([verified[i] for i in outcome.counted], [accepted[i] for i in outcome.counted])
+            self.stats.record(verified[outcome.counted], accepted[outcome.counted])
         if proposer is not None:
-            proposer.verification = Verification(
-                np.array(verified, np.int64),
-                np.array(accepted, np.int64),
-                host[2 * size :],
-                np.array([0, *itertools.accumulate(n + 1 for n in verified)], np.int64),
-            )
+            starts = np.zeros(size + 1, np.int64)
+            np.cumsum(verified + 1, out=starts[1:])
+            proposer.verification = Verification(verified, accepted, host[2 * size :], starts)
         return lacks_samples
 
     def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingBatch]:
@@ -232,12 +228,13 @@ class RunnerAdapter:
             if len(metadata.logits_indices) == size * width:  # all drafts are equally long
                 first_row = metadata.logits_indices[::width]
             else:
-                first_row = metadata.logits_indices[torch.cat((ends.new_zeros(1), ends[:-1]))]
+                starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+                first_row = metadata.logits_indices.index_select(0, starts)
         greedy = sampling.all_greedy or sampling.temperature is None
         rows = SamplingBatch(
             temperature=torch.zeros(size, device=device) if greedy else sampling.temperature,
             seeds=None if greedy else batch.seeds,
-            positions=self._runner.positions[first_row],
+            positions=self._runner.positions.index_select(0, first_row),
             top_k=sampling.top_k,
             top_p=sampling.top_p,
             min_p=batch.min_p,

@@ -335,7 +335,7 @@ class VerifyingSampler:
             broken, accepted, drafted = counts.values.numpy()
             raise_if_broken(broken, counts.req_ids)
             rows = counts.has_sampled
-            self._adapter.stats.record(drafted[rows].tolist(), accepted[rows].tolist())
+            self._adapter.stats.record(drafted[rows], accepted[rows])
 
 
 class HistorySpeculator(BaseSpeculator):
@@ -425,7 +425,7 @@ class HistorySpeculator(BaseSpeculator):
         raise_if_broken(broken, outcome.req_ids)
         batch_rows = np.flatnonzero(sampled)  # not the chunks of prompts
         verified = np.diff(starts) - 1
-        self.stats.record(verified[batch_rows].tolist(), accepted[batch_rows].tolist())
+        self.stats.record(verified[batch_rows], accepted[batch_rows])
         if not self.session.enabled:
             self.session.pause()
             return None

@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 REPORT_FORMAT = 2
 """Version of the reports that `rollout-spec doctor` reads."""
 
@@ -72,24 +75,17 @@ class SpeculationStats:
         """Emitted tokens per request-step, steps without a draft included."""
         return self.emitted_tokens / self.request_steps if self.request_steps else 0.0
 
-    def record(self, num_draft_tokens: list[int], num_accepted: list[int]) -> None:
-        """Count one step's outcome, one entry per request that our verifier sampled."""
+    def record(self, num_draft_tokens: ArrayLike, num_accepted: ArrayLike) -> None:
+        """Count one step's outcome: integers [B], one entry per request that our verifier sampled."""
+        drafted, accepted = np.asarray(num_draft_tokens, np.int64), np.asarray(num_accepted, np.int64)
         self.steps += 1
-        self.request_steps += len(num_draft_tokens)
-        self.draft_tokens += sum(num_draft_tokens)
-        self.num_drafts += len(num_draft_tokens) - num_draft_tokens.count(0)
-        self.accepted_tokens += sum(num_accepted)
-        self.emitted_tokens += sum(num_accepted) + len(num_accepted)
-        for lengths, counts in (
-            (num_draft_tokens, self.drafted_per_position),
-            (num_accepted, self.accepted_per_position),
-        ):
-            longest = max(lengths, default=0)
-            counts += [0] * (longest - len(counts))
-            reached = 0
-            for position in range(longest - 1, -1, -1):
-                reached += lengths.count(position + 1)
-                counts[position] += reached
+        self.request_steps += drafted.size
+        self.num_drafts += int(np.count_nonzero(drafted))
+        num_drafted = _count_positions(drafted, self.drafted_per_position)
+        num_accepted = _count_positions(accepted, self.accepted_per_position)
+        self.draft_tokens += num_drafted
+        self.accepted_tokens += num_accepted
+        self.emitted_tokens += num_accepted + accepted.size
 
     def record_time(
         self,
@@ -142,3 +138,12 @@ class SpeculationStats:
             "mean_acceptance_length": self.mean_acceptance_length,
             "tokens_per_step": self.tokens_per_step,
         }
+
+
+def _count_positions(lengths: NDArray[np.int64], counts: list[int]) -> int:
+    """Add to counts[j] how many of the lengths exceed j. Returns their sum."""
+    longer = np.bincount(lengths)[:0:-1].cumsum()[::-1].tolist()
+    counts += [0] * (len(longer) - len(counts))
+    for position, count in enumerate(longer):
+        counts[position] += count
+    return sum(longer)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -40,7 +41,7 @@ class Runner:
         self.drafter = SimpleNamespace(
             stats=SpeculationStats(),
             verification=None,
-            session=SimpleNamespace(enabled=True, set_enabled=lambda enabled: None),
+            session=SimpleNamespace(enabled=True, set_enabled=lambda enabled: None, update_index=Mock()),
             bind=lambda runner: None,
         )
         self.input_batch = SimpleNamespace(
@@ -91,6 +92,7 @@ def test_every_request_gets_its_own_outcome():
     runner = Runner(DRAFTS, TARGETS)
     assert runner.sample() == [[3, 9, -1, -1], [2, -1, -1, -1], [5, 6, 7, 4], [1, -1, -1, -1]]
     assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [3, 9, 1, 2, 5, 6, 7, 4, 1, 2])
+    runner.drafter.session.update_index.assert_called_once_with()
     stats = runner.drafter.stats
     assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 4, 3)
     assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (6, 4, 8)

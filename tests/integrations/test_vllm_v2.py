@@ -52,7 +52,10 @@ class Session:
     def __init__(self, **seen):
         self.names = list(seen)
         self.arrays = SimpleNamespace(num_seen=np.array(list(seen.values())))
-        self.calls = []
+        self.calls, self.num_updates = [], 0
+
+    def update_index(self):
+        self.num_updates += 1
 
     def pause(self):
         self.calls.append("pause")
@@ -106,6 +109,7 @@ def test_every_request_gets_its_own_outcome_and_chunks_of_prompts_none():
         [1, 2, 0], [3, 9, 2, 5, 6, 7, 4], [0, 2, 3, 7], [3, 9, 1, 2, 5, 6, 7, 4], [0, 3, 4, 8], [2, 0, 3], [1, 0, 3],
     ]  # fmt: skip
     assert sampled.num_tokens == 20
+    assert session.num_updates == 1
     stats = speculator.stats
     assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 3, 2)
     assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (5, 4, 7)
