@@ -2,12 +2,12 @@
 
     python experiments/bench_host.py traces/rg_llama_math.parquet --out FILE
 
-The V1 adapters are called as vLLM's model runner calls them, on its data structures, with recorded rollouts in place of
+The adapters of both runners are called as vLLM's calls them, on its data structures, with recorded rollouts in place of
 a model: a drafted token is accepted where the recording says the same. The rollouts of later epochs are live, in groups
 of eight per problem while there are enough problems; those of the first epoch are the history. A rollout that ends
 makes room for the next one. vLLM's own proposers follow the same rollouts in the same process: `ngram` and, where
-arctic-inference is found (see `peers.find_arctic`), `suffix` with the same history. `ours on a device` indexes new
-tokens while the forward pass would run, as on a GPU.
+arctic-inference is found (see `peers.find_arctic`), `suffix` with the same history. `on a device` indexes new tokens
+while the forward pass would run, as on a GPU.
 
 Reported: p20/p50/p80 over the steps of the microseconds per request (per step at one request), and how they divide.
 """
@@ -34,7 +34,8 @@ from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
-from rollout_spec.integrations import vllm_v1
+from rollout_spec.integrations import vllm_v1, vllm_v2
+from rollout_spec.integrations.session import DraftingSession
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
 from rollout_spec.warm_up import warm_up
@@ -46,6 +47,7 @@ GROUP = 8
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 1 << 18
 """Above every token of the recordings."""
+CONTESTANTS = ["ours", "ours on a device", "ours V2", "ours V2 on a device", "ngram", "suffix"]
 SKIPPED_STEPS = 8
 """The first steps read prompts and load compiled code."""
 
@@ -77,7 +79,7 @@ class Runner:
         self.use_async_scheduling = False
         self.sampler = SimpleNamespace(logprobs_mode="raw_logprobs")
         self.discard_request_mask = SimpleNamespace(np=np.zeros(size, bool))
-        self.query_start_loc = SimpleNamespace(np=np.zeros(size + 1, np.int32), gpu=torch.zeros(size + 1).int())
+        self.query_start_loc = SimpleNamespace(np=np.zeros(size + 1, np.int32), gpu=torch.arange(size + 1).int())
         self.positions = torch.zeros(size * (k + 1), dtype=torch.int64)
         empty = SimpleNamespace(all=[])
         self.input_batch = SimpleNamespace(
@@ -164,6 +166,7 @@ class Verification:
             None,
             None,
             torch.zeros(size).int(),
+            torch.zeros(size).int(),
         )
         self.metadata = SpecDecodeMetadata.make_dummy(drafts, runner.device) if any(drafts) else None
 
@@ -217,6 +220,34 @@ class Stopwatch:
         setattr(owner, method, timed)
 
 
+def prepare(session: DraftingSession, history: list[tuple[Problem, Rollout]]) -> Stopwatch:
+    """Show a session's drafter the history, and time its parts."""
+    drafter: Any = session.drafter
+    for number, (_, rollout) in enumerate(history):
+        drafter.start_request(str(number), rollout.prompt)
+        drafter.extend(str(number), rollout.tokens)
+        drafter.stop_request(str(number))
+    budget: Any = session.budget
+    observe_step = budget.observe_step
+
+    def observe_modelled_step(num_tokens: int, seconds: float, **kwargs: Any) -> None:
+        observe_step(num_tokens, STEP_SECONDS + TOKEN_SECONDS * num_tokens + kwargs["draft_seconds"], **kwargs)
+
+    budget.observe_step = observe_modelled_step
+    watch = Stopwatch()
+    batched = ("extend_batch", "update_index", "observe_batch", "propose_batch")
+    for owner, methods, name in (
+        (drafter, ("start_request", "stop_request", *batched), "drafter"),
+        (budget, ("wants_drafts", "decide", "observe_step"), "budget"),
+        (budget.survival, ("observe",), "budget"),
+        (budget.lengths, ("predict_rows",), "budget"),
+        (session, ("follow", "draft"), "session"),
+    ):
+        for method in methods:
+            watch.wrap(owner, method, name)
+    return watch
+
+
 class Ours:
     """Our V1 adapter and proposer."""
 
@@ -229,33 +260,7 @@ class Ours:
         runner.rollout_spec = self.adapter  # type: ignore[attr-defined]
         self.runner, self.session = runner, runner.drafter.session  # type: ignore[attr-defined]
         self.session._index_late = index_late
-        drafter = self.session.drafter
-        for number, (_, rollout) in enumerate(history):
-            drafter.start_request(str(number), rollout.prompt)
-            drafter.extend(str(number), rollout.tokens)
-            drafter.stop_request(str(number))
-        observe_step = self.session.budget.observe_step
-
-        def observe_modelled_step(num_tokens: int, seconds: float, **kwargs: Any) -> None:
-            observe_step(num_tokens, STEP_SECONDS + TOKEN_SECONDS * num_tokens + kwargs["draft_seconds"], **kwargs)
-
-        self.session.budget.observe_step = observe_modelled_step
-        self.watch = Stopwatch()
-        for method in (
-            "start_request",
-            "extend_batch",
-            "update_index",
-            "observe_batch",
-            "propose_batch",
-            "stop_request",
-        ):
-            self.watch.wrap(drafter, method, "drafter")
-        for method in ("wants_drafts", "decide", "observe_step"):
-            self.watch.wrap(self.session.budget, method, "budget")
-        self.watch.wrap(self.session.budget.survival, "observe", "budget")
-        self.watch.wrap(self.session.budget.lengths, "predict_rows", "budget")
-        for method in ("follow", "draft"):
-            self.watch.wrap(self.session, method, "session")
+        self.watch = prepare(self.session, history)
 
     def on_requests_changed(self) -> None:
         """A request has ended and another begins."""
@@ -275,6 +280,45 @@ class Ours:
         """As the runner calls it."""
         batch = self.runner.input_batch
         return self.runner.drafter.propose(sampled, batch.num_tokens_no_spec, batch.token_ids_cpu)  # type: ignore[attr-defined,no-any-return]
+
+
+class OursV2:
+    """Our speculator for the V2 runner, whose drafts go to the scheduler as lists, too."""
+
+    def __init__(self, runner: Runner, k: int, history: list[tuple[Problem, Rollout]], *, index_late: bool) -> None:
+        config = engine_config(k, len(runner.discard_request_mask.np))
+        self.speculator = vllm_v2.HistorySpeculator(config, torch.device("cpu"))
+        self.runner, self.session = runner, self.speculator.session
+        self.session._index_late = index_late
+        clock = SimpleNamespace(started=0.0)
+        self.adapter = SimpleNamespace(requests=runner.requests, requests_have_changed=True, clock=clock)
+        self.sampler = SimpleNamespace(outcome=None)
+        self.speculator.bind(runner, self.adapter, self.sampler)  # type: ignore[arg-type]
+        self.watch = prepare(self.session, history)
+
+    def on_requests_changed(self) -> None:
+        """A request has ended and another begins."""
+        self.adapter.requests_have_changed = True
+
+    def begin(self) -> None:
+        """The forward pass starts. What is done while a device computes is not timed."""
+        self.session.update_index()
+
+    def sample(self, verification: Verification) -> None:
+        """What our sampler keeps; the kernels that it launches are left out."""
+        batch, starts = self.runner.input_batch, np.cumsum([0, *(n + 1 for n in verification.num_draft_tokens)])
+        positions = torch.from_numpy(batch.num_tokens_no_spec - 1).long()
+        self.sampler.outcome = vllm_v2._Outcome(list(batch.req_ids), starts, positions, verification.result)
+
+    def propose(self, sampled: list[list[int]]) -> list[list[int]]:
+        """As the runner calls it, with the drafts as the scheduler gets them."""
+        req_ids = self.runner.input_batch.req_ids
+        num_tokens = int(self.runner.query_start_loc.np[len(sampled)])
+        batch = SimpleNamespace(num_reqs=len(sampled), num_tokens=num_tokens)
+        num_sampled = self.sampler.outcome.result.num_accepted + 1
+        drafts = self.speculator.propose(batch, None, None, None, None, num_sampled).tolist()
+        lengths = self.speculator.num_draft_tokens
+        return [tokens[: lengths.get(req_id, 0)] for req_id, tokens in zip(req_ids, drafts, strict=True)]
 
 
 class Stock:
@@ -299,7 +343,7 @@ def make(name: str, runner: Runner, k: int, history: list[tuple[Problem, Rollout
     size = len(runner.discard_request_mask.np)
     batch = runner.input_batch
     if name.startswith("ours"):
-        return Ours(runner, k, history, index_late=name == "ours on a device")
+        return (OursV2 if "V2" in name else Ours)(runner, k, history, index_late="device" in name)
     if name == "ngram":
         ngram = NgramProposer(engine_config(k, size))
         return Stock(lambda sampled: ngram.propose(k, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu))
@@ -338,7 +382,9 @@ def measure(
                 contestant.on_requests_changed()
         if step == SKIPPED_STEPS:
             contestant.watch.seconds.clear()
+        parts = dict(contestant.watch.seconds)
         contestant.begin()
+        contestant.watch.seconds = parts
         verification = Verification(runner, drafts)
         started = time.perf_counter()
         contestant.sample(verification)
@@ -351,11 +397,11 @@ def measure(
             drafted += sum(verification.num_draft_tokens)
             accepted += int(verification.result.num_accepted.sum())
     per_request = 1e6 / size
-    parts = {part: round(seconds * per_request / steps, 2) for part, seconds in contestant.watch.seconds.items()}
-    rest = float(np.mean(times)) * per_request - sum(parts.values())
+    parts_us = {part: round(seconds * per_request / steps, 2) for part, seconds in contestant.watch.seconds.items()}
+    rest = float(np.mean(times)) * per_request - sum(parts_us.values())
     return {
         "us_per_request": quantiles([t * per_request for t in times]),
-        "parts_us_mean": {**parts, "adapter": round(rest, 2)} if parts else {},
+        "parts_us_mean": {**parts_us, "adapter": round(rest, 2)} if parts_us else {},
         "drafted": drafted,
         "accepted": accepted,
         "tokens_per_step": round(1 + accepted / (steps * size), 3),
@@ -370,14 +416,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--k", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--history", type=int, default=450, help="finished rollouts known at the start")
-    parser.add_argument("--contestants", nargs="+", default=["ours", "ours on a device", "ngram", "suffix"])
+    parser.add_argument("--contestants", nargs="+", default=CONTESTANTS)
     parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     problems = read_traces(args.trace)
     warm_up(RolloutSpecConfig())
     about = {**origin(), "trace": args.trace.name, "history": args.history, "steps": args.steps}
-    print("batch  K  proposer          us/request p20    p50    p80  tokens/step  of which, on average")
+    print("batch  K  proposer             us/request p20    p50    p80  tokens/step  of which, on average")
     for k in args.k:
         for size in args.batch:
             for name in args.contestants:
@@ -388,7 +434,7 @@ def main(argv: list[str] | None = None) -> None:
                 low, middle, high = figures["us_per_request"]
                 parts = ", ".join(f"{part} {us}" for part, us in figures["parts_us_mean"].items())
                 print(
-                    f"{size:5d} {k:2d}  {name:16}  {low:14.1f} {middle:6.1f} {high:6.1f}  "
+                    f"{size:5d} {k:2d}  {name:20} {low:14.1f} {middle:6.1f} {high:6.1f}  "
                     f"{figures['tokens_per_step']:11.2f}  {parts}",
                     flush=True,
                 )

@@ -3,8 +3,8 @@
     python experiments/bench_memory.py [--tokens 100000 1000000 10000000] [--no-prefetch] --out FILE
 
 A history of made-up rollouts: sixteen per problem, each its text with one token in ten replaced. 256 requests
-of 32 problems drawn at random are live for 40 steps of three tokens, then others: the more history there is, the less of
-what is visited lies in the processor's cache. `--no-prefetch` leaves out the instructions by which a walk loads
+of 32 problems drawn at random are live for 40 steps of three tokens, then others: the more history there is, the less
+of what is visited lies in the cache of the processor. `--no-prefetch` leaves out the instructions by which a walk loads
 the nodes that come next (`suffix.py`), and compiles into a folder of its own.
 
 Reported: p20/p50/p80 over the steps, after the first of each 40.

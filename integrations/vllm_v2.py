@@ -393,20 +393,20 @@ class HistorySpeculator(BaseSpeculator):
         See vLLM for the arguments.
         """
         num_requests = input_batch.num_reqs
-        drafts = torch.zeros(num_requests, self._num_speculative_tokens, dtype=torch.int64)
+        drafts = np.zeros((num_requests, self._num_speculative_tokens), np.int64)
         outcome, self._sampler.outcome = self._sampler.outcome, None
         self.num_draft_tokens = {}
         if dummy_run or outcome is None:
-            return drafts.to(self._device)
+            return torch.from_numpy(drafts).to(self._device)
         drafted = self._draft(outcome, num_sampled, int(input_batch.num_tokens))
         if drafted is None:
-            return drafts.to(self._device)
+            return torch.from_numpy(drafts).to(self._device)
         batch_rows, proposed = drafted
         is_drafted = np.arange(self._num_speculative_tokens) < proposed.lengths[:, None]
-        drafts[torch.from_numpy(batch_rows)] = torch.from_numpy(proposed.token_ids * is_drafted).long()
+        drafts[batch_rows] = proposed.token_ids * is_drafted
         names = [outcome.req_ids[row] for row in batch_rows.tolist()]
         self.num_draft_tokens = dict(zip(names, proposed.lengths.tolist(), strict=True))
-        return drafts.to(self._device, non_blocking=True)
+        return torch.from_numpy(drafts).to(self._device, non_blocking=True)
 
     def _draft(
         self, outcome: _Outcome, num_sampled: torch.Tensor, num_step_tokens: int
