@@ -61,6 +61,9 @@ class Idle(StatelessDrafter):
     def extend_batch(self, rows: Any, token_ids: Any, starts: Any) -> None:
         pass
 
+    def update_index(self) -> None:
+        pass
+
     def observe_batch(self, rows: Any, target_token_ids: Any, starts: Any, num_accepted: Any) -> None:
         pass
 
