@@ -109,7 +109,8 @@ class BatchDrafter(Drafter, Protocol):
     def extend_batch(self, rows: NDArray[np.int64], token_ids: Int32Array, starts: NDArray[np.int64]) -> None:
         """`extend` for each request, by token_ids[starts[i] : starts[i + 1]].
 
-        Other requests need not be drafted from these tokens before `update_index` is called, or this once more.
+        They are context for the next draft. Nothing need be drafted from them before `update_index` is called, or this
+        once more.
 
         Args:
             rows: int64 [R], each at most once.

@@ -40,7 +40,7 @@ IndexKind = Literal["suffix", "ngram"]
 TABLE_ENTRIES_PER_TOKEN = 1.3
 """The n-gram table doubles when it has fewer entries than this times the tokens."""
 MAX_PENDING = 1 << 16
-"""Most tokens that wait to be indexed while nothing is drafted; at most a sixteenth of `max_history_tokens`, too."""
+"""Most output tokens that wait to be indexed while nothing is drafted; at most a sixteenth of `max_history_tokens`."""
 POOL_ENTRIES = 1 << 14
 """N-grams in the lookahead pool."""
 
@@ -193,7 +193,7 @@ class HistoryDrafter:
                 tokens = np.frombuffer(prompt_tokens, np.int32)
                 self._append(np.array([document]), tokens, np.array([0, tokens.size]))
             prompt.users += 1
-        document = self._store.new_document(problem, ROLLOUT, self._version, after=prompt.document if prompt else -1)
+        document = self._store.new_document(problem, ROLLOUT, self._version, context=prompt.document if prompt else -1)
         if not self._free_rows:
             self._grow_rows()
         row = self._free_rows.pop()
@@ -243,7 +243,6 @@ class HistoryDrafter:
         if self._num_unindexed == 0:
             return
         documents, num_tokens = np.concatenate(self._unindexed), self._num_unindexed
-        self._unindexed, self._num_unindexed = [], 0
         index, store = self._index, self._store
         if self._settings.use_tree:
             index = index._replace(tree=suffix.reserve(store.arrays, index.tree, num_tokens, is_shared=False))
@@ -257,8 +256,11 @@ class HistoryDrafter:
                 ngram.rehash(store.arrays, index.buckets, self._settings.use_shared, old)
         self._index = index
         index_batch(store.arrays, index, self._settings, documents)
+        self._unindexed, self._num_unindexed = [], 0  # not before: without room for all it can be tried again
 
     def propose_batch(self, rows: NDArray[np.int64], max_tokens: NDArray[np.int64]) -> Drafts:
+        if self._pending:
+            self._flush()
         out = self._proposals
 
         def propose_part(part: int, start: int, end: int) -> None:
@@ -295,7 +297,7 @@ class HistoryDrafter:
             num_accepted,
             self._settings,
             self._calibration,
-            self._scratch[0],
+            self._scratch[0].text,
             self._proposals,
         )
 

@@ -287,7 +287,12 @@ def _advance(store, token, count, positions, lengths, weights, origin_bins):
 
 
 @njit(allocates=False, nogil=True)
-def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out):
+def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out):
+    """Fill `out` for the rows in `batch`, at most max_tokens[i] tokens each, and K.
+
+    Nothing else is written but `scratch`: several threads may draft for parts of a batch. O(log n + MAX_CANDIDATES) for
+    the first token of a draft and O(candidates left) for each later one.
+    """
     positions, lengths, weights, origin_bins = scratch.positions, scratch.lengths, scratch.weights, scratch.origin_bins
     found, mass, noise = scratch.found, scratch.mass, scratch.noise
     inverse_temperature = (
@@ -365,14 +370,6 @@ def _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibrat
             count = _advance(store, token, count, positions, lengths, weights, origin_bins)
 
 
-def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out):
-    """Fill `out` for the rows in `batch`, at most max_tokens[i] tokens each, and K.
-
-    O(log n + MAX_CANDIDATES) for the first token of a draft and O(candidates left) for each later one.
-    """
-    _propose_all(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out)
-
-
 @inlined(allocates=False)
 def _count_outcome(cell, hit):
     """Count an outcome."""
@@ -394,7 +391,8 @@ def _num_sampled(targets, start, end, accepted):
 
 
 @njit(allocates=False)
-def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, text, out):
+def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, text, out):
+    """Learn from drafts up to the first difference; the target's tokens after it go to the lookahead pool."""
     for i in range(batch.size):
         row = batch[i]
         num_targets = _num_sampled(targets, starts[i], starts[i + 1], num_accepted[i])
@@ -425,8 +423,3 @@ def _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settin
             calibration.by_source[origin_bin // NUM_DISTANCE_BINS, 0] += 1
             calibration.by_source[origin_bin // NUM_DISTANCE_BINS, 1] += hit
         out.lengths[row], out.is_cut[row] = 0, False
-
-
-def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, scratch, out):
-    """Learn from drafts up to the first difference; the target's tokens after it go to the lookahead pool."""
-    _observe_all(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, scratch.text, out)

@@ -216,8 +216,8 @@ class TextStore:
         """Tokens of all documents."""
         return int(self.arrays.counts[NUM_TOKENS])
 
-    def new_document(self, problem: int, kind: int, version: int, *, after: int = -1) -> int:
-        """Begin an empty document whose first token follows the last one of document `after` (-1: nothing)."""
+    def new_document(self, problem: int, kind: int, version: int, *, context: int = -1) -> int:
+        """Begin an empty document whose first token follows the last one of document `context` (-1: nothing)."""
         if not self._free_documents:
             size = len(self.arrays.documents)
             self.arrays = self.arrays._replace(documents=_grown(self.arrays.documents, 2 * size, -1))
@@ -227,7 +227,7 @@ class TextStore:
         arrays.documents[document, KIND] = kind
         arrays.documents[document, VERSION] = version
         arrays.documents[document, FIRST] = -1
-        arrays.documents[document, LAST] = arrays.documents[after, LAST] if after >= 0 else -1
+        arrays.documents[document, LAST] = arrays.documents[context, LAST] if context >= 0 else -1
         arrays.documents[document, LENGTH] = arrays.documents[document, INDEXED] = 0
         return document
 

@@ -118,7 +118,7 @@ def _find_root(store, roots, problem, token):
 
 
 @inlined(allocates=False)
-def _fetch_children(tokens, pages, children, node, known):
+def _fetch_children(tokens, children, node, known):
     """Load what comparing the children of a node will read, before it is known which of them is next."""
     for side in range(2):
         child = np.int64(children[node, side])
@@ -144,7 +144,7 @@ def insert(store, tree, problem, position, text, end):
     smaller_side, larger_side = 0, 1
     smaller_length, larger_length = 1, 1
     while node >= 0:
-        _fetch_children(tokens, pages, children, node, min(smaller_length, larger_length))
+        _fetch_children(tokens, children, node, min(smaller_length, larger_length))
         length, sign = compare_context(tokens, pages, node, text, end, min(smaller_length, larger_length))
         if sign < 0 or (sign == 0 and order_hash(node) < order_hash(position)):
             children[smaller, smaller_side] = node
@@ -233,7 +233,7 @@ def gather(store, tree, problem, excluded_problem, text, end, first, limit, posi
     steps = 0
     smaller_length, larger_length = 1, 1
     while node >= 0 and steps < MAX_WALK:
-        _fetch_children(tokens, pages, children, node, min(smaller_length, larger_length))
+        _fetch_children(tokens, children, node, min(smaller_length, larger_length))
         length, sign = compare_context(tokens, pages, node, text, end, min(smaller_length, larger_length))
         i = steps  # kept in order of falling length, newer ones first among equals
         while i > 0 and path_length[i - 1] < length:
@@ -266,7 +266,7 @@ def gather(store, tree, problem, excluded_problem, text, end, first, limit, posi
             depth -= 1
             visits += 1
             node = np.int64(stack[depth])
-            _fetch_children(tokens, pages, children, node, np.int64(path_known[i]))
+            _fetch_children(tokens, children, node, np.int64(path_known[i]))
             length, sign = compare_context(tokens, pages, node, text, end, np.int64(path_known[i]))
             near, far = (1, 0) if sign < 0 else (0, 1)
             if length >= path_length[i] or count < enough:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 MAX_THREADS = 8
 """More gain little: what is not shared out, such as the indexing of new tokens, takes as long by then."""
@@ -32,14 +32,15 @@ def share_out(call: Callable[[int, int, int], None], size: int, num_threads: int
         call(0, 0, size)
         return
     edges = [size * part // parts for part in range(parts + 1)]
-    others = [_threads().submit(call, part, edges[part], edges[part + 1]) for part in range(1, parts)]
+    others: list[Future[None]] = []
     try:
+        for part in range(1, parts):
+            others.append(_threads().submit(call, part, edges[part], edges[part + 1]))
         call(0, edges[0], edges[1])
     finally:
-        errors = [other.exception() for other in others]  # waits: nothing may change under a thread that still runs
-    for error in errors:
-        if error is not None:
-            raise error
+        wait(others)  # nothing may change under a thread that still runs
+    for other in others:
+        other.result()
 
 
 def _threads() -> ThreadPoolExecutor:

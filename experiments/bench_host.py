@@ -6,8 +6,8 @@ The adapters of both runners are called as vLLM's calls them, on its data struct
 a model: a drafted token is accepted where the recording says the same. The rollouts of later epochs are live, in groups
 of eight per problem while there are enough problems; those of the first epoch are the history. A rollout that ends
 makes room for the next one. vLLM's own proposers follow the same rollouts in the same process: `ngram` and, where
-arctic-inference is found (see `peers.find_arctic`), `suffix` with the same history. `on a device` indexes new tokens
-while the forward pass would run, as on a GPU.
+arctic-inference is found (see `peers.find_arctic`), `suffix` with the same history. `indexing late` indexes new
+tokens while the forward pass would run, as on a GPU, which is reported apart (`hidden_us`).
 
 Reported: p20/p50/p80 over the steps of the microseconds per request (per step at one request), and how they divide.
 """
@@ -34,6 +34,7 @@ from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
+from rollout_spec.drafters.threads import usable_threads
 from rollout_spec.integrations import vllm_v1, vllm_v2
 from rollout_spec.integrations.session import DraftingSession
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
@@ -47,7 +48,7 @@ GROUP = 8
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 1 << 18
 """Above every token of the recordings."""
-CONTESTANTS = ["ours", "ours on a device", "ours V2", "ours V2 on a device", "ngram", "suffix"]
+CONTESTANTS = ["ours", "ours, indexing late", "ours V2", "ours V2, indexing late", "ngram", "suffix"]
 SKIPPED_STEPS = 8
 """The first steps read prompts and load compiled code."""
 
@@ -267,7 +268,7 @@ class Ours:
         self.adapter.on_requests_changed()
 
     def begin(self) -> None:
-        """The forward pass starts. What is done while a device computes is not timed."""
+        """The forward pass starts. What is done while a device computes is timed apart."""
         self.adapter.begin_step()
         self.session.update_index()
 
@@ -301,7 +302,7 @@ class OursV2:
         self.adapter.requests_have_changed = True
 
     def begin(self) -> None:
-        """The forward pass starts. What is done while a device computes is not timed."""
+        """The forward pass starts. What is done while a device computes is timed apart."""
         self.session.update_index()
 
     def sample(self, verification: Verification) -> None:
@@ -343,7 +344,7 @@ def make(name: str, runner: Runner, k: int, history: list[tuple[Problem, Rollout
     size = len(runner.discard_request_mask.np)
     batch = runner.input_batch
     if name.startswith("ours"):
-        return (OursV2 if "V2" in name else Ours)(runner, k, history, index_late="device" in name)
+        return (OursV2 if "V2" in name else Ours)(runner, k, history, index_late="late" in name)
     if name == "ngram":
         ngram = NgramProposer(engine_config(k, size))
         return Stock(lambda sampled: ngram.propose(k, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu))
@@ -370,6 +371,7 @@ def measure(
     count = 0
     drafts: list[list[int]] = [[] for _ in range(size)]
     times: list[float] = []
+    hidden: list[float] = []
     drafted = accepted = 0
     for step in range(SKIPPED_STEPS + steps):
         for row in range(size):
@@ -382,8 +384,9 @@ def measure(
                 contestant.on_requests_changed()
         if step == SKIPPED_STEPS:
             contestant.watch.seconds.clear()
-        parts = dict(contestant.watch.seconds)
+        parts, started = dict(contestant.watch.seconds), time.perf_counter()
         contestant.begin()
+        hidden.append(time.perf_counter() - started)
         contestant.watch.seconds = parts
         verification = Verification(runner, drafts)
         started = time.perf_counter()
@@ -401,6 +404,8 @@ def measure(
     rest = float(np.mean(times)) * per_request - sum(parts_us.values())
     return {
         "us_per_request": quantiles([t * per_request for t in times]),
+        "hidden_us": quantiles([t * per_request for t in hidden[SKIPPED_STEPS:]]),
+        "num_threads": usable_threads() if name.startswith("ours") else 1,
         "parts_us_mean": {**parts_us, "adapter": round(rest, 2)} if parts_us else {},
         "drafted": drafted,
         "accepted": accepted,
@@ -423,7 +428,7 @@ def main(argv: list[str] | None = None) -> None:
     problems = read_traces(args.trace)
     warm_up(RolloutSpecConfig())
     about = {**origin(), "trace": args.trace.name, "history": args.history, "steps": args.steps}
-    print("batch  K  proposer             us/request p20    p50    p80  tokens/step  of which, on average")
+    print("batch  K  proposer               us/request p20    p50    p80  hidden  tokens/step  of which, on average")
     for k in args.k:
         for size in args.batch:
             for name in args.contestants:
@@ -434,7 +439,8 @@ def main(argv: list[str] | None = None) -> None:
                 low, middle, high = figures["us_per_request"]
                 parts = ", ".join(f"{part} {us}" for part, us in figures["parts_us_mean"].items())
                 print(
-                    f"{size:5d} {k:2d}  {name:20} {low:14.1f} {middle:6.1f} {high:6.1f}  "
+                    f"{size:5d} {k:2d}  {name:22} {low:14.1f} {middle:6.1f} {high:6.1f}  "
+                    f"{figures['hidden_us'][1]:6.1f}  "
                     f"{figures['tokens_per_step']:11.2f}  {parts}",
                     flush=True,
                 )

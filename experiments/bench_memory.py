@@ -2,10 +2,10 @@
 
     python experiments/bench_memory.py [--tokens 100000 1000000 10000000] [--no-prefetch] --out FILE
 
-A history of made-up rollouts: sixteen per problem, each its text with one token in ten replaced. 256 requests
-of 32 problems drawn at random are live for 40 steps of three tokens, then others: the more history there is, the less
-of what is visited lies in the cache of the processor. `--no-prefetch` leaves out the instructions by which a walk loads
-the nodes that come next (`suffix.py`), and compiles into a folder of its own.
+A history of made-up rollouts: sixteen per problem, each its text with one token in ten replaced. 256 requests of 32
+problems drawn at random are live for 40 steps of three tokens, whatever is accepted, then others: the more history
+there is, the less of what is visited lies in the processor's cache. `--no-prefetch` leaves out the instructions by
+which a walk loads the nodes that come next (`suffix.py`), and compiles into a folder of its own.
 
 Reported: p20/p50/p80 over the steps, after the first of each 40.
 """
@@ -13,6 +13,7 @@ Reported: p20/p50/p80 over the steps, after the first of each 40.
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import tempfile
 import time
@@ -28,7 +29,9 @@ REQUESTS, PROBLEMS, STEPS, TOKENS_PER_STEP, K = 256, 32, 40, 3, 8
 
 def without_prefetch() -> None:
     """Compile walks without their prefetch instructions. Called before the drafters are imported."""
-    os.environ["NUMBA_CACHE_DIR"] = tempfile.mkdtemp()  # what is compiled here must not be used elsewhere
+    folder = tempfile.TemporaryDirectory()  # what is compiled here must not be used elsewhere
+    atexit.register(folder.cleanup)
+    os.environ["NUMBA_CACHE_DIR"] = folder.name
     from rollout_spec import jit
 
     @jit.njit(cache=False, allocates=False)
@@ -56,7 +59,7 @@ def measure(num_tokens: int, phases: int, rng: np.random.Generator) -> dict[str,
             drafter.extend("h", rollout(text, rng))
             drafter.stop_request("h")
         drafter.begin_policy_version(turn + 1)
-    index_us, propose_us, drafted = [], [], 0
+    index_us, propose_us, drafted, accepted = [], [], 0, 0
     for phase in range(phases):
         problems = rng.choice(len(texts), PROBLEMS, replace=False).repeat(REQUESTS // PROBLEMS)
         names = [f"{phase}/{i}" for i in range(REQUESTS)]
@@ -65,6 +68,7 @@ def measure(num_tokens: int, phases: int, rng: np.random.Generator) -> dict[str,
             drafter.start_request(name, [problem], problem_id=problem, seed=0)
         rows = np.array([drafter.row_of(name) for name in names])
         starts = np.arange(REQUESTS + 1) * TOKENS_PER_STEP
+        target_starts = np.arange(REQUESTS + 1) * (K + 1)
         for step in range(STEPS):
             tokens = np.concatenate([s[step * TOKENS_PER_STEP : (step + 1) * TOKENS_PER_STEP] for s in says])
             drafter.extend_batch(rows, tokens, starts)
@@ -73,8 +77,12 @@ def measure(num_tokens: int, phases: int, rng: np.random.Generator) -> dict[str,
             indexed = time.perf_counter()
             drafts = drafter.propose_batch(rows, np.full(REQUESTS, K))
             ended = time.perf_counter()
-            drafter.observe_batch(rows, np.full(REQUESTS, -1), np.arange(REQUESTS + 1), np.zeros(REQUESTS, np.int64))
-            drafted += int(drafts.lengths.sum())
+            said = (step + 1) * TOKENS_PER_STEP
+            targets = np.stack([s[said : said + K + 1] for s in says]).astype(np.int64)
+            is_right = (drafts.token_ids == targets[:, :K]) & (np.arange(K) < drafts.lengths[:, None])
+            num_accepted = np.logical_and.accumulate(is_right, axis=1).sum(axis=1)
+            drafter.observe_batch(rows, targets.ravel(), target_starts, num_accepted)
+            drafted, accepted = drafted + int(drafts.lengths.sum()), accepted + int(num_accepted.sum())
             if step:
                 index_us.append((indexed - started) * 1e6 / REQUESTS)
                 propose_us.append((ended - indexed) * 1e6 / REQUESTS)
@@ -84,6 +92,7 @@ def measure(num_tokens: int, phases: int, rng: np.random.Generator) -> dict[str,
         "index_us_per_request": quantiles(index_us),
         "propose_us_per_request": quantiles(propose_us),
         "drafted_per_request": round(drafted / (phases * STEPS * REQUESTS), 2),
+        "accepted_per_request": round(accepted / (phases * STEPS * REQUESTS), 2),
         "bytes": drafter.memory_bytes(),
     }
 
@@ -98,7 +107,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if args.no_prefetch:
         without_prefetch()
-    print("tokens of history  index us/request p20    p50    p80  propose us/request p20    p50    p80")
+    print("tokens of history  index us/request p20    p50    p80  propose us/request p20    p50    p80  drafted  right")
     for num_tokens in args.tokens:
         figures = measure(num_tokens, args.phases, np.random.default_rng(0))
         about = {"benchmark": "memory", "tokens": num_tokens, "prefetch": not args.no_prefetch}
@@ -106,7 +115,8 @@ def main(argv: list[str] | None = None) -> None:
         index, propose = figures["index_us_per_request"], figures["propose_us_per_request"]
         print(
             f"{num_tokens:17,d}  {index[0]:20.2f} {index[1]:6.2f} {index[2]:6.2f}"
-            f"  {propose[0]:22.2f} {propose[1]:6.2f} {propose[2]:6.2f}",
+            f"  {propose[0]:22.2f} {propose[1]:6.2f} {propose[2]:6.2f}"
+            f"  {figures['drafted_per_request']:7.2f}  {figures['accepted_per_request']:5.2f}",
             flush=True,
         )
 

@@ -75,8 +75,8 @@ class DraftingSession:
     Args:
         share_from_first_rank: Returns the first rank's list of numbers on every rank, as all must draft alike. None
             for a single rank.
-        index_late: Index new tokens in `update_index`, which is called while the device computes, and not in `draft`,
-            for which the device waits. Drafts then find them a step later.
+        index_late: Index sampled tokens in `update_index`, which is called while the device computes, and not in
+            `draft`, for which the device waits. Drafts then find them a step later.
 
     Raises:
         ValueError, TypeError: the drafter is unknown, or its options are wrong.
@@ -186,7 +186,9 @@ class DraftingSession:
     def update_index(self) -> None:
         """Do the last step's work that could wait. Called while the device computes. Raises like `draft`."""
         if self.enabled and self._index_late:
+            started = time.perf_counter()
             self._ask(self.drafter.update_index)
+            self._stats.index_seconds += time.perf_counter() - started
 
     def pause(self) -> None:
         """In place of `draft` while the session is not enabled."""

@@ -2,7 +2,7 @@
 
 One engine step: vLLM runs the target over every scheduled token and hands the logits to `RunnerAdapter.sample`, which
 verifies the drafts; after vLLM has recorded the sampled tokens it calls `RolloutSpecProposer.propose`, which tells the
-drafter what became of its drafts, indexes the new tokens and returns the next drafts.
+drafter what became of its drafts and what was sampled, and returns the next drafts.
 """
 
 from __future__ import annotations

@@ -71,16 +71,14 @@ def inlined(function: Callable[..., Any] | None = None, **options: Any) -> Any:
     return compiled
 
 
-@intrinsic
-def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
-    """`prefetch(array, i)` loads array[i] of a one-dimensional array into the cache while other code goes on.
+def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
+    """`prefetch(array, i)`: load a C-contiguous array's i-th element, counted flat, while other code goes on.
 
-    Nothing is checked: i may lie outside of the array.
+    Nothing is checked, as loading from outside of the array does no harm.
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         data = context.make_array(signature.args[0])(context, builder, args[0]).data
-
         address = builder.bitcast(builder.gep(data, [args[1]]), ir.IntType(8).as_pointer())
         number = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [address.type, number, number, number])
@@ -89,6 +87,9 @@ def prefetch(typing_context: Any, array: Any, index: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(array, index), generate
+
+
+prefetch: Any = (lambda array, index: None) if numba.config.DISABLE_JIT else intrinsic(_prefetch)
 
 
 def dispatchers() -> list[Any]:

@@ -25,6 +25,7 @@ class SpeculationStats:
         emitted_tokens: Tokens sampled, accepted ones included.
         drafter_errors: Exceptions that the drafter raised; the first one switches it off.
         draft_seconds: Time on the host for learning outcomes, drafting, and deciding how much is verified.
+        index_seconds: Time on the host for indexing what was sampled while the device computed.
         forward_seconds, verify_seconds: Time of the target's forward passes and of verification, on the device.
         step_seconds: Time of whole steps, scheduling included; 0 without a drafter on the host, which sees them end.
         drafted_per_position, accepted_per_position: Verified and accepted tokens by position in the draft.
@@ -42,6 +43,7 @@ class SpeculationStats:
     emitted_tokens: int = 0
     drafter_errors: int = 0
     draft_seconds: float = 0.0
+    index_seconds: float = 0.0
     forward_seconds: float = 0.0
     verify_seconds: float = 0.0
     step_seconds: float = 0.0
@@ -81,11 +83,10 @@ class SpeculationStats:
         self.steps += 1
         self.request_steps += drafted.size
         self.num_drafts += int(np.count_nonzero(drafted))
-        num_drafted = _count_positions(drafted, self.drafted_per_position)
-        num_accepted = _count_positions(accepted, self.accepted_per_position)
-        self.draft_tokens += num_drafted
-        self.accepted_tokens += num_accepted
-        self.emitted_tokens += num_accepted + accepted.size
+        self.draft_tokens += _count_positions(drafted, self.drafted_per_position)
+        num_accepted_tokens = _count_positions(accepted, self.accepted_per_position)
+        self.accepted_tokens += num_accepted_tokens
+        self.emitted_tokens += num_accepted_tokens + accepted.size
 
     def record_time(
         self,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
-from rollout_spec.drafters import build_drafter, threads
+from rollout_spec.drafters import build_drafter, suffix, threads
 from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.mixture import HistoryDrafter
 from rollout_spec.types import Draft
@@ -99,15 +101,29 @@ def test_new_tokens_are_context_at_once_and_candidates_once_they_are_indexed(ind
     drafter.check_integrity()
 
 
-@pytest.mark.parametrize("keep", [True, False])
-def test_a_rollout_can_end_before_its_last_tokens_are_indexed(keep):
+def test_a_rollout_can_end_before_its_last_tokens_are_indexed():
     drafter = HistoryDrafter(max_draft_tokens=K, max_history_tokens=64)
     for i in range(20):
         drafter.start_request(str(i), [1, 2], problem_id=0)
         drafter.extend_batch(np.array([drafter.row_of(str(i))]), np.arange(40, dtype=np.int32), np.array([0, 40]))
-        drafter.stop_request(str(i), keep=keep)
+        drafter.stop_request(str(i))
+        assert drafter._num_unindexed >= 40
         drafter.extend_batch(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(1, np.int64))
+        assert drafter._num_unindexed == 0
         drafter.check_integrity()
+
+
+def test_what_could_not_be_indexed_is_indexed_later(monkeypatch):
+    drafter, reserve = HistoryDrafter(max_draft_tokens=K), suffix.reserve
+    drafter.start_request("a", [1, 2])
+    row = np.array([drafter.row_of("a")])
+    drafter.extend_batch(row, np.arange(200, dtype=np.int32), np.array([0, 200]))
+    monkeypatch.setattr(suffix, "reserve", Mock(side_effect=MemoryError))
+    with pytest.raises(MemoryError):
+        drafter.update_index()
+    monkeypatch.setattr(suffix, "reserve", reserve)
+    drafter.extend_batch(row, np.arange(200, dtype=np.int32), np.array([0, 200]))
+    drafter.check_integrity()
 
 
 def test_drafts_do_not_depend_on_the_number_of_threads(monkeypatch):
@@ -143,8 +159,19 @@ def test_a_fork_has_threads_of_its_own():
     assert run() == 2
     child = os.fork()
     if child == 0:
-        os._exit(run())
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+        parts = 0
+        try:
+            parts = run()
+        finally:
+            os._exit(parts)
+    deadline = time.monotonic() + 60
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert ended[0] == child, "the child waits for threads that it does not have"
+    assert os.waitstatus_to_exitcode(ended[1]) == 2
 
 
 def test_what_a_subclass_overrides_is_called():

@@ -84,7 +84,7 @@ def test_rollouts_reach_back_into_their_prompt(prompt_size):
     texts, tokens = TextStore(), list(range(100, 100 + prompt_size))
     prompt = texts.new_document(0, PROMPT, 0)
     append(texts, prompt, tokens)
-    rollouts = [texts.new_document(0, ROLLOUT, 0, after=prompt) for _ in range(2)]
+    rollouts = [texts.new_document(0, ROLLOUT, 0, context=prompt) for _ in range(2)]
     for size in range(PAGE_TOKENS + 2):
         for i, document in enumerate(rollouts):
             whole = [*tokens, *([i] * size)]
@@ -98,12 +98,12 @@ def test_steps_back_equal_reading_back():
     texts = TextStore()
     prompt = texts.new_document(0, PROMPT, 0)
     append(texts, prompt, range(PAGE_TOKENS + 3))
-    document = texts.new_document(0, ROLLOUT, 0, after=prompt)
+    document = texts.new_document(0, ROLLOUT, 0, context=prompt)
     append(texts, document, range(1000, 1000 + PAGE_TOKENS + 3))
-    last, back = int(texts.arrays.documents[document, LAST]), texts.arrays.pages
+    last, pages = int(texts.arrays.documents[document, LAST]), texts.arrays.pages
     whole = last_tokens(texts, document, 500)
     for steps in range(len(whole) + 3):
-        position = int(step_back(back, last, steps))
+        position = int(step_back(pages, last, steps))
         assert (position < 0) == (steps >= len(whole))
         assert position < 0 or texts.arrays.tokens[position] == whole[-1 - steps]
 

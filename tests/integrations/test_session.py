@@ -115,7 +115,8 @@ def test_steps_are_timed_and_ranks_share_what_they_took():
     assert session.budget.cost.undrafted(1) == 1.0
 
 
-def test_ranks_whose_clocks_differ_cut_alike(monkeypatch):
+@pytest.mark.parametrize("index_late", [False, True])
+def test_ranks_whose_clocks_differ_cut_alike(monkeypatch, index_late):
     """Both take the first rank's times."""
     shared, rng, clocks = {}, np.random.default_rng(0), [0.0, 0.0]
 
@@ -127,7 +128,7 @@ def test_ranks_whose_clocks_differ_cut_alike(monkeypatch):
 
         return share
 
-    sessions = [a_session(sharing(rank)) for rank in range(2)]
+    sessions = [a_session(sharing(rank), index_late=index_late) for rank in range(2)]
     request, drafted = a_request(), [[], []]
     request.sampling_params.max_tokens = 400
     for n in range(390):
@@ -139,6 +140,7 @@ def test_ranks_whose_clocks_differ_cut_alike(monkeypatch):
 
             monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=tick))
             last = {"a": len(drafted[rank][-1])} if drafted[rank] else {}
+            session.update_index()
             drafts = advance(session, {"a": [1 + n % 3]}, last, requests={"a": request})
             drafted[rank].append(drafts.get("a", []))
     assert drafted[0] == drafted[1]

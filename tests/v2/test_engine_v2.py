@@ -69,7 +69,6 @@ def test_indexing_while_the_device_computes_changes_no_rollout(on, off, referenc
     before = stats_of(on)
     assert_same(generate(on, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
     assert sum(indexed) > 20
-    assert session.drafter._num_unindexed <= len(params), "at most the last step's"
     assert stats_of(on)["accepted_tokens"] > before["accepted_tokens"]
 
 
