@@ -114,9 +114,9 @@ def _remove(store, index, settings, document, text):
     if settings.use_tree:
         problem = np.int64(store.documents[document, PROBLEM])
         position = last_position(store, document)
-        for number in range(store.documents[document, LENGTH], 0, -1):
+        for _ in range(store.documents[document, INDEXED]):
             previous = before(store.pages, position)
-            if previous >= 0 and number <= store.documents[document, INDEXED]:
+            if previous >= 0:
                 for kind in range(2 if settings.use_shared else 1):
                     tree, key = (index.shared, np.int64(-1)) if kind else (index.tree, problem)
                     suffix.remove(store, tree, key, position, text)
@@ -125,7 +125,7 @@ def _remove(store, index, settings, document, text):
 
 
 def remove_document(store, index, settings, document):
-    """Take a document out of the index and free its pages."""
+    """Take a document, all of whose tokens are indexed, out of the index and free its pages."""
     _remove(store, index, settings, document, np.empty(MAX_DEPTH, np.int32))
 
 
