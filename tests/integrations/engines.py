@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
@@ -45,6 +47,18 @@ def verify_all(**options):
 
 def runner_of(llm):
     return llm.llm_engine.model_executor.driver_worker.model_runner
+
+
+@contextmanager
+def indexing_late(session, monkeypatch):
+    """Let a session on a CPU index as on a device. Gives the tokens that each call of `update_index` finds waiting."""
+    indexed, update_index = [], session.update_index
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "_index_late", True)
+        patched.setattr(
+            session, "update_index", lambda: indexed.append(session.drafter._num_unindexed) or update_index()
+        )
+        yield indexed
 
 
 def stats_of(llm):

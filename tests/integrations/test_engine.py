@@ -25,6 +25,7 @@ from tests.integrations.engines import (
     check_times,
     count_preemptions,
     generate,
+    indexing_late,
     mixed_params,
     prompts_of,
     runner_of,
@@ -69,12 +70,9 @@ def test_drafts_are_accepted_and_rejected(on, adversarial):
 def test_indexing_while_the_device_computes_changes_no_rollout(on, off, reference_model, monkeypatch):
     params = mixed_params(12, 5)
     prompts = prompts_of(params)
-    session, indexed = runner_of(on).drafter.session, []
-    index_late = session.update_index
-    monkeypatch.setattr(session, "_index_late", True)
-    monkeypatch.setattr(session, "update_index", lambda: indexed.append(session.drafter._num_unindexed) or index_late())
-    before = stats_of(on)
-    assert_same(generate(on, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+    with indexing_late(runner_of(on).drafter.session, monkeypatch) as indexed:
+        before = stats_of(on)
+        assert_same(generate(on, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
     assert sum(indexed) > 100
     assert stats_of(on)["accepted_tokens"] > before["accepted_tokens"]
 
