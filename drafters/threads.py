@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 MAX_THREADS = 8
-"""More gain little: what is not shared out, such as the indexing of new tokens, takes as long by then."""
+"""An engine's other processes, such as tensor-parallel ranks that all draft, need cores, too."""
 LEAST_REQUESTS = 32
-"""Requests per thread. Waking one takes about as long as to draft for ten."""
+"""Requests per thread. Waking one can take as long as to draft for so many."""
 
 _pool: ThreadPoolExecutor | None = None
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 STEPS_PER_SHARING = 16
 """Tensor-parallel ranks take over the first rank's times once in this many steps."""
-DTYPES = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
+DRAFT_DTYPES = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 """Of `Drafts`. Comparing types is much faster than comparing their names."""
 RECENT_STEPS = 16
 """The prompt tokens of the next step are predicted from those of this many last steps."""
@@ -76,7 +76,8 @@ class DraftingSession:
         share_from_first_rank: Returns the first rank's list of numbers on every rank, as all must draft alike. None
             for a single rank.
         index_late: Index sampled tokens in `update_index`, which is called while the device computes, and not in
-            `draft`, for which the device waits. Drafts then find them a step later.
+            `draft`, for which the device waits. Drafts then find them a step later. Of no use on a CPU, whose forward
+            pass has ended when it returns.
 
     Raises:
         ValueError, TypeError: the drafter is unknown, or its options are wrong.
@@ -341,7 +342,7 @@ class DraftingSession:
                 f"drafts for {room.size} requests must have shape [{room.size}, K], got "
                 f"{[list(array.shape) for array in drafts]}"
             )
-        if tuple(array.dtype for array in drafts) != DTYPES:
+        if tuple(array.dtype for array in drafts) != DRAFT_DTYPES:
             dtypes = [str(array.dtype) for array in drafts]
             raise ValueError(f"drafts must be int32 tokens, int64 lengths and float32 confidences, got {dtypes}")
         confidence, starts = np.empty(drafts.confidence.size, np.float32), np.empty(room.size + 1, np.int64)

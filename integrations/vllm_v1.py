@@ -48,7 +48,7 @@ class _Outcome(NamedTuple):
     """A verification that has not been counted yet: reading it at once would make the engine wait for the device."""
 
     req_ids: list[str]
-    counted: NDArray[np.int64] | None  # rows, without the chunks of prompts; None: all
+    is_counted: NDArray[np.bool_]  # [B], False for chunks of prompts
     num_draft_tokens: list[int]
     result: VerifyResult
     logits: torch.Tensor  # as the model gave them, for the message when a row had no sample
@@ -138,10 +138,8 @@ class RunnerAdapter:
             max_draft_tokens=max(num_draft_tokens),
         )
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
-        counted = None
-        if discarded[: len(batch.req_ids)].any():
-            counted = np.flatnonzero(~discarded[: len(batch.req_ids)])
-        self._outcome = _Outcome(batch.req_ids, counted, num_draft_tokens, result, logits)
+        is_counted = ~discarded[: len(batch.req_ids)]
+        self._outcome = _Outcome(batch.req_ids, is_counted, num_draft_tokens, result, logits)
         lacks_samples = True  # as far as is known without waiting for the device
         if not self._runner.use_async_scheduling:
             lacks_samples = self._count_last_verification()
@@ -205,10 +203,7 @@ class RunnerAdapter:
         if lacks_samples and bool((outcome.logits.isnan() | (outcome.logits == float("inf"))).any()):
             raise_if_broken(invalid, outcome.req_ids)  # otherwise masks have left these rows empty, which is no fault
         verified, accepted = np.array(outcome.num_draft_tokens, np.int64), host[:size]
-        if outcome.counted is None:
-            self.stats.record(verified, accepted)
-        else:
-            self.stats.record(verified[outcome.counted], accepted[outcome.counted])
+        self.stats.record(verified[outcome.is_counted], accepted[outcome.is_counted])
         if proposer is not None:
             starts = np.zeros(size + 1, np.int64)
             np.cumsum(verified + 1, out=starts[1:])
@@ -328,7 +323,7 @@ class RolloutSpecProposer:
         """
         self._runner = runner
         share = sharing_from_first_rank(self._vllm_config)
-        index_late = runner.device.type != "cpu"  # a CPU's forward pass has ended when it returns: no time to use
+        index_late = runner.device.type != "cpu"
         self.session = DraftingSession(self._config, self._vllm_config, self.stats, share, index_late=index_late)
 
     def propose(

@@ -354,7 +354,7 @@ class HistorySpeculator(BaseSpeculator):
         self.model = vllm_compat.speculator_model()
         self.stats = SpeculationStats()
         share = sharing_from_first_rank(vllm_config)
-        index_late = device.type != "cpu"  # a CPU's forward pass has ended when it returns: no time to use
+        index_late = device.type != "cpu"
         self.session = DraftingSession(config, vllm_config, self.stats, share, index_late=index_late)
         self.num_draft_tokens: dict[str, int] = {}
         self._num_speculative_tokens = config.num_speculative_tokens

@@ -52,12 +52,15 @@ def runner_of(llm):
 @contextmanager
 def indexing_late(session, monkeypatch):
     """Let a session on a CPU index as on a device. Gives the tokens that each call of `update_index` finds waiting."""
-    indexed, update_index = [], session.update_index
+    indexed, original = [], session.update_index
+
+    def update_index():
+        indexed.append(session.drafter._num_unindexed)
+        original()
+
     with monkeypatch.context() as patched:
         patched.setattr(session, "_index_late", True)
-        patched.setattr(
-            session, "update_index", lambda: indexed.append(session.drafter._num_unindexed) or update_index()
-        )
+        patched.setattr(session, "update_index", update_index)
         yield indexed
 
 
