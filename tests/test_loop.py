@@ -14,7 +14,7 @@ from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.loop import RequestState, decode_step, generate
 from rollout_spec.verify import reference
 from tests.adversaries import Adversary
-from tests.statistics import matches_distribution
+from tests.distributions import matches_distribution
 
 VOCAB = 6
 END = 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from rollout_spec import noise, noise_torch
-from tests.statistics import matches_distribution
+from tests.distributions import matches_distribution
 
 N = 200_000
 

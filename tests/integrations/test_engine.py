@@ -19,6 +19,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from rollout_spec import doctor, engine_kwargs, noise
 from rollout_spec.integrations import vllm_v1
 from rollout_spec.types import Draft
+from tests.distributions import matches_distribution
 from tests.integrations.engines import (
     assert_same,
     build,
@@ -32,7 +33,6 @@ from tests.integrations.engines import (
     stats_of,
     verify_all,
 )
-from tests.statistics import matches_distribution
 
 pytestmark = pytest.mark.engine
 

@@ -12,7 +12,7 @@ from rollout_spec import noise
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch
 from rollout_spec.verify import reference, vectorised
 from rollout_spec.verify.api import verify
-from tests.statistics import matches_distribution
+from tests.distributions import matches_distribution
 from tests.verify.batches import LOGPROBS_MODES, METHODS, as_torch, assert_agrees, batches
 
 
