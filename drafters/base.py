@@ -34,7 +34,7 @@ class Drafter(Protocol):
                 history.
             problem_id: Requests with the same id share history. None: the hash of the prompt.
             seed: Of the request's noise (see `rollout_spec.noise`), 64 bits. None: the noise does not exist or is not
-                known, as for greedy requests and recorded rollouts; the drafter then proposes what is most probable.
+                known, as for greedy requests and most recordings; the drafter then proposes what is most probable.
 
         Raises:
             ValueError: `req_id` is live already, a token is negative, or `seed` does not fit in 64 bits.

@@ -128,17 +128,22 @@ def _compare_budgets(
 def _measure(
     problems: Sequence[Problem], make: Callable[[], Drafter], regime: Regime, args: argparse.Namespace
 ) -> list[tuple[bool, dict[str, Any]]]:
-    """[(whether the drafter knew the noise, figures)]: False for recorded text, both for synthetic policies."""
+    """[(whether the drafter knew the noise, figures)]: False for text alone, both where the noise is known."""
     limits: dict[str, Any] = {"max_samples": args.samples, "max_history": args.history}
+    known_seed: Callable[[Problem, Rollout], int | None] = _recorded_seed
+    noises = [False]
     if args.policy == "synthetic":
         target = SyntheticTarget(problems, args.samples, args.history)
-        problems, limits = target.problems, {"next_token": target.next_token}
+        problems, limits, known_seed = target.problems, {"next_token": target.next_token}, target.seed_of
+        noises.append(True)
+    elif all(rollout.seed is not None for problem in problems for rollout in problem.rollouts):
+        noises.append(True)
     sizes = {"num_speculative_tokens": args.num_speculative_tokens, "batch": args.batch}
     measured = []
-    for noise in (False, True) if args.policy == "synthetic" else (False,):
-        seed_of = target.seed_of if noise else _no_seed
+    for noise in noises:
+        seed_of = known_seed if noise else _no_seed
         warm_up = _tiny_problem()  # compiled code is loaded here, not while the clock runs
-        replay([warm_up], make, regime, **sizes, seed_of=_known_seed if noise else _no_seed)
+        replay([warm_up], make, regime, **sizes, seed_of=_recorded_seed if noise else _no_seed)
         drafters: list[Drafter] = []
 
         def remember(drafters: list[Drafter] = drafters) -> Drafter:
@@ -186,8 +191,8 @@ def _seed(problem: Problem, sample_id: int) -> int:
     return derive_seed("synthetic", problem.prompt_id, sample_id)
 
 
-def _known_seed(problem: Problem, rollout: Rollout) -> int | None:
-    return rollout.sample_id
+def _recorded_seed(problem: Problem, rollout: Rollout) -> int | None:
+    return rollout.seed
 
 
 def _no_seed(problem: Problem, rollout: Rollout) -> int | None:
@@ -196,7 +201,7 @@ def _no_seed(problem: Problem, rollout: Rollout) -> int | None:
 
 def _tiny_problem() -> Problem:
     tokens = np.arange(40, dtype=np.int32) % 7
-    return Problem("warm-up", [Rollout(k, k % 2, tokens[:5], tokens, (40,)) for k in range(4)])
+    return Problem("warm-up", [Rollout(k, k % 2, tokens[:5], tokens, (40,), seed=k) for k in range(4)])
 
 
 def _print_row(row: dict[str, Any], *, first: bool) -> None:

@@ -151,7 +151,7 @@ def replay(
         batch: Requests that advance together where the regime allows it.
         max_samples: Live rollouts per problem. None: all.
         max_history: Rollouts of the earlier epoch per problem. None: all.
-        seed_of: The seed of a rollout's noise, where it is known (recorded text has none).
+        seed_of: The seed of a rollout's noise, where it is known; most recordings have none.
         next_token: The target's own token after a prompt and completion, where the target can be asked. Then the
             drafter observes the target at every drafted position, as in an engine, and not only up to the first
             difference.

@@ -1,9 +1,11 @@
 """Recorded rollouts: several sampled completions of each prompt, as token ids in a Parquet file.
 
 One row per rollout: `prompt_id` string or integer, `sample_id` integer, `epoch` integer (0 when absent),
-`prompt_tokens` and `completion_tokens` lists of integers, and optionally `gen_runs` list of integers: lengths of runs
-of the completion, alternately generated and given by an environment, starting with a generated one. Empty or absent:
-all of it was generated.
+`prompt_tokens` and `completion_tokens` lists of integers, and optionally
+
+- `gen_runs` list of integers: lengths of runs of the completion, alternately generated and given by an environment,
+  starting with a generated one. Empty or absent: all of it was generated.
+- `seed` integer: of the noise that token j was sampled with, `gumbel(seed, len(prompt_tokens) - 1 + j, token)`.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ class Rollout(NamedTuple):
     """int32 [n]: the completion."""
     runs: tuple[int, ...]
     """Lengths of its runs, alternately generated and given, starting with a generated one; they sum to n."""
+    seed: int | None = None
+    """Of its noise, where it was recorded."""
 
 
 class Problem(NamedTuple):
@@ -76,6 +80,7 @@ def read_traces(path: str | Path, *, max_prompts: int | None = None) -> list[Pro
     _refuse_nulls(table["prompt_id"], "prompt_id", path)
     sample_ids = _integers(table, "sample_id", path)
     epochs = _integers(table, "epoch", path) if "epoch" in table.column_names else [0] * table.num_rows
+    seeds = _integers(table, "seed", path) if "seed" in table.column_names else [None] * table.num_rows
     all_runs = table["gen_runs"].to_pylist() if "gen_runs" in table.column_names else [None] * table.num_rows
     problems: dict[str, Problem] = {}
     for row, prompt_id in enumerate(map(str, table["prompt_id"].to_pylist())):
@@ -90,7 +95,9 @@ def read_traces(path: str | Path, *, max_prompts: int | None = None) -> list[Pro
                 f"{path}: gen_runs of prompt {prompt_id!r}, sample {sample_ids[row]} are not lengths that sum to its "
                 f"{tokens.size} tokens: {list(runs)}"
             )
-        problems[prompt_id].rollouts.append(Rollout(sample_ids[row], epochs[row], prompts[row], tokens, runs))
+        problems[prompt_id].rollouts.append(
+            Rollout(sample_ids[row], epochs[row], prompts[row], tokens, runs, seeds[row])
+        )
     for problem in problems.values():
         problem.rollouts.sort(key=lambda rollout: (rollout.epoch, rollout.sample_id))
     return list(problems.values())

@@ -12,7 +12,7 @@ from scipy import stats
 
 from rollout_spec.cli import main
 from rollout_spec.drafters import build_drafter
-from rollout_spec.noise import derive_seed
+from rollout_spec.noise import derive_seed, gumbel
 from rollout_spec.replay.simulate import REGIMES, Request, replay, replay_steadily
 from rollout_spec.replay.synthetic import SyntheticPolicy
 from rollout_spec.replay.traces import Problem, Rollout, num_tokens, read_traces
@@ -84,6 +84,30 @@ def test_an_oracle_gets_every_draft_accepted(traces):
     assert result.stats.rejected_tokens == 0
     assert result.stats.tokens_per_step == pytest.approx(59 / 10)  # 59 tokens after the first, 6 at a time
     assert result.stats.accepted_per_position == [3 * 10] * 5
+
+
+def test_recorded_seeds_are_the_noise(tmp_path):
+    """A policy that says one of two tokens at each position, each with probability 1/2, as its noise decides."""
+    rows = []
+    for sample in range(48):
+        seed = 1000 + sample
+        pairs = [[10 + 2 * j, 11 + 2 * j] for j in range(60)]
+        text = [pair[int(np.argmax(gumbel(seed, 1 + j, pair)))] for j, pair in enumerate(pairs)]
+        epoch = int(sample >= 40)
+        rows.append({"prompt_id": "p", "sample_id": sample, "epoch": epoch, "prompt_tokens": [1, 2], "seed": seed})
+        rows[-1]["completion_tokens"] = text
+    found = {}
+    for name, columns in (("with", rows), ("without", [{k: v for k, v in row.items() if k != "seed"} for row in rows])):
+        path, out = tmp_path / f"{name}.parquet", tmp_path / f"{name}.json"
+        parquet.write_table(arrow.Table.from_pylist(columns), path)
+        assert main(["replay", str(path), "--regime", "epoch", "--json", str(out)]) == 0
+        found[name] = {row["noise"]: row["tokens_per_step"] for row in json.loads(out.read_text())}
+    assert set(found["without"]) == {False}
+    assert found["with"][False] == found["without"][False]
+    assert found["with"][True] > 1.3 * found["with"][False]
+    parquet.write_table(arrow.Table.from_pylist([rows[0] | {"seed": None}, *rows[1:]]), path)
+    with pytest.raises(ValueError, match="seed is null in row 0"):
+        read_traces(path)
 
 
 def test_regimes_see_what_they_may():
