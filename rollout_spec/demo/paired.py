@@ -36,6 +36,7 @@ class StepRecord:
     Attributes:
         seconds, tokens: By the names in `WAYS`.
         identical: Rollouts that are the same with speculation on and off.
+        tokens_per_step: Per request, with speculation on, steps without drafts included.
     """
 
     step: int
@@ -44,6 +45,7 @@ class StepRecord:
     rollouts: int
     identical: int
     mean_acceptance_length: float
+    tokens_per_step: float
     draft_tokens: int
     accepted_tokens: int
     max_logprob_error: float
@@ -52,6 +54,14 @@ class StepRecord:
     def to_dict(self) -> dict[str, Any]:
         """Plain data."""
         return asdict(self)
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first position in which two rollouts differ; None where they are equal."""
+    if a == b:
+        return None
+    differing = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+    return next(differing, min(len(a), len(b)))
 
 
 class PairedGenerator(RolloutSpecGenerator):
@@ -72,30 +82,34 @@ class PairedGenerator(RolloutSpecGenerator):
         self._on_record = on_record
         self._stock: Any = None
 
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Build the stock engine, before any step's clock runs."""
+        super().on_train_begin(*args, **kwargs)
+        self._stock = self._build_stock()
+
     def generate(self, prompts: Any, sampling_params: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
         """Run all three ways, in an order that changes with the step."""
-        if self._stock is None:
-            self._stock = self._build_stock()
         model = self._stock.llm_engine.model_executor.driver_worker.model_runner.model
         model.load_weights(self.model.named_parameters())
+        self._stock.reset_prefix_cache()
         self.seeds += [params.seed for params in sampling_params]
 
-        step = len(self.records)
-        before = self.stats()
+        step = self._step
         outputs, seconds = {}, {}
         for turn in range(len(WAYS)):
             way = WAYS[(step + turn) % len(WAYS)]
+            before = self.stats()
             started = time.perf_counter()
             outputs[way] = self._generate_one_way(way, prompts, sampling_params, *args, **kwargs)
             seconds[way] = time.perf_counter() - started
-        stats = SpeculationStats.between(before, self.stats())
+            if way == "on":
+                stats = SpeculationStats.between(before, self.stats())
 
         found = [
             self._first_difference(step, i, params.seed, off, on)
             for i, (params, off, on) in enumerate(zip(sampling_params, outputs["off"], outputs["on"], strict=True))
         ]
         self.divergences += [divergence for divergence in found if divergence is not None]
-        errors = [logprob_errors(self.model, o, p) for o, p in zip(outputs["on"], sampling_params, strict=True)]
         record = StepRecord(
             step=step,
             seconds=seconds,
@@ -103,12 +117,18 @@ class PairedGenerator(RolloutSpecGenerator):
             rollouts=len(prompts),
             identical=found.count(None),
             mean_acceptance_length=stats.mean_acceptance_length,
+            tokens_per_step=stats.tokens_per_step,
             draft_tokens=stats.draft_tokens,
             accepted_tokens=stats.accepted_tokens,
-            max_logprob_error=float(torch.cat(errors).max()),
+            max_logprob_error=self.largest_logprob_error(outputs["on"], sampling_params),
         )
         self.records.append(record)
         return outputs["on"]
+
+    def largest_logprob_error(self, outputs: Sequence[Any], sampling_params: Sequence[Any]) -> float:
+        """Largest |engine - trainer| of the rollouts' log-probabilities."""
+        errors = [logprob_errors(self.model, o, p) for o, p in zip(outputs, sampling_params, strict=True)]
+        return float(torch.cat(errors).max())
 
     def _generate_one_way(
         self, way: str, prompts: Any, sampling_params: Sequence[Any], *args: Any, **kwargs: Any
@@ -122,14 +142,15 @@ class PairedGenerator(RolloutSpecGenerator):
         return super().generate(prompts, sampling_params, *args, **kwargs)
 
     def _first_difference(self, step: int, rollout: int, seed: int, off: Any, on: Any) -> Divergence | None:
-        a, b = list(off.outputs[0].token_ids), list(on.outputs[0].token_ids)
-        if a == b:
+        tokens = list(on.outputs[0].token_ids)
+        position = first_difference(list(off.outputs[0].token_ids), tokens)
+        if position is None:
             return None
-        differing = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
-        position = next(differing, min(len(a), len(b)))
-        context = [*on.prompt_token_ids, *b[:position]]
+        context = [*on.prompt_token_ids, *tokens[:position]]
         with torch.no_grad():
-            logits = self.model(torch.tensor([context])).logits[0, -1].float()
+            # Not self.model(...), which computes in bfloat16 where the trainer uses mixed precision.
+            hidden = self.model.model(torch.tensor([context])).last_hidden_state[0, -1]
+            logits = self.model.lm_head(hidden).float()
         noise = gumbel(torch.tensor([seed]), torch.tensor([len(context) - 1]), logits.shape[0])[0]
         best = (logits + noise).topk(2).values
         return Divergence(step, rollout, position, float(best[0] - best[1]))
