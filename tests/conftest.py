@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,12 @@ for name, value in {
     "TOKENIZERS_PARALLELISM": "false",
 }.items():
     os.environ.setdefault(name, value)
+
+# TRL looks for a free port before it is needed, always in the same order: two trainers that start at once, here in two
+# processes of the tests, would choose the same.
+with socket.socket() as _free:
+    _free.bind(("localhost", 0))
+    os.environ["MASTER_PORT"] = str(_free.getsockname()[1])
 
 VOCAB_SIZE = 24
 
