@@ -123,9 +123,10 @@ def demo_prompts(policy: Path) -> Callable[[random.Random, int], list[Any]]:
 
 def real_prompts(policy: Path) -> Callable[[random.Random, int], list[Any]]:
     """Problems that the real policy was trained on, the held ones left out."""
+    from transformers import AutoTokenizer
+
     from real_policy.grpo import training_problems
     from real_policy.warm_up import prompt_token_ids
-    from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
     questions = [problem.question for problem in training_problems() if not problem.held]
@@ -137,21 +138,28 @@ PROMPTS = {"demo": demo_prompts, "real-policy": real_prompts}
 
 
 def one_turn(
-    llm: Any, make_prompts: Callable[[random.Random, int], list[Any]], batch: int, groups: int, seed: int
+    llm: Any,
+    make_prompts: Callable[[random.Random, int], list[Any]],
+    batch: int,
+    groups: int,
+    seed: int,
+    *,
+    is_seeded: bool = True,
 ) -> tuple[float, list[list[int]]]:
     """(seconds per token, rollouts) of one rollout phase: `groups` times `batch` requests, GROUP_SIZE per prompt.
 
     Args:
-        seed: Decides prompts and noise. Negative: decides the prompts; requests have no seeds.
+        seed: Decides the prompts, and the noise where requests have seeds.
+        is_seeded: Whether requests have seeds.
     """
     from vllm import SamplingParams
 
     group = min(GROUP_SIZE, batch)
-    different = make_prompts(random.Random(abs(seed)), groups * batch // group)
+    different = make_prompts(random.Random(seed), groups * batch // group)
     prompts = [prompt for prompt in different for _ in range(group)]
     params = [
         SamplingParams(
-            temperature=1.0, max_tokens=MAX_TOKENS, seed=seed * 10_000 + i if seed >= 0 else None, detokenize=False
+            temperature=1.0, max_tokens=MAX_TOKENS, seed=seed * 10_000 + i if is_seeded else None, detokenize=False
         )
         for i in range(len(prompts))
     ]
@@ -194,7 +202,7 @@ def main() -> None:
 
     def turn(name: str, batch: int, number: int) -> tuple[float, list[list[int]]]:
         groups, seed = max(1, args.requests // batch), 1000 * batch + number
-        return one_turn(engines[name], make_prompts, batch, groups, -seed if name == "stock" else seed)
+        return one_turn(engines[name], make_prompts, batch, groups, seed, is_seeded=name != "stock")
 
     print(f"batch   engine            {baseline} / engine (95 %)     identical   tokens per step")
     for batch in args.batch:

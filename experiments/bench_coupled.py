@@ -42,11 +42,9 @@ KAPPA = 0.3
 
 
 class Case(NamedTuple):
-    """A prompt, its history (epoch 0) and test rollouts (epoch 1), the tests' seeds, and the target's distribution."""
+    """A prompt, its history (epoch 0) and test rollouts (epoch 1), and the target's distribution."""
 
     problem: Problem
-    seeds: dict[int, int]
-    """By sample_id of the test rollouts."""
     target: Callable[[Rollout], list[tuple[np.ndarray, np.ndarray]]]
     """(token ids, probabilities) at every position of a test rollout."""
 
@@ -90,14 +88,14 @@ def demo_cases(directory: Path, num_prompts: int, num_history: int, num_tests: i
         for k, text in enumerate(texts):
             ends = np.flatnonzero(text == tokenizer.eos_token_id)
             text = text[: ends[0] + 1] if ends.size else text
-            rollouts.append(Rollout(k, int(k >= num_history), np.array(prompt, np.int32), text, (text.size,)))
+            rollouts.append(Rollout(k, int(k >= num_history), np.array(prompt, np.int32), text, (text.size,), seeds[k]))
         stacked = np.stack(logits, 1)
 
         def target(rollout: Rollout, stacked: np.ndarray = stacked) -> list[tuple[np.ndarray, np.ndarray]]:
             rows = stacked[rollout.sample_id - num_history]
             return [(np.arange(rows.shape[1]), np.exp(row)) for row in rows[: rollout.tokens.size]]
 
-        cases.append(Case(Problem(f"demo/{i}", rollouts), dict(enumerate(seeds)), target))
+        cases.append(Case(Problem(f"demo/{i}", rollouts), target))
     return cases
 
 
@@ -133,8 +131,7 @@ def recorded_cases(path: Path, num_prompts: int, num_history: int, num_tests: in
         def target(rollout: Rollout, prompt_id: str = recorded.prompt_id) -> list[tuple[np.ndarray, np.ndarray]]:
             return list(zip(*tops[prompt_id, rollout.seed], strict=True))
 
-        seeds = {rollout.sample_id: rollout.seed for rollout in tests}
-        cases.append(Case(Problem(recorded.prompt_id, rollouts), seeds, target))
+        cases.append(Case(Problem(recorded.prompt_id, rollouts), target))
     return cases
 
 
@@ -241,19 +238,7 @@ def run(
     drafter = build_drafter(
         "mixture", **{"max_draft_tokens": k, "min_survival": min_survival, "shared": False, **options}
     )
-    results = []
-    for case in cases:
-        seeds = case.seeds if coupled else {}
-        results.append(
-            replay(
-                [case.problem],
-                lambda: drafter,
-                "epoch",
-                num_speculative_tokens=k,
-                seed_of=lambda problem, rollout, seeds=seeds: seeds.get(rollout.sample_id),
-            )
-        )
-    return results
+    return [replay([case.problem], lambda: drafter, "epoch", num_speculative_tokens=k, noise=coupled) for case in cases]
 
 
 def first_token_acceptance(cases: Sequence[Case], coupled: bool, options: dict[str, Any]) -> float:
@@ -264,7 +249,7 @@ def first_token_acceptance(cases: Sequence[Case], coupled: bool, options: dict[s
         problem = case.problem
         for rollout in problem.rollouts:
             test = rollout.epoch == 1
-            seed = case.seeds[rollout.sample_id] if test and coupled else None
+            seed = rollout.seed if test and coupled else None
             drafter.start_request("r", rollout.prompt, problem_id=problem.problem_id, seed=seed)
             for token in rollout.tokens if test else []:
                 (draft,) = drafter.propose(["r"], one)

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from real_policy.tasks import task_of
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.replay.simulate import Request
+from rollout_spec.replay.simulate import Cursor, Request
 from rollout_spec.replay.traces import Problem, Rollout
 
 K = 8
@@ -66,37 +67,30 @@ def generate_again(
         noise: Whether the drafter is told the seeds.
         keep: Whether the rollouts enter the history when they end. While they run they see each other in any case.
     """
-    live: dict[str, tuple[Request, int]] = {}
-    for number, request in enumerate(requests):
-        tokens = request.rollout.tokens
-        if tokens.size < 2:
+    live: dict[str, Cursor] = {}
+    for number, (problem, rollout) in enumerate(requests):
+        if rollout.tokens.size < 2:
             continue
         req_id = f"request/{number}"
-        seed = request.rollout.seed if noise else None
-        drafter.start_request(req_id, request.rollout.prompt, problem_id=request.problem.problem_id, seed=seed)
-        drafter.extend(req_id, tokens[:1])
-        live[req_id] = request, 1
+        seed = rollout.seed if noise else None
+        drafter.start_request(req_id, rollout.prompt, problem_id=problem.problem_id, seed=seed)
+        live[req_id] = Cursor(problem, rollout)
+        drafter.extend(req_id, live[req_id].advance(1))
     while live:
         names = list(live)
         drafts = drafter.propose(names, np.full(len(names), k, np.int32))
-        targets, accepted, new = [], [], []
-        for name, draft in zip(names, drafts, strict=True):
-            request, at = live[name]
-            coming = request.rollout.tokens[at:]
-            agreeing = draft.token_ids[: coming.size] == coming[: len(draft.token_ids)]
-            n = int(np.cumprod(agreeing).sum())
-            yield Step(request, at, draft.token_ids, n)
+        targets, accepted = [], []
+        for cursor, draft in zip(live.values(), drafts, strict=True):
+            n = cursor.num_agreeing(draft.token_ids)
+            yield Step(Request(cursor.problem, cursor.rollout), cursor.num_said, draft.token_ids, n)
+            targets.append(cursor.advance(n + 1))
             # Where the recording ends inside a draft, its last token is the target's own.
-            targets.append(coming[: n + 1])
             accepted.append(min(n, targets[-1].size - 1))
-            new.append(targets[-1])
         drafter.observe(names, targets, np.array(accepted, np.int32))
-        for name, tokens in zip(names, new, strict=True):
+        for name, tokens in zip(names, targets, strict=True):
             drafter.extend(name, tokens)
-            request, at = live.pop(name)
-            if at + tokens.size < request.rollout.tokens.size:
-                live[name] = request, at + tokens.size
-            else:
+            if live[name].done:
+                del live[name]
                 drafter.stop_request(name, keep=keep)
 
 
@@ -275,7 +269,11 @@ def worth(problems: Sequence[Problem], epoch: int, steps_per_epoch: int) -> dict
     for problem in problems:
         requests = [Request(problem, rollout) for rollout in groups.get(problem.prompt_id, {}).get(epoch, [])]
         in_flight += generate_again(new_drafter(), requests)
-        others = [p for p in problems if p.prompt_id in groups and p is not problem and _task(p) == _task(problem)]
+        others = [
+            p
+            for p in problems
+            if p.prompt_id in groups and p is not problem and task_of(p.prompt_id) == task_of(problem.prompt_id)
+        ]
         if others:
             drafter = new_drafter(shared=True)
             feed(drafter, others[0], groups[others[0].prompt_id][epoch])
@@ -295,10 +293,6 @@ def _by_epoch(problem: Problem) -> dict[int, list[Rollout]]:
     for rollout in problem.rollouts:
         found.setdefault(rollout.epoch, []).append(rollout)
     return found
-
-
-def _task(problem: Problem) -> str:
-    return problem.prompt_id.split("/")[0]
 
 
 def over_training(steps: Sequence[Sequence[Request]], *, noise: bool = True, k: int = K) -> list[float]:

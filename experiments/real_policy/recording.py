@@ -55,15 +55,9 @@ def compute_features(
     was_training = model.training
     model.eval()
     found: list[Features] = []
-    for start in range(0, len(prompts), ROLLOUTS_PER_FORWARD):
-        chunk = [
-            (list(prompt), list(completion))
-            for prompt, completion in zip(
-                prompts[start : start + ROLLOUTS_PER_FORWARD],
-                completions[start : start + ROLLOUTS_PER_FORWARD],
-                strict=True,
-            )
-        ]
+    rollouts = [(list(prompt), list(completion)) for prompt, completion in zip(prompts, completions, strict=True)]
+    for start in range(0, len(rollouts), ROLLOUTS_PER_FORWARD):
+        chunk = rollouts[start : start + ROLLOUTS_PER_FORWARD]
         # Padding is on the right and the mask is causal: no real token sees it, so no attention mask is needed.
         length = max(len(prompt) + len(completion) for prompt, completion in chunk)
         input_ids = torch.zeros(len(chunk), length, dtype=torch.int64)

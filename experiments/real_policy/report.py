@@ -19,6 +19,7 @@ from real_policy.analysis import (
     worth,
 )
 from real_policy.recording import TOP_TOKENS, read_rows
+from real_policy.tasks import task_of
 from rollout_spec.demo.paired import WAYS
 from rollout_spec.replay.simulate import Request
 from rollout_spec.replay.traces import Problem, read_traces
@@ -35,7 +36,7 @@ def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
     """Problems by task, and all of them as "all"."""
     found: dict[str, list[Problem]] = {}
     for problem in problems:
-        found.setdefault(problem.prompt_id.split("/")[0], []).append(problem)
+        found.setdefault(task_of(problem.prompt_id), []).append(problem)
     return found | {"all": list(problems)}
 
 

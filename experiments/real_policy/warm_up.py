@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from real_policy.tasks import TASKS, make_problem
-from rollout_spec.demo.warm_start import IGNORED_LABEL, learning_rate_factor
+from real_policy.tasks import TASKS, Problem, make_problem
+from rollout_spec.demo.warm_start import IGNORED_LABEL, learning_rate_factor, pad
 
 STEPS = 90
 SOLUTIONS_PER_TASK = 4
@@ -49,12 +49,11 @@ def warm_up(
         total = 0.0
         for task in TASKS:  # a task's solutions have similar lengths, so little of its batch is padding
             numbers = [rng.randrange(100_000) for _ in range(SOLUTIONS_PER_TASK)]
-            input_ids, attention_mask, labels = _batch(tokenizer, task, numbers)
+            solutions = [_solution(tokenizer, make_problem(task, STREAM, number)) for number in numbers]
+            input_ids, labels = pad(solutions, tokenizer.pad_token_id)
             # In bfloat16, which is faster on CPUs with matrix instructions; the weights stay in float32.
             with torch.autocast("cpu", torch.bfloat16):
-                hidden = model.model(
-                    input_ids=input_ids, attention_mask=attention_mask, use_cache=False
-                ).last_hidden_state
+                hidden = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
                 # Logits of the solutions only: with those of prompts and padding they would take most of the time.
                 counts = labels[:, 1:] != IGNORED_LABEL
                 logits = model.lm_head(hidden[:, :-1][counts])
@@ -74,23 +73,10 @@ def warm_up(
     return sum(tail) / len(tail)
 
 
-def _batch(tokenizer: Any, task: str, numbers: list[int]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """input_ids, attention_mask and labels, int64 [B, L], of prompts with their solutions, padded on the right."""
-    rows = []
-    for number in numbers:
-        problem = make_problem(task, STREAM, number)
-        prompt = prompt_token_ids(tokenizer, problem.question)
-        rows.append((prompt, [*tokenizer.encode(problem.solution), tokenizer.eos_token_id]))
-    length = max(len(prompt) + len(solution) for prompt, solution in rows)
-    input_ids = torch.full((len(rows), length), tokenizer.pad_token_id)
-    labels = torch.full((len(rows), length), IGNORED_LABEL)
-    attention_mask = torch.zeros(len(rows), length, dtype=torch.int64)
-    for row, (prompt, solution) in enumerate(rows):
-        end = len(prompt) + len(solution)
-        input_ids[row, :end] = torch.tensor(prompt + solution)
-        labels[row, len(prompt) : end] = torch.tensor(solution)
-        attention_mask[row, :end] = 1
-    return input_ids, attention_mask, labels
+def _solution(tokenizer: Any, problem: Problem) -> tuple[list[int], int]:
+    """Token ids of a problem's prompt and solution, and how many of them are the prompt."""
+    prompt = prompt_token_ids(tokenizer, problem.question)
+    return [*prompt, *tokenizer.encode(problem.solution), tokenizer.eos_token_id], len(prompt)
 
 
 def prompt_token_ids(tokenizer: Any, question: str) -> list[int]:

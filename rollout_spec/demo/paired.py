@@ -5,17 +5,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from rollout_spec.integrations.logprob_check import logprob_errors
 from rollout_spec.integrations.trl_hook import RolloutSpecGenerator
+from rollout_spec.integrations.vllm_cpu import plain_weights
 from rollout_spec.noise_torch import gumbel
 from rollout_spec.stats import SpeculationStats
 
 WAYS = ("stock", "off", "on")
 """Stock vLLM without speculation; our engine with it switched off; our engine with it."""
+GPU_MEMORY_UTILIZATION = 0.15
+"""Of each engine; on a CPU a share of the machine's memory."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,26 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
         return None
     differing = (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
     return next(differing, min(len(a), len(b)))
+
+
+def build_stock_engine(model_dir: Path, max_model_len: int, max_num_seqs: int, **options: Any) -> Any:
+    """A vLLM engine without speculation, with the other arguments that TRL gives its colocated engine.
+
+    Args:
+        **options: More of `vllm.LLM`'s arguments.
+    """
+    from vllm import LLM
+
+    with plain_weights():
+        return LLM(
+            model=str(model_dir),
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=4096,
+            gpu_memory_utilization=GPU_MEMORY_UTILIZATION,
+            logprobs_mode="processed_logprobs",
+            **options,
+        )
 
 
 class PairedGenerator(RolloutSpecGenerator):
@@ -120,13 +144,17 @@ class PairedGenerator(RolloutSpecGenerator):
             tokens_per_step=stats.tokens_per_step,
             draft_tokens=stats.draft_tokens,
             accepted_tokens=stats.accepted_tokens,
-            max_logprob_error=self.largest_logprob_error(outputs["on"], sampling_params),
+            max_logprob_error=self.examine(outputs["on"], sampling_params),
         )
         self.records.append(record)
         return outputs["on"]
 
-    def largest_logprob_error(self, outputs: Sequence[Any], sampling_params: Sequence[Any]) -> float:
-        """Largest |engine - trainer| of the rollouts' log-probabilities."""
+    def examine(self, outputs: Sequence[Any], sampling_params: Sequence[Any]) -> float:
+        """Look at the rollouts that train the policy, while the trainer has the weights that they were sampled with.
+
+        Returns:
+            Largest |engine - trainer| of their log-probabilities. A subclass may do more.
+        """
         errors = [logprob_errors(self.model, o, p) for o, p in zip(outputs, sampling_params, strict=True)]
         return float(torch.cat(errors).max())
 

@@ -108,6 +108,7 @@ def _warm_start(policy_dir: Path, seed: int, console: Any) -> None:
 
 def _train(policy_dir: Path, out_dir: Path, steps: int, seed: int, console: Any) -> Any:
     """GRPO with TRL. Returns the generator, which holds the records."""
+    import functools
     import logging
     import random
     import warnings
@@ -117,12 +118,10 @@ def _train(policy_dir: Path, out_dir: Path, steps: int, seed: int, console: Any)
     from rich.progress import Progress
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
-    from vllm import LLM
 
     from rollout_spec.demo import task as countdown
-    from rollout_spec.demo.paired import PairedGenerator
+    from rollout_spec.demo.paired import GPU_MEMORY_UTILIZATION, PairedGenerator, build_stock_engine
     from rollout_spec.demo.report import format_row, table_header
-    from rollout_spec.integrations.vllm_cpu import plain_weights
 
     warnings.filterwarnings("ignore")
     logging.getLogger("vllm").setLevel(logging.ERROR)
@@ -137,18 +136,6 @@ def _train(policy_dir: Path, out_dir: Path, steps: int, seed: int, console: Any)
 
     engine = {"dtype": "float32", "enforce_eager": True, "use_tqdm_on_load": False}
 
-    def build_stock() -> Any:
-        with plain_weights():
-            return LLM(
-                model=str(policy_dir),
-                max_model_len=MAX_MODEL_LEN,
-                max_num_seqs=PROMPTS_PER_STEP * GROUP_SIZE,
-                max_num_batched_tokens=4096,
-                gpu_memory_utilization=0.15,
-                logprobs_mode="processed_logprobs",
-                **engine,
-            )
-
     console.print("Starting the engines: TRL's with rollout_spec, and a stock one to compare with. The first time this")
     console.print("compiles the drafters, which takes some 15 seconds ...")
     progress = Progress(console=console, transient=True)
@@ -161,7 +148,7 @@ def _train(policy_dir: Path, out_dir: Path, steps: int, seed: int, console: Any)
         progress.advance(bar)
 
     generator = PairedGenerator(
-        build_stock,
+        functools.partial(build_stock_engine, policy_dir, MAX_MODEL_LEN, PROMPTS_PER_STEP * GROUP_SIZE, **engine),
         on_record,
         llm_kwargs=engine,
         num_speculative_tokens=NUM_SPECULATIVE_TOKENS,
@@ -188,7 +175,7 @@ def _train(policy_dir: Path, out_dir: Path, steps: int, seed: int, console: Any)
             beta=0.0,
             use_vllm=True,
             vllm_mode="colocate",
-            vllm_gpu_memory_utilization=0.15,
+            vllm_gpu_memory_utilization=GPU_MEMORY_UTILIZATION,
             vllm_max_model_length=MAX_MODEL_LEN,
             logging_steps=1,
             save_strategy="no",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -68,7 +68,6 @@ def warm_start(
     batches = trace_batches(tokenizer, random.Random(seed), batch_size)
     for step in range(steps):
         input_ids, labels = next(batches)
-        # Padding is on the right and the mask is causal: no real token sees it, so no attention mask is needed.
         logits = model(input_ids=input_ids, use_cache=False).logits
         loss = torch.nn.functional.cross_entropy(
             logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED_LABEL
@@ -126,12 +125,26 @@ def trace_batches(
         starts = list(range(0, len(pool), batch_size))
         rng.shuffle(starts)
         for first in starts:
-            batch = pool[first : first + batch_size]
-            length = len(batch[-1][0])
-            input_ids = torch.full((batch_size, length), tokenizer.pad_token_id)
-            labels = torch.full((batch_size, length), IGNORED_LABEL)
-            for row, (token_ids, num_prompt_tokens) in enumerate(batch):
-                ids = torch.tensor(token_ids)
-                input_ids[row, : len(ids)] = ids
-                labels[row, num_prompt_tokens : len(ids)] = ids[num_prompt_tokens:]
-            yield input_ids, labels
+            yield pad(pool[first : first + batch_size], tokenizer.pad_token_id)
+
+
+def pad(samples: Sequence[tuple[list[int], int]], pad_token_id: int) -> tuple[Tensor, Tensor]:
+    """A batch of B texts to learn.
+
+    Padding is on the right and a causal model's real tokens do not see it, so no attention mask is needed.
+
+    Args:
+        samples: Each text's token ids, and how many of them are the prompt.
+
+    Returns:
+        input_ids int64 [B, L], padded on the right, and labels of the same shape: the token ids after the prompt,
+        `IGNORED_LABEL` elsewhere.
+    """
+    length = max(len(token_ids) for token_ids, _ in samples)
+    input_ids = torch.full((len(samples), length), pad_token_id)
+    labels = torch.full((len(samples), length), IGNORED_LABEL)
+    for row, (token_ids, num_prompt_tokens) in enumerate(samples):
+        ids = torch.tensor(token_ids)
+        input_ids[row, : len(ids)] = ids
+        labels[row, num_prompt_tokens : len(ids)] = ids[num_prompt_tokens:]
+    return input_ids, labels

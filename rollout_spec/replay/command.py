@@ -130,27 +130,22 @@ def _measure(
 ) -> list[tuple[bool, dict[str, Any]]]:
     """[(whether the drafter knew the noise, figures)]: False for text alone, both where the noise is known."""
     limits: dict[str, Any] = {"max_samples": args.samples, "max_history": args.history}
-    known_seed: Callable[[Problem, Rollout], int | None] = _recorded_seed
-    noises = [False]
     if args.policy == "synthetic":
         target = SyntheticTarget(problems, args.samples, args.history)
-        problems, limits, known_seed = target.problems, {"next_token": target.next_token}, target.seed_of
-        noises.append(True)
-    elif all(rollout.seed is not None for problem in problems for rollout in problem.rollouts):
-        noises.append(True)
+        problems, limits = target.problems, {"next_token": target.next_token}
+    is_known = all(rollout.seed is not None for problem in problems for rollout in problem.rollouts)
     sizes = {"num_speculative_tokens": args.num_speculative_tokens, "batch": args.batch}
     measured = []
-    for noise in noises:
-        seed_of = known_seed if noise else _no_seed
+    for noise in (False, True) if is_known else (False,):
         warm_up = _tiny_problem()  # compiled code is loaded here, not while the clock runs
-        replay([warm_up], make, regime, **sizes, seed_of=_recorded_seed if noise else _no_seed)
+        replay([warm_up], make, regime, **sizes, noise=noise)
         drafters: list[Drafter] = []
 
         def remember(drafters: list[Drafter] = drafters) -> Drafter:
             drafters.append(make())
             return drafters[0]
 
-        figures = replay(problems, remember, regime, **sizes, **limits, seed_of=seed_of).to_dict()
+        figures = replay(problems, remember, regime, **sizes, **limits, noise=noise).to_dict()
         if hasattr(drafters[0], "source_counts"):
             figures["by_source"] = {
                 name: {"drafted": drafted, "accepted": accepted}
@@ -173,30 +168,15 @@ class SyntheticTarget:
         for problem in recorded:
             half = max(1, len(problem.rollouts) // 2)
             earlier, live = num_earlier or half, num_samples or half
-            seeds = [_seed(problem, k) for k in range(earlier + live)]
+            seeds = [derive_seed("synthetic", problem.prompt_id, k) for k in range(earlier + live)]
             policy = self._policies[problem.prompt_id]
             rollouts = policy.rollouts(seeds, SYNTHETIC_TOKENS, num_earlier=earlier)
             self.problems.append(Problem(problem.prompt_id, rollouts))
 
-    def seed_of(self, problem: Problem, rollout: Rollout) -> int:
-        """The seed of a rollout's noise."""
-        return _seed(problem, rollout.sample_id)
-
     def next_token(self, problem: Problem, rollout: Rollout, text: Sequence[int]) -> int:
         """The token that the policy samples after a text, with the rollout's noise."""
-        return self._policies[problem.prompt_id].next_token(text, self.seed_of(problem, rollout), len(text) - 1)
-
-
-def _seed(problem: Problem, sample_id: int) -> int:
-    return derive_seed("synthetic", problem.prompt_id, sample_id)
-
-
-def _recorded_seed(problem: Problem, rollout: Rollout) -> int | None:
-    return rollout.seed
-
-
-def _no_seed(problem: Problem, rollout: Rollout) -> int | None:
-    return None
+        assert rollout.seed is not None
+        return self._policies[problem.prompt_id].next_token(text, rollout.seed, len(text) - 1)
 
 
 def _tiny_problem() -> Problem:

@@ -140,7 +140,7 @@ def replay(
     batch: int = 64,
     max_samples: int | None = None,
     max_history: int | None = None,
-    seed_of: Callable[[Problem, Rollout], int | None] = lambda problem, rollout: None,
+    noise: bool = False,
     next_token: Callable[[Problem, Rollout, Sequence[int]], int] | None = None,
 ) -> ReplayResult:
     """Replay recorded rollouts in one regime.
@@ -151,7 +151,7 @@ def replay(
         batch: Requests that advance together where the regime allows it.
         max_samples: Live rollouts per problem. None: all.
         max_history: Rollouts of the earlier epoch per problem. None: all.
-        seed_of: The seed of a rollout's noise, where it is known; most recordings have none.
+        noise: Whether the drafter is told the seeds of the rollouts' noise, where they have one.
         next_token: The target's own token after a prompt and completion, where the target can be asked. Then the
             drafter observes the target at every drafted position, as in an engine, and not only up to the first
             difference.
@@ -184,7 +184,7 @@ def replay(
     build_seconds = time.perf_counter() - started
     indexed_tokens = history_tokens
 
-    run = _Run(drafter, num_speculative_tokens, seed_of, next_token)
+    run = _Run(drafter, num_speculative_tokens, noise, next_token)
     lives = [(problem, live) for problem, (_, live) in zip(problems, parts, strict=True) if live]
     for wave in schedule(lives, regime, batch):
         run.wave(wave)
@@ -212,7 +212,7 @@ def replay_steadily(
 
     The drafter's history is what it holds already, so `build_seconds` and the token counts are 0.
     """
-    run = _Run(drafter, num_speculative_tokens, lambda problem, rollout: None, None)
+    run = _Run(drafter, num_speculative_tokens, False, None)
     run.steady(requests, batch)
     return ReplayResult(
         run.stats, run.reliability, 0.0, 0, run.index_seconds, run.draft_seconds, drafter.memory_bytes(), 0
@@ -226,12 +226,12 @@ class _Run:
         self,
         drafter: Drafter,
         num_speculative_tokens: int,
-        seed_of: Callable[[Problem, Rollout], int | None],
+        noise: bool,
         next_token: Callable[[Problem, Rollout, Sequence[int]], int] | None,
     ) -> None:
         self._drafter = drafter
         self._k = num_speculative_tokens
-        self._seed_of = seed_of
+        self._noise = noise
         self._next_token = next_token
         self._num_started = 0
         self.stats = SpeculationStats()
@@ -267,7 +267,7 @@ class _Run:
             req_id = str(self._num_started)
             self._num_started += 1
             cursor = Cursor(problem, rollout)
-            seed = self._seed_of(problem, rollout)
+            seed = rollout.seed if self._noise else None
             started = clock()
             drafter.start_request(req_id, rollout.prompt, problem_id=problem.problem_id, seed=seed)
             drafter.extend(req_id, cursor.advance(1))

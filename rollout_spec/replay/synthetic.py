@@ -86,4 +86,7 @@ class SyntheticPolicy:
     def rollouts(self, seeds: Sequence[int], max_tokens: int, *, num_earlier: int) -> list[Rollout]:
         """Fresh rollouts, one per seed; the first `num_earlier` of them as epoch 0, the others as epoch 1."""
         samples = [self.sample(seed, max_tokens) for seed in seeds]
-        return [Rollout(k, int(k >= num_earlier), self.prompt, text, (text.size,)) for k, text in enumerate(samples)]
+        return [
+            Rollout(k, int(k >= num_earlier), self.prompt, text, (text.size,), seed)
+            for k, (text, seed) in enumerate(zip(samples, seeds, strict=True))
+        ]

@@ -35,7 +35,7 @@ class Rollout(NamedTuple):
     runs: tuple[int, ...]
     """Lengths of its runs, alternately generated and given, starting with a generated one; they sum to n."""
     seed: int | None = None
-    """Of its noise, where it was recorded."""
+    """Of its noise, where that is known."""
 
 
 class Problem(NamedTuple):

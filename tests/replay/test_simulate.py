@@ -94,11 +94,13 @@ def test_a_recording_that_ends_in_a_draft_has_no_token_after_it():
 
 def test_the_drafter_is_told_seeds_and_versions():
     drafter = OutcomeRecorder()
-    replay([a_problem(epochs=2)], lambda: drafter, "epoch", seed_of=lambda problem, rollout: 10 + rollout.sample_id)
+    problem = a_problem(epochs=2)
+    seeded = problem._replace(rollouts=[r._replace(seed=10 + r.sample_id) for r in problem.rollouts])
+    replay([seeded], lambda: drafter, "epoch", noise=True)
     assert drafter.seeds == [None, None, None, 10, 11, 12]  # earlier rollouts are text
     assert drafter.versions == [1]
     drafter = OutcomeRecorder()
-    replay([a_problem()], lambda: drafter, "own")
+    replay([seeded], lambda: drafter, "own")
     assert drafter.seeds == [None] * 3
     assert drafter.versions == []
 
