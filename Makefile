@@ -48,9 +48,12 @@ TRACES ?=
 RESULTS := experiments/results
 bench: $(READY)
 	$(BIN)/python experiments/bench_verify.py --out $(RESULTS)/bench_verify.jsonl
-	$(BIN)/python experiments/bench_coupled.py --policy demo/policy-v1-seed0 --json $(RESULTS)/bench_coupled.jsonl
+	$(BIN)/python experiments/bench_coupled.py --policy demo/policy-v1-seed0 --prompts 10 --tests 6 \
+		--json $(RESULTS)/bench_coupled.jsonl
 	$(BIN)/python experiments/bench_coupled.py --history 4 16 --recorded \
 		$(wildcard $(RESULTS)/real_policy/samples-*.parquet) --json $(RESULTS)/bench_coupled.jsonl
+	$(BIN)/python experiments/bench_coupled.py --history 64 --recorded \
+		$(RESULTS)/real_policy/samples-step0040-t1.parquet --json $(RESULTS)/bench_coupled.jsonl
 	test -z '$(TRACES)' || $(BIN)/python experiments/bench_draft.py $(TRACES) --out $(RESULTS)/bench_draft.jsonl
 
 clean:

@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from peers import StatelessDrafter
-from rows import append, origin
 
+from peers import StatelessDrafter
 from rollout_spec.demo.run import ENVIRONMENT
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Drafts
+from rows import append, origin
 
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)

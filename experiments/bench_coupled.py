@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rows import append, origin
 
 from rollout_spec.drafters import build_drafter
 from rollout_spec.noise import derive_seed, gumbel
 from rollout_spec.replay.simulate import ReplayResult, replay
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
+from rows import append, origin
 
 ORDER = 12
 """Longest context of the tree's and the optimum's blended counts."""

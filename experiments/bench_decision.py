@@ -14,9 +14,9 @@ import timeit
 from pathlib import Path
 
 import numpy as np
-from rows import append, origin, quantiles
 
 from rollout_spec.budget import Budget
+from rows import append, origin, quantiles
 
 K = 8
 NUM_PROBLEMS = 100

@@ -24,11 +24,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from rows import append, origin, quantiles
 
 from rollout_spec.drafters import device_kernels
 from rollout_spec.drafters.device import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.device_reference import ReferenceDrafter
+from rows import append, origin, quantiles
 
 GROUP = 16
 """Requests of one problem."""

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from rows import append, origin, quantiles
 
 SHAPES = {

@@ -26,13 +26,12 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import numpy as np
 import torch
-from peers import find_arctic
-from rows import append, origin, quantiles
 from vllm import SamplingParams
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
+from peers import find_arctic
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.drafters.threads import usable_threads
 from rollout_spec.integrations import vllm_v1, vllm_v2
@@ -40,6 +39,7 @@ from rollout_spec.integrations.session import DraftingSession
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
 from rollout_spec.warm_up import warm_up
+from rows import append, origin, quantiles
 
 STEP_SECONDS, TOKEN_SECONDS = 8e-3, 2e-6
 """What the budget is told of steps: there is no model here, and without one no draft would be worth its cost."""

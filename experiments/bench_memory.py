@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
 from rows import append, origin, quantiles
 
 ROLLOUTS, LENGTH, VOCAB_SIZE, REPLACED = 16, 500, 2000, 0.1

@@ -30,7 +30,6 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 import numpy as np
 import torch
 import vllm  # noqa: F401
-from rows import append, origin, quantiles
 from vllm import SamplingParams
 from vllm.platforms import current_platform
 from vllm.v1.sample.logits_processor import LogitsProcessors
@@ -46,6 +45,7 @@ from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import reference
 from rollout_spec.verify.api import verify
+from rows import append, origin, quantiles
 
 BASE = {
     "batch": 256, "k": 8, "vocab": 151_936, "temperature": 1.0, "top_p": 1.0, "logprobs": True, "ragged": False,

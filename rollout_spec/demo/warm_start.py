@@ -111,8 +111,7 @@ def trace_batches(
     in random order, so that length and training step stay independent.
 
     Yields:
-        input_ids int64 [batch_size, L], padded on the right, and labels of the same shape: the completion's token
-        ids with the end of sequence, `IGNORED_LABEL` elsewhere.
+        What `pad` returns of batch_size traces.
     """
     while True:
         pool: list[tuple[list[int], int]] = []

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
-import peers
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import peers
 from tests import naive
 from tests.drafters.recorder import examples
 from tests.naive import Text

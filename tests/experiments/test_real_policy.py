@@ -280,12 +280,17 @@ def test_a_short_run_that_is_interrupted(tmp_path):
 
     results = tmp_path / "results"
     rows = [json.loads(line) for line in (results / "tables.jsonl").read_text().splitlines()]
-    by_table = {name: [row for row in rows if row["benchmark"] == f"real_policy/{name}"] for name in ("run", "step")}
+    by_table = {
+        name: [row for row in rows if row["benchmark"] == f"real_policy/{name}"] for name in ("run", "epoch", "step")
+    }
     (run,) = by_table["run"]
     assert run["steps"] == 2
     assert run["identical"] == run["rollouts"] == 48
     assert run["max_logprob_error"] < 1e-4
     assert [row["step"] for row in by_table["step"]] == [0, 1]
+    for epoch, step in zip(by_table["epoch"], by_table["step"], strict=True):  # which has one step here
+        assert epoch["tokens_per_step"] == pytest.approx(step["tokens_per_step"])
+        assert epoch["reward"] == step["reward"]
     assert (results / "run.png").stat().st_size > 10_000
     recorded = [
         row for path in (results, tmp_path / "held") for row in recording.read_rows([path / "rollouts.parquet"])
