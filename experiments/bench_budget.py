@@ -192,11 +192,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8, help="in each turn, where the batch is smaller")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
+    if all(name == "stock" for name in args.engines):
+        parser.error("--engines needs one of ours")
     about = origin()
     engines = {name: build(args.policy, ENGINES[name], args.dtype, max(args.batch)) for name in args.engines}
     make_prompts = PROMPTS[args.prompts](args.policy)
-    if all(name == "stock" for name in args.engines):
-        parser.error("--engines needs one of ours")
     reference = next(name for name in args.engines if name != "stock")
     baseline = args.engines[0]
 

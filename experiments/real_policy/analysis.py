@@ -37,7 +37,7 @@ class Case(NamedTuple):
 class Step(NamedTuple):
     """One request's step."""
 
-    request: Request
+    rollout: Rollout
     at: int
     """Tokens of the completion before it."""
     draft: np.ndarray
@@ -82,7 +82,7 @@ def generate_again(
         targets, accepted = [], []
         for cursor, draft in zip(live.values(), drafts, strict=True):
             n = cursor.num_agreeing(draft.token_ids)
-            yield Step(Request(cursor.problem, cursor.rollout), cursor.num_said, draft.token_ids, n)
+            yield Step(cursor.rollout, cursor.num_said, draft.token_ids, n)
             targets.append(cursor.advance(n + 1))
             # Where the recording ends inside a draft, its last token is the target's own.
             accepted.append(min(n, targets[-1].size - 1))
@@ -98,7 +98,7 @@ def tokens_per_step(steps: Iterable[Step]) -> float:
     """Tokens per request and step."""
     emitted = count = 0
     for step in steps:
-        emitted += min(step.num_accepted + 1, step.request.rollout.tokens.size - step.at)
+        emitted += min(step.num_accepted + 1, step.rollout.tokens.size - step.at)
         count += 1
     return emitted / max(count, 1)
 

@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rollout_spec.demo.warm_start import pad
+
 TOP_TOKENS = 4
 SIGNATURE_BYTES = 16
 ROLLOUTS_PER_FORWARD = 8
@@ -55,14 +57,10 @@ def compute_features(
     was_training = model.training
     model.eval()
     found: list[Features] = []
-    rollouts = [(list(prompt), list(completion)) for prompt, completion in zip(prompts, completions, strict=True)]
+    rollouts = list(zip(prompts, completions, strict=True))
     for start in range(0, len(rollouts), ROLLOUTS_PER_FORWARD):
         chunk = rollouts[start : start + ROLLOUTS_PER_FORWARD]
-        # Padding is on the right and the mask is causal: no real token sees it, so no attention mask is needed.
-        length = max(len(prompt) + len(completion) for prompt, completion in chunk)
-        input_ids = torch.zeros(len(chunk), length, dtype=torch.int64)
-        for row, (prompt, completion) in enumerate(chunk):
-            input_ids[row, : len(prompt) + len(completion)] = torch.tensor(prompt + completion)
+        input_ids, _ = pad([([*prompt, *completion], len(prompt)) for prompt, completion in chunk], 0)
         states = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
         for row, (prompt, completion) in enumerate(chunk):
             hidden = states[row, len(prompt) - 1 : len(prompt) - 1 + len(completion)]
