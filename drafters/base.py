@@ -43,6 +43,9 @@ class Drafter(Protocol):
     def extend(self, req_id: str, new_token_ids: Tokens) -> None:
         """Append sampled tokens that the request keeps. Siblings can be drafted from them from the next `propose` on.
 
+        A drafter with an attribute `wants_features` that is true gets one more argument where it is known what the
+        target saw, these tokens' `rollout_spec.features`.
+
         Raises:
             ValueError: `req_id` is not live, or a token is negative.
         """
@@ -110,7 +113,8 @@ class BatchDrafter(Drafter, Protocol):
         """`extend` for each request, by token_ids[starts[i] : starts[i + 1]].
 
         They are context for the next draft. Nothing need be drafted from them before `update_index` is called, or this
-        once more.
+        once more. A drafter with an attribute `wants_features` that is true gets one more argument, the T tokens'
+        `rollout_spec.features`.
 
         Args:
             rows: int64 [R], each at most once.

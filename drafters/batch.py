@@ -62,6 +62,8 @@ class _OneByOne:
             if tokens:
                 self._drafter.extend(self._req_ids[row], tokens)
 
+    wants_features = False
+
     def update_index(self) -> None:
         pass
 

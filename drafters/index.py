@@ -51,6 +51,10 @@ class Settings(NamedTuple):
     version: int
     decay: Float32Array  # [256] weight by age in policy versions
     preference: Float32Array  # [sources, NUM_DISTANCE_BINS] weight by source and distance
+    use_signatures: bool
+    use_distributions: bool
+    by_disagreement: Float32Array  # [SIGNATURE_BITS + 1] weight by differing bits more than in the most similar state
+    probability: Float32Array  # [MAX_CODE + 1] see `features.decoded_probabilities`
 
 
 @inlined(allocates=False)
@@ -69,11 +73,15 @@ def _index_position(store, index, settings, problem, position, context, size):
 
 
 @njit(allocates=False)
-def append_batch(store, documents, tokens, starts):
-    """Append tokens[starts[i] : starts[i + 1]] to documents[i]."""
+def append_batch(store, documents, tokens, starts, features):
+    """Append tokens[starts[i] : starts[i + 1]] to documents[i], with their features, or none of them."""
+    is_known = features.shape[0] > 0
     for i in range(documents.size):
         for at in range(starts[i], starts[i + 1]):
-            append_token(store, documents[i], tokens[at])
+            position = append_token(store, documents[i], tokens[at])
+            if store.features.shape[0] > 0:
+                for word in range(store.features.shape[1]):
+                    store.features[position, word] = features[at, word] if is_known else 0
 
 
 @njit(allocates=False)

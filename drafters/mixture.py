@@ -34,9 +34,11 @@ from rollout_spec.drafters.propose import Calibration, Proposals, Rows
 from rollout_spec.drafters.store import MAX_PAGES, PAGE_TOKENS, PROBLEM, PROMPT, ROLLOUT, TextStore
 from rollout_spec.drafters.threads import MAX_THREADS, share_out, usable_threads
 from rollout_spec.drafters.vote import INVERSE_TEMPERATURES, SOURCES
+from rollout_spec.features import SIGNATURE_BITS, Features, check_features, decoded_probabilities, no_features
 from rollout_spec.types import Draft, Drafts, Int32Array
 
 IndexKind = Literal["suffix", "ngram"]
+NO_FEATURES = no_features(0)
 TABLE_ENTRIES_PER_TOKEN = 1.3
 """The n-gram table doubles when it has fewer entries than this times the tokens."""
 MAX_PENDING = 1 << 16
@@ -80,6 +82,9 @@ class HistoryDrafter:
             small probabilities, which are mostly estimation error. None: the one of `vote.INVERSE_TEMPERATURES` that
             would have been right most often so far.
         recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
+        signatures: Weigh candidates by how similar the target's state was, where `extend` is given features.
+        distributions: Let candidates vote for all tokens that the target thought likely there, and not only for the
+            one that it sampled, where `extend` is given features.
         max_history_tokens: Bound on the tokens kept, prompts included, counted in pages of 32. The oldest finished
             rollouts go first; live requests stay.
         max_history_versions: Rollouts of more than this many policy versions ago are dropped. None: only the bound on
@@ -102,6 +107,8 @@ class HistoryDrafter:
         min_survival: float = 0.01,
         inverse_temperature: float | None = None,
         recency: float = vote.RECENCY,
+        signatures: bool = True,
+        distributions: bool = True,
         max_history_tokens: int = 8_000_000,
         max_history_versions: int | None = None,
         num_threads: int | None = None,
@@ -140,6 +147,10 @@ class HistoryDrafter:
             version=0,
             decay=np.maximum(np.float64(recency) ** np.arange(256), vote.MIN_AGE_WEIGHT).astype(np.float32),
             preference=np.array(vote.PREFERENCE, np.float32),
+            use_signatures=signatures,
+            use_distributions=distributions,
+            by_disagreement=np.exp(-vote.SIMILARITY * np.arange(SIGNATURE_BITS + 1)).astype(np.float32),
+            probability=decoded_probabilities(),
         )
         self._index = Index(suffix.new_tree(0), suffix.new_tree(0), ngram.new_buckets(1024 if index == "ngram" else 1))
         bins = (2, vote.NUM_PROBABILITY_BINS, vote.NUM_LENGTH_BINS)
@@ -162,12 +173,17 @@ class HistoryDrafter:
         self._problem_users: dict[int, int] = {}
         self._next_problem = 0
         self._finished: deque[_Request] = deque()
-        self._pending: list[tuple[int, array[int]]] = []
+        self._pending: list[tuple[int, array[int], Features | None]] = []
         self._num_pending = 0
         self._unindexed: list[NDArray[np.int64]] = []  # documents whose last tokens are not indexed yet
         self._num_unindexed = 0
         self._max_pending = min(MAX_PENDING, max_history_tokens // 16)
         self._version = 0
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether features that are given with tokens are of use."""
+        return self._settings.use_signatures or self._settings.use_distributions
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
@@ -204,11 +220,13 @@ class HistoryDrafter:
         self._proposals.lengths[row], self._proposals.is_cut[row] = 0, False
         self._live[req_id] = _Request(row, document, problem, self._version, prompt)
 
-    def extend(self, req_id: str, new_token_ids: Tokens) -> None:
+    def extend(self, req_id: str, new_token_ids: Tokens, features: Features | None = None) -> None:
         live = self._request(req_id)
         tokens = _as_array("new_token_ids", new_token_ids)
+        if features is not None:
+            check_features(features, len(tokens))
         if tokens:
-            self._pending.append((live.document, tokens))
+            self._pending.append((live.document, tokens, features))
             self._num_pending += len(tokens)
 
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
@@ -233,10 +251,16 @@ class HistoryDrafter:
     def row_of(self, req_id: str) -> int:
         return self._request(req_id).row
 
-    def extend_batch(self, rows: NDArray[np.int64], token_ids: Int32Array, starts: NDArray[np.int64]) -> None:
+    def extend_batch(
+        self,
+        rows: NDArray[np.int64],
+        token_ids: Int32Array,
+        starts: NDArray[np.int64],
+        features: Features | None = None,
+    ) -> None:
         self._flush()
         if token_ids.size:
-            self._append(self._rows.document[rows], token_ids, starts)
+            self._append(self._rows.document[rows], token_ids, starts, features)
             self._drop_oldest()
 
     def update_index(self) -> None:
@@ -395,9 +419,10 @@ class HistoryDrafter:
         """Index what the drafter was given so far, and drop the oldest rollouts until the bound holds."""
         if self._pending:
             pieces, self._pending, self._num_pending = self._pending, [], 0
-            documents = np.array([document for document, _ in pieces], np.int64)
-            tokens = np.frombuffer(bytearray().join([tokens for _, tokens in pieces]), np.int32)  # writable
-            self._append(documents, tokens, _starts([tokens for _, tokens in pieces]))
+            documents = np.array([document for document, _, _ in pieces], np.int64)
+            tokens = np.frombuffer(bytearray().join([tokens for _, tokens, _ in pieces]), np.int32)  # writable
+            starts = _starts([tokens for _, tokens, _ in pieces])
+            self._append(documents, tokens, starts, _concatenate([(len(t), found) for _, t, found in pieces]))
         self.update_index()
         self._drop_oldest()
 
@@ -405,11 +430,19 @@ class HistoryDrafter:
         while self._finished and self._store.num_used_pages > self._max_history_pages:
             self._remove(self._finished.popleft())
 
-    def _append(self, documents: NDArray[np.int64], tokens: Int32Array, starts: NDArray[np.int64]) -> None:
+    def _append(
+        self,
+        documents: NDArray[np.int64],
+        tokens: Int32Array,
+        starts: NDArray[np.int64],
+        features: Features | None = None,
+    ) -> None:
         """Append tokens[starts[i] : starts[i + 1]] to documents[i]; `update_index` indexes them."""
+        if features is not None and self.wants_features:
+            self._store.keep_features()
         # A piece takes at most one page more than its tokens fill.
         self._store.reserve(tokens.size // PAGE_TOKENS + documents.size)
-        append_batch(self._store.arrays, documents, tokens, starts)
+        append_batch(self._store.arrays, documents, tokens, starts, NO_FEATURES if features is None else features)
         self._unindexed.append(documents)
         self._num_unindexed += tokens.size
 
@@ -481,6 +514,13 @@ def _as_array(name: str, tokens: Tokens | Iterable[int]) -> array[int]:
         if smallest < 0:
             raise ValueError(f"{name} must not be negative, got {smallest}")
     return values
+
+
+def _concatenate(pieces: Sequence[tuple[int, Features | None]]) -> Features | None:
+    """Features of pieces of so many tokens, one behind the other; None if no piece has any."""
+    if all(features is None for _, features in pieces):
+        return None
+    return np.concatenate([no_features(size) if features is None else features for size, features in pieces])
 
 
 def _starts(pieces: Sequence[Sized]) -> NDArray[np.int64]:

@@ -24,6 +24,7 @@ from rollout_spec.drafters.store import (
     after,
     last_position,
     read_back,
+    step_back,
 )
 from rollout_spec.drafters.suffix import Path, new_path
 from rollout_spec.drafters.vote import (
@@ -39,8 +40,10 @@ from rollout_spec.drafters.vote import (
     LOOKAHEAD_WEIGHT,
     MAX_CANDIDATES,
     MAX_DEPTH,
+    MAX_DISAGREEMENT,
     MAX_TRIALS,
     MIN_DISTANCE_FROM_ONE,
+    MIN_REMEMBERED,
     NUM_DISTANCE_BINS,
     NUM_PROBABILITY_BINS,
     OUTCOME_DECAY,
@@ -49,11 +52,14 @@ from rollout_spec.drafters.vote import (
     SHARED,
     SIBLING,
 )
+from rollout_spec.features import FEATURE_WORDS, MAX_CODE, SIGNATURE_BITS, SIGNATURE_WORDS, TOP_TOKENS
 from rollout_spec.jit import inlined, njit
 from rollout_spec.noise import gumbel_nb
 from rollout_spec.types import Float32Array, Int32Array
 
 DECAY = np.float32(OUTCOME_DECAY)
+MAX_FOUND = (TOP_TOKENS + 1) * MAX_CANDIDATES + 1
+"""Most distinct tokens of one position: each candidate's own and those remembered with it, and the lookahead pool's."""
 
 
 class Rows(NamedTuple):
@@ -94,9 +100,10 @@ class Scratch(NamedTuple):
     lengths: Int32Array  # [MAX_CANDIDATES] how far they match
     weights: NDArray[np.float64]  # [MAX_CANDIDATES]
     origin_bins: Int32Array  # [MAX_CANDIDATES] source and distance bin in one number
-    found: Int32Array  # [MAX_CANDIDATES + 1] distinct next tokens
-    mass: NDArray[np.float64]  # [MAX_CANDIDATES + 1] their probabilities, or the logarithms
-    noise: NDArray[np.float64]  # [MAX_CANDIDATES + 1]
+    differing: Int32Array  # [MAX_CANDIDATES] bits of the signatures that differ
+    found: Int32Array  # [MAX_FOUND] distinct next tokens
+    mass: NDArray[np.float64]  # [MAX_FOUND] their probabilities, or the logarithms
+    noise: NDArray[np.float64]  # [MAX_FOUND]
     by_length: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of the candidates that match so far
     share: NDArray[np.float64]  # [MAX_DEPTH + 1] weight of a candidate that matches so far
 
@@ -110,9 +117,10 @@ def new_scratch(max_tokens):
         np.empty(MAX_CANDIDATES, np.int32),
         np.empty(MAX_CANDIDATES, np.float64),
         np.empty(MAX_CANDIDATES, np.int32),
-        np.empty(MAX_CANDIDATES + 1, np.int32),
-        np.empty(MAX_CANDIDATES + 1, np.float64),
-        np.empty(MAX_CANDIDATES + 1, np.float64),
+        np.empty(MAX_CANDIDATES, np.int32),
+        np.empty(MAX_FOUND, np.int32),
+        np.empty(MAX_FOUND, np.float64),
+        np.empty(MAX_FOUND, np.float64),
         np.zeros(MAX_DEPTH + 1, np.float64),
         np.empty(MAX_DEPTH + 1, np.float64),
     )
@@ -191,7 +199,55 @@ def _weigh(store, settings, document, offset, count, positions, weights, origin_
 
 
 @inlined(allocates=False)
-def _blend(tokens, count, positions, lengths, weights, by_length, share, found, mass):
+def _count_bits(word):
+    """How many bits of a uint64 are set."""
+    word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
+    word = (word & np.uint64(0x3333333333333333)) + ((word >> np.uint64(2)) & np.uint64(0x3333333333333333))
+    word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
+    return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
+
+
+@inlined(allocates=False)
+def _num_differing(features, a, b):
+    """Bits in which the signatures at two positions differ; as for unrelated states where either is not known."""
+    known_a, known_b, differing = np.int64(0), np.int64(0), np.int64(0)
+    for word in range(SIGNATURE_WORDS):
+        known_a |= features[a, word]
+        known_b |= features[b, word]
+        differing += _count_bits(np.uint64(features[a, word] ^ features[b, word]))
+    if known_a == 0 or known_b == 0:
+        return np.int64(SIGNATURE_BITS // 2)
+    return differing
+
+
+@inlined(allocates=False)
+def _compare_states(store, settings, document, depth, count, positions, lengths, weights, origin_bins, differing):
+    """Weigh candidates by how similar the target's state was to its last known one in this document.
+
+    That one predicted the document's last token. It is compared with the state that predicted the token which lies as
+    far before the candidate as the last token lies before the one to be drafted. Returns the number of candidates that
+    are left: see MAX_DISAGREEMENT.
+    """
+    if not settings.use_signatures or store.features.shape[0] == 0 or count == 0:
+        return count
+    last = last_position(store, document)
+    fewest = SIGNATURE_BITS
+    for i in range(count):
+        position = step_back(store.pages, np.int64(positions[i]), np.int64(depth + 1))
+        differing[i] = _num_differing(store.features, position, last) if position >= 0 else SIGNATURE_BITS // 2
+        fewest = min(fewest, differing[i])
+    kept = 0
+    for i in range(count):
+        more = differing[i] - fewest
+        if more <= MAX_DISAGREEMENT:
+            positions[kept], lengths[kept], origin_bins[kept] = positions[i], lengths[i], origin_bins[i]
+            weights[kept] = weights[i] * settings.by_disagreement[more]
+            kept += 1
+    return kept
+
+
+@inlined(allocates=False)
+def _blend(store, settings, count, positions, lengths, weights, by_length, share, found, mass):
     """Probability of each next token: q_l = (c_l + BLEND q_{l-1}) / (n_l + BLEND) over match lengths l.
 
     Unrolled from the longest: a candidate that matches l tokens counts at every length up to l, and share[l] is what it
@@ -216,16 +272,46 @@ def _blend(tokens, count, positions, lengths, weights, by_length, share, found, 
     for length in range(shortest + 1, longest + 1):
         share[length] += share[length - 1]
     num_found = 0
+    use_distributions = settings.use_distributions and store.features.shape[0] > 0
     for i in range(count):
-        token = tokens[positions[i]]
-        at = 0
-        while at < num_found and found[at] != token:
-            at += 1
-        if at == num_found:
-            found[at], mass[at] = token, 0.0
-            num_found += 1
-        mass[at] += weights[i] * share[lengths[i]]
-    return num_found, longest, left
+        position, weight = positions[i], weights[i] * share[lengths[i]]
+        rest, said = weight, store.tokens[position]
+        if use_distributions:
+            for rank in range(TOP_TOKENS):
+                token, code = _remembered(store.features, position, rank)
+                probability = settings.probability[code]
+                if probability < MIN_REMEMBERED:
+                    break
+                rest -= weight * probability
+                if token == said:
+                    said = np.int32(-1)
+                num_found = _add(token, weight * probability, num_found, found, mass)
+        if said >= 0:
+            num_found = _add(said, max(rest, 0.0), num_found, found, mass)
+        else:
+            left += max(rest, 0.0)
+    return num_found, longest, min(left, 1.0)
+
+
+@inlined(allocates=False)
+def _remembered(features, position, rank):
+    """(token, code of its log-probability) of the rank-th most probable token at a position; see `features`."""
+    word = features[position, SIGNATURE_WORDS + (rank >> 1)]
+    codes = features[position, FEATURE_WORDS - 1] >> 32
+    return np.int32((word >> 32 * (rank & 1)) & 0x7FFFFFFF), (codes >> 8 * rank) & MAX_CODE
+
+
+@inlined(allocates=False)
+def _add(token, weight, num_found, found, mass):
+    """Add to a token's probability. Returns the number of tokens found."""
+    at = 0
+    while at < num_found and found[at] != token:
+        at += 1
+    if at == num_found:
+        found[at], mass[at] = token, 0.0
+        num_found += 1
+    mass[at] += weight
+    return num_found
 
 
 @inlined(allocates=False)
@@ -318,8 +404,20 @@ def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, 
                     store, index, settings, document, text[start:end], end - start, positions, lengths, scratch.path
                 )
                 _weigh(store, settings, document, generated + depth, count, positions, weights, origin_bins)
+                count = _compare_states(
+                    store,
+                    settings,
+                    document,
+                    depth,
+                    count,
+                    positions,
+                    lengths,
+                    weights,
+                    origin_bins,
+                    scratch.differing,
+                )
             num_found, longest, left = _blend(
-                store.tokens, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
+                store, settings, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
             )
             guess = -1
             if settings.use_lookahead:
@@ -352,6 +450,10 @@ def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, 
             for j in range(count):
                 if store.tokens[positions[j]] == token and weights[j] > heaviest:
                     heaviest, origin_bin = weights[j], origin_bins[j]
+            if heaviest < 0.0 and token != guess:  # it was remembered there, but another one was sampled
+                for j in range(count):
+                    if weights[j] > heaviest:
+                        heaviest, origin_bin = weights[j], origin_bins[j]
             if coupled:  # what bins mean under noise: see NUM_ORIGIN_BINS
                 origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
                     int(NUM_DISTANCE_BINS * likely), NUM_DISTANCE_BINS - 1

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters.vote import MAX_DEPTH
+from rollout_spec.features import Features, no_features
 from rollout_spec.jit import inlined
 from rollout_spec.types import Int32Array
 
@@ -49,6 +50,7 @@ class Store(NamedTuple):
     documents: Int32Array  # [D, 7] see PROBLEM
     free_pages: Int32Array  # [P] stack
     counts: NDArray[np.int64]  # [2] see NUM_FREE_PAGES
+    features: Features  # [P * PAGE_TOKENS, FEATURE_WORDS] of the tokens; of length 0 before any are given
 
 
 @inlined(allocates=False)
@@ -198,6 +200,7 @@ class TextStore:
             documents=np.full((documents, 7), -1, np.int32),
             free_pages=np.arange(pages - 1, -1, -1, dtype=np.int32),
             counts=np.array([pages, 0], np.int64),
+            features=no_features(0),
         )
         self._free_documents = list(range(documents - 1, -1, -1))
 
@@ -252,8 +255,14 @@ class TextStore:
             tokens=_grown(arrays.tokens, size * PAGE_TOKENS, 0),
             pages=_grown(arrays.pages, size, -1),
             free_pages=free_pages,
+            features=_grown(arrays.features, size * PAGE_TOKENS, 0) if len(arrays.features) else arrays.features,
         )
         return True
+
+    def keep_features(self) -> None:
+        """Keep tokens' features from now on; those of the tokens so far are not known."""
+        if not len(self.arrays.features):
+            self.arrays = self.arrays._replace(features=no_features(self.arrays.tokens.size))
 
     def release(self, document: int) -> None:
         """Give a removed document's number back."""

@@ -37,6 +37,13 @@ RECENCY = 0.98
 """Default of the drafters' option: factor on a rollout's weight for each policy version of its age."""
 MIN_AGE_WEIGHT = 1e-6
 """Lower bound on the weight by age."""
+SIMILARITY = 0.4
+"""A candidate's weight is divided by e^(SIMILARITY n) where its signature is n bits further from the request's
+than the most similar candidate's."""
+MAX_DISAGREEMENT = 12
+"""Candidates whose signature is more bits further than the most similar one's are dropped, which saves their time."""
+MIN_REMEMBERED = 0.02
+"""Smaller probabilities of remembered distributions are left out."""
 BLEND = 0.3
 """Weight of the shorter contexts' distribution when match lengths are blended; a candidate of weight 1 counts 1."""
 LOOKAHEAD_WEIGHT = 0.4

@@ -29,6 +29,10 @@ class Speculation(Protocol):
     def budget(self) -> Budget | None:
         """Decides how much of each draft is verified. None: all of it."""
 
+    @property
+    def wants_features(self) -> bool:
+        """Whether what the target sees (`rollout_spec.features`) is of use to the drafter."""
+
     def set_enabled(self, enabled: bool) -> None:
         """Draft from now on, or no longer.
 

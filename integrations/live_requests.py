@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_spec.features import Features
 from rollout_spec.jit import njit
 from rollout_spec.types import Drafts, Float32Array, Int32Array
 
@@ -57,6 +58,8 @@ class Sampled(NamedTuple):
     """Tokens that the step computed, those of prompts among them."""
     started: float
     """When it began, by `time.perf_counter`."""
+    features: Features | None = None
+    """What the target saw at each of `target_token_ids`; None where the drafter does not want to know."""
 
 
 class LiveArrays(NamedTuple):
@@ -179,6 +182,27 @@ def advance(
         live.num_seen[row] = live.num_prompt_tokens[row] + num_output
         to_come[i] = 0 if live.is_complete[row] else live.max_tokens[row] - num_output
     kept_starts[rows.size] = at
+
+
+@njit(allocates=False)
+def find_rows(
+    starts: NDArray[np.int64],
+    kept_starts: NDArray[np.int64],
+    target_starts: NDArray[np.int64],
+    num_accepted: NDArray[np.int64],
+    rows: NDArray[np.int64],
+) -> None:
+    """Find the logits row that each kept token was sampled from.
+
+    Args:
+        starts: int64 [B + 1], of the new tokens, the last of which are those that this step sampled.
+        kept_starts: int64 [B + 1], of the first ones of these, which are kept.
+        rows: int64 [kept_starts[B]], filled; -1 for tokens of earlier steps.
+    """
+    for i in range(num_accepted.size):
+        earlier = starts[i + 1] - starts[i] - (num_accepted[i] + 1)
+        for j in range(kept_starts[i + 1] - kept_starts[i]):
+            rows[kept_starts[i] + j] = target_starts[i] + j - earlier if j >= earlier else -1
 
 
 @njit(allocates=False)

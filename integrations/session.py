@@ -17,6 +17,7 @@ from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import BatchDrafter
 from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.estimates import median
+from rollout_spec.features import take
 from rollout_spec.integrations import live_requests
 from rollout_spec.integrations.live_requests import LiveRequest, Sampled, pieces, select
 from rollout_spec.integrations.requests import ends_with_stop_token, problem_id_of
@@ -69,6 +70,7 @@ class DraftingSession:
         follows_all: Whether the last call of `follow` gave every request a row.
         enabled: Whether anything is indexed and drafted; False after the drafter has raised.
         broken: Whether the drafter has raised, after which it stays switched off.
+        wants_features: Whether `Sampled.features` are of use to the drafter.
         budget: Decides how much of each draft is verified. None: all of it.
         num_speculative_tokens: K.
 
@@ -95,6 +97,7 @@ class DraftingSession:
         options = {"max_draft_tokens": config.num_speculative_tokens} if config.drafter in DRAFTERS else {}
         drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
         self.drafter: BatchDrafter = as_batch_drafter(drafter, config.num_speculative_tokens)
+        self.wants_features = bool(getattr(self.drafter, "wants_features", False))
         self.live: dict[str, LiveRequest] = {}
         self.arrays = live_requests.new_arrays()
         self.follows_all = True
@@ -385,7 +388,13 @@ class DraftingSession:
         kept = kept[: starts[-1]]
         if self._stop_strings_by_row:
             kept, starts = self._cut_at_stop_strings(sampled.rows, kept, starts, to_come)
-        self.drafter.extend_batch(sampled.rows, kept, starts)
+        if sampled.features is not None:
+            rows = np.empty(kept.size, np.int64)
+            live_requests.find_rows(sampled.starts, starts, sampled.target_starts, sampled.num_accepted, rows)
+            extend_batch: Any = self.drafter.extend_batch
+            extend_batch(sampled.rows, kept, starts, take(sampled.features, rows))
+        else:
+            self.drafter.extend_batch(sampled.rows, kept, starts)
         if not self._index_late:
             self.drafter.update_index()
         return to_come

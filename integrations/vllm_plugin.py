@@ -117,6 +117,15 @@ def sharing_from_first_rank(vllm_config: Any) -> Callable[[list[float]], list[fl
     return share_from_first_rank
 
 
+def broadcasting_from_first_rank(vllm_config: Any) -> Callable[[Any], Any]:
+    """A function that returns the first tensor-parallel rank's tensor on every rank, without waiting for the device."""
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return lambda tensor: tensor
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return lambda tensor: get_tp_group().broadcast(tensor, src=0)
+
+
 def _is_ours(speculative_config: Any) -> bool:
     """Whether a `speculative_config` names our proposer or is marked as ours."""
     if speculative_config is None:
@@ -316,9 +325,12 @@ def _hook_runner(module: Any, adapters: str) -> None:
 
     def make_execute(original: Any) -> Any:
         def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self.rollout_spec is not None:
-                self.rollout_spec.begin_step()
-            return original(self, *args, **kwargs)
+            if self.rollout_spec is None:
+                return original(self, *args, **kwargs)
+            self.rollout_spec.begin_step()
+            result = original(self, *args, **kwargs)
+            self.rollout_spec.on_forward()
+            return result
 
         return execute_model
 

@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.features import FEATURE_WORDS, Features
+from rollout_spec.features_torch import pack_distributions, pack_signatures
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.commands import run_command
 from rollout_spec.integrations.live_requests import Sampled, read_new_tokens, select
@@ -28,7 +30,7 @@ from rollout_spec.integrations.sampling import (
     verifier_scores,
 )
 from rollout_spec.integrations.session import DraftingSession
-from rollout_spec.integrations.vllm_plugin import config_of, sharing_from_first_rank
+from rollout_spec.integrations.vllm_plugin import broadcasting_from_first_rank, config_of, sharing_from_first_rank
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify.api import verify
@@ -52,6 +54,7 @@ class _Outcome(NamedTuple):
     num_draft_tokens: list[int]
     result: VerifyResult
     logits: torch.Tensor  # as the model gave them, for the message when a row had no sample
+    features: torch.Tensor | None  # int64 [N, FEATURE_WORDS], where the drafter wants them
 
 
 class Verification(NamedTuple):
@@ -61,6 +64,7 @@ class Verification(NamedTuple):
     num_accepted: NDArray[np.int64]  # [B]
     target_token_ids: NDArray[np.int64]  # [N], each row's verified positions and the one after them
     target_starts: NDArray[np.int64]  # [B + 1], each row's first of these, then N
+    features: Features | None  # of these
 
 
 class RunnerAdapter:
@@ -80,6 +84,8 @@ class RunnerAdapter:
         self._config = config
         self._batch: _Batch | None = None
         self._outcome: _Outcome | None = None
+        self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config)  # ranks round sums differently
+        self._hidden: torch.Tensor | None = None  # the states that the step's logits were computed from
         self.proposer: RolloutSpecProposer | None = getattr(runner, "drafter", None)
         self.stats = self.proposer.stats if self.proposer is not None else SpeculationStats()
         self.clock = StepClock(runner.device, self.stats)
@@ -99,6 +105,11 @@ class RunnerAdapter:
         """Called before every step runs."""
         if self.proposer is None or self.proposer.session.enabled:
             self.clock.start()
+
+    def on_forward(self) -> None:
+        """Called when the model has run, before anything is sampled."""
+        state = self._runner.execute_model_state
+        self._hidden = None if state is None else state.sample_hidden_states
 
     def on_requests_changed(self) -> None:
         """Called when a step's schedule brings new requests or says that some have finished."""
@@ -139,7 +150,8 @@ class RunnerAdapter:
         )
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
         is_counted = ~discarded[: len(batch.req_ids)]
-        self._outcome = _Outcome(batch.req_ids, is_counted, num_draft_tokens, result, logits)
+        features = self._compute_features(processed, rows, num_draft_tokens)
+        self._outcome = _Outcome(batch.req_ids, is_counted, num_draft_tokens, result, logits, features)
         lacks_samples = True  # as far as is known without waiting for the device
         if not self._runner.use_async_scheduling:
             lacks_samples = self._count_last_verification()
@@ -162,6 +174,20 @@ class RunnerAdapter:
             sampled = torch.where(is_emitted, sampled.clamp(min=0), sampled)
         self.clock.stop()
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
+
+    def _compute_features(
+        self, logits: torch.Tensor, rows: SamplingBatch, num_draft_tokens: list[int]
+    ) -> torch.Tensor | None:
+        """What the target saw at every row, int64 [N, FEATURE_WORDS]; None if the drafter does not want to know."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is None or self.proposer is None or not self.proposer.session.wants_features:
+            return None
+        temperature = rows.temperature
+        if hidden.shape[0] != len(num_draft_tokens):
+            counts = torch.tensor([count + 1 for count in num_draft_tokens], device=hidden.device)
+            temperature = temperature.repeat_interleave(counts, output_size=hidden.shape[0])
+        features = torch.cat((pack_signatures(hidden), pack_distributions(logits, temperature)), 1)
+        return self._from_first_rank(features)
 
     def _process(self, logits: torch.Tensor, metadata: Any, sampling: Any) -> torch.Tensor:
         """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, biases."""
@@ -196,6 +222,8 @@ class RunnerAdapter:
         proposer = self.proposer if self.proposer is not None and self.proposer.session.enabled else None
         if proposer is not None:
             wanted.append(result.target_token_ids)
+            if outcome.features is not None:
+                wanted.append(outcome.features.flatten())
             proposer.session.update_index()
         host = torch.cat(wanted).cpu().numpy()  # one copy: each would wait for the device
         invalid = host[size : 2 * size]
@@ -207,7 +235,9 @@ class RunnerAdapter:
         if proposer is not None:
             starts = np.zeros(size + 1, np.int64)
             np.cumsum(verified + 1, out=starts[1:])
-            proposer.verification = Verification(verified, accepted, host[2 * size :], starts)
+            targets, words = host[2 * size : 2 * size + starts[-1]], host[2 * size + starts[-1] :]
+            features = None if outcome.features is None else words.reshape(-1, FEATURE_WORDS)
+            proposer.verification = Verification(verified, accepted, targets, starts, features)
         return lacks_samples
 
     def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingBatch]:
@@ -377,9 +407,11 @@ class RolloutSpecProposer:
         if num_new > self._new_tokens.size:
             self._new_tokens = np.empty(2 * num_new, np.int32)
             read_new_tokens(*source, starts, self._new_tokens)
-        verified, accepted, targets, target_starts = verification
+        verified, accepted, targets, target_starts, features = verification
         size = verified.size
         if rows.size < size:
+            if features is not None:
+                features = select(features, target_starts, batch_rows)[0]
             targets, target_starts = select(targets, target_starts, batch_rows)
             verified, accepted = verified[batch_rows], accepted[batch_rows]
         return Sampled(
@@ -392,4 +424,5 @@ class RolloutSpecProposer:
             accepted,
             num_tokens=int(self._runner.query_start_loc.np[size]),
             started=self._runner.rollout_spec.clock.started,
+            features=features,
         )

@@ -28,6 +28,8 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.features import FEATURE_WORDS
+from rollout_spec.features_torch import pack_distributions, pack_signatures
 from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.commands import Speculation, run_command
@@ -39,7 +41,7 @@ from rollout_spec.integrations.sampling import (
     verifier_scores,
 )
 from rollout_spec.integrations.session import DraftingSession
-from rollout_spec.integrations.vllm_plugin import config_of, sharing_from_first_rank
+from rollout_spec.integrations.vllm_plugin import broadcasting_from_first_rank, config_of, sharing_from_first_rank
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array, SamplingBatch, VerifyResult
 from rollout_spec.verify import kernel
@@ -90,6 +92,28 @@ class RunnerAdapter:
         self.clock = StepClock(runner.device, self.stats)
         self._runner = runner
         self._config = config
+        self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config)  # ranks round sums differently
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether what the target sees is of use to the drafter."""
+        return self._speculation is not None and self._speculation.enabled and self._speculation.wants_features
+
+    def compute_features(self, last_hidden_states: torch.Tensor, input_batch: Any) -> torch.Tensor | None:
+        """What the target saw at the step's rows, int64 [N, FEATURE_WORDS]; None where the drafter has no use for it.
+
+        Called once after the rows were verified. Does not wait for the device.
+
+        Args:
+            last_hidden_states: [tokens of the step, hidden size].
+            input_batch: vLLM's `InputBatch`.
+        """
+        sampler = self._runner.sampler
+        distributions, sampler.distributions = sampler.distributions, None
+        if distributions is None:
+            return None
+        signatures = pack_signatures(last_hidden_states[input_batch.logits_indices])
+        return self._from_first_rank(torch.cat((signatures, distributions), 1))
 
     def take_over_sampling(self) -> None:
         """Replace the runner's samplers; called once they exist.
@@ -128,6 +152,9 @@ class RunnerAdapter:
         if self._speculation is None or self._speculation.enabled:
             self.clock.start()
 
+    def on_forward(self) -> None:
+        """Called when the model has run; V2 hands the hidden states to the speculator."""
+
     def on_add_requests(self, scheduler_output: Any) -> None:
         """Called with every step's schedule, before it runs."""
         if not self.warming_up and scheduler_output.scheduled_new_reqs:
@@ -160,6 +187,11 @@ class VerifyingSampler:
 
     Args:
         inner: vLLM's `Sampler`, which holds the requests' sampling parameters.
+
+    Attributes:
+        outcome: Of the last step, until the host's speculator reads it.
+        distributions: `pack_distributions` of the last step's rows, until `RunnerAdapter.compute_features` reads them;
+            None where the drafter has no use for them.
     """
 
     enable_adaptive_verification = False
@@ -167,6 +199,7 @@ class VerifyingSampler:
     def __init__(self, inner: Any, adapter: RunnerAdapter, config: RolloutSpecConfig) -> None:
         self.inner = inner
         self.outcome: _Outcome | None = None
+        self.distributions: torch.Tensor | None = None
         self._adapter = adapter
         self._config = config
         self._num_speculative_tokens = config.num_speculative_tokens
@@ -265,6 +298,8 @@ class VerifyingSampler:
             self.inner.req_states.prefill_len.gpu,
         )
         if input_batch.req_ids[0] in self._adapter.requests:  # neither a dummy run nor a warm-up
+            if self._adapter.wants_features:
+                self.distributions = pack_distributions(logits, rows.temperature[layout.request.long()])
             self._book(input_batch, layout, result)
             self._adapter.clock.stop()
         return SamplerOutput(
@@ -398,7 +433,8 @@ class HistorySpeculator(BaseSpeculator):
         self.num_draft_tokens = {}
         if dummy_run or outcome is None:
             return torch.from_numpy(drafts).to(self._device)
-        drafted = self._draft(outcome, num_sampled, int(input_batch.num_tokens))
+        features = self._adapter.compute_features(last_hidden_states, input_batch)
+        drafted = self._draft(outcome, num_sampled, int(input_batch.num_tokens), features)
         if drafted is None:
             return torch.from_numpy(drafts).to(self._device)
         batch_rows, proposed = drafted
@@ -409,7 +445,7 @@ class HistorySpeculator(BaseSpeculator):
         return torch.from_numpy(drafts).to(self._device, non_blocking=True)
 
     def _draft(
-        self, outcome: _Outcome, num_sampled: torch.Tensor, num_step_tokens: int
+        self, outcome: _Outcome, num_sampled: torch.Tensor, num_step_tokens: int, features: torch.Tensor | None
     ) -> tuple[NDArray[np.int64], Drafts] | None:
         """Copy the outcome to the host, the step's only wait for the device, and draft with the session.
 
@@ -419,9 +455,11 @@ class HistorySpeculator(BaseSpeculator):
         result, starts, size = outcome.result, outcome.starts.astype(np.int64), len(outcome.req_ids)
         counts = (result.num_accepted, result.num_broken_rows, num_sampled[:size], outcome.first_positions)
         self.session.update_index()
-        host = torch.cat((result.target_token_ids, *counts)).cpu().numpy()
-        targets = host[: starts[-1]]
-        accepted, broken, sampled, positions = host[starts[-1] :].reshape(len(counts), size)
+        wanted = (result.target_token_ids, *counts, *(() if features is None else (features.flatten(),)))
+        host = torch.cat(wanted).cpu().numpy()
+        num_rows, seen_features = int(starts[-1]), None
+        targets, ends = host[:num_rows], num_rows + len(counts) * size
+        accepted, broken, sampled, positions = host[num_rows:ends].reshape(len(counts), size)
         raise_if_broken(broken, outcome.req_ids)
         batch_rows = np.flatnonzero(sampled)  # not the chunks of prompts
         verified = np.diff(starts) - 1
@@ -442,6 +480,8 @@ class HistorySpeculator(BaseSpeculator):
                 new[i] = self._read_tokens(outcome.req_ids[batch_rows[i]], int(rows[i]))
             tokens, token_starts = np.concatenate(new), np.cumsum([0, *map(len, new)])
         seen, seen_starts = select(targets, starts, batch_rows)
+        if features is not None:
+            seen_features = select(host[ends:].reshape(-1, FEATURE_WORDS), starts, batch_rows)[0]
         drafts = self.session.draft(
             Sampled(
                 rows,
@@ -453,6 +493,7 @@ class HistorySpeculator(BaseSpeculator):
                 accepted[batch_rows],
                 num_tokens=num_step_tokens,
                 started=self._adapter.clock.started,
+                features=seen_features,
             )
         )
         return batch_rows, drafts

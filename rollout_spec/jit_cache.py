@@ -32,6 +32,7 @@ SOURCES = (
     "drafters/suffix.py",
     "drafters/vote.py",
     "estimates.py",
+    "features.py",
     "integrations/live_requests.py",
     "jit.py",
     "noise.py",

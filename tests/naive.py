@@ -42,7 +42,14 @@ def matches(texts: Mapping[int, Text], problem: int, context: Sequence[int], lim
 
 
 def blend(candidates: Iterable[tuple[int, int, float]], weight: float) -> dict[int, float]:
-    """Probability of each next token from (token, match length, weight of the candidate).
+    """Probability of each next token from (token, match length, weight of the candidate); see `blend_distributions`."""
+    return blend_distributions((({token: 1.0}, length, votes) for token, length, votes in candidates), weight)
+
+
+def blend_distributions(
+    candidates: Iterable[tuple[Mapping[int, float], int, float]], weight: float
+) -> dict[int, float]:
+    """Probability of each next token from (tokens' probabilities, match length, weight of the candidate).
 
     q_l = (weights of the candidates that match at least l tokens + weight * q of the next shorter length) / their sum.
     """
@@ -50,9 +57,11 @@ def blend(candidates: Iterable[tuple[int, int, float]], weight: float) -> dict[i
     q: dict[int, float] = {}
     for level in sorted({length for _, length, _ in candidates}):
         new: dict[int, float] = defaultdict(float)
-        for token, length, votes in candidates:
+        total = 0.0
+        for distribution, length, votes in candidates:
             if length >= level:
-                new[token] += votes
-        total = sum(new.values())
+                total += votes
+                for token, probability in distribution.items():
+                    new[token] += votes * probability
         q = {token: (new[token] + weight * q.get(token, 0.0)) / (total + weight) for token in {*new, *q}}
     return q

@@ -173,7 +173,7 @@ def replay(
         for rollout in earlier:
             req_id = f"{problem.prompt_id}/{rollout.epoch}/{rollout.sample_id}/earlier"
             drafter.start_request(req_id, rollout.prompt, problem_id=problem.problem_id)
-            drafter.extend(req_id, rollout.tokens)
+            show(drafter, req_id, rollout, 0, rollout.tokens.size)
             drafter.stop_request(req_id)
             history_tokens += rollout.tokens.size
         if earlier:
@@ -217,6 +217,16 @@ def replay_steadily(
     return ReplayResult(
         run.stats, run.reliability, 0.0, 0, run.index_seconds, run.draft_seconds, drafter.memory_bytes(), 0
     )
+
+
+def show(drafter: Drafter, req_id: str, rollout: Rollout, start: int, end: int) -> None:
+    """Tell a drafter the tokens from `start` to `end`, and what the target saw there if that is known and wanted."""
+    tokens = rollout.tokens[start:end]
+    if rollout.features is None or not getattr(drafter, "wants_features", False):
+        drafter.extend(req_id, tokens)
+        return
+    extend: Any = drafter.extend
+    extend(req_id, tokens, rollout.features[start:end])
 
 
 class _Run:
@@ -270,7 +280,8 @@ class _Run:
             seed = rollout.seed if self._noise else None
             started = clock()
             drafter.start_request(req_id, rollout.prompt, problem_id=problem.problem_id, seed=seed)
-            drafter.extend(req_id, cursor.advance(1))
+            cursor.advance(1)
+            show(drafter, req_id, rollout, 0, cursor.num_said)
             self.index_seconds += clock() - started
             live[req_id] = cursor
         return live
@@ -291,20 +302,21 @@ class _Run:
         started = clock()
         drafts = drafter.propose(req_ids, limits)
         self.draft_seconds += clock() - started
-        accepted, targets, committed = [], [], []
+        accepted, targets, before = [], [], []
         for (draft, confidence), cursor in zip(drafts, live.values(), strict=True):
             n = cursor.num_agreeing(draft)
             accepted.append(n)
             targets.append(self._targets(cursor, draft, n))
             self._count_confidence(confidence[: cursor.expected(len(draft)).size], n)
-            committed.append(cursor.advance(n + 1))
+            before.append(cursor.num_said)
+            cursor.advance(n + 1)
         # Where a recording or a run ends inside a draft there is no token after the accepted ones: the last one of
         # them is then the target's own.
         outcomes = np.array([min(n, t.size - 1) for n, t in zip(accepted, targets, strict=True)], np.int32)
         started = clock()
         drafter.observe(req_ids, targets, outcomes)
-        for req_id, tokens in zip(req_ids, committed, strict=True):
-            drafter.extend(req_id, tokens)
+        for (req_id, cursor), start in zip(live.items(), before, strict=True):
+            show(drafter, req_id, cursor.rollout, start, cursor.num_said)
         self.index_seconds += clock() - started
         # A draft may reach beyond the recorded end: tokens after it are not counted as emitted.
         emitted = [min(n + 1, target.size) for n, target in zip(accepted, targets, strict=True)]

@@ -5,7 +5,10 @@ One row per rollout: `prompt_id` string or integer, `sample_id` integer, `epoch`
 
 - `gen_runs` list of integers: lengths of runs of the completion, alternately generated and given by an environment,
   starting with a generated one. Empty or absent: all of it was generated.
-- `seed` integer: of the noise that token j was sampled with, `gumbel(seed, len(prompt_tokens) - 1 + j, token)`.
+- `seed` integer: of the noise that token j was sampled with, `gumbel(seed, len(prompt_tokens) - 1 + j, token)`;
+- `top_ids` and `top_logprobs` lists of numbers, and `signatures` binary, all three together: for every completion token
+  the most probable tokens when it was sampled, TOP_TOKENS or more of them, best first, their log-probabilities, and the
+  16 bytes of the signature (see `rollout_spec.features`).
 """
 
 from __future__ import annotations
@@ -18,9 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rollout_spec.features import SIGNATURE_WORDS, TOP_TOKENS, Features, pack, take
 from rollout_spec.types import Int32Array
 
 REQUIRED_COLUMNS = ("prompt_id", "sample_id", "prompt_tokens", "completion_tokens")
+FEATURE_COLUMNS = ("top_ids", "top_logprobs", "signatures")
 
 
 class Rollout(NamedTuple):
@@ -36,6 +41,8 @@ class Rollout(NamedTuple):
     """Lengths of its runs, alternately generated and given, starting with a generated one; they sum to n."""
     seed: int | None = None
     """Of its noise, where that is known."""
+    features: Features | None = None
+    """What the target saw at each of `tokens`, where that is recorded; not known of given tokens."""
 
 
 class Problem(NamedTuple):
@@ -82,6 +89,7 @@ def read_traces(path: str | Path, *, max_prompts: int | None = None) -> list[Pro
     epochs = _integers(table, "epoch", path) if "epoch" in table.column_names else [0] * table.num_rows
     seeds = _integers(table, "seed", path) if "seed" in table.column_names else [None] * table.num_rows
     all_runs = table["gen_runs"].to_pylist() if "gen_runs" in table.column_names else [None] * table.num_rows
+    features = _read_features(table, completions, path) if FEATURE_COLUMNS[0] in table.column_names else None
     problems: dict[str, Problem] = {}
     for row, prompt_id in enumerate(map(str, table["prompt_id"].to_pylist())):
         if prompt_id not in problems:
@@ -95,8 +103,12 @@ def read_traces(path: str | Path, *, max_prompts: int | None = None) -> list[Pro
                 f"{path}: gen_runs of prompt {prompt_id!r}, sample {sample_ids[row]} are not lengths that sum to its "
                 f"{tokens.size} tokens: {list(runs)}"
             )
+        known = None
+        if features is not None:  # the engine has none of the tokens that an environment gives
+            is_given = np.repeat(np.arange(len(runs)) % 2, runs)
+            known = take(features[row], np.where(is_given, -1, np.arange(tokens.size)))
         problems[prompt_id].rollouts.append(
-            Rollout(sample_ids[row], epochs[row], prompts[row], tokens, runs, seeds[row])
+            Rollout(sample_ids[row], epochs[row], prompts[row], tokens, runs, seeds[row], known)
         )
     for problem in problems.values():
         problem.rollouts.sort(key=lambda rollout: (rollout.epoch, rollout.sample_id))
@@ -136,6 +148,35 @@ def _token_lists(table: Any, name: str, path: str | Path) -> list[Int32Array]:
     if values.size and not 0 <= values.min() <= values.max() < 2**31:
         raise ValueError(f"{path}: column {name} must hold tokens in [0, 2**31), got {values.min()} to {values.max()}")
     return [tokens.astype(np.int32) for tokens in np.split(values, ends[:-1])]
+
+
+def _read_features(table: Any, completions: Sequence[Int32Array], path: str | Path) -> list[Features]:
+    """The features of every row's completion."""
+    missing = [name for name in FEATURE_COLUMNS if name not in table.column_names]
+    if missing:
+        raise ValueError(f"{path}: {', '.join(FEATURE_COLUMNS)} belong together, and {', '.join(missing)} is missing")
+    for name in FEATURE_COLUMNS:
+        _refuse_nulls(table[name], name, path)
+    found = []
+    columns = zip(*(table[name].to_pylist() for name in FEATURE_COLUMNS), strict=True)
+    for row, (tokens, (ids, logprobs, signatures)) in enumerate(zip(completions, columns, strict=True)):
+        size = tokens.size
+        if (
+            len(signatures) != 8 * SIGNATURE_WORDS * size
+            or len(ids) != len(logprobs)
+            or len(ids) % max(size, 1)
+            or len(ids) < TOP_TOKENS * size
+        ):
+            raise ValueError(f"{path}: features of row {row}, counted from 0, do not fit its {size} tokens")
+        width = len(ids) // max(size, 1)
+        found.append(
+            pack(
+                np.frombuffer(signatures, np.uint64).reshape(size, SIGNATURE_WORDS),
+                np.array(ids, np.int32).reshape(size, width)[:, :TOP_TOKENS],
+                np.array(logprobs, np.float64).reshape(size, width)[:, :TOP_TOKENS],
+            )
+        )
+    return found
 
 
 def _refuse_nulls(column: Any, name: str, path: str | Path) -> None:

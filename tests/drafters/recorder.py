@@ -12,8 +12,9 @@ from hypothesis import settings
 from rollout_spec.drafters import ngram, suffix
 from rollout_spec.drafters.mixture import HistoryDrafter
 from rollout_spec.drafters.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER
-from rollout_spec.drafters.store import DOCUMENT, PAGE_BITS, PAGE_MASK, START, Store
+from rollout_spec.drafters.store import DOCUMENT, LENGTH, PAGE_BITS, PAGE_MASK, PAGE_TOKENS, START, Store, TextStore
 from rollout_spec.drafters.vote import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
+from rollout_spec.features import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
 from rollout_spec.types import Draft
 from tests import naive
 from tests.naive import Place, Text
@@ -25,6 +26,44 @@ SENTINEL = -9
 def examples(count: int, **others) -> settings:
     """Settings of one test; far fewer examples where the kernels are interpreted."""
     return settings(max_examples=max(4, count // 15) if SLOW else count, deadline=None, derandomize=True, **others)
+
+
+def positions_of(store: TextStore, document: int) -> np.ndarray:
+    """The positions of a document's tokens, in order."""
+    arrays = store.arrays
+    pages = np.flatnonzero(arrays.pages[:, DOCUMENT] == document)
+    pages = pages[np.argsort(arrays.pages[pages, START])]
+    return (pages[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)).ravel()[: arrays.documents[document, LENGTH]]
+
+
+def signature(num_bits):
+    """A signature that differs from that of 0 in `num_bits` bits; none of them is unknown."""
+    words = ((1 << 127) | ((1 << num_bits) - 1)).to_bytes(8 * SIGNATURE_WORDS, "little")
+    return np.frombuffer(words, np.uint64)
+
+
+def features_of(states, distributions):
+    """Features of tokens that came from states so many bits apart, each with {token: probability}."""
+    size = len(states)
+    signatures = np.zeros((size, SIGNATURE_WORDS), np.uint64)
+    ids, logprobs = np.zeros((size, TOP_TOKENS), np.int32), np.full((size, TOP_TOKENS), -np.inf)
+    for at, (state, distribution) in enumerate(zip(states, distributions, strict=True)):
+        if state is not None:
+            signatures[at] = signature(state)
+        for rank, (token, probability) in enumerate(sorted(distribution.items(), key=lambda pair: -pair[1])):
+            ids[at, rank], logprobs[at, rank] = token, np.log(probability)
+    return pack(signatures, ids, logprobs)
+
+
+def random_features(rng, tokens):
+    """Of each token: now and then nothing, or a few likely tokens, and a state not far from the others."""
+    states = [None if rng.random() < 0.1 else int(rng.integers(0, 24)) for _ in tokens]
+    distributions = []
+    for _ in tokens:
+        size = int(rng.integers(0, TOP_TOKENS + 1))
+        shares = rng.dirichlet(np.ones(size + 1))[:size] if size else []
+        distributions.append(dict(zip(rng.permutation(5)[:size].tolist(), np.maximum(shares, 1e-4), strict=True)))
+    return features_of(states, distributions)
 
 
 class Recorder:
@@ -56,8 +95,8 @@ class Recorder:
             if random.random() < flush:
                 self.drafter._flush()
 
-    def extend(self, req_id: str, tokens: Sequence[int]) -> None:
-        self.drafter.extend(req_id, tokens)
+    def extend(self, req_id: str, tokens: Sequence[int], features: Features | None = None) -> None:
+        self.drafter.extend(req_id, tokens, features)
         self._live[req_id].tokens.extend(int(token) for token in tokens)
 
     def propose(self, *req_ids: str, limit: int = 100) -> list[Draft]:

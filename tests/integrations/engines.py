@@ -10,7 +10,10 @@ import torch
 from vllm import LLM, SamplingParams
 
 from rollout_spec import engine_kwargs, noise
+from rollout_spec.features import SIGNATURE_BITS, TOP_TOKENS, decoded_probabilities, unpack
+from rollout_spec.features_torch import pack_signatures
 from tests.conftest import VOCAB_SIZE
+from tests.drafters.recorder import positions_of
 
 GAP = 1e-3
 """The engine's logits vary by about 1e-6 with the batch: a token may differ only where the choice was this close."""
@@ -62,6 +65,43 @@ def indexing_late(session, monkeypatch):
         patched.setattr(session, "_index_late", True)
         patched.setattr(session, "update_index", update_index)
         yield indexed
+
+
+def history_of(drafter):
+    """(prompt, tokens, their features) of each ended rollout of a `HistoryDrafter`."""
+    drafter.check_integrity()
+    store = drafter._store
+    for request in drafter._finished:
+        features = store.arrays.features[positions_of(store, request.document)]
+        yield store.text(request.prompt.document), store.text(request.document), features
+
+
+def check_features(rollouts, reference_model, temperature):
+    """A drafter was told of every token what a forward pass of the same model sees.
+
+    Args:
+        rollouts: (prompt, tokens, features), all sampled at one temperature.
+
+    Returns:
+        The number of tokens checked.
+    """
+    num_checked = num_wrong_bits = 0
+    for prompt, tokens, features in rollouts:
+        with torch.no_grad():
+            found = reference_model(torch.from_numpy(np.concatenate((prompt, tokens)))[None], output_hidden_states=True)
+        rows = slice(prompt.size - 1, prompt.size + tokens.size - 1)
+        packed = pack_signatures(found.hidden_states[-1][0, rows])
+        logprobs = (found.logits[0, rows] / temperature).log_softmax(-1).numpy()
+        signatures, ids, codes = unpack(features)
+        different = packed.numpy().view(np.uint64) ^ signatures
+        num_wrong_bits += sum(int(word).bit_count() for word in different.ravel())  # rounding decides some
+        top = -np.sort(-logprobs, 1)[:, :TOP_TOKENS]
+        assert np.take_along_axis(logprobs, ids, 1) == pytest.approx(top, abs=1e-4)
+        # The vocabulary is one chunk of `pack_distributions`, whose sum is exact.
+        assert np.log(decoded_probabilities()[codes]) == pytest.approx(np.maximum(top, -15.875), abs=0.04)
+        num_checked += tokens.size
+    assert num_wrong_bits <= 1e-3 * SIGNATURE_BITS * num_checked
+    return num_checked
 
 
 def stats_of(llm):

@@ -23,9 +23,11 @@ from tests.distributions import matches_distribution
 from tests.integrations.engines import (
     assert_same,
     build,
+    check_features,
     check_times,
     count_preemptions,
     generate,
+    history_of,
     indexing_late,
     mixed_params,
     prompts_of,
@@ -55,6 +57,17 @@ def test_same_rollouts_with_and_without_speculation(on, adversarial, off, refere
     prompts = [[1, 4 + i % 3, 9] for i in range(count)]
     llm = {"on": on, "adversarial": adversarial}[which]
     assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+
+
+def test_the_drafter_is_told_what_the_target_saw(tiny_model, reference_model):
+    """Prompts come in chunks and requests wait for a place, so that steps mix them."""
+    options = verify_all(num_speculative_tokens=5, drafter_options={"min_survival": 0.0})
+    llm = build(tiny_model, max_num_seqs=6, max_num_batched_tokens=24, enable_chunked_prefill=True, **options)
+    params = mixed_params(16, 3, temperature=0.7, top_k=0, top_p=1.0, min_p=0.0)
+    generate(llm, params, [[1, *range(4, 4 + 7 * (i % 3)), 9] for i in range(16)])
+    generate(llm, mixed_params(1, temperature=0.7, max_tokens=2))  # a request's end is noticed with the next step
+    assert stats_of(llm)["accepted_tokens"] > 20
+    assert check_features(history_of(runner_of(llm).drafter.session.drafter), reference_model, 0.7) > 200
 
 
 def test_drafts_are_accepted_and_rejected(on, adversarial):

@@ -69,6 +69,28 @@ def test_requests_advance_to_where_the_scheduler_ends_them(requests, data):
             assert room == min(3, left - 1, 8 - live.num_seen[row] - 1)
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.integers(0, 3), st.integers(0, 7)), max_size=8),
+)
+def test_kept_tokens_find_the_rows_that_they_were_sampled_from(requests):
+    """Of each request: tokens of earlier steps, accepted ones, rejected ones, and how many tokens are kept."""
+    new, kept, targets, expected, accepted = [], [], [], [], []
+    row = 0
+    for num_earlier, num_accepted, num_rejected, limit in requests:
+        rows = [-1] * num_earlier + list(range(row, row + num_accepted + 1))
+        new.append(rows)
+        kept.append(rows[:limit])
+        expected += rows[:limit]
+        targets.append(range(row, row + num_accepted + 1 + num_rejected))
+        row += num_accepted + 1 + num_rejected
+        accepted.append(num_accepted)
+    found = np.full(len(expected), 99)
+    starts, kept_starts, target_starts = (flat(lists)[1] for lists in (new, kept, targets))
+    live_requests.find_rows(starts, kept_starts, target_starts, np.array(accepted, np.int64), found)
+    assert found.tolist() == expected
+
+
 def test_new_tokens_are_read_out_of_the_engines_buffer():
     buffer = np.arange(40, dtype=np.int32).reshape(4, 10)
     num_tokens, num_seen = np.array([6, 3, 9, 5], np.int32), np.array([5, 0, 7, 4])

@@ -38,10 +38,13 @@ class Runner:
     def __init__(self, drafts, targets, discarded=(), use_async_scheduling=False):
         self.device = torch.device("cpu")
         self.use_async_scheduling = use_async_scheduling
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
         self.drafter = SimpleNamespace(
             stats=SpeculationStats(),
             verification=None,
-            session=SimpleNamespace(enabled=True, set_enabled=lambda enabled: None, update_index=Mock()),
+            session=SimpleNamespace(
+                enabled=True, wants_features=False, set_enabled=lambda enabled: None, update_index=Mock()
+            ),
             bind=lambda runner: None,
         )
         self.input_batch = SimpleNamespace(
@@ -175,7 +178,11 @@ def test_the_session_is_told_what_each_request_said_since_it_was_seen():
     requests = {"a": [1, 2], "chunk": [1] * 9, "embedded": None, "new": [3, 4, 5], "waits": [6]}
     proposer = proposer_of(session, requests, ["a", "chunk", "embedded", "new", "left over"])
     verification = Verification(
-        np.array([2, 0, 0, 0]), np.array([1, 0, 0, 0]), np.array([24, 25, 3, 99, 9, 33]), np.array([0, 3, 4, 5, 6])
+        np.array([2, 0, 0, 0]),
+        np.array([1, 0, 0, 0]),
+        np.array([24, 25, 3, 99, 9, 33]),
+        np.array([0, 3, 4, 5, 6]),
+        np.arange(6)[:, None],
     )
     proposer.verification = verification
     tokens = np.arange(40, dtype=np.int32).reshape(4, 10)
@@ -188,6 +195,7 @@ def test_the_session_is_told_what_each_request_said_since_it_was_seen():
         [1, 0], [4, 5, 33], [0, 2, 3], [24, 25, 3, 33], [0, 3, 4], [2, 0], [1, 0],
     ]  # fmt: skip
     assert sampled.num_tokens == 11
+    assert sampled.features.tolist() == [[0], [1], [2], [5]]
     proposer.verification = verification
     proposer.propose([[24, 25], [], [9], [33]], num_tokens, tokens)
     assert session.calls[2] == (["a", "embedded", "new"], False)

@@ -15,9 +15,11 @@ from tests.integrations.engines import (
     PLAIN,
     assert_same,
     build,
+    check_features,
     check_times,
     count_preemptions,
     generate,
+    history_of,
     indexing_late,
     mixed_params,
     prompts_of,
@@ -81,6 +83,14 @@ def test_same_rollouts_as_stock_vllm(stock, off, on, adversarial, reference_mode
         assert stats["accepted_tokens"] > 0
         assert stats["rejected_tokens"] > 0
         assert stats["drafter_errors"] == 0
+
+
+def test_the_drafter_is_told_what_the_target_saw(tiny_model, reference_model):
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=K, drafter_options={"min_survival": 0.0}))
+    generate(llm, mixed_params(6, 3, temperature=0.7, max_tokens=24, **PLAIN))
+    generate(llm, mixed_params(1, temperature=0.7, max_tokens=2, **PLAIN))  # the others' end is noticed with this
+    assert stats_of(llm)["accepted_tokens"] > 5
+    assert check_features(history_of(runner_of(llm).speculator.session.drafter), reference_model, 0.7) > 50
 
 
 def test_truncation_and_several_logprobs(off, adversarial, reference_model):

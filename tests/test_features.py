@@ -1,0 +1,117 @@
+"""What is kept of the target's states and distributions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_spec.features import (
+    FEATURE_WORDS,
+    LOGPROB_STEP,
+    MAX_CODE,
+    SIGNATURE_BITS,
+    TOP_TOKENS,
+    decoded_probabilities,
+    encode_logprobs,
+    pack,
+    signature_matrix,
+    take,
+    unpack,
+)
+from rollout_spec.features_torch import CHUNK, pack_distributions, pack_signatures
+
+MATRIX = (1.1176220178604126, -1.3871248960494995, -0.6902609467506409, 2.365145683288574)
+"""The first entries of `signature_matrix(2)`: signatures that were kept must keep their meaning."""
+
+
+def bits(signatures):
+    """bool [T, SIGNATURE_BITS], bit 0 of word 0 first."""
+    return np.unpackbits(signatures.view(np.uint8), axis=1, bitorder="little").astype(bool)
+
+
+def computed(hidden, logits, temperature):
+    packed = torch.cat((pack_signatures(hidden), pack_distributions(logits, temperature)), 1)
+    assert packed.shape == (len(hidden), FEATURE_WORDS)
+    assert packed.dtype == torch.int64
+    return unpack(packed.numpy())
+
+
+@pytest.mark.parametrize("vocab_size", [5, CHUNK, 50, 5 * CHUNK, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_features_are_those_of_plain_arithmetic(dtype, vocab_size):
+    rng = np.random.default_rng(0)
+    hidden = torch.from_numpy(rng.standard_normal((5, 24), np.float32)).to(dtype)
+    logits = torch.from_numpy(3 * rng.standard_normal((5, vocab_size), np.float32)).to(dtype)
+    temperature = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0])
+    signatures, ids, codes = computed(hidden, logits, temperature)
+
+    assert (bits(signatures) == (hidden.float().numpy() @ signature_matrix(24) > 0)).all()
+    divisor = np.array([1.0, 0.5, 1.0, 2.0, 1.0])[:, None]
+    scaled = logits.double().numpy() / divisor
+    assert np.take_along_axis(scaled, ids, 1) == pytest.approx(-np.sort(-scaled, 1)[:, :TOP_TOKENS])  # there are ties
+    for row in range(5):  # of other chunks only the most probable token is counted
+        counted = np.full(-(-vocab_size // CHUNK), -np.inf)
+        np.maximum.at(counted, np.arange(vocab_size) // CHUNK, scaled[row])
+        top_chunks = np.argsort(-counted)[:TOP_TOKENS]
+        inside = np.isin(np.arange(vocab_size) // CHUNK, top_chunks)
+        counted[top_chunks] = -np.inf
+        total = np.exp(scaled[row][inside]).sum() + np.exp(counted).sum()
+        logprobs = scaled[row][ids[row]] - np.log(total)
+        assert LOGPROB_STEP * (1.0 - codes[row]) == pytest.approx(np.maximum(logprobs, -15.9), abs=0.51 * LOGPROB_STEP)
+
+
+def test_masked_tokens_are_kept_as_improbable_ones():
+    _, ids, codes = computed(torch.ones(1, 4), torch.tensor([[0.0, *[-float("inf")] * (CHUNK - 1)]]), torch.ones(1))
+    assert ids[0, 0] == 0
+    assert codes.tolist() == [[1, *[MAX_CODE] * (TOP_TOKENS - 1)]]
+
+
+def test_small_vocabularies_have_fewer_tokens_to_keep():
+    _, _, codes = computed(torch.ones(1, 4), torch.zeros(1, 2), torch.ones(1))
+    assert codes[0].tolist() == [1 + round(np.log(2) / LOGPROB_STEP)] * 2 + [0] * (TOP_TOKENS - 2)
+
+
+def test_numpy_and_torch_pack_alike():
+    rng = np.random.default_rng(2)
+    hidden, logits = rng.standard_normal((9, 24), np.float32), rng.standard_normal((9, CHUNK), np.float32)
+    computed = torch.cat(
+        (pack_signatures(torch.from_numpy(hidden)), pack_distributions(torch.from_numpy(logits), torch.ones(9))), 1
+    )
+    signatures = np.packbits(hidden @ signature_matrix(24) > 0, axis=1, bitorder="little").view(np.uint64)
+    logprobs = torch.from_numpy(logits).double().log_softmax(1).numpy()
+    ids = np.argsort(-logprobs, 1)[:, :TOP_TOKENS]
+    packed = pack(signatures, ids.astype(np.int32), np.take_along_axis(logprobs, ids, 1))
+    assert (packed == computed.numpy()).all()
+
+
+def test_signatures_tell_angles():
+    """The share of differing bits is the angle over pi, up to sampling error."""
+    rng = np.random.default_rng(1)
+    first, other = rng.standard_normal((2, 200, 576), np.float32)
+    other -= first * (first * other).sum(1, keepdims=True) / (first * first).sum(1, keepdims=True)
+    other *= np.linalg.norm(first, axis=1, keepdims=True) / np.linalg.norm(other, axis=1, keepdims=True)
+    for angle in (0.1, 0.5, 1.0, 2.0):
+        turned = np.cos(angle) * first + np.sin(angle) * other
+        differ = (first @ signature_matrix(576) > 0) != (turned @ signature_matrix(576) > 0)
+        # The mean of 200 independent counts of SIGNATURE_BITS bits each, which are not independent of one another.
+        assert differ.mean() == pytest.approx(angle / np.pi, abs=4 * 0.5 / np.sqrt(SIGNATURE_BITS * 50))
+
+
+def test_the_matrix_is_the_same_in_every_process():
+    assert signature_matrix(2)[:, :2].ravel().tolist() == pytest.approx(MATRIX, abs=1e-6)
+
+
+def test_log_probabilities_survive_in_a_byte():
+    logprobs = -np.linspace(0, 15.8, 400)
+    codes = encode_logprobs(logprobs)
+    assert np.log(decoded_probabilities()[codes]) == pytest.approx(logprobs, abs=0.51 * LOGPROB_STEP)
+    assert encode_logprobs(np.array([-20.0, -np.inf, 1e-9])).tolist() == [MAX_CODE, MAX_CODE, 1]
+    assert decoded_probabilities()[0] == 0
+
+
+def test_rows_that_are_not_known_are_taken_as_such():
+    features = np.arange(1, 1 + 3 * FEATURE_WORDS).reshape(3, FEATURE_WORDS)
+    kept = features.copy()
+    assert take(features, np.array([2, -1, 0])).tolist() == [kept[2].tolist(), [0] * FEATURE_WORDS, kept[0].tolist()]
+    assert (features == kept).all()
