@@ -8,10 +8,11 @@ the longest match in 17 dependent reads, but must be sorted again as every reque
 no state besides the texts: a token can be matched once it is stored, and dropping a text is freeing its memory. Its
 time grows with a problem's tokens: those of its live requests, and at most `max_problem_tokens` of ended rollouts.
 
-The texts are one array: a row per slot of the engine for the live requests, then a pool of fixed size for ended
-rollouts. A request that ends is copied from its row to the pool, and to the host. A problem's rollouts stay in the pool
-while it has live requests, and after that until the space is needed; when requests of an evicted problem start, its
-newest rollouts are uploaded while the prompts are read.
+The texts are one array, and what the target saw at each token (`rollout_spec.features`) is another beside it: a row
+per slot of the engine for the live requests, then a pool of fixed size for ended rollouts. A request that ends is
+copied from its row to the pool, and to the host. A problem's rollouts stay in the pool while it has live requests, and
+after that until the space is needed; when requests of an evicted problem start, its newest rollouts are uploaded while
+the prompts are read.
 
 The host decides where texts lie, by the lengths that it knows and the order of its calls, so that all ranks decide
 alike. It waits for the device in one case: a rollout is to be uploaded before its copy to the host has arrived, as when
@@ -46,6 +47,7 @@ from rollout_spec.drafters.vote import (
     SOURCES,
     VERSION_DECAY,
 )
+from rollout_spec.features import FEATURE_WORDS
 
 MAX_MEMBERS = 255
 """Most documents of one problem that are scanned, newest first."""
@@ -116,12 +118,17 @@ class DeviceDrafter:
         recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
         inverse_temperature: Exponent on the candidates' probabilities where drafts are chosen with noise; None: the one
             that would have been right most often so far.
-        max_resident_tokens: Size of the pool of ended rollouts, in tokens of 4 bytes.
+        signatures: Weigh candidates by how similar the target's state was, where features are given.
+        distributions: Let candidates vote for all tokens that the target thought likely there, where features are
+            given.
+        max_resident_tokens: Size of the pool of ended rollouts, in tokens of 4 bytes, and 32 more unless `signatures`
+            and `distributions` are both off; so are those of live requests.
         max_problem_tokens: Bound on one problem's tokens in the pool; its newest rollouts are kept.
         max_history_tokens: Bound on the tokens kept on the host. The oldest rollouts go first.
 
     Attributes:
         dropped_tokens: Tokens of ended rollouts for which the pool had no room.
+        wants_features: Whether features are of use.
 
     Raises:
         ValueError: an argument is out of range.
@@ -137,12 +144,16 @@ class DeviceDrafter:
         use_noise: bool = True,
         recency: float = RECENCY,
         inverse_temperature: float | None = None,
+        signatures: bool = True,
+        distributions: bool = True,
         max_resident_tokens: int = 4_000_000,
         max_problem_tokens: int = 131_072,
         max_history_tokens: int = 64_000_000,
     ) -> None:
         check_options(recency, inverse_temperature, max_resident_tokens, max_problem_tokens, max_history_tokens)
         self.dropped_tokens = 0
+        self.wants_features = signatures or distributions
+        self._signatures, self._distributions = signatures, distributions
         self._device = device
         self._max_model_len = max_model_len
         self._use_noise = use_noise
@@ -157,6 +168,8 @@ class DeviceDrafter:
         self._pool = Pool(max_resident_tokens)
         new = torch.zeros
         self._text = new(self._pool_start + max_resident_tokens, dtype=torch.int32, device=device)
+        num_kept = self._text.numel() if self.wants_features else 0
+        self._features = new(num_kept, FEATURE_WORDS, dtype=torch.int64, device=device)
         self._documents = new(num_documents, 4, dtype=torch.int64, device=device)
         self._members = new(max_requests, 1 + MAX_MEMBERS, dtype=torch.int32, device=device)
         self._problem_of = new(max_requests, dtype=torch.int32, device=device)
@@ -279,25 +292,39 @@ class DeviceDrafter:
             self._version_on_device.fill_(version)
             self._all_counters.copy_((self._all_counters * VERSION_DECAY).to(torch.int32))
 
-    def warm_up(self, slots_dtype: torch.dtype, history: Tensor, total_len: Tensor, *sampling: Tensor) -> None:
+    def warm_up(
+        self, slots_dtype: torch.dtype, history: Tensor, total_len: Tensor, seeds: Tensor, temperature: Tensor
+    ) -> None:
         """Launch every kernel in every variant that a batch can need, so that none is compiled while serving.
 
         Call it before the first request starts. Arguments as for `propose`.
         """
+        features = torch.zeros_like(self._features[:1])
         most = self._problem_of.numel()
         for batch in sorted({1, most, *(device_kernels.TARGET_PROGRAMS // n for n in device_kernels.SPLITS)}):
             if 1 <= batch <= most:
                 slots = torch.arange(batch, dtype=slots_dtype, device=self._device)
-                self.look_up(slots, torch.zeros_like(slots, dtype=torch.int32), history, total_len, *sampling)
+                nothing = torch.zeros_like(slots, dtype=torch.int32)
+                self.follow(slots, history, total_len)
+                self.look_up(slots, nothing, history, total_len, seeds, temperature, features, nothing)
         row = np.zeros((1, device_kernels.RETIRED_FIELDS), np.int64)
         row[0, 1] = self._free_documents[0]
         stops = np.full((1, STOP_TOKENS_MULTIPLE), -1, np.int32)
-        device_kernels.retire(self._upload_array(row), self._upload_array(stops), self._text, self._documents)
+        rows = self._upload_array(row), self._upload_array(stops)
+        device_kernels.retire(*rows, self._text, self._documents, self._features)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def propose(
-        self, slots: Tensor, num_sampled: Tensor, history: Tensor, total_len: Tensor, seeds: Tensor, temperature: Tensor
+        self,
+        slots: Tensor,
+        num_sampled: Tensor,
+        history: Tensor,
+        total_len: Tensor,
+        seeds: Tensor,
+        temperature: Tensor,
+        features: Tensor | None = None,
+        first_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Copy the new tokens from the engine and draft. Never waits for the device.
 
@@ -308,24 +335,35 @@ class DeviceDrafter:
             total_len: int32 [R], how many tokens each slot has.
             seeds: int64 [R], of the requests' noise.
             temperature: float32 [R]; requests of temperature 0 have no noise.
+            features: int64 [N, FEATURE_WORDS], what the target saw at each row of the step's logits; None: not known.
+            first_rows: int32 [B], with features: the first row of each request, which its first new token comes from.
 
         Returns:
             (drafts int64 [B, K], rates float32 [B, K]): tokens, and the estimated probability that each is accepted
             once it is reached. Positions without a draft repeat the last token and have rate 0.
         """
         self._publish()
-        return self.look_up(slots, num_sampled, history, total_len, seeds, temperature)
+        return self.look_up(slots, num_sampled, history, total_len, seeds, temperature, features, first_rows)
 
     def follow(self, slots: Tensor, history: Tensor, total_len: Tensor) -> None:
         """Copy the new tokens from the engine without drafting. Arguments as for `propose`."""
         self._publish()
-        self._extend(slots, history, total_len)
+        self._extend(slots, history, total_len, None, slots, slots)
 
     def look_up(
-        self, slots: Tensor, num_sampled: Tensor, history: Tensor, total_len: Tensor, seeds: Tensor, temperature: Tensor
+        self,
+        slots: Tensor,
+        num_sampled: Tensor,
+        history: Tensor,
+        total_len: Tensor,
+        seeds: Tensor,
+        temperature: Tensor,
+        features: Tensor | None = None,
+        first_rows: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """`propose` without uploading changed tables; can be captured in a CUDA graph."""
-        self._extend(slots, history, total_len)
+        first_rows = slots if first_rows is None else first_rows
+        self._extend(slots, history, total_len, features, first_rows, num_sampled)
         texts = (self._problem_of, self._members, self._text, self._documents)
         keys = device_kernels.scan(slots, num_sampled, *texts)
         return device_kernels.draft(
@@ -340,13 +378,35 @@ class DeviceDrafter:
             version=self._version_on_device,
             log2_recency=self._log2_recency,
             inverse_temperature=self._inverse_temperature,
+            features=self._features,
+            signatures=self._signatures,
+            distributions=self._distributions,
             use_noise=self._use_noise,
         )
 
-    def _extend(self, slots: Tensor, history: Tensor, total_len: Tensor) -> None:
-        text, documents, last = self._text, self._documents, self._last_drafts
-        row_size = self._max_model_len
-        device_kernels.extend(slots, history, total_len, row_size, text, documents, *last, self._counters)
+    def _extend(
+        self,
+        slots: Tensor,
+        history: Tensor,
+        total_len: Tensor,
+        features: Tensor | None,
+        first_rows: Tensor,
+        num_sampled: Tensor,
+    ) -> None:
+        device_kernels.extend(
+            slots,
+            history,
+            total_len,
+            self._max_model_len,
+            self._text,
+            self._documents,
+            *self._last_drafts,
+            self._counters,
+            self._features,
+            features,
+            first_rows,
+            num_sampled,
+        )
 
     # -- what is known about it --------------------------------------------------------------------------------------
 
@@ -358,8 +418,9 @@ class DeviceDrafter:
     def memory_bytes(self) -> int:
         """Bytes on the device and of history on the host."""
         tensors = [self._text, self._documents, self._members, self._problem_of, self._preference]
-        tensors += [*self._last_drafts, self._all_counters]
-        return sum(t.numel() * t.element_size() for t in tensors) + 4 * self._archive.num_tokens
+        tensors += [*self._last_drafts, self._all_counters, self._features]
+        per_token = 4 + (8 * FEATURE_WORDS if self.wants_features else 0)
+        return sum(t.numel() * t.element_size() for t in tensors) + per_token * self._archive.num_tokens
 
     def check_integrity(self) -> None:
         """Check internal invariants; for tests. Raises AssertionError."""
@@ -444,26 +505,29 @@ class DeviceDrafter:
             may_stop = live.prompt_length + max(request.min_tokens, 1)
             must_stop = min(live.prompt_length + request.max_tokens, 2**31 - 1)
             rows[n] = (request.slot, document, self._pool_start + start, capacity, may_stop, must_stop)
-        device_kernels.retire(self._upload_array(rows), self._upload_array(stops), self._text, self._documents)
+        uploaded = self._upload_array(rows), self._upload_array(stops)
+        device_kernels.retire(*uploaded, self._text, self._documents, self._features)
         with self._on_side():
             copies = []
             for document, (_, live, start, capacity) in retired.items():
-                tokens = self._text[self._pool_start + start : self._pool_start + start + capacity]
-                copies.append((live, copy_to_host(tokens), copy_to_host(self._documents[document])))
+                place = slice(self._pool_start + start, self._pool_start + start + capacity)
+                parts = self._text[place], self._features[place], self._documents[document]
+                copies.append((live, *map(copy_to_host, parts)))
             copied = None
             if self._side is not None:
                 copied = torch.cuda.Event()
                 copied.record(self._side)
-        for live, tokens, fields in copies:
+        for live, tokens, features, fields in copies:
             if live.problem.problem_id > NO_PROBLEM:  # others are never looked up again
                 capacity = tokens.numel()
-                self._archive.add(Archived(live.problem.problem_id, live.order, capacity, tokens, fields, copied))
+                problem_id = live.problem.problem_id
+                self._archive.add(Archived(problem_id, live.order, capacity, tokens, features, fields, copied))
 
     def _upload(self, problem: _Problem) -> None:
         """Bring a problem's newest rollouts from the host, on a stream of its own."""
         newest_first = self._archive.newest_first(problem.problem_id)
-        texts = [text for text in (rollout.read() for rollout in newest_first[:MAX_MEMBERS]) if text[0].size > text[1]]
-        sizes = np.cumsum([tokens.size for tokens, _, _ in texts])
+        texts = [text for text in (rollout.read() for rollout in newest_first[:MAX_MEMBERS]) if text[0].size > text[2]]
+        sizes = np.cumsum([tokens.size for tokens, *_ in texts])
         count = int(np.searchsorted(sizes, self._max_problem_tokens, side="right"))
         start = None
         while count and start is None:
@@ -476,10 +540,12 @@ class DeviceDrafter:
         if start is None:
             return
         with self._on_side():
-            whole = np.concatenate([tokens for tokens, _, _ in texts[:count]])
-            first = self._pool_start + start
-            self._text[first : first + whole.size] = self._upload_array(whole)
-        for tokens, prompt_length, version in texts[:count]:
+            whole = np.concatenate([tokens for tokens, *_ in texts[:count]])
+            place = slice(self._pool_start + start, self._pool_start + start + whole.size)
+            self._text[place] = self._upload_array(whole)
+            if self.wants_features:
+                self._features[place] = self._upload_array(np.concatenate([text[1] for text in texts[:count]]))
+        for tokens, _, prompt_length, version in texts[:count]:
             document = self._free_documents.pop()
             problem.members.append(document)
             problem.pieces[document] = (start, tokens.size)
@@ -536,6 +602,8 @@ def check_options(
     max_resident_tokens: int = 1,
     max_problem_tokens: int = 1,
     max_history_tokens: int = 1,
+    signatures: bool = True,
+    distributions: bool = True,
 ) -> None:
     """Check the options that a user can set (see `DeviceDrafter`), before any memory is taken.
 

@@ -54,6 +54,7 @@ class Archived:
     order: int  # number of requests that started before it
     capacity: int  # size of `tokens` while the copy is under way
     tokens: Tensor  # int32: the end of the prompt and the output; after the output unused until `take_copy`
+    features: Tensor  # int64 [tokens, FEATURE_WORDS] of them, or [0, FEATURE_WORDS]
     fields: Tensor  # int64 [4]: its row in the table of documents
     copied: torch.cuda.Event | None
     """Recorded after the copy from the device; None once `take_copy` has seen it."""
@@ -71,14 +72,15 @@ class Archived:
                 return False
             self.copied = None
         self.fields = self.fields.clone()
-        self.tokens = self.tokens[: int(self.fields[1])].clone()
+        length = int(self.fields[1])
+        self.tokens, self.features = self.tokens[:length].clone(), self.features[:length].clone()
         return True
 
-    def read(self) -> tuple[NDArray[np.int32], int, int]:
-        """(tokens, how many of them are prompt, policy version)."""
+    def read(self) -> tuple[NDArray[np.int32], NDArray[np.int64], int, int]:
+        """(tokens, their features, how many of them are prompt, policy version)."""
         self.take_copy(wait=True)
         _, _, prompt_length, version = self.fields.tolist()
-        return self.tokens.numpy(), prompt_length, version
+        return self.tokens.numpy(), self.features.numpy(), prompt_length, version
 
 
 class Archive:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout_spec import features as target_features
 from rollout_spec import noise
 from rollout_spec.drafters import vote
 from rollout_spec.noise_triton import finish_hash, gumbel, row_state, token_key, unfinished_hash
@@ -61,6 +62,13 @@ MIN_DISTANCE_FROM_ONE = tl.constexpr(vote.MIN_DISTANCE_FROM_ONE)
 OWN, SIBLING, PROMPT_TEXT = tl.constexpr(vote.OWN), tl.constexpr(vote.SIBLING), tl.constexpr(vote.PROMPT_TEXT)
 MIN_AGE_WEIGHT = tl.constexpr(vote.MIN_AGE_WEIGHT)
 DOMAIN = tl.constexpr(noise.DOMAIN_TARGET)
+SIMILARITY, MAX_DISAGREEMENT = tl.constexpr(vote.SIMILARITY), tl.constexpr(vote.MAX_DISAGREEMENT)
+MIN_REMEMBERED = tl.constexpr(vote.MIN_REMEMBERED)
+SIGNATURE_WORDS, SIGNATURE_BITS = (tl.constexpr(getattr(target_features, f"SIGNATURE_{n}")) for n in ("WORDS", "BITS"))
+FEATURE_WORDS, TOP_TOKENS = tl.constexpr(target_features.FEATURE_WORDS), tl.constexpr(target_features.TOP_TOKENS)
+LOGPROB_STEP, MAX_CODE = tl.constexpr(target_features.LOGPROB_STEP), tl.constexpr(target_features.MAX_CODE)
+NOT_KEPT, UNKNOWN, GIVEN = (tl.constexpr(i) for i in range(3))
+"""What `_extend_kernel` knows of the features of the new tokens."""
 
 
 @triton.jit(do_not_specialize=["history_stride", "row_size"])
@@ -79,6 +87,11 @@ def _extend_kernel(
     coarse_ptr,  # int32 [cells, 2]: trials and hits
     fine_ptr,  # int32 [cells * NUM_ORIGIN_BINS, 2]
     by_inverse_temperature_ptr,  # int32 [NUM_INVERSE_TEMPERATURES, 2]
+    features_ptr,  # int64 [T, FEATURE_WORDS]
+    new_features_ptr,  # int64 [N, FEATURE_WORDS], of the tokens that each row of the step's logits says
+    first_rows_ptr,  # int32 [B]: the first of each request's rows
+    num_sampled_ptr,  # int32 [B]: how many of its last tokens come from them
+    FEATURES: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two, at least K
     BLOCK: tl.constexpr,
@@ -86,9 +99,11 @@ def _extend_kernel(
     slot = tl.load(slots_ptr + tl.program_id(0)).to(tl.int64)
     documents_ptr += slot * FIELDS
     history_ptr += slot * history_stride
-    text_ptr += tl.load(documents_ptr + OFFSET)
+    offset = tl.load(documents_ptr + OFFSET)
+    text_ptr += offset
     length = tl.load(documents_ptr + LENGTH).to(tl.int32)
-    end = tl.minimum(tl.load(total_len_ptr + slot).to(tl.int32), row_size)
+    total_len = tl.load(total_len_ptr + slot).to(tl.int32)
+    end = tl.minimum(total_len, row_size)
 
     # In the first step of a request, the slot's last drafts are those of the request before it.
     num_drafted = tl.where(length > 0, tl.load(num_drafted_ptr + slot), 0)
@@ -113,6 +128,16 @@ def _extend_kernel(
     for start in range(length, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         tl.store(text_ptr + i, tl.load(history_ptr + i, mask=i < end, other=0), mask=i < end)
+        if FEATURES != NOT_KEPT:
+            to = features_ptr + (offset + i) * FEATURE_WORDS
+            for word in tl.static_range(FEATURE_WORDS):
+                value = tl.zeros([BLOCK], tl.int64)
+                if FEATURES == GIVEN:
+                    n = i - (total_len - tl.load(num_sampled_ptr + tl.program_id(0)))
+                    row = tl.load(first_rows_ptr + tl.program_id(0)).to(tl.int64) + n
+                    source = new_features_ptr + row * FEATURE_WORDS + word
+                    value = tl.load(source, mask=(n >= 0) & (i < end), other=0)
+                tl.store(to + word, value, mask=i < end)
     tl.store(documents_ptr + LENGTH, tl.maximum(length, end).to(tl.int64))
     tl.store(num_drafted_ptr + slot, 0)
 
@@ -260,6 +285,65 @@ def _length_bin(length):
 
 
 @triton.jit
+def _count_bits(word):
+    """How many bits of an int64 are set. Where shifts copy the sign, the masks take it away."""
+    word = word - ((word >> 1) & 0x5555555555555555)
+    word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((word * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def _by_similarity(mine, theirs, alive):
+    """See `propose._compare_states`.
+
+    Args:
+        mine: Where the request's last signature is.
+        theirs: Where the candidates' signatures are.
+
+    Returns:
+        (each candidate's factor by the similarity of its state, whether it is left).
+    """
+    differing = tl.zeros([MAX_CANDIDATES], tl.int32)
+    known_mine, known_theirs = tl.zeros([], tl.int64), tl.zeros([MAX_CANDIDATES], tl.int64)
+    for word in tl.static_range(SIGNATURE_WORDS):
+        a, b = tl.load(mine + word), tl.load(theirs + word, mask=alive, other=0)
+        known_mine, known_theirs = known_mine | a, known_theirs | b
+        differing += _count_bits(a ^ b)
+    differing = tl.where((known_mine != 0) & (known_theirs != 0), differing, SIGNATURE_BITS // 2)
+    more = differing - tl.min(tl.where(alive, differing, SIGNATURE_BITS))
+    return tl.exp(-more.to(tl.float32) * SIMILARITY), alive & (more <= MAX_DISAGREEMENT)
+
+
+@triton.jit
+def _remembered(theirs, token, alive, is_stored):
+    """What the candidates vote for, [MAX_CANDIDATES, TOP_TOKENS + 1]: the remembered tokens and the one that was said.
+
+    Args:
+        theirs: Where the features of the candidates' next tokens are.
+        token: These tokens.
+        is_stored: Whether they have features; those of the draft itself have none.
+
+    Returns:
+        (tokens, their probabilities, whether they are choices, by candidate the probability that none of them has).
+    """
+    rank = tl.arange(0, TOP_TOKENS + 1)[None, :]
+    is_top = is_stored[:, None] & (rank < TOP_TOKENS)
+    word = tl.load(theirs[:, None] + SIGNATURE_WORDS + (rank >> 1), mask=is_top, other=0)
+    top = ((word >> 32 * (rank & 1)) & 0x7FFFFFFF).to(tl.int32)
+    codes = (tl.load(theirs + FEATURE_WORDS - 1, mask=is_stored, other=0) >> 32).to(tl.int32)
+    code = (codes[:, None] >> 8 * rank) & MAX_CODE
+    probability = tl.exp((1 - code).to(tl.float32) * LOGPROB_STEP)
+    is_top &= (code > 0) & (probability >= MIN_REMEMBERED)
+    probability = tl.where(is_top, probability, 0.0)
+    rest = tl.maximum(1.0 - tl.sum(probability, 1), 0.0)
+    says_top = tl.sum((is_top & (top == token[:, None])).to(tl.int32), 1) > 0
+    is_said = alive[:, None] & (rank == TOP_TOKENS) & ~says_top[:, None]
+    probability = tl.where(is_said, rest[:, None], probability)
+    return tl.where(is_said, token[:, None], top), probability, is_top | is_said, tl.where(says_top, rest, 0.0)
+
+
+@triton.jit
 def _shares(alive, length, votes):
     """(each candidate's factor by its match length, probability that no candidate is right); see `propose._blend`."""
     lane = tl.arange(0, MAX_CANDIDATES)
@@ -298,6 +382,9 @@ def _draft_kernel(
     version_ptr,  # int32 [1]
     log2_recency,
     inverse_temperature,
+    features_ptr,  # int64 [T, FEATURE_WORDS]
+    SIGNATURES: tl.constexpr,
+    DISTRIBUTIONS: tl.constexpr,
     USE_NOISE: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two, at least K
@@ -307,6 +394,8 @@ def _draft_kernel(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     matches, count = _best_matches(tl.load(keys_ptr + row * NUM_KEYS + tl.arange(0, NUM_KEYS)))
     lane, j = tl.arange(0, MAX_CANDIDATES), tl.arange(0, WIDTH)
+    NUM_CHOICES: tl.constexpr = MAX_CANDIDATES * (TOP_TOKENS + 1) if DISTRIBUTIONS else MAX_CANDIDATES
+    choice_lane = tl.arange(0, NUM_CHOICES)
     alive = lane < count
 
     own = documents_ptr + slot * FIELDS
@@ -319,7 +408,8 @@ def _draft_kernel(
     members_ptr += tl.load(problem_ptr + slot).to(tl.int64) * members_stride
     member = tl.load(members_ptr + number, mask=alive & ~is_own, other=0).to(tl.int64)
     fields = documents_ptr + tl.where(is_own, slot, member) * FIELDS
-    theirs = text_ptr + tl.load(fields + OFFSET)
+    offset = tl.load(fields + OFFSET)
+    theirs = text_ptr + offset
     limit = tl.load(fields + LENGTH).to(tl.int32)
     prompt = tl.load(fields + PROMPT).to(tl.int32)
 
@@ -333,6 +423,12 @@ def _draft_kernel(
     weight = tl.maximum(tl.exp2(age * log2_recency), MIN_AGE_WEIGHT)
     weight *= tl.load(preference_ptr + source * DISTANCE_BINS + near)
     origin_bins = source * DISTANCE_BINS + near
+    if SIGNATURES:
+        last = features_ptr + (own_offset + tl.maximum(own_length - 1, 0)) * FEATURE_WORDS
+        before = features_ptr + (offset + position - 1) * FEATURE_WORDS
+        similarity, alive = _by_similarity(last, before, alive)
+        weight *= similarity
+        count = tl.sum(alive.to(tl.int32))
 
     coupled = (tl.load(temperature_ptr + slot) > 0.0) & USE_NOISE
     seed = tl.load(seeds_ptr + slot)
@@ -348,42 +444,54 @@ def _draft_kernel(
         of_draft = tl.sum(tl.where(in_draft[:, None] == j[None, :], draft[None, :], 0), 1)
         is_stored = alive & ((position < own_length) | ~is_own)
         token = tl.where(is_stored, tl.load(theirs + position, mask=is_stored, other=0), of_draft)
-        token = tl.where(alive, token, -1 - lane)  # candidates that dropped out equal no other
+        if DISTRIBUTIONS:
+            their_features = features_ptr + (offset + position) * FEATURE_WORDS
+            tops, probability, is_vote, unheld = _remembered(their_features, token, alive, is_stored)
+            choices = tl.reshape(tops, [NUM_CHOICES])
+            shares_of = tl.reshape(probability * (votes * share)[:, None], [NUM_CHOICES])
+            is_choice = tl.reshape(is_vote, [NUM_CHOICES])
+            no_choice = tl.minimum(left + tl.sum(votes * share * unheld), 1.0)
+        else:
+            choices, shares_of, is_choice, no_choice = token, votes * share, alive, left
+        choices = tl.where(is_choice, choices, -1 - choice_lane)  # what is no choice equals no other
 
-        chosen = tl.max(token)
-        mass = tl.zeros([MAX_CANDIDATES], tl.float32) + tl.sum(votes * share)
-        is_choice = lane == tl.argmax(token, 0)
+        chosen = tl.max(choices)
+        mass = tl.zeros([NUM_CHOICES], tl.float32) + tl.sum(shares_of)
         num_choices = tl.full([], 1, tl.int32)
-        if tl.min(tl.where(alive, token, chosen)) < chosen:  # more than one distinct token
-            same = token[None, :] == token[:, None]
-            mass = tl.sum(tl.where(same, (votes * share)[None, :], 0.0), 1)
-            earlier = same & alive[None, :] & (lane[None, :] < lane[:, None])
-            is_choice = alive & (tl.sum(earlier.to(tl.int32), 1) == 0)
+        if tl.min(tl.where(is_choice, choices, chosen)) < chosen:  # more than one distinct token
+            same = choices[None, :] == choices[:, None]
+            mass = tl.sum(tl.where(same, shares_of[None, :], 0.0), 1)
+            earlier = same & (choice_lane[None, :] < choice_lane[:, None])
+            is_choice &= tl.sum(earlier.to(tl.int32), 1) == 0
             num_choices = tl.sum(is_choice.to(tl.int32))
+        else:
+            is_choice = choice_lane == tl.argmax(choices, 0)
 
         at = slot * K + num
         if coupled & (num_choices > 1):
             state = row_state(seed, (own_length - 1 + num).to(tl.int64), DOMAIN)
-            noises = gumbel(finish_hash(unfinished_hash(state, token_key(token.to(tl.uint32)))))
+            noises = gumbel(finish_hash(unfinished_hash(state, token_key(choices.to(tl.uint32)))))
             log_mass = tl.log(tl.where(is_choice, mass, 1.0))
             score = tl.where(is_choice, exponent * log_mass + noises, float("-inf"))
             best = tl.argmax(score, 0)
-            lead = tl.max(score) - tl.max(tl.where(lane == best, float("-inf"), score))
-            expected = (1.0 - left) / (1.0 + tl.exp(-lead))
+            lead = tl.max(score) - tl.max(tl.where(choice_lane == best, float("-inf"), score))
+            expected = (1.0 - no_choice) / (1.0 + tl.exp(-lead))
             for a in tl.static_range(NUM_INVERSE_TEMPERATURES):
                 other = tl.argmax(tl.where(is_choice, log_mass * INVERSE_TEMPERATURES[a] + noises, float("-inf")), 0)
-                other_token = tl.sum(tl.where(lane == other, token, 0))
+                other_token = tl.sum(tl.where(choice_lane == other, choices, 0))
                 tl.store(alternatives_ptr + at * NUM_INVERSE_TEMPERATURES + a, other_token)
         else:
             best = tl.argmax(tl.where(is_choice, mass, -1.0), 0)
-            expected = tl.where(coupled, 1.0 - left, tl.sum(tl.where(lane == best, mass, 0.0)))
+            expected = tl.where(coupled, 1.0 - no_choice, tl.sum(tl.where(choice_lane == best, mass, 0.0)))
             for a in tl.static_range(NUM_INVERSE_TEMPERATURES):
                 tl.store(alternatives_ptr + at * NUM_INVERSE_TEMPERATURES + a, -1)
-        chosen = tl.sum(tl.where(lane == best, token, 0))
-        likely = tl.sum(tl.where(lane == best, mass, 0.0))
+        chosen = tl.sum(tl.where(choice_lane == best, choices, 0))
+        likely = tl.sum(tl.where(choice_lane == best, mass, 0.0))
 
         agrees = alive & (token == chosen)
-        heaviest = tl.argmax(tl.where(agrees, weight, -1.0), 0)
+        # Where it was remembered, but another one was said, it is the heaviest candidate's of all.
+        has_origin = agrees | (alive & (tl.sum(agrees.to(tl.int32)) == 0))
+        heaviest = tl.argmax(tl.where(has_origin, weight, -1.0), 0)
         origin_bin = tl.sum(tl.where(lane == heaviest, origin_bins, 0))
         by_likelihood = origin_bin // DISTANCE_BINS * DISTANCE_BINS + tl.minimum(
             (likely * DISTANCE_BINS).to(tl.int32), DISTANCE_BINS - 1
@@ -425,6 +533,8 @@ def _retire_kernel(
     stops_ptr,  # int32 [N, NUM_STOPS]: tokens that end the request, -1: unused
     text_ptr,  # int32 [T]
     documents_ptr,  # int64 [D, FIELDS]
+    features_ptr,  # int64 [T, FEATURE_WORDS]
+    FEATURES: tl.constexpr,  # whether they are kept
     ROW: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -438,7 +548,8 @@ def _retire_kernel(
     prompt = tl.load(source + PROMPT).to(tl.int32)
     context = tl.minimum(prompt, MAX_DEPTH)
     begin = prompt - context
-    text = text_ptr + tl.load(source + OFFSET) + begin
+    source_offset = tl.load(source + OFFSET) + begin
+    text = text_ptr + source_offset
     end = tl.minimum(tl.load(source + LENGTH).to(tl.int32), must_stop) - begin
     end = tl.minimum(end, capacity)
     start = tl.zeros([], tl.int32)
@@ -446,6 +557,10 @@ def _retire_kernel(
         i = start + tl.arange(0, BLOCK)
         token = tl.load(text + i, mask=i < end, other=-2)
         tl.store(text_ptr + offset + i, token, mask=i < end)
+        if FEATURES:
+            for word in tl.static_range(FEATURE_WORDS):
+                value = tl.load(features_ptr + (source_offset + i) * FEATURE_WORDS + word, mask=i < end, other=0)
+                tl.store(features_ptr + (offset + i) * FEATURE_WORDS + word, value, mask=i < end)
         stops = tl.zeros([BLOCK], tl.int1)
         for s in tl.static_range(NUM_STOPS):
             stops |= token == tl.load(stops_ptr + n * NUM_STOPS + s)
@@ -471,9 +586,17 @@ def extend(
     cells: Tensor,
     alternatives: Tensor,
     counters: tuple[Tensor, Tensor, Tensor],
+    features: Tensor,
+    new_features: Tensor | None,
+    first_rows: Tensor,
+    num_sampled: Tensor,
 ) -> None:
-    """Copy the new tokens of `slots` to `text`, and count their last drafts' outcomes. Arguments as of the kernel."""
+    """Copy the new tokens of `slots` to `text`, and count their last drafts' outcomes.
+
+    Arguments as of the kernel. features: of length 0 where none are kept. new_features: None where they are not known.
+    """
     k = drafted.shape[1]
+    known = NOT_KEPT if not features.shape[0] else UNKNOWN if new_features is None else GIVEN
     _extend_kernel[(slots.shape[0],)](
         slots,
         history,
@@ -487,6 +610,11 @@ def extend(
         cells,
         alternatives,
         *counters,
+        features,
+        features if new_features is None else new_features,
+        first_rows,
+        num_sampled,
+        FEATURES=known.value,
         K=k,
         WIDTH=triton.next_power_of_2(k),
         BLOCK=TILE,
@@ -547,6 +675,9 @@ def draft(
     version: Tensor,
     log2_recency: float,
     inverse_temperature: float,
+    features: Tensor,
+    signatures: bool,
+    distributions: bool,
     use_noise: bool,
 ) -> tuple[Tensor, Tensor]:
     """Draft from the matches. Returns (tokens int64 [B, K], rates float32 [B, K]). Arguments as of the kernel."""
@@ -574,22 +705,27 @@ def draft(
         version,
         log2_recency,
         inverse_temperature,
+        features,
+        SIGNATURES=signatures,
+        DISTRIBUTIONS=distributions,
         USE_NOISE=use_noise,
         K=k,
         WIDTH=triton.next_power_of_2(k),
         NUM_KEYS=keys.shape[1] * keys.shape[2],
-        num_warps=1,
+        num_warps=4 if distributions else 1,  # as many lanes are compared with each other as there are choices
     )
     return output, rates
 
 
-def retire(rows: Tensor, stops: Tensor, text: Tensor, documents: Tensor) -> None:
+def retire(rows: Tensor, stops: Tensor, text: Tensor, documents: Tensor, features: Tensor) -> None:
     """Copy ended requests' last MAX_DEPTH prompt tokens and output to the pool. Arguments as of the kernel."""
     _retire_kernel[(rows.shape[0],)](
         rows,
         stops,
         text,
         documents,
+        features,
+        FEATURES=features.shape[0] > 0,
         ROW=rows.shape[1],
         NUM_STOPS=stops.shape[1],
         BLOCK=TILE,

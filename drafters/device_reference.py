@@ -7,9 +7,9 @@ A problem's texts are documents: those of its live requests and of its earlier r
    request's own document only. The ENOUGH_CANDIDATES longest matches are kept, and further ones as long as the last of
    these, up to MAX_CANDIDATES; among equals the request's own document comes first, then newer documents, then later
    positions.
-2. The candidates vote for the next token, with the host drafter's weights, blend, coupled choice and calibration (see
-   `mixture.py`); those with another token drop out, and the others move on. A candidate in the request's own document
-   continues into the draft itself. The draft ends where no candidate is left.
+2. The candidates vote for the next token, with the host drafter's weights, remembered distributions, blend, coupled
+   choice and calibration (see `mixture.py`); those with another token drop out, and the others move on. A candidate in
+   the request's own document continues into the draft itself. The draft ends where no candidate is left.
 
 Differences from the host drafter: other problems are not searched; all matches are seen, where the host visits a part
 of them; and the host searches again where no candidate is left, which gained 0 to 0.5 % on recorded rollouts and would
@@ -40,9 +40,11 @@ from rollout_spec.drafters.vote import (
     LENGTH_EDGES,
     MAX_CANDIDATES,
     MAX_DEPTH,
+    MAX_DISAGREEMENT,
     MAX_TRIALS,
     MIN_AGE_WEIGHT,
     MIN_DISTANCE_FROM_ONE,
+    MIN_REMEMBERED,
     NUM_DISTANCE_BINS,
     NUM_LENGTH_BINS,
     NUM_ORIGIN_BINS,
@@ -52,9 +54,21 @@ from rollout_spec.drafters.vote import (
     PROMPT_TEXT,
     RECENCY,
     SIBLING,
+    SIMILARITY,
     VERSION_DECAY,
 )
+from rollout_spec.features import (
+    SIGNATURE_BITS,
+    SIGNATURE_WORDS,
+    Features,
+    check_features,
+    decoded_probabilities,
+    no_features,
+    unpack,
+)
 from rollout_spec.types import Draft, Int32Array
+
+PROBABILITY = decoded_probabilities()
 
 CELLS = 2 * NUM_PROBABILITY_BINS * NUM_LENGTH_BINS
 """Cells of the coarse calibration; each has NUM_ORIGIN_BINS fine ones."""
@@ -67,6 +81,8 @@ class Document(NamedTuple):
     prompt_length: int
     """How many of the tokens are the prompt or its end."""
     version: int
+    features: Features
+    """Of the tokens; those of the prompt have none. Zero where they are not to be used."""
 
 
 class Match(NamedTuple):
@@ -175,10 +191,15 @@ def draft_tokens(
     generated = len(text) - own.prompt_length
     exponent = counters.inverse_temperature() if inverse_temperature is None else inverse_temperature
     candidates = []
-    for match in find_matches(documents, own.tokens):
+    matches = find_matches(documents, own.tokens)
+    differing = [_num_differing(own.features, documents[m.document].features, m.position - 1) for m in matches]
+    for match, more in zip(matches, np.array(differing) - min(differing, default=0), strict=True):
+        if more > MAX_DISAGREEMENT:
+            continue
         document = documents[match.document]
         offset = match.position - document.prompt_length - generated
-        candidates.append((match, *_weigh(match, document, offset, version, recency)))
+        weight, origin_bin = _weigh(match, document, offset, version, recency)
+        candidates.append((match, weight * math.exp(-SIMILARITY * more), origin_bin))
     drafted: list[DraftedToken] = []
     while candidates and len(drafted) < max_tokens:
         chosen = _choose(candidates, documents, text, seed, counters, exponent)
@@ -192,6 +213,24 @@ def draft_tokens(
                 alive.append((moved, weight, origin_bin))
         candidates = alive
     return drafted
+
+
+def _num_differing(own: Features, others: Features, position: int) -> int:
+    """Bits in which the signature at a position differs from the last one of `own`; see `propose._num_differing`."""
+    a, b = unpack(own)[0][-1], unpack(others)[0][position]
+    return sum(int(word).bit_count() for word in a ^ b) if a.any() and b.any() else SIGNATURE_BITS // 2
+
+
+def _distribution(document: Document, position: int, token: int) -> dict[int, float]:
+    """What a candidate votes for: the remembered tokens, and `token`, which was sampled there, for the rest."""
+    found: dict[int, float] = {}
+    if position < len(document.features):  # not in the draft itself
+        _, ids, codes = unpack(document.features[position : position + 1])
+        tops = zip(ids[0].tolist(), PROBABILITY[codes[0]].tolist(), strict=True)
+        found = {top: probability for top, probability in tops if probability >= MIN_REMEMBERED}
+    if token not in found:
+        found[token] = max(1.0 - sum(found.values()), 0.0)
+    return found
 
 
 def _weigh(match: Match, document: Document, offset: int, version: int, recency: float) -> tuple[float, int]:
@@ -221,8 +260,12 @@ def _choose(
         left *= BLEND / (total + BLEND)
     mass: dict[int, float] = {}
     for token, (match, weight, _) in zip(next_tokens, candidates, strict=True):
-        votes = sum(s for length, s in share.items() if length <= match.length)
-        mass[int(token)] = mass.get(int(token), 0.0) + weight * votes
+        votes = weight * sum(s for length, s in share.items() if length <= match.length)
+        distribution = _distribution(documents[match.document], match.position, int(token))
+        for t, probability in distribution.items():
+            mass[t] = mass.get(t, 0.0) + votes * probability
+        left += votes * max(1.0 - sum(distribution.values()), 0.0)
+    left = min(left, 1.0)
     coupled = seed is not None
     alternatives: tuple[int, ...] = ()
     if seed is not None and len(mass) > 1:
@@ -238,6 +281,8 @@ def _choose(
         token = max(mass, key=lambda t: mass[t])
         expected = 1.0 - left if coupled else mass[token]
     of_token = [(w, -i) for i, (t, (_, w, _)) in enumerate(zip(next_tokens, candidates, strict=True)) if t == token]
+    if not of_token:  # it was remembered there, but another one was sampled
+        of_token = [(w, -i) for i, (_, w, _) in enumerate(candidates)]
     origin_bin = candidates[-max(of_token)[1]][2]
     if coupled:
         origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
@@ -263,6 +308,8 @@ class _Live:
     seed: int | None
     version: int
     order: int
+    features: list[Features]
+    """Of the tokens, in pieces."""
     drafted: list[DraftedToken] = field(default_factory=list)
 
 
@@ -274,15 +321,24 @@ class ReferenceDrafter:
         recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
         inverse_temperature: Exponent on the candidates' probabilities where drafts are chosen with noise; None: the one
             that would have been right most often so far.
+        signatures, distributions: Whether these parts of the features are used.
     """
 
     def __init__(
-        self, *, max_draft_tokens: int = 8, recency: float = RECENCY, inverse_temperature: float | None = None
+        self,
+        *,
+        max_draft_tokens: int = 8,
+        recency: float = RECENCY,
+        inverse_temperature: float | None = None,
+        signatures: bool = True,
+        distributions: bool = True,
     ) -> None:
         self.counters = Counters()
         self._max_draft_tokens = max_draft_tokens
         self._recency = recency
         self._inverse_temperature = inverse_temperature
+        self._signatures, self._distributions = signatures, distributions
+        self.wants_features = signatures or distributions
         self._version = 0
         self._live: dict[str, _Live] = {}
         self._finished: dict[int, list[_Live]] = {}
@@ -297,10 +353,16 @@ class ReferenceDrafter:
         self._num_started += 1
         if problem_id is None:
             problem_id = problem_of_prompt(prompt) if prompt else -self._num_started
-        self._live[req_id] = _Live(problem_id, prompt, len(prompt), seed, self._version, self._num_started)
+        self._live[req_id] = _Live(
+            problem_id, prompt, len(prompt), seed, self._version, self._num_started, [no_features(len(prompt))]
+        )
 
-    def extend(self, req_id: str, new_token_ids: Tokens) -> None:
+    def extend(self, req_id: str, new_token_ids: Tokens, features: Features | None = None) -> None:
         live = self._request(req_id)
+        if features is None:
+            features = no_features(len(new_token_ids))
+        check_features(features, len(new_token_ids))
+        live.features.append(features)
         new = [int(token) for token in new_token_ids]
         for chosen, token in zip(live.drafted, new, strict=False):
             hit = chosen.token == token
@@ -370,6 +432,10 @@ class ReferenceDrafter:
         texts += self._finished.get(live.problem, [])
         return sorted(texts, key=lambda other: -other.order)
 
-    @staticmethod
-    def _document(live: _Live) -> Document:
-        return Document(np.array(live.tokens, np.int32), live.prompt_length, live.version)
+    def _document(self, live: _Live) -> Document:
+        features = np.concatenate(live.features)
+        if not self._signatures:
+            features[:, :SIGNATURE_WORDS] = 0
+        if not self._distributions:
+            features[:, SIGNATURE_WORDS:] = 0
+        return Document(np.array(live.tokens, np.int32), live.prompt_length, live.version, features)

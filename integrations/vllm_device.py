@@ -74,6 +74,11 @@ class DeviceSpeculator(BaseSpeculator):
         """Give the speculator the runner it serves."""
         self._runner = runner
 
+    @property
+    def wants_features(self) -> bool:
+        """Whether what the target sees is of use to the drafter."""
+        return self.drafter.wants_features
+
     def set_enabled(self, enabled: bool) -> None:
         """Draft from now on, or no longer."""
         self.enabled = bool(enabled)
@@ -158,7 +163,9 @@ class DeviceSpeculator(BaseSpeculator):
         if not self.enabled:
             self.drafter.follow(req_indices, history, total_len)
             return self._no_drafts(input_batch.num_reqs)
-        drafts, rates = self.drafter.propose(req_indices, num_sampled, history, total_len, *noise)
+        features = self._runner.rollout_spec.compute_features(last_hidden_states, input_batch)
+        first_rows = input_batch.cu_num_logits[: input_batch.num_reqs]
+        drafts, rates = self.drafter.propose(req_indices, num_sampled, history, total_len, *noise, features, first_rows)
         if self.enable_adaptive_verification:
             self.draft_token_confidence_probs[: input_batch.num_reqs] = rates
         return drafts

@@ -15,6 +15,8 @@ from rollout_spec.drafters.device import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.device_archive import Pool
 from rollout_spec.drafters.device_reference import Document, ReferenceDrafter, find_matches
 from rollout_spec.drafters.mixture import HistoryDrafter
+from rollout_spec.features import FEATURE_WORDS, no_features
+from tests.drafters.recorder import random_features
 
 K = 5
 MAX_LEN = 96
@@ -33,7 +35,8 @@ class Engine:
     """What the device drafter sees of an engine, and the reference beside it."""
 
     def __init__(self, max_requests=6, **options):
-        drafter_options = {name: options[name] for name in ("inverse_temperature", "recency") if name in options}
+        shared = ("inverse_temperature", "recency", "signatures", "distributions")
+        drafter_options = {name: options[name] for name in shared if name in options}
         self.reference = ReferenceDrafter(max_draft_tokens=K, **drafter_options)
         self.drafter = DeviceDrafter(
             max_requests=max_requests,
@@ -64,15 +67,26 @@ class Engine:
         self.reference.start_request(req_id, prompt, problem_id=problem_id, seed=seed)
         return req_id
 
-    def commit(self, req_id, tokens):
-        """A step's tokens."""
+    def commit(self, req_id, tokens, features=None):
+        """A step's tokens, and what the target saw at some of the last ones."""
         slot = self.live[req_id]
         length = int(self.total_len[slot])
         tokens = tokens[: MAX_LEN - length]
         self.history[slot, length : length + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         self.total_len[slot] += len(tokens)
-        self.drafter.follow(torch.tensor([slot], dtype=torch.int32), self.history, self.total_len)
-        self.reference.extend(req_id, tokens)
+        slots, known = torch.tensor([slot], dtype=torch.int32), no_features(len(tokens))
+        if features is None:
+            self.drafter.follow(slots, self.history, self.total_len)
+        else:
+            features = features[: len(tokens)]
+            known[len(tokens) - len(features) :] = features
+            num_sampled = torch.tensor([len(features)], dtype=torch.int32)
+            # The request's rows come after another one's, and before those of rejected drafts.
+            rows = torch.from_numpy(np.concatenate((np.full((2, FEATURE_WORDS), 7), features, features)))
+            first_rows = torch.tensor([2], dtype=torch.int32)
+            self.drafter._publish()
+            self.drafter._extend(slots, self.history, self.total_len, rows, first_rows, num_sampled)
+        self.reference.extend(req_id, tokens, known)
         return len(tokens)
 
     def stop(self, req_id, **trim):
@@ -127,17 +141,39 @@ PROMPTS = [[0, 1, 2, 0, 1], [2, 2], [1]]
 @given(OPERATIONS, st.randoms(use_true_random=False))
 def test_drafts_and_rates_are_the_references(operations, random):
     """Requests of three problems start, get tokens, some of them as drafted, end and start again."""
-    engine = Engine()
-    version, last = 0, {}
+    check_against_reference(operations, random)
+
+
+@pytest.mark.parametrize("options", [{}, {"signatures": False}, {"distributions": False}])
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
+@given(OPERATIONS, st.randoms(use_true_random=False))
+def test_drafts_and_rates_are_the_references_with_features(options, operations, random):
+    check_against_reference(operations, random, has_features=True, **options)
+
+
+def check_against_reference(operations, random, *, has_features=False, **options):
+    """Carry out operations, of which some tokens have features, and compare drafts, rates and counters."""
+    engine, version, last = Engine(**options), 0, {}
+    rng = np.random.default_rng(random.getrandbits(32))
+
+    def features(tokens):
+        return random_features(rng, tokens[-3:]) if has_features and rng.random() < 0.8 else None
+
     for name, a, b in [*operations, ("propose", None, None)]:
         live = sorted(engine.live)
         if name == "start" and engine.free:
             engine.start(PROMPTS[a], seed=random.getrandbits(62) if b else None)
         elif name == "commit" and live:
-            engine.commit(live[a % len(live)], b)
+            engine.commit(live[a % len(live)], b, features(b))
             last.pop(live[a % len(live)], None)
         elif name == "accept" and live:
-            engine.commit(live[a % len(live)], [*last.pop(live[a % len(live)], [])[:b], 1])
+            tokens = [*last.pop(live[a % len(live)], [])[:b], 1]
+            engine.commit(live[a % len(live)], tokens, features(tokens))
         elif name == "stop" and live:
             engine.stop(live[a % len(live)])
         elif name == "version":
@@ -207,7 +243,7 @@ def test_a_finished_rollout_ends_where_the_engine_ended_it():
 
 
 def archived(rollout):
-    tokens, prompt_length, _ = rollout.read()
+    tokens, _, prompt_length, _ = rollout.read()
     return tokens[prompt_length:].tolist()
 
 
@@ -238,7 +274,7 @@ def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
         request = engine.start([0, 1])
         engine.commit(request, [5, 6, 7 + version])
         engine.stop(request)
-    assert [(rollout.read()[0].tolist(), rollout.read()[2]) for rollout in drafter._archive.order] == [
+    assert [(rollout.read()[0].tolist(), rollout.read()[3]) for rollout in drafter._archive.order] == [
         ([0, 1, 5, 6, 7 + version], version) for version in (1, 2, 3)
     ]
     drafter._evict_oldest()
@@ -469,24 +505,27 @@ def test_the_pool_neither_loses_nor_doubles_a_place(operations):
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=5),
     st.lists(st.integers(0, 3), min_size=1, max_size=30),
     st.one_of(st.none(), st.integers(0, 2**62)),
+    st.one_of(st.none(), st.integers(0, 2**32)),
 )
-def test_the_host_drafter_drafts_the_same(rollouts, own, seed):
+def test_the_host_drafter_drafts_the_same(rollouts, own, seed, features):
     """On the same history and noise, while there are few matches and none of the request's own has reached its end."""
+    rng = None if features is None else np.random.default_rng(features)
+    known = [None if rng is None else random_features(rng, text) for text in (*rollouts, own)]
     host = HistoryDrafter("suffix", max_draft_tokens=K, min_survival=0.0)
     ours = ReferenceDrafter(max_draft_tokens=K)
     prompt = [9, 8]
     for drafter in (host, ours):
         for i, rollout in enumerate(rollouts):
             drafter.start_request(str(i), prompt)
-            drafter.extend(str(i), rollout)
+            drafter.extend(str(i), rollout, known[i])
             drafter.stop_request(str(i))
         drafter.start_request("own", prompt, seed=seed)
-        drafter.extend("own", own)
+        drafter.extend("own", own, known[-1])
     (theirs,) = host.propose(["own"], np.array([K], np.int32))
     (draft,) = ours.propose(["own"], np.array([K], np.int32))
     text = np.array([*prompt, *own], np.int32)
-    documents = [Document(np.array([*prompt, *rollout], np.int32), 2, 0) for rollout in reversed(rollouts)]
-    matches = find_matches([Document(text, 2, 0), *documents], text)
+    texts = [text, *(np.array([*prompt, *rollout], np.int32) for rollout in reversed(rollouts))]
+    matches = find_matches([Document(tokens, 2, 0, no_features(tokens.size)) for tokens in texts], text)
     assume(0 < len(matches) <= 6)
     steps = min([len(draft.token_ids), *(text.size - match.position for match in matches if match.document == 0)])
     same = draft.token_ids[:steps] == theirs.token_ids[:steps]

@@ -11,6 +11,7 @@ from tests.integrations.engines import (
     PLAIN,
     assert_same,
     build,
+    check_features,
     count_preemptions,
     generate,
     mixed_params,
@@ -54,7 +55,9 @@ def drafter_of(llm):
 
 def texts_of(drafter):
     """What the drafter has kept of each ended rollout, without the prompt."""
-    return sorted(tuple(tokens[prompt:].tolist()) for a in drafter._archive.order for tokens, prompt, _ in [a.read()])
+    return sorted(
+        tuple(tokens[prompt:].tolist()) for a in drafter._archive.order for tokens, _, prompt, _ in [a.read()]
+    )
 
 
 def test_same_rollouts_as_stock_vllm(stock, device, reference_model):
@@ -80,6 +83,16 @@ def test_same_rollouts_as_stock_vllm(stock, device, reference_model):
     counts = drafter_of(device).source_counts()
     assert counts["problem"][0] > 0
     assert counts["own"][0] > 0
+
+
+def test_the_drafter_is_told_what_the_target_saw(tiny_model, reference_model):
+    llm = build_on_device(tiny_model)
+    generate(llm, mixed_params(8, 3, temperature=0.7, max_tokens=16, **PLAIN))
+    generate(llm, mixed_params(1, temperature=0.7, max_tokens=2, **PLAIN))  # the others' end is noticed with this
+    assert stats_of(llm)["accepted_tokens"] > 5
+    ended = [a.read() for a in drafter_of(llm)._archive.order]
+    rollouts = [(tokens[:prompt], tokens[prompt:], features[prompt:]) for tokens, features, prompt, _ in ended]
+    assert check_features(rollouts, reference_model, 0.7) > 50
 
 
 def test_what_vllm_processes_is_verified_with_the_same_noise(stock, device):

@@ -49,7 +49,7 @@ def test_the_device_drafter(tiny_model, expected):
     assert stats_of(llm)["accepted_tokens"] > 10
     finish_up(llm)
     archive = [archived.read() for archived in runner_of(llm).speculator.drafter._archive.order]
-    kept = {tuple(tokens[prompt:].tolist()) for tokens, prompt, _ in archive}
+    kept = {tuple(tokens[prompt:].tolist()) for tokens, _, prompt, _ in archive}
     assert {tuple(tokens) for tokens, *_ in expected} <= kept
 
 
@@ -66,5 +66,5 @@ def test_a_request_that_ends_by_length_keeps_all_it_said(tiny_model):
     outputs = generate(llm, never)
     finish_up(llm)
     archive = [archived.read() for archived in runner_of(llm).speculator.drafter._archive.order]
-    kept = {tuple(tokens[prompt:].tolist()) for tokens, prompt, _ in archive}
+    kept = {tuple(tokens[prompt:].tolist()) for tokens, _, prompt, _ in archive}
     assert {tuple(output.token_ids) for output in outputs} <= kept
