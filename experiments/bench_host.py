@@ -7,7 +7,8 @@ a model: a drafted token is accepted where the recording says the same. The roll
 of eight per problem while there are enough problems; those of the first epoch are the history. A rollout that ends
 makes room for the next one. vLLM's own proposers follow the same rollouts in the same process: `ngram` and, where
 arctic-inference is found (see `peers.find_arctic`), `suffix` with the same history. `indexing late` indexes new
-tokens while the forward pass would run, as on a GPU, which is reported apart (`hidden_us`).
+tokens while the forward pass would run, as on a GPU, which is reported apart (`hidden_us`). Where the recording has
+what the target saw (`rollout_spec.features`), the adapters hand it on with the tokens; `no features` does without.
 
 Reported: p20/p50/p80 over the steps of the microseconds per request (per step at one request), and how they divide.
 """
@@ -34,8 +35,10 @@ from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 from peers import find_arctic
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.drafters.threads import usable_threads
+from rollout_spec.features import no_features
 from rollout_spec.integrations import vllm_v1, vllm_v2
 from rollout_spec.integrations.session import DraftingSession
+from rollout_spec.replay.simulate import show
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
 from rollout_spec.warm_up import warm_up
@@ -48,7 +51,16 @@ GROUP = 8
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 1 << 18
 """Above every token of the recordings."""
-CONTESTANTS = ["ours", "ours, indexing late", "ours V2", "ours V2, indexing late", "ngram", "suffix"]
+CONTESTANTS = [
+    "ours",
+    "ours, no features",
+    "ours, indexing late",
+    "ours V2",
+    "ours V2, no features",
+    "ours V2, indexing late",
+    "ngram",
+    "suffix",
+]
 SKIPPED_STEPS = 8
 """The first steps read prompts and load compiled code."""
 
@@ -57,7 +69,7 @@ class Live:
     """A request that follows a recorded rollout."""
 
     def __init__(self, req_id: str, problem: Problem, rollout: Rollout, seed: int) -> None:
-        self.req_id, self.tokens = req_id, rollout.tokens
+        self.req_id, self.tokens, self.features = req_id, rollout.tokens, rollout.features
         self.prompt_token_ids = rollout.prompt.tolist()
         self.output_token_ids: list[int] = []
         self.sampling_params = SamplingParams(
@@ -147,15 +159,22 @@ class Verification:
         self.num_draft_tokens = [len(draft) for draft in drafts]
         self.sampled: list[list[int]] = []
         targets: list[int] = []
+        features: list[np.ndarray] = []
         accepted = []
         for req_id, draft in zip(runner.input_batch.req_ids, drafts, strict=True):
-            left = runner.requests[req_id].left[: len(draft) + 1].tolist()
+            request = runner.requests[req_id]
+            said, left = len(request.output_token_ids), request.left[: len(draft) + 1].tolist()
             count = 0
             while count < min(len(draft), len(left) - 1) and draft[count] == left[count]:
                 count += 1
             accepted.append(count)
             self.sampled.append(left[: count + 1])
             targets += left + [0] * (len(draft) + 1 - len(left))
+            if request.features is not None:
+                features += [
+                    request.features[said : said + len(left)],
+                    no_features(len(draft) + 1 - len(left)),
+                ]
         size, width = len(drafts), max(self.num_draft_tokens, default=0) + 1
         output = torch.full((size, width), PLACEHOLDER_TOKEN_ID, dtype=torch.int32)
         for row, tokens in enumerate(self.sampled):
@@ -169,12 +188,13 @@ class Verification:
             torch.zeros(size).int(),
             torch.zeros(size).int(),
         )
+        self.features = torch.from_numpy(np.concatenate(features)) if features else None
         self.metadata = SpecDecodeMetadata.make_dummy(drafts, runner.device) if any(drafts) else None
 
 
-def engine_config(k: int, size: int) -> Any:
+def engine_config(k: int, size: int, **drafter_options: Any) -> Any:
     """The parts of vLLM's configuration that proposers read."""
-    config = RolloutSpecConfig(num_speculative_tokens=k)
+    config = RolloutSpecConfig(num_speculative_tokens=k, drafter_options=drafter_options)
     return SimpleNamespace(
         additional_config={"rollout_spec": config.to_dict()},
         model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: VOCAB_SIZE),
@@ -226,7 +246,7 @@ def prepare(session: DraftingSession, history: list[tuple[Problem, Rollout]]) ->
     drafter: Any = session.drafter
     for number, (_, rollout) in enumerate(history):
         drafter.start_request(str(number), rollout.prompt)
-        drafter.extend(str(number), rollout.tokens)
+        show(drafter, str(number), rollout, 0, rollout.tokens.size)
         drafter.stop_request(str(number))
     budget: Any = session.budget
     observe_step = budget.observe_step
@@ -252,8 +272,11 @@ def prepare(session: DraftingSession, history: list[tuple[Problem, Rollout]]) ->
 class Ours:
     """Our V1 adapter and proposer."""
 
-    def __init__(self, runner: Runner, k: int, history: list[tuple[Problem, Rollout]], *, index_late: bool) -> None:
-        config = engine_config(k, len(runner.discard_request_mask.np))
+    def __init__(
+        self, runner: Runner, k: int, history: list[tuple[Problem, Rollout]], *, index_late: bool, **options: Any
+    ) -> None:
+        config = engine_config(k, len(runner.discard_request_mask.np), **options)
+        runner.vllm_config = config  # type: ignore[attr-defined]
         runner.drafter = vllm_v1.RolloutSpecProposer(config)  # type: ignore[attr-defined]
         self.adapter = vllm_v1.RunnerAdapter(
             runner, RolloutSpecConfig.from_dict(config.additional_config["rollout_spec"])
@@ -275,6 +298,7 @@ class Ours:
     def sample(self, verification: Verification) -> None:
         """The adapter's part of sampling, with the verifier's own work left out."""
         vllm_v1.verify = lambda *args, **kwargs: verification.result
+        self.adapter._compute_features = lambda *args: verification.features if self.session.wants_features else None
         self.adapter.sample(torch.zeros(1, 1), verification.metadata)
 
     def propose(self, sampled: list[list[int]]) -> list[list[int]]:
@@ -286,8 +310,10 @@ class Ours:
 class OursV2:
     """Our speculator for the V2 runner, whose drafts go to the scheduler as lists, too."""
 
-    def __init__(self, runner: Runner, k: int, history: list[tuple[Problem, Rollout]], *, index_late: bool) -> None:
-        config = engine_config(k, len(runner.discard_request_mask.np))
+    def __init__(
+        self, runner: Runner, k: int, history: list[tuple[Problem, Rollout]], *, index_late: bool, **options: Any
+    ) -> None:
+        config = engine_config(k, len(runner.discard_request_mask.np), **options)
         self.speculator = vllm_v2.HistorySpeculator(config, torch.device("cpu"))
         self.runner, self.session = runner, self.speculator.session
         self.session._index_late = index_late
@@ -309,6 +335,7 @@ class OursV2:
         """What our sampler keeps; the kernels that it launches are left out."""
         batch, starts = self.runner.input_batch, np.cumsum([0, *(n + 1 for n in verification.num_draft_tokens)])
         positions = torch.from_numpy(batch.num_tokens_no_spec - 1).long()
+        self.adapter.compute_features = lambda *args: verification.features if self.session.wants_features else None
         self.sampler.outcome = vllm_v2._Outcome(list(batch.req_ids), starts, positions, verification.result)
 
     def propose(self, sampled: list[list[int]]) -> list[list[int]]:
@@ -344,7 +371,8 @@ def make(name: str, runner: Runner, k: int, history: list[tuple[Problem, Rollout
     size = len(runner.discard_request_mask.np)
     batch = runner.input_batch
     if name.startswith("ours"):
-        return (OursV2 if "V2" in name else Ours)(runner, k, history, index_late="late" in name)
+        options = {"signatures": False, "distributions": False} if "no features" in name else {}
+        return (OursV2 if "V2" in name else Ours)(runner, k, history, index_late="late" in name, **options)
     if name == "ngram":
         ngram = NgramProposer(engine_config(k, size))
         return Stock(lambda sampled: ngram.propose(k, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu))
@@ -378,7 +406,8 @@ def measure(
             full = row < len(runner.input_batch.req_ids)
             if not full or not runner.requests[runner.input_batch.req_ids[row]].left.size:
                 problem, rollout = next(live)
-                runner.add(row, Live(f"r{count}", problem, rollout, count))
+                seed = count if rollout.seed is None else rollout.seed
+                runner.add(row, Live(f"r{count}", problem, rollout, seed))
                 drafts[row] = []
                 count += 1
                 contestant.on_requests_changed()

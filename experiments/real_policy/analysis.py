@@ -16,7 +16,7 @@ import numpy as np
 from real_policy.tasks import task_of
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.replay.simulate import Cursor, Request
+from rollout_spec.replay.simulate import Cursor, Request, show
 from rollout_spec.replay.traces import Problem, Rollout
 
 K = 8
@@ -54,7 +54,7 @@ def feed(drafter: Drafter, problem: Problem, rollouts: Iterable[Rollout]) -> Non
     for rollout in rollouts:
         name = f"history/{rollout.epoch}/{rollout.sample_id}"
         drafter.start_request(name, rollout.prompt, problem_id=problem.problem_id)
-        drafter.extend(name, rollout.tokens)
+        show(drafter, name, rollout, 0, rollout.tokens.size)
         drafter.stop_request(name)
 
 
@@ -75,7 +75,8 @@ def generate_again(
         seed = rollout.seed if noise else None
         drafter.start_request(req_id, rollout.prompt, problem_id=problem.problem_id, seed=seed)
         live[req_id] = Cursor(problem, rollout)
-        drafter.extend(req_id, live[req_id].advance(1))
+        live[req_id].advance(1)
+        show(drafter, req_id, rollout, 0, 1)
     while live:
         names = list(live)
         drafts = drafter.propose(names, np.full(len(names), k, np.int32))
@@ -88,7 +89,8 @@ def generate_again(
             accepted.append(min(n, targets[-1].size - 1))
         drafter.observe(names, targets, np.array(accepted, np.int32))
         for name, tokens in zip(names, targets, strict=True):
-            drafter.extend(name, tokens)
+            said = live[name].num_said
+            show(drafter, name, live[name].rollout, said - tokens.size, said)
             if live[name].done:
                 del live[name]
                 drafter.stop_request(name, keep=keep)
