@@ -13,7 +13,7 @@ All but the tree choose with the target's noise, or, in the rows of `coupled: fa
 of `both` over `words` has a 95 % bootstrap interval over prompts.
 
 With --epochs FILE: rollouts of a training run. Of every epoch after the first one, those of all epochs before are the
-history.
+history; of the last epoch also those of one earlier epoch alone, by its age.
 
 python experiments/bench_features.py experiments/results/real_policy/samples-*.parquet
 python experiments/bench_features.py --epochs experiments/results/real_policy/rollouts.parquet
@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench_coupled import ratio_with_interval, recorded_cases, tree_tokens_per_step
-from rollout_spec.drafters import build_drafter
+from rollout_spec.drafters import build_drafter, vote
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.drafters.device_reference import ReferenceDrafter
 from rollout_spec.replay.simulate import replay
@@ -79,14 +79,21 @@ def measure(problems: Sequence[Problem], name: str, k: int, coupled: bool, optio
     )
 
 
-def by_epoch(problems: Sequence[Problem]) -> Iterator[tuple[int, list[Problem]]]:
-    """(epoch, problems whose epoch 1 is this one and whose epoch 0 is all before)."""
-    for epoch in sorted({r.epoch for p in problems for r in p.rollouts})[1:]:
-        known = [
-            p._replace(rollouts=[r._replace(epoch=int(r.epoch == epoch)) for r in p.rollouts if r.epoch <= epoch])
+def by_epoch(problems: Sequence[Problem]) -> Iterator[tuple[dict[str, int], list[Problem]]]:
+    """(which rollouts, problems with their history as epoch 0 and what is drafted for as epoch 1)."""
+
+    def select(tests: int, history: set[int]) -> list[Problem]:
+        epochs = dict.fromkeys(history, 0) | {tests: 1}
+        return [
+            p._replace(rollouts=[r._replace(epoch=epochs[r.epoch]) for r in p.rollouts if r.epoch in epochs])
             for p in problems
         ]
-        yield epoch, known
+
+    epochs = sorted({r.epoch for p in problems for r in p.rollouts})
+    for epoch in epochs[1:]:
+        yield {"epoch": epoch}, select(epoch, {e for e in epochs if e < epoch})
+    for epoch in reversed(epochs[:-1]):
+        yield {"epoch": epochs[-1], "age": epochs[-1] - epoch}, select(epochs[-1], {epoch})
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -102,13 +109,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--greedy", action="store_true", help="without the target's noise")
     parser.add_argument("--no-tree", action="store_true")
+    parser.add_argument("--similarity", type=float, default=vote.SIMILARITY, help="instead of vote.SIMILARITY")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="of the drafter")
     parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
     options = {name: json.loads(value) for name, value in (o.split("=", 1) for o in args.option)}
-    about = {**origin(), "tests": args.tests, "coupled": not args.greedy, "options": options}
+    vote.SIMILARITY = args.similarity  # drafters read it when they are made
+    about = {
+        **origin(),
+        "tests": args.tests,
+        "coupled": not args.greedy,
+        "similarity": args.similarity,
+        "options": options,
+    }
     columns = [*args.variants, *(() if args.no_tree else ("tree",)), "both / words"]
-    print("| target | drafter | H | K |", " | ".join(columns), "|")
+    print("| target | drafter | history | K |", " | ".join(columns), "|")
     print("|---" * (4 + len(columns)) + "|")
 
     def report(target: dict[str, Any], problems: Sequence[Problem], tree: Any) -> None:
@@ -135,8 +150,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 if {"words", "both"} <= found.keys():
                     gain = row["both_over_words"] = ratio_with_interval(found["both"].counts, found["words"].counts)
                     cells.append(f"{gain[0]:.3f} ({gain[1]:.3f}–{gain[2]:.3f})")
-                where = target.get("history", f"epoch {target.get('epoch')}")
-                print("|", " | ".join([target["target"], name, str(where), str(k), *cells]), "|", flush=True)
+                where = " ".join(f"{key} {value}" for key, value in target.items() if key != "target")
+                print("|", " | ".join([target["target"], name, where, str(k), *cells]), "|", flush=True)
                 append(args.out, {**row, **about})
 
     for path in args.recorded:
@@ -148,8 +163,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 lambda k, cases=cases: np.array([tree_tokens_per_step(case, k) for case in cases]),
             )
     for path in args.epochs:
-        for epoch, problems in by_epoch(read_traces(path, max_prompts=args.prompts)):
-            report({"target": path.stem, "epoch": epoch}, problems, None)
+        for which, problems in by_epoch(read_traces(path, max_prompts=args.prompts)):
+            report({"target": path.stem, **which}, problems, None)
 
 
 if __name__ == "__main__":
