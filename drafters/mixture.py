@@ -6,6 +6,8 @@ source, on the age of its policy and on how near it lies in its rollout; votes a
 prediction by partial matching (Cleary and Witten 1984), which gives a distribution q. The draft is the most probable
 token or, where the request's seed and so the target's noise is known, argmax(inverse_temperature * log q + noise),
 which is the target's own choice where q is the target's distribution (coupling: Daliri et al., arXiv:2408.07978).
+Where it is known what the target saw at each token (`rollout_spec.features`), candidates of similar states weigh more,
+and a candidate votes for all tokens that were likely at its position, not only for the one that was sampled there.
 Candidates with another token drop out and the others move on by one token; when none is left the index is searched
 again with the drafted tokens as context. A draft ends where its estimated survival, calibrated from outcomes, falls
 below `min_survival`.

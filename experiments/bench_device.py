@@ -4,7 +4,9 @@
 
 The text is made up: a problem's rollouts are copies of one text with Zipf-distributed tokens, in which one token in ten
 was drawn again. Each problem has 16 requests in flight, between a quarter of a rollout and a whole
-one; the other resident tokens are earlier rollouts. A step adds three tokens to every request, as a verification would.
+one; the other resident tokens are earlier rollouts. A step adds three tokens to every request, as a verification would,
+with made-up features: of each token three candidates, and states so similar that nearly all candidates are looked at.
+`--no-features` measures without them.
 
 The gate: on small random histories drafts equal those of `ReferenceDrafter` with rates within 0.2 %, except for at most
 one in a hundred, where rounding decides; no call waits for the device (torch's synchronisation check); a step captured
@@ -28,6 +30,7 @@ import torch
 from rollout_spec.drafters import device_kernels
 from rollout_spec.drafters.device import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.device_reference import ReferenceDrafter
+from rollout_spec.features import Features, pack
 from rows import append, origin, quantiles
 
 GROUP = 16
@@ -44,7 +47,16 @@ class Batch:
     """An engine's side of a drafter: requests of `batch / GROUP` problems in flight, and their history."""
 
     def __init__(
-        self, device: torch.device, batch: int, resident: int, k: int, *, length: int, seed: int = 0, vocab: int = VOCAB
+        self,
+        device: torch.device,
+        batch: int,
+        resident: int,
+        k: int,
+        *,
+        length: int,
+        seed: int = 0,
+        vocab: int = VOCAB,
+        features: bool = True,
     ) -> None:
         rng = np.random.default_rng(seed)
         self.rng, self.vocab = rng, vocab
@@ -59,6 +71,8 @@ class Batch:
             max_draft_tokens=k,
             max_resident_tokens=(earlier * num_problems + 1) * max_len,
             max_problem_tokens=(earlier + 1) * max_len,
+            signatures=features,
+            distributions=features,
         )
         self.texts = self.words(num_problems * max_len).reshape(num_problems, max_len)
         texts = np.stack([self.mutate(self.texts[i // GROUP]) for i in range(batch)])
@@ -73,8 +87,17 @@ class Batch:
                 self.add_history(slot, earlier)
             self.drafter.start_request(slot, texts[slot, :PROMPT].tolist(), problem_id=slot // GROUP)
         self.total_len += torch.from_numpy(lengths.astype(np.int32)).to(device)
+        words = [text[PROMPT : PROMPT + length] for text, length in zip(texts, lengths, strict=True)]
+        self.say(torch.from_numpy(lengths.astype(np.int32)).to(device), np.concatenate(words))
         self.drafter.propose(*self.arguments())
+        self.say(torch.full_like(self.num_sampled, NEW_TOKENS), self.words(batch * NEW_TOKENS))
         self.resident = int(lengths.sum()) + earlier * num_problems * (max_len - PROMPT)
+
+    def say(self, num_sampled: torch.Tensor, tokens: np.ndarray) -> None:
+        """How many tokens every request says in a step, and their features."""
+        self.num_sampled.copy_(num_sampled)
+        self.first_rows = (num_sampled.cumsum(0) - num_sampled).int()
+        self.features = torch.from_numpy(random_features(self.rng, tokens)).to(num_sampled.device)
 
     def words(self, count: int) -> np.ndarray:
         """Zipf-distributed tokens."""
@@ -88,23 +111,35 @@ class Batch:
 
     def add_history(self, slot: int, count: int) -> None:
         """Run `count` rollouts of the slot's problem to their end, and restore the slot's row."""
-        problem, row = slot // GROUP, self.history[slot].clone()
+        problem, before = slot // GROUP, self.history[slot].clone()
         for _ in range(count):
             self.drafter.start_request(slot, self.texts[problem, :PROMPT].tolist(), problem_id=problem)
             self.history[slot] = torch.from_numpy(self.mutate(self.texts[problem]).astype(np.int32))
             self.total_len[slot] = self.history.shape[1]
-            self.drafter.follow(self.slots[slot : slot + 1], self.history, self.total_len)
+            tokens = self.history[slot, PROMPT:].cpu().numpy()
+            features = torch.from_numpy(random_features(self.rng, tokens)).to(self.slots.device)
+            row = self.slots[slot : slot + 1]
+            sampling = torch.full_like(row, len(tokens)), self.history, self.total_len, self.seeds, self.temperature
+            self.drafter.propose(row, *sampling, features, torch.zeros_like(row))
             self.drafter.stop_requests([EndedRequest(slot, self.history.shape[1])])
-        self.history[slot], self.total_len[slot] = row, PROMPT
+        self.history[slot], self.total_len[slot] = before, PROMPT
 
     def arguments(self) -> tuple[torch.Tensor, ...]:
         """The arguments of `DeviceDrafter.propose`."""
-        return self.slots, self.num_sampled, self.history, self.total_len, self.seeds, self.temperature
+        step = self.slots, self.num_sampled, self.history, self.total_len, self.seeds, self.temperature
+        return *step, self.features, self.first_rows
 
     def step(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Add three tokens to every request, and draft."""
         self.total_len += NEW_TOKENS
         return self.drafter.look_up(*self.arguments())
+
+
+def random_features(rng: np.random.Generator, tokens: np.ndarray) -> Features:
+    """Features of tokens, of which each had a probability of 0.6: signatures that differ in up to eight bits."""
+    signatures = np.stack((rng.integers(0, 1 << 8, tokens.size), np.ones(tokens.size)), 1).astype(np.uint64)
+    tops = np.stack((tokens, tokens + 1, tokens + 2), 1).astype(np.int32)
+    return pack(signatures, tops, np.log(np.tile([0.6, 0.2, 0.1], (tokens.size, 1))))
 
 
 def gate(device: torch.device, trials: int, k: int) -> None:
@@ -126,6 +161,7 @@ def gate(device: torch.device, trials: int, k: int) -> None:
         started = 0
         names: dict[int, str] = {}
         for _ in range(6):
+            features = []
             for slot in range(size):
                 if slot in names and rng.random() < 0.3:
                     ours.stop_requests([EndedRequest(slot, int(total_len[slot]))])
@@ -142,8 +178,12 @@ def gate(device: torch.device, trials: int, k: int) -> None:
                 start = int(total_len[slot])
                 history[slot, start : start + len(new)] = torch.tensor(new, dtype=torch.int32)
                 total_len[slot] += len(new)
-                reference.extend(names[slot], new)
-            drafts, rates = ours.propose(slots, torch.ones_like(slots), history, total_len, seeds, temperature)
+                features.append(random_features(rng, np.array(new)))
+                reference.extend(names[slot], new, features[-1])
+            num_sampled = torch.tensor([len(piece) for piece in features], dtype=torch.int32, device=device)
+            first_rows = num_sampled.cumsum(0).int() - num_sampled
+            rows = torch.from_numpy(np.concatenate(features)).to(device)
+            drafts, rates = ours.propose(slots, num_sampled, history, total_len, seeds, temperature, rows, first_rows)
             expected = reference.propose([names[slot] for slot in range(size)], np.full(size, k, np.int32))
             for slot, draft in enumerate(expected):
                 n = len(draft.token_ids)
@@ -204,6 +244,7 @@ def main() -> None:
     parser.add_argument("-k", type=int, default=8)
     parser.add_argument("--length", type=int, default=1500, help="tokens of a rollout")
     parser.add_argument("--repeats", type=int, default=60, help="up to 100: the texts end")
+    parser.add_argument("--no-features", dest="features", action="store_false", help="from words alone")
     parser.add_argument("--trials", type=int, default=30, help="of the gate")
     parser.add_argument(
         "--tile", type=int, nargs="+", default=[device_kernels.TILE], help="tokens per tile of the scan"
@@ -222,7 +263,7 @@ def main() -> None:
         device_kernels.TILE = tile
         for resident in args.resident:
             for size in args.batch:
-                batch = Batch(device, size, resident, args.k, length=args.length)
+                batch = Batch(device, size, resident, args.k, length=args.length, features=args.features)
                 replay = check_graph(batch)
                 times = {
                     "graph": quantiles(time_us(replay, args.repeats)),
@@ -233,6 +274,7 @@ def main() -> None:
                 drafted = float((rates > 0).float().sum(1).mean())
                 assert float((rates[:, 0] > 0).float().mean()) > 0.5, "most requests have nothing to draft"
                 figures = {"batch": size, "resident": batch.resident, "tile": tile, "k": args.k, "drafted": drafted}
+                figures["features"] = args.features
                 for name, us in times.items():
                     append(args.out, {"benchmark": "device", **figures, "mode": name, "us": us, **about})
                 p50 = [f"{us[1]:9.1f}" for us in times.values()]

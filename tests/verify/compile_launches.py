@@ -86,9 +86,15 @@ def main() -> None:
     from rollout_spec.drafters.device import DeviceDrafter
 
     size = 512
-    for k, dtype in ((8, torch.int32), (16, torch.int64)):
+    words_alone = {"signatures": False, "distributions": False}
+    for k, dtype, options in ((8, torch.int32, {}), (16, torch.int64, {}), (8, torch.int32, words_alone)):
         drafter = DeviceDrafter(
-            max_requests=size, max_model_len=64, device=torch.device("cpu"), max_draft_tokens=k, inverse_temperature=1.4
+            max_requests=size,
+            max_model_len=64,
+            device=torch.device("cpu"),
+            max_draft_tokens=k,
+            inverse_temperature=1.4,
+            **options,
         )
         history = torch.zeros(size, 64, dtype=torch.int32)
         lengths = torch.zeros(size, dtype=torch.int32)
