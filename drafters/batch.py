@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters.base import BatchDrafter, Drafter
+from rollout_spec.features import Features
 from rollout_spec.types import Drafts, Int32Array
 
 
@@ -57,12 +58,18 @@ class _OneByOne:
             raise ValueError(f"request {req_id!r} is not live: start_request comes first")
         return self._rows[req_id]
 
-    def extend_batch(self, rows: NDArray[np.int64], token_ids: Int32Array, starts: NDArray[np.int64]) -> None:
-        for row, tokens in zip(rows.tolist(), _split(token_ids, starts), strict=True):
+    def extend_batch(
+        self,
+        rows: NDArray[np.int64],
+        token_ids: Int32Array,
+        starts: NDArray[np.int64],
+        features: Features | None = None,
+    ) -> None:
+        known = () if features is None else (features,)
+        for i, (row, tokens) in enumerate(zip(rows.tolist(), _split(token_ids, starts), strict=True)):
             if tokens:
-                self._drafter.extend(self._req_ids[row], tokens)
-
-    wants_features = False
+                extra = [array[starts[i] : starts[i + 1]] for array in known]
+                self._drafter.extend(self._req_ids[row], tokens, *extra)
 
     def update_index(self) -> None:
         pass

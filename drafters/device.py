@@ -47,7 +47,7 @@ from rollout_spec.drafters.vote import (
     SOURCES,
     VERSION_DECAY,
 )
-from rollout_spec.features import FEATURE_WORDS
+from rollout_spec.features import FEATURE_WORDS, Features, check_switches
 
 MAX_MEMBERS = 255
 """Most documents of one problem that are scanned, newest first."""
@@ -121,8 +121,8 @@ class DeviceDrafter:
         signatures: Weigh candidates by how similar the target's state was, where features are given.
         distributions: Let candidates vote for all tokens that the target thought likely there, where features are
             given.
-        max_resident_tokens: Size of the pool of ended rollouts, in tokens of 4 bytes, and 32 more unless `signatures`
-            and `distributions` are both off; so are those of live requests.
+        max_resident_tokens: Size of the pool of ended rollouts, in tokens of 36 bytes, 4 where `signatures` and
+            `distributions` are both off. A token of a live request takes as much.
         max_problem_tokens: Bound on one problem's tokens in the pool; its newest rollouts are kept.
         max_history_tokens: Bound on the tokens kept on the host. The oldest rollouts go first.
 
@@ -150,7 +150,8 @@ class DeviceDrafter:
         max_problem_tokens: int = 131_072,
         max_history_tokens: int = 64_000_000,
     ) -> None:
-        check_options(recency, inverse_temperature, max_resident_tokens, max_problem_tokens, max_history_tokens)
+        limits = max_resident_tokens, max_problem_tokens, max_history_tokens
+        check_options(recency, inverse_temperature, *limits, signatures, distributions)
         self.dropped_tokens = 0
         self.wants_features = signatures or distributions
         self._signatures, self._distributions = signatures, distributions
@@ -525,10 +526,17 @@ class DeviceDrafter:
 
     def _upload(self, problem: _Problem) -> None:
         """Bring a problem's newest rollouts from the host, on a stream of its own."""
-        newest_first = self._archive.newest_first(problem.problem_id)
-        texts = [text for text in (rollout.read() for rollout in newest_first[:MAX_MEMBERS]) if text[0].size > text[2]]
+        texts: list[tuple[NDArray[np.int32], Features, int, int]] = []
+        num_tokens = 0
+        for rollout in self._archive.newest_first(problem.problem_id)[:MAX_MEMBERS]:
+            text = rollout.read()
+            num_tokens += text[0].size
+            if num_tokens > self._max_problem_tokens:
+                break
+            if text[0].size > text[2]:  # more than the end of its prompt
+                texts.append(text)
         sizes = np.cumsum([tokens.size for tokens, *_ in texts])
-        count = int(np.searchsorted(sizes, self._max_problem_tokens, side="right"))
+        count = len(texts)
         start = None
         while count and start is None:
             enough = len(self._free_documents) >= count
@@ -609,11 +617,13 @@ def check_options(
 
     Raises:
         ValueError: one is out of range.
+        TypeError: `signatures` or `distributions` is not a bool.
     """
     if not 0 < recency <= 1:
         raise ValueError(f"recency must be in (0, 1], got {recency}")
     if inverse_temperature is not None and not 0 < inverse_temperature < math.inf:
         raise ValueError(f"inverse_temperature must be positive and finite, got {inverse_temperature}")
+    check_switches(signatures=signatures, distributions=distributions)
     for name, value in (
         ("max_resident_tokens", max_resident_tokens),
         ("max_problem_tokens", max_problem_tokens),

@@ -57,7 +57,9 @@ class Archived:
     features: Tensor  # int64 [tokens, FEATURE_WORDS] of them, or [0, FEATURE_WORDS]
     fields: Tensor  # int64 [4]: its row in the table of documents
     copied: torch.cuda.Event | None
-    """Recorded after the copy from the device; None once `take_copy` has seen it."""
+    """Recorded after the copy from the device; None where there is none."""
+    is_taken: bool = False
+    """Whether `take_copy` has seen the copy arrive."""
 
     def take_copy(self, *, wait: bool) -> bool:
         """Copy what has arrived to pageable memory, without the unused end. Returns whether it has arrived.
@@ -65,12 +67,14 @@ class Archived:
         Args:
             wait: Wait for the copy from the device.
         """
+        if self.is_taken:
+            return True
         if self.copied is not None:
             if wait:
                 self.copied.synchronize()
             elif not self.copied.query():
                 return False
-            self.copied = None
+        self.is_taken = True
         self.fields = self.fields.clone()
         length = int(self.fields[1])
         self.tokens, self.features = self.tokens[:length].clone(), self.features[:length].clone()

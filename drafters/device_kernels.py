@@ -63,6 +63,7 @@ OWN, SIBLING, PROMPT_TEXT = tl.constexpr(vote.OWN), tl.constexpr(vote.SIBLING), 
 MIN_AGE_WEIGHT = tl.constexpr(vote.MIN_AGE_WEIGHT)
 DOMAIN = tl.constexpr(noise.DOMAIN_TARGET)
 SIMILARITY, MAX_DISAGREEMENT = tl.constexpr(vote.SIMILARITY), tl.constexpr(vote.MAX_DISAGREEMENT)
+UNKNOWN_DISAGREEMENT = tl.constexpr(vote.UNKNOWN_DISAGREEMENT)
 MIN_REMEMBERED = tl.constexpr(vote.MIN_REMEMBERED)
 SIGNATURE_WORDS, SIGNATURE_BITS = (tl.constexpr(getattr(target_features, f"SIGNATURE_{n}")) for n in ("WORDS", "BITS"))
 FEATURE_WORDS, TOP_TOKENS = tl.constexpr(target_features.FEATURE_WORDS), tl.constexpr(target_features.TOP_TOKENS)
@@ -310,8 +311,10 @@ def _by_similarity(mine, theirs, alive):
         a, b = tl.load(mine + word), tl.load(theirs + word, mask=alive, other=0)
         known_mine, known_theirs = known_mine | a, known_theirs | b
         differing += _count_bits(a ^ b)
-    differing = tl.where((known_mine != 0) & (known_theirs != 0), differing, SIGNATURE_BITS // 2)
-    more = differing - tl.min(tl.where(alive, differing, SIGNATURE_BITS))
+    known = alive & (known_mine != 0) & (known_theirs != 0)
+    fewest = tl.min(tl.where(known, differing, SIGNATURE_BITS + 1))
+    more = tl.where(known, differing - fewest, UNKNOWN_DISAGREEMENT)
+    more = tl.where(fewest <= SIGNATURE_BITS, more, 0)
     return tl.exp(-more.to(tl.float32) * SIMILARITY), alive & (more <= MAX_DISAGREEMENT)
 
 

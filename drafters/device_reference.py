@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec import noise
+from rollout_spec.drafters import vote
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.vote import (
     BINS_PER_HALVING,
@@ -54,11 +55,10 @@ from rollout_spec.drafters.vote import (
     PROMPT_TEXT,
     RECENCY,
     SIBLING,
-    SIMILARITY,
+    UNKNOWN_DISAGREEMENT,
     VERSION_DECAY,
 )
 from rollout_spec.features import (
-    SIGNATURE_BITS,
     SIGNATURE_WORDS,
     Features,
     check_features,
@@ -193,13 +193,17 @@ def draft_tokens(
     candidates = []
     matches = find_matches(documents, own.tokens)
     differing = [_num_differing(own.features, documents[m.document].features, m.position - 1) for m in matches]
-    for match, more in zip(matches, np.array(differing) - min(differing, default=0), strict=True):
+    fewest = min((bits for bits in differing if bits is not None), default=None)
+    for match, bits in zip(matches, differing, strict=True):
+        more = 0
+        if fewest is not None:
+            more = UNKNOWN_DISAGREEMENT if bits is None else bits - fewest
         if more > MAX_DISAGREEMENT:
             continue
         document = documents[match.document]
         offset = match.position - document.prompt_length - generated
         weight, origin_bin = _weigh(match, document, offset, version, recency)
-        candidates.append((match, weight * math.exp(-SIMILARITY * more), origin_bin))
+        candidates.append((match, weight * math.exp(-vote.SIMILARITY * more), origin_bin))
     drafted: list[DraftedToken] = []
     while candidates and len(drafted) < max_tokens:
         chosen = _choose(candidates, documents, text, seed, counters, exponent)
@@ -215,10 +219,10 @@ def draft_tokens(
     return drafted
 
 
-def _num_differing(own: Features, others: Features, position: int) -> int:
-    """Bits in which the signature at a position differs from the last one of `own`; see `propose._num_differing`."""
+def _num_differing(own: Features, others: Features, position: int) -> int | None:
+    """Bits in which the signature at a position differs from the last one of `own`; None where either is not known."""
     a, b = unpack(own)[0][-1], unpack(others)[0][position]
-    return sum(int(word).bit_count() for word in a ^ b) if a.any() and b.any() else SIGNATURE_BITS // 2
+    return sum(int(word).bit_count() for word in a ^ b) if a.any() and b.any() else None
 
 
 def _distribution(document: Document, position: int, token: int) -> dict[int, float]:

@@ -36,7 +36,14 @@ from rollout_spec.drafters.propose import Calibration, Proposals, Rows
 from rollout_spec.drafters.store import MAX_PAGES, PAGE_TOKENS, PROBLEM, PROMPT, ROLLOUT, TextStore
 from rollout_spec.drafters.threads import MAX_THREADS, share_out, usable_threads
 from rollout_spec.drafters.vote import INVERSE_TEMPERATURES, SOURCES
-from rollout_spec.features import SIGNATURE_BITS, Features, check_features, decoded_probabilities, no_features
+from rollout_spec.features import (
+    SIGNATURE_BITS,
+    Features,
+    check_features,
+    check_switches,
+    decoded_probabilities,
+    no_features,
+)
 from rollout_spec.types import Draft, Drafts, Int32Array
 
 IndexKind = Literal["suffix", "ngram"]
@@ -133,6 +140,7 @@ class HistoryDrafter:
             raise ValueError(f"max_history_versions must not be negative, got {max_history_versions}")
         if num_threads is not None and not 1 <= num_threads <= MAX_THREADS:
             raise ValueError(f"num_threads must be from 1 to {MAX_THREADS}, got {num_threads}")
+        check_switches(signatures=signatures, distributions=distributions)
         self._own_only = own_only
         self._max_draft_tokens = max_draft_tokens
         # A tenth of all pages is left to live requests, however large the bound.
@@ -228,7 +236,7 @@ class HistoryDrafter:
         if features is not None:
             check_features(features, len(tokens))
         if tokens:
-            self._pending.append((live.document, tokens, features))
+            self._pending.append((live.document, tokens, None if features is None else features.copy()))
             self._num_pending += len(tokens)
 
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
@@ -260,6 +268,8 @@ class HistoryDrafter:
         starts: NDArray[np.int64],
         features: Features | None = None,
     ) -> None:
+        if features is not None:
+            check_features(features, token_ids.size)
         self._flush()
         if token_ids.size:
             self._append(self._rows.document[rows], token_ids, starts, features)

@@ -51,6 +51,7 @@ from rollout_spec.drafters.vote import (
     PROMPT_TEXT,
     SHARED,
     SIBLING,
+    UNKNOWN_DISAGREEMENT,
 )
 from rollout_spec.features import FEATURE_WORDS, MAX_CODE, SIGNATURE_BITS, SIGNATURE_WORDS, TOP_TOKENS
 from rollout_spec.jit import inlined, njit
@@ -209,15 +210,13 @@ def _count_bits(word):
 
 @inlined(allocates=False)
 def _num_differing(features, a, b):
-    """Bits in which the signatures at two positions differ; as for unrelated states where either is not known."""
+    """Bits in which the signatures at two positions differ, -1 where either is not known."""
     known_a, known_b, differing = np.int64(0), np.int64(0), np.int64(0)
     for word in range(SIGNATURE_WORDS):
         known_a |= features[a, word]
         known_b |= features[b, word]
         differing += _count_bits(np.uint64(features[a, word] ^ features[b, word]))
-    if known_a == 0 or known_b == 0:
-        return np.int64(SIGNATURE_BITS // 2)
-    return differing
+    return differing if known_a != 0 and known_b != 0 else np.int64(-1)
 
 
 @inlined(allocates=False)
@@ -226,19 +225,22 @@ def _compare_states(store, settings, document, depth, count, positions, lengths,
 
     That one predicted the document's last token. It is compared with the state that predicted the token which lies as
     far before the candidate as the last token lies before the one to be drafted. Returns the number of candidates that
-    are left: see MAX_DISAGREEMENT.
+    are left: see MAX_DISAGREEMENT. Candidates whose state is not known stay: see UNKNOWN_DISAGREEMENT.
     """
     if not settings.use_signatures or store.features.shape[0] == 0 or count == 0:
         return count
     last = last_position(store, document)
-    fewest = SIGNATURE_BITS
+    fewest, is_known = SIGNATURE_BITS, False
     for i in range(count):
         position = step_back(store.pages, np.int64(positions[i]), np.int64(depth + 1))
-        differing[i] = _num_differing(store.features, position, last) if position >= 0 else SIGNATURE_BITS // 2
-        fewest = min(fewest, differing[i])
+        differing[i] = _num_differing(store.features, position, last) if position >= 0 else -1
+        if differing[i] >= 0:
+            fewest, is_known = min(fewest, differing[i]), True
+    if not is_known:
+        return count
     kept = 0
     for i in range(count):
-        more = differing[i] - fewest
+        more = differing[i] - fewest if differing[i] >= 0 else UNKNOWN_DISAGREEMENT
         if more <= MAX_DISAGREEMENT:
             positions[kept], lengths[kept], origin_bins[kept] = positions[i], lengths[i], origin_bins[i]
             weights[kept] = weights[i] * settings.by_disagreement[more]

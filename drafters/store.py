@@ -3,7 +3,7 @@
 A document is a prompt or a rollout. It is a list of pages of PAGE_TOKENS tokens; a page knows the position of the token
 before it, so that a rollout's contexts reach back into its prompt, and rollouts grow side by side without moving.
 A position is page * PAGE_TOKENS + offset. Positions do not change until their document is removed; then its pages are
-free for others at once. A token costs 4 bytes, a page 16.
+free for others at once. A token costs 4 bytes, its features 32, a page 16.
 
 Compiled functions never allocate capacity: their callers reserve it first. Each helper is compiled for one signature,
 as compiling takes long: scalars are np.int64, because numba compiles a function again for each argument type.
@@ -300,9 +300,11 @@ class TextStore:
             tokens += length
         assert owned == pages - free.size, "a page is neither free nor owned"
         assert tokens == self.num_tokens, "token count"
+        assert len(arrays.features) in (0, arrays.tokens.size), "features and tokens"
 
 
 def _grown(old: NDArray, size: int, fill: int) -> NDArray:
-    new = np.full((size, *old.shape[1:]), fill, old.dtype)
+    shape = (size, *old.shape[1:])
+    new = np.full(shape, fill, old.dtype) if fill else np.zeros(shape, old.dtype)  # zeros are not touched until used
     new[: len(old)] = old
     return new

@@ -84,10 +84,11 @@ def by_epoch(problems: Sequence[Problem]) -> Iterator[tuple[dict[str, int], list
 
     def select(tests: int, history: set[int]) -> list[Problem]:
         epochs = dict.fromkeys(history, 0) | {tests: 1}
-        return [
+        chosen = [
             p._replace(rollouts=[r._replace(epoch=epochs[r.epoch]) for r in p.rollouts if r.epoch in epochs])
             for p in problems
         ]
+        return [p for p in chosen if {r.epoch for r in p.rollouts} == {0, 1}]
 
     epochs = sorted({r.epoch for p in problems for r in p.rollouts})
     for epoch in epochs[1:]:
@@ -122,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "similarity": args.similarity,
         "options": options,
     }
-    columns = [*args.variants, *(() if args.no_tree else ("tree",)), "both / words"]
+    columns = [*args.variants, "both / words", *(() if args.no_tree else ("tree",))]
     print("| target | drafter | history | K |", " | ".join(columns), "|")
     print("|---" * (4 + len(columns)) + "|")
 
@@ -144,12 +145,12 @@ def main(argv: Sequence[str] | None = None) -> None:
                     "calibration_error": {variant: figures.calibration_error for variant, figures in found.items()},
                 }
                 cells = [f"{figures.tokens_per_step:.2f}" for figures in found.values()]
-                if of_tree is not None:
-                    row["tokens_per_step"]["tree"] = float(of_tree[:, 0].sum() / of_tree[:, 1].sum())
-                    cells.append(f"{row['tokens_per_step']['tree']:.2f}")
                 if {"words", "both"} <= found.keys():
                     gain = row["both_over_words"] = ratio_with_interval(found["both"].counts, found["words"].counts)
                     cells.append(f"{gain[0]:.3f} ({gain[1]:.3f}–{gain[2]:.3f})")
+                if of_tree is not None:
+                    row["tokens_per_step"]["tree"] = float(of_tree[:, 0].sum() / of_tree[:, 1].sum())
+                    cells.append(f"{row['tokens_per_step']['tree']:.2f}")
                 where = " ".join(f"{key} {value}" for key, value in target.items() if key != "target")
                 print("|", " | ".join([target["target"], name, where, str(k), *cells]), "|", flush=True)
                 append(args.out, {**row, **about})

@@ -197,7 +197,9 @@ def engine_config(k: int, size: int, **drafter_options: Any) -> Any:
     config = RolloutSpecConfig(num_speculative_tokens=k, drafter_options=drafter_options)
     return SimpleNamespace(
         additional_config={"rollout_spec": config.to_dict()},
-        model_config=SimpleNamespace(max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: VOCAB_SIZE),
+        model_config=SimpleNamespace(
+            max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: VOCAB_SIZE, get_hidden_size=lambda: 64
+        ),
         scheduler_config=SimpleNamespace(
             max_num_seqs=size, max_num_scheduled_tokens=None, max_num_batched_tokens=size * (k + 1)
         ),

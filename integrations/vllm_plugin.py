@@ -117,13 +117,21 @@ def sharing_from_first_rank(vllm_config: Any) -> Callable[[list[float]], list[fl
     return share_from_first_rank
 
 
-def broadcasting_from_first_rank(vllm_config: Any) -> Callable[[Any], Any]:
-    """A function that returns the first tensor-parallel rank's tensor on every rank, without waiting for the device."""
+def broadcasting_from_first_rank(vllm_config: Any, device: Any) -> Callable[[Any], Any]:
+    """A function that returns the first tensor-parallel rank's tensor on every rank, without waiting for the device.
+
+    Broadcasts once here, on all ranks, so that what the backend sets up for it takes neither time nor memory later.
+    """
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return lambda tensor: tensor
+    import torch
     from vllm.distributed.parallel_state import get_tp_group
 
-    return lambda tensor: get_tp_group().broadcast(tensor, src=0)
+    def broadcast(tensor: Any) -> Any:
+        return get_tp_group().broadcast(tensor, src=0)
+
+    broadcast(torch.zeros(1, dtype=torch.int64, device=device))
+    return broadcast
 
 
 def _is_ours(speculative_config: Any) -> bool:

@@ -18,7 +18,7 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features import FEATURE_WORDS, Features
-from rollout_spec.features_torch import pack_distributions, pack_signatures
+from rollout_spec.features_torch import pack_distributions, pack_signatures, prepare
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.commands import run_command
 from rollout_spec.integrations.live_requests import Sampled, read_new_tokens, select
@@ -84,9 +84,12 @@ class RunnerAdapter:
         self._config = config
         self._batch: _Batch | None = None
         self._outcome: _Outcome | None = None
-        self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config)  # ranks round sums differently
         self._hidden: torch.Tensor | None = None  # the states that the step's logits were computed from
         self.proposer: RolloutSpecProposer | None = getattr(runner, "drafter", None)
+        if self.proposer is not None and self.proposer.session.wants_features:
+            prepare(runner.vllm_config.model_config.get_hidden_size(), runner.device)
+            # Ranks round sums differently.
+            self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
         self.stats = self.proposer.stats if self.proposer is not None else SpeculationStats()
         self.clock = StepClock(runner.device, self.stats)
         if self.proposer is not None:
@@ -150,7 +153,7 @@ class RunnerAdapter:
         )
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
         is_counted = ~discarded[: len(batch.req_ids)]
-        features = self._compute_features(processed, rows, num_draft_tokens)
+        features = self._compute_features(processed, rows, cu_num_draft_tokens)
         self._outcome = _Outcome(batch.req_ids, is_counted, num_draft_tokens, result, logits, features)
         lacks_samples = True  # as far as is known without waiting for the device
         if not self._runner.use_async_scheduling:
@@ -176,17 +179,18 @@ class RunnerAdapter:
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
 
     def _compute_features(
-        self, logits: torch.Tensor, rows: SamplingBatch, num_draft_tokens: list[int]
+        self, logits: torch.Tensor, rows: SamplingBatch, cu_num_draft_tokens: torch.Tensor
     ) -> torch.Tensor | None:
         """What the target saw at every row, int64 [N, FEATURE_WORDS]; None if the drafter does not want to know."""
         hidden, self._hidden = self._hidden, None
-        if hidden is None or self.proposer is None or not self.proposer.session.wants_features:
+        session = None if self.proposer is None else self.proposer.session
+        if hidden is None or session is None or not (session.enabled and session.wants_features):
             return None
-        temperature = rows.temperature
-        if hidden.shape[0] != len(num_draft_tokens):
-            counts = torch.tensor([count + 1 for count in num_draft_tokens], device=hidden.device)
-            temperature = temperature.repeat_interleave(counts, output_size=hidden.shape[0])
-        features = torch.cat((pack_signatures(hidden), pack_distributions(logits, temperature)), 1)
+        # Made on the device: a copy from the host would wait for the forward pass.
+        row = torch.arange(hidden.shape[0], device=hidden.device)
+        ends = cu_num_draft_tokens + torch.arange(1, cu_num_draft_tokens.shape[0] + 1, device=hidden.device)
+        request = torch.searchsorted(ends, row, right=True)
+        features = torch.cat((pack_signatures(hidden), pack_distributions(logits, rows, request)), 1)
         return self._from_first_rank(features)
 
     def _process(self, logits: torch.Tensor, metadata: Any, sampling: Any) -> torch.Tensor:

@@ -29,7 +29,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features import FEATURE_WORDS
-from rollout_spec.features_torch import pack_distributions, pack_signatures
+from rollout_spec.features_torch import pack_distributions, pack_signatures, prepare
 from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.commands import Speculation, run_command
@@ -92,7 +92,10 @@ class RunnerAdapter:
         self.clock = StepClock(runner.device, self.stats)
         self._runner = runner
         self._config = config
-        self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config)  # ranks round sums differently
+        if self._speculation is not None and self._speculation.wants_features:
+            prepare(runner.vllm_config.model_config.get_hidden_size(), runner.device)
+            # Ranks round sums differently.
+            self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
 
     @property
     def wants_features(self) -> bool:
@@ -299,7 +302,7 @@ class VerifyingSampler:
         )
         if input_batch.req_ids[0] in self._adapter.requests:  # neither a dummy run nor a warm-up
             if self._adapter.wants_features:
-                self.distributions = pack_distributions(logits, rows.temperature[layout.request.long()])
+                self.distributions = pack_distributions(logits, rows, layout.request.long())
             self._book(input_batch, layout, result)
             self._adapter.clock.stop()
         return SamplerOutput(

@@ -25,7 +25,8 @@ Features = NDArray[np.int64]
 SIGNATURE_WORDS = 2
 SIGNATURE_BITS = 64 * SIGNATURE_WORDS
 TOP_TOKENS = 3
-FEATURE_WORDS = SIGNATURE_WORDS + (TOP_TOKENS + 1) // 2
+"""With the codes they fill two words; the device's kernel needs TOP_TOKENS + 1 to be a power of two."""
+FEATURE_WORDS = SIGNATURE_WORDS + 2
 LOGPROB_STEP = 1 / 16
 """Resolution of log-probabilities, in nats."""
 MAX_CODE = 255
@@ -44,6 +45,13 @@ def check_features(features: Features, size: int) -> None:
             f"features of {size} tokens must be int64 [{size}, {FEATURE_WORDS}], "
             f"got {features.dtype} {list(features.shape)}"
         )
+
+
+def check_switches(**switches: object) -> None:
+    """Raise TypeError if an option that switches a part of the features on or off is not a bool."""
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def take(features: Features, rows: NDArray[np.int64]) -> Features:

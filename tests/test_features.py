@@ -20,6 +20,7 @@ from rollout_spec.features import (
     unpack,
 )
 from rollout_spec.features_torch import CHUNK, pack_distributions, pack_signatures
+from rollout_spec.types import SamplingBatch
 
 MATRIX = (1.1176220178604126, -1.3871248960494995, -0.6902609467506409, 2.365145683288574)
 """The first entries of `signature_matrix(2)`: signatures that were kept must keep their meaning."""
@@ -30,8 +31,10 @@ def bits(signatures):
     return np.unpackbits(signatures.view(np.uint8), axis=1, bitorder="little").astype(bool)
 
 
-def computed(hidden, logits, temperature):
-    packed = torch.cat((pack_signatures(hidden), pack_distributions(logits, temperature)), 1)
+def computed(hidden, logits, temperature, **options):
+    """Features of rows that each have a request of their own."""
+    batch = SamplingBatch(temperature, None, None, **options)
+    packed = torch.cat((pack_signatures(hidden), pack_distributions(logits, batch, torch.arange(len(hidden)))), 1)
     assert packed.shape == (len(hidden), FEATURE_WORDS)
     assert packed.dtype == torch.int64
     return unpack(packed.numpy())
@@ -72,12 +75,34 @@ def test_small_vocabularies_have_fewer_tokens_to_keep():
     assert codes[0].tolist() == [1 + round(np.log(2) / LOGPROB_STEP)] * 2 + [0] * (TOP_TOKENS - 2)
 
 
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"top_k": torch.tensor([2], dtype=torch.int32)}, [0.5, 0.3]),
+        ({"top_k": torch.tensor([0], dtype=torch.int32)}, [0.5, 0.3, 0.15]),
+        ({"top_p": torch.tensor([0.6])}, [0.5, 0.3]),
+        ({"top_p": torch.tensor([0.1])}, [0.5]),
+        ({"top_p": torch.tensor([0.9])}, [0.5, 0.3, 0.15]),
+        ({"min_p": torch.tensor([0.5])}, [0.5, 0.3]),
+    ],
+)
+def test_tokens_that_are_cut_off_are_not_kept(options, kept):
+    """The others share the whole probability, where the cut is among the tokens that are kept."""
+    logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log()
+    _, ids, codes = computed(torch.ones(1, 4), logits, torch.ones(1), **options)
+    probability = decoded_probabilities()[codes[0]]
+    assert ids[0, : len(kept)].tolist() == [1, 3, 0][: len(kept)]
+    whole = sum(kept) if len(kept) < TOP_TOKENS else 1.0
+    assert probability[: len(kept)] == pytest.approx(np.array(kept) / whole, rel=0.04)
+    assert (probability[len(kept) :] == 0).all()
+
+
 def test_numpy_and_torch_pack_alike():
     rng = np.random.default_rng(2)
     hidden, logits = rng.standard_normal((9, 24), np.float32), rng.standard_normal((9, CHUNK), np.float32)
-    computed = torch.cat(
-        (pack_signatures(torch.from_numpy(hidden)), pack_distributions(torch.from_numpy(logits), torch.ones(9))), 1
-    )
+    batch = SamplingBatch(torch.ones(2), None, None)
+    tops = pack_distributions(torch.from_numpy(logits), batch, torch.arange(9) % 2)
+    computed = torch.cat((pack_signatures(torch.from_numpy(hidden)), tops), 1)
     signatures = np.packbits(hidden @ signature_matrix(24) > 0, axis=1, bitorder="little").view(np.uint64)
     logprobs = torch.from_numpy(logits).double().log_softmax(1).numpy()
     ids = np.argsort(-logprobs, 1)[:, :TOP_TOKENS]

@@ -56,7 +56,7 @@ def run_a_session(config):
                     if tokens and name in requests
                 }
                 tokens = {name: rng.integers(0, 6, rng.integers(1, 3)).tolist() for name in requests}
-                drafted = advance(session, tokens, outcomes, ended=ended, requests=requests)
+                drafted = advance(session, tokens, outcomes, ended=ended, requests=requests, has_features=turn > 0)
                 ended = []
             session.drafter.begin_policy_version(turn + 1)
         session.drafter.stop_request(next(iter(session.live)), keep=False)

@@ -211,7 +211,7 @@ def first_tokens(cases: Sequence[Case], top_ids: dict[tuple[str, int, int], np.n
                     (draft,) = drafter.propose(["r"], np.ones(1, np.int32))
                     right[noise] = draft.token_ids.tolist()[:1] == [token]
                     drafter.observe(["r"], [[token]], np.zeros(1, np.int32))
-                    drafter.extend("r", [token])
+                    show(drafter, "r", rollout, at, at + 1)
                 rows.append((length, token in offered, right[False], right[True], int(likely[at, 0]) == token))
                 known.add(text[: first + at + 1], first + at)
             for drafter in drafters.values():

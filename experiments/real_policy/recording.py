@@ -17,7 +17,6 @@ The last three are those of a float32 forward pass.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ import numpy as np
 import torch
 
 from rollout_spec.demo.warm_start import pad
+from rollout_spec.features import signature_matrix
 
 TOP_TOKENS = 4
 SIGNATURE_BYTES = 16
@@ -72,18 +72,12 @@ def compute_features(
                 Features(
                     top.indices.numpy().astype(np.int32),
                     top.values.numpy().astype(np.float16),
-                    np.packbits(signs, axis=1),
+                    np.packbits(signs, axis=1, bitorder="little"),
                     chosen.numpy(),
                 )
             )
     model.train(was_training)
     return found
-
-
-@functools.lru_cache
-def signature_matrix(hidden_size: int) -> np.ndarray:
-    """float32 [hidden_size, 8 * SIGNATURE_BYTES], standard normal, always the same."""
-    return np.random.default_rng(0).standard_normal((hidden_size, 8 * SIGNATURE_BYTES), np.float32)
 
 
 def row_of(features: Features, **columns: Any) -> dict[str, Any]:

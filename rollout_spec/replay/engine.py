@@ -19,7 +19,7 @@ from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.estimates import Floats, Ints, flatten
 from rollout_spec.replay.cost import EngineCost
-from rollout_spec.replay.simulate import Cursor, Request
+from rollout_spec.replay.simulate import Cursor, Request, show
 from rollout_spec.types import Draft
 
 MIN_SURVIVAL = 0.01
@@ -231,7 +231,8 @@ def run_phase(
                 continue
             cursor = live[str(number)] = Cursor(problem, rollout)
             drafter.start_request(str(number), rollout.prompt, problem_id=problem.problem_id)
-            drafter.extend(str(number), cursor.advance(1))
+            cursor.advance(1)
+            show(drafter, str(number), rollout, 0, 1)
         if not live:
             break
         ids = list(live)
@@ -259,9 +260,9 @@ def run_phase(
             drafter.observe(ids, seen, outcomes)
         for i, req_id in enumerate(ids):
             cursor = live[req_id]
-            new = cursor.advance(int(hits[i]) + 1)
-            tokens += len(new)
-            drafter.extend(req_id, new)
+            start = cursor.num_said
+            tokens += len(cursor.advance(int(hits[i]) + 1))
+            show(drafter, req_id, cursor.rollout, start, cursor.num_said)
             if cursor.done:
                 del live[req_id]
                 drafter.stop_request(req_id)

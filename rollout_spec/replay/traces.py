@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from rollout_spec.features import SIGNATURE_WORDS, TOP_TOKENS, Features, pack, take
 from rollout_spec.types import Int32Array
@@ -89,7 +90,9 @@ def read_traces(path: str | Path, *, max_prompts: int | None = None) -> list[Pro
     epochs = _integers(table, "epoch", path) if "epoch" in table.column_names else [0] * table.num_rows
     seeds = _integers(table, "seed", path) if "seed" in table.column_names else [None] * table.num_rows
     all_runs = table["gen_runs"].to_pylist() if "gen_runs" in table.column_names else [None] * table.num_rows
-    features = _read_features(table, completions, path) if FEATURE_COLUMNS[0] in table.column_names else None
+    features = None
+    if any(name in table.column_names for name in FEATURE_COLUMNS):
+        features = _read_features(table, completions, path)
     problems: dict[str, Problem] = {}
     for row, prompt_id in enumerate(map(str, table["prompt_id"].to_pylist())):
         if prompt_id not in problems:
@@ -129,51 +132,63 @@ def _integers(table: Any, name: str, path: str | Path) -> list[int]:
 
 def _token_lists(table: Any, name: str, path: str | Path) -> list[Int32Array]:
     """A column of token lists as int32 arrays, one per row."""
+    lists = _lists(table, name, path, of_integers=True)
+    values = np.concatenate(lists)
+    if values.size and not 0 <= values.min() <= values.max() < 2**31:
+        raise ValueError(f"{path}: column {name} must hold tokens in [0, 2**31), got {values.min()} to {values.max()}")
+    return [tokens.astype(np.int32) for tokens in lists]
+
+
+def _lists(table: Any, name: str, path: str | Path, *, of_integers: bool) -> list[NDArray]:
+    """A column of lists of integers or floats as arrays, one per row."""
     import pyarrow as arrow
     import pyarrow.compute as compute
 
     column = table[name]
     kind = column.type
     is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
-    if not is_list or not arrow.types.is_integer(kind.value_type):
-        raise ValueError(f"{path}: column {name} must hold lists of integers, got {kind}")
+    is_wanted = arrow.types.is_integer if of_integers else arrow.types.is_floating
+    if not is_list or not is_wanted(kind.value_type):
+        wanted = "integers" if of_integers else "floating-point numbers"
+        raise ValueError(f"{path}: column {name} must hold lists of {wanted}, got {kind}")
     _refuse_nulls(column, name, path)
     ends = np.cumsum(compute.list_value_length(column).to_numpy())
     flat = compute.list_flatten(column).combine_chunks()
     if flat.null_count:
         first = int(np.argmax(flat.is_null().to_numpy(zero_copy_only=False)))
         row = int(np.searchsorted(ends, first, "right"))
-        raise ValueError(f"{path}: column {name} holds a null among the tokens of row {row}, counted from 0")
-    values = flat.to_numpy(zero_copy_only=False)
-    if values.size and not 0 <= values.min() <= values.max() < 2**31:
-        raise ValueError(f"{path}: column {name} must hold tokens in [0, 2**31), got {values.min()} to {values.max()}")
-    return [tokens.astype(np.int32) for tokens in np.split(values, ends[:-1])]
+        raise ValueError(f"{path}: column {name} holds a null among the values of row {row}, counted from 0")
+    return np.split(flat.to_numpy(zero_copy_only=False), ends[:-1])
 
 
 def _read_features(table: Any, completions: Sequence[Int32Array], path: str | Path) -> list[Features]:
     """The features of every row's completion."""
+    import pyarrow as arrow
+
     missing = [name for name in FEATURE_COLUMNS if name not in table.column_names]
     if missing:
         raise ValueError(f"{path}: {', '.join(FEATURE_COLUMNS)} belong together, and {', '.join(missing)} is missing")
-    for name in FEATURE_COLUMNS:
-        _refuse_nulls(table[name], name, path)
+    kind = table["signatures"].type
+    if not arrow.types.is_binary(kind) and not arrow.types.is_large_binary(kind):
+        raise ValueError(f"{path}: column signatures must hold bytes, got {kind}")
+    _refuse_nulls(table["signatures"], "signatures", path)
+    columns = (
+        _token_lists(table, "top_ids", path),
+        _lists(table, "top_logprobs", path, of_integers=False),
+        table["signatures"].to_pylist(),
+    )
     found = []
-    columns = zip(*(table[name].to_pylist() for name in FEATURE_COLUMNS), strict=True)
-    for row, (tokens, (ids, logprobs, signatures)) in enumerate(zip(completions, columns, strict=True)):
+    for row, (tokens, ids, logprobs, signatures) in enumerate(zip(completions, *columns, strict=True)):
         size = tokens.size
-        if (
-            len(signatures) != 8 * SIGNATURE_WORDS * size
-            or len(ids) != len(logprobs)
-            or len(ids) % max(size, 1)
-            or len(ids) < TOP_TOKENS * size
-        ):
+        width = ids.size // size if size else TOP_TOKENS
+        is_whole = ids.size == logprobs.size == size * width and width >= TOP_TOKENS
+        if not is_whole or len(signatures) != 8 * SIGNATURE_WORDS * size:
             raise ValueError(f"{path}: features of row {row}, counted from 0, do not fit its {size} tokens")
-        width = len(ids) // max(size, 1)
         found.append(
             pack(
                 np.frombuffer(signatures, np.uint64).reshape(size, SIGNATURE_WORDS),
-                np.array(ids, np.int32).reshape(size, width)[:, :TOP_TOKENS],
-                np.array(logprobs, np.float64).reshape(size, width)[:, :TOP_TOKENS],
+                ids.reshape(size, width)[:, :TOP_TOKENS],
+                logprobs.reshape(size, width)[:, :TOP_TOKENS],
             )
         )
     return found

@@ -13,6 +13,7 @@ import pytest
 from rollout_spec.drafters import build_drafter, suffix, threads
 from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.mixture import HistoryDrafter
+from rollout_spec.features import FEATURE_WORDS
 from rollout_spec.types import Draft
 
 K = 4
@@ -182,6 +183,27 @@ def test_what_a_subclass_overrides_is_called():
     drafter = as_batch_drafter(Quiet(), K)
     drafter.start_request("a", [1, 2, 1, 2, 1])
     assert drafter.propose_batch(np.array([drafter.row_of("a")]), np.array([K])).lengths.tolist() == [0]
+
+
+def test_a_drafter_that_is_called_one_by_one_gets_features_if_it_wants_them():
+    given = []
+
+    class Wants(Told):
+        wants_features = True
+
+        def extend(self, req_id, new_token_ids, features=None):
+            given.append((req_id, list(new_token_ids), None if features is None else features[:, 0].tolist()))
+
+    drafter = as_batch_drafter(Wants(), K)
+    assert drafter.wants_features
+    assert not getattr(as_batch_drafter(Told(), K), "wants_features", False)
+    for req_id in "ab":
+        drafter.start_request(req_id, [])
+    rows = np.array([drafter.row_of("b"), drafter.row_of("a")])
+    features = np.arange(3 * FEATURE_WORDS).reshape(3, FEATURE_WORDS)
+    drafter.extend_batch(rows, *flat([[5], [6, 7]], np.int32), features)
+    drafter.extend_batch(rows[:1], *flat([[8]], np.int32))
+    assert given == [("b", [5], [0]), ("a", [6, 7], [4, 8]), ("b", [8], None)]
 
 
 class Told:

@@ -8,9 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_spec import noise
-from rollout_spec.drafters.vote import BLEND, MAX_DEPTH, MAX_DISAGREEMENT, MIN_REMEMBERED, SIMILARITY
+from rollout_spec.drafters.vote import (
+    BLEND,
+    MAX_DEPTH,
+    MAX_DISAGREEMENT,
+    MIN_REMEMBERED,
+    SIMILARITY,
+    UNKNOWN_DISAGREEMENT,
+)
 from rollout_spec.features import (
-    SIGNATURE_BITS,
     decoded_probabilities,
     no_features,
     unpack,
@@ -19,7 +25,6 @@ from tests import naive
 from tests.drafters.recorder import Recorder, examples, features_of, positions_of, random_features
 
 K = 6
-UNRELATED = SIGNATURE_BITS // 2
 
 
 def make(index="suffix", **options):
@@ -60,13 +65,14 @@ def drafted_by_hand(recorder, req_id, seed, features):
                     place = at - (depth + 1)  # before the rollout's first token there are no states
                     theirs = features[document][0] if place >= 0 and document in features else None
                     if theirs is None or not len(mine) or not mine[-1].any() or not theirs[place].any():
-                        differing.append(UNRELATED)
+                        differing.append(None)
                     else:
                         differing.append(sum(int(word).bit_count() for word in theirs[place] ^ mine[-1]))
-                fewest = min(differing, default=0)
-                left = [i for i, n in enumerate(differing) if n - fewest <= MAX_DISAGREEMENT]
+                known = [n for n in differing if n is not None]
+                more = [(UNKNOWN_DISAGREEMENT if n is None else n - min(known)) if known else 0 for n in differing]
+                left = [i for i, n in enumerate(more) if n <= MAX_DISAGREEMENT]
                 candidates = [candidates[i] for i in left]
-                weights = [np.exp(-SIMILARITY * (differing[i] - fewest)) for i in left]
+                weights = [np.exp(-SIMILARITY * more[i]) for i in left]
         votes = []
         for ((document, at), length), weight in zip(candidates, weights, strict=True):
             said, vote = texts[document].tokens[at], {}
@@ -161,6 +167,17 @@ def test_dissimilar_candidates_are_dropped():
     assert recorder.draft("r", 1) == [300]
 
 
+def test_candidates_of_unknown_states_stay():
+    """A long match in the prompt, of which there are no states, against a short one whose state is far."""
+    recorder = make()
+    start(recorder, "a", [1], [6, 300], features_of([60] * 2, [{}] * 2), problem_id=7)
+    start(recorder, "r", [4, 5, 6, 200, 9], [4, 5, 6], features_of([0] * 3, [{}] * 3), problem_id=7)
+    assert recorder.draft("r", 1) == [300], "one known candidate is the most similar one, however far"
+    start(recorder, "b", [1], [6, 300], features_of([60] * 2, [{}] * 2), problem_id=8)
+    start(recorder, "s", [4, 5, 6, 200, 9], [4, 5, 6], None, problem_id=8)
+    assert recorder.draft("s", 1) == [200], "of the request's own state nothing is known: words choose"
+
+
 def test_what_was_likely_is_drafted_though_it_was_not_said():
     recorder = make()
     start(recorder, "a", [1], [5, 6, 200], features_of([0] * 3, [{}, {}, {200: 0.2, 300: 0.7}]), problem_id=7)
@@ -239,3 +256,20 @@ def test_features_that_do_not_fit_their_tokens_are_refused(wrong):
     recorder.start("a", [1])
     with pytest.raises(ValueError, match="features of 2 tokens must be"):
         recorder.drafter.extend("a", [5, 6], wrong(no_features(2)))
+    rows, starts = np.array([recorder.drafter.row_of("a")]), np.array([0, 2])
+    with pytest.raises(ValueError, match="features of 2 tokens must be"):
+        recorder.drafter.extend_batch(rows, np.array([5, 6], np.int32), starts, wrong(no_features(2)))
+
+
+def test_features_are_copied_when_they_are_given():
+    recorder, features = make(), features_of([3, 4], [{7: 0.5}] * 2)
+    start(recorder, "a", [1], [5, 6], features)
+    expected, features[:] = features.copy(), 0
+    recorder.drafter._flush()
+    assert (recorder.drafter._store.arrays.features[positions(recorder, "a")] == expected).all()
+
+
+@pytest.mark.parametrize("name", ["signatures", "distributions"])
+def test_switches_are_booleans(name):
+    with pytest.raises(TypeError, match=f"{name} must be True or False, got 'false'"):
+        make(**{name: "false"})

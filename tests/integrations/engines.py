@@ -77,31 +77,48 @@ def history_of(drafter):
 
 
 def check_features(rollouts, reference_model, temperature):
-    """A drafter was told of every token what a forward pass of the same model sees.
+    """What a drafter was told of each token is what a forward pass of the same model sees, or nothing.
 
     Args:
         rollouts: (prompt, tokens, features), all sampled at one temperature.
 
     Returns:
-        The number of tokens checked.
+        (tokens that were checked, tokens of which it was told nothing).
     """
-    num_checked = num_wrong_bits = 0
+    num_checked = num_wrong_bits = num_unknown = 0
     for prompt, tokens, features in rollouts:
         with torch.no_grad():
             found = reference_model(torch.from_numpy(np.concatenate((prompt, tokens)))[None], output_hidden_states=True)
         rows = slice(prompt.size - 1, prompt.size + tokens.size - 1)
         packed = pack_signatures(found.hidden_states[-1][0, rows])
         logprobs = (found.logits[0, rows] / temperature).log_softmax(-1).numpy()
-        signatures, ids, codes = unpack(features)
-        different = packed.numpy().view(np.uint64) ^ signatures
+        known = np.flatnonzero(features.any(1))
+        logprobs, (signatures, ids, codes) = logprobs[known], unpack(features[known])
+        different = packed.numpy().view(np.uint64)[known] ^ signatures
         num_wrong_bits += sum(int(word).bit_count() for word in different.ravel())  # rounding decides some
         top = -np.sort(-logprobs, 1)[:, :TOP_TOKENS]
         assert np.take_along_axis(logprobs, ids, 1) == pytest.approx(top, abs=1e-4)
         # The vocabulary is one chunk of `pack_distributions`, whose sum is exact.
         assert np.log(decoded_probabilities()[codes]) == pytest.approx(np.maximum(top, -15.875), abs=0.04)
-        num_checked += tokens.size
+        num_checked += known.size
+        num_unknown += tokens.size - known.size
     assert num_wrong_bits <= 1e-3 * SIGNATURE_BITS * num_checked
-    return num_checked
+    return num_checked, num_unknown
+
+
+def switching_off_and_on(llm, params, prompts, periods):
+    """Outputs of `generate`, with speculation switched off and on again during these ranges of steps."""
+    engine, outputs, step = llm.llm_engine, {}, 0
+    for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, p)
+    while engine.has_unfinished_requests():
+        is_on = not any(step in period for period in periods)
+        llm.collective_rpc("rollout_spec", args=("set_enabled", is_on))
+        for output in engine.step():
+            outputs[output.request_id] = output.outputs[0]
+        step += 1
+    llm.collective_rpc("rollout_spec", args=("set_enabled", True))
+    return [outputs[str(i)] for i in range(len(prompts))]
 
 
 def stats_of(llm):

@@ -33,6 +33,7 @@ from tests.integrations.engines import (
     prompts_of,
     runner_of,
     stats_of,
+    switching_off_and_on,
     verify_all,
 )
 
@@ -67,7 +68,22 @@ def test_the_drafter_is_told_what_the_target_saw(tiny_model, reference_model):
     generate(llm, params, [[1, *range(4, 4 + 7 * (i % 3)), 9] for i in range(16)])
     generate(llm, mixed_params(1, temperature=0.7, max_tokens=2))  # a request's end is noticed with the next step
     assert stats_of(llm)["accepted_tokens"] > 20
-    assert check_features(history_of(runner_of(llm).drafter.session.drafter), reference_model, 0.7) > 200
+    num_checked, num_unknown = check_features(history_of(runner_of(llm).drafter.session.drafter), reference_model, 0.7)
+    assert num_checked > 200
+    assert num_unknown == 0
+
+
+def test_what_was_sampled_while_it_was_off_is_unknown(tiny_model, off, reference_model):
+    """Switched off and on again within the rollouts: before and after, features are those of their own tokens."""
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=5, drafter_options={"min_survival": 0.0}))
+    params = mixed_params(6, 3, temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, max_tokens=40, ignore_eos=True)
+    prompts = prompts_of(params)
+    ours = switching_off_and_on(llm, params, prompts, [range(4, 9), range(15, 17)])
+    assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
+    generate(llm, mixed_params(1, temperature=0.7, max_tokens=2))
+    num_checked, num_unknown = check_features(history_of(runner_of(llm).drafter.session.drafter), reference_model, 0.7)
+    assert num_checked > 60
+    assert num_unknown > 20
 
 
 def test_drafts_are_accepted_and_rejected(on, adversarial):

@@ -14,6 +14,7 @@ from rollout_spec import RolloutSpecConfig
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.batch import as_batch_drafter
+from rollout_spec.features import no_features
 from rollout_spec.integrations import session as session_module
 from rollout_spec.integrations.commands import run_command
 from rollout_spec.integrations.live_requests import Sampled
@@ -21,6 +22,7 @@ from rollout_spec.integrations.requests import problem_id_of
 from rollout_spec.integrations.session import RECENT_STEPS, STEPS_PER_SHARING, DraftingSession
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Draft
+from tests.drafters.recorder import positions_of
 
 
 class Outcome(NamedTuple):
@@ -55,8 +57,11 @@ def a_session(share_from_first_rank=None, max_step_tokens=64, index_late=False, 
     return DraftingSession(config, engine, SpeculationStats(), share_from_first_rank, index_late=index_late)
 
 
-def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, requests=None):
-    """One step in which each request of `tokens` says its own. Returns what is to be verified."""
+def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, requests=None, has_features=False):
+    """One step in which each request of `tokens` says its own. Returns what is to be verified.
+
+    With features every row's first word is its target token, and its second one is 1.
+    """
     outcomes = {req_id: Outcome([0], 0, o) if isinstance(o, int) else o for req_id, o in (outcomes or {}).items() if o}
     requests = requests or {req_id: a_request((7, len(req_id))) for req_id in tokens}
     size = len(tokens) + sum(o.num_verified for o in outcomes.values()) if step_tokens is None else step_tokens
@@ -68,9 +73,21 @@ def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, reque
     verified = np.array([outcome.num_verified for outcome in outcomes], np.int64)
     accepted = np.array([outcome.num_accepted for outcome in outcomes], np.int64)
     started = session_module.time.perf_counter()
-    drafts = session.draft(Sampled(rows, new, starts, targets, target_starts, verified, accepted, size, started))
+    features = no_features(targets.size) if has_features else None
+    if features is not None:
+        features[:, 0], features[:, 1] = targets, 1
+    drafts = session.draft(
+        Sampled(rows, new, starts, targets, target_starts, verified, accepted, size, started, features)
+    )
     listed = zip(tokens, drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
     return {req_id: draft[:length] for req_id, draft, length in listed}
+
+
+def features_of(session, req_id):
+    """The first words of the features of a request's tokens."""
+    store, row = session.drafter._store, session.live[req_id].row
+    positions = positions_of(store, int(session.drafter._rows.document[row]))
+    return store.arrays.features[positions, 0].tolist()
 
 
 def concatenated(lists, dtype):
@@ -93,6 +110,20 @@ def run(session, steps, request, **options):
         drafts = advance(session, {"a": [1 + n % 3]}, last, requests={"a": request}, **options)
         drafted.append(drafts.get("a", []))
     return drafted
+
+
+def test_every_kept_token_comes_with_the_features_of_its_row():
+    """Also where a request said tokens before it was followed, and where only the first ones of a step are kept."""
+    session, requests = a_session(budget=False), {"a": a_request(), "b": a_request()}
+    requests["a"].sampling_params.stop_token_ids = [9]
+    advance(session, {"a": [4, 5, 6], "b": [7]}, requests=requests, has_features=True)
+    accepted = {"a": Outcome([1, 2, 3, 8], 2, 3), "b": Outcome([8, 8], 0, 1)}
+    advance(session, {"a": [1, 2, 3], "b": [8]}, accepted, requests=requests, has_features=True)
+    ending = {"a": Outcome([1, 9, 2, 2], 2, 3), "b": Outcome([6, 5], 1, 1)}
+    advance(session, {"a": [1, 9, 2], "b": [6, 5]}, ending, requests=requests, has_features=True)
+    session.drafter.update_index()
+    assert features_of(session, "b") == [7, 8, 6, 5]
+    assert features_of(session, "a") == [0, 0, 4, 1, 2, 3, 1, 9]
 
 
 def test_without_a_budget_all_of_a_draft_is_verified():

@@ -202,8 +202,8 @@ def test_command_looks_first_whether_its_figures_can_be_written(traces, tmp_path
 @pytest.mark.parametrize(
     ("column", "value", "said"),
     [
-        ("prompt_tokens", [1, None], "column prompt_tokens holds a null among the tokens of row 2"),
-        ("completion_tokens", [None], "column completion_tokens holds a null among the tokens of row 2"),
+        ("prompt_tokens", [1, None], "column prompt_tokens holds a null among the values of row 2"),
+        ("completion_tokens", [None], "column completion_tokens holds a null among the values of row 2"),
         ("prompt_tokens", None, "column prompt_tokens is null in row 2"),
         ("prompt_id", None, "column prompt_id is null in row 2"),
         ("sample_id", None, "column sample_id is null in row 2"),

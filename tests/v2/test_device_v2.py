@@ -18,6 +18,7 @@ from tests.integrations.engines import (
     prompts_of,
     runner_of,
     stats_of,
+    switching_off_and_on,
 )
 
 pytestmark = pytest.mark.engine
@@ -60,6 +61,12 @@ def texts_of(drafter):
     )
 
 
+def rollouts_of(drafter):
+    """(prompt, tokens, their features) of each ended rollout."""
+    texts = (a.read() for a in drafter._archive.order)
+    return [(tokens[:prompt], tokens[prompt:], features[prompt:]) for tokens, features, prompt, _ in texts]
+
+
 def test_same_rollouts_as_stock_vllm(stock, device, reference_model):
     """Tokens, log-probabilities and ranks, with more requests than slots, and twice, so that history comes back."""
     assert isinstance(runner_of(device).speculator, DeviceSpeculator)
@@ -90,9 +97,15 @@ def test_the_drafter_is_told_what_the_target_saw(tiny_model, reference_model):
     generate(llm, mixed_params(8, 3, temperature=0.7, max_tokens=16, **PLAIN))
     generate(llm, mixed_params(1, temperature=0.7, max_tokens=2, **PLAIN))  # the others' end is noticed with this
     assert stats_of(llm)["accepted_tokens"] > 5
-    ended = [a.read() for a in drafter_of(llm)._archive.order]
-    rollouts = [(tokens[:prompt], tokens[prompt:], features[prompt:]) for tokens, features, prompt, _ in ended]
-    assert check_features(rollouts, reference_model, 0.7) > 50
+    checked, unknown = check_features(rollouts_of(drafter_of(llm)), reference_model, 0.7)
+    assert checked > 50
+    assert unknown == 0
+    params = mixed_params(3, 8, temperature=0.7, max_tokens=20, ignore_eos=True, **PLAIN)
+    switching_off_and_on(llm, params, prompts_of(params), [range(4, 7)])
+    generate(llm, mixed_params(1, temperature=0.7, max_tokens=2, **PLAIN))
+    now = check_features(rollouts_of(drafter_of(llm)), reference_model, 0.7)
+    assert now[0] > checked + 20
+    assert now[1] > 3
 
 
 def test_what_vllm_processes_is_verified_with_the_same_noise(stock, device):

@@ -25,6 +25,7 @@ from tests.integrations.engines import (
     prompts_of,
     runner_of,
     stats_of,
+    switching_off_and_on,
     verify_all,
 )
 
@@ -90,7 +91,15 @@ def test_the_drafter_is_told_what_the_target_saw(tiny_model, reference_model):
     generate(llm, mixed_params(6, 3, temperature=0.7, max_tokens=24, **PLAIN))
     generate(llm, mixed_params(1, temperature=0.7, max_tokens=2, **PLAIN))  # the others' end is noticed with this
     assert stats_of(llm)["accepted_tokens"] > 5
-    assert check_features(history_of(runner_of(llm).speculator.session.drafter), reference_model, 0.7) > 50
+    checked, unknown = check_features(history_of(runner_of(llm).speculator.session.drafter), reference_model, 0.7)
+    assert checked > 50
+    assert unknown == 0
+    params = mixed_params(3, 8, temperature=0.7, max_tokens=20, ignore_eos=True, **PLAIN)
+    switching_off_and_on(llm, params, prompts_of(params), [range(4, 7)])
+    generate(llm, mixed_params(1, temperature=0.7, max_tokens=2, **PLAIN))
+    now = check_features(history_of(runner_of(llm).speculator.session.drafter), reference_model, 0.7)
+    assert now[0] > checked + 20
+    assert now[1] > 3
 
 
 def test_truncation_and_several_logprobs(off, adversarial, reference_model):
