@@ -86,14 +86,14 @@ class RunnerAdapter:
         self._outcome: _Outcome | None = None
         self._hidden: torch.Tensor | None = None  # the states that the step's logits were computed from
         self.proposer: RolloutSpecProposer | None = getattr(runner, "drafter", None)
-        if self.proposer is not None and self.proposer.session.wants_features:
-            prepare(runner.vllm_config.model_config.get_hidden_size(), runner.device)
-            # Ranks round sums differently.
-            self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
         self.stats = self.proposer.stats if self.proposer is not None else SpeculationStats()
         self.clock = StepClock(runner.device, self.stats)
         if self.proposer is not None:
             self.proposer.bind(runner)
+            if self.proposer.session.wants_features:
+                prepare(runner.vllm_config.model_config.get_hidden_size(), runner.device)
+                # Ranks round sums differently.
+                self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
         refuse_own_processors(runner.input_batch.logitsprocs.all)
 
     # -- commands from the front end ---------------------------------------------------------------------------------

@@ -45,8 +45,9 @@ class Step(NamedTuple):
 
 
 def new_drafter(k: int = K, **options: Any) -> Drafter:
-    """The default drafter of an engine, which here learns from one problem's texts only unless `shared` is given."""
-    return build_drafter("mixture", **{"max_draft_tokens": k, "shared": False} | options)
+    """The default drafter of an engine, from words alone and from one problem's texts only unless `options` say so."""
+    words_alone = {"signatures": False, "distributions": False}  # bench_features.py compares what features give
+    return build_drafter("mixture", **{"max_draft_tokens": k, "shared": False} | words_alone | options)
 
 
 def feed(drafter: Drafter, problem: Problem, rollouts: Iterable[Rollout]) -> None:
