@@ -54,6 +54,9 @@ bench: $(READY)
 		$(wildcard $(RESULTS)/real_policy/samples-*.parquet) --json $(RESULTS)/bench_coupled.jsonl
 	$(BIN)/python experiments/bench_coupled.py --history 64 --recorded \
 		$(RESULTS)/real_policy/samples-step0040-t1.parquet --json $(RESULTS)/bench_coupled.jsonl
+	$(BIN)/python experiments/bench_features.py --drafters mixture ngram --out $(RESULTS)/bench_features.jsonl \
+		$(wildcard $(RESULTS)/real_policy/samples-*.parquet) --epochs $(RESULTS)/real_policy/rollouts.parquet
+	$(BIN)/python experiments/bench_packing.py --out $(RESULTS)/bench_packing.jsonl
 	test -z '$(TRACES)' || $(BIN)/python experiments/bench_draft.py $(TRACES) --out $(RESULTS)/bench_draft.jsonl
 
 clean:
