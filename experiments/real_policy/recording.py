@@ -10,7 +10,9 @@ One row per rollout, in the columns that `rollout_spec/replay/traces.py` reads a
     top_logprobs      their log-probabilities at that temperature
     signatures        SIGNATURE_BYTES bytes for every token of the completion: the signs of the last hidden state (after
                       the final norm, which the logits are computed from) times a fixed Gaussian matrix. The share of
-                      bits that differ estimates the angle between two states (SimHash: Charikar, STOC 2002)
+                      bits that differ estimates the angle between two states (SimHash: Charikar, STOC 2002). As in
+                      an engine the lowest bit of a byte comes first; in the files under results/, which are older, the
+                      highest one does, which changes no comparison within a file
 
 The last three are those of a float32 forward pass.
 """

@@ -97,7 +97,7 @@ def test_features_are_those_of_each_rollout_alone(tiny_model):
         np.testing.assert_allclose(found.top_logprobs, expected.values.numpy(), atol=2e-3, rtol=2e-3)
         np.testing.assert_array_equal(found.top_ids[:, 0], expected.indices[:, 0].numpy())
         states = out.hidden_states[-1][0, rows].numpy()
-        signs = np.unpackbits(found.signatures, axis=1)
+        signs = np.unpackbits(found.signatures, axis=1, bitorder="little")
         projected = states @ recording.signature_matrix(states.shape[1])
         clear = np.abs(projected) > 1e-3
         np.testing.assert_array_equal(signs[clear], (projected > 0)[clear])
