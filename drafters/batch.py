@@ -65,11 +65,10 @@ class _OneByOne:
         starts: NDArray[np.int64],
         features: Features | None = None,
     ) -> None:
-        known = () if features is None else (features,)
         for i, (row, tokens) in enumerate(zip(rows.tolist(), _split(token_ids, starts), strict=True)):
             if tokens:
-                extra = [array[starts[i] : starts[i + 1]] for array in known]
-                self._drafter.extend(self._req_ids[row], tokens, *extra)
+                theirs: Any = () if features is None else (features[starts[i] : starts[i + 1]],)
+                self._drafter.extend(self._req_ids[row], tokens, *theirs)
 
     def update_index(self) -> None:
         pass

@@ -132,6 +132,7 @@ class DeviceDrafter:
 
     Raises:
         ValueError: an argument is out of range.
+        TypeError: `signatures` or `distributions` is not a bool.
     """
 
     def __init__(

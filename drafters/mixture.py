@@ -103,6 +103,7 @@ class HistoryDrafter:
 
     Raises:
         ValueError: an argument is out of range.
+        TypeError: `signatures` or `distributions` is not a bool.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ from rollout_spec.integrations.vllm_plugin import broadcasting_from_first_rank, 
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify.api import verify
-from rollout_spec.verify.vectorised import scores_matrix
+from rollout_spec.verify.vectorised import index_rows, scores_matrix
 
 
 class _Batch(NamedTuple):
@@ -186,10 +186,7 @@ class RunnerAdapter:
         session = None if self.proposer is None else self.proposer.session
         if hidden is None or session is None or not (session.enabled and session.wants_features):
             return None
-        # Made on the device: a copy from the host would wait for the forward pass.
-        row = torch.arange(hidden.shape[0], device=hidden.device)
-        ends = cu_num_draft_tokens + torch.arange(1, cu_num_draft_tokens.shape[0] + 1, device=hidden.device)
-        request = torch.searchsorted(ends, row, right=True)
+        request = index_rows(cu_num_draft_tokens, hidden.shape[0]).request
         features = torch.cat((pack_signatures(hidden), pack_distributions(logits, rows, request)), 1)
         return self._from_first_rank(features)
 
@@ -294,11 +291,8 @@ def _pad_rows(tensors: Any, metadata: Any, num_requests: int) -> Any:
     num_rows = tensors.logprobs.shape[0]
     if num_rows == num_requests * width:  # all drafts are equally long
         return tensors
-    ends = metadata.cu_num_sampled_tokens.long()
-    row = torch.arange(num_rows, device=ends.device)
-    request = torch.searchsorted(ends, row, right=True)
-    starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-    at = request * width + row - starts[request]
+    index = index_rows(metadata.cu_num_draft_tokens, num_rows)
+    at = index.request * width + index.offset
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
         padded = tensor.new_zeros((num_requests * width, *tensor.shape[1:]))

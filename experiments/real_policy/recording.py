@@ -27,10 +27,11 @@ import numpy as np
 import torch
 
 from rollout_spec.demo.warm_start import pad
-from rollout_spec.features import signature_matrix
+from rollout_spec.features import SIGNATURE_WORDS
+from rollout_spec.features_torch import pack_signatures
 
 TOP_TOKENS = 4
-SIGNATURE_BYTES = 16
+SIGNATURE_BYTES = 8 * SIGNATURE_WORDS
 ROLLOUTS_PER_FORWARD = 8
 
 
@@ -69,12 +70,11 @@ def compute_features(
             logprobs = (model.lm_head(hidden).float() / temperature).log_softmax(-1)
             top = logprobs.topk(TOP_TOKENS)
             chosen = logprobs.gather(1, torch.tensor(completion, dtype=torch.int64)[:, None])[:, 0]
-            signs = hidden.float().numpy() @ signature_matrix(hidden.shape[1]) > 0
             found.append(
                 Features(
                     top.indices.numpy().astype(np.int32),
                     top.values.numpy().astype(np.float16),
-                    np.packbits(signs, axis=1, bitorder="little"),
+                    pack_signatures(hidden).numpy().view(np.uint8),
                     chosen.numpy(),
                 )
             )

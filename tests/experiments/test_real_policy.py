@@ -24,6 +24,7 @@ from real_policy import analysis, recording, tasks, warm_up
 from real_policy.grpo import STREAM, last_checkpoint
 from real_policy.report import describe, sampled_cases, training_steps
 from rollout_spec.drafters import build_drafter
+from rollout_spec.features import signature_matrix
 from rollout_spec.noise import gumbel
 from rollout_spec.replay.simulate import replay
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
@@ -98,7 +99,7 @@ def test_features_are_those_of_each_rollout_alone(tiny_model):
         np.testing.assert_array_equal(found.top_ids[:, 0], expected.indices[:, 0].numpy())
         states = out.hidden_states[-1][0, rows].numpy()
         signs = np.unpackbits(found.signatures, axis=1, bitorder="little")
-        projected = states @ recording.signature_matrix(states.shape[1])
+        projected = states @ signature_matrix(states.shape[1])
         clear = np.abs(projected) > 1e-3
         np.testing.assert_array_equal(signs[clear], (projected > 0)[clear])
 
