@@ -64,8 +64,8 @@ def compare(
         AssertionError: anything else differs.
     """
     tokens, want = got.output_token_ids.cpu().numpy(), expected.output_token_ids
-    num_invalid = got.num_invalid_rows.cpu().numpy()
-    np.testing.assert_array_equal(num_invalid, expected.num_invalid_rows)
+    np.testing.assert_array_equal(got.num_invalid_rows.cpu().numpy(), expected.num_invalid_rows)
+    np.testing.assert_array_equal(got.num_broken_rows.cpu().numpy(), expected.num_broken_rows)
     starts = np.concatenate(([0], cu + np.arange(1, len(cu) + 1)))
     close, error = 0, 0.0
     for request in range(len(cu)):

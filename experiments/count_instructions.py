@@ -34,7 +34,7 @@ def compile_scan(dtype: str) -> bytes:
     """Machine code of the scan for sm_90."""
     floats, integers = "*fp32", "*i32"
     types = {
-        "logits_ptr": f"*{dtype}", "logits_stride": "i32", "request_ptr": integers, "position_ptr": "*i64",
+        "logits_ptr": f"*{dtype}", "logits_stride": "i32", "position_ptr": "*i64",
         "draft_ptr": integers, "temperature_ptr": floats, "seed_ptr": "*i64", "score_ptr": floats,
         "token_ptr": integers, "high_ptr": floats, "mass_ptr": floats, "raw_high_ptr": floats, "raw_mass_ptr": floats,
         "num_rows": "i32", "vocab_size": "i32", "tokens_per_split": "i32",

@@ -86,5 +86,5 @@ class VerifyResult(NamedTuple):
     meaningless at rows whose token is not emitted."""
     num_invalid_rows: Any
     """int32 [B]: each request's rows with no sample because a logit was NaN or +inf, or all were -inf."""
-    num_broken_rows: Any = None
-    """int32 [B] or None: of these, the rows where a logit was NaN or +inf. Only the Triton kernels tell."""
+    num_broken_rows: Any
+    """int32 [B]: of these, the rows where a logit was NaN or +inf, which no mask can do."""

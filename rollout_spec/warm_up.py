@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from rollout_spec.drafters import DRAFTERS, build_drafter, runs_on_device
 from rollout_spec.estimates import flatten
 from rollout_spec.types import Draft, Drafts, SamplingBatch
 from rollout_spec.verify.api import verify
+from rollout_spec.verify.reference import LogprobsMode
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +138,44 @@ def _decide(drafts: list[Draft]) -> None:
         if budget.wants_drafts(size):
             remaining = budget.lengths.predict([0] * size, ones, 100 * ones)
             budget.decide(confidence, starts, remaining, num_tokens=size, max_draft_tokens=confidence.size)
+
+
+def warm_up_kernels(
+    config: RolloutSpecConfig, *, vocab_size: int, dtype: torch.dtype, device: torch.device, logprobs_mode: str
+) -> None:
+    """Compile every variant of the verifier's kernels that an engine may launch, or load them from Triton's cache.
+
+    With and without drafts, log-probabilities and truncation, for logits as the model gives them and for those that
+    vLLM has processed. 19 variants, with ratio tests 27: a second or so each the first time.
+
+    Args:
+        dtype: Of the model's logits.
+        logprobs_mode: The engine's.
+    """
+    from rollout_spec.verify import kernel
+
+    # Triton tells strides and sizes apart that 16 divides. vLLM cuts logits off a matrix of padded width.
+    padded_size = -(-vocab_size // 64) * 64
+    drafted = (0, config.num_speculative_tokens) if config.speculation else (0,)
+    modes = (None, *(mode for mode in get_args(LogprobsMode) if mode == logprobs_mode))
+    for num_drafts, mode, truncates, is_processed in itertools.product(drafted, modes, (False, True), (False, True)):
+        rows = num_drafts + 1
+        if is_processed:
+            logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=device)
+        else:
+            logits = torch.zeros(rows, padded_size, dtype=dtype, device=device)[:, :vocab_size]
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        kernel.verify(
+            logits,
+            torch.zeros(num_drafts, dtype=torch.int32, device=device),
+            num_drafts * one,
+            SamplingBatch(
+                temperature=one.float(), seeds=one.long(), positions=one.long(), top_k=one if truncates else None
+            ),
+            method=config.verify,
+            logprobs_mode=mode,
+            max_draft_tokens=num_drafts,
+        )
 
 
 def _verify(config: RolloutSpecConfig) -> None:

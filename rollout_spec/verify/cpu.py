@@ -103,6 +103,15 @@ def _highest(logits):
 
 
 @inlined(allocates=False)
+def _is_broken(logits):
+    """Whether a logit is NaN or +inf."""
+    broken = False
+    for i in range(logits.size):
+        broken |= math.isnan(logits[i]) or logits[i] == np.inf
+    return broken
+
+
+@inlined(allocates=False)
 def _bound_scores(logits, temperature, hashes, bounds):
     """Fill `bounds` with what the scores of a block's tokens cannot exceed. Returns the largest."""
     highest = np.int32(-(2**31))
@@ -165,7 +174,7 @@ def _widen(narrow, row):
 @njit(nogil=True, allocates=False)
 def _verify(
     logits, scored, narrow, temperature, scored_temperature, seeds, positions, drafts, cu_drafts, keys, want_logprobs,
-    scratch, output, num_accepted, targets, logprobs, ranks, num_invalid,
+    scratch, output, num_accepted, targets, logprobs, ranks, num_invalid, num_broken,
 ):  # fmt: skip
     """Fill the outputs. See `VerifyResult` for the shapes, and `verify` for `logits`, `scored` and `narrow`."""
     hashes, bounds, widened = scratch
@@ -182,6 +191,7 @@ def _verify(
             if not is_valid:
                 token = PLACEHOLDER_TOKEN_ID
                 num_invalid[request] += 1
+                num_broken[request] += 1 if _is_broken(row_logits) else 0
             elif temperature[request] >= GREEDY_TEMPERATURE:
                 state = row_state_nb(seeds[request], positions[request] + position, DOMAIN_TARGET)
                 token = _sample_row(row_logits, temperature[request], state, keys, hashes, bounds)
@@ -233,7 +243,7 @@ def verify(
     targets = np.empty(num_rows, np.int64)
     logprobs = np.zeros(num_rows, np.float32)
     ranks = np.ones(num_rows, np.int64)
-    num_invalid = np.zeros(num_requests, np.int32)
+    num_invalid, num_broken = np.zeros((2, num_requests), np.int32)
     scale = torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)
     _verify(
         _numpy(logits),
@@ -254,6 +264,7 @@ def verify(
         logprobs,
         ranks,
         num_invalid,
+        num_broken,
     )
     wanted = logprobs_mode is not None
     return VerifyResult(
@@ -263,6 +274,7 @@ def verify(
         torch.from_numpy(logprobs) if wanted else None,
         torch.from_numpy(ranks) if wanted else None,
         torch.from_numpy(num_invalid),
+        torch.from_numpy(num_broken),
     )
 
 

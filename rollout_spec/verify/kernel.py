@@ -46,14 +46,16 @@ MAX_REGISTERS = 128
 around the rare exact evaluation, which alone would take 230."""
 TARGET_PROGRAMS = 132 * 16 * 2
 """Programs of the scan that fill an H200 (132 multiprocessors) twice."""
-MAX_JOINED = 2048
-"""Partial results that the accept kernel holds at once."""
+MAX_JOINED, SPLITS = 2048, 128
+"""Partial results that the accept kernel holds at once, and the most of them per row. They do not depend on how many
+there are: the kernel would be compiled again for each power of two."""
 
 GREEDY = tl.constexpr(reference.GREEDY_TEMPERATURE)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PLACEHOLDER = tl.constexpr(-1)
 HASH_BITS = tl.constexpr(32.0)
+TINY = tl.constexpr(2e-38)  # a smaller constant is no normal float32, and Triton 3.6 makes it a float64
 DOMAIN_ACCEPT = tl.constexpr(noise.DOMAIN_ACCEPT)
 DOMAIN_RESIDUAL = tl.constexpr(noise.DOMAIN_RESIDUAL)
 
@@ -65,6 +67,10 @@ class Layout(NamedTuple):
     """int32 [B + 1]: each request's first row, then N."""
     request: Tensor
     """int32 [N]: the row's index into the fields of `SamplingBatch`."""
+    temperature: Tensor
+    """float32 [N]: the row's; these two are gathered once, as an engine may keep them in the host's memory."""
+    seed: Tensor | None
+    """int64 [N]: the row's; None: all are greedy."""
     position: Tensor
     """int64 [N]: the row's input position."""
     draft: Tensor
@@ -86,11 +92,15 @@ class Parts(NamedTuple):
 def _layout_kernel(
     cu_draft_ptr,  # integer [B], inclusive
     positions_ptr,  # integer [B]
+    temperature_ptr,  # float [B]
+    seed_ptr,  # int64 [B] or None
     draft_ids_ptr,  # integer [D]
-    starts_ptr,  # int32 [B + 1], written, and the three below, [N]
-    request_ptr,
-    position_ptr,
-    draft_ptr,
+    starts_ptr,  # the fields of `Layout`, written
+    row_request_ptr,
+    row_temperature_ptr,
+    row_seed_ptr,
+    row_position_ptr,
+    row_draft_ptr,
     num_requests,
     BLOCK: tl.constexpr,
 ):
@@ -106,9 +116,12 @@ def _layout_kernel(
         j = offset + tl.arange(0, BLOCK)
         is_row = j <= end - start
         draft = tl.load(draft_ids_ptr + start + j, mask=j < end - start, other=-1).to(tl.int32)
-        tl.store(request_ptr + first_row + j, request, mask=is_row)
-        tl.store(position_ptr + first_row + j, position + j, mask=is_row)
-        tl.store(draft_ptr + first_row + j, draft, mask=is_row)
+        tl.store(row_request_ptr + first_row + j, request, mask=is_row)
+        tl.store(row_temperature_ptr + first_row + j, tl.load(temperature_ptr + request).to(tl.float32), mask=is_row)
+        if seed_ptr is not None:
+            tl.store(row_seed_ptr + first_row + j, tl.load(seed_ptr + request), mask=is_row)
+        tl.store(row_position_ptr + first_row + j, position + j, mask=is_row)
+        tl.store(row_draft_ptr + first_row + j, draft, mask=is_row)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -119,8 +132,12 @@ def _gather_layout_kernel(
     request_ptr,  # int32 [N]
     offset_ptr,  # int32 [N]: the rows' places among their request's rows
     prefill_len_ptr,  # int32 [R]
-    position_ptr,  # int64 [N], written
-    draft_ptr,  # int32 [N], written
+    temperature_ptr,  # float32 [R]
+    seed_ptr,  # int64 [R]
+    row_temperature_ptr,  # float32 [N], written, and all below
+    row_seed_ptr,  # int64 [N]
+    row_position_ptr,  # int64 [N]
+    row_draft_ptr,  # int32 [N]
     num_rows,
     BLOCK: tl.constexpr,
 ):
@@ -138,8 +155,11 @@ def _gather_layout_kernel(
     # Nothing has been drafted for a step that starts within the prompt: what stands there are placeholders.
     in_prompt = position - offset < tl.load(prefill_len_ptr + request, mask=is_row, other=0)
     draft = tl.where((next_offset > 0) & ~in_prompt, draft, PLACEHOLDER)
-    tl.store(position_ptr + row, position, mask=is_row)
-    tl.store(draft_ptr + row, draft, mask=is_row)
+    temperature = tl.load(temperature_ptr + request, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(row_temperature_ptr + row, temperature, mask=is_row)
+    tl.store(row_seed_ptr + row, tl.load(seed_ptr + request, mask=is_row, other=0), mask=is_row)
+    tl.store(row_position_ptr + row, position, mask=is_row)
+    tl.store(row_draft_ptr + row, draft, mask=is_row)
 
 
 @triton.jit
@@ -149,12 +169,11 @@ def _is_cut(x, token, cutoff, cut_token):
 
 
 @triton.jit
-def _load_temperature(request_ptr, temperature_ptr, row, is_row):
-    """(index into the parameters, temperature, whether greedy) of each row; a greedy row's temperature is 1."""
-    request = tl.load(request_ptr + row, mask=is_row, other=0)
-    temperature = tl.load(temperature_ptr + request, mask=is_row, other=1.0).to(tl.float32)
+def _load_temperature(temperature_ptr, row, is_row):
+    """(temperature, whether greedy) of each row; a greedy row's temperature is 1."""
+    temperature = tl.load(temperature_ptr + row, mask=is_row, other=1.0)
     is_greedy = temperature < GREEDY
-    return request, tl.where(is_greedy, 1.0, temperature), is_greedy
+    return tl.where(is_greedy, 1.0, temperature), is_greedy
 
 
 @triton.jit
@@ -168,11 +187,10 @@ def _load_tile(logits_ptr, token, is_row, vocab_size):
 def _scan_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
-    request_ptr,  # int32 [N]
+    temperature_ptr,  # float32 [N]
+    seed_ptr,  # int64 [N], None: all greedy
     position_ptr,  # int64 [N]
     draft_ptr,  # int32 [N]
-    temperature_ptr,  # float32 [R]
-    seed_ptr,  # int64 [R], None: all greedy
     cutoff_ptr,  # float32 [N], None: nothing is cut
     cut_token_ptr,  # int32 [N]
     score_ptr,  # the fields of `Parts`, [N, splits]
@@ -193,7 +211,7 @@ def _scan_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
     split = tl.program_id(1)
     is_row = row < num_rows
-    request, temperature, is_greedy = _load_temperature(request_ptr, temperature_ptr, row, is_row)
+    temperature, is_greedy = _load_temperature(temperature_ptr, row, is_row)
     scale = (1.0 / temperature) * LOG2E
     draft = tl.load(draft_ptr + row, mask=is_row, other=-1)
     is_token = (draft >= 0) & (draft < vocab_size) & is_row
@@ -205,7 +223,7 @@ def _scan_kernel(
     best_score = tl.full([ROWS], float("-inf"), tl.float32)
     best_token = tl.full([ROWS], 0x7FFFFFFF, tl.int32)
     if seed_ptr is not None:
-        seed = tl.load(seed_ptr + request, mask=is_row, other=0)
+        seed = tl.load(seed_ptr + row, mask=is_row, other=0)
         position = tl.load(position_ptr + row, mask=is_row, other=0)
         state = row_state(seed, position, DOMAIN)
         if not EXCLUDE_DRAFT:
@@ -288,11 +306,10 @@ def _accept_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
     starts_ptr,  # int32 [B + 1]
-    request_ptr,  # int32 [N]
+    temperature_ptr,  # float32 [N]
+    seed_ptr,  # int64 [N] or None
     position_ptr,  # int64 [N]
     draft_ptr,  # int32 [N]
-    temperature_ptr,  # float32 [R]
-    seed_ptr,  # int64 [R] or None
     cutoff_ptr,  # float32 [N] or None
     cut_token_ptr,
     draft_probs_ptr,  # [D, V], None: point-mass drafts
@@ -326,7 +343,7 @@ def _accept_kernel(
     j = tl.arange(0, WIDTH)
     row = start.to(tl.int64) + j  # [WIDTH]
     is_row = j < num_rows
-    request, temperature, is_greedy = _load_temperature(request_ptr, temperature_ptr, row, is_row)
+    temperature, is_greedy = _load_temperature(temperature_ptr, row, is_row)
     draft = tl.load(draft_ptr + row, mask=is_row, other=-1)
 
     # Join the splits.
@@ -374,7 +391,7 @@ def _accept_kernel(
             q = tl.load(draft_probs_ptr + at, mask=is_token, other=1.0).to(tl.float32)
         matches = token == draft
         if seed_ptr is not None:
-            seed = tl.load(seed_ptr + request, mask=is_row, other=0)
+            seed = tl.load(seed_ptr + row, mask=is_row, other=0)
             position = tl.load(position_ptr + row, mask=is_row, other=0)
             h = unfinished_hash(row_state(seed, position, DOMAIN_ACCEPT), token_key(tl.zeros([WIDTH], tl.uint32)))
             passes = (p > 0.0) & (uniform(finish_hash(h)) * q <= p)
@@ -462,11 +479,10 @@ def _residual_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
     starts_ptr,  # int32 [B + 1]
-    request_ptr,  # int32 [N]
+    temperature_ptr,  # float32 [N]
+    seed_ptr,  # int64 [N]
     position_ptr,  # int64 [N]
     draft_ptr,  # int32 [N]
-    temperature_ptr,  # float32 [R]
-    seed_ptr,  # int64 [R]
     cutoff_ptr,  # float32 [N] or None
     cut_token_ptr,
     draft_probs_ptr,  # [D, V]
@@ -484,8 +500,7 @@ def _residual_kernel(
     index = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     row = tl.load(starts_ptr + index).to(tl.int64) + tl.load(num_accepted_ptr + index)
-    request = tl.load(request_ptr + row)
-    temperature = tl.load(temperature_ptr + request).to(tl.float32)
+    temperature = tl.load(temperature_ptr + row)
     best_score = float("-inf")
     best_token = 0x7FFFFFFF
     draft = tl.load(draft_ptr + row)
@@ -496,7 +511,7 @@ def _residual_kernel(
         high = tl.load(joined_high_ptr + row)
         mass = tl.load(joined_mass_ptr + row)
         scale = (1.0 / temperature) * LOG2E
-        state = row_state(tl.load(seed_ptr + request), tl.load(position_ptr + row), DOMAIN_RESIDUAL)
+        state = row_state(tl.load(seed_ptr + row), tl.load(position_ptr + row), DOMAIN_RESIDUAL)
         first = split * tokens_per_split
         for start in range(first, tl.minimum(first + tokens_per_split, vocab_size), BLOCK):
             token = start + tl.arange(0, BLOCK)
@@ -507,7 +522,7 @@ def _residual_kernel(
             q = tl.load(draft_probs_ptr + token, mask=token < vocab_size, other=0.0).to(tl.float32)
             weight = tl.exp2(x * scale - high) / mass - q
             g = gumbel(finish_hash(unfinished_hash(state, token_key(token.to(tl.uint32)))))
-            score = tl.where(weight > 0.0, tl.log(tl.maximum(weight, 1e-38)) + g, float("-inf"))
+            score = tl.where(weight > 0.0, tl.log(tl.maximum(weight, TINY)) + g, float("-inf"))
             tile_best, at = tl.max(score, axis=0, return_indices=True)
             if tile_best > best_score:
                 best_score = tile_best
@@ -521,8 +536,7 @@ def _recover_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
     starts_ptr,  # int32 [B + 1]
-    request_ptr,  # int32 [N]
-    temperature_ptr,  # float32 [R]
+    temperature_ptr,  # float32 [N]
     num_accepted_ptr,  # int32 [B]
     score_ptr,  # float32 [B, splits]
     token_ptr,  # int32 [B, splits]
@@ -551,25 +565,35 @@ def _recover_kernel(
             # Both tokens' log-probabilities differ as their logits do.
             scale = 1.0
             if not RAW:
-                temperature = tl.load(temperature_ptr + tl.load(request_ptr + row)).to(tl.float32)
+                temperature = tl.load(temperature_ptr + row)
                 scale = tl.where(temperature < GREEDY, 1.0, temperature)
             x = tl.load(logits_ptr + row * logits_stride + token).to(tl.float32)
             x_before = tl.load(logits_ptr + row * logits_stride + before).to(tl.float32)
             tl.store(logprob_ptr + row, tl.load(logprob_ptr + row) + (x - x_before) / scale)
 
 
-def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, positions: Tensor) -> Layout:
-    """The layout of N = D + B rows. `cu_num_draft_tokens`, `positions`: integer [B]; `draft_token_ids`: integer [D]."""
+def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
+    """The layout of N = D + B rows. `cu_num_draft_tokens`: integer [B]; `draft_token_ids`: integer [D]."""
     num_requests, num_drafts = cu_num_draft_tokens.shape[0], draft_token_ids.shape[0]
     num_rows, device = num_requests + num_drafts, cu_num_draft_tokens.device
     layout = Layout(
-        torch.empty(num_requests + 1, dtype=torch.int32, device=device),
-        torch.empty(num_rows, dtype=torch.int32, device=device),
-        torch.empty(num_rows, dtype=torch.int64, device=device),
-        torch.empty(num_rows, dtype=torch.int32, device=device),
+        starts=torch.empty(num_requests + 1, dtype=torch.int32, device=device),
+        request=torch.empty(num_rows, dtype=torch.int32, device=device),
+        temperature=torch.empty(num_rows, dtype=torch.float32, device=device),
+        seed=None if rows.seeds is None else torch.empty(num_rows, dtype=torch.int64, device=device),
+        position=torch.empty(num_rows, dtype=torch.int64, device=device),
+        draft=torch.empty(num_rows, dtype=torch.int32, device=device),
     )
     _layout_kernel[(num_requests,)](
-        cu_num_draft_tokens, positions, draft_token_ids, *layout, num_requests, BLOCK=16, num_warps=1
+        cu_num_draft_tokens,
+        rows.positions,
+        rows.temperature,
+        rows.seeds,
+        draft_token_ids,
+        *layout,
+        num_requests,
+        BLOCK=16,
+        num_warps=1,
     )
     return layout
 
@@ -582,6 +606,8 @@ def gather_layout(
     request: Tensor,
     offset: Tensor,
     prefill_len: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
 ) -> Layout:
     """The layout of rows whose drafts were fed to the model as input tokens, as in vLLM's V2 model runner.
 
@@ -591,14 +617,34 @@ def gather_layout(
         starts: int32 [B + 1], each request's first row, then N.
         request, offset: int32 [N], each row's index into per-request tensors and its place among its request's rows.
         prefill_len: int32 [R], tokens that a request came with.
+        temperature, seeds: float32 and int64 [R].
     """
-    num_rows = logits_indices.shape[0]
-    position = torch.empty(num_rows, dtype=torch.int64, device=input_ids.device)
-    draft = torch.empty(num_rows, dtype=torch.int32, device=input_ids.device)
-    _gather_layout_kernel[(triton.cdiv(num_rows, 128),)](
-        input_ids, positions, logits_indices, request, offset, prefill_len, position, draft, num_rows, BLOCK=128
+    num_rows, device = logits_indices.shape[0], input_ids.device
+    layout = Layout(
+        starts=starts,
+        request=request,
+        temperature=torch.empty(num_rows, dtype=torch.float32, device=device),
+        seed=torch.empty(num_rows, dtype=torch.int64, device=device),
+        position=torch.empty(num_rows, dtype=torch.int64, device=device),
+        draft=torch.empty(num_rows, dtype=torch.int32, device=device),
     )
-    return Layout(starts, request, position, draft)
+    _gather_layout_kernel[(triton.cdiv(num_rows, 128),)](
+        input_ids,
+        positions,
+        logits_indices,
+        request,
+        offset,
+        prefill_len,
+        temperature,
+        seeds,
+        layout.temperature,
+        layout.seed,
+        layout.position,
+        layout.draft,
+        num_rows,
+        BLOCK=128,
+    )
+    return layout
 
 
 def verify(
@@ -617,7 +663,7 @@ def verify(
         max_draft_tokens = int(torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1)).max())
     return verify_rows(
         target_logits,
-        lay_out(cu_num_draft_tokens, draft_token_ids, rows.positions),
+        lay_out(cu_num_draft_tokens, draft_token_ids, rows),
         rows,
         method=method,
         draft_probs=draft_probs,
@@ -636,16 +682,18 @@ def verify_rows(
     logprobs_mode: LogprobsMode | None = None,
     max_draft_tokens: int,
 ) -> VerifyResult:
-    """`verify` for rows that are laid out already; `layout.request` may point into larger fields of `rows`."""
+    """`verify` for rows that are laid out already.
+
+    Of `rows` only `top_k`, `top_p` and `min_p` are read; `layout.request` may point into larger ones than [B].
+    """
     logits = target_logits if target_logits.stride(1) == 1 else target_logits.contiguous()
     if draft_probs is not None and draft_probs.stride(1) != 1:
         draft_probs = draft_probs.contiguous()
     num_rows, vocab_size = logits.shape
     num_requests, device = layout.starts.shape[0] - 1, logits.device
-    seeds = rows.seeds
     cutoffs: tuple[Tensor | None, Tensor | None] = (None, None)
-    if seeds is not None and any(limit is not None for limit in (rows.top_k, rows.top_p, rows.min_p)):
-        cutoffs = find_cutoffs(logits, layout.request, rows)
+    if layout.seed is not None and any(limit is not None for limit in (rows.top_k, rows.top_p, rows.min_p)):
+        cutoffs = find_cutoffs(logits, layout.request, layout.temperature, rows)
     raw = logprobs_mode == "raw_logprobs"
     rejection = method == "rejection"
 
@@ -661,11 +709,10 @@ def verify_rows(
     _scan_kernel[(triton.cdiv(num_rows, ROWS), num_splits)](
         logits,
         logits.stride(0),
-        layout.request,
+        layout.temperature,
+        layout.seed,
         layout.position,
         layout.draft,
-        rows.temperature,
-        seeds,
         *cutoffs,
         *parts,
         num_rows,
@@ -690,7 +737,7 @@ def verify_rows(
     wanted = logprobs_mode is not None
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=device) if wanted else None
     ranks = torch.empty(num_rows, dtype=torch.int64, device=device) if wanted else None
-    resample = rejection and draft_probs is not None and seeds is not None
+    resample = rejection and draft_probs is not None and layout.seed is not None
     joined: tuple[Tensor | None, Tensor | None] = (None, None)
     if resample:
         joined = tuple(torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2))
@@ -699,12 +746,11 @@ def verify_rows(
         logits,
         logits.stride(0),
         layout.starts,
-        layout.request,
+        layout.temperature,
+        layout.seed,
         layout.position,
         layout.draft,
-        rows.temperature,
-        seeds,
-        *cutoffs,
+        *(cutoffs if rejection else (None, None)),  # otherwise not needed, and a variant less
         draft_probs,
         probs_stride,
         *parts,
@@ -722,10 +768,10 @@ def verify_rows(
         REJECTION=rejection,
         RAW=raw,
         WIDTH=padded_width,
-        SPLITS=min(triton.next_power_of_2(num_splits), max(1, MAX_JOINED // padded_width)),
+        SPLITS=min(SPLITS, max(1, MAX_JOINED // padded_width)),
     )
     if resample:
-        _resample(logits, layout, rows, cutoffs, draft_probs, joined, num_accepted, output, targets, logprobs, raw)
+        _resample(logits, layout, cutoffs, draft_probs, joined, num_accepted, output, targets, logprobs, raw)
     if wanted:
         tokens_per_split, num_splits = _split(vocab_size, num_rows)
         _rank_kernel[(num_requests, width, num_splits)](
@@ -755,7 +801,6 @@ def _split(vocab_size: int, num_programs: int) -> tuple[int, int]:
 def _resample(
     logits: Tensor,
     layout: Layout,
-    rows: SamplingBatch,
     cutoffs: tuple[Tensor | None, Tensor | None],
     draft_probs: Tensor | None,
     joined: tuple[Tensor | None, Tensor | None],
@@ -775,11 +820,10 @@ def _resample(
         logits,
         logits.stride(0),
         layout.starts,
-        layout.request,
+        layout.temperature,
+        layout.seed,
         layout.position,
         layout.draft,
-        rows.temperature,
-        rows.seeds,
         *cutoffs,
         draft_probs,
         draft_probs.stride(0),
@@ -796,8 +840,7 @@ def _resample(
         logits,
         logits.stride(0),
         layout.starts,
-        layout.request,
-        rows.temperature,
+        layout.temperature,
         num_accepted,
         scores,
         tokens,

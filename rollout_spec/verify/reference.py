@@ -64,7 +64,7 @@ def verify(
     targets = np.full(len(target_logits), PLACEHOLDER_TOKEN_ID, np.int64)
     logprobs = np.zeros(len(target_logits), np.float32)
     ranks = np.ones(len(target_logits), np.int64)
-    num_invalid_rows = np.zeros(num_requests, np.int32)
+    num_invalid_rows, num_broken_rows = np.zeros((2, num_requests), np.int32)
     row = 0
     for request in range(num_requests):
         alive = True
@@ -74,6 +74,7 @@ def verify(
             processed = process_row(raw, place)
             if not _has_distribution(raw):
                 num_invalid_rows[request] += 1
+                num_broken_rows[request] += not np.isneginf(np.max(raw))
                 token = PLACEHOLDER_TOKEN_ID
             elif method == "sample":
                 token = sample_row(processed, place)
@@ -91,7 +92,13 @@ def verify(
             row += 1
     wanted = logprobs_mode is not None
     return VerifyResult(
-        output, num_accepted, targets, logprobs if wanted else None, ranks if wanted else None, num_invalid_rows
+        output,
+        num_accepted,
+        targets,
+        logprobs if wanted else None,
+        ranks if wanted else None,
+        num_invalid_rows,
+        num_broken_rows,
     )
 
 

@@ -59,10 +59,10 @@ def _cutoff_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
     request_ptr,  # int32 [N]
-    temperature_ptr,  # float32 [R]
-    top_k_ptr,  # int32 or int64 [R], or None
-    top_p_ptr,  # float32 [R], or None
-    min_p_ptr,  # float32 [R], or None
+    temperature_ptr,  # float32 [N]
+    top_k_ptr,  # int32 or int64 [R]
+    top_p_ptr,  # float32 [R]
+    min_p_ptr,  # float32 [R]
     cutoff_ptr,  # float32 [N], written
     cut_token_ptr,  # int32 [N], written
     vocab_size,
@@ -70,17 +70,11 @@ def _cutoff_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     request = tl.load(request_ptr + row)
-    temperature = tl.load(temperature_ptr + request).to(tl.float32)
-    top_k = vocab_size
-    top_p = 1.0
-    min_p = 0.0
-    if top_k_ptr is not None:
-        top_k = tl.load(top_k_ptr + request).to(tl.int32)
-        top_k = tl.where((top_k < 1) | (top_k > vocab_size), vocab_size, top_k)
-    if top_p_ptr is not None:
-        top_p = tl.load(top_p_ptr + request).to(tl.float32)
-    if min_p_ptr is not None:
-        min_p = tl.load(min_p_ptr + request).to(tl.float32)
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + request).to(tl.int32)
+    top_k = tl.where((top_k < 1) | (top_k > vocab_size), vocab_size, top_k)
+    top_p = tl.load(top_p_ptr + request).to(tl.float32)
+    min_p = tl.load(min_p_ptr + request).to(tl.float32)
     cutoff = float("-inf")
     cut_token = vocab_size
     if (temperature >= GREEDY) & ((top_k < vocab_size) | (top_p < 1.0) | (min_p > 0.0)):
@@ -141,29 +135,39 @@ def _cutoff_kernel(
     tl.store(cut_token_ptr + row, cut_token)
 
 
-def find_cutoffs(logits: Tensor, request: Tensor, rows: SamplingBatch) -> tuple[Tensor, Tensor]:
+def find_cutoffs(logits: Tensor, request: Tensor, temperature: Tensor, rows: SamplingBatch) -> tuple[Tensor, Tensor]:
     """Where each row is cut.
 
     Args:
         logits: floating point [N, V], unit stride along V.
         request: int32 [N], each row's index into the fields of `rows`.
-        rows: At least one of `top_k`, `top_p`, `min_p` is given.
+        temperature: float32 [N], each row's.
+        rows: At least one of `top_k`, `top_p`, `min_p` is given; only these are read.
 
     Returns:
         (cutoff float32 [N], cut_token int32 [N]): token v of a row is kept if its logit is above the cutoff, or equal
         to it and v <= cut_token. Rows that keep everything, greedy ones among them, have -inf and V.
     """
     num_rows, vocab_size = logits.shape
+    (given, *_) = (limit for limit in (rows.top_k, rows.top_p, rows.min_p) if limit is not None)
+
+    def all_of(keeps_all: float, dtype: torch.dtype) -> Tensor:
+        """In place of a limit that is not given, for which the kernel would be compiled again."""
+        return torch.full(given.shape, keeps_all, dtype=dtype, device=logits.device)
+
+    top_k = rows.top_k if rows.top_k is not None else all_of(0, torch.int32)
+    top_p = rows.top_p if rows.top_p is not None else all_of(1.0, torch.float32)
+    min_p = rows.min_p if rows.min_p is not None else all_of(0.0, torch.float32)
     cutoff = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
     cut_token = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
     _cutoff_kernel[(num_rows,)](
         logits,
         logits.stride(0),
         request,
-        rows.temperature,
-        rows.top_k,
-        rows.top_p,
-        rows.min_p,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
         cutoff,
         cut_token,
         vocab_size,

@@ -73,8 +73,13 @@ def verify(
         chosen = scores.gather(1, targets.clamp(min=0)[:, None])
         logprobs = chosen[:, 0] - scores.logsumexp(-1)
         ranks = (scores >= chosen).sum(-1)
-    num_invalid = torch.zeros_like(num_accepted).index_add_(0, index.request, (~valid).int())
-    return VerifyResult(output, num_accepted, targets, logprobs, ranks, num_invalid)
+    highest = raw.amax(-1)  # NaN wins every maximum
+
+    def count(rows: Tensor) -> Tensor:
+        return torch.zeros_like(num_accepted).index_add_(0, index.request, rows.int())
+
+    num_broken = count(~highest.isfinite() & (highest != float("-inf")))
+    return VerifyResult(output, num_accepted, targets, logprobs, ranks, count(~valid), num_broken)
 
 
 def process(raw: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:

@@ -81,6 +81,7 @@ def assert_agrees(run, batch, method: str, mode: str | None, dtype: torch.dtype 
     np.testing.assert_array_equal(got.num_accepted.numpy(), expected.num_accepted)
     np.testing.assert_array_equal(got.target_token_ids.numpy(), expected.target_token_ids)
     np.testing.assert_array_equal(got.num_invalid_rows.numpy(), expected.num_invalid_rows)
+    np.testing.assert_array_equal(got.num_broken_rows.numpy(), expected.num_broken_rows)
     if mode is None:
         assert got.logprobs is None
         assert got.ranks is None

@@ -81,7 +81,7 @@ def main() -> None:
             max_draft_tokens=2,
         )
     ids, index = torch.zeros(8, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
-    kernel.gather_layout(ids, ids.long(), index, index, index, index, index)
+    kernel.gather_layout(ids, ids.long(), index, index, index, index, index, torch.ones(4), index.long())
 
     from rollout_spec.drafters.device import DeviceDrafter
 

@@ -153,6 +153,8 @@ def test_rows_that_point_into_larger_tensors():
         request=torch.tensor([3, 3, 3, 1, 1], dtype=torch.int32),
         offset=torch.tensor([0, 1, 2, 0, 1], dtype=torch.int32),
         prefill_len=torch.tensor([0, 20, 0, 9], dtype=torch.int32),
+        temperature=states.temperature,
+        seeds=states.seeds,
     )
     assert layout.draft.tolist() == [8, 6, -1, 5, -1]
     assert layout.position.tolist() == [9, 10, 11, 20, 21]
@@ -181,6 +183,8 @@ def test_placeholders_of_a_step_within_the_prompt_are_no_drafts():
         request=torch.zeros(2, dtype=torch.int32),
         offset=torch.tensor([0, 1], dtype=torch.int32),
         prefill_len=torch.tensor([8], dtype=torch.int32),
+        temperature=torch.ones(1),
+        seeds=torch.zeros(1, dtype=torch.int64),
     )
     assert layout.draft.tolist() == [-1, -1]
 

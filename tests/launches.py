@@ -1,0 +1,38 @@
+"""Which variants of the Triton kernels are launched: each would be compiled by itself."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+
+
+def _kind(value, is_constant, is_specialised):
+    """What Triton compiles a kernel anew for, of one argument."""
+    if is_constant or value is None:
+        return value
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), value.data_ptr() % 16 == 0
+    if isinstance(value, int) and is_specialised:
+        return "int", value == 1, value % 16 == 0
+    return type(value).__name__
+
+
+@contextmanager
+def recorded_variants():
+    """A set that grows by (kernel, kind of each argument) with every launch in the interpreter."""
+    variants, run = set(), InterpretedFunction.run
+
+    def record(self, *args, grid, warmup, **kwargs):
+        unspecialised = self.kwargs.get("do_not_specialize") or ()
+        constants = {name for name, kind in self.fn.__annotations__.items() if "constexpr" in str(kind)}
+        given = dict(zip(self.arg_names, args, strict=False)) | kwargs
+        kinds = [_kind(given[name], name in constants, name not in unspecialised) for name in self.arg_names]
+        variants.add((self.fn.__name__, *kinds))
+        return run(self, *args, grid=grid, warmup=warmup, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", record)
+        yield variants
