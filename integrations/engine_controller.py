@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
+from rollout_spec.integrations import step_sizes
 from rollout_spec.integrations.logprob_check import LogprobCheck
 from rollout_spec.integrations.vllm_cpu import plain_weights
 from rollout_spec.noise import derive_seed
@@ -134,6 +135,8 @@ class EngineController:
     def engine_kwargs(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The trainer's keyword arguments for `vllm.LLM`, with `llm_kwargs` and ours added.
 
+        `max_num_batched_tokens` of the trainer, but not of `llm_kwargs`, is raised where it leaves no room for drafts.
+
         Raises:
             ValueError: the trainer or `llm_kwargs` sets `speculative_config` or our key of `additional_config`.
         """
@@ -145,6 +148,14 @@ class EngineController:
             if CONFIG_KEY in (given.get("additional_config") or {}):
                 raise ValueError(f"additional_config[{CONFIG_KEY!r}] is set by {source} and by {name}")
         merged = {**kwargs, **self._llm_kwargs, **ours}
+        if (
+            self.config.speculation
+            and kwargs.get("max_num_batched_tokens")
+            and not self._llm_kwargs.get("max_num_batched_tokens")
+        ):
+            merged["max_num_batched_tokens"] = step_sizes.max_num_batched_tokens(
+                kwargs["max_num_batched_tokens"], merged.get("max_num_seqs"), self.config.num_speculative_tokens
+            )
         merged["additional_config"] = {
             **(kwargs.get("additional_config") or {}),
             **(self._llm_kwargs.get("additional_config") or {}),

@@ -1,0 +1,132 @@
+"""CUDA graphs and room for steps in which every request has drafts."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.config import CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
+
+from rollout_spec import RolloutSpecConfig, engine_kwargs
+from rollout_spec.integrations import step_sizes, vllm_plugin
+from rollout_spec.integrations.engine_controller import EngineController
+
+
+@given(st.integers(1, 3000), st.integers(1, 128))
+def test_graphs_cover_every_step_and_are_few(max_num_seqs, k):
+    sizes = step_sizes.capture_sizes(max_num_seqs, k)
+    largest = min(max_num_seqs * (k + 1), step_sizes.LARGEST)
+    if sizes is None:
+        assert largest <= step_sizes.USUAL_LARGEST
+        return
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == largest
+    assert len(sizes) <= 80
+    for tokens in range(1, largest + 1, 7):
+        padded = next(size for size in sizes if size >= tokens)
+        assert padded - tokens < max(tokens / 8, 8) or tokens < 8
+
+
+@pytest.fixture
+def remarks(monkeypatch):
+    """What is said in vLLM's log."""
+    said = []
+    monkeypatch.setattr(vllm_plugin, "_log", said.append)
+    return said
+
+
+@pytest.fixture
+def vllm_config(tiny_model):
+    """A function that gives a `VllmConfig` whose graphs are chosen as on a GPU."""
+
+    def make(options, compilation_config=None, **kwargs):
+        arguments = EngineArgs(
+            model=str(tiny_model), dtype="float32", max_model_len=128, compilation_config=compilation_config or {},
+            **options, **{"max_num_seqs": 256, "max_num_batched_tokens": 4096, **kwargs},
+        )  # fmt: skip
+        config = arguments.create_engine_config()
+        compilation = config.compilation_config
+        # What the CPU platform has changed.
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        compilation.cudagraph_capture_sizes = (compilation_config or {}).get("cudagraph_capture_sizes")
+        compilation.max_cudagraph_capture_size = (compilation_config or {}).get("max_cudagraph_capture_size")
+        config._set_cudagraph_sizes()
+        return config
+
+    return make
+
+
+def test_an_engine_with_drafts_captures_larger_graphs(vllm_config, remarks):
+    config = vllm_config(engine_kwargs(num_speculative_tokens=8))
+    sizes = config.compilation_config.cudagraph_capture_sizes
+    assert sizes[-1] == config.compilation_config.max_cudagraph_capture_size == 256 * 9
+    assert remarks[-1] == (
+        f"steps of up to 256 requests with 9 tokens each, 2304 in all: {len(sizes)} CUDA graphs for up to 2304 tokens"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "compilation_config"),
+    [
+        ({}, None),
+        (engine_kwargs(speculation=False), None),
+        (engine_kwargs(num_speculative_tokens=1), None),
+        (engine_kwargs(), {"cudagraph_capture_sizes": [1, 2, 4, 64]}),
+        (engine_kwargs(), {"max_cudagraph_capture_size": 64}),
+    ],
+)
+def test_other_engines_and_given_sizes_are_left_alone(vllm_config, remarks, options, compilation_config):
+    config = vllm_config(options, compilation_config)
+    assert config.compilation_config.max_cudagraph_capture_size in (64, 512, 1024)
+    assert not remarks
+
+
+def test_no_graphs_are_asked_for_where_there_are_none(vllm_config, remarks):
+    config = vllm_config(engine_kwargs(), enforce_eager=True)
+    assert not config.compilation_config.cudagraph_capture_sizes
+    assert not remarks
+
+
+def test_steps_without_room_for_all_drafts_are_named(vllm_config, remarks):
+    config = vllm_config(engine_kwargs(num_speculative_tokens=8), max_num_batched_tokens=900)
+    assert config.compilation_config.cudagraph_capture_sizes[-1] <= 900
+    assert remarks[-1].endswith(
+        "but max_num_batched_tokens=900 leaves no room for the drafts of more than 100 requests: raise it if so many "
+        "run at once"
+    )
+
+
+def test_what_the_trainer_gives_is_raised():
+    """TRL gives 4096, whatever K is."""
+    trainer = {"max_num_seqs": 512, "max_num_batched_tokens": 4096}
+    assert EngineController(RolloutSpecConfig()).engine_kwargs(trainer)["max_num_batched_tokens"] == 512 * 9
+    few = {**trainer, "max_num_seqs": 8}
+    assert EngineController(RolloutSpecConfig()).engine_kwargs(few)["max_num_batched_tokens"] == 4096
+    given = EngineController(RolloutSpecConfig(), llm_kwargs={"max_num_batched_tokens": 2048})
+    assert given.engine_kwargs(trainer)["max_num_batched_tokens"] == 2048
+    unknown = {"max_num_seqs": None, "max_num_batched_tokens": 4096}
+    assert EngineController(RolloutSpecConfig()).engine_kwargs(unknown)["max_num_batched_tokens"] == 4096
+    off = EngineController(RolloutSpecConfig(speculation=False))
+    assert off.engine_kwargs(trainer)["max_num_batched_tokens"] == 4096
+    assert "max_num_batched_tokens" not in EngineController(RolloutSpecConfig()).engine_kwargs({"max_num_seqs": 512})
+
+
+@pytest.mark.parametrize(("options", "expected"), [(engine_kwargs(), False), (engine_kwargs(speculation=False), None)])
+def test_a_drafter_on_the_host_asks_for_synchronous_scheduling(tiny_model, monkeypatch, options, expected):
+    """From 0.33 on vLLM's V2 runner would schedule asynchronously, with K draft tokens for every request."""
+    from vllm.config import VllmConfig
+
+    seen = []
+    original = VllmConfig.try_verify_and_update_config
+
+    def before_vllm_decides(self):
+        seen.append(self.scheduler_config.async_scheduling)
+        original(self)
+
+    monkeypatch.setattr(VllmConfig, "try_verify_and_update_config", before_vllm_decides)
+    EngineArgs(model=str(tiny_model), dtype="float32", **options).create_engine_config()
+    assert seen == [expected]
