@@ -8,6 +8,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.warm_up import warm_up_kernels
+
+
+def compile_kernels(config: RolloutSpecConfig, runner: Any) -> None:
+    """Compile the verifier's kernels for the engine of a vLLM model runner, before it serves."""
+    model_config = runner.vllm_config.model_config
+    warm_up_kernels(
+        config,
+        vocab_size=int(model_config.get_vocab_size()),
+        dtype=model_config.dtype,
+        device=runner.device,
+        logprobs_mode=str(model_config.logprobs_mode),
+    )
+
 
 def needs_processing(params: Any) -> bool:
     """Whether a request's logits go through vLLM's own processors before they reach our verifier."""

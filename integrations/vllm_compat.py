@@ -15,7 +15,7 @@ import inspect
 import warnings
 from typing import Any
 
-OLDEST_VERSION, NEWEST_VERSION = (0, 26), (0, 32)
+OLDEST_VERSION, NEWEST_VERSION = (0, 24), (0, 33)
 """The range of tested vLLM versions: newer ones warn, older ones raise."""
 
 
@@ -92,6 +92,14 @@ def cuts_at_stop_strings(output_processor: Any) -> bool:
     With 0.32 as the oldest version, this can go, and `stop_strings.end_outputs_at_stop_strings` with it.
     """
     return hasattr(output_processor, "_trim_surplus_tokens")
+
+
+def lacks_v2_interfaces(version_tuple: tuple[Any, ...]) -> bool:
+    """Whether V2's model runner is one that our V2 modules do not fit, as in 0.24 and 0.25.
+
+    Engines run in V1 there. With 0.26 as the oldest version, this can go.
+    """
+    return (0, 0) < tuple(int(part) for part in version_tuple[:2]) < (0, 26)
 
 
 # -- V2's model runner -----------------------------------------------------------------------------------------------

@@ -27,7 +27,8 @@ import wrapt
 
 from rollout_spec.config import ASYNC_METHOD, CONFIG_KEY, PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.drafters import check_options, runs_on_device
-from rollout_spec.integrations import vllm_compat
+from rollout_spec.integrations import step_sizes, vllm_compat
+from rollout_spec.integrations.ranks import end_if_unheard
 from rollout_spec.integrations.request_options import requested_problem_id
 
 V2_MARK = "_rollout_spec_v2"
@@ -49,7 +50,8 @@ def register() -> None:
         ("vllm.v1.engine.async_llm", functools.partial(_hook_engine, name="AsyncLLM")),
         ("vllm.v1.worker.gpu_model_runner", _hook_runner_v1),
         ("vllm.v1.worker.gpu.model_runner", _hook_runner_v2),
-        ("vllm.v1.worker.gpu_worker", _hook_gpu_worker),
+        ("vllm.v1.worker.gpu_worker", functools.partial(_hook_device_worker, name="Worker")),
+        ("vllm.v1.worker.cpu_worker", functools.partial(_hook_device_worker, name="CPUWorker")),
         ("vllm.v1.worker.worker_base", _hook_worker),
     ):
         wrapt.register_post_import_hook(hook, module)
@@ -104,36 +106,6 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     return config
 
 
-def sharing_from_first_rank(vllm_config: Any) -> Callable[[list[float]], list[float]] | None:
-    """A function that returns the first tensor-parallel rank's numbers on every rank; None for a single rank."""
-    if vllm_config.parallel_config.tensor_parallel_size == 1:
-        return None
-    from vllm.distributed.parallel_state import get_tp_group
-
-    def share_from_first_rank(values: list[float]) -> list[float]:
-        of_first_rank: list[float] = get_tp_group().broadcast_object(values, src=0)
-        return of_first_rank
-
-    return share_from_first_rank
-
-
-def broadcasting_from_first_rank(vllm_config: Any, device: Any) -> Callable[[Any], Any]:
-    """A function that returns the first tensor-parallel rank's tensor on every rank, without waiting for the device.
-
-    Broadcasts once here, on all ranks, so that what the backend sets up for it takes neither time nor memory later.
-    """
-    if vllm_config.parallel_config.tensor_parallel_size == 1:
-        return lambda tensor: tensor
-    import torch
-    from vllm.distributed.parallel_state import get_tp_group
-
-    def broadcast(tensor: Any) -> Any:
-        return get_tp_group().broadcast(tensor, src=0)
-
-    broadcast(torch.zeros(1, dtype=torch.int64, device=device))
-    return broadcast
-
-
 def _is_ours(speculative_config: Any) -> bool:
     """Whether a `speculative_config` names our proposer or is marked as ours."""
     if speculative_config is None:
@@ -164,10 +136,40 @@ def _hook_dispatcher(module: Any) -> None:
 
 
 def _hook_config(module: Any) -> None:
-    def make(original: Any) -> Any:
+    def make_post_init(original: Any) -> Any:
+        def post_init(self: Any) -> None:
+            config = config_of(self)
+            on_host = config is not None and config.speculation and not runs_on_device(config.drafter)
+            if on_host and self.scheduler_config.async_scheduling is None:
+                # vLLM decides by the runner and the method, and from 0.33 on leaves it on in V2, where every request
+                # would then be scheduled with K draft tokens, whatever the drafter says.
+                self.scheduler_config.async_scheduling = False
+            original(self)
+
+        return post_init
+
+    def make_set_cudagraph_sizes(original: Any) -> Any:
+        def set_cudagraph_sizes(self: Any) -> None:
+            config = config_of(self)
+            if config is not None and config.speculation:
+                uses_graphs = self.model_config is not None and not self.model_config.enforce_eager
+                mode = self.compilation_config.cudagraph_mode
+                uses_graphs = uses_graphs and mode is not None and mode.name != "NONE"
+                remark = step_sizes.ask_for_graphs(self, config.num_speculative_tokens, uses_graphs=uses_graphs)
+                if remark is not None:
+                    _log(remark)
+            original(self)
+
+        return set_cudagraph_sizes
+
+    def make_unsupported(original: Any) -> Any:
         def unsupported(self: Any) -> list[str]:
+            import vllm
+
             features: list[str] = original(self)
             config = config_of(self)
+            if config is not None and vllm_compat.lacks_v2_interfaces(vllm.__version_tuple__):
+                return [*features, "rollout_spec before vLLM 0.26"]
             # V2 knows no custom_class, and no ngram_gpu before vLLM 0.32, but we bring our own speculator.
             if config is not None and config.speculation:
                 method = self.speculative_config.method
@@ -176,7 +178,9 @@ def _hook_config(module: Any) -> None:
 
         return unsupported
 
-    _wrap(module.VllmConfig, "_get_v2_model_runner_unsupported_features", make)
+    _wrap(module.VllmConfig, "__post_init__", make_post_init)
+    _wrap(module.VllmConfig, "_set_cudagraph_sizes", make_set_cudagraph_sizes)
+    _wrap(module.VllmConfig, "_get_v2_model_runner_unsupported_features", make_unsupported)
 
 
 def _hook_sampling_params(module: Any) -> None:
@@ -269,7 +273,6 @@ def _hook_engine(module: Any, name: str) -> None:
 def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
     """Raise RuntimeError, ValueError or TypeError if an engine's configuration is not supported."""
     import vllm
-    from vllm.logger import init_logger
 
     vllm_compat.check_version(vllm.__version_tuple__, vllm.__version__)
     if vllm_config.model_config.runner_type != "generate":
@@ -289,10 +292,12 @@ def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
     if config.speculation and not on_device:
-        init_logger("vllm.plugins.rollout_spec").info(
-            "drafter %r lives on the host and needs each step's tokens there: asynchronous scheduling is off",
-            config.drafter,
-        )
+        if vllm_config.scheduler_config.async_scheduling:
+            raise ValueError(
+                f"drafter={config.drafter!r} lives on the host and needs each step's tokens there: leave "
+                'async_scheduling (--async-scheduling) out, or use drafter="device"'
+            )
+        _log(f"drafter {config.drafter!r} lives on the host and needs each step's tokens: scheduling is synchronous")
 
 
 class _SeedSource:
@@ -326,6 +331,7 @@ def _hook_runner(module: Any, adapters: str) -> None:
             original(self, vllm_config, *args, **kwargs)
             config = config_of(vllm_config)
             if config is not None:
+                _check_environment(config)
                 _warm_up(config, self.device)
                 self.rollout_spec = importlib.import_module(adapters).RunnerAdapter(self, config)
 
@@ -335,24 +341,63 @@ def _hook_runner(module: Any, adapters: str) -> None:
         def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
             if self.rollout_spec is None:
                 return original(self, *args, **kwargs)
-            self.rollout_spec.begin_step()
-            result = original(self, *args, **kwargs)
-            self.rollout_spec.on_forward()
+            try:
+                self.rollout_spec.begin_step()
+                result = original(self, *args, **kwargs)
+                self.rollout_spec.on_forward()
+            except Exception as error:
+                end_if_unheard(self.vllm_config, error)
+                raise
             return result
 
         return execute_model
 
+    def make_sample_tokens(original: Any) -> Any:
+        def sample_tokens(self: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(self, *args, **kwargs)
+            except Exception as error:
+                if self.rollout_spec is not None:
+                    end_if_unheard(self.vllm_config, error)
+                raise
+
+        return sample_tokens
+
     _wrap(module.GPUModelRunner, "__init__", make_init)
     _wrap(module.GPUModelRunner, "execute_model", make_execute)
+    _wrap(module.GPUModelRunner, "sample_tokens", make_sample_tokens)
+
+
+def _check_environment(config: RolloutSpecConfig) -> None:
+    """Raise ValueError if vLLM's environment variables are such that the engine could not work.
+
+    Called in the worker: one of them replaces the front end, where the other checks are.
+    """
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
+        raise ValueError(
+            "VLLM_USE_RUST_FRONTEND replaces vLLM's Python front end, in which rollout_spec gives requests their seeds "
+            "and checks them: unset it"
+        )
+    on_host = config.speculation and not runs_on_device(config.drafter)
+    if on_host and os.environ.get("VLLM_GPU_SYNC_CHECK", "").lower() == "error":
+        raise ValueError(
+            f"VLLM_GPU_SYNC_CHECK=error forbids to wait for the device, and drafter={config.drafter!r} waits for each "
+            'step\'s tokens: unset it, or use drafter="device"'
+        )
 
 
 def _warm_up(config: RolloutSpecConfig, device: Any) -> None:
     """Compile what the engine will call on the host while it is built; the first generation would wait for it."""
-    from vllm.logger import init_logger
-
     from rollout_spec.warm_up import warm_up
 
-    warm_up(config, device=device, log=init_logger("vllm.plugins.rollout_spec").info)
+    warm_up(config, device=device, log=_log)
+
+
+def _log(message: str) -> None:
+    """One line in vLLM's log, which shows only what its own loggers say."""
+    from vllm.logger import init_logger
+
+    init_logger("vllm.plugins.rollout_spec").info("%s", message)
 
 
 def _hook_runner_v1(module: Any) -> None:
@@ -463,17 +508,35 @@ def _hook_runner_v2(module: Any) -> None:
         _wrap(module.GPUModelRunner, name, make)
 
 
-def _hook_gpu_worker(module: Any) -> None:
+def _hook_device_worker(module: Any, name: str) -> None:
+    def make_profile(original: Any) -> Any:
+        def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with _warming_up(self.model_runner):  # from vLLM 0.33 on, V2 samples for made-up requests here
+                return original(self, *args, **kwargs)
+
+        return determine_available_memory
+
     def make_warm_up(original: Any) -> Any:
         def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
             adapter = getattr(self.model_runner, "rollout_spec", None)
-            # V1's adapter has none: vLLM's warm-up does not reach it there.
-            with getattr(adapter, "warm_up", contextlib.nullcontext)():
+            if adapter is not None:  # first, as vLLM may forbid compilation once its own is done
+                adapter.compile_kernels()
+            with _warming_up(self.model_runner):
                 return original(self, *args, **kwargs)
 
         return compile_or_warm_up_model
 
-    _wrap(module.Worker, "compile_or_warm_up_model", make_warm_up)
+    worker = getattr(module, name)
+    _wrap(worker, "determine_available_memory", make_profile)
+    _wrap(worker, "compile_or_warm_up_model", make_warm_up)
+
+
+def _warming_up(runner: Any) -> contextlib.AbstractContextManager[None]:
+    """`RunnerAdapter.warm_up` of a V2 runner. In V1 vLLM's made-up requests do not reach our sampler."""
+    context: contextlib.AbstractContextManager[None] = getattr(
+        getattr(runner, "rollout_spec", None), "warm_up", contextlib.nullcontext
+    )()
+    return context
 
 
 def _hook_worker(module: Any) -> None:

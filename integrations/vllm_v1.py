@@ -21,8 +21,11 @@ from rollout_spec.features import FEATURE_WORDS, Features
 from rollout_spec.features_torch import pack_distributions, pack_signatures, prepare
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.commands import run_command
+from rollout_spec.integrations.host_copy import HostCopy
 from rollout_spec.integrations.live_requests import Sampled, read_new_tokens, select
+from rollout_spec.integrations.ranks import broadcasting_from_first_rank, sharing_from_first_rank
 from rollout_spec.integrations.sampling import (
+    compile_kernels,
     needs_processing,
     raise_if_broken,
     refuse_own_processors,
@@ -30,9 +33,9 @@ from rollout_spec.integrations.sampling import (
     verifier_scores,
 )
 from rollout_spec.integrations.session import DraftingSession
-from rollout_spec.integrations.vllm_plugin import broadcasting_from_first_rank, config_of, sharing_from_first_rank
+from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import SamplingBatch, VerifyResult
+from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.api import verify
 from rollout_spec.verify.vectorised import index_rows, scores_matrix
 
@@ -52,9 +55,7 @@ class _Outcome(NamedTuple):
     req_ids: list[str]
     is_counted: NDArray[np.bool_]  # [B], False for chunks of prompts
     num_draft_tokens: list[int]
-    result: VerifyResult
-    logits: torch.Tensor  # as the model gave them, for the message when a row had no sample
-    features: torch.Tensor | None  # int64 [N, FEATURE_WORDS], where the drafter wants them
+    copy: HostCopy  # accepted drafts and broken rows, [B] each; for the drafter also targets [N] and features, if any
 
 
 class Verification(NamedTuple):
@@ -100,9 +101,14 @@ class RunnerAdapter:
 
     def command(self, name: str, *args: Any) -> Any:
         """See `rollout_spec.integrations.commands.run_command`."""
-        self._count_last_verification()
+        self.count_last_verification()
         self.clock.read()
         return run_command(self.proposer.session if self.proposer is not None else None, self.stats, name, *args)
+
+    def compile_kernels(self) -> None:
+        """Called before vLLM's own warm-up. On CPUs the verifier has no kernels."""
+        if self._runner.device.type != "cpu":
+            compile_kernels(self._config, self._runner)
 
     def begin_step(self) -> None:
         """Called before every step runs."""
@@ -130,13 +136,13 @@ class RunnerAdapter:
             metadata: vLLM's `SpecDecodeMetadata`, None when nothing is drafted.
 
         Raises:
-            FloatingPointError: logits hold NaN or +inf; under asynchronous scheduling, those of the step before.
+            FloatingPointError: logits hold NaN or +inf: those of the step before, or of this one where no drafter
+                reads them later in the step.
         """
         self.clock.mark()
         batch = self._describe_batch()
         sampling = self._runner.input_batch.sampling_metadata
-        if self._runner.use_async_scheduling:
-            self._count_last_verification()
+        self.count_last_verification()
         num_draft_tokens = metadata.num_draft_tokens if metadata is not None else [0] * len(batch.req_ids)
         drafted, cu_num_draft_tokens, rows = self._inputs(metadata, sampling, batch)
         processed = self._process(logits, metadata, sampling) if batch.needs_processing else logits
@@ -149,15 +155,16 @@ class RunnerAdapter:
             rows,
             method=self._config.verify,
             logprobs_mode=mode if scored_here else None,
-            max_draft_tokens=max(num_draft_tokens),
+            # Not the longest draft of the step: each width is another variant of the kernel.
+            max_draft_tokens=self._config.num_speculative_tokens if metadata is not None else 0,
         )
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
         is_counted = ~discarded[: len(batch.req_ids)]
         features = self._compute_features(processed, rows, cu_num_draft_tokens)
-        self._outcome = _Outcome(batch.req_ids, is_counted, num_draft_tokens, result, logits, features)
-        lacks_samples = True  # as far as is known without waiting for the device
-        if not self._runner.use_async_scheduling:
-            lacks_samples = self._count_last_verification()
+        session = self.proposer.session if self.proposer is not None and self.proposer.session.enabled else None
+        wanted = [result.num_accepted, result.num_broken_rows]
+        if session is not None:
+            wanted += [result.target_token_ids, *(() if features is None else (features,))]
         tensors = None
         if sampling.max_num_logprobs is not None:
             tokens = result.target_token_ids.clamp(min=0)
@@ -169,13 +176,18 @@ class RunnerAdapter:
                 matrix = scores.log_softmax(-1) if mode.endswith("_logprobs") else scores
                 tensors = self._runner.sampler.gather_logprobs(matrix, sampling.max_num_logprobs, tokens)
             if metadata is not None:
-                tensors = _pad_rows(tensors, metadata, len(batch.req_ids))
+                tensors = _pad_rows(tensors, metadata.cu_num_draft_tokens, result.output_token_ids.shape)
         sampled = result.output_token_ids
-        if lacks_samples:  # a row without a sample emits token 0, as in vLLM
+        if logits.is_cuda or bool(result.num_invalid_rows.any()):  # a row without a sample emits token 0, as in vLLM
             columns = torch.arange(sampled.shape[1], device=logits.device)
             is_emitted = columns == result.num_accepted[:, None]
             sampled = torch.where(is_emitted, sampled.clamp(min=0), sampled)
+        self._outcome = _Outcome(batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted))
         self.clock.stop()
+        if session is not None:
+            session.update_index()  # `propose` reads the outcome, once vLLM has waited for the device
+        elif not self._runner.use_async_scheduling:
+            self.count_last_verification()
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
 
     def _compute_features(
@@ -206,40 +218,29 @@ class RunnerAdapter:
         counts = SimpleNamespace(num_draft_tokens=[count + 1 for count in metadata.num_draft_tokens])
         return self._runner.rejection_sampler.apply_logits_processors(processed, one_more, counts)
 
-    def _count_last_verification(self) -> bool:
-        """Count the last verification and keep it for the drafter.
+    def count_last_verification(self) -> Verification | None:
+        """Count the last verification, if that has not been done.
 
         Returns:
-            Whether some row had no sample.
+            What the drafter should know of it; None if it has been counted, or if the drafter is switched off.
 
         Raises:
             FloatingPointError: a row had no sample because the model's logits are NaN or +inf.
         """
         outcome, self._outcome = self._outcome, None
         if outcome is None:
-            return False
-        result, size = outcome.result, len(outcome.req_ids)
-        wanted = [result.num_accepted, result.num_invalid_rows]
-        proposer = self.proposer if self.proposer is not None and self.proposer.session.enabled else None
-        if proposer is not None:
-            wanted.append(result.target_token_ids)
-            if outcome.features is not None:
-                wanted.append(outcome.features.flatten())
-            proposer.session.update_index()
-        host = torch.cat(wanted).cpu().numpy()  # one copy: each would wait for the device
-        invalid = host[size : 2 * size]
-        lacks_samples = bool(invalid.any())
-        if lacks_samples and bool((outcome.logits.isnan() | (outcome.logits == float("inf"))).any()):
-            raise_if_broken(invalid, outcome.req_ids)  # otherwise masks have left these rows empty, which is no fault
-        verified, accepted = np.array(outcome.num_draft_tokens, np.int64), host[:size]
+            return None
+        accepted, broken, *seen = outcome.copy.read()
+        raise_if_broken(broken, outcome.req_ids)
+        verified = np.array(outcome.num_draft_tokens, np.int64)
         self.stats.record(verified[outcome.is_counted], accepted[outcome.is_counted])
-        if proposer is not None:
-            starts = np.zeros(size + 1, np.int64)
-            np.cumsum(verified + 1, out=starts[1:])
-            targets, words = host[2 * size : 2 * size + starts[-1]], host[2 * size + starts[-1] :]
-            features = None if outcome.features is None else words.reshape(-1, FEATURE_WORDS)
-            proposer.verification = Verification(verified, accepted, targets, starts, features)
-        return lacks_samples
+        if not seen:
+            return None
+        starts = np.zeros(verified.size + 1, np.int64)
+        np.cumsum(verified + 1, out=starts[1:])
+        targets, *words = seen
+        features = words[0].reshape(-1, FEATURE_WORDS) if words else None
+        return Verification(verified, accepted, targets, starts, features)
 
     def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingBatch]:
         """(drafted tokens [D], inclusive sums of draft lengths [B], how each request is sampled)."""
@@ -259,7 +260,7 @@ class RunnerAdapter:
         greedy = sampling.all_greedy or sampling.temperature is None
         rows = SamplingBatch(
             temperature=torch.zeros(size, device=device) if greedy else sampling.temperature,
-            seeds=None if greedy else batch.seeds,
+            seeds=batch.seeds,
             positions=self._runner.positions.index_select(0, first_row),
             top_k=sampling.top_k,
             top_p=sampling.top_p,
@@ -285,13 +286,17 @@ class RunnerAdapter:
         return self._batch
 
 
-def _pad_rows(tensors: Any, metadata: Any, num_requests: int) -> Any:
-    """Spread N rows over B * width rows, width = longest draft + 1: vLLM expects request b's row j at b * width + j."""
-    width = metadata.max_spec_len + 1
+def _pad_rows(tensors: Any, cu_num_draft_tokens: torch.Tensor, shape: torch.Size) -> Any:
+    """Spread N rows over B * width rows: vLLM expects request b's row j at b * width + j.
+
+    Args:
+        shape: (B, width), of the sampled tokens.
+    """
+    num_requests, width = shape
     num_rows = tensors.logprobs.shape[0]
-    if num_rows == num_requests * width:  # all drafts are equally long
+    if num_rows == num_requests * width:  # all drafts are as long as they can be
         return tensors
-    index = index_rows(metadata.cu_num_draft_tokens, num_rows)
+    index = index_rows(cu_num_draft_tokens, num_rows)
     at = index.request * width + index.offset
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
@@ -310,7 +315,6 @@ class RolloutSpecProposer:
     missing from one batch may be preempted).
 
     Attributes:
-        verification: What became of the last step's drafts, until `propose` has told it.
         has_changed: Whether requests have come or ended since the session was last told.
         session: The drafting session, once `bind` was called.
         stats: This engine's counters.
@@ -324,7 +328,6 @@ class RolloutSpecProposer:
         if config is None or not config.speculation:
             raise ValueError("this engine does not ask for rollout_spec: use rollout_spec.engine_kwargs()")
         self.stats = SpeculationStats()
-        self.verification: Verification | None = None
         self.has_changed = True
         self._new_tokens = np.empty(1024, np.int32)
         self.session: DraftingSession
@@ -371,8 +374,11 @@ class RolloutSpecProposer:
 
         Returns:
             Per row, at most num_speculative_tokens drafted tokens.
+
+        Raises:
+            FloatingPointError: the step's logits hold NaN or +inf.
         """
-        verification, self.verification = self.verification, None
+        verification = self._runner.rollout_spec.count_last_verification()
         if not self.session.enabled or verification is None:
             self.session.pause()
             return [[] for _ in sampled_token_ids]

@@ -33,15 +33,18 @@ from rollout_spec.features_torch import pack_distributions, pack_signatures, pre
 from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.commands import Speculation, run_command
+from rollout_spec.integrations.host_copy import HostCopy
 from rollout_spec.integrations.live_requests import Sampled, pieces, select
+from rollout_spec.integrations.ranks import broadcasting_from_first_rank, sharing_from_first_rank
 from rollout_spec.integrations.sampling import (
+    compile_kernels,
     needs_processing,
     raise_if_broken,
     require_seed,
     verifier_scores,
 )
 from rollout_spec.integrations.session import DraftingSession
-from rollout_spec.integrations.vllm_plugin import broadcasting_from_first_rank, config_of, sharing_from_first_rank
+from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array, SamplingBatch, VerifyResult
 from rollout_spec.verify import kernel
@@ -60,8 +63,7 @@ class _Outcome(NamedTuple):
 class _Counts(NamedTuple):
     """A verification's numbers, which are being copied to the host."""
 
-    event: torch.cuda.Event | None
-    values: torch.Tensor  # int32 [3, B]: broken rows, accepted drafts, drafts
+    copy: HostCopy  # broken rows, accepted drafts, drafts, [B] each
     has_sampled: np.ndarray  # bool [B], False for prompts not yet read to their end
     req_ids: list[str]
 
@@ -135,14 +137,18 @@ class RunnerAdapter:
         if self.speculator is not None:
             self.speculator.bind(runner, self, sampler)
 
+    def compile_kernels(self) -> None:
+        """Called before vLLM's own warm-up."""
+        compile_kernels(self._config, self._runner)
+
     @contextmanager
     def warm_up(self) -> Iterator[None]:
-        """Wrap vLLM's warm-up, whose requests have no seeds and are ignored."""
-        self.warming_up = True
+        """Wrap what vLLM does with made-up requests, which have no seeds and are ignored."""
+        before, self.warming_up = self.warming_up, True
         try:
             yield
         finally:
-            self.warming_up = False
+            self.warming_up = before
 
     def command(self, name: str, *args: Any) -> Any:
         """See `rollout_spec.integrations.commands.run_command`."""
@@ -250,6 +256,8 @@ class VerifyingSampler:
             input_batch.expanded_idx_mapping,
             input_batch.expanded_local_pos,
             self.inner.req_states.prefill_len.gpu,
+            self.inner.sampling_states.temperature.gpu,
+            self.inner.sampling_states.seeds.gpu,
         )
         if invalid_drafts is not None:
             layout.draft[:-1].masked_fill_(invalid_drafts[1:], PLACEHOLDER_TOKEN_ID)
@@ -258,6 +266,7 @@ class VerifyingSampler:
         raw, num_logprobs = logits, states.max_num_logprobs(req_indices)
         if self._needs_vllm[req_indices].any():
             logits = self._process(logits, input_batch, layout)
+            layout = layout._replace(temperature=(layout.temperature != 0).float())
             rows = SamplingBatch((rows.temperature != 0).float(), rows.seeds, None, rows.top_k, rows.top_p)
         # vLLM's own code scores tokens other than the sampled one.
         mode = self.inner.logprobs_mode
@@ -318,7 +327,7 @@ class VerifyingSampler:
         """The batch's sampling parameters, as tensors over all requests, indexed by the requests' state indices."""
         return SamplingBatch(
             temperature=states.temperature.gpu,
-            seeds=states.seeds.gpu if np.any(states.temperature.np[req_indices] != 0) else None,
+            seeds=states.seeds.gpu,
             positions=None,
             top_k=states.top_k.gpu if np.any(states.top_k.np[req_indices] != states.vocab_size) else None,
             top_p=states.top_p.gpu if np.any(states.top_p.np[req_indices] < 1) else None,
@@ -346,15 +355,9 @@ class VerifyingSampler:
         # Waiting for the device would undo asynchronous scheduling. Draft lengths come from the device, too: where
         # vLLM's adaptive verification cuts drafts, the host does not know them.
         num_drafted = layout.starts[1:] - layout.starts[:-1] - 1
-        counts = torch.stack((result.num_broken_rows, result.num_accepted.int(), num_drafted.int()))
-        event = None
-        if counts.device.type == "cuda":
-            counts = torch.empty_like(counts, device="cpu", pin_memory=True).copy_(counts, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-        self._unread.append(_Counts(event, counts, finished_prefill, input_batch.req_ids))
-        if event is None:
-            self.read_counts()
+        copy = HostCopy((result.num_broken_rows, result.num_accepted, num_drafted))
+        self._unread.append(_Counts(copy, finished_prefill, input_batch.req_ids))
+        self.read_counts()
 
     def read_counts(self, *, wait: bool = False) -> None:
         """Count the verifications whose numbers have arrived from the device, or wait for all of them.
@@ -362,15 +365,9 @@ class VerifyingSampler:
         Raises:
             FloatingPointError: a row had no sample because the model's logits are NaN or +inf.
         """
-        while self._unread:
-            counts = self._unread[0]
-            if counts.event is not None:
-                if wait:
-                    counts.event.synchronize()
-                elif not counts.event.query():
-                    return
-            self._unread.popleft()
-            broken, accepted, drafted = counts.values.numpy()
+        while self._unread and (wait or self._unread[0].copy.has_arrived()):
+            counts = self._unread.popleft()
+            broken, accepted, drafted = counts.copy.read()
             raise_if_broken(broken, counts.req_ids)
             rows = counts.has_sampled
             self._adapter.stats.record(drafted[rows], accepted[rows])
@@ -456,13 +453,18 @@ class HistorySpeculator(BaseSpeculator):
             (rows of the batch, int64 [R]; their drafts). None while the session is switched off.
         """
         result, starts, size = outcome.result, outcome.starts.astype(np.int64), len(outcome.req_ids)
-        counts = (result.num_accepted, result.num_broken_rows, num_sampled[:size], outcome.first_positions)
+        copy = HostCopy(
+            (
+                result.target_token_ids,
+                result.num_accepted,
+                result.num_broken_rows,
+                num_sampled[:size],
+                outcome.first_positions,
+                *(() if features is None else (features,)),
+            )
+        )
         self.session.update_index()
-        wanted = (result.target_token_ids, *counts, *(() if features is None else (features.flatten(),)))
-        host = torch.cat(wanted).cpu().numpy()
-        num_rows, seen_features = int(starts[-1]), None
-        targets, ends = host[:num_rows], num_rows + len(counts) * size
-        accepted, broken, sampled, positions = host[num_rows:ends].reshape(len(counts), size)
+        targets, accepted, broken, sampled, positions, *words = copy.read()
         raise_if_broken(broken, outcome.req_ids)
         batch_rows = np.flatnonzero(sampled)  # not the chunks of prompts
         verified = np.diff(starts) - 1
@@ -483,8 +485,7 @@ class HistorySpeculator(BaseSpeculator):
                 new[i] = self._read_tokens(outcome.req_ids[batch_rows[i]], int(rows[i]))
             tokens, token_starts = np.concatenate(new), np.cumsum([0, *map(len, new)])
         seen, seen_starts = select(targets, starts, batch_rows)
-        if features is not None:
-            seen_features = select(host[ends:].reshape(-1, FEATURE_WORDS), starts, batch_rows)[0]
+        seen_features = select(words[0].reshape(-1, FEATURE_WORDS), starts, batch_rows)[0] if words else None
         drafts = self.session.draft(
             Sampled(
                 rows,

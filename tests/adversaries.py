@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 
 from rollout_spec.types import Draft
@@ -145,3 +147,33 @@ class KeepAll:
 
     def apply(self, logits):
         return logits
+
+
+def _rank():
+    import torch
+
+    return torch.distributed.get_rank()
+
+
+class SlowOnTheSecondRank(Adversary):
+    """Sleeps while it drafts, on the second tensor-parallel rank: its steps take longer than the first rank's."""
+
+    def propose(self, req_ids, max_tokens):
+        if _rank() == 1:
+            time.sleep(0.01)
+        return super().propose(req_ids, max_tokens)
+
+
+class RaisesOnTheFirstRank(RaisesAfterSomeSteps):
+    """As `RaisesAfterSomeSteps`, on one tensor-parallel rank."""
+
+    rank = 0
+
+    def propose(self, req_ids, max_tokens):
+        return (super() if _rank() == self.rank else super(RaisesAfterSomeSteps, self)).propose(req_ids, max_tokens)
+
+
+class RaisesOnTheSecondRank(RaisesOnTheFirstRank):
+    """As `RaisesAfterSomeSteps`, on the other one."""
+
+    rank = 1

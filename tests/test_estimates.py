@@ -252,3 +252,12 @@ def test_the_oldest_problem_makes_room(monkeypatch):
     of_run = predict(lengths, -1, 0, 1000)
     assert predict(lengths, 0, 0, 1000) == of_run  # forgotten
     assert predict(lengths, 60, 0, 1000)[0] == 71
+
+
+def test_outcomes_of_more_than_was_drafted_are_not_counted():
+    """Nothing past a draft is read, whatever an engine says that it has verified."""
+    survival = Survival()
+    confidence = np.array([0.5, 0.5, 0.9], np.float32)
+    survival.observe(confidence, np.array([0, 2, 2, 3]), np.array([8, 8, 1]), np.array([8, 3, 0]))
+    assert survival.counts[..., 0].sum() == 3
+    assert survival.counts[..., 2].sum() == 2

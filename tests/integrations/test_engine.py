@@ -344,7 +344,7 @@ def test_scores_of_chosen_tokens_are_refused(request, name):
 
 def test_own_logits_processors_are_refused(tiny_model):
     with pytest.raises(ValueError, match="KeepAll"):
-        build(tiny_model, logits_processors=["tests.adversaries.KeepAll"], **engine_kwargs(speculation=False))
+        build(tiny_model, logits_processors=["tests.adversaries:KeepAll"], **engine_kwargs(speculation=False))
 
 
 def test_a_row_that_masks_leave_empty_ends_nobody_elses_request(on, adversarial, off):

@@ -117,3 +117,28 @@ def test_everything_is_compiled_while_the_engine_is_built(tiny_model, monkeypatc
 def test_a_mistake_in_a_constructor_is_no_wrong_option():
     with pytest.raises(TypeError, match="has no len"):
         build_drafter("tests.adversaries.RaisesWhenBuilt")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "options"),
+    [
+        ("VLLM_USE_RUST_FRONTEND", "1", OPTIONS),
+        ("VLLM_USE_RUST_FRONTEND", "1", engine_kwargs(speculation=False)),
+        ("VLLM_GPU_SYNC_CHECK", "error", OPTIONS),
+    ],
+)
+def test_environments_in_which_the_engine_could_not_work(tiny_model, monkeypatch, variable, value, options):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"{variable}.*: unset it"):
+        build(tiny_model, **options)
+
+
+def test_an_engine_without_a_drafter_on_the_host_may_check_for_waits(tiny_model, monkeypatch):
+    monkeypatch.setenv("VLLM_GPU_SYNC_CHECK", "error")
+    build(tiny_model, **engine_kwargs(speculation=False))
+
+
+def test_asynchronous_scheduling_with_a_drafter_on_the_host(tiny_model):
+    """In V1 vLLM itself refuses it by the drafter's method."""
+    with pytest.raises(ValueError, match=r"[Aa]sync"):
+        build(tiny_model, **OPTIONS, async_scheduling=True)

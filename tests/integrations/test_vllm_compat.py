@@ -105,11 +105,13 @@ def test_sampling_parameters_come_last_or_by_name(arguments):
 
 def test_first_rows_are_read_where_they_are_known(monkeypatch):
     outputs = pytest.importorskip("vllm.v1.outputs")
+    fields = ("logprobs", "cu_num_generated_tokens", "cu_num_generated_tokens_tensor")
+    monkeypatch.setattr(outputs, "LogprobsTensors", SimpleNamespace(_fields=fields))
     assert vllm_compat.first_rows(BATCH, on_device=False) == [0, 2]
     of_device = vllm_compat.first_rows(BATCH, on_device=True)
     assert of_device.tolist() == [0, 2]
     assert of_device is not BATCH.cu_num_logits, "the next step writes into it"
-    monkeypatch.setattr(outputs, "LogprobsTensors", SimpleNamespace(_fields=("logprobs", "cu_num_generated_tokens")))
+    monkeypatch.setattr(outputs, "LogprobsTensors", SimpleNamespace(_fields=fields[:2]))
     assert vllm_compat.first_rows(BATCH, on_device=True) == [0, 2]
 
 

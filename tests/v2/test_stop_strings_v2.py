@@ -15,8 +15,8 @@ PROMPTS = [[1, 4 + i % 2, 9] for i in range(6)]
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_model):
-    return [summary(output) for output in generate(build(tiny_model), params(), PROMPTS)]
+def expected(stock):
+    return [summary(output) for output in generate(stock, params(), PROMPTS)]
 
 
 def params():

