@@ -1,6 +1,6 @@
 """What an engine step costs with speculation, by runner and drafter, after a correctness gate.
 
-    python experiments/bench_engine.py --shape 1.5b 7b --batch 1 8 64 256 [--out FILE]
+    python experiments/bench_engine.py --shape 1.5b --batch 1 8 64 256 [--modes none off budget] [--out FILE]
 
 Models have a real model's shape and dummy weights: a step costs what the real model's would, and the text is random.
 Each mode runs in a process of its own with the engine inside, as in TRL's colocate mode, all with the same prompts,
@@ -28,8 +28,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,33 +35,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from engine_process import SHAPES, TimeBudget, log_file, run_again, write_model
 
 from rows import append, origin, quantiles
 
-SHAPES = {
-    # layers, hidden, intermediate, heads, key-value heads, vocabulary: Qwen2.5-1.5B and -7B
-    "1.5b": (28, 1536, 8960, 12, 2, 151_936),
-    "7b": (28, 3584, 18944, 28, 4, 152_064),
-    "tiny": (2, 64, 128, 2, 1, 256),
-}
 MODES = (
     "none", "off", "ngram", "suffix", "v1", "v2", "budget", "device",
     "v1-replay", "v2-replay", "budget-replay", "device-replay",
 )  # fmt: skip
 WARM_UP_TOKENS = 16
-
-
-def write_model(shape: str, folder: Path) -> None:
-    """A Llama configuration of the given shape; vLLM makes the weights up."""
-    layers, hidden, intermediate, heads, kv_heads, vocab = SHAPES[shape]
-    config = {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
-        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads, "head_dim": hidden // heads, "vocab_size": vocab, "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu",
-        "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
-    }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config))
 
 
 def engine_arguments(mode: str, k: int) -> dict[str, Any]:
@@ -85,31 +65,29 @@ def engine_arguments(mode: str, k: int) -> dict[str, Any]:
     return engine_kwargs(num_speculative_tokens=k, budget=mode.startswith("budget"))
 
 
-def run_mode(args: argparse.Namespace, mode: str, shape: str) -> list[dict[str, Any]]:
+def run_mode(args: argparse.Namespace, mode: str) -> list[dict[str, Any]]:
     """One engine, all batch sizes. Runs in a process of its own."""
     import torch
     from vllm import LLM, SamplingParams
 
     from rollout_spec.stats import SpeculationStats
 
-    with tempfile.TemporaryDirectory() as folder:
-        write_model(shape, Path(folder))
-        llm = LLM(
-            folder,
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            dtype=args.dtype,
-            max_model_len=args.tokens + 128,
-            max_num_seqs=max(args.batch),
-            enforce_eager=args.eager,
-            logprobs_mode="processed_logprobs",
-            seed=0,
-            **({"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else {"num_gpu_blocks_override": 300}),
-            **engine_arguments(mode, args.k),
-        )
+    llm = LLM(
+        args.model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=args.dtype,
+        max_model_len=args.tokens + 128,
+        max_num_seqs=max(args.batch),
+        enforce_eager=args.eager,
+        logprobs_mode="processed_logprobs",
+        seed=0,
+        **({"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else {"num_gpu_blocks_override": 300}),
+        **engine_arguments(mode, args.k),
+    )
     engine = llm.llm_engine
     runner = type(engine.model_executor.driver_worker.model_runner).__module__
-    vocab = SHAPES[shape][-1]
+    vocab = SHAPES[args.shape][-1]
     step, times = engine.step, []
 
     def timed_step(*a: Any, **kw: Any) -> Any:
@@ -143,7 +121,7 @@ def run_mode(args: argparse.Namespace, mode: str, shape: str) -> list[dict[str, 
         before = stats()
         rollouts, seconds = generate(batch, args.tokens, batch)
         result = {
-            "mode": mode, "shape": shape, "batch": batch, "k": args.k, "tokens": args.tokens, "runner": runner,
+            "mode": mode, "shape": args.shape, "batch": batch, "k": args.k, "tokens": args.tokens, "runner": runner,
             "async_scheduling": engine.vllm_config.scheduler_config.async_scheduling,
             "step_ms": quantiles(np.diff(times) * 1e3), "steps": len(times),
             "tokens_per_second": round(batch * args.tokens / seconds, 1),
@@ -167,26 +145,6 @@ def partings(rollouts: list[list[int]], others: list[list[int]]) -> tuple[int, f
     return len(at), float(np.median(at)) if at else None
 
 
-def run_in_process(args: argparse.Namespace, mode: str, shape: str, argv: list[str]) -> list[dict[str, Any]] | None:
-    """Run this file again for one mode; None if it fails."""
-    environment = {
-        **os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-    }  # fmt: skip
-    if mode.startswith("v1"):
-        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    if args.batch_invariant:
-        environment["VLLM_BATCH_INVARIANT"] = "1"
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, __file__, *argv, "--only", mode, "--only-shape", shape, "--only-out", file.name]
-        finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        if finished.returncode:
-            print(f"{shape} {mode}: does not run: {finished.stderr.strip().splitlines()[-1:]}", flush=True)
-            return None
-        results: list[dict[str, Any]] = json.loads(Path(file.name).read_text())
-        return results
-
-
 def describe(result: dict[str, Any]) -> str:
     """A line of the table."""
     line = f"{result['shape']:>5} {result['batch']:5d} {result['mode']:13} {result['step_ms'][1]:13.2f} "
@@ -202,7 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run all modes of all shapes and print a table."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["1.5b"])
+    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--tokens", type=int, default=256)
@@ -210,26 +168,40 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--batch-invariant", action="store_true")
+    parser.add_argument("--seconds", type=float, default=570, help="start no mode that could not end by then")
+    parser.add_argument("--logs", type=Path, help="keep all that the engines print in this folder")
     parser.add_argument("--out", type=Path, help="append rows to this file")
     parser.add_argument("--only", choices=MODES, help=argparse.SUPPRESS)
-    parser.add_argument("--only-shape", help=argparse.SUPPRESS)
-    parser.add_argument("--only-out", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.only:
-        args.only_out.write_text(json.dumps(run_mode(args, args.only, args.only_shape)))
+        args.result.write_text(json.dumps(run_mode(args, args.only)))
         return
     import torch
 
     about = origin(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
     print("shape batch mode          step ms (p50)   / none  tokens/s   / none  accepted  parted from off (at)")
-    for shape in args.shape:
-        baseline: dict[int, dict[str, Any]] = {}
-        undrafted: dict[int, list[list[int]]] = {}
+    baseline: dict[int, dict[str, Any]] = {}
+    undrafted: dict[int, list[list[int]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(args.shape, Path(folder))  # one folder, so that vLLM compiles the model once
+        budget = TimeBudget(args.seconds)
         for mode in sorted(args.modes, key=MODES.index):
-            for result in run_in_process(args, mode, shape, argv) or []:
+            environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if mode.startswith("v1") else {}
+            if args.batch_invariant:
+                environment["VLLM_BATCH_INVARIANT"] = "1"
+            with budget.run(f"engine_{args.shape}_{mode}") as left:
+                if left is None:
+                    continue
+                log = log_file(args.logs, f"engine_{args.shape}_{mode}")
+                results = run_again(
+                    [*argv, "--only", mode, "--model", folder], log=log, environment=environment, timeout=left
+                )
+            for result in results or []:
                 batch, rollouts = result["batch"], result.pop("rollouts")
                 if any(len(rollout) != args.tokens for rollout in rollouts):
-                    raise SystemExit(f"gate: {shape} {mode}: a rollout does not have {args.tokens} tokens")
+                    raise SystemExit(f"gate: {mode}: a rollout does not have {args.tokens} tokens")
                 if mode == "none":
                     baseline[batch] = result
                 if mode == "off":

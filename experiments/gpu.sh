@@ -1,18 +1,24 @@
 #!/usr/bin/env bash
-# Checks and benchmarks that need a GPU. Run from the repository's root with torch and vLLM importable; rows and logs go
-# to OUT.
-#   bash experiments/gpu.sh OUT check device verify     correctness, the device drafter, the verifier: about 8 minutes
-#   bash experiments/gpu.sh OUT engine-1.5b             the engine step, 12 modes: about 15 minutes
-#   bash experiments/gpu.sh OUT engine-1.5b:none,device,budget-replay        some of the modes: a minute each
-#   bash experiments/gpu.sh OUT engine-7b invariant     the larger shape; first divergence with batch-invariant kernels
+# Checks and benchmarks that need a GPU, in stages of ten minutes at most. Run from the repository's root with torch and
+# vLLM importable:
+#   bash experiments/gpu.sh OUT imports check device verify      correctness, device drafter, verifier: about 8 minutes
+#   ROLLOUTS=FILE.parquet bash experiments/gpu.sh OUT phase-1.5b     whole rollout phases in every mode: up to 10 minutes
+#   bash experiments/gpu.sh OUT phase-1.5b:none,budget,device        in some of them
+#   bash experiments/gpu.sh OUT engine-1.5b invariant            the engine's step; divergence in bf16
+#   bash experiments/gpu.sh OUT forward-1.5b                     without vLLM: the cost of a step, for replay --engine-cost
+# A failing stage does not stop the others. OUT gets results.jsonl, summary.txt and logs.tar.gz, which holds all that each
+# stage and each engine printed.
 set -uo pipefail
 out=$(realpath -m "$1")
 shift
-mkdir -p "$out/plugin"
-export PYTHONPATH="$PWD:$out/plugin${PYTHONPATH:+:$PYTHONPATH}" VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+logs=$(mktemp -d)
+mkdir -p "$out" "$logs/plugin"
+python=${PYTHON:-python3}
+rollouts=${ROLLOUTS:-experiments/results/real_policy/samples-step0040-t1.parquet}
+export PYTHONPATH="$PWD:$logs/plugin${PYTHONPATH:+:$PYTHONPATH}" VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
 
 # vLLM finds plugins through their package's metadata; where the package is not installed, this provides it.
-python3 - "$out/plugin" <<'PYTHON'
+"$python" - "$logs/plugin" <<'PYTHON'
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -29,27 +35,38 @@ PYTHON
 
 failed=0
 for stage in "$@"; do
-    case $stage in
-        check) command="experiments/check_gpu.py --out $out/check_gpu.jsonl" ;;
-        device) command="experiments/bench_device.py --out $out/bench_device_gpu.jsonl" ;;
-        verify) command="experiments/bench_verify.py --out $out/bench_verify_gpu.jsonl" ;;
-        engine-*)
-            shape=${stage#engine-}
-            command="experiments/bench_engine.py --shape ${shape%%:*} --out $out/bench_engine_gpu.jsonl"
-            [[ $shape == *:* ]] && command="$command --modes ${shape#*:}"
-            command=${command//,/ }
-            ;;
+    name=${stage%%:*}
+    shape=${name#*-}
+    modes=
+    [[ $stage == *:* ]] && modes="--modes ${stage#*:}"
+    case $name in
+        imports) command="experiments/check_imports.py" ;;
+        check) command="experiments/check_gpu.py" ;;
+        device) command="experiments/bench_device.py" ;;
+        verify) command="experiments/bench_verify.py" ;;
+        phase-*) command="experiments/bench_phase.py --shape $shape --rollouts $rollouts --logs $logs/$name ${modes//,/ }" ;;
+        engine-*) command="experiments/bench_engine.py --shape $shape --logs $logs/$name ${modes//,/ }" ;;
         invariant)
-            command="experiments/bench_engine.py --shape 1.5b --batch 8 64 --modes none off v2 device --batch-invariant"
-            command="$command --out $out/bench_engine_gpu.jsonl"
+            command="experiments/bench_engine.py --batch 8 64 --modes none off v2 device --batch-invariant"
+            command="$command --logs $logs/$name"
             ;;
+        forward-*) command="experiments/bench_forward.py --shape $shape --cost $out/cost-$shape.json" ;;
         *)
             echo "unknown stage $stage" >&2
             exit 2
             ;;
     esac
     echo "== $stage"
+    started=$SECONDS
     # shellcheck disable=SC2086
-    python3 $command 2>"$out/$stage.log" || { failed=1; tail -n 5 "$out/$stage.log"; }
+    timeout 595 "$python" $command --out "$out/results.jsonl" 2>"$logs/$name.stderr" | tee "$logs/$name.stdout"
+    code=${PIPESTATUS[0]}
+    [[ $code == 0 ]] || { failed=1; tail -n 3 "$logs/$name.stderr"; }
+    last=$(tail -n 1 "$logs/$name.stdout" | cut -c 1-100)
+    printf '%-16s %4s %5d s  %s\n' "$stage" "$([[ $code == 0 ]] && echo ok || echo "$code")" $((SECONDS - started)) "$last" \
+        >>"$logs/summary"
 done
+echo "== summary"
+tee -a "$out/summary.txt" <"$logs/summary"
+tar -czf "$out/logs.tar.gz" -C "$logs" . && rm -r "$logs"
 exit $failed

@@ -22,6 +22,7 @@ def test_modes_run_and_agree(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     out = tmp_path / "rows.jsonl"
     modes = ["none", "off", "budget", "v1-replay"]
+    monkeypatch.setattr("sys.argv", [bench_engine.__file__])
     bench_engine.main(
         ["--shape", "tiny", "--batch", "3", "--tokens", "12", "--dtype", "float32", "--eager", "--modes", *modes,
          "--out", str(out)]

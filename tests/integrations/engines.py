@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+import vllm
 from vllm import LLM, SamplingParams
 
 from rollout_spec import engine_kwargs, noise
@@ -21,6 +22,12 @@ GAP = 1e-3
 
 PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """For `mixed_params` where vLLM's own top-k/top-p kernel would run in the interpreter, which it does not."""
+
+own_processes = pytest.mark.skipif(
+    vllm.__version_tuple__[:2] == (0, 24),
+    reason="vLLM 0.24's CPU build starts no engine with drafts, except in this process (see tests/conftest.py)",
+)
+"""For engines whose workers are processes of their own."""
 
 ENGINES = []
 """Keeps every engine alive: shutting one down destroys the process-wide groups that the others use."""

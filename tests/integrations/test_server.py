@@ -16,26 +16,32 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_spec import engine_kwargs
-from tests.integrations.engines import build, generate
+from tests.integrations.engines import build, generate, own_processes
 from tests.integrations.test_stop_strings import stopping_params
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, own_processes]
 
 PROMPT = [1, 4, 9]
 START_SECONDS = 240
 
 
 class Server:
-    """A vLLM server on this machine. Vocabulary and weights are the tiny model's."""
+    """A vLLM server on this machine. Vocabulary and weights are the tiny model's.
 
-    def __init__(self, model, log, **options) -> None:
+    Args:
+        log: The file that gets what it prints.
+        arguments: More of the server's, by name.
+        **options: `engine_kwargs`.
+    """
+
+    def __init__(self, model, log, *, arguments=(), **options) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
-        arguments = {
+            self.port = probe.getsockname()[1]
+        given = {
             "model": model,
             "host": "127.0.0.1",
-            "port": self._port,
+            "port": self.port,
             "dtype": "float32",
             "max-model-len": 128,
             "max-num-seqs": 32,
@@ -43,9 +49,10 @@ class Server:
             "logprobs-mode": "processed_logprobs",
             "additional-config": json.dumps(options["additional_config"]),
             "speculative-config": json.dumps(options["speculative_config"]),
+            **dict(arguments),
         }
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-        for name, value in arguments.items():
+        for name, value in given.items():
             command += [f"--{name}", str(value)]
         self._log = log
         self._process = subprocess.Popen(
@@ -62,7 +69,7 @@ class Server:
 
     def _is_up(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=5):
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
                 return True
         except OSError:
             return False
@@ -70,7 +77,7 @@ class Server:
     def post(self, path, body):
         """(status, text) of a request's answer."""
         request = urllib.request.Request(
-            f"http://127.0.0.1:{self._port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
         try:
             with urllib.request.urlopen(request, timeout=120) as answer:

@@ -10,9 +10,18 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_spec import engine_kwargs
-from tests.integrations.engines import ENGINES, assert_same, build, generate, mixed_params, prompts_of, verify_all
+from tests.integrations.engines import (
+    ENGINES,
+    assert_same,
+    build,
+    generate,
+    mixed_params,
+    own_processes,
+    prompts_of,
+    verify_all,
+)
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, own_processes]
 
 K = 4
 

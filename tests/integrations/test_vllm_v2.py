@@ -12,7 +12,14 @@ import torch
 pytest.importorskip("vllm")
 pytest.importorskip("triton")
 
+import vllm
+
 from rollout_spec import RolloutSpecConfig
+from rollout_spec.integrations.vllm_compat import lacks_v2_interfaces
+
+if lacks_v2_interfaces(vllm.__version_tuple__):
+    pytest.skip("this vLLM's V2 runner is not supported", allow_module_level=True)
+
 from rollout_spec.integrations import vllm_v2
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Drafts, VerifyResult

@@ -1,0 +1,93 @@
+"""Recorded rollouts, said again by an engine with made-up weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("pyarrow")
+
+import bench_phase
+
+from rollout_spec.replay.traces import Problem, Rollout
+
+ROLLOUTS = Path(__file__).parents[2] / "experiments/results/real_policy/samples-step0040-t1.parquet"
+
+
+def rollout(*tokens):
+    return Rollout(0, 0, np.array([1], np.int32), np.array(tokens, np.int32), (len(tokens),))
+
+
+def test_the_end_token_ends_rollouts_and_occurs_nowhere_else():
+    assert bench_phase.end_token([rollout(5, 6, 2), rollout(7, 2), rollout(2)]) == 2
+    assert bench_phase.end_token([rollout(5, 2, 6), rollout(6, 2)]) == -1
+    assert bench_phase.end_token([rollout(5, 2, 6), rollout(6, 2), rollout(9, 7)]) == 7
+
+
+def test_the_phases_of_a_batch_size_have_the_same_problems_and_different_rollouts():
+    problems = [Problem(str(p), [rollout(p, s) for s in range(20)]) for p in range(4)]
+    first, second = (bench_phase.Phase(problems, 12, number) for number in range(2))
+    assert first.problems == second.problems
+    assert [r.tokens.tolist() for r in first.rollouts] == [[p, s] for p in (0, 1) for s in range(8)][:12]
+    assert [r.tokens.tolist() for r in second.rollouts] == [[p, s] for p in (0, 1) for s in range(8, 16)][:12]
+    assert not set(first.problems) & set(bench_phase.Phase(problems, 4, 0).problems)
+    many = bench_phase.Phase(problems, 40, 1)  # ten of each
+    assert many.rollouts[0].tokens.tolist() == [0, 10]
+    with pytest.raises(ValueError, match="24 rollouts of each"):
+        bench_phase.Phase(problems, 48, 1)
+
+
+@pytest.mark.engine
+def test_modes_run_and_say_what_was_recorded(tmp_path, monkeypatch, capsys):
+    """The gate is in the script: an engine that says anything else fails."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr("sys.argv", [bench_phase.__file__])
+    out = tmp_path / "rows.jsonl"
+    bench_phase.main(
+        ["--shape", "tiny", "--rollouts", str(ROLLOUTS), "--batch", "1", "6", "--max-seqs", "4", "--dtype", "float32",
+         "--eager", "--modes", "none", "all", "--logs", str(tmp_path / "logs"), "--out", str(out)]
+    )  # fmt: skip
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["mode"], row["batch"], row["phase"]) for row in rows] == [
+        (mode, batch, phase) for mode in ("none", "all") for batch in (1, 6) for phase in ("first", "history")
+    ]
+    for row in rows:
+        assert row["seconds"] > row["tail_seconds"] >= 0
+        assert row["times_as_fast"] == 1 or row["mode"] == "all"
+        assert row["steps_without_graph"] == 1
+    assert rows[0]["tokens_per_step"] == rows[3]["tokens_per_step"] == 1
+    first, history = rows[6:]
+    assert history["tokens_per_step"] > first["tokens_per_step"] > 1
+    assert history["host_us"] > 0
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"phase_tiny_none.log", "phase_tiny_all.log"}
+    assert "history  all" in capsys.readouterr().out
+
+
+def test_a_mode_that_fails_leaves_its_log_and_the_others_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [bench_phase.__file__])
+    rows = tmp_path / "rows.jsonl"
+    bench_phase.main(
+        ["--shape", "tiny", "--rollouts", "missing.parquet", "--modes", "none", "--logs", str(tmp_path), "--out",
+         str(rows)]
+    )  # fmt: skip
+    assert "does not run (1)" in capsys.readouterr().out
+    assert "FileNotFoundError" in (tmp_path / "phase_tiny_none.log").read_text()
+    assert not rows.exists()
+
+
+def test_nothing_is_started_that_could_not_end_in_time(capsys, monkeypatch):
+    from engine_process import TimeBudget
+
+    now = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    budget = TimeBudget(100)
+    with budget.run("first") as left:
+        assert left == 100
+        now[0] = 60.0
+    with budget.run("second") as left:
+        assert left is None
+    assert capsys.readouterr().out == "second: not run, only 40 s are left\n"
