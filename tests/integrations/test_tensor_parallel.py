@@ -35,11 +35,10 @@ def off(tiny_model):
 @contextmanager
 def two_ranks(model, **kwargs):
     llm = build(model, tensor_parallel_size=2, distributed_executor_backend="mp", num_gpu_blocks_override=100, **kwargs)
-    ENGINES.remove(llm)
     try:
         yield llm
     finally:
-        llm.llm_engine.model_executor.shutdown()  # the engine itself would take the other engine's groups with it
+        llm.llm_engine.model_executor.shutdown()  # the engine itself would take the other engines' groups with it
 
 
 def ask(llm, *command):
