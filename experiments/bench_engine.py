@@ -184,6 +184,7 @@ def main(argv: list[str] | None = None) -> None:
     print("shape batch mode          step ms (p50)   / none  tokens/s   / none  accepted  parted from off (at)")
     baseline: dict[int, dict[str, Any]] = {}
     undrafted: dict[int, list[list[int]]] = {}
+    failed: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         write_model(args.shape, Path(folder))  # one folder, so that vLLM compiles the model once
         budget = TimeBudget(args.seconds)
@@ -198,6 +199,8 @@ def main(argv: list[str] | None = None) -> None:
                 results = run_again(
                     [*argv, "--only", mode, "--model", folder], log=log, environment=environment, timeout=left
                 )
+            if results is None:
+                failed.append(mode)
             for result in results or []:
                 batch, rollouts = result["batch"], result.pop("rollouts")
                 if any(len(rollout) != args.tokens for rollout in rollouts):
@@ -217,6 +220,8 @@ def main(argv: list[str] | None = None) -> None:
                 result["batch_invariant"] = args.batch_invariant
                 append(args.out, {"benchmark": "engine", **result, **about})
                 print(describe(result), flush=True)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

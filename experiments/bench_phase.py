@@ -21,7 +21,7 @@ queue is a batch larger than `--max-seqs`. The gate: every rollout is the record
 Reported by batch, phase and mode: seconds, also relative to `none`; the tail, seconds in which less than a quarter of
 the requests were left; tokens per second; tokens per request and step; microseconds of the host per request and step
 that our drafter took; and the share of steps that were too large for a CUDA graph. History is words alone: what a
-model with made-up weights sees says nothing.
+model with made-up weights sees says nothing. Each cell is run once: differences of some percent mean nothing.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ import numpy as np
 import torch
 from engine_process import SHAPES, TimeBudget, log_file, run_again, write_model
 
+from rollout_spec.integrations.host_copy import to_device
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 from rows import append, origin
 
-MODES = ("none", "ngram", "ngram_gpu", "suffix", "all", "budget", "device")
-OURS = ("all", "budget", "device")
+MODES = ("none", "budget", "device", "all", "ngram_gpu", "ngram", "suffix")
+"""In the order in which they run: the first ones matter most, and time may run out."""
+OURS = ("budget", "device", "all")
 GROUP = 8
 """Rollouts per problem and phase, more where there are too few problems."""
 PHASES = ("first", "history")
@@ -71,6 +73,23 @@ def engine_arguments(mode: str, k: int, has_noise: bool) -> dict[str, Any]:
         return engine_kwargs(num_speculative_tokens=k, drafter="device", drafter_options=options, verify=verify)
     options["max_history_versions"] = 1  # so that each batch size begins without history
     return engine_kwargs(num_speculative_tokens=k, drafter_options=options, verify=verify, budget=mode == "budget")
+
+
+def fits(recorded: list[Problem], batch: int) -> bool:
+    """Whether there are rollouts for both phases of a batch size."""
+    try:
+        return all(Phase(recorded, batch, number) for number in range(len(PHASES)))
+    except ValueError as error:
+        print(f"batch {batch}: left out, {error}", flush=True)
+        return False
+
+
+def made_up(batch: int, vocab: int) -> list[Rollout]:
+    """Rollouts of other problems, to warm up with."""
+    rng = np.random.default_rng(batch)
+    prompt = rng.integers(3, vocab, 32).astype(np.int32)
+    texts = rng.integers(3, vocab, (batch, WARM_UP_TOKENS)).astype(np.int32)
+    return [Rollout(i, 0, prompt, text, (WARM_UP_TOKENS,)) for i, text in enumerate(texts)]
 
 
 class Phase:
@@ -132,7 +151,7 @@ class Scripts:
         if req_ids != self._scheduled:
             self._scheduled = list(req_ids)
             scripts = [runner.requests[req_id].sampling_params.extra_args[SCRIPT] for req_id in req_ids]
-            self._of_request = torch.tensor(scripts, device=logits.device)
+            self._of_request = to_device(scripts, torch.int64, logits.device)
         if metadata is None:
             rows, script = runner.query_start_loc.gpu[1 : len(req_ids) + 1] - 1, self._of_request
         else:
@@ -154,6 +173,18 @@ class Scripts:
             return call(sampler, logits, input_batch, *args, **kwargs)
 
         return sample
+
+
+def read_recorded(path: str) -> list[Problem]:
+    """The problems all of whose rollouts say something.
+
+    Raises:
+        ValueError: an environment has given some of the tokens, which no phase can repeat.
+    """
+    recorded = [problem for problem in read_traces(path) if all(r.tokens.size for r in problem.rollouts)]
+    if any(len(rollout.runs) > 1 for problem in recorded for rollout in problem.rollouts):
+        raise ValueError(f"{path}: an environment has given some of the tokens, which no phase can repeat")
+    return recorded
 
 
 def prompt_of(rollout: Rollout) -> np.ndarray:
@@ -218,11 +249,9 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> list[di
     """All phases of one engine. Runs in a process of its own."""
     from vllm import LLM, SamplingParams
 
-    recorded = [problem for problem in read_traces(args.rollouts) if all(r.tokens.size for r in problem.rollouts)]
+    recorded = read_recorded(args.rollouts)
     phases = {(b, name): Phase(recorded, b, n) for b in batches for n, name in enumerate(PHASES)}
     rollouts = [rollout for phase in phases.values() for rollout in phase.rollouts]
-    if any(len(rollout.runs) > 1 for rollout in rollouts):
-        raise ValueError(f"{args.rollouts}: an environment has given some of the tokens, which no phase can repeat")
     end = end_token(rollouts)
     limit = max(rollout.tokens.size for rollout in rollouts)
     has_noise = all(rollout.seed is not None for rollout in rollouts)
@@ -232,7 +261,7 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> list[di
         skip_tokenizer_init=True,
         dtype=args.dtype,
         max_model_len=max(prompt_of(rollout).size for rollout in rollouts) + limit + args.k + 1,
-        max_num_seqs=min(max(args.batch), args.max_seqs),
+        max_num_seqs=args.max_seqs,
         enforce_eager=args.eager,
         logprobs_mode="processed_logprobs",
         seed=0,
@@ -241,23 +270,24 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> list[di
     )
     engine = llm.llm_engine
     runner = engine.model_executor.driver_worker.model_runner
-    Scripts(runner, rollouts, max(end, 0))
+    warm_ups = {batch: made_up(batch, SHAPES[args.shape][-1]) for batch in batches}
+    Scripts(runner, [*rollouts, *(rollout for made in warm_ups.values() for rollout in made)], max(end, 0))
     watch = Watch(llm, runner)
 
     def command(*arguments: Any) -> Any:
         return llm.collective_rpc("rollout_spec", args=arguments)[0] if mode in OURS else None
 
-    def generate(phase: Phase, first_script: int, most_tokens: int, salt: int = 0) -> Any:
-        prompts = [{"prompt_token_ids": prompt_of(rollout).tolist()} for rollout in phase.rollouts]
+    def generate(rollouts: list[Rollout], problems: list[int], first_script: int) -> Any:
+        prompts = [{"prompt_token_ids": prompt_of(rollout).tolist()} for rollout in rollouts]
         params = []
-        for script, (rollout, problem) in enumerate(zip(phase.rollouts, phase.problems, strict=True), first_script):
+        for script, (rollout, problem) in enumerate(zip(rollouts, problems, strict=True), first_script):
             ends = int(rollout.tokens[-1]) == end
-            ours = {"rollout_spec": {"problem_id": problem + salt}} if mode in OURS else {}
+            ours = {"rollout_spec": {"problem_id": problem}} if mode in OURS else {}
             # Only ours gets seeds: for each of them vLLM's V1 sampler runs kernels of their own.
-            seed = (rollout.seed if has_noise else script) if mode in OURS else None
+            seed = (script if rollout.seed is None else rollout.seed) if mode in OURS else None
             params.append(
                 SamplingParams(
-                    temperature=1.0, seed=seed, max_tokens=min(limit if ends else rollout.tokens.size, most_tokens),
+                    temperature=1.0, seed=seed, max_tokens=limit if ends else rollout.tokens.size,
                     stop_token_ids=[end] if end >= 0 else None, ignore_eos=True, logprobs=0, detokenize=False,
                     extra_args={SCRIPT: script, **ours},
                 )
@@ -265,7 +295,10 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> list[di
         return llm.generate(prompts, params, use_tqdm=False)
 
     first_scripts = np.cumsum([0, *(len(phase.rollouts) for phase in phases.values())]).tolist()
-    generate(list(phases.values())[-1], first_scripts[-2], WARM_UP_TOKENS, salt=10**9)
+    first_script = first_scripts[-1]
+    for batch, made in warm_ups.items():  # each size: kernels are compiled for kinds of sizes
+        generate(made, [10**9 + batch] * batch, first_script)
+        first_script += batch
     results, version = [], 0
     for (batch, name), phase, first_script in zip(phases, phases.values(), first_scripts[:-1], strict=True):
         version += 1 if name == PHASES[1] else 2  # new weights; the history of other batch sizes goes
@@ -273,7 +306,7 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> list[di
             command("begin_policy_version", version)
         before = command("stats")
         watch.clear()
-        outputs = generate(phase, first_script, limit)
+        outputs = generate(phase.rollouts, phase.problems, first_script)
         ended = time.perf_counter()
         for i, (output, rollout) in enumerate(zip(outputs, phase.rollouts, strict=True)):
             if list(output.outputs[0].token_ids) != rollout.tokens.tolist():
@@ -335,23 +368,33 @@ def main(argv: list[str] | None = None) -> None:
     if args.only:
         args.result.write_text(json.dumps(run_mode(args, args.only, args.batch)))
         return
+    recorded = read_recorded(args.rollouts)
+    sizes = [batch for batch in args.batch if fits(recorded, batch)]
+    if not sizes:
+        raise SystemExit("no batch size is left")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     about = {"benchmark": "phase", "shape": args.shape, "rollouts": Path(args.rollouts).name, **origin(device)}
     baseline: dict[tuple[int, str], float] = {}
     rows: list[dict[str, Any]] = []
+    failed: list[str] = []
+    not_run: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         budget = TimeBudget(args.seconds)
         write_model(args.shape, Path(folder))  # one folder, so that vLLM compiles the model once
         for mode in args.modes:
             # vLLM's suffix drafter remembers every batch size's rollouts: each needs an engine of its own.
-            for batches in [[batch] for batch in args.batch] if mode == "suffix" else [args.batch]:
-                name = f"phase_{args.shape}_{mode}" + (f"_{batches[0]}" if len(batches) < len(args.batch) else "")
+            for batches in [[batch] for batch in sizes] if mode == "suffix" else [sizes]:
+                name = f"phase_{args.shape}_{mode}" + (f"_{batches[0]}" if len(batches) < len(sizes) else "")
                 with budget.run(name) as left:
                     if left is None:
+                        not_run.append(name)
                         continue
                     print(name, flush=True)
                     again = [*argv, "--only", mode, "--model", folder, "--batch", *map(str, batches)]
+                    again += ["--max-seqs", str(min(max(sizes), args.max_seqs))]
                     results = run_again(again, log=log_file(args.logs, name), environment={}, timeout=left)
+                if results is None:
+                    failed.append(name)
                 for row in results or []:
                     cell = row["batch"], row["phase"]
                     if mode == "none":
@@ -363,6 +406,10 @@ def main(argv: list[str] | None = None) -> None:
     print(HEADER)
     for row in sorted(rows, key=lambda row: (row["batch"], row["phase"], args.modes.index(row["mode"]))):
         print(describe(row))
+    if not_run:
+        print(f"not run for want of time: {', '.join(not_run)}")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -209,6 +209,9 @@ class Case:
             num_speculative_tokens=max(self.k, 1),
             rejection_sample_method="standard",
             enable_adaptive_verification=False,
+            # Read from 0.33 on, for another method.
+            fly_entropy_threshold=0.3,
+            fly_entropy_top_k=1,
         )
         theirs = RejectionSamplerV2(inner, method, self.device) if self.k else inner
         return lambda: ours(self.logits, batch), lambda: theirs(self.scratch, batch)

@@ -11,11 +11,30 @@
 set -uo pipefail
 out=$(realpath -m "$1")
 shift
-logs=$(mktemp -d)
-mkdir -p "$out" "$logs/plugin"
+logs=$out/logs
+mkdir -p "$logs/plugin"
 python=${PYTHON:-python3}
 rollouts=${ROLLOUTS:-experiments/results/real_policy/samples-step0040-t1.parquet}
 export PYTHONPATH="$PWD:$logs/plugin${PYTHONPATH:+:$PYTHONPATH}" VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+
+for stage in "$@"; do
+    case ${stage%%:*} in
+        imports | check | device | verify | invariant | phase-?* | engine-?* | forward-?*) ;;
+        *)
+            echo "unknown stage $stage" >&2
+            exit 2
+            ;;
+    esac
+done
+
+# Also when something else ends this script: what there is by then.
+finish() {
+    echo "== summary"
+    cat "$out/summary.txt"
+    tar -czf "$out/logs.tar.gz" -C "$out" logs && rm -r "$logs"
+}
+trap finish EXIT
+trap 'exit 1' TERM INT
 
 # vLLM finds plugins through their package's metadata; where the package is not installed, this provides it.
 "$python" - "$logs/plugin" <<'PYTHON'
@@ -35,38 +54,30 @@ PYTHON
 
 failed=0
 for stage in "$@"; do
-    name=${stage%%:*}
-    shape=${name#*-}
-    modes=
-    [[ $stage == *:* ]] && modes="--modes ${stage#*:}"
-    case $name in
-        imports) command="experiments/check_imports.py" ;;
-        check) command="experiments/check_gpu.py" ;;
-        device) command="experiments/bench_device.py" ;;
-        verify) command="experiments/bench_verify.py" ;;
-        phase-*) command="experiments/bench_phase.py --shape $shape --rollouts $rollouts --logs $logs/$name ${modes//,/ }" ;;
-        engine-*) command="experiments/bench_engine.py --shape $shape --logs $logs/$name ${modes//,/ }" ;;
+    kind=${stage%%:*}
+    shape=${kind#*-}
+    name=${stage//[:,]/_}
+    modes=()
+    [[ $stage == *:* ]] && IFS=, read -ra modes <<<"${stage#*:}" && modes=(--modes "${modes[@]}")
+    case $kind in
+        imports) command=(experiments/check_imports.py) ;;
+        check) command=(experiments/check_gpu.py) ;;
+        device) command=(experiments/bench_device.py) ;;
+        verify) command=(experiments/bench_verify.py) ;;
+        phase-*) command=(experiments/bench_phase.py --shape "$shape" --rollouts "$rollouts" --logs "$logs/$name" "${modes[@]}") ;;
+        engine-*) command=(experiments/bench_engine.py --shape "$shape" --logs "$logs/$name" "${modes[@]}") ;;
         invariant)
-            command="experiments/bench_engine.py --batch 8 64 --modes none off v2 device --batch-invariant"
-            command="$command --logs $logs/$name"
+            command=(experiments/bench_engine.py --batch 8 64 --modes none off v2 device --batch-invariant --logs "$logs/$name")
             ;;
-        forward-*) command="experiments/bench_forward.py --shape $shape --cost $out/cost-$shape.json" ;;
-        *)
-            echo "unknown stage $stage" >&2
-            exit 2
-            ;;
+        forward-*) command=(experiments/bench_forward.py --shape "$shape" --cost "$out/cost-$shape.json") ;;
     esac
     echo "== $stage"
     started=$SECONDS
-    # shellcheck disable=SC2086
-    timeout 595 "$python" $command --out "$out/results.jsonl" 2>"$logs/$name.stderr" | tee "$logs/$name.stdout"
+    timeout 595 "$python" "${command[@]}" --out "$out/results.jsonl" 2>"$logs/$name.stderr" | tee "$logs/$name.stdout"
     code=${PIPESTATUS[0]}
     [[ $code == 0 ]] || { failed=1; tail -n 3 "$logs/$name.stderr"; }
     last=$(tail -n 1 "$logs/$name.stdout" | cut -c 1-100)
     printf '%-16s %4s %5d s  %s\n' "$stage" "$([[ $code == 0 ]] && echo ok || echo "$code")" $((SECONDS - started)) "$last" \
-        >>"$logs/summary"
+        >>"$out/summary.txt"
 done
-echo "== summary"
-tee -a "$out/summary.txt" <"$logs/summary"
-tar -czf "$out/logs.tar.gz" -C "$logs" . && rm -r "$logs"
 exit $failed

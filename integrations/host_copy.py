@@ -1,4 +1,4 @@
-"""Results on their way from the device to the host."""
+"""Copies between the host and the device that nothing waits for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
+
+
+def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of these numbers. The copy of one that is not pinned would wait for all that the device has to do."""
+    is_cuda = device.type == "cuda"
+    return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
 
 
 class HostCopy:
@@ -27,6 +33,8 @@ class HostCopy:
             self._values = pinned.copy_(self._values, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
+        elif self._values.device.type != "cpu":
+            self._values = self._values.cpu()
 
     def has_arrived(self) -> bool:
         """Whether `read` would return at once."""

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger(__name__)
+
+SECONDS_FOR_THE_FIRST_RANK = 2
+"""What fails on all ranks alike, such as broken logits, is told by the first one, if it comes first."""
 
 
 def sharing_from_first_rank(vllm_config: Any) -> Callable[[list[float]], list[float]] | None:
@@ -43,10 +48,8 @@ def end_if_unheard(vllm_config: Any, error: Exception) -> None:
     """End this process if vLLM would only log what it raises, as it does for all ranks but the first.
 
     A rank whose step has failed half way may hold other drafts than the others, which would then sample from logits of
-    mixed inputs. vLLM notices that a worker has ended, and ends the engine with an error.
-
-    Raises:
-        SystemExit: this rank's exceptions reach nobody.
+    mixed inputs. vLLM notices that a worker has ended, and ends the engine with an error. The process ends at once,
+    because an orderly shutdown could wait for ranks that wait for this one.
     """
     parallel = vllm_config.parallel_config
     if parallel.tensor_parallel_size == 1 or parallel.distributed_executor_backend == "external_launcher":
@@ -56,4 +59,5 @@ def end_if_unheard(vllm_config: Any, error: Exception) -> None:
     rank = get_tp_group().rank_in_group
     if rank != 0:
         logger.critical("tensor-parallel rank %d cannot go on, and ends the engine", rank, exc_info=error)
-        raise SystemExit(1) from error
+        time.sleep(SECONDS_FOR_THE_FIRST_RANK)
+        os._exit(1)

@@ -18,7 +18,7 @@ def compile_kernels(config: RolloutSpecConfig, runner: Any) -> None:
     warm_up_kernels(
         config,
         vocab_size=int(model_config.get_vocab_size()),
-        dtype=model_config.dtype,
+        dtype=getattr(model_config, "head_dtype", model_config.dtype),
         device=runner.device,
         logprobs_mode=str(model_config.logprobs_mode),
     )

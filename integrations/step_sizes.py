@@ -6,61 +6,63 @@ K = 8 that is 56 requests, and launching the kernels of a larger step one by one
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-USUAL_LARGEST = 512
-"""vLLM's own largest graph."""
-LARGEST = 4096
+LARGEST = 2048
 """Larger steps keep a GPU busy for longer than launching their kernels takes, and their graphs would need memory."""
 SIZES_PER_DOUBLING = 8
-"""Above vLLM's own sizes, so that at most an eighth of a step is padding; 24 more graphs at most."""
+"""Above vLLM's own sizes, so that at most about an eighth of a step is padding; 16 more sizes at most."""
 
 
-def capture_sizes(max_num_seqs: int, num_speculative_tokens: int) -> list[int] | None:
-    """The numbers of tokens for which to capture graphs, rising; None: vLLM's own suffice.
+def larger_sizes(usual_largest: int, most_tokens: int, width: int) -> list[int]:
+    """Numbers of tokens above vLLM's own for which to capture graphs, rising; empty where vLLM's suffice.
+
+    All are multiples of `width`, to which vLLM rounds them, dropping what is then too large.
 
     Args:
-        max_num_seqs: Most requests of a step.
-        num_speculative_tokens: K.
+        usual_largest: vLLM's own largest.
+        most_tokens: Of a step.
+        width: Tokens of a request with a whole draft.
     """
-    largest = min(max_num_seqs * (num_speculative_tokens + 1), LARGEST)
-    if largest <= USUAL_LARGEST:
-        return None
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, USUAL_LARGEST, 16)]  # vLLM's own
-    first = USUAL_LARGEST
+    largest = min(most_tokens, LARGEST) // width * width
+    sizes: set[int] = set()
+    first = usual_largest
     while first < largest:
-        sizes += range(first, min(2 * first, largest), first // SIZES_PER_DOUBLING)
+        sizes.update(range(first, min(2 * first, largest), max(first // SIZES_PER_DOUBLING, 1)))
         first *= 2
-    return [*sizes, largest]
+    rounded = {-(-size // width) * width for size in sizes}
+    return sorted(size for size in {*rounded, largest} if usual_largest < size <= largest)
 
 
-def ask_for_graphs(vllm_config: Any, num_speculative_tokens: int, *, uses_graphs: bool) -> str | None:
-    """Give vLLM the sizes of graphs that an engine's steps may need, unless the user has given some.
+def add_graphs(vllm_config: Any, width: int, set_sizes: Callable[[], None]) -> str | None:
+    """Let vLLM choose the sizes of its CUDA graphs, and add those that steps with drafts need, unless some are given.
 
-    Called before vLLM chooses them.
+    Args:
+        width: Tokens of a request with a whole draft.
+        set_sizes: vLLM's choice, which takes sizes that are there already.
 
     Returns:
-        What to tell the user; None: nothing has been changed, and all steps have room.
+        What to tell the user; None: nothing has been added, and all steps have room.
     """
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
-    width = num_speculative_tokens + 1
     most, room = scheduler.max_num_seqs * width, scheduler.max_num_batched_tokens
-    steps = f"steps of up to {scheduler.max_num_seqs} requests with {width} tokens each, {most} in all"
+    are_given = compilation.cudagraph_capture_sizes is not None or compilation.max_cudagraph_capture_size is not None
+    set_sizes()
+    own = compilation.cudagraph_capture_sizes or []  # empty without graphs
     remarks = []
-    sizes = None
-    if uses_graphs and compilation.cudagraph_capture_sizes is None and compilation.max_cudagraph_capture_size is None:
-        sizes = capture_sizes(scheduler.max_num_seqs, num_speculative_tokens)
-    if sizes is not None:
-        compilation.cudagraph_capture_sizes = [size for size in sizes if size <= room]
-        remarks.append(
-            f"{len(compilation.cudagraph_capture_sizes)} CUDA graphs for up to {min(sizes[-1], room)} tokens"
-        )
+    added = larger_sizes(max(own), min(most, room), width) if own and not are_given else []
+    if added:
+        compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size = [*own, *added], None
+        set_sizes()
+        remarks.append(f"CUDA graphs for up to {added[-1]} tokens instead of {max(own)}, {len(added)} sizes more")
     if most > room:
         remarks.append(
-            f"but max_num_batched_tokens={room} leaves no room for the drafts of more than {room // width} requests: "
-            "raise it if so many run at once"
+            f"max_num_batched_tokens={room} leaves no room for the drafts of more than {room // width} requests: raise "
+            "it if so many run at once"
         )
-    return f"{steps}: {', '.join(remarks)}" if remarks else None
+    steps = f"steps of up to {scheduler.max_num_seqs} requests with {width} tokens each, {most} in all"
+    return f"{steps}: {'; '.join(remarks)}" if remarks else None
 
 
 def max_num_batched_tokens(given: int, max_num_seqs: int | None, num_speculative_tokens: int) -> int:

@@ -94,15 +94,15 @@ def cuts_at_stop_strings(output_processor: Any) -> bool:
     return hasattr(output_processor, "_trim_surplus_tokens")
 
 
+# -- V2's model runner -----------------------------------------------------------------------------------------------
+
+
 def lacks_v2_interfaces(version_tuple: tuple[Any, ...]) -> bool:
     """Whether V2's model runner is one that our V2 modules do not fit, as in 0.24 and 0.25.
 
     Engines run in V1 there. With 0.26 as the oldest version, this can go.
     """
     return (0, 0) < tuple(int(part) for part in version_tuple[:2]) < (0, 26)
-
-
-# -- V2's model runner -----------------------------------------------------------------------------------------------
 
 
 def shards_batch(runner: Any) -> bool:

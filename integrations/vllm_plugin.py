@@ -151,14 +151,13 @@ def _hook_config(module: Any) -> None:
     def make_set_cudagraph_sizes(original: Any) -> Any:
         def set_cudagraph_sizes(self: Any) -> None:
             config = config_of(self)
-            if config is not None and config.speculation:
-                uses_graphs = self.model_config is not None and not self.model_config.enforce_eager
-                mode = self.compilation_config.cudagraph_mode
-                uses_graphs = uses_graphs and mode is not None and mode.name != "NONE"
-                remark = step_sizes.ask_for_graphs(self, config.num_speculative_tokens, uses_graphs=uses_graphs)
-                if remark is not None:
-                    _log(remark)
-            original(self)
+            if config is None or not config.speculation:
+                original(self)
+                return
+            width = config.num_speculative_tokens + 1
+            remark = step_sizes.add_graphs(self, width, functools.partial(original, self))
+            if remark is not None:
+                _log(remark)
 
         return set_cudagraph_sizes
 
@@ -519,7 +518,7 @@ def _hook_device_worker(module: Any, name: str) -> None:
     def make_warm_up(original: Any) -> Any:
         def compile_or_warm_up_model(self: Any, *args: Any, **kwargs: Any) -> Any:
             adapter = getattr(self.model_runner, "rollout_spec", None)
-            if adapter is not None:  # first, as vLLM may forbid compilation once its own is done
+            if adapter is not None:  # first: jit_monitor_mode="error" forbids compilation once vLLM's own is done
                 adapter.compile_kernels()
             with _warming_up(self.model_runner):
                 return original(self, *args, **kwargs)

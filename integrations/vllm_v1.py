@@ -21,7 +21,7 @@ from rollout_spec.features import FEATURE_WORDS, Features
 from rollout_spec.features_torch import pack_distributions, pack_signatures, prepare
 from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.commands import run_command
-from rollout_spec.integrations.host_copy import HostCopy
+from rollout_spec.integrations.host_copy import HostCopy, to_device
 from rollout_spec.integrations.live_requests import Sampled, read_new_tokens, select
 from rollout_spec.integrations.ranks import broadcasting_from_first_rank, sharing_from_first_rank
 from rollout_spec.integrations.sampling import (
@@ -107,7 +107,7 @@ class RunnerAdapter:
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up. On CPUs the verifier has no kernels."""
-        if self._runner.device.type != "cpu":
+        if self._runner.device.type == "cuda":
             compile_kernels(self._config, self._runner)
 
     def begin_step(self) -> None:
@@ -136,8 +136,8 @@ class RunnerAdapter:
             metadata: vLLM's `SpecDecodeMetadata`, None when nothing is drafted.
 
         Raises:
-            FloatingPointError: logits hold NaN or +inf: those of the step before, or of this one where no drafter
-                reads them later in the step.
+            FloatingPointError: logits hold NaN or +inf. Where there is a drafter, `RolloutSpecProposer.propose` raises
+                it later in the step; under asynchronous scheduling the next step does.
         """
         self.clock.mark()
         batch = self._describe_batch()
@@ -178,7 +178,8 @@ class RunnerAdapter:
             if metadata is not None:
                 tensors = _pad_rows(tensors, metadata.cu_num_draft_tokens, result.output_token_ids.shape)
         sampled = result.output_token_ids
-        if logits.is_cuda or bool(result.num_invalid_rows.any()):  # a row without a sample emits token 0, as in vLLM
+        # A row without a sample emits token 0, as in vLLM. To ask a device whether there is one is to wait for it.
+        if logits.is_cuda or bool(result.num_invalid_rows.any()):
             columns = torch.arange(sampled.shape[1], device=logits.device)
             is_emitted = columns == result.num_accepted[:, None]
             sampled = torch.where(is_emitted, sampled.clamp(min=0), sampled)
@@ -279,8 +280,8 @@ class RunnerAdapter:
         min_p = [p.min_p for p in params]
         self._batch = _Batch(
             req_ids=list(req_ids),
-            seeds=torch.tensor([p.seed for p in params], dtype=torch.int64, device=device),
-            min_p=torch.tensor(min_p, dtype=torch.float32, device=device) if any(min_p) else None,
+            seeds=to_device([p.seed for p in params], torch.int64, device),
+            min_p=to_device(min_p, torch.float32, device) if any(min_p) else None,
             needs_processing=any(map(needs_processing, params)),
         )
         return self._batch

@@ -130,7 +130,7 @@ def predict_survival(confidence: Any, starts: Ints, counts: Floats, predicted: F
 @njit(allocates=False)
 def _observe(confidence: Any, starts: Ints, num_verified: Ints, num_accepted: Ints, counts: Floats) -> None:
     for i in range(starts.size - 1):
-        for j in range(min(num_verified[i], starts[i + 1] - starts[i])):  # whatever the caller says
+        for j in range(min(num_verified[i], starts[i + 1] - starts[i])):  # vLLM may verify padding
             c = float(confidence[starts[i] + j])
             cell = counts[_position_bin(j), _confidence_bin(c)]
             if cell[0] >= MAX_TRIALS:

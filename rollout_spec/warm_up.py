@@ -146,7 +146,7 @@ def warm_up_kernels(
     """Compile every variant of the verifier's kernels that an engine may launch, or load them from Triton's cache.
 
     With and without drafts, log-probabilities and truncation, for logits as the model gives them and for those that
-    vLLM has processed. 19 variants, with ratio tests 27: a second or so each the first time.
+    vLLM has processed. 20 variants, with ratio tests 28: a second or so each the first time.
 
     Args:
         dtype: Of the model's logits.
@@ -154,6 +154,9 @@ def warm_up_kernels(
     """
     from rollout_spec.verify import kernel
 
+    zeros = torch.zeros(1, dtype=torch.int32, device=device)
+    # V2's layout; `verify` below compiles V1's.
+    kernel.gather_layout(zeros, zeros.long(), zeros, zeros, zeros, zeros, zeros, zeros.float(), zeros.long())
     # Triton tells strides and sizes apart that 16 divides. vLLM cuts logits off a matrix of padded width.
     padded_size = -(-vocab_size // 64) * 64
     drafted = (0, config.num_speculative_tokens) if config.speculation else (0,)

@@ -47,8 +47,8 @@ around the rare exact evaluation, which alone would take 230."""
 TARGET_PROGRAMS = 132 * 16 * 2
 """Programs of the scan that fill an H200 (132 multiprocessors) twice."""
 MAX_JOINED, SPLITS = 2048, 128
-"""Partial results that the accept kernel holds at once, and the most of them per row. They do not depend on how many
-there are: the kernel would be compiled again for each power of two."""
+"""Partial results that the accept kernel holds at once, and the most of them per row. The latter is a constant: with
+the launch's own number of splits the kernel would be compiled again for each power of two."""
 
 GREEDY = tl.constexpr(reference.GREEDY_TEMPERATURE)
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -68,7 +68,7 @@ class Layout(NamedTuple):
     request: Tensor
     """int32 [N]: the row's index into the fields of `SamplingBatch`."""
     temperature: Tensor
-    """float32 [N]: the row's; these two are gathered once, as an engine may keep them in the host's memory."""
+    """float32 [N]: the row's. It and the seed are gathered once: vLLM's V2 runner keeps them in pinned host memory."""
     seed: Tensor | None
     """int64 [N]: the row's; None: all are greedy."""
     position: Tensor
@@ -622,6 +622,8 @@ def gather_layout(
         temperature, seeds: float32 and int64 [R].
     """
     num_rows, device = logits_indices.shape[0], input_ids.device
+    # vLLM's dummy steps and its versions have other types here, for which the kernel would be compiled again.
+    logits_indices, request, offset = logits_indices.long(), request.int(), offset.int()
     layout = Layout(
         starts=starts,
         request=torch.empty(num_rows, dtype=torch.int32, device=device),

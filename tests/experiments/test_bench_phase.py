@@ -70,13 +70,18 @@ def test_modes_run_and_say_what_was_recorded(tmp_path, monkeypatch, capsys):
 def test_a_mode_that_fails_leaves_its_log_and_the_others_run(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [bench_phase.__file__])
     rows = tmp_path / "rows.jsonl"
-    bench_phase.main(
-        ["--shape", "tiny", "--rollouts", "missing.parquet", "--modes", "none", "--logs", str(tmp_path), "--out",
-         str(rows)]
-    )  # fmt: skip
+    arguments = ["--shape", "tiny", "--rollouts", str(ROLLOUTS), "--batch", "1", "--modes", "none", "--dtype", "wrong"]
+    with pytest.raises(SystemExit, match="failed: phase_tiny_none"):
+        bench_phase.main([*arguments, "--logs", str(tmp_path), "--out", str(rows)])
     assert "does not run (1)" in capsys.readouterr().out
-    assert "FileNotFoundError" in (tmp_path / "phase_tiny_none.log").read_text()
+    assert "wrong" in (tmp_path / "phase_tiny_none.log").read_text()
     assert not rows.exists()
+
+
+def test_batch_sizes_for_which_there_are_too_few_rollouts_are_left_out(capsys):
+    recorded = bench_phase.read_recorded(str(ROLLOUTS))
+    assert [size for size in (1, 8, 64, 256, 512) if bench_phase.fits(recorded, size)] == [1, 8, 64, 256]
+    assert "batch 512: left out" in capsys.readouterr().out
 
 
 def test_nothing_is_started_that_could_not_end_in_time(capsys, monkeypatch):

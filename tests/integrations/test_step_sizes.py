@@ -16,19 +16,20 @@ from rollout_spec.integrations import step_sizes, vllm_plugin
 from rollout_spec.integrations.engine_controller import EngineController
 
 
-@given(st.integers(1, 3000), st.integers(1, 128))
-def test_graphs_cover_every_step_and_are_few(max_num_seqs, k):
-    sizes = step_sizes.capture_sizes(max_num_seqs, k)
-    largest = min(max_num_seqs * (k + 1), step_sizes.LARGEST)
-    if sizes is None:
-        assert largest <= step_sizes.USUAL_LARGEST
+@given(st.integers(1, 9000), st.integers(2, 129), st.sampled_from([512, 1024]))
+def test_graphs_cover_every_step_and_are_few(most_tokens, width, usual):
+    added = step_sizes.larger_sizes(usual, most_tokens, width)
+    largest = min(most_tokens, step_sizes.LARGEST) // width * width
+    if largest <= usual:
+        assert added == []
         return
-    assert sizes == sorted(set(sizes))
-    assert sizes[-1] == largest
-    assert len(sizes) <= 80
-    for tokens in range(1, largest + 1, 7):
-        padded = next(size for size in sizes if size >= tokens)
-        assert padded - tokens < max(tokens / 8, 8) or tokens < 8
+    assert added == sorted(set(added))
+    assert len(added) <= 17
+    assert added[-1] == largest
+    assert not any(size % width for size in added)
+    for tokens in range(usual + 1, largest + 1, 7):
+        padded = next(size for size in added if size >= tokens)
+        assert padded - tokens < tokens / 8 + 2 * width
 
 
 @pytest.fixture
@@ -62,26 +63,31 @@ def vllm_config(tiny_model):
 
 def test_an_engine_with_drafts_captures_larger_graphs(vllm_config, remarks):
     config = vllm_config(engine_kwargs(num_speculative_tokens=8))
-    sizes = config.compilation_config.cudagraph_capture_sizes
-    assert sizes[-1] == config.compilation_config.max_cudagraph_capture_size == 256 * 9
+    compilation = config.compilation_config
+    assert compilation.max_cudagraph_capture_size == 2043  # the largest multiple of 9 up to 2,048
     assert remarks[-1] == (
-        f"steps of up to 256 requests with 9 tokens each, 2304 in all: {len(sizes)} CUDA graphs for up to 2304 tokens"
+        "steps of up to 256 requests with 9 tokens each, 2304 in all: "
+        "CUDA graphs for up to 2043 tokens instead of 512, 17 sizes more"
     )
+    compilation.adjust_cudagraph_sizes_for_spec_decode(9)  # which V1 does, and which drops what becomes too large
+    assert compilation.max_cudagraph_capture_size == 2043
+    sizes = compilation.cudagraph_capture_sizes
+    assert all(next(size for size in sizes if size >= n * 9) < n * 9 * 1.2 + 18 for n in range(1, 228))
 
 
 @pytest.mark.parametrize(
-    ("options", "compilation_config"),
+    ("options", "compilation_config", "largest"),
     [
-        ({}, None),
-        (engine_kwargs(speculation=False), None),
-        (engine_kwargs(num_speculative_tokens=1), None),
-        (engine_kwargs(), {"cudagraph_capture_sizes": [1, 2, 4, 64]}),
-        (engine_kwargs(), {"max_cudagraph_capture_size": 64}),
+        ({}, None, 512),
+        (engine_kwargs(speculation=False), None, 512),
+        (engine_kwargs(num_speculative_tokens=1), None, 512),
+        (engine_kwargs(), {"cudagraph_capture_sizes": [1, 2, 4, 64]}, 64),
+        (engine_kwargs(), {"max_cudagraph_capture_size": 64}, 64),
     ],
 )
-def test_other_engines_and_given_sizes_are_left_alone(vllm_config, remarks, options, compilation_config):
+def test_other_engines_and_given_sizes_are_left_alone(vllm_config, remarks, options, compilation_config, largest):
     config = vllm_config(options, compilation_config)
-    assert config.compilation_config.max_cudagraph_capture_size in (64, 512, 1024)
+    assert config.compilation_config.max_cudagraph_capture_size == largest
     assert not remarks
 
 
@@ -93,9 +99,9 @@ def test_no_graphs_are_asked_for_where_there_are_none(vllm_config, remarks):
 
 def test_steps_without_room_for_all_drafts_are_named(vllm_config, remarks):
     config = vllm_config(engine_kwargs(num_speculative_tokens=8), max_num_batched_tokens=900)
-    assert config.compilation_config.cudagraph_capture_sizes[-1] <= 900
+    assert config.compilation_config.max_cudagraph_capture_size == 900
     assert remarks[-1].endswith(
-        "but max_num_batched_tokens=900 leaves no room for the drafts of more than 100 requests: raise it if so many "
+        "max_num_batched_tokens=900 leaves no room for the drafts of more than 100 requests: raise it if so many "
         "run at once"
     )
 

@@ -85,11 +85,15 @@ def test_a_rank_that_is_slow(tiny_model, off, reference_model):
 
 
 @pytest.mark.parametrize("rank", ["First", "Second"])
-def test_a_drafter_that_raises_on_one_rank(tiny_model, rank):
+def test_a_drafter_that_raises_on_one_rank(tiny_model, rank, capfd):
     options = verify_all(num_speculative_tokens=K, drafter=f"tests.adversaries.RaisesOnThe{rank}Rank")
     with two_ranks(tiny_model, **options) as llm:
         started = time.perf_counter()
-        # vLLM says what the first rank raised; the other one's log says it, as its process ends.
+        # vLLM says what the first rank raised; what the other one raised is in its log.
         with pytest.raises(Exception, match="fault of the drafter" if rank == "First" else ""):
             generate(llm, mixed_params(8, 1, max_tokens=40, ignore_eos=True))
         assert time.perf_counter() - started < 60
+    if rank == "Second":
+        printed = capfd.readouterr()
+        assert "rank 1 cannot go on, and ends the engine" in printed.out + printed.err
+        assert "fault of the drafter" in printed.out + printed.err

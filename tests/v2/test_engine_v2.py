@@ -245,6 +245,12 @@ def test_vllms_warm_up_leaves_no_trace(tiny_model, monkeypatch):
     assert not runner.speculator.session.live
 
 
+def test_asynchronous_scheduling_with_a_drafter_on_the_host_is_refused(tiny_model):
+    """Either by vLLM, or from 0.33 on by us."""
+    with pytest.raises(ValueError, match="lives on the host|not supported with custom_class"):
+        build(tiny_model, **engine_kwargs(), async_scheduling=True)
+
+
 def test_options_that_our_sampler_would_ignore_are_refused(tiny_model):
     with pytest.raises(ValueError, match="use_fp64_gumbel"):
         build(tiny_model, **engine_kwargs(), use_fp64_gumbel=True)

@@ -20,7 +20,9 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
     """Each costs the interpreter the same, however much it does."""
-    monkeypatch.setattr(kernel, "ROWS", 64)
+    monkeypatch.setattr(kernel, "ROWS", 8)
+    monkeypatch.setattr(kernel, "BLOCK", 32)  # five splits of a row at most, fewer where there are more rows
+    monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 8)
     monkeypatch.setattr(truncate, "BLOCK", 1024)
 
 
@@ -73,6 +75,8 @@ def test_the_warm_up_compiles_every_variant_that_an_engine_launches(method, voca
     with recorded_variants() as launched:
         for _ in range(30):
             random_call(rng, config, vocab_size, torch.bfloat16)
+    # V2's layout is not launched here.
+    compiled = {variant for variant in compiled if variant[0] != "_gather_layout_kernel"}
     assert launched <= compiled
     assert len(launched) > 0.8 * len(compiled)
     # With ratio tests the accept kernel reads the cuts of top-k, top-p and min-p, too.
