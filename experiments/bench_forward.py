@@ -121,7 +121,7 @@ def main(argv: list[str] | None = None) -> None:
     tokens, milliseconds = [], []
     print(f"{args.shape}, {args.batch} requests, context {args.context}\n  tokens  forward ms  with verifier ms")
     with torch.inference_mode():
-        for width in sorted({1, 2, 3, 5, args.k + 1}):
+        for width in sorted({1, 2, 3, (args.k + 3) // 2, args.k + 1}):
             given = torch.zeros(args.batch, width, dtype=torch.int64, device=device)
             drafts = torch.zeros(args.batch * (width - 1), dtype=torch.int32, device=device)
             counts = torch.arange(1, args.batch + 1, dtype=torch.int32, device=device) * (width - 1)
