@@ -37,7 +37,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine_process import SHAPES, TimeBudget, log_file, run_again, write_model
+from engine_process import SHAPES, TimeBudget, add_arguments, log_file, run_again, write_model
 
 from rollout_spec.integrations.host_copy import to_device
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
@@ -350,20 +350,10 @@ def main(argv: list[str] | None = None) -> None:
     """Run all modes and print a table."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--rollouts", required=True, help="a Parquet file, see rollout_spec/replay/traces.py")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256, 512])
     parser.add_argument("--max-seqs", type=int, default=256)
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("-k", type=int, default=8)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    parser.add_argument("--seconds", type=float, default=570, help="start no mode that could not end by then")
-    parser.add_argument("--logs", type=Path, help="keep all that the engines print in this folder")
-    parser.add_argument("--out", type=Path, help="append rows to this file")
-    parser.add_argument("--only", choices=MODES, help=argparse.SUPPRESS)
-    parser.add_argument("--model", help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    add_arguments(parser, MODES)
     args = parser.parse_args(argv)
     if args.only:
         args.result.write_text(json.dumps(run_mode(args, args.only, args.batch)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -47,6 +48,21 @@ class TimeBudget:
             return
         yield left
         self._longest = max(self._longest, time.perf_counter() - began)
+
+
+def add_arguments(parser: argparse.ArgumentParser, modes: Sequence[str]) -> None:
+    """What benchmarks of engines share: the engine, what to run, and what `run_again` passes on."""
+    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--modes", nargs="+", choices=modes, default=list(modes))
+    parser.add_argument("-k", type=int, default=8)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--seconds", type=float, default=570, help="start no mode that could not end by then")
+    parser.add_argument("--logs", type=Path, help="keep all that the engines print in this folder")
+    parser.add_argument("--out", type=Path, help="append rows to this file")
+    parser.add_argument("--only", choices=modes, help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
 
 
 def log_file(folder: Path | None, name: str) -> Path | None:
