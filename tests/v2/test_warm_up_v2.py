@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import vllm
 from triton.runtime.interpreter import InterpretedFunction
 from vllm import SamplingParams
+from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
@@ -65,6 +67,19 @@ def test_memory_is_profiled_with_requests_that_have_no_seeds(tiny_model, options
     assert worker(runner).compile_or_warm_up_model() == 17
     assert stats_of(llm)["request_steps"] == 0
     assert len(generate(llm, mixed_params(2, 1, max_tokens=4))) == 2
+
+
+def test_vllms_own_profiling_as_on_a_gpu(tiny_model, monkeypatch):
+    """From 0.33 on it adds requests, though not on a CPU."""
+    runner = runner_of(build(tiny_model, **verify_all(num_speculative_tokens=K)))
+    if hasattr(model_runner, "current_platform"):
+        monkeypatch.setattr(model_runner, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    hidden = torch.zeros(3, runner.vllm_config.model_config.get_hidden_size())
+    with runner.rollout_spec.warm_up():
+        runner._dummy_sampler_run(hidden)
+    if vllm.__version_tuple__[:2] >= (0, 33):
+        with pytest.raises(RuntimeError, match="has no seed"):
+            runner._dummy_sampler_run(hidden)
 
 
 @pytest.mark.parametrize(
