@@ -115,7 +115,7 @@ def test_versions():
 
     check_version((0, 31, 0), "0.31.0")
     check_version((0, 0, "dev"), "dev")
-    with pytest.raises(RuntimeError, match="needs vLLM 0.26 or newer"):
+    with pytest.raises(RuntimeError, match="needs vLLM 0.24 or newer"):
         check_version((0, 11, 0), "0.11.0")
     with pytest.warns(UserWarning, match="tested with vLLM up to"):
         check_version((0, 99, 0), "0.99.0")
