@@ -87,10 +87,9 @@ def test_vllms_own_profiling_as_on_a_gpu(tiny_model, monkeypatch):
     [
         verify_all(num_speculative_tokens=K, drafter_options={"min_survival": 0.0}),
         verify_all(num_speculative_tokens=K, drafter="device"),
-        verify_all(num_speculative_tokens=K, drafter="device", drafter_options={"signatures": False}),
         engine_kwargs(speculation=False),
     ],
-    ids=["host", "device", "device-without-signatures", "off"],
+    ids=["host", "device", "off"],
 )
 def test_nothing_is_compiled_while_the_engine_serves(tiny_model, options, monkeypatch):
     """Whatever requests there are, with and without drafts, in chunks of prompts and switched off."""
