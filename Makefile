@@ -69,4 +69,4 @@ bench: $(READY)
 	test -z '$(TRACES)' || $(BIN)/python experiments/bench_draft.py $(TRACES) --out $(RESULTS)/bench_draft.jsonl
 
 clean:
-	rm -rf .venv build *.egg-info
+	rm -rf .venv .venv-vllm-* build *.egg-info

@@ -1,7 +1,8 @@
 """How many tokens an engine's steps may have: up to K drafted ones and one more for every request.
 
 vLLM captures CUDA graphs for steps of up to 512 tokens (1,024 on Blackwell), which suffices without speculation. With
-K = 8 that is 56 requests, and launching the kernels of a larger step one by one costs more than the drafts gain.
+K = 8 that is 56 requests. The kernels of a larger step are launched one by one, which takes time that the drafts were
+meant to save.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 LARGEST = 2048
 """Larger steps keep a GPU busy for longer than launching their kernels takes, and their graphs would need memory."""
 SIZES_PER_DOUBLING = 8
-"""Above vLLM's own sizes, so that at most about an eighth of a step is padding; 16 more sizes at most."""
+"""Above vLLM's own sizes, so that at most about an eighth of a step is padding; 17 more sizes at most."""
 
 
 def larger_sizes(usual_largest: int, most_tokens: int, width: int) -> list[int]:

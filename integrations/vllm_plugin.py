@@ -8,6 +8,8 @@ An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our p
 - end the front end's output at stop strings (`stop_strings.py`);
 - allow sampling parameters that our verifier handles under speculation and vLLM's does not: min-p, under V2 biases too;
 - let vLLM choose the model runner that it would use without speculation, V2 where it can;
+- ask for synchronous scheduling where the drafter is on the host, and for CUDA graphs of steps in which every request
+  has a draft (`step_sizes.py`);
 - in the worker, compile what the engine will call, and give the model runner the `RunnerAdapter` of `vllm_v1` or
   `vllm_v2`; under V1 also keep vLLM from making a torch generator for every request.
 """

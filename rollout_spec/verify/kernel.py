@@ -574,18 +574,27 @@ def _recover_kernel(
             tl.store(logprob_ptr + row, tl.load(logprob_ptr + row) + (x - x_before) / scale)
 
 
+def _empty_layout(starts: Tensor, num_rows: int, *, all_greedy: bool) -> Layout:
+    """The layout of N rows, still to be filled but for `starts`."""
+
+    def empty(dtype: torch.dtype) -> Tensor:
+        return torch.empty(num_rows, dtype=dtype, device=starts.device)
+
+    return Layout(
+        starts=starts,
+        request=empty(torch.int32),
+        temperature=empty(torch.float32),
+        seed=None if all_greedy else empty(torch.int64),
+        position=empty(torch.int64),
+        draft=empty(torch.int32),
+    )
+
+
 def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
     """The layout of N = D + B rows. `cu_num_draft_tokens`: integer [B]; `draft_token_ids`: integer [D]."""
     num_requests, num_drafts = cu_num_draft_tokens.shape[0], draft_token_ids.shape[0]
-    num_rows, device = num_requests + num_drafts, cu_num_draft_tokens.device
-    layout = Layout(
-        starts=torch.empty(num_requests + 1, dtype=torch.int32, device=device),
-        request=torch.empty(num_rows, dtype=torch.int32, device=device),
-        temperature=torch.empty(num_rows, dtype=torch.float32, device=device),
-        seed=None if rows.seeds is None else torch.empty(num_rows, dtype=torch.int64, device=device),
-        position=torch.empty(num_rows, dtype=torch.int64, device=device),
-        draft=torch.empty(num_rows, dtype=torch.int32, device=device),
-    )
+    starts = torch.empty(num_requests + 1, dtype=torch.int32, device=cu_num_draft_tokens.device)
+    layout = _empty_layout(starts, num_requests + num_drafts, all_greedy=rows.seeds is None)
     _layout_kernel[(num_requests,)](
         cu_num_draft_tokens,
         rows.positions,
@@ -621,17 +630,10 @@ def gather_layout(
         prefill_len: int32 [R], tokens that a request came with.
         temperature, seeds: float32 and int64 [R].
     """
-    num_rows, device = logits_indices.shape[0], input_ids.device
+    num_rows = logits_indices.shape[0]
     # vLLM's dummy steps and its versions have other types here, for which the kernel would be compiled again.
     logits_indices, request, offset = logits_indices.long(), request.int(), offset.int()
-    layout = Layout(
-        starts=starts,
-        request=torch.empty(num_rows, dtype=torch.int32, device=device),
-        temperature=torch.empty(num_rows, dtype=torch.float32, device=device),
-        seed=torch.empty(num_rows, dtype=torch.int64, device=device),
-        position=torch.empty(num_rows, dtype=torch.int64, device=device),
-        draft=torch.empty(num_rows, dtype=torch.int32, device=device),
-    )
+    layout = _empty_layout(starts, num_rows, all_greedy=False)
     _gather_layout_kernel[(triton.cdiv(num_rows, 128),)](
         input_ids,
         positions,
