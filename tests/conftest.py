@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import os
+import random
 import socket
 from pathlib import Path
 
@@ -28,11 +29,28 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+
+def free_port() -> int:
+    """A port for a server, of a range that no client gets: the server may ask for it minutes later."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+
+
+def environment_for_a_process(**variables: str) -> dict[str, str]:
+    """This process's environment without what a trainer in it has set there for its engine.
+
+    A trainer in another process would take itself for a rank of that one.
+    """
+    of_this_process = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in of_this_process} | variables
+
+
 # TRL looks for a free port before it is needed, always in the same order: two trainers that start at once, here in two
 # processes of the tests, would choose the same.
-with socket.socket() as _free:
-    _free.bind(("localhost", 0))
-    os.environ["MASTER_PORT"] = str(_free.getsockname()[1])
+os.environ["MASTER_PORT"] = str(free_port())
 
 
 def _complete_a_kernel_of_vllm_0_24(module):

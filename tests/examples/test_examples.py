@@ -14,6 +14,7 @@ pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
 from rollout_spec.config import RolloutSpecConfig
+from tests.conftest import environment_for_a_process, free_port
 
 pytestmark = pytest.mark.engine
 
@@ -22,7 +23,8 @@ ROOT = Path(__file__).parents[2]
 
 def run(name, *arguments):
     command = [sys.executable, f"examples/{name}", *map(str, arguments)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    environment = environment_for_a_process(MASTER_PORT=str(free_port()))
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
     return result.stdout
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +14,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_spec import engine_kwargs
+from tests.conftest import environment_for_a_process, free_port
 from tests.integrations.engines import build, generate, own_processes
 from tests.integrations.test_stop_strings import stopping_params
 
@@ -35,9 +34,7 @@ class Server:
     """
 
     def __init__(self, model, log, *, arguments=(), **options) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         given = {
             "model": model,
             "host": "127.0.0.1",
@@ -59,7 +56,7 @@ class Server:
             command,
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
-            env={**os.environ, "VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"},
+            env=environment_for_a_process(VLLM_SERVER_DEV_MODE="1", VLLM_LOGGING_LEVEL="INFO"),
         )
         started = time.monotonic()
         while not self._is_up():
