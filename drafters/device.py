@@ -70,6 +70,8 @@ class EndedRequest(NamedTuple):
     """Output tokens below which a stop token does not end it."""
     max_tokens: int = 2**31 - 1
     """Output tokens after which it ends."""
+    keep: bool = True
+    """Whether its rollout stays in the history. Otherwise its text goes, but not what was learnt from outcomes."""
 
 
 @dataclass(slots=True)
@@ -245,7 +247,7 @@ class DeviceDrafter:
         return live.version
 
     def stop_requests(self, ended: Sequence[EndedRequest]) -> None:
-        """End requests; their rollouts enter the history.
+        """End requests; their rollouts enter the history, unless they are not to be kept.
 
         Raises:
             ValueError: a slot is free.
@@ -258,6 +260,9 @@ class DeviceDrafter:
         for request in ended:
             live = self._leave(request.slot)
             problem = live.problem
+            if not request.keep:
+                problem.members.remove(request.slot)
+                continue
             context = min(live.prompt_length, MAX_DEPTH)
             capacity = min(request.length, self._max_model_len) - live.prompt_length + context
             place = self._place(problem, capacity) if capacity > context else None

@@ -299,11 +299,10 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> list[di
     for batch, made in warm_ups.items():  # each size: kernels are compiled for kinds of sizes
         generate(made, [10**9 + batch] * batch, first_script)
         first_script += batch
-    results, version = [], 0
+    results = []
     for (batch, name), phase, first_script in zip(phases, phases.values(), first_scripts[:-1], strict=True):
-        version += 1 if name == PHASES[1] else 2  # new weights; the history of other batch sizes goes
-        if mode in OURS:
-            command("begin_policy_version", version)
+        # New weights; two versions make the history of other batch sizes go.
+        command("begin_policy_version", 1 if name == PHASES[1] else 2)
         before = command("stats")
         watch.clear()
         outputs = generate(phase.rollouts, phase.problems, first_script)

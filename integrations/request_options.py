@@ -8,51 +8,78 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollout_spec.config import CONFIG_KEY
 
-PROBLEM_ID = "problem_id"
-FLAT_PROBLEM_ID = f"{CONFIG_KEY}_{PROBLEM_ID}"
 MAX_PROBLEM_ID = 2**64 - 1
+_EXAMPLES = {"problem_id": 7, "keep_in_history": False}
 
 
-def requested_problem_id(extra_args: Mapping[str, Any] | None) -> int | None:
-    """The problem id that a caller gives a request, or None.
+class RequestOptions(NamedTuple):
+    """What a caller asks for."""
+
+    problem_id: int | None = None
+    """Requests with the same number share history. None: the prompt decides."""
+    keep_in_history: bool = True
+    """Whether the rollout stays in the history once it has ended. It is drafted for in either case."""
+
+
+def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
+    """The options of a request.
 
     Args:
         extra_args: The request's `SamplingParams.extra_args`.
 
     Raises:
-        ValueError: an option is unknown, misspelt or given twice, or the id is not an integer from 0 to 2^64 - 1.
+        ValueError: an option is unknown, misspelt, given twice or of a wrong value.
     """
     if not extra_args:
-        return None
+        return RequestOptions()
+    flat = {f"{CONFIG_KEY}_{name}": name for name in RequestOptions._fields}
+    known = (CONFIG_KEY, *flat, *RequestOptions._fields)
     for key in map(str, extra_args):
-        if key in (CONFIG_KEY, FLAT_PROBLEM_ID):
+        if key == CONFIG_KEY or key in flat:
             continue
-        names = (CONFIG_KEY, FLAT_PROBLEM_ID, PROBLEM_ID)
-        if key.startswith(CONFIG_KEY) or difflib.get_close_matches(key, names, cutoff=0.85):
+        near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
+        if near or key.startswith(CONFIG_KEY):
+            name = near[0].removeprefix(f"{CONFIG_KEY}_") if near and near[0] != CONFIG_KEY else "problem_id"
+            example = _EXAMPLES[name]
             raise ValueError(
-                f'unknown key {key!r} in extra_args: use {{"{CONFIG_KEY}": {{"{PROBLEM_ID}": 7}}}}, or over HTTP '
-                f'{{"{FLAT_PROBLEM_ID}": 7}}'
+                f"unknown key {key!r} in extra_args: use {{{CONFIG_KEY!r}: {{{name!r}: {example}}}}}, or over HTTP "
+                f"{{'{CONFIG_KEY}_{name}': {example}}}"
             )
     options = extra_args.get(CONFIG_KEY)
     if options is None:
         options = {}
     if not isinstance(options, Mapping):
         raise ValueError(
-            f'extra_args["{CONFIG_KEY}"] must be a dict such as {{"{PROBLEM_ID}": 7}}, got {options!r}; over HTTP use '
-            f"{FLAT_PROBLEM_ID}"
+            f'extra_args["{CONFIG_KEY}"] must be a dict such as {_EXAMPLES}, got {options!r}; over HTTP use flat keys '
+            f"such as {CONFIG_KEY}_problem_id"
         )
-    if unknown := sorted(str(key) for key in options if key != PROBLEM_ID):
-        raise ValueError(f'unknown key {unknown[0]!r} in extra_args["{CONFIG_KEY}"]: the only one is {PROBLEM_ID!r}')
-    given = [value for value in (options.get(PROBLEM_ID), extra_args.get(FLAT_PROBLEM_ID)) if value is not None]
-    if not given:
-        return None
-    if len(given) > 1:
-        raise ValueError(f'{FLAT_PROBLEM_ID} and extra_args["{CONFIG_KEY}"]["{PROBLEM_ID}"] are both set: remove one')
-    problem_id = given[0]
+    if unknown := sorted(str(key) for key in options if key not in RequestOptions._fields):
+        names = " and ".join(map(repr, RequestOptions._fields))
+        raise ValueError(f'unknown key {unknown[0]!r} in extra_args["{CONFIG_KEY}"]: there are {names}')
+    given = {}
+    for key, name in flat.items():
+        values = [value for value in (options.get(name), extra_args.get(key)) if value is not None]
+        if len(values) > 1:
+            raise ValueError(f'{key} and extra_args["{CONFIG_KEY}"]["{name}"] are both set: remove one')
+        if values:
+            given[name] = values[0]
+    problem_id = given.get("problem_id", 0)
     if not isinstance(problem_id, int) or isinstance(problem_id, bool) or not 0 <= problem_id <= MAX_PROBLEM_ID:
-        raise ValueError(f"{PROBLEM_ID} must be an integer from 0 to 2^64 - 1, got {problem_id!r}")
-    return problem_id
+        raise ValueError(f"problem_id must be an integer from 0 to 2^64 - 1, got {problem_id!r}")
+    if "keep_in_history" in given:
+        if given["keep_in_history"] not in (True, False):  # over HTTP they arrive as 1 and 0
+            raise ValueError(f"keep_in_history must be true or false, got {given['keep_in_history']!r}")
+        given["keep_in_history"] = bool(given["keep_in_history"])
+    return RequestOptions(**given)
+
+
+def without_history(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+    """`extra_args` with `keep_in_history` false, unless the caller has set it."""
+    args = dict(extra_args or {})
+    if f"{CONFIG_KEY}_keep_in_history" not in args:
+        args[CONFIG_KEY] = {"keep_in_history": False, **(args.get(CONFIG_KEY) or {})}
+    return args

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.integrations.request_options import requested_problem_id
+from rollout_spec.integrations.request_options import request_options
 from rollout_spec.noise import derive_seed
 
 
@@ -18,7 +18,7 @@ def problem_id_of(request: Any) -> int | None:
     Raises:
         ValueError: the request's own options are wrong.
     """
-    given = requested_problem_id(request.sampling_params.extra_args)
+    given = request_options(request.sampling_params.extra_args).problem_id
     if given is not None:
         return given
     of_prompt = problem_of_prompt(request.prompt_token_ids)

@@ -20,6 +20,7 @@ from rollout_spec.estimates import median
 from rollout_spec.features import take
 from rollout_spec.integrations import live_requests
 from rollout_spec.integrations.live_requests import LiveRequest, Sampled, pieces, select
+from rollout_spec.integrations.request_options import request_options
 from rollout_spec.integrations.requests import ends_with_stop_token, problem_id_of
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Drafts, Float32Array, Int32Array
@@ -280,11 +281,12 @@ class DraftingSession:
 
     def _stop(self, req_id: str, *, is_rollout: bool = True) -> None:
         """Show the drafter a request's end. A whole rollout also tells how long rollouts get, unless it was aborted."""
-        self.drafter.stop_request(req_id)
+        keep = request_options(self.live[req_id].request.sampling_params.extra_args).keep_in_history
+        self.drafter.stop_request(req_id, keep=keep)
         live = self.live.pop(req_id)
         self.arrays.draft[live.row] = -1
         self._stop_strings_by_row.pop(live.row, None)
-        if self.budget is not None and is_rollout and self.arrays.is_complete[live.row]:
+        if self.budget is not None and is_rollout and keep and self.arrays.is_complete[live.row]:
             length = self.arrays.num_seen[live.row] - self.arrays.num_prompt_tokens[live.row]
             self.budget.lengths.observe(live.problem, int(length))
 

@@ -92,6 +92,10 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             )
         self.begin_training()
 
+    def _is_evaluating(self) -> bool:
+        """As TRL's trainers themselves find out."""
+        return self.evaluating or (self.model is not None and not self.model.training)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Begin a step, from whose number seeds derive."""
         self.begin_step(state.global_step, model)

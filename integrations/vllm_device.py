@@ -17,6 +17,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.drafters.device import DeviceDrafter, EndedRequest
 from rollout_spec.integrations import vllm_compat
+from rollout_spec.integrations.request_options import request_options
 from rollout_spec.integrations.requests import ends_with_stop_token, problem_id_of, trim_at_end
 from rollout_spec.integrations.stop_strings import StopStringSearch
 from rollout_spec.integrations.vllm_plugin import config_of
@@ -190,6 +191,7 @@ class DeviceSpeculator(BaseSpeculator):
             stop_token_ids=sorted({int(token) for token in stops if token is not None}),
             min_tokens=params.min_tokens,
             max_tokens=self._num_until_stop_string(req_idx, request) if has_text else params.max_tokens,
+            keep=request_options(params.extra_args).keep_in_history,
         )
 
     def _num_until_stop_string(self, req_idx: int, request: Any) -> int:

@@ -11,7 +11,8 @@ An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our p
 - ask for synchronous scheduling where the drafter is on the host, and for CUDA graphs of steps in which every request
   has a draft (`step_sizes.py`);
 - in the worker, compile what the engine will call, and give the model runner the `RunnerAdapter` of `vllm_v1` or
-  `vllm_v2`; under V1 also keep vLLM from making a torch generator for every request.
+  `vllm_v2`; under V1 also keep vLLM from making a torch generator for every request;
+- notice when the worker gets new weights (`weights.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from rollout_spec.config import ASYNC_METHOD, CONFIG_KEY, PROPOSER_PATH, Rollout
 from rollout_spec.drafters import check_options, runs_on_device
 from rollout_spec.integrations import step_sizes, vllm_compat
 from rollout_spec.integrations.ranks import end_if_unheard
-from rollout_spec.integrations.request_options import requested_problem_id
+from rollout_spec.integrations.request_options import request_options
+from rollout_spec.integrations.weights import loads_weights
 
 V2_MARK = "_rollout_spec_v2"
 """Attribute set on the `speculative_config` of engines that run our V2 speculator, for checks that get only that."""
@@ -240,7 +242,7 @@ def _check_request(params: Any, is_v1: bool) -> None:
     last = 0 if params.seed is None else params.seed + (params.n or 1) - 1  # vLLM gives sample i the seed + i
     if last >= 2**63 or (params.seed is not None and params.seed < -(2**63)):
         raise ValueError(f"seed + n - 1 must fit in 64 bits, got seed={params.seed} and n={params.n}")
-    requested_problem_id(params.extra_args)
+    request_options(params.extra_args)
 
 
 @functools.cache
@@ -510,6 +512,16 @@ def _hook_runner_v2(module: Any) -> None:
 
 
 def _hook_device_worker(module: Any, name: str) -> None:
+    def make_load_model(original: Any) -> Any:
+        def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            adapter = getattr(self.model_runner, "rollout_spec", None)
+            if adapter is not None:
+                adapter.weights.follow(self.model_runner.get_model())
+            return result
+
+        return load_model
+
     def make_profile(original: Any) -> Any:
         def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
             with _warming_up(self.model_runner):  # from vLLM 0.33 on, V2 samples for made-up requests here
@@ -528,6 +540,8 @@ def _hook_device_worker(module: Any, name: str) -> None:
         return compile_or_warm_up_model
 
     worker = getattr(module, name)
+    if "load_model" in vars(worker):  # CPUWorker inherits it
+        _wrap(worker, "load_model", make_load_model)
     _wrap(worker, "determine_available_memory", make_profile)
     _wrap(worker, "compile_or_warm_up_model", make_warm_up)
 
@@ -551,4 +565,17 @@ def _hook_worker(module: Any) -> None:
             )
         return adapter.command(command, *args)
 
+    def make_getattr(original: Any) -> Any:
+        def getattr_(self: Any, name: str) -> Any:
+            # Here every method is looked up that a front end calls by name, those of worker extensions, too.
+            if loads_weights(name):
+                worker = vars(self).get("worker")
+                adapter = getattr(getattr(worker, "model_runner", None), "rollout_spec", None)
+                if adapter is not None:
+                    adapter.weights.mark()
+            return original(self, name)
+
+        return getattr_
+
     module.WorkerBase.rollout_spec = rollout_spec
+    _wrap(module.WorkerWrapperBase, "__getattr__", make_getattr)

@@ -34,6 +34,7 @@ from rollout_spec.integrations.sampling import (
 )
 from rollout_spec.integrations.session import DraftingSession
 from rollout_spec.integrations.vllm_plugin import config_of
+from rollout_spec.integrations.weights import WeightWatch
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.api import verify
@@ -73,6 +74,7 @@ class RunnerAdapter:
 
     Attributes:
         clock: Times the runner's steps.
+        weights: Notices when the worker gets new ones.
         stats: This engine's counters.
         proposer: The runner's proposer; None without speculation.
 
@@ -89,6 +91,7 @@ class RunnerAdapter:
         self.proposer: RolloutSpecProposer | None = getattr(runner, "drafter", None)
         self.stats = self.proposer.stats if self.proposer is not None else SpeculationStats()
         self.clock = StepClock(runner.device, self.stats)
+        self.weights = WeightWatch()
         if self.proposer is not None:
             self.proposer.bind(runner)
             if self.proposer.session.wants_features:
@@ -103,7 +106,8 @@ class RunnerAdapter:
         """See `rollout_spec.integrations.commands.run_command`."""
         self.count_last_verification()
         self.clock.read()
-        return run_command(self.proposer.session if self.proposer is not None else None, self.stats, name, *args)
+        session = self.proposer.session if self.proposer is not None else None
+        return run_command(session, self.stats, self.weights, name, *args)
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up. On CPUs the verifier has no kernels."""
@@ -112,6 +116,9 @@ class RunnerAdapter:
 
     def begin_step(self) -> None:
         """Called before every step runs."""
+        version = self.weights.begin_step()
+        if version is not None and self.proposer is not None:
+            self.proposer.session.begin_policy_version(version)
         if self.proposer is None or self.proposer.session.enabled:
             self.clock.start()
 

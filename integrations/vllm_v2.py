@@ -45,6 +45,7 @@ from rollout_spec.integrations.sampling import (
 )
 from rollout_spec.integrations.session import DraftingSession
 from rollout_spec.integrations.vllm_plugin import config_of
+from rollout_spec.integrations.weights import WeightWatch
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array, SamplingBatch, VerifyResult
 from rollout_spec.verify import kernel
@@ -76,6 +77,7 @@ class RunnerAdapter:
         warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
         stats: This engine's counters.
         clock: Times the runner's steps.
+        weights: Notices when the worker gets new ones.
         speculator: A `HistorySpeculator` or a `DeviceSpeculator`; None for an engine without speculation, which
             samples with our noise only.
     """
@@ -92,6 +94,7 @@ class RunnerAdapter:
         )
         self.stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
         self.clock = StepClock(runner.device, self.stats)
+        self.weights = WeightWatch()
         self._runner = runner
         self._config = config
         if self._speculation is not None and self._speculation.wants_features:
@@ -154,10 +157,13 @@ class RunnerAdapter:
         """See `rollout_spec.integrations.commands.run_command`."""
         self._runner.sampler.read_counts(wait=True)
         self.clock.read()
-        return run_command(self._speculation, self.stats, name, *args)
+        return run_command(self._speculation, self.stats, self.weights, name, *args)
 
     def begin_step(self) -> None:
         """Called before every step runs."""
+        version = self.weights.begin_step()
+        if version is not None and self._speculation is not None:
+            self._speculation.begin_policy_version(version)
         if self._speculation is None or self._speculation.enabled:
             self.clock.start()
 

@@ -93,7 +93,7 @@ class Engine:
         slot = self.live.pop(req_id)
         self.free.append(slot)
         self.drafter.stop_requests([EndedRequest(slot, int(self.total_len[slot]), **trim)])
-        self.reference.stop_request(req_id)
+        self.reference.stop_request(req_id, keep=trim.get("keep", True))
 
     def propose(self, num_sampled=None):
         """Drafts and rates of the live requests, device and reference."""
@@ -122,7 +122,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("start"), st.integers(0, 2), st.booleans()),
         st.tuples(st.just("commit"), st.integers(0, 5), TOKENS),
         st.tuples(st.just("accept"), st.integers(0, 5), st.integers(0, K)),
-        st.tuples(st.just("stop"), st.integers(0, 5), st.none()),
+        st.tuples(st.just("stop"), st.integers(0, 5), st.sampled_from([True, True, True, False])),
         st.tuples(st.just("version"), st.none(), st.none()),
         st.tuples(st.just("evict"), st.none(), st.none()),
         st.tuples(st.just("propose"), st.none(), st.none()),
@@ -175,7 +175,7 @@ def check_against_reference(operations, random, *, has_features=False, **options
             tokens = [*last.pop(live[a % len(live)], [])[:b], 1]
             engine.commit(live[a % len(live)], tokens, features(tokens))
         elif name == "stop" and live:
-            engine.stop(live[a % len(live)])
+            engine.stop(live[a % len(live)], keep=b)
         elif name == "version":
             version += 1
             engine.drafter.begin_policy_version(version)

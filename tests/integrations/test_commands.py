@@ -9,6 +9,7 @@ import pytest
 
 from rollout_spec.budget import Budget
 from rollout_spec.integrations.commands import run_command
+from rollout_spec.integrations.weights import WeightWatch
 from rollout_spec.stats import SpeculationStats
 
 
@@ -18,43 +19,55 @@ def a_speculation(calls, budget=None):
         enabled=True,
         budget=budget,
         set_enabled=lambda enabled: calls.append(("set_enabled", enabled)),
-        begin_policy_version=lambda version: calls.append(("begin_policy_version", version)),
         memory_bytes=lambda: 123,
         source_counts=lambda: {"own": [3, 1]},
     )
 
 
+def run(speculation, name, *args, stats=None, weights=None):
+    return run_command(speculation, stats or SpeculationStats(), weights or WeightWatch(), name, *args)
+
+
 def test_stats_are_the_counters_and_the_drafter_s_memory():
-    stats = SpeculationStats()
+    stats, weights = SpeculationStats(), WeightWatch()
     stats.record([3], [2])
-    found = run_command(a_speculation([]), stats, "stats")
+    weights.mark()
+    weights.begin_step()
+    found = run(a_speculation([]), "stats", stats=stats, weights=weights)
     assert (found["draft_tokens"], found["accepted_tokens"], found["drafter_bytes"]) == (3, 2, 123)
-    assert run_command(None, stats, "stats") == {**found, "drafter_bytes": 0}
+    assert found["policy_version"] == 1
+    assert run(None, "stats", stats=stats, weights=weights) == {**found, "drafter_bytes": 0}
 
 
 @pytest.mark.parametrize("budget", [None, Budget()])
 def test_a_report_is_plain_data(budget):
-    report = run_command(a_speculation([], budget), SpeculationStats(), "report")
+    report = run(a_speculation([], budget), "report")
     assert json.loads(json.dumps(report)) == report
     assert (report["num_speculative_tokens"], report["sources"]) == (4, {"own": [3, 1]})
     assert (report["budget"] is None) == (budget is None)
 
 
 def test_a_report_of_an_engine_without_speculation():
-    report = run_command(None, SpeculationStats(), "report")
+    report = run(None, "report")
     assert (report["num_speculative_tokens"], report["sources"], report["budget"]) == (0, {}, None)
 
 
-@pytest.mark.parametrize(("name", "value"), [("set_enabled", False), ("begin_policy_version", 7)])
-def test_what_changes_the_engine_reaches_its_speculation(name, value):
+def test_switching_reaches_the_speculation():
     calls = []
-    run_command(a_speculation(calls), SpeculationStats(), name, value)
-    assert calls == [(name, value)]
-    with pytest.raises(ValueError, match=f"{name}: this engine was built with speculation=False"):
-        run_command(None, SpeculationStats(), name, value)
+    run(a_speculation(calls), "set_enabled", False)
+    assert calls == [("set_enabled", False)]
+    with pytest.raises(ValueError, match="set_enabled: this engine was built with speculation=False"):
+        run(None, "set_enabled", False)
+
+
+def test_new_weights_that_are_announced_begin_a_version_with_the_next_step():
+    weights = WeightWatch()
+    for speculation in (None, a_speculation([])):
+        run(speculation, "begin_policy_version", weights=weights)
+    assert [weights.begin_step(), weights.begin_step()] == [1, None]
 
 
 @pytest.mark.parametrize("name", ["memory_bytes", "enabled", "sats"])
 def test_other_names_are_no_commands(name):
     with pytest.raises(ValueError, match=f"unknown rollout_spec command '{name}'"):
-        run_command(a_speculation([]), SpeculationStats(), name)
+        run(a_speculation([]), name)

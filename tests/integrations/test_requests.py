@@ -10,7 +10,7 @@ from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs
 from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.integrations.request_options import requested_problem_id
+from rollout_spec.integrations.request_options import RequestOptions, request_options, without_history
 from tests.integrations.engines import (
     assert_same,
     build,
@@ -43,29 +43,53 @@ BAD_OPTIONS = [
     ({"problem_id": 7}, "unknown key 'problem_id'"),
     ({"problemid": 7}, "unknown key 'problemid'"),
     ({"rollout_spec_problem_id": 7, "rollout_spec": {"problem_id": 7}}, "both set"),
+    ({"rollout_spec": {"keep_in_history": "no"}}, "keep_in_history must be true or false"),
+    ({"rollout_spec_keep_in_history": 2}, "keep_in_history must be true or false"),
+    ({"keep_in_history": False}, "unknown key 'keep_in_history'.*'rollout_spec_keep_in_history': False"),
+    ({"rollout_spec_keep_history": False}, "unknown key 'rollout_spec_keep_history'"),
 ]
 
 
 @pytest.mark.parametrize(("extra_args", "message"), BAD_OPTIONS)
 def test_bad_options_are_refused(extra_args, message):
     with pytest.raises(ValueError, match=message):
-        requested_problem_id(extra_args)
+        request_options(extra_args)
 
 
 @pytest.mark.parametrize(
-    ("extra_args", "problem_id"),
+    ("extra_args", "options"),
     [
-        (None, None),
-        ({}, None),
-        ({"somebody_elses": 1, 5: 6}, None),
-        ({"rollout_spec": None}, None),
-        ({"rollout_spec": {}}, None),
-        ({"rollout_spec": {"problem_id": 7}}, 7),
-        ({"rollout_spec_problem_id": 2**64 - 1}, 2**64 - 1),
+        (None, ()),
+        ({}, ()),
+        ({"somebody_elses": 1, 5: 6}, ()),
+        ({"rollout_spec": None}, ()),
+        ({"rollout_spec": {}}, ()),
+        ({"rollout_spec": {"problem_id": 7}}, (7,)),
+        ({"rollout_spec_problem_id": 2**64 - 1}, (2**64 - 1,)),
+        ({"rollout_spec": {"keep_in_history": False}}, (None, False)),
+        ({"rollout_spec_keep_in_history": 0, "rollout_spec": {"problem_id": 7}}, (7, False)),
+        ({"rollout_spec_keep_in_history": 1.0}, ()),
     ],
 )
-def test_problems_that_callers_name(extra_args, problem_id):
-    assert requested_problem_id(extra_args) == problem_id
+def test_options_that_callers_give(extra_args, options):
+    assert request_options(extra_args) == RequestOptions(*options)
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "keep"),
+    [
+        (None, False),
+        ({"rollout_spec": {"problem_id": 7}}, False),
+        ({"rollout_spec": {"keep_in_history": True}}, True),
+        ({"rollout_spec_keep_in_history": True}, True),
+    ],
+)
+def test_evaluation_leaves_the_history_alone_unless_told_otherwise(extra_args, keep):
+    before = repr(extra_args)
+    options = request_options(without_history(extra_args))
+    assert options.keep_in_history is keep
+    assert options.problem_id == request_options(extra_args).problem_id
+    assert repr(extra_args) == before
 
 
 def test_one_bad_request_is_refused_alone(on, off, reference_model):

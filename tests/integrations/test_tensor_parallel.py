@@ -63,7 +63,7 @@ def test_the_ranks_agree_and_the_rollouts_are_those_of_one_rank(tiny_model, off,
         check_rollouts(llm, off, reference_model, 2)
         before = ask(llm, "stats")
         ask(llm, "set_enabled", True)
-        ask(llm, "begin_policy_version", 1)
+        ask(llm, "begin_policy_version")
         check_rollouts(llm, off, reference_model, 1)
         after = ask(llm, "stats")
     for first, second in (before, after):

@@ -10,49 +10,15 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
-import torch
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 from vllm import SamplingParams
 
 from rollout_spec import RolloutSpecGenerator, doctor
 from tests.integrations.engines import build
+from tests.integrations.trainers import FP32, make_trainer
 
 pytestmark = pytest.mark.engine
-
-ENGINES = []
-FP32 = {"dtype": "float32", "enforce_eager": True, "num_gpu_blocks_override": 300}
-
-
-def make_trainer(model_path, tmp_path, callbacks, trainer=GRPOTrainer, config=GRPOConfig, **kwargs):
-    defaults = {
-        "output_dir": str(tmp_path),
-        "use_cpu": True,
-        "bf16": False,
-        "seed": 3,
-        "max_steps": 3,
-        "per_device_train_batch_size": 8,
-        "num_generations": 4,
-        "max_completion_length": 24,
-        "learning_rate": 1e-2,
-        "use_vllm": True,
-        "vllm_mode": "colocate",
-        "vllm_gpu_memory_utilization": 0.1,
-        "vllm_max_model_length": 64,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    return trainer(
-        model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
-        processing_class=AutoTokenizer.from_pretrained(model_path, padding_side="left"),
-        reward_funcs=lambda completions, **_: [float(len(c.split())) / 24 + ("w1" in c) for c in completions],
-        train_dataset=Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5 w6"]}),
-        args=config(**{**defaults, **kwargs}),
-        callbacks=callbacks,
-    )
 
 
 def test_grpo_with_speculation(tiny_model, tmp_path):
@@ -72,7 +38,6 @@ def test_grpo_with_speculation(tiny_model, tmp_path):
         llm_kwargs=FP32, num_speculative_tokens=4, budget=False, drafter_options={"min_survival": 0.0}
     )
     trainer = make_trainer(tiny_model, tmp_path, [generator])
-    ENGINES.append(generator.llm)
     trainer.train()
 
     assert len(seen) == 3
@@ -116,7 +81,6 @@ def test_rloo_with_truncated_sampling(tiny_model, tmp_path):
     trainer = make_trainer(
         tiny_model, tmp_path, [generator], RLOOTrainer, RLOOConfig, max_steps=2, top_p=0.9, top_k=8, min_p=0.02
     )
-    ENGINES.append(generator.llm)
     trainer.train()
     assert generator.stats()["emitted_tokens"] > 0
     assert 0 < generator.logprob_error[1] < 1e-4
@@ -140,7 +104,6 @@ def test_logits_that_the_engine_changes_are_no_alarm(tiny_model, tmp_path, chang
     """Penalties, masks and grammars change log-probabilities, and the trainer's forward pass knows nothing of them."""
     generator = RolloutSpecGenerator(llm_kwargs=FP32, num_speculative_tokens=4)
     trainer = make_trainer(tiny_model, tmp_path, [generator], max_steps=2, **changed)
-    ENGINES.append(generator.llm)
     trainer.train()
     assert math.isnan(generator.logprob_error[0])
     said = [record.getMessage() for record in caplog.records if "were not compared" in record.getMessage()]
@@ -159,7 +122,6 @@ def test_no_two_rollouts_have_the_same_seed(tiny_model, tmp_path):
 
     generator = Recording(llm_kwargs=FP32, num_speculative_tokens=4)
     trainer = make_trainer(tiny_model, tmp_path, [generator], max_steps=1, max_completion_length=4)
-    ENGINES.append(generator.llm)
     trainer.evaluate(Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5 w6"]}))
     assert seeds
     for _ in range(2):
@@ -174,7 +136,6 @@ def test_the_engine_as_a_rollout_function_uses_it(tiny_model, tmp_path):
     generator = RolloutSpecGenerator(llm_kwargs=FP32, num_speculative_tokens=4)
     make_trainer(tiny_model, tmp_path, [generator])
     llm = generator.llm
-    ENGINES.append(llm)
     prompts = [{"prompt_token_ids": [1, 4, 9]}] * 3
     first, again = (
         llm.generate(prompts, [SamplingParams(seed=seed, max_tokens=8) for seed in (1, 2, 3)], use_tqdm=False)
@@ -204,7 +165,6 @@ def test_the_engine_as_a_rollout_function_uses_it(tiny_model, tmp_path):
 def test_one_generator_serves_one_trainer(tiny_model, tmp_path):
     generator = RolloutSpecGenerator(llm_kwargs=FP32)
     make_trainer(tiny_model, tmp_path, [generator])
-    ENGINES.append(generator.llm)
     with pytest.raises(ValueError, match="has an engine already"):
         make_trainer(tiny_model, tmp_path, [generator])
 
@@ -219,7 +179,6 @@ def test_another_engine_of_the_same_model_in_the_same_constructor_is_not_ours(ti
 
     generator = RolloutSpecGenerator(llm_kwargs=FP32)
     trainer = make_trainer(tiny_model, tmp_path, [generator], Judged)
-    ENGINES.append(generator.llm)
     assert generator.llm is trainer.vllm_generation.llm
     assert trainer.judge.llm_engine.vllm_config.speculative_config is None
 
@@ -241,7 +200,6 @@ def test_a_trainer_whose_construction_fails_leaves_nothing_behind(tiny_model, tm
     assert others.llm_engine.vllm_config.speculative_config is None
     for retry in (RolloutSpecGenerator(llm_kwargs=FP32, num_speculative_tokens=4), generator):
         make_trainer(tiny_model, tmp_path, [retry])
-        ENGINES.append(retry.llm)
         assert retry.stats()["steps"] == 0
     assert build(tiny_model).llm_engine.vllm_config.speculative_config is None
 
@@ -251,7 +209,6 @@ def test_engine_in_another_precision_is_refused(tiny_model, tmp_path):
         llm_kwargs={**FP32, "dtype": "bfloat16"}, num_speculative_tokens=4, logprob_tolerance=1e-4
     )
     trainer = make_trainer(tiny_model, tmp_path, [generator])
-    ENGINES.append(generator.llm)
     with pytest.raises(RuntimeError, match="computes in bfloat16 and the trainer in float32"):
         trainer.train()
 
@@ -259,7 +216,6 @@ def test_engine_in_another_precision_is_refused(tiny_model, tmp_path):
 def test_shared_seed_is_refused(tiny_model, tmp_path):
     generator = RolloutSpecGenerator(llm_kwargs=FP32)
     trainer = make_trainer(tiny_model, tmp_path, [generator], generation_kwargs={"seed": 1})
-    ENGINES.append(generator.llm)
     with pytest.raises(ValueError, match="copies"):
         trainer.train()
 

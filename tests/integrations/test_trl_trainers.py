@@ -1,0 +1,276 @@
+"""Every TRL trainer that builds an engine: the same rollouts with and without drafts, some accepted, metrics logged."""
+
+from __future__ import annotations
+
+import string
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("trl")
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from trl import DistillationConfig, DistillationTrainer, RLOOConfig, RLOOTrainer
+from trl.chat_template_utils import supports_tool_calling
+from trl.experimental.gold import GOLDConfig, GOLDTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+from trl.experimental.sdft import SDFTConfig, SDFTTrainer
+
+from tests.conftest import VOCAB_SIZE
+from tests.integrations.engines import history_of
+from tests.integrations.trainers import Compared, make_trainer
+
+pytestmark = pytest.mark.engine
+
+PROMPTS = Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(8)]})
+EVALUATION = Dataset.from_dict({"prompt": ["w7 w8", "w9 w1 w2"]})
+
+
+def drafter_of(generator):
+    return generator.llm.llm_engine.model_executor.driver_worker.model_runner.drafter.session.drafter
+
+
+def check(trainer, generator, num_rollouts):
+    """`Compared` has compared the rollouts. Drafts were accepted, and each training log has what is new since the last.
+
+    Returns:
+        The trainer's logs of training steps.
+    """
+    assert len(generator.rollouts) == num_rollouts
+    stats = generator.stats()
+    assert stats["accepted_tokens"] > 0
+    assert stats["drafter_errors"] == 0
+    logs = [entry for entry in trainer.state.log_history if "rollout_spec/tokens" in entry]
+    assert sum(entry["rollout_spec/accepted_tokens"] for entry in logs) > 0
+    assert all(entry["rollout_spec/generation_seconds"] > 0 for entry in logs)
+    assert 1 < logs[-1]["rollout_spec/policy_version"] <= generator.policy_version
+    return logs
+
+
+def test_grpo_with_evaluation(tiny_model, tmp_path):
+    """Several updates per generation, and evaluations whose rollouts are drafted for but do not stay."""
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    generator = Compared()
+    trainer = make_trainer(
+        tiny_model,
+        tmp_path,
+        [generator],
+        arguments={"train_dataset": PROMPTS, "eval_dataset": EVALUATION},
+        max_steps=8,
+        steps_per_generation=2,
+        num_iterations=2,
+        eval_strategy="steps",
+        eval_steps=4,
+        per_device_eval_batch_size=4,
+        report_to="tensorboard",
+    )
+    trainer.train()
+    evaluated = [
+        params.extra_args is not None and params.extra_args["rollout_spec"]["keep_in_history"] is False
+        for params_of, _ in generator.generations
+        for params in params_of
+    ]
+    logs = check(trainer, generator, len(evaluated))
+    assert evaluated.count(True) == 2 * 8
+    assert evaluated.count(False) == 2 * 16
+    evaluations = [entry for entry in trainer.state.log_history if "eval_rollout_spec/tokens" in entry]
+    assert len(evaluations) == 2
+    assert all(entry["eval_rollout_spec/draft_tokens"] > 0 for entry in evaluations)
+    # Neither prompt nor rollout of an evaluation is in the history, and every rollout of the training is.
+    evaluation_prompts = [trainer.processing_class(p)["input_ids"] for p in EVALUATION["prompt"]]
+    generator.llm.generate("w1", use_tqdm=False)  # what has ended is seen in the next step
+    prompts = [prompt.tolist() for prompt, _, _ in history_of(drafter_of(generator))]
+    assert not [prompt for prompt in prompts if prompt in evaluation_prompts]
+    assert len(prompts) >= 32
+    events = EventAccumulator(str(next(tmp_path.rglob("events.out.*")).parent))
+    events.Reload()
+    for name in ("tokens", "accepted_tokens", "mean_acceptance_length"):
+        shown = [event.value for event in events.Scalars(f"train/rollout_spec/{name}")]
+        assert shown == pytest.approx([entry[f"rollout_spec/{name}"] for entry in logs])
+    assert events.Scalars("eval/rollout_spec/tokens")
+
+
+def test_grpo_with_lora(tiny_model, tmp_path):
+    """TRL merges the adapter before it hands the weights to the engine."""
+    peft = pytest.importorskip("peft")
+    generator = Compared()
+    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trainer = make_trainer(tiny_model, tmp_path, [generator], arguments={"peft_config": adapter})
+    trainer.train()
+    check(trainer, generator, 24)
+    assert generator.logprob_error[1] < 1e-4
+
+
+def test_grpo_with_a_rollout_function(tiny_model, tmp_path):
+    """The function asks the trainer's engine itself, and may do so several times."""
+
+    def roll_out(prompts, trainer):
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        _, first, of_first, _ = trainer.vllm_generation.generate(prompt_ids, None, num_generations=1)
+        continued = [ids + said for ids, said in zip(prompt_ids, first, strict=True)]
+        _, second, of_second, _ = trainer.vllm_generation.generate(continued, None, num_generations=1)
+        joined = [[lp[0] for lp in a + b] for a, b in zip(of_first, of_second, strict=True)]
+        said = [a + b for a, b in zip(first, second, strict=True)]
+        return {"prompt_ids": prompt_ids, "completion_ids": said, "logprobs": joined}
+
+    generator = Compared()
+    trainer = make_trainer(
+        tiny_model, tmp_path, [generator], arguments={"rollout_func": roll_out}, max_completion_length=16
+    )
+    trainer.train()
+    check(trainer, generator, 48)
+
+
+TEMPLATE = """{% for m in messages %}{% if m.tool_calls %}{% for call in m.tool_calls %}w7 {{ call.function.name }}
+{{ call.function.arguments }} {% endfor %}{% endif %}{{ m.content }}{% if m.role == 'assistant' %} <eos>{% endif %}
+{% endfor %}"""
+
+
+def add_tools(tokenizer):
+    """A model that says w7 calls the tool. The tiny model does so often enough."""
+
+    def parse_response(ids, **_):
+        said = tokenizer.decode(ids, skip_special_tokens=True)
+        message = {"role": "assistant", "content": said}
+        if "w7" in said.split():
+            call = {"name": "look_up", "arguments": {"word": said.split()[0]}}
+            message["tool_calls"] = [{"type": "function", "function": call}]
+        return message
+
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.response_schema = tokenizer.response_template = {"type": "object"}
+    tokenizer.parse_response = parse_response
+    assert supports_tool_calling(tokenizer)
+    return tokenizer
+
+
+def look_up(word: str) -> str:
+    """Look a word up.
+
+    Args:
+        word: The word.
+    """
+    return f"w3 {word} w4"
+
+
+class Library:
+    """The same as an environment."""
+
+    def reset(self, **_) -> None:
+        """Begin."""
+
+    def look_up(self, word: str) -> str:
+        """Look a word up.
+
+        Args:
+            word: The word.
+        """
+        return look_up(word)
+
+
+@pytest.mark.parametrize("arguments", [{"tools": [look_up]}, {"environment_factory": Library}], ids=["tools", "env"])
+def test_grpo_with_tools_over_several_turns(tiny_model, tmp_path, arguments):
+    generator = Compared()
+    tokenizer = add_tools(AutoTokenizer.from_pretrained(tiny_model, padding_side="left"))
+    chats = [[{"role": "user", "content": prompt}] for prompt in ("w1 w2 w3", "w4 w5 w6")]
+    trainer = make_trainer(
+        tiny_model,
+        tmp_path,
+        [generator],
+        arguments={
+            **arguments,
+            "processing_class": tokenizer,
+            "train_dataset": Dataset.from_dict({"prompt": chats}),
+            "reward_funcs": lambda completions, **_: [float(len(messages)) for messages in completions],
+        },
+        max_completion_length=48,
+        vllm_max_model_length=128,
+        max_tool_calling_iterations=3,
+        learning_rate=1e-4,
+    )
+    trainer.train()
+    logs = check(trainer, generator, len(generator.rollouts))
+    assert len(generator.generations) > 3, "tools were called, so a step has several generations"
+    assert sum(entry["tools/call_frequency"] for entry in logs) > 0
+    assert sum(entry["tools/failure_frequency"] for entry in logs) == 0
+
+
+def test_grpo_resumed_from_a_checkpoint(tiny_model, tmp_path):
+    """The steps after a checkpoint give the rollouts that the uninterrupted run gave.
+
+    Within an epoch: at the next one TRL would shuffle the prompts in another way than without the interruption.
+    """
+    whole, resumed, data = Compared(), Compared(), {"train_dataset": PROMPTS}
+    trainer = make_trainer(
+        tiny_model, tmp_path, [whole], arguments=data, max_steps=4, save_strategy="steps", save_steps=2
+    )
+    trainer.train()
+    check(trainer, whole, 32)
+    trainer = make_trainer(tiny_model, tmp_path, [resumed], arguments=data, max_steps=4)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    check(trainer, resumed, 16)
+    assert resumed.rollouts == whole.rollouts[16:]
+
+
+def test_rloo(tiny_model, tmp_path):
+    generator = Compared()
+    trainer = make_trainer(tiny_model, tmp_path, [generator], RLOOTrainer, RLOOConfig)
+    trainer.train()
+    check(trainer, generator, 24)
+
+
+def test_online_dpo(tiny_model, tmp_path):
+    """It builds the engine itself, and asks for two rollouts per prompt."""
+    generator = Compared()
+    trainer = make_trainer(
+        tiny_model, tmp_path, [generator], OnlineDPOTrainer, OnlineDPOConfig,
+        num_generations=None, max_completion_length=None, vllm_max_model_length=None, max_new_tokens=24, max_length=48,
+        per_device_train_batch_size=2,
+    )  # fmt: skip
+    trainer.train()
+    check(trainer, generator, 12)
+
+
+def byte_tokenizer():
+    """For the same token ids, of which each but the special ones is a letter."""
+    specials = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    names = [*specials, *string.ascii_lowercase[: VOCAB_SIZE - len(specials)]]
+    tokenizer = Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<bos>", eos_token="<eos>", padding_side="left"
+    )
+
+
+@pytest.mark.parametrize(
+    ("trainer_class", "config_class", "options"),
+    [
+        (DistillationTrainer, DistillationConfig, {}),
+        (GOLDTrainer, GOLDConfig, {"lmbda": 1.0, "max_length": 64}),
+        (SDFTTrainer, SDFTConfig, {"distillation_topk": 8}),
+    ],
+)
+def test_distillation(tiny_model, tmp_path, trainer_class, config_class, options):
+    """From a teacher, or for SDFT from the model itself that sees more."""
+    prompts = ["w1 w2 w3", "w4 w5 w6", "w3 w2", "w5 w5"] * 2
+    dataset = {"prompt": prompts}
+    arguments = {"reward_funcs": None}
+    if trainer_class is SDFTTrainer:
+        dataset["privileged_context"] = ["w7"] * 8
+    else:
+        arguments["teacher_model"] = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    if trainer_class is GOLDTrainer:  # it takes tokenizers of bytes only
+        dataset = {"prompt": ["abc", "def", "cb", "ee"] * 2, "completion": ["aa"] * 8}
+        arguments["processing_class"] = byte_tokenizer()
+    arguments["train_dataset"] = Dataset.from_dict(dataset)
+    generator = Compared()
+    trainer = make_trainer(
+        tiny_model, tmp_path, [generator], trainer_class, config_class, arguments, num_generations=None, **options
+    )
+    trainer.train()
+    check(trainer, generator, 24)

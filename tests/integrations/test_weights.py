@@ -1,0 +1,97 @@
+"""Weights that arrive while an engine lives, in the ways of the frameworks that send them."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from transformers import AutoModelForCausalLM
+
+from rollout_spec import engine_kwargs
+from rollout_spec.integrations.weights import WeightWatch, loads_weights
+from tests.integrations.engines import build, generate, mixed_params, runner_of, stats_of, verify_all
+
+LOADING = [
+    "load_weights", "reload_weights", "update_weights", "start_weight_update", "finish_weight_update",
+    "update_weights_from_ipc", "update_weights_from_path", "update_weight", "update_weights_from_collective",
+    "update_weights_via_ipc_zmq", "skyrl_start_weight_update", "nccl_reshard_refit", "add_lora",
+]  # fmt: skip
+OTHERS = [
+    "init_weight_transfer_engine", "init_weight_update_group", "compute_weight_checksums", "get_weights_by_name",
+    "check_weights", "execute_model", "sample_tokens", "sleep", "wake_up", "remove_lora", "rollout_spec",
+]  # fmt: skip
+
+
+def test_methods_that_load_weights_are_known_by_their_names():
+    assert [name for name in LOADING + OTHERS if loads_weights(name)] == LOADING
+
+
+def test_many_calls_between_two_steps_are_one_version():
+    watch = WeightWatch()
+    assert watch.begin_step() is None
+    for _ in range(3):
+        watch.mark()
+    assert [watch.begin_step(), watch.begin_step()] == [1, None]
+    watch.mark()
+    assert watch.begin_step() == watch.version == 2
+    watch.mark(2)
+    watch.mark()
+    assert [watch.begin_step(), watch.begin_step()] == [4, None]
+
+
+def test_a_model_that_cannot_load_is_left_alone():
+    model = object()
+    WeightWatch().follow(model)
+    assert not hasattr(model, "load_weights")
+
+
+class Extension:
+    """A framework's methods on the worker."""
+
+    def update_weights_from_ipc(self, factor):
+        """As verl, SkyRL, NeMo-RL and OpenRLHF: the worker gets the tensors and hands them to the model."""
+        parameters = AutoModelForCausalLM.from_pretrained(self.model_config.model).state_dict()
+        for name, value in parameters.items():  # one bucket each
+            self.model_runner.model.load_weights([(name, value.float() * factor)])
+
+    def nccl_reshard_refit(self, factor):
+        """As those that write into the parameters themselves."""
+        for parameter in self.model_runner.model.parameters():
+            parameter.data *= factor
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize("options", [verify_all(num_speculative_tokens=4), engine_kwargs(speculation=False)])
+def test_each_update_begins_a_version(tiny_model, monkeypatch, options):
+    """However the weights come, and also where nothing is drafted. The rollouts are those of the new weights."""
+    monkeypatch.setattr("vllm._custom_ops._supports_onednn", False)  # packed weights cannot be loaded on a CPU
+    llm = build(tiny_model, worker_extension_cls="tests.integrations.test_weights.Extension", **options)
+    runner, params = runner_of(llm), mixed_params(6, 1, max_tokens=12)
+    head = AutoModelForCausalLM.from_pretrained(tiny_model).lm_head.weight.float()
+
+    def version():
+        said = [list(output.token_ids) for output in generate(llm, params)]
+        return stats_of(llm)["policy_version"], said
+
+    assert version()[0] == 0
+    before = version()
+    ways = [
+        lambda: runner.model.load_weights([("lm_head.weight", head * 0.25)]),  # TRL's colocated
+        lambda: llm.collective_rpc("update_weights_from_ipc", args=(1.0,)),
+        lambda: llm.collective_rpc("nccl_reshard_refit", args=(0.5,)),
+        lambda: llm.collective_rpc("reload_weights"),
+        lambda: llm.collective_rpc("rollout_spec", args=("begin_policy_version",)),
+    ]
+    seen = []
+    for number, load in enumerate(ways, 1):
+        load()
+        load()  # a second one before the next step changes nothing
+        seen.append(version())
+        assert seen[-1][0] == number
+        assert version() == seen[-1]
+    assert seen[0][1] != before[1]
+    assert seen[2][1] != before[1]
+    assert seen[3][1] == before[1], "loaded again from its files, the model is the first one"
+    if llm.llm_engine.vllm_config.speculative_config is not None:
+        assert runner.drafter.session.drafter._version == len(ways)
