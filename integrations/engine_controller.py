@@ -28,12 +28,13 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
+from rollout_spec.doctor import read_report
 from rollout_spec.integrations import step_sizes
 from rollout_spec.integrations.logprob_check import LogprobCheck
 from rollout_spec.integrations.request_options import without_history
 from rollout_spec.integrations.vllm_cpu import plain_weights
 from rollout_spec.noise import derive_seed
-from rollout_spec.stats import SpeculationStats
+from rollout_spec.stats import Progress, SpeculationStats
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class EngineController:
         self._logged: dict[str, Any] = {}
         self._generation_seconds = 0.0
         self._num_tokens = 0  # generated since the last log
+        self._progress = Progress()
 
     # -- what the trainer says ---------------------------------------------------------------------------------------
 
@@ -102,9 +104,32 @@ class EngineController:
         self._autocast_dtype = autocast_dtype
 
     def begin_training(self) -> None:
-        """Begin a training: call it once per `train()` of the trainer. A resumed run counts from 1 again."""
+        """Begin a training: call it once per `train()` of the trainer. A resumed run counts from 1 again.
+
+        The report's series over the training begins anew; see `resume_progress`.
+        """
         self._num_trainings += 1
         self._num_generations = 0
+        self._progress = Progress()
+
+    def resume_progress(self, path: Path, global_step: int) -> None:
+        """Go on with the series over the training that the report of an interrupted run holds, if there is one.
+
+        Call it after `begin_training`. A report that cannot be read is left out, with a warning.
+
+        Args:
+            path: The report's, as for `write_report`.
+            global_step: The training goes on after this step; what the report has of later ones was lost.
+        """
+        try:
+            columns = read_report(path).get("progress")
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:  # must not end the run
+            logger.warning("the report's series over the training begins anew: %s", error)
+            return
+        if columns is not None:
+            self._progress = Progress.from_dict(columns, up_to=global_step)
 
     def begin_step(self, step: int, model: Any = None) -> None:
         """Begin a training step. Seeds derive from its number; `model`, if given, replaces that of `begin_run`."""
@@ -247,7 +272,7 @@ class EngineController:
             f"{type(self).__name__} has no engine yet: attach one, in TRL by passing it to a trainer in callbacks=[...]"
         )
 
-    def _is_evaluating(self) -> bool:
+    def is_evaluating(self) -> bool:
         """Whether an evaluation is generated; a trainer's hook may know by itself."""
         return self.evaluating
 
@@ -265,7 +290,7 @@ class EngineController:
         seeded = []
         for ordinal, params in enumerate(sampling_params):
             params = params.clone()
-            if self._is_evaluating():
+            if self.is_evaluating():
                 params.extra_args = without_history(params.extra_args)
             if params.seed is None:
                 numbers = (self._num_trainings, self._step, self._replica, self._num_generations, ordinal)
@@ -299,12 +324,14 @@ class EngineController:
         return result
 
     def report(self) -> dict[str, Any]:
-        """The report for `rollout-spec doctor`; see `rollout_spec.integrations.commands.report`."""
-        result: dict[str, Any] = self._command("report")
-        return result
+        """The report for `rollout-spec doctor`: that of `rollout_spec.integrations.commands`, and `Progress`."""
+        return {**self._command("report"), "progress": self._progress.to_dict()}
 
     def take_metrics(self) -> dict[str, float]:
-        """`rollout_spec/*` metrics since the last call; empty when nothing was generated since."""
+        """`rollout_spec/*` metrics since the last call; empty when nothing was generated since.
+
+        Those of an evaluation stay out of the report's series over the training.
+        """
         if self.llm is None or self._generation_seconds == 0:
             return {}
         now = self.stats()
@@ -326,6 +353,8 @@ class EngineController:
             "drafter_mbytes": now["drafter_bytes"] / 1e6,
             "policy_version": now["policy_version"],
         }
+        if not self.is_evaluating():
+            self._progress.add(self._step + 1, new, round(self._generation_seconds, 6))
         self._generation_seconds, self._num_tokens = 0.0, 0
         return {f"rollout_spec/{name}": float(value) for name, value in metrics.items()}
 

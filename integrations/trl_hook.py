@@ -91,8 +91,10 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
                 "speculated: pass it in callbacks=[...] when the trainer is made, one new object per trainer"
             )
         self.begin_training()
+        if state.global_step:  # resumed from a checkpoint
+            self.resume_progress(Path(args.output_dir) / REPORT_NAME, state.global_step)
 
-    def _is_evaluating(self) -> bool:
+    def is_evaluating(self) -> bool:
         """As TRL's trainers themselves find out."""
         return self.evaluating or (self.model is not None and not self.model.training)
 
@@ -171,7 +173,7 @@ def _hook_trainer_log() -> None:
     def log(trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, RolloutSpecGenerator):
-                prefix = "" if trainer.model.training else "eval_"
+                prefix = "eval_" if callback.is_evaluating() else ""
                 logs.update({prefix + name: value for name, value in callback.take_metrics().items()})
         original(trainer, logs, *args, **kwargs)
 

@@ -1,7 +1,8 @@
 """`rollout-spec doctor`: checks the installation, or explains where a run's time went.
 
 Without a file it checks what is installed. With a report, which a trainer's callback writes and
-`llm.collective_rpc("rollout_spec", args=("report",))[0]` returns, it says what speculation did for that run.
+`llm.collective_rpc("rollout_spec", args=("report",))[0]` returns, it says what speculation did for that run;
+`doctor_plot.py` draws it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import rollout_spec
 from rollout_spec import jit_cache
 from rollout_spec.files import check_writable
 from rollout_spec.replay.cost import EngineCost
-from rollout_spec.stats import REPORT_FORMAT
+from rollout_spec.stats import REPORT_FORMAT, ProgressPoint
 from rollout_spec.types import CONFIDENCE_LIMITS
 
 
@@ -36,14 +37,16 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--engine-cost", type=Path, metavar="FILE", help="write the measured cost curve there, for replay --engine-cost"
     )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the report there, e.g. as .png, .svg or .pdf")
 
 
 def run(args: Namespace) -> int:
     """Check or explain, and print. Returns the exit code: 1 if the installation has a fault, 2 for bad input."""
     if args.report is None:
-        if args.engine_cost is not None:
-            print("rollout-spec: --engine-cost needs a report", file=sys.stderr)
-            return 2
+        for option, path in (("--engine-cost", args.engine_cost), ("--plot", args.plot)):
+            if path is not None:
+                print(f"rollout-spec: {option} needs a report", file=sys.stderr)
+                return 2
         verdicts = set()
         for verdict, line in check_installation():
             verdicts.add(verdict)
@@ -56,12 +59,19 @@ def run(args: Namespace) -> int:
         report = read_report(args.report)
         if args.engine_cost is not None:
             check_writable(args.engine_cost)
+        if args.plot is not None:
+            from rollout_spec.doctor_plot import render
+
+            check_writable(args.plot)
+            picture = render(report, args.plot.suffix[1:])
         print(explain(report))
+        if args.plot is not None:
+            args.plot.write_bytes(picture)
         if args.engine_cost is not None:
             cost = engine_cost(report)
             values = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in cost._asdict().items()}
             args.engine_cost.write_text(json.dumps(values) + "\n")
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         print(f"rollout-spec: {error}", file=sys.stderr)
         return 2
     return 0
@@ -239,6 +249,12 @@ def _check_fields(report: dict[str, Any]) -> None:
         _require(budget, "budget.", ("undrafted", "drafted"), _is_curve, "two lists of as many numbers")
         _require(budget, "budget.", ("undrafted_of_sizes",), lambda value: _are_costs(value, size), f"{size} numbers")
         _require(budget, "budget.", ("reliability",), _is_reliability, f"{len(CONFIDENCE_LIMITS)} times three numbers")
+    if "progress" in report:  # reports of older versions, and those that an engine gives, lack it
+        _require(report, "", ("progress",), lambda value: isinstance(value, dict), "an object")
+        progress, columns = report["progress"], ProgressPoint._fields
+        _require(progress, "progress.", columns, _are_numbers, "a list of numbers")
+        length = len(progress[columns[0]])
+        _require(progress, "progress.", columns, lambda value: len(value) == length, f"{length} numbers")
 
 
 def _require(
@@ -293,6 +309,11 @@ class SizeGroup(NamedTuple):
         """Seconds that the same tokens would have taken in steps without drafts."""
         return self.tokens / self.requests * self.undrafted
 
+    @property
+    def speedup(self) -> float:
+        """Over steps without drafts; NaN if it is not known."""
+        return self.without / self.seconds
+
 
 def size_groups(report: dict[str, Any]) -> list[SizeGroup]:
     """The run's steps by their number of requests, most requests first."""
@@ -307,8 +328,8 @@ def size_groups(report: dict[str, Any]) -> list[SizeGroup]:
     return found[::-1]
 
 
-def explain(report: dict[str, Any]) -> str:
-    """What speculation did for a run, as text."""
+def headline(report: dict[str, Any]) -> str:
+    """Where a run was made and what it generated, in two lines; in one if it has generated nothing."""
     stats = report["stats"]
     if not stats["steps"]:
         return "Nothing has been generated yet."
@@ -318,12 +339,18 @@ def explain(report: dict[str, Any]) -> str:
         head += f"Up to step {report['global_step']}"
         head += f", the first of {report['num_processes']} processes" if report["num_processes"] > 1 else ""
         head += ": "
-    head += (
+    return head + (
         f"{stats['emitted_tokens']:,} tokens in {stats['steps']:,} engine steps, {stats['tokens_per_step']:.2f} per "
         f"request and step; {stats['draft_tokens']:,} drafted tokens verified, {_percent(stats['acceptance_rate'])} "
         "accepted"
     )
-    parts = [head]
+
+
+def explain(report: dict[str, Any]) -> str:
+    """What speculation did for a run, as text."""
+    stats, parts = report["stats"], [headline(report)]
+    if not stats["steps"]:
+        return parts[0]
     if stats["drafter_errors"]:
         parts.append("The drafter raised and was switched off: see the engine's log.")
     parts.append(_time_split(stats))
@@ -333,11 +360,18 @@ def explain(report: dict[str, Any]) -> str:
         parts += [_calibration(report["budget"]["reliability"]), _curves(report["budget"])]
     if stats["steps_by_batch"]:
         parts += [_table_by_size(size_groups(report)), _limits(report)]
-    elif stats["step_seconds"]:
-        parts.append("No step without prompts was seen: what speculation saved is not known.")
-    elif report["num_speculative_tokens"]:
-        parts.append("What each step costs was not seen: the drafter lives on the device, or was switched off.")
+    else:
+        parts.append(why_no_sizes(report))
     return "\n\n".join(part for part in parts if part)
+
+
+def why_no_sizes(report: dict[str, Any]) -> str:
+    """Why a report has no steps by their number of requests; empty for an engine without speculation."""
+    if report["stats"]["step_seconds"]:
+        return "No step without prompts was seen: what speculation saved is not known."
+    if report["num_speculative_tokens"]:
+        return "What each step costs was not seen: the drafter lives on the device, or was switched off."
+    return ""
 
 
 def _percent(share: float) -> str:
@@ -350,35 +384,49 @@ def _table(heads: list[str], rows: list[list[str]]) -> str:
     return "\n".join("  " + line for line in lines)
 
 
-def _time_split(stats: dict[str, Any]) -> str:
+def time_parts(stats: dict[str, Any]) -> dict[str, float]:
+    """Seconds of all steps by what they were spent on. Where no step was seen to end, "drafting" and the rest lack."""
     parts = {
         "target's forward pass": stats["forward_seconds"],
         "verification": stats["verify_seconds"],
     }
-    total, title = stats["step_seconds"], "Where the time of a step goes"
-    if total:
+    if stats["step_seconds"]:  # only a drafter on the host sees steps end
         parts["drafting"] = stats["draft_seconds"]
-        parts["scheduling and other"] = total - sum(parts.values())
-    else:  # only a drafter on the host sees steps end
-        total, title = sum(parts.values()), "Where the time goes that was seen: drafting, scheduling and other is not"
+        parts["scheduling and other"] = stats["step_seconds"] - sum(parts.values())
+    return parts
+
+
+def _time_split(stats: dict[str, Any]) -> str:
+    parts, title = time_parts(stats), "Where the time of a step goes"
+    if "drafting" not in parts:
+        title = "Where the time goes that was seen: drafting, scheduling and other is not"
+    total = sum(parts.values())
     if not total:
         return ""
     rows = [[name, f"{seconds:.2f}", _percent(seconds / total)] for name, seconds in parts.items()]
     return f"{title}\n" + _table(["", "seconds", "share"], rows)
 
 
+def acceptance_by_source(sources: dict[str, list[int]]) -> list[tuple[str, int, float]]:
+    """(source, its drafted tokens that the target reached, verified or not; the share that was right)."""
+    return [(name, n, right / n) for name, (n, right) in sources.items() if n]
+
+
 def _acceptance_by_source(sources: dict[str, list[int]]) -> str:
-    rows = [[name, f"{n:,}", _percent(right / n)] for name, (n, right) in sources.items() if n]
+    rows = [[name, f"{n:,}", _percent(share)] for name, n, share in acceptance_by_source(sources)]
     title = "Drafted tokens by where they came from, those that the target reached, verified or not"
     return f"{title}\n" + _table(["source", "tokens", "right"], rows) if rows else ""
 
 
-def _acceptance_by_position(stats: dict[str, Any]) -> str:
+def acceptance_by_position(stats: dict[str, Any]) -> list[tuple[int, int, float]]:
+    """(position in the draft, from 1; verified tokens there; the share that was accepted)."""
     accepted = stats["accepted_per_position"]
-    rows = [
-        [f"{position}", f"{n:,}", _percent(hits / n)]
-        for position, (n, hits) in enumerate(zip(stats["drafted_per_position"], accepted + [0] * 128, strict=False), 1)
-    ]
+    pairs = zip(stats["drafted_per_position"], accepted + [0] * 128, strict=False)
+    return [(position, n, hits / n) for position, (n, hits) in enumerate(pairs, 1)]
+
+
+def _acceptance_by_position(stats: dict[str, Any]) -> str:
+    rows = [[f"{position}", f"{n:,}", _percent(share)] for position, n, share in acceptance_by_position(stats)]
     return "Verified tokens by position in the draft\n" + _table(["position", "tokens", "accepted"], rows)
 
 
@@ -421,7 +469,7 @@ def _table_by_size(groups: list[SizeGroup]) -> str:
                 f"{group.tokens / per_request:.2f}",
                 f"{group.seconds:.2f}",
                 f"{group.without:.2f}" if known else "?",
-                f"{group.without / group.seconds:.2f}" if known else "?",
+                f"{group.speedup:.2f}" if known else "?",
             ]
         )
     heads = ["requests", "steps", "verified", "emitted", "seconds", "without", "speedup"]

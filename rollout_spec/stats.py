@@ -1,16 +1,20 @@
-"""Counters of one engine's speculation."""
+"""Counters of one engine's speculation, and how they grew over a training."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 REPORT_FORMAT = 2
 """Version of the reports that `rollout-spec doctor` reads."""
+
+MAX_PROGRESS_POINTS = 1000
+"""Above this, neighbouring points of `Progress` are added up: a report stays small however long the run is."""
 
 
 @dataclass(slots=True)
@@ -139,6 +143,71 @@ class SpeculationStats:
             "mean_acceptance_length": self.mean_acceptance_length,
             "tokens_per_step": self.tokens_per_step,
         }
+
+
+class ProgressPoint(NamedTuple):
+    """What an engine generated for the training in one or several successive logs."""
+
+    global_step: int
+    """Training steps up to the last of these logs."""
+    num_logs: int
+    request_steps: int
+    emitted_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    """These four as the fields of `SpeculationStats`."""
+    generation_seconds: float
+    """How long the trainer waited for rollouts."""
+
+    def joined(self, later: ProgressPoint) -> ProgressPoint:
+        """One point for this one and the next."""
+        sums: list[Any] = [a + b for a, b in zip(self[1:], later[1:], strict=True)]
+        return ProgressPoint(later.global_step, *sums)
+
+
+class Progress:
+    """A series of points over a training, of bounded length.
+
+    When there are too many, each two neighbours are added up, and from then on a point covers twice as many logs. So
+    nothing is left out of the sums, and all points but the last cover as many logs.
+
+    Args:
+        points: What an earlier part of the training wrote.
+    """
+
+    def __init__(self, points: Iterable[ProgressPoint] = ()) -> None:
+        self.points = list(points)
+        self._logs_per_point = max((point.num_logs for point in self.points), default=1)
+
+    def add(self, global_step: int, new: SpeculationStats, generation_seconds: float) -> None:
+        """Add a log.
+
+        Args:
+            global_step: Training steps so far.
+            new: What happened since the last log.
+            generation_seconds: How long the trainer waited for rollouts since then.
+        """
+        counts = new.request_steps, new.emitted_tokens, new.draft_tokens, new.accepted_tokens
+        point = ProgressPoint(global_step, 1, *counts, generation_seconds)
+        if self.points and self.points[-1].num_logs < self._logs_per_point:
+            self.points[-1] = self.points[-1].joined(point)
+        else:
+            self.points.append(point)
+        if len(self.points) > MAX_PROGRESS_POINTS:
+            self._logs_per_point *= 2
+            last = self.points[-1:] if len(self.points) % 2 else []
+            pairs = zip(self.points[0::2], self.points[1::2], strict=False)
+            self.points = [first.joined(second) for first, second in pairs] + last
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """Plain data: by the names of `ProgressPoint`, one number per point."""
+        return {name: [point[i] for point in self.points] for i, name in enumerate(ProgressPoint._fields)}
+
+    @classmethod
+    def from_dict(cls, columns: Mapping[str, list[Any]], *, up_to: float = math.inf) -> Progress:
+        """What `to_dict` gave, without points after the training step `up_to`."""
+        points = map(ProgressPoint._make, zip(*(columns[name] for name in ProgressPoint._fields), strict=True))
+        return cls(point for point in points if point.global_step <= up_to)
 
 
 def _count_positions(lengths: NDArray[np.int64], counts: list[int]) -> int:

@@ -17,11 +17,11 @@ from rollout_spec import cli, doctor, jit_cache
 from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.estimates import MIN_OBSERVATIONS, Survival
-from rollout_spec.integrations.commands import run_command
+from rollout_spec.integrations import commands
 from rollout_spec.jit_cache import Folder
 from rollout_spec.replay.cost import EngineCost, read_cost
 from rollout_spec.replay.engine import Learned, run_phase
-from rollout_spec.stats import SpeculationStats
+from rollout_spec.stats import Progress, SpeculationStats
 from rollout_spec.types import CONFIDENCE_LIMITS
 from tests.replay.test_simulated_engine import phase_requests
 
@@ -47,7 +47,7 @@ def a_report(**changed):
         budget.observe_step(1, 0.008, drafted=False)
     stats.record_time(1.0, num_requests=9, draft_tokens=0, tokens=9, draft_seconds=0.0, reads_prompts=True)
     stats.forward_seconds, stats.verify_seconds, stats.draft_seconds = 1.2, 0.1, 0.22
-    return {**json.loads(json.dumps(run_command(session, stats, "report"))), **changed}
+    return {**json.loads(json.dumps(commands.report(session, stats))), **changed}
 
 
 def test_size_groups_compare_each_size_of_step_with_the_same_tokens_without_drafts():
@@ -168,7 +168,7 @@ def test_of_a_simulated_engine_the_truth_is_found(name):
     policy = Recorded(cost)
     drafter = partial(build_drafter, "suffix", max_draft_tokens=8)
     phase = run_phase(phase_requests(12, 16, 200), drafter, policy, cost, num_speculative_tokens=8, batch=64)
-    report = run_command(policy, policy.stats, "report")
+    report = commands.report(policy, policy.stats)
     found = doctor.size_groups(report)
     assert sum(p.seconds for p in found) == pytest.approx(phase.seconds)
     assert sum(p.without for p in found) == pytest.approx(policy.without, rel=0.1)
@@ -244,10 +244,33 @@ def test_of_a_damaged_report_the_wrong_field_is_named(tmp_path, capsys, owner, n
     assert f"is damaged: {owner + '.' if owner else ''}{name} must be " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ([], "progress must be an object"),
+        ({"global_step": None}, "progress.global_step must be a list of numbers"),
+        ({"emitted_tokens": ["1"]}, "progress.emitted_tokens must be a list of numbers"),
+        ({"request_steps": [1]}, "progress.request_steps must be 0 numbers"),
+        ({"num_logs": ...}, "progress.num_logs is missing"),
+    ],
+)
+def test_of_a_damaged_series_the_wrong_column_is_named(tmp_path, capsys, changed, message):
+    progress = changed
+    if changed:
+        progress = {k: v for k, v in {**Progress().to_dict(), **changed}.items() if v is not ...}
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(a_report(progress=progress)))
+    assert cli.main(["doctor", str(path)]) == 2
+    assert f"{path} is damaged: {message}" in capsys.readouterr().err
+
+
 def test_a_report_with_every_field_is_read(tmp_path):
     path = tmp_path / "report.json"
     unknown = {**a_report()["budget"], "undrafted_of_sizes": [None] * 7}
-    for report in (a_report(), a_report(budget=None), a_report(budget=unknown, sources={})):
+    progress = Progress().to_dict()
+    for report in (
+        a_report(), a_report(budget=None), a_report(budget=unknown, sources={}), a_report(progress=progress),
+    ):  # fmt: skip
         path.write_text(json.dumps(report))
         assert doctor.read_report(path) == report
 

@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from rollout_spec.stats import SpeculationStats
+from rollout_spec import stats as stats_module
+from rollout_spec.stats import Progress, SpeculationStats
 
 
 def test_rates_of_nothing():
@@ -86,3 +87,40 @@ def test_times_by_batch():
     assert (stats.steps_by_batch, stats.requests_by_batch) == ([1, 2], [1, 5])
     assert (stats.draft_tokens_by_batch, stats.tokens_by_batch) == ([4, 8], [2, 10])
     assert (stats.seconds_by_batch, stats.draft_seconds_by_batch) == ([0.5, 1.0], [0.1, 0.2])
+
+
+def some_progress(num_logs, first=1):
+    """One log per training step, of which step n emitted n tokens."""
+    progress = Progress()
+    for step in range(first, first + num_logs):
+        progress.add(step, SpeculationStats(request_steps=1, emitted_tokens=step, draft_tokens=2), 0.5)
+    return progress
+
+
+@pytest.mark.parametrize("num_logs", [1, 10, 11, 12, 13, 200, 777])
+def test_a_long_series_is_thinned_and_loses_nothing(monkeypatch, num_logs):
+    monkeypatch.setattr(stats_module, "MAX_PROGRESS_POINTS", 10)
+    points = some_progress(num_logs).points
+    assert len(points) == num_logs if num_logs <= 10 else 5 <= len(points) <= 10
+    assert sum(point.emitted_tokens for point in points) == num_logs * (num_logs + 1) / 2
+    assert sum(point.num_logs for point in points) == num_logs == points[-1].global_step
+    assert sum(point.draft_tokens for point in points) == 2 * num_logs
+    assert sum(point.generation_seconds for point in points) == num_logs / 2
+    *whole, last = points
+    assert {point.num_logs for point in whole} <= {points[0].num_logs}, "each point covers as many logs"
+    assert last.num_logs <= points[0].num_logs
+    end = 0
+    for point in points:  # each is the sum of its own logs
+        assert point.emitted_tokens == sum(range(end + 1, point.global_step + 1))
+        end = point.global_step
+
+
+def test_a_series_goes_on_where_it_was_interrupted(monkeypatch):
+    monkeypatch.setattr(stats_module, "MAX_PROGRESS_POINTS", 10)
+    whole, earlier = some_progress(24), some_progress(19)
+    resumed = Progress.from_dict(json.loads(json.dumps(earlier.to_dict())))
+    for point in some_progress(5, first=20).points:
+        resumed.add(point.global_step, SpeculationStats(1, 1, 0, 2, 0, point.emitted_tokens), 0.5)
+    assert resumed.points == whole.points
+    assert [point.global_step for point in Progress.from_dict(whole.to_dict(), up_to=9).points] == [4, 8]
+    assert Progress.from_dict(Progress().to_dict()).points == []

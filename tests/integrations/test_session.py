@@ -15,8 +15,8 @@ from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.features import no_features
+from rollout_spec.integrations import commands
 from rollout_spec.integrations import session as session_module
-from rollout_spec.integrations.commands import run_command
 from rollout_spec.integrations.live_requests import Sampled
 from rollout_spec.integrations.requests import problem_id_of
 from rollout_spec.integrations.session import RECENT_STEPS, STEPS_PER_SHARING, DraftingSession
@@ -223,7 +223,7 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
         assert run(session, 5, a_request()) == [[]] * 5
         assert session._stats.drafter_errors == 1
         with pytest.raises(RuntimeError, match="its drafter has raised"):
-            run_command(session, session._stats, "set_enabled", True)
+            session.set_enabled(True)
         assert not session.enabled
 
 
@@ -356,7 +356,7 @@ def test_a_report_changes_nothing():
     session = a_session()
     run(session, 60, a_request())
     before = pickle.dumps(session.budget)
-    report = run_command(session, session._stats, "report")
+    report = commands.report(session, session._stats)
     assert report["budget"]["undrafted"][0]
     assert pickle.dumps(session.budget) == before
 

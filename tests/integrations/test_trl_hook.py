@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -15,8 +16,10 @@ from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 from vllm import SamplingParams
 
 from rollout_spec import RolloutSpecGenerator, doctor
+from rollout_spec.stats import Progress, ProgressPoint
 from tests.integrations.engines import build
 from tests.integrations.trainers import FP32, make_trainer
+from tests.test_doctor import a_report
 
 pytestmark = pytest.mark.engine
 
@@ -62,6 +65,8 @@ def test_grpo_with_speculation(tiny_model, tmp_path):
     assert all(entry["rollout_spec/drafter_errors"] == 0 for entry in logs)
     report = doctor.read_report(tmp_path / "rollout_spec.json")
     assert "Where the time of a step goes" in doctor.explain(report)
+    assert report["progress"]["global_step"] == [entry["step"] for entry in logs] == [1, 2, 3]
+    assert sum(report["progress"]["emitted_tokens"]) == stats["emitted_tokens"]
     # What TRL itself sees: log-probabilities that its own forward pass confirms.
     assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logs)
     drafter.check_integrity()
@@ -124,10 +129,12 @@ def test_no_two_rollouts_have_the_same_seed(tiny_model, tmp_path):
     trainer = make_trainer(tiny_model, tmp_path, [generator], max_steps=1, max_completion_length=4)
     trainer.evaluate(Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5 w6"]}))
     assert seeds
+    assert generator.report()["progress"]["global_step"] == [], "an evaluation is no part of the training"
     for _ in range(2):
         before = len(seeds)
         trainer.train()
         assert len(seeds) > before
+        assert generator.report()["progress"]["global_step"] == [1]
     assert len(set(seeds)) == len(seeds)
 
 
@@ -239,6 +246,18 @@ def test_engine_that_was_built_elsewhere():
     """A trainer whose engine did not pass through us must not train as if it had."""
     with pytest.raises(RuntimeError, match="was not built through"):
         RolloutSpecGenerator().on_train_begin(None, None, None)
+
+
+def test_a_resumed_training_goes_on_with_the_series_of_its_report(tmp_path):
+    """A new one in the same folder begins anew."""
+    progress = {**Progress().to_dict(), **{name: [1, 2] for name in ProgressPoint._fields}}
+    (tmp_path / "rollout_spec.json").write_text(json.dumps(a_report(progress=progress)))
+    for global_step, expected in ((1, [1]), (0, []), (2, [1, 2])):
+        generator = RolloutSpecGenerator()
+        generator.llm = SimpleNamespace(collective_rpc=lambda *_, **__: [{}])
+        args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=global_step)
+        generator.on_train_begin(args, state, None)
+        assert generator.report()["progress"]["global_step"] == expected
 
 
 def test_unknown_option():
