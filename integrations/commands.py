@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import platform
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from rollout_spec.budget import Budget
+from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.imports import installed_versions
 from rollout_spec.integrations.weights import WeightWatch
 from rollout_spec.stats import REPORT_FORMAT, SpeculationStats
@@ -44,6 +45,9 @@ class Speculation(Protocol):
     def begin_policy_version(self, version: int) -> None:
         """Tell the drafter that weights have changed."""
 
+    def num_live_requests(self) -> int:
+        """Requests whose end the drafter has not seen; it sees it in the step after."""
+
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds."""
 
@@ -51,29 +55,37 @@ class Speculation(Protocol):
         """By source, [drafted tokens that the target reached, those that were right]; may be empty."""
 
 
-def run_command(
-    speculation: Speculation | None, stats: SpeculationStats, weights: WeightWatch, name: str, *args: Any
-) -> Any:
-    """Run a command: `stats`, `report`, `set_enabled` (bool) or `begin_policy_version` (how many, 1 by default).
+class EngineParts(NamedTuple):
+    """What commands are about."""
 
-    Args:
-        speculation: None for an engine without speculation.
-        stats: The engine's counters.
-        weights: The worker's.
-        name: The command.
-        *args: The command's arguments.
+    config: RolloutSpecConfig
+    speculation: Speculation | None
+    """None for an engine without speculation."""
+    stats: SpeculationStats
+    weights: WeightWatch
+
+
+def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
+    """Run a command: `config`, `stats`, `report`, `set_enabled` (bool) or `begin_policy_version` (how many, or one).
 
     Returns:
-        `stats`: `SpeculationStats.to_dict`, `drafter_bytes` and `policy_version`. `report`: see `report`. Otherwise
-        None.
+        `config`: `RolloutSpecConfig.to_dict`. `stats`: `SpeculationStats.to_dict`, `drafter_bytes`,
+        `live_requests` and `policy_version`. `report`: see `report`. Otherwise None.
 
     Raises:
         ValueError: the name is unknown, or `set_enabled` for an engine without speculation.
         RuntimeError: `set_enabled(True)` after the drafter has raised.
     """
+    config, speculation, stats, weights = engine
+    if name == "config":
+        return config.to_dict()
     if name == "stats":
-        drafter_bytes = speculation.memory_bytes() if speculation is not None else 0
-        return {**stats.to_dict(), "drafter_bytes": drafter_bytes, "policy_version": weights.version}
+        return {
+            **stats.to_dict(),
+            "drafter_bytes": speculation.memory_bytes() if speculation is not None else 0,
+            "live_requests": speculation.num_live_requests() if speculation is not None else 0,
+            "policy_version": weights.version,
+        }
     if name == "report":
         return report(speculation, stats)
     if name == "begin_policy_version":
@@ -86,7 +98,7 @@ def run_command(
 
 
 def report(speculation: Speculation | None, stats: SpeculationStats) -> dict[str, Any]:
-    """The report that `rollout-spec doctor` explains, as plain data. Arguments as for `run_command`."""
+    """The report that `rollout-spec doctor` explains, as plain data. Arguments as in `EngineParts`."""
     sources = speculation.source_counts() if speculation is not None else {}
     budget = speculation.budget if speculation is not None else None
     learned = None

@@ -32,6 +32,7 @@ from rollout_spec.doctor import read_report
 from rollout_spec.integrations import step_sizes
 from rollout_spec.integrations.logprob_check import LogprobCheck
 from rollout_spec.integrations.request_options import without_history
+from rollout_spec.integrations.served_engine import ServedEngine
 from rollout_spec.integrations.vllm_cpu import plain_weights
 from rollout_spec.noise import derive_seed
 from rollout_spec.stats import Progress, SpeculationStats
@@ -54,7 +55,7 @@ class EngineController:
 
     Attributes:
         config: The engine's settings.
-        llm: The engine, once it is attached.
+        llm: The engine, once it is attached; a `ServedEngine` once `connect` has been called.
         model: The trainer's model, for the comparison of log-probabilities; set by `begin_run` and `begin_step`.
         policy_version: Weight synchronisations so far.
         evaluating: Set it to True while an evaluation is generated: its rollouts are drafted for, but do not stay in
@@ -87,6 +88,8 @@ class EngineController:
         self._generation_seconds = 0.0
         self._num_tokens = 0  # generated since the last log
         self._progress = Progress()
+        self._is_served = False
+        self._is_unanswered = False  # the last question to a server, which was said in the log
 
     # -- what the trainer says ---------------------------------------------------------------------------------------
 
@@ -238,6 +241,35 @@ class EngineController:
         llm.chat = on_chat
         llm.reset_prefix_cache = on_reset_prefix_cache
 
+    def connect(
+        self, base_url: str, *, model: str, timeout: float = 240.0, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Follow a vLLM server, for metrics, reports, `enabled` and policy versions. Its requests are not touched.
+
+        Args:
+            base_url: The server's, such as "http://localhost:8000".
+            model: The model that it serves.
+            timeout: Seconds to wait for it.
+            options: Fields of `RolloutSpecConfig` that it must have been started with.
+
+        Raises:
+            TimeoutError: the server does not answer.
+            RuntimeError: it runs without rollout_spec or without its development mode, or with other settings. The
+                message has the command that starts it.
+        """
+        llm = ServedEngine(base_url, self.config, model)
+        llm.wait(timeout)
+        served = llm.collective_rpc("rollout_spec", args=("config",))[0]
+        wanted = {**(options or {}), "speculation": self.config.speculation}
+        different = [name for name, value in wanted.items() if served[name] != json.loads(json.dumps(value))]
+        if different:
+            settings = ", ".join(f"{name}={served[name]!r} and not {wanted[name]!r}" for name in different)
+            raise RuntimeError(f"the vLLM server at {base_url} was started with {settings}. {llm.how_to_start()}")
+        self.llm, self._is_served = llm, True
+        self._logged = self.stats()
+        if self.config.speculation:
+            self._command("set_enabled", self._enabled)
+
     def _on_generate(self, prompts: Any, sampling_params: Any = None, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(self.generate, prompts)
         return self._follow(run, _as_list(prompts), sampling_params, args, kwargs)
@@ -332,11 +364,20 @@ class EngineController:
 
         Those of an evaluation stay out of the report's series over the training.
         """
-        if self.llm is None or self._generation_seconds == 0:
+        if self.llm is None or (self._generation_seconds == 0 and not self._is_served):
             return {}
-        now = self.stats()
+        try:
+            now = self.stats()
+        except OSError as error:  # a server is busy, or gone: that is for its requests to tell
+            self._warn_of_no_answer(error)
+            return {}
+        self._is_unanswered = False
         new = SpeculationStats.between(self._logged, now)
         self._logged = now
+        if self._is_served:
+            if not new.steps:
+                return {}
+            self._generation_seconds, self._num_tokens = new.step_seconds, new.emitted_tokens
         metrics = {
             "generation_seconds": self._generation_seconds,
             "tokens": self._num_tokens,
@@ -365,8 +406,13 @@ class EngineController:
             unfinished = path.with_suffix(".tmp")
             unfinished.write_text(json.dumps({**self.report(), **about}) + "\n")
             unfinished.replace(path)
-        except (OSError, TypeError, ValueError) as error:  # must not end the run
+        except (OSError, TypeError, ValueError) as error:  # must not end the run; no answer of a server is an OSError
             logger.warning("the report for rollout-spec doctor could not be written: %s", error)
+
+    def _warn_of_no_answer(self, error: OSError) -> None:
+        if not self._is_unanswered:
+            logger.warning("the vLLM server does not answer, so these logs have no rollout_spec metrics: %s", error)
+        self._is_unanswered = True
 
 
 def _as_list(prompts: Any) -> Sequence[Any]:

@@ -232,6 +232,10 @@ class DraftingSession:
         if not self.broken:
             self._ask(lambda: self.drafter.begin_policy_version(version))
 
+    def num_live_requests(self) -> int:
+        """Requests whose end the drafter has not seen."""
+        return len(self.live)
+
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds; 0 once it has raised."""
         return 0 if self.broken else int(self._ask(lambda: self.drafter.memory_bytes()) or 0)

@@ -2,8 +2,11 @@
 
 TRL builds its vLLM engine in the trainer's constructor, with arguments of its own. transformers calls `on_init_end`
 before that, and there we wrap `vllm.LLM.__init__`: an engine that a trainer with this callback builds for its own model
-gets our arguments, every other engine is built as before. Works for trainers that build a colocated `vllm.LLM`: GRPO,
-RLOO, OnlineDPO and others.
+gets our arguments, every other engine is built as before. Works for all trainers that build a `vllm.LLM`: GRPO, RLOO,
+OnlineDPO and others.
+
+Trainers that generate on a vLLM server, with `vllm_mode="server"` or as AsyncGRPO, speculate if the server does:
+`rollout-spec serve MODEL` starts one. There the callback makes sure of that and brings the server's metrics.
 """
 
 from __future__ import annotations
@@ -24,19 +27,20 @@ REPORT_NAME = "rollout_spec.json"
 
 
 class RolloutSpecGenerator(EngineController, TrainerCallback):
-    """Brings speculation into the vLLM engine of a TRL trainer; `EngineController` does the work.
+    """Brings speculation into a TRL trainer's vLLM engine, or follows its server; `EngineController` does the work.
 
     One object serves one trainer. Metrics reach the trainer's logs as `rollout_spec/*`; with each log a report goes to
     `OUTPUT_DIR/rollout_spec.json`, which `rollout-spec doctor` explains.
 
     Args:
         llm_kwargs: More keyword arguments for the `vllm.LLM` that TRL builds, e.g. `{"dtype": "float32"}`.
-        logprob_tolerance: Largest mean absolute difference of log-probabilities at the first generation. None: 1e-4
-            where engine and trainer compute in float32, 5e-2 otherwise. `math.inf` switches the check off.
-        **options: Fields of `rollout_spec.RolloutSpecConfig`.
+        logprob_tolerance: Of a colocated engine: largest mean absolute difference of log-probabilities at the first
+            generation. None: 1e-4 where engine and trainer compute in float32, 5e-2 otherwise. `math.inf` switches the
+            check off.
+        **options: Fields of `rollout_spec.RolloutSpecConfig`. A server must have been started with those given here.
 
     Attributes:
-        llm: The engine, once TRL has built it.
+        llm: The engine, once TRL has built it, or a `ServedEngine`.
         model: The trainer's model.
         policy_version: Weight synchronisations so far.
 
@@ -53,25 +57,37 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
     ) -> None:
         config = RolloutSpecConfig.from_dict(options)
         super().__init__(config, llm_kwargs=llm_kwargs, logprob_tolerance=logprob_tolerance)
+        self._options = options
+        self._has_server = False
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Prepare for the engine that the trainer is about to build.
+        """Prepare for the engine that the trainer is about to build, or connect to its server.
 
         Raises:
-            ValueError: the trainer does not generate with a colocated vLLM engine, or this object has one already.
+            ValueError: the trainer does not generate with vLLM, this object has an engine already, or `llm_kwargs` are
+                given for a server.
+            TimeoutError, RuntimeError: the server does not answer, or does not speculate; see `connect`.
         """
         if self.llm is not None:
             raise ValueError(
                 "this RolloutSpecGenerator has an engine already, of another trainer or of one whose construction "
                 "failed: make a new one for each trainer"
             )
-        if not getattr(args, "use_vllm", False):
+        server_url = _server_url(args)
+        if server_url is None and not getattr(args, "use_vllm", False):
             raise ValueError("RolloutSpecGenerator needs a trainer that generates with vLLM: set use_vllm=True")
-        if getattr(args, "vllm_mode", "colocate") != "colocate":
-            raise ValueError(
-                'RolloutSpecGenerator works with vllm_mode="colocate". For a server, start it with the flags that '
-                "rollout_spec.engine_kwargs() stands for (see the README) and leave this callback out"
-            )
+        if server_url is not None:
+            self._has_server = True
+            if self._llm_kwargs:
+                raise ValueError(
+                    "llm_kwargs are for an engine that the trainer builds: give them to the server instead"
+                )
+            if args.process_index == 0:  # as in TRL only this rank talks to the server
+                timeout, name = args.vllm_server_timeout, getattr(model, "name_or_path", "MODEL")
+                self.connect(server_url, model=name, timeout=timeout, options=self._options)
+            self.model = model
+            _hook_trainer_log()
+            return
         replica = args.process_index // getattr(args, "vllm_tensor_parallel_size", 1)
         autocast = "bfloat16" if getattr(args, "bf16", False) else "float16" if getattr(args, "fp16", False) else None
         self.begin_run(seed=args.seed, replica=replica, model=model, autocast_dtype=autocast)
@@ -85,7 +101,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         Raises:
             RuntimeError: the trainer's engine was not built through this callback.
         """
-        if self.llm is None:
+        if self.llm is None and not self._has_server:
             raise RuntimeError(
                 "the trainer's vLLM engine was not built through this RolloutSpecGenerator, so nothing would be "
                 "speculated: pass it in callbacks=[...] when the trainer is made, one new object per trainer"
@@ -108,6 +124,17 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             return
         path = Path(args.output_dir) / REPORT_NAME
         self.write_report(path, global_step=state.global_step, num_processes=args.world_size)
+
+
+def _server_url(args: Any) -> str | None:
+    """Where the trainer's vLLM server is; None for trainers that build an engine, or use none."""
+    has_choice = hasattr(args, "use_vllm")  # asynchronous trainers have none
+    if has_choice and (not args.use_vllm or getattr(args, "vllm_mode", "colocate") == "colocate"):
+        return None
+    url = getattr(args, "vllm_server_base_url", None)
+    if url is None and has_choice:
+        url = f"http://{args.vllm_server_host}:{args.vllm_server_port}"
+    return url
 
 
 def _hook_engines() -> None:

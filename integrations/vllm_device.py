@@ -88,6 +88,10 @@ class DeviceSpeculator(BaseSpeculator):
         """Tell the drafter that weights have changed."""
         self.drafter.begin_policy_version(version)
 
+    def num_live_requests(self) -> int:
+        """Requests whose end the drafter has not seen; preempted ones are not counted."""
+        return len(self._req_indices)
+
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds, on the device and on the host."""
         return self.drafter.memory_bytes()

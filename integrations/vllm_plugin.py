@@ -1,7 +1,8 @@
 """The plugin that vLLM loads in every process: hooks that act only on engines that ask for rollout_spec.
 
 An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our proposer in its `speculative_config`
-(`rollout_spec.engine_kwargs()` gives both). For such engines the hooks
+(`rollout_spec.engine_kwargs()` gives both); the environment variable ROLLOUT_SPEC does so for all engines of a process
+(`environment.py`). For such engines the hooks
 
 - check configuration, versions and each request's options in the front end, before anything is generated;
 - give every request without a seed one of its own, which stays with it through preemption and on all ranks;
@@ -31,6 +32,7 @@ import wrapt
 from rollout_spec.config import ASYNC_METHOD, CONFIG_KEY, PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.drafters import check_options, runs_on_device
 from rollout_spec.integrations import step_sizes, vllm_compat
+from rollout_spec.integrations.environment import ask_for_speculation
 from rollout_spec.integrations.ranks import end_if_unheard
 from rollout_spec.integrations.request_options import request_options
 from rollout_spec.integrations.weights import loads_weights
@@ -47,6 +49,7 @@ def register() -> None:
     _registered = True
     for module, hook in (
         ("vllm.triton_utils.dispatcher", _hook_dispatcher),
+        ("vllm.engine.arg_utils", _hook_engine_args),
         ("vllm.config.vllm", _hook_config),
         ("vllm.sampling_params", _hook_sampling_params),
         ("vllm.v1.engine.input_processor", _hook_input_processor),
@@ -137,6 +140,17 @@ def _hook_dispatcher(module: Any) -> None:
     from rollout_spec.integrations.vllm_cpu import survive_lazy_modules
 
     survive_lazy_modules(module)
+
+
+def _hook_engine_args(module: Any) -> None:
+    def make(original: Any) -> Any:
+        def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+            ask_for_speculation(self, _log)
+            return original(self, *args, **kwargs)
+
+        return create_engine_config
+
+    _wrap(module.EngineArgs, "create_engine_config", make)
 
 
 def _hook_config(module: Any) -> None:

@@ -20,7 +20,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features import FEATURE_WORDS, Features
 from rollout_spec.features_torch import pack_distributions, pack_signatures, prepare
 from rollout_spec.integrations.clock import StepClock
-from rollout_spec.integrations.commands import run_command
+from rollout_spec.integrations.commands import EngineParts, run_command
 from rollout_spec.integrations.host_copy import HostCopy, to_device
 from rollout_spec.integrations.live_requests import Sampled, read_new_tokens, select
 from rollout_spec.integrations.ranks import broadcasting_from_first_rank, sharing_from_first_rank
@@ -107,7 +107,7 @@ class RunnerAdapter:
         self.count_last_verification()
         self.clock.read()
         session = self.proposer.session if self.proposer is not None else None
-        return run_command(session, self.stats, self.weights, name, *args)
+        return run_command(EngineParts(self._config, session, self.stats, self.weights), name, *args)
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up. On CPUs the verifier has no kernels."""

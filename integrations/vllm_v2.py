@@ -32,7 +32,7 @@ from rollout_spec.features import FEATURE_WORDS
 from rollout_spec.features_torch import pack_distributions, pack_signatures, prepare
 from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.clock import StepClock
-from rollout_spec.integrations.commands import Speculation, run_command
+from rollout_spec.integrations.commands import EngineParts, Speculation, run_command
 from rollout_spec.integrations.host_copy import HostCopy
 from rollout_spec.integrations.live_requests import Sampled, pieces, select
 from rollout_spec.integrations.ranks import broadcasting_from_first_rank, sharing_from_first_rank
@@ -157,7 +157,7 @@ class RunnerAdapter:
         """See `rollout_spec.integrations.commands.run_command`."""
         self._runner.sampler.read_counts(wait=True)
         self.clock.read()
-        return run_command(self._speculation, self.stats, self.weights, name, *args)
+        return run_command(EngineParts(self._config, self._speculation, self.stats, self.weights), name, *args)
 
     def begin_step(self) -> None:
         """Called before every step runs."""

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollout_spec import __version__, doctor
+from rollout_spec import __version__, doctor, serve
 from rollout_spec.files import check_writable
 from rollout_spec.replay import arguments
 
@@ -27,7 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_arguments(
         commands.add_parser("doctor", help="check the installation, or explain where a run's time goes")
     )
+    serve.add_arguments(commands.add_parser("serve", help="vLLM's server with speculation: vLLM's own arguments"))
     args = parser.parse_args(argv)
+    if args.command == "serve":
+        return serve.run(args)
     if args.command == "doctor":
         return doctor.run(args)
     # Imported late: they need numba, whose import takes long.

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from rollout_spec.budget import Budget
-from rollout_spec.integrations.commands import run_command
+from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.integrations.commands import EngineParts, run_command
 from rollout_spec.integrations.weights import WeightWatch
 from rollout_spec.stats import SpeculationStats
 
@@ -20,12 +21,15 @@ def a_speculation(calls, budget=None):
         budget=budget,
         set_enabled=lambda enabled: calls.append(("set_enabled", enabled)),
         memory_bytes=lambda: 123,
+        num_live_requests=lambda: 2,
         source_counts=lambda: {"own": [3, 1]},
     )
 
 
 def run(speculation, name, *args, stats=None, weights=None):
-    return run_command(speculation, stats or SpeculationStats(), weights or WeightWatch(), name, *args)
+    config = RolloutSpecConfig(num_speculative_tokens=3)
+    engine = EngineParts(config, speculation, stats or SpeculationStats(), weights or WeightWatch())
+    return run_command(engine, name, *args)
 
 
 def test_stats_are_the_counters_and_the_drafter_s_memory():
@@ -35,8 +39,8 @@ def test_stats_are_the_counters_and_the_drafter_s_memory():
     weights.begin_step()
     found = run(a_speculation([]), "stats", stats=stats, weights=weights)
     assert (found["draft_tokens"], found["accepted_tokens"], found["drafter_bytes"]) == (3, 2, 123)
-    assert found["policy_version"] == 1
-    assert run(None, "stats", stats=stats, weights=weights) == {**found, "drafter_bytes": 0}
+    assert (found["live_requests"], found["policy_version"]) == (2, 1)
+    assert run(None, "stats", stats=stats, weights=weights) == {**found, "drafter_bytes": 0, "live_requests": 0}
 
 
 @pytest.mark.parametrize("budget", [None, Budget()])
@@ -50,6 +54,11 @@ def test_a_report_is_plain_data(budget):
 def test_a_report_of_an_engine_without_speculation():
     report = run(None, "report")
     assert (report["num_speculative_tokens"], report["sources"], report["budget"]) == (0, {}, None)
+
+
+def test_the_config_can_be_read_back():
+    config = run(None, "config")
+    assert RolloutSpecConfig.from_dict(json.loads(json.dumps(config))) == RolloutSpecConfig(num_speculative_tokens=3)
 
 
 def test_switching_reaches_the_speculation():

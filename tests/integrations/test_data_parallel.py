@@ -10,16 +10,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from rollout_spec import engine_kwargs
 from tests.integrations.engines import own_processes
-from tests.integrations.test_server import PROMPT, Server
+from tests.integrations.server import PROMPT, Server
 
 pytestmark = [pytest.mark.engine, own_processes]
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
-    options = engine_kwargs(num_speculative_tokens=4, budget=False, drafter_options={"min_survival": 0.0})
+    options = {"num_speculative_tokens": 4, "budget": False, "drafter_options": {"min_survival": 0.0}}
     log = tmp_path_factory.mktemp("data-parallel") / "log"
     server = Server(tiny_model, log, **options, arguments={"data-parallel-size": 2})
     yield server

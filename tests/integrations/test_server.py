@@ -2,107 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
+import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 pytest.importorskip("vllm")
 
 from rollout_spec import engine_kwargs
-from tests.conftest import environment_for_a_process, free_port
-from tests.integrations.engines import build, generate, own_processes
+from tests.integrations.engines import build, generate, mixed_params, own_processes
+from tests.integrations.server import PROMPT, Server
 from tests.integrations.test_stop_strings import stopping_params
 
 pytestmark = [pytest.mark.engine, own_processes]
 
-PROMPT = [1, 4, 9]
-START_SECONDS = 240
-
-
-class Server:
-    """A vLLM server on this machine. Vocabulary and weights are the tiny model's.
-
-    Args:
-        log: The file that gets what it prints.
-        arguments: More of the server's, by name.
-        **options: `engine_kwargs`.
-    """
-
-    def __init__(self, model, log, *, arguments=(), **options) -> None:
-        self.port = free_port()
-        given = {
-            "model": model,
-            "host": "127.0.0.1",
-            "port": self.port,
-            "dtype": "float32",
-            "max-model-len": 128,
-            "max-num-seqs": 32,
-            "num-gpu-blocks-override": 300,
-            "logprobs-mode": "processed_logprobs",
-            "additional-config": json.dumps(options["additional_config"]),
-            "speculative-config": json.dumps(options["speculative_config"]),
-            **dict(arguments),
-        }
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager"]
-        for name, value in given.items():
-            command += [f"--{name}", str(value)]
-        self._log = log
-        self._process = subprocess.Popen(
-            command,
-            stdout=log.open("w"),
-            stderr=subprocess.STDOUT,
-            env=environment_for_a_process(VLLM_SERVER_DEV_MODE="1", VLLM_LOGGING_LEVEL="INFO"),
-        )
-        started = time.monotonic()
-        while not self._is_up():
-            assert self._process.poll() is None, log.read_text()[-4000:]
-            assert time.monotonic() - started < START_SECONDS, log.read_text()[-4000:]
-            time.sleep(0.5)
-
-    def _is_up(self) -> bool:
-        try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
-                return True
-        except OSError:
-            return False
-
-    def post(self, path, body):
-        """(status, text) of a request's answer."""
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=120) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
-
-    def complete(self, **body):
-        status, text = self.post("/v1/completions", {"prompt": PROMPT, "return_token_ids": True, **body})
-        assert status == 200, text
-        if not body.get("stream"):
-            return json.loads(text)
-        pieces = [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
-        return [json.loads(piece) for piece in pieces if piece != "[DONE]"]
-
-    def stats(self):
-        status, text = self.post("/collective_rpc", {"method": "rollout_spec", "args": ["stats"]})
-        assert status == 200, text
-        return json.loads(text)["results"][0]
-
-    def stop(self) -> None:
-        self._process.terminate()
-        self._process.wait(60)
-
 
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
-    options = engine_kwargs(num_speculative_tokens=6, budget=False, drafter_options={"min_survival": 0.0})
+    options = {"num_speculative_tokens": 6, "budget": False, "drafter_options": {"min_survival": 0.0}}
     server = Server(tiny_model, tmp_path_factory.mktemp("server") / "log", **options)
     yield server
     server.stop()
@@ -111,6 +28,9 @@ def server(tiny_model, tmp_path_factory):
 def as_body(params):
     return {
         "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
         "seed": params.seed,
         "max_tokens": params.max_tokens,
         "min_tokens": params.min_tokens,
@@ -155,4 +75,48 @@ def test_a_bad_request_gets_the_error_and_nobody_else_notices(server):
         server.complete(max_tokens=40, ignore_eos=True, seed=3, vllm_xargs={"rollout_spec_problem_id": 7})
     stats = server.stats()
     assert stats["draft_tokens"] > before
+    assert stats["drafter_errors"] == 0
+
+
+def test_vllms_own_metrics_are_right(server):
+    """What its dashboards show. Nothing is aborted here: vLLM does not count those requests' last step."""
+    names = {
+        "spec_decode_num_draft_tokens": "draft_tokens",
+        "spec_decode_num_accepted_tokens": "accepted_tokens",
+        "generation_tokens": None,
+    }
+    before, ours_before = {name: server.metric(name) for name in names}, server.stats()
+    params = mixed_params(12, 7, max_tokens=60, ignore_eos=True)
+    for p in params:
+        server.complete(**as_body(p), ignore_eos=True)
+    after, ours = {name: server.metric(name) for name in names}, server.stats()
+    for name, counter in names.items():
+        expected = 12 * 60 if counter is None else ours[counter] - ours_before[counter]
+        assert after[name] - before[name] == expected > 0
+
+
+def test_twenty_clients_some_of_which_hang_up(server, tiny_model):
+    """Every completion is the one without speculation, and of those who left nothing stays."""
+    params = mixed_params(120, 8, max_tokens=50, ignore_eos=True)
+    prompts = [[1, 4 + i % 5, 9] for i in range(120)]
+    plain = generate(build(tiny_model, **engine_kwargs(speculation=False)), params, prompts)
+    chance, before = random.Random(1), server.stats()
+    leaving = [chance.randint(0, 20) if chance.random() < 0.4 else None for _ in params]
+
+    def ask(number):
+        body = {**as_body(params[number]), "prompt": prompts[number], "ignore_eos": True}
+        if leaving[number] is not None:
+            server.begin_and_leave(leaving[number], **body)
+        return server.complete(**body)["choices"][0]
+
+    with ThreadPoolExecutor(20) as clients:
+        choices = list(clients.map(ask, range(120)))
+    assert [choice["token_ids"] for choice in choices] == [list(output.token_ids) for output in plain]
+    for choice, output in zip(choices, plain, strict=True):
+        expected = [logprobs[token].logprob for token, logprobs in zip(output.token_ids, output.logprobs, strict=True)]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+    server.complete(max_tokens=1)  # the end of the last ones is seen in the next step
+    stats = server.stats()
+    assert stats["live_requests"] <= 1
+    assert stats["accepted_tokens"] > before["accepted_tokens"]
     assert stats["drafter_errors"] == 0

@@ -1,0 +1,89 @@
+"""The environment variable ROLLOUT_SPEC, for frameworks that pass nothing through to the engines that they build.
+
+ROLLOUT_SPEC='{"num_speculative_tokens": 8, "models": ["Qwen/*"]}' makes every engine of the process that generates ask
+for rollout_spec, except where its framework has set `speculative_config` itself. Only the front end's process reads it.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
+
+VARIABLE = "ROLLOUT_SPEC"
+MODELS = "models"
+
+
+class Request(NamedTuple):
+    """What the variable asks for."""
+
+    config: RolloutSpecConfig
+    models: list[str]
+    """Shell patterns, of which one must match an engine's `model`; none: every model."""
+
+
+def read(environment: Mapping[str, str] = os.environ) -> Request | None:
+    """What the variable asks for; None where it is not set, or empty.
+
+    Raises:
+        ValueError: it is no JSON object of options, or an option is unknown or out of range. The message names the
+            variable.
+    """
+    text = environment.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    example = f"""an example is {VARIABLE}='{{"num_speculative_tokens": 8, "{MODELS}": ["Qwen/*"]}}'"""
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{VARIABLE}={text} is no JSON ({error}): {example}") from error
+    if not isinstance(options, dict):
+        raise ValueError(f"{VARIABLE}={text} must be a JSON object: {example}")
+    models = options.pop(MODELS, [])
+    if not isinstance(models, list) or not all(isinstance(pattern, str) for pattern in models):
+        raise ValueError(f"{MODELS} in {VARIABLE} must be a list of patterns, got {models!r}: {example}")
+    try:
+        return Request(RolloutSpecConfig.from_dict(options), models)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{VARIABLE}: {error}") from error
+
+
+def ask_for_speculation(engine_args: Any, log: Callable[[str], None]) -> None:
+    """Change vLLM's `EngineArgs` as the variable asks, and say in one line what was done.
+
+    Args:
+        engine_args: `EngineArgs` or `AsyncEngineArgs` from which an engine's configuration is about to be made.
+        log: Called with the line.
+
+    Raises:
+        ValueError: the variable cannot be read, or the engine's `additional_config` is no dict.
+    """
+    request = read()
+    if request is None:
+        return
+    additional = engine_args.additional_config or {}
+    if not isinstance(additional, dict):
+        raise ValueError(f"{VARIABLE} needs a dict in additional_config to add to, got {additional!r}")
+    if CONFIG_KEY in additional:  # it asks by itself, or was asked here already
+        return
+    engine = f"the engine of {engine_args.model}"
+    if engine_args.speculative_config is not None:
+        log(f"{VARIABLE} leaves {engine} alone: it has a speculative_config of its own")
+    elif request.models and not any(fnmatch.fnmatchcase(engine_args.model, pattern) for pattern in request.models):
+        log(f"{VARIABLE} leaves {engine} alone: its name matches none of {request.models}")
+    elif engine_args.create_model_config().runner_type != "generate":
+        log(f"{VARIABLE} leaves {engine} alone: it does not generate")
+    else:
+        ours = request.config.engine_kwargs()
+        engine_args.additional_config = {**additional, **ours["additional_config"]}
+        engine_args.speculative_config = ours.get("speculative_config")
+        config = request.config
+        if config.speculation:
+            how = f"at most {config.num_speculative_tokens} draft tokens of drafter {config.drafter!r}"
+        else:
+            how = "our noise and no drafts"
+        log(f"{VARIABLE} gives {engine} {how}")

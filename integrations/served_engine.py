@@ -1,0 +1,81 @@
+"""A vLLM server that speculates, as far as the trainer's side has to do with it: commands over HTTP."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+from urllib.parse import urlparse
+
+from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.serve import shell_command
+
+RPC_SECONDS = 60.0
+"""The longest that one command may take; the server answers between two steps."""
+
+
+class ServedEngine:
+    """Stands where `EngineController` has a `vllm.LLM`, for its commands only.
+
+    With data parallelism the server answers for its first engine.
+
+    Args:
+        base_url: The server's, such as "http://localhost:8000".
+        config: What it should have been started with; for the command in error messages.
+        model: The model that it should serve; likewise.
+    """
+
+    def __init__(self, base_url: str, config: RolloutSpecConfig, model: str) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._config = config
+        self._model = model
+
+    def wait(self, timeout: float) -> None:
+        """Wait until the server answers.
+
+        Raises:
+            TimeoutError: it does not, for `timeout` seconds. The message has the command that starts it.
+        """
+        import requests
+
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                if requests.get(f"{self.base_url}/health", timeout=5).ok:
+                    return
+            except requests.RequestException:
+                pass
+            if time.monotonic() >= deadline:
+                raise TimeoutError(
+                    f"no vLLM server has answered at {self.base_url} for {timeout:.0f} s. {self.how_to_start()}"
+                )
+            time.sleep(1)
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        """Call a method of the server's workers, as `vllm.LLM.collective_rpc` does.
+
+        Raises:
+            RuntimeError: the server has no development mode, or its engine runs without rollout_spec. The message has
+                the command that starts it with both.
+            requests.RequestException: the server does not answer.
+        """
+        import requests
+
+        body = {"method": method, "args": list(args)}
+        response = requests.post(f"{self.base_url}/collective_rpc", json=body, timeout=RPC_SECONDS)
+        if response.status_code in (404, 405):
+            raise RuntimeError(
+                f"the vLLM server at {self.base_url} has no /collective_rpc, by which rollout_spec asks whether it "
+                f"speculates: it runs without VLLM_SERVER_DEV_MODE=1. {self.how_to_start()}"
+            )
+        if not response.ok:
+            raise RuntimeError(
+                f"the vLLM server at {self.base_url} runs without rollout_spec, or cannot answer "
+                f"{method}{tuple(args)}: {response.text[:500]}. {self.how_to_start()}"
+            )
+        return list(response.json()["results"])
+
+    def how_to_start(self) -> str:
+        """A sentence with the command that starts such a server."""
+        port = urlparse(self.base_url).port
+        command = shell_command(self._model, [] if port is None else ["--port", str(port)], self._config)
+        return f"Start it with these arguments, besides those that the trainer's library asks for:\n{command}"
