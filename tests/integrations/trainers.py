@@ -14,6 +14,12 @@ ENGINES = []
 """Keeps every trainer's engine alive; see `tests.integrations.engines.ENGINES`."""
 
 
+def reward_short(completions, **_):
+    """A reward that depends on what is said; in a module of its own, for trainers that reward in another process."""
+    texts = [completion if isinstance(completion, str) else completion[-1]["content"] for completion in completions]
+    return [1 - len(text.split()) / 24 + ("w1" in text) for text in texts]
+
+
 class Compared(RolloutSpecGenerator):
     """Generates every batch again with drafting switched off, which must give the same tokens and log-probabilities.
 
@@ -88,7 +94,7 @@ def make_trainer(model_path, tmp_path, callbacks, trainer=GRPOTrainer, config=GR
     ours = {
         "model": AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
         "processing_class": AutoTokenizer.from_pretrained(model_path, padding_side="left"),
-        "reward_funcs": lambda completions, **_: [float(len(c.split())) / 24 + ("w1" in c) for c in completions],
+        "reward_funcs": reward_short,
         "train_dataset": Dataset.from_dict({"prompt": ["w1 w2 w3", "w4 w5 w6"]}),
     }
     arguments, fields = (
