@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from rollout_spec.config import CONFIG_KEY
 
 MAX_PROBLEM_ID = 2**64 - 1
+KEEP_IN_HISTORY = f"{CONFIG_KEY}_keep_in_history"
+"""The flat key of `RequestOptions.keep_in_history`."""
 _EXAMPLES = {"problem_id": 7, "keep_in_history": False}
 
 
@@ -80,6 +82,6 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
 def without_history(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """`extra_args` with `keep_in_history` false, unless the caller has set it."""
     args = dict(extra_args or {})
-    if f"{CONFIG_KEY}_keep_in_history" not in args:
+    if KEEP_IN_HISTORY not in args:
         args[CONFIG_KEY] = {"keep_in_history": False, **(args.get(CONFIG_KEY) or {})}
     return args

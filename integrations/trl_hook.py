@@ -23,6 +23,7 @@ from transformers import Trainer, TrainerCallback
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.engine_controller import EngineController
+from rollout_spec.integrations.request_options import KEEP_IN_HISTORY
 
 REPORT_NAME = "rollout_spec.json"
 
@@ -97,6 +98,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             if args.process_index == 0:  # as in TRL only this rank talks to the server
                 name = getattr(model, "name_or_path", "MODEL")
                 self.connect(server_url, model=name, timeout=args.vllm_server_timeout, options=self._options)
+            _hook_server_requests()
             return
         _warn_of_split_groups(args)
         _hook_engines()
@@ -147,6 +149,30 @@ def _server_url(args: Any) -> str | None:
 def _hook_ppo() -> None:
     """Prepare for PPOTrainer, which has no engine of its own, where TRL has one and it is imported."""
     wrapt.register_post_import_hook("rollout_spec.integrations.trl_ppo:hook", "trl.experimental.ppo.ppo_trainer")
+
+
+def _hook_server_requests() -> None:
+    """Wrap `VLLMGeneration.generate` of TRL, once per process: a server must be told which requests are evaluations."""
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    original = VLLMGeneration.generate
+    if hasattr(original, "rollout_spec"):
+        return
+
+    @functools.wraps(original)
+    def generate(generation: Any, *args: Any, **kwargs: Any) -> Any:
+        if generation.mode != "server" or generation.model.training:
+            return original(generation, *args, **kwargs)
+        given = generation.generation_kwargs
+        options = {KEEP_IN_HISTORY: False, **(given.get("vllm_xargs") or {})}
+        generation.generation_kwargs = {**given, "vllm_xargs": options}
+        try:
+            return original(generation, *args, **kwargs)
+        finally:
+            generation.generation_kwargs = given
+
+    generate.rollout_spec = True  # type: ignore[attr-defined]
+    VLLMGeneration.generate = generate
 
 
 def _hook_engines() -> None:

@@ -71,11 +71,12 @@ class Comparing:
     Attributes:
         compared: The number of completions that were the same.
         lock: Held while one is compared.
+        options: What each request said to us.
         different: (request, answer, answer without drafts) of the others.
     """
 
     def __init__(self, server):
-        self.compared, self.different = 0, []
+        self.compared, self.different, self.options = 0, [], []
         self.lock = threading.Lock()
         self._server, self._seed = server, 10**6
 
@@ -83,6 +84,7 @@ class Comparing:
         if handler.path != "/v1/completions":
             return handler.send(*self._forward(handler.path, body))
         request = json.loads(body)
+        self.options.append(request.get("vllm_xargs"))
         with self.lock:  # one at a time: drafting is switched off for all
             self._seed += 1000
             request.setdefault("seed", self._seed)
@@ -142,8 +144,11 @@ def test_grpo(server, tiny_model, tmp_path, monkeypatch):
         )  # fmt: skip
         before = generator.stats()
         trainer.train()
-        stats = generator.stats()
-    assert (comparing.compared, comparing.different) == (24, [])
+        stats, num_requests = generator.stats(), len(comparing.options)
+        metrics = trainer.evaluate(Dataset.from_dict({"prompt": ["w7 w8"]}))
+    assert (comparing.compared, comparing.different) == (24 + 4, [])
+    assert comparing.options == [None] * num_requests + [{"rollout_spec_keep_in_history": False}]
+    assert metrics["eval_rollout_spec/tokens"] > 0
     logs = [entry for entry in trainer.state.log_history if "rollout_spec/tokens" in entry]
     assert len(logs) == 3
     assert [entry["rollout_spec/policy_version"] - before["policy_version"] for entry in logs] == [1, 2, 3]
