@@ -6,9 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.types import VerifyResult
+from rollout_spec.verify.reference import GREEDY_TEMPERATURE
 from rollout_spec.warm_up import warm_up_kernels
 
 
@@ -24,8 +28,12 @@ def compile_kernels(config: RolloutSpecConfig, runner: Any) -> None:
     )
 
 
-def needs_processing(params: Any) -> bool:
-    """Whether a request's logits go through vLLM's own processors before they reach our verifier."""
+def needs_processing(params: Any, num_output_tokens: int = 0) -> bool:
+    """Whether a request's logits go through vLLM's own processors before they reach our verifier.
+
+    Args:
+        num_output_tokens: Output tokens that it has; from `min_tokens` on it needs no mask for the sake of that.
+    """
     return bool(
         params.presence_penalty != 0
         or params.frequency_penalty != 0
@@ -33,7 +41,7 @@ def needs_processing(params: Any) -> bool:
         or params.bad_words
         or params.allowed_token_ids
         or params.logit_bias
-        or params.min_tokens > 0
+        or params.min_tokens > num_output_tokens
         or params.thinking_token_budget is not None
     )
 
@@ -60,12 +68,39 @@ def require_seed(params: Any, request: str) -> None:
 def verifier_scores(mode: str, num_logprobs: int | None, is_processed: bool) -> bool:
     """Whether the verifier computes the log-probabilities that a batch asks for; otherwise vLLM's code does.
 
+    RL frameworks ask for the sampled token's alone, or for the most probable token's besides.
+
     Args:
         mode: The engine's `logprobs_mode`.
-        num_logprobs: Tokens per position besides the sampled one; None, or negative: nothing is scored.
+        num_logprobs: Most probable tokens per position besides the sampled one; None, or negative: nothing is scored.
         is_processed: Whether the verifier gets logits that vLLM has processed, and so not the raw ones.
     """
-    return num_logprobs == 0 and mode.endswith("_logprobs") and not (is_processed and mode == "raw_logprobs")
+    return num_logprobs in (0, 1) and mode.endswith("_logprobs") and not (is_processed and mode == "raw_logprobs")
+
+
+def scored_tokens(
+    result: VerifyResult, logits: Tensor, temperature: Tensor | None, num_logprobs: int
+) -> tuple[Tensor, Tensor]:
+    """Token ids, int64 [N, 1 + num_logprobs], and their log-probabilities, float32, of N rows that the verifier scored.
+
+    The most probable token's log-probability differs from the sampled one's as their logits do. To find it is one
+    reduction over the logits; vLLM's code makes float32 copies of them.
+
+    Args:
+        result: The verifier's.
+        logits: float [N, V], those that it got.
+        temperature: float32 [N], each row's, below `GREEDY_TEMPERATURE` where it is greedy; None: log-probabilities are
+            those of the raw logits.
+        num_logprobs: 0, or 1 for the most probable token besides.
+    """
+    tokens, logprobs = result.target_token_ids.clamp(min=0)[:, None], result.logprobs[:, None]
+    if num_logprobs == 0:
+        return tokens, logprobs
+    highest, likeliest = logits.max(1, keepdim=True)
+    excess = highest.float() - logits.gather(1, tokens).float()
+    if temperature is not None:
+        excess = excess / torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[:, None]
+    return torch.cat((tokens, likeliest), 1), torch.cat((logprobs, (logprobs + excess).clamp(max=0.0)), 1)
 
 
 def raise_if_broken(num_broken_rows: NDArray[Any], req_ids: Sequence[str]) -> None:

@@ -30,6 +30,7 @@ from rollout_spec.integrations.sampling import (
     raise_if_broken,
     refuse_own_processors,
     require_seed,
+    scored_tokens,
     verifier_scores,
 )
 from rollout_spec.integrations.session import DraftingSession
@@ -47,7 +48,8 @@ class _Batch(NamedTuple):
     req_ids: list[str]
     seeds: torch.Tensor  # int64 [B]
     min_p: torch.Tensor | None  # float32 [B]
-    needs_processing: bool  # some request's logits go through vLLM's own processors
+    needs_processing: bool  # some request's logits always go through vLLM's own processors
+    below_min_tokens: list[Any]  # requests whose logits do so until they have `min_tokens` output tokens
 
 
 class _Outcome(NamedTuple):
@@ -152,7 +154,11 @@ class RunnerAdapter:
         self.count_last_verification()
         num_draft_tokens = metadata.num_draft_tokens if metadata is not None else [0] * len(batch.req_ids)
         drafted, cu_num_draft_tokens, rows = self._inputs(metadata, sampling, batch)
-        processed = self._process(logits, metadata, sampling) if batch.needs_processing else logits
+        below = [r for r in batch.below_min_tokens if len(r.output_token_ids) < r.sampling_params.min_tokens]
+        batch.below_min_tokens[:] = below
+        processed = logits
+        if batch.needs_processing or below:
+            processed = self._process(logits, metadata, sampling)
         mode = self._runner.sampler.logprobs_mode
         scored_here = verifier_scores(mode, sampling.max_num_logprobs, processed is not logits)
         result = verify(
@@ -174,11 +180,16 @@ class RunnerAdapter:
             wanted += [result.target_token_ids, *(() if features is None else (features,))]
         tensors = None
         if sampling.max_num_logprobs is not None:
-            tokens = result.target_token_ids.clamp(min=0)
+            is_raw = mode.startswith("raw_")
             if scored_here:
-                tensors = LogprobsTensors(tokens[:, None].int(), result.logprobs[:, None], result.ranks)
+                temperature = None
+                if sampling.max_num_logprobs and not is_raw:
+                    request = index_rows(cu_num_draft_tokens, logits.shape[0]).request
+                    temperature = rows.temperature[request]
+                tokens, logprobs = scored_tokens(result, processed, temperature, sampling.max_num_logprobs)
+                tensors = LogprobsTensors(tokens.int(), logprobs, result.ranks)
             else:
-                is_raw = mode.startswith("raw_")
+                tokens = result.target_token_ids.clamp(min=0)
                 scores = scores_matrix(logits if is_raw else processed, None if is_raw else rows, cu_num_draft_tokens)
                 matrix = scores.log_softmax(-1) if mode.endswith("_logprobs") else scores
                 tensors = self._runner.sampler.gather_logprobs(matrix, sampling.max_num_logprobs, tokens)
@@ -280,7 +291,8 @@ class RunnerAdapter:
         req_ids = self._runner.input_batch.req_ids
         if self._batch is not None and self._batch.req_ids == req_ids:
             return self._batch
-        params = [self._runner.requests[req_id].sampling_params for req_id in req_ids]
+        requests = [self._runner.requests[req_id] for req_id in req_ids]
+        params = [request.sampling_params for request in requests]
         device = self._runner.device
         for req_id, p in zip(req_ids, params, strict=True):
             require_seed(p, f"request {req_id}")
@@ -289,7 +301,8 @@ class RunnerAdapter:
             req_ids=list(req_ids),
             seeds=to_device([p.seed for p in params], torch.int64, device),
             min_p=to_device(min_p, torch.float32, device) if any(min_p) else None,
-            needs_processing=any(map(needs_processing, params)),
+            needs_processing=any(needs_processing(p, p.min_tokens) for p in params),
+            below_min_tokens=[r for r, p in zip(requests, params, strict=True) if p.min_tokens],
         )
         return self._batch
 

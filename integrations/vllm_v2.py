@@ -41,6 +41,7 @@ from rollout_spec.integrations.sampling import (
     needs_processing,
     raise_if_broken,
     require_seed,
+    scored_tokens,
     verifier_scores,
 )
 from rollout_spec.integrations.session import DraftingSession
@@ -220,6 +221,8 @@ class VerifyingSampler:
         self._num_speculative_tokens = config.num_speculative_tokens
         self._own_processors = vllm_compat.has_own_processors(inner)
         self._needs_vllm: np.ndarray = np.zeros(inner.sampling_states.max_num_reqs, bool)
+        self._min_tokens: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
+        self._num_steps: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)  # no more than output tokens
         self._unread: deque[_Counts] = deque()
 
     def __getattr__(self, name: str) -> Any:
@@ -234,7 +237,8 @@ class VerifyingSampler:
         params = vllm_compat.sampling_params_argument(args, kwargs)
         if not self._adapter.warming_up:
             require_seed(params, "a request")
-        self._needs_vllm[req_idx] = self._own_processors or needs_processing(params)
+        self._needs_vllm[req_idx] = self._own_processors or needs_processing(params, params.min_tokens)
+        self._min_tokens[req_idx], self._num_steps[req_idx] = params.min_tokens, 0
         return self.inner.add_request(req_idx, *args, **kwargs)
 
     def __call__(
@@ -270,7 +274,8 @@ class VerifyingSampler:
         states, req_indices = self.inner.sampling_states, input_batch.idx_mapping_np
         rows = self._rows(states, req_indices)
         raw, num_logprobs = logits, states.max_num_logprobs(req_indices)
-        if self._needs_vllm[req_indices].any():
+        is_below = self._num_steps[req_indices] < self._min_tokens[req_indices]
+        if (self._needs_vllm[req_indices] | is_below).any():
             logits = self._process(logits, input_batch, layout)
             layout = layout._replace(temperature=(layout.temperature != 0).float())
             rows = SamplingBatch((rows.temperature != 0).float(), rows.seeds, None, rows.top_k, rows.top_p)
@@ -294,8 +299,9 @@ class VerifyingSampler:
                 starts = vllm_compat.first_rows(input_batch, on_device=self.enable_adaptive_verification)
             if scored_here:
                 field = "cu_num_generated_tokens" + ("_tensor" if isinstance(starts, torch.Tensor) else "")
-                scores = result.target_token_ids[:, None], result.logprobs[:, None], result.ranks
-                tensors = LogprobsTensors(*scores, **{field: starts})
+                temperature = None if mode.startswith("raw_") else layout.temperature
+                tokens, logprobs = scored_tokens(result, logits, temperature, num_logprobs)
+                tensors = LogprobsTensors(tokens, logprobs, result.ranks, **{field: starts})
             else:
                 scores = raw if mode.startswith("raw_") else self._scores(logits, layout, rows)
                 tensors = compute_topk_scores(
@@ -318,6 +324,7 @@ class VerifyingSampler:
         if input_batch.req_ids[0] in self._adapter.requests:  # neither a dummy run nor a warm-up
             if self._adapter.wants_features:
                 self.distributions = pack_distributions(logits, rows, layout.request.long())
+            self._num_steps[req_indices] += _has_sampled(input_batch)
             self._book(input_batch, layout, result)
             self._adapter.clock.stop()
         return SamplerOutput(
@@ -355,14 +362,11 @@ class VerifyingSampler:
             positions = layout.position[layout.starts[:-1]]
             self.outcome = _Outcome(input_batch.req_ids, input_batch.cu_num_logits_np, positions, result)
             return
-        finished_prefill = ~input_batch.is_prefilling_np | (
-            input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens >= input_batch.prefill_len_np
-        )
         # Waiting for the device would undo asynchronous scheduling. Draft lengths come from the device, too: where
         # vLLM's adaptive verification cuts drafts, the host does not know them.
         num_drafted = layout.starts[1:] - layout.starts[:-1] - 1
         copy = HostCopy((result.num_broken_rows, result.num_accepted, num_drafted))
-        self._unread.append(_Counts(copy, finished_prefill, input_batch.req_ids))
+        self._unread.append(_Counts(copy, _has_sampled(input_batch), input_batch.req_ids))
         self.read_counts()
 
     def read_counts(self, *, wait: bool = False) -> None:
@@ -377,6 +381,14 @@ class VerifyingSampler:
             raise_if_broken(broken, counts.req_ids)
             rows = counts.has_sampled
             self._adapter.stats.record(drafted[rows], accepted[rows])
+
+
+def _has_sampled(input_batch: Any) -> np.ndarray:
+    """bool [B], False for prompts not yet read to their end."""
+    is_read: np.ndarray = (
+        input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens >= input_batch.prefill_len_np
+    )
+    return ~input_batch.is_prefilling_np | is_read
 
 
 class HistorySpeculator(BaseSpeculator):

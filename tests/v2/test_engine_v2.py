@@ -119,6 +119,28 @@ def test_what_vllm_processes_is_verified_with_the_same_noise(stock, adversarial,
             assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
 
 
+def test_what_frameworks_send_stays_on_the_fast_path(stock, on, adversarial, monkeypatch):
+    """At least one token, and the most probable token besides; vLLM's own code copies all logits for that."""
+    params = mixed_params(4, 9, max_tokens=14, logprobs=1, min_tokens=2, **PLAIN)
+    processed, scored = [], []
+    for llm in (on, adversarial):
+        sampler = runner_of(llm).sampler
+        monkeypatch.setattr(sampler, "_process", lambda *args, f=sampler._process: processed.append(1) or f(*args))
+        monkeypatch.setattr(sampler, "_scores", lambda *args, f=sampler._scores: scored.append(1) or f(*args))
+    prompts = prompts_of(params)
+    plain = generate(stock, params, prompts)
+    for llm in (on, adversarial):
+        processed.clear()
+        ours = generate(llm, params, prompts)
+        assert 0 < len(processed) <= 4, "until each request has said two tokens"
+        for a, b in zip(ours, plain, strict=True):
+            assert list(a.token_ids) == list(b.token_ids)
+            for x, y in zip(a.logprobs, b.logprobs, strict=True):
+                assert x.keys() == y.keys()
+                assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
+    assert not scored
+
+
 def test_preempted_requests_keep_their_noise_and_their_history(tiny_model, off, reference_model):
     small = build(
         tiny_model,
