@@ -6,7 +6,7 @@ An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our p
 
 - check configuration, versions and each request's options in the front end, before anything is generated;
 - give every request without a seed one of its own, which stays with it through preemption and on all ranks;
-- end the front end's output at stop strings (`stop_strings.py`);
+- end the front end's output at stop strings (`stop_strings.py`), and warn of rollouts that are copies (`copies.py`);
 - allow sampling parameters that our verifier handles under speculation and vLLM's does not: min-p, under V2 biases too;
 - let vLLM choose the model runner that it would use without speculation, V2 where it can;
 - ask for synchronous scheduling where the drafter is on the host, and for CUDA graphs of steps in which every request
@@ -32,6 +32,7 @@ import wrapt
 from rollout_spec.config import ASYNC_METHOD, CONFIG_KEY, PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.drafters import check_options, runs_on_device
 from rollout_spec.integrations import step_sizes, vllm_compat
+from rollout_spec.integrations.copies import warn_of_copies
 from rollout_spec.integrations.environment import ask_for_speculation
 from rollout_spec.integrations.ranks import end_if_unheard
 from rollout_spec.integrations.request_options import request_options
@@ -271,12 +272,14 @@ def _request_error() -> type[ValueError]:
 
 
 def _hook_engine(module: Any, name: str) -> None:
-    """Make outputs end at stop strings, in engines that ask for speculation by rollout_spec."""
+    """Warn of copies in engines that ask for rollout_spec, and make outputs end at stop strings if they speculate."""
 
     def make_init(original: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             config = config_of(self.vllm_config)
+            if config is not None:
+                warn_of_copies(self.output_processor)
             if config is not None and config.speculation:
                 from rollout_spec.integrations.stop_strings import end_outputs_at_stop_strings
 
