@@ -5,14 +5,15 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-NOT_LOADING = ("init_", "compute_", "get_", "check_")
+NOT_LOADING = ("init_", "prepare_", "fetch_", "compute_", "get_", "check_")
 """Beginnings of the names of workers' methods that do something else with weights."""
 
 
 def loads_weights(method: str) -> bool:
     """Whether a worker's method loads weights. Frameworks bring their own methods, whose names say what they do."""
     is_loading = "weight" in method or "refit" in method or method == "add_lora"
-    return is_loading and not method.startswith(NOT_LOADING)
+    is_pause = "sleep" in method or "wake" in method
+    return is_loading and not is_pause and not method.startswith(NOT_LOADING)
 
 
 class WeightWatch:

@@ -26,6 +26,7 @@ import numpy as np
 import rollout_spec
 from rollout_spec import jit_cache
 from rollout_spec.files import check_writable
+from rollout_spec.integrations import environment
 from rollout_spec.replay.cost import EngineCost
 from rollout_spec.stats import REPORT_FORMAT, ProgressPoint
 from rollout_spec.types import CONFIDENCE_LIMITS
@@ -120,6 +121,14 @@ def check_installation() -> Iterator[tuple[Verdict, str]]:
         loaded = "rollout_spec" in chosen.split(",")
         remedy = "" if loaded else ": it must contain rollout_spec, or be unset"
         yield _ok_if(loaded), f"VLLM_PLUGINS={chosen}{remedy}"
+    try:
+        wanted = environment.read()
+    except ValueError as error:
+        yield "problem", str(error)
+    else:
+        if wanted is not None:
+            which = f"whose model matches one of {wanted.models}" if wanted.models else "that generate"
+            yield "ok", f"{environment.VARIABLE} gives speculation to engines {which}"
     yield from _check_compiler()
     yield from _check_vllm()
     yield from _check_torch()
@@ -202,8 +211,12 @@ def _check_trl() -> Iterator[tuple[Verdict, str]]:
     except importlib.metadata.PackageNotFoundError:
         yield "absent", "TRL; only trainers need it: pip install 'rollout-spec[trl]'"
     else:
-        recent = [int(part) for part in re.findall(r"\d+", trl)[:2]] >= [1, 16]
-        yield _ok_if(recent), f"TRL {trl}" + ("" if recent else ": 1.16 or newer is needed")
+        release = [int(part) for part in re.findall(r"\d+", trl)[:2]]
+        if release == [1, 12]:
+            yield "ok", f"TRL {trl}, for PPOTrainer; other trainers need 1.16 or newer"
+        else:
+            recent = release >= [1, 16]
+            yield _ok_if(recent), f"TRL {trl}" + ("" if recent else ": 1.16 or newer is needed, 1.12 for PPOTrainer")
 
 
 # -- a run -----------------------------------------------------------------------------------------------------------

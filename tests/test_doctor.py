@@ -384,6 +384,10 @@ def test_faults_of_an_installation_are_found(monkeypatch, capsys):
     assert any("must contain rollout_spec" in line for line in faults())
     monkeypatch.setenv("VLLM_PLUGINS", "other,rollout_spec")
     assert not any("VLLM_PLUGINS" in line for line in faults())
+    monkeypatch.setenv("ROLLOUT_SPEC", "{")
+    assert any(line.startswith("ROLLOUT_SPEC={ is no JSON") for line in faults())
+    monkeypatch.setenv("ROLLOUT_SPEC", "{}")
+    assert not any("ROLLOUT_SPEC" in line for line in faults())
     original = importlib.import_module
 
     def broken(name, *args):
@@ -400,6 +404,6 @@ def test_faults_of_an_installation_are_found(monkeypatch, capsys):
     assert any("pip uninstall torchvision" in line for line in found)
     assert any("entry point is missing" in line for line in found)
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.15rc1")
-    assert "TRL 1.15rc1: 1.16 or newer is needed" in faults()
+    assert "TRL 1.15rc1: 1.16 or newer is needed, 1.12 for PPOTrainer" in faults()
     assert cli.main(["doctor"]) == 1
     assert "problem" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from tests.integrations.engines import (
     count_preemptions,
     generate,
     mixed_params,
+    prompts_of,
     runner_of,
     stats_of,
     verify_all,
@@ -106,6 +107,39 @@ def test_one_bad_request_is_refused_alone(on, off, reference_model):
     stats = stats_of(on)
     assert stats["draft_tokens"] > before
     assert stats["drafter_errors"] == 0
+
+
+def test_an_aborted_rollout_goes_on_where_it_was(on, off):
+    """As verl and others send it, the prompt and what was said so far: with its seed it says what it would have said."""
+    params = mixed_params(6, 22, max_tokens=40, ignore_eos=True)
+    prompts = prompts_of(params)
+    whole = [list(output.token_ids) for output in generate(off, params, prompts)]
+    engine = on.llm_engine
+    for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+        engine.add_request(str(i), {"prompt_token_ids": prompt}, p)
+    partial = [[] for _ in params]
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            partial[int(output.request_id)] = list(output.outputs[0].token_ids)
+        engine.abort_request([str(i) for i, said in enumerate(partial) if len(said) >= 10])
+    assert all(10 <= len(said) < 40 for said in partial)
+    continued = [prompt + said for prompt, said in zip(prompts, partial, strict=True)]
+    for p, said in zip(params, partial, strict=True):
+        p.max_tokens -= len(said)
+    rest = [list(output.token_ids) for output in generate(on, params, continued)]
+    assert [said + more for said, more in zip(partial, rest, strict=True)] == whole
+    generate(on, [SamplingParams(max_tokens=1)])
+    assert stats_of(on)["live_requests"] <= 1
+
+
+def test_several_samples_per_request(on, off):
+    params = mixed_params(3, 23, max_tokens=30, n=4, temperature=1.0)
+    prompts = prompts_of(params)
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    ours, plain = (llm.generate(requests, params, use_tqdm=False) for llm in (on, off))
+    for a, b in zip(ours, plain, strict=True):
+        assert [list(x.token_ids) for x in a.outputs] == [list(y.token_ids) for y in b.outputs]
+        assert len({tuple(x.token_ids) for x in a.outputs}) > 1
 
 
 def test_requests_of_one_problem_share_history(on):
