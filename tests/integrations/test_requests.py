@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from rollout_spec import engine_kwargs
 from rollout_spec.drafters.base import problem_of_prompt
@@ -110,10 +111,12 @@ def test_one_bad_request_is_refused_alone(on, off, reference_model):
 
 
 def test_an_aborted_rollout_goes_on_where_it_was(on, off):
-    """As verl and others send it, the prompt and what was said so far: with its seed it says what it would have said."""
+    """As verl and others send it, the prompt and what was said so far: with its seed nothing shows that it stopped."""
     params = mixed_params(6, 22, max_tokens=40, ignore_eos=True)
     prompts = prompts_of(params)
     whole = [list(output.token_ids) for output in generate(off, params, prompts)]
+    for p in params:
+        p.output_kind = RequestOutputKind.CUMULATIVE  # vllm.LLM asks for the last output only
     engine = on.llm_engine
     for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
         engine.add_request(str(i), {"prompt_token_ids": prompt}, p)

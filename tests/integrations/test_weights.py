@@ -19,7 +19,8 @@ LOADING = [
 ]  # fmt: skip
 OTHERS = [
     "init_weight_transfer_engine", "init_weight_update_group", "compute_weight_checksums", "get_weights_by_name",
-    "check_weights", "fetch_weights", "prepare_refit_info", "skyrl_sleep_for_weight_sync", "execute_model", "sample_tokens", "sleep", "wake_up", "remove_lora", "rollout_spec",
+    "check_weights", "fetch_weights", "prepare_refit_info", "skyrl_sleep_for_weight_sync",
+    "execute_model", "sample_tokens", "sleep", "wake_up", "remove_lora", "rollout_spec",
 ]  # fmt: skip
 
 
