@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from vllm.engine.arg_utils import AsyncEngineArgs, EngineArgs
+from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
 
 from rollout_spec import RolloutSpecConfig
@@ -30,9 +30,6 @@ DOCUMENT = (ROOT / "docs/frameworks.md").read_text()
 WANTED = RolloutSpecConfig(num_speculative_tokens=8)
 
 load_general_plugins()
-needs_switch = pytest.mark.skipif(
-    not hasattr(EngineArgs.create_engine_config, "__wrapped__"), reason="this version does not read ROLLOUT_SPEC"
-)
 
 
 def block(framework, number=0):
@@ -127,7 +124,6 @@ def test_documented_variables(framework):
     assert RolloutSpecConfig.from_dict(values) == WANTED
 
 
-@needs_switch
 @pytest.mark.parametrize("framework", VARIABLES)
 def test_engines_ask_by_the_documented_variables(framework, tiny_model, monkeypatch):
     values = json.loads(VARIABLES[framework]())
@@ -206,14 +202,12 @@ class TestOpenRLHF:
         assert arguments.speculative_config is None
         assert not arguments.additional_config
 
-    @needs_switch
     def test_arguments(self, tiny_model, monkeypatch):
         from tests.integrations.framework_engines import openrlhf_engine_args
 
         monkeypatch.setenv("ROLLOUT_SPEC", variable(block("OpenRLHF")))
         assert asks(openrlhf_engine_args(tiny_model)) == WANTED
 
-    @needs_switch
     @pytest.mark.engine
     def test_rollouts(self, tiny_model, tmp_path):
         on = generate("openrlhf", tiny_model, tmp_path / "on.json", ROLLOUT_SPEC=variable(block("OpenRLHF")))
