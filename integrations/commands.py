@@ -66,14 +66,17 @@ class EngineParts(NamedTuple):
 
 
 def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
-    """Run a command: `config`, `stats`, `report`, `set_enabled` (bool) or `begin_policy_version` (how many, or one).
+    """Run a command: `config`, `stats`, `report`, `set_enabled` or `begin_policy_version`.
+
+    `set_enabled` takes a bool. `begin_policy_version` takes nothing, or a number of versions, by which older history
+    goes sooner.
 
     Returns:
         `config`: `RolloutSpecConfig.to_dict`. `stats`: `SpeculationStats.to_dict`, `drafter_bytes`,
         `live_requests` and `policy_version`. `report`: see `report`. Otherwise None.
 
     Raises:
-        ValueError: the name is unknown, or `set_enabled` for an engine without speculation.
+        ValueError: the name is unknown, an argument is wrong, or `set_enabled` for an engine without speculation.
         RuntimeError: `set_enabled(True)` after the drafter has raised.
     """
     config, speculation, stats, weights = engine
@@ -89,6 +92,8 @@ def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
     if name == "report":
         return report(speculation, stats)
     if name == "begin_policy_version":
+        if args and (len(args) > 1 or type(args[0]) is not int or args[0] < 1):
+            raise ValueError(f"begin_policy_version takes no argument, or how many versions begin, got {args}")
         return weights.mark(*args)
     if name != "set_enabled":
         raise ValueError(f"unknown rollout_spec command {name!r}")

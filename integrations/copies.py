@@ -39,11 +39,12 @@ class SeedWatch:
             request: vLLM's `EngineCoreRequest`. A greedy one is no copy: nothing is sampled.
         """
         params = request.sampling_params
-        if params is None or params.temperature == 0 or request.prompt_token_ids is None:
+        if params is None or params.seed is None or params.temperature == 0 or request.prompt_token_ids is None:
             return None
         adapter = request.lora_request.lora_name if request.lora_request is not None else None
         images = tuple(feature.identifier for feature in request.mm_features or ())
-        key = hash(tuple(request.prompt_token_ids)), adapter, images, params.seed
+        sampling = params.seed, params.temperature, params.top_p, params.top_k, params.min_p
+        key = hash(tuple(request.prompt_token_ids)), adapter, images, sampling
         other = self.seen.get(key)
         self.seen[key] = request.request_id
         if len(self.seen) > 2 * len(self._live) + SLACK:

@@ -24,6 +24,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from rollout_spec.doctor import read_report
 from rollout_spec.integrations import step_sizes
 from rollout_spec.integrations.logprob_check import LogprobCheck
 from rollout_spec.integrations.request_options import without_history
-from rollout_spec.integrations.served_engine import ServedEngine
+from rollout_spec.integrations.served_engine import ServedEngine, ServerError
 from rollout_spec.integrations.vllm_cpu import plain_weights
 from rollout_spec.noise import derive_seed
 from rollout_spec.stats import Progress, SpeculationStats
@@ -84,9 +85,10 @@ class EngineController:
         self._num_trainings = 0  # so that seeds differ where one trainer trains twice
         self._num_generations = 0  # since the step began, evaluations included
         self._engine_generate: Callable[..., Any] = self._refuse_to_generate
-        self._logged: dict[str, Any] = {}
-        self._generation_seconds = 0.0
-        self._num_tokens = 0  # generated since the last log
+        self._seen: dict[str, Any] = {}  # the engine's counters when the present interval began
+        self._interval = _Interval()
+        self._is_evaluation = False  # the present interval
+        self._untaken: dict[bool, _Interval] = {}  # intervals since the last log of each kind, added up
         self._progress = Progress()
         self._is_served = False
         self._is_unanswered = False  # the last question to a server, which was said in the log
@@ -216,7 +218,7 @@ class EngineController:
         """
         self.llm = llm
         try:
-            self._logged = self.stats()
+            self._seen = self.stats()
         except AttributeError as error:
             self.llm = None
             raise RuntimeError(
@@ -246,6 +248,8 @@ class EngineController:
     ) -> None:
         """Follow a vLLM server, for metrics, reports, `enabled` and policy versions. Its requests are not touched.
 
+        Metrics and reports that it does not answer for later are left out, with a warning.
+
         Args:
             base_url: The server's, such as "http://localhost:8000".
             model: The model that it serves.
@@ -254,19 +258,27 @@ class EngineController:
 
         Raises:
             TimeoutError: the server does not answer.
-            RuntimeError: it runs without rollout_spec or without its development mode, or with other settings. The
-                message has the command that starts it.
+            RuntimeError: it runs without rollout_spec or without its development mode, with other settings, or with a
+                drafter that has raised. The message has the command that starts it.
         """
         llm = ServedEngine(base_url, self.config, model)
         llm.wait(timeout)
-        served = llm.collective_rpc("rollout_spec", args=("config",))[0]
+        try:
+            served = llm.collective_rpc("rollout_spec", args=("config",))[0]
+            self._seen = llm.collective_rpc("rollout_spec", args=("stats",))[0]
+        except ServerError as error:
+            raise RuntimeError(f"{error}. {llm.how_to_start()}") from error
         wanted = {**(options or {}), "speculation": self.config.speculation}
-        different = [name for name, value in wanted.items() if served[name] != json.loads(json.dumps(value))]
+        different = [name for name, value in wanted.items() if served.get(name) != json.loads(json.dumps(value))]
         if different:
-            settings = ", ".join(f"{name}={served[name]!r} and not {wanted[name]!r}" for name in different)
+            settings = ", ".join(f"{name}={served.get(name)!r} and not {wanted[name]!r}" for name in different)
             raise RuntimeError(f"the vLLM server at {base_url} was started with {settings}. {llm.how_to_start()}")
+        if self._seen["drafter_errors"]:
+            raise RuntimeError(
+                f"the drafter of the vLLM server at {base_url} has raised, and stays off: its log has the cause. "
+                f"{llm.how_to_start()}"
+            )
         self.llm, self._is_served = llm, True
-        self._logged = self.stats()
         if self.config.speculation:
             self._command("set_enabled", self._enabled)
 
@@ -278,13 +290,14 @@ class EngineController:
         self, run: Callable[..., Any], prompts: Sequence[Any], sampling_params: Any, args: Any, kwargs: Any
     ) -> Any:
         """Give each request a seed, generate, count, and compare log-probabilities the first time."""
+        self.begin_generation()
         params = self._with_seeds(prompts, sampling_params)
         is_first = self._logprob_check.error is None
         unscored = self._logprob_check.ask_for_logprobs(params) if is_first else []
         started = time.perf_counter()
         outputs = run(params, *args, **kwargs)
-        self._generation_seconds += time.perf_counter() - started
-        self._num_tokens += sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
+        self._interval.seconds += time.perf_counter() - started
+        self._interval.tokens += sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
         if is_first:
             engine_config = self.llm.llm_engine.vllm_config.model_config
             self._logprob_check.compare(
@@ -362,25 +375,18 @@ class EngineController:
     def take_metrics(self) -> dict[str, float]:
         """`rollout_spec/*` metrics since the last call; empty when nothing was generated since.
 
-        Those of an evaluation stay out of the report's series over the training.
+        While an evaluation is generated, or has just been, they are those of evaluations, otherwise of the training.
+        Those of evaluations stay out of the report's series over the training.
         """
-        if self.llm is None or (self._generation_seconds == 0 and not self._is_served):
+        if self.llm is None or not self._end_interval():
             return {}
-        try:
-            now = self.stats()
-        except OSError as error:  # a server is busy, or gone: that is for its requests to tell
-            self._warn_of_no_answer(error)
+        evaluating = self.is_evaluating()
+        interval, now = self._untaken.pop(evaluating, None), self._seen
+        if interval is None or not interval.stats.steps:
             return {}
-        self._is_unanswered = False
-        new = SpeculationStats.between(self._logged, now)
-        self._logged = now
-        if self._is_served:
-            if not new.steps:
-                return {}
-            self._generation_seconds, self._num_tokens = new.step_seconds, new.emitted_tokens
+        new = interval.stats
         metrics = {
-            "generation_seconds": self._generation_seconds,
-            "tokens": self._num_tokens,
+            "tokens": new.emitted_tokens if self._is_served else interval.tokens,
             "mean_acceptance_length": new.mean_acceptance_length,
             "acceptance_rate": new.acceptance_rate,
             "draft_tokens": new.draft_tokens,
@@ -394,10 +400,32 @@ class EngineController:
             "drafter_mbytes": now["drafter_bytes"] / 1e6,
             "policy_version": now["policy_version"],
         }
-        if not self.is_evaluating():
-            self._progress.add(self._step + 1, new, round(self._generation_seconds, 6))
-        self._generation_seconds, self._num_tokens = 0.0, 0
+        if not self._is_served:
+            metrics["generation_seconds"] = interval.seconds
+        if not evaluating:
+            self._progress.add(self._step + 1, new, round(interval.seconds, 6))
         return {f"rollout_spec/{name}": float(value) for name, value in metrics.items()}
+
+    def begin_generation(self) -> None:
+        """Count what follows for the training or for the evaluation; the engine's own generations do so themselves."""
+        if self.is_evaluating() != self._is_evaluation and self._end_interval():
+            self._is_evaluation = self.is_evaluating()
+
+    def _end_interval(self) -> bool:
+        """Add what was generated in the present interval to what has not been taken. False if the engine is silent."""
+        try:
+            now = self.stats()
+        except OSError as error:  # a server is busy, or gone: that is for its requests to tell
+            if not self._is_unanswered:
+                logger.warning("the vLLM server does not answer, so these logs have no rollout_spec metrics: %s", error)
+            self._is_unanswered = True
+            return False
+        self._is_unanswered = False
+        self._interval.stats = SpeculationStats.between(self._seen, now)
+        before = self._untaken.get(self._is_evaluation, _Interval())
+        self._untaken[self._is_evaluation] = before + self._interval
+        self._seen, self._interval = now, _Interval()
+        return True
 
     def write_report(self, path: Path, **about: Any) -> None:
         """Write the report, with the entries of `about`, as JSON. Warns if the file cannot be written."""
@@ -409,10 +437,17 @@ class EngineController:
         except (OSError, TypeError, ValueError) as error:  # must not end the run; no answer of a server is an OSError
             logger.warning("the report for rollout-spec doctor could not be written: %s", error)
 
-    def _warn_of_no_answer(self, error: OSError) -> None:
-        if not self._is_unanswered:
-            logger.warning("the vLLM server does not answer, so these logs have no rollout_spec metrics: %s", error)
-        self._is_unanswered = True
+
+@dataclass
+class _Interval:
+    """What an engine generated while the trainer did nothing but train, or nothing but evaluate."""
+
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    seconds: float = 0.0  # that the trainer waited for it
+    tokens: int = 0
+
+    def __add__(self, other: _Interval) -> _Interval:
+        return _Interval(self.stats + other.stats, self.seconds + other.seconds, self.tokens + other.tokens)
 
 
 def _as_list(prompts: Any) -> Sequence[Any]:

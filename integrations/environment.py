@@ -52,8 +52,8 @@ def read(environment: Mapping[str, str] = os.environ) -> Request | None:
         raise ValueError(f"{VARIABLE}: {error}") from error
 
 
-def ask_for_speculation(engine_args: Any, log: Callable[[str], None]) -> None:
-    """Change vLLM's `EngineArgs` as the variable asks, and say in one line what was done.
+def ask_for_speculation(engine_args: Any, log: Callable[[str], None]) -> bool:
+    """Change vLLM's `EngineArgs` as the variable asks, and say in one line what was done. Returns whether it was.
 
     Args:
         engine_args: `EngineArgs` or `AsyncEngineArgs` from which an engine's configuration is about to be made.
@@ -64,12 +64,10 @@ def ask_for_speculation(engine_args: Any, log: Callable[[str], None]) -> None:
     """
     request = read()
     if request is None:
-        return
+        return False
     additional = engine_args.additional_config or {}
-    if not isinstance(additional, dict):
-        raise ValueError(f"{VARIABLE} needs a dict in additional_config to add to, got {additional!r}")
-    if CONFIG_KEY in additional:  # it asks by itself, or was asked here already
-        return
+    if isinstance(additional, dict) and CONFIG_KEY in additional:  # it asks by itself, or was asked here already
+        return False
     engine = f"the engine of {engine_args.model}"
     if engine_args.speculative_config is not None:
         log(f"{VARIABLE} leaves {engine} alone: it has a speculative_config of its own")
@@ -77,6 +75,8 @@ def ask_for_speculation(engine_args: Any, log: Callable[[str], None]) -> None:
         log(f"{VARIABLE} leaves {engine} alone: its name matches none of {request.models}")
     elif engine_args.create_model_config().runner_type != "generate":
         log(f"{VARIABLE} leaves {engine} alone: it does not generate")
+    elif not isinstance(additional, dict):
+        raise ValueError(f"{VARIABLE} needs a dict in additional_config to add to, got {additional!r}")
     else:
         ours = request.config.engine_kwargs()
         engine_args.additional_config = {**additional, **ours["additional_config"]}
@@ -87,3 +87,5 @@ def ask_for_speculation(engine_args: Any, log: Callable[[str], None]) -> None:
         else:
             how = "our noise and no drafts"
         log(f"{VARIABLE} gives {engine} {how}")
+        return True
+    return False

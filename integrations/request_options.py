@@ -82,6 +82,7 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
 def without_history(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
     """`extra_args` with `keep_in_history` false, unless the caller has set it."""
     args = dict(extra_args or {})
-    if KEEP_IN_HISTORY not in args:
-        args[CONFIG_KEY] = {"keep_in_history": False, **(args.get(CONFIG_KEY) or {})}
+    ours = args.get(CONFIG_KEY) or {}
+    if KEEP_IN_HISTORY not in args and isinstance(ours, Mapping):  # otherwise the engine refuses the request
+        args[CONFIG_KEY] = {"keep_in_history": False, **ours}
     return args

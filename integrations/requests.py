@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from rollout_spec.noise import derive_seed
 
 def problem_id_of(request: Any) -> int | None:
     """The problem id of a request: the one that the caller names, or a hash of prompt, LoRA adapter and images.
+
+    The adapter's versions share history, as those of a policy do.
 
     None if there are none of these: such a request shares no history.
 
@@ -24,7 +27,8 @@ def problem_id_of(request: Any) -> int | None:
     of_prompt = problem_of_prompt(request.prompt_token_ids)
     if request.lora_request is None and not request.mm_features:
         return of_prompt if len(request.prompt_token_ids) else None
-    adapter = request.lora_request.lora_name if request.lora_request is not None else ""
+    # TRL's AsyncGRPO publishes each version of its adapter under a name of its own, which ends in -v and a number.
+    adapter = re.sub(r"-v\d+$", "", request.lora_request.lora_name) if request.lora_request is not None else ""
     return derive_seed(str(of_prompt), adapter, *(str(feature.identifier) for feature in request.mm_features or ()))
 
 

@@ -13,6 +13,10 @@ RPC_SECONDS = 60.0
 """The longest that one command may take; the server answers between two steps."""
 
 
+class ServerError(ConnectionError):
+    """A server's answer that is none."""
+
+
 class ServedEngine:
     """Stands where `EngineController` has a `vllm.LLM`, for its commands only.
 
@@ -54,28 +58,33 @@ class ServedEngine:
         """Call a method of the server's workers, as `vllm.LLM.collective_rpc` does.
 
         Raises:
-            RuntimeError: the server has no development mode, or its engine runs without rollout_spec. The message has
-                the command that starts it with both.
-            requests.RequestException: the server does not answer.
+            TimeoutError: the server takes more than a minute.
+            ServerError: it has no development mode, its engine runs without rollout_spec, or there is no answer.
         """
         import requests
 
         body = {"method": method, "args": list(args)}
-        response = requests.post(f"{self.base_url}/collective_rpc", json=body, timeout=RPC_SECONDS)
+        where = f"the vLLM server at {self.base_url}"
+        try:
+            response = requests.post(f"{self.base_url}/collective_rpc", json=body, timeout=RPC_SECONDS)
+        except requests.Timeout as error:
+            raise TimeoutError(f"{where} has not answered {method}{tuple(args)} for {RPC_SECONDS:.0f} s") from error
+        except requests.RequestException as error:
+            raise ServerError(f"{where} does not answer: {error}") from error
         if response.status_code in (404, 405):
-            raise RuntimeError(
-                f"the vLLM server at {self.base_url} has no /collective_rpc, by which rollout_spec asks whether it "
-                f"speculates: it runs without VLLM_SERVER_DEV_MODE=1. {self.how_to_start()}"
+            raise ServerError(
+                f"{where} has no /collective_rpc, by which rollout_spec asks whether it speculates: it runs without "
+                "VLLM_SERVER_DEV_MODE=1"
             )
         if not response.ok:
-            raise RuntimeError(
-                f"the vLLM server at {self.base_url} runs without rollout_spec, or cannot answer "
-                f"{method}{tuple(args)}: {response.text[:500]}. {self.how_to_start()}"
+            raise ServerError(
+                f"{where} runs without rollout_spec, or cannot answer {method}{tuple(args)} (status "
+                f"{response.status_code}): {response.text[:500]}"
             )
         return list(response.json()["results"])
 
     def how_to_start(self) -> str:
         """A sentence with the command that starts such a server."""
-        port = urlparse(self.base_url).port
+        port = urlparse(self.base_url).port  # of what stands before the server nothing is known
         command = shell_command(self._model, [] if port is None else ["--port", str(port)], self._config)
         return f"Start it with these arguments, besides those that the trainer's library asks for:\n{command}"

@@ -14,11 +14,13 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
+import weakref
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import wrapt
+from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback
 
 from rollout_spec.config import RolloutSpecConfig
@@ -26,6 +28,9 @@ from rollout_spec.integrations.engine_controller import EngineController
 from rollout_spec.integrations.request_options import KEEP_IN_HISTORY
 
 REPORT_NAME = "rollout_spec.json"
+
+_served: weakref.WeakSet[RolloutSpecGenerator] = weakref.WeakSet()
+"""The callbacks of trainers that generate on a server."""
 
 
 class RolloutSpecGenerator(EngineController, TrainerCallback):
@@ -95,13 +100,26 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             self._has_server = True
             if self._llm_kwargs:
                 raise ValueError("llm_kwargs are for an engine that the trainer builds: give them to the server")
-            if args.process_index == 0:  # as in TRL only this rank talks to the server
-                name = getattr(model, "name_or_path", "MODEL")
-                self.connect(server_url, model=name, timeout=args.vllm_server_timeout, options=self._options)
+            self._connect_on_first_rank(server_url, args, model)
+            _served.add(self)
             _hook_server_requests()
             return
         _warn_of_split_groups(args)
         _hook_engines()
+
+    def _connect_on_first_rank(self, url: str, args: Any, model: Any) -> None:
+        """`connect` on the rank that talks to the server in TRL, too. All ranks raise what it raises."""
+        errors: list[Exception | None] = [None]
+        if args.process_index == 0:
+            try:
+                name = getattr(model, "name_or_path", "MODEL")
+                self.connect(url, model=name, timeout=args.vllm_server_timeout, options=self._options)
+            except (RuntimeError, OSError) as error:
+                errors = [error]
+        if args.world_size > 1:
+            broadcast_object_list(errors, from_process=0)
+        if errors[0] is not None:
+            raise errors[0]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin a training.
@@ -160,14 +178,17 @@ def _hook_server_requests() -> None:
         return
 
     @functools.wraps(original)
-    def generate(generation: Any, *args: Any, **kwargs: Any) -> Any:
+    def generate(generation: Any, prompts: Any, images: Any = None, *args: Any, **kwargs: Any) -> Any:
+        for callback in _served:
+            if callback.model is generation.model and callback.llm is not None:
+                callback.begin_generation()
         if generation.mode != "server" or generation.model.training:
-            return original(generation, *args, **kwargs)
+            return original(generation, prompts, images, *args, **kwargs)
         given = generation.generation_kwargs
-        options = {KEEP_IN_HISTORY: False, **(given.get("vllm_xargs") or {})}
-        generation.generation_kwargs = {**given, "vllm_xargs": options}
+        name = "vllm_xargs" if images is None else "extra_args"  # TRL asks another endpoint for prompts with images
+        generation.generation_kwargs = {**given, name: {KEEP_IN_HISTORY: False, **(given.get(name) or {})}}
         try:
-            return original(generation, *args, **kwargs)
+            return original(generation, prompts, images, *args, **kwargs)
         finally:
             generation.generation_kwargs = given
 

@@ -26,6 +26,7 @@ _rollouts: weakref.WeakSet[PPORollouts] = weakref.WeakSet()  # their trainers ke
 def hook(module: Any) -> None:
     """Let the trainers of `trl.experimental.ppo.ppo_trainer` that have a `RolloutSpecGenerator` generate with vLLM."""
     construct, generate = module.PPOTrainer.__init__, module.batch_generation
+    complete = module.PPOTrainer.generate_completions
 
     @functools.wraps(construct)
     def init(trainer: Any, *args: Any, **kwargs: Any) -> None:
@@ -34,6 +35,8 @@ def hook(module: Any) -> None:
         if generator is not None:
             rollouts = PPORollouts(trainer, generator)
             trainer.add_callback(rollouts)
+            for older in [older for older in _rollouts if older.policy is rollouts.policy]:
+                _rollouts.discard(older)
             _rollouts.add(rollouts)
 
     @functools.wraps(generate)
@@ -43,7 +46,19 @@ def hook(module: Any) -> None:
                 return rollouts.generate(queries, pad_token_id, generation_config)
         return generate(model, queries, batch_size, pad_token_id, generation_config)
 
+    @functools.wraps(complete)
+    def generate_completions(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        generator = generator_of(trainer)
+        if generator is None:
+            return complete(trainer, *args, **kwargs)
+        generator.evaluating = True  # PPOTrainer leaves its policy in training mode
+        try:
+            return complete(trainer, *args, **kwargs)
+        finally:
+            generator.evaluating = False
+
     module.PPOTrainer.__init__ = init
+    module.PPOTrainer.generate_completions = generate_completions
     module.batch_generation = batch_generation
 
 
@@ -118,7 +133,7 @@ class PPORollouts(TrainerCallback):
         params = SamplingParams(
             temperature=asked.get("temperature", 1.0) if asked.get("do_sample") else 0.0,
             **{name: asked[name] for name in ("top_p", "min_p", "repetition_penalty") if name in asked},
-            top_k=int(asked.get("top_k", 50)),  # transformers' default
+            top_k=int(asked.get("top_k", 50) or 0),  # transformers' default is 50
             max_tokens=config.max_new_tokens,
             stop_token_ids=[stop] if isinstance(stop, int) else stop,
             ignore_eos=True,

@@ -33,7 +33,7 @@ from rollout_spec.config import ASYNC_METHOD, CONFIG_KEY, PROPOSER_PATH, Rollout
 from rollout_spec.drafters import check_options, runs_on_device
 from rollout_spec.integrations import step_sizes, vllm_compat
 from rollout_spec.integrations.copies import warn_of_copies
-from rollout_spec.integrations.environment import ask_for_speculation
+from rollout_spec.integrations.environment import MODELS, VARIABLE, ask_for_speculation
 from rollout_spec.integrations.ranks import end_if_unheard
 from rollout_spec.integrations.request_options import request_options
 from rollout_spec.integrations.weights import loads_weights
@@ -146,8 +146,14 @@ def _hook_dispatcher(module: Any) -> None:
 def _hook_engine_args(module: Any) -> None:
     def make(original: Any) -> Any:
         def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-            ask_for_speculation(self, _log)
-            return original(self, *args, **kwargs)
+            asked = ask_for_speculation(self, _log)
+            try:
+                return original(self, *args, **kwargs)
+            except ValueError as error:
+                if not asked:
+                    raise
+                remedy = f'{VARIABLE} asks for speculation in this engine: its "{MODELS}" can leave it out'
+                raise ValueError(f"{error}\n{remedy}") from error
 
         return create_engine_config
 
@@ -557,7 +563,7 @@ def _hook_device_worker(module: Any, name: str) -> None:
         return compile_or_warm_up_model
 
     worker = getattr(module, name)
-    if "load_model" in vars(worker):  # CPUWorker inherits it
+    if name == "Worker":  # CPUWorker inherits it
         _wrap(worker, "load_model", make_load_model)
     _wrap(worker, "determine_available_memory", make_profile)
     _wrap(worker, "compile_or_warm_up_model", make_warm_up)

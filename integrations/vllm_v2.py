@@ -222,7 +222,8 @@ class VerifyingSampler:
         self._own_processors = vllm_compat.has_own_processors(inner)
         self._needs_vllm: np.ndarray = np.zeros(inner.sampling_states.max_num_reqs, bool)
         self._min_tokens: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
-        self._num_steps: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)  # no more than output tokens
+        self._num_steps: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
+        """At least as many output tokens each request has; one that is resumed after a preemption counts from 0."""
         self._unread: deque[_Counts] = deque()
 
     def __getattr__(self, name: str) -> Any:

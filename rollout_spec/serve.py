@@ -47,7 +47,8 @@ def server_command(model: str, arguments: Sequence[str], config: RolloutSpecConf
         config: The engine's settings.
 
     Raises:
-        ValueError: the arguments set a `--speculative-config` of their own, or `--additional-config` is no JSON object.
+        ValueError: the arguments set a `--speculative-config` of their own, or `--additional-config` is no JSON object
+            or has our key.
     """
     kept: list[str] = []
     additional: dict[str, object] = {}
@@ -57,12 +58,16 @@ def server_command(model: str, arguments: Sequence[str], config: RolloutSpecConf
         name = name.replace("_", "-")
         if name.split(".")[0] in (SPECULATIVE, "-sc"):
             raise ValueError(f"{argument} is given, but it is what this command adds: remove it, or run `vllm serve`")
+        if name.startswith(f"{ADDITIONAL}."):  # vLLM would take them in place of the JSON that is added here
+            raise ValueError(f"{argument} is given: write {ADDITIONAL} as one JSON object")
         if name == ADDITIONAL:
             text = value if equals else next(rest, "")
             try:
                 additional = dict(json.loads(text))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{ADDITIONAL} must be a JSON object, got {text!r}") from error
+            if CONFIG_KEY in additional:
+                raise ValueError(f"{ADDITIONAL} has {CONFIG_KEY!r}: give its options to --options")
         else:
             kept.append(argument)
     ours = config.engine_kwargs()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,6 +134,14 @@ class SpeculationStats:
                 differences[name] = new - old
         return cls(**differences)
 
+    def __add__(self, other: SpeculationStats) -> SpeculationStats:
+        """What happened in two intervals together."""
+        sums: dict[str, Any] = {}
+        for name in self.__slots__:
+            a, b = getattr(self, name), getattr(other, name)
+            sums[name] = [x + y for x, y in zip_longest(a, b, fillvalue=0)] if isinstance(a, list) else a + b
+        return SpeculationStats(**sums)
+
     def to_dict(self) -> dict[str, Any]:
         """Counters and derived rates as plain data."""
         counters = {name: getattr(self, name) for name in self.__slots__}
@@ -157,7 +166,7 @@ class ProgressPoint(NamedTuple):
     accepted_tokens: int
     """These four as the fields of `SpeculationStats`."""
     generation_seconds: float
-    """How long the trainer waited for rollouts."""
+    """How long the trainer waited for rollouts; 0 where a server generates them, which nobody waits for."""
 
     def joined(self, later: ProgressPoint) -> ProgressPoint:
         """One point for this one and the next."""

@@ -52,6 +52,8 @@ def test_a_shell_reads_it_back():
         (["m", "-sc", "{}"], "-sc is given"),
         (["m", "--additional-config", "x"], "--additional-config must be a JSON object, got 'x'"),
         (["m", "--additional-config"], "must be a JSON object, got ''"),
+        (["m", "--additional-config.theirs", "1"], "--additional-config.theirs is given: write --additional-config as"),
+        (["m", "--additional-config", '{"rollout_spec": {}}'], "give its options to --options"),
         (["--options", '{"k": 1}', "m"], "unknown rollout_spec config key 'k'"),
         (["--options", "8", "m"], "must be a dict"),
         (["--options", "no", "m"], "Expecting value"),

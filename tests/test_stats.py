@@ -124,3 +124,14 @@ def test_a_series_goes_on_where_it_was_interrupted(monkeypatch):
     assert resumed.points == whole.points
     assert [point.global_step for point in Progress.from_dict(whole.to_dict(), up_to=9).points] == [4, 8]
     assert Progress.from_dict(Progress().to_dict()).points == []
+
+
+def test_intervals_add_up():
+    """Also where the later one has longer drafts or larger batches."""
+    whole, parts = SpeculationStats(), []
+    for size in (1, 2, 5):
+        before = whole.to_dict()
+        whole.record([size] * size, [size - 1] * size)
+        whole.record_time(0.5, num_requests=size, draft_tokens=size, tokens=2, draft_seconds=0.1, reads_prompts=False)
+        parts.append(SpeculationStats.between(before, whole.to_dict()))
+    assert sum(parts, SpeculationStats()).to_dict() == whole.to_dict()

@@ -76,6 +76,12 @@ def test_new_weights_that_are_announced_begin_a_version_with_the_next_step():
     assert [weights.begin_step(), weights.begin_step()] == [1, None]
 
 
+@pytest.mark.parametrize("args", [(0,), (True,), ("1",), (1, 2)])
+def test_a_number_of_versions_that_is_none(args):
+    with pytest.raises(ValueError, match="takes no argument, or how many versions begin"):
+        run(None, "begin_policy_version", *args)
+
+
 @pytest.mark.parametrize("name", ["memory_bytes", "enabled", "sats"])
 def test_other_names_are_no_commands(name):
     with pytest.raises(ValueError, match=f"unknown rollout_spec command '{name}'"):

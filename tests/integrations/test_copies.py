@@ -25,7 +25,7 @@ def a_request(req_id, seed, prompt=(1, 2), temperature=1.0, adapter=None, images
     return SimpleNamespace(
         request_id=req_id,
         prompt_token_ids=None if prompt is None else list(prompt),
-        sampling_params=SimpleNamespace(seed=seed, temperature=temperature),
+        sampling_params=SimpleNamespace(seed=seed, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0),
         lora_request=None if adapter is None else SimpleNamespace(lora_name=adapter),
         mm_features=[SimpleNamespace(identifier=image) for image in images],
     )
@@ -56,6 +56,8 @@ def test_equal_prompt_and_seed_are_told_once(processor, caplog):
         {"seed": 8},
         {"prompt": (1, 3)},
         {"temperature": 0.0},
+        {"temperature": 0.9},
+        {"seed": None},
         {"adapter": "second"},
         {"images": ("cat",)},
         {"prompt": None},

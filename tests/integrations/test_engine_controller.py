@@ -229,6 +229,28 @@ def test_the_report_has_a_series_over_the_training_without_evaluations():
     assert controller.report()["progress"] == Progress().to_dict()
 
 
+def test_an_evaluation_between_two_logs_takes_nothing_of_the_training():
+    """Logs need not come when an evaluation does: here after three steps, the evaluation after two."""
+    controller, llm = an_attached_controller()
+    controller.begin_training()
+    for step in range(2):
+        controller.begin_step(step)
+        llm.generate(["a"] * 3)
+    controller.evaluating = True
+    llm.generate(["a"] * 7)
+    evaluation = controller.take_metrics()
+    controller.evaluating = False
+    controller.begin_step(2)
+    llm.generate(["a"] * 4)
+    training = controller.take_metrics()
+    for metrics, rollouts in ((evaluation, 7), (training, 10)):
+        assert metrics["rollout_spec/tokens"] == 2 * rollouts
+        assert metrics["rollout_spec/draft_tokens"] == rollouts
+        assert metrics["rollout_spec/generation_seconds"] > 0
+    assert controller.report()["progress"]["emitted_tokens"] == [20]
+    assert controller.take_metrics() == {}
+
+
 def test_a_resumed_run_goes_on_with_the_series(tmp_path, caplog):
     """After a checkpoint of step 3, though the interrupted run had come to step 5."""
     path = tmp_path / "report.json"

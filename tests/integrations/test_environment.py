@@ -99,6 +99,13 @@ def test_engines_that_are_left_alone(tiny_model, monkeypatch, said, options, eng
 
 
 @pytest.mark.engine
+def test_an_engine_that_cannot_speculate_says_how_to_leave_it_out(tiny_model, monkeypatch, said):
+    monkeypatch.setenv(VARIABLE, '{"speculation": true}')
+    with pytest.raises(ValueError, match=f'{VARIABLE} asks for speculation in this engine: its "models" can leave'):
+        configuration(tiny_model, additional_config={"rolout_spec": {}})
+
+
+@pytest.mark.engine
 def test_an_engine_with_settings_of_its_own_keeps_them(tiny_model, monkeypatch, said):
     from rollout_spec import engine_kwargs
 

@@ -71,6 +71,7 @@ def test_a_drafter_that_raises_when_it_is_asked(tiny_model, command):
     generate(llm, mixed_params(4, 1, max_tokens=8))
     assert runner_of(llm).rollout_spec.stats.drafter_errors == 0
     llm.collective_rpc("rollout_spec", args=command)
+    generate(llm, mixed_params(1, 3, max_tokens=1))  # a policy version begins with a step
     stats = stats_of(llm)
     assert stats["drafter_errors"] == 1
     assert stats["drafter_bytes"] == 0

@@ -94,6 +94,11 @@ def test_evaluation_leaves_the_history_alone_unless_told_otherwise(extra_args, k
     assert repr(extra_args) == before
 
 
+def test_bad_options_are_refused_in_evaluations_too():
+    with pytest.raises(ValueError, match="must be a dict"):
+        request_options(without_history({"rollout_spec": "x"}))
+
+
 def test_one_bad_request_is_refused_alone(on, off, reference_model):
     """Its caller gets the error; the drafter of the others never hears of it."""
     bad = [(SamplingParams(extra_args=extra_args), message) for extra_args, message in BAD_OPTIONS]

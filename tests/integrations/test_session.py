@@ -654,6 +654,7 @@ def test_problems_are_told_apart_by_all_that_shapes_their_outputs():
     ids = [problem(**variant) for variant in variants]
     assert len(set(ids)) == len(ids)
     assert ids == [problem(**variant) for variant in variants]
+    assert problem(adapter="policy-v3") == problem(adapter="policy-v12") != problem(adapter="other-v3")
 
 
 @pytest.mark.parametrize("name", ["mixture", "suffix", "ngram", "lookahead"])

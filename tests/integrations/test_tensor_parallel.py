@@ -81,7 +81,7 @@ def test_a_rank_that_is_slow(tiny_model, off, reference_model):
         reports = ask(llm, "report")
     assert counts(first) == counts(second)
     assert reports[0]["budget"] == reports[1]["budget"]
-    assert second["draft_seconds"] > 5 * first["draft_seconds"]
+    assert second["draft_seconds"] >= 0.01 * sum(second["asked_by_batch"]) > 0, "it slept in each of these steps"
 
 
 @pytest.mark.parametrize("rank", ["First", "Second"])

@@ -14,6 +14,7 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
 from trl.trainer.utils import selective_log_softmax
 
 from rollout_spec import RolloutSpecGenerator, doctor
+from rollout_spec.integrations.request_options import request_options
 from rollout_spec.integrations.trl_ppo import logits_from
 from rollout_spec.noise import derive_seed
 from tests.conftest import VOCAB_SIZE
@@ -153,6 +154,10 @@ def test_stop_token_and_evaluation(tiny_model, tmp_path):
     lengths = [len(output.outputs[0].token_ids) for _, outputs, _ in generator.seen for output in outputs]
     assert len(set(lengths)) > 1
     assert generator.seen[0][0][0].temperature == pytest.approx(0.01, abs=1e-6)
+    for sampling_params, _, _ in generator.seen:
+        is_evaluation = sampling_params[0].temperature < 0.1
+        keeps = request_options(sampling_params[0].extra_args).keep_in_history
+        assert keeps is not is_evaluation, "evaluations leave no history, and everything else does"
     assert len(generator.seen) == 1 + 2 * (3 + 3)
     assert generator.policy_version == 1 + 2 * (3 + 1)  # an update's rollouts have the weights of the evaluation before
     seeds = [params.seed for sampling_params, _, _ in generator.seen for params in sampling_params]

@@ -71,12 +71,13 @@ class Comparing:
     Attributes:
         compared: The number of completions that were the same.
         lock: Held while one is compared.
+        errors: What went wrong while completions were compared.
         options: What each request said to us.
         different: (request, answer, answer without drafts) of the others.
     """
 
     def __init__(self, server):
-        self.compared, self.different, self.options = 0, [], []
+        self.compared, self.different, self.errors, self.options = 0, [], [], []
         self.lock = threading.Lock()
         self._server, self._seed = server, 10**6
 
@@ -92,6 +93,9 @@ class Comparing:
             self._switch(False)
             _, plain = self._forward(handler.path, json.dumps(request).encode())
             self._switch(True)
+        if status != 200:
+            self.errors.append(text)
+            return handler.send(status, text)
         for ours, theirs in zip(json.loads(text)["choices"], json.loads(plain)["choices"], strict=True):
             if ours["token_ids"] == theirs["token_ids"]:
                 self.compared += 1
@@ -100,8 +104,11 @@ class Comparing:
         return handler.send(status, text)
 
     def _switch(self, enabled):
-        status, _ = self._server.post("/collective_rpc", {"method": "rollout_spec", "args": ["set_enabled", enabled]})
-        assert status == 200
+        status, text = self._server.post(
+            "/collective_rpc", {"method": "rollout_spec", "args": ["set_enabled", enabled]}
+        )
+        if status != 200:
+            self.errors.append(text)
 
     def _forward(self, path, body):
         request = urllib.request.Request(self._server.url + path, body, {"Content-Type": "application/json"})
@@ -146,7 +153,7 @@ def test_grpo(server, tiny_model, tmp_path, monkeypatch):
         trainer.train()
         stats, num_requests = generator.stats(), len(comparing.options)
         metrics = trainer.evaluate(Dataset.from_dict({"prompt": ["w7 w8"]}))
-    assert (comparing.compared, comparing.different) == (24 + 4, [])
+    assert (comparing.compared, comparing.different, comparing.errors) == (24 + 4, [], [])
     assert comparing.options == [None] * num_requests + [{"rollout_spec_keep_in_history": False}]
     assert metrics["eval_rollout_spec/tokens"] > 0
     logs = [entry for entry in trainer.state.log_history if "rollout_spec/tokens" in entry]
@@ -233,7 +240,7 @@ def test_async_grpo(server, tiny_model, tmp_path, monkeypatch):
         before = generator.stats()
         trainer.train()
         stats = generator.stats()
-    assert comparing.different == []
+    assert comparing.different == comparing.errors == []
     assert comparing.compared >= 12
     logs = [entry for entry in trainer.state.log_history if "rollout_spec/tokens" in entry]
     assert logs
@@ -308,11 +315,29 @@ def test_an_engine_that_nobody_builds_takes_no_arguments(tiny_model, tmp_path):
         connect("http://127.0.0.1:1", tiny_model, tmp_path, llm_kwargs={"dtype": "float32"})
 
 
-def test_a_server_that_goes_away_costs_one_warning(tiny_model, tmp_path, caplog):
-    """And the metrics. TRL's own requests decide whether the run goes on."""
-    controller = EngineController(RolloutSpecConfig())
+def test_a_drafter_that_has_raised(tiny_model, tmp_path):
+    """It cannot be switched on again."""
 
     def answer(handler, body):
+        stats = {**SpeculationStats(drafter_errors=1).to_dict(), "drafter_bytes": 0}
+        results = {"config": RolloutSpecConfig().to_dict(), "stats": stats}
+        name = json.loads(body)["args"][0] if body else ""
+        handler.send(200, json.dumps({"results": [results.get(name)]}).encode())
+
+    with answering(answer) as url, pytest.raises(RuntimeError, match="has raised, and stays off") as raised:
+        connect(url, tiny_model, tmp_path)
+    check_command(str(raised.value), tiny_model, url, 8)
+
+
+@pytest.mark.parametrize("status", [500, 503, None])
+def test_a_server_that_goes_away_costs_one_warning(tmp_path, caplog, status):
+    """And the metrics. TRL's own requests decide whether the run goes on."""
+    controller, later = EngineController(RolloutSpecConfig()), []
+
+    def answer(handler, body):
+        if later:
+            handler.send(status, b"busy")
+            return
         name = json.loads(body)["args"][0] if body else ""
         stats = {**SpeculationStats().to_dict(), "drafter_bytes": 0, "live_requests": 0, "policy_version": 0}
         results = {"config": RolloutSpecConfig().to_dict(), "stats": stats}
@@ -321,6 +346,9 @@ def test_a_server_that_goes_away_costs_one_warning(tiny_model, tmp_path, caplog)
     with answering(answer) as url:
         controller.connect(url, model="m", timeout=10)
         assert controller.take_metrics() == {}, "nothing was generated"
+        if status is not None:
+            later.append(True)
+            assert controller.take_metrics() == {}
     for _ in range(2):
         assert controller.take_metrics() == {}
     controller.write_report(tmp_path / "report.json")
