@@ -42,6 +42,9 @@ class Worker:
     def __init__(self, runner):
         self.model_runner = runner
 
+    def load_model(self):
+        """Not called: the runner has its model."""
+
     def determine_available_memory(self):
         sampler, count = self.model_runner.sampler, 3
         prompt_len = [3] if "prompt_len" in inspect.signature(sampler.inner.add_request).parameters else []
