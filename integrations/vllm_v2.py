@@ -223,7 +223,8 @@ class VerifyingSampler:
         self._needs_vllm: np.ndarray = np.zeros(inner.sampling_states.max_num_reqs, bool)
         self._min_tokens: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
         self._num_steps: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
-        """At least as many output tokens each request has; one that is resumed after a preemption counts from 0."""
+        """At least as many output tokens each request has; one that is resumed after a preemption counts from 0. Not
+        counted on where no request of a step is below `min_tokens`."""
         self._unread: deque[_Counts] = deque()
 
     def __getattr__(self, name: str) -> Any:
@@ -325,7 +326,8 @@ class VerifyingSampler:
         if input_batch.req_ids[0] in self._adapter.requests:  # neither a dummy run nor a warm-up
             if self._adapter.wants_features:
                 self.distributions = pack_distributions(logits, rows, layout.request.long())
-            self._num_steps[req_indices] += _has_sampled(input_batch)
+            if is_below.any():
+                self._num_steps[req_indices] += _has_sampled(input_batch)
             self._book(input_batch, layout, result)
             self._adapter.clock.stop()
         return SamplerOutput(
