@@ -113,6 +113,10 @@ def _extend_kernel(
     token = tl.load(history_ptr + length + j, mask=reached, other=-1)
     at = slot * K + j
     hit = reached & (tl.load(drafted_ptr + at, mask=reached, other=-2) == token)
+    # Where another drafter's draft was verified, the request may have said more after this one's first wrong token.
+    first_miss = tl.min(tl.where(reached & ~hit, j, WIDTH), 0)
+    reached &= j <= first_miss
+    hit &= j < first_miss
     cell = tl.load(cells_ptr + at, mask=reached, other=0)
     tl.atomic_add(fine_ptr + cell * 2, 1, mask=reached, sem="relaxed")
     tl.atomic_add(fine_ptr + cell * 2 + 1, 1, mask=hit, sem="relaxed")

@@ -379,6 +379,8 @@ class ReferenceDrafter:
                 self.counters.by_inverse_temperature += np.array(
                     [(1, a == token) for a in chosen.alternatives], np.int32
                 )
+            if not hit:  # what was said after it was verified for another drafter
+                break
         live.drafted = []
         live.tokens += new
 

@@ -16,6 +16,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import BatchDrafter
 from rollout_spec.drafters.batch import as_batch_drafter
+from rollout_spec.drafters.choice import DraftChoice, ModelDrafts, no_model_drafts
 from rollout_spec.estimates import median
 from rollout_spec.features import take
 from rollout_spec.integrations import live_requests
@@ -31,6 +32,8 @@ STEPS_PER_SHARING = 16
 """Tensor-parallel ranks take over the first rank's times once in this many steps."""
 DRAFT_DTYPES = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 """Of `Drafts`. Comparing types is much faster than comparing their names."""
+MODEL = "model"
+"""The model's drafts, among the sources of drafted tokens."""
 RECENT_STEPS = 16
 """The prompt tokens of the next step are predicted from those of this many last steps."""
 
@@ -72,12 +75,14 @@ class DraftingSession:
         enabled: Whether anything is indexed and drafted; False after the drafter has raised.
         broken: Whether the drafter has raised, after which it stays switched off.
         wants_features: Whether `Sampled.features` are of use to the drafter.
+        choice: Chooses between the drafter's drafts and those of a model; None where there is no model.
         budget: Decides how much of each draft is verified. None: all of it.
         num_speculative_tokens: K.
 
     Args:
         share_from_first_rank: Returns the first rank's list of numbers on every rank, as all must draft alike. None
             for a single rank.
+        num_model_tokens: How many tokens a model drafts for each request; 0: there is none.
         index_late: Index sampled tokens in `update_index`, which is called while the device computes, and not in
             `draft`, for which the device waits. Drafts then find them a step later. Of no use on a CPU, whose forward
             pass has ended when it returns.
@@ -93,6 +98,7 @@ class DraftingSession:
         stats: SpeculationStats,
         share_from_first_rank: Callable[[list[float]], list[float]] | None = None,
         *,
+        num_model_tokens: int = 0,
         index_late: bool = False,
     ) -> None:
         options = {"max_draft_tokens": config.num_speculative_tokens} if config.drafter in DRAFTERS else {}
@@ -110,6 +116,7 @@ class DraftingSession:
         self._vocab_size = int(vllm_config.model_config.get_vocab_size())
         self._stats = stats
         self.budget = Budget() if config.budget else None
+        self.choice = DraftChoice(config.num_speculative_tokens, num_model_tokens) if num_model_tokens else None
         self._share_from_first_rank = share_from_first_rank
         self._index_late = index_late
         self._vllm_config = vllm_config
@@ -162,8 +169,11 @@ class DraftingSession:
             self._stats.draft_seconds += time.perf_counter() - started
         return self._rows
 
-    def draft(self, sampled: Sampled) -> Drafts:
+    def draft(self, sampled: Sampled, model: ModelDrafts | None = None) -> Drafts:
         """Draft for the next step. Called once per step.
+
+        Args:
+            model: What the model drafted for the same requests, if there is one.
 
         Returns:
             The drafts of the requests in `sampled.rows`; `lengths` is how many tokens of each to verify. None of any
@@ -181,7 +191,7 @@ class DraftingSession:
         started = time.perf_counter()
         try:
             self._time_step(started, sampled)
-            return self._draft(sampled)
+            return self._draft(sampled, model)
         except Exception as error:
             self._switch_off(error)
             return self._no_drafts(sampled.rows.size)
@@ -199,6 +209,8 @@ class DraftingSession:
         """In place of `draft` while the session is not enabled."""
         self._last_call = self._proposal = None
         self.arrays.draft[:] = -1
+        if self.choice is not None:
+            self.choice.forget()
 
     def _switch_off(self, error: Exception) -> None:
         """End speculation after the drafter, which may be a user's own, has raised: its errors must not end a run.
@@ -229,6 +241,8 @@ class DraftingSession:
 
     def begin_policy_version(self, version: int) -> None:
         """Tell the drafter that weights have changed. Raises like `draft`."""
+        if self.choice is not None:
+            self.choice.begin_policy_version()
         if not self.broken:
             self._ask(lambda: self.drafter.begin_policy_version(version))
 
@@ -243,9 +257,11 @@ class DraftingSession:
     def source_counts(self) -> dict[str, list[int]]:
         """By source, [drafted tokens that the target reached, those that were right]; empty if it has no sources."""
         drafter: Any = self.drafter  # not every drafter has sources
-        if self.broken or not hasattr(drafter, "source_counts"):
-            return {}
-        counts = self._ask(lambda: drafter.source_counts()) or {}
+        counts: dict[str, Sequence[int]] = {}
+        if not self.broken and hasattr(drafter, "source_counts"):
+            counts = self._ask(lambda: drafter.source_counts()) or {}
+        if self.choice is not None:
+            counts = {**counts, MODEL: self.choice.model_counts()}
         return {name: list(values) for name, values in counts.items()}
 
     def _ask(self, call: Callable[[], Any]) -> Any:
@@ -278,6 +294,8 @@ class DraftingSession:
         live = LiveRequest(self.drafter.row_of(req_id), problem_id or 0, request)
         length_row = self.budget.lengths.row_of(live.problem) if self.budget is not None else -1
         self.arrays = live_requests.start(self.arrays, live.row, request, length_row)
+        if self.choice is not None:
+            self.choice.start(live.row, is_sampled=params.temperature > 0)
         self.live[req_id] = live
         if params.stop:
             self._stop_strings_by_row[live.row] = live
@@ -294,7 +312,7 @@ class DraftingSession:
             length = self.arrays.num_seen[live.row] - self.arrays.num_prompt_tokens[live.row]
             self.budget.lengths.observe(live.problem, int(length))
 
-    def _draft(self, sampled: Sampled) -> Drafts:
+    def _draft(self, sampled: Sampled, model: ModelDrafts | None) -> Drafts:
         self._observe(sampled)
         to_come = self._extend(sampled)
         chosen, limits = np.empty_like(to_come), np.empty((3, to_come.size), np.int64)
@@ -312,6 +330,12 @@ class DraftingSession:
         rows = sampled.rows if num_chosen == sampled.rows.size else sampled.rows[chosen[:num_chosen]]
         drafts = self.drafter.propose_batch(rows, room)
         confidence, starts = self._check(drafts, room)
+        if self.choice is not None:
+            some = chosen[:num_chosen]
+            theirs = model if model is not None else no_model_drafts(sampled.rows.size)
+            theirs = ModelDrafts(theirs.token_ids[some], theirs.probabilities[some])
+            drafts = self.choice.choose(rows, drafts, theirs, room)
+            confidence, starts = self._check(drafts, room)
         if self.budget is not None:
             expected = None
             if not any(self._prompt_tokens):  # otherwise others wait
@@ -382,6 +406,8 @@ class DraftingSession:
         if num_told < rows.size:
             rows, accepted = rows[told[:num_told]], accepted[told[:num_told]]
         targets, starts = select(sampled.target_token_ids, sampled.target_starts, told[:num_told])
+        if self.choice is not None:
+            targets, starts, accepted = self.choice.observe(rows, targets, starts, accepted)
         self.drafter.observe_batch(rows, targets, starts, accepted)
         if self.budget is not None:
             self.budget.survival.observe(proposal.confidence, proposal.starts, *by_draft)

@@ -11,6 +11,7 @@ This module imports neither vLLM nor torch: the plugin is loaded in every proces
 
 from __future__ import annotations
 
+import copy
 import inspect
 import warnings
 from typing import Any
@@ -121,6 +122,30 @@ def speculator_model() -> Any:
     import torch
 
     return torch.nn.Module()
+
+
+def draft_logits_of(speculator: Any, hidden_states: Any, *step: int) -> Any:
+    """What a model drafter's logits are, float [B, vocabulary].
+
+    From 0.32 on a speculator has a method for it, as some models have a head for each step. With 0.32 as the oldest
+    version, call that.
+    """
+    if hasattr(speculator, "compute_draft_logits"):
+        return speculator.compute_draft_logits(hidden_states, *(step or (0,)))
+    return speculator.model.compute_logits(hidden_states)
+
+
+def limit_draft_graphs(speculator: Any, num_model_tokens: int) -> None:
+    """Capture as many of a model drafter's steps as it drafts tokens.
+
+    From 0.32 on the graphs of several steps have as many as the engine verifies; before, as many as the speculator has
+    steps. With 0.32 as the oldest version, nothing changes here.
+    """
+    manager = getattr(speculator, "decode_cudagraph_manager", None)
+    if manager is not None:
+        manager.vllm_config = copy.copy(manager.vllm_config)
+        manager.vllm_config.speculative_config = copy.copy(manager.vllm_config.speculative_config)
+        manager.vllm_config.speculative_config.num_speculative_tokens = num_model_tokens
 
 
 # -- V2's sampler ----------------------------------------------------------------------------------------------------

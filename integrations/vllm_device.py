@@ -33,7 +33,8 @@ class DeviceSpeculator(BaseSpeculator):
         budget: Always None: the scheduler must know before a step how many draft tokens each request has.
         enabled: Whether anything is drafted. The history grows in any case.
         num_speculative_tokens: K.
-        draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification.
+        keeps_rates: Whether `draft_token_confidence_probs` is filled.
+        draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification and for a choice between drafts.
     """
 
     supports_mm_inputs = False
@@ -49,7 +50,7 @@ class DeviceSpeculator(BaseSpeculator):
         self.stats = SpeculationStats()
         self.enabled = True
         self.num_speculative_tokens = config.num_speculative_tokens
-        self.enable_adaptive_verification = vllm_compat.verifies_adaptively(speculative)
+        self.keeps_rates = self.enable_adaptive_verification = vllm_compat.verifies_adaptively(speculative)
         self.drafter = DeviceDrafter(
             max_requests=vllm_config.scheduler_config.max_num_seqs,
             max_model_len=vllm_config.model_config.max_model_len,
@@ -171,7 +172,7 @@ class DeviceSpeculator(BaseSpeculator):
         features = self._runner.rollout_spec.compute_features(last_hidden_states, input_batch)
         first_rows = input_batch.cu_num_logits[: input_batch.num_reqs]
         drafts, rates = self.drafter.propose(req_indices, num_sampled, history, total_len, *noise, features, first_rows)
-        if self.enable_adaptive_verification:
+        if self.keeps_rates:
             self.draft_token_confidence_probs[: input_batch.num_reqs] = rates
         return drafts
 

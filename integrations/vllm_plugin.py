@@ -9,6 +9,7 @@ An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our p
 - end the front end's output at stop strings (`stop_strings.py`), and warn of rollouts that are copies (`copies.py`);
 - allow sampling parameters that our verifier handles under speculation and vLLM's does not: min-p, under V2 biases too;
 - let vLLM choose the model runner that it would use without speculation, V2 where it can;
+- let a drafter of vLLM's own that has a model draft beside history, with the target's noise (`model_drafts.py`);
 - ask for synchronous scheduling where the drafter is on the host, and for CUDA graphs of steps in which every request
   has a draft (`step_sizes.py`);
 - in the worker, compile what the engine will call, and give the model runner the `RunnerAdapter` of `vllm_v1` or
@@ -19,27 +20,37 @@ An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our p
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import functools
 import importlib
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import wrapt
 
-from rollout_spec.config import ASYNC_METHOD, CONFIG_KEY, PROPOSER_PATH, RolloutSpecConfig
+from rollout_spec.config import (
+    ASYNC_METHOD,
+    AUTO,
+    CONFIG_KEY,
+    MODEL_METHODS,
+    NO_HISTORY,
+    PROPOSER_PATH,
+    RolloutSpecConfig,
+)
 from rollout_spec.drafters import check_options, runs_on_device
 from rollout_spec.integrations import step_sizes, vllm_compat
 from rollout_spec.integrations.copies import warn_of_copies
 from rollout_spec.integrations.environment import MODELS, VARIABLE, ask_for_speculation
+from rollout_spec.integrations.model_drafters import check_model_drafter, prepare_model_drafter
 from rollout_spec.integrations.ranks import end_if_unheard
 from rollout_spec.integrations.request_options import request_options
 from rollout_spec.integrations.weights import loads_weights
 
-V2_MARK = "_rollout_spec_v2"
-"""Attribute set on the `speculative_config` of engines that run our V2 speculator, for checks that get only that."""
+RUNNER_MARK = "_rollout_spec_runner"
+"""Attribute set on our engines' `speculative_config`, "V1" or "V2", for checks that get only that."""
 
 
 def register() -> None:
@@ -69,12 +80,27 @@ _registered = False
 
 
 def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
-    """The settings that an engine asks for, or None when it does not ask for us.
+    """The settings that an engine asks for, or None when it does not ask for us. The drafter is never `"auto"`.
 
     Raises:
-        ValueError, TypeError: an unknown or misspelt key or a bad value, or `speculation` and `num_speculative_tokens`
-            disagree with the engine's `speculative_config`.
+        ValueError, TypeError: an unknown or misspelt key or a bad value, or the settings disagree with the engine's
+            `speculative_config`.
     """
+    config = _read_config(vllm_config)
+    if config is not None and config.drafter == AUTO:
+        drafter = "device" if has_model_drafter(vllm_config) and vllm_config.use_v2_model_runner else "mixture"
+        return dataclasses.replace(config, drafter=drafter)
+    return config
+
+
+def has_model_drafter(vllm_config: Any) -> bool:
+    """Whether vLLM drafts with a model of its own that can draft beside history."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method in MODEL_METHODS
+
+
+def _read_config(vllm_config: Any) -> RolloutSpecConfig | None:
+    """`config_of` for callers that must not ask which runner the engine has."""
     additional = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
     for key in additional:
         if key != CONFIG_KEY and difflib.get_close_matches(str(key), (CONFIG_KEY,), cutoff=0.85):
@@ -89,9 +115,13 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
         if not proposes:
             return None
         return RolloutSpecConfig(num_speculative_tokens=speculative.num_speculative_tokens)
+    has_model = has_model_drafter(vllm_config)
+    if has_model and isinstance(values, Mapping) and values.get("speculation", True):
+        values = {"num_speculative_tokens": speculative.num_speculative_tokens, "drafter": AUTO, **values}
     config = RolloutSpecConfig.from_dict(values)
     if runs_on_device(config.drafter):
         proposes = speculative is not None and speculative.method == ASYNC_METHOD
+    proposes |= has_model
     if not config.speculation:
         if speculative is not None:
             raise ValueError("speculation=False, but the engine has a speculative_config: remove one of them")
@@ -103,9 +133,11 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
         )
     if not proposes:
         raise ValueError(
-            f"speculative_config uses {speculative.method!r} and additional_config asks for {CONFIG_KEY}: "
-            "two drafters cannot serve one engine, remove one of them"
+            f"speculative_config uses {speculative.method!r} and additional_config asks for {CONFIG_KEY}: of vLLM's "
+            f"own drafters only {', '.join(MODEL_METHODS)} can draft beside history, remove one of the two"
         )
+    if config.drafter == NO_HISTORY and not has_model:
+        raise ValueError(f"drafter={NO_HISTORY!r} leaves nothing to draft with in an engine without a model drafter")
     if speculative.num_speculative_tokens != config.num_speculative_tokens:
         raise ValueError(
             f"num_speculative_tokens is {speculative.num_speculative_tokens} in speculative_config and "
@@ -118,7 +150,7 @@ def _is_ours(speculative_config: Any) -> bool:
     """Whether a `speculative_config` names our proposer or is marked as ours."""
     if speculative_config is None:
         return False
-    return speculative_config.model == PROPOSER_PATH or getattr(speculative_config, V2_MARK, False)
+    return speculative_config.model == PROPOSER_PATH or hasattr(speculative_config, RUNNER_MARK)
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -164,8 +196,9 @@ def _hook_config(module: Any) -> None:
     def make_post_init(original: Any) -> Any:
         def post_init(self: Any) -> None:
             config = config_of(self)
-            on_host = config is not None and config.speculation and not runs_on_device(config.drafter)
-            if on_host and self.scheduler_config.async_scheduling is None:
+            if config is not None and has_model_drafter(self):
+                prepare_model_drafter(self)
+            if config is not None and config.drafts_on_host and self.scheduler_config.async_scheduling is None:
                 # vLLM decides by the runner and the method, and from 0.33 on leaves it on in V2, where every request
                 # would then be scheduled with K draft tokens, whatever the drafter says.
                 self.scheduler_config.async_scheduling = False
@@ -191,9 +224,13 @@ def _hook_config(module: Any) -> None:
             import vllm
 
             features: list[str] = original(self)
-            config = config_of(self)
+            config = _read_config(self)
             if config is not None and vllm_compat.lacks_v2_interfaces(vllm.__version_tuple__):
                 return [*features, "rollout_spec before vLLM 0.26"]
+            if config is not None and has_model_drafter(self):
+                if config.drafts_on_host and config.drafter != AUTO:
+                    features.append(f"drafter={config.drafter!r}, which is on the host, beside a model drafter")
+                return features
             # V2 knows no custom_class, and no ngram_gpu before vLLM 0.32, but we bring our own speculator.
             if config is not None and config.speculation:
                 method = self.speculative_config.method
@@ -212,7 +249,7 @@ def _hook_sampling_params(module: Any) -> None:
         def validate(self: Any, speculative_config: Any) -> None:
             # vLLM refuses min-p, which our verifier handles, and logit bias, which vLLM itself applies under V2.
             if not _is_ours(speculative_config) or (
-                self.logit_bias and not getattr(speculative_config, V2_MARK, False)
+                self.logit_bias and getattr(speculative_config, RUNNER_MARK, None) != "V2"
             ):
                 original(self, speculative_config)
 
@@ -229,8 +266,9 @@ def _hook_input_processor(module: Any) -> None:
             self._rollout_spec_is_v1 = config is not None and not vllm_config.use_v2_model_runner
             if config is not None:
                 _check_engine(vllm_config, config)
-                if config.speculation and vllm_config.use_v2_model_runner:
-                    object.__setattr__(vllm_config.speculative_config, V2_MARK, True)
+                if config.speculation:
+                    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
+                    object.__setattr__(vllm_config.speculative_config, RUNNER_MARK, runner)
                 self._rollout_spec_seeds = _SeedSource(vllm_config)
             original(self, vllm_config, *args, **kwargs)
 
@@ -309,7 +347,7 @@ def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
             f"drafter={config.drafter!r} needs vLLM's V2 model runner, which this engine does not use: choose another "
             "drafter, or set VLLM_USE_V2_MODEL_RUNNER=1, with which vLLM says what keeps it from V2"
         )
-    if config.speculation:
+    if config.speculation and config.drafter != NO_HISTORY:
         check_options(config.drafter, config.drafter_options)
     if vllm_config.use_v2_model_runner:
         ignored = vllm_compat.ignored_sampler_option(vllm_config)
@@ -317,7 +355,9 @@ def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
             raise ValueError(f"{ignored} would be ignored by rollout_spec's sampler: remove it")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
-    if config.speculation and not on_device:
+    if has_model_drafter(vllm_config):
+        check_model_drafter(vllm_config, config)
+    if config.drafts_on_host:
         if vllm_config.scheduler_config.async_scheduling:
             raise ValueError(
                 f"drafter={config.drafter!r} lives on the host and needs each step's tokens there: leave "
@@ -404,8 +444,7 @@ def _check_environment(config: RolloutSpecConfig) -> None:
             "VLLM_USE_RUST_FRONTEND replaces vLLM's Python front end, in which rollout_spec gives requests their seeds "
             "and checks them: unset it"
         )
-    on_host = config.speculation and not runs_on_device(config.drafter)
-    if on_host and os.environ.get("VLLM_GPU_SYNC_CHECK", "").lower() == "error":
+    if config.drafts_on_host and os.environ.get("VLLM_GPU_SYNC_CHECK", "").lower() == "error":
         raise ValueError(
             f"VLLM_GPU_SYNC_CHECK=error forbids to wait for the device, and drafter={config.drafter!r} waits for each "
             'step\'s tokens: unset it, or use drafter="device"'
@@ -450,16 +489,26 @@ def _hook_runner_v1(module: Any) -> None:
         def fits(self: Any, common_attn_metadata: Any) -> bool:
             # Near max_model_len vLLM skips the proposer and verifies K zeros for every request instead.
             # Ours cuts its drafts there itself.
-            if self.rollout_spec is None:
+            if self.rollout_spec is None or self.rollout_spec.model_drafter is not None:
                 return bool(original(self, common_attn_metadata))
             return common_attn_metadata is not None
 
         return fits
 
+    def make_bookkeeping(original: Any) -> Any:
+        def bookkeeping_sync(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            if self.rollout_spec is not None:
+                self.rollout_spec.join_drafts()
+            return result
+
+        return bookkeeping_sync
+
     _hook_runner(module, "rollout_spec.integrations.vllm_v1")
     _wrap(module.GPUModelRunner, "_sample", make_sample)
     _wrap(module.GPUModelRunner, "_update_states", make_update_states)
     _wrap(module.GPUModelRunner, "_input_fits_in_drafter", make_fits)
+    _wrap(module.GPUModelRunner, "_bookkeeping_sync", make_bookkeeping)
 
 
 def _need_no_generator(params: Any) -> None:
@@ -479,6 +528,10 @@ def _hook_runner_v2(module: Any) -> None:
             config = config_of(vllm_config)
             if config is None:
                 return original(vllm_config, device, *args)
+            if has_model_drafter(vllm_config):
+                from rollout_spec.integrations.vllm_model_v2 import make_model_speculator
+
+                return make_model_speculator(original(vllm_config, device, *args), vllm_config, device)
             if runs_on_device(config.drafter):
                 from rollout_spec.integrations.vllm_device import DeviceSpeculator
 

@@ -2,7 +2,8 @@
 
 One engine step: vLLM runs the target over every scheduled token and hands the logits to `RunnerAdapter.sample`, which
 verifies the drafts; after vLLM has recorded the sampled tokens it calls `RolloutSpecProposer.propose`, which tells the
-drafter what became of its drafts and what was sampled, and returns the next drafts.
+drafter what became of its drafts and what was sampled, and returns the next drafts. Where vLLM has a drafter with a
+model, it is called before that, and `RunnerAdapter.join_drafts` has our proposer choose between both.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import torch
 from numpy.typing import NDArray
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 
-from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.config import NO_HISTORY, RolloutSpecConfig
+from rollout_spec.drafters.choice import ModelDrafts
 from rollout_spec.features import FEATURE_WORDS, Features
 from rollout_spec.features_torch import pack_distributions, pack_signatures, prepare
 from rollout_spec.integrations.clock import StepClock
@@ -34,6 +36,7 @@ from rollout_spec.integrations.sampling import (
     verifier_scores,
 )
 from rollout_spec.integrations.session import DraftingSession
+from rollout_spec.integrations.vllm_model_v1 import ModelDrafter, find_model_drafter
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.integrations.weights import WeightWatch
 from rollout_spec.stats import SpeculationStats
@@ -78,10 +81,11 @@ class RunnerAdapter:
         clock: Times the runner's steps.
         weights: Notices when the worker gets new ones.
         stats: This engine's counters.
-        proposer: The runner's proposer; None without speculation.
+        proposer: Drafts from history; None without speculation or without history.
+        model_drafter: vLLM's own drafter with a model; None if there is none.
 
     Args:
-        runner: vLLM's `GPUModelRunner` (V1) or a subclass; its drafter, if it has one, is a `RolloutSpecProposer`.
+        runner: vLLM's `GPUModelRunner` (V1) or a subclass.
     """
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
@@ -90,12 +94,15 @@ class RunnerAdapter:
         self._batch: _Batch | None = None
         self._outcome: _Outcome | None = None
         self._hidden: torch.Tensor | None = None  # the states that the step's logits were computed from
+        self.model_drafter: ModelDrafter | None = find_model_drafter(runner, config)
         self.proposer: RolloutSpecProposer | None = getattr(runner, "drafter", None)
+        if self.model_drafter is not None:
+            self.proposer = RolloutSpecProposer(runner.vllm_config) if config.drafter != NO_HISTORY else None
         self.stats = self.proposer.stats if self.proposer is not None else SpeculationStats()
         self.clock = StepClock(runner.device, self.stats)
         self.weights = WeightWatch()
         if self.proposer is not None:
-            self.proposer.bind(runner)
+            self.proposer.bind(runner, self.model_drafter)
             if self.proposer.session.wants_features:
                 prepare(runner.vllm_config.model_config.get_hidden_size(), runner.device)
                 # Ranks round sums differently.
@@ -108,8 +115,8 @@ class RunnerAdapter:
         """See `rollout_spec.integrations.commands.run_command`."""
         self.count_last_verification()
         self.clock.read()
-        session = self.proposer.session if self.proposer is not None else None
-        return run_command(EngineParts(self._config, session, self.stats, self.weights), name, *args)
+        speculation = self.proposer.session if self.proposer is not None else self.model_drafter
+        return run_command(EngineParts(self._config, speculation, self.stats, self.weights), name, *args)
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up. On CPUs the verifier has no kernels."""
@@ -203,11 +210,27 @@ class RunnerAdapter:
             sampled = torch.where(is_emitted, sampled.clamp(min=0), sampled)
         self._outcome = _Outcome(batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted))
         self.clock.stop()
+        if self.model_drafter is not None:
+            next_positions = rows.positions + result.num_accepted + 1
+            self.model_drafter.begin_step(rows.temperature, rows.seeds, next_positions)
         if session is not None:
             session.update_index()  # `propose` reads the outcome, once vLLM has waited for the device
         elif not self._runner.use_async_scheduling:
             self.count_last_verification()
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
+
+    def join_drafts(self) -> None:
+        """Called when vLLM has recorded the step's tokens, and its model has drafted: choose between the drafts."""
+        if self.model_drafter is None or self.proposer is None:
+            return
+        runner, num_requests = self._runner, len(self._runner.input_batch.req_ids)
+        drafts = self.proposer.draft(
+            ~runner.discard_request_mask.np[:num_requests],
+            runner.input_batch.num_tokens_no_spec,
+            runner.input_batch.token_ids_cpu,
+            self.model_drafter.take(num_requests),
+        )
+        runner._draft_token_ids = drafts
 
     def _compute_features(
         self, logits: torch.Tensor, rows: SamplingBatch, cu_num_draft_tokens: torch.Tensor
@@ -368,15 +391,21 @@ class RolloutSpecProposer:
                 "VLLM_PLUGINS environment variable, if set, contains rollout_spec"
             )
 
-    def bind(self, runner: Any) -> None:
+    def bind(self, runner: Any, model_drafter: ModelDrafter | None = None) -> None:
         """Give the proposer the runner whose requests it serves, and make the drafter.
+
+        Args:
+            model_drafter: Drafts beside it.
 
         The drafter is made here and not in the constructor, whose errors vLLM hides behind a hint of its own.
         """
         self._runner = runner
         share = sharing_from_first_rank(self._vllm_config)
         index_late = runner.device.type != "cpu"
-        self.session = DraftingSession(self._config, self._vllm_config, self.stats, share, index_late=index_late)
+        num_model = model_drafter.num_model_tokens if model_drafter is not None else 0
+        self.session = DraftingSession(
+            self._config, self._vllm_config, self.stats, share, num_model_tokens=num_model, index_late=index_late
+        )
 
     def propose(
         self,
@@ -399,25 +428,47 @@ class RolloutSpecProposer:
         Raises:
             FloatingPointError: the step's logits hold NaN or +inf.
         """
+        is_sampled = np.array([bool(tokens) for tokens in sampled_token_ids], np.bool_)
+        return self.draft(is_sampled, num_tokens_no_spec, token_ids_cpu)
+
+    def draft(
+        self,
+        is_sampled: NDArray[np.bool_],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        model: ModelDrafts | None = None,
+    ) -> list[list[int]]:
+        """`propose`, beside a model.
+
+        Args:
+            is_sampled: bool [B], False for chunks of prompts.
+            model: What the model drafted for these requests.
+        """
+        size = is_sampled.size
         verification = self._runner.rollout_spec.count_last_verification()
         if not self.session.enabled or verification is None:
             self.session.pause()
-            return [[] for _ in sampled_token_ids]
-        req_ids = self._runner.input_batch.req_ids[: len(sampled_token_ids)]
-        batch_rows = np.arange(len(sampled_token_ids))
-        if not all(sampled_token_ids):  # chunks of prompts
-            batch_rows = np.array([row for row, tokens in enumerate(sampled_token_ids) if tokens], np.int64)
+            if self.session.broken and model is not None:  # history is lost, the model is not
+                listed = zip(is_sampled.tolist(), model.token_ids.tolist(), strict=True)
+                return [tokens if sampled else [] for sampled, tokens in listed]
+            return [[] for _ in range(size)]
+        req_ids = self._runner.input_batch.req_ids[:size]
+        batch_rows = np.flatnonzero(is_sampled)
+        if batch_rows.size < size:
             req_ids = [req_ids[row] for row in batch_rows.tolist()]
         rows = self.session.follow(req_ids, self._runner.requests, has_changed=self.has_changed)
         self.has_changed = False
         if not self.session.follows_all:
             batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
-        drafts = self.session.draft(self._sampled(rows, batch_rows, verification, num_tokens_no_spec, token_ids_cpu))
+        sampled = self._sampled(rows, batch_rows, verification, num_tokens_no_spec, token_ids_cpu)
+        if model is not None:
+            model = ModelDrafts(model.token_ids[batch_rows], model.probabilities[batch_rows])
+        drafts = self.session.draft(sampled, model)
         listed = zip(drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
         drafted = [tokens[:length] for tokens, length in listed]
-        if len(drafted) == len(sampled_token_ids):
+        if len(drafted) == size:
             return drafted
-        proposed: list[list[int]] = [[] for _ in sampled_token_ids]
+        proposed: list[list[int]] = [[] for _ in range(size)]
         for row, tokens in zip(batch_rows.tolist(), drafted, strict=True):
             proposed[row] = tokens
         return proposed

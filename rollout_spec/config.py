@@ -23,6 +23,10 @@ ASYNC_METHOD = "ngram_gpu"
 scheduling asynchronous. The plugin puts the device drafter in its place."""
 PROPOSER_PATH = "rollout_spec.integrations.vllm_v1.RolloutSpecProposer"
 """What vLLM's `speculative_config` names as its custom proposer."""
+MODEL_METHODS = ("draft_model", "eagle", "eagle3", "mtp")
+"""vLLM's speculative methods that draft with a model and can draft beside history."""
+AUTO, NO_HISTORY = "auto", "none"
+"""Values of `RolloutSpecConfig.drafter` that name no drafter."""
 
 VerifyMethod = Literal["sample", "rejection"]
 
@@ -32,9 +36,11 @@ class RolloutSpecConfig:
     """Settings of the drafter and the verifier of one engine.
 
     Attributes:
-        num_speculative_tokens: K, the most tokens drafted per request and step.
+        num_speculative_tokens: K, the most tokens drafted per request and step. `from_dict` takes it from
+            `speculative_config` where that is given and this is not.
         drafter: `"mixture"`, `"suffix"`, `"ngram"`, `"device"`, or the dotted path of a class that implements
-            `rollout_spec.drafters.base.Drafter`.
+            `rollout_spec.drafters.base.Drafter`. `"auto"`, which `from_dict` takes beside a model: `"device"` in vLLM's
+            V2 runner, `"mixture"` in V1. `"none"`: no history, only the model drafter.
         drafter_options: Keyword arguments of the drafter; for the built-in ones see
             `rollout_spec.drafters.mixture.HistoryDrafter`, for `"device"` those of
             `rollout_spec.drafters.device.DeviceDrafter` from `recency` on.
@@ -48,6 +54,11 @@ class RolloutSpecConfig:
             not depend on drafts. `"rejection"` is the ratio test with residual sampling: the same distribution, but
             other tokens than without drafts.
         speculation: False gives an engine that drafts nothing but samples with the same noise, to compare with.
+        speculative_config: vLLM's own, of a drafter with a model (`MODEL_METHODS`), which then drafts beside history.
+            Its `num_speculative_tokens` is how many tokens the model drafts. None: no model, or the engine is given
+            its `speculative_config` by the caller.
+        num_model_draft_tokens: How many tokens the model drafts, at most K. None: what `speculative_config` says, and
+            without one K.
 
     Raises:
         ValueError, TypeError: a value is out of range or of the wrong type.
@@ -60,6 +71,8 @@ class RolloutSpecConfig:
     speculation: bool = True
     budget: bool = True
     num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
+    speculative_config: Mapping[str, Any] | None = None
+    num_model_draft_tokens: int | None = None
 
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
@@ -81,6 +94,32 @@ class RolloutSpecConfig:
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         if self.num_speculative_tokens_per_batch_size is not None:
             self._check_ranges(self.num_speculative_tokens_per_batch_size)
+        if self.speculative_config is not None:
+            self._check_model(self.speculative_config)
+        num_model = self.num_model_draft_tokens
+        if num_model is not None and (type(num_model) is not int or not 1 <= num_model <= k):
+            raise ValueError(f"num_model_draft_tokens must be between 1 and num_speculative_tokens, got {num_model!r}")
+
+    def _check_model(self, model: Any) -> None:
+        if not isinstance(model, Mapping):
+            raise TypeError(f"speculative_config must be a dict, as vLLM takes it, got {model!r}")
+        if not self.speculation:
+            raise ValueError("speculation=False, but there is a speculative_config: remove one of them")
+        method = model.get("method")
+        if method is not None and method not in MODEL_METHODS and not str(method).endswith("_mtp"):
+            raise ValueError(
+                f"speculative_config uses {method!r}, which cannot draft beside history: use one of "
+                f"{', '.join(MODEL_METHODS)}, or leave speculative_config out"
+            )
+        if type(model.get("num_speculative_tokens")) is not int:
+            raise ValueError(f"speculative_config must say num_speculative_tokens, an int, got {dict(model)!r}")
+        if self.num_speculative_tokens_per_batch_size is not None:
+            raise ValueError("give num_speculative_tokens_per_batch_size in speculative_config, and not beside it")
+
+    @property
+    def drafts_on_host(self) -> bool:
+        """Whether drafts are made on the host, which needs each step's tokens there."""
+        return self.speculation and self.drafter != NO_HISTORY and not runs_on_device(self.drafter)
 
     def _check_ranges(self, ranges: Any) -> None:
         name = "num_speculative_tokens_per_batch_size"
@@ -123,11 +162,22 @@ class RolloutSpecConfig:
                 near = difflib.get_close_matches(str(key), known, n=1)
                 hint = f"; did you mean {near[0]!r}" if near else ""
                 raise ValueError(f"unknown rollout_spec config key {key!r}{hint}. Known keys: {', '.join(known)}")
+        model = values.get("speculative_config")
+        if isinstance(model, Mapping) and type(model.get("num_speculative_tokens")) is int:
+            num_model = model["num_speculative_tokens"]
+            values = {"num_speculative_tokens": num_model, **values}
+            num_model = min(num_model, values["num_speculative_tokens"])
+            values = {"num_model_draft_tokens": num_model, "drafter": AUTO, **values}
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data that `from_dict` reads back and JSON can hold."""
-        return {**dataclasses.asdict(self), "drafter_options": dict(self.drafter_options)}
+        model = None if self.speculative_config is None else dict(self.speculative_config)
+        return {
+            **dataclasses.asdict(self),
+            "drafter_options": dict(self.drafter_options),
+            "speculative_config": model,
+        }
 
     def engine_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `vllm.LLM` or `AsyncEngineArgs`.
@@ -135,7 +185,8 @@ class RolloutSpecConfig:
         `vllm serve` takes the same as JSON: `--additional-config` and `--speculative-config`.
 
         Raises:
-            ValueError: the VLLM_PLUGINS environment variable keeps vLLM from loading the plugin.
+            ValueError: the VLLM_PLUGINS environment variable keeps vLLM from loading the plugin, or `drafter` is
+                `"none"` and there is no `speculative_config`.
         """
         plugins = os.environ.get(PLUGINS_VARIABLE)
         if plugins is not None and CONFIG_KEY not in plugins.split(","):
@@ -145,8 +196,15 @@ class RolloutSpecConfig:
             )
         kwargs: dict[str, Any] = {"additional_config": {CONFIG_KEY: self.to_dict()}}
         if self.speculation:
-            method = {"method": "custom_class", "model": PROPOSER_PATH}
-            if runs_on_device(self.drafter):
+            method: dict[str, Any] = {"method": "custom_class", "model": PROPOSER_PATH}
+            if self.speculative_config is not None:
+                method = dict(self.speculative_config)
+            elif self.drafter == NO_HISTORY:
+                raise ValueError(
+                    f"drafter={NO_HISTORY!r} leaves nothing to draft with: give the speculative_config of a model "
+                    "drafter, or use speculation=False"
+                )
+            elif runs_on_device(self.drafter):
                 method = {"method": ASYNC_METHOD}
             kwargs["speculative_config"] = {**method, "num_speculative_tokens": self.num_speculative_tokens}
             if self.num_speculative_tokens_per_batch_size is not None:

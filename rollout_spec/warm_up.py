@@ -16,7 +16,7 @@ from numba.core import event
 from rollout_spec import jit_cache
 from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.drafters import DRAFTERS, build_drafter, runs_on_device
+from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.estimates import flatten
 from rollout_spec.types import Draft, Drafts, SamplingBatch
 from rollout_spec.verify.api import verify
@@ -46,11 +46,11 @@ def warm_up(
     with _reporting(log):
         if config.speculation:
             drafts = [Draft(np.array([1, 2], np.int32), np.array([0.9, 0.5], np.float32))] * 2
-            if not runs_on_device(config.drafter):
+            if config.drafts_on_host:
                 _advance()
             if config.drafter in DRAFTERS:
                 drafts = _draft(config)
-            if config.budget and not runs_on_device(config.drafter):  # whose drafts no budget cuts
+            if config.budget and config.drafts_on_host:
                 _decide(drafts)
         if torch.device(device).type == "cpu":
             _verify(config)

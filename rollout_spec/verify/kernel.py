@@ -687,11 +687,13 @@ def verify_rows(
     method: VerifyMethod = "sample",
     draft_probs: Tensor | None = None,
     logprobs_mode: LogprobsMode | None = None,
+    with_ranks: bool = True,
     max_draft_tokens: int,
 ) -> VerifyResult:
     """`verify` for rows that are laid out already.
 
     Of `rows` only `top_k`, `top_p` and `min_p` are read; `layout.request` may point into larger ones than [B].
+    `with_ranks`: whether log-probabilities come with ranks, for which the rows of emitted tokens are read again.
     """
     logits = target_logits if target_logits.stride(1) == 1 else target_logits.contiguous()
     if draft_probs is not None and draft_probs.stride(1) != 1:
@@ -779,7 +781,9 @@ def verify_rows(
     )
     if resample:
         _resample(logits, layout, cutoffs, draft_probs, joined, num_accepted, output, targets, logprobs, raw)
-    if wanted:
+    if ranks is not None and not with_ranks:
+        ranks = None
+    if ranks is not None:
         tokens_per_split, num_splits = _split(vocab_size, num_rows)
         _rank_kernel[(num_requests, width, num_splits)](
             logits,
@@ -795,6 +799,17 @@ def verify_rows(
             num_warps=1,
         )
     return VerifyResult(output, num_accepted, targets, logprobs, ranks, num_invalid, num_broken)
+
+
+def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Sample a token from each row with its request's noise, as `rollout_spec.verify.draw.draw`."""
+    num_rows, device = logits.shape[0], logits.device
+    starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+    nothing = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
+    layout = Layout(starts, starts[:-1], temperature.float(), seeds, positions.long(), nothing)
+    rows = SamplingBatch(temperature, seeds, None)
+    result = verify_rows(logits, layout, rows, logprobs_mode="processed_logprobs", with_ranks=False, max_draft_tokens=0)
+    return result.target_token_ids, result.logprobs
 
 
 def _split(vocab_size: int, num_programs: int) -> tuple[int, int]:

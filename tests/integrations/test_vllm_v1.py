@@ -38,13 +38,15 @@ class Runner:
     def __init__(self, drafts, targets, discarded=(), use_async_scheduling=False):
         self.device = torch.device("cpu")
         self.use_async_scheduling = use_async_scheduling
-        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=1))
+        self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(tensor_parallel_size=1), speculative_config=None
+        )
         self.drafter = SimpleNamespace(
             stats=SpeculationStats(),
             session=SimpleNamespace(
                 enabled=True, wants_features=False, set_enabled=lambda enabled: None, update_index=Mock()
             ),
-            bind=lambda runner: None,
+            bind=lambda runner, model_drafter: None,
         )
         self.input_batch = SimpleNamespace(
             req_ids=[],
@@ -152,7 +154,7 @@ class Session:
         self.calls.append((req_ids, has_changed))
         return np.array([self.names.index(name) if requests[name].prompt_token_ids else -1 for name in req_ids])
 
-    def draft(self, sampled):
+    def draft(self, sampled, model=None):
         self.calls.append(sampled)
         drafts = np.tile(np.array([7, 8, 9], np.int32), (sampled.rows.size, 1))
         return Drafts(drafts, np.full(sampled.rows.size, 2), np.ones_like(drafts, np.float32))

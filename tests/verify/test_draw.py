@@ -1,0 +1,61 @@
+"""Drafts that are drawn with the target's noise."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rollout_spec import noise
+from rollout_spec.verify import kernel
+from rollout_spec.verify.draw import draw, finish
+
+VOCAB = 50
+
+
+def drawn_by_kernel(*args):
+    return finish(*kernel.draw(*args))
+
+
+@pytest.mark.parametrize("draw_tokens", [draw, drawn_by_kernel])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_token_is_the_targets_where_the_logits_agree(draw_tokens, dtype):
+    logits = (3 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))).to(dtype)
+    temperature = torch.tensor([0.0, 0.6, 1.0, 1.3, 1.0])
+    seeds, positions = torch.tensor([1, 2, -3, 2**62, 5]), torch.tensor([0, 7, 9, 2**20, 3])
+    tokens, probabilities = draw_tokens(logits, temperature, seeds, positions)
+    for i, t in enumerate(temperature.tolist()):
+        row = logits[i].double().numpy()
+        scores = row if t == 0 else row / t + noise.gumbel(int(seeds[i]), int(positions[i]), np.arange(VOCAB))
+        assert int(tokens[i]) == int(np.argmax(scores))
+        expected = (logits[i].double() / (t or 1.0)).softmax(-1)[int(tokens[i])]
+        assert float(probabilities[i]) == pytest.approx(float(expected), rel=1e-3)
+
+
+@pytest.mark.parametrize("draw_tokens", [draw, drawn_by_kernel])
+def test_broken_logits_give_token_0_with_probability_0(draw_tokens):
+    logits = torch.zeros(3, VOCAB)
+    logits[0] = float("nan")
+    logits[1] = float("-inf")
+    tokens, probabilities = draw_tokens(logits, torch.ones(3), torch.arange(3), torch.arange(3))
+    assert tokens[:2].tolist() == [0, 0]
+    assert probabilities[:2].tolist() == [0.0, 0.0]
+    assert float(probabilities[2]) == pytest.approx(1 / VOCAB)
+
+
+def test_it_agrees_with_the_target_as_far_as_the_distributions_overlap():
+    """More often than the greedy draft: with p the target's and q the drafter's, at least the bound of the coupling."""
+    rng = np.random.default_rng(0)
+    num = 4000
+    target, drafter = (torch.from_numpy(rng.normal(size=6)).float().repeat(num, 1) for _ in range(2))
+    drafter = target + 0.5 * drafter
+    one, seeds, positions = torch.ones(num), torch.arange(num), torch.full((num,), 3)
+    same = (draw(target, one, seeds, positions)[0] == draw(drafter, one, seeds, positions)[0]).float().mean()
+    p, q = target[0].softmax(-1), drafter[0].softmax(-1)
+    overlap = float(torch.minimum(p, q).sum())
+    bound = float(
+        (torch.minimum(p, q) / torch.maximum(p[:, None] / p, q[:, None] / q).sum(1) / torch.minimum(p, q)).sum()
+    )
+    margin = 4 * (0.25 / num) ** 0.5
+    assert bound - margin < float(same) < overlap + margin
+    assert float(same) > float(p[q.argmax()]) + margin
