@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+METHODS = ("draft_model", "eagle", "mtp")
 WEIGHTS = "model.safetensors"
 
 
