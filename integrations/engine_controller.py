@@ -180,7 +180,10 @@ class EngineController:
         name = type(self).__name__
         for source, given in (("the trainer", kwargs), ("llm_kwargs", self._llm_kwargs)):
             if given.get("speculative_config") is not None:
-                raise ValueError(f"speculative_config is set by {source} and by {name}: remove one of them")
+                raise ValueError(
+                    f"speculative_config is set by {source} and by {name}: give that of a drafter with a model to "
+                    f"{name} alone, and leave out any other"
+                )
             if CONFIG_KEY in (given.get("additional_config") or {}):
                 raise ValueError(f"additional_config[{CONFIG_KEY!r}] is set by {source} and by {name}")
         merged = {**kwargs, **self._llm_kwargs, **ours}

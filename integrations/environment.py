@@ -1,7 +1,8 @@
 """The environment variable ROLLOUT_SPEC, for frameworks that pass nothing through to the engines that they build.
 
 ROLLOUT_SPEC='{"num_speculative_tokens": 8, "models": ["Qwen/*"]}' makes every engine of the process that generates ask
-for rollout_spec, except where its framework has set `speculative_config` itself. Only the front end's process reads it.
+for rollout_spec. Where the framework has set `speculative_config` itself, history drafts beside a drafter that has
+a model, and an engine with another drafter is left alone. Only the front end's process reads the variable.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
+from rollout_spec.config import CONFIG_KEY, MODEL_METHODS, RolloutSpecConfig
 
 VARIABLE = "ROLLOUT_SPEC"
 MODELS = "models"
@@ -24,6 +25,18 @@ class Request(NamedTuple):
     config: RolloutSpecConfig
     models: list[str]
     """Shell patterns, of which one must match an engine's `model`; none: every model."""
+    options: dict[str, Any]
+    """What `config` was made from."""
+
+    def beside(self, speculative_config: Any) -> RolloutSpecConfig | None:
+        """The settings for an engine whose framework has set `speculative_config`; None if it is to be left alone."""
+        if speculative_config is None:
+            return self.config
+        method = speculative_config.get("method") if isinstance(speculative_config, Mapping) else None
+        has_model = method in MODEL_METHODS or str(method).endswith("_mtp")
+        if not has_model or not self.config.speculation or self.config.speculative_config is not None:
+            return None
+        return RolloutSpecConfig.from_dict({**self.options, "speculative_config": dict(speculative_config)})
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Request | None:
@@ -47,7 +60,7 @@ def read(environment: Mapping[str, str] = os.environ) -> Request | None:
     if not isinstance(models, list) or not all(isinstance(pattern, str) for pattern in models):
         raise ValueError(f"{MODELS} in {VARIABLE} must be a list of patterns, got {models!r}: {example}")
     try:
-        return Request(RolloutSpecConfig.from_dict(options), models)
+        return Request(RolloutSpecConfig.from_dict(options), models, options)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{VARIABLE}: {error}") from error
 
@@ -69,7 +82,8 @@ def ask_for_speculation(engine_args: Any, log: Callable[[str], None]) -> bool:
     if isinstance(additional, dict) and CONFIG_KEY in additional:  # it asks by itself, or was asked here already
         return False
     engine = f"the engine of {engine_args.model}"
-    if engine_args.speculative_config is not None:
+    config = request.beside(engine_args.speculative_config)
+    if config is None:
         log(f"{VARIABLE} leaves {engine} alone: it has a speculative_config of its own")
     elif request.models and not any(fnmatch.fnmatchcase(engine_args.model, pattern) for pattern in request.models):
         log(f"{VARIABLE} leaves {engine} alone: its name matches none of {request.models}")
@@ -78,12 +92,13 @@ def ask_for_speculation(engine_args: Any, log: Callable[[str], None]) -> bool:
     elif not isinstance(additional, dict):
         raise ValueError(f"{VARIABLE} needs a dict in additional_config to add to, got {additional!r}")
     else:
-        ours = request.config.engine_kwargs()
+        ours = config.engine_kwargs()
         engine_args.additional_config = {**additional, **ours["additional_config"]}
         engine_args.speculative_config = ours.get("speculative_config")
-        config = request.config
         if config.speculation:
             how = f"at most {config.num_speculative_tokens} draft tokens of drafter {config.drafter!r}"
+            if config.speculative_config is not None:
+                how += f" beside {config.speculative_config['method']!r}"
         else:
             how = "our noise and no drafts"
         log(f"{VARIABLE} gives {engine} {how}")

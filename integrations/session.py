@@ -23,6 +23,7 @@ from rollout_spec.integrations import live_requests
 from rollout_spec.integrations.live_requests import LiveRequest, Sampled, pieces, select
 from rollout_spec.integrations.request_options import request_options
 from rollout_spec.integrations.requests import ends_with_stop_token, problem_id_of
+from rollout_spec.model_budget import ModelBudget
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Drafts, Float32Array, Int32Array
 
@@ -56,13 +57,16 @@ class _Proposal(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """What a step took; see `Budget.observe_step`."""
+    """What a step took; see `Budget.observe_step` and `ModelBudget.observe_step`."""
 
     num_tokens: int
     seconds: float
     drafted: bool
     draft_seconds: float
     num_asked: int
+    num_requests: int
+    num_sampled: int  # tokens
+    reads_prompts: bool
 
 
 class DraftingSession:
@@ -117,6 +121,7 @@ class DraftingSession:
         self._stats = stats
         self.budget = Budget() if config.budget else None
         self.choice = DraftChoice(config.num_speculative_tokens, num_model_tokens) if num_model_tokens else None
+        self._model_budget = ModelBudget() if num_model_tokens and config.budget else None
         self._share_from_first_rank = share_from_first_rank
         self._index_late = index_late
         self._vllm_config = vllm_config
@@ -197,6 +202,12 @@ class DraftingSession:
             return self._no_drafts(sampled.rows.size)
         finally:
             self._stats.draft_seconds += time.perf_counter() - started
+
+    def wants_model(self, num_requests: int) -> bool:
+        """Whether a model shall draft at the end of a step with so many requests."""
+        if not self.enabled:
+            return self.broken  # then the model drafts alone
+        return self._model_budget is None or self._model_budget.wants_model(num_requests)
 
     def update_index(self) -> None:
         """Do the last step's work that could wait. Called while the device computes. Raises like `draft`."""
@@ -474,7 +485,16 @@ class DraftingSession:
         if self.budget is None:
             return
         self._unshared.append(
-            _Step(sampled.num_tokens, took, num_draft_tokens > 0, self._draft_seconds, self._num_asked)
+            _Step(
+                sampled.num_tokens,
+                took,
+                num_draft_tokens > 0,
+                self._draft_seconds,
+                self._num_asked,
+                sampled.rows.size,
+                sampled.token_ids.size,
+                num_prompt_tokens > 0,
+            )
         )
         if self._share_from_first_rank is not None:
             if len(self._unshared) < STEPS_PER_SHARING:
@@ -494,6 +514,8 @@ class DraftingSession:
                 num_asked=step.num_asked,
                 draft_seconds=step.draft_seconds,
             )
+            if self._model_budget is not None and not step.reads_prompts:
+                self._model_budget.observe_step(step.num_requests, step.num_sampled, step.seconds)
         self._unshared = []
 
     def _find_stop_string(self, live: LiveRequest, tokens: Sequence[int], num_before: int) -> int | None:

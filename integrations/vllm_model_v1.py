@@ -7,6 +7,7 @@ with those of history, per request and of any length, and leaves the result wher
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +40,8 @@ class ModelDrafter:
         budget: Always None: it takes a drafter on the host.
         num_speculative_tokens: K.
         wants_features: Always False.
+        wants_model: Says for a number of requests whether the model shall draft; otherwise it only makes its first
+            pass, so that its KV cache has no gaps. Set where it drafts beside history.
 
     Args:
         proposer: vLLM's `EagleProposer` or `DraftModelProposer`, or one that is derived from the same class.
@@ -50,6 +53,7 @@ class ModelDrafter:
 
     def __init__(self, proposer: Any, runner: Any, config: RolloutSpecConfig) -> None:
         self.enabled = True
+        self.wants_model: Callable[[int], bool] = lambda num_requests: True
         self.num_speculative_tokens = config.num_speculative_tokens
         self.num_model_tokens = num_model_tokens(config)
         self._is_coupled = config.verify == "sample"
@@ -72,10 +76,13 @@ class ModelDrafter:
     def propose(self, *args: Any, num_speculative_tokens: int, **kwargs: Any) -> torch.Tensor:
         """vLLM's `propose`: token ids [B, tokens], of at most so many tokens as the model shall draft."""
         self._probabilities = []
-        limit = min(num_speculative_tokens, self.num_model_tokens)
+        wanted = self.wants_model(len(self._runner.input_batch.req_ids))
+        limit = min(num_speculative_tokens, self.num_model_tokens) if wanted else 0
         tokens: torch.Tensor = self._propose(*args, num_speculative_tokens=limit, **kwargs)
         if not self._joined_with_history:
             return tokens if self.enabled else torch.zeros_like(tokens)
+        if limit == 0:
+            return tokens
         if self._is_coupled and self._probabilities:
             probabilities = torch.stack(self._probabilities, 1)
         else:

@@ -406,6 +406,8 @@ class RolloutSpecProposer:
         self.session = DraftingSession(
             self._config, self._vllm_config, self.stats, share, num_model_tokens=num_model, index_late=index_late
         )
+        if model_drafter is not None:
+            model_drafter.wants_model = self.session.wants_model
 
     def propose(
         self,

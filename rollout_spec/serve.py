@@ -57,7 +57,10 @@ def server_command(model: str, arguments: Sequence[str], config: RolloutSpecConf
         name, equals, value = argument.partition("=")
         name = name.replace("_", "-")
         if name.split(".")[0] in (SPECULATIVE, "-sc"):
-            raise ValueError(f"{argument} is given, but it is what this command adds: remove it, or run `vllm serve`")
+            raise ValueError(
+                f"{argument} is given, but it is what this command adds: give that of a drafter with a model to "
+                "--options as speculative_config, and leave out any other"
+            )
         if name.startswith(f"{ADDITIONAL}."):  # vLLM would take them in place of the JSON that is added here
             raise ValueError(f"{argument} is given: write {ADDITIONAL} as one JSON object")
         if name == ADDITIONAL:

@@ -13,6 +13,8 @@ from rollout_spec.config import CONFIG_KEY
 from rollout_spec.imports import import_object
 from rollout_spec.stats import SpeculationStats
 
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
@@ -26,6 +28,17 @@ from rollout_spec.stats import SpeculationStats
         ({"drafter_options": [1]}, TypeError, "drafter_options"),
         ({"verify": "ratio"}, ValueError, "verify"),
         ({"speculation": 1}, TypeError, "speculation"),
+        ({"speculative_config": "mtp"}, TypeError, "speculative_config must be a dict"),
+        ({"speculative_config": {"method": "mtp"}}, ValueError, "must say num_speculative_tokens"),
+        ({"speculative_config": {**MTP, "method": "ngram"}}, ValueError, "'ngram', which cannot draft beside history"),
+        ({"speculative_config": MTP, "speculation": False}, ValueError, "remove one of them"),
+        ({"speculative_config": MTP, "num_model_draft_tokens": 5}, ValueError, "num_model_draft_tokens"),
+        (
+            {"speculative_config": MTP, "drafter": "device", "num_speculative_tokens_per_batch_size": [(1, 2, 1)]},
+            ValueError,
+            "in speculative_config",
+        ),
+        ({"drafter": "none"}, ValueError, "leaves nothing to draft with"),
     ],
 )
 def test_bad_options(options, error, message):
@@ -39,6 +52,20 @@ def test_round_trip():
     kwargs = config.engine_kwargs()
     assert kwargs["speculative_config"]["num_speculative_tokens"] == 3
     assert "speculative_config" not in engine_kwargs(speculation=False)
+
+
+def test_a_model_beside_history():
+    """K is the model's unless it is given; then the model drafts as many tokens as before, and at most K."""
+    for options, k, num_model in (
+        ({}, 3, 3),
+        ({"num_speculative_tokens": 8}, 8, 3),
+        ({"num_speculative_tokens": 2}, 2, 2),
+    ):
+        kwargs = engine_kwargs(speculative_config=MTP, **options)
+        assert kwargs["speculative_config"] == {"method": "mtp", "num_speculative_tokens": k}
+        ours = RolloutSpecConfig.from_dict(json.loads(json.dumps(kwargs["additional_config"][CONFIG_KEY])))
+        assert (ours.num_speculative_tokens, ours.num_model_draft_tokens, ours.drafter) == (k, num_model, "auto")
+        assert ours.engine_kwargs() == kwargs
 
 
 def test_imports_without_optional_packages():

@@ -19,7 +19,7 @@ from rollout_spec.integrations.environment import VARIABLE, read
     ],
 )
 def test_what_it_asks_for(text, config, models):
-    assert read({VARIABLE: text}) == (RolloutSpecConfig(**config), models)
+    assert read({VARIABLE: text})[:2] == (RolloutSpecConfig(**config), models)
 
 
 @pytest.mark.parametrize("environment", [{}, {VARIABLE: ""}, {VARIABLE: " "}])
@@ -96,6 +96,16 @@ def test_engines_that_are_left_alone(tiny_model, monkeypatch, said, options, eng
     assert said[0] == f"{VARIABLE} leaves the engine of {tiny_model} {line}"
     assert "rollout_spec" not in config.additional_config
     assert getattr(config.speculative_config, "method", None) == engine.get("speculative_config", {}).get("method")
+
+
+@pytest.mark.engine
+def test_history_joins_a_frameworks_own_drafter_with_a_model(tiny_model, monkeypatch, said):
+    monkeypatch.setenv(VARIABLE, '{"num_speculative_tokens": 6}')
+    theirs = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 2}
+    config = configuration(tiny_model, speculative_config=theirs)
+    assert said[0].endswith("at most 6 draft tokens of drafter 'auto' beside 'draft_model'")
+    assert config.speculative_config.num_speculative_tokens == 6
+    assert config.additional_config["rollout_spec"]["num_model_draft_tokens"] == 2
 
 
 @pytest.mark.engine
