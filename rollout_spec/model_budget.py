@@ -1,7 +1,7 @@
 """Whether the passes of a model drafter pay, by how many requests a step has.
 
 A model's passes cost time in every step, whatever becomes of its drafts, and history may draft as well without them. So
-both ways are tried in turn, for some steps each, and the one that gives more tokens per second is kept. The other one is
+both ways are tried in turn, for some steps each, and the one with more tokens per second is kept. The other one is
 tried again now and then, as the policy and the history change. Compared are whole steps, with all that they cost.
 
 The model's first pass is made in any case, as it fills the model's KV cache: with a gap there, later drafts of the same
