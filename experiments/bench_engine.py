@@ -16,6 +16,9 @@ seeds and lengths:
     v1-replay, v2-replay, budget-replay, device-replay
                 ours when every rollout is in the history already (each batch runs twice with the same seeds, the
                 second time is reported): the gain from perfect drafts
+    eagle-stock, eagle-alone, eagle-history
+                an EAGLE head of one layer with made-up weights, whose three tokens are nearly always wrong, in vLLM's own
+                way, drawn with the target's noise, and beside history: what a step costs more
 
 Reported: p20/p50/p80 of the time between two engine steps in milliseconds, tokens per second, both also relative to
 `none`, and for ours how many rollouts differ from those of `off` and from which token on: in bf16 logits vary with the
@@ -35,19 +38,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engine_process import SHAPES, TimeBudget, add_arguments, log_file, run_again, write_model
+from engine_process import HEAD, SHAPES, TimeBudget, add_arguments, log_file, run_again, write_model
 
 from rows import append, origin, quantiles
 
 MODES = (
     "none", "off", "ngram", "suffix", "v1", "v2", "budget", "device",
     "v1-replay", "v2-replay", "budget-replay", "device-replay",
+    "eagle-stock", "eagle-alone", "eagle-history",
 )  # fmt: skip
 WARM_UP_TOKENS = 16
+EAGLE_TOKENS = 3
 
 
-def engine_arguments(mode: str, k: int) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM` for a mode."""
+def engine_arguments(mode: str, k: int, model: str) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM` for a mode, with the model in this folder."""
     from rollout_spec import engine_kwargs
 
     if mode == "none":
@@ -60,6 +65,11 @@ def engine_arguments(mode: str, k: int) -> dict[str, Any]:
         }
     if mode == "suffix":
         return {"speculative_config": {"method": "suffix", "num_speculative_tokens": k}}
+    if mode.startswith("eagle"):
+        head = {"method": "eagle", "model": str(Path(model, HEAD)), "num_speculative_tokens": EAGLE_TOKENS}
+        if mode == "eagle-stock":
+            return {"speculative_config": head}
+        return engine_kwargs(speculative_config=head, drafter="none" if mode == "eagle-alone" else "auto")
     if mode.startswith("device"):
         return engine_kwargs(num_speculative_tokens=k, drafter="device")
     return engine_kwargs(num_speculative_tokens=k, budget=mode.startswith("budget"))
@@ -83,7 +93,7 @@ def run_mode(args: argparse.Namespace, mode: str) -> list[dict[str, Any]]:
         logprobs_mode="processed_logprobs",
         seed=0,
         **({"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else {"num_gpu_blocks_override": 300}),
-        **engine_arguments(mode, args.k),
+        **engine_arguments(mode, args.k, args.model),
     )
     engine = llm.llm_engine
     runner = type(engine.model_executor.driver_worker.model_runner).__module__
@@ -112,7 +122,7 @@ def run_mode(args: argparse.Namespace, mode: str) -> list[dict[str, Any]]:
     def stats() -> Any:
         return llm.collective_rpc("rollout_spec", args=("stats",))[0] if ours else None
 
-    ours = mode not in ("none", "ngram", "suffix")
+    ours = mode not in ("none", "ngram", "suffix", "eagle-stock")
     results = []
     for batch in args.batch:
         generate(batch, WARM_UP_TOKENS, 999)

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from rollout_spec import noise
+from rollout_spec.drafters.device_choice import DeviceChoice
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
 from rows import append, origin
@@ -143,6 +144,7 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{args.trials} batches agree with the reference: {counted}")
     if device.type == "cuda":
         check_graph(args.vocab, device)
+        check_model_drafts(args.vocab, device)
         print("no call waited for the device; a replayed CUDA graph gives what a call gives")
     row = {"benchmark": "check_gpu", "vocab": args.vocab, "trials": args.trials, **counted}
     row["seconds"] = round(time.perf_counter() - started, 1)
@@ -172,6 +174,37 @@ def check_graph(vocab: int, device: torch.device) -> None:
     again = run()
     assert torch.equal(captured.output_token_ids, again.output_token_ids)
     assert torch.equal(captured.logprobs, again.logprobs)
+
+
+def check_model_drafts(vocab: int, device: torch.device) -> None:
+    """A model's draft is drawn in a graph with the target's noise, and the choice between drafts waits for nothing."""
+    size, k = 8, 3
+    logits = torch.randn(size, vocab, device=device, dtype=torch.bfloat16)
+    temperature, seeds = torch.ones(size, device=device), torch.arange(size, device=device)
+    positions = torch.full((size,), 5, device=device)
+    kernel.draw(logits, temperature, seeds, positions)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tokens, logprobs = kernel.draw(logits, temperature, seeds, positions)
+    logits.copy_(torch.randn_like(logits))
+    graph.replay()
+    rows = SamplingBatch(temperature, seeds, positions)
+    nothing = torch.zeros(size, dtype=torch.int32, device=device)
+    target = kernel.verify(logits, nothing[:0], nothing, rows, logprobs_mode="processed_logprobs", max_draft_tokens=0)
+    assert torch.equal(tokens, target.target_token_ids)
+    assert torch.equal(logprobs, target.logprobs)
+    chooser = DeviceChoice(size, k, k, device)
+    texts = torch.zeros(size, 64, dtype=torch.int32, device=device)
+    slots, length = torch.arange(size, dtype=torch.int32, device=device), nothing + 9
+    drafts, rates = torch.ones(size, k, dtype=torch.int64, device=device), torch.full((size, k), 0.1, device=device)
+    arguments = slots, nothing + 1, texts, length, temperature, (drafts, rates), (2 * drafts, 9 * rates)
+    chooser.choose(*arguments)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    chosen, _ = chooser.choose(*arguments)
+    torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(chosen, 2 * drafts)
 
 
 if __name__ == "__main__":

@@ -73,8 +73,12 @@ def log_file(folder: Path | None, name: str) -> Path | None:
     return folder / f"{name}.log"
 
 
+HEAD = "eagle"
+"""Folder, in that of a model, of an EAGLE head for it."""
+
+
 def write_model(shape: str, folder: Path) -> None:
-    """A Llama configuration of the given shape; vLLM makes the weights up."""
+    """Llama configurations of the given shape and of an EAGLE head for it; vLLM makes the weights up."""
     layers, hidden, intermediate, heads, kv_heads, vocab = SHAPES[shape]
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
@@ -83,8 +87,9 @@ def write_model(shape: str, folder: Path) -> None:
         "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu",
         "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
     }  # fmt: skip
-    folder.mkdir(parents=True, exist_ok=True)
+    (folder / HEAD).mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / HEAD / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
 
 
 def run_again(

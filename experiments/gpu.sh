@@ -5,6 +5,7 @@
 #   ROLLOUTS=FILE.parquet bash experiments/gpu.sh OUT phase-1.5b     whole rollout phases in every mode: up to 10 minutes
 #   bash experiments/gpu.sh OUT phase-1.5b:none,budget,device        in some of them
 #   bash experiments/gpu.sh OUT engine-1.5b invariant            the engine's step; divergence in bf16
+#   bash experiments/gpu.sh OUT model-1.5b                       an EAGLE head alone and beside history, against vLLM's way
 #   bash experiments/gpu.sh OUT forward-1.5b                     without vLLM: the cost of a step, for replay --engine-cost
 # A failing stage does not stop the others. OUT gets results.jsonl, summary.txt and logs.tar.gz, which holds all that each
 # stage and each engine printed.
@@ -19,7 +20,7 @@ export PYTHONPATH="$PWD:$logs/plugin${PYTHONPATH:+:$PYTHONPATH}" VLLM_NO_USAGE_S
 
 for stage in "$@"; do
     case ${stage%%:*} in
-        imports | check | device | verify | invariant | phase-?* | engine-?* | forward-?*) ;;
+        imports | check | device | verify | invariant | phase-?* | engine-?* | model-?* | forward-?*) ;;
         *)
             echo "unknown stage $stage" >&2
             exit 2
@@ -66,6 +67,10 @@ for stage in "$@"; do
         verify) command=(experiments/bench_verify.py) ;;
         phase-*) command=(experiments/bench_phase.py --shape "$shape" --rollouts "$rollouts" --logs "$logs/$name" "${modes[@]}") ;;
         engine-*) command=(experiments/bench_engine.py --shape "$shape" --logs "$logs/$name" "${modes[@]}") ;;
+        model-*)
+            modes=(none eagle-stock eagle-alone eagle-history)
+            command=(experiments/bench_engine.py --shape "$shape" --batch 8 64 --modes "${modes[@]}" --logs "$logs/$name")
+            ;;
         invariant)
             command=(experiments/bench_engine.py --batch 8 64 --modes none off v2 device --batch-invariant --logs "$logs/$name")
             ;;

@@ -21,7 +21,7 @@ def test_partings():
 def test_modes_run_and_agree(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     out = tmp_path / "rows.jsonl"
-    modes = ["none", "off", "budget", "v1-replay"]
+    modes = ["none", "off", "budget", "v1-replay", "eagle-stock", "eagle-alone", "eagle-history"]
     monkeypatch.setattr("sys.argv", [bench_engine.__file__])
     bench_engine.main(
         ["--shape", "tiny", "--batch", "3", "--tokens", "12", "--dtype", "float32", "--eager", "--modes", *modes,
@@ -35,3 +35,5 @@ def test_modes_run_and_agree(tmp_path, monkeypatch, capsys):
     assert rows[2]["report"]["budget"]["undrafted"][0]
     assert rows[3]["stats"]["acceptance_rate"] > 0.9
     assert rows[3]["steps"] < rows[1]["steps"]
+    assert rows[5]["parted"] == rows[6]["parted"] == 0
+    assert rows[5]["stats"]["draft_tokens"] > 0

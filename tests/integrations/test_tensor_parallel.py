@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_spec import engine_kwargs
+from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import (
     assert_same,
     build,
@@ -82,6 +83,20 @@ def test_a_rank_that_is_slow(tiny_model, off, reference_model):
     assert counts(first) == counts(second)
     assert reports[0]["budget"] == reports[1]["budget"]
     assert second["draft_seconds"] >= 0.01 * sum(second["asked_by_batch"]) > 0, "it slept in each of these steps"
+
+
+def test_the_ranks_choose_the_same_drafts_beside_a_model(tiny_model, tmp_path, off, reference_model):
+    speculative = {"method": "eagle", "model": str(write_eagle_head(tiny_model, tmp_path / "eagle"))}
+    options = engine_kwargs(num_speculative_tokens=K, speculative_config={**speculative, "num_speculative_tokens": 2})
+    with two_ranks(tiny_model, **options) as llm:
+        for seed in (1, 2):
+            check_rollouts(llm, off, reference_model, seed)
+        first, second = ask(llm, "stats")
+        reports = ask(llm, "report")
+    assert counts(first) == counts(second)
+    assert first["accepted_tokens"] > 0
+    assert reports[0]["sources"] == reports[1]["sources"]
+    assert reports[0]["sources"]["model"][1] > 0
 
 
 @pytest.mark.parametrize("rank", ["First", "Second"])
