@@ -1,0 +1,330 @@
+"""Small draft models for a Llama policy: a separate model, an EAGLE head and an MTP layer, trained on its traces.
+
+All three learn the policy's distribution of the next token (cross entropy with its probabilities) on the texts of the
+demo's warm start, and are saved as vLLM reads them: `method="draft_model"`, `"eagle"` and `"mtp"`.
+
+A head (EAGLE or MTP) has one decoder layer. At position t it sees the embedding of token t + 1 and the hidden state
+from which the policy's lm_head computes the logits of token t + 1, and gives a hidden state from which the same lm_head
+computes the logits of token t + 2. That hidden state is the one after the policy's final norm: vLLM's models end with
+the norm and hand their output to the head (`vllm/model_executor/models/llama.py`, `v1/worker/gpu_model_runner.py`).
+To draft further tokens the head sees its own hidden state in place of the policy's, one position on.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from rollout_spec.demo.warm_start import IGNORED_LABEL, learning_rate_factor, trace_batches
+
+Method = Literal["draft_model", "eagle", "mtp"]
+Batches = Iterator[tuple[Tensor, Tensor]]
+"""(input_ids, labels), both int64 [B, L], as `trace_batches` yields them."""
+
+TRAINED_DEPTH = 3
+"""Tokens in a row that a head learns to draft."""
+
+
+class TargetOutput(NamedTuple):
+    """What a policy says of texts: hidden states after its final norm [B, L, H], and logits [B, L, V]."""
+
+    hidden_states: Tensor
+    logits: Tensor
+
+
+@torch.no_grad()
+def run_target(target: LlamaForCausalLM, input_ids: Tensor) -> TargetOutput:
+    """One forward pass. input_ids: int64 [B, L]."""
+    hidden_states = target.model(input_ids=input_ids, use_cache=False).last_hidden_state
+    return TargetOutput(hidden_states, target.lm_head(hidden_states))
+
+
+# -- heads -----------------------------------------------------------------------------------------------------------
+
+
+class Head(nn.Module):
+    """An EAGLE head or an MTP layer (MiMo's) for a Llama policy, with the same computation as vLLM's.
+
+    EAGLE's layer has no norm before its attention and none at its end; MiMo's also norms both inputs.
+    """
+
+    def __init__(self, config: LlamaConfig, method: Literal["eagle", "mtp"]) -> None:
+        super().__init__()
+        size, head_dim = config.hidden_size, config.head_dim
+        self.method = method
+        self.head_dim = head_dim
+        self.project = nn.Linear(2 * size, size, bias=False)
+        self.q_proj = nn.Linear(size, config.num_attention_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(size, config.num_key_value_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(size, config.num_key_value_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * head_dim, size, bias=False)
+        self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
+        self.mlp = LlamaMLP(config)
+        self.rotary = LlamaRotaryEmbedding(config)
+        norms = ["post_attention_layernorm"]
+        if method == "mtp":
+            norms += ["token_layernorm", "hidden_layernorm", "input_layernorm", "final_layernorm"]
+        self.norms = nn.ModuleDict({name: LlamaRMSNorm(size, eps=config.rms_norm_eps) for name in norms})
+
+    def forward(self, embeddings: Tensor, hidden_states: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """One more drafted token for a draft that starts at each position.
+
+        Args:
+            embeddings: [B, T, H], at t of token t + 1.
+            hidden_states: [B, T, H]: the policy's in the first pass, then this head's, one position on.
+            cache: Keys and values [B, heads, T, head_dim] of the earlier passes. This pass's are appended.
+
+        Returns:
+            [B, T, H].
+        """
+        if self.method == "eagle":
+            x = self.project(torch.cat((embeddings, hidden_states), -1))
+            attended = x
+        else:
+            embeddings = torch.cat((torch.zeros_like(embeddings[:, :1]), embeddings[:, 1:]), 1)  # as vLLM's mimo_mtp
+            embeddings = self.norms["token_layernorm"](embeddings)
+            x = self.project(torch.cat((self.norms["hidden_layernorm"](hidden_states), embeddings), -1))
+            attended = self.norms["input_layernorm"](x)
+        x = x + self._attend(attended, cache)
+        x = x + self.mlp(self.norms["post_attention_layernorm"](x))
+        return x if self.method == "eagle" else self.norms["final_layernorm"](x)
+
+    def _attend(self, x: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """The draft that starts at s is at t = s + d in pass d: it sees pass 0 up to s, then pass i at s + i."""
+        batch, length, _ = x.shape
+        q, k, v = (
+            projection(x).view(batch, length, -1, self.head_dim).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        q, k = apply_rotary_pos_emb(q, k, *self.rotary(x, torch.arange(length)[None]))
+        k, v = (part.repeat_interleave(self.queries_per_key, 1) for part in (k, v))
+        cache.append((k, v))
+        depth = len(cache) - 1
+        q = q * self.head_dim**-0.5
+        position = torch.arange(length)
+        first_keys, first_values = cache[0]
+        unseen = position[None, :] > position[:, None] - depth
+        scores = [(q @ first_keys.transpose(-1, -2)).masked_fill(unseen, -torch.inf)]
+        values = []
+        for i, (keys, own_values) in enumerate(cache[1:], start=1):
+            back = depth - i
+            score = (q * keys.roll(back, 2)).sum(-1, keepdim=True)
+            scores.append(score.masked_fill((position < back)[:, None], -torch.inf))
+            values.append(own_values.roll(back, 2))
+        weights = torch.cat(scores, -1).softmax(-1)
+        out = weights[..., :length] @ first_values
+        for i, own_values in enumerate(values):
+            out = out + weights[..., length + i, None] * own_values
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def head_hidden_states(
+    head: Head, embed: nn.Module, input_ids: Tensor, hidden_states: Tensor, depth: int
+) -> list[Tensor]:
+    """What a head says at every position of texts, for drafts whose earlier tokens are the text's.
+
+    Args:
+        input_ids: int64 [B, L].
+        hidden_states: The policy's [B, L, H].
+        depth: Number of tokens in a row.
+
+    Returns:
+        For each d of `depth`, [B, L - 1, H]: at t, the state for token t + 2, the (d + 1)-th token of its draft.
+    """
+    embeddings, hidden = embed(input_ids[:, 1:]), hidden_states[:, :-1]
+    cache: list[tuple[Tensor, Tensor]] = []
+    out = []
+    for _ in range(depth):
+        out.append(head(embeddings, hidden, cache))
+        hidden = torch.cat((hidden_states[:, :1], out[-1][:, :-1]), 1)
+    return out
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+def soft_cross_entropy(logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
+    """Mean cross entropy with the target's probabilities where there is a label. logits [B, L, V], labels [B, L]."""
+    use = labels != IGNORED_LABEL
+    return -(target_logits[use].softmax(-1) * logits[use].log_softmax(-1)).sum(-1).mean()
+
+
+def head_loss(head: Head, target: LlamaForCausalLM, input_ids: Tensor, labels: Tensor) -> Tensor:
+    """Mean over `TRAINED_DEPTH` drafted tokens in a row."""
+    seen = run_target(target, input_ids)
+    states = head_hidden_states(head, target.model.embed_tokens, input_ids, seen.hidden_states, TRAINED_DEPTH)
+    losses = [
+        soft_cross_entropy(target.lm_head(state[:, :-1]), seen.logits[:, 1:-1], labels[:, 2:]) for state in states
+    ]
+    return torch.stack(losses).mean()
+
+
+def draft_model_loss(model: LlamaForCausalLM, target: LlamaForCausalLM, input_ids: Tensor, labels: Tensor) -> Tensor:
+    """The separate model's."""
+    logits = model(input_ids=input_ids, use_cache=False).logits
+    return soft_cross_entropy(logits[:, :-1], run_target(target, input_ids).logits[:, :-1], labels[:, 1:])
+
+
+def without_prompts(batches: Batches, prompts: Sequence[Sequence[int]]) -> Batches:
+    """Leave out texts that begin with one of these prompts, all of one length."""
+    held_out = {tuple(prompt) for prompt in prompts}
+    length = len(next(iter(held_out), ()))
+    for input_ids, labels in batches:
+        keep = torch.tensor([tuple(row[:length].tolist()) not in held_out for row in input_ids])
+        if keep.any():
+            yield input_ids[keep], labels[keep]
+
+
+def fit(
+    model: nn.Module,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    batches: Batches,
+    steps: int,
+    peak_learning_rate: float,
+) -> list[float]:
+    """Train with AdamW, a linear warm-up and a cosine decay. Returns each step's loss, in nats per token."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(step, steps))
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(*next(batches))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return losses
+
+
+def build(target: LlamaForCausalLM, method: Method, seed: int) -> nn.Module:
+    """An untrained draft model. The separate one has one layer, half of the policy's width."""
+    config = target.config
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if method != "draft_model":
+            return Head(config, method)
+        size = config.hidden_size // 2
+        small = {
+            "hidden_size": size, "intermediate_size": config.intermediate_size // 2, "num_hidden_layers": 1,
+            "num_attention_heads": size // config.head_dim, "num_key_value_heads": size // config.head_dim,
+        }  # fmt: skip
+        return LlamaForCausalLM(LlamaConfig(**{**config.to_dict(), **small}))
+
+
+def train(
+    target: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    method: Method,
+    *,
+    steps: int,
+    held_out: Sequence[Sequence[int]] = (),
+    seed: int = 1,
+    batch_size: int = 16,
+    peak_learning_rate: float = 4e-3,
+) -> tuple[nn.Module, list[float]]:
+    """Train a draft model for a policy on the warm start's texts, without those of the prompts `held_out`.
+
+    Returns:
+        The model, and each step's loss in nats per token.
+    """
+    target.requires_grad_(False)
+    model = build(target, method, seed).train()
+    loss = draft_model_loss if method == "draft_model" else head_loss
+    batches = without_prompts(trace_batches(tokenizer, random.Random(f"{seed}/{method}"), batch_size), held_out)
+    losses = fit(model, lambda ids, labels: loss(model, target, ids, labels), batches, steps, peak_learning_rate)
+    return model.eval(), losses
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def save(model: nn.Module, target: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Write what vLLM loads. For "mtp" that is the policy itself, as a MiMo model with the layer in it.
+
+    A Qwen2 model, and so a MiMo, is a Llama whose query, key and value projections have biases: zeros.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(folder)
+    if isinstance(model, LlamaForCausalLM):
+        model.save_pretrained(folder)
+        return
+    assert isinstance(model, Head)
+    config = {**target.config.to_dict(), "dtype": "float32"}
+    weights = {checkpoint_name(model.method, name): weight for name, weight in model.state_dict().items()}
+    if model.method == "eagle":
+        config |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
+    else:
+        config |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+        weights = with_biases(dict(target.state_dict()) | weights)
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    contiguous = {name: weight.detach().contiguous() for name, weight in weights.items()}
+    save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def checkpoint_name(method: str, name: str) -> str:
+    """What checkpoints for vLLM call the weight that `Head` calls `name`."""
+    layer = "layers.0." if method == "eagle" else "model.mtp_layers.0."
+    if name == "project.weight":
+        return "fc.weight" if method == "eagle" else f"{layer}input_proj.weight"
+    if name.split(".")[0] in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        return f"{layer}self_attn.{name}"
+    return layer + name.removeprefix("norms.")
+
+
+def with_biases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights with biases of 0 for all query, key and value projections."""
+    biased = ("q_proj.weight", "k_proj.weight", "v_proj.weight")
+    return weights | {
+        name.removesuffix("weight") + "bias": torch.zeros(weight.shape[0])
+        for name, weight in weights.items()
+        if name.endswith(biased)
+    }
+
+
+def load(target: LlamaForCausalLM, method: Method, folder: Path) -> nn.Module:
+    """The draft model that `save` wrote, with this module's classes."""
+    if method == "draft_model":
+        return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    head = Head(target.config, method)
+    saved = load_file(folder / "model.safetensors")
+    head.load_state_dict({name: saved[checkpoint_name(method, name)] for name in head.state_dict()})
+    return head.eval()
+
+
+# -- what they draft -------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def draft_logits(
+    model: nn.Module, target: LlamaForCausalLM, token_ids: Sequence[int], num_prompt_tokens: int, depth: int
+) -> Tensor:
+    """Logits of a rollout's drafted tokens, for every place where a draft can start and its earlier tokens are right.
+
+    Args:
+        token_ids: Prompt and rollout; the prompt has at least 2 tokens.
+
+    Returns:
+        [depth, tokens of the rollout, V]: [d, j] is of token j as the (d + 1)-th token of a draft.
+    """
+    input_ids = torch.tensor(token_ids)[None]
+    if isinstance(model, LlamaForCausalLM):
+        logits = model(input_ids=input_ids, use_cache=False).logits[0, num_prompt_tokens - 1 : -1]
+        return logits.expand(depth, *logits.shape)
+    hidden_states = run_target(target, input_ids).hidden_states
+    states = head_hidden_states(model, target.model.embed_tokens, input_ids, hidden_states, depth)
+    return torch.stack([target.lm_head(state[0, num_prompt_tokens - 2 : -1]) for state in states])
