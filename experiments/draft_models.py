@@ -5,9 +5,10 @@ demo's warm start, and are saved as vLLM reads them: `method="draft_model"`, `"e
 
 A head (EAGLE or MTP) has one decoder layer. At position t it sees the embedding of token t + 1 and the hidden state
 from which the policy's lm_head computes the logits of token t + 1, and gives a hidden state from which the same lm_head
-computes the logits of token t + 2. That hidden state is the one after the policy's final norm: vLLM's models end with
-the norm and hand their output to the head (`vllm/model_executor/models/llama.py`, `v1/worker/gpu_model_runner.py`).
-To draft further tokens the head sees its own hidden state in place of the policy's, one position on.
+computes the logits of token t + 2. vLLM hands a head what its target's `forward` returns: a Llama's hidden states after
+the final norm (`vllm/model_executor/models/llama.py`), so an EAGLE head's are these, and a MiMo's before it, which
+applies the norm in `compute_logits` (`mimo.py`). To draft further tokens the head sees its own hidden state in place of
+the policy's, one position on.
 """
 
 from __future__ import annotations
@@ -40,17 +41,27 @@ TRAINED_DEPTH = 3
 
 
 class TargetOutput(NamedTuple):
-    """What a policy says of texts: hidden states after its final norm [B, L, H], and logits [B, L, V]."""
+    """What a policy says of texts: hidden states before and after its final norm [B, L, H], and logits [B, L, V]."""
 
-    hidden_states: Tensor
+    before_norm: Tensor
+    after_norm: Tensor
     logits: Tensor
+
+    def hidden_states(self, method: Method) -> Tensor:
+        """Those that vLLM hands to a head."""
+        return self.before_norm if method == "mtp" else self.after_norm
 
 
 @torch.no_grad()
 def run_target(target: LlamaForCausalLM, input_ids: Tensor) -> TargetOutput:
     """One forward pass. input_ids: int64 [B, L]."""
-    hidden_states = target.model(input_ids=input_ids, use_cache=False).last_hidden_state
-    return TargetOutput(hidden_states, target.lm_head(hidden_states))
+    seen: list[Tensor] = []
+    hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    try:
+        after_norm = target.model(input_ids=input_ids, use_cache=False).last_hidden_state
+    finally:
+        hook.remove()
+    return TargetOutput(seen[0], after_norm, target.lm_head(after_norm))
 
 
 # -- heads -----------------------------------------------------------------------------------------------------------
@@ -166,7 +177,8 @@ def soft_cross_entropy(logits: Tensor, target_logits: Tensor, labels: Tensor) ->
 def head_loss(head: Head, target: LlamaForCausalLM, input_ids: Tensor, labels: Tensor) -> Tensor:
     """Mean over `TRAINED_DEPTH` drafted tokens in a row."""
     seen = run_target(target, input_ids)
-    states = head_hidden_states(head, target.model.embed_tokens, input_ids, seen.hidden_states, TRAINED_DEPTH)
+    hidden_states = seen.hidden_states(head.method)
+    states = head_hidden_states(head, target.model.embed_tokens, input_ids, hidden_states, TRAINED_DEPTH)
     losses = [
         soft_cross_entropy(target.lm_head(state[:, :-1]), seen.logits[:, 1:-1], labels[:, 2:]) for state in states
     ]
@@ -325,6 +337,6 @@ def draft_logits(
     if isinstance(model, LlamaForCausalLM):
         logits = model(input_ids=input_ids, use_cache=False).logits[0, num_prompt_tokens - 1 : -1]
         return logits.expand(depth, *logits.shape)
-    hidden_states = run_target(target, input_ids).hidden_states
+    hidden_states = run_target(target, input_ids).hidden_states(model.method)
     states = head_hidden_states(model, target.model.embed_tokens, input_ids, hidden_states, depth)
     return torch.stack([target.lm_head(state[0, num_prompt_tokens - 2 : -1]) for state in states])

@@ -116,12 +116,19 @@ def test_target_as_its_own_draft_model(policy, rollout):
     assert steps == {"probabilistic": [7], "coupled": [7]}  # one token, then 23 in steps of four
 
 
+def test_hidden_states_before_and_after_the_norm(policy, rollout):
+    seen = draft_models.run_target(policy, torch.tensor([rollout.prompt]))
+    with torch.no_grad():
+        assert torch.equal(policy.model.norm(seen.hidden_states("mtp")), seen.hidden_states("eagle"))
+        assert torch.equal(policy.lm_head(seen.hidden_states("eagle")), seen.logits)
+
+
 def test_later_passes_are_a_draft_token_by_token(policy, rollout, head):
     """The passes over whole texts against a draft as an engine makes it: one sequence, its own states at the end."""
     token_ids, depth = rollout.prompt + rollout.tokens, 3
     found = draft_models.draft_logits(head, policy, token_ids, len(rollout.prompt), depth)
     with torch.no_grad():
-        hidden = draft_models.run_target(policy, torch.tensor([token_ids])).hidden_states
+        hidden = draft_models.run_target(policy, torch.tensor([token_ids])).hidden_states(head.method)
         embed = policy.model.embed_tokens
         for j in (2, 9):  # the draft's first token
             known = len(rollout.prompt) + j - 1  # tokens t + 1 of the first pass
