@@ -3,7 +3,7 @@
     PYTHONPATH=experiments python experiments/bench_model_drafters.py [--modes none history greedy:eagle] [--out FILE]
 
 The policy is the demo's (`--policy`, trained when missing: two minutes). From the same warm-start texts this trains a
-small separate model, an EAGLE head and an MTP layer (see draft_models.py), some minutes each on one core, and keeps
+small separate model, an EAGLE head and an MTP layer (see trained_drafters.py), some minutes each on one core, and keeps
 them in `--models`. Their training leaves out the problems that are measured. Groups of rollouts of the same problems
 are then generated in several epochs with new seeds, in fp32 on the CPU engine, each mode in a process of its own:
 
@@ -39,8 +39,8 @@ from typing import Any
 import numpy as np
 import torch
 from draft_acceptance import DRAWS, Recorded, Rollout
-from draft_models import load, save, train
 from engine_process import log_file, run_again
+from trained_drafters import load, save, train
 
 from rollout_spec import engine_kwargs
 from rollout_spec.demo.policy import build_tokenizer

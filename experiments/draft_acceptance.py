@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from draft_models import draft_logits, run_target
 from numpy.typing import NDArray
 from torch import Tensor
+from trained_drafters import draft_logits, run_target
 
 from rollout_spec.noise import derive_seed, gumbel
 

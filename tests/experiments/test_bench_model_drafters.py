@@ -13,8 +13,8 @@ pytest.importorskip("tokenizers")
 
 import bench_model_drafters
 import draft_acceptance
-import draft_models
 import torch
+import trained_drafters
 from draft_acceptance import Recorded, Rollout
 from safetensors.torch import load_file
 
@@ -40,14 +40,14 @@ def rollout(policy):
     prompt, seed = bench_model_drafters.held_out_prompts()[0], 7
     ids = list(prompt)
     for _ in range(24):
-        logits = draft_models.run_target(policy, torch.tensor([ids])).logits[0, -1].numpy()
+        logits = trained_drafters.run_target(policy, torch.tensor([ids])).logits[0, -1].numpy()
         ids.append(int((logits + noise.gumbel(seed, len(ids) - 1, np.arange(logits.size))).argmax()))
     return Rollout(prompt, ids[len(prompt) :], seed)
 
 
 @pytest.fixture(params=["eagle", "mtp"])
 def head(request, policy):
-    return draft_models.build(policy, request.param, seed=3).eval()
+    return trained_drafters.build(policy, request.param, seed=3).eval()
 
 
 def distributions(count):
@@ -117,7 +117,7 @@ def test_target_as_its_own_draft_model(policy, rollout):
 
 
 def test_hidden_states_before_and_after_the_norm(policy, rollout):
-    seen = draft_models.run_target(policy, torch.tensor([rollout.prompt]))
+    seen = trained_drafters.run_target(policy, torch.tensor([rollout.prompt]))
     with torch.no_grad():
         assert torch.equal(policy.model.norm(seen.hidden_states("mtp")), seen.hidden_states("eagle"))
         assert torch.equal(policy.lm_head(seen.hidden_states("eagle")), seen.logits)
@@ -126,9 +126,9 @@ def test_hidden_states_before_and_after_the_norm(policy, rollout):
 def test_later_passes_are_a_draft_token_by_token(policy, rollout, head):
     """The passes over whole texts against a draft as an engine makes it: one sequence, its own states at the end."""
     token_ids, depth = rollout.prompt + rollout.tokens, 3
-    found = draft_models.draft_logits(head, policy, token_ids, len(rollout.prompt), depth)
+    found = trained_drafters.draft_logits(head, policy, token_ids, len(rollout.prompt), depth)
     with torch.no_grad():
-        hidden = draft_models.run_target(policy, torch.tensor([token_ids])).hidden_states(head.method)
+        hidden = trained_drafters.run_target(policy, torch.tensor([token_ids])).hidden_states(head.method)
         embed = policy.model.embed_tokens
         for j in (2, 9):  # the draft's first token
             known = len(rollout.prompt) + j - 1  # tokens t + 1 of the first pass
@@ -139,10 +139,10 @@ def test_later_passes_are_a_draft_token_by_token(policy, rollout, head):
                 states = torch.cat((states, out[:, -1:]), 1)
 
 
-@pytest.mark.parametrize("method", draft_models.Method.__args__)
+@pytest.mark.parametrize("method", trained_drafters.Method.__args__)
 def test_training_lowers_the_loss(policy, method):
     held_out = bench_model_drafters.held_out_prompts()
-    _, losses = draft_models.train(policy, build_tokenizer(), method, steps=8, held_out=held_out, batch_size=4)
+    _, losses = trained_drafters.train(policy, build_tokenizer(), method, steps=8, held_out=held_out, batch_size=4)
     assert losses[-1] < losses[0] - 0.1
 
 
@@ -150,13 +150,13 @@ def test_held_out_prompts_are_left_out():
     batches = trace_batches(build_tokenizer(), random.Random(0), 4)
     input_ids, labels = next(batches)
     prompt = input_ids[1, :7].tolist()
-    kept, kept_labels = next(draft_models.without_prompts(iter([(input_ids, labels)]), [prompt]))
+    kept, kept_labels = next(trained_drafters.without_prompts(iter([(input_ids, labels)]), [prompt]))
     assert torch.equal(kept, input_ids[[0, 2, 3]])
     assert torch.equal(kept_labels, labels[[0, 2, 3]])
 
 
 def test_head_checkpoints(policy, rollout, head, tmp_path):
-    draft_models.save(head, policy, build_tokenizer(), tmp_path)
+    trained_drafters.save(head, policy, build_tokenizer(), tmp_path)
     saved = load_file(tmp_path / "model.safetensors")
     if head.method == "eagle":
         projections = {f"layers.0.self_attn.{part}_proj.weight" for part in "qkvo"}
@@ -168,15 +168,15 @@ def test_head_checkpoints(policy, rollout, head, tmp_path):
         }
         assert not saved["model.mtp_layers.0.self_attn.q_proj.bias"].any()
         assert saved["model.mtp_layers.0.input_proj.weight"].shape == (128, 256)
-    again = draft_models.load(policy, head.method, tmp_path)
+    again = trained_drafters.load(policy, head.method, tmp_path)
     token_ids = rollout.prompt + rollout.tokens
-    logits = [draft_models.draft_logits(h, policy, token_ids, len(rollout.prompt), 2) for h in (head, again)]
+    logits = [trained_drafters.draft_logits(h, policy, token_ids, len(rollout.prompt), 2) for h in (head, again)]
     assert torch.equal(*logits)
 
 
 def test_draft_model_checkpoint(policy, rollout, tmp_path):
-    model = draft_models.build(policy, "draft_model", seed=3).eval()
-    draft_models.save(model, policy, build_tokenizer(), tmp_path)
+    model = trained_drafters.build(policy, "draft_model", seed=3).eval()
+    trained_drafters.save(model, policy, build_tokenizer(), tmp_path)
     assert model.config.head_dim == 32
-    again = draft_models.load(policy, "draft_model", tmp_path)
+    again = trained_drafters.load(policy, "draft_model", tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
