@@ -17,8 +17,8 @@ seeds and lengths:
                 ours when every rollout is in the history already (each batch runs twice with the same seeds, the
                 second time is reported): the gain from perfect drafts
     eagle-stock, eagle-alone, eagle-history
-                an EAGLE head of one layer with made-up weights, whose three tokens are nearly always wrong, in vLLM's own
-                way, drawn with the target's noise, and beside history: what a step costs more
+                an EAGLE head of one layer with made-up weights, whose three tokens are nearly always wrong, in vLLM's
+                own way, drawn with the target's noise, and beside history: what a step costs more
 
 Reported: p20/p50/p80 of the time between two engine steps in milliseconds, tokens per second, both also relative to
 `none`, and for ours how many rollouts differ from those of `off` and from which token on: in bf16 logits vary with the
