@@ -20,6 +20,7 @@ from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.sdft import SDFTConfig, SDFTTrainer
 
 from tests.conftest import VOCAB_SIZE
+from tests.integrations.draft_models import write_draft_model
 from tests.integrations.engines import history_of
 from tests.integrations.trainers import Compared, make_trainer
 
@@ -104,6 +105,19 @@ def test_grpo_with_lora(tiny_model, tmp_path):
     trainer.train()
     check(trainer, generator, 24)
     assert generator.logprob_error[1] < 1e-4
+
+
+def test_grpo_beside_a_draft_model(tiny_model, tmp_path):
+    """Its weights stay what they were while the policy is trained; the rollouts are the policy's."""
+    draft = write_draft_model(tiny_model, tmp_path / "draft")
+    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
+    generator = Compared(speculative_config=speculative)
+    trainer = make_trainer(tiny_model, tmp_path, [generator])
+    trainer.train()
+    assert len(generator.rollouts) == 24
+    assert generator.stats()["accepted_tokens"] > 0
+    reached, right = generator.report()["sources"]["model"]
+    assert 0 < right < reached
 
 
 def test_grpo_with_a_rollout_function(tiny_model, tmp_path):
