@@ -55,7 +55,6 @@ class ModelSpeculation:
     """
 
     budget = None
-    draft_token_confidence_probs: torch.Tensor
 
     def take_over(self, vllm_config: Any, device: torch.device) -> None:
         """Called once, in place of a constructor."""
@@ -71,6 +70,7 @@ class ModelSpeculation:
         self._is_coupled = config.verify == "sample"
         num_requests = vllm_config.scheduler_config.max_num_seqs
         self._probabilities = torch.ones(num_requests, self.num_speculative_tokens, dtype=torch.float32, device=device)
+        self.draft_token_confidence_probs = torch.zeros_like(self._probabilities)
         self._choice = DeviceChoice(num_requests, config.num_speculative_tokens, self.num_speculative_steps, device)
         # Ranks round sums differently, and must choose the same draft.
         self._from_first_rank = broadcasting_from_first_rank(vllm_config, device)
