@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from rollout_spec.stats import SpeculationStats
+
 MIN_TRIALS = 400
 """Drafted tokens by which a version is judged; versions with fewer are judged together with the next."""
 
@@ -44,6 +46,12 @@ class _Trials(NamedTuple):
         return f"{100 * self.rate:.1f} % of {self.reached} in policy {versions}"
 
 
+def first_tokens(stats: SpeculationStats) -> tuple[int, int]:
+    """(first drafted tokens that were verified, those that were right) of an engine where only a model drafts."""
+    drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
+    return drafted[0] if drafted else 0, accepted[0] if accepted else 0
+
+
 class DraftWatch:
     """Says once that a model's drafts have become rarely right.
 
@@ -57,8 +65,19 @@ class DraftWatch:
         self._best: _Trials | None = None
         self._current = _Trials(0, 0)
 
-    def observe(self, version: int, reached: int, right: int) -> str | None:
-        """Called when a policy version begins; may be called more often.
+    def observe(self, version: int, reached: int, right: int) -> None:
+        """Called when a policy version begins; may be called more often. Says what there is to say in vLLM's log.
+
+        Arguments and errors as of `judge`.
+        """
+        message = self.judge(version, reached, right)
+        if message is not None:
+            from vllm.logger import init_logger
+
+            init_logger("vllm.plugins.rollout_spec").warning("%s", message)
+
+    def judge(self, version: int, reached: int, right: int) -> str | None:
+        """Learn what became of drafts.
 
         Args:
             version: The version that is in use from now on; 0 as long as the engine has the weights it was built with.

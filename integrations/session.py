@@ -20,6 +20,7 @@ from rollout_spec.drafters.choice import DraftChoice, ModelDrafts, no_model_draf
 from rollout_spec.estimates import median
 from rollout_spec.features import take
 from rollout_spec.integrations import live_requests
+from rollout_spec.integrations.draft_watch import DraftWatch
 from rollout_spec.integrations.live_requests import LiveRequest, Sampled, pieces, select
 from rollout_spec.integrations.request_options import request_options
 from rollout_spec.integrations.requests import ends_with_stop_token, problem_id_of
@@ -121,6 +122,7 @@ class DraftingSession:
         self._stats = stats
         self.budget = Budget() if config.budget else None
         self.choice = DraftChoice(config.num_speculative_tokens, num_model_tokens) if num_model_tokens else None
+        self._draft_watch = DraftWatch()
         self._model_budget = ModelBudget() if num_model_tokens and config.budget else None
         self._share_from_first_rank = share_from_first_rank
         self._index_late = index_late
@@ -254,6 +256,7 @@ class DraftingSession:
         """Tell the drafter that weights have changed. Raises like `draft`."""
         if self.choice is not None:
             self.choice.begin_policy_version()
+            self._draft_watch.observe(version, *self.choice.first_tokens.tolist())
         if not self.broken:
             self._ask(lambda: self.drafter.begin_policy_version(version))
 

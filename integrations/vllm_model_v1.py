@@ -15,9 +15,11 @@ import torch
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.choice import ModelDrafts
+from rollout_spec.integrations.draft_watch import DraftWatch, first_tokens
 from rollout_spec.integrations.host_copy import HostCopy
 from rollout_spec.integrations.model_drafters import num_model_tokens
 from rollout_spec.integrations.ranks import broadcasting_from_first_rank
+from rollout_spec.stats import SpeculationStats
 from rollout_spec.verify.draw import draw
 
 
@@ -39,6 +41,7 @@ class ModelDrafter:
             vLLM may have scheduled them already.
         budget: Always None: it takes a drafter on the host.
         num_speculative_tokens: K.
+        stats: The engine's counters, where it drafts alone.
         wants_features: Always False.
         wants_model: Says for a number of requests whether the model shall draft; otherwise it only makes its first
             pass, so that its KV cache has no gaps. Set where it drafts beside history.
@@ -59,6 +62,8 @@ class ModelDrafter:
         self._is_coupled = config.verify == "sample"
         self._proposer = proposer
         self._runner = runner
+        self.stats = SpeculationStats()
+        self._draft_watch = DraftWatch()
         self._noise: _Noise | None = None
         self._probabilities: list[torch.Tensor] = []  # of the tokens drafted so far
         self._copy: HostCopy | None = None
@@ -117,7 +122,8 @@ class ModelDrafter:
         self.enabled = bool(enabled)
 
     def begin_policy_version(self, version: int) -> None:
-        """Part of `Speculation`; nothing is kept."""
+        """Notice whether the model has lost touch with the policy."""
+        self._draft_watch.observe(version, *first_tokens(self.stats))
 
     def num_live_requests(self) -> int:
         """Part of `Speculation`; requests are not followed."""

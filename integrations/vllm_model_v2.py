@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from rollout_spec.config import NO_HISTORY
 from rollout_spec.drafters.device_choice import DeviceChoice
 from rollout_spec.integrations import vllm_compat
+from rollout_spec.integrations.draft_watch import DraftWatch, first_tokens
 from rollout_spec.integrations.model_drafters import num_model_tokens
 from rollout_spec.integrations.ranks import broadcasting_from_first_rank
 from rollout_spec.integrations.session import MODEL
@@ -72,6 +73,7 @@ class ModelSpeculation:
         self._probabilities = torch.ones(num_requests, self.num_speculative_tokens, dtype=torch.float32, device=device)
         self.draft_token_confidence_probs = torch.zeros_like(self._probabilities)
         self._choice = DeviceChoice(num_requests, config.num_speculative_tokens, self.num_speculative_steps, device)
+        self._draft_watch = DraftWatch()
         # Ranks round sums differently, and must choose the same draft.
         self._from_first_rank = broadcasting_from_first_rank(vllm_config, device)
         self._runner: Any = None
@@ -178,10 +180,13 @@ class ModelSpeculation:
             self.history.set_enabled(enabled)
 
     def begin_policy_version(self, version: int) -> None:
-        """Tell history that weights have changed."""
-        if self.history is not None:
-            self._choice.begin_policy_version()
-            self.history.begin_policy_version(version)
+        """Tell history that weights have changed. Waits for the device, to learn whether the model has lost touch."""
+        if self.history is None:
+            self._draft_watch.observe(version, *first_tokens(self.stats))
+            return
+        self._draft_watch.observe(version, *self._choice.first_tokens())
+        self._choice.begin_policy_version()
+        self.history.begin_policy_version(version)
 
     def num_live_requests(self) -> int:
         """Requests whose end history has not seen."""

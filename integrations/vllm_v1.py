@@ -99,6 +99,8 @@ class RunnerAdapter:
         if self.model_drafter is not None:
             self.proposer = RolloutSpecProposer(runner.vllm_config) if config.drafter != NO_HISTORY else None
         self.stats = self.proposer.stats if self.proposer is not None else SpeculationStats()
+        if self.model_drafter is not None:
+            self.model_drafter.stats = self.stats
         self.clock = StepClock(runner.device, self.stats)
         self.weights = WeightWatch()
         if self.proposer is not None:
@@ -128,6 +130,8 @@ class RunnerAdapter:
         version = self.weights.begin_step()
         if version is not None and self.proposer is not None:
             self.proposer.session.begin_policy_version(version)
+        elif version is not None and self.model_drafter is not None:
+            self.model_drafter.begin_policy_version(version)
         if self.proposer is None or self.proposer.session.enabled:
             self.clock.start()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-NOT_LOADING = ("init_", "prepare_", "fetch_", "compute_", "get_", "check_")
+NOT_LOADING = ("init_", "prepare_", "fetch_", "compute_", "get_", "check_", "supports_")
 """Beginnings of the names of workers' methods that do something else with weights."""
 
 

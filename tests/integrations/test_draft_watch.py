@@ -12,7 +12,7 @@ def observe(versions, watch=None):
     """What is said at the end of each version, of which `versions` has (trials, right)."""
     watch = watch or DraftWatch()
     totals = np.cumsum(versions, 0).tolist()
-    return [watch.observe(version, *counts) for version, counts in enumerate(totals, 1)]
+    return [watch.judge(version, *counts) for version, counts in enumerate(totals, 1)]
 
 
 def test_a_fall_is_said_once_with_figures():
@@ -54,13 +54,13 @@ def test_small_versions_are_judged_together():
 def test_versions_without_drafts_are_not_named():
     watch = DraftWatch()
     assert observe([(0, 0)] * 3, watch) == [None] * 3
-    assert "policy version 3," in watch.observe(9, 400, 0)
+    assert "policy version 3," in watch.judge(9, 400, 0)
 
 
 def test_a_version_can_be_judged_before_it_ends():
     watch = DraftWatch()
-    assert watch.observe(0, 300, 0) is None
-    assert "0.0 % of 500 in policy version 0" in watch.observe(0, 500, 0)
+    assert watch.judge(0, 300, 0) is None
+    assert "0.0 % of 500 in policy version 0" in watch.judge(0, 500, 0)
 
 
 @pytest.mark.parametrize("rate", [0.08, 0.1, 0.3, 0.6, 0.95])
@@ -72,13 +72,13 @@ def test_no_alarm_by_chance(rate):
 @pytest.mark.parametrize("counts", [(2, 9, 5), (2, 10, 4), (2, 11, 7), (2, -1, -1)])
 def test_counts_are_of_the_whole_run(counts):
     watch = DraftWatch()
-    watch.observe(1, 10, 5)
+    watch.judge(1, 10, 5)
     with pytest.raises(ValueError, match="since the start"):
-        watch.observe(*counts)
+        watch.judge(*counts)
 
 
 def test_versions_do_not_fall():
     watch = DraftWatch()
-    watch.observe(3, 0, 0)
+    watch.judge(3, 0, 0)
     with pytest.raises(ValueError, match="got 2 after 3"):
-        watch.observe(2, 0, 0)
+        watch.judge(2, 0, 0)

@@ -30,11 +30,11 @@ SHARED = {"lm_head.weight", "model.embed_tokens.weight"}
 
 
 class Extension:
-    """A framework's methods on the worker, which are asked to load these weights."""
+    """A framework's methods on the worker, which are asked to load these weights. Of all names each process has one."""
 
     weights: dict[str, torch.Tensor]
 
-    def update_weights_from_ipc(self):
+    def update_weights_one_by_one(self):
         """As verl, SkyRL, NeMo-RL and OpenRLHF: the worker hands tensors to the model, here one at a time."""
         for name, value in Extension.weights.items():
             self.model_runner.model.load_weights([(name, value)])
@@ -130,7 +130,7 @@ def test_updates_of_the_target(drafters, reference_model, trained, method):
         parameter.data *= 1.1
     ways = [
         (trained, lambda llm: runner_of(llm).model.load_weights(list(weights.items()))),  # TRL's colocated
-        (halved, lambda llm: llm.collective_rpc("update_weights_from_ipc")),
+        (halved, lambda llm: llm.collective_rpc("update_weights_one_by_one")),
         (scaled, lambda llm: llm.collective_rpc("update_weights_in_place", args=(1.1,))),
         (reference_model, lambda llm: llm.collective_rpc("reload_weights")),
     ]

@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("vllm")
 
 from rollout_spec import engine_kwargs
+from rollout_spec.integrations import draft_watch
 from rollout_spec.integrations.vllm_model_v1 import ModelDrafter
 from rollout_spec.integrations.vllm_v1 import RolloutSpecProposer
 from tests.conftest import VOCAB_SIZE
@@ -104,13 +105,38 @@ def test_drafts_are_drawn_with_the_targets_noise(drafters):
         assert least <= first <= most, verify
 
 
-def test_wrong_drafts_of_both(drafters, off, reference_model, monkeypatch):
+@pytest.fixture
+def drawing_wrong_tokens(monkeypatch):
+    """The models of engines that are built in this test have lost touch with the target."""
+
     def draw_another(self, hidden_states, sampling_metadata):
         tokens, _ = original(self, hidden_states, sampling_metadata)
         return (tokens + 1 + torch.arange(tokens.shape[0]) % 2) % VOCAB_SIZE, None
 
     original = ModelDrafter._draw
     monkeypatch.setattr(ModelDrafter, "_draw", draw_another)
+
+
+@pytest.mark.parametrize("drafter", ["mixture", "none"])
+def test_a_model_that_has_lost_touch_is_named_once(drafters, drawing_wrong_tokens, monkeypatch, drafter):
+    said, original = [], draft_watch.DraftWatch.judge
+
+    def judge(self, *args):
+        said.append(original(self, *args))
+        return said[-1]
+
+    monkeypatch.setattr(draft_watch, "MIN_TRIALS", 20)
+    monkeypatch.setattr(draft_watch, "NUM_STANDARD_ERRORS", 0)
+    monkeypatch.setattr(draft_watch.DraftWatch, "judge", judge)
+    llm = build_beside(drafters, "eagle", drafter=drafter)
+    for _ in range(3):
+        generate(llm, mixed_params(8, 6, max_tokens=20, ignore_eos=True))
+        llm.collective_rpc("rollout_spec", args=("begin_policy_version",))
+    generate(llm, mixed_params(1, 6, max_tokens=2))
+    assert ["rarely right: " in message if message else False for message in said] == [True, False, False]
+
+
+def test_wrong_drafts_of_both(drafters, off, reference_model, drawing_wrong_tokens):
     llm = build_beside(drafters, "eagle", drafter="tests.adversaries.Adversary", num_speculative_tokens=4)
     params = mixed_params(16, 6)
     prompts = prompts_of(params)

@@ -18,6 +18,7 @@ LOADING = [
     "update_weights_via_ipc_zmq", "skyrl_start_weight_update", "nccl_reshard_refit", "add_lora",
 ]  # fmt: skip
 OTHERS = [
+    "supports_draft_weight_updates",
     "init_weight_transfer_engine", "init_weight_update_group", "compute_weight_checksums", "get_weights_by_name",
     "check_weights", "fetch_weights", "prepare_refit_info", "skyrl_sleep_for_weight_sync",
     "execute_model", "sample_tokens", "sleep", "wake_up", "remove_lora", "rollout_spec",
