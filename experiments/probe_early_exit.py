@@ -21,8 +21,9 @@ python experiments/probe_early_exit.py SMOLLM2 --prompts-of experiments/results/
 python experiments/probe_early_exit.py WARM --recorded experiments/results/real_policy/samples-step0000-*.parquet
 
 DEMO is a folder of rollout_spec.demo.warm_start.warm_start, SMOLLM2 one of real_policy.model.make_model, and WARM one
-of real_policy.warm_up.warm_up on SMOLLM2: the policy of the recordings of step 0, but for rounding (`agreement`: how
-often it would have sampled the recorded token; `logprob_error`: mean difference of the recorded log-probabilities).
+of real_policy.warm_up.warm_up on SMOLLM2. Training it again gives nearly the policy of the recordings of step 0; the
+rows say how nearly: `agreement` is how often it would have sampled the recorded token with the recorded noise, and
+`logprob_error` the mean absolute difference of the log-probability of the recording's most probable token.
 """
 
 from __future__ import annotations
