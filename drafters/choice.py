@@ -89,7 +89,7 @@ class DraftChoice:
                 new[:size] = old
             self._last = grown
         self._last.history[row], self._last.model[row] = NO_TOKEN, NO_TOKEN
-        self._last.is_sampled[row] = is_sampled
+        self._last.is_sampled[row], self._last.is_model[row] = is_sampled, False
 
     def choose(self, rows: NDArray[np.int64], history: Drafts, model: ModelDrafts, room: NDArray[np.int64]) -> Drafts:
         """The better of two drafts for each request. O(B K).
@@ -109,6 +109,10 @@ class DraftChoice:
         )
         _choose(rows, history, model, room, self.counts, self._last, drafts)
         return drafts
+
+    def is_model(self, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Whether the model's draft was chosen last, bool [B]."""
+        return self._last.is_model[rows]
 
     def observe(
         self,
@@ -132,6 +136,7 @@ class DraftChoice:
     def forget(self) -> None:
         """Nothing becomes of the last drafts, as when drafting is switched off."""
         self._last.history[:], self._last.model[:] = NO_TOKEN, NO_TOKEN
+        self._last.is_model[:] = False
 
     def begin_policy_version(self) -> None:
         """The target has changed, and may agree less with the model: what is learned from now on counts more."""

@@ -174,6 +174,7 @@ class HistoryDrafter:
         )
         self._rows = _new_rows(4)
         self._proposals = _new_proposals(4, max_draft_tokens)
+        self._continued: Proposals | None = None  # drafts that another drafter has begun, once there are any
         self._num_threads = usable_threads() if num_threads is None else num_threads
         self._scratch = [propose.new_scratch(max_draft_tokens) for _ in range(self._num_threads)]
         self._free_rows = list(range(3, -1, -1))
@@ -228,7 +229,9 @@ class HistoryDrafter:
         self._rows.prompt_length[row] = len(prompt_tokens)
         self._rows.seed[row] = 0 if seed is None else seed
         self._rows.has_seed[row] = seed is not None
-        self._proposals.lengths[row], self._proposals.is_cut[row] = 0, False
+        for proposals in (self._proposals, self._continued):
+            if proposals is not None:
+                proposals.lengths[row], proposals.is_cut[row] = 0, False
         self._live[req_id] = _Request(row, document, problem, self._version, prompt)
 
     def extend(self, req_id: str, new_token_ids: Tokens, features: Features | None = None) -> None:
@@ -298,8 +301,50 @@ class HistoryDrafter:
     def propose_batch(self, rows: NDArray[np.int64], max_tokens: NDArray[np.int64]) -> Drafts:
         if self._pending:
             self._flush()
-        out = self._proposals
+        nothing = np.zeros((rows.size, 0), np.int32)
+        return self._propose(self._proposals, rows, max_tokens, nothing, np.ones(rows.size))
 
+    def continue_batch(
+        self,
+        rows: NDArray[np.int64],
+        token_ids: Int32Array,
+        survival: NDArray[np.float64],
+        max_tokens: NDArray[np.int64],
+    ) -> Drafts:
+        """Continue drafts that another drafter has begun. Called after `propose_batch` of the same step.
+
+        Args:
+            rows: int64 [R].
+            token_ids: int32 [R, M], how the drafts begin.
+            survival: float64 [R], the estimated probability that all of these are accepted.
+            max_tokens: int64 [R], of the whole drafts, at least M.
+
+        Returns:
+            Drafts that begin with `token_ids`, whose confidence is `survival`.
+        """
+        if self._continued is None:
+            self._continued = _new_proposals(self._rows.document.size, self._max_draft_tokens)
+        return self._propose(self._continued, rows, max_tokens, np.ascontiguousarray(token_ids), survival)
+
+    def observe_continued(
+        self,
+        rows: NDArray[np.int64],
+        target_token_ids: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        num_accepted: NDArray[np.int64],
+    ) -> None:
+        """Learn the outcome of the last drafts of `continue_batch`. Arguments as of `observe_batch`."""
+        if self._continued is not None:
+            self._observe(self._continued, rows, target_token_ids, starts, num_accepted)
+
+    def _propose(
+        self,
+        out: Proposals,
+        rows: NDArray[np.int64],
+        max_tokens: NDArray[np.int64],
+        given: Int32Array,
+        survival: NDArray[np.float64],
+    ) -> Drafts:
         def propose_part(part: int, start: int, end: int) -> None:
             propose.propose(
                 self._store.arrays,
@@ -308,6 +353,8 @@ class HistoryDrafter:
                 self._rows,
                 rows[start:end],
                 max_tokens[start:end],
+                given[start:end],
+                survival[start:end],
                 self._settings,
                 self._calibration,
                 self._scratch[part],
@@ -324,6 +371,16 @@ class HistoryDrafter:
         starts: NDArray[np.int64],
         num_accepted: NDArray[np.int64],
     ) -> None:
+        self._observe(self._proposals, rows, target_token_ids, starts, num_accepted)
+
+    def _observe(
+        self,
+        proposals: Proposals,
+        rows: NDArray[np.int64],
+        target_token_ids: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        num_accepted: NDArray[np.int64],
+    ) -> None:
         propose.observe(
             self._store.arrays,
             self._pool,
@@ -335,7 +392,7 @@ class HistoryDrafter:
             self._settings,
             self._calibration,
             self._scratch[0].text,
-            self._proposals,
+            proposals,
         )
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
@@ -376,6 +433,7 @@ class HistoryDrafter:
             index.buckets,
             *self._rows,
             *self._proposals,
+            *(self._continued or ()),
             *self._calibration,
             *self._pool,
         ]
@@ -481,9 +539,11 @@ class HistoryDrafter:
 
     def _grow_rows(self) -> None:
         size = self._rows.document.size
-        old: list[NDArray] = [*self._rows, *self._proposals]
+        old: list[NDArray] = [*self._rows, *self._proposals, *(self._continued or ())]
         self._rows, self._proposals = _new_rows(2 * size), _new_proposals(2 * size, self._max_draft_tokens)
-        new: list[NDArray] = [*self._rows, *self._proposals]
+        if self._continued is not None:
+            self._continued = _new_proposals(2 * size, self._max_draft_tokens)
+        new: list[NDArray] = [*self._rows, *self._proposals, *(self._continued or ())]
         for old_array, new_array in zip(old, new, strict=True):
             new_array[:size] = old_array
         self._free_rows = list(range(2 * size - 1, size - 1, -1))
@@ -501,6 +561,7 @@ def _new_rows(capacity: int) -> Rows:
 def _new_proposals(capacity: int, k: int) -> Proposals:
     return Proposals(
         lengths=np.zeros(capacity, np.int64),
+        num_given=np.zeros(capacity, np.int64),
         tokens=np.zeros((capacity, k), np.int32),
         confidence=np.zeros((capacity, k), np.float32),
         cells=np.zeros((capacity, k, 4), np.int32),

@@ -85,6 +85,7 @@ class Proposals(NamedTuple):
     """The last proposal of each live row, kept for `observe` and returned to the caller."""
 
     lengths: NDArray[np.int64]  # [rows]
+    num_given: NDArray[np.int64]  # [rows] tokens at its beginning that another drafter has chosen
     tokens: Int32Array  # [rows, K]
     confidence: Float32Array  # [rows, K]
     cells: Int32Array  # [rows, K, 4] index into the calibration
@@ -375,11 +376,12 @@ def _advance(store, token, count, positions, lengths, weights, origin_bins):
 
 
 @njit(allocates=False, nogil=True)
-def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, scratch, out):
+def propose(store, index, pool, rows, batch, max_tokens, given, reached, settings, calibration, scratch, out):
     """Fill `out` for the rows in `batch`, at most max_tokens[i] tokens each, and K.
 
-    Nothing else is written but `scratch`: several threads may draft for parts of a batch. O(log n + MAX_CANDIDATES) for
-    the first token of a draft and O(candidates left) for each later one.
+    Drafts begin with the tokens `given` (int32 [B, M]), all of which are accepted with probability `reached` (float64
+    [B]). Nothing else is written but `scratch`: several threads may draft for parts of a batch. O(log n +
+    MAX_CANDIDATES) for the first token of a draft and O(candidates left) for each later one.
     """
     positions, lengths, weights, origin_bins = scratch.positions, scratch.lengths, scratch.weights, scratch.origin_bins
     found, mass, noise = scratch.found, scratch.mass, scratch.noise
@@ -396,9 +398,13 @@ def propose(store, index, pool, rows, batch, max_tokens, settings, calibration, 
         coupled = 1 if rows.has_seed[row] else 0
         kept = read_back(store, last_position(store, document), scratch.text, np.int64(MAX_DEPTH))
         text = scratch.text[MAX_DEPTH - kept :]
-        survival, count = 1.0, 0
-        out.lengths[row], out.is_cut[row] = 0, False
-        for depth in range(min(max_tokens[i], out.tokens.shape[1])):
+        survival, count = reached[i], 0
+        num_given = given.shape[1]
+        for depth in range(num_given):
+            out.tokens[row, depth] = text[kept + depth] = given[i, depth]
+            out.confidence[row, depth] = reached[i]
+        out.lengths[row], out.num_given[row], out.is_cut[row] = num_given, num_given, False
+        for depth in range(num_given, min(max_tokens[i], out.tokens.shape[1])):
             end = kept + depth
             if count == 0:
                 start = max(0, end - MAX_DEPTH)
@@ -515,7 +521,7 @@ def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, c
             _decay(calibration.coarse[coupled, probability_bin, length_bin])
             _decay(calibration.fine[coupled, probability_bin, length_bin, origin_bin])
         reached = min(out.lengths[row], num_accepted[i] + 1, num_targets)
-        for depth in range(reached):
+        for depth in range(out.num_given[row], reached):
             coupled, probability_bin, length_bin, origin_bin = out.cells[row, depth]
             target = max(targets[starts[i] + depth], 0)  # the engine emits 0 where the target has no sample
             hit = out.tokens[row, depth] == target

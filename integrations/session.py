@@ -122,6 +122,8 @@ class DraftingSession:
         self._stats = stats
         self.budget = Budget() if config.budget else None
         self.choice = DraftChoice(config.num_speculative_tokens, num_model_tokens) if num_model_tokens else None
+        # Of a drafter that a user has derived from ours the adapter's class is asked, which has no such method.
+        self._continues = hasattr(type(self.drafter), "continue_batch")
         self._draft_watch = DraftWatch()
         self._model_budget = ModelBudget() if num_model_tokens and config.budget else None
         self._share_from_first_rank = share_from_first_rank
@@ -349,6 +351,8 @@ class DraftingSession:
             theirs = model if model is not None else no_model_drafts(sampled.rows.size)
             theirs = ModelDrafts(theirs.token_ids[some], theirs.probabilities[some])
             drafts = self.choice.choose(rows, drafts, theirs, room)
+            if self._continues:
+                self._continue_model_drafts(rows, drafts, room, theirs.token_ids.shape[1])
             confidence, starts = self._check(drafts, room)
         if self.budget is not None:
             expected = None
@@ -372,6 +376,28 @@ class DraftingSession:
         of_all.token_ids[chosen, :width] = drafts.token_ids[:, :width]
         of_all.confidence[chosen, :width] = drafts.confidence[:, :width]
         return of_all
+
+    def _continue_model_drafts(
+        self, rows: NDArray[np.int64], drafts: Drafts, room: NDArray[np.int64], num_model: int
+    ) -> None:
+        """Let history go on, in place, where all of a model's draft was chosen and there is room for more.
+
+        Args:
+            num_model: How many tokens the model drafted.
+        """
+        assert self.choice is not None
+        if num_model == 0:
+            return
+        some = np.flatnonzero(self.choice.is_model(rows) & (drafts.lengths == num_model) & (room > num_model))
+        if not some.size:
+            return
+        drafter: Any = self.drafter
+        survival = drafts.confidence[some, num_model - 1].astype(np.float64)
+        continued = drafter.continue_batch(rows[some], drafts.token_ids[some, :num_model], survival, room[some])
+        drafts.lengths[some] = continued.lengths
+        width = continued.token_ids.shape[1]
+        drafts.token_ids[some, num_model:width] = continued.token_ids[:, num_model:]
+        drafts.confidence[some, num_model:width] = continued.confidence[:, num_model:]
 
     def _no_drafts(self, size: int) -> Drafts:
         shape = (size, self.num_speculative_tokens)
@@ -421,6 +447,10 @@ class DraftingSession:
             rows, accepted = rows[told[:num_told]], accepted[told[:num_told]]
         targets, starts = select(sampled.target_token_ids, sampled.target_starts, told[:num_told])
         if self.choice is not None:
+            if self._continues:
+                some = np.flatnonzero(self.choice.is_model(rows))
+                drafter: Any = self.drafter
+                drafter.observe_continued(rows[some], *select(targets, starts, some), accepted[some])
             targets, starts, accepted = self.choice.observe(rows, targets, starts, accepted)
         self.drafter.observe_batch(rows, targets, starts, accepted)
         if self.budget is not None:

@@ -398,7 +398,7 @@ def _hook_runner(module: Any, adapters: str) -> None:
             config = config_of(vllm_config)
             if config is not None:
                 _check_environment(config)
-                _warm_up(config, self.device)
+                _warm_up(config, self.device, has_model=has_model_drafter(vllm_config))
                 self.rollout_spec = importlib.import_module(adapters).RunnerAdapter(self, config)
 
         return init
@@ -451,11 +451,11 @@ def _check_environment(config: RolloutSpecConfig) -> None:
         )
 
 
-def _warm_up(config: RolloutSpecConfig, device: Any) -> None:
+def _warm_up(config: RolloutSpecConfig, device: Any, *, has_model: bool) -> None:
     """Compile what the engine will call on the host while it is built; the first generation would wait for it."""
     from rollout_spec.warm_up import warm_up
 
-    warm_up(config, device=device, log=_log)
+    warm_up(config, device=device, has_model=has_model, log=_log)
 
 
 def _log(message: str) -> None:

@@ -17,6 +17,7 @@ from rollout_spec import jit_cache
 from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
+from rollout_spec.drafters.choice import DraftChoice, ModelDrafts
 from rollout_spec.estimates import flatten
 from rollout_spec.types import Draft, Drafts, SamplingBatch
 from rollout_spec.verify.api import verify
@@ -29,7 +30,11 @@ USUAL_SECONDS = 15
 
 
 def warm_up(
-    config: RolloutSpecConfig, *, device: torch.device | str = "cpu", log: Callable[[str], object] = logger.info
+    config: RolloutSpecConfig,
+    *,
+    device: torch.device | str = "cpu",
+    has_model: bool = False,
+    log: Callable[[str], object] = logger.info,
 ) -> None:
     """Compile what an engine with this configuration calls on the host, or load it from the cache.
 
@@ -37,6 +42,7 @@ def warm_up(
 
     Args:
         device: Where the engine's logits are; the verifier's compiled loop is for the CPU only.
+        has_model: Whether a drafter of vLLM's with a model drafts, too.
         log: Called with one line of text before anything is compiled and one after; not at all if everything is in the
             cache.
 
@@ -48,6 +54,8 @@ def warm_up(
             drafts = [Draft(np.array([1, 2], np.int32), np.array([0.9, 0.5], np.float32))] * 2
             if config.drafts_on_host:
                 _advance()
+                if has_model:
+                    _choose()
             if config.drafter in DRAFTERS:
                 drafts = _draft(config)
             if config.budget and config.drafts_on_host:
@@ -105,6 +113,16 @@ def _advance() -> None:
     live_requests.flatten_drafts(
         Drafts(token, row, np.zeros((1, 1), np.float32)), row, 1, np.zeros(1, np.float32), starts
     )
+
+
+def _choose() -> None:
+    """What a session does with drafts of history and of a model."""
+    one, row = np.ones(1, np.int64), np.zeros(1, np.int64)
+    chooser = DraftChoice(1, 1)
+    chooser.start(0, is_sampled=True)
+    token, probability = np.zeros((1, 1), np.int32), np.zeros((1, 1), np.float32)
+    chooser.choose(row, Drafts(token, one, probability), ModelDrafts(token, probability), one)
+    chooser.observe(row, row, np.array([0, 1]), row)
 
 
 def _draft(config: RolloutSpecConfig) -> list[Draft]:

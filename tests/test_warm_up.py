@@ -25,6 +25,7 @@ CONFIGS = {
     "ngram": {"drafter": "ngram", "budget": False, "drafter_options": {"shared": True}},
     "lookahead": {"drafter": "lookahead"},
     "rejection": {"drafter": "suffix", "verify": "rejection"},
+    "model": {"num_speculative_tokens": 5, "num_model_draft_tokens": 2},
     "off": {"speculation": False},
 }
 
@@ -35,13 +36,15 @@ def run_a_session(config):
 
     from rollout_spec.types import SamplingBatch
     from rollout_spec.verify.api import verify
-    from tests.integrations.test_session import Outcome, a_request, a_session, advance
+    from tests.integrations.test_session import Outcome, a_request, a_session, advance, of_model
 
     if config.speculation:
         session = a_session(
             drafter=config.drafter, num_speculative_tokens=config.num_speculative_tokens, verify=config.verify,
             budget=config.budget, drafter_options=config.drafter_options,
+            num_model_tokens=config.num_model_draft_tokens or 0,
         )  # fmt: skip
+        model = of_model(*[[1, 2]] * 4) if config.num_model_draft_tokens else None
         rng = np.random.default_rng(0)
         drafted = {}
         for turn in range(3):
@@ -56,7 +59,9 @@ def run_a_session(config):
                     if tokens and name in requests
                 }
                 tokens = {name: rng.integers(0, 6, rng.integers(1, 3)).tolist() for name in requests}
-                drafted = advance(session, tokens, outcomes, ended=ended, requests=requests, has_features=turn > 0)
+                drafted = advance(
+                    session, tokens, outcomes, ended=ended, requests=requests, has_features=turn > 0, model=model
+                )
                 ended = []
             session.drafter.begin_policy_version(turn + 1)
         session.drafter.stop_request(next(iter(session.live)), keep=False)
@@ -81,7 +86,7 @@ def run_a_session(config):
 def check(name):
     """In a process that has compiled nothing yet."""
     config, lines = RolloutSpecConfig(**CONFIGS[name]), []
-    warm_up(config, log=lines.append)
+    warm_up(config, has_model=config.num_model_draft_tokens is not None, log=lines.append)
     known = {function: list(function.signatures) for function in jit.dispatchers()}
     assert any(known.values())
     run_a_session(config)

@@ -14,6 +14,7 @@ from rollout_spec import RolloutSpecConfig
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.batch import as_batch_drafter
+from rollout_spec.drafters.choice import ModelDrafts
 from rollout_spec.features import no_features
 from rollout_spec.integrations import commands
 from rollout_spec.integrations import session as session_module
@@ -47,20 +48,29 @@ def a_request(prompt=(1, 2, 3)):
     return SimpleNamespace(prompt_token_ids=list(prompt), sampling_params=params, lora_request=None, mm_features=None)
 
 
-def a_session(share_from_first_rank=None, max_step_tokens=64, index_late=False, **options):
+def a_session(share_from_first_rank=None, max_step_tokens=64, index_late=False, num_model_tokens=0, **options):
     config = RolloutSpecConfig(**{"num_speculative_tokens": 4, "drafter": "suffix", **options})
     engine = SimpleNamespace(
         model_config=SimpleNamespace(max_model_len=500, get_vocab_size=lambda: 50),
         scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=max_step_tokens),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
-    return DraftingSession(config, engine, SpeculationStats(), share_from_first_rank, index_late=index_late)
+    return DraftingSession(
+        config,
+        engine,
+        SpeculationStats(),
+        share_from_first_rank,
+        num_model_tokens=num_model_tokens,
+        index_late=index_late,
+    )
 
 
-def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, requests=None, has_features=False):
+def advance(
+    session, tokens, outcomes=None, *, ended=(), step_tokens=None, requests=None, has_features=False, model=None
+):
     """One step in which each request of `tokens` says its own. Returns what is to be verified.
 
-    With features every row's first word is its target token, and its second one is 1.
+    With features every row's first word is its target token, and its second one is 1. `model` is what a model drafts.
     """
     outcomes = {req_id: Outcome([0], 0, o) if isinstance(o, int) else o for req_id, o in (outcomes or {}).items() if o}
     requests = requests or {req_id: a_request((7, len(req_id))) for req_id in tokens}
@@ -77,7 +87,7 @@ def advance(session, tokens, outcomes=None, *, ended=(), step_tokens=None, reque
     if features is not None:
         features[:, 0], features[:, 1] = targets, 1
     drafts = session.draft(
-        Sampled(rows, new, starts, targets, target_starts, verified, accepted, size, started, features)
+        Sampled(rows, new, starts, targets, target_starts, verified, accepted, size, started, features), model
     )
     listed = zip(tokens, drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
     return {req_id: draft[:length] for req_id, draft, length in listed}
@@ -690,3 +700,58 @@ def test_a_draft_is_never_longer_than_what_is_left(budget):
     drafts = run(session, 29, request)
     assert any(drafts)
     assert all(len(draft) <= max(30 - n - 2, 0) for n, draft in enumerate(drafts))
+
+
+# -- beside a model --------------------------------------------------------------------------------------------------
+
+
+def of_model(*tokens, probability=0.9):
+    """What a model drafts for each request."""
+    token_ids = np.array(tokens, np.int32)
+    return ModelDrafts(token_ids, np.full(token_ids.shape, probability, np.float32))
+
+
+def test_the_model_drafts_where_history_is_silent_and_history_goes_on():
+    session = a_session(num_model_tokens=2, budget=False)
+    request = a_request((7, 8))
+    advance(session, {"old": [11, 12, 13, 14, 15, 16]}, requests={"old": request})
+    advance(session, {"a": [20]}, ended=["old"], requests={"a": request})
+    drafted = advance(session, {"a": [21]}, requests={"a": request}, model=of_model([12, 13]))
+    assert drafted == {"a": [12, 13, 14, 15]}
+    outcome = Outcome([12, 13, 14, 30], 3, 4)
+    drafted = advance(
+        session, {"a": [12, 13, 14, 30]}, {"a": outcome}, requests={"a": request}, model=of_model([40, 41])
+    )
+    assert drafted == {"a": [40, 41]}, "nothing follows it in the history"
+    counts = session.source_counts()
+    assert counts["model"] == [2, 2]
+    assert counts["problem"] == [2, 1], "of history's continuation the first was right and the second was not"
+
+
+def test_history_is_verified_where_it_promises_more_and_both_are_graded():
+    session = a_session(num_model_tokens=2, budget=False)
+    request = a_request((7, 8))
+    advance(session, {"old": [11, 12, 13, 14, 15, 16]}, requests={"old": request})
+    advance(session, {"a": [11]}, ended=["old"], requests={"a": request})
+    wrong = of_model([30, 31], probability=0.1)
+    drafted = advance(session, {"a": [12]}, requests={"a": request}, model=wrong)
+    assert drafted == {"a": [13, 14, 15, 16]}
+    advance(session, {"a": [13]}, {"a": Outcome([13, 9, 9, 9, 9], 1, 4)}, requests={"a": request}, model=wrong)
+    assert session.source_counts()["model"] == [1, 0]
+    # A step in which the model did not draft, and one that is switched off.
+    assert advance(session, {"a": [14]}, requests={"a": request}) == {"a": [15, 16]}
+    assert session.wants_model(1)
+    session.set_enabled(False)
+    assert not session.wants_model(1)
+    assert advance(session, {"a": [15]}, requests={"a": request}, model=wrong) == {"a": []}
+
+
+def test_steps_are_compared_with_and_without_the_model():
+    session = a_session(num_model_tokens=2)
+    request, taken = a_request((7, 8)), []
+    for n in range(200):
+        wanted = session.wants_model(1)
+        taken.append(wanted)
+        advance(session, {"a": [n % 40]}, requests={"a": request}, model=of_model([1, 2]) if wanted else None)
+    assert taken[:17] == [True] * 17
+    assert {True, False} <= set(taken)
