@@ -181,6 +181,7 @@ class DeviceDrafter:
         drafted = new(max_requests, max_draft_tokens, dtype=torch.int32, device=device)
         alternatives = new(max_requests, max_draft_tokens, len(INVERSE_TEMPERATURES), dtype=torch.int32, device=device)
         self._last_drafts = (num_drafted, drafted, torch.zeros_like(drafted), alternatives)
+        self._continued: dict[int, tuple[Tensor, ...]] = {}  # the same of `continue_drafts`, by the tokens given
         self._preference = torch.tensor(PREFERENCE, dtype=torch.float32, device=device)
         sizes = (CELLS, CELLS * NUM_ORIGIN_BINS, len(INVERSE_TEMPERATURES))
         self._all_counters = new(sum(sizes), 2, dtype=torch.int32, device=device)
@@ -373,15 +374,27 @@ class DeviceDrafter:
         self._extend(slots, history, total_len, features, first_rows, num_sampled)
         texts = (self._problem_of, self._members, self._text, self._documents)
         keys = device_kernels.scan(slots, num_sampled, *texts)
+        return self._draft(slots, keys, seeds, temperature, self._last_drafts)
+
+    def _draft(
+        self, slots: Tensor, keys: Tensor, seeds: Tensor, temperature: Tensor, last_drafts: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        num_drafted, drafted, cells, alternatives = last_drafts
         return device_kernels.draft(
             slots,
             keys,
-            *texts,
+            self._problem_of,
+            self._members,
+            self._text,
+            self._documents,
             seeds,
             temperature,
             self._preference,
             self._counters,
-            *self._last_drafts,
+            num_drafted,
+            drafted,
+            cells,
+            alternatives,
             version=self._version_on_device,
             log2_recency=self._log2_recency,
             inverse_temperature=self._inverse_temperature,
@@ -390,6 +403,38 @@ class DeviceDrafter:
             distributions=self._distributions,
             use_noise=self._use_noise,
         )
+
+    def continue_drafts(
+        self, slots: Tensor, wanted: Tensor, token_ids: Tensor, seeds: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Draft what follows tokens that another drafter has drafted. Called after `propose` of the same step.
+
+        The texts are looked up as if these tokens had been said; other requests of the problem see them meanwhile. What
+        becomes of these drafts is not counted: their rates are those of drafts that begin at a request's end.
+
+        Args:
+            slots: int32 [B], the batch's slots.
+            wanted: int32 [B], 1 or 0: nothing is drafted for the request.
+            token_ids: int64 [B, M], M < K: how the drafts begin.
+            seeds, temperature: As for `propose`.
+
+        Returns:
+            (drafts int64 [B, K - M], rates float32 [B, K - M]), as of `propose`.
+        """
+        num_given = token_ids.shape[1]
+        scratch = self._continued.get(num_given)
+        if scratch is None:
+            num_drafted, *others = (torch.zeros_like(tensor) for tensor in self._last_drafts)
+            scratch = (num_drafted, *(tensor[:, num_given:].contiguous() for tensor in others))
+            self._continued[num_given] = scratch
+        lengthened = torch.empty_like(wanted)
+        texts = (self._problem_of, self._members, self._text, self._documents)
+        arguments = slots, wanted, token_ids, self._max_model_len, self._text, self._documents, self._features
+        device_kernels.lengthen(*arguments, lengthened, shorten=False)
+        keys = device_kernels.scan(slots, lengthened, *texts)
+        drafted = self._draft(slots, keys, seeds, temperature, scratch)
+        device_kernels.lengthen(*arguments, lengthened, shorten=True)
+        return drafted
 
     def _extend(
         self,
@@ -426,6 +471,7 @@ class DeviceDrafter:
         """Bytes on the device and of history on the host."""
         tensors = [self._text, self._documents, self._members, self._problem_of, self._preference]
         tensors += [*self._last_drafts, self._all_counters, self._features]
+        tensors += [tensor for scratch in self._continued.values() for tensor in scratch]
         per_token = 4 + (8 * FEATURE_WORDS if self.wants_features else 0)
         return sum(t.numel() * t.element_size() for t in tensors) + per_token * self._archive.num_tokens
 

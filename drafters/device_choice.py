@@ -76,6 +76,7 @@ def _choose_kernel(
     cells_ptr,  # int32 [R, M]
     drafts_ptr,  # int64 [B, K]
     rates_ptr,  # float32 [B, K]
+    is_model_ptr,  # int32 [B]
     K: tl.constexpr,
     M: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two, at least K
@@ -99,6 +100,7 @@ def _choose_kernel(
     by_model = tl.sum(tl.cumprod(rate, 0), 0)
     by_history = tl.sum(tl.cumprod(history_rate, 0), 0)
     is_model = by_model > by_history
+    tl.store(is_model_ptr + row, is_model.to(tl.int32))
     drafts = tl.where(is_model, token, tl.load(history_ptr + row * K + j, mask=j < K, other=0))
     tl.store(drafts_ptr + row * K + j, drafts, mask=j < K)
     tl.store(rates_ptr + row * K + j, tl.where(is_model, rate, history_rate), mask=j < K)
@@ -136,7 +138,7 @@ class DeviceChoice:
         temperature: Tensor,
         history: tuple[Tensor, Tensor],
         model: tuple[Tensor, Tensor],
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Learn what became of the model's last drafts, and choose the better of two new ones for each request.
 
         Args:
@@ -149,8 +151,9 @@ class DeviceChoice:
             model: (tokens int64 [B, up to M], probabilities float32 [>= B, >= as many]), as of `choice.ModelDrafts`.
 
         Returns:
-            (drafts int64 [B, K], rates float32 [B, K]: the estimated probability that each is accepted once reached).
-            Positions after a model's draft repeat its last token and have rate 0.
+            (drafts int64 [B, K], rates float32 [B, K]: the estimated probability that each is accepted once reached,
+            is_model int32 [B]: whether the draft is the model's). Positions after a model's draft repeat its last token
+            and have rate 0.
         """
         tokens, probabilities = model
         batch, num_model = slots.shape[0], tokens.shape[1]
@@ -172,6 +175,7 @@ class DeviceChoice:
         )
         drafts = torch.empty(batch, self._k, dtype=torch.int64, device=slots.device)
         rates = torch.empty(batch, self._k, dtype=torch.float32, device=slots.device)
+        is_model = torch.empty(batch, dtype=torch.int32, device=slots.device)
         _choose_kernel[(batch,)](
             slots,
             num_sampled,
@@ -190,6 +194,7 @@ class DeviceChoice:
             cells,
             drafts,
             rates,
+            is_model,
             K=self._k,
             M=self._m,
             WIDTH=triton.next_power_of_2(self._k),
@@ -198,7 +203,7 @@ class DeviceChoice:
         self._num_steps += 1
         if self._num_steps % STEPS_PER_HALVING == 0:
             self.counts.copy_(torch.where(self.counts[:, :1] >= choice.MAX_TRIALS, self.counts // 2, self.counts))
-        return drafts, rates
+        return drafts, rates, is_model
 
     def begin_policy_version(self) -> None:
         """As `choice.DraftChoice.begin_policy_version`."""

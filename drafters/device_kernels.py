@@ -147,6 +147,43 @@ def _extend_kernel(
     tl.store(num_drafted_ptr + slot, 0)
 
 
+@triton.jit(do_not_specialize=["tokens_stride", "row_size"])
+def _lengthen_kernel(
+    slots_ptr,  # int32 [B]
+    wanted_ptr,  # int32 [B]
+    tokens_ptr,  # int64 [B, M], tokens_stride
+    tokens_stride,
+    row_size,  # most tokens of a live request in the text
+    text_ptr,  # int32 [T]
+    documents_ptr,  # int64 [D, FIELDS]
+    features_ptr,  # int64 [T, FEATURE_WORDS]
+    lengthened_ptr,  # int32 [B], written: 1 where the text was lengthened; read where it is shortened again
+    SHORTEN: tl.constexpr,
+    FEATURES: tl.constexpr,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of two, at least M
+):
+    """Append tokens that may come to the texts of some live requests, or take them away again."""
+    row = tl.program_id(0).to(tl.int64)
+    documents_ptr += tl.load(slots_ptr + row).to(tl.int64) * FIELDS
+    length = tl.load(documents_ptr + LENGTH)
+    if SHORTEN:
+        is_longer = tl.load(lengthened_ptr + row)
+        tl.store(documents_ptr + LENGTH, length - is_longer * M)
+    else:
+        is_longer = tl.where(length + M <= row_size, tl.load(wanted_ptr + row), 0).to(tl.int32)
+        tl.store(lengthened_ptr + row, is_longer)
+        j = tl.arange(0, WIDTH)
+        is_token = j < is_longer * M
+        at = tl.load(documents_ptr + OFFSET) + length + j
+        token = tl.load(tokens_ptr + row * tokens_stride + j, mask=is_token, other=0)
+        tl.store(text_ptr + at, token.to(tl.int32), mask=is_token)
+        if FEATURES:
+            for word in tl.static_range(FEATURE_WORDS):
+                tl.store(features_ptr + at * FEATURE_WORDS + word, tl.zeros([WIDTH], tl.int64), mask=is_token)
+        tl.store(documents_ptr + LENGTH, length + is_longer * M)
+
+
 @triton.jit
 def _scan_document(text_ptr, own_end, depth_limit, offset, begin, length, step, rank, kept, TILE: tl.constexpr):
     """Merge into `kept` the matches of the tokens before `own_end` in one document, from `begin` on.
@@ -625,6 +662,38 @@ def extend(
         K=k,
         WIDTH=triton.next_power_of_2(k),
         BLOCK=TILE,
+        num_warps=1,
+    )
+
+
+def lengthen(
+    slots: Tensor,
+    wanted: Tensor,
+    tokens: Tensor,
+    row_size: int,
+    text: Tensor,
+    documents: Tensor,
+    features: Tensor,
+    lengthened: Tensor,
+    *,
+    shorten: bool,
+) -> None:
+    """Append tokens that may come to the texts of `slots`, or take them away again. Arguments as of the kernel."""
+    m = tokens.shape[1]
+    _lengthen_kernel[(slots.shape[0],)](
+        slots,
+        wanted,
+        tokens,
+        tokens.stride(0),
+        row_size,
+        text,
+        documents,
+        features,
+        lengthened,
+        SHORTEN=shorten,
+        FEATURES=features.shape[0] > 0,
+        M=m,
+        WIDTH=triton.next_power_of_2(m),
         num_warps=1,
     )
 

@@ -202,7 +202,7 @@ def check_model_drafts(vocab: int, device: torch.device) -> None:
     chooser.choose(*arguments)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
-    chosen, _ = chooser.choose(*arguments)
+    chosen, *_ = chooser.choose(*arguments)
     torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(chosen, 2 * drafts)
 

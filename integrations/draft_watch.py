@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from rollout_spec.stats import SpeculationStats
-
 MIN_TRIALS = 400
 """Drafted tokens by which a version is judged; versions with fewer are judged together with the next."""
 
@@ -44,12 +42,6 @@ class _Trials(NamedTuple):
     def __str__(self) -> str:
         versions = f"version {self.first}" if self.first == self.last else f"versions {self.first} to {self.last}"
         return f"{100 * self.rate:.1f} % of {self.reached} in policy {versions}"
-
-
-def first_tokens(stats: SpeculationStats) -> tuple[int, int]:
-    """(first drafted tokens that were verified, those that were right) of an engine where only a model drafts."""
-    drafted, accepted = stats.drafted_per_position, stats.accepted_per_position
-    return drafted[0] if drafted else 0, accepted[0] if accepted else 0
 
 
 class DraftWatch:

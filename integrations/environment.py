@@ -28,15 +28,27 @@ class Request(NamedTuple):
     options: dict[str, Any]
     """What `config` was made from."""
 
-    def beside(self, speculative_config: Any) -> RolloutSpecConfig | None:
-        """The settings for an engine whose framework has set `speculative_config`; None if it is to be left alone."""
-        if speculative_config is None:
-            return self.config
-        method = speculative_config.get("method") if isinstance(speculative_config, Mapping) else None
+    def beside(self, theirs: Any) -> tuple[RolloutSpecConfig, dict[str, Any]] | None:
+        """How to join an engine whose framework has set `speculative_config`; None if it is to be left alone.
+
+        Returns:
+            (the settings, keyword arguments for the engine). Where the framework leaves it to the checkpoint how many
+            tokens are drafted, so do we.
+        """
+        if theirs is None:
+            return self.config, self.config.engine_kwargs()
+        method = theirs.get("method") if isinstance(theirs, Mapping) else None
         has_model = method in MODEL_METHODS or str(method).endswith("_mtp")
         if not has_model or not self.config.speculation or self.config.speculative_config is not None:
             return None
-        return RolloutSpecConfig.from_dict({**self.options, "speculative_config": dict(speculative_config)})
+        if type(theirs.get("num_speculative_tokens")) is not int:
+            options = {name: value for name, value in self.options.items() if name != "num_speculative_tokens"}
+            return self.config, {"additional_config": {CONFIG_KEY: options}, "speculative_config": theirs}
+        try:
+            config = RolloutSpecConfig.from_dict({**self.options, "speculative_config": dict(theirs)})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{VARIABLE}, beside the engine's speculative_config: {error}") from error
+        return config, config.engine_kwargs()
 
 
 def read(environment: Mapping[str, str] = os.environ) -> Request | None:
@@ -82,23 +94,23 @@ def ask_for_speculation(engine_args: Any, log: Callable[[str], None]) -> bool:
     if isinstance(additional, dict) and CONFIG_KEY in additional:  # it asks by itself, or was asked here already
         return False
     engine = f"the engine of {engine_args.model}"
-    config = request.beside(engine_args.speculative_config)
-    if config is None:
-        log(f"{VARIABLE} leaves {engine} alone: it has a speculative_config of its own")
-    elif request.models and not any(fnmatch.fnmatchcase(engine_args.model, pattern) for pattern in request.models):
+    theirs = engine_args.speculative_config
+    if request.models and not any(fnmatch.fnmatchcase(engine_args.model, pattern) for pattern in request.models):
         log(f"{VARIABLE} leaves {engine} alone: its name matches none of {request.models}")
     elif engine_args.create_model_config().runner_type != "generate":
         log(f"{VARIABLE} leaves {engine} alone: it does not generate")
     elif not isinstance(additional, dict):
         raise ValueError(f"{VARIABLE} needs a dict in additional_config to add to, got {additional!r}")
+    elif (joined := request.beside(theirs)) is None:
+        log(f"{VARIABLE} leaves {engine} alone: it has a speculative_config of its own")
     else:
-        ours = config.engine_kwargs()
+        config, ours = joined
         engine_args.additional_config = {**additional, **ours["additional_config"]}
         engine_args.speculative_config = ours.get("speculative_config")
         if config.speculation:
             how = f"at most {config.num_speculative_tokens} draft tokens of drafter {config.drafter!r}"
-            if config.speculative_config is not None:
-                how += f" beside {config.speculative_config['method']!r}"
+            if theirs is not None:
+                how = f"a drafter from history beside its {theirs['method']!r}"
         else:
             how = "our noise and no drafts"
         log(f"{VARIABLE} gives {engine} {how}")

@@ -6,22 +6,25 @@ request the draft of which more is expected to be accepted; `vllm_model_v1` and 
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from typing import Any
 
 from rollout_spec.config import NO_HISTORY, RolloutSpecConfig
+from rollout_spec.integrations.draft_watch import DraftWatch
+from rollout_spec.stats import SpeculationStats
 
-logger = logging.getLogger(__name__)
 
-
-def prepare_model_drafter(vllm_config: Any) -> None:
+def prepare_model_drafter(vllm_config: Any, log: Callable[[str], None]) -> None:
     """Let vLLM allocate nothing for drafts that come with probabilities, of which our verifier has no use.
 
     Called for every configuration that is made with a model drafter, before vLLM completes it.
+
+    Args:
+        log: Called with a line if a setting of the user's is changed.
     """
     speculative = vllm_config.speculative_config
     if speculative.draft_sample_method != "greedy":
-        logger.info("draft_sample_method=%r has no effect with rollout_spec", speculative.draft_sample_method)
+        log(f"draft_sample_method={speculative.draft_sample_method!r} has no effect with rollout_spec")
         speculative.draft_sample_method = "greedy"
 
 
@@ -41,6 +44,18 @@ def check_model_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
     ):
         if getattr(speculative, name, False):
             raise ValueError(f"speculative_config sets {name}, which rollout_spec does not support: {remedy}")
+    method = getattr(speculative, "rejection_sample_method", "standard")
+    if method != "standard":
+        raise ValueError(
+            f"speculative_config sets rejection_sample_method={method!r}, but rollout_spec verifies in its own way: "
+            "remove it, and see the option verify"
+        )
+    if config.num_speculative_tokens_per_batch_size is not None:
+        raise ValueError("give num_speculative_tokens_per_batch_size in speculative_config, beside the model's method")
+    if config.drafter == NO_HISTORY and getattr(speculative, "enable_adaptive_verification", False):
+        raise ValueError(
+            f"enable_adaptive_verification needs confidences, which drafter={NO_HISTORY!r} does not give: remove one"
+        )
     if config.drafts_on_host and is_v2:
         raise ValueError(
             f"drafter={config.drafter!r} is on the host, and in vLLM's V2 model runner a model drafts beside a drafter "
@@ -68,3 +83,49 @@ def check_model_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
 def num_model_tokens(config: RolloutSpecConfig) -> int:
     """How many tokens an engine's model drafts for each request."""
     return config.num_model_draft_tokens or config.num_speculative_tokens
+
+
+class ModelAlone:
+    """What the engine's commands know of speculation where a model drafts without history.
+
+    Attributes:
+        enabled: Whether drafts are worth anything. Otherwise they are token 0, as vLLM may have scheduled them already,
+            and the model runs on, so that its KV cache has no gaps.
+        budget: Always None: it takes a drafter on the host.
+        num_speculative_tokens: K.
+        stats: The engine's counters.
+        wants_features: Always False.
+    """
+
+    budget = None
+    wants_features = False
+
+    def __init__(self, num_speculative_tokens: int, stats: SpeculationStats) -> None:
+        self.enabled = True
+        self.num_speculative_tokens = num_speculative_tokens
+        self.stats = stats
+        self._draft_watch: DraftWatch | None = DraftWatch()
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Draft from now on, or no longer."""
+        self.enabled = bool(enabled)
+        if not enabled:
+            self._draft_watch = None  # the counters will hold other drafts than the model's
+
+    def begin_policy_version(self, version: int) -> None:
+        """Notice whether the model has lost touch with the policy."""
+        if self._draft_watch is not None:
+            drafted, accepted = self.stats.drafted_per_position, self.stats.accepted_per_position
+            self._draft_watch.observe(version, drafted[0] if drafted else 0, accepted[0] if accepted else 0)
+
+    def num_live_requests(self) -> int:
+        """0: requests are not followed."""
+        return 0
+
+    def memory_bytes(self) -> int:
+        """0: nothing is held besides the model."""
+        return 0
+
+    def source_counts(self) -> dict[str, list[int]]:
+        """Empty: there is one source."""
+        return {}

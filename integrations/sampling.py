@@ -16,11 +16,16 @@ from rollout_spec.verify.reference import GREEDY_TEMPERATURE
 from rollout_spec.warm_up import warm_up_kernels
 
 
-def compile_kernels(config: RolloutSpecConfig, runner: Any) -> None:
-    """Compile the verifier's kernels for the engine of a vLLM model runner, before it serves."""
+def compile_kernels(config: RolloutSpecConfig, runner: Any, *, draws: bool = False) -> None:
+    """Compile the verifier's kernels for the engine of a vLLM model runner, before it serves.
+
+    Args:
+        draws: Whether a model's drafts are drawn, too.
+    """
     model_config = runner.vllm_config.model_config
     warm_up_kernels(
         config,
+        draws=draws,
         vocab_size=int(model_config.get_vocab_size()),
         dtype=getattr(model_config, "head_dtype", model_config.dtype),
         device=runner.device,

@@ -68,6 +68,7 @@ class _Step(NamedTuple):
     num_requests: int
     num_sampled: int  # tokens
     reads_prompts: bool
+    uses_model: bool
 
 
 class DraftingSession:
@@ -125,6 +126,7 @@ class DraftingSession:
         # Of a drafter that a user has derived from ours the adapter's class is asked, which has no such method.
         self._continues = hasattr(type(self.drafter), "continue_batch")
         self._draft_watch = DraftWatch()
+        self._uses_model = True  # in this step
         self._model_budget = ModelBudget() if num_model_tokens and config.budget else None
         self._share_from_first_rank = share_from_first_rank
         self._index_late = index_late
@@ -211,7 +213,8 @@ class DraftingSession:
         """Whether a model shall draft at the end of a step with so many requests."""
         if not self.enabled:
             return self.broken  # then the model drafts alone
-        return self._model_budget is None or self._model_budget.wants_model(num_requests)
+        self._uses_model = self._model_budget is None or self._model_budget.wants_model(num_requests)
+        return self._uses_model
 
     def update_index(self) -> None:
         """Do the last step's work that could wait. Called while the device computes. Raises like `draft`."""
@@ -527,6 +530,7 @@ class DraftingSession:
                 sampled.rows.size,
                 sampled.token_ids.size,
                 num_prompt_tokens > 0,
+                self._uses_model,
             )
         )
         if self._share_from_first_rank is not None:
@@ -548,7 +552,9 @@ class DraftingSession:
                 draft_seconds=step.draft_seconds,
             )
             if self._model_budget is not None and not step.reads_prompts:
-                self._model_budget.observe_step(step.num_requests, step.num_sampled, step.seconds)
+                self._model_budget.observe_step(
+                    step.num_requests, step.num_sampled, step.seconds, uses_model=step.uses_model
+                )
         self._unshared = []
 
     def _find_stop_string(self, live: LiveRequest, tokens: Sequence[int], num_before: int) -> int | None:

@@ -124,14 +124,22 @@ def speculator_model() -> Any:
     return torch.nn.Module()
 
 
-def draft_logits_of(speculator: Any, hidden_states: Any, *step: int) -> Any:
+def draft_step_argument(speculator: Any, step: int) -> dict[str, int]:
+    """How the step as a number is passed to vLLM's `sample_draft`, which takes it from 0.32 on.
+
+    With 0.32 as the oldest version, pass it as `spec_step_idx`.
+    """
+    return {"spec_step_idx": step} if hasattr(speculator, "compute_draft_logits") else {}
+
+
+def draft_logits_of(speculator: Any, hidden_states: Any, step: int) -> Any:
     """What a model drafter's logits are, float [B, vocabulary].
 
     From 0.32 on a speculator has a method for it, as some models have a head for each step. With 0.32 as the oldest
     version, call that.
     """
     if hasattr(speculator, "compute_draft_logits"):
-        return speculator.compute_draft_logits(hidden_states, *(step or (0,)))
+        return speculator.compute_draft_logits(hidden_states, step)
     return speculator.model.compute_logits(hidden_states)
 
 

@@ -15,11 +15,9 @@ import torch
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.choice import ModelDrafts
-from rollout_spec.integrations.draft_watch import DraftWatch, first_tokens
 from rollout_spec.integrations.host_copy import HostCopy
-from rollout_spec.integrations.model_drafters import num_model_tokens
+from rollout_spec.integrations.model_drafters import ModelAlone, num_model_tokens
 from rollout_spec.integrations.ranks import broadcasting_from_first_rank
-from rollout_spec.stats import SpeculationStats
 from rollout_spec.verify.draw import draw
 
 
@@ -34,15 +32,9 @@ class _Noise(NamedTuple):
 class ModelDrafter:
     """One of vLLM's drafters with a model, whose choices are replaced.
 
-    Where it drafts alone (`drafter="none"`), it is also what the engine's commands know of speculation.
-
     Attributes:
-        enabled: Whether drafts are worth anything. Where the model drafts alone and this is False, they are token 0:
-            vLLM may have scheduled them already.
-        budget: Always None: it takes a drafter on the host.
-        num_speculative_tokens: K.
-        stats: The engine's counters, where it drafts alone.
-        wants_features: Always False.
+        num_model_tokens: How many tokens it drafts.
+        alone: Set where there is no history (`drafter="none"`).
         wants_model: Says for a number of requests whether the model shall draft; otherwise it only makes its first
             pass, so that its KV cache has no gaps. Set where it drafts beside history.
 
@@ -51,23 +43,19 @@ class ModelDrafter:
         runner: The `GPUModelRunner` that calls it.
     """
 
-    budget = None
-    wants_features = False
-
     def __init__(self, proposer: Any, runner: Any, config: RolloutSpecConfig) -> None:
-        self.enabled = True
+        self.alone: ModelAlone | None = None
         self.wants_model: Callable[[int], bool] = lambda num_requests: True
-        self.num_speculative_tokens = config.num_speculative_tokens
         self.num_model_tokens = num_model_tokens(config)
         self._is_coupled = config.verify == "sample"
         self._proposer = proposer
         self._runner = runner
-        self.stats = SpeculationStats()
-        self._draft_watch = DraftWatch()
         self._noise: _Noise | None = None
         self._probabilities: list[torch.Tensor] = []  # of the tokens drafted so far
         self._copy: HostCopy | None = None
-        self._joined_with_history = config.drafts_on_host
+        # Engines that share experts must make equally many passes in every step, also those without requests.
+        self._always_drafts = runner.vllm_config.parallel_config.data_parallel_size > 1
+        proposer.num_speculative_tokens = self.num_model_tokens  # of its dummy runs
         # Ranks round sums differently, and must choose the same draft.
         self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
         self._propose, proposer.propose = proposer.propose, self.propose
@@ -81,11 +69,11 @@ class ModelDrafter:
     def propose(self, *args: Any, num_speculative_tokens: int, **kwargs: Any) -> torch.Tensor:
         """vLLM's `propose`: token ids [B, tokens], of at most so many tokens as the model shall draft."""
         self._probabilities = []
-        wanted = self.wants_model(len(self._runner.input_batch.req_ids))
+        wanted = self._always_drafts or self.wants_model(len(self._runner.input_batch.req_ids))
         limit = min(num_speculative_tokens, self.num_model_tokens) if wanted else 0
         tokens: torch.Tensor = self._propose(*args, num_speculative_tokens=limit, **kwargs)
-        if not self._joined_with_history:
-            return tokens if self.enabled else torch.zeros_like(tokens)
+        if self.alone is not None:
+            return self._from_first_rank(tokens if self.alone.enabled else torch.zeros_like(tokens))
         if limit == 0:
             return tokens
         if self._is_coupled and self._probabilities:
@@ -114,28 +102,6 @@ class ModelDrafter:
         tokens, probabilities = draw(logits, temperature, seeds, positions + len(self._probabilities))
         self._probabilities.append(probabilities)
         return tokens, None
-
-    # -- commands from the front end, where the model drafts alone ---------------------------------------------------
-
-    def set_enabled(self, enabled: bool) -> None:
-        """Draft from now on, or no longer."""
-        self.enabled = bool(enabled)
-
-    def begin_policy_version(self, version: int) -> None:
-        """Notice whether the model has lost touch with the policy."""
-        self._draft_watch.observe(version, *first_tokens(self.stats))
-
-    def num_live_requests(self) -> int:
-        """Part of `Speculation`; requests are not followed."""
-        return 0
-
-    def memory_bytes(self) -> int:
-        """Part of `Speculation`: nothing besides the model."""
-        return 0
-
-    def source_counts(self) -> dict[str, list[int]]:
-        """Part of `Speculation`; there is one source."""
-        return {}
 
 
 def find_model_drafter(runner: Any, config: RolloutSpecConfig) -> ModelDrafter | None:

@@ -16,8 +16,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from rollout_spec.config import NO_HISTORY
 from rollout_spec.drafters.device_choice import DeviceChoice
 from rollout_spec.integrations import vllm_compat
-from rollout_spec.integrations.draft_watch import DraftWatch, first_tokens
-from rollout_spec.integrations.model_drafters import num_model_tokens
+from rollout_spec.integrations.draft_watch import DraftWatch
+from rollout_spec.integrations.model_drafters import ModelAlone, num_model_tokens
 from rollout_spec.integrations.ranks import broadcasting_from_first_rank
 from rollout_spec.integrations.session import MODEL
 from rollout_spec.integrations.vllm_device import DeviceSpeculator
@@ -47,9 +47,8 @@ class ModelSpeculation:
 
     Attributes:
         history: Drafts from history; None with `drafter="none"`.
+        speculation: What the engine's commands ask: `history`, or a `ModelAlone`.
         stats: This engine's counters.
-        enabled: Whether drafts are worth anything. Otherwise they are token 0: vLLM has scheduled them already.
-        budget: Always None: the scheduler must know before a step how many draft tokens each request has.
         num_speculative_tokens: K.
         num_speculative_steps: vLLM's name for how many tokens the model drafts.
         draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification.
@@ -63,10 +62,12 @@ class ModelSpeculation:
         assert config is not None
         self.num_speculative_tokens = config.num_speculative_tokens
         self.num_speculative_steps = num_model_tokens(config)
-        self.enabled = True
-        self.history = DeviceSpeculator(vllm_config, device) if config.drafter != NO_HISTORY else None
-        self.stats = SpeculationStats()
-        if self.history is not None:
+        self.history: DeviceSpeculator | None = None
+        if config.drafter == NO_HISTORY:
+            self.stats = SpeculationStats()
+            self.speculation: Any = ModelAlone(config.num_speculative_tokens, self.stats)
+        else:
+            self.speculation = self.history = DeviceSpeculator(vllm_config, device)
             self.stats, self.history.keeps_rates = self.history.stats, True
         self._is_coupled = config.verify == "sample"
         num_requests = vllm_config.scheduler_config.max_num_seqs
@@ -103,7 +104,7 @@ class ModelSpeculation:
         seeds: torch.Tensor,
         draft_step: torch.Tensor,
         draft_logits: Any,
-        *args: Any,
+        spec_step_idx: int = 0,
     ) -> torch.Tensor:
         """Draw the next drafted token of each request, int64 [B]. May be captured in a CUDA graph.
 
@@ -114,13 +115,14 @@ class ModelSpeculation:
             temperature, seeds: float32 and int64 [requests], by index.
             draft_step: int64 scalar on the device, how many tokens have been drafted.
             draft_logits: Not used: always None.
-            *args: From vLLM 0.32 on the step as a number, by which some models choose their module.
+            spec_step_idx: From vLLM 0.32 on the step as a number, by which some models choose their module.
         """
         if not self._is_coupled or self._runner is None:
+            step = vllm_compat.draft_step_argument(self, spec_step_idx)
             return super().sample_draft(  # type: ignore[misc,no-any-return]
-                hidden_states, positions, idx_mapping, temperature, seeds, draft_step, draft_logits, *args
+                hidden_states, positions, idx_mapping, temperature, seeds, draft_step, draft_logits, **step
             )
-        logits = vllm_compat.draft_logits_of(self, hidden_states, *args)
+        logits = vllm_compat.draft_logits_of(self, hidden_states, spec_step_idx)
         index = idx_mapping.clamp(min=0).long()
         next_positions = self._runner.req_states.total_len.gpu[index].long() - 1 + draft_step
         drawn = kernel.draw(logits, temperature[index], seeds[index], next_positions)
@@ -129,32 +131,73 @@ class ModelSpeculation:
         return tokens
 
     def observe_verification(self, *args: Any) -> None:
-        """Part of vLLM's interface; outcomes are observed in `propose`, whichever draft was verified."""
+        """Part of vLLM's interface, for its estimates of acceptance; ours are kept by `_choice`."""
 
-    def propose(self, input_batch: Any, *args: Any, dummy_run: bool = False, **kwargs: Any) -> torch.Tensor:
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
         """Draft for the next step: int64 [B, K]. See vLLM for the arguments."""
-        num_requests, num_model = input_batch.num_reqs, self.num_speculative_steps
+        num_model = self.num_speculative_steps
         if "num_speculative_tokens" in kwargs:  # from vLLM 0.32 on: as many as the next step will verify
             num_model = kwargs["num_speculative_tokens"] = min(num_model, kwargs["num_speculative_tokens"])
-        model = super().propose(input_batch, *args, dummy_run=dummy_run, **kwargs)[:, :num_model]  # type: ignore[misc]
+        state = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, *args
+        model = super().propose(*state, dummy_run=dummy_run, **kwargs)  # type: ignore[misc]
         if self.history is None:
-            return model if self.enabled else torch.zeros_like(model)
-        history = self.history.propose(input_batch, *args, dummy_run=dummy_run, **kwargs)
-        if dummy_run or self._runner is None or self._runner.rollout_spec.warming_up or not self.enabled:
+            return self._from_first_rank(model if self.speculation.enabled else torch.zeros_like(model))
+        history = self.history.propose(*state, dummy_run=dummy_run, **kwargs)
+        if self._runner is None or not self.history.enabled:
             return history
-        states, sampling = self._runner.req_states, self._runner.sampler.sampling_states
-        num_sampled = kwargs["num_sampled"] if "num_sampled" in kwargs else args[4]
-        drafts, rates = self._choice.choose(
+        num_requests = input_batch.num_reqs
+        slots, temperature = (
             input_batch.idx_mapping[:num_requests],
+            self._runner.sampler.sampling_states.temperature.gpu,
+        )
+        if dummy_run or self._runner.rollout_spec.warming_up:  # nothing is sampled; compiles what will be called
+            num_sampled = torch.zeros(num_requests, dtype=torch.int32, device=slots.device)
+        chosen = self._choose(slots, num_sampled, temperature, history, model[:, :num_model])
+        return self._from_first_rank(chosen)
+
+    def _choose(
+        self,
+        slots: torch.Tensor,
+        num_sampled: torch.Tensor,
+        temperature: torch.Tensor,
+        history: torch.Tensor,
+        model: torch.Tensor,
+    ) -> torch.Tensor:
+        """The better draft for each request, int64 [B, K]. A model's draft that has room is continued by history.
+
+        Args:
+            history: int64 [B, K].
+            model: int64 [B, M].
+        """
+        assert self.history is not None
+        states, (num_requests, num_model) = self._runner.req_states, model.shape
+        drafts, rates, is_model = self._choice.choose(
+            slots,
             num_sampled,
             states.all_token_ids.gpu,
             states.total_len.gpu,
-            sampling.temperature.gpu,
+            temperature,
             (history, self.history.draft_token_confidence_probs),
             (model, self._probabilities),
         )
+        if 0 < num_model < self.num_speculative_tokens:  # all K tokens will be verified
+            seeds = self._runner.sampler.sampling_states.seeds.gpu
+            rest = self.history.drafter.continue_drafts(slots, is_model, model, seeds, temperature)
+            for values, continued in zip((drafts, rates), rest, strict=True):
+                values[:, num_model:] = torch.where(is_model[:, None] > 0, continued, values[:, num_model:])
         self.draft_token_confidence_probs[:num_requests] = rates
-        return self._from_first_rank(drafts)
+        return drafts
 
     # -- requests come and go, commands ------------------------------------------------------------------------------
 
@@ -169,32 +212,33 @@ class ModelSpeculation:
             self.history.on_finish_requests(finished, preempted)
 
     @property
+    def enabled(self) -> bool:
+        """Whether drafts are worth anything. Otherwise they are token 0: vLLM has scheduled them already."""
+        return bool(self.speculation.enabled)
+
+    @property
     def wants_features(self) -> bool:
         """Whether what the target sees is of use to history."""
-        return self.history is not None and self.history.wants_features
+        return bool(self.speculation.wants_features)
 
     def set_enabled(self, enabled: bool) -> None:
         """Draft from now on, or no longer. The model runs on, so that its KV cache has no gaps."""
-        self.enabled = bool(enabled)
-        if self.history is not None:
-            self.history.set_enabled(enabled)
+        self.speculation.set_enabled(enabled)
 
     def begin_policy_version(self, version: int) -> None:
         """Tell history that weights have changed. Waits for the device, to learn whether the model has lost touch."""
-        if self.history is None:
-            self._draft_watch.observe(version, *first_tokens(self.stats))
-            return
-        self._draft_watch.observe(version, *self._choice.first_tokens())
-        self._choice.begin_policy_version()
-        self.history.begin_policy_version(version)
+        if self.history is not None:
+            self._draft_watch.observe(version, *self._choice.first_tokens())
+            self._choice.begin_policy_version()
+        self.speculation.begin_policy_version(version)
 
     def num_live_requests(self) -> int:
         """Requests whose end history has not seen."""
-        return 0 if self.history is None else self.history.num_live_requests()
+        return int(self.speculation.num_live_requests())
 
     def memory_bytes(self) -> int:
         """Bytes that are held besides the model."""
-        return 0 if self.history is None else self.history.memory_bytes()
+        return int(self.speculation.memory_bytes())
 
     def source_counts(self) -> dict[str, list[int]]:
         """By source, [drafted tokens that the target reached, those that were right]."""

@@ -9,7 +9,7 @@ An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our p
 - end the front end's output at stop strings (`stop_strings.py`), and warn of rollouts that are copies (`copies.py`);
 - allow sampling parameters that our verifier handles under speculation and vLLM's does not: min-p, under V2 biases too;
 - let vLLM choose the model runner that it would use without speculation, V2 where it can;
-- let a drafter of vLLM's own that has a model draft beside history, with the target's noise (`model_drafts.py`);
+- let a drafter of vLLM's own that has a model draft beside history, with the target's noise (`model_drafters.py`);
 - ask for synchronous scheduling where the drafter is on the host, and for CUDA graphs of steps in which every request
   has a draft (`step_sizes.py`);
 - in the worker, compile what the engine will call, and give the model runner the `RunnerAdapter` of `vllm_v1` or
@@ -136,6 +136,8 @@ def _read_config(vllm_config: Any) -> RolloutSpecConfig | None:
             f"speculative_config uses {speculative.method!r} and additional_config asks for {CONFIG_KEY}: of vLLM's "
             f"own drafters only {', '.join(MODEL_METHODS)} can draft beside history, remove one of the two"
         )
+    if config.num_model_draft_tokens is not None and not has_model:
+        raise ValueError("num_model_draft_tokens is set, but the engine has no model drafter: remove it")
     if config.drafter == NO_HISTORY and not has_model:
         raise ValueError(f"drafter={NO_HISTORY!r} leaves nothing to draft with in an engine without a model drafter")
     if speculative.num_speculative_tokens != config.num_speculative_tokens:
@@ -197,7 +199,7 @@ def _hook_config(module: Any) -> None:
         def post_init(self: Any) -> None:
             config = config_of(self)
             if config is not None and has_model_drafter(self):
-                prepare_model_drafter(self)
+                prepare_model_drafter(self, _log)
             if config is not None and config.drafts_on_host and self.scheduler_config.async_scheduling is None:
                 # vLLM decides by the runner and the method, and from 0.33 on leaves it on in V2, where every request
                 # would then be scheduled with K draft tokens, whatever the drafter says.

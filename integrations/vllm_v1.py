@@ -22,9 +22,10 @@ from rollout_spec.drafters.choice import ModelDrafts
 from rollout_spec.features import FEATURE_WORDS, Features
 from rollout_spec.features_torch import pack_distributions, pack_signatures, prepare
 from rollout_spec.integrations.clock import StepClock
-from rollout_spec.integrations.commands import EngineParts, run_command
+from rollout_spec.integrations.commands import EngineParts, Speculation, run_command
 from rollout_spec.integrations.host_copy import HostCopy, to_device
 from rollout_spec.integrations.live_requests import Sampled, read_new_tokens, select
+from rollout_spec.integrations.model_drafters import ModelAlone
 from rollout_spec.integrations.ranks import broadcasting_from_first_rank, sharing_from_first_rank
 from rollout_spec.integrations.sampling import (
     compile_kernels,
@@ -99,8 +100,6 @@ class RunnerAdapter:
         if self.model_drafter is not None:
             self.proposer = RolloutSpecProposer(runner.vllm_config) if config.drafter != NO_HISTORY else None
         self.stats = self.proposer.stats if self.proposer is not None else SpeculationStats()
-        if self.model_drafter is not None:
-            self.model_drafter.stats = self.stats
         self.clock = StepClock(runner.device, self.stats)
         self.weights = WeightWatch()
         if self.proposer is not None:
@@ -109,6 +108,10 @@ class RunnerAdapter:
                 prepare(runner.vllm_config.model_config.get_hidden_size(), runner.device)
                 # Ranks round sums differently.
                 self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
+        self._speculation: Speculation | None = None if self.proposer is None else self.proposer.session
+        if self.model_drafter is not None and self.proposer is None:
+            self._speculation = ModelAlone(config.num_speculative_tokens, self.stats)
+            self.model_drafter.alone = self._speculation
         refuse_own_processors(runner.input_batch.logitsprocs.all)
 
     # -- commands from the front end ---------------------------------------------------------------------------------
@@ -117,21 +120,19 @@ class RunnerAdapter:
         """See `rollout_spec.integrations.commands.run_command`."""
         self.count_last_verification()
         self.clock.read()
-        speculation = self.proposer.session if self.proposer is not None else self.model_drafter
-        return run_command(EngineParts(self._config, speculation, self.stats, self.weights), name, *args)
+        return run_command(EngineParts(self._config, self._speculation, self.stats, self.weights), name, *args)
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up. On CPUs the verifier has no kernels."""
         if self._runner.device.type == "cuda":
-            compile_kernels(self._config, self._runner)
+            draws = self.model_drafter is not None and self._config.verify == "sample"
+            compile_kernels(self._config, self._runner, draws=draws)
 
     def begin_step(self) -> None:
         """Called before every step runs."""
         version = self.weights.begin_step()
-        if version is not None and self.proposer is not None:
-            self.proposer.session.begin_policy_version(version)
-        elif version is not None and self.model_drafter is not None:
-            self.model_drafter.begin_policy_version(version)
+        if version is not None and self._speculation is not None:
+            self._speculation.begin_policy_version(version)
         if self.proposer is None or self.proposer.session.enabled:
             self.clock.start()
 
@@ -250,7 +251,11 @@ class RunnerAdapter:
 
     def _process(self, logits: torch.Tensor, metadata: Any, sampling: Any) -> torch.Tensor:
         """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, biases."""
-        self._runner.input_batch.update_async_output_token_ids()
+        runner = self._runner
+        runner.input_batch.update_async_output_token_ids()
+        # Where a model drafts alone, scheduling may be asynchronous, and vLLM's batch has placeholders for its drafts.
+        if metadata is not None and runner.use_async_scheduling and runner._draft_token_req_ids is not None:
+            runner.input_batch.update_async_spec_token_ids(runner._get_draft_token_ids_cpu()[0])
         sampler, processed = self._runner.sampler, logits.to(torch.float32, copy=True)
         if metadata is None:
             return sampler.apply_logits_processors(processed, sampling, False)

@@ -96,6 +96,9 @@ class RolloutSpecConfig:
             self._check_ranges(self.num_speculative_tokens_per_batch_size)
         if self.speculative_config is not None:
             self._check_model(self.speculative_config)
+            if self.num_model_draft_tokens is None:
+                num_model = min(self.speculative_config["num_speculative_tokens"], k)
+                object.__setattr__(self, "num_model_draft_tokens", num_model)
         num_model = self.num_model_draft_tokens
         if num_model is not None and (type(num_model) is not int or not 1 <= num_model <= k):
             raise ValueError(f"num_model_draft_tokens must be between 1 and num_speculative_tokens, got {num_model!r}")
@@ -164,10 +167,7 @@ class RolloutSpecConfig:
                 raise ValueError(f"unknown rollout_spec config key {key!r}{hint}. Known keys: {', '.join(known)}")
         model = values.get("speculative_config")
         if isinstance(model, Mapping) and type(model.get("num_speculative_tokens")) is int:
-            num_model = model["num_speculative_tokens"]
-            values = {"num_speculative_tokens": num_model, **values}
-            num_model = min(num_model, values["num_speculative_tokens"])
-            values = {"num_model_draft_tokens": num_model, "drafter": AUTO, **values}
+            values = {"num_speculative_tokens": model["num_speculative_tokens"], "drafter": AUTO, **values}
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

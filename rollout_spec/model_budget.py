@@ -34,7 +34,9 @@ class _Size:
         self.seconds: list[float] = []
         self.speeds: tuple[deque[float], deque[float]] = deque(maxlen=KEPT_TRIALS), deque(maxlen=KEPT_TRIALS)
 
-    def observe(self, num_tokens: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, seconds: float, uses_model: bool) -> None:
+        if uses_model != self.uses_model:
+            return
         self.num_steps += 1
         if self.num_steps <= SETTLING_STEPS:
             return
@@ -69,15 +71,17 @@ class ModelBudget:
         """Whether the model shall draft at the end of a step with so many requests. O(1)."""
         return self._size(num_requests).uses_model
 
-    def observe_step(self, num_requests: int, num_tokens: int, seconds: float) -> None:
+    def observe_step(self, num_requests: int, num_tokens: int, seconds: float, *, uses_model: bool) -> None:
         """Learn what a step took, prompts apart. O(1), with every 16th O(KEPT_TRIALS).
 
         Args:
             num_requests: Requests that sampled.
             num_tokens: What they sampled.
             seconds: The whole step, the model's passes included.
+            uses_model: Whether it made these. Tensor-parallel ranks learn of steps some time after them, when they may
+                have decided otherwise; such a step is not counted.
         """
-        self._size(num_requests).observe(num_tokens, seconds)
+        self._size(num_requests).observe(num_tokens, seconds, uses_model)
 
     def speeds(self) -> dict[int, tuple[float, float]]:
         """By the least number of requests of a size: tokens per second (without the model, with it), where known."""

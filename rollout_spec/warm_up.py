@@ -159,7 +159,13 @@ def _decide(drafts: list[Draft]) -> None:
 
 
 def warm_up_kernels(
-    config: RolloutSpecConfig, *, vocab_size: int, dtype: torch.dtype, device: torch.device, logprobs_mode: str
+    config: RolloutSpecConfig,
+    *,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    logprobs_mode: str,
+    draws: bool = False,
 ) -> None:
     """Compile every variant of the verifier's kernels that an engine may launch, or load them from Triton's cache.
 
@@ -169,6 +175,7 @@ def warm_up_kernels(
     Args:
         dtype: Of the model's logits.
         logprobs_mode: The engine's.
+        draws: Whether a model's drafts are drawn, too: one variant more, or none.
     """
     from rollout_spec.verify import kernel
 
@@ -179,6 +186,9 @@ def warm_up_kernels(
     padded_size = -(-vocab_size // 64) * 64
     drafted = (0, config.num_speculative_tokens) if config.speculation else (0,)
     modes = (None, *(mode for mode in get_args(LogprobsMode) if mode == logprobs_mode))
+    if draws:
+        logits = torch.zeros(1, padded_size, dtype=dtype, device=device)[:, :vocab_size]
+        kernel.draw(logits, zeros.float(), zeros.long(), zeros.long())
     for num_drafts, mode, truncates, is_processed in itertools.product(drafted, modes, (False, True), (False, True)):
         rows = num_drafts + 1
         if is_processed:

@@ -68,6 +68,11 @@ def test_a_model_beside_history():
         assert ours.engine_kwargs() == kwargs
 
 
+def test_a_model_without_from_dict():
+    config = RolloutSpecConfig(speculative_config=MTP)
+    assert (config.num_speculative_tokens, config.num_model_draft_tokens) == (8, 3)
+
+
 def test_imports_without_optional_packages():
     """`import rollout_spec` needs neither vllm, trl, transformers, torch nor triton; drafters need numba only."""
     blocked = "import sys; sys.modules.update(dict.fromkeys(['vllm', 'trl', 'transformers', 'torch', 'triton']))\n"

@@ -92,7 +92,7 @@ def test_host_and_device_follow_the_rule(steps):
         rates = np.zeros((SLOTS, K), np.float32)
         for i, s in enumerate(step):
             rates[i, : len(s["history"])] = [rate for _, rate in s["history"]]
-        on_device, device_rates = device.choose(
+        on_device, device_rates, is_model = device.choose(
             torch.from_numpy(rows).int(),
             num_sampled,
             texts,
@@ -108,6 +108,7 @@ def test_host_and_device_follow_the_rule(steps):
             assert drafts.token_ids[i, : drafts.lengths[i]].tolist() == wanted
             assert (np.diff(drafts.confidence[i, : drafts.lengths[i]]) <= 1e-6).all()
             assert on_device[i, : len(wanted)].tolist() == wanted
+            assert bool(is_model[i]) == (margin > 0)
             n = len(wanted)
             survival = device_rates[i].cumprod(0)[:n].numpy()
             assert survival == pytest.approx(drafts.confidence[i, :n], abs=1e-5)

@@ -103,9 +103,30 @@ def test_history_joins_a_frameworks_own_drafter_with_a_model(tiny_model, monkeyp
     monkeypatch.setenv(VARIABLE, '{"num_speculative_tokens": 6}')
     theirs = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 2}
     config = configuration(tiny_model, speculative_config=theirs)
-    assert said[0].endswith("at most 6 draft tokens of drafter 'auto' beside 'draft_model'")
+    assert said[0].endswith("a drafter from history beside its 'draft_model'")
     assert config.speculative_config.num_speculative_tokens == 6
     assert config.additional_config["rollout_spec"]["num_model_draft_tokens"] == 2
+
+
+def test_a_framework_may_leave_it_to_the_checkpoint_how_much_is_drafted():
+    request = read({VARIABLE: '{"num_speculative_tokens": 6, "drafter": "suffix"}'})
+    _, arguments = request.beside({"method": "mtp"})
+    assert arguments == {
+        "additional_config": {"rollout_spec": {"drafter": "suffix"}},
+        "speculative_config": {"method": "mtp"},
+    }
+    assert request.beside({"method": "ngram", "num_speculative_tokens": 2}) is None
+    ranges = read({VARIABLE: '{"drafter": "device", "num_speculative_tokens_per_batch_size": [[1, 2, 3]]}'})
+    with pytest.raises(ValueError, match="ROLLOUT_SPEC, beside the engine's speculative_config: give num_spec"):
+        ranges.beside({"method": "mtp", "num_speculative_tokens": 3})
+
+
+@pytest.mark.engine
+def test_a_model_that_is_not_meant_is_left_alone(tiny_model, monkeypatch, said):
+    monkeypatch.setenv(VARIABLE, '{"num_speculative_tokens": 6, "models": ["Qwen/*"]}')
+    theirs = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 2}
+    assert configuration(tiny_model, speculative_config=theirs).additional_config == {}
+    assert said[0].endswith("alone: its name matches none of ['Qwen/*']")
 
 
 @pytest.mark.engine

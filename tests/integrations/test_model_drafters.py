@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -163,6 +165,39 @@ def test_preemption_chunks_and_the_models_length(drafters, off, reference_model)
     assert preempted
 
 
+def test_the_models_cache_has_no_gaps_where_its_passes_are_left_out(drafters, off, reference_model, monkeypatch):
+    """It drafts in every third step only, and then what it drafts in an engine that always asks it."""
+    drafts = []
+    for period in (1, 3):
+        llm = build_beside(drafters, "eagle", num_speculative_tokens=5)
+        count = itertools.count()
+        drafter = runner_of(llm).rollout_spec.model_drafter
+        monkeypatch.setattr(drafter, "wants_model", lambda size, n=count, p=period: next(n) % p == 0)
+        params = mixed_params(12, 5, max_tokens=40)
+        prompts = prompts_of(params)
+        ours, drafted = drafts_of_the_model(llm, params, prompts)
+        assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
+        drafts.append({key: tokens for key, tokens in drafted.items() if tokens})
+    shared = drafts[0].keys() & drafts[1].keys()
+    assert len(shared) > 10
+    assert sum(drafts[0][key] != drafts[1][key] for key in shared) <= 0.01 * len(shared)
+
+
+def test_what_vllm_processes_is_verified_with_the_same_noise(drafters, off):
+    params = mixed_params(6, 13, logprobs=0)
+    params[0].repetition_penalty = 1.3
+    params[1].presence_penalty = 0.7
+    params[2].frequency_penalty = 0.5
+    params[3].min_tokens = 30
+    params[4].allowed_token_ids = [5, 6, 7, 8, 9, 10]
+    params[5]._bad_words_token_ids = [[6], [7, 8]]
+    params[5].bad_words = ["w2", "w3 w4"]
+    plain = generate(off, params)
+    for options in ({"num_speculative_tokens": 5}, {"drafter": "none"}):
+        llm = build_beside(drafters, "eagle", **options)
+        assert [list(o.token_ids) for o in generate(llm, params)] == [list(o.token_ids) for o in plain]
+
+
 def test_history_is_told_what_the_target_saw(drafters, reference_model):
     llm = build_beside(drafters, "eagle", num_speculative_tokens=5)
     generate(llm, mixed_params(12, 3, temperature=0.7, top_k=0, top_p=1.0, min_p=0.0))
@@ -214,6 +249,7 @@ def test_a_configuration_as_users_have_it(drafters, off, reference_model):
         ({"speculative_config": {"disable_padded_drafter_batch": True}}, "disable_padded_drafter_batch"),
         ({"num_speculative_tokens": 5, "drafter": "none"}, "make them equal"),
         ({"drafter": "device"}, "V2 model runner"),
+        ({"speculative_config": {"rejection_sample_method": "block"}}, "rejection_sample_method"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(drafters, settings, message):

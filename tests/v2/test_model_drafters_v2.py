@@ -105,16 +105,16 @@ def test_drafts_are_drawn_with_the_targets_noise(drafters):
 
 
 @pytest.mark.parametrize(
-    "engine",
+    ("method", "engine"),
     [
-        {"block_size": 32, "num_gpu_blocks_override": 7, "enable_prefix_caching": False},
-        {"max_num_batched_tokens": 16, "max_num_seqs": 3, "enable_chunked_prefill": True},
-        {"max_model_len": 24},
+        (METHODS[0], {"block_size": 32, "num_gpu_blocks_override": 7, "enable_prefix_caching": False}),
+        ("eagle", {"max_num_batched_tokens": 16, "max_num_seqs": 3, "enable_chunked_prefill": True}),
+        ("mtp", {"max_model_len": 24}),
     ],
     ids=["preemption", "chunks", "max_model_len"],
 )
-def test_what_interrupts_requests(drafters, stock, reference_model, engine):
-    llm = build_beside(drafters, METHODS[0], engine=engine, **HISTORY)
+def test_what_interrupts_requests(drafters, stock, reference_model, method, engine):
+    llm = build_beside(drafters, method, engine=engine, **HISTORY)
     preempted = count_preemptions(llm)
     is_preempting = "block_size" in engine
     params = mixed_params(4, 9, temperature=1.0, max_tokens=30 if is_preempting else 9, ignore_eos=True, **PLAIN)
@@ -126,6 +126,31 @@ def test_what_interrupts_requests(drafters, stock, reference_model, engine):
 def test_a_drafter_on_the_host_is_refused(drafters):
     with pytest.raises(ValueError, match="on the host"):
         build_beside(drafters, "eagle", drafter="mixture")
+
+
+def test_what_vllm_processes_and_slots_by_batch_size(drafters, stock):
+    """Penalties and masks beside a model; no slots for four requests or more, K for fewer."""
+    ranges = [[1, 3, MODEL_TOKENS], [4, 6, 0]]
+    target, speculative = drafters["eagle"]
+    speculative = {**speculative, "num_speculative_tokens": MODEL_TOKENS}
+    for drafter in ("device", "none"):
+        llm = build(
+            target,
+            max_num_seqs=6,
+            **engine_kwargs(
+                drafter=drafter,
+                drafter_options={"max_resident_tokens": 4096} if drafter == "device" else {},
+                speculative_config={**speculative, "num_speculative_tokens_per_batch_size": ranges},
+            ),
+        )
+        params = mixed_params(4, 3, max_tokens=8, logprobs=0, **PLAIN)
+        params[0].repetition_penalty = 1.3
+        params[1].min_tokens = 6
+        params[2].logit_bias = {7: 3.0, 8: -100.0}
+        params[3].presence_penalty = 0.7
+        for number in (4, 3):
+            ours, plain = generate(llm, params[:number]), generate(stock, params[:number])
+            assert [list(o.token_ids) for o in ours] == [list(o.token_ids) for o in plain]
 
 
 def test_switched_off(drafters, stock, reference_model):

@@ -15,9 +15,10 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
 from rollout_spec import engine_kwargs
-from rollout_spec.drafters import device_kernels
+from rollout_spec.drafters import device_choice, device_kernels
 from rollout_spec.integrations.vllm_plugin import _hook_device_worker
 from rollout_spec.verify import kernel, truncate
+from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import build, generate, mixed_params, prompts_of, runner_of, stats_of, verify_all
 from tests.launches import recorded_variants
 
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.engine
 K = 4
 KERNELS = {
     value.__name__
-    for module in (kernel, truncate, device_kernels)
+    for module in (kernel, truncate, device_kernels, device_choice)
     for value in vars(module).values()
     if isinstance(value, InterpretedFunction)
 }
@@ -91,12 +92,16 @@ def test_vllms_own_profiling_as_on_a_gpu(tiny_model, monkeypatch):
         verify_all(num_speculative_tokens=K, drafter_options={"min_survival": 0.0}),
         verify_all(num_speculative_tokens=K, drafter="device"),
         engine_kwargs(speculation=False),
+        "model",
     ],
-    ids=["host", "device", "off"],
+    ids=["host", "device", "off", "model"],
 )
-def test_nothing_is_compiled_while_the_engine_serves(tiny_model, options, monkeypatch):
+def test_nothing_is_compiled_while_the_engine_serves(tiny_model, options, monkeypatch, tmp_path):
     """Whatever requests there are, with and without drafts, in chunks of prompts and switched off."""
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *args: None)  # torch's CUDA build looks for a device
+    if options == "model":
+        head = {"method": "eagle", "model": str(write_eagle_head(tiny_model, tmp_path / "eagle"))}
+        options = engine_kwargs(num_speculative_tokens=K, speculative_config={**head, "num_speculative_tokens": 2})
     with recorded_variants() as compiled:
         llm = build(tiny_model, **options, max_num_seqs=6, max_num_batched_tokens=32)
         worker = worker_of(llm)
