@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -534,3 +537,43 @@ def test_the_host_drafter_drafts_the_same(rollouts, own, seed, features):
     else:
         assert same.all()
     np.testing.assert_allclose(draft.confidence[:steps], theirs.confidence[:steps], rtol=1e-4)
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_a_draft_is_continued_as_if_its_beginning_had_been_said(features):
+    """As by the reference, to which it is said; and it leaves no trace, whether a request has room or not."""
+    rng = np.random.default_rng(3)
+    engine = Engine(signatures=features, distributions=features)
+    for seed in (None, 5):
+        req_id = engine.start([0, 1, 2], seed=seed, problem_id=7)
+        said = rng.integers(0, 3, 30).tolist()
+        engine.commit(req_id, said, random_features(rng, said) if features else None)
+        engine.stop(req_id)
+    live = [engine.start([0, 1, 2], seed=seed, problem_id=7) for seed in (None, 8, 9)]
+    for req_id in live:
+        engine.commit(req_id, rng.integers(0, 3, 6).tolist())
+    full = engine.start([1] * (MAX_LEN - 1), problem_id=7)
+    engine.assert_same_drafts()
+    num_drafted = 0
+    for beginning, chosen in itertools.product(([0, 1], [2, 2], [1, 0]), [*live, full, None]):
+        req_ids = [*live, full]
+        slots = torch.tensor([engine.live[req_id] for req_id in req_ids], dtype=torch.int32)
+        wanted = torch.tensor([req_id == chosen for req_id in req_ids], dtype=torch.int32)
+        drafts, rates = engine.drafter.continue_drafts(
+            slots, wanted, torch.tensor([beginning] * 4), engine.seeds, engine.temperature
+        )
+        for i, req_id in enumerate(req_ids):
+            expected = []
+            if req_id == chosen != full:
+                reference = copy.deepcopy(engine.reference)
+                reference._live[req_id].drafted = []  # what was drafted before is not graded by this
+                reference.extend(req_id, beginning)
+                (draft,) = reference.propose([req_id], np.array([K - 2], np.int32))
+                expected = draft.token_ids.tolist()
+                np.testing.assert_allclose(rates[i, : len(expected)].cumprod(0), draft.confidence, rtol=2e-3)
+            assert drafts[i, : len(expected)].tolist() == expected
+            assert (rates[i, len(expected) :] == 0).all()
+            num_drafted += len(expected)
+        engine.drafter.check_integrity()
+    assert num_drafted > 10
+    engine.assert_same_drafts()
