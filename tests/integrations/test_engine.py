@@ -405,7 +405,7 @@ def test_invalid_logits_raise(tiny_model):
                 **engine_kwargs(num_speculative_tokens=4),
                 "speculative_config": {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3},
             },
-            "two drafters",
+            "can draft beside history",
         ),
         (
             {**engine_kwargs(speculation=False), "speculative_config": engine_kwargs()["speculative_config"]},

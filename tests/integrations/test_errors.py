@@ -92,10 +92,10 @@ def test_everything_is_compiled_while_the_engine_is_built(tiny_model, monkeypatc
     calls, compiled = [], []
     original = warm_up.warm_up
 
-    def spy(config, *, device, log):
+    def spy(config, *, device, has_model, log):
         calls.append((config.num_speculative_tokens, str(device)))
         log("compiling")
-        original(config, device=device, log=log)
+        original(config, device=device, has_model=has_model, log=log)
 
     monkeypatch.setattr(warm_up, "warm_up", spy)
     llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=7, drafter="ngram"))
