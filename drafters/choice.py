@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_spec.drafters.propose import count_outcome
 from rollout_spec.drafters.vote import VERSION_DECAY
 from rollout_spec.jit import inlined, njit
 from rollout_spec.types import Drafts, Float32Array, Int32Array
@@ -27,8 +28,6 @@ NUM_PROBABILITY_BINS = 8
 """Bins of equal width for the model's probability of its token."""
 PRIOR = 8.0
 """Prior trials of a bin, at the rate of the model's own probability."""
-MAX_TRIALS = 4096.0
-"""Counters are halved at so many trials, so that they follow the policy."""
 NO_TOKEN = -1
 
 
@@ -228,13 +227,8 @@ def _observe(
         for j in range(min(num_said, last.model.shape[1])):
             if last.model[row, j] == NO_TOKEN:
                 break
-            count = counts[last.cells[row, j]]
-            if count[0] >= MAX_TRIALS:
-                count[0] *= 0.5
-                count[1] *= 0.5
             is_right = last.model[row, j] == max(targets[start + j], 0)  # vLLM emits 0 where the target has no sample
-            count[0] += 1.0
-            count[1] += is_right
+            count_outcome(counts[last.cells[row, j]], is_right)
             if j == 0:
                 first_tokens[0] += 1
                 first_tokens[1] += is_right

@@ -39,13 +39,11 @@ from rollout_spec.drafters.device_reference import CELLS
 from rollout_spec.drafters.vote import (
     INVERSE_TEMPERATURES,
     MAX_DEPTH,
-    MAX_TRIALS,
     NUM_DISTANCE_BINS,
     NUM_ORIGIN_BINS,
     PREFERENCE,
     RECENCY,
     SOURCES,
-    VERSION_DECAY,
 )
 from rollout_spec.features import FEATURE_WORDS, Features, check_switches
 
@@ -177,6 +175,7 @@ class DeviceDrafter:
         self._documents = new(num_documents, 4, dtype=torch.int64, device=device)
         self._members = new(max_requests, 1 + MAX_MEMBERS, dtype=torch.int32, device=device)
         self._problem_of = new(max_requests, dtype=torch.int32, device=device)
+        self._texts = (self._problem_of, self._members, self._text, self._documents)
         num_drafted = new(max_requests, dtype=torch.int32, device=device)
         drafted = new(max_requests, max_draft_tokens, dtype=torch.int32, device=device)
         alternatives = new(max_requests, max_draft_tokens, len(INVERSE_TEMPERATURES), dtype=torch.int32, device=device)
@@ -283,8 +282,7 @@ class DeviceDrafter:
             self._retire(retired)
         for problem in list(self._problems.values()):
             self._mark_idle_if_unused(problem)
-        counters = self._all_counters
-        counters.copy_(torch.where(counters[:, :1] >= MAX_TRIALS, counters // 2, counters))
+        device_kernels.halve_full(self._all_counters)
         self._archive.take_copies()
 
     def begin_policy_version(self, version: int) -> None:
@@ -298,7 +296,7 @@ class DeviceDrafter:
         if version > self._version:
             self._version = version
             self._version_on_device.fill_(version)
-            self._all_counters.copy_((self._all_counters * VERSION_DECAY).to(torch.int32))
+            device_kernels.discount(self._all_counters)
 
     def warm_up(
         self, slots_dtype: torch.dtype, history: Tensor, total_len: Tensor, seeds: Tensor, temperature: Tensor
@@ -372,29 +370,21 @@ class DeviceDrafter:
         """`propose` without uploading changed tables; can be captured in a CUDA graph."""
         first_rows = slots if first_rows is None else first_rows
         self._extend(slots, history, total_len, features, first_rows, num_sampled)
-        texts = (self._problem_of, self._members, self._text, self._documents)
-        keys = device_kernels.scan(slots, num_sampled, *texts)
+        keys = device_kernels.scan(slots, num_sampled, *self._texts)
         return self._draft(slots, keys, seeds, temperature, self._last_drafts)
 
     def _draft(
         self, slots: Tensor, keys: Tensor, seeds: Tensor, temperature: Tensor, last_drafts: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        num_drafted, drafted, cells, alternatives = last_drafts
         return device_kernels.draft(
             slots,
             keys,
-            self._problem_of,
-            self._members,
-            self._text,
-            self._documents,
+            *self._texts,
             seeds,
             temperature,
             self._preference,
             self._counters,
-            num_drafted,
-            drafted,
-            cells,
-            alternatives,
+            *last_drafts,
             version=self._version_on_device,
             log2_recency=self._log2_recency,
             inverse_temperature=self._inverse_temperature,
@@ -428,10 +418,9 @@ class DeviceDrafter:
             scratch = (num_drafted, *(tensor[:, num_given:].contiguous() for tensor in others))
             self._continued[num_given] = scratch
         lengthened = torch.empty_like(wanted)
-        texts = (self._problem_of, self._members, self._text, self._documents)
         arguments = slots, wanted, token_ids, self._max_model_len, self._text, self._documents, self._features
         device_kernels.lengthen(*arguments, lengthened, shorten=False)
-        keys = device_kernels.scan(slots, lengthened, *texts)
+        keys = device_kernels.scan(slots, lengthened, *self._texts)
         drafted = self._draft(slots, keys, seeds, temperature, scratch)
         device_kernels.lengthen(*arguments, lengthened, shorten=True)
         return drafted

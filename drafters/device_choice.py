@@ -11,8 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_spec.drafters import choice
-from rollout_spec.drafters.vote import VERSION_DECAY
+from rollout_spec.drafters import choice, device_kernels
 
 NUM_POSITION_BINS = tl.constexpr(choice.NUM_POSITION_BINS)
 NUM_PROBABILITY_BINS = tl.constexpr(choice.NUM_PROBABILITY_BINS)
@@ -202,12 +201,12 @@ class DeviceChoice:
         )
         self._num_steps += 1
         if self._num_steps % STEPS_PER_HALVING == 0:
-            self.counts.copy_(torch.where(self.counts[:, :1] >= choice.MAX_TRIALS, self.counts // 2, self.counts))
+            device_kernels.halve_full(self.counts)
         return drafts, rates, is_model
 
     def begin_policy_version(self) -> None:
         """As `choice.DraftChoice.begin_policy_version`."""
-        self.counts.copy_((self.counts * VERSION_DECAY).to(torch.int32))
+        device_kernels.discount(self.counts)
 
     def model_counts(self) -> tuple[int, int]:
         """As `choice.DraftChoice.model_counts`. Waits for the device."""

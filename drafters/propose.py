@@ -481,7 +481,7 @@ def propose(store, index, pool, rows, batch, max_tokens, given, reached, setting
 
 
 @inlined(allocates=False)
-def _count_outcome(cell, hit):
+def count_outcome(cell, hit):
     """Count an outcome."""
     if cell[0] >= MAX_TRIALS:
         cell[0] *= 0.5
@@ -525,11 +525,11 @@ def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, c
             coupled, probability_bin, length_bin, origin_bin = out.cells[row, depth]
             target = max(targets[starts[i] + depth], 0)  # the engine emits 0 where the target has no sample
             hit = out.tokens[row, depth] == target
-            _count_outcome(calibration.coarse[coupled, probability_bin, length_bin], hit)
-            _count_outcome(calibration.fine[coupled, probability_bin, length_bin, origin_bin], hit)
+            count_outcome(calibration.coarse[coupled, probability_bin, length_bin], hit)
+            count_outcome(calibration.fine[coupled, probability_bin, length_bin, origin_bin], hit)
             if out.alternatives[row, depth, 0] >= 0:
                 for a in range(len(INVERSE_TEMPERATURES)):
-                    _count_outcome(calibration.by_inverse_temperature[a], out.alternatives[row, depth, a] == target)
+                    count_outcome(calibration.by_inverse_temperature[a], out.alternatives[row, depth, a] == target)
             calibration.by_source[origin_bin // NUM_DISTANCE_BINS, 0] += 1
             calibration.by_source[origin_bin // NUM_DISTANCE_BINS, 1] += hit
         out.lengths[row], out.is_cut[row] = 0, False

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from rollout_spec.config import CONFIG_KEY, MODEL_METHODS, RolloutSpecConfig
+from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig, drafts_with_model
 
 VARIABLE = "ROLLOUT_SPEC"
 MODELS = "models"
@@ -38,8 +38,7 @@ class Request(NamedTuple):
         if theirs is None:
             return self.config, self.config.engine_kwargs()
         method = theirs.get("method") if isinstance(theirs, Mapping) else None
-        has_model = method in MODEL_METHODS or str(method).endswith("_mtp")
-        if not has_model or not self.config.speculation or self.config.speculative_config is not None:
+        if not drafts_with_model(method) or not self.config.speculation or self.config.speculative_config is not None:
             return None
         if type(theirs.get("num_speculative_tokens")) is not int:
             options = {name: value for name, value in self.options.items() if name != "num_speculative_tokens"}

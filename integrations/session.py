@@ -453,7 +453,8 @@ class DraftingSession:
             if self._continues:
                 some = np.flatnonzero(self.choice.is_model(rows))
                 drafter: Any = self.drafter
-                drafter.observe_continued(rows[some], *select(targets, starts, some), accepted[some])
+                if some.size:
+                    drafter.observe_continued(rows[some], *select(targets, starts, some), accepted[some])
             targets, starts, accepted = self.choice.observe(rows, targets, starts, accepted)
         self.drafter.observe_batch(rows, targets, starts, accepted)
         if self.budget is not None:

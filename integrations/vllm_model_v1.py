@@ -18,6 +18,7 @@ from rollout_spec.drafters.choice import ModelDrafts
 from rollout_spec.integrations.host_copy import HostCopy
 from rollout_spec.integrations.model_drafters import ModelAlone, num_model_tokens
 from rollout_spec.integrations.ranks import broadcasting_from_first_rank
+from rollout_spec.integrations.vllm_plugin import has_model_drafter
 from rollout_spec.verify.draw import draw
 
 
@@ -106,8 +107,6 @@ class ModelDrafter:
 
 def find_model_drafter(runner: Any, config: RolloutSpecConfig) -> ModelDrafter | None:
     """The runner's drafter with a model, taken over; None if it has none."""
-    from rollout_spec.integrations.vllm_plugin import has_model_drafter
-
     if not config.speculation or not has_model_drafter(runner.vllm_config):
         return None
     drafter = getattr(runner, "drafter", None)  # only the last pipeline rank has one

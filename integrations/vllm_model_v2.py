@@ -157,10 +157,8 @@ class ModelSpeculation:
         if self._runner is None or not self.history.enabled:
             return history
         num_requests = input_batch.num_reqs
-        slots, temperature = (
-            input_batch.idx_mapping[:num_requests],
-            self._runner.sampler.sampling_states.temperature.gpu,
-        )
+        slots = input_batch.idx_mapping[:num_requests]
+        temperature = self._runner.sampler.sampling_states.temperature.gpu
         if dummy_run or self._runner.rollout_spec.warming_up:  # nothing is sampled; compiles what will be called
             num_sampled = torch.zeros(num_requests, dtype=torch.int32, device=slots.device)
         chosen = self._choose(slots, num_sampled, temperature, history, model[:, :num_model])

@@ -256,7 +256,7 @@ class RunnerAdapter:
         # Where a model drafts alone, scheduling may be asynchronous, and vLLM's batch has placeholders for its drafts.
         if metadata is not None and runner.use_async_scheduling and runner._draft_token_req_ids is not None:
             runner.input_batch.update_async_spec_token_ids(runner._get_draft_token_ids_cpu()[0])
-        sampler, processed = self._runner.sampler, logits.to(torch.float32, copy=True)
+        sampler, processed = runner.sampler, logits.to(torch.float32, copy=True)
         if metadata is None:
             return sampler.apply_logits_processors(processed, sampling, False)
         # Pretend that every request has one more draft token, so that its bonus row is processed like the others: by

@@ -31,6 +31,11 @@ AUTO, NO_HISTORY = "auto", "none"
 VerifyMethod = Literal["sample", "rejection"]
 
 
+def drafts_with_model(method: object) -> bool:
+    """Whether a speculative method is one of MODEL_METHODS, or a name that vLLM has for a model's own MTP layers."""
+    return method in MODEL_METHODS or str(method).endswith("_mtp")
+
+
 @dataclass(frozen=True)
 class RolloutSpecConfig:
     """Settings of the drafter and the verifier of one engine.
@@ -109,7 +114,7 @@ class RolloutSpecConfig:
         if not self.speculation:
             raise ValueError("speculation=False, but there is a speculative_config: remove one of them")
         method = model.get("method")
-        if method is not None and method not in MODEL_METHODS and not str(method).endswith("_mtp"):
+        if method is not None and not drafts_with_model(method):
             raise ValueError(
                 f"speculative_config uses {method!r}, which cannot draft beside history: use one of "
                 f"{', '.join(MODEL_METHODS)}, or leave speculative_config out"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from rollout_spec.drafters import choice
 from rollout_spec.drafters.choice import DraftChoice, ModelDrafts, no_model_drafts
+from rollout_spec.drafters.vote import MAX_TRIALS
 from rollout_spec.types import Drafts
 
 pytest.importorskip("triton")
@@ -212,10 +213,10 @@ def test_room_and_steps_without_the_model():
 def test_full_counters_are_halved():
     chooser, row = DraftChoice(K, M), np.array([0])
     chooser.start(0, is_sampled=True)
-    chooser.counts[:, 0], chooser.counts[:, 1] = choice.MAX_TRIALS, 4.0
+    chooser.counts[:, 0], chooser.counts[:, 1] = MAX_TRIALS, 4.0
     chooser.choose(row, *_one([], [], [6, 7, 8], [0.9, 0.9, 0.9]), np.array([K]))
     chooser.observe(row, np.array([6]), np.array([0, 1]), np.array([0]))
-    assert chooser.counts.min(0).tolist() == [choice.MAX_TRIALS / 2 + 1, 3.0]
+    assert chooser.counts.min(0).tolist() == [MAX_TRIALS / 2 + 1, 3.0]
     before = chooser.counts.copy()
     chooser.begin_policy_version()
     assert (chooser.counts < before).all()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from rollout_spec.drafters import device, device_kernels
+from rollout_spec.drafters import device, device_kernels, vote
 from rollout_spec.drafters.device import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.device_archive import Pool
 from rollout_spec.drafters.device_reference import Document, ReferenceDrafter, find_matches
@@ -324,11 +324,11 @@ def test_without_the_noise_seeds_make_no_difference():
 def test_full_counters_are_halved_when_a_request_ends():
     engine = Engine()
     for counters in (engine.drafter._all_counters, engine.reference.counters.fine):
-        counters[:2, 0], counters[:2, 1] = device.MAX_TRIALS, 101
+        counters[:2, 0], counters[:2, 1] = vote.MAX_TRIALS, 101
         counters[1, 0] -= 1
     engine.stop(engine.start([1]))
     for counters in (engine.drafter._all_counters, engine.reference.counters.fine):
-        assert counters[:2].tolist() == [[device.MAX_TRIALS // 2, 50], [device.MAX_TRIALS - 1, 101]]
+        assert counters[:2].tolist() == [[vote.MAX_TRIALS // 2, 50], [vote.MAX_TRIALS - 1, 101]]
 
 
 def test_a_slot_that_changes_hands_shows_nobody_the_newcomers_text():

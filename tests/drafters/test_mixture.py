@@ -617,9 +617,9 @@ def test_confidence_is_the_chance_to_get_that_far():
 
 def test_full_counters_are_halved():
     cell = np.array([vote.MAX_TRIALS, 1000], np.float32)
-    propose._count_outcome(cell, True)
+    propose.count_outcome(cell, True)
     assert cell.tolist() == [vote.MAX_TRIALS / 2 + 1, 501]
-    propose._count_outcome(cell, False)
+    propose.count_outcome(cell, False)
     assert cell.tolist() == [vote.MAX_TRIALS / 2 + 2, 501]
 
 
