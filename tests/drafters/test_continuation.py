@@ -59,10 +59,14 @@ def test_a_draft_of_its_own_goes_on_as_it_would_have(drafter):
         assert drafts.token_ids[0].tolist() == own
 
 
+def other_counts(drafter):
+    return {name: counts for name, counts in drafter.source_counts().items() if name != "problem"}
+
+
 def test_only_what_history_added_is_counted(drafter):
     """Before: nothing. The model's two tokens and one of history's four were right."""
     continued(drafter, [5, 6])
-    before = drafter.source_counts()["problem"]
+    before, others = drafter.source_counts()["problem"], other_counts(drafter)
     drafter.observe_continued(rows(drafter, "new"), np.array([5, 6, 7, 30]), np.array([0, 4]), np.array([3]))
     reached, right = (b - a for a, b in zip(before, drafter.source_counts()["problem"], strict=True))
     assert (reached, right) == (2, 1)
@@ -71,6 +75,7 @@ def test_only_what_history_added_is_counted(drafter):
     continued(drafter, [5, 6])
     drafter.observe_continued(rows(drafter, "new"), np.array([5, 9]), np.array([0, 2]), np.array([1]))
     assert drafter.source_counts()["problem"] == (before[0] + 2, before[1] + 1), "the model was wrong first"
+    assert other_counts(drafter) == others, "the model's tokens are nobody's"
 
 
 def test_more_requests_than_there_was_room_for(drafter):
