@@ -44,6 +44,7 @@ from rollout_spec.features import (
     decoded_probabilities,
     no_features,
 )
+from rollout_spec.history.rollout import Rollout
 from rollout_spec.types import Draft, Drafts, Int32Array
 
 IndexKind = Literal["suffix", "ngram"]
@@ -60,9 +61,10 @@ POOL_ENTRIES = 1 << 14
 class _Prompt:
     """A prompt that live requests or rollouts in the history refer to."""
 
-    document: int
-    key: tuple[int, int]
-    """Its problem, and a 64-bit hash of its tokens."""
+    documents: list[int]
+    """Tokens that are context only and not indexed, if any, then the others, if any."""
+    key: tuple[int, int, int]
+    """Its problem, a 64-bit hash of its tokens, and how many of them are not indexed."""
     users: int = 0
 
 
@@ -179,12 +181,13 @@ class HistoryDrafter:
         self._scratch = [propose.new_scratch(max_draft_tokens) for _ in range(self._num_threads)]
         self._free_rows = list(range(3, -1, -1))
         self._live: dict[str, _Request] = {}
-        self._prompts: dict[tuple[int, int], _Prompt] = {}
+        self._prompts: dict[tuple[int, int, int], _Prompt] = {}
         self._problems: dict[int, int] = {}  # number in the store by problem id
         self._problem_ids: dict[int, int] = {}
         self._problem_users: dict[int, int] = {}
         self._next_problem = 0
         self._finished: deque[_Request] = deque()
+        self._recorded: list[Rollout] | None = None  # None: nobody wants them
         self._pending: list[tuple[int, array[int], Features | None]] = []
         self._num_pending = 0
         self._unindexed: list[NDArray[np.int64]] = []  # documents whose last tokens are not indexed yet
@@ -200,28 +203,35 @@ class HistoryDrafter:
     # -- the protocol ------------------------------------------------------------------------------------------------
 
     def start_request(
-        self, req_id: str, prompt_token_ids: Tokens, *, problem_id: int | None = None, seed: int | None = None
+        self,
+        req_id: str,
+        prompt_token_ids: Tokens,
+        *,
+        problem_id: int | None = None,
+        seed: int | None = None,
+        num_known: int = 0,
     ) -> None:
+        """As `Drafter.start_request`.
+
+        Args:
+            num_known: How many of the prompt's first tokens the problem's history has from earlier turns of the
+                conversation. They are not stored again.
+        """
         if req_id in self._live:
             raise ValueError(f"request {req_id!r} is live already")
         if seed is not None and not -(2**63) <= seed < 2**63:
             raise ValueError(f"seed must fit in 64 bits, got {seed}")
         prompt_tokens = _as_array("prompt_token_ids", prompt_token_ids)
+        if not 0 <= num_known <= len(prompt_tokens):
+            raise ValueError(f"num_known must be from 0 to the prompt's {len(prompt_tokens)} tokens, got {num_known}")
         if self._own_only or (problem_id is None and not prompt_tokens):
             problem = self._problem(None)
         else:
             problem = self._problem(problem_of_prompt(prompt_token_ids) if problem_id is None else problem_id)
         prompt = None
         if prompt_tokens:
-            key = (problem, hash(prompt_tokens.tobytes()))
-            prompt = self._prompts.get(key)
-            if prompt is None:
-                document = self._store.new_document(problem, PROMPT, self._version)
-                prompt = self._prompts[key] = _Prompt(document, key)
-                tokens = np.frombuffer(prompt_tokens, np.int32)
-                self._append(np.array([document]), tokens, np.array([0, tokens.size]))
-            prompt.users += 1
-        document = self._store.new_document(problem, ROLLOUT, self._version, context=prompt.document if prompt else -1)
+            prompt = self._prompt(problem, np.frombuffer(prompt_tokens, np.int32), num_known)
+        document = self._new_rollout(problem, prompt, self._version)
         if not self._free_rows:
             self._grow_rows()
         row = self._free_rows.pop()
@@ -400,12 +410,55 @@ class HistoryDrafter:
         keep = keep and not self._own_only and live.version >= self._oldest_version
         del self._live[req_id]
         self._free_rows.append(live.row)
+        if keep and self._recorded is not None:
+            self._record(live)
         if keep:
             self._finished.append(live)
         if not keep or self._num_pending >= self._max_pending:
             self._flush()
         if not keep:
             self._remove(live)
+
+    def record_rollouts(self) -> None:
+        """From now on keep a copy of every rollout that ends and stays in the history, for `take_recorded`."""
+        if self._recorded is None:
+            self._recorded = []
+
+    def take_recorded(self) -> list[Rollout]:
+        """The rollouts that have ended since the last call, in this order. Those without a problem id are left out."""
+        recorded, self._recorded = self._recorded or [], []
+        return recorded
+
+    def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        """Put rollouts into the history that ended elsewhere or earlier. They count as the newest, the last one most.
+
+        Their versions are those of this drafter; later ones than the present count as the present one. O(tokens).
+
+        Raises:
+            ValueError: a token is negative, or features have another shape than their tokens need.
+        """
+        self._flush()
+        documents, pieces, features = [], [], []
+        for rollout in rollouts:
+            version = min(rollout.version, self._version)
+            if self._own_only or not rollout.tokens.size or version < self._oldest_version:
+                continue
+            if min(rollout.context.min(initial=0), rollout.tokens.min()) < 0:
+                raise ValueError(f"tokens of a rollout of problem {rollout.problem_id} must not be negative")
+            if rollout.features is not None:
+                check_features(rollout.features, rollout.tokens.size)
+            problem = self._problem(rollout.problem_id)
+            prompt = self._prompt(problem, rollout.context, rollout.context.size) if rollout.context.size else None
+            document = self._new_rollout(problem, prompt, version)
+            self._finished.append(_Request(-1, document, problem, version, prompt))
+            documents.append(document)
+            pieces.append(rollout.tokens)
+            features.append((rollout.tokens.size, rollout.features))
+        if documents:
+            known = _concatenate(features) if self.wants_features else None
+            self._append(np.array(documents), np.concatenate(pieces), _starts(pieces), known)
+            self.update_index()
+            self._drop_oldest()
 
     def begin_policy_version(self, version: int) -> None:
         if not self._version <= version < 2**31:
@@ -453,7 +506,7 @@ class HistoryDrafter:
         rows = [live.row for live in self._live.values()] + self._free_rows
         assert sorted(rows) == list(range(self._rows.document.size)), "a row has two owners or none"
         documents = [r.document for r in chain(self._live.values(), self._finished)]
-        documents += [prompt.document for prompt in self._prompts.values()]
+        documents += [document for prompt in self._prompts.values() for document in prompt.documents]
         live = np.flatnonzero(self._store.arrays.documents[:, PROBLEM] >= 0).tolist()
         assert sorted(documents) == live, "a document has two owners or none"
 
@@ -482,6 +535,25 @@ class HistoryDrafter:
         self._problem_users[number] += 1
         return number
 
+    def _prompt(self, problem: int, tokens: Int32Array, num_known: int) -> _Prompt:
+        """A problem's prompt, with one more user. Its first `num_known` tokens are not indexed."""
+        key = (problem, hash(tokens.tobytes()), num_known)
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            prompt = self._prompts[key] = _Prompt([], key)
+            context = -1
+            for part, is_indexed in ((tokens[:num_known][-vote.MAX_DEPTH :], False), (tokens[num_known:], True)):
+                if part.size:
+                    context = self._store.new_document(problem, PROMPT, self._version, context=context)
+                    prompt.documents.append(context)
+                    self._append(np.array([context]), part, np.array([0, part.size]), is_indexed=is_indexed)
+        prompt.users += 1
+        return prompt
+
+    def _new_rollout(self, problem: int, prompt: _Prompt | None, version: int) -> int:
+        """A document for a rollout that follows a prompt."""
+        return self._store.new_document(problem, ROLLOUT, version, context=prompt.documents[-1] if prompt else -1)
+
     @property
     def _oldest_version(self) -> int:
         return 0 if self._max_history_versions is None else self._version - self._max_history_versions
@@ -507,15 +579,35 @@ class HistoryDrafter:
         tokens: Int32Array,
         starts: NDArray[np.int64],
         features: Features | None = None,
+        *,
+        is_indexed: bool = True,
     ) -> None:
-        """Append tokens[starts[i] : starts[i + 1]] to documents[i]; `update_index` indexes them."""
+        """Append tokens[starts[i] : starts[i + 1]] to documents[i]; `update_index` indexes them.
+
+        Args:
+            is_indexed: False: never, they are context only.
+        """
         if features is not None and self.wants_features:
             self._store.keep_features()
         # A piece takes at most one page more than its tokens fill.
         self._store.reserve(tokens.size // PAGE_TOKENS + documents.size)
         append_batch(self._store.arrays, documents, tokens, starts, NO_FEATURES if features is None else features)
-        self._unindexed.append(documents)
-        self._num_unindexed += tokens.size
+        if is_indexed:
+            self._unindexed.append(documents)
+            self._num_unindexed += tokens.size
+
+    def _record(self, request: _Request) -> None:
+        """Copy a rollout for `take_recorded`."""
+        problem_id = self._problem_ids.get(request.problem)
+        if problem_id is None:
+            return
+        assert self._recorded is not None
+        self._flush()
+        tokens, features = self._store.read(request.document)
+        if tokens.size:
+            last = request.prompt.documents[-1] if request.prompt else -1
+            context = self._store.text_before_end(last, vote.MAX_DEPTH) if last >= 0 else tokens[:0]
+            self._recorded.append(Rollout(problem_id, request.version, context, tokens, features))
 
     def _remove(self, request: _Request) -> None:
         """Take a rollout out of the index, and its prompt if no other rollout has the same."""
@@ -524,7 +616,8 @@ class HistoryDrafter:
         if prompt is not None:
             prompt.users -= 1
             if prompt.users == 0:
-                self._remove_document(prompt.document)
+                for document in reversed(prompt.documents):
+                    self._remove_document(document)
                 del self._prompts[prompt.key]
         self._problem_users[request.problem] -= 1
         if self._problem_users[request.problem] == 0:

@@ -270,10 +270,25 @@ class TextStore:
 
     def text(self, document: int) -> Int32Array:
         """A document's tokens."""
-        length = int(self.arrays.documents[document, LENGTH])
-        text = np.empty(length, np.int32)
-        read_back(self.arrays, self.arrays.documents[document, LAST], text, length)
-        return text
+        return self.text_before_end(document, int(self.arrays.documents[document, LENGTH]))
+
+    def text_before_end(self, document: int, size: int) -> Int32Array:
+        """The last `size` tokens of a document and of what it continues, or fewer if there are no more."""
+        text = np.empty(size, np.int32)
+        found = read_back(self.arrays, self.arrays.documents[document, LAST], text, size)
+        return text[size - found :]
+
+    def read(self, document: int) -> tuple[Int32Array, Features | None]:
+        """A document's tokens and their features; None if features are not kept."""
+        tokens = self.text(document)
+        if not len(self.arrays.features):
+            return tokens, None
+        page, pages = int(self.arrays.documents[document, FIRST]) >> PAGE_BITS, []
+        for _ in range(-(-tokens.size // PAGE_TOKENS)):
+            pages.append(page)
+            page = int(self.arrays.pages[page, NEXT])
+        positions = np.array(pages, np.int64)[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)
+        return tokens, self.arrays.features[positions.ravel()[: tokens.size]]
 
     def memory_bytes(self) -> int:
         """Bytes of all arrays, unused capacity included."""

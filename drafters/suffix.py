@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 
 from rollout_spec.drafters.store import (
     DOCUMENT,
+    INDEXED,
     LAST,
-    LENGTH,
     PAGE_BITS,
     PROBLEM,
     Store,
@@ -316,7 +316,7 @@ def check_integrity(store: Store, tree: Tree, *, is_shared: bool) -> None:
     expected = set()
     for document in np.flatnonzero(store.documents[:, PROBLEM] >= 0).tolist():
         position = int(store.documents[document, LAST])
-        for _ in range(int(store.documents[document, LENGTH])):
+        for _ in range(int(store.documents[document, INDEXED])):
             previous = int(before(store.pages, position))
             if previous >= 0:
                 expected.add(position)

@@ -15,6 +15,7 @@ from rollout_spec.drafters.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER
 from rollout_spec.drafters.store import DOCUMENT, LENGTH, PAGE_BITS, PAGE_MASK, PAGE_TOKENS, START, Store, TextStore
 from rollout_spec.drafters.vote import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
 from rollout_spec.features import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
+from rollout_spec.history.rollout import Rollout
 from rollout_spec.types import Draft
 from tests import naive
 from tests.naive import Place, Text
@@ -72,15 +73,41 @@ class Recorder:
     def __init__(self, index: str = "suffix", **options) -> None:
         self.drafter = HistoryDrafter(index, **{"min_survival": 0.0, **options})
         self._texts: dict[int, Text] = {}
+        self._contexts: dict[int, list[int]] = {}  # the texts that are context only
         self._live: dict[str, Text] = {}
 
-    def start(self, req_id: str, prompt: Sequence[int], tokens: Sequence[int] = (), **kwargs) -> None:
-        self.drafter.start_request(req_id, prompt, **kwargs)
+    def start(
+        self, req_id: str, prompt: Sequence[int], tokens: Sequence[int] = (), *, num_known: int = 0, **kwargs
+    ) -> None:
+        self.drafter.start_request(req_id, prompt, num_known=num_known, **kwargs)
         request = self.drafter._live[req_id]
-        if request.prompt is not None:
-            self._texts[request.prompt.document] = Text(request.problem, [], list(prompt))
-        self._texts[request.document] = self._live[req_id] = Text(request.problem, list(prompt), [])
+        prompt = self._note_prompt(request, prompt, num_known)
+        self._texts[request.document] = self._live[req_id] = Text(request.problem, prompt, [])
         self.extend(req_id, tokens)
+
+    def add(self, rollout: Rollout) -> None:
+        """Add a rollout that ended elsewhere."""
+        before = list(self.drafter._finished)
+        self.drafter.add_rollouts([rollout])
+        for request in self.drafter._finished:
+            if not any(request is other for other in before):
+                prompt = self._note_prompt(request, rollout.context, len(rollout.context))
+                self._texts[request.document] = Text(request.problem, prompt, list(rollout.tokens))
+
+    def _note_prompt(self, request, prompt: Sequence[int], num_known: int) -> list[int]:
+        """Remember a request's prompt. Returns what is kept of it."""
+        prompt = list(prompt)
+        context = prompt[:num_known][-MAX_DEPTH:]
+        documents = list(request.prompt.documents) if request.prompt is not None else []
+        for document in (request.document, *documents):  # numbers are used again
+            self._texts.pop(document, None)
+            self._contexts.pop(document, None)
+        if context:
+            self._contexts[documents.pop(0)] = context
+        if prompt[num_known:]:
+            self._texts[documents.pop(0)] = Text(request.problem, context, prompt[num_known:])
+        assert not documents
+        return context + prompt[num_known:]
 
     def start_interleaved(
         self, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]], random: Random, flush: float = 0.0
@@ -110,11 +137,16 @@ class Recorder:
         del self._live[req_id]
 
     def texts(self) -> dict[int, Text]:
-        """The texts of live requests and of those that the drafter says it keeps, by document."""
+        """The texts of live requests and of those that the drafter says it keeps, by document, where indexed."""
+        return {document: self._texts[document] for document in self._documents() if document in self._texts}
+
+    def _documents(self) -> set[int]:
         requests = [*self.drafter._live.values(), *self.drafter._finished]
-        documents = {request.document for request in requests}
-        documents |= {request.prompt.document for request in requests if request.prompt is not None}
-        return {document: self._texts[document] for document in documents}
+        prompts = [request.prompt.documents for request in requests if request.prompt is not None]
+        documents = {request.document for request in requests}.union(*prompts)
+        self._texts = {document: text for document, text in self._texts.items() if document in documents}
+        self._contexts = {document: text for document, text in self._contexts.items() if document in documents}
+        return documents
 
     def context(self, req_id: str) -> list[int]:
         text = self._live[req_id]
@@ -126,11 +158,10 @@ class Recorder:
     def check(self) -> None:
         """Integrity, and the store holds the texts on record."""
         self.drafter.check_integrity()
-        texts, store = self.texts(), self.drafter._store
-        assert {document: store.text(document).tolist() for document in texts} == {
-            document: text.tokens for document, text in texts.items()
-        }
-        assert store.num_tokens == sum(len(text.tokens) for text in texts.values())
+        documents, store = self._documents(), self.drafter._store
+        expected = {document: text.tokens for document, text in self._texts.items()} | self._contexts
+        assert {document: store.text(document).tolist() for document in documents} == expected
+        assert store.num_tokens == sum(map(len, expected.values()))
 
     def place(self, position: int) -> Place:
         store = self.drafter._store.arrays

@@ -16,8 +16,10 @@ from rollout_spec.drafters.index import gather
 from rollout_spec.drafters.mixture import HistoryDrafter
 from rollout_spec.drafters.store import NEXT, PAGE_TOKENS
 from rollout_spec.drafters.vote import BLEND, MAX_DEPTH, NUM_DISTANCE_BINS
+from rollout_spec.features import no_features
+from rollout_spec.history.rollout import Rollout
 from tests import naive
-from tests.drafters.recorder import SLOW, Recorder, examples
+from tests.drafters.recorder import SLOW, Recorder, examples, random_features
 
 K = 6
 LARGEST = 2**31 - 1
@@ -1013,7 +1015,13 @@ def test_random_operations(index):
             live.append(str(operation))
             seed = operation if operation % 2 else None
             problem_id = int(rng.integers(4)) if operation % 3 else None
-            recorder.start(live[-1], prompts[int(rng.integers(len(prompts)))], problem_id=problem_id, seed=seed)
+            prompt = prompts[int(rng.integers(len(prompts)))]
+            num_known = int(rng.integers(prompt.size + 1)) if operation % 5 == 0 else 0
+            recorder.start(live[-1], prompt, problem_id=problem_id, seed=seed, num_known=num_known)
+        elif kind < 0.06:
+            context, tokens = (rng.integers(0, 3, int(rng.integers(size))).astype(np.int32) for size in (33, 60))
+            version = int(rng.integers(recorder.drafter._version + 2))
+            recorder.add(Rollout(int(rng.integers(4)), version, context, tokens))
         elif kind < 0.5:
             recorder.extend(name, rng.integers(0, 3, int(rng.integers(6))))
         elif kind < 0.55:
@@ -1039,3 +1047,74 @@ def test_random_operations(index):
     recorder.drafter.begin_policy_version(recorder.drafter._version + 1000)
     recorder.check()
     assert recorder.drafter._store.num_used_pages == 0
+
+
+# -- rollouts from elsewhere -----------------------------------------------------------------------------------------
+
+
+@both_indexes
+def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own(index):
+    rng = np.random.default_rng(0)
+    prompt, known = rng.integers(20, 29, 70), random_features(rng, range(40))
+    rollouts = [rng.integers(0, 9, 40).astype(np.int32) for _ in range(3)]
+    first, second = make(index), make(index)
+    first.drafter.record_rollouts()
+    for number, tokens in enumerate(rollouts):
+        first.start(str(number), prompt, problem_id=5)
+        first.extend(str(number), tokens, known if number == 1 else None)
+    for number in range(3):
+        first.stop(str(number))
+    first.start("unknown", [], tokens=[1, 2])
+    first.stop("unknown")
+    first.start("aborted", prompt, tokens=[1, 2], problem_id=5)
+    first.stop("aborted", keep=False)
+    recorded = first.drafter.take_recorded()
+    assert [rollout.tokens.tolist() for rollout in recorded] == [tokens.tolist() for tokens in rollouts]
+    assert all(rollout.context.tolist() == prompt[-MAX_DEPTH:].tolist() for rollout in recorded)
+    assert all(rollout.problem_id == 5 and rollout.version == 0 for rollout in recorded)
+    assert (recorded[1].features == known).all()
+    assert first.drafter.take_recorded() == []
+    for rollout in recorded:
+        second.add(rollout)
+    second.check()
+    for recorder in (first, second):
+        recorder.start("next", prompt, problem_id=5)
+        recorder.extend("next", rollouts[1][:10], known[:10])
+    assert first.draft("next") == second.draft("next") != []
+
+
+@both_indexes
+def test_added_rollouts_keep_within_the_bounds(index):
+    recorder = make(index, max_history_tokens=10 * PAGE_TOKENS, max_history_versions=1)
+    recorder.drafter.begin_policy_version(5)
+    tokens = np.arange(PAGE_TOKENS, dtype=np.int32)
+    for version in [3, *[9] * 20]:  # too old, and of a version that has not begun here
+        recorder.add(Rollout(1, version, tokens[:0], tokens))
+    recorder.check()
+    assert recorder.drafter._store.num_used_pages == 10
+    assert {request.version for request in recorder.drafter._finished} == {5}
+    with pytest.raises(ValueError, match="negative"):
+        recorder.drafter.add_rollouts([Rollout(1, 5, tokens[:0], -tokens)])
+    with pytest.raises(ValueError, match="features of 32 tokens"):
+        recorder.drafter.add_rollouts([Rollout(1, 5, tokens[:0], tokens, no_features(3))])
+
+
+@both_indexes
+def test_a_later_turn_stores_only_what_is_new(index):
+    recorder = make(index)
+    root, tool = list(range(40)), list(range(100, 110))
+    recorder.start("turn 1", root, tokens=list(range(40, 80)), problem_id=1)
+    recorder.stop("turn 1")
+    recorder.check()
+    stored = recorder.drafter._store.num_tokens
+    recorder.start("turn 2", [*range(80), *tool], problem_id=1, num_known=80)
+    recorder.check()
+    assert recorder.drafter._store.num_tokens == stored + MAX_DEPTH + len(tool)
+    recorder.extend("turn 2", [41, 42, 43])
+    assert recorder.draft("turn 2") == [44, 45, 46, 47, 48, 49]  # from its own earlier turn
+    recorder.start("turn 2 of a sibling", [*range(70), 78, 79, 100, 101], problem_id=1, num_known=70)
+    assert recorder.draft("turn 2 of a sibling")[:3] == tool[2:5]
+    recorder.stop("turn 2", keep=False)
+    recorder.check()
+    with pytest.raises(ValueError, match="num_known must be from 0 to the prompt's 2 tokens, got 3"):
+        recorder.drafter.start_request("a", [1, 2], num_known=3)

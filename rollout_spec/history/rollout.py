@@ -1,0 +1,48 @@
+"""What history keeps of an ended rollout."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rollout_spec.features import Features
+from rollout_spec.types import Int32Array
+
+CONTEXT_TOKENS = 32
+"""Last tokens of a prompt that are kept with its rollouts: drafters compare contexts of at most so many tokens."""
+
+
+class Root(NamedTuple):
+    """By what a prompt is recognised at the beginning of a later one; see `rollout_spec.history.roots`."""
+
+    length: int
+    """Its tokens."""
+    whole: int
+    """Hash of all of them, 64 bits."""
+    head: int
+    """Hash of all but the last few, 64 bits."""
+
+
+class Rollout(NamedTuple):
+    """An ended rollout."""
+
+    problem_id: int
+    """Rollouts of the same problem have the same number, 64 bits."""
+    version: int
+    """The policy version that it started under. Rollouts of higher versions are newer."""
+    context: Int32Array
+    """int32 [at most CONTEXT_TOKENS]: the end of its prompt."""
+    tokens: Int32Array
+    """int32 [n]: what was sampled."""
+    features: Features | None = None
+    """int64 [n, FEATURE_WORDS], what the target saw at each token; None: not known."""
+    root: Root | None = None
+    """Its prompt; None: not known, or the caller named the problem."""
+    by_text: bool = False
+    """Whether the problem is told by its prompt's text, as token ids were not recorded."""
+    reward: float | None = None
+    """Its reward, where that is known."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that it takes in a history."""
+        return self.context.size + self.tokens.size
