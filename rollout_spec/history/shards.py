@@ -1,0 +1,274 @@
+"""Shards: files of ended rollouts, which no one changes once they are complete.
+
+A shard is a Parquet file with the columns of SCHEMA, one row per rollout. Its metadata say what wrote it (`Origin`), in
+which batches, and a digest of its columns: a shard that is cut or changed anywhere is refused. Batches are numbered by
+their writer, so that a reader that has seen a batch knows it again in a merged shard.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+
+from rollout_spec.features import FEATURE_WORDS
+from rollout_spec.history.rollout import CONTEXT_TOKENS, Root, Rollout
+
+FORMAT = 1
+"""Raised when shards of older code can no longer be read."""
+METADATA_KEY = b"rollout_spec.history"
+_TOKENS = arrow.list_(arrow.field("element", arrow.int32(), nullable=False))
+SCHEMA = arrow.schema(
+    [
+        arrow.field("writer", arrow.uint64(), nullable=False),
+        arrow.field("batch", arrow.int64(), nullable=False),
+        arrow.field("problem_id", arrow.uint64(), nullable=False),
+        arrow.field("by_text", arrow.bool_(), nullable=False),
+        arrow.field("version", arrow.int32(), nullable=False),
+        arrow.field("context", _TOKENS, nullable=False),
+        arrow.field("tokens", _TOKENS, nullable=False),
+        arrow.field("features", arrow.binary()),  # int64 [n, FEATURE_WORDS], little-endian
+        arrow.field("root_length", arrow.int32()),
+        arrow.field("root_whole", arrow.uint64()),
+        arrow.field("root_head", arrow.uint64()),
+        arrow.field("reward", arrow.float32()),
+    ]
+)
+_COMPRESSION = {
+    (f"{field.name}.list.element" if field.type == _TOKENS else field.name): "zstd"
+    for field in SCHEMA
+    if field.name != "features"  # nearly random bits
+}
+
+
+class ShardError(ValueError):
+    """A shard cannot be used; the message says why, but not which it is."""
+
+
+class Origin(NamedTuple):
+    """What a shard's rollouts come from. None: not known, which fits everything."""
+
+    tokenizer: str | None = None
+    """Fingerprint of the tokenizer's vocabulary."""
+    vocab_size: int | None = None
+    """Tokens that the model knows."""
+    model: str | None = None
+    """The model's name, for people."""
+    states: str | None = None
+    """Tells apart models whose hidden states cannot be compared."""
+
+    def check(self, theirs: Origin) -> None:
+        """Raise ShardError if rollouts of another origin cannot be used here."""
+        for name, ours, other in (
+            ("tokenizer", self.tokenizer, theirs.tokenizer),
+            ("vocabulary", self.vocab_size, theirs.vocab_size),
+        ):
+            if ours is not None and other is not None and ours != other:
+                model = f" (model {theirs.model})" if theirs.model else ""
+                raise ShardError(f"it is of another {name}{model}: {other} and not {ours}")
+
+
+class Entry(NamedTuple):
+    """A rollout in a shard."""
+
+    writer: int
+    """64 bits, drawn at random by each process that writes."""
+    batch: int
+    """The writer's number of the shard that this rollout first came in, from 0."""
+    rollout: Rollout
+
+
+class ShardInfo(NamedTuple):
+    """What a shard's metadata say."""
+
+    origin: Origin
+    batches: dict[int, tuple[int, int]]
+    """Its first and last batch, by writer."""
+    num_rollouts: int
+    num_tokens: int
+    """Sampled tokens, without contexts."""
+    num_problems: int
+    oldest_version: int
+    newest_version: int
+
+
+def encode(entries: Sequence[Entry], origin: Origin) -> bytes:
+    """The bytes of a shard. At least one entry. O(tokens)."""
+    rollouts = [entry.rollout for entry in entries]
+    roots = [rollout.root for rollout in rollouts]
+    columns: dict[str, Any] = {
+        "writer": np.array([entry.writer for entry in entries], np.uint64),
+        "batch": np.array([entry.batch for entry in entries], np.int64),
+        "problem_id": np.array([rollout.problem_id for rollout in rollouts], np.uint64),
+        "by_text": [rollout.by_text for rollout in rollouts],
+        "version": np.array([rollout.version for rollout in rollouts], np.int32),
+        "context": _lists([rollout.context for rollout in rollouts]),
+        "tokens": _lists([rollout.tokens for rollout in rollouts]),
+        "features": [None if r.features is None else r.features.astype("<i8").tobytes() for r in rollouts],
+        "root_length": [None if root is None else root.length for root in roots],
+        "root_whole": [None if root is None else root.whole for root in roots],
+        "root_head": [None if root is None else root.head for root in roots],
+        "reward": [rollout.reward for rollout in rollouts],
+    }
+    arrays = [arrow.array(columns[field.name], field.type) for field in SCHEMA]
+    table = arrow.Table.from_arrays(arrays, schema=SCHEMA)
+    batches: dict[int, tuple[int, int]] = {}
+    for entry in entries:
+        first, last = batches.get(entry.writer, (entry.batch, entry.batch))
+        batches[entry.writer] = min(first, entry.batch), max(last, entry.batch)
+    metadata = {
+        "format": FORMAT,
+        "origin": origin._asdict(),
+        "batches": {f"{writer:016x}": list(span) for writer, span in batches.items()},
+        "rollouts": len(rollouts),
+        "tokens": sum(rollout.tokens.size for rollout in rollouts),
+        "problems": len({rollout.problem_id for rollout in rollouts}),
+        "versions": [min(r.version for r in rollouts), max(r.version for r in rollouts)],
+    }
+    metadata["digest"] = _digest(table, metadata)
+    out = arrow.BufferOutputStream()
+    table = table.replace_schema_metadata({METADATA_KEY: json.dumps(metadata)})
+    parquet.write_table(table, out, compression=_COMPRESSION, use_dictionary=False)
+    encoded: bytes = out.getvalue().to_pybytes()
+    return encoded
+
+
+def read_info(data: bytes) -> ShardInfo:
+    """What a shard is about, from its metadata alone.
+
+    Raises:
+        ShardError: it is no shard, or of another format.
+    """
+    try:
+        return _info(_metadata(parquet.read_schema(arrow.BufferReader(data))))
+    except (arrow.ArrowException, OSError) as error:
+        raise ShardError(f"it is no whole Parquet file: {_first_line(error)}") from error
+
+
+def decode(data: bytes, origin: Origin) -> tuple[ShardInfo, list[Entry]]:
+    """Read a shard. Features of a model with other states are left out. O(tokens).
+
+    Args:
+        data: The file's bytes.
+        origin: What its rollouts are to be used with.
+
+    Raises:
+        ShardError: it is no shard, cut, changed, of another format or of another origin.
+    """
+    try:
+        table = parquet.read_table(arrow.BufferReader(data))
+        metadata = _metadata(table.schema)
+        info = _info(metadata)
+        if not table.schema.equals(SCHEMA):
+            raise ShardError(f"its columns are not those of format {FORMAT}: {', '.join(table.column_names)}")
+        origin.check(info.origin)
+        table = table.combine_chunks()
+        table.validate(full=True)
+        if table.num_rows != info.num_rollouts or not table.num_rows:
+            raise ShardError(f"it has {table.num_rows} rollouts where its metadata say {info.num_rollouts}")
+        if _digest(table, metadata) != metadata.get("digest"):
+            raise ShardError("its content does not agree with its digest")
+        return info, _entries(table, origin, info)
+    except (arrow.ArrowException, OSError) as error:
+        raise ShardError(f"it is no whole Parquet file: {_first_line(error)}") from error
+
+
+def _entries(table: Any, origin: Origin, info: ShardInfo) -> list[Entry]:
+    contexts, tokens = _arrays(table["context"]), _arrays(table["tokens"])
+    vocab_size = 2**31 if origin.vocab_size is None else origin.vocab_size
+    some = np.concatenate([*contexts, *tokens])
+    if some.size and not 0 <= some.min() <= some.max() < vocab_size:
+        raise ShardError(f"it holds tokens outside of the vocabulary of {vocab_size}")
+    has_states = origin.states is None or info.origin.states is None or origin.states == info.origin.states
+    columns = {name: table[name].to_pylist() for name in table.column_names if name not in ("context", "tokens")}
+    entries = []
+    for i in range(table.num_rows):
+        row = {name: values[i] for name, values in columns.items()}
+        features = None
+        if tokens[i].size == 0 or contexts[i].size > CONTEXT_TOKENS:
+            raise ShardError(f"rollout {i} has {tokens[i].size} tokens after {contexts[i].size} of its prompt")
+        if row["features"] is not None:
+            if len(row["features"]) != 8 * FEATURE_WORDS * tokens[i].size:
+                raise ShardError(f"features of rollout {i} do not fit its {tokens[i].size} tokens")
+            if has_states:
+                features = np.frombuffer(row["features"], "<i8").reshape(-1, FEATURE_WORDS).astype(np.int64)
+        root = None
+        if row["root_length"] is not None:
+            root = Root(row["root_length"], row["root_whole"] or 0, row["root_head"] or 0)
+        rollout = Rollout(
+            row["problem_id"], row["version"], contexts[i], tokens[i], features, root, row["by_text"], row["reward"]
+        )
+        entries.append(Entry(row["writer"], row["batch"], rollout))
+    return entries
+
+
+def _lists(values: Sequence[Any]) -> Any:
+    offsets = np.zeros(len(values) + 1, np.int32)
+    np.cumsum([value.size for value in values], out=offsets[1:])
+    flat = np.concatenate([np.asarray(value, np.int32) for value in values])
+    return arrow.ListArray.from_arrays(arrow.array(offsets), arrow.array(flat), type=_TOKENS)
+
+
+def _arrays(column: Any) -> list[Any]:
+    column = column.combine_chunks() if isinstance(column, arrow.ChunkedArray) else column
+    if isinstance(column, arrow.ChunkedArray):  # what combine_chunks gives differs between releases of pyarrow
+        column = arrow.concat_arrays(column.chunks)
+    offsets = column.offsets.to_numpy()
+    return np.split(column.values.to_numpy()[offsets[0] : offsets[-1]], (offsets[1:-1] - offsets[0]))
+
+
+def _digest(table: Any, metadata: dict[str, Any]) -> str:
+    """Of all values of a table, however its columns are laid out in memory, and of the other metadata."""
+    others = {name: value for name, value in metadata.items() if name != "digest"}
+    digest = hashlib.blake2b(json.dumps(others, sort_keys=True).encode(), digest_size=16)
+    for name in table.column_names:
+        column = table[name]
+        digest.update(np.packbits(column.is_null().to_numpy()))
+        if arrow.types.is_list(column.type):
+            values = _arrays(column)
+            digest.update(np.array([value.size for value in values], np.int64))
+            digest.update(np.concatenate(values))
+        elif arrow.types.is_binary(column.type):
+            for value in column.to_pylist():
+                digest.update(b"" if value is None else value)
+        else:
+            digest.update(np.ascontiguousarray(column.fill_null(False if name == "by_text" else 0).to_numpy()))
+    return digest.hexdigest()
+
+
+def _metadata(schema: Any) -> dict[str, Any]:
+    raw = (schema.metadata or {}).get(METADATA_KEY)
+    try:
+        metadata = json.loads(raw) if raw is not None else None
+    except ValueError as error:
+        raise ShardError(f"its metadata cannot be read: {error}") from error
+    if not isinstance(metadata, dict):
+        raise ShardError("it is a Parquet file, but no shard of a history")
+    if metadata.get("format") != FORMAT:
+        raise ShardError(f"its format is {metadata.get('format')!r}, and this version of rollout-spec reads {FORMAT}")
+    return metadata
+
+
+def _info(metadata: dict[str, Any]) -> ShardInfo:
+    try:
+        origin = Origin(**metadata["origin"])
+        batches = {int(writer, 16): (int(first), int(last)) for writer, (first, last) in metadata["batches"].items()}
+        oldest, newest = map(int, metadata["versions"])
+        counts = (int(metadata[name]) for name in ("rollouts", "tokens", "problems"))
+        return ShardInfo(origin, batches, *counts, oldest, newest)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ShardError(f"its metadata are incomplete: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def renumbered(rollouts: Iterable[Rollout], writer: int, batch: int) -> list[Entry]:
+    """Rollouts as the entries of one batch."""
+    return [Entry(writer, batch, rollout) for rollout in rollouts]

@@ -1,0 +1,136 @@
+"""Where shards are: a local folder, or any file system of fsspec, such as s3://bucket/history.
+
+A file is there as a whole or not at all, and never changes. Every method raises OSError where it fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Protocol
+
+SUFFIX = ".parquet"
+"""Of shards. Other files of the folder are left alone."""
+UNFINISHED = ".unfinished"
+"""Suffix of files that are being written; those of a process that was killed remain until `remove_unfinished`."""
+
+
+class Storage(Protocol):
+    """A flat folder of shards."""
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each shard, by name."""
+
+    def read(self, name: str) -> bytes:
+        """A shard's bytes."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a shard; after a crash at any moment it is there as a whole or not at all."""
+
+    def delete(self, name: str) -> None:
+        """Delete a shard; none of that name is no error."""
+
+
+class LocalStorage:
+    """A folder of this machine, or one that is mounted on it. It is made at the first `write`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def sizes(self) -> dict[str, int]:
+        found: dict[str, int] = {}
+        try:
+            entries = list(os.scandir(self._path))
+        except FileNotFoundError:  # nothing has been written
+            return found
+        for entry in entries:
+            if entry.name.endswith(SUFFIX):
+                with contextlib.suppress(FileNotFoundError):  # merged or pruned meanwhile
+                    found[entry.name] = entry.stat().st_size
+        return found
+
+    def read(self, name: str) -> bytes:
+        return (self._path / name).read_bytes()
+
+    def write(self, name: str, data: bytes) -> None:
+        self._path.mkdir(parents=True, exist_ok=True)
+        path, unfinished = self._path / name, self._path / (name + UNFINISHED)
+        try:
+            with unfinished.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+        folder = os.open(self._path, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # the new name
+        finally:
+            os.close(folder)
+
+    def delete(self, name: str) -> None:
+        (self._path / name).unlink(missing_ok=True)
+
+    def remove_unfinished(self, *, older_than: float) -> None:
+        """Delete what killed processes have left.
+
+        Args:
+            older_than: In seconds since the epoch, as files' times of change: younger files may be being written.
+        """
+        for path in self._path.glob(f"*{UNFINISHED}"):
+            with contextlib.suppress(OSError):
+                if path.stat().st_mtime < older_than:
+                    path.unlink()
+
+
+class RemoteStorage:
+    """A folder of a file system of fsspec. Object stores show a file once all of it has been written."""
+
+    def __init__(self, url: str) -> None:
+        import fsspec
+
+        self._files, self._path = fsspec.core.url_to_fs(url)
+
+    def sizes(self) -> dict[str, int]:
+        try:
+            entries = self._files.ls(self._path, detail=True, refresh=True)
+        except FileNotFoundError:
+            return {}
+        names = {entry["name"].rsplit("/", 1)[-1]: entry["size"] for entry in entries if entry["type"] == "file"}
+        return {name: size for name, size in names.items() if name.endswith(SUFFIX)}
+
+    def read(self, name: str) -> bytes:
+        data: bytes = self._files.cat_file(f"{self._path}/{name}")
+        return data
+
+    def write(self, name: str, data: bytes) -> None:
+        self._files.makedirs(self._path, exist_ok=True)
+        self._files.pipe_file(f"{self._path}/{name}", data)
+
+    def delete(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self._files.rm_file(f"{self._path}/{name}")
+
+
+def is_remote(url: str) -> bool:
+    """Whether a URL names a file system of fsspec other than the local one."""
+    return "://" in url and not url.startswith(("file://", "local://"))
+
+
+def open_storage(url: str | os.PathLike[str]) -> Storage:
+    """The storage behind a path or a URL. Touches nothing.
+
+    Raises:
+        ValueError: fsspec knows no such file system, or cannot use it.
+    """
+    url = os.fspath(url)
+    if not is_remote(url):
+        return LocalStorage(Path(url.removeprefix("file://").removeprefix("local://")))
+    try:
+        return RemoteStorage(url)
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"history_dir {url!r} cannot be used: {error}") from error
