@@ -17,7 +17,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from rollout_spec.features import FEATURE_WORDS
-from rollout_spec.history.rollout import CONTEXT_TOKENS, Root, Rollout
+from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
 
 FORMAT = 1
 """Raised when shards of older code can no longer be read."""
@@ -228,16 +228,16 @@ def _digest(table: Any, metadata: dict[str, Any]) -> str:
     digest = hashlib.blake2b(json.dumps(others, sort_keys=True).encode(), digest_size=16)
     for name in table.column_names:
         column = table[name]
-        digest.update(np.packbits(column.is_null().to_numpy()))
+        digest.update(np.packbits(column.is_null().to_numpy()).tobytes())
         if arrow.types.is_list(column.type):
             values = _arrays(column)
-            digest.update(np.array([value.size for value in values], np.int64))
+            digest.update(np.array([value.size for value in values], np.int64).tobytes())
             digest.update(np.concatenate(values))
         elif arrow.types.is_binary(column.type):
             for value in column.to_pylist():
                 digest.update(b"" if value is None else value)
         else:
-            digest.update(np.ascontiguousarray(column.fill_null(False if name == "by_text" else 0).to_numpy()))
+            digest.update(column.fill_null(False if name == "by_text" else 0).to_numpy().tobytes())
     return digest.hexdigest()
 
 
@@ -259,8 +259,8 @@ def _info(metadata: dict[str, Any]) -> ShardInfo:
         origin = Origin(**metadata["origin"])
         batches = {int(writer, 16): (int(first), int(last)) for writer, (first, last) in metadata["batches"].items()}
         oldest, newest = map(int, metadata["versions"])
-        counts = (int(metadata[name]) for name in ("rollouts", "tokens", "problems"))
-        return ShardInfo(origin, batches, *counts, oldest, newest)
+        num_rollouts, num_tokens, num_problems = (int(metadata[name]) for name in ("rollouts", "tokens", "problems"))
+        return ShardInfo(origin, batches, num_rollouts, num_tokens, num_problems, oldest, newest)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ShardError(f"its metadata are incomplete: {_first_line(error)}") from error
 
