@@ -1,14 +1,16 @@
 """Shards: files of ended rollouts, which no one changes once they are complete.
 
-A shard is a Parquet file with the columns of SCHEMA, one row per rollout. Its metadata say what wrote it (`Origin`), in
-which batches, and a digest of its columns: a shard that is cut or changed anywhere is refused. Batches are numbered by
-their writer, so that a reader that has seen a batch knows it again in a merged shard.
+A shard is a Parquet file with the columns of SCHEMA, one row per rollout. Its name holds the newest policy version in
+it, by which shards are ordered, and a digest of its bytes: one that was cut or changed anywhere is refused before
+anything of it is used. Its metadata say what the rollouts are of (`Origin`) and who wrote them. A writer numbers its
+batches, so that a reader that has seen a batch knows it again in a merged shard.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +20,7 @@ import pyarrow.parquet as parquet
 
 from rollout_spec.features import FEATURE_WORDS
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
+from rollout_spec.history.storage import SUFFIX, Storage
 
 FORMAT = 1
 """Raised when shards of older code can no longer be read."""
@@ -130,7 +133,6 @@ def encode(entries: Sequence[Entry], origin: Origin) -> bytes:
         "problems": len({rollout.problem_id for rollout in rollouts}),
         "versions": [min(r.version for r in rollouts), max(r.version for r in rollouts)],
     }
-    metadata["digest"] = _digest(table, metadata)
     out = arrow.BufferOutputStream()
     table = table.replace_schema_metadata({METADATA_KEY: json.dumps(metadata)})
     parquet.write_table(table, out, compression=_COMPRESSION, use_dictionary=False)
@@ -138,44 +140,86 @@ def encode(entries: Sequence[Entry], origin: Origin) -> bytes:
     return encoded
 
 
+def write_shard(storage: Storage, entries: Sequence[Entry], origin: Origin) -> tuple[str, int]:
+    """Write a shard. At least one entry.
+
+    Returns:
+        (its name, its bytes).
+
+    Raises:
+        OSError: as `Storage.write`.
+    """
+    data = encode(entries, origin)
+    name = _name(max(entry.rollout.version for entry in entries), data)
+    storage.write(name, data)
+    return name, len(data)
+
+
+def read_shard(storage: Storage, name: str, origin: Origin) -> tuple[ShardInfo, list[Entry]]:
+    """Read a shard. Features of a model with other states are left out. O(tokens).
+
+    Args:
+        origin: What its rollouts are to be used with.
+
+    Raises:
+        ShardError: it is no shard, cut, changed, of another format or of another origin.
+        OSError: as `Storage.read`.
+    """
+    data = read_bytes(storage, name)
+    try:
+        return decode(data, origin)
+    except (arrow.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ShardError):
+            raise
+        raise ShardError(f"it cannot be read: {_first_line(error)}") from error
+
+
+def read_bytes(storage: Storage, name: str) -> bytes:
+    """A shard's bytes, if they are what was written.
+
+    Raises:
+        ShardError: it was cut or changed.
+        OSError: as `Storage.read`.
+    """
+    data = storage.read(name)
+    if name != _name(version_of(name), data):
+        raise ShardError("it was cut or changed: its content does not agree with its name")
+    return data
+
+
+def version_of(name: str) -> int:
+    """The newest policy version in a shard, by its name; -1 of names that are no shard's."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else -1
+
+
+def _name(version: int, data: bytes) -> str:
+    return f"v{version:010d}-{hashlib.blake2b(data, digest_size=16).hexdigest()}{SUFFIX}"
+
+
+_NAME = re.compile(r"v(\d{10})-[0-9a-f]{32}" + re.escape(SUFFIX))
+
+
 def read_info(data: bytes) -> ShardInfo:
     """What a shard is about, from its metadata alone.
 
     Raises:
         ShardError: it is no shard, or of another format.
+        pyarrow.ArrowException: it is no Parquet file.
     """
-    try:
-        return _info(_metadata(parquet.read_schema(arrow.BufferReader(data))))
-    except (arrow.ArrowException, OSError) as error:
-        raise ShardError(f"it is no whole Parquet file: {_first_line(error)}") from error
+    return _info(parquet.read_schema(arrow.BufferReader(data)))
 
 
 def decode(data: bytes, origin: Origin) -> tuple[ShardInfo, list[Entry]]:
-    """Read a shard. Features of a model with other states are left out. O(tokens).
-
-    Args:
-        data: The file's bytes.
-        origin: What its rollouts are to be used with.
-
-    Raises:
-        ShardError: it is no shard, cut, changed, of another format or of another origin.
-    """
-    try:
-        table = parquet.read_table(arrow.BufferReader(data))
-        metadata = _metadata(table.schema)
-        info = _info(metadata)
-        if not table.schema.equals(SCHEMA):
-            raise ShardError(f"its columns are not those of format {FORMAT}: {', '.join(table.column_names)}")
-        origin.check(info.origin)
-        table = table.combine_chunks()
-        table.validate(full=True)
-        if table.num_rows != info.num_rollouts or not table.num_rows:
-            raise ShardError(f"it has {table.num_rows} rollouts where its metadata say {info.num_rollouts}")
-        if _digest(table, metadata) != metadata.get("digest"):
-            raise ShardError("its content does not agree with its digest")
-        return info, _entries(table, origin, info)
-    except (arrow.ArrowException, OSError) as error:
-        raise ShardError(f"it is no whole Parquet file: {_first_line(error)}") from error
+    """`read_shard`, from the bytes that `encode` gave."""
+    table = parquet.read_table(arrow.BufferReader(data))
+    info = _info(table.schema)
+    if not table.schema.equals(SCHEMA):
+        raise ShardError(f"its columns are not those of format {FORMAT}: {', '.join(table.column_names)}")
+    origin.check(info.origin)
+    if table.num_rows != info.num_rollouts or not table.num_rows:
+        raise ShardError(f"it has {table.num_rows} rollouts where its metadata say {info.num_rollouts}")
+    return info, _entries(table, origin, info)
 
 
 def _entries(table: Any, origin: Origin, info: ShardInfo) -> list[Entry]:
@@ -222,47 +266,17 @@ def _arrays(column: Any) -> list[Any]:
     return np.split(column.values.to_numpy()[offsets[0] : offsets[-1]], (offsets[1:-1] - offsets[0]))
 
 
-def _digest(table: Any, metadata: dict[str, Any]) -> str:
-    """Of all values of a table, however its columns are laid out in memory, and of the other metadata."""
-    others = {name: value for name, value in metadata.items() if name != "digest"}
-    digest = hashlib.blake2b(json.dumps(others, sort_keys=True).encode(), digest_size=16)
-    for name in table.column_names:
-        column = table[name]
-        digest.update(np.packbits(column.is_null().to_numpy()).tobytes())
-        if arrow.types.is_list(column.type):
-            values = _arrays(column)
-            digest.update(np.array([value.size for value in values], np.int64).tobytes())
-            digest.update(np.concatenate(values))
-        elif arrow.types.is_binary(column.type):
-            for value in column.to_pylist():
-                digest.update(b"" if value is None else value)
-        else:
-            digest.update(column.fill_null(False if name == "by_text" else 0).to_numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _metadata(schema: Any) -> dict[str, Any]:
+def _info(schema: Any) -> ShardInfo:
     raw = (schema.metadata or {}).get(METADATA_KEY)
-    try:
-        metadata = json.loads(raw) if raw is not None else None
-    except ValueError as error:
-        raise ShardError(f"its metadata cannot be read: {error}") from error
-    if not isinstance(metadata, dict):
+    if raw is None:
         raise ShardError("it is a Parquet file, but no shard of a history")
-    if metadata.get("format") != FORMAT:
-        raise ShardError(f"its format is {metadata.get('format')!r}, and this version of rollout-spec reads {FORMAT}")
-    return metadata
-
-
-def _info(metadata: dict[str, Any]) -> ShardInfo:
-    try:
-        origin = Origin(**metadata["origin"])
-        batches = {int(writer, 16): (int(first), int(last)) for writer, (first, last) in metadata["batches"].items()}
-        oldest, newest = map(int, metadata["versions"])
-        num_rollouts, num_tokens, num_problems = (int(metadata[name]) for name in ("rollouts", "tokens", "problems"))
-        return ShardInfo(origin, batches, num_rollouts, num_tokens, num_problems, oldest, newest)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ShardError(f"its metadata are incomplete: {_first_line(error)}") from error
+    metadata = json.loads(raw)
+    if metadata["format"] != FORMAT:
+        raise ShardError(f"its format is {metadata['format']!r}, and this version of rollout-spec reads {FORMAT}")
+    origin = Origin(**metadata["origin"])
+    batches = {int(writer, 16): (first, last) for writer, (first, last) in metadata["batches"].items()}
+    oldest, newest = metadata["versions"]
+    return ShardInfo(origin, batches, metadata["rollouts"], metadata["tokens"], metadata["problems"], oldest, newest)
 
 
 def _first_line(error: BaseException) -> str:
