@@ -45,7 +45,8 @@ from rollout_spec.drafters.vote import (
     RECENCY,
     SOURCES,
 )
-from rollout_spec.features import FEATURE_WORDS, Features, check_switches
+from rollout_spec.features import FEATURE_WORDS, Features, check_features, check_switches, no_features
+from rollout_spec.history.rollout import Rollout
 
 MAX_MEMBERS = 255
 """Most documents of one problem that are scanned, newest first."""
@@ -127,6 +128,7 @@ class DeviceDrafter:
         max_history_tokens: Bound on the tokens kept on the host. The oldest rollouts go first.
 
     Attributes:
+        max_history_tokens: Most tokens that are kept.
         dropped_tokens: Tokens of ended rollouts for which the pool had no room.
         wants_features: Whether features are of use.
 
@@ -187,12 +189,14 @@ class DeviceDrafter:
         coarse, fine, by_inverse_temperature = self._all_counters.split(sizes)
         self._counters = (coarse, fine, by_inverse_temperature)
 
-        self._num_started = 0
+        self._num_started = 0  # requests, and rollouts that were added
+        self._num_requests = self._num_known_requests = 0
         self._live: dict[int, _Live] = {}
         self._problems: dict[int, _Problem] = {}
         self._idle: dict[int, _Problem] = {}  # without live requests, idle longest first
         self._free_rows = list(range(max_requests - 1, -1, -1))
         self._free_documents = list(range(num_documents - 1, max_requests - 1, -1))
+        self.max_history_tokens = max_history_tokens
         self._archive = Archive(max_history_tokens)
         self._changed_problems: dict[int, _Problem] = {}
         self._changed_documents: dict[int, tuple[int, int, int, int]] = {}
@@ -220,6 +224,8 @@ class DeviceDrafter:
         if problem_id is None:
             problem_id = problem_of_prompt(prompt_token_ids) if len(prompt_token_ids) else NO_PROBLEM - slot
         problem = self._problems.get(problem_id)
+        self._num_requests += 1
+        self._num_known_requests += problem is not None or self._archive.knows(problem_id)
         if problem is None:
             if not self._free_rows:
                 self._evict_oldest()
@@ -284,6 +290,73 @@ class DeviceDrafter:
             self._mark_idle_if_unused(problem)
         device_kernels.halve_full(self._all_counters)
         self._archive.take_copies()
+
+    def learned(self) -> dict[str, NDArray]:
+        """What outcomes have taught so far, by name, for `learn`. Waits for the device."""
+        return {"counters": self._all_counters.cpu().numpy()}
+
+    def learn(self, learned: Mapping[str, NDArray]) -> None:
+        """Go on from what an earlier drafter has learned. What is of another shape is left out."""
+        counters = learned.get("counters")
+        if counters is not None and counters.shape == self._all_counters.shape and counters.dtype == np.int32:
+            self._all_counters.copy_(torch.from_numpy(counters))
+
+    def record_rollouts(self) -> None:
+        """From now on remember which rollouts ended and stay in the history, for `take_recorded`."""
+        self._archive.record()
+
+    def take_recorded(self) -> list[Rollout]:
+        """The rollouts that have ended and have arrived on the host since the last call. Does not wait."""
+        recorded = []
+        for archived in self._archive.take_recorded():
+            tokens, features, size, version = archived.read()  # of which `size` are the prompt's
+            if tokens.size > size:
+                known = features[size:] if self.wants_features else None
+                recorded.append(Rollout(archived.problem_id, version, tokens[:size], tokens[size:], known))
+        return recorded
+
+    def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        """Put rollouts into the history that ended elsewhere or earlier. They count as the newest, the last one most.
+
+        Their versions are those of this drafter; later ones than the present count as the present one. Those of
+        problems that are on the device are uploaded. O(tokens).
+
+        Raises:
+            ValueError: features have another shape than their tokens need.
+        """
+        for rollout in rollouts:
+            if rollout.features is not None:
+                check_features(rollout.features, rollout.tokens.size)
+            tokens = np.concatenate((rollout.context, rollout.tokens), dtype=np.int32)
+            features = no_features(tokens.size if self.wants_features else 0)
+            if self.wants_features and rollout.features is not None:
+                features[rollout.context.size :] = rollout.features
+            version = min(rollout.version, self._version)
+            fields = torch.tensor([0, tokens.size, rollout.context.size, version], dtype=torch.int64)
+            texts = torch.from_numpy(tokens), torch.from_numpy(features)
+            archived = Archived(
+                rollout.problem_id, self._num_started, tokens.size, *texts, fields, None, is_taken=True, is_foreign=True
+            )
+            self._num_started += 1
+            self._archive.add(archived)
+            problem = self._problems.get(rollout.problem_id)
+            place = self._place(problem, tokens.size) if problem is not None else None
+            if problem is not None and place is not None:
+                document, start = place
+                self._write_text(start, tokens, features)
+                problem.members.insert(0, document)
+                problem.pieces[document] = (start, tokens.size)
+                fields_on_device = (self._pool_start + start, tokens.size, rollout.context.size, version)
+                self._changed_documents[document] = fields_on_device
+                self._changed_problems[problem.row] = problem
+
+    def _write_text(self, start: int, tokens: NDArray[np.int32], features: Features) -> None:
+        """Upload a text to its place in the pool, on a stream of its own."""
+        with self._on_side():
+            place = slice(self._pool_start + start, self._pool_start + start + tokens.size)
+            self._text[place] = self._upload_array(tokens)
+            if self.wants_features:
+                self._features[place] = self._upload_array(features)
 
     def begin_policy_version(self, version: int) -> None:
         """Announce that requests started from now on are sampled by a new policy.
@@ -456,6 +529,23 @@ class DeviceDrafter:
         by_origin_bin = self._counters[1].view(CELLS, len(SOURCES), NUM_DISTANCE_BINS, 2).sum((0, 2)).tolist()
         return {name: (n, hits) for name, (n, hits) in zip(SOURCES, by_origin_bin, strict=True)}
 
+    def history_summary(self) -> dict[str, int]:
+        """What the history of ended rollouts holds, and how many requests found their problem known when they began.
+
+        Waits for copies from the device that are under way.
+        """
+        rollouts = [rollout.read() for rollout in self._archive.order]
+        versions = [version for *_, version in rollouts]
+        return {
+            "problems": len({rollout.problem_id for rollout in self._archive.order}),
+            "rollouts": len(rollouts),
+            "tokens": sum(tokens.size - prompt_length for tokens, _, prompt_length, _ in rollouts),
+            "oldest_version": min(versions, default=self._version),
+            "newest_version": max(versions, default=self._version),
+            "requests": self._num_requests,
+            "requests_with_history": self._num_known_requests,
+        }
+
     def memory_bytes(self) -> int:
         """Bytes on the device and of history on the host."""
         tensors = [self._text, self._documents, self._members, self._problem_of, self._preference]
@@ -588,12 +678,7 @@ class DeviceDrafter:
                 count //= 2
         if start is None:
             return
-        with self._on_side():
-            whole = np.concatenate([tokens for tokens, *_ in texts[:count]])
-            place = slice(self._pool_start + start, self._pool_start + start + whole.size)
-            self._text[place] = self._upload_array(whole)
-            if self.wants_features:
-                self._features[place] = self._upload_array(np.concatenate([text[1] for text in texts[:count]]))
+        self._write_text(start, *(np.concatenate([text[i] for text in texts[:count]]) for i in range(2)))
         for tokens, _, prompt_length, version in texts[:count]:
             document = self._free_documents.pop()
             problem.members.append(document)

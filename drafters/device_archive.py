@@ -60,6 +60,8 @@ class Archived:
     """Recorded after the copy from the device; None where there is none."""
     is_taken: bool = False
     """Whether `take_copy` has seen the copy arrive."""
+    is_foreign: bool = False
+    """Whether it ended elsewhere."""
 
     def take_copy(self, *, wait: bool) -> bool:
         """Copy what has arrived to pageable memory, without the unused end. Returns whether it has arrived.
@@ -101,6 +103,7 @@ class Archive:
         self._max_tokens = max_tokens
         self._by_problem: dict[int, deque[Archived]] = {}
         self._copying: deque[Archived] = deque()
+        self._recorded: list[Archived] | None = None  # None: nobody wants them
 
     def add(self, rollout: Archived) -> None:
         """Keep a rollout, whose copy may still be under way, and drop the oldest ones until the bound holds."""
@@ -116,6 +119,10 @@ class Archive:
             if not of_problem:
                 del self._by_problem[oldest.problem_id]
 
+    def knows(self, problem_id: int) -> bool:
+        """Whether there are rollouts of a problem."""
+        return problem_id in self._by_problem
+
     def newest_first(self, problem_id: int) -> list[Archived]:
         """A problem's rollouts, the one whose request started last first."""
         return sorted(self._by_problem.get(problem_id, ()), key=lambda rollout: -rollout.order)
@@ -123,7 +130,19 @@ class Archive:
     def take_copies(self) -> None:
         """`take_copy` of the rollouts whose copies have arrived. Does not wait."""
         while self._copying and self._copying[0].take_copy(wait=False):
-            self._copying.popleft()
+            rollout = self._copying.popleft()
+            if self._recorded is not None and not rollout.is_foreign:
+                self._recorded.append(rollout)
+
+    def record(self) -> None:
+        """From now on keep what arrives for `take_recorded`, but not what was added as foreign."""
+        self._recorded = []
+
+    def take_recorded(self) -> list[Archived]:
+        """The rollouts whose copies have arrived since the last call. Does not wait."""
+        self.take_copies()
+        recorded, self._recorded = self._recorded or [], []
+        return recorded
 
     def check_integrity(self) -> None:
         """Check internal invariants; for tests. Raises AssertionError."""

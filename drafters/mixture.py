@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
@@ -33,7 +33,7 @@ from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.index import Index, Settings, append_batch, index_batch, remove_document
 from rollout_spec.drafters.lookahead import new_pool
 from rollout_spec.drafters.propose import Calibration, Proposals, Rows
-from rollout_spec.drafters.store import MAX_PAGES, PAGE_TOKENS, PROBLEM, PROMPT, ROLLOUT, TextStore
+from rollout_spec.drafters.store import LENGTH, MAX_PAGES, PAGE_TOKENS, PROBLEM, PROMPT, ROLLOUT, TextStore
 from rollout_spec.drafters.threads import MAX_THREADS, share_out, usable_threads
 from rollout_spec.drafters.vote import INVERSE_TEMPERATURES, SOURCES
 from rollout_spec.features import (
@@ -186,6 +186,7 @@ class HistoryDrafter:
         self._problem_ids: dict[int, int] = {}
         self._problem_users: dict[int, int] = {}
         self._next_problem = 0
+        self._num_requests = self._num_known_requests = 0
         self._finished: deque[_Request] = deque()
         self._recorded: list[Rollout] | None = None  # None: nobody wants them
         self._pending: list[tuple[int, array[int], Features | None]] = []
@@ -199,6 +200,11 @@ class HistoryDrafter:
     def wants_features(self) -> bool:
         """Whether features that are given with tokens are of use."""
         return self._settings.use_signatures or self._settings.use_distributions
+
+    @property
+    def max_history_tokens(self) -> int:
+        """Most tokens that are kept."""
+        return int(self._max_history_pages * PAGE_TOKENS)
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 
@@ -228,6 +234,8 @@ class HistoryDrafter:
             problem = self._problem(None)
         else:
             problem = self._problem(problem_of_prompt(prompt_token_ids) if problem_id is None else problem_id)
+        self._num_requests += 1
+        self._num_known_requests += self._problem_users[problem] > 1
         prompt = None
         if prompt_tokens:
             prompt = self._prompt(problem, np.frombuffer(prompt_tokens, np.int32), num_known)
@@ -460,6 +468,17 @@ class HistoryDrafter:
             self.update_index()
             self._drop_oldest()
 
+    def learned(self) -> dict[str, NDArray]:
+        """What outcomes have taught so far, by name, for `learn`."""
+        return {name: array.copy() for name, array in self._calibration._asdict().items()}
+
+    def learn(self, learned: Mapping[str, NDArray]) -> None:
+        """Go on from what an earlier drafter has learned. What is missing or of another shape is left out."""
+        for name, ours in self._calibration._asdict().items():
+            theirs = learned.get(name)
+            if theirs is not None and theirs.shape == ours.shape and theirs.dtype == ours.dtype:
+                ours[...] = theirs
+
     def begin_policy_version(self, version: int) -> None:
         if not self._version <= version < 2**31:
             raise ValueError(f"policy versions go up, to 2^31 - 1: {version} after {self._version}")
@@ -495,6 +514,20 @@ class HistoryDrafter:
     def source_counts(self) -> dict[str, tuple[int, int]]:
         """By source (see `SOURCES`): (drafted tokens that the target reached, those that were right)."""
         return {name: (int(n), int(hits)) for name, (n, hits) in zip(SOURCES, self._calibration.by_source, strict=True)}
+
+    def history_summary(self) -> dict[str, int]:
+        """What the history of ended rollouts holds, and how many requests found their problem known when they began."""
+        documents = self._store.arrays.documents
+        versions = [request.version for request in self._finished]
+        return {
+            "problems": len({request.problem for request in self._finished}),
+            "rollouts": len(self._finished),
+            "tokens": int(documents[[request.document for request in self._finished], LENGTH].sum()),
+            "oldest_version": min(versions, default=self._version),
+            "newest_version": max(versions, default=self._version),
+            "requests": self._num_requests,
+            "requests_with_history": self._num_known_requests,
+        }
 
     def check_integrity(self) -> None:
         self._flush()

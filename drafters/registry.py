@@ -79,6 +79,21 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
         checker(**{**implied, **options})
 
 
+def check_keeps_history(name: str) -> None:
+    """Check that a drafter's history can be kept in a folder.
+
+    Raises:
+        ValueError: it has no history, or lacks the methods of `rollout_spec.integrations.engine_history.HistoryKeeper`.
+    """
+    if name in REGISTRY:
+        missing = ["history"] if REGISTRY[name].implied.get("own_only") else []
+    else:
+        methods = ("record_rollouts", "take_recorded", "add_rollouts")
+        missing = [method for method in methods if not hasattr(find_drafter(name)[0], method)]
+    if missing:
+        raise ValueError(f"history_dir is set, but drafter {name!r} has no {', '.join(missing)}")
+
+
 def build_drafter(name: str, **options: Any) -> Drafter:
     """Make a drafter that runs on the host.
 

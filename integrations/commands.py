@@ -10,6 +10,7 @@ import torch
 from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.imports import installed_versions
+from rollout_spec.integrations.engine_history import EngineHistory
 from rollout_spec.integrations.weights import WeightWatch
 from rollout_spec.stats import REPORT_FORMAT, SpeculationStats
 
@@ -54,6 +55,16 @@ class Speculation(Protocol):
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds."""
 
+    @property
+    def engine_history(self) -> EngineHistory | None:
+        """Keeps history beyond this engine; None without `history_dir`."""
+
+    def exchange_history(self) -> None:
+        """Hand over what has ended and take in what ended elsewhere."""
+
+    def history_summary(self) -> dict[str, int]:
+        """What the drafter's history holds; may be empty."""
+
     def source_counts(self) -> dict[str, list[int]]:
         """By source, [drafted tokens that the target reached, those that were right]; may be empty."""
 
@@ -69,14 +80,14 @@ class EngineParts(NamedTuple):
 
 
 def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
-    """Run a command: `config`, `stats`, `report`, `set_enabled` or `begin_policy_version`.
+    """Run a command: `config`, `stats`, `history`, `report`, `set_enabled` or `begin_policy_version`.
 
     `set_enabled` takes a bool. `begin_policy_version` takes nothing, or a number of versions, by which older history
     goes sooner.
 
     Returns:
         `config`: `RolloutSpecConfig.to_dict`. `stats`: `SpeculationStats.to_dict`, `drafter_bytes`,
-        `live_requests` and `policy_version`. `report`: see `report`. Otherwise None.
+        `live_requests` and `policy_version`. `history`: see `history`. `report`: see `report`. Otherwise None.
 
     Raises:
         ValueError: the name is unknown, an argument is wrong, or `set_enabled` for an engine without speculation.
@@ -92,6 +103,8 @@ def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
             "live_requests": speculation.num_live_requests() if speculation is not None else 0,
             "policy_version": weights.version,
         }
+    if name == "history":
+        return history(speculation)
     if name == "report":
         return report(speculation, stats)
     if name == "begin_policy_version":
@@ -103,6 +116,21 @@ def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
     if speculation is None:
         raise ValueError(f"{name}: this engine was built with speculation=False")
     return speculation.set_enabled(*args)
+
+
+def history(speculation: Speculation | None) -> dict[str, Any]:
+    """What history holds, and what went through its folder.
+
+    Returns:
+        `problems`, `rollouts`, `tokens`, `bytes`, `oldest_version`, `newest_version`; `requests` that have started, and
+        of these `requests_with_history`, whose problem was known; `folder`: see `FolderStats`, empty without a folder.
+        Empty where nothing is kept.
+    """
+    summary: dict[str, Any] = dict(speculation.history_summary()) if speculation is not None else {}
+    if speculation is not None and summary:
+        summary["bytes"] = speculation.memory_bytes()
+        summary["folder"] = speculation.engine_history.stats() if speculation.engine_history is not None else {}
+    return summary
 
 
 def report(speculation: Speculation | None, stats: SpeculationStats) -> dict[str, Any]:

@@ -95,9 +95,11 @@ class ModelAlone:
         num_speculative_tokens: K.
         stats: The engine's counters.
         wants_features: Always False.
+        engine_history: Always None.
     """
 
     budget = None
+    engine_history = None
     wants_features = False
 
     def __init__(self, num_speculative_tokens: int, stats: SpeculationStats) -> None:
@@ -129,3 +131,10 @@ class ModelAlone:
     def source_counts(self) -> dict[str, list[int]]:
         """Empty: there is one source."""
         return {}
+
+    def history_summary(self) -> dict[str, int]:
+        """Empty: there is no history."""
+        return {}
+
+    def exchange_history(self) -> None:
+        """There is no history."""

@@ -14,15 +14,23 @@ SECONDS_FOR_THE_FIRST_RANK = 2
 """What fails on all ranks alike, such as broken logits, is told by the first one, if it comes first."""
 
 
-def sharing_from_first_rank(vllm_config: Any) -> Callable[[list[float]], list[float]] | None:
-    """A function that returns the first tensor-parallel rank's numbers on every rank; None for a single rank."""
+def is_first_rank(vllm_config: Any) -> bool:
+    """Whether this is the first of the tensor-parallel ranks."""
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return True
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return bool(get_tp_group().rank_in_group == 0)
+
+
+def sharing_from_first_rank(vllm_config: Any) -> Callable[[Any], Any] | None:
+    """A function that returns the first tensor-parallel rank's object on every rank; None for a single rank."""
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return None
     from vllm.distributed.parallel_state import get_tp_group
 
-    def share_from_first_rank(values: list[float]) -> list[float]:
-        of_first_rank: list[float] = get_tp_group().broadcast_object(values, src=0)
-        return of_first_rank
+    def share_from_first_rank(value: Any) -> Any:
+        return get_tp_group().broadcast_object(value, src=0)
 
     return share_from_first_rank
 

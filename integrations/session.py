@@ -19,8 +19,10 @@ from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.choice import DraftChoice, ModelDrafts, no_model_drafts
 from rollout_spec.estimates import median
 from rollout_spec.features import take
+from rollout_spec.history.rollout import Rollout
 from rollout_spec.integrations import live_requests
 from rollout_spec.integrations.draft_watch import DraftWatch
+from rollout_spec.integrations.engine_history import EngineHistory
 from rollout_spec.integrations.live_requests import LiveRequest, Sampled, pieces, select
 from rollout_spec.integrations.request_options import request_options
 from rollout_spec.integrations.requests import ends_with_stop_token, problem_id_of
@@ -83,11 +85,12 @@ class DraftingSession:
         wants_features: Whether `Sampled.features` are of use to the drafter.
         choice: Chooses between the drafter's drafts and those of a model; None where there is no model.
         budget: Decides how much of each draft is verified. None: all of it.
+        engine_history: Keeps history beyond this engine; None without `history_dir`.
         num_speculative_tokens: K.
 
     Args:
-        share_from_first_rank: Returns the first rank's list of numbers on every rank, as all must draft alike. None
-            for a single rank.
+        share_from_first_rank: Returns the first rank's object on every rank, as all must draft alike. None for a single
+            rank.
         num_model_tokens: How many tokens a model drafts for each request; 0: there is none.
         index_late: Index sampled tokens in `update_index`, which is called while the device computes, and not in
             `draft`, for which the device waits. Drafts then find them a step later. Of no use on a CPU, whose forward
@@ -102,7 +105,7 @@ class DraftingSession:
         config: RolloutSpecConfig,
         vllm_config: Any,
         stats: SpeculationStats,
-        share_from_first_rank: Callable[[list[float]], list[float]] | None = None,
+        share_from_first_rank: Callable[[Any], Any] | None = None,
         *,
         num_model_tokens: int = 0,
         index_late: bool = False,
@@ -111,6 +114,12 @@ class DraftingSession:
         drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
         self.drafter: BatchDrafter = as_batch_drafter(drafter, config.num_speculative_tokens)
         self.wants_features = bool(getattr(self.drafter, "wants_features", False))
+        self.engine_history: EngineHistory | None = None
+        if config.history_dir is not None:
+            keeper: Any = drafter  # `config.check_keeps_history` has made sure
+            self.engine_history = EngineHistory(
+                config, vllm_config, keeper, share_from_first_rank, on_rollouts=self._learn_lengths
+            )
         self.live: dict[str, LiveRequest] = {}
         self.arrays = live_requests.new_arrays()
         self.follows_all = True
@@ -202,7 +211,9 @@ class DraftingSession:
         started = time.perf_counter()
         try:
             self._time_step(started, sampled)
-            return self._draft(sampled, model)
+            drafts = self._draft(sampled, model)
+            self._end_with_the_batch()
+            return drafts
         except Exception as error:
             self._switch_off(error)
             return self._no_drafts(sampled.rows.size)
@@ -221,6 +232,13 @@ class DraftingSession:
         if self.enabled and self._index_late:
             started = time.perf_counter()
             self._ask(self.drafter.update_index)
+            self._stats.index_seconds += time.perf_counter() - started
+
+    def exchange_history(self) -> None:
+        """Hand over what has ended and take in what ended elsewhere. Called while the device computes."""
+        if self.engine_history is not None and self.enabled:
+            started = time.perf_counter()
+            self._ask(self.engine_history.exchange)
             self._stats.index_seconds += time.perf_counter() - started
 
     def pause(self) -> None:
@@ -264,6 +282,8 @@ class DraftingSession:
             self._draft_watch.observe(version, *self.choice.first_tokens.tolist())
         if not self.broken:
             self._ask(lambda: self.drafter.begin_policy_version(version))
+        if self.engine_history is not None and not self.broken:
+            self.engine_history.begin_policy_version(version)
 
     def num_live_requests(self) -> int:
         """Requests whose end the drafter has not seen."""
@@ -282,6 +302,18 @@ class DraftingSession:
         if self.choice is not None:
             counts = {**counts, MODEL: self.choice.model_counts()}
         return {name: list(values) for name, values in counts.items()}
+
+    def _learn_lengths(self, rollouts: Sequence[Rollout]) -> None:
+        if self.budget is not None:
+            for rollout in rollouts:
+                self.budget.lengths.observe(rollout.problem_id, rollout.tokens.size)
+
+    def history_summary(self) -> dict[str, int]:
+        """What the drafter's history holds; empty if it does not say."""
+        drafter: Any = self.drafter  # a user's own may have no history
+        if self.broken or not hasattr(drafter, "history_summary"):
+            return {}
+        return self._ask(lambda: drafter.history_summary()) or {}
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """Call the drafter outside of `draft`. If it raises, switch it off and return None."""
@@ -330,6 +362,16 @@ class DraftingSession:
         if self.budget is not None and is_rollout and keep and self.arrays.is_complete[live.row]:
             length = self.arrays.num_seen[live.row] - self.arrays.num_prompt_tokens[live.row]
             self.budget.lengths.observe(live.problem, int(length))
+
+    def _end_with_the_batch(self) -> None:
+        """Hand over a batch's last rollouts where all are complete: the engine's next step may be long in coming."""
+        if self.engine_history is None or not self._followed or not self.arrays.is_complete[self._rows].all():
+            return
+        for req_id in self._followed:
+            if req_id in self.live:
+                self._stop(req_id)
+        self._followed, self._rows = [], np.zeros(0, np.int64)
+        self.engine_history.exchange()
 
     def _draft(self, sampled: Sampled, model: ModelDrafts | None) -> Drafts:
         self._observe(sampled)

@@ -17,6 +17,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.drafters.device import DeviceDrafter, EndedRequest
 from rollout_spec.integrations import vllm_compat
+from rollout_spec.integrations.engine_history import EngineHistory
+from rollout_spec.integrations.ranks import sharing_from_first_rank
 from rollout_spec.integrations.request_options import request_options
 from rollout_spec.integrations.requests import ends_with_stop_token, problem_id_of, trim_at_end
 from rollout_spec.integrations.stop_strings import StopStringSearch
@@ -33,6 +35,7 @@ class DeviceSpeculator(BaseSpeculator):
         budget: Always None: the scheduler must know before a step how many draft tokens each request has.
         enabled: Whether anything is drafted. The history grows in any case.
         num_speculative_tokens: K.
+        engine_history: Keeps history beyond this engine; None without `history_dir`.
         keeps_rates: Whether `draft_token_confidence_probs` is filled.
         draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification and for a choice between drafts.
     """
@@ -59,6 +62,10 @@ class DeviceSpeculator(BaseSpeculator):
             use_noise=config.verify == "sample",
             **config.drafter_options,
         )
+        self.engine_history: EngineHistory | None = None
+        if config.history_dir is not None:
+            share = sharing_from_first_rank(vllm_config)
+            self.engine_history = EngineHistory(config, vllm_config, self.drafter, share)
         self.draft_token_confidence_probs = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs,
             config.num_speculative_tokens,
@@ -88,6 +95,17 @@ class DeviceSpeculator(BaseSpeculator):
     def begin_policy_version(self, version: int) -> None:
         """Tell the drafter that weights have changed."""
         self.drafter.begin_policy_version(version)
+        if self.engine_history is not None:
+            self.engine_history.begin_policy_version(version)
+
+    def history_summary(self) -> dict[str, int]:
+        """What the drafter's history holds."""
+        return self.drafter.history_summary()
+
+    def exchange_history(self) -> None:
+        """Hand over what has ended and take in what ended elsewhere. Called while the device computes."""
+        if self.engine_history is not None:
+            self.engine_history.exchange()
 
     def num_live_requests(self) -> int:
         """Requests whose end the drafter has not seen; preempted ones are not counted."""

@@ -230,6 +230,20 @@ class ModelSpeculation:
             self._choice.begin_policy_version()
         self.speculation.begin_policy_version(version)
 
+    @property
+    def engine_history(self) -> Any:
+        """Keeps history beyond this engine; None without `history_dir`."""
+        return self.history.engine_history if self.history is not None else None
+
+    def history_summary(self) -> dict[str, int]:
+        """What history holds; empty without history."""
+        return self.history.history_summary() if self.history is not None else {}
+
+    def exchange_history(self) -> None:
+        """As `DeviceSpeculator.exchange_history`."""
+        if self.history is not None:
+            self.history.exchange_history()
+
     def num_live_requests(self) -> int:
         """Requests whose end history has not seen."""
         return int(self.speculation.num_live_requests())

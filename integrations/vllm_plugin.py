@@ -613,7 +613,10 @@ def _hook_device_worker(module: Any, name: str) -> None:
             if adapter is not None:  # first: jit_monitor_mode="error" forbids compilation once vLLM's own is done
                 adapter.compile_kernels()
             with _warming_up(self.model_runner):
-                return original(self, *args, **kwargs)
+                result = original(self, *args, **kwargs)
+            if adapter is not None:
+                adapter.load_history()
+            return result
 
         return compile_or_warm_up_model
 

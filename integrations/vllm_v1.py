@@ -122,6 +122,11 @@ class RunnerAdapter:
         self.clock.read()
         return run_command(EngineParts(self._config, self._speculation, self.stats, self.weights), name, *args)
 
+    def load_history(self) -> None:
+        """Take in the history of earlier runs. Called once the engine is built, before its first request."""
+        if self._speculation is not None and self._speculation.engine_history is not None:
+            self.weights.version = self._speculation.engine_history.load()
+
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up. On CPUs the verifier has no kernels."""
         if self._runner.device.type == "cuda":
@@ -138,6 +143,8 @@ class RunnerAdapter:
 
     def on_forward(self) -> None:
         """Called when the model has run, before anything is sampled."""
+        if self._speculation is not None:
+            self._speculation.exchange_history()
         state = self._runner.execute_model_state
         self._hidden = None if state is None else state.sample_hidden_states
 

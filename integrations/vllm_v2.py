@@ -141,6 +141,11 @@ class RunnerAdapter:
         if self.speculator is not None:
             self.speculator.bind(runner, self, sampler)
 
+    def load_history(self) -> None:
+        """Take in the history of earlier runs. Called once the engine is built, before its first request."""
+        if self._speculation is not None and self._speculation.engine_history is not None:
+            self.weights.version = self._speculation.engine_history.load()
+
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up."""
         compile_kernels(self._config, self._runner)
@@ -170,6 +175,8 @@ class RunnerAdapter:
 
     def on_forward(self) -> None:
         """Called when the model has run; V2 hands the hidden states to the speculator."""
+        if self._speculation is not None:
+            self._speculation.exchange_history()
 
     def on_add_requests(self, scheduler_output: Any) -> None:
         """Called with every step's schedule, before it runs."""

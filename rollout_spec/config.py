@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from rollout_spec.drafters.registry import runs_on_device
+from rollout_spec.drafters.registry import check_keeps_history, runs_on_device
+from rollout_spec.history.storage import open_storage
 
 MAX_SPECULATIVE_TOKENS = 128
 """vLLM's own limit on draft tokens per request and step (`MAX_SPEC_LEN` of its rejection sampler)."""
@@ -64,6 +66,9 @@ class RolloutSpecConfig:
             its `speculative_config` by the caller.
         num_model_draft_tokens: How many tokens the model drafts, at most K. None: what `speculative_config` says, and
             without one K.
+        history_dir: A folder, or a URL that fsspec knows, that keeps history: of earlier runs, and of other engines
+            that use it at the same time (see docs/history.md). None: history ends with the engine, which has it alone.
+        max_history_dir_bytes: Bound on the files in `history_dir`. The oldest policy versions go first.
 
     Raises:
         ValueError, TypeError: a value is out of range or of the wrong type.
@@ -78,6 +83,8 @@ class RolloutSpecConfig:
     num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
     speculative_config: Mapping[str, Any] | None = None
     num_model_draft_tokens: int | None = None
+    history_dir: str | None = None
+    max_history_dir_bytes: int = 4 << 30
 
     def __post_init__(self) -> None:
         k = self.num_speculative_tokens
@@ -107,6 +114,26 @@ class RolloutSpecConfig:
         num_model = self.num_model_draft_tokens
         if num_model is not None and (type(num_model) is not int or not 1 <= num_model <= k):
             raise ValueError(f"num_model_draft_tokens must be between 1 and num_speculative_tokens, got {num_model!r}")
+
+        if self.history_dir is not None:
+            self._check_history(self.history_dir)
+        if type(self.max_history_dir_bytes) is not int or self.max_history_dir_bytes < 1:
+            raise ValueError(f"max_history_dir_bytes must be a positive int, got {self.max_history_dir_bytes!r}")
+
+    def _check_history(self, history_dir: Any) -> None:
+        if not isinstance(history_dir, (str, os.PathLike)) or not os.fspath(history_dir):
+            raise TypeError(f"history_dir must be a path or a URL, got {history_dir!r}")
+        object.__setattr__(self, "history_dir", os.fspath(history_dir))
+        if not self.speculation or self.drafter == NO_HISTORY:
+            raise ValueError(
+                "history_dir is set, but the engine keeps no history: it has speculation=False, or no "
+                "drafter that drafts from it"
+            )
+        if importlib.util.find_spec("pyarrow") is None:
+            raise ValueError("history_dir needs pyarrow: pip install 'rollout-spec[history]'")
+        if self.drafter != AUTO:
+            check_keeps_history(self.drafter)
+        open_storage(history_dir)
 
     def _check_model(self, model: Any) -> None:
         if not isinstance(model, Mapping):

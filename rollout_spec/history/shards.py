@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -281,8 +281,3 @@ def _info(schema: Any) -> ShardInfo:
 
 def _first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
-
-
-def renumbered(rollouts: Iterable[Rollout], writer: int, batch: int) -> list[Entry]:
-    """Rollouts as the entries of one batch."""
-    return [Entry(writer, batch, rollout) for rollout in rollouts]

@@ -6,14 +6,18 @@ A file is there as a whole or not at all, and never changes. Every method raises
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 SUFFIX = ".parquet"
 """Of shards. Other files of the folder are left alone."""
 UNFINISHED = ".unfinished"
-"""Suffix of files that are being written; those of a process that was killed remain until `remove_unfinished`."""
+"""Suffix of files that are being written. What a killed process has left is removed by `tidying`."""
+LOCK = ".lock"
+"""Held by the process that merges and deletes shards."""
 
 
 class Storage(Protocol):
@@ -30,6 +34,13 @@ class Storage(Protocol):
 
     def delete(self, name: str) -> None:
         """Delete a shard; none of that name is no error."""
+
+    def tidying(self, *, abandoned_before: float) -> contextlib.AbstractContextManager[bool]:
+        """To be entered while shards are merged and deleted. Gives whether this process may; another one may be at it.
+
+        Args:
+            abandoned_before: Unfinished files are removed that were last changed before, in seconds since the epoch.
+        """
 
 
 class LocalStorage:
@@ -75,16 +86,22 @@ class LocalStorage:
     def delete(self, name: str) -> None:
         (self._path / name).unlink(missing_ok=True)
 
-    def remove_unfinished(self, *, older_than: float) -> None:
-        """Delete what killed processes have left.
-
-        Args:
-            older_than: In seconds since the epoch, as files' times of change: younger files may be being written.
-        """
-        for path in self._path.glob(f"*{UNFINISHED}"):
-            with contextlib.suppress(OSError):
-                if path.stat().st_mtime < older_than:
-                    path.unlink()
+    @contextlib.contextmanager
+    def tidying(self, *, abandoned_before: float) -> Iterator[bool]:
+        if not self._path.exists():  # nothing has been written
+            yield False
+            return
+        with (self._path / LOCK).open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # another process has it, or the file system has no locks
+                yield False
+                return
+            for path in self._path.glob(f"*{UNFINISHED}"):
+                with contextlib.suppress(OSError):
+                    if path.stat().st_mtime < abandoned_before:
+                        path.unlink()
+            yield True
 
 
 class RemoteStorage:
@@ -114,6 +131,10 @@ class RemoteStorage:
     def delete(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):
             self._files.rm_file(f"{self._path}/{name}")
+
+    def tidying(self, *, abandoned_before: float) -> contextlib.AbstractContextManager[bool]:
+        # There are no locks. Where two merge the same shards, readers take each batch once.
+        return contextlib.nullcontext(True)
 
 
 def is_remote(url: str) -> bool:

@@ -80,7 +80,7 @@ def history_of(drafter):
     store = drafter._store
     for request in drafter._finished:
         features = store.arrays.features[positions_of(store, request.document)]
-        yield store.text(request.prompt.document), store.text(request.document), features
+        yield store.text(request.prompt.documents[-1]), store.text(request.document), features
 
 
 def check_features(rollouts, reference_model, temperature):

@@ -1,0 +1,182 @@
+"""Joins an engine's drafter to a folder of history: what ends here is written, what ended elsewhere is drafted from."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+from numpy.typing import NDArray
+
+from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.history.folder import HistoryFolder
+from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.shards import Origin
+from rollout_spec.integrations.ranks import is_first_rank
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKENS_PER_STEP = 4096
+"""Most tokens of other engines' rollouts that one step takes in, but at least one rollout."""
+STEPS_PER_SHARING = 16
+"""Tensor-parallel ranks take over what the first rank has read once in this many steps."""
+
+
+class HistoryKeeper(Protocol):
+    """What a drafter needs for its history to last and to be shared."""
+
+    max_history_tokens: int
+    """Most tokens that it keeps."""
+
+    def record_rollouts(self) -> None:
+        """From now on remember rollouts that end and stay in the history, for `take_recorded`."""
+
+    def take_recorded(self) -> list[Rollout]:
+        """Those since the last call."""
+
+    def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        """Put rollouts into the history that ended elsewhere or earlier."""
+
+    def begin_policy_version(self, version: int) -> None:
+        """Announce that requests started from now on are sampled by a new policy."""
+
+    def learned(self) -> dict[str, NDArray]:
+        """What outcomes have taught so far, by name."""
+
+    def learn(self, learned: Mapping[str, NDArray]) -> None:
+        """Go on from what an earlier drafter has learned."""
+
+
+class EngineHistory:
+    """The history that an engine has in common with others and with earlier runs.
+
+    The first rank alone reads and writes; the others get from it what it has read, so that all ranks draft alike.
+
+    Args:
+        share_from_first_rank: As for `DraftingSession`.
+        on_rollouts: Called with the rollouts that are taken in.
+
+    """
+
+    def __init__(
+        self,
+        config: RolloutSpecConfig,
+        vllm_config: Any,
+        drafter: HistoryKeeper,
+        share_from_first_rank: Callable[[Any], Any] | None,
+        on_rollouts: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
+    ) -> None:
+        assert config.history_dir is not None
+        self._version = 0
+        self._drafter = drafter
+        self._on_rollouts = on_rollouts
+        self._share = share_from_first_rank
+        self._queue: deque[Rollout] = deque()  # to be taken in
+        self._num_steps = 0
+        self._folder: HistoryFolder | None = None
+        self._loading: Future[list[Rollout]] | None = None
+        if is_first_rank(vllm_config):
+            origin = origin_of(vllm_config.model_config)
+            self._folder = HistoryFolder(config.history_dir, origin, max_bytes=config.max_history_dir_bytes)
+            executor = ThreadPoolExecutor(1, "rollout_spec history")
+            self._loading = executor.submit(self._folder.load, drafter.max_history_tokens)
+            executor.shutdown(wait=False)
+
+    def load(self) -> int:
+        """Take in what the folder holds. Called on all ranks once the engine is built; waits for the files to be read.
+
+        Returns:
+            The policy version to go on from.
+        """
+        rollouts: list[Rollout] = []
+        learned: dict[str, NDArray] = {}
+        if self._folder is not None and self._loading is not None:
+            rollouts, learned = self._loading.result(), self._folder.load_learned()
+            self._version = self._folder.newest_version
+            self._loading = None
+        if self._share is not None:
+            rollouts, learned, self._version = self._share((rollouts, learned, self._version))
+        self._drafter.begin_policy_version(self._version)
+        self._add(rollouts)
+        self._drafter.learn(learned)
+        self._drafter.record_rollouts()
+        if self._folder is not None:
+            self._folder.start()
+            atexit.register(self.close)
+        return self._version
+
+    def begin_policy_version(self, version: int) -> None:
+        """The drafter has been told of a new version."""
+        self._version = version
+        if self._folder is not None:
+            self._folder.keep_learned(self._drafter.learned())
+
+    def exchange(self) -> None:
+        """Hand over what has ended, and take in some of what has come. Called once per step; reads no file."""
+        recorded = self._drafter.take_recorded()
+        if self._folder is not None and recorded:
+            self._folder.add(recorded)
+        self._num_steps += 1
+        if self._share is None or self._num_steps % STEPS_PER_SHARING == 0:
+            received = self._folder.take() if self._folder is not None else []
+            if self._share is not None:
+                received = self._share(received)
+            for age, rollout in received:
+                self._queue.append(rollout._replace(version=max(self._version - age, 0)))
+        if self._queue:
+            some = [self._queue.popleft()]
+            num_tokens = some[0].num_tokens
+            while self._queue and num_tokens + self._queue[0].num_tokens <= MAX_TOKENS_PER_STEP:
+                some.append(self._queue.popleft())
+                num_tokens += some[-1].num_tokens
+            self._add(some)
+
+    def _add(self, rollouts: Sequence[Rollout]) -> None:
+        self._drafter.add_rollouts(rollouts)
+        self._on_rollouts(rollouts)
+
+    def stats(self) -> dict[str, float]:
+        """`FolderStats` of the first rank; empty elsewhere."""
+        return self._folder.stats.to_dict() if self._folder is not None else {}
+
+    def close(self) -> None:
+        """Write what has ended, and stop."""
+        atexit.unregister(self.close)
+        if self._folder is not None:
+            self._folder.add(self._drafter.take_recorded())
+            self._folder.keep_learned(self._drafter.learned())
+            self._folder.close()
+
+
+def origin_of(model_config: Any) -> Origin:
+    """What an engine's rollouts come from, by vLLM's `ModelConfig`."""
+    text = model_config.hf_text_config
+    size, layers = model_config.get_hidden_size(), getattr(text, "num_hidden_layers", None)
+    states = f"{text.model_type}, {layers} layers of {size}"
+    return Origin(_fingerprint(model_config), model_config.get_vocab_size(), model_config.model, states)
+
+
+def _fingerprint(model_config: Any) -> str | None:
+    """Of the tokenizer's vocabulary; None where this process cannot load one."""
+    if model_config.skip_tokenizer_init:
+        return None
+    try:
+        from vllm.tokenizers import cached_tokenizer_from_config
+
+        vocabulary = cached_tokenizer_from_config(model_config).get_vocab()
+    except Exception as error:  # whatever a tokenizer's own code raises
+        logger.warning("history: the tokenizer cannot be loaded here, so shards are not checked for it: %s", error)
+        return None
+    return fingerprint(vocabulary)
+
+
+def fingerprint(vocabulary: dict[str, int]) -> str:
+    """128 bits that are equal for equal vocabularies."""
+    digest = hashlib.blake2b(digest_size=16)
+    for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
+        digest.update(f"{number} {token}\n".encode(errors="surrogatepass"))
+    return digest.hexdigest()

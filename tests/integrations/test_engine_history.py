@@ -1,0 +1,117 @@
+"""Engines whose history lasts and is shared, through a folder."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from rollout_spec import engine_kwargs
+from rollout_spec.history.shards import Origin, read_shard
+from rollout_spec.history.storage import open_storage
+from tests.integrations.engines import (
+    assert_same,
+    build,
+    generate,
+    mixed_params,
+    prompts_of,
+    runner_of,
+    stats_of,
+    verify_all,
+)
+
+pytestmark = pytest.mark.engine
+
+
+def session_of(llm):
+    return runner_of(llm).drafter.session
+
+
+def history(llm):
+    return llm.collective_rpc("rollout_spec", args=("history",))[0]
+
+
+def rollouts_in(folder):
+    storage = open_storage(folder)
+    entries = [entry for name in storage.sizes() for entry in read_shard(storage, name, Origin())[1]]
+    return sorted((entry.rollout for entry in entries), key=lambda r: (r.version, r.problem_id, r.tokens.tolist()))
+
+
+def accepted(llm, params):
+    """(tokens, accepted draft tokens) of a generation."""
+    before = stats_of(llm)
+    outputs = generate(llm, params)
+    return outputs, stats_of(llm)["accepted_tokens"] - before["accepted_tokens"]
+
+
+def test_a_run_that_resumes_goes_on_where_the_last_one_was(tiny_model, tmp_path):
+    """The same drafts with the folder's history as with the history that the engine itself has made."""
+    options = verify_all(num_speculative_tokens=4, history_dir=str(tmp_path / "history"))
+    params, again = mixed_params(12, 1, temperature=1.0, max_tokens=40), mixed_params(90, 2, temperature=1.0)
+    first = build(tiny_model, **options)
+    said = generate(first, params)
+    first.collective_rpc("rollout_spec", args=("begin_policy_version",))
+    more = generate(first, mixed_params(12, 3))
+    session_of(first).engine_history.close()
+    kept = rollouts_in(tmp_path / "history")
+    texts = [list(output.token_ids) for output in (*said, *more)]
+    assert sorted(r.tokens.tolist() for r in kept) == sorted(texts), "the last generation's, too"
+    assert {r.version for r in kept} == {0, 1}
+    assert all(r.features is not None and r.features.any() for r in kept if r.tokens.size > 1)
+    assert {tuple(r.context.tolist()) for r in kept} == {tuple(prompt) for prompt in prompts_of(params)}
+
+    second = build(tiny_model, **options)
+    assert stats_of(second)["policy_version"] == 1
+    summary = history(second)
+    assert (summary["rollouts"], summary["problems"], summary["newest_version"]) == (24, 3, 1)
+    assert summary["tokens"] == sum(map(len, texts))
+    assert summary["folder"]["rollouts_read"] == 24
+    of_first, of_second = accepted(first, again), accepted(second, again)
+    assert of_first[1] == pytest.approx(of_second[1], rel=0.02)
+    assert_same(of_first[0], of_second[0], prompts_of(again), again, None)
+    without = build(tiny_model, **verify_all(num_speculative_tokens=4))
+    assert of_second[1] > accepted(without, again)[1]
+    assert history(second)["requests_with_history"] == history(second)["requests"] == 90
+
+
+def test_engines_of_a_node_draft_from_each_others_rollouts(tiny_model, tmp_path):
+    options = verify_all(num_speculative_tokens=4, history_dir=str(tmp_path))
+    one, other, alone = (build(tiny_model, **settings) for settings in (options, options, verify_all()))
+    params = mixed_params(6, 1, max_tokens=40)
+    said = generate(one, params)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and history(other)["folder"]["rollouts_read"] < len(said):
+        time.sleep(0.05)
+    session_of(other).exchange_history()
+    assert history(other)["rollouts"] == len(said)
+    assert session_of(other).drafter._version == 0
+    same_again = accepted(other, params)
+    assert_same(same_again[0], generate(alone, params), prompts_of(params), params, None)
+    assert same_again[1] > accepted(alone, params)[1] / 2  # which has said it before
+    for llm in (one, other):
+        session_of(llm).engine_history.close()
+    assert len(rollouts_in(tmp_path)) == 12
+
+
+def test_evaluations_leave_nothing_in_the_folder(tiny_model, tmp_path):
+    llm = build(tiny_model, **engine_kwargs(history_dir=str(tmp_path / "history")))
+    generate(llm, mixed_params(3, extra_args={"rollout_spec": {"keep_in_history": False}}))
+    session_of(llm).engine_history.close()
+    assert rollouts_in(tmp_path / "history") == []
+
+
+def test_a_folder_that_cannot_be_used_costs_a_warning_and_not_the_run(tiny_model, tmp_path, caplog):
+    (tmp_path / "file").write_text("no folder")
+    llm = build(tiny_model, **engine_kwargs(history_dir=str(tmp_path / "file")))
+    params = mixed_params(3)
+    assert len(generate(llm, params)) == 3
+    session_of(llm).engine_history.close()
+    assert [r.levelname for r in caplog.records if "history" in r.message and "cannot be used" in r.message] == [
+        "WARNING"
+    ]
+    assert history(llm)["folder"]["rollouts_lost"] == 3
+    assert history(llm)["rollouts"] == 3
+    assert np.isfinite(history(llm)["folder"]["seconds"])
