@@ -11,6 +11,7 @@ Trainers that generate on a vLLM server, with `vllm_mode="server"` or as AsyncGR
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import warnings
@@ -28,6 +29,7 @@ from rollout_spec.integrations.engine_controller import EngineController
 from rollout_spec.integrations.request_options import KEEP_IN_HISTORY
 
 REPORT_NAME = "rollout_spec.json"
+HISTORY_NAME = "rollout_spec_history"
 
 _served: weakref.WeakSet[RolloutSpecGenerator] = weakref.WeakSet()
 """The callbacks of trainers that generate on a server."""
@@ -45,6 +47,8 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             generation. None: 1e-4 where engine and trainer compute in float32, 5e-2 otherwise. `math.inf` switches the
             check off.
         **options: Fields of `rollout_spec.RolloutSpecConfig`. A server must have been started with those given here.
+            `history_dir=True` keeps history in `OUTPUT_DIR/rollout_spec_history`, beside the checkpoints, so that a run
+            that resumes drafts from what it has sampled before.
 
     Attributes:
         llm: The engine, once TRL has built it, or a `ServedEngine`.
@@ -62,6 +66,9 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         logprob_tolerance: float | None = None,
         **options: Any,
     ) -> None:
+        self._keeps_history_beside_checkpoints = options.get("history_dir") is True
+        if self._keeps_history_beside_checkpoints:  # the folder is not known before `on_init_end`
+            options = {**options, "history_dir": HISTORY_NAME}
         config = RolloutSpecConfig.from_dict(options)
         super().__init__(config, llm_kwargs=llm_kwargs, logprob_tolerance=logprob_tolerance)
         self._options = options
@@ -86,8 +93,8 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         """Prepare for the engine that the trainer is about to build, or connect to its server.
 
         Raises:
-            ValueError: the trainer does not generate with vLLM, this object has an engine already, or `llm_kwargs` are
-                given for a server.
+            ValueError: the trainer does not generate with vLLM, this object has an engine already, or `llm_kwargs` or
+                `history_dir=True` are given for a server.
             TimeoutError, RuntimeError: the server does not answer, or does not speculate; see `connect`.
         """
         server_url = _server_url(args)
@@ -98,12 +105,17 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         self.begin_run(seed=args.seed, replica=replica, model=model, autocast_dtype=autocast)
         if server_url is not None:
             self._has_server = True
+            if self._keeps_history_beside_checkpoints:
+                raise ValueError("history_dir=True is for an engine that the trainer builds: give the server a folder")
             if self._llm_kwargs:
                 raise ValueError("llm_kwargs are for an engine that the trainer builds: give them to the server")
             self._connect_on_first_rank(server_url, args, model)
             _served.add(self)
             _hook_server_requests()
             return
+        if self._keeps_history_beside_checkpoints:
+            folder = Path(args.output_dir).absolute() / HISTORY_NAME
+            self.config = dataclasses.replace(self.config, history_dir=str(folder))
         _warn_of_split_groups(args)
         _hook_engines()
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from rollout_spec import engine_kwargs
+from rollout_spec import RolloutSpecGenerator, engine_kwargs
 from rollout_spec.history.shards import Origin, read_shard
 from rollout_spec.history.storage import open_storage
 from tests.integrations.engines import (
@@ -22,6 +22,7 @@ from tests.integrations.engines import (
     stats_of,
     verify_all,
 )
+from tests.integrations.trainers import Compared, make_trainer
 
 pytestmark = pytest.mark.engine
 
@@ -115,3 +116,22 @@ def test_a_folder_that_cannot_be_used_costs_a_warning_and_not_the_run(tiny_model
     assert history(llm)["folder"]["rollouts_lost"] == 3
     assert history(llm)["rollouts"] == 3
     assert np.isfinite(history(llm)["folder"]["seconds"])
+
+
+def test_a_resumed_trainer_drafts_from_what_was_sampled_before(tiny_model, tmp_path):
+    first = Compared(history_dir=True)
+    make_trainer(tiny_model, tmp_path, [first], max_steps=2).train()
+    session_of(first.llm).engine_history.close()
+    kept = rollouts_in(tmp_path / "rollout_spec_history")
+    # Everything is generated twice, the second time without drafting, which leaves no history.
+    texts = [rollout.tokens.tolist() for rollout in kept]
+    assert sorted(texts) == sorted(first.rollouts)
+    resumed = Compared(history_dir=True)
+    make_trainer(tiny_model, tmp_path, [resumed], max_steps=1)
+    assert history(resumed.llm)["rollouts"] == len(texts) == 16
+    assert stats_of(resumed.llm)["policy_version"] >= 1
+
+
+def test_beside_the_checkpoints_of_a_server_is_nowhere(tiny_model, tmp_path):
+    with pytest.raises(ValueError, match="history_dir=True is for an engine that the trainer builds"):
+        make_trainer(tiny_model, tmp_path, [RolloutSpecGenerator(history_dir=True)], vllm_mode="server")
