@@ -577,3 +577,47 @@ def test_a_draft_is_continued_as_if_its_beginning_had_been_said(features):
         engine.drafter.check_integrity()
     assert num_drafted > 10
     engine.assert_same_drafts()
+
+
+def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own():
+    """Also where their problem is on the device when they come."""
+    said = [5, 6, 7, 8, 9, 10, 11]
+    first = Engine()
+    first.drafter.record_rollouts()
+    kept, dropped = first.start([1, 2], problem_id=4), first.start([1, 2], problem_id=4)
+    first.commit(kept, said)
+    first.commit(dropped, [3])
+    first.stop(kept)
+    first.stop(dropped, keep=False)
+    (recorded,) = first.drafter.take_recorded()
+    assert recorded.context.tolist() == [1, 2]
+    assert recorded.tokens.tolist() == said
+    assert (recorded.problem_id, recorded.version) == (4, 0)
+    assert first.drafter.take_recorded() == []
+    for is_live in (False, True):
+        second = Engine()
+        if not is_live:
+            second.drafter.add_rollouts([recorded])
+        request = second.start([1, 2], problem_id=4)
+        if is_live:
+            second.drafter.add_rollouts([recorded])
+        second.commit(request, said[:3])
+        second.drafter.check_integrity()
+        assert second.drafter.take_recorded() == []
+        assert second.propose()[1][0, :3].tolist() == said[3:6]
+        summary = second.drafter.history_summary()
+        assert (summary["rollouts"], summary["tokens"], summary["requests_with_history"]) == (1, 7, 1 - is_live)
+
+
+def test_learned_rates_go_on_in_another_drafter():
+    first, second = Engine(), Engine()
+    request = first.start([0, 1] * 10)
+    for _ in range(3):
+        first.propose()
+        first.commit(request, [0, 1])
+    learned = first.drafter.learned()
+    assert learned["counters"].any()
+    second.drafter.learn({"counters": learned["counters"][1:]})
+    assert not second.drafter.learned()["counters"].any(), "of another shape"
+    second.drafter.learn(learned)
+    assert (second.drafter.learned()["counters"] == learned["counters"]).all()

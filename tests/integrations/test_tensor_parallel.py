@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_spec import engine_kwargs
+from rollout_spec.history.folder import HistoryFolder
+from rollout_spec.history.shards import Origin
 from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import (
     assert_same,
@@ -112,3 +114,36 @@ def test_a_drafter_that_raises_on_one_rank(tiny_model, rank, capfd):
         printed = capfd.readouterr()
         assert "rank 1 cannot go on, and ends the engine" in printed.out + printed.err
         assert "fault of the drafter" in printed.out + printed.err
+
+
+def test_the_ranks_have_the_same_history_of_a_folder(tiny_model, off, reference_model, tmp_path):
+    """The first rank reads it, when the engine starts and between steps."""
+
+    def wait_for(field, count):
+        deadline = time.monotonic() + 30
+        while (found := ask(llm, "history")[0]["folder"][field]) < count and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert found == count
+
+    options = verify_all(num_speculative_tokens=K, history_dir=str(tmp_path))
+    with two_ranks(tiny_model, **options) as llm:
+        check_rollouts(llm, off, reference_model, 1)
+        wait_for("rollouts_written", 8)
+    other = HistoryFolder(str(tmp_path), Origin(), max_bytes=1 << 30)
+    rollouts = other.load(10**6)
+    assert len(rollouts) == 8
+    with two_ranks(tiny_model, **options) as llm:
+        first, second = ask(llm, "history")
+        assert first.pop("folder")["rollouts_read"] == 8
+        assert second.pop("folder") == {}
+        assert first == second
+        other.add(rollouts[:3])
+        other.exchange()
+        wait_for("rollouts_read", 11)
+        check_rollouts(llm, off, reference_model, 2)
+        check_rollouts(llm, off, reference_model, 1)
+        before, after = ask(llm, "stats")
+        assert counts(before) == counts(after)
+        assert before["accepted_tokens"] > 0
+        first, second = ask(llm, "history")
+        assert first["rollouts"] == second["rollouts"] == 8 + 3 + 16
