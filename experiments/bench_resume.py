@@ -1,0 +1,272 @@
+"""What a training loses when it is killed at random moments, and how warm it is afterwards.
+
+    PYTHONPATH=experiments python experiments/bench_resume.py [--kills 20] [--policy demo/policy-v1-seed0] [--out FILE]
+
+Trains the demo's policy with GRPO in TRL, a checkpoint after each step, in three ways that sample the same rollouts,
+as seeds derive from the training's step: without a break; killed at random moments (SIGKILL, also while it starts or
+writes) and resumed, with `history_dir`; and the same without `history_dir`. After each kill it checks, as gates:
+
+- no file of history is damaged, and the next run refuses none;
+- every rollout of the steps before the one that was running is in the history.
+
+Printed and written: tokens per request-step of the first step after a restart against the same step of the training
+without a break, with history_dir and without. Drafts are all verified (`budget=False`): what a budget decides depends
+on time. The policy is the one that `rollout-spec demo` trains first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.history.shards import Origin, read_shard
+from rollout_spec.history.storage import open_storage
+from rows import append, origin
+
+NUM_PROBLEMS = 12
+PROMPTS_PER_STEP = 2
+GROUP_SIZE = 8
+MAX_COMPLETION_TOKENS = 384
+JOURNAL = "journal.jsonl"
+HISTORY = "rollout_spec_history"
+LONGEST_LIFE = 20.0
+"""Seconds within which a run is killed, from its first generation on."""
+
+
+def digest(tokens: Any) -> str:
+    return hashlib.blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=8).hexdigest()
+
+
+# -- the training, in a process of its own ---------------------------------------------------------------------------
+
+
+def train(policy: str, folder: Path, num_steps: int, *, keeps_history: bool) -> None:
+    """Train until `num_steps`, from the last checkpoint in `folder` if there is one."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.trainer_utils import get_last_checkpoint
+    from trl import GRPOConfig, GRPOTrainer
+
+    from rollout_spec import RolloutSpecGenerator
+    from rollout_spec.demo.task import make_problem, prompt_text, reward
+
+    class Journal(RolloutSpecGenerator):
+        """Writes a line for each generation."""
+
+        def generate(self, prompts: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+            before = self.stats()
+            self.write({"step": self._step, "began": True})
+            outputs = super().generate(prompts, sampling_params, *args, **kwargs)
+            after = self.stats()
+            counted = {name: after[name] - before[name] for name in ("emitted_tokens", "request_steps")}
+            rollouts = [digest(completion.token_ids) for output in outputs for completion in output.outputs]
+            self.write({"step": self._step, "rollouts": rollouts, **counted})
+            return outputs
+
+        def write(self, line: dict[str, Any]) -> None:
+            with (folder / JOURNAL).open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    torch.set_num_threads(1)
+    rng, prompts = random.Random(0), {}
+    while len(prompts) < NUM_PROBLEMS:
+        prompts[prompt_text(make_problem(rng))] = None
+    engine = {"dtype": "float32", "enforce_eager": True, "use_tqdm_on_load": False}
+    callback = Journal(llm_kwargs=engine, budget=False, history_dir=True if keeps_history else None)
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(policy, padding_side="left"),
+        reward_funcs=lambda prompts, completions, **_: list(map(reward, prompts, completions)),
+        train_dataset=Dataset.from_dict({"prompt": list(prompts)}),
+        args=GRPOConfig(
+            output_dir=str(folder),
+            use_cpu=True,
+            bf16=False,
+            seed=0,
+            max_steps=num_steps,
+            per_device_train_batch_size=PROMPTS_PER_STEP * GROUP_SIZE,
+            gradient_accumulation_steps=1,
+            num_generations=GROUP_SIZE,
+            max_completion_length=MAX_COMPLETION_TOKENS,
+            learning_rate=2e-4,
+            lr_scheduler_type="constant",
+            beta=0.0,
+            use_vllm=True,
+            vllm_mode="colocate",
+            vllm_gpu_memory_utilization=0.1,
+            vllm_max_model_length=448,
+            logging_steps=1,
+            save_strategy="steps",
+            save_steps=1,
+            save_total_limit=2,
+            report_to="none",
+            disable_tqdm=True,
+        ),
+        callbacks=[callback],
+    )
+    callback.write({"loaded": callback.llm.collective_rpc("rollout_spec", args=("history",))[0]})
+    trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder, get_last_checkpoint))
+
+
+def last_whole_checkpoint(folder: Path, find: Any) -> str | None:
+    """The last checkpoint. One that was being written when the trainer was killed is removed."""
+    while (checkpoint := find(str(folder))) is not None:
+        if (Path(checkpoint) / "trainer_state.json").exists() and (Path(checkpoint) / "rng_state.pth").exists():
+            return str(checkpoint)
+        subprocess.run(["rm", "-r", checkpoint], check=True)
+    return None
+
+
+# -- what kills it and looks at what is left -------------------------------------------------------------------------
+
+
+def start(args: argparse.Namespace, folder: Path, mode: str, log: Any) -> subprocess.Popen[bytes]:
+    command = [sys.executable, __file__, "--policy", args.policy, "--steps", str(args.steps), "--child", mode]
+    return subprocess.Popen([*command, "--folder", str(folder)], stdout=log, stderr=log, start_new_session=True)
+
+
+def read_journal(folder: Path) -> list[dict[str, Any]]:
+    """Its lines; the last one may have been cut."""
+    lines = []
+    for line in (folder / JOURNAL).read_text().splitlines() if (folder / JOURNAL).exists() else []:
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines
+
+
+def check_history(folder: Path, journal: list[dict[str, Any]]) -> dict[str, int]:
+    """Gates. Returns how much there is, and how many of the running step's rollouts are missing."""
+    storage = open_storage(folder / HISTORY)
+    kept: set[str] = set()
+    for name in storage.sizes():
+        for entry in read_shard(storage, name, Origin())[1]:  # raises if it is damaged
+            kept.add(digest(entry.rollout.tokens))
+    generations = [line for line in journal if "rollouts" in line]
+    running = generations[-1]["step"] if generations else -1
+    missing = {"earlier": 0, "running": 0}
+    for line in generations:
+        missing["running" if line["step"] >= running else "earlier"] += len(set(line["rollouts"]) - kept)
+    if missing["earlier"]:
+        raise SystemExit(f"{missing['earlier']} rollouts of finished steps are missing: {folder}")
+    refused = [line["loaded"]["folder"]["shards_refused"] for line in journal if line.get("loaded")]
+    if any(refused):
+        raise SystemExit(f"a run refused shards of its own history: {folder}")
+    return {"rollouts": len(kept), "missing_of_running_step": missing["running"]}
+
+
+def run_and_kill(args: argparse.Namespace, folder: Path, mode: str, num_kills: int, rng: random.Random) -> list[Any]:
+    """Kill and resume until the training has been killed often enough. Returns what was found after each kill."""
+    found = []
+    with (folder / "log").open("ab") as log:
+        while len(found) < num_kills:
+            num_lines = len(read_journal(folder))
+            process = start(args, folder, mode, log)
+            deadline = time.monotonic() + 300
+            # Every fourth run is killed before its first generation, the others some time after it began.
+            waits_for = num_lines + (0 if len(found) % 4 == 3 else 2)
+            while len(read_journal(folder)) < waits_for and process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.05)
+            time.sleep(rng.random() * LONGEST_LIFE)
+            if process.poll() is not None:
+                if process.returncode:
+                    raise SystemExit(f"the training failed: {folder / 'log'}")
+                break  # it has reached its last step
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            found.append(check_history(folder, read_journal(folder)) if mode == "history" else {})
+            print(f"{mode}: killed {len(found)} times, {found[-1]}", flush=True)
+        else:
+            start(args, folder, mode, log).wait()
+    return found
+
+
+def tokens_per_step(line: dict[str, Any]) -> float:
+    return float(line["emitted_tokens"] / line["request_steps"])
+
+
+def first_after_restart(journal: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first whole generation of each run but the first, if the run before got as far as that step."""
+    found, is_new, reached = [], False, -1
+    for line in journal:
+        if "loaded" in line:
+            is_new = True
+        elif "rollouts" in line:
+            if is_new and reached >= 0:
+                found.append(line)
+            is_new, reached = False, max(reached, line["step"])
+    return found
+
+
+def main() -> None:
+    """Run all three trainings, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default="demo/policy-v1-seed0")
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=60, help="the training ends here, however often it was killed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--child", choices=["unbroken", "history", "nothing"], help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.child:
+        train(args.policy, args.folder, args.steps, keeps_history=args.child == "history")
+        return
+    with tempfile.TemporaryDirectory() as temporary:
+        folders = {mode: Path(temporary) / mode for mode in ("history", "nothing", "unbroken")}
+        for folder in folders.values():
+            folder.mkdir()
+        rng = random.Random(args.seed)
+        found = run_and_kill(args, folders["history"], "history", args.kills, rng)
+        run_and_kill(args, folders["nothing"], "nothing", min(args.kills, 5), rng)
+        journals = {mode: read_journal(folder) for mode, folder in folders.items()}
+        restarts = {mode: first_after_restart(journal) for mode, journal in journals.items()}
+        args.steps = 1 + max(line["step"] for lines in restarts.values() for line in lines)
+        with (folders["unbroken"] / "log").open("ab") as log:
+            start(args, folders["unbroken"], "unbroken", log).wait()
+        unbroken = {line["step"]: line for line in read_journal(folders["unbroken"]) if "rollouts" in line}
+        for mode in ("history", "nothing"):
+            lines = [line for line in restarts[mode] if line["step"] in unbroken]
+            same = sum(line["rollouts"] == unbroken[line["step"]]["rollouts"] for line in lines)
+            ours = sum(line["emitted_tokens"] for line in lines) / sum(line["request_steps"] for line in lines)
+            whole = [unbroken[line["step"]] for line in lines]
+            theirs = sum(line["emitted_tokens"] for line in whole) / sum(line["request_steps"] for line in whole)
+            row = {
+                "benchmark": "resume",
+                "history_dir": mode == "history",
+                "kills": len(found) if mode == "history" else None,
+                "after_each_kill": found if mode == "history" else None,
+                "restarts": len(lines),
+                "restarts_with_the_same_rollouts": same,
+                "tokens_per_step": round(ours, 3),
+                "tokens_per_step_unbroken": round(theirs, 3),
+                "by_restart": [
+                    [line["step"], round(tokens_per_step(line), 3), round(tokens_per_step(unbroken[line["step"]]), 3)]
+                    for line in lines
+                ],
+                **origin(packages=["trl", "pyarrow"]),
+            }
+            append(args.out, row)
+            print(f"{mode}: first step after {len(lines)} restarts {ours:.2f} tokens per step, unbroken {theirs:.2f}")
+
+
+if __name__ == "__main__":
+    from rollout_spec.demo.run import ENVIRONMENT
+
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    main()
