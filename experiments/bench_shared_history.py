@@ -2,8 +2,8 @@
 
     PYTHONPATH=experiments python experiments/bench_shared_history.py [--policy demo/policy-v1-seed0] [--out FILE]
 
-Each engine has a process of its own, on the demo's policy, which `rollout-spec demo` trains first. Groups of rollouts of
-the same problems are generated with the same seeds in all modes, so all sample the same rollouts, which is the gate:
+Each engine has a process of its own, on the demo's policy, which `rollout-spec demo` trains first. Groups of rollouts
+of the same problems are generated with the same seeds in all modes, so all sample the same rollouts: that is the gate.
 
     epoch 0   every group is split: each engine gets half of its rollouts
     epoch 1   each engine gets half of the prompts, whole groups
