@@ -26,6 +26,17 @@ MTP = {"method": "mtp", "num_speculative_tokens": 3}
         ({"num_spec_tokens": 4}, ValueError, "unknown rollout_spec config key 'num_spec_tokens'"),
         ({"drafter": 3}, TypeError, "drafter"),
         ({"drafter_options": [1]}, TypeError, "drafter_options"),
+        ({"history_dir": 7}, TypeError, "history_dir must be a path or a URL, got 7"),
+        ({"history_dir": ""}, TypeError, "history_dir must be a path or a URL"),
+        ({"history_dir": "x", "speculation": False}, ValueError, "the engine keeps no history"),
+        ({"history_dir": "x", "drafter": "lookahead"}, ValueError, "drafter 'lookahead' has no history"),
+        (
+            {"history_dir": "x", "drafter": "examples.custom_drafter.RepeatDrafter"},
+            ValueError,
+            "has no record_rollouts, take_recorded, add_rollouts",
+        ),
+        ({"history_dir": "nowhere://x"}, ValueError, "history_dir 'nowhere://x' cannot be used"),
+        ({"max_history_dir_bytes": 0}, ValueError, "max_history_dir_bytes must be a positive int, got 0"),
         ({"verify": "ratio"}, ValueError, "verify"),
         ({"speculation": 1}, TypeError, "speculation"),
         ({"speculative_config": "mtp"}, TypeError, "speculative_config must be a dict"),
@@ -52,6 +63,16 @@ def test_round_trip():
     kwargs = config.engine_kwargs()
     assert kwargs["speculative_config"]["num_speculative_tokens"] == 3
     assert "speculative_config" not in engine_kwargs(speculation=False)
+
+
+def test_a_folder_for_history(monkeypatch, tmp_path):
+    config = RolloutSpecConfig(history_dir=tmp_path / "history")
+    assert config.history_dir == str(tmp_path / "history")
+    assert RolloutSpecConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert not (tmp_path / "history").exists(), "made by the engine, once there is something to keep"
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"history_dir needs pyarrow: pip install 'rollout-spec\[history\]'"):
+        RolloutSpecConfig(history_dir="history")
 
 
 def test_a_model_beside_history():
