@@ -82,8 +82,8 @@ class EngineParts(NamedTuple):
 def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
     """Run a command: `config`, `stats`, `history`, `report`, `set_enabled` or `begin_policy_version`.
 
-    `set_enabled` takes a bool. `begin_policy_version` takes nothing, or a number of versions, by which older history
-    goes sooner.
+    `set_enabled` takes a bool. `begin_policy_version` takes nothing, and a version begins with the next step if the
+    model's parameters have changed; or a number of versions, which begin in any case, and older history goes sooner.
 
     Returns:
         `config`: `RolloutSpecConfig.to_dict`. `stats`: `SpeculationStats.to_dict`, `drafter_bytes`,
@@ -110,7 +110,7 @@ def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
     if name == "begin_policy_version":
         if args and (len(args) > 1 or type(args[0]) is not int or args[0] < 1):
             raise ValueError(f"begin_policy_version takes no argument, or how many versions begin, got {args}")
-        return weights.mark(*args)
+        return weights.announce(*args) if args else weights.mark()
     if name != "set_enabled":
         raise ValueError(f"unknown rollout_spec command {name!r}")
     if speculation is None:

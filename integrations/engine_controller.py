@@ -58,7 +58,8 @@ class EngineController:
         config: The engine's settings.
         llm: The engine, once it is attached; a `ServedEngine` once `connect` has been called.
         model: The trainer's model, for the comparison of log-probabilities; set by `begin_run` and `begin_step`.
-        policy_version: Weight synchronisations so far.
+        policy_version: Weight synchronisations so far, of unchanged weights, too. `stats()` and the metrics have the
+            engine's own count of versions.
         evaluating: Set it to True while an evaluation is generated: its rollouts are drafted for, but do not stay in
             the history.
     """
@@ -142,9 +143,12 @@ class EngineController:
         self.model = model if model is not None else self.model
 
     def begin_policy_version(self) -> None:
-        """Tell the engine that it has new weights. Once attached, `llm.reset_prefix_cache` calls this.
+        """Tell the engine that it may have new weights. Once attached, `llm.reset_prefix_cache` calls this.
 
-        The engine notices by itself where they come through vLLM's ways (`rollout_spec.integrations.weights`).
+        The engine's next step begins a policy version if the model's parameters have changed; some trainers load the
+        same ones again. It looks by itself where weights come through vLLM's ways
+        (`rollout_spec.integrations.weights`). For new weights that are not in the parameters,
+        `llm.collective_rpc("rollout_spec", args=("begin_policy_version", 1))` begins a version in any case.
         """
         self.policy_version += 1
         self._command("begin_policy_version")

@@ -35,6 +35,24 @@ def sharing_from_first_rank(vllm_config: Any) -> Callable[[Any], Any] | None:
     return share_from_first_rank
 
 
+def agreeing_on_any(vllm_config: Any) -> Callable[[bool], bool] | None:
+    """A function that says on every tensor-parallel rank whether its argument is True on any; None for a single rank.
+
+    All ranks must call it alike.
+    """
+    if vllm_config.parallel_config.tensor_parallel_size == 1:
+        return None
+    import torch
+    from vllm.distributed.parallel_state import get_tp_group
+
+    def is_true_on_any(is_true: bool) -> bool:
+        votes = torch.tensor([int(is_true)])
+        torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MAX, group=get_tp_group().cpu_group)
+        return bool(votes)
+
+    return is_true_on_any
+
+
 def broadcasting_from_first_rank(vllm_config: Any, device: Any) -> Callable[[Any], Any]:
     """A function that returns the first tensor-parallel rank's tensor on every rank, without waiting for the device.
 

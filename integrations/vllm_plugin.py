@@ -600,6 +600,15 @@ def _hook_device_worker(module: Any, name: str) -> None:
 
         return load_model
 
+    def make_add_lora(original: Any) -> Any:
+        def add_lora(self: Any, *args: Any, **kwargs: Any) -> Any:
+            adapter = getattr(self.model_runner, "rollout_spec", None)
+            if adapter is not None:
+                adapter.weights.announce()  # what it loads is not among the model's parameters
+            return original(self, *args, **kwargs)
+
+        return add_lora
+
     def make_profile(original: Any) -> Any:
         def determine_available_memory(self: Any, *args: Any, **kwargs: Any) -> Any:
             with _warming_up(self.model_runner):  # from vLLM 0.33 on, V2 samples for made-up requests here
@@ -623,6 +632,7 @@ def _hook_device_worker(module: Any, name: str) -> None:
     worker = getattr(module, name)
     if name == "Worker":  # CPUWorker inherits it
         _wrap(worker, "load_model", make_load_model)
+        _wrap(worker, "add_lora", make_add_lora)
     _wrap(worker, "determine_available_memory", make_profile)
     _wrap(worker, "compile_or_warm_up_model", make_warm_up)
 

@@ -26,7 +26,7 @@ from rollout_spec.integrations.commands import EngineParts, Speculation, run_com
 from rollout_spec.integrations.host_copy import HostCopy, to_device
 from rollout_spec.integrations.live_requests import Sampled, read_new_tokens, select
 from rollout_spec.integrations.model_drafters import ModelAlone
-from rollout_spec.integrations.ranks import broadcasting_from_first_rank, sharing_from_first_rank
+from rollout_spec.integrations.ranks import agreeing_on_any, broadcasting_from_first_rank, sharing_from_first_rank
 from rollout_spec.integrations.sampling import (
     compile_kernels,
     needs_processing,
@@ -101,7 +101,7 @@ class RunnerAdapter:
             self.proposer = RolloutSpecProposer(runner.vllm_config) if config.drafter != NO_HISTORY else None
         self.stats = self.proposer.stats if self.proposer is not None else SpeculationStats()
         self.clock = StepClock(runner.device, self.stats)
-        self.weights = WeightWatch()
+        self.weights = WeightWatch(agreeing_on_any(runner.vllm_config))
         if self.proposer is not None:
             self.proposer.bind(runner, self.model_drafter)
             if self.proposer.session.wants_features:

@@ -35,7 +35,7 @@ from rollout_spec.integrations.clock import StepClock
 from rollout_spec.integrations.commands import EngineParts, Speculation, run_command
 from rollout_spec.integrations.host_copy import HostCopy
 from rollout_spec.integrations.live_requests import Sampled, pieces, select
-from rollout_spec.integrations.ranks import broadcasting_from_first_rank, sharing_from_first_rank
+from rollout_spec.integrations.ranks import agreeing_on_any, broadcasting_from_first_rank, sharing_from_first_rank
 from rollout_spec.integrations.sampling import (
     compile_kernels,
     needs_processing,
@@ -95,7 +95,7 @@ class RunnerAdapter:
         )
         self.stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
         self.clock = StepClock(runner.device, self.stats)
-        self.weights = WeightWatch()
+        self.weights = WeightWatch(agreeing_on_any(runner.vllm_config))
         self._runner = runner
         self._config = config
         if self._speculation is not None and self._speculation.wants_features:

@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from torch import nn
 
 from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
@@ -74,6 +75,11 @@ def test_new_weights_that_are_announced_begin_a_version_with_the_next_step():
     for speculation in (None, a_speculation([])):
         run(speculation, "begin_policy_version", weights=weights)
     assert [weights.begin_step(), weights.begin_step()] == [1, None]
+    weights.follow(nn.Linear(2, 2))
+    run(None, "begin_policy_version", weights=weights)
+    assert weights.begin_step() is None, "the parameters have not changed"
+    run(None, "begin_policy_version", 2, weights=weights)
+    assert weights.begin_step() == 3
 
 
 @pytest.mark.parametrize("args", [(0,), (True,), ("1",), (1, 2)])

@@ -90,7 +90,7 @@ def test_an_engine_is_switched_as_was_asked_for_before_it_was_there():
     assert controller.enabled
 
 
-def test_synchronised_weights_begin_a_policy_version():
+def test_synchronised_weights_may_begin_a_policy_version():
     controller, llm = an_attached_controller()
     assert llm.reset_prefix_cache() is True
     controller.begin_policy_version()
@@ -361,6 +361,7 @@ def test_a_loop_without_a_trainer_s_library(tiny_model, reference_model):
         prompts = [{"prompt_token_ids": [1, 4, 9]}] * 8
         outputs = llm.generate(prompts, SamplingParams(max_tokens=24), use_tqdm=False)
         assert len({tuple(output.outputs[0].token_ids) for output in outputs}) > 1
+        llm.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
         llm.reset_prefix_cache()
         metrics = controller.take_metrics()
         assert metrics["rollout_spec/policy_version"] == step, "of the rollouts, not of weights not used yet"

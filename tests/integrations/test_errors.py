@@ -64,7 +64,7 @@ def test_a_worker_without_the_plugin():
         RolloutSpecProposer(config).load_model(None)
 
 
-@pytest.mark.parametrize("command", [("stats",), ("report",), ("begin_policy_version",)])
+@pytest.mark.parametrize("command", [("stats",), ("report",), ("begin_policy_version", 1)])
 def test_a_drafter_that_raises_when_it_is_asked(tiny_model, command):
     """Drafts end, the run goes on, and switching on again says why it cannot be done."""
     llm = build(tiny_model, **verify_all(num_speculative_tokens=4, drafter="tests.adversaries.RaisesOutsideSteps"))
@@ -77,7 +77,7 @@ def test_a_drafter_that_raises_when_it_is_asked(tiny_model, command):
     assert stats["drafter_bytes"] == 0
     assert len(generate(llm, mixed_params(4, 2, max_tokens=8))) == 4
     assert stats_of(llm)["draft_tokens"] == stats["draft_tokens"]
-    llm.collective_rpc("rollout_spec", args=("begin_policy_version",))
+    llm.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
     llm.collective_rpc("rollout_spec", args=("set_enabled", False))
     with pytest.raises(RuntimeError, match="its drafter has raised"):
         llm.collective_rpc("rollout_spec", args=("set_enabled", True))

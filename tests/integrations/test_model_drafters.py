@@ -133,7 +133,7 @@ def test_a_model_that_has_lost_touch_is_named_once(drafters, drawing_wrong_token
     llm = build_beside(drafters, "eagle", drafter=drafter)
     for _ in range(3):
         generate(llm, mixed_params(8, 6, max_tokens=20, ignore_eos=True))
-        llm.collective_rpc("rollout_spec", args=("begin_policy_version",))
+        llm.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
     generate(llm, mixed_params(1, 6, max_tokens=2))
     assert ["rarely right: " in message if message else False for message in said] == [True, False, False]
 

@@ -66,12 +66,33 @@ def test_the_ranks_agree_and_the_rollouts_are_those_of_one_rank(tiny_model, off,
         check_rollouts(llm, off, reference_model, 2)
         before = ask(llm, "stats")
         ask(llm, "set_enabled", True)
-        ask(llm, "begin_policy_version")
+        ask(llm, "begin_policy_version", 1)
         check_rollouts(llm, off, reference_model, 1)
         after = ask(llm, "stats")
     for first, second in (before, after):
         assert counts(first) == counts(second)
     assert after[0]["accepted_tokens"] > before[0]["accepted_tokens"]
+
+
+class Extension:
+    def update_weights_of_rank(self, rank, amount):
+        """Other weights in one rank's part of the head alone."""
+        self.model_runner.model.lm_head.weight.data += amount if self.rank == rank else 0
+
+
+def test_a_version_begins_on_both_ranks_if_one_s_weights_have_changed(tiny_model):
+    options = verify_all(num_speculative_tokens=K)
+    with two_ranks(
+        tiny_model, worker_extension_cls="tests.integrations.test_tensor_parallel.Extension", **options
+    ) as llm:
+        versions = []
+        for rank, amount in ((0, 0), (0, 1), (1, 1), (1, 0)):
+            llm.collective_rpc("update_weights_of_rank", args=(rank, amount))
+            generate(llm, mixed_params(8, 1, max_tokens=12))
+            first, second = ask(llm, "stats")
+            assert counts(first) == counts(second)
+            versions.append(first["policy_version"])
+    assert versions == [0, 1, 2, 2]
 
 
 def test_a_rank_that_is_slow(tiny_model, off, reference_model):

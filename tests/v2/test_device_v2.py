@@ -145,7 +145,7 @@ def test_switched_off_it_goes_on_listening(device, stock):
     ours = [tuple(output.token_ids) for output in generate(device, params)]
     device.collective_rpc("rollout_spec", args=("set_enabled", True))
     assert ours == [tuple(output.token_ids) for output in generate(stock, params)]
-    device.collective_rpc("rollout_spec", args=("begin_policy_version",))
+    device.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
     (report,) = device.collective_rpc("rollout_spec", args=("report",))
     assert (report["num_speculative_tokens"], report["budget"]) == (K, None)
     generate(device, mixed_params(1, 12, max_tokens=2, ignore_eos=True, **PLAIN))

@@ -161,5 +161,5 @@ def test_switched_off(drafters, stock, reference_model):
     for enabled in (False, True):
         llm.collective_rpc("rollout_spec", args=("set_enabled", enabled))
         assert_same(generate(llm, params, prompts), expected, prompts, params, reference_model)
-    llm.collective_rpc("rollout_spec", args=("begin_policy_version",))
+    llm.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
     assert_same(generate(llm, params, prompts), expected, prompts, params, reference_model)
