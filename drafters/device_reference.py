@@ -30,6 +30,8 @@ from rollout_spec import noise
 from rollout_spec.drafters import vote
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.vote import (
+    AGE_EDGES,
+    AGES,
     BINS_PER_HALVING,
     BLEND,
     COARSE_PRIOR,
@@ -123,13 +125,14 @@ def find_matches(documents: Sequence[Document], context: Int32Array) -> list[Mat
 
 @dataclass(slots=True)
 class Counters:
-    """Outcomes of drafted tokens that the target reached: (trials, hits) in the last axis, int32."""
+    """Outcomes of drafted tokens that the target reached: (trials, hits) in the last axis."""
 
     coarse: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS, 2), np.int32))
     fine: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS * NUM_ORIGIN_BINS, 2), np.int32))
     by_inverse_temperature: NDArray[np.int32] = field(
         default_factory=lambda: np.zeros((len(INVERSE_TEMPERATURES), 2), np.int32)
     )
+    by_age: NDArray[np.int64] = field(default_factory=lambda: np.zeros((len(AGES), 2), np.int64))
 
     def forget(self) -> None:
         """Let old outcomes count for less, under a new policy."""
@@ -162,6 +165,8 @@ class DraftedToken(NamedTuple):
     """Estimated probability of acceptance once it is reached."""
     cell: int
     """Index into the fine counters."""
+    age_bin: int | None
+    """Of the rollout that it comes from, where that is another one."""
     alternatives: tuple[int, ...]
     """What each of INVERSE_TEMPERATURES would have drafted; empty where all candidates had the same token."""
 
@@ -206,7 +211,7 @@ def draft_tokens(
         candidates.append((match, weight * math.exp(-vote.SIMILARITY * more), origin_bin))
     drafted: list[DraftedToken] = []
     while candidates and len(drafted) < max_tokens:
-        chosen = _choose(candidates, documents, text, seed, counters, exponent)
+        chosen = _choose(candidates, documents, text, seed, version, counters, exponent)
         drafted.append(chosen)
         text.append(chosen.token)
         alive = []
@@ -253,6 +258,7 @@ def _choose(
     documents: Sequence[Document],
     text: list[int],
     seed: int | None,
+    version: int,
     counters: Counters,
     exponent: float,
 ) -> DraftedToken:
@@ -287,7 +293,7 @@ def _choose(
     of_token = [(w, -i) for i, (t, (_, w, _)) in enumerate(zip(next_tokens, candidates, strict=True)) if t == token]
     if not of_token:  # it was remembered there, but another one was sampled
         of_token = [(w, -i) for i, (_, w, _) in enumerate(candidates)]
-    origin_bin = candidates[-max(of_token)[1]][2]
+    match, _, origin_bin = candidates[-max(of_token)[1]]
     if coupled:
         origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
             int(NUM_DISTANCE_BINS * mass[token]), NUM_DISTANCE_BINS - 1
@@ -297,7 +303,9 @@ def _choose(
     longest = max(m.length for m, _, _ in candidates)
     cell = (int(coupled) * NUM_PROBABILITY_BINS + probability_bin) * NUM_LENGTH_BINS + _length_bin(longest)
     cell = cell * NUM_ORIGIN_BINS + origin_bin
-    return DraftedToken(token, counters.rate(cell, expected), cell, alternatives)
+    source = documents[match.document]
+    age_bin = sum(version - source.version > limit for limit in AGE_EDGES) if match.document else None
+    return DraftedToken(token, counters.rate(cell, expected), cell, age_bin, alternatives)
 
 
 def _length_bin(length: int) -> int:
@@ -375,6 +383,8 @@ class ReferenceDrafter:
                 self.counters.coarse[chosen.cell // NUM_ORIGIN_BINS],
             ):
                 counters += (1, hit)
+            if chosen.age_bin is not None:
+                self.counters.by_age[chosen.age_bin] += (1, hit)
             if chosen.alternatives:
                 self.counters.by_inverse_temperature += np.array(
                     [(1, a == token) for a in chosen.alternatives], np.int32

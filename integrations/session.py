@@ -295,13 +295,20 @@ class DraftingSession:
 
     def source_counts(self) -> dict[str, list[int]]:
         """By source, [drafted tokens that the target reached, those that were right]; empty if it has no sources."""
-        drafter: Any = self.drafter  # not every drafter has sources
-        counts: dict[str, Sequence[int]] = {}
-        if not self.broken and hasattr(drafter, "source_counts"):
-            counts = self._ask(lambda: drafter.source_counts()) or {}
-        if self.choice is not None:
-            counts = {**counts, MODEL: self.choice.model_counts()}
-        return {name: list(values) for name, values in counts.items()}
+        counts = self._drafter_counts("source_counts")
+        return counts if self.choice is None else {**counts, MODEL: list(self.choice.model_counts())}
+
+    def age_counts(self) -> dict[str, list[int]]:
+        """As `source_counts`, of drafts from the problem's other rollouts by their age in policy versions."""
+        return self._drafter_counts("age_counts")
+
+    def _drafter_counts(self, name: str) -> dict[str, list[int]]:
+        """What the drafter has counted; empty if it counts no such thing."""
+        count = getattr(self.drafter, name, None)
+        counts: Mapping[str, Sequence[int]] = {}
+        if not self.broken and count is not None:
+            counts = self._ask(count) or {}
+        return {key: list(values) for key, values in counts.items()}
 
     def _learn_lengths(self, rollouts: Sequence[Rollout]) -> None:
         if self.budget is not None:

@@ -246,11 +246,13 @@ def read_report(path: Path) -> dict[str, Any]:
 
 def _check_fields(report: dict[str, Any]) -> None:
     """Raise ValueError where a report lacks what `explain` reads."""
-    _require(report, "", ("versions", "stats", "sources"), lambda value: isinstance(value, dict), "an object")
+    _require(report, "", ("versions", "stats"), lambda value: isinstance(value, dict), "an object")
     _require(report, "", ("device",), lambda value: isinstance(value, str), "text")
     of_trainers = ("global_step", "num_processes") if "global_step" in report else ()
     _require(report, "", ("num_speculative_tokens", *of_trainers), _is_number, "a number")
-    _require(report["sources"], "sources.", report["sources"], lambda value: _are_numbers(value, 2), "two numbers")
+    for name in ("sources", *(("ages",) if "ages" in report else ())):  # reports of older versions have no ages
+        _require(report, "", (name,), lambda value: isinstance(value, dict), "an object")
+        _require(report[name], f"{name}.", report[name], lambda value: _are_numbers(value, 2), "two numbers")
     stats, position = report["stats"], ("drafted_per_position", "accepted_per_position")
     _require(stats, "stats.", STATS_NUMBERS, _is_number, "a number")
     _require(stats, "stats.", (*position, *BY_BATCH), _are_numbers, "a list of numbers")
@@ -368,7 +370,8 @@ def explain(report: dict[str, Any]) -> str:
         parts.append("The drafter raised and was switched off: see the engine's log.")
     parts.append(_time_split(stats))
     if stats["draft_tokens"]:
-        parts += [_acceptance_by_source(report["sources"]), _acceptance_by_position(stats)]
+        parts += [_acceptance_by_source(report["sources"]), _acceptance_by_age(report.get("ages", {}))]
+        parts.append(_acceptance_by_position(stats))
     if report["budget"] is not None:
         parts += [_calibration(report["budget"]["reliability"]), _curves(report["budget"])]
     if stats["steps_by_batch"]:
@@ -421,7 +424,7 @@ def _time_split(stats: dict[str, Any]) -> str:
 
 
 def acceptance_by_source(sources: dict[str, list[int]]) -> list[tuple[str, int, float]]:
-    """(source, its drafted tokens that the target reached, verified or not; the share that was right)."""
+    """(source or age, its drafted tokens that the target reached, verified or not; the share that was right)."""
     return [(name, n, right / n) for name, (n, right) in sources.items() if n]
 
 
@@ -429,6 +432,12 @@ def _acceptance_by_source(sources: dict[str, list[int]]) -> str:
     rows = [[name, f"{n:,}", _percent(share)] for name, n, share in acceptance_by_source(sources)]
     title = "Drafted tokens by where they came from, those that the target reached, verified or not"
     return f"{title}\n" + _table(["source", "tokens", "right"], rows) if rows else ""
+
+
+def _acceptance_by_age(ages: dict[str, list[int]]) -> str:
+    rows = [[age, f"{n:,}", _percent(share)] for age, n, share in acceptance_by_source(ages)]
+    title = "Those from the problem's other rollouts by the rollout's age, in policy versions"
+    return f"{title}\n" + _table(["age", "tokens", "right"], rows) if rows else ""
 
 
 def acceptance_by_position(stats: dict[str, Any]) -> list[tuple[int, int, float]]:

@@ -73,7 +73,7 @@ def draw(report: dict[str, Any]) -> Any:
     _draw_progress(figure.add_subplot(grid[0, 1], label="progress"), report)
     acceptance = grid[1, 0].subgridspec(1, 2, width_ratios=(3, 2))
     _draw_positions(figure.add_subplot(acceptance[0], label="positions"), report["stats"])
-    _draw_sources(figure.add_subplot(acceptance[1], label="sources"), report["sources"])
+    _draw_sources(figure.add_subplot(acceptance[1], label="sources"), report)
     _draw_speedup(figure.add_subplot(grid[1, 1], label="speedup"), report)
     return figure
 
@@ -152,9 +152,10 @@ def _draw_positions(axes: Any, stats: dict[str, Any]) -> None:
     axes.set(xlabel="token's position in its draft", ylabel="accepted, % of verified tokens")
 
 
-def _draw_sources(axes: Any, sources: dict[str, list[int]]) -> None:
+def _draw_sources(axes: Any, report: dict[str, Any]) -> None:
     _begin(axes, "… and by source", "x")
-    rows = doctor.acceptance_by_source(sources)
+    ages = {f"… of age {age}": counts for age, counts in report.get("ages", {}).items()}
+    rows = doctor.acceptance_by_source(report["sources"] | ages)
     if not rows:
         _say(axes, "The drafter does not say where drafts came from, or the target reached none.")
         return
@@ -163,7 +164,7 @@ def _draw_sources(axes: Any, sources: dict[str, list[int]]) -> None:
     axes.bar_label(bars, [f"{100 * share:.0f} % of {n:,}" for share, n in zip(shares, counts, strict=True)], padding=3)
     axes.invert_yaxis()
     axes.set_xlim(0, 105)
-    axes.set_xlabel("right, % of the drafted tokens\nthat the target reached")
+    axes.set_xlabel("right, % of the drafted tokens\nthat the target reached; age in versions")
 
 
 def _draw_speedup(axes: Any, report: dict[str, Any]) -> None:

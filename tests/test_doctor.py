@@ -33,6 +33,7 @@ def a_report(**changed):
         budget=budget,
         num_speculative_tokens=4,
         source_counts=lambda: {"own": [100, 30], "problem": [200, 70], "shared": [0, 0]},
+        age_counts=lambda: {"0": [120, 60], "1": [0, 0], "3-4": [80, 10]},
     )
     for _ in range(10):
         stats.record([0] * 64, [0] * 64)
@@ -78,6 +79,7 @@ def test_the_report_is_explained():
         "drafting     0.22  10.0 %",
         "scheduling and other     0.68  30.9 %",
         "problem     200  35.0 %",
+        "0     120  50.0 %  3-4      80  12.5 %",
         "1     100  100.0 %",
         "2     100    0.0 %",
         "0.56       400        50.0 %    25.0 %",
@@ -97,6 +99,7 @@ def test_the_report_is_explained():
     ):
         assert " ".join(line.split()) in text, line
     assert "shared" not in text
+    assert "rollout's age" not in doctor.explain(a_report(ages={}))
 
 
 def test_what_is_not_known_is_not_made_up():
@@ -143,6 +146,9 @@ class Recorded(Learned):
         self.num_speculative_tokens = 8
 
     def source_counts(self):
+        return {}
+
+    def age_counts(self):
         return {}
 
     def observe(self, step, verified, accepted):
@@ -198,10 +204,10 @@ def _without(report, *path):
 
 
 def _fields(report):
-    """Paths to what a report needs."""
+    """Paths to what a report needs; reports of older versions lack `ages`."""
     of_stats = [*doctor.STATS_NUMBERS, *doctor.BY_BATCH, "drafted_per_position", "accepted_per_position"]
     return [
-        *((name,) for name in report if name != "format"),
+        *((name,) for name in report if name not in ("format", "ages")),
         *(("stats", name) for name in of_stats),
         *(("budget", name) for name in report["budget"]),
     ]
@@ -227,6 +233,8 @@ def test_of_a_damaged_report_the_missing_field_is_named(tmp_path, capsys):
         (None, "num_speculative_tokens", "4"),
         (None, "budget", []),
         ("sources", "own", [1]),
+        ("ages", "0", [1, 2, 3]),
+        (None, "ages", []),
         ("stats", "steps", None),
         ("stats", "seconds_by_batch", [1.0]),
         ("stats", "accepted_per_position", ["x"]),
@@ -268,8 +276,10 @@ def test_a_report_with_every_field_is_read(tmp_path):
     path = tmp_path / "report.json"
     unknown = {**a_report()["budget"], "undrafted_of_sizes": [None] * 7}
     progress = Progress().to_dict()
+    old = a_report()
+    del old["ages"]
     for report in (
-        a_report(), a_report(budget=None), a_report(budget=unknown, sources={}), a_report(progress=progress),
+        old, a_report(), a_report(budget=None), a_report(budget=unknown, sources={}), a_report(progress=progress),
     ):  # fmt: skip
         path.write_text(json.dumps(report))
         assert doctor.read_report(path) == report

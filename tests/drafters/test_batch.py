@@ -17,7 +17,8 @@ from rollout_spec.features import FEATURE_WORDS
 from rollout_spec.types import Draft
 
 K = 4
-METHODS = ("start_request", "extend", "propose", "observe", "stop_request", "begin_policy_version", "source_counts")
+COUNTS = ("source_counts", "age_counts")
+METHODS = ("start_request", "extend", "propose", "observe", "stop_request", "begin_policy_version", *COUNTS)
 
 
 class OneByOne:
@@ -61,7 +62,7 @@ def drive(drafter, seed):
             drafter.stop_request(live.pop(0), keep=bool(rng.random() < 0.8))
         if step % 20 == 19:
             drafter.begin_policy_version(step)
-    return drafts, drafter.source_counts()
+    return drafts, {**drafter.source_counts(), **drafter.age_counts()}
 
 
 @pytest.mark.parametrize("name", ["mixture", "ngram", "lookahead"])

@@ -189,7 +189,8 @@ def check_against_reference(operations, random, *, has_features=False, **options
             drafts = engine.assert_same_drafts()
             last = {req_id: draft.token_ids.tolist() for req_id, draft in zip(live, drafts, strict=True)}
         engine.drafter.check_integrity()
-    for ours, theirs in zip(engine.drafter._counters, ("coarse", "fine", "by_inverse_temperature"), strict=True):
+    counters = (*engine.drafter._counters, engine.drafter._by_age)
+    for ours, theirs in zip(counters, ("coarse", "fine", "by_inverse_temperature", "by_age"), strict=True):
         np.testing.assert_array_equal(ours.numpy(), getattr(engine.reference.counters, theirs))
 
 

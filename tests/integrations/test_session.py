@@ -726,6 +726,7 @@ def test_the_model_drafts_where_history_is_silent_and_history_goes_on():
     counts = session.source_counts()
     assert counts["model"] == [2, 2]
     assert counts["problem"] == [2, 1], "of history's continuation the first was right and the second was not"
+    assert session.age_counts()["0"] == [2, 1]
 
 
 def test_history_is_verified_where_it_promises_more_and_both_are_graded():
