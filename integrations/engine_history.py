@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.history.folder import HistoryFolder
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.history.shards import Origin
+from rollout_spec.history.text import fingerprint
 from rollout_spec.integrations.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
@@ -172,11 +172,3 @@ def _fingerprint(model_config: Any) -> str | None:
         logger.warning("history: the tokenizer cannot be loaded here, so shards are not checked for it: %s", error)
         return None
     return fingerprint(vocabulary)
-
-
-def fingerprint(vocabulary: dict[str, int]) -> str:
-    """128 bits that are equal for equal vocabularies."""
-    digest = hashlib.blake2b(digest_size=16)
-    for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
-        digest.update(f"{number} {token}\n".encode(errors="surrogatepass"))
-    return digest.hexdigest()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rollout_spec import __version__, doctor, serve
 from rollout_spec.files import check_writable
+from rollout_spec.history import command as history
 from rollout_spec.replay import arguments
 
 
@@ -27,12 +28,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     doctor.add_arguments(
         commands.add_parser("doctor", help="check the installation, or explain where a run's time goes")
     )
+    history.add_arguments(commands.add_parser("history", help="import rollouts as history, look at it, prune it"))
     serve.add_arguments(commands.add_parser("serve", help="vLLM's server with speculation: vLLM's own arguments"))
     args = parser.parse_args(argv)
     if args.command == "serve":
         return serve.run(args)
     if args.command == "doctor":
         return doctor.run(args)
+    if args.command == "history":
+        return history.run(args)
     # Imported late: they need numba, whose import takes long.
     if args.command == "replay":
         from rollout_spec.replay import command
