@@ -79,8 +79,11 @@ def run(args: argparse.Namespace) -> int:
     try:
         try:
             import pyarrow  # noqa: F401
+            import tqdm  # noqa: F401
         except ImportError as error:
-            raise ImportError(f"history needs pyarrow ({error}): pip install 'rollout-spec[history]'") from error
+            raise ImportError(
+                f"history needs pyarrow and tqdm ({error}): pip install 'rollout-spec[history]'"
+            ) from error
         return commands[args.history_command](args)
     except (ImportError, OSError, ValueError) as error:
         print(f"rollout-spec history: {error}", file=sys.stderr)

@@ -174,10 +174,11 @@ def plan_pruning(
         problem_id: The problem whose rollouts go.
     """
     places = []
-    for name, size, info, entries in contents:
+    for name, size, _, entries in contents:
+        num_tokens = sum(entry.rollout.tokens.size for entry in entries)
         for row, (writer, batch, rollout) in enumerate(entries):
             tokens = rollout.tokens.size
-            share = size * tokens / info.num_tokens
+            share = size * tokens / num_tokens
             places.append(_Place(rollout.version, writer, batch, name, row, rollout.problem_id, tokens, share))
     places.sort()
     versions = sorted({place.version for place in places}, reverse=True)

@@ -1,0 +1,336 @@
+"""`rollout-spec history` from end to end: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import numpy as np
+import pyarrow as arrow
+import pyarrow.parquet as parquet
+import pytest
+
+from rollout_spec.cli import main
+from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.features import no_features, pack
+from rollout_spec.history import command, importers
+from rollout_spec.history.rollout import Rollout, Root
+from rollout_spec.history.shards import Entry, Origin, write_shard
+from rollout_spec.history.storage import open_storage
+from rollout_spec.replay.traces import read_traces
+from tests.history.made_up import chat_tokenizer, stored
+from tests.test_cli import run_without_numba
+
+
+def history(*arguments):
+    return main(["history", *map(str, arguments)])
+
+
+@pytest.fixture
+def recording(tmp_path):
+    """Twelve rollouts of three problems under versions 0 to 3, and a line that cannot be used."""
+    rows = [{"prompt_token_ids": [i % 3], "token_ids": [i] * 10, "reward": i / 2, "step": i // 3} for i in range(12)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:5]) + "{\n")
+    with path.open("a") as file:
+        file.write("".join(json.dumps(row) + "\n" for row in rows[5:]))
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path, recording, capsys):
+    path = tmp_path / "history"
+    assert history("import", recording, "--into", path) == 0
+    capsys.readouterr()
+    return path
+
+
+def test_formats_are_those_of_the_importers():
+    assert command.FORMATS == importers.FORMATS
+
+
+def test_import(tmp_path, recording, capsys):
+    into = tmp_path / "history"
+    assert history("import", recording, "--into", into) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("12 rollouts of 3 problems, 120 tokens (")
+    assert out.endswith("bytes per token; 1 lines left out\n")
+    assert err == f"{recording}:6: Expecting property name enclosed in double quotes: line 2 column 1 (char 2)\n"
+    assert len(stored(open_storage(into))) == 12
+    files = sorted(into.iterdir())
+    assert history("import", recording, "--into", into) == 0
+    assert capsys.readouterr().out == f"{recording}: already imported\n"
+    assert sorted(into.iterdir()) == files
+
+
+def test_a_strict_import_writes_all_or_nothing(tmp_path, recording, capsys):
+    into = tmp_path / "history"
+    good = tmp_path / "good.jsonl"
+    good.write_text(json.dumps({"prompt": [1], "response": [2]}))
+    assert history("import", good, recording, "--into", into, "--strict") == 2
+    assert "nothing was imported: 1 lines cannot be used" in capsys.readouterr().err
+    assert not into.exists()
+    assert history("import", good, "--into", into, "--strict") == 0
+    assert len(stored(open_storage(into))) == 1
+
+
+def test_the_first_errors_are_named(tmp_path, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("x\n" * 50)
+    assert history("import", path, "--into", tmp_path / "history") == 2
+    err = capsys.readouterr().err.splitlines()
+    assert len(err) == command.MAX_ERRORS + 2
+    assert err[-2] == "... and 30 more lines"
+    assert err[-1] == "rollout-spec history: nothing was imported: 50 lines cannot be used"
+
+
+def test_inputs_that_cannot_be_imported(tmp_path, recording, capsys):
+    empty, foreign, text = tmp_path / "empty", tmp_path / "foreign.parquet", tmp_path / "text.jsonl"
+    empty.write_text("")
+    parquet.write_table(arrow.table({"a": [1]}), foreign)
+    text.write_text(json.dumps({"input": "a", "output": "b"}))
+    into = tmp_path / "history"
+    for arguments, message in (
+        ([tmp_path / "none"], "No such file or directory"),
+        ([tmp_path], "Is a directory"),
+        ([empty], "no rollouts found"),
+        ([foreign], "no columns prompt and completion"),
+        ([text], f"{text}:1: text needs --tokenizer NAME_OR_PATH"),
+        ([text, "--tokenizer", tmp_path / "none"], "--tokenizer "),
+        ([recording, "--format", "trl"], "this is no Parquet file"),
+        ([recording, "--version", "-1"], "--version must be in [0, 2**31), got -1"),
+        ([recording, empty, foreign], "no columns prompt and completion"),  # before anything is written
+    ):
+        assert history("import", *arguments, "--into", into) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("rollout-spec history: ")
+        assert message in err
+        assert err.count("\n") == 1
+        assert not into.exists()
+    assert history("import", recording, "--into", recording) == 2
+    assert "Not a directory" in capsys.readouterr().err
+    assert history("import", recording, "--into", "nothing://there") == 2
+    assert "cannot be used" in capsys.readouterr().err
+
+
+def test_import_of_text(tmp_path, capsys):
+    pytest.importorskip("trl")
+    tokenizer = tmp_path / "tokenizer"
+    chat_tokenizer("qwen3", ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]).save_pretrained(tokenizer)
+    path, into = tmp_path / "1.jsonl", tmp_path / "history"
+    path.write_text(json.dumps({"input": "What is", "output": "the sum", "score": 1.0, "step": 1}))
+    assert history("import", path, "--into", into, "--tokenizer", tokenizer) == 0
+    (rollout,) = stored(open_storage(into))
+    assert rollout.by_text
+    capsys.readouterr()
+    assert history("show", into, "--problem", f"{rollout.problem_id:x}", "--tokenizer", tokenizer) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1 rollouts, found by the text of their prompt\n")
+    assert out.endswith('  "the sum"\n')
+    assert history("stats", into, "--json") == 0
+    ((origin),) = json.loads(capsys.readouterr().out)["origins"]
+    assert len(origin["tokenizer"]) == 32
+    assert (origin["model"], origin["vocab_size"], origin["shards"]) == (str(tokenizer), None, 1)
+
+
+def test_stats(folder, capsys):
+    (folder / "foreign.parquet").write_bytes(b"PAR1")
+    damaged = folder / f"v{'1'.zfill(10)}-{'0' * 32}.parquet"
+    damaged.write_bytes(b"")
+    (folder / "other file").write_bytes(b"is left alone")
+    assert history("stats", folder) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("12 rollouts of 3 problems, 120 tokens\n")
+    assert "3 shards of " in out
+    assert "1 shards of unknown origin" in out
+    assert "versions 0 to 3" in out
+    assert "         3          3           30\n" in out
+    assert [line.split(":")[0] for line in err.splitlines()] == [
+        "foreign.parquet cannot be used",
+        f"{damaged.name} cannot be used",
+    ]
+    assert history("stats", folder, "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    size = sum(path.stat().st_size for path in folder.glob("*.parquet"))
+    assert (figures["bytes"], figures["bytes_per_token"]) == (size, size / 120)
+    assert (figures["rollouts"], figures["problems"], figures["tokens"], figures["shards"]) == (12, 3, 120, 3)
+    assert figures["versions"][1] == {"version": 1, "rollouts": 3, "tokens": 30}
+    assert figures["refused"].keys() == {"foreign.parquet", damaged.name}
+
+
+def test_show(folder, capsys):
+    assert history("show", folder) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 4
+    problem = f"{problem_of_prompt([1]):016x}"
+    assert f"{problem}          4" in out
+    assert history("show", folder, "--limit", 1) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert history("show", folder, "--problem", problem, "--limit", 2) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "4 rollouts",
+        "   version   tokens   reward  begins with",
+        "         3       10        5  10 10 10 10 10 10 10 10 10 10",
+        "         2       10      3.5  7 7 7 7 7 7 7 7 7 7",
+    ]
+    assert history("show", folder, "--problem", "12") == 2
+    assert "no rollouts of problem 0000000000000012" in capsys.readouterr().err
+    assert history("show", folder, "--limit", 0) == 2
+
+
+def versions(folder):
+    return [rollout.version for rollout in stored(open_storage(folder))]
+
+
+def test_prune_by_versions_and_problem(folder, capsys):
+    files = sorted(folder.glob("*.parquet"))
+    assert history("prune", folder, "--keep-versions", 2, "--dry-run") == 0
+    assert capsys.readouterr().out.startswith("would remove 6 rollouts, 60 tokens, about ")
+    assert sorted(folder.glob("*.parquet")) == files
+    assert len(versions(folder)) == 12
+    assert history("prune", folder, "--keep-versions", 2) == 0
+    assert versions(folder) == [2] * 3 + [3] * 3
+    assert history("prune", folder, "--problem", f"{problem_of_prompt([0]):x}") == 0
+    left = stored(open_storage(folder))
+    assert {rollout.problem_id for rollout in left} == {problem_of_prompt([1]), problem_of_prompt([2])}
+    assert len(left) == 4
+    assert history("prune", folder, "--keep-versions", 9) == 0
+    assert len(versions(folder)) == 4
+
+
+def test_prune_by_bytes(folder, capsys):
+    size = sum(path.stat().st_size for path in folder.glob("*.parquet"))
+    assert history("prune", folder, "--max-bytes", size) == 0
+    assert len(versions(folder)) == 12
+    assert history("prune", folder, "--max-bytes", size * 3 // 4) == 0
+    assert versions(folder) == [1] * 3 + [2] * 3 + [3] * 3
+    assert history("prune", folder, "--max-bytes", "0kB") == 2
+    assert "nothing would be left" in capsys.readouterr().err
+    assert len(versions(folder)) == 9
+    assert history("prune", folder, "--max-bytes", "0GB", "--yes") == 0
+    assert not list(folder.glob("*.parquet"))
+
+
+def test_prune_leaves_alone_what_it_cannot_read(folder):
+    foreign = folder / "foreign.parquet"
+    foreign.write_bytes(b"PAR1")
+    assert history("prune", folder, "--max-bytes", 0, "--yes") == 0
+    assert foreign.read_bytes() == b"PAR1"
+
+
+def test_prune_loses_nothing_when_it_is_interrupted(folder, monkeypatch, capsys):
+    before = versions(folder)
+
+    def fail(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("rollout_spec.history.contents.write_shard", fail)
+    assert history("prune", folder, "--keep-versions", 1) == 2
+    assert "disk full" in capsys.readouterr().err
+    assert versions(folder) == before
+    monkeypatch.undo()
+    monkeypatch.setattr("rollout_spec.history.storage.LocalStorage.delete", fail)
+    assert history("prune", folder, "--keep-versions", 1) == 2
+    assert versions(folder).count(3) == 3  # in two shards, and taken once
+
+
+def test_prune_waits_for_others(folder, capsys):
+    with open_storage(folder).tidying(abandoned_before=0) as is_ours:
+        assert is_ours
+        assert history("prune", folder, "--keep-versions", 1) == 2
+    assert "another process merges or removes shards" in capsys.readouterr().err
+    assert len(versions(folder)) == 12
+
+
+@pytest.mark.parametrize("options", [[], ["--keep-versions", "0"]])
+def test_prune_needs_to_know_what(folder, options, capsys):
+    assert history("prune", folder, *options) == 2
+    assert "--keep-versions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--max-bytes", "2XB"], ["--max-bytes", "-1"], ["--problem", "xyz"]])
+def test_values_that_are_none(folder, option):
+    with pytest.raises(SystemExit):
+        history("prune", folder, *option)
+
+
+def test_sizes():
+    assert command._num_bytes("2GB") == 2 * 10**9
+    assert command._num_bytes("1.5M") == 1_500_000
+    assert command._num_bytes("12") == 12
+
+
+def a_history(path, features=None):
+    rollout = Rollout(2**64 - 1, 5, np.array([1], np.int32), np.array([2, 3], np.int32), features)
+    other = rollout._replace(version=6, root=Root(4, 2**64 - 1, 1), by_text=True, reward=0.1)
+    origin = Origin("tokenizer", 10, "model", "states")
+    write_shard(open_storage(path), [Entry(1, 0, rollout), Entry(1, 0, other)], origin)
+    return [rollout, other]
+
+
+def test_an_export_is_imported_as_it_was(tmp_path):
+    a_history(tmp_path / "a", no_features(2) + 7)
+    assert history("export", tmp_path / "a", tmp_path / "rows.jsonl") == 0
+    assert history("import", tmp_path / "rows.jsonl", "--into", tmp_path / "b", "--strict") == 0
+    assert stored(open_storage(tmp_path / "b")) == stored(open_storage(tmp_path / "a"))
+
+
+def test_an_export_can_be_replayed(tmp_path, capsys):
+    ids, logprobs = np.array([[1, 2, 3], [4, 5, 6]], np.int32), np.array([[-0.5, -1, -2], [-0.25, -3, -4]])
+    features = pack(np.arange(4, dtype=np.uint64).reshape(2, 2), ids, logprobs)
+    made = a_history(tmp_path / "a", features)
+    path = tmp_path / "traces.parquet"
+    assert history("export", tmp_path / "a", path) == 0
+    (problem,) = read_traces(path)
+    assert problem.prompt_id == "f" * 16
+    assert [(r.sample_id, r.epoch) for r in problem.rollouts] == [(0, 5), (1, 6)]
+    for rollout, expected in zip(problem.rollouts, made, strict=True):
+        assert rollout.prompt.tolist() == expected.context.tolist()
+        assert rollout.tokens.tolist() == expected.tokens.tolist()
+        assert rollout.features.tolist() == features.tolist()
+    a_history(tmp_path / "b")
+    assert history("export", tmp_path / "b", path) == 0
+    assert "without what the target saw" in capsys.readouterr().out
+    assert read_traces(path)[0].rollouts[0].features is None
+
+
+def test_exports_that_cannot_be_written(folder, tmp_path, capsys):
+    for name, message in (("file.txt", "must end in .jsonl or .parquet"), ("none/file.jsonl", "No such file")):
+        assert history("export", folder, tmp_path / name) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["stats"], ["show"], ["prune", "--keep-versions", "1"], ["export", "x.jsonl"]])
+def test_folders_that_are_none(tmp_path, arguments, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    name, *rest = arguments
+    for folder in (tmp_path, tmp_path / "none"):
+        assert history(name, folder, *rest) == 2
+        assert capsys.readouterr().err == f"rollout-spec history: {folder}: there is no history here\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_missing_is_named(tmp_path, recording, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert history("import", recording, "--into", tmp_path / "h", "--tokenizer", "name") == 2
+    assert "pip install transformers" in capsys.readouterr().err
+    for name in ("tqdm", "pyarrow"):
+        monkeypatch.setitem(sys.modules, name, None)
+        assert history("stats", tmp_path) == 2
+        err = capsys.readouterr().err
+        assert err.startswith("rollout-spec history: history needs pyarrow and tqdm (")
+        assert err.endswith("pip install 'rollout-spec[history]'\n")
+
+
+def test_damaged_tokenizers_are_named(tmp_path, recording, capsys):
+    (tmp_path / "tokenizer.json").write_text("{")
+    assert history("import", recording, "--into", tmp_path / "h", "--tokenizer", tmp_path) == 2
+    assert f"--tokenizer {tmp_path}: " in capsys.readouterr().err
+
+
+def test_history_needs_no_numba(folder):
+    done = run_without_numba("history", "--help")
+    assert done.returncode == 0, done.stderr
+    done = run_without_numba("history", "stats", folder)
+    assert done.returncode == 0, done.stderr
+    assert "12 rollouts" in done.stdout
