@@ -8,10 +8,11 @@ batches, so that a reader that has seen a batch knows it again in a merged shard
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -166,12 +167,8 @@ def read_shard(storage: Storage, name: str, origin: Origin) -> tuple[ShardInfo, 
         OSError: as `Storage.read`.
     """
     data = read_bytes(storage, name)
-    try:
+    with _refusing():
         return decode(data, origin)
-    except (arrow.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-        if isinstance(error, ShardError):
-            raise
-        raise ShardError(f"it cannot be read: {_first_line(error)}") from error
 
 
 def read_bytes(storage: Storage, name: str) -> bytes:
@@ -205,9 +202,20 @@ def read_info(data: bytes) -> ShardInfo:
 
     Raises:
         ShardError: it is no shard, or of another format.
-        pyarrow.ArrowException: it is no Parquet file.
     """
-    return _info(parquet.read_schema(arrow.BufferReader(data)))
+    with _refusing():
+        return _info(parquet.read_schema(arrow.BufferReader(data)))
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Raise ShardError for what bytes raise that are no shard."""
+    try:
+        yield
+    except ShardError:
+        raise
+    except (arrow.ArrowException, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ShardError(f"it cannot be read: {_first_line(error)}") from error
 
 
 def decode(data: bytes, origin: Origin) -> tuple[ShardInfo, list[Entry]]:
@@ -274,9 +282,10 @@ def _info(schema: Any) -> ShardInfo:
     if metadata["format"] != FORMAT:
         raise ShardError(f"its format is {metadata['format']!r}, and this version of rollout-spec reads {FORMAT}")
     origin = Origin(**metadata["origin"])
-    batches = {int(writer, 16): (first, last) for writer, (first, last) in metadata["batches"].items()}
-    oldest, newest = metadata["versions"]
-    return ShardInfo(origin, batches, metadata["rollouts"], metadata["tokens"], metadata["problems"], oldest, newest)
+    batches = {int(writer, 16): (int(first), int(last)) for writer, (first, last) in metadata["batches"].items()}
+    oldest, newest = map(int, metadata["versions"])
+    num_rollouts, num_tokens, num_problems = (int(metadata[name]) for name in ("rollouts", "tokens", "problems"))
+    return ShardInfo(origin, batches, num_rollouts, num_tokens, num_problems, oldest, newest)
 
 
 def _first_line(error: BaseException) -> str:

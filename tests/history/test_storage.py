@@ -1,0 +1,216 @@
+"""Folders of shards: a file is there as a whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from rollout_spec.history.storage import UNFINISHED, LocalStorage, RemoteStorage, is_remote, open_storage
+
+
+@pytest.fixture(params=["local", "memory"])
+def storage(request, tmp_path):
+    if request.param == "local":
+        return open_storage(tmp_path / "a" / "b")
+    pytest.importorskip("fsspec")
+    return open_storage(f"memory://{tmp_path}")
+
+
+def test_what_is_written_is_read(storage):
+    assert storage.sizes() == {}
+    storage.write("a.parquet", b"abc")
+    storage.write("b.parquet", b"")
+    assert storage.sizes() == {"a.parquet": 3, "b.parquet": 0}
+    assert storage.read("a.parquet") == b"abc"
+    storage.write("a.parquet", b"d")
+    assert storage.read("a.parquet") == b"d"
+    storage.delete("a.parquet")
+    storage.delete("a.parquet")
+    assert storage.sizes() == {"b.parquet": 0}
+    with pytest.raises(FileNotFoundError):
+        storage.read("a.parquet")
+
+
+def test_other_files_are_not_seen(tmp_path):
+    storage = LocalStorage(tmp_path)
+    (tmp_path / "notes.txt").write_text("text")
+    (tmp_path / f"a.parquet{UNFINISHED}").write_text("half")
+    storage.write("a.parquet", b"whole")
+    assert storage.sizes() == {"a.parquet": 5}
+    with storage.tidying(abandoned_before=0) as is_ours:
+        assert is_ours
+    assert (tmp_path / "notes.txt").exists()
+
+
+def test_only_abandoned_files_are_removed(tmp_path):
+    storage = LocalStorage(tmp_path)
+    old, new = (tmp_path / f"{name}.parquet{UNFINISHED}" for name in ("old", "new"))
+    for path in (old, new):
+        path.write_bytes(b"half")
+    os.utime(old, (1, 1))
+    with storage.tidying(abandoned_before=time.time() - 60):
+        assert not old.exists()
+        assert new.exists()
+
+
+def test_one_process_tidies(tmp_path):
+    storage, other = LocalStorage(tmp_path), LocalStorage(tmp_path)
+    storage.write("a.parquet", b"a")
+    with storage.tidying(abandoned_before=0) as is_ours, other.tidying(abandoned_before=0) as is_theirs:
+        assert is_ours
+        assert not is_theirs
+    with other.tidying(abandoned_before=0) as is_theirs:
+        assert is_theirs
+
+
+def test_there_is_nothing_to_tidy_where_nothing_was_written(tmp_path):
+    with LocalStorage(tmp_path / "none").tidying(abandoned_before=0) as is_ours:
+        assert not is_ours
+    assert not (tmp_path / "none").exists()
+
+
+class KilledError(BaseException):
+    """What no handler catches."""
+
+
+@pytest.mark.parametrize("function", ["os.fsync", "pathlib.Path.replace"])
+def test_a_process_that_is_killed_leaves_nothing_that_is_read(tmp_path, monkeypatch, function):
+    storage = LocalStorage(tmp_path)
+    storage.write("a.parquet", b"first")
+
+    def killed(*arguments):
+        raise KilledError
+
+    monkeypatch.setattr(function, killed)
+    for name in ("a.parquet", "b.parquet"):
+        with pytest.raises(KilledError):
+            storage.write(name, b"second")
+    monkeypatch.undo()
+    assert storage.sizes() == {"a.parquet": 5}
+    assert storage.read("a.parquet") == b"first"
+
+
+@pytest.mark.parametrize("function", ["os.fsync", "pathlib.Path.replace"])
+def test_a_write_that_fails_leaves_nothing(tmp_path, monkeypatch, function):
+    storage = LocalStorage(tmp_path)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(function, full)
+    with pytest.raises(OSError, match="No space left"):
+        storage.write("a.parquet", b"abc")
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+    storage.write("a.parquet", b"abc")
+    assert storage.sizes() == {"a.parquet": 3}
+
+
+@pytest.mark.slow
+def test_killed_writers(tmp_path):
+    """Files are whole at every moment while a process that writes them is killed."""
+    code = """
+        import sys
+        from pathlib import Path
+        from rollout_spec.history.storage import LocalStorage
+        storage = LocalStorage(Path(sys.argv[1]))
+        for i in range(10**6):
+            storage.write(f"{i % 7}.parquet", bytes([i % 251]) * 3_000_000)
+    """
+    root = Path(__file__).parents[2]
+    storage = LocalStorage(tmp_path / "h")
+    for milliseconds in range(0, 100, 20):
+        process = subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "h")],
+            env={**os.environ, "PYTHONPATH": str(root)},
+        )
+        while not storage.sizes():
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(milliseconds / 1000)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert set(storage.sizes().values()) == {3_000_000}
+        for name in storage.sizes():
+            assert len(set(storage.read(name))) == 1
+            storage.delete(name)
+    with storage.tidying(abandoned_before=time.time() + 60):
+        assert not list((tmp_path / "h").glob(f"*{UNFINISHED}"))
+
+
+def test_files_that_vanish_while_they_are_listed(tmp_path):
+    storage = LocalStorage(tmp_path)
+    stopping = threading.Event()
+
+    def write_and_delete():
+        while not stopping.is_set():
+            storage.write("a.parquet", b"abc")
+            storage.delete("a.parquet")
+
+    thread = threading.Thread(target=write_and_delete)
+    thread.start()
+    try:
+        for _ in range(200):
+            assert storage.sizes() in ({}, {"a.parquet": 3})
+    finally:
+        stopping.set()
+        thread.join()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_by_permission(tmp_path):
+    storage = LocalStorage(tmp_path)
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(PermissionError):
+            storage.write("a.parquet", b"abc")
+        assert storage.sizes() == {}
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_folders_that_are_none(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("text")
+    for path in (file, file / "below"):
+        with pytest.raises(OSError):
+            LocalStorage(path).sizes()
+        with pytest.raises(OSError):
+            LocalStorage(path).write("a.parquet", b"abc")
+    with pytest.raises(OSError):
+        LocalStorage(Path("/proc/none")).write("a.parquet", b"abc")
+    assert file.read_text() == "text"
+
+
+def test_urls(tmp_path):
+    assert isinstance(open_storage(f"file://{tmp_path}"), LocalStorage)
+    assert isinstance(open_storage(f"local://{tmp_path}"), LocalStorage)
+    assert isinstance(open_storage("some/folder"), LocalStorage)
+    open_storage(f"file://{tmp_path}/h").write("a.parquet", b"abc")
+    assert (tmp_path / "h" / "a.parquet").read_bytes() == b"abc"
+    assert not is_remote("file:///a")
+    assert is_remote("s3://bucket/a")
+    pytest.importorskip("fsspec")
+    assert isinstance(open_storage("memory://some/folder"), RemoteStorage)
+    with pytest.raises(ValueError, match="history_dir 'nothing://there' cannot be used: Protocol not known"):
+        open_storage("nothing://there")
+
+
+def test_another_process_sees_the_files_of_a_shared_file_system(tmp_path):
+    """fsspec keeps listings in a cache, which must not hide what others have written since."""
+    pytest.importorskip("fsspec")
+    first, second = open_storage(f"memory://{tmp_path}"), open_storage(f"memory://{tmp_path}")
+    assert second.sizes() == {}
+    first.write("a.parquet", b"abc")
+    assert second.sizes() == {"a.parquet": 3}
+    first.write("notes.txt", b"abc")
+    first.write("below/b.parquet", b"abc")
+    assert second.sizes() == {"a.parquet": 3}
