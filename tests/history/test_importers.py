@@ -419,6 +419,7 @@ LINES = [json.dumps({**ROW, "token_ids": [i, i + 1]}).encode() for i in range(6)
 JUNK = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner) | st.dictionaries(st.sampled_from([*NAMES, "other"]), inner),
+    max_leaves=6,
 )
 
 
