@@ -12,7 +12,7 @@ import pytest
 
 from rollout_spec.cli import main
 from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.features import no_features, pack
+from rollout_spec.features import MAX_CODE, no_features, pack, unpack
 from rollout_spec.history import command, importers
 from rollout_spec.history.rollout import Rollout, Root
 from rollout_spec.history.shards import Entry, Origin, write_shard
@@ -211,6 +211,15 @@ def test_prune_by_bytes(folder, capsys):
     assert not list(folder.glob("*.parquet"))
 
 
+def test_the_oldest_versions_go_first_wherever_they_are(tmp_path):
+    made = [Rollout(1, version, np.zeros(0, np.int32), np.zeros(9, np.int32)) for version in (5, 2, 9, 1)]
+    for batch, some in enumerate((made[:2], made[2:])):
+        write_shard(open_storage(tmp_path), [Entry(1, batch, rollout) for rollout in some], Origin())
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.parquet"))
+    assert history("prune", tmp_path, "--max-bytes", size // 2) == 0
+    assert sorted(versions(tmp_path)) == [5, 9]
+
+
 def test_prune_leaves_alone_what_it_cannot_read(folder):
     foreign = folder / "foreign.parquet"
     foreign.write_bytes(b"PAR1")
@@ -292,6 +301,14 @@ def test_an_export_can_be_replayed(tmp_path, capsys):
     assert history("export", tmp_path / "b", path) == 0
     assert "without what the target saw" in capsys.readouterr().out
     assert read_traces(path)[0].rollouts[0].features is None
+
+
+def test_tokens_of_which_nothing_is_known_are_exported_as_improbable(tmp_path):
+    a_history(tmp_path / "a", no_features(2))
+    path = tmp_path / "traces.parquet"
+    assert history("export", tmp_path / "a", path) == 0
+    _, _, codes = unpack(read_traces(path)[0].rollouts[0].features)
+    assert (codes == MAX_CODE).all()
 
 
 def test_exports_that_cannot_be_written(folder, tmp_path, capsys):
