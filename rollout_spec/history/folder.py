@@ -315,7 +315,7 @@ class HistoryFolder:
                     self._storage.delete(old)
 
     def _prune(self) -> None:
-        sizes = self._storage.sizes()
+        sizes = {name: size for name, size in self._storage.sizes().items() if version_of(name) >= 0}
         num_bytes = sum(sizes.values())
         for name in sorted(sizes, key=_by_version):
             if num_bytes <= self._max_bytes:

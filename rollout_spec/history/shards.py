@@ -1,9 +1,9 @@
 """Shards: files of ended rollouts, which no one changes once they are complete.
 
 A shard is a Parquet file with the columns of SCHEMA, one row per rollout. Its name holds the newest policy version in
-it, by which shards are ordered, and a digest of its bytes: one that was cut or changed anywhere is refused before
-anything of it is used. Its metadata say what the rollouts are of (`Origin`) and who wrote them. A writer numbers its
-batches, so that a reader that has seen a batch knows it again in a merged shard.
+it, by which shards are ordered, and a digest of that and of its bytes: one that was cut, changed or renamed is refused
+before anything of it is used. Its metadata say what the rollouts are of (`Origin`) and who wrote them. A writer numbers
+its batches, so that a reader that has seen a batch knows it again in a merged shard.
 """
 
 from __future__ import annotations
@@ -191,7 +191,8 @@ def version_of(name: str) -> int:
 
 
 def _name(version: int, data: bytes) -> str:
-    return f"v{version:010d}-{hashlib.blake2b(data, digest_size=16).hexdigest()}{SUFFIX}"
+    digest = hashlib.blake2b(data, digest_size=16, salt=version.to_bytes(8, "little", signed=True))
+    return f"v{version:010d}-{digest.hexdigest()}{SUFFIX}"
 
 
 _NAME = re.compile(r"v(\d{10})-[0-9a-f]{32}" + re.escape(SUFFIX))

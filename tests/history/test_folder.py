@@ -140,6 +140,15 @@ def test_the_oldest_versions_go_when_the_folder_is_full(tmp_path):
     assert kept == list(range(12))[-len(kept) :] != []
 
 
+def test_other_files_are_left_alone(tmp_path):
+    (tmp_path / "dataset.parquet").write_bytes(b"someone's" * 1000)
+    one = open_folder(tmp_path, max_bytes=1)
+    write(one, rollout(1))
+    one.tidy()
+    assert [path.name for path in tmp_path.glob("*.parquet")] == ["dataset.parquet"]
+    assert one.load(10**6) == []
+
+
 def test_shards_of_another_tokenizer_are_refused_by_name_and_reason(tmp_path, caplog):
     theirs = open_folder(tmp_path, origin=ORIGIN._replace(tokenizer="another", model="theirs"))
     write(theirs, rollout(1))

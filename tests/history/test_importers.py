@@ -220,7 +220,7 @@ def test_recordings_of_replay(tmp_path):
     assert known.tolist() == [True, True, False, True]  # nothing is known of what an environment gave
 
 
-@settings(deadline=None)
+@settings(deadline=None, derandomize=True)
 @given(st.lists(rollouts(), min_size=1, max_size=5))
 def test_exported_lines_are_read_back_exactly(tmp_path_factory, made):
     path = tmp_path_factory.mktemp("exported") / "rows.jsonl"
@@ -433,10 +433,10 @@ def damaged(draw):
     return data[: max(len(data) - draw(st.integers(0, 100)), 0)] if draw(st.booleans()) else data
 
 
-@settings(deadline=None)
+@settings(deadline=None, derandomize=True)
 @given(damaged())
 def test_intact_lines_enter_and_nothing_else(tmp_path_factory, data):
-    assume(not data.startswith((b"\xff\xfe", b"\xfe\xff", b"PAR1", b"\x1f\x8b", b"BZh")))
+    assume(not data.startswith((b"\xff\xfe", b"\xfe\xff", b"PAR1", b"\x1f\x8b", b"BZh", b"\x28\xb5\x2f\xfd")))
     path = tmp_path_factory.mktemp("lines") / "rows.jsonl"
     path.write_bytes(data)
     found, bad, report = imported(path)
@@ -445,7 +445,7 @@ def test_intact_lines_enter_and_nothing_else(tmp_path_factory, data):
     assert report.bad == len(bad) == sum(line not in LINES for line in lines)
 
 
-@settings(deadline=None)
+@settings(deadline=None, derandomize=True)
 @given(st.lists(st.fixed_dictionaries({}, optional=dict.fromkeys((*NAMES, "token_ids"), JUNK)), min_size=1, max_size=5))
 def test_no_line_stops_an_import(tmp_path_factory, rows):
     found, bad, _ = of_rows(tmp_path_factory.mktemp("lines"), *rows)
