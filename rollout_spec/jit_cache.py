@@ -34,6 +34,8 @@ SOURCES = (
     "drafters/vote.py",
     "estimates.py",
     "features.py",
+    "history/rollout.py",
+    "history/roots.py",
     "integrations/live_requests.py",
     "jit.py",
     "noise.py",
