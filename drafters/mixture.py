@@ -222,7 +222,7 @@ class HistoryDrafter:
 
         Args:
             num_known: How many of the prompt's first tokens the problem's history has from earlier turns of the
-                conversation. They are not stored again.
+                conversation. They are not stored again, unless all of the problem is gone.
         """
         if req_id in self._live:
             raise ValueError(f"request {req_id!r} is live already")
@@ -231,10 +231,13 @@ class HistoryDrafter:
         prompt_tokens = _as_array("prompt_token_ids", prompt_token_ids)
         if not 0 <= num_known <= len(prompt_tokens):
             raise ValueError(f"num_known must be from 0 to the prompt's {len(prompt_tokens)} tokens, got {num_known}")
-        if self._own_only or (problem_id is None and not prompt_tokens):
-            problem = self._problem(None)
-        else:
-            problem = self._problem(problem_of_prompt(prompt_token_ids) if problem_id is None else problem_id)
+        if self._own_only:
+            problem_id = None
+        elif problem_id is None and prompt_tokens:
+            problem_id = problem_of_prompt(prompt_token_ids)
+        if problem_id not in self._problems:
+            num_known = 0
+        problem = self._problem(problem_id)
         self._num_requests += 1
         self._num_known_requests += self._problem_users[problem] > 1
         prompt = None
@@ -427,6 +430,16 @@ class HistoryDrafter:
             self._flush()
         if not keep:
             self._remove(live)
+
+    def output_of(self, req_id: str) -> Int32Array:
+        """A live request's tokens without its prompt, int32 [n].
+
+        Raises:
+            ValueError: `req_id` is not live.
+        """
+        document = self._request(req_id).document
+        self._flush()
+        return self._store.text(document)
 
     def record_rollouts(self) -> None:
         """From now on keep a copy of every rollout that ends and stays in the history, for `take_recorded`."""

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.drafters.vote import MAX_DEPTH
 from rollout_spec.features import Features, no_features
-from rollout_spec.jit import inlined
+from rollout_spec.jit import inlined, njit
 from rollout_spec.types import Int32Array
 
 PAGE_BITS = 5
@@ -95,6 +95,12 @@ def read_back(store, position, text, end):
         text[at] = tokens[position]
         position = before(pages, position)
     return end - at
+
+
+@njit(allocates=False)
+def _copy_back(store, position, text):
+    """`read_back` for Python: inlined functions that it calls are compiled anew in every process."""
+    return read_back(store, position, text, text.size)
 
 
 @inlined(allocates=False)
@@ -275,7 +281,7 @@ class TextStore:
     def text_before_end(self, document: int, size: int) -> Int32Array:
         """The last `size` tokens of a document and of what it continues, or fewer if there are no more."""
         text = np.empty(size, np.int32)
-        found = read_back(self.arrays, self.arrays.documents[document, LAST], text, size)
+        found = _copy_back(self.arrays, self.arrays.documents[document, LAST], text)
         return text[size - found :]
 
     def read(self, document: int) -> tuple[Int32Array, Features | None]:

@@ -9,7 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.features import Features
+from rollout_spec.history.roots import Conversation
 from rollout_spec.jit import njit
+from rollout_spec.noise import derive_seed
 from rollout_spec.types import Drafts, Float32Array, Int32Array
 
 if TYPE_CHECKING:
@@ -25,15 +27,21 @@ class LiveRequest:
 
     Attributes:
         row: Its number in the drafter's calls and in `LiveArrays`.
-        problem: The problem's id, by which expected lengths are looked up; 0: no problem.
+        conversation: What its prompt continues.
         request: vLLM's.
         stop_search: Looks for its stop strings; None before the first output, and for requests without stop strings.
     """
 
     row: int
-    problem: int
+    conversation: Conversation
     request: Any
     stop_search: StopStringSearch | None = None
+
+    @property
+    def length_key(self) -> int:
+        """By which expected lengths are looked up: each turn of a problem has its own. 0: no problem."""
+        problem, turn = self.conversation.problem_id or 0, self.conversation.turn
+        return derive_seed(str(problem), turn) if turn else problem
 
 
 class Sampled(NamedTuple):

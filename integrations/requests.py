@@ -1,4 +1,4 @@
-"""vLLM's requests: their problem, and where they end."""
+"""vLLM's requests: the conversations that they continue, and where they end."""
 
 from __future__ import annotations
 
@@ -7,29 +7,53 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.history.roots import Conversation, Roots
 from rollout_spec.integrations.request_options import request_options
 from rollout_spec.noise import derive_seed
+from rollout_spec.types import Int32Array
 
 
-def problem_id_of(request: Any) -> int | None:
-    """The problem id of a request: the one that the caller names, or a hash of prompt, LoRA adapter and images.
+def recognise(roots: Roots, request: Any, prompt_token_ids: Int32Array) -> Conversation:
+    """Find a new request's problem: the one that the caller names, or the one of the conversation that it continues.
 
-    The adapter's versions share history, as those of a policy do.
+    Conversations with different LoRA adapters or images are different. An adapter's versions are one adapter, as those
+    of a policy are one policy.
 
-    None if there are none of these: such a request shares no history.
+    Args:
+        prompt_token_ids: int32 [n], the request's.
 
     Raises:
         ValueError: the request's own options are wrong.
     """
     given = request_options(request.sampling_params.extra_args).problem_id
+    images = [
+        (int(feature.mm_position.offset), derive_seed(str(feature.identifier))) for feature in request.mm_features or ()
+    ]
     if given is not None:
-        return given
-    of_prompt = problem_of_prompt(request.prompt_token_ids)
+        namespace = derive_seed("problem_id", str(given))
+        return roots.start(prompt_token_ids, lambda: given, namespace=namespace, images=images, is_named=True)
+    namespace = derive_seed(_adapter_name(request))
+    return roots.start(
+        prompt_token_ids, lambda: _new_problem_id(request, prompt_token_ids), namespace=namespace, images=images
+    )
+
+
+def _new_problem_id(request: Any, prompt_token_ids: Int32Array) -> int | None:
+    """The id of a problem that begins with this request: a hash of prompt, LoRA adapter and images, 64 bits.
+
+    None if there are none of these: such a request shares no history.
+    """
+    of_prompt = problem_of_prompt(prompt_token_ids)
     if request.lora_request is None and not request.mm_features:
-        return of_prompt if len(request.prompt_token_ids) else None
+        return of_prompt if len(prompt_token_ids) else None
+    images = (str(feature.identifier) for feature in request.mm_features or ())
+    return derive_seed(str(of_prompt), _adapter_name(request), *images)
+
+
+def _adapter_name(request: Any) -> str:
+    """The name of a request's LoRA adapter without its version; empty if it has none."""
     # TRL's AsyncGRPO publishes each version of its adapter under a name of its own, which ends in -v and a number.
-    adapter = re.sub(r"-v\d+$", "", request.lora_request.lora_name) if request.lora_request is not None else ""
-    return derive_seed(str(of_prompt), adapter, *(str(feature.identifier) for feature in request.mm_features or ()))
+    return "" if request.lora_request is None else re.sub(r"-v\d+$", "", request.lora_request.lora_name)
 
 
 def _is_stop_token(token_id: int, num_output_tokens: int, params: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections import deque
@@ -20,12 +21,13 @@ from rollout_spec.drafters.choice import DraftChoice, ModelDrafts, no_model_draf
 from rollout_spec.estimates import median
 from rollout_spec.features import take
 from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.roots import Roots
 from rollout_spec.integrations import live_requests
 from rollout_spec.integrations.draft_watch import DraftWatch
 from rollout_spec.integrations.engine_history import EngineHistory
 from rollout_spec.integrations.live_requests import LiveRequest, Sampled, pieces, select
 from rollout_spec.integrations.request_options import request_options
-from rollout_spec.integrations.requests import ends_with_stop_token, problem_id_of
+from rollout_spec.integrations.requests import ends_with_stop_token, recognise
 from rollout_spec.model_budget import ModelBudget
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Drafts, Float32Array, Int32Array
@@ -79,6 +81,7 @@ class DraftingSession:
     Attributes:
         live: The requests that the drafter serves, by id, until `follow` finds that they have ended.
         arrays: What is known of them, by their rows.
+        roots: By what their problems are recognised.
         follows_all: Whether the last call of `follow` gave every request a row.
         enabled: Whether anything is indexed and drafted; False after the drafter has raised.
         broken: Whether the drafter has raised, after which it stays switched off.
@@ -120,6 +123,9 @@ class DraftingSession:
             self.engine_history = EngineHistory(
                 config, vllm_config, keeper, share_from_first_rank, on_rollouts=self._learn_lengths
             )
+        # Otherwise it is a user's own, which stores every turn's whole prompt.
+        self._takes_known = "num_known" in inspect.signature(drafter.start_request).parameters
+        self.roots = Roots()
         self.live: dict[str, LiveRequest] = {}
         self.arrays = live_requests.new_arrays()
         self.follows_all = True
@@ -341,16 +347,15 @@ class DraftingSession:
         return (live or self._start(req_id, request)).row
 
     def _start(self, req_id: str, request: Any) -> LiveRequest:
-        params, problem_id = request.sampling_params, problem_id_of(request)
+        params, prompt = request.sampling_params, np.array(request.prompt_token_ids, np.int32)
+        conversation = recognise(self.roots, request, prompt)
         is_seeded = params.temperature > 0 and self._config.verify == "sample"
+        known: Any = {"num_known": conversation.num_known} if self._takes_known else {}
         self.drafter.start_request(
-            req_id,
-            np.array(request.prompt_token_ids, np.int32),
-            problem_id=problem_id,
-            seed=params.seed if is_seeded else None,
+            req_id, prompt, problem_id=conversation.problem_id, seed=params.seed if is_seeded else None, **known
         )
-        live = LiveRequest(self.drafter.row_of(req_id), problem_id or 0, request)
-        length_row = self.budget.lengths.row_of(live.problem) if self.budget is not None else -1
+        live = LiveRequest(self.drafter.row_of(req_id), conversation, request)
+        length_row = self.budget.lengths.row_of(live.length_key) if self.budget is not None else -1
         self.arrays = live_requests.start(self.arrays, live.row, request, length_row)
         if self.choice is not None:
             self.choice.start(live.row, is_sampled=params.temperature > 0)
@@ -361,14 +366,18 @@ class DraftingSession:
 
     def _stop(self, req_id: str, *, is_rollout: bool = True) -> None:
         """Show the drafter a request's end. A whole rollout also tells how long rollouts get, unless it was aborted."""
-        keep = request_options(self.live[req_id].request.sampling_params.extra_args).keep_in_history
+        live = self.live[req_id]
+        keep = request_options(live.request.sampling_params.extra_args).keep_in_history
+        if keep and self._takes_known:
+            drafter: Any = self.drafter
+            self.roots.stop(live.conversation, drafter.output_of(req_id))
         self.drafter.stop_request(req_id, keep=keep)
-        live = self.live.pop(req_id)
+        del self.live[req_id]
         self.arrays.draft[live.row] = -1
         self._stop_strings_by_row.pop(live.row, None)
         if self.budget is not None and is_rollout and keep and self.arrays.is_complete[live.row]:
             length = self.arrays.num_seen[live.row] - self.arrays.num_prompt_tokens[live.row]
-            self.budget.lengths.observe(live.problem, int(length))
+            self.budget.lengths.observe(live.length_key, int(length))
 
     def _end_with_the_batch(self) -> None:
         """Hand over a batch's last rollouts where all are complete: the engine's next step may be long in coming."""

@@ -12,15 +12,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.drafters.device import DeviceDrafter, EndedRequest
+from rollout_spec.history.roots import Roots
 from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.engine_history import EngineHistory
 from rollout_spec.integrations.ranks import sharing_from_first_rank
 from rollout_spec.integrations.request_options import request_options
-from rollout_spec.integrations.requests import ends_with_stop_token, problem_id_of, trim_at_end
+from rollout_spec.integrations.requests import ends_with_stop_token, recognise, trim_at_end
 from rollout_spec.integrations.stop_strings import StopStringSearch
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
@@ -33,6 +35,7 @@ class DeviceSpeculator(BaseSpeculator):
         drafter: The drafter. Its memory is allocated here, so level-2 sleep does not discard it. From 0.27 on vLLM
             counts it when it measures what is left for the KV cache; in 0.26 `gpu_memory_utilization` must leave room.
         budget: Always None: the scheduler must know before a step how many draft tokens each request has.
+        roots: By what the requests' problems are recognised. Only prompts are: outputs stay on the device.
         enabled: Whether anything is drafted. The history grows in any case.
         num_speculative_tokens: K.
         engine_history: Keeps history beyond this engine; None without `history_dir`.
@@ -51,6 +54,7 @@ class DeviceSpeculator(BaseSpeculator):
         vllm_compat.keep_compile_cache(speculative)
         self.model = vllm_compat.speculator_model()
         self.stats = SpeculationStats()
+        self.roots = Roots()
         self.enabled = True
         self.num_speculative_tokens = config.num_speculative_tokens
         self.keeps_rates = self.enable_adaptive_verification = vllm_compat.verifies_adaptively(speculative)
@@ -138,10 +142,9 @@ class DeviceSpeculator(BaseSpeculator):
             req_id = request.req_id
             if req_id in self._req_indices:  # a streaming session continues with a longer prompt
                 self._preempt(req_id)
-            if request.prompt_token_ids is None:  # a prompt of embeddings has no history
-                prompt, problem_id = [], None
-            else:
-                prompt, problem_id = request.prompt_token_ids, problem_id_of(request)
+            prompt, problem_id = np.array(request.prompt_token_ids or (), np.int32), None
+            if request.prompt_token_ids is not None:  # a prompt of embeddings has no history
+                problem_id = recognise(self.roots, request, prompt).problem_id
             req_idx = self._req_indices[req_id] = self._runner.req_states.req_id_to_index[req_id]
             self.drafter.start_request(req_idx, prompt, problem_id=problem_id, version=self._versions.pop(req_id, None))
 

@@ -15,10 +15,11 @@ from numba.core import event
 
 from rollout_spec import jit_cache
 from rollout_spec.budget import Budget
-from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.config import NO_HISTORY, RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.choice import DraftChoice, ModelDrafts
 from rollout_spec.estimates import flatten
+from rollout_spec.history.roots import Roots
 from rollout_spec.types import Draft, Drafts, SamplingBatch
 from rollout_spec.verify.api import verify
 from rollout_spec.verify.reference import LogprobsMode
@@ -52,6 +53,8 @@ def warm_up(
     with _reporting(log):
         if config.speculation:
             drafts = [Draft(np.array([1, 2], np.int32), np.array([0.9, 0.5], np.float32))] * 2
+            if config.drafter != NO_HISTORY:
+                Roots().start(np.zeros(1, np.int32), lambda: 0)
             if config.drafts_on_host:
                 _advance()
                 if has_model:
@@ -128,7 +131,7 @@ def _choose() -> None:
 def _draft(config: RolloutSpecConfig) -> list[Draft]:
     """Two requests from start to stop; one rollout is kept, the other removed. Returns their drafts."""
     options = {"max_draft_tokens": config.num_speculative_tokens, **config.drafter_options}
-    drafter = build_drafter(config.drafter, **options)
+    drafter: Any = build_drafter(config.drafter, **options)
     prompt = np.arange(1200, dtype=np.int32) % 300  # long enough for the tables to grow
     req_ids = ["greedy", "sampled"]
     for req_id, seed in zip(req_ids, (None, 0), strict=True):
@@ -136,6 +139,7 @@ def _draft(config: RolloutSpecConfig) -> list[Draft]:
         drafter.extend(req_id, [0, 1, 2])
     drafts = drafter.propose(req_ids, np.full(2, config.num_speculative_tokens, np.int32))
     drafter.observe(req_ids, [[3, 4], [5, 6]], np.zeros(2, np.int32))
+    drafter.output_of("greedy")
     drafter.stop_request("greedy")
     drafter.stop_request("sampled", keep=False)
     drafter.begin_policy_version(1)

@@ -10,6 +10,7 @@ import numpy as np
 from hypothesis import settings
 
 from rollout_spec.drafters import ngram, suffix
+from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.mixture import HistoryDrafter
 from rollout_spec.drafters.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER
 from rollout_spec.drafters.store import DOCUMENT, LENGTH, PAGE_BITS, PAGE_MASK, PAGE_TOKENS, START, Store, TextStore
@@ -79,7 +80,11 @@ class Recorder:
     def start(
         self, req_id: str, prompt: Sequence[int], tokens: Sequence[int] = (), *, num_known: int = 0, **kwargs
     ) -> None:
+        problem_id = kwargs.get("problem_id")
+        problem_id = problem_of_prompt(prompt) if problem_id is None else problem_id
+        is_gone = self.drafter._own_only or problem_id not in self.drafter._problems
         self.drafter.start_request(req_id, prompt, num_known=num_known, **kwargs)
+        num_known = 0 if is_gone else num_known
         request = self.drafter._live[req_id]
         prompt = self._note_prompt(request, prompt, num_known)
         self._texts[request.document] = self._live[req_id] = Text(request.problem, prompt, [])

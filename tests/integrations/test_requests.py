@@ -156,9 +156,9 @@ def test_requests_of_one_problem_share_history(on):
     drafter = runner_of(on).drafter.session.drafter
     start_request = drafter.start_request
 
-    def spy(req_id, prompt, *, problem_id=None, seed=None):
+    def spy(req_id, prompt, *, problem_id=None, **options):
         seen.append(problem_id)
-        return start_request(req_id, prompt, problem_id=problem_id, seed=seed)
+        return start_request(req_id, prompt, problem_id=problem_id, **options)
 
     drafter.start_request = spy
     try:

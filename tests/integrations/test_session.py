@@ -16,10 +16,11 @@ from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.choice import ModelDrafts
 from rollout_spec.features import no_features
+from rollout_spec.history.roots import Roots
 from rollout_spec.integrations import commands
 from rollout_spec.integrations import session as session_module
 from rollout_spec.integrations.live_requests import Sampled
-from rollout_spec.integrations.requests import problem_id_of
+from rollout_spec.integrations.requests import recognise
 from rollout_spec.integrations.session import RECENT_STEPS, STEPS_PER_SHARING, DraftingSession
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Draft
@@ -546,7 +547,7 @@ class Listener:
 def a_listening_session(**options):
     session = a_session(**{"budget": False, **options})
     drafter = Listener()
-    session.drafter = as_batch_drafter(drafter, session.num_speculative_tokens)
+    session.drafter, session._takes_known = as_batch_drafter(drafter, session.num_speculative_tokens), False
     return session, drafter
 
 
@@ -652,9 +653,12 @@ def test_problems_are_told_apart_by_all_that_shapes_their_outputs():
         request = a_request(prompt)
         request.sampling_params.extra_args = extra_args
         request.lora_request = SimpleNamespace(lora_name=adapter) if adapter else None
-        request.mm_features = [SimpleNamespace(identifier=image) for image in images]
-        return problem_id_of(request)
+        request.mm_features = [
+            SimpleNamespace(identifier=image, mm_position=SimpleNamespace(offset=i)) for i, image in enumerate(images)
+        ]
+        return recognise(roots, request, np.array(prompt, np.int32)).problem_id
 
+    roots = Roots()
     assert problem() == problem_of_prompt([1, 2, 3])
     assert problem([]) is None
     assert problem([], adapter="x") is not None
@@ -665,6 +669,89 @@ def test_problems_are_told_apart_by_all_that_shapes_their_outputs():
     assert len(set(ids)) == len(ids)
     assert ids == [problem(**variant) for variant in variants]
     assert problem(adapter="policy-v3") == problem(adapter="policy-v12") != problem(adapter="other-v3")
+
+
+# -- conversations ---------------------------------------------------------------------------------------------------
+
+ROOT, ANSWER = list(range(20)), [40, 41, 42, 43]
+
+
+def say(session, req_id, prompt, tokens, **extra_args):
+    """A request from start to end. Returns what was drafted after each of its tokens."""
+    request = a_request(prompt)
+    request.sampling_params.extra_args = extra_args
+    drafted = []
+    for token in tokens:
+        last = {req_id: len(drafted[-1])} if drafted else {}
+        drafted.append(advance(session, {req_id: [token]}, last, requests={req_id: request})[req_id])
+    advance(session, {}, ended=[req_id])
+    return drafted
+
+
+@pytest.mark.parametrize("drafter", ["mixture", "suffix", "ngram"])
+def test_a_later_turn_drafts_from_earlier_ones_and_stores_its_end_only(drafter):
+    session = a_session(drafter=drafter, budget=False)
+    first, second = [30, 31, 32, 33, 34, 35], [36, 31, 32, 33, 34]
+    say(session, "a", ROOT, first)
+    store = session.drafter._store
+    stored = store.num_tokens
+    drafts = say(session, "a2", [*ROOT, *first, *ANSWER], second)
+    assert drafts[1] == [32, 33, 34, 35]  # its own first turn
+    assert store.num_tokens == stored + len(ROOT + first) + len(ANSWER) + len(second)  # MAX_DEPTH is not reached
+    say(session, "b", ROOT, [37, 38])
+    drafts = say(session, "b2", [*ROOT, 37, 38, 44, 45], [36, 31])  # another answer
+    assert drafts[0][:3] == [31, 32, 33]  # a sibling's second turn
+    assert set(session.drafter._problems) == {problem_of_prompt(ROOT)}
+    session.drafter.check_integrity()
+
+
+def test_rollouts_that_are_not_kept_are_not_taken_for_known():
+    session = a_session(budget=False)
+    say(session, "a", ROOT, [30, 31, 32, 33], rollout_spec={"keep_in_history": False})
+    drafts = say(session, "a2", [*ROOT, 30, 31, 32, 33, *ANSWER], [30, 31], rollout_spec={"keep_in_history": False})
+    assert drafts[1] == [32, 33, 40, 41]  # as its prompt says
+    assert session.drafter._store.num_tokens == 0
+
+
+def test_a_named_problem_is_kept_apart_and_its_turns_are_known_too():
+    session = a_session(budget=False)
+    say(session, "a", ROOT, [30, 31, 32, 33], rollout_spec={"problem_id": 7})
+    stored = session.drafter._store.num_tokens
+    say(session, "b", [*ROOT, 30], [31, 32])
+    assert set(session.drafter._problems) == {7, problem_of_prompt([*ROOT, 30])}
+    assert session.roots.root_of(7) is None
+    assert session.roots.root_of(problem_of_prompt([*ROOT, 30])).length == 21
+    say(session, "a2", [*ROOT, 30, 31, 32, 33, *ANSWER], [30], rollout_spec_problem_id=7)
+    assert set(session.drafter._problems) == {7, problem_of_prompt([*ROOT, 30])}
+    assert session.drafter._store.num_tokens == stored + 21 + 2 + 24 + len(ANSWER) + 1
+
+
+def test_each_turn_has_expected_lengths_of_its_own():
+    session = a_session(budget=True)
+    seen = []
+    session.budget.lengths.observe = lambda key, length: seen.append((key, length))
+    for req_id, prompt, tokens in [
+        ("a", ROOT, [30, 31, 9]),
+        ("b", ROOT, [30, 9]),
+        ("a2", [*ROOT, 30, 31, 9, *ANSWER], [30, 31, 32, 9]),
+        ("b2", [*ROOT, 30, 9, 44, 45], [9]),
+    ]:
+        request = a_request(prompt)
+        request.sampling_params.eos_token_id = 9
+        for token in tokens:
+            advance(session, {req_id: [token]}, requests={req_id: request})
+        advance(session, {}, ended=[req_id])
+    first, second = seen[0][0], seen[2][0]
+    assert seen == [(first, 3), (first, 2), (second, 4), (second, 1)]
+    assert first == problem_of_prompt(ROOT) != second
+
+
+def test_a_drafter_with_the_old_signature_is_told_no_known_tokens():
+    session = a_session(drafter="tests.adversaries.Adversary", drafter_options={}, budget=False)
+    say(session, "a", ROOT, [30, 31])
+    say(session, "a2", [*ROOT, 30, 31, *ANSWER], [30, 31])
+    assert not session.broken
+    assert session._stats.drafter_errors == 0
 
 
 @pytest.mark.parametrize("name", ["mixture", "suffix", "ngram", "lookahead"])
