@@ -206,3 +206,27 @@ def count_preemptions(llm):
 
     scheduler._preempt_request = preempt
     return preempted
+
+
+FIRST_PROMPTS = [[1, 4 + i, 9, 3, 4, 5, 6, 7, 8, 3, 5, 7, 9, 4, 6, 8, 3, 6, 9] for i in range(3)]
+
+
+def converse(ours, plain, reference_model, *, turns=3, **params):
+    """Conversations with a scripted tool, one of each prompt in FIRST_PROMPTS: every turn's output equals the plain engine's.
+
+    Returns:
+        What our drafter's sources had drafted after each turn.
+    """
+    conversations = [*FIRST_PROMPTS]
+    counts = []
+    for turn in range(turns):
+        settings = mixed_params(3, turn, **{"temperature": 0.5, "max_tokens": 16, "ignore_eos": True, **params})
+        outputs = generate(ours, settings, conversations)
+        assert_same(outputs, generate(plain, settings, conversations), conversations, settings, reference_model)
+        generate(ours, mixed_params(1, temperature=0.0, max_tokens=2, **params))  # the others' end is noticed with this
+        counts.append(ours.collective_rpc("rollout_spec", args=("report",))[0]["sources"])
+        said = [list(output.token_ids) for output in outputs]
+        conversations = [
+            [*before, *tokens, 3, sum(tokens) % 7, 5] for before, tokens in zip(conversations, said, strict=True)
+        ]
+    return counts
