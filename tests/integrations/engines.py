@@ -212,7 +212,7 @@ FIRST_PROMPTS = [[1, 4 + i, 9, 3, 4, 5, 6, 7, 8, 3, 5, 7, 9, 4, 6, 8, 3, 6, 9] f
 
 
 def converse(ours, plain, reference_model, *, turns=3, **params):
-    """Conversations with a scripted tool, one of each prompt in FIRST_PROMPTS: every turn's output equals the plain engine's.
+    """Conversations with a scripted tool, one of each of FIRST_PROMPTS: all outputs equal those of the plain engine.
 
     Returns:
         What our drafter's sources had drafted after each turn.
