@@ -78,6 +78,8 @@ bench: $(READY)
 		$(wildcard $(RESULTS)/real_policy/samples-*.parquet) --epochs $(RESULTS)/real_policy/rollouts.parquet
 	$(BIN)/python experiments/bench_packing.py --out $(RESULTS)/bench_packing.jsonl
 	test -z '$(TRACES)' || $(BIN)/python experiments/bench_draft.py $(TRACES) --out $(RESULTS)/bench_draft.jsonl
+	test -z '$(TRACES)' || $(BIN)/python experiments/bench_turns.py $(TRACES)/tau_airline_gpt4o.parquet \
+		--drafters mixture suffix ngram --out $(RESULTS)/bench_turns.jsonl
 
 clean:
 	rm -rf .venv .venv-vllm-* .venv-ppo .venv-frameworks build *.egg-info

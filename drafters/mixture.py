@@ -438,7 +438,8 @@ class HistoryDrafter:
             ValueError: `req_id` is not live.
         """
         document = self._request(req_id).document
-        self._flush()
+        if self._pending:
+            self._flush()
         return self._store.text(document)
 
     def record_rollouts(self) -> None:

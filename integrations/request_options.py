@@ -22,7 +22,7 @@ class RequestOptions(NamedTuple):
     """What a caller asks for."""
 
     problem_id: int | None = None
-    """Requests with the same number share history. None: the prompt decides."""
+    """Requests with the same number share history. None: the first prompt of the conversation decides."""
     keep_in_history: bool = True
     """Whether the rollout stays in the history once it has ended. It is drafted for in either case."""
 
