@@ -15,7 +15,8 @@ every turn comes with its prompt, so that nothing is drafted for it, whichever t
 problem begin with different words of a simulated user: here all of them have the first one's prompt, as a group of
 rollouts has.
 
-The gate: all ways and drafters emit the same number of tokens, and the drafters pass their integrity check.
+Also how long it takes to recognise a long prompt. The gate: all ways and drafters emit the same number of tokens, and
+the drafters pass their integrity check.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rollout_spec.drafters.device_reference import ReferenceDrafter
 from rollout_spec.history.roots import Conversation, Roots
 from rollout_spec.replay.simulate import Cursor
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
-from rows import append, origin
+from rows import append, origin, quantiles
 
 K = 16
 BATCH = 64
@@ -195,6 +196,22 @@ def measure(problems: Sequence[Problem], make: Callable[[], Any], way: Way, regi
     return figures
 
 
+def recognition_us(num_texts: int, num_tokens: int, repeats: int = 300) -> list[float]:
+    """Microseconds in which a prompt is recognised that continues one of many known texts: p20, p50, p80."""
+    rng, roots = np.random.default_rng(0), Roots()
+    for i in range(num_texts):
+        first = rng.integers(0, 50_000, 64).astype(np.int32)
+        roots.start(first, lambda i=i: i)  # type: ignore[misc]
+    took = []
+    for _ in range(repeats):
+        prompt = np.concatenate((first, rng.integers(0, 50_000, num_tokens - first.size).astype(np.int32)))
+        started = time.perf_counter()
+        found = roots.start(prompt, lambda: None)
+        took.append(1e6 * (time.perf_counter() - started))
+        assert found.num_known == first.size, "the known text was not recognised"
+    return quantiles(took)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path, help="recorded conversations, whose gen_runs tell the environment's text")
@@ -204,6 +221,10 @@ def main() -> None:
     args = parser.parse_args()
     problems = read_traces(args.traces, max_prompts=args.prompts)
     about = origin()
+    sizes = {"num_texts": 50_000, "num_tokens": 8_000}
+    microseconds = recognition_us(**sizes)
+    append(args.out, {"benchmark": "turns/recognition", **sizes, "us": microseconds, **about})
+    print(f"A prompt is recognised in {microseconds} µs (p20, p50, p80): {sizes}")
     print("| regime | drafter | " + " | ".join(WAYS) + " | roots / one request |")
     print("|---|---|" + "---|" * (len(WAYS) + 1))
     for regime in ("inflight", "epoch"):
