@@ -13,10 +13,12 @@ from numpy.typing import NDArray
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.history.folder import HistoryFolder
-from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.rollout import Rollout, Root
+from rollout_spec.history.roots import Roots
 from rollout_spec.history.shards import Origin
-from rollout_spec.history.text import fingerprint
+from rollout_spec.history.text import fingerprint, text_key
 from rollout_spec.integrations.ranks import is_first_rank
+from rollout_spec.types import Int32Array
 
 logger = logging.getLogger(__name__)
 
@@ -57,9 +59,9 @@ class EngineHistory:
     The first rank alone reads and writes; the others get from it what it has read, so that all ranks draft alike.
 
     Args:
+        roots: By what the engine recognises problems; learns those of rollouts that are taken in.
         share_from_first_rank: As for `DraftingSession`.
         on_rollouts: Called with the rollouts that are taken in.
-
     """
 
     def __init__(
@@ -67,13 +69,18 @@ class EngineHistory:
         config: RolloutSpecConfig,
         vllm_config: Any,
         drafter: HistoryKeeper,
+        roots: Roots,
         share_from_first_rank: Callable[[Any], Any] | None,
         on_rollouts: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
     ) -> None:
         assert config.history_dir is not None
         self._version = 0
         self._drafter = drafter
+        self._roots = roots
         self._on_rollouts = on_rollouts
+        self._model_config = vllm_config.model_config
+        self._known_by_text: set[int] = set()  # ids of problems
+        self._recorded: list[Rollout] = []
         self._share = share_from_first_rank
         self._queue: deque[Rollout] = deque()  # to be taken in
         self._num_steps = 0
@@ -117,9 +124,7 @@ class EngineHistory:
 
     def exchange(self) -> None:
         """Hand over what has ended, and take in some of what has come. Called once per step; reads no file."""
-        recorded = self._drafter.take_recorded()
-        if self._folder is not None and recorded:
-            self._folder.add(recorded)
+        self._hand_over()
         self._num_steps += 1
         if self._share is None or self._num_steps % STEPS_PER_SHARING == 0:
             received = self._folder.take() if self._folder is not None else []
@@ -135,9 +140,43 @@ class EngineHistory:
                 num_tokens += some[-1].num_tokens
             self._add(some)
 
+    def record(self, root: Root | None) -> None:
+        """Note the prompt of what has been recorded since the last call. Others get the root of their problem."""
+        self._recorded += [rollout._replace(root=root) for rollout in self._drafter.take_recorded()]
+
+    def _hand_over(self) -> None:
+        recorded, self._recorded = self._recorded, []
+        for rollout in self._drafter.take_recorded():
+            recorded.append(rollout._replace(root=self._roots.root_of(rollout.problem_id)))
+        if self._folder is not None and recorded:
+            self._folder.add(recorded)
+
     def _add(self, rollouts: Sequence[Rollout]) -> None:
         self._drafter.add_rollouts(rollouts)
+        for rollout in rollouts:
+            if rollout.by_text:
+                self._known_by_text.add(rollout.problem_id)
+            elif rollout.root is not None:
+                self._roots.add_root(rollout.problem_id, rollout.root)
         self._on_rollouts(rollouts)
+
+    def problem_by_text(self, prompt_token_ids: Int32Array) -> int | None:
+        """The problem of a prompt of which history has recordings as text; None if it has none. O(prompt).
+
+        Raises:
+            Exception: what the tokenizer's own code raises, under tensor parallelism: the ranks must agree.
+        """
+        if not self._known_by_text:
+            return None
+        try:
+            problem_id = text_key(_tokenizer(self._model_config), prompt_token_ids)
+        except Exception as error:
+            if self._share is not None:
+                raise
+            logger.warning("history: recordings of text are not used, as there is no tokenizer here: %s", error)
+            self._known_by_text = set()
+            return None
+        return problem_id if problem_id in self._known_by_text else None
 
     def stats(self) -> dict[str, float]:
         """`FolderStats` of the first rank; empty elsewhere."""
@@ -147,7 +186,7 @@ class EngineHistory:
         """Write what has ended, and stop."""
         atexit.unregister(self.close)
         if self._folder is not None:
-            self._folder.add(self._drafter.take_recorded())
+            self._hand_over()
             self._folder.keep_learned(self._drafter.learned())
             self._folder.close()
 
@@ -165,10 +204,15 @@ def _fingerprint(model_config: Any) -> str | None:
     if model_config.skip_tokenizer_init:
         return None
     try:
-        from vllm.tokenizers import cached_tokenizer_from_config
-
-        vocabulary = cached_tokenizer_from_config(model_config).get_vocab()
+        vocabulary = _tokenizer(model_config).get_vocab()
     except Exception as error:  # whatever a tokenizer's own code raises
         logger.warning("history: the tokenizer cannot be loaded here, so shards are not checked for it: %s", error)
         return None
     return fingerprint(vocabulary)
+
+
+def _tokenizer(model_config: Any) -> Any:
+    """The engine's. Raises whatever its own code raises."""
+    from vllm.tokenizers import cached_tokenizer_from_config
+
+    return cached_tokenizer_from_config(model_config)

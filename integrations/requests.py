@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.history.roots import Conversation, Roots
+from rollout_spec.history.roots import Conversation, Roots, namespace_of
 from rollout_spec.integrations.request_options import request_options
 from rollout_spec.noise import derive_seed
 from rollout_spec.types import Int32Array
 
 
-def recognise(roots: Roots, request: Any, prompt_token_ids: Int32Array) -> Conversation:
+def recognise(
+    roots: Roots,
+    request: Any,
+    prompt_token_ids: Int32Array,
+    problem_by_text: Callable[[Int32Array], int | None] | None = None,
+) -> Conversation:
     """Find a new request's problem: the one that the caller names, or the one of the conversation that it continues.
 
     Conversations with different LoRA adapters or images are different. An adapter's versions are one adapter, as those
@@ -21,6 +26,7 @@ def recognise(roots: Roots, request: Any, prompt_token_ids: Int32Array) -> Conve
 
     Args:
         prompt_token_ids: int32 [n], the request's.
+        problem_by_text: Gives the problem of which there are recordings as text. None: there are none.
 
     Raises:
         ValueError: the request's own options are wrong.
@@ -32,10 +38,15 @@ def recognise(roots: Roots, request: Any, prompt_token_ids: Int32Array) -> Conve
     if given is not None:
         namespace = derive_seed("problem_id", str(given))
         return roots.start(prompt_token_ids, lambda: given, namespace=namespace, images=images, is_named=True)
-    namespace = derive_seed(_adapter_name(request))
-    return roots.start(
-        prompt_token_ids, lambda: _new_problem_id(request, prompt_token_ids), namespace=namespace, images=images
-    )
+    namespace = namespace_of(_adapter_name(request))
+
+    def new_problem_id() -> int | None:
+        known = None
+        if problem_by_text is not None and request.lora_request is None and not images:
+            known = problem_by_text(prompt_token_ids)
+        return known if known is not None else _new_problem_id(request, prompt_token_ids)
+
+    return roots.start(prompt_token_ids, new_problem_id, namespace=namespace, images=images)
 
 
 def _new_problem_id(request: Any, prompt_token_ids: Int32Array) -> int | None:

@@ -117,12 +117,6 @@ class DraftingSession:
         drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
         self.drafter: BatchDrafter = as_batch_drafter(drafter, config.num_speculative_tokens)
         self.wants_features = bool(getattr(self.drafter, "wants_features", False))
-        self.engine_history: EngineHistory | None = None
-        if config.history_dir is not None:
-            keeper: Any = drafter  # `config.check_keeps_history` has made sure
-            self.engine_history = EngineHistory(
-                config, vllm_config, keeper, share_from_first_rank, on_rollouts=self._learn_lengths
-            )
         # Otherwise it is a user's own, which stores every turn's whole prompt.
         self._takes_known = "num_known" in inspect.signature(drafter.start_request).parameters
         self.roots = Roots()
@@ -160,6 +154,12 @@ class DraftingSession:
         self._finds_stop_strings = True
         self._last_call: float | None = None  # when `draft` was called last
         self._unshared: list[_Step] = []  # steps that the budget has not been told
+        self.engine_history: EngineHistory | None = None
+        if config.history_dir is not None:
+            keeper: Any = drafter  # `registry.check_keeps_history` has made sure
+            self.engine_history = EngineHistory(
+                config, vllm_config, keeper, self.roots, share_from_first_rank, on_rollouts=self._learn_lengths
+            )
 
     def follow(self, req_ids: list[str], requests: Mapping[str, Any], *, has_changed: bool) -> NDArray[np.int64]:
         """Begin the requests that are new in a step, and end those that have ended. Called once before `draft`.
@@ -319,6 +319,8 @@ class DraftingSession:
     def _learn_lengths(self, rollouts: Sequence[Rollout]) -> None:
         if self.budget is not None:
             for rollout in rollouts:
+                if rollout.root is None:  # perhaps a later turn's, which is as long as other later turns
+                    continue
                 self.budget.lengths.observe(rollout.problem_id, rollout.tokens.size)
 
     def history_summary(self) -> dict[str, int]:
@@ -348,7 +350,8 @@ class DraftingSession:
 
     def _start(self, req_id: str, request: Any) -> LiveRequest:
         params, prompt = request.sampling_params, np.array(request.prompt_token_ids, np.int32)
-        conversation = recognise(self.roots, request, prompt)
+        by_text = None if self.engine_history is None else self.engine_history.problem_by_text
+        conversation = recognise(self.roots, request, prompt, by_text)
         is_seeded = params.temperature > 0 and self._config.verify == "sample"
         known: Any = {"num_known": conversation.num_known} if self._takes_known else {}
         self.drafter.start_request(
@@ -372,6 +375,10 @@ class DraftingSession:
             drafter: Any = self.drafter
             self.roots.stop(live.conversation, drafter.output_of(req_id))
         self.drafter.stop_request(req_id, keep=keep)
+        if self.engine_history is not None:
+            problem_id, turn = live.conversation.problem_id, live.conversation.turn
+            root = self.roots.root_of(problem_id) if problem_id is not None and turn == 0 else None
+            self.engine_history.record(root)
         del self.live[req_id]
         self.arrays.draft[live.row] = -1
         self._stop_strings_by_row.pop(live.row, None)

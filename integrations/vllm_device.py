@@ -69,7 +69,7 @@ class DeviceSpeculator(BaseSpeculator):
         self.engine_history: EngineHistory | None = None
         if config.history_dir is not None:
             share = sharing_from_first_rank(vllm_config)
-            self.engine_history = EngineHistory(config, vllm_config, self.drafter, share)
+            self.engine_history = EngineHistory(config, vllm_config, self.drafter, self.roots, share)
         self.draft_token_confidence_probs = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs,
             config.num_speculative_tokens,
@@ -144,7 +144,8 @@ class DeviceSpeculator(BaseSpeculator):
                 self._preempt(req_id)
             prompt, problem_id = np.array(request.prompt_token_ids or (), np.int32), None
             if request.prompt_token_ids is not None:  # a prompt of embeddings has no history
-                problem_id = recognise(self.roots, request, prompt).problem_id
+                by_text = None if self.engine_history is None else self.engine_history.problem_by_text
+                problem_id = recognise(self.roots, request, prompt, by_text).problem_id
             req_idx = self._req_indices[req_id] = self._runner.req_states.req_id_to_index[req_id]
             self.drafter.start_request(req_idx, prompt, problem_id=problem_id, version=self._versions.pop(req_id, None))
 

@@ -328,6 +328,9 @@ def exported_line(rollout: Rollout) -> str:
 
 # -- from records to rollouts ----------------------------------------------------------------------------------------
 
+_Prompts: TypeAlias = "dict[str | bytes, tuple[int, Int32Array, Root | None]]"
+"""Problem id, prompt and root, by text or by the bytes of token ids."""
+
 
 class Converter:
     """Makes rollouts of records.
@@ -351,7 +354,7 @@ class Converter:
 
     def convert(self, records: Sequence[Recorded]) -> Iterator[Rollout | Bad]:
         """The rollouts of some records, in their order. O(tokens); texts are tokenized together."""
-        prompts: dict[str, tuple[int, Int32Array]] = {}  # problem id and context, by text
+        prompts: _Prompts = {}
         texts: list[str | None] = []
         reasons: list[str | None] = []
         for record in records:
@@ -375,20 +378,24 @@ class Converter:
             except ValueError as error:
                 yield Bad(record.where, _first_line(error))
 
-    def _rollout(self, record: Recorded, tokens: Int32Array, prompts: dict[str, tuple[int, Int32Array]]) -> Rollout:
+    def _rollout(self, record: Recorded, tokens: Int32Array, prompts: _Prompts) -> Rollout:
         self._check_vocabulary(tokens)
         version = record.version or 0 if self._version is None else self._version
         if record.exported is not None:
             return record.exported._replace(version=version)
         if isinstance(record.prompt, np.ndarray):
-            problem_id, context, by_text = problem_of_prompt(record.prompt), record.prompt, False
-            root = None  # TODO: the Root of record.prompt, from rollout_spec.history.roots
+            from rollout_spec.history.roots import root_of_prompt  # imports numba, which other commands do without
+
+            key = record.prompt.tobytes()
+            if key not in prompts:
+                prompts[key] = problem_of_prompt(record.prompt), record.prompt, root_of_prompt(record.prompt)
+            (problem_id, context, root), by_text = prompts[key], False
         else:
             prompt = self._prompt_text(record.prompt)
             if prompt not in prompts:
                 token_ids = encode_text(self._tokenizer, prompt)
-                prompts[prompt] = text_key(self._tokenizer, token_ids), np.array(token_ids, np.int32)
-            (problem_id, context), by_text, root = prompts[prompt], True, None
+                prompts[prompt] = text_key(self._tokenizer, token_ids), np.array(token_ids, np.int32), None
+            (problem_id, context, root), by_text = prompts[prompt], True
         context = context[-CONTEXT_TOKENS:].copy()
         return Rollout(problem_id, version, context, tokens, record.features, root, by_text, record.reward)
 

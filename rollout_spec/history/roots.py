@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.history.rollout import Root
 from rollout_spec.jit import njit
+from rollout_spec.noise import derive_seed
 from rollout_spec.types import Int32Array
 
 SLACK = 4
@@ -34,6 +35,24 @@ MAX_TEXTS = 100_000
 
 FILTER_BITS = 23
 """The filter has two to this power bits, a megabyte in all. Each known hash sets two."""
+
+
+def namespace_of(adapter: str = "") -> int:
+    """The namespace of texts with a LoRA adapter, by its name without a version; "" for none."""
+    return derive_seed(adapter)
+
+
+def root_of_prompt(prompt_token_ids: Int32Array) -> Root:
+    """By what an engine will recognise a prompt that begins a conversation, without adapter and images. O(n).
+
+    Args:
+        prompt_token_ids: int32 [n], not empty.
+    """
+    roots = Roots(1)
+    roots.start(prompt_token_ids, lambda: 0, namespace=namespace_of())
+    root = roots.root_of(0)
+    assert root is not None
+    return root
 
 
 class Conversation(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import numpy as np
@@ -9,7 +10,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from transformers import AutoTokenizer
+
 from rollout_spec import RolloutSpecGenerator, engine_kwargs
+from rollout_spec.cli import main
 from rollout_spec.history.shards import Origin, read_shard
 from rollout_spec.history.storage import open_storage
 from tests.integrations.engines import (
@@ -95,6 +99,40 @@ def test_engines_of_a_node_draft_from_each_others_rollouts(tiny_model, tmp_path)
     for llm in (one, other):
         session_of(llm).engine_history.close()
     assert len(rollouts_in(tmp_path)) == 12
+
+
+def test_another_engine_recognises_the_conversation_at_its_second_turn(tiny_model, tmp_path):
+    options = verify_all(num_speculative_tokens=4, history_dir=str(tmp_path))
+    params = mixed_params(2, 1, temperature=1.0, max_tokens=20, min_tokens=20)
+    prompt = list(range(4, 22))
+    one = build(tiny_model, **options)
+    said = generate(one, params, [prompt, prompt])
+    session_of(one).engine_history.close()
+    assert all(rollout.root is not None for rollout in rollouts_in(tmp_path))
+    other = build(tiny_model, **options)
+    second = [*prompt, *said[0].token_ids, 5, 6, 7]
+    generate(other, mixed_params(1, 2), [second])
+    assert history(other)["requests_with_history"] == 1
+    assert history(other)["problems"] == 1
+
+
+def test_recordings_of_text_are_found_by_the_prompts_text(tiny_model, tmp_path, capsys):
+    lines = [{"prompt": "w1 w2 w3", "completion": " ".join(["w4 w5 w6 w7"] * 8), "step": 3}] * 2
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    folder = str(tmp_path / "history")
+    arguments = ["--into", folder, "--tokenizer", str(tiny_model)]
+    assert main(["history", "import", str(tmp_path / "rows.jsonl"), *arguments]) == 0
+    assert "2 rollouts of 1 problems, 64 tokens" in capsys.readouterr().out
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=4, history_dir=folder))
+    tokenizer = AutoTokenizer.from_pretrained(tiny_model)
+    prompts = [tokenizer.encode(text) for text in ("w1 w2 w3", "w1 w2 w4", "w1 w2 w3")]
+    generate(llm, mixed_params(3, 1), prompts)
+    assert history(llm)["requests_with_history"] == 2
+    assert stats_of(llm)["policy_version"] == 3
+    session_of(llm).engine_history.close()
+    kept = rollouts_in(folder)
+    assert len({rollout.problem_id for rollout in kept}) == 2
+    assert sum(rollout.by_text for rollout in kept) == 2
 
 
 def test_evaluations_leave_nothing_in_the_folder(tiny_model, tmp_path):
