@@ -7,6 +7,9 @@ prompt, which is a slice too. Without `--tokenizer` a token is a byte, and recor
 
 - `import`: tokens per second of `rollout-spec history import`, by kind of recording, reading, tokenizing, writing and
   fsync included; and the bytes per token that it leaves on disk. Gate: history holds exactly the recorded tokens.
+- `start`: what an engine with `history_dir` does when it starts, for `--tokens` and ten times as many: seconds to read
+  the folder, and to index it in the drafter; bytes per token on disk and in memory, with what the target saw at each
+  token (random bits here, which nothing compresses) and without. Once each. Gate: the drafter holds all of it.
 
 Reported: p20/p50/p80 over the repetitions, after one that is not counted.
 """
@@ -17,10 +20,22 @@ import argparse
 import json
 import sysconfig
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+import torch
+
+from rollout_spec.drafters import build_drafter
+from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.drafters.device import DeviceDrafter
+from rollout_spec.features import FEATURE_WORDS
+from rollout_spec.history.folder import HistoryFolder
+from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout
+from rollout_spec.history.shards import Entry, Origin, write_shard
+from rollout_spec.history.storage import open_storage
 from rows import append, origin, quantiles
 
 SAMPLES, LENGTH = 16, 500
@@ -126,7 +141,67 @@ def measure_import(args: argparse.Namespace, tokenizer: Any) -> Iterator[dict[st
             }
 
 
-MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Any], Iterator[dict[str, Any]]]] = {"import": measure_import}
+def measure_start(args: argparse.Namespace, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """A row for each size, drafter and whether there are features."""
+    sources = real_texts(args.tokens, tokenizer)
+    for times, has_features in ((1, False), (1, True), (10, False), (10, True)):
+        with tempfile.TemporaryDirectory() as folder:
+            num_tokens, num_bytes = write_history(folder, sources, times, has_features=has_features)
+            for name, drafter in drafters(num_tokens, has_features=has_features):
+                started = time.perf_counter()
+                rollouts = HistoryFolder(folder, Origin(), max_bytes=1 << 40).load(2 * num_tokens)
+                read = time.perf_counter()
+                before = drafter.memory_bytes()
+                drafter.add_rollouts(rollouts)
+                indexed = time.perf_counter()
+                if drafter.history_summary()["tokens"] != num_tokens:
+                    raise SystemExit(f"{name} holds {drafter.history_summary()} and not {num_tokens} tokens")
+                yield {
+                    "measurement": "start",
+                    "drafter": name,
+                    "tokens": num_tokens,
+                    "features": has_features,
+                    "read_seconds": round(read - started, 2),
+                    "index_seconds": round(indexed - read, 2),
+                    "disk_bytes_per_token": round(num_bytes / num_tokens, 2),
+                    "memory_bytes_per_token": round((drafter.memory_bytes() - before) / num_tokens, 1),
+                }
+
+
+def write_history(folder: str, texts: Texts, times: int, *, has_features: bool) -> tuple[int, int]:
+    """Write the texts so many times, as different problems with other tokens. Returns (tokens, bytes on disk)."""
+    rng, storage, num_tokens, num_bytes = np.random.default_rng(0), open_storage(folder), 0, 0
+    vocab_size = 256 if texts.tokenizer is None else len(texts.tokenizer)
+    for part in range(times):
+        entries = []
+        for prompt, completion in zip(texts.prompts, texts.completions, strict=True):
+            # Another alphabet for each part, so that their texts have as much in common as different texts do.
+            context, tokens = ((np.array(ids, np.int32) + 31 * part) % vocab_size for ids in (prompt, completion))
+            features = rng.integers(-(2**62), 2**62, (tokens.size, FEATURE_WORDS)) if has_features else None
+            rollout = Rollout(problem_of_prompt(context), part, context[-CONTEXT_TOKENS:], tokens, features)
+            entries.append(Entry(1, part, rollout))
+            num_tokens += tokens.size
+        num_bytes += write_shard(storage, entries, Origin())[1]
+    return num_tokens, num_bytes
+
+
+def drafters(num_tokens: int, *, has_features: bool) -> Iterator[tuple[str, Any]]:
+    """The drafters with room for the history. Compiled code is ready."""
+    room = {"max_history_tokens": 2 * num_tokens, "signatures": has_features, "distributions": has_features}
+    for name in ("mixture", "suffix", "ngram"):
+        ready: Any = build_drafter(name, **room)
+        ready.add_rollouts([Rollout(0, 0, np.zeros(3, np.int32), np.arange(900, dtype=np.int32) % 30)])
+        yield name, build_drafter(name, **room)
+    yield (
+        "device",
+        DeviceDrafter(max_requests=1, max_model_len=16, device=torch.device("cpu"), max_resident_tokens=16, **room),
+    )
+
+
+MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Any], Iterator[dict[str, Any]]]] = {
+    "import": measure_import,
+    "start": measure_start,
+}
 """Each gives rows, which `main` prints and writes."""
 
 
