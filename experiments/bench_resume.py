@@ -21,6 +21,7 @@ import hashlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -226,42 +227,43 @@ def main() -> None:
     if args.child:
         train(args.policy, args.folder, args.steps, keeps_history=args.child == "history")
         return
-    with tempfile.TemporaryDirectory() as temporary:
-        folders = {mode: Path(temporary) / mode for mode in ("history", "nothing", "unbroken")}
-        for folder in folders.values():
-            folder.mkdir()
-        rng = random.Random(args.seed)
-        found = run_and_kill(args, folders["history"], "history", args.kills, rng)
-        run_and_kill(args, folders["nothing"], "nothing", min(args.kills, 5), rng)
-        journals = {mode: read_journal(folder) for mode, folder in folders.items()}
-        restarts = {mode: first_after_restart(journal) for mode, journal in journals.items()}
-        args.steps = 1 + max(line["step"] for lines in restarts.values() for line in lines)
-        with (folders["unbroken"] / "log").open("ab") as log:
-            start(args, folders["unbroken"], "unbroken", log).wait()
-        unbroken = {line["step"]: line for line in read_journal(folders["unbroken"]) if "rollouts" in line}
-        for mode in ("history", "nothing"):
-            lines = [line for line in restarts[mode] if line["step"] in unbroken]
-            same = sum(line["rollouts"] == unbroken[line["step"]]["rollouts"] for line in lines)
-            ours = sum(line["emitted_tokens"] for line in lines) / sum(line["request_steps"] for line in lines)
-            whole = [unbroken[line["step"]] for line in lines]
-            theirs = sum(line["emitted_tokens"] for line in whole) / sum(line["request_steps"] for line in whole)
-            row = {
-                "benchmark": "resume",
-                "history_dir": mode == "history",
-                "kills": len(found) if mode == "history" else None,
-                "after_each_kill": found if mode == "history" else None,
-                "restarts": len(lines),
-                "restarts_with_the_same_rollouts": same,
-                "tokens_per_step": round(ours, 3),
-                "tokens_per_step_unbroken": round(theirs, 3),
-                "by_restart": [
-                    [line["step"], round(tokens_per_step(line), 3), round(tokens_per_step(unbroken[line["step"]]), 3)]
-                    for line in lines
-                ],
-                **origin(packages=["trl", "pyarrow"]),
-            }
-            append(args.out, row)
-            print(f"{mode}: first step after {len(lines)} restarts {ours:.2f} tokens per step, unbroken {theirs:.2f}")
+    temporary = tempfile.mkdtemp()  # stays if a gate fails
+    folders = {mode: Path(temporary) / mode for mode in ("history", "nothing", "unbroken")}
+    for folder in folders.values():
+        folder.mkdir()
+    rng = random.Random(args.seed)
+    found = run_and_kill(args, folders["history"], "history", args.kills, rng)
+    run_and_kill(args, folders["nothing"], "nothing", min(args.kills, 5), rng)
+    journals = {mode: read_journal(folder) for mode, folder in folders.items()}
+    restarts = {mode: first_after_restart(journal) for mode, journal in journals.items()}
+    args.steps = 1 + max(line["step"] for lines in restarts.values() for line in lines)
+    with (folders["unbroken"] / "log").open("ab") as log:
+        start(args, folders["unbroken"], "unbroken", log).wait()
+    unbroken = {line["step"]: line for line in read_journal(folders["unbroken"]) if "rollouts" in line}
+    for mode in ("history", "nothing"):
+        lines = [line for line in restarts[mode] if line["step"] in unbroken]
+        same = sum(line["rollouts"] == unbroken[line["step"]]["rollouts"] for line in lines)
+        ours = sum(line["emitted_tokens"] for line in lines) / sum(line["request_steps"] for line in lines)
+        whole = [unbroken[line["step"]] for line in lines]
+        theirs = sum(line["emitted_tokens"] for line in whole) / sum(line["request_steps"] for line in whole)
+        row = {
+            "benchmark": "resume",
+            "history_dir": mode == "history",
+            "kills": len(found) if mode == "history" else None,
+            "after_each_kill": found if mode == "history" else None,
+            "restarts": len(lines),
+            "restarts_with_the_same_rollouts": same,
+            "tokens_per_step": round(ours, 3),
+            "tokens_per_step_unbroken": round(theirs, 3),
+            "by_restart": [
+                [line["step"], round(tokens_per_step(line), 3), round(tokens_per_step(unbroken[line["step"]]), 3)]
+                for line in lines
+            ],
+            **origin(packages=["trl", "pyarrow"]),
+        }
+        append(args.out, row)
+        print(f"{mode}: first step after {len(lines)} restarts {ours:.2f} tokens per step, unbroken {theirs:.2f}")
+    shutil.rmtree(temporary)
 
 
 if __name__ == "__main__":
