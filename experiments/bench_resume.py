@@ -42,7 +42,7 @@ GROUP_SIZE = 8
 MAX_COMPLETION_TOKENS = 384
 JOURNAL = "journal.jsonl"
 HISTORY = "rollout_spec_history"
-LONGEST_LIFE = 20.0
+LONGEST_LIFE = 8.0
 """Seconds within which a run is killed, from its first generation on."""
 
 
@@ -218,7 +218,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="demo/policy-v1-seed0")
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=60, help="the training ends here, however often it was killed")
+    parser.add_argument("--steps", type=int, default=1000, help="the training would end here")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--child", choices=["unbroken", "history", "nothing"], help=argparse.SUPPRESS)
