@@ -2,22 +2,23 @@
 
     PYTHONPATH=experiments python experiments/bench_resume.py [--kills 20] [--policy demo/policy-v1-seed0] [--out FILE]
 
-Trains the demo's policy with GRPO in TRL, a checkpoint after each step, in three ways that sample the same rollouts,
-as seeds derive from the training's step: without a break; killed at random moments (SIGKILL, also while it starts or
-writes) and resumed, with `history_dir`; and the same without `history_dir`. After each kill it checks, as gates:
+Trains the demo's policy with GRPO in TRL, a checkpoint after each step, in three ways: without a break; killed at random
+moments (SIGKILL, also while it starts or writes) and resumed, with `history_dir`; and the same without `history_dir`.
+After each kill it checks, as gates:
 
 - no file of history is damaged, and the next run refuses none;
 - every rollout of the steps before the one that was running is in the history.
 
-Printed and written: tokens per request-step of the first step after a restart against the same step of the training
-without a break, with history_dir and without. Drafts are all verified (`budget=False`): what a budget decides depends
-on time. The policy is the one that `rollout-spec demo` trains first.
+Printed and written: tokens per request-step of the first step after a restart, of the last one before it, and of the same
+step of the training without a break. Drafts are all verified (`budget=False`): what a budget decides depends on time.
+The policy is the one that `rollout-spec demo` trains first.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -157,13 +158,13 @@ def check_history(folder: Path, journal: list[dict[str, Any]]) -> dict[str, int]
     for name in storage.sizes():
         for entry in read_shard(storage, name, Origin())[1]:  # raises if it is damaged
             kept.add(digest(entry.rollout.tokens))
-    generations = [line for line in journal if "rollouts" in line]
-    running = generations[-1]["step"] if generations else -1
-    missing = {"earlier": 0, "running": 0}
-    for line in generations:
-        missing["running" if line["step"] >= running else "earlier"] += len(set(line["rollouts"]) - kept)
-    if missing["earlier"]:
-        raise SystemExit(f"{missing['earlier']} rollouts of finished steps are missing: {folder}")
+    missing = {"finished": 0, "running": 0}
+    for generations in by_run(journal):
+        for line in generations[:-1]:
+            missing["finished"] += len(set(line["rollouts"]) - kept)
+        missing["running"] = sum(len(set(line["rollouts"]) - kept) for line in generations[-1:])
+    if missing["finished"]:
+        raise SystemExit(f"{missing['finished']} rollouts of finished steps are missing: {folder}")
     refused = [line["loaded"]["folder"]["shards_refused"] for line in journal if line.get("loaded")]
     if any(refused):
         raise SystemExit(f"a run refused shards of its own history: {folder}")
@@ -200,17 +201,21 @@ def tokens_per_step(line: dict[str, Any]) -> float:
     return float(line["emitted_tokens"] / line["request_steps"])
 
 
-def first_after_restart(journal: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The first whole generation of each run but the first, if the run before got as far as that step."""
-    found, is_new, reached = [], False, -1
+def by_run(journal: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The whole generations of each run; the last one's step was running when it was killed."""
+    runs: list[list[dict[str, Any]]] = []
     for line in journal:
         if "loaded" in line:
-            is_new = True
+            runs.append([])
         elif "rollouts" in line:
-            if is_new and reached >= 0:
-                found.append(line)
-            is_new, reached = False, max(reached, line["step"])
-    return found
+            runs[-1].append(line)
+    return runs
+
+
+def around_restarts(journal: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """(the last whole generation before each restart, the first one after it)."""
+    runs = [generations for generations in by_run(journal) if generations]
+    return [(before[-1], after[0]) for before, after in itertools.pairwise(runs)]
 
 
 def main() -> None:
@@ -235,34 +240,36 @@ def main() -> None:
     found = run_and_kill(args, folders["history"], "history", args.kills, rng)
     run_and_kill(args, folders["nothing"], "nothing", min(args.kills, 5), rng)
     journals = {mode: read_journal(folder) for mode, folder in folders.items()}
-    restarts = {mode: first_after_restart(journal) for mode, journal in journals.items()}
-    args.steps = 1 + max(line["step"] for lines in restarts.values() for line in lines)
+    restarts = {mode: around_restarts(journal) for mode, journal in journals.items()}
+    args.steps = 1 + max(after["step"] for pairs in restarts.values() for _, after in pairs)
     with (folders["unbroken"] / "log").open("ab") as log:
         start(args, folders["unbroken"], "unbroken", log).wait()
     unbroken = {line["step"]: line for line in read_journal(folders["unbroken"]) if "rollouts" in line}
     for mode in ("history", "nothing"):
-        lines = [line for line in restarts[mode] if line["step"] in unbroken]
-        same = sum(line["rollouts"] == unbroken[line["step"]]["rollouts"] for line in lines)
-        ours = sum(line["emitted_tokens"] for line in lines) / sum(line["request_steps"] for line in lines)
-        whole = [unbroken[line["step"]] for line in lines]
-        theirs = sum(line["emitted_tokens"] for line in whole) / sum(line["request_steps"] for line in whole)
+        pairs = [pair for pair in restarts[mode] if pair[1]["step"] in unbroken]
+        steps = np.array([
+            [tokens_per_step(line) for line in (before, after, unbroken[after["step"]])] for before, after in pairs
+        ])  # fmt: skip
+        ratios = {name: steps[:, 1] / steps[:, column] for name, column in (("before", 0), ("unbroken", 2))}
         row = {
             "benchmark": "resume",
             "history_dir": mode == "history",
             "kills": len(found) if mode == "history" else None,
             "after_each_kill": found if mode == "history" else None,
-            "restarts": len(lines),
-            "restarts_with_the_same_rollouts": same,
-            "tokens_per_step": round(ours, 3),
-            "tokens_per_step_unbroken": round(theirs, 3),
-            "by_restart": [
-                [line["step"], round(tokens_per_step(line), 3), round(tokens_per_step(unbroken[line["step"]]), 3)]
-                for line in lines
-            ],
+            "restarts": len(pairs),
+            "tokens_per_step": dict(zip(("before", "after", "unbroken"), steps.mean(0).round(3).tolist(), strict=True)),
+            # Steps have other prompts, so the ratio of two steps says little, and its mean has this standard error.
+            **{
+                f"after_over_{name}": [round(float(r.mean()), 3), round(float(r.std() / len(r) ** 0.5), 3)]
+                for name, r in ratios.items()
+            },
+            "by_restart": steps.round(3).tolist(),
             **origin(packages=["trl", "pyarrow"]),
         }
         append(args.out, row)
-        print(f"{mode}: first step after {len(lines)} restarts {ours:.2f} tokens per step, unbroken {theirs:.2f}")
+        print(
+            f"{mode}: { ({name: value for name, value in row.items() if name.startswith(('tokens', 'after_over'))}) }"
+        )
     shutil.rmtree(temporary)
 
 
