@@ -107,7 +107,8 @@ def write_trl(texts: Texts, path: Path) -> None:
 def measure_import(args: argparse.Namespace, tokenizer: Any) -> Iterator[dict[str, Any]]:
     """Import each kind of recording."""
     from rollout_spec.history.contents import Contents, each_once
-    from rollout_spec.history.importers import Converter, Recording, import_recordings
+    from rollout_spec.history.importers import Converter, import_recordings
+    from rollout_spec.history.recordings import Recording
     from rollout_spec.history.shards import Origin
     from rollout_spec.history.storage import LocalStorage
 

@@ -2,16 +2,16 @@
 
     PYTHONPATH=experiments python experiments/bench_resume.py [--kills 20] [--policy demo/policy-v1-seed0] [--out FILE]
 
-Trains the demo's policy with GRPO in TRL, a checkpoint after each step, in three ways: without a break; killed at random
-moments (SIGKILL, also while it starts or writes) and resumed, with `history_dir`; and the same without `history_dir`.
-After each kill it checks, as gates:
+Trains the demo's policy with GRPO in TRL, a checkpoint after each step, in three ways: without a break; killed at
+random moments (SIGKILL, also while it starts or writes) and resumed, with `history_dir`; and the same without
+`history_dir`. After each kill it checks, as gates:
 
 - no file of history is damaged, and the next run refuses none;
 - every rollout of the steps before the one that was running is in the history.
 
-Printed and written: tokens per request-step of the first step after a restart, of the last one before it, and of the same
-step of the training without a break. Drafts are all verified (`budget=False`): what a budget decides depends on time.
-The policy is the one that `rollout-spec demo` trains first.
+Printed and written: tokens per request-step of the first step after a restart, of the last one before it, and of the
+same step of the training without a break. Drafts are all verified (`budget=False`): what a budget decides depends on
+time. The policy is the one that `rollout-spec demo` trains first.
 """
 
 from __future__ import annotations

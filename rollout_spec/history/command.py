@@ -17,7 +17,7 @@ from rollout_spec.files import check_writable
 
 if TYPE_CHECKING:
     from rollout_spec.history.contents import Contents
-    from rollout_spec.history.importers import Bad
+    from rollout_spec.history.recordings import Bad
     from rollout_spec.history.shards import Origin
     from rollout_spec.history.storage import Storage
 
@@ -93,7 +93,8 @@ def run(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
-    from rollout_spec.history.importers import Converter, Recording, import_recordings
+    from rollout_spec.history.importers import Converter, import_recordings
+    from rollout_spec.history.recordings import Recording
     from rollout_spec.history.storage import open_storage
 
     if args.version is not None and not 0 <= args.version < 2**31:

@@ -216,7 +216,7 @@ def _refusing() -> Iterator[None]:
     except ShardError:
         raise
     except (arrow.ArrowException, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ShardError(f"it cannot be read: {_first_line(error)}") from error
+        raise ShardError(f"it cannot be read: {first_line(error)}") from error
 
 
 def decode(data: bytes, origin: Origin) -> tuple[ShardInfo, list[Entry]]:
@@ -289,5 +289,6 @@ def _info(schema: Any) -> ShardInfo:
     return ShardInfo(origin, batches, num_rollouts, num_tokens, num_problems, oldest, newest)
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Of an error's message; its type's name if there is none."""
     return next(iter(str(error).splitlines()), type(error).__name__)

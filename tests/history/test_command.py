@@ -13,7 +13,7 @@ import pytest
 from rollout_spec.cli import main
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.features import MAX_CODE, no_features, pack, unpack
-from rollout_spec.history import command, importers
+from rollout_spec.history import command, recordings
 from rollout_spec.history.rollout import Rollout, Root
 from rollout_spec.history.shards import Entry, Origin, write_shard
 from rollout_spec.history.storage import open_storage
@@ -45,8 +45,8 @@ def folder(tmp_path, recording, capsys):
     return path
 
 
-def test_formats_are_those_of_the_importers():
-    assert command.FORMATS == importers.FORMATS
+def test_formats_are_those_of_recordings():
+    assert command.FORMATS == recordings.FORMATS
 
 
 def test_import(tmp_path, recording, capsys):

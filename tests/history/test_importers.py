@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.features import FEATURE_WORDS, no_features
-from rollout_spec.history import importers
-from rollout_spec.history.importers import Bad, Converter, Recording, exported_line, import_recordings
+from rollout_spec.history import importers, recordings
+from rollout_spec.history.importers import Converter, import_recordings
+from rollout_spec.history.recordings import Bad, Recording, exported_line
 from rollout_spec.history.shards import Origin
 from rollout_spec.history.text import text_key
 from tests.history.made_up import MemoryStorage, chat_tokenizer, plain, rollouts, stored
@@ -266,7 +267,7 @@ def test_a_cut_archive_gives_its_beginning(tmp_path):
 
 
 def test_a_long_line_is_left_out(tmp_path, monkeypatch):
-    monkeypatch.setattr(importers, "MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr(recordings, "MAX_LINE_BYTES", 1000)
     long = {**ROW, "text": "x" * 5000}
     found, bad, _ = of_rows(tmp_path, ROW, long, ROW, {**ROW, "text": "x" * 1980}, ROW)
     assert len(found) == 3
