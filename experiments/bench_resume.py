@@ -172,7 +172,7 @@ def check_history(folder: Path, journal: list[dict[str, Any]]) -> dict[str, int]
 
 
 def run_and_kill(args: argparse.Namespace, folder: Path, mode: str, num_kills: int, rng: random.Random) -> list[Any]:
-    """Kill and resume until the training has been killed often enough. Returns what was found after each kill."""
+    """Kill and resume until the training has been killed so often. Returns what was found after each kill."""
     found = []
     with (folder / "log").open("ab") as log:
         while len(found) < num_kills:
@@ -192,8 +192,6 @@ def run_and_kill(args: argparse.Namespace, folder: Path, mode: str, num_kills: i
             process.wait()
             found.append(check_history(folder, read_journal(folder)) if mode == "history" else {})
             print(f"{mode}: killed {len(found)} times, {found[-1]}", flush=True)
-        else:
-            start(args, folder, mode, log).wait()
     return found
 
 
