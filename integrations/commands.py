@@ -62,6 +62,9 @@ class Speculation(Protocol):
     def exchange_history(self) -> None:
         """Hand over what has ended and take in what ended elsewhere."""
 
+    def close(self) -> None:
+        """The engine ends: write what has ended."""
+
     def history_summary(self) -> dict[str, int]:
         """What the drafter's history holds; may be empty."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKENS_PER_STEP = 4096
 """Most tokens of other engines' rollouts that one step takes in, but at least one rollout."""
+MAX_QUEUED_TOKENS = 1_000_000
+"""Most that wait to be taken in. The oldest are left out."""
 STEPS_PER_SHARING = 16
 """Tensor-parallel ranks take over what the first rank has read once in this many steps."""
 
@@ -80,10 +82,13 @@ class EngineHistory:
         self._on_rollouts = on_rollouts
         self._model_config = vllm_config.model_config
         self._known_by_text: set[int] = set()  # ids of problems
+        self._finds_by_text = True
         self._recorded: list[Rollout] = []
         self._share = share_from_first_rank
         self._queue: deque[Rollout] = deque()  # to be taken in
         self._num_steps = 0
+        self._queue_tokens = 0
+        self._is_closed = False
         self._folder: HistoryFolder | None = None
         self._loading: Future[list[Rollout]] | None = None
         if is_first_rank(vllm_config):
@@ -102,7 +107,10 @@ class EngineHistory:
         rollouts: list[Rollout] = []
         learned: dict[str, NDArray] = {}
         if self._folder is not None and self._loading is not None:
-            rollouts, learned = self._loading.result(), self._folder.load_learned()
+            try:
+                rollouts, learned = self._loading.result(), self._folder.load_learned()
+            except Exception:  # must not keep an engine from starting
+                logger.exception("history: what the folder holds could not be loaded; this run begins without it")
             self._version = self._folder.newest_version
             self._loading = None
         if self._share is not None:
@@ -113,7 +121,7 @@ class EngineHistory:
         self._drafter.record_rollouts()
         if self._folder is not None:
             self._folder.start()
-            atexit.register(self.close)
+            weakref.finalize(self, self._folder.close)  # where nobody calls `close`, as at the end of a script
         return self._version
 
     def begin_policy_version(self, version: int) -> None:
@@ -132,12 +140,16 @@ class EngineHistory:
                 received = self._share(received)
             for age, rollout in received:
                 self._queue.append(rollout._replace(version=max(self._version - age, 0)))
+                self._queue_tokens += rollout.num_tokens
+            while self._queue_tokens > MAX_QUEUED_TOKENS:  # others say more than this engine can take in
+                self._queue_tokens -= self._queue.popleft().num_tokens
         if self._queue:
             some = [self._queue.popleft()]
             num_tokens = some[0].num_tokens
             while self._queue and num_tokens + self._queue[0].num_tokens <= MAX_TOKENS_PER_STEP:
                 some.append(self._queue.popleft())
                 num_tokens += some[-1].num_tokens
+            self._queue_tokens -= num_tokens
             self._add(some)
 
     def record(self, root: Root | None) -> None:
@@ -154,9 +166,9 @@ class EngineHistory:
     def _add(self, rollouts: Sequence[Rollout]) -> None:
         self._drafter.add_rollouts(rollouts)
         for rollout in rollouts:
-            if rollout.by_text:
+            if rollout.by_text and self._finds_by_text:
                 self._known_by_text.add(rollout.problem_id)
-            elif rollout.root is not None:
+            if rollout.root is not None:
                 self._roots.add_root(rollout.problem_id, rollout.root)
         self._on_rollouts(rollouts)
 
@@ -174,7 +186,7 @@ class EngineHistory:
             if self._share is not None:
                 raise
             logger.warning("history: recordings of text are not used, as there is no tokenizer here: %s", error)
-            self._known_by_text = set()
+            self._finds_by_text, self._known_by_text = False, set()
             return None
         return problem_id if problem_id in self._known_by_text else None
 
@@ -183,9 +195,9 @@ class EngineHistory:
         return self._folder.stats.to_dict() if self._folder is not None else {}
 
     def close(self) -> None:
-        """Write what has ended, and stop."""
-        atexit.unregister(self.close)
-        if self._folder is not None:
+        """Write what has ended, and stop. Called when the worker shuts down; a second call does nothing."""
+        if self._folder is not None and not self._is_closed:
+            self._is_closed = True
             self._hand_over()
             self._folder.keep_learned(self._drafter.learned())
             self._folder.close()

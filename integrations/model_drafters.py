@@ -142,3 +142,6 @@ class ModelAlone:
 
     def exchange_history(self) -> None:
         """There is no history."""
+
+    def close(self) -> None:
+        """There is no history."""

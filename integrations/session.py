@@ -247,6 +247,11 @@ class DraftingSession:
             self._ask(self.engine_history.exchange)
             self._stats.index_seconds += time.perf_counter() - started
 
+    def close(self) -> None:
+        """The engine ends: write what has ended."""
+        if self.engine_history is not None:
+            self._ask(self.engine_history.close)
+
     def pause(self) -> None:
         """In place of `draft` while the session is not enabled."""
         self._last_call = self._proposal = None

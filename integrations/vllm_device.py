@@ -106,6 +106,11 @@ class DeviceSpeculator(BaseSpeculator):
         """What the drafter's history holds."""
         return self.drafter.history_summary()
 
+    def close(self) -> None:
+        """The engine ends: write what has ended."""
+        if self.engine_history is not None:
+            self.engine_history.close()
+
     def exchange_history(self) -> None:
         """Hand over what has ended and take in what ended elsewhere. Called while the device computes."""
         if self.engine_history is not None:

@@ -239,6 +239,11 @@ class ModelSpeculation:
         """What history holds; empty without history."""
         return self.history.history_summary() if self.history is not None else {}
 
+    def close(self) -> None:
+        """As `DeviceSpeculator.close`."""
+        if self.history is not None:
+            self.history.close()
+
     def exchange_history(self) -> None:
         """As `DeviceSpeculator.exchange_history`."""
         if self.history is not None:

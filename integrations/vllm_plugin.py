@@ -668,5 +668,17 @@ def _hook_worker(module: Any) -> None:
 
         return getattr_
 
+    def make_shutdown(original: Any) -> Any:
+        def shutdown(self: Any) -> None:
+            # Not at the process's exit alone: one that was forked by multiprocessing runs no exit handlers.
+            worker = vars(self).get("worker")
+            adapter = getattr(getattr(worker, "model_runner", None), "rollout_spec", None)
+            if adapter is not None:
+                adapter.close()
+            original(self)
+
+        return shutdown
+
     module.WorkerBase.rollout_spec = rollout_spec
+    _wrap(module.WorkerWrapperBase, "shutdown", make_shutdown)
     _wrap(module.WorkerWrapperBase, "__getattr__", make_getattr)

@@ -127,6 +127,11 @@ class RunnerAdapter:
         if self._speculation is not None and self._speculation.engine_history is not None:
             self.weights.version = self._speculation.engine_history.load()
 
+    def close(self) -> None:
+        """Called when the worker shuts down."""
+        if self._speculation is not None:
+            self._speculation.close()
+
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up. On CPUs the verifier has no kernels."""
         if self._runner.device.type == "cuda":

@@ -146,6 +146,11 @@ class RunnerAdapter:
         if self._speculation is not None and self._speculation.engine_history is not None:
             self.weights.version = self._speculation.engine_history.load()
 
+    def close(self) -> None:
+        """Called when the worker shuts down."""
+        if self._speculation is not None:
+            self._speculation.close()
+
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up."""
         compile_kernels(self._config, self._runner)

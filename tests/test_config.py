@@ -33,7 +33,7 @@ MTP = {"method": "mtp", "num_speculative_tokens": 3}
         (
             {"history_dir": "x", "drafter": "examples.custom_drafter.RepeatDrafter"},
             ValueError,
-            "has no record_rollouts, take_recorded, add_rollouts",
+            "has no max_history_tokens, record_rollouts, take_recorded, add_rollouts, learned, learn",
         ),
         ({"history_dir": "nowhere://x"}, ValueError, "history_dir 'nowhere://x' cannot be used"),
         ({"max_history_dir_bytes": 0}, ValueError, "max_history_dir_bytes must be a positive int, got 0"),

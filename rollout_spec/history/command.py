@@ -239,7 +239,7 @@ def _show(args: argparse.Namespace) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     from rollout_spec.history.contents import Contents, plan_pruning, prune
-    from rollout_spec.history.folder import SECONDS_UNTIL_ABANDONED
+    from rollout_spec.history.tidying import SECONDS_UNTIL_ABANDONED
 
     if args.max_bytes is None and args.keep_versions is None and args.problem is None:
         raise ValueError("prune needs --max-bytes, --keep-versions or --problem")

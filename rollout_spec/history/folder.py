@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import logging
 import secrets
 import threading
 import time
 import zipfile
 import zlib
-from collections import defaultdict
+from bisect import bisect_right
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -24,24 +26,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.history.rollout import Rollout
-from rollout_spec.history.shards import Entry, Origin, ShardError, read_shard, version_of, write_shard
+from rollout_spec.history.shards import Entry, Origin, ShardError, decode, read_bytes, read_info, write_shard
 from rollout_spec.history.storage import LocalStorage, Storage, open_storage
+from rollout_spec.history.tidying import Tidier, by_version
 
 logger = logging.getLogger(__name__)
 
-LEARNED = "learned.npz"
-"""What drafters have learned from outcomes; the last engine that writes it wins."""
+LEARNED, ORIGIN = "learned.npz", "origin"
+"""What drafters have learned from outcomes; the last engine that writes it wins. One of its arrays says of what."""
 SECONDS_LOCAL, SECONDS_REMOTE = 0.25, 5.0
 """Between two looks into a folder, and into one of another file system of fsspec."""
 LOOKS_PER_TIDYING = 40
 """How often the folder is tidied."""
-TIER_BYTES, TIER_BITS, MAX_MERGED_BYTES = 1 << 16, 3, 1 << 26
-"""Shards of similar size are of one tier: each is 2^TIER_BITS times the one before, the first up to some TIER_BYTES.
-Those of MAX_MERGED_BYTES or more are not merged any further."""
-SHARDS_PER_MERGE = 16
-"""So many shards of one tier become one."""
-SECONDS_UNTIL_ABANDONED = 3600.0
-"""What a killed process was writing is removed after so long."""
+LOOKS_WHILE_MERGED = 3
+"""How often the folder is listed at most where shards are merged while they are read."""
+MAX_WAITING_TOKENS = 1_000_000
+"""Of other engines' rollouts that the engine has not taken. The oldest are dropped."""
+SECONDS_TO_CLOSE = 10.0
 
 
 @dataclass
@@ -52,6 +53,7 @@ class FolderStats:
         rollouts_written, bytes_written: Its own, merging not counted.
         rollouts_read, bytes_read: Of earlier runs and of other engines.
         rollouts_lost: Could not be written.
+        rollouts_dropped: Were read, but the engine did not take them in time.
         shards_refused: Shards that were damaged or of another tokenizer.
         seconds: Time that its thread was busy.
     """
@@ -61,12 +63,32 @@ class FolderStats:
     rollouts_read: int = 0
     bytes_read: int = 0
     rollouts_lost: int = 0
+    rollouts_dropped: int = 0
     shards_refused: int = 0
     seconds: float = 0.0
 
     def to_dict(self) -> dict[str, float]:
         """Plain data."""
         return asdict(self)
+
+
+class _Batches:
+    """Numbers of batches, as ranges (first, last) in order, which neither overlap nor touch."""
+
+    def __init__(self) -> None:
+        self._ranges: list[tuple[int, int]] = []
+
+    def has(self, first: int, last: int) -> bool:
+        """Whether all these are there. O(log ranges)."""
+        at = bisect_right(self._ranges, (first, 2**63)) - 1
+        return at >= 0 and self._ranges[at][0] <= first and last <= self._ranges[at][1]
+
+    def add(self, first: int, last: int) -> None:
+        """Add these. O(ranges)."""
+        apart = [r for r in self._ranges if r[1] < first - 1 or r[0] > last + 1]
+        joined = [r for r in self._ranges if not (r[1] < first - 1 or r[0] > last + 1)]
+        first, last = min([first, *(r[0] for r in joined)]), max([last, *(r[1] for r in joined)])
+        self._ranges = sorted([*apart, (first, last)])
 
 
 class Received(NamedTuple):
@@ -99,17 +121,20 @@ class HistoryFolder:
         self._storage: Storage = open_storage(url)
         self._origin = origin
         self._url = url
-        self._max_bytes = max_bytes
+        self._tidier = Tidier(self._storage, origin, max_bytes, self._on_merged)
         self._writer = secrets.randbits(64)
         self._next_batch = 0
-        self._seen: dict[int, int] = {self._writer: 2**62}  # last batch by writer
+        self._seen: defaultdict[int, _Batches] = defaultdict(_Batches)  # by writer
         self._newest: dict[int, int] = {}  # newest version by writer
         self._known: set[str] = set()  # shards that need not be read any more
+        self._refused: dict[str, int] = {}  # sizes of shards that cannot be used
         self._outbox: list[Rollout] = []
-        self._inbox: list[Entry] = []
+        self._inbox: deque[Entry] = deque()
+        self._inbox_tokens = 0
         self._learned: dict[str, NDArray] | None = None
         self._lock = threading.Lock()  # of the two boxes
-        self._has_warned = False
+        self._has_failed = False
+        self._warned_of: set[int | None] = set()  # numbers of errors
         self._looks = 0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -133,9 +158,13 @@ class HistoryFolder:
                 return num_tokens >= max_tokens
 
             entries = sorted(self._read_new(is_enough), key=lambda e: (e.rollout.version, e.writer, e.batch))
-            rollouts = [entry.rollout for entry in entries]
-            while rollouts and num_tokens > max_tokens:
-                num_tokens -= rollouts.pop(0).num_tokens
+            first = 0
+            while first < len(entries) and num_tokens > max_tokens:
+                num_tokens -= entries[first].rollout.num_tokens
+                first += 1
+            for entry in entries:
+                self._newest[entry.writer] = max(self._newest.get(entry.writer, 0), entry.rollout.version)
+            rollouts = [entry.rollout for entry in entries[first:]]
             self.newest_version = rollouts[-1].version if rollouts else 0
             self.stats.rollouts_read += len(rollouts)
             return rollouts
@@ -144,7 +173,9 @@ class HistoryFolder:
         """What the last engine to use the folder had learned from outcomes; empty if that is not known."""
         try:
             with np.load(io.BytesIO(self._storage.read(LEARNED)), allow_pickle=False) as arrays:
-                return dict(arrays)
+                learned = dict(arrays)
+            is_ours = learned.pop(ORIGIN).item() == json.dumps(self._origin._replace(model=None))
+            return learned if is_ours else {}
         except FileNotFoundError:
             return {}
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
@@ -170,14 +201,14 @@ class HistoryFolder:
         if not self._inbox:
             return []
         with self._lock:
-            entries, self._inbox = self._inbox, []
+            entries, self._inbox, self._inbox_tokens = self._inbox, deque(), 0
         return [Received(max(self._newest[e.writer] - e.rollout.version, 0), e.rollout) for e in entries]
 
     def close(self) -> None:
-        """Write what is left, and stop."""
+        """Write what is left, and stop. Waits SECONDS_TO_CLOSE at most for what the thread is doing."""
         self._stopping.set()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(SECONDS_TO_CLOSE)
             self._thread = None
         with self._timed():
             self._write()
@@ -187,27 +218,44 @@ class HistoryFolder:
     def _run(self) -> None:
         is_remote = not isinstance(self._storage, LocalStorage)
         while not self._stopping.wait(SECONDS_REMOTE if is_remote else SECONDS_LOCAL):
-            self.exchange()
+            try:
+                self.exchange()
+            except Exception:  # must end neither the run nor the thread
+                if not self._has_failed:
+                    self._has_failed = True
+                    logger.exception("history: what goes through %s may be incomplete. This is said once", self._url)
 
     def exchange(self) -> None:
-        """Write and read once, and tidy now and then. The thread's work; never raises OSError."""
+        """Write and read once, and tidy now and then. The thread's work; OSError is warned of."""
         with self._timed():
             self._write()
             entries = self._read_new()
             for entry in entries:
                 self._newest[entry.writer] = max(self._newest.get(entry.writer, 0), entry.rollout.version)
+            self.stats.rollouts_read += len(entries)
             with self._lock:
                 self._inbox.extend(entries)
-            self.stats.rollouts_read += len(entries)
+                self._inbox_tokens += sum(entry.rollout.num_tokens for entry in entries)
+                while self._inbox_tokens > MAX_WAITING_TOKENS:  # the engine takes none, as when it is switched off
+                    self._inbox_tokens -= self._inbox.popleft().rollout.num_tokens
+                    self.stats.rollouts_dropped += 1
             self._looks += 1
             if self._looks % LOOKS_PER_TIDYING == 0:
                 self.tidy()
+
+    def tidy(self) -> None:
+        """Merge small shards, and delete the oldest ones until the bound holds, unless another engine is at it."""
+        try:
+            self._tidier.tidy()
+        except OSError as error:
+            self._warn(error)
 
     def _write(self) -> None:
         learned, self._learned = self._learned, None
         if learned is not None:
             file = io.BytesIO()
-            np.savez_compressed(file, allow_pickle=False, **learned)
+            about = np.array(json.dumps(self._origin._replace(model=None)))
+            np.savez_compressed(file, allow_pickle=False, **{**learned, ORIGIN: about})
             try:
                 self._storage.write(LEARNED, file.getvalue())
             except OSError as error:
@@ -217,6 +265,7 @@ class HistoryFolder:
         if not rollouts:
             return
         entries = [Entry(self._writer, self._next_batch, rollout) for rollout in rollouts]
+        self._seen[self._writer].add(self._next_batch, self._next_batch)
         self._next_batch += 1
         try:
             name, size = write_shard(self._storage, entries, self._origin)
@@ -229,108 +278,78 @@ class HistoryFolder:
         self.stats.bytes_written += size
 
     def _read_new(self, is_enough: Callable[[Sequence[Entry]], bool] = lambda entries: False) -> list[Entry]:
-        """The entries of shards that are new, newest shards first, without those of batches that were read before."""
-        try:
-            sizes = self._storage.sizes()
-        except OSError as error:
-            self._warn(error)
-            return []
-        self._known &= sizes.keys()
+        """The entries of shards that are new, newest shards first, without those of batches that were read before.
+
+        Once there is enough, other shards are not decoded, and never will be.
+        """
         found: dict[tuple[int, int], list[Entry]] = {}  # a batch can be in a shard and in the one it was merged into
-        for name in sorted(sizes.keys() - self._known, key=_by_version, reverse=True):
-            entries = self._read(name)
-            self.stats.bytes_read += sizes[name] if entries else 0
-            batches = defaultdict(list)
-            for entry in entries:
-                if entry.batch > self._seen.get(entry.writer, -1):
-                    batches[entry.writer, entry.batch].append(entry)
-            new = [entry for batch, some in batches.items() if batch not in found for entry in some]
-            found = {**batches, **found}
-            if new and is_enough(new):
-                self._known |= sizes.keys()
+        wants_more = True
+        for _ in range(LOOKS_WHILE_MERGED):
+            try:
+                sizes = self._storage.sizes()
+            except OSError as error:
+                self._warn(error)
                 break
-        for writer, batch in found:
-            self._seen[writer] = max(batch, self._seen.get(writer, -1))
+            self._known &= sizes.keys()
+            self._refused = {name: size for name, size in self._refused.items() if sizes.get(name) == size}
+            names = sorted(sizes.keys() - self._known - self._refused.keys(), key=by_version, reverse=True)
+            are_gone = False
+            for name in names:
+                try:
+                    new = self._read(name, decodes=wants_more)
+                except FileNotFoundError:  # merged meanwhile, into a shard that has not been listed
+                    are_gone = True
+                    continue
+                except ShardError as error:
+                    self._refused[name] = sizes[name]
+                    self.stats.shards_refused += 1
+                    logger.warning("history: %s in %s is left out: %s", name, self._url, error)
+                    continue
+                except OSError as error:  # perhaps only now
+                    self._warn(error)
+                    continue
+                self._known.add(name)
+                self.stats.bytes_read += sizes[name]
+                for batch, entries in new.items():
+                    found.setdefault(batch, entries)
+                wants_more = wants_more and not is_enough([entry for entries in new.values() for entry in entries])
+            if not are_gone:
+                break
         return [entry for batch in sorted(found) for entry in found[batch]]
 
-    def _read(self, name: str) -> list[Entry]:
-        try:
-            entries = read_shard(self._storage, name, self._origin)[1]
-        except FileNotFoundError:  # merged or deleted meanwhile
-            return []
-        except ShardError as error:
-            self._known.add(name)
-            self.stats.shards_refused += 1
-            logger.warning("history: %s in %s is left out: %s", name, self._url, error)
-            return []
-        except OSError as error:
-            self._warn(error)
-            return []
-        self._known.add(name)
-        return entries
-
-    # -- tidying -----------------------------------------------------------------------------------------------------
-
-    def tidy(self) -> None:
-        """Merge small shards, and delete the oldest ones until the bound holds, unless another engine is at it."""
-        try:
-            with self._storage.tidying(abandoned_before=time.time() - SECONDS_UNTIL_ABANDONED) as is_ours:
-                if is_ours:
-                    self._merge()
-                    self._prune()
-        except OSError as error:
-            self._warn(error)
-
-    def _merge(self) -> None:
-        tiers: defaultdict[int, list[str]] = defaultdict(list)
-        for name, size in self._storage.sizes().items():
-            if size < MAX_MERGED_BYTES and version_of(name) >= 0:
-                tiers[max(size // TIER_BYTES, 1).bit_length() // TIER_BITS].append(name)
-        for names in tiers.values():
-            if len(names) >= SHARDS_PER_MERGE:
-                self._merge_shards(sorted(names, key=_by_version))
-
-    def _merge_shards(self, names: Sequence[str]) -> None:
-        """Merge those of this engine's origin. What is merged is deleted only once the merged shard is there."""
-        merged: dict[tuple[int, int], list[Entry]] = {}
-        done = []
-        for name in names:
-            try:
-                info, entries = read_shard(self._storage, name, self._origin)
-            except (FileNotFoundError, ShardError):
-                continue
-            if info.origin != self._origin:
-                continue
-            batches = defaultdict(list)
-            for entry in entries:
+    def _read(self, name: str, *, decodes: bool) -> dict[tuple[int, int], list[Entry]]:
+        """A shard's batches that were not read before; none of them will be read again. Raises as `read_shard`."""
+        data = read_bytes(self._storage, name)
+        info = read_info(data)
+        self._tidier.note(name, info)
+        self._origin.check(info.origin)
+        if all(self._seen[writer].has(*span) for writer, span in info.batches.items()):
+            return {}  # merged from shards that were read
+        if not decodes:
+            for writer, span in info.batches.items():
+                self._seen[writer].add(*span)
+                self._newest[writer] = max(self._newest.get(writer, 0), info.newest_version)
+            return {}
+        batches = defaultdict(list)
+        for entry in decode(data, self._origin)[1]:
+            if not self._seen[entry.writer].has(entry.batch, entry.batch):
                 batches[entry.writer, entry.batch].append(entry)
-            merged = {**batches, **merged}
-            done.append(name)
-        if len(done) > 1:
-            name, _ = write_shard(self._storage, [entry for some in merged.values() for entry in some], self._origin)
-            if self._known.issuperset(done):
-                self._known.add(name)
-            for old in done:
-                if old != name:
-                    self._storage.delete(old)
+        for writer, batch in batches:
+            self._seen[writer].add(batch, batch)
+        return batches
 
-    def _prune(self) -> None:
-        sizes = {name: size for name, size in self._storage.sizes().items() if version_of(name) >= 0}
-        num_bytes = sum(sizes.values())
-        for name in sorted(sizes, key=_by_version):
-            if num_bytes <= self._max_bytes:
-                return
-            self._storage.delete(name)
-            num_bytes -= sizes[name]
+    def _on_merged(self, names: Sequence[str], merged: str) -> None:
+        if self._known.issuperset(names):
+            self._known.add(merged)
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
 
     def _warn(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._has_warned = True
+        if error.errno not in self._warned_of:
+            self._warned_of.add(error.errno)
             logger.warning(
-                "history: %s cannot be used: %s. Rollouts go on; those that cannot be written are missing in later "
-                "runs. This is said once",
+                "history: %s cannot be used as it should: %s. Rollouts go on; those that cannot be written or read are "
+                "missing in the history. This is said once",
                 self._url,
                 error,
             )
@@ -342,7 +361,3 @@ class HistoryFolder:
             yield
         finally:
             self.stats.seconds += time.perf_counter() - started
-
-
-def _by_version(name: str) -> tuple[int, str]:
-    return version_of(name), name

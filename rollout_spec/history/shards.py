@@ -166,9 +166,7 @@ def read_shard(storage: Storage, name: str, origin: Origin) -> tuple[ShardInfo, 
         ShardError: it is no shard, cut, changed, of another format or of another origin.
         OSError: as `Storage.read`.
     """
-    data = read_bytes(storage, name)
-    with _refusing():
-        return decode(data, origin)
+    return decode(read_bytes(storage, name), origin)
 
 
 def read_bytes(storage: Storage, name: str) -> bytes:
@@ -220,15 +218,16 @@ def _refusing() -> Iterator[None]:
 
 
 def decode(data: bytes, origin: Origin) -> tuple[ShardInfo, list[Entry]]:
-    """`read_shard`, from the bytes that `encode` gave."""
-    table = parquet.read_table(arrow.BufferReader(data))
-    info = _info(table.schema)
-    if not table.schema.equals(SCHEMA):
-        raise ShardError(f"its columns are not those of format {FORMAT}: {', '.join(table.column_names)}")
+    """`read_shard`, from the bytes that `encode` gave. Raises ShardError."""
+    info = read_info(data)
     origin.check(info.origin)
-    if table.num_rows != info.num_rollouts or not table.num_rows:
-        raise ShardError(f"it has {table.num_rows} rollouts where its metadata say {info.num_rollouts}")
-    return info, _entries(table, origin, info)
+    with _refusing():
+        table = parquet.read_table(arrow.BufferReader(data))
+        if not table.schema.equals(SCHEMA):
+            raise ShardError(f"its columns are not those of format {FORMAT}: {', '.join(table.column_names)}")
+        if table.num_rows != info.num_rollouts or not table.num_rows:
+            raise ShardError(f"it has {table.num_rows} rollouts where its metadata say {info.num_rollouts}")
+        return info, _entries(table, origin, info)
 
 
 def _entries(table: Any, origin: Origin, info: ShardInfo) -> list[Entry]:
@@ -238,26 +237,26 @@ def _entries(table: Any, origin: Origin, info: ShardInfo) -> list[Entry]:
     if some.size and not 0 <= some.min() <= some.max() < vocab_size:
         raise ShardError(f"it holds tokens outside of the vocabulary of {vocab_size}")
     has_states = origin.states is None or info.origin.states is None or origin.states == info.origin.states
-    columns = {name: table[name].to_pylist() for name in table.column_names if name not in ("context", "tokens")}
+    names = ("writer", "batch", "problem_id", "version", "features", "by_text", "reward")
+    rows = zip(*(table[name].to_pylist() for name in names), _roots(table), contexts, tokens, strict=True)
     entries = []
-    for i in range(table.num_rows):
-        row = {name: values[i] for name, values in columns.items()}
+    for number, (writer, batch, problem_id, version, packed, by_text, reward, root, context, ids) in enumerate(rows):
+        if ids.size == 0 or context.size > CONTEXT_TOKENS:
+            raise ShardError(f"rollout {number} has {ids.size} tokens after {context.size} of its prompt")
+        if packed is not None and len(packed) != 8 * FEATURE_WORDS * ids.size:
+            raise ShardError(f"features of rollout {number} do not fit its {ids.size} tokens")
         features = None
-        if tokens[i].size == 0 or contexts[i].size > CONTEXT_TOKENS:
-            raise ShardError(f"rollout {i} has {tokens[i].size} tokens after {contexts[i].size} of its prompt")
-        if row["features"] is not None:
-            if len(row["features"]) != 8 * FEATURE_WORDS * tokens[i].size:
-                raise ShardError(f"features of rollout {i} do not fit its {tokens[i].size} tokens")
-            if has_states:
-                features = np.frombuffer(row["features"], "<i8").reshape(-1, FEATURE_WORDS).astype(np.int64)
-        root = None
-        if row["root_length"] is not None:
-            root = Root(row["root_length"], row["root_whole"] or 0, row["root_head"] or 0)
-        rollout = Rollout(
-            row["problem_id"], row["version"], contexts[i], tokens[i], features, root, row["by_text"], row["reward"]
-        )
-        entries.append(Entry(row["writer"], row["batch"], rollout))
+        if packed is not None and has_states:
+            features = np.frombuffer(packed, "<i8").astype(np.int64, copy=False).reshape(-1, FEATURE_WORDS)
+        rollout = Rollout(problem_id, version, context, ids, features, root, by_text, reward)
+        entries.append(Entry(writer, batch, rollout))
     return entries
+
+
+def _roots(table: Any) -> list[Root | None]:
+    columns = (table[name].to_pylist() for name in ("root_length", "root_whole", "root_head"))
+    rows = zip(*columns, strict=True)
+    return [None if length is None else Root(length, whole or 0, head or 0) for length, whole, head in rows]
 
 
 def _lists(values: Sequence[Any]) -> Any:

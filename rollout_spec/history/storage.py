@@ -6,8 +6,10 @@ A file is there as a whole or not at all, and never changes. Every method raises
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -66,7 +68,7 @@ class LocalStorage:
 
     def write(self, name: str, data: bytes) -> None:
         self._path.mkdir(parents=True, exist_ok=True)
-        path, unfinished = self._path / name, self._path / (name + UNFINISHED)
+        path, unfinished = self._path / name, self._path / f"{name}.{secrets.token_hex(8)}{UNFINISHED}"
         try:
             with unfinished.open("wb") as file:
                 file.write(data)
@@ -94,9 +96,11 @@ class LocalStorage:
         with (self._path / LOCK).open("a") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # another process has it, or the file system has no locks
-                yield False
-                return
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):  # another process has it
+                    yield False
+                    return
+                # The file system has no locks. Where two merge the same shards, readers take each batch once.
             for path in self._path.glob(f"*{UNFINISHED}"):
                 with contextlib.suppress(OSError):
                     if path.stat().st_mtime < abandoned_before:
@@ -105,7 +109,7 @@ class LocalStorage:
 
 
 class RemoteStorage:
-    """A folder of a file system of fsspec. Object stores show a file once all of it has been written."""
+    """A folder of a file system of fsspec. A file must be seen only once all of it is there, as in object stores."""
 
     def __init__(self, url: str) -> None:
         import fsspec
@@ -113,28 +117,42 @@ class RemoteStorage:
         self._files, self._path = fsspec.core.url_to_fs(url)
 
     def sizes(self) -> dict[str, int]:
-        try:
-            entries = self._files.ls(self._path, detail=True, refresh=True)
-        except FileNotFoundError:
-            return {}
+        with _raising_os_errors():
+            try:
+                entries = self._files.ls(self._path, detail=True, refresh=True)
+            except FileNotFoundError:
+                return {}
         names = {entry["name"].rsplit("/", 1)[-1]: entry["size"] for entry in entries if entry["type"] == "file"}
         return {name: size for name, size in names.items() if name.endswith(SUFFIX)}
 
     def read(self, name: str) -> bytes:
-        data: bytes = self._files.cat_file(f"{self._path}/{name}")
-        return data
+        with _raising_os_errors():
+            data: bytes = self._files.cat_file(f"{self._path}/{name}")
+            return data
 
     def write(self, name: str, data: bytes) -> None:
-        self._files.makedirs(self._path, exist_ok=True)
-        self._files.pipe_file(f"{self._path}/{name}", data)
+        with _raising_os_errors():
+            self._files.makedirs(self._path, exist_ok=True)
+            self._files.pipe_file(f"{self._path}/{name}", data)
 
     def delete(self, name: str) -> None:
-        with contextlib.suppress(FileNotFoundError):
+        with _raising_os_errors(), contextlib.suppress(FileNotFoundError):
             self._files.rm_file(f"{self._path}/{name}")
 
     def tidying(self, *, abandoned_before: float) -> contextlib.AbstractContextManager[bool]:
         # There are no locks. Where two merge the same shards, readers take each batch once.
         return contextlib.nullcontext(True)
+
+
+@contextlib.contextmanager
+def _raising_os_errors() -> Iterator[None]:
+    """Raise OSError for whatever a file system's own code raises: each has other exceptions."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def is_remote(url: str) -> bool:

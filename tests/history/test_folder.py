@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from rollout_spec.features import FEATURE_WORDS
 from rollout_spec.history import folder as folder_module
-from rollout_spec.history.folder import LEARNED, SHARDS_PER_MERGE, HistoryFolder
+from rollout_spec.history import tidying
+from rollout_spec.history.folder import LEARNED, HistoryFolder
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.history.shards import Origin, read_shard
 from rollout_spec.history.storage import UNFINISHED, LocalStorage, open_storage
+from rollout_spec.history.tidying import SHARDS_PER_MERGE
 
 ORIGIN = Origin("tokenizer", 1000, "model", "states")
 
@@ -165,13 +167,138 @@ def test_shards_of_another_tokenizer_are_refused_by_name_and_reason(tmp_path, ca
     assert ours.stats.shards_refused == 2, "said once"
 
 
-def test_merging_leaves_other_origins_alone(tmp_path):
-    theirs, ours = open_folder(tmp_path, origin=ORIGIN._replace(tokenizer="another")), open_folder(tmp_path)
+def test_origins_are_merged_apart_and_each_shard_is_read_once(tmp_path, monkeypatch):
+    """Also shards of another tokenizer, and those of a model whose name has changed since."""
+    theirs = open_folder(tmp_path, origin=ORIGIN._replace(tokenizer="another"))
+    ours, later = open_folder(tmp_path), open_folder(tmp_path, origin=ORIGIN._replace(model="checkpoint-2"))
+    for number in range(SHARDS_PER_MERGE - 1):
+        write(theirs, rollout(number))
+        write(ours if number % 2 else later, rollout(100 + number))
+    reads = []
+    original = LocalStorage.read
+    monkeypatch.setattr(LocalStorage, "read", lambda self, name: reads.append(name) or original(self, name))
+    fresh = open_folder(tmp_path)
+    for _ in range(3):
+        fresh.tidy()
+    assert len(reads) == len(set(reads)) == 2 * (SHARDS_PER_MERGE - 1)
+    assert len(list(tmp_path.glob("*.parquet"))) == 2 * (SHARDS_PER_MERGE - 1), "too few of either"
+    write(theirs, rollout(50))
+    write(ours, rollout(150))
+    fresh.tidy()
+    assert len(list(tmp_path.glob("*.parquet"))) == 2
+    assert sorted(numbers(open_folder(tmp_path, origin=theirs._origin).load(10**6))) == [*range(15), 50]
+    assert sorted(numbers(open_folder(tmp_path).load(10**6))) == [*range(100, 115), 150]
+
+
+def test_what_others_merge_while_it_is_read_is_not_missed(tmp_path, monkeypatch):
+    one, two = open_folder(tmp_path), open_folder(tmp_path)
     for number in range(SHARDS_PER_MERGE):
-        write(theirs if number % 2 else ours, rollout(number))
+        write(one, rollout(number))
+    original = LocalStorage.sizes
+
+    def merge_after_listing(storage):
+        listed = original(storage)
+        monkeypatch.setattr(LocalStorage, "sizes", original)
+        one.tidy()
+        write(one, rollout(99))
+        return listed
+
+    monkeypatch.setattr(LocalStorage, "sizes", merge_after_listing)
+    assert sorted(received(two) + received(two)) == [*range(SHARDS_PER_MERGE), 99]
+
+
+def test_a_shard_that_could_not_be_read_once_is_read_later(tmp_path, monkeypatch):
+    one, two = open_folder(tmp_path), open_folder(tmp_path)
+    write(one, rollout(0))
+    write(one, rollout(1))
+    original, fails = LocalStorage.read, iter([True])
+
+    def read(storage, name):
+        if next(fails, False):
+            raise OSError(5, "Input/output error")
+        return original(storage, name)
+
+    monkeypatch.setattr(LocalStorage, "read", read)
+    assert sorted(received(two) + received(two)) == [0, 1]
+
+
+def test_what_was_too_old_to_load_does_not_come_back_when_it_is_merged(tmp_path):
+    one = open_folder(tmp_path)
+    for version in range(SHARDS_PER_MERGE):
+        write(one, rollout(version, version=version))
+    reader = open_folder(tmp_path)
+    assert numbers(reader.load(8)) == [SHARDS_PER_MERGE - 1]
+    one.tidy()
+    assert received(reader) == []
+    write(one, rollout(50, version=3))
+    reader.exchange()
+    assert [(age, int(r.tokens[0])) for age, r in reader.take()] == [(SHARDS_PER_MERGE - 1 - 3, 50)]
+
+
+def test_what_the_engine_does_not_take_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "MAX_WAITING_TOKENS", 40)
+    one, two = open_folder(tmp_path), open_folder(tmp_path)
+    for number in range(10):
+        write(one, rollout(number))
+        two.exchange()
+    assert numbers(rollout for _, rollout in two.take()) == [5, 6, 7, 8, 9]  # of 8 tokens each
+    assert two.stats.rollouts_dropped == 5
+
+
+def test_unusable_shards_are_the_first_to_go(tmp_path):
+    theirs = open_folder(tmp_path, origin=ORIGIN._replace(tokenizer="another"))
+    for version in range(500, 505):
+        write(theirs, rollout(version, version=version))
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.parquet"))
+    ours = open_folder(tmp_path, max_bytes=size)
+    write(ours, rollout(1))
     ours.tidy()
-    assert sorted(numbers(open_folder(tmp_path, origin=theirs._origin).load(10**6))) == list(range(1, 16, 2))
-    assert sorted(numbers(open_folder(tmp_path).load(10**6))) == list(range(0, 16, 2))
+    assert numbers(open_folder(tmp_path).load(10**6)) == [1]
+
+
+def test_no_exception_ends_the_thread(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(folder_module, "SECONDS_LOCAL", 0.01)
+    one = open_folder(tmp_path)
+    original = LocalStorage.sizes
+    monkeypatch.setattr(LocalStorage, "sizes", lambda self: 1 / 0)
+    one.start()
+    time.sleep(0.2)
+    assert caplog.text.count("ZeroDivisionError") == 1
+    monkeypatch.setattr(LocalStorage, "sizes", original)
+    write(open_folder(tmp_path), rollout(1))
+    deadline = time.monotonic() + 30
+    while not (taken := one.take()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert numbers(rollout for _, rollout in taken) == [1]
+    one.close()
+
+
+def test_a_remote_file_systems_own_exceptions_are_warned_of(monkeypatch, caplog):
+    one = HistoryFolder("memory://fails", ORIGIN, max_bytes=1 << 30)
+
+    def fail(*args, **kwargs):
+        raise RuntimeError("no credentials")
+
+    monkeypatch.setattr(type(one._storage._files), "pipe_file", fail)
+    write(one, rollout(1))
+    assert one.stats.rollouts_lost == 1
+    assert "RuntimeError: no credentials" in caplog.text
+
+
+def test_engines_that_write_what_they_learned_at_once_do_not_disturb_each_other(tmp_path, caplog):
+    folders = [open_folder(tmp_path) for _ in range(4)]
+    for one in folders:
+        one.start()
+    for count in range(30):
+        for one in folders:
+            one.keep_learned({"counts": np.full(1000, count)})
+        time.sleep(0.01)
+    for one in folders:
+        one.close()
+    assert folders[0].load_learned()["counts"].tolist() == [29] * 1000
+    assert "cannot be used" not in caplog.text
+    other = open_folder(tmp_path, origin=ORIGIN._replace(states="of another model"))
+    assert other.load_learned() == {}
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -276,7 +403,7 @@ def test_what_a_killed_writer_left_is_not_read_and_goes(tmp_path, monkeypatch):
     assert numbers(open_folder(tmp_path).load(10**6)) == [1]
     one.tidy()
     assert left.exists(), "it may be being written"
-    monkeypatch.setattr(folder_module, "SECONDS_UNTIL_ABANDONED", -10.0)
+    monkeypatch.setattr(tidying, "SECONDS_UNTIL_ABANDONED", -10.0)
     one.tidy()
     assert not left.exists()
 

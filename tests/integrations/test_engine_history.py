@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,11 +19,13 @@ from rollout_spec import RolloutSpecGenerator, engine_kwargs
 from rollout_spec.cli import main
 from rollout_spec.history.shards import Origin, read_shard
 from rollout_spec.history.storage import open_storage
+from tests.conftest import environment_for_a_process
 from tests.integrations.engines import (
     assert_same,
     build,
     generate,
     mixed_params,
+    own_processes,
     prompts_of,
     runner_of,
     stats_of,
@@ -173,3 +178,26 @@ def test_a_resumed_trainer_drafts_from_what_was_sampled_before(tiny_model, tmp_p
 def test_beside_the_checkpoints_of_a_server_is_nowhere(tiny_model, tmp_path):
     with pytest.raises(ValueError, match="history_dir=True is for an engine that the trainer builds"):
         make_trainer(tiny_model, tmp_path, [RolloutSpecGenerator(history_dir=True)], vllm_mode="server")
+
+
+SCRIPT = """
+import sys
+from vllm import LLM, SamplingParams
+from rollout_spec import engine_kwargs
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], enforce_eager=True, dtype="float32", max_model_len=64, max_num_seqs=4,
+              num_gpu_blocks_override=50, **engine_kwargs(history_dir=sys.argv[2]))
+    llm.generate([{"prompt_token_ids": [1, 4, 9]}] * 4, SamplingParams(max_tokens=8, ignore_eos=True), use_tqdm=False)
+"""
+
+
+@own_processes
+def test_a_script_that_ends_leaves_all_that_it_has_said(tiny_model, tmp_path):
+    """Its engine's process is forked, as is vLLM's default, and ends without exit handlers."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    folder = str(tmp_path / "history")
+    command = [sys.executable, str(tmp_path / "script.py"), str(tiny_model), folder]
+    environment = environment_for_a_process(**variables, PYTHONPATH=str(Path(__file__).parents[2]))
+    subprocess.run(command, env=environment, check=True, timeout=300)
+    assert [rollout.tokens.size for rollout in rollouts_in(folder)] == [8] * 4
