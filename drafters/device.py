@@ -11,12 +11,12 @@ time grows with a problem's tokens: those of its live requests, and at most `max
 The texts are one array, and what the target saw at each token (`rollout_spec.features`) is another beside it: a row
 per slot of the engine for the live requests, then a pool of fixed size for ended rollouts. A request that ends is
 copied from its row to the pool, and to the host. A problem's rollouts stay in the pool while it has live requests, and
-after that until the space is needed; when requests of an evicted problem start, its newest rollouts are uploaded while
-the prompts are read.
+after that until the space is needed, or until one comes that ended in another engine; when requests of an evicted
+problem start, its newest rollouts are uploaded while the prompts are read.
 
 The host decides where texts lie, by the lengths that it knows and the order of its calls, so that all ranks decide
-alike. It waits for the device in one case: a rollout is to be uploaded before its copy to the host has arrived, as when
-a problem is evicted and needed again within a step or two.
+alike. While it serves, it waits for the device in one case: a rollout is to be uploaded before its copy to the host has
+arrived, as when a problem is evicted and needed again within a step or two.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from rollout_spec.features import FEATURE_WORDS, Features, check_features, check
 from rollout_spec.history.rollout import Rollout
 
 MAX_MEMBERS = 255
-"""Most documents of one problem that are scanned, newest first."""
+"""Most documents of one problem that are scanned, newest first; ended ones are the first to be left out."""
 TOKENS_PER_DOCUMENT = 16
 """Pool tokens per document: the table of documents has one entry for every so many tokens of the pool."""
 NO_PROBLEM = -(2**64)
@@ -88,6 +88,14 @@ class _Problem:
     def num_resident(self) -> int:
         """Tokens that it occupies in the pool."""
         return sum(size for _, size in self.pieces.values())
+
+    def scanned_members(self) -> list[int]:
+        """At most MAX_MEMBERS of its documents, in their order. Where there are more, live requests stay."""
+        surplus = len(self.members) - MAX_MEMBERS
+        if surplus <= 0:
+            return self.members
+        left_out = set([document for document in self.members if document in self.pieces][-surplus:])
+        return [document for document in self.members if document not in left_out][:MAX_MEMBERS]
 
 
 @dataclass(slots=True)
@@ -307,10 +315,14 @@ class DeviceDrafter:
         """From now on remember which rollouts ended and stay in the history, for `take_recorded`."""
         self._archive.record()
 
-    def take_recorded(self) -> list[Rollout]:
-        """The rollouts that have ended and have arrived on the host since the last call. Does not wait."""
+    def take_recorded(self, *, wait: bool = False) -> list[Rollout]:
+        """The rollouts that have ended and have arrived on the host since the last call.
+
+        Args:
+            wait: Wait for those that have ended and are still being copied.
+        """
         recorded = []
-        for archived in self._archive.take_recorded():
+        for archived in self._archive.take_recorded(wait=wait):
             tokens, features, size, version = archived.read()  # of which `size` are the prompt's
             if tokens.size > size:
                 known = features[size:] if self.wants_features else None
@@ -321,7 +333,8 @@ class DeviceDrafter:
         """Put rollouts into the history that ended elsewhere or earlier. They count as the newest, the last one most.
 
         Their versions are those of this drafter; later ones than the present count as the present one. Those of
-        problems that are on the device are uploaded. O(tokens).
+        problems with live requests are uploaded. A problem without any leaves the device, and is uploaded with all its
+        rollouts when it is needed again. O(tokens).
 
         Raises:
             ValueError: features have another shape than their tokens need.
@@ -329,6 +342,8 @@ class DeviceDrafter:
         for rollout in rollouts:
             if rollout.features is not None:
                 check_features(rollout.features, rollout.tokens.size)
+            if not rollout.tokens.size:
+                continue
             tokens = np.concatenate((rollout.context, rollout.tokens), dtype=np.int32)
             features = no_features(tokens.size if self.wants_features else 0)
             if self.wants_features and rollout.features is not None:
@@ -336,21 +351,25 @@ class DeviceDrafter:
             version = min(rollout.version, self._version)
             fields = torch.tensor([0, tokens.size, rollout.context.size, version], dtype=torch.int64)
             texts = torch.from_numpy(tokens), torch.from_numpy(features)
-            archived = Archived(
-                rollout.problem_id, self._num_started, tokens.size, *texts, fields, None, is_taken=True, is_foreign=True
-            )
+            order = self._num_started
             self._num_started += 1
-            self._archive.add(archived)
+            self._archive.add(Archived(rollout.problem_id, order, tokens.size, *texts, fields, None, is_taken=True))
             problem = self._problems.get(rollout.problem_id)
-            place = self._place(problem, tokens.size) if problem is not None else None
-            if problem is not None and place is not None:
-                document, start = place
-                self._write_text(start, tokens, features)
-                problem.members.insert(0, document)
-                problem.pieces[document] = (start, tokens.size)
-                fields_on_device = (self._pool_start + start, tokens.size, rollout.context.size, version)
-                self._changed_documents[document] = fields_on_device
-                self._changed_problems[problem.row] = problem
+            if problem is None:
+                continue
+            if problem.num_live == 0:
+                self._evict(problem)
+                continue
+            place = self._place(problem, tokens.size)
+            if place is None:
+                continue
+            document, start = place
+            self._write_text(start, tokens, features)
+            problem.members.insert(0, document)
+            problem.pieces[document] = (start, tokens.size)
+            fields_on_device = (self._pool_start + start, tokens.size, rollout.context.size, version)
+            self._changed_documents[document] = fields_on_device
+            self._changed_problems[problem.row] = problem
 
     def _write_text(self, start: int, tokens: NDArray[np.int32], features: Features) -> None:
         """Upload a text to its place in the pool, on a stream of its own."""
@@ -592,7 +611,11 @@ class DeviceDrafter:
         """(document, first token in the pool) for a rollout of `size` tokens, None where there is no room.
 
         To make room, problems without live requests are evicted, then the problem's oldest rollouts.
+
+        Args:
+            problem: One that is not idle: it would be evicted, too.
         """
+        assert problem.problem_id not in self._idle, "no place is sought for an idle problem"
         if size > self._max_problem_tokens:
             return None
         oldest = [document for document in reversed(problem.members) if document in problem.pieces]
@@ -718,7 +741,7 @@ class DeviceDrafter:
         if self._changed_problems:
             rows = np.zeros((len(self._changed_problems), 1 + MAX_MEMBERS), np.int32)
             for row, problem in zip(rows, self._changed_problems.values(), strict=True):
-                members = problem.members[:MAX_MEMBERS]
+                members = problem.scanned_members()
                 row[0] = len(members)
                 row[1 : 1 + len(members)] = members
             self._write(self._members, dict(zip(self._changed_problems, rows, strict=True)))

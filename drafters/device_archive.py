@@ -59,9 +59,7 @@ class Archived:
     copied: torch.cuda.Event | None
     """Recorded after the copy from the device; None where there is none."""
     is_taken: bool = False
-    """Whether `take_copy` has seen the copy arrive."""
-    is_foreign: bool = False
-    """Whether it ended elsewhere."""
+    """Whether `take_copy` has seen the copy arrive. One that ended elsewhere needs none."""
 
     def take_copy(self, *, wait: bool) -> bool:
         """Copy what has arrived to pageable memory, without the unused end. Returns whether it has arrived.
@@ -109,7 +107,8 @@ class Archive:
         """Keep a rollout, whose copy may still be under way, and drop the oldest ones until the bound holds."""
         self._by_problem.setdefault(rollout.problem_id, deque()).append(rollout)
         self.order.append(rollout)
-        self._copying.append(rollout)
+        if not rollout.is_taken:
+            self._copying.append(rollout)
         self.num_tokens += rollout.capacity
         while self.num_tokens > self._max_tokens:
             oldest = self.order.popleft()
@@ -127,21 +126,32 @@ class Archive:
         """A problem's rollouts, the one whose request started last first."""
         return sorted(self._by_problem.get(problem_id, ()), key=lambda rollout: -rollout.order)
 
-    def take_copies(self) -> None:
-        """`take_copy` of the rollouts whose copies have arrived. Does not wait."""
-        while self._copying and self._copying[0].take_copy(wait=False):
+    def take_copies(self, *, wait: bool = False) -> None:
+        """`take_copy` of the rollouts whose copies have arrived, or of all.
+
+        Args:
+            wait: Wait for the copies that are under way.
+        """
+        while self._copying and self._copying[0].take_copy(wait=wait):
             rollout = self._copying.popleft()
-            if self._recorded is not None and not rollout.is_foreign:
+            if self._recorded is not None:
                 self._recorded.append(rollout)
 
     def record(self) -> None:
-        """From now on keep what arrives for `take_recorded`, but not what was added as foreign."""
-        self._recorded = []
+        """From now on keep what arrives for `take_recorded`, but not what ended elsewhere."""
+        if self._recorded is None:
+            self._recorded = []
 
-    def take_recorded(self) -> list[Archived]:
-        """The rollouts whose copies have arrived since the last call. Does not wait."""
-        self.take_copies()
-        recorded, self._recorded = self._recorded or [], []
+    def take_recorded(self, *, wait: bool = False) -> list[Archived]:
+        """The rollouts whose copies have arrived since the last call; none before `record`.
+
+        Args:
+            wait: Wait for the copies that are under way.
+        """
+        self.take_copies(wait=wait)
+        if self._recorded is None:
+            return []
+        recorded, self._recorded = self._recorded, []
         return recorded
 
     def check_integrity(self) -> None:

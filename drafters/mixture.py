@@ -53,6 +53,10 @@ TABLE_ENTRIES_PER_TOKEN = 1.3
 """The n-gram table doubles when it has fewer entries than this times the tokens."""
 MAX_PENDING = 1 << 16
 """Most output tokens that wait to be indexed while nothing is drafted; at most a sixteenth of `max_history_tokens`."""
+MAX_ADDED = 1 << 16
+"""So many tokens that ended elsewhere are added before old ones are dropped: arrays grow, but never shrink."""
+LEARNED = ("coarse", "fine", "by_inverse_temperature")
+"""The counters by which drafts are made. The others are statistics."""
 POOL_ENTRIES = 1 << 14
 """N-grams in the lookahead pool."""
 
@@ -447,9 +451,17 @@ class HistoryDrafter:
         if self._recorded is None:
             self._recorded = []
 
-    def take_recorded(self) -> list[Rollout]:
-        """The rollouts that have ended since the last call, in this order. Those without a problem id are left out."""
-        recorded, self._recorded = self._recorded or [], []
+    def take_recorded(self, *, wait: bool = False) -> list[Rollout]:
+        """The rollouts that have ended since the last call, in this order; none before `record_rollouts`.
+
+        Those without a problem id are left out.
+
+        Args:
+            wait: Makes no difference: what has ended is on the host.
+        """
+        if self._recorded is None:
+            return []
+        recorded, self._recorded = self._recorded, []
         return recorded
 
     def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
@@ -460,37 +472,33 @@ class HistoryDrafter:
         Raises:
             ValueError: a token is negative, or features have another shape than their tokens need.
         """
-        self._flush()
-        documents, pieces, features = [], [], []
         for rollout in rollouts:
-            version = min(rollout.version, self._version)
-            if self._own_only or not rollout.tokens.size or version < self._oldest_version:
-                continue
-            if min(rollout.context.min(initial=0), rollout.tokens.min()) < 0:
+            if min(rollout.context.min(initial=0), rollout.tokens.min(initial=0)) < 0:
                 raise ValueError(f"tokens of a rollout of problem {rollout.problem_id} must not be negative")
             if rollout.features is not None:
                 check_features(rollout.features, rollout.tokens.size)
-            problem = self._problem(rollout.problem_id)
-            prompt = self._prompt(problem, rollout.context, rollout.context.size) if rollout.context.size else None
-            document = self._new_rollout(problem, prompt, version)
-            self._finished.append(_Request(-1, document, problem, version, prompt))
-            documents.append(document)
-            pieces.append(rollout.tokens)
-            features.append((rollout.tokens.size, rollout.features))
-        if documents:
-            known = _concatenate(features) if self.wants_features else None
-            self._append(np.array(documents), np.concatenate(pieces), _starts(pieces), known)
-            self.update_index()
-            self._drop_oldest()
+        self._flush()
+        some: list[Rollout] = []
+        num_tokens = 0
+        for rollout in rollouts:
+            if self._own_only or not rollout.tokens.size or min(rollout.version, self._version) < self._oldest_version:
+                continue
+            some.append(rollout)
+            num_tokens += rollout.num_tokens
+            if num_tokens >= MAX_ADDED:
+                self._add(some)
+                some, num_tokens = [], 0
+        if some:
+            self._add(some)
 
     def learned(self) -> dict[str, NDArray]:
         """What outcomes have taught so far, by name, for `learn`."""
-        return {name: array.copy() for name, array in self._calibration._asdict().items()}
+        return {name: getattr(self._calibration, name).copy() for name in LEARNED}
 
     def learn(self, learned: Mapping[str, NDArray]) -> None:
         """Go on from what an earlier drafter has learned. What is missing or of another shape is left out."""
-        for name, ours in self._calibration._asdict().items():
-            theirs = learned.get(name)
+        for name in LEARNED:
+            ours, theirs = getattr(self._calibration, name), learned.get(name)
             if theirs is not None and theirs.shape == ours.shape and theirs.dtype == ours.dtype:
                 ours[...] = theirs
 
@@ -502,8 +510,8 @@ class HistoryDrafter:
         self._flush()
         self._version = version
         self._settings = self._settings._replace(version=version)
-        for counters in (self._calibration.coarse, self._calibration.fine, self._calibration.by_inverse_temperature):
-            counters *= vote.VERSION_DECAY
+        for name in LEARNED:
+            getattr(self._calibration, name)[...] *= vote.VERSION_DECAY
         kept: deque[_Request] = deque()
         for request in self._finished:
             if request.version >= self._oldest_version:
@@ -624,6 +632,23 @@ class HistoryDrafter:
     def _drop_oldest(self) -> None:
         while self._finished and self._store.num_used_pages > self._max_history_pages:
             self._remove(self._finished.popleft())
+
+    def _add(self, rollouts: Sequence[Rollout]) -> None:
+        """Put rollouts that were checked into the history, and drop the oldest ones until the bound holds."""
+        documents, pieces, features = [], [], []
+        for rollout in rollouts:
+            version = min(rollout.version, self._version)
+            problem = self._problem(rollout.problem_id)
+            prompt = self._prompt(problem, rollout.context, rollout.context.size) if rollout.context.size else None
+            document = self._new_rollout(problem, prompt, version)
+            self._finished.append(_Request(-1, document, problem, version, prompt))
+            documents.append(document)
+            pieces.append(rollout.tokens)
+            features.append((rollout.tokens.size, rollout.features))
+        known = _concatenate(features) if self.wants_features else None
+        self._append(np.array(documents), np.concatenate(pieces), _starts(pieces), known)
+        self.update_index()
+        self._drop_oldest()
 
     def _append(
         self,

@@ -39,8 +39,8 @@ class HistoryKeeper(Protocol):
     def record_rollouts(self) -> None:
         """From now on remember rollouts that end and stay in the history, for `take_recorded`."""
 
-    def take_recorded(self) -> list[Rollout]:
-        """Those since the last call."""
+    def take_recorded(self, *, wait: bool = False) -> list[Rollout]:
+        """Those since the last call; `wait`: also those that are still being copied from the device."""
 
     def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """Put rollouts into the history that ended elsewhere or earlier."""
@@ -156,9 +156,9 @@ class EngineHistory:
         """Note the prompt of what has been recorded since the last call. Others get the root of their problem."""
         self._recorded += [rollout._replace(root=root) for rollout in self._drafter.take_recorded()]
 
-    def _hand_over(self) -> None:
+    def _hand_over(self, *, wait: bool = False) -> None:
         recorded, self._recorded = self._recorded, []
-        for rollout in self._drafter.take_recorded():
+        for rollout in self._drafter.take_recorded(wait=wait):
             recorded.append(rollout._replace(root=self._roots.root_of(rollout.problem_id)))
         if self._folder is not None and recorded:
             self._folder.add(recorded)
@@ -198,7 +198,7 @@ class EngineHistory:
         """Write what has ended, and stop. Called when the worker shuts down; a second call does nothing."""
         if self._folder is not None and not self._is_closed:
             self._is_closed = True
-            self._hand_over()
+            self._hand_over(wait=True)
             self._folder.keep_learned(self._drafter.learned())
             self._folder.close()
 

@@ -14,11 +14,13 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from rollout_spec.drafters import device, device_kernels, vote
+from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.device import DeviceDrafter, EndedRequest
-from rollout_spec.drafters.device_archive import Pool
+from rollout_spec.drafters.device_archive import Archived, Pool
 from rollout_spec.drafters.device_reference import Document, ReferenceDrafter, find_matches
 from rollout_spec.drafters.mixture import HistoryDrafter
 from rollout_spec.features import FEATURE_WORDS, no_features
+from rollout_spec.history.rollout import Rollout
 from tests.drafters.recorder import random_features
 
 K = 5
@@ -98,6 +100,15 @@ class Engine:
         self.drafter.stop_requests([EndedRequest(slot, int(self.total_len[slot]), **trim)])
         self.reference.stop_request(req_id, keep=trim.get("keep", True))
 
+    def add(self, prompt, tokens, features=None, version=2**31 - 1):
+        """A rollout comes that ended elsewhere."""
+        context, said = np.array(prompt[-32:], np.int32), np.array(tokens, np.int32)
+        self.drafter.add_rollouts([Rollout(problem_of_prompt(prompt), version, context, said, features)])
+        if tokens:
+            self.reference.start_request("added", prompt)
+            self.reference.extend("added", tokens, features)
+            self.reference.stop_request("added")
+
     def propose(self, num_sampled=None):
         """Drafts and rates of the live requests, device and reference."""
         req_ids = sorted(self.live)
@@ -126,6 +137,7 @@ OPERATIONS = st.lists(
         st.tuples(st.just("commit"), st.integers(0, 5), TOKENS),
         st.tuples(st.just("accept"), st.integers(0, 5), st.integers(0, K)),
         st.tuples(st.just("stop"), st.integers(0, 5), st.sampled_from([True, True, True, False])),
+        st.tuples(st.just("add"), st.integers(0, 2), TOKENS),
         st.tuples(st.just("version"), st.none(), st.none()),
         st.tuples(st.just("evict"), st.none(), st.none()),
         st.tuples(st.just("propose"), st.none(), st.none()),
@@ -143,8 +155,21 @@ PROMPTS = [[0, 1, 2, 0, 1], [2, 2], [1]]
 )
 @given(OPERATIONS, st.randoms(use_true_random=False))
 def test_drafts_and_rates_are_the_references(operations, random):
-    """Requests of three problems start, get tokens, some of them as drafted, end and start again."""
+    """Requests of three problems start, get tokens, some as drafted, end and start again; others end elsewhere."""
     check_against_reference(operations, random)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
+@given(OPERATIONS, st.randoms(use_true_random=False))
+def test_a_full_pool_holds_what_ended(operations, random):
+    """The same in a pool that is nearly always full: places are neither lost nor taken twice."""
+    fill = [operation for i in range(3) for operation in (("start", i, False), ("commit", 0, [2]), ("stop", 0, True))]
+    check_against_reference([*fill, *operations], random, max_resident_tokens=48)
 
 
 @pytest.mark.parametrize("options", [{}, {"signatures": False}, {"distributions": False}])
@@ -160,7 +185,11 @@ def test_drafts_and_rates_are_the_references_with_features(options, operations, 
 
 
 def check_against_reference(operations, random, *, has_features=False, **options):
-    """Carry out operations, of which some tokens have features, and compare drafts, rates and counters."""
+    """Carry out operations, of which some tokens have features, and compare drafts, rates and counters.
+
+    The reference drops nothing: with a pool that is too small only what it holds is checked.
+    """
+    is_bounded = "max_resident_tokens" in options
     engine, version, last = Engine(**options), 0, {}
     rng = np.random.default_rng(random.getrandbits(32))
 
@@ -179,19 +208,35 @@ def check_against_reference(operations, random, *, has_features=False, **options
             engine.commit(live[a % len(live)], tokens, features(tokens))
         elif name == "stop" and live:
             engine.stop(live[a % len(live)], keep=b)
+        elif name == "add":
+            engine.add(PROMPTS[a], b, random_features(rng, b) if has_features and rng.random() < 0.8 else None)
         elif name == "version":
             version += 1
             engine.drafter.begin_policy_version(version)
             engine.reference.begin_policy_version(version)
         elif name == "evict" and engine.drafter._idle:
             engine.drafter._evict_oldest()
-        elif name == "propose" and live:
+        elif name == "propose" and live and not is_bounded:
             drafts = engine.assert_same_drafts()
             last = {req_id: draft.token_ids.tolist() for req_id, draft in zip(live, drafts, strict=True)}
         engine.drafter.check_integrity()
+        if is_bounded:
+            check_pool(engine.drafter)
     counters = (*engine.drafter._counters, engine.drafter._by_age)
     for ours, theirs in zip(counters, ("coarse", "fine", "by_inverse_temperature", "by_age"), strict=True):
         np.testing.assert_array_equal(ours.numpy(), getattr(engine.reference.counters, theirs))
+
+
+def check_pool(drafter):
+    """Every text in the pool is one that ended in its problem."""
+    drafter._publish()
+    for problem in drafter._problems.values():
+        ended = [rollout.read()[0].tolist() for rollout in drafter._archive.newest_first(problem.problem_id)]
+        for document in problem.pieces:
+            start, length = drafter._documents[document, :2].tolist()
+            text = drafter._text[start : start + length].tolist()
+            assert text in ended
+            ended.remove(text)
 
 
 def test_a_token_is_found_in_the_step_after_it_was_said():
@@ -461,6 +506,48 @@ def test_more_rollouts_than_are_looked_at():
     engine.drafter.check_integrity()
 
 
+def test_live_requests_are_looked_at_before_rollouts_from_elsewhere():
+    """More of these come than documents are looked at; a request still finds its own text and its sibling's."""
+    engine = Engine(max_resident_tokens=20_000)
+    own, sibling = engine.start([0, 1]), engine.start([0, 1])
+    for i in range(device.MAX_MEMBERS + 3):
+        engine.add([0, 1], [2, 10 + i])
+    engine.commit(sibling, [5, 6, 7])
+    engine.commit(own, [8, 9, 5])
+    engine.drafter._publish()
+    problem = engine.drafter._live[engine.live[own]].problem
+    row = engine.drafter._members[problem.row].tolist()
+    assert row[0] == device.MAX_MEMBERS
+    assert row[-2:] == [engine.live[sibling], engine.live[own]]
+    newest = [document for document in problem.members if document in problem.pieces]
+    assert row[1:-2] == newest[: device.MAX_MEMBERS - 2]
+    req_ids, drafts, _, _ = engine.propose()
+    assert drafts[req_ids.index(own), :2].tolist() == [6, 7]
+    engine.commit(own, [8])
+    req_ids, drafts, _, _ = engine.propose()
+    assert drafts[req_ids.index(own), :2].tolist() == [9, 5]
+    engine.drafter.check_integrity()
+
+
+def test_a_rollout_from_elsewhere_of_an_idle_problem_in_a_full_pool():
+    """The problem leaves the device, even where it has been idle longest; all of it is there when it comes again."""
+    engine = Engine(max_resident_tokens=64)
+    request = engine.start([0, 1])
+    engine.commit(request, [5] * 30)
+    engine.stop(request)
+    other, keep = engine.start([2]), engine.start([2])
+    engine.commit(other, [3] * 31)
+    engine.stop(other)
+    assert engine.drafter._pool.num_free == 0
+    engine.add([0, 1], [6, 7])
+    engine.drafter.check_integrity()
+    assert [problem.problem_id for problem in engine.drafter._problems.values()] == [problem_of_prompt([2])]
+    engine.stop(keep, keep=False)
+    engine.commit(engine.start([0, 1]), [6])
+    engine.drafter.check_integrity()
+    assert engine.propose()[1][0, 0] == 7
+
+
 def test_rejected_arguments():
     drafter = Engine().drafter
     drafter.start_request(0, [1])
@@ -608,6 +695,44 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own():
         assert second.propose()[1][0, :3].tolist() == said[3:6]
         summary = second.drafter.history_summary()
         assert (summary["rollouts"], summary["tokens"], summary["requests_with_history"]) == (1, 7, 1 - is_live)
+
+
+def test_nothing_is_recorded_before_it_is_wanted():
+    engine = Engine()
+    for is_wanted in (False, True):
+        if is_wanted:
+            engine.drafter.record_rollouts()
+        assert engine.drafter.take_recorded() == []
+        request = engine.start([1, 2])
+        engine.commit(request, [3, 4])
+        engine.stop(request)
+        if is_wanted:
+            engine.drafter.record_rollouts()  # twice is no different from once
+        assert len(engine.drafter.take_recorded(wait=True)) == is_wanted
+
+
+def test_what_is_being_copied_is_recorded_by_who_waits_for_it():
+    class Copying:
+        """As `torch.cuda.Event`."""
+
+        is_done = False
+
+        def query(self):
+            return self.is_done
+
+        def synchronize(self):
+            self.is_done = True
+
+    drafter = Engine().drafter
+    drafter.record_rollouts()
+    fields = torch.tensor([0, 5, 2, 0])
+    for order in range(2):
+        tokens, features = torch.arange(7, dtype=torch.int32), torch.from_numpy(no_features(7))
+        drafter._archive.add(Archived(4, order, 7, tokens, features, fields, Copying()))
+    assert drafter.take_recorded() == []
+    recorded = drafter.take_recorded(wait=True)
+    assert [rollout.tokens.tolist() for rollout in recorded] == [[2, 3, 4]] * 2
+    assert drafter.take_recorded(wait=True) == []
 
 
 def test_learned_rates_go_on_in_another_drafter():

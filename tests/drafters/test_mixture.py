@@ -1126,6 +1126,37 @@ def test_added_rollouts_keep_within_the_bounds(index):
 
 
 @both_indexes
+def test_a_load_of_more_than_fits_takes_no_more_memory_than_fits(index, monkeypatch):
+    monkeypatch.setattr(mixture, "MAX_ADDED", 4 * PAGE_TOKENS)
+    one_by_one, together = (make(index, max_history_tokens=10 * PAGE_TOKENS) for _ in range(2))
+    tokens = np.random.default_rng(0).integers(0, 9, (102, PAGE_TOKENS)).astype(np.int32)
+    rollouts = [Rollout(number % 3, 0, text[:0], text) for number, text in enumerate(tokens)]
+    num_pages = together.drafter._store.num_pages
+    assert 10 + 4 < num_pages < len(rollouts)
+    together.drafter.add_rollouts(rollouts)
+    together.drafter.check_integrity()
+    assert together.drafter._store.num_pages == num_pages
+    for rollout in rollouts:
+        one_by_one.add(rollout)
+    kept = [[d._store.text(r.document).tolist() for r in d._finished] for d in (one_by_one.drafter, together.drafter)]
+    assert kept[0] == kept[1] == tokens[-10:].tolist()
+    with pytest.raises(ValueError, match="negative"):
+        together.drafter.add_rollouts([rollouts[0], rollouts[1]._replace(tokens=-tokens[1])])
+    assert [together.drafter._store.text(r.document).tolist() for r in together.drafter._finished] == kept[0]
+
+
+def test_nothing_is_recorded_before_it_is_wanted():
+    recorder = make("suffix")
+    for is_wanted in (False, True):
+        if is_wanted:
+            recorder.drafter.record_rollouts()
+        assert recorder.drafter.take_recorded() == []
+        recorder.start("a", [1, 2], tokens=[3, 4])
+        recorder.stop("a")
+        assert len(recorder.drafter.take_recorded(wait=True)) == is_wanted
+
+
+@both_indexes
 def test_a_later_turn_stores_only_what_is_new(index):
     recorder = make(index)
     root, tool = list(range(40)), list(range(100, 110))
@@ -1156,6 +1187,9 @@ def test_what_was_learned_goes_on_in_another_drafter(index):
         first.extend("a", draft)
     learned = first.drafter.learned()
     assert learned["coarse"].any()
+    assert learned.keys() == {"coarse", "fine", "by_inverse_temperature"}, "what is only counted is not handed on"
+    second.drafter.learn({"by_source": np.ones((len(vote.SOURCES), 2), np.int64)})
+    assert not any(any(counts) for counts in second.drafter.source_counts().values())
     second.drafter.learn({name: array[:1] for name, array in learned.items()})
     assert not any(array.any() for array in second.drafter.learned().values()), "of another shape"
     second.drafter.learn(learned)

@@ -147,6 +147,15 @@ def test_evaluations_leave_nothing_in_the_folder(tiny_model, tmp_path):
     assert rollouts_in(tmp_path / "history") == []
 
 
+def test_closing_waits_for_what_is_still_being_copied(tiny_model, tmp_path, monkeypatch):
+    llm = build(tiny_model, **engine_kwargs(history_dir=str(tmp_path / "history")))
+    drafter, waited = session_of(llm).drafter, []
+    take_recorded = drafter.take_recorded
+    monkeypatch.setattr(drafter, "take_recorded", lambda *, wait=False: waited.append(wait) or take_recorded(wait=wait))
+    session_of(llm).engine_history.close()
+    assert waited == [True]
+
+
 def test_a_folder_that_cannot_be_used_costs_a_warning_and_not_the_run(tiny_model, tmp_path, caplog):
     (tmp_path / "file").write_text("no folder")
     llm = build(tiny_model, **engine_kwargs(history_dir=str(tmp_path / "file")))
