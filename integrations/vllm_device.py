@@ -107,8 +107,12 @@ class DeviceSpeculator(BaseSpeculator):
         return self.drafter.history_summary()
 
     def close(self) -> None:
-        """The engine ends: write what has ended."""
+        """The engine ends: write what has ended. Waits for the device."""
         if self.engine_history is not None:
+            # Without a further step vLLM does not say which requests have ended in the last one.
+            requests = {req_id: self._runner.rollout_spec.requests.get(req_id) for req_id in self._req_indices}
+            ended = [(req_id, request) for req_id, request in requests.items() if self._has_ended(req_id, request)]
+            self.on_finish_requests(ended, ())
             self.engine_history.close()
 
     def exchange_history(self) -> None:
@@ -230,14 +234,32 @@ class DeviceSpeculator(BaseSpeculator):
             keep=request_options(params.extra_args).keep_in_history,
         )
 
+    def _has_ended(self, req_id: str, request: Any) -> bool:
+        """Whether a request's text has reached its end. Waits for the device."""
+        if request is None or request.prompt_token_ids is None:  # a prompt of embeddings has no history
+            return False
+        req_idx, params = self._req_indices[req_id], request.sampling_params
+        output = self._output_of(req_idx, request)
+        return (
+            len(output) >= params.max_tokens
+            or len(request.prompt_token_ids) + len(output) >= self._model_config.max_model_len
+            or ends_with_stop_token(output, params)
+            or (bool(params.stop) and self._num_until_stop_string(req_idx, request) < params.max_tokens)
+        )
+
+    def _output_of(self, req_idx: int, request: Any) -> list[int]:
+        """A request's output up to its stop token or `max_tokens`. Waits for the device."""
+        states = self._runner.req_states
+        first, length = len(request.prompt_token_ids), int(states.total_len.gpu[req_idx])
+        return trim_at_end(states.all_token_ids.gpu[req_idx, first:length].tolist(), 0, request.sampling_params)
+
     def _num_until_stop_string(self, req_idx: int, request: Any) -> int:
         """Output tokens after which a request with stop strings ends, which only the host can find out.
 
         Reading the text makes the engine wait for the device, once for each of these requests.
         """
-        states, params = self._runner.req_states, request.sampling_params
-        first, length = len(request.prompt_token_ids), int(states.total_len.gpu[req_idx])
-        output = trim_at_end(states.all_token_ids.gpu[req_idx, first:length].tolist(), 0, params)
+        params = request.sampling_params
+        output = self._output_of(req_idx, request)
         num_kept = StopStringSearch(self._model_config, request).find(
             output, ends_with_stop_token=ends_with_stop_token(output, params)
         )

@@ -17,6 +17,7 @@ from tests.integrations.engines import (
     stats_of,
     verify_all,
 )
+from tests.integrations.test_engine_history import rollouts_in
 
 pytestmark = pytest.mark.engine
 
@@ -55,3 +56,24 @@ def test_history_lasts_and_is_shared(tiny_model, stock, reference_model, tmp_pat
     assert history(third)["rollouts"] >= 12
     assert_same(generate(third, params), expected, prompts_of(params), params, reference_model)
     assert stats_of(third)["accepted_tokens"] > 1.2 * first
+
+
+def test_the_device_leaves_the_last_generation_behind_when_the_engine_ends(tiny_model, tmp_path):
+    """No step follows it, which would say what has ended; a request that is not done is left out."""
+    options = verify_all(num_speculative_tokens=3, history_dir=str(tmp_path), **DEVICE)
+    llm = build(tiny_model, max_num_seqs=7, **options)
+    said = generate(llm, mixed_params(6, 1, max_tokens=20, **PLAIN))
+    word = llm.get_tokenizer().decode(said[0].token_ids[7])
+    params = mixed_params(6, 1, max_tokens=20, stop=[word], **PLAIN)
+    params += mixed_params(1, 3, max_tokens=60, ignore_eos=True, **PLAIN)
+    for number, (prompt, of_request) in enumerate(zip(prompts_of(params), params, strict=True)):
+        llm.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, of_request)
+    cut = []
+    while len(cut) < 6:
+        cut += [output.outputs[0] for output in llm.llm_engine.step() if output.finished]
+    assert llm.llm_engine.has_unfinished_requests()
+    assert {output.finish_reason for output in (*said, *cut)} == {"length", "stop"}
+    speculation_of(llm).close()
+    assert sorted(r.tokens.tolist() for r in rollouts_in(tmp_path)) == sorted(
+        list(output.token_ids) for output in (*said, *cut)
+    )
