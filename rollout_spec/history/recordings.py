@@ -281,8 +281,8 @@ def _exported(row: dict[str, Any]) -> Rollout:
     if not isinstance(by_text, bool):
         raise ValueError(f"by_text must be true or false, got {by_text!r:.40}")
     if root is not None:
-        if not isinstance(root, list) or len(root) != 3 or not all(map(_is_unsigned, root)) or root[0] >= 2**31:
-            raise ValueError(f"root must be a length and two numbers of 64 bits, got {root!r:.80}")
+        if not isinstance(root, list) or len(root) != 2 or not all(map(_is_unsigned, root)) or root[0] >= 2**31:
+            raise ValueError(f"root must be a length and a number of 64 bits, got {root!r:.80}")
         root = Root(*root)
     if problem_id is None or not _is_unsigned(problem_id):
         raise ValueError(f"problem_id must be a number of 64 bits, got {problem_id!r:.40}")

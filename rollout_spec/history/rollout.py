@@ -18,8 +18,6 @@ class Root(NamedTuple):
     """Its tokens."""
     whole: int
     """Hash of all of them, 64 bits."""
-    head: int
-    """Hash of all but the last few, 64 bits."""
 
 
 class Rollout(NamedTuple):

@@ -5,6 +5,10 @@ and goes on is the earlier one and what was said so far. So a known text is the 
 output once it has ended, and a prompt belongs to the problem of the text that begins it and agrees with most of it. A
 prompt that no known text begins is the *root* of a new problem.
 
+Different conversations begin with the same system prompt, and they must stay apart. So a prompt without its last
+tokens, which may be no more than that, counts only where tokens of its rollouts follow. And where a whole request is no
+more than that, it begins many prompts and was met in few requests: such a text begins no more of them.
+
 Texts are compared by hashes of their beginnings: one pass over a prompt gives the hash of each of its beginnings, and a
 filter says which of these may be known. Two texts that are taken for one cost drafts, and never a wrong token.
 """
@@ -19,22 +23,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.history.rollout import Root
-from rollout_spec.jit import njit
+from rollout_spec.jit import inlined, njit
 from rollout_spec.noise import derive_seed
 from rollout_spec.types import Int32Array
 
 SLACK = 4
-"""A text is also known without its last tokens: chat templates drop some, such as a trailing `<think>`, when they
-render a turn again."""
+"""A text is also known without its last tokens: chat templates drop some, such as a prompt's trailing `<think>`, when
+they render a turn again. A prompt is only where what its rollouts said follows: its end may be all that is its own. As
+many tokens may stand in place of those dropped."""
+RUN = 8
+"""So many tokens in a row of an output tell that it was said. A template may drop what was thought before them."""
+LAST_SAID = 1024
+"""They are found at an output's beginning and within its last tokens, where an answer begins that follows a thought."""
+MAX_LONGER = 16
+"""So many different prompts may a text begin for each request that had it, or that ended with it. One that begins more
+is what different conversations have in common."""
 MIN_TOKENS = 16
 """Shorter texts begin no other prompt: what begins with the same few words need not be the same conversation."""
-MIN_MORE = 16
-"""So many tokens longer than a text must be the prompt that begins with all but the text's last `SLACK` tokens."""
 MAX_TEXTS = 100_000
 """Known texts. Those that were not met for longest are forgotten."""
 
 FILTER_BITS = 23
 """The filter has two to this power bits, a megabyte in all. Each known hash sets two."""
+RUN_BITS = 21
+"""Two to this power runs of tokens are remembered, at most, in 8 MB. Newer ones take the places of older ones."""
 
 
 def namespace_of(adapter: str = "") -> int:
@@ -78,9 +90,16 @@ class _Text:
     head: int | None  # of all but the last SLACK
     turn: int  # of a prompt equal to it
     num_known: int  # of a prompt equal to it
+    num_met: int = 1  # requests that had it as their prompt, or ended with it
+    num_longer: int = 0  # prompts that it began, as the longest of the texts that begin them
     is_stored: bool = True  # whether its tokens are known at the beginning of longer prompts
     is_root: bool = False
     is_ended: bool = False  # whether it ends with an output
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether it is what different conversations begin with."""
+        return self.num_longer >= MAX_LONGER * max(self.num_met, 1)
 
 
 class Roots:
@@ -95,6 +114,7 @@ class Roots:
         self._heads: dict[int, _Text] = {}  # the newest with this head
         self._roots: dict[int, _Text] = {}  # by problem id
         self._filter = np.zeros(1 << (FILTER_BITS - 3), np.uint8)
+        self._said = np.zeros(1 << RUN_BITS, np.uint32)  # half a hash, at the place that its other half says
         self._num_filtered = 0  # texts whose hashes are in the filter, forgotten ones included
 
     def start(
@@ -117,22 +137,24 @@ class Roots:
             is_named: Whether the caller names the problem, which is all that this namespace is for: then the prompt is
                 no root.
         """
-        size = len(prompt_token_ids)
-        hashes, candidates = self._hash(prompt_token_ids, namespace, images)
+        tokens, size = np.array(prompt_token_ids, np.int32), len(prompt_token_ids)
+        hashes, candidates = self._hash(tokens, namespace, images)
         if not size:
             return Conversation(new_problem_id(), 0, 0, 0, namespace)
         state = int(hashes[-1])
         equal = self._texts.get(state)
-        found = None if equal is not None and equal.length == size else self._find(hashes, candidates)
-        if found is None and equal is not None:
+        if equal is not None and equal.length == size:
             equal.is_stored = True
+            equal.num_met += 1
             self._touch(equal)
             return Conversation(equal.problem_id, equal.num_known, equal.turn, size, state)
+        found = self._find(tokens, hashes, candidates)
         if found is None:
             problem_id, turn, num_known = new_problem_id(), 0, 0
         else:
             text, num_agreeing = found
             self._touch(text)
+            text.num_longer += 1
             problem_id, turn = text.problem_id, text.turn + (not text.is_ended)
             num_known = num_agreeing if text.is_stored else 0
         if problem_id is not None:
@@ -150,20 +172,27 @@ class Roots:
         problem_id, _, turn, length, state = conversation
         if problem_id is None or not length or not len(output_token_ids):
             return
-        hashes, _ = self._hash(output_token_ids, state)
+        tokens = np.array(output_token_ids, np.int32)
+        for some in (tokens[:RUN], tokens[-LAST_SAID:]):
+            places, marks = _runs(some, state)
+            self._said[places] = marks
+        hashes, _ = self._hash(tokens, state)
         # Where the head would end within the prompt, the prompt itself is known.
         head = int(hashes[-SLACK - 1]) if hashes.size > SLACK else None
         length += hashes.size
         self._remember(_Text(problem_id, length, int(hashes[-1]), head, turn + 1, length, is_ended=True))
 
     def root_of(self, problem_id: int) -> Root | None:
-        """By what a problem's first prompt is recognised; None where the caller named it, or it is forgotten."""
+        """By what a problem's first prompt is recognised.
+
+        None where the caller named the problem, where the prompt is forgotten, and where it begins other conversations.
+        """
         text = self._roots.get(problem_id)
-        return None if text is None or text.head is None else Root(text.length, text.whole, text.head)
+        return None if text is None or text.is_shared else Root(text.length, text.whole)
 
     def add_root(self, problem_id: int, root: Root) -> None:
         """A root that another engine has met, or this one in an earlier run. Nothing of it is stored here."""
-        self._remember(_Text(problem_id, root.length, root.whole, root.head, 0, 0, is_stored=False, is_root=True))
+        self._remember(_Text(problem_id, root.length, root.whole, None, 0, 0, 0, is_stored=False, is_root=True))
 
     def __len__(self) -> int:
         """Known texts."""
@@ -173,7 +202,6 @@ class Roots:
         self, tokens: Int32Array, state: int, images: Sequence[tuple[int, int]] = ()
     ) -> tuple[NDArray[np.uint64], list[int]]:
         """(hash of each beginning of what follows `state`, shortest first; the lengths of those that may be known)."""
-        tokens = np.array(tokens, np.int32)
         hashes, candidates = np.empty(tokens.size, np.uint64), np.empty(tokens.size, np.int64)
         found: list[int] = []
         start = 0
@@ -188,17 +216,26 @@ class Roots:
             state = (state ^ image) * 0x9E3779B97F4A7C15 % 2**64 if image else state
         return hashes, found
 
-    def _find(self, hashes: NDArray[np.uint64], candidates: list[int]) -> tuple[_Text, int] | None:
-        """(the text that agrees with most of a prompt and is shorter, with how many tokens it agrees)."""
+    def _find(self, tokens: Int32Array, hashes: NDArray[np.uint64], candidates: list[int]) -> tuple[_Text, int] | None:
+        """(the text that agrees with most of a new prompt, with how many tokens it agrees)."""
         for size in reversed(candidates):
+            if size < MIN_TOKENS:
+                break
             key = int(hashes[size - 1])
             text = self._texts.get(key)
-            if text is not None and MIN_TOKENS <= text.length == size:
+            if text is not None and text.length == size and not text.is_shared:
                 return text, size
             text = self._heads.get(key)
-            if text is not None and text.length - SLACK == size and MIN_TOKENS <= text.length <= hashes.size - MIN_MORE:
+            if text is None or text.length - SLACK != size or text.is_shared:
+                continue
+            if text.is_ended or self._follows(text, tokens[size : size + 2 * SLACK + RUN]):
                 return text, size
         return None
+
+    def _follows(self, text: _Text, tokens: Int32Array) -> bool:
+        """Whether a run of these tokens (int32 [n]) was said in a rollout of a prompt."""
+        places, marks = _runs(tokens, text.whole)
+        return bool((self._said[places] == marks).any())
 
     def _touch(self, text: _Text) -> None:
         self._texts[text.whole] = self._texts.pop(text.whole)
@@ -208,6 +245,7 @@ class Roots:
         known = self._texts.get(text.whole)
         if known is not None:
             known.is_stored |= text.is_stored
+            known.num_met += text.num_met
             self._touch(known)
             return
         self._texts[text.whole] = text
@@ -238,6 +276,30 @@ class Roots:
             np.bitwise_or.at(self._filter, bits >> 3, (1 << (bits & 7)).astype(np.uint8))
 
 
+def _runs(tokens: Int32Array, state: int) -> tuple[NDArray[np.uint64], NDArray[np.uint32]]:
+    """(places, marks) of each run of these tokens, int32 [n], in rollouts of the prompt whose hash is `state`."""
+    hashes = np.empty(max(tokens.size - RUN + 1, 0), np.uint64)
+    _hash_runs(tokens, np.uint64(state), hashes)
+    return hashes & np.uint64((1 << RUN_BITS) - 1), (hashes >> np.uint64(32)).astype(np.uint32)
+
+
+@inlined(allocates=False)
+def _mix(state, token):
+    """The hash of a text and one more token, uint64."""
+    state = (state ^ np.uint64(token)) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0xD1B54A32D192ED03)
+    return state ^ state >> np.uint64(29)
+
+
+@njit(allocates=False)
+def _hash_runs(tokens, state, hashes):
+    """Hash each run of tokens, int32 [n], into uint64 [runs], as if it followed the text whose hash is `state`."""
+    for i in range(hashes.size):
+        run = state
+        for j in range(i, i + RUN):
+            run = _mix(run, tokens[j])
+        hashes[i] = run
+
+
 @njit(allocates=False)
 def _hash_beginnings(tokens, state, known, hashes, found):
     """Hash each beginning of a text, and find those that may be known.
@@ -254,8 +316,7 @@ def _hash_beginnings(tokens, state, known, hashes, found):
     """
     mask, count = (1 << FILTER_BITS) - 1, 0
     for i in range(tokens.size):
-        state = (state ^ np.uint64(tokens[i])) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(0xD1B54A32D192ED03)
-        state ^= state >> np.uint64(29)
+        state = _mix(state, tokens[i])
         hashes[i] = state
         first = np.int64(state & np.uint64(mask))
         second = np.int64(state >> np.uint64(FILTER_BITS) & np.uint64(mask))

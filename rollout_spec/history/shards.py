@@ -39,7 +39,6 @@ SCHEMA = arrow.schema(
         arrow.field("features", arrow.binary()),  # int64 [n, FEATURE_WORDS], little-endian
         arrow.field("root_length", arrow.int32()),
         arrow.field("root_whole", arrow.uint64()),
-        arrow.field("root_head", arrow.uint64()),
         arrow.field("reward", arrow.float32()),
     ]
 )
@@ -116,7 +115,6 @@ def encode(entries: Sequence[Entry], origin: Origin) -> bytes:
         "features": [None if r.features is None else r.features.astype("<i8").tobytes() for r in rollouts],
         "root_length": [None if root is None else root.length for root in roots],
         "root_whole": [None if root is None else root.whole for root in roots],
-        "root_head": [None if root is None else root.head for root in roots],
         "reward": [rollout.reward for rollout in rollouts],
     }
     arrays = [arrow.array(columns[field.name], field.type) for field in SCHEMA]
@@ -254,9 +252,9 @@ def _entries(table: Any, origin: Origin, info: ShardInfo) -> list[Entry]:
 
 
 def _roots(table: Any) -> list[Root | None]:
-    columns = (table[name].to_pylist() for name in ("root_length", "root_whole", "root_head"))
+    columns = (table[name].to_pylist() for name in ("root_length", "root_whole"))
     rows = zip(*columns, strict=True)
-    return [None if length is None else Root(length, whole or 0, head or 0) for length, whole, head in rows]
+    return [None if length is None else Root(length, whole or 0) for length, whole in rows]
 
 
 def _lists(values: Sequence[Any]) -> Any:

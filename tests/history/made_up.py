@@ -52,7 +52,7 @@ def rollouts(draw):
         np.array(draw(st.lists(TOKENS, max_size=CONTEXT_TOKENS)), np.int32),
         np.array(tokens, np.int32),
         None if features is None else np.array(features, np.int64).reshape(-1, FEATURE_WORDS),
-        draw(st.none() | st.builds(Root, st.integers(0, 2**31 - 1), UINT64, UINT64)),
+        draw(st.none() | st.builds(Root, st.integers(0, 2**31 - 1), UINT64)),
         draw(st.booleans()),
         draw(st.none() | st.floats(allow_nan=False, allow_infinity=False, width=32)),
     )

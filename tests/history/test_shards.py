@@ -280,5 +280,5 @@ def test_rows_in_another_order_are_the_same_rollouts():
 def test_the_schema_is_what_files_have():
     """Readers of older code compare it as a whole: a change needs another FORMAT."""
     assert SCHEMA.equals(parquet.read_schema(arrow.BufferReader(encode([Entry(1, 2, a_rollout())], ANY))))
-    names = "writer batch problem_id by_text version context tokens features root_length root_whole root_head reward"
+    names = "writer batch problem_id by_text version context tokens features root_length root_whole reward"
     assert SCHEMA.names == names.split()
