@@ -54,7 +54,8 @@ def warm_up(
         if config.speculation:
             drafts = [Draft(np.array([1, 2], np.int32), np.array([0.9, 0.5], np.float32))] * 2
             if config.drafter != NO_HISTORY:
-                Roots().start(np.zeros(1, np.int32), lambda: 0)
+                roots, token = Roots(), np.zeros(1, np.int32)
+                roots.stop(roots.start(token, lambda: 0), token)
             if config.drafts_on_host:
                 _advance()
                 if has_model:
