@@ -46,6 +46,9 @@ class Worker:
     def load_model(self):
         """Not called: the runner has its model."""
 
+    def add_lora(self, request):
+        """Not called."""
+
     def determine_available_memory(self):
         sampler, count = self.model_runner.sampler, 3
         prompt_len = [3] if "prompt_len" in inspect.signature(sampler.inner.add_request).parameters else []
