@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from numpy.typing import NDArray
 
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.history.folder import HistoryFolder
+from rollout_spec.history.folder import HistoryFolder, pop_first
 from rollout_spec.history.rollout import Rollout, Root
 from rollout_spec.history.roots import Roots
 from rollout_spec.history.shards import Origin
@@ -24,8 +24,6 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKENS_PER_STEP = 4096
 """Most tokens of other engines' rollouts that one step takes in, but at least one rollout."""
-MAX_QUEUED_TOKENS = 1_000_000
-"""Most that wait to be taken in. The oldest are left out."""
 STEPS_PER_SHARING = 16
 """Tensor-parallel ranks take over what the first rank has read once in this many steps."""
 
@@ -85,9 +83,8 @@ class EngineHistory:
         self._finds_by_text = True
         self._recorded: list[Rollout] = []
         self._share = share_from_first_rank
-        self._queue: deque[Rollout] = deque()  # to be taken in
+        self._queue: deque[Rollout] = deque()  # to be taken in by the next steps
         self._num_steps = 0
-        self._queue_tokens = 0
         self._is_closed = False
         self._folder: HistoryFolder | None = None
         self._loading: Future[list[Rollout]] | None = None
@@ -134,23 +131,17 @@ class EngineHistory:
         """Hand over what has ended, and take in some of what has come. Called once per step; reads no file."""
         self._hand_over()
         self._num_steps += 1
-        if self._share is None or self._num_steps % STEPS_PER_SHARING == 0:
-            received = self._folder.take() if self._folder is not None else []
+        if self._share is None:
+            steps = 1
+        else:
+            steps = STEPS_PER_SHARING if self._num_steps % STEPS_PER_SHARING == 0 else 0
+        if steps and not self._queue:
+            received = self._folder.take(steps * MAX_TOKENS_PER_STEP) if self._folder is not None else []
             if self._share is not None:
                 received = self._share(received)
-            for age, rollout in received:
-                self._queue.append(rollout._replace(version=max(self._version - age, 0)))
-                self._queue_tokens += rollout.num_tokens
-            while self._queue_tokens > MAX_QUEUED_TOKENS:  # others say more than this engine can take in
-                self._queue_tokens -= self._queue.popleft().num_tokens
+            self._queue.extend(rollout._replace(version=max(self._version - age, 0)) for age, rollout in received)
         if self._queue:
-            some = [self._queue.popleft()]
-            num_tokens = some[0].num_tokens
-            while self._queue and num_tokens + self._queue[0].num_tokens <= MAX_TOKENS_PER_STEP:
-                some.append(self._queue.popleft())
-                num_tokens += some[-1].num_tokens
-            self._queue_tokens -= num_tokens
-            self._add(some)
+            self._add(pop_first(self._queue, MAX_TOKENS_PER_STEP, lambda rollout: rollout.num_tokens))
 
     def record(self, root: Root | None) -> None:
         """Note the prompt of what has been recorded since the last call. Others get the root of their problem."""

@@ -20,7 +20,7 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ from rollout_spec.history.storage import LocalStorage, Storage, open_storage
 from rollout_spec.history.tidying import Tidier, by_version
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 LEARNED, ORIGIN = "learned.npz", "origin"
 """What drafters have learned from outcomes; the last engine that writes it wins. One of its arrays says of what."""
@@ -162,8 +163,6 @@ class HistoryFolder:
             while first < len(entries) and num_tokens > max_tokens:
                 num_tokens -= entries[first].rollout.num_tokens
                 first += 1
-            for entry in entries:
-                self._newest[entry.writer] = max(self._newest.get(entry.writer, 0), entry.rollout.version)
             rollouts = [entry.rollout for entry in entries[first:]]
             self.newest_version = rollouts[-1].version if rollouts else 0
             self.stats.rollouts_read += len(rollouts)
@@ -174,7 +173,7 @@ class HistoryFolder:
         try:
             with np.load(io.BytesIO(self._storage.read(LEARNED)), allow_pickle=False) as arrays:
                 learned = dict(arrays)
-            is_ours = learned.pop(ORIGIN).item() == json.dumps(self._origin._replace(model=None))
+            is_ours = learned.pop(ORIGIN).item() == json.dumps(self._origin.without_model())
             return learned if is_ours else {}
         except FileNotFoundError:
             return {}
@@ -196,12 +195,13 @@ class HistoryFolder:
         with self._lock:
             self._outbox.extend(rollouts)
 
-    def take(self) -> list[Received]:
-        """The other engines' rollouts that have come since the last call."""
+    def take(self, max_tokens: int = MAX_WAITING_TOKENS) -> list[Received]:
+        """The first of the other engines' rollouts that have come, with `max_tokens` together, but at least one."""
         if not self._inbox:
             return []
         with self._lock:
-            entries, self._inbox, self._inbox_tokens = self._inbox, deque(), 0
+            entries = pop_first(self._inbox, max_tokens, lambda entry: entry.rollout.num_tokens)
+            self._inbox_tokens -= sum(entry.rollout.num_tokens for entry in entries)
         return [Received(max(self._newest[e.writer] - e.rollout.version, 0), e.rollout) for e in entries]
 
     def close(self) -> None:
@@ -230,8 +230,6 @@ class HistoryFolder:
         with self._timed():
             self._write()
             entries = self._read_new()
-            for entry in entries:
-                self._newest[entry.writer] = max(self._newest.get(entry.writer, 0), entry.rollout.version)
             self.stats.rollouts_read += len(entries)
             with self._lock:
                 self._inbox.extend(entries)
@@ -254,7 +252,7 @@ class HistoryFolder:
         learned, self._learned = self._learned, None
         if learned is not None:
             file = io.BytesIO()
-            about = np.array(json.dumps(self._origin._replace(model=None)))
+            about = np.array(json.dumps(self._origin.without_model()))
             np.savez_compressed(file, allow_pickle=False, **{**learned, ORIGIN: about})
             try:
                 self._storage.write(LEARNED, file.getvalue())
@@ -328,15 +326,19 @@ class HistoryFolder:
         if not decodes:
             for writer, span in info.batches.items():
                 self._seen[writer].add(*span)
-                self._newest[writer] = max(self._newest.get(writer, 0), info.newest_version)
+                self._note_version(writer, info.newest_version)
             return {}
         batches = defaultdict(list)
         for entry in decode(data, self._origin)[1]:
             if not self._seen[entry.writer].has(entry.batch, entry.batch):
                 batches[entry.writer, entry.batch].append(entry)
+                self._note_version(entry.writer, entry.rollout.version)
         for writer, batch in batches:
             self._seen[writer].add(batch, batch)
         return batches
+
+    def _note_version(self, writer: int, version: int) -> None:
+        self._newest[writer] = max(version, self._newest.get(writer, 0))
 
     def _on_merged(self, names: Sequence[str], merged: str) -> None:
         if self._known.issuperset(names):
@@ -361,3 +363,13 @@ class HistoryFolder:
             yield
         finally:
             self.stats.seconds += time.perf_counter() - started
+
+
+def pop_first(waiting: deque[T], max_tokens: int, num_tokens: Callable[[T], int]) -> list[T]:
+    """Take as many from the left as have at most `max_tokens` together, but at least one if there is any."""
+    some: list[T] = []
+    left = max_tokens
+    while waiting and (not some or num_tokens(waiting[0]) <= left):
+        left -= num_tokens(waiting[0])
+        some.append(waiting.popleft())
+    return some

@@ -65,6 +65,10 @@ class Origin(NamedTuple):
     states: str | None = None
     """Tells apart models whose hidden states cannot be compared."""
 
+    def without_model(self) -> Origin:
+        """By what origins are told apart: a model's name changes with its checkpoint's folder."""
+        return self._replace(model=None)
+
     def check(self, theirs: Origin) -> None:
         """Raise ShardError if rollouts of another origin cannot be used here."""
         for name, ours, other in (

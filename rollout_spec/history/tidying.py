@@ -11,9 +11,9 @@ from rollout_spec.history.shards import (
     Origin,
     ShardError,
     ShardInfo,
-    decode,
     read_bytes,
     read_info,
+    read_shard,
     version_of,
     write_shard,
 )
@@ -52,7 +52,7 @@ class Tidier:
 
     def note(self, name: str, info: ShardInfo) -> None:
         """A shard's metadata, which need not be read again."""
-        self._origins[name] = _mergeable(info.origin)
+        self._origins[name] = info.origin.without_model()
 
     def tidy(self) -> None:
         """Merge small shards, and delete the oldest ones until the bound holds, unless another engine is at it.
@@ -103,7 +103,7 @@ class Tidier:
         done, origin = [], Origin()
         for name in names:
             try:
-                info, entries = decode(read_bytes(self._storage, name), Origin())
+                info, entries = read_shard(self._storage, name, Origin())
             except (FileNotFoundError, ShardError):
                 continue
             batches = defaultdict(list)
@@ -139,11 +139,6 @@ class Tidier:
             return origin is not None
         except ShardError:
             return False
-
-
-def _mergeable(origin: Origin) -> Origin:
-    """What shards that are merged have in common. A model's name changes with its checkpoint's folder."""
-    return origin._replace(model=None)
 
 
 def by_version(name: str) -> tuple[int, str]:

@@ -245,6 +245,14 @@ def test_what_the_engine_does_not_take_is_bounded(tmp_path, monkeypatch):
     assert two.stats.rollouts_dropped == 5
 
 
+def test_an_engine_takes_a_part_of_what_has_come(tmp_path):
+    one, two = open_folder(tmp_path), open_folder(tmp_path)
+    write(one, *(rollout(number) for number in range(5)))  # of 8 tokens each
+    two.exchange()
+    parts = [numbers(r for _, r in two.take(max_tokens)) for max_tokens in (16, 1, 23, 100, 100)]
+    assert parts == [[0, 1], [2], [3, 4], [], []]
+
+
 def test_unusable_shards_are_the_first_to_go(tmp_path):
     theirs = open_folder(tmp_path, origin=ORIGIN._replace(tokenizer="another"))
     for version in range(500, 505):
