@@ -27,6 +27,7 @@ from rollout_spec.integrations.host_copy import HostCopy, to_device
 from rollout_spec.integrations.live_requests import Sampled, read_new_tokens, select
 from rollout_spec.integrations.model_drafters import ModelAlone
 from rollout_spec.integrations.ranks import agreeing_on_any, broadcasting_from_first_rank, sharing_from_first_rank
+from rollout_spec.integrations.runner_adapter import HistoryKeepingAdapter
 from rollout_spec.integrations.sampling import (
     compile_kernels,
     needs_processing,
@@ -75,7 +76,7 @@ class Verification(NamedTuple):
     features: Features | None  # of these
 
 
-class RunnerAdapter:
+class RunnerAdapter(HistoryKeepingAdapter):
     """Samples in place of vLLM's samplers, for one model runner.
 
     Attributes:
@@ -121,16 +122,6 @@ class RunnerAdapter:
         self.count_last_verification()
         self.clock.read()
         return run_command(EngineParts(self._config, self._speculation, self.stats, self.weights), name, *args)
-
-    def load_history(self) -> None:
-        """Take in the history of earlier runs. Called once the engine is built, before its first request."""
-        if self._speculation is not None and self._speculation.engine_history is not None:
-            self.weights.version = self._speculation.engine_history.load()
-
-    def close(self) -> None:
-        """Called when the worker shuts down."""
-        if self._speculation is not None:
-            self._speculation.close()
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up. On CPUs the verifier has no kernels."""

@@ -36,6 +36,7 @@ from rollout_spec.integrations.commands import EngineParts, Speculation, run_com
 from rollout_spec.integrations.host_copy import HostCopy
 from rollout_spec.integrations.live_requests import Sampled, pieces, select
 from rollout_spec.integrations.ranks import agreeing_on_any, broadcasting_from_first_rank, sharing_from_first_rank
+from rollout_spec.integrations.runner_adapter import HistoryKeepingAdapter
 from rollout_spec.integrations.sampling import (
     compile_kernels,
     needs_processing,
@@ -70,7 +71,7 @@ class _Counts(NamedTuple):
     req_ids: list[str]
 
 
-class RunnerAdapter:
+class RunnerAdapter(HistoryKeepingAdapter):
     """Follows one V2 model runner's requests and counts what happens to them.
 
     Attributes:
@@ -140,16 +141,6 @@ class RunnerAdapter:
             runner.rejection_sampler = sampler
         if self.speculator is not None:
             self.speculator.bind(runner, self, sampler)
-
-    def load_history(self) -> None:
-        """Take in the history of earlier runs. Called once the engine is built, before its first request."""
-        if self._speculation is not None and self._speculation.engine_history is not None:
-            self.weights.version = self._speculation.engine_history.load()
-
-    def close(self) -> None:
-        """Called when the worker shuts down."""
-        if self._speculation is not None:
-            self._speculation.close()
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up."""
