@@ -32,6 +32,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout_spec import checks
 from rollout_spec.drafters import device_kernels
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.device_archive import Archive, Archived, Pool, copy_to_host
@@ -46,7 +47,7 @@ from rollout_spec.drafters.vote import (
     RECENCY,
     SOURCES,
 )
-from rollout_spec.features import FEATURE_WORDS, Features, check_features, check_switches, no_features
+from rollout_spec.features import FEATURE_WORDS, Features, check_features, no_features
 from rollout_spec.history.rollout import Rollout
 
 MAX_MEMBERS = 255
@@ -143,7 +144,7 @@ class DeviceDrafter:
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: `signatures` or `distributions` is not a bool.
+        TypeError: an argument has the wrong type.
     """
 
     def __init__(
@@ -772,17 +773,15 @@ def check_options(
 
     Raises:
         ValueError: one is out of range.
-        TypeError: `signatures` or `distributions` is not a bool.
+        TypeError: one has the wrong type.
     """
-    if not 0 < recency <= 1:
-        raise ValueError(f"recency must be in (0, 1], got {recency}")
-    if inverse_temperature is not None and not 0 < inverse_temperature < math.inf:
-        raise ValueError(f"inverse_temperature must be positive and finite, got {inverse_temperature}")
-    check_switches(signatures=signatures, distributions=distributions)
-    for name, value in (
-        ("max_resident_tokens", max_resident_tokens),
-        ("max_problem_tokens", max_problem_tokens),
-        ("max_history_tokens", max_history_tokens),
-    ):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+    checks.number("recency", recency, lambda value: 0 < value <= 1, "in (0, 1]")
+    if inverse_temperature is not None:
+        checks.number(
+            "inverse_temperature", inverse_temperature, lambda value: 0 < value < math.inf, "positive and finite"
+        )
+    checks.switch("signatures", signatures)
+    checks.switch("distributions", distributions)
+    checks.integer("max_resident_tokens", max_resident_tokens, 1)
+    checks.integer("max_problem_tokens", max_problem_tokens, 1)
+    checks.integer("max_history_tokens", max_history_tokens, 1)

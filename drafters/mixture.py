@@ -20,14 +20,15 @@ from __future__ import annotations
 import math
 from array import array
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_spec import checks
 from rollout_spec.drafters import ngram, propose, suffix, vote
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.index import Index, Settings, append_batch, index_batch, remove_document
@@ -40,7 +41,6 @@ from rollout_spec.features import (
     SIGNATURE_BITS,
     Features,
     check_features,
-    check_switches,
     decoded_probabilities,
     no_features,
 )
@@ -57,6 +57,8 @@ MAX_ADDED = 1 << 16
 """So many tokens that ended elsewhere are added before old ones are dropped: arrays grow, but never shrink."""
 LEARNED = ("coarse", "fine", "by_inverse_temperature")
 """The counters by which drafts are made. The others are statistics."""
+MAX_DRAFT_TOKENS = 1 << 16
+"""Bound on K, far above any of use, for which the buffers take megabytes."""
 POOL_ENTRIES = 1 << 14
 """N-grams in the lookahead pool."""
 
@@ -109,7 +111,7 @@ class HistoryDrafter:
 
     Raises:
         ValueError: an argument is out of range.
-        TypeError: `signatures` or `distributions` is not a bool.
+        TypeError: an argument has the wrong type.
     """
 
     def __init__(
@@ -129,25 +131,25 @@ class HistoryDrafter:
         max_history_versions: int | None = None,
         num_threads: int | None = None,
     ) -> None:
-        if index not in ("suffix", "ngram"):
-            raise ValueError(f"index must be 'suffix' or 'ngram', got {index!r}")
+        index = cast(IndexKind, checks.choice("index", index, get_args(IndexKind)))
+        own_only, shared = checks.switch("own_only", own_only), checks.switch("shared", shared)
         if own_only and shared:
             raise ValueError("own_only and shared exclude each other")
-        if max_draft_tokens < 1:
-            raise ValueError(f"max_draft_tokens must be at least 1, got {max_draft_tokens}")
-        if not 0 <= min_survival < 1:
-            raise ValueError(f"min_survival must be in [0, 1), got {min_survival}")
-        if inverse_temperature is not None and not 0 < inverse_temperature < math.inf:
-            raise ValueError(f"inverse_temperature must be positive and finite, got {inverse_temperature}")
-        if not 0 < recency <= 1:
-            raise ValueError(f"recency must be in (0, 1], got {recency}")
-        if max_history_tokens < 1:
-            raise ValueError(f"max_history_tokens must be at least 1, got {max_history_tokens}")
-        if max_history_versions is not None and max_history_versions < 0:
-            raise ValueError(f"max_history_versions must not be negative, got {max_history_versions}")
-        if num_threads is not None and not 1 <= num_threads <= MAX_THREADS:
-            raise ValueError(f"num_threads must be from 1 to {MAX_THREADS}, got {num_threads}")
-        check_switches(signatures=signatures, distributions=distributions)
+        lookahead = checks.switch("lookahead", lookahead)
+        signatures = checks.switch("signatures", signatures)
+        distributions = checks.switch("distributions", distributions)
+        max_draft_tokens = checks.integer("max_draft_tokens", max_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        max_history_tokens = checks.integer("max_history_tokens", max_history_tokens, 1)
+        min_survival = checks.number("min_survival", min_survival, lambda value: 0 <= value < 1, "in [0, 1)")
+        recency = checks.number("recency", recency, lambda value: 0 < value <= 1, "in (0, 1]")
+        if inverse_temperature is not None:
+            inverse_temperature = checks.number(
+                "inverse_temperature", inverse_temperature, lambda value: 0 < value < math.inf, "positive and finite"
+            )
+        if max_history_versions is not None:
+            max_history_versions = checks.integer("max_history_versions", max_history_versions, 0)
+        if num_threads is not None:
+            num_threads = checks.integer("num_threads", num_threads, 1, MAX_THREADS)
         self._own_only = own_only
         self._max_draft_tokens = max_draft_tokens
         # A tenth of all pages is left to live requests, however large the bound.
@@ -159,8 +161,8 @@ class HistoryDrafter:
             use_table=index == "ngram",
             use_shared=shared,
             use_lookahead=lookahead,
-            inverse_temperature=0.0 if inverse_temperature is None else float(inverse_temperature),
-            min_survival=float(min_survival),
+            inverse_temperature=0.0 if inverse_temperature is None else inverse_temperature,
+            min_survival=min_survival,
             version=0,
             decay=np.maximum(np.float64(recency) ** np.arange(256), vote.MIN_AGE_WEIGHT).astype(np.float32),
             preference=np.array(vote.PREFERENCE, np.float32),
@@ -228,17 +230,22 @@ class HistoryDrafter:
             num_known: How many of the prompt's first tokens the problem's history has from earlier turns of the
                 conversation. They are not stored again, unless all of the problem is gone.
         """
+        if not isinstance(req_id, str):
+            raise TypeError(f"req_id must be a string, got {checks.shown(req_id)}")
         if req_id in self._live:
             raise ValueError(f"request {req_id!r} is live already")
-        if seed is not None and not -(2**63) <= seed < 2**63:
-            raise ValueError(f"seed must fit in 64 bits, got {seed}")
+        if seed is not None:
+            seed = checks.integer("seed", seed)
+        if problem_id is not None:
+            problem_id = checks.integer("problem_id", problem_id, 0, 2**64 - 1)
+        num_known = checks.integer("num_known", num_known)
         prompt_tokens = _as_array("prompt_token_ids", prompt_token_ids)
         if not 0 <= num_known <= len(prompt_tokens):
             raise ValueError(f"num_known must be from 0 to the prompt's {len(prompt_tokens)} tokens, got {num_known}")
         if self._own_only:
             problem_id = None
         elif problem_id is None and prompt_tokens:
-            problem_id = problem_of_prompt(prompt_token_ids)
+            problem_id = problem_of_prompt(np.frombuffer(prompt_tokens, np.int32))
         if problem_id not in self._problems:
             num_known = 0
         problem = self._problem(problem_id)
@@ -270,23 +277,30 @@ class HistoryDrafter:
             self._num_pending += len(tokens)
 
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
-        if len(max_tokens) != len(req_ids):
-            raise ValueError(f"max_tokens has {len(max_tokens)} entries for {len(req_ids)} requests")
+        rows = self._batch(req_ids)
+        limits = checks.integers("max_tokens", max_tokens, len(req_ids))
         self._flush()
-        drafts = self.propose_batch(self._batch(req_ids), np.asarray(max_tokens, np.int64))
+        drafts = self.propose_batch(rows, limits)
         lengths = drafts.lengths.tolist()
         return [Draft(t[:n], c[:n]) for t, c, n in zip(drafts.token_ids, drafts.confidence, lengths, strict=True)]
 
     def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
-        if not len(req_ids) == len(target_token_ids) == len(num_accepted):
+        rows = self._batch(req_ids)
+        if not isinstance(target_token_ids, Sequence) or len(target_token_ids) != rows.size:
             raise ValueError(
-                f"observe got {len(req_ids)} requests, {len(target_token_ids)} token lists and "
-                f"{len(num_accepted)} acceptance counts"
+                f"target_token_ids must be {rows.size} lists of tokens, one per request, got "
+                f"{checks.shown(target_token_ids)}"
             )
-        lists = [tokens.tolist() if isinstance(tokens, np.ndarray) else tokens for tokens in target_token_ids]
-        tokens = np.frombuffer(_as_array("target_token_ids", chain.from_iterable(lists)), np.int32).astype(np.int64)
-        accepted = np.asarray(num_accepted, np.int64)
-        self.observe_batch(self._batch(req_ids), tokens, _starts(target_token_ids), accepted)
+        lists = [_as_array("target_token_ids", tokens) for tokens in target_token_ids]
+        accepted = checks.integers("num_accepted", num_accepted, rows.size)
+        starts = _starts(lists)
+        if np.any((accepted < 0) | (accepted > np.diff(starts))):
+            raise ValueError(
+                "num_accepted must be from 0 to the number of target_token_ids of each request, got "
+                f"{checks.shown(num_accepted)}"
+            )
+        tokens = np.frombuffer(array("i", chain.from_iterable(lists)), np.int32).astype(np.int64)
+        self.observe_batch(rows, tokens, starts, accepted)
 
     def row_of(self, req_id: str) -> int:
         return self._request(req_id).row
@@ -423,7 +437,7 @@ class HistoryDrafter:
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         live = self._request(req_id)
-        keep = keep and not self._own_only and live.version >= self._oldest_version
+        keep = checks.switch("keep", keep) and not self._own_only and live.version >= self._oldest_version
         del self._live[req_id]
         self._free_rows.append(live.row)
         if keep and self._recorded is not None:
@@ -503,6 +517,7 @@ class HistoryDrafter:
                 ours[...] = theirs
 
     def begin_policy_version(self, version: int) -> None:
+        version = checks.integer("version", version)
         if not self._version <= version < 2**31:
             raise ValueError(f"policy versions go up, to 2^31 - 1: {version} after {self._version}")
         if version == self._version:
@@ -573,13 +588,15 @@ class HistoryDrafter:
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
     def _request(self, req_id: str) -> _Request:
-        live = self._live.get(req_id)
+        live = self._live.get(req_id) if isinstance(req_id, str) else None
         if live is None:
-            raise ValueError(f"request {req_id!r} is not live: start_request comes first")
+            raise ValueError(f"request {checks.shown(req_id)} is not live: start_request comes first")
         return live
 
     def _batch(self, req_ids: Sequence[str]) -> NDArray[np.int64]:
         """The requests' rows."""
+        if isinstance(req_ids, str) or not isinstance(req_ids, Sequence):
+            raise TypeError(f"req_ids must be a list of strings, got {checks.shown(req_ids)}")
         return np.array([self._request(req_id).row for req_id in req_ids], np.int64)
 
     def _problem(self, problem_id: int | None) -> int:
@@ -746,13 +763,18 @@ def _as_array(name: str, tokens: Tokens | Iterable[int]) -> array[int]:
     Raises:
         ValueError: they are not one-dimensional integers from 0 to 2^31 - 1.
     """
-    try:
-        if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
-            values = array("i", tokens.tobytes())
-        else:
-            values = array("i", tokens.tolist() if isinstance(tokens, np.ndarray) else tokens)
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"{name} must be one-dimensional integers of at most 31 bits: {error}") from None
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
+        values = array("i", tokens.tobytes())
+    else:
+        try:
+            if isinstance(tokens, str | bytes | Set | Mapping):
+                raise TypeError(f"got {checks.shown(tokens)}")
+            items = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+            if bool in map(type, items):  # an int to array()
+                raise TypeError("got a bool")
+            values = array("i", items)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{name} must be one-dimensional integers of at most 31 bits: {error}") from None
     if values:
         smallest = min(values) if len(values) < 64 else int(np.frombuffer(values, np.int32).min())
         if smallest < 0:

@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rollout_spec.checks import did_you_mean, shown
 from rollout_spec.imports import import_object
 
 if TYPE_CHECKING:
@@ -51,6 +52,20 @@ def runs_on_device(name: str) -> bool:
     return name in REGISTRY and REGISTRY[name].on_device
 
 
+def check_name(name: str) -> None:
+    """Check that a name can be a drafter's, without importing it.
+
+    Raises:
+        ValueError: it is neither in `REGISTRY` nor the dotted path of a class.
+    """
+    *modules, last = name.split(".")
+    if name not in REGISTRY and not (modules and all(map(str.isidentifier, (*modules, last)))):
+        raise ValueError(
+            f"unknown drafter {shown(name)}: use one of {sorted(REGISTRY)} or the dotted path of a class"
+            f"{did_you_mean(name, REGISTRY)}"
+        )
+
+
 def find_drafter(name: str) -> tuple[Any, dict[str, Any]]:
     """The class behind a drafter's name, and the options that the name implies.
 
@@ -60,9 +75,11 @@ def find_drafter(name: str) -> tuple[Any, dict[str, Any]]:
     entry = REGISTRY.get(name)
     if entry is not None:
         return import_object(entry.path, "drafter"), dict(entry.implied)
-    if "." in name:
-        return import_object(name, "drafter"), {}
-    raise ValueError(f"unknown drafter {name!r}: use one of {sorted(REGISTRY)} or the dotted path of a class")
+    check_name(name)
+    factory = import_object(name, "drafter")
+    if not callable(factory):
+        raise ValueError(f"drafter {name!r} must be a class, got {shown(factory)}")
+    return factory, {}
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -94,7 +111,7 @@ def check_keeps_history(name: str) -> None:
         raise ValueError(f"history_dir is set, but drafter {name!r} has no {', '.join(missing)}")
 
 
-def build_drafter(name: str, **options: Any) -> Drafter:
+def build_drafter(name: str, /, **options: Any) -> Drafter:
     """Make a drafter that runs on the host.
 
     Args:
@@ -115,6 +132,12 @@ def build_drafter(name: str, **options: Any) -> Drafter:
 
 def _check_names(name: str, function: Any, options: Mapping[str, Any]) -> None:
     try:
-        inspect.signature(function).bind(**options)
+        signature = inspect.signature(function)
+    except ValueError:  # a class in C that does not say
+        return
+    try:
+        signature.bind(**options)
     except TypeError as error:
-        raise ValueError(f"drafter {name!r} does not take these options: {error}") from error
+        unknown = [option for option in options if option not in signature.parameters]
+        hint = did_you_mean(unknown[0], signature.parameters) if unknown else ""
+        raise ValueError(f"drafter {name!r} does not take these options: {error}{hint}") from error

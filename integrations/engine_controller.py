@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollout_spec import checks
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
 from rollout_spec.doctor import read_report
 from rollout_spec.integrations import step_sizes
@@ -54,6 +55,9 @@ class EngineController:
         llm_kwargs: More keyword arguments for the `vllm.LLM` that the trainer builds, e.g. `{"dtype": "float32"}`.
         logprob_tolerance: See `LogprobCheck`.
 
+    Raises:
+        ValueError, TypeError: an argument is out of range or of the wrong type.
+
     Attributes:
         config: The engine's settings.
         llm: The engine, once it is attached; a `ServedEngine` once `connect` has been called.
@@ -71,6 +75,10 @@ class EngineController:
         llm_kwargs: Mapping[str, Any] | None = None,
         logprob_tolerance: float | None = None,
     ) -> None:
+        if not isinstance(config, RolloutSpecConfig):
+            raise TypeError(f"config must be a RolloutSpecConfig, got {checks.shown(config)}")
+        if llm_kwargs is not None and not (isinstance(llm_kwargs, Mapping) and all(type(k) is str for k in llm_kwargs)):
+            raise TypeError(f"llm_kwargs must be a dict of keyword arguments, got {checks.shown(llm_kwargs)}")
         self.config = config
         self.llm: Any = None
         self.model: Any = None
@@ -105,8 +113,13 @@ class EngineController:
                 tensor-parallel group share it.
             model: The trainer's, a causal language model of transformers. None: log-probabilities are not compared.
             autocast_dtype: What the trainer's forward pass computes in, e.g. "bfloat16"; None: the model's dtype.
+
+        Raises:
+            ValueError, TypeError: `seed` or `replica` is no int, or out of range.
         """
-        self._run_seed, self._replica, self.model = seed, replica, model
+        self._run_seed = checks.integer("seed", seed)
+        self._replica = checks.integer("replica", replica, 0)
+        self.model = model
         self._autocast_dtype = autocast_dtype
 
     def begin_training(self) -> None:
@@ -139,7 +152,7 @@ class EngineController:
 
     def begin_step(self, step: int, model: Any = None) -> None:
         """Begin a training step. Seeds derive from its number; `model`, if given, replaces that of `begin_run`."""
-        self._step, self._num_generations = step, 0
+        self._step, self._num_generations = checks.integer("step", step, 0), 0
         self.model = model if model is not None else self.model
 
     def begin_policy_version(self) -> None:
@@ -163,10 +176,11 @@ class EngineController:
 
     @enabled.setter
     def enabled(self, enabled: bool) -> None:
+        enabled = checks.switch("enabled", enabled)
         if enabled and self.llm is not None and self.stats()["drafter_errors"]:
             logger.warning("speculation stays off: the drafter has raised, see the engine's log")
             return
-        self._enabled = bool(enabled)
+        self._enabled = enabled
         if self.llm is not None:
             self._command("set_enabled", self._enabled)
 
@@ -264,10 +278,12 @@ class EngineController:
             options: Fields of `RolloutSpecConfig` that it must have been started with.
 
         Raises:
+            ValueError, TypeError: `base_url` is no URL, or `timeout` no number.
             TimeoutError: the server does not answer.
             RuntimeError: it runs without rollout_spec or without its development mode, with other settings, or with a
                 drafter that has raised. The message has the command that starts it.
         """
+        timeout = checks.number("timeout", timeout)
         llm = ServedEngine(base_url, self.config, model)
         llm.wait(timeout)
         try:

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from rollout_spec.checks import did_you_mean, shown
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig, drafts_with_model
 
 VARIABLE = "ROLLOUT_SPEC"
@@ -63,13 +64,16 @@ def read(environment: Mapping[str, str] = os.environ) -> Request | None:
     example = f"""an example is {VARIABLE}='{{"num_speculative_tokens": 8, "{MODELS}": ["Qwen/*"]}}'"""
     try:
         options = json.loads(text)
-    except ValueError as error:
-        raise ValueError(f"{VARIABLE}={text} is no JSON ({error}): {example}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{VARIABLE}={text:.200} is no JSON ({error}): {example}") from error
     if not isinstance(options, dict):
-        raise ValueError(f"{VARIABLE}={text} must be a JSON object: {example}")
+        raise ValueError(f"{VARIABLE}={text:.200} must be a JSON object: {example}")
+    for key in options:
+        if key != MODELS and (hint := did_you_mean(key, (MODELS,))):
+            raise ValueError(f"{VARIABLE}: unknown key {key!r}{hint}")
     models = options.pop(MODELS, [])
     if not isinstance(models, list) or not all(isinstance(pattern, str) for pattern in models):
-        raise ValueError(f"{MODELS} in {VARIABLE} must be a list of patterns, got {models!r}: {example}")
+        raise ValueError(f"{MODELS} in {VARIABLE} must be a list of patterns, got {shown(models)}: {example}")
     try:
         return Request(RolloutSpecConfig.from_dict(options), models, options)
     except (TypeError, ValueError) as error:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rollout_spec import checks
 from rollout_spec.integrations.sampling import needs_processing
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.vectorised import scores_matrix
@@ -36,10 +37,15 @@ class LogprobCheck:
     Args:
         tolerance: Largest mean absolute difference. None: 1e-4 where engine and trainer compute in float32, 5e-2
             otherwise. `math.inf` switches the check off.
+
+    Raises:
+        ValueError, TypeError: `tolerance` is no number, or negative.
     """
 
     def __init__(self, tolerance: float | None = None) -> None:
         self.error: tuple[float, float] | None = None
+        if tolerance is not None:
+            tolerance = checks.number("logprob_tolerance", tolerance, lambda value: value >= 0, "at least 0")
         self._tolerance = tolerance
 
     def ask_for_logprobs(self, params: Sequence[Any]) -> list[int]:

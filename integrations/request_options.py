@@ -10,6 +10,9 @@ import difflib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from rollout_spec.checks import did_you_mean, integer, shown
 from rollout_spec.config import CONFIG_KEY
 
 MAX_PROBLEM_ID = 2**64 - 1
@@ -36,8 +39,10 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
     Raises:
         ValueError: an option is unknown, misspelt, given twice or of a wrong value.
     """
-    if not extra_args:
+    if extra_args is None:
         return RequestOptions()
+    if not isinstance(extra_args, Mapping):
+        raise ValueError(f"extra_args must be a dict, got {shown(extra_args)}")
     flat = {f"{CONFIG_KEY}_{name}": name for name in RequestOptions._fields}
     known = (CONFIG_KEY, *flat, *RequestOptions._fields)
     for key in map(str, extra_args):
@@ -56,12 +61,13 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
         options = {}
     if not isinstance(options, Mapping):
         raise ValueError(
-            f'extra_args["{CONFIG_KEY}"] must be a dict such as {_EXAMPLES}, got {options!r}; over HTTP use flat keys '
-            f"such as {CONFIG_KEY}_problem_id"
+            f'extra_args["{CONFIG_KEY}"] must be a dict such as {_EXAMPLES}, got {shown(options)}; over HTTP use flat '
+            f"keys such as {CONFIG_KEY}_problem_id"
         )
     if unknown := sorted(str(key) for key in options if key not in RequestOptions._fields):
         names = " and ".join(map(repr, RequestOptions._fields))
-        raise ValueError(f'unknown key {unknown[0]!r} in extra_args["{CONFIG_KEY}"]: there are {names}')
+        hint = did_you_mean(unknown[0], RequestOptions._fields)
+        raise ValueError(f'unknown key {unknown[0]!r} in extra_args["{CONFIG_KEY}"]: there are {names}{hint}')
     given = {}
     for key, name in flat.items():
         values = [value for value in (options.get(name), extra_args.get(key)) if value is not None]
@@ -69,18 +75,31 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
             raise ValueError(f'{key} and extra_args["{CONFIG_KEY}"]["{name}"] are both set: remove one')
         if values:
             given[name] = values[0]
-    problem_id = given.get("problem_id", 0)
-    if not isinstance(problem_id, int) or isinstance(problem_id, bool) or not 0 <= problem_id <= MAX_PROBLEM_ID:
-        raise ValueError(f"problem_id must be an integer from 0 to 2^64 - 1, got {problem_id!r}")
+    if "problem_id" in given:
+        try:
+            given["problem_id"] = integer("problem_id", given["problem_id"], 0, MAX_PROBLEM_ID)
+        except (TypeError, ValueError) as error:
+            message = f"problem_id must be an integer from 0 to 2^64 - 1, got {shown(given['problem_id'])}"
+            raise ValueError(message) from error
     if "keep_in_history" in given:
-        if given["keep_in_history"] not in (True, False):  # over HTTP they arrive as 1 and 0
-            raise ValueError(f"keep_in_history must be true or false, got {given['keep_in_history']!r}")
-        given["keep_in_history"] = bool(given["keep_in_history"])
+        keep = given["keep_in_history"]
+        if not isinstance(keep, bool | np.bool_ | int | float) or keep not in (True, False):  # 1 and 0 over HTTP
+            raise ValueError(f"keep_in_history must be true or false, got {shown(keep)}")
+        given["keep_in_history"] = bool(keep)
     return RequestOptions(**given)
 
 
-def without_history(extra_args: Mapping[str, Any] | None) -> dict[str, Any]:
+def with_plain_options(extra_args: Mapping[str, Any], options: RequestOptions) -> dict[str, Any]:
+    """`extra_args` with `options` in place of what they were read from: NumPy's scalars cannot be sent to a worker."""
+    flat = {f"{CONFIG_KEY}_{name}" for name in RequestOptions._fields}
+    others = {key: value for key, value in extra_args.items() if key not in flat}
+    return {**others, CONFIG_KEY: {name: value for name, value in options._asdict().items() if value is not None}}
+
+
+def without_history(extra_args: Mapping[str, Any] | None) -> Any:
     """`extra_args` with `keep_in_history` false, unless the caller has set it."""
+    if extra_args is not None and not isinstance(extra_args, Mapping):
+        return extra_args  # the engine refuses it
     args = dict(extra_args or {})
     ours = args.get(CONFIG_KEY) or {}
     if KEEP_IN_HISTORY not in args and isinstance(ours, Mapping):  # otherwise the engine refuses the request

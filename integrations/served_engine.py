@@ -6,6 +6,7 @@ import time
 from typing import Any
 from urllib.parse import urlparse
 
+from rollout_spec.checks import shown
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.serve import shell_command
 
@@ -26,9 +27,22 @@ class ServedEngine:
         base_url: The server's, such as "http://localhost:8000".
         config: What it should have been started with; for the command in error messages.
         model: The model that it should serve; likewise.
+
+    Raises:
+        TypeError: `base_url` is no string.
+        ValueError: it does not begin with http:// or https://, or has a port that is none.
     """
 
     def __init__(self, base_url: str, config: RolloutSpecConfig, model: str) -> None:
+        if not isinstance(base_url, str):
+            raise TypeError(f"base_url must be a string, got {shown(base_url)}")
+        try:
+            parts = urlparse(base_url)
+            is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # of brackets and ports
+            is_url = False
+        if not is_url:
+            raise ValueError(f"base_url must be a URL such as http://localhost:8000, got {shown(base_url)}")
         self.base_url = base_url.rstrip("/")
         self._config = config
         self._model = model

@@ -24,6 +24,7 @@ import wrapt
 from accelerate.utils import broadcast_object_list
 from transformers import Trainer, TrainerCallback
 
+from rollout_spec.checks import did_you_mean
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.engine_controller import EngineController
 from rollout_spec.integrations.request_options import KEEP_IN_HISTORY
@@ -69,6 +70,11 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         self._keeps_history_beside_checkpoints = options.get("history_dir") is True
         if self._keeps_history_beside_checkpoints:  # the folder is not known before `on_init_end`
             options = {**options, "history_dir": HISTORY_NAME}
+        ours = ("llm_kwargs", "logprob_tolerance")
+        known = [field.name for field in dataclasses.fields(RolloutSpecConfig)]
+        for name in options:
+            if name not in known and (hint := did_you_mean(name, ours)):
+                raise ValueError(f"RolloutSpecGenerator takes no {name!r}{hint}")
         config = RolloutSpecConfig.from_dict(options)
         super().__init__(config, llm_kwargs=llm_kwargs, logprob_tolerance=logprob_tolerance)
         self._options = options

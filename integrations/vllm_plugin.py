@@ -31,6 +31,7 @@ from typing import Any
 
 import wrapt
 
+from rollout_spec import checks
 from rollout_spec.config import (
     ASYNC_METHOD,
     AUTO,
@@ -46,7 +47,7 @@ from rollout_spec.integrations.copies import warn_of_copies
 from rollout_spec.integrations.environment import MODELS, VARIABLE, ask_for_speculation
 from rollout_spec.integrations.model_drafters import check_model_drafter, prepare_model_drafter
 from rollout_spec.integrations.ranks import end_if_unheard
-from rollout_spec.integrations.request_options import request_options
+from rollout_spec.integrations.request_options import request_options, with_plain_options
 from rollout_spec.integrations.weights import loads_weights
 
 RUNNER_MARK = "_rollout_spec_runner"
@@ -300,10 +301,17 @@ def _check_request(params: Any, is_v1: bool) -> None:
     """Raise ValueError if a request has options that our samplers do not support, or wrong options of ours."""
     if is_v1 and params.logprob_token_ids:
         raise ValueError("rollout_spec cannot score logprob_token_ids in the V1 model runner: remove them")
-    last = 0 if params.seed is None else params.seed + (params.n or 1) - 1  # vLLM gives sample i the seed + i
-    if last >= 2**63 or (params.seed is not None and params.seed < -(2**63)):
-        raise ValueError(f"seed + n - 1 must fit in 64 bits, got seed={params.seed} and n={params.n}")
-    request_options(params.extra_args)
+    try:
+        seed = None if params.seed is None else checks.integer("seed", params.seed)
+        if seed is not None:
+            checks.integer("seed + n - 1", seed + (params.n or 1) - 1)  # vLLM gives sample i the seed + i
+    except (TypeError, ValueError) as error:
+        message = f"seed + n - 1 must fit in 64 bits, got seed={checks.shown(params.seed)} and n={params.n}"
+        raise ValueError(message) from error
+    params.seed = seed
+    options = request_options(params.extra_args)
+    if any(str(key).startswith(CONFIG_KEY) for key in params.extra_args or ()):
+        params.extra_args = with_plain_options(params.extra_args, options)
 
 
 @functools.cache

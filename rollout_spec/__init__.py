@@ -16,7 +16,10 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     # Only the trainer hook needs transformers, so it is imported when it is asked for.
     if name == "RolloutSpecGenerator":
-        from rollout_spec.integrations.trl_hook import RolloutSpecGenerator
+        try:
+            from rollout_spec.integrations.trl_hook import RolloutSpecGenerator
+        except ImportError as error:
+            raise ImportError(f"{name} needs TRL ({error}): pip install 'rollout-spec[trl]'") from error
 
         return RolloutSpecGenerator
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

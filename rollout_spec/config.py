@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
-from rollout_spec.drafters.registry import check_keeps_history, runs_on_device
+from rollout_spec import checks
+from rollout_spec.drafters.registry import REGISTRY, check_keeps_history, check_name, runs_on_device
 from rollout_spec.history.storage import open_storage
 
 MAX_SPECULATIVE_TOKENS = 128
@@ -35,7 +35,7 @@ VerifyMethod = Literal["sample", "rejection"]
 
 def drafts_with_model(method: object) -> bool:
     """Whether a speculative method is one of MODEL_METHODS, or a name that vLLM has for a model's own MTP layers."""
-    return method in MODEL_METHODS or str(method).endswith("_mtp")
+    return isinstance(method, str) and (method in MODEL_METHODS or method.endswith("_mtp"))
 
 
 @dataclass(frozen=True)
@@ -87,43 +87,53 @@ class RolloutSpecConfig:
     max_history_dir_bytes: int = 4 << 30
 
     def __post_init__(self) -> None:
-        k = self.num_speculative_tokens
-        if not isinstance(k, int) or isinstance(k, bool):
-            raise TypeError(f"num_speculative_tokens must be an int, got {k!r}")
-        if not 1 <= k <= MAX_SPECULATIVE_TOKENS:
+        if type(self.num_speculative_tokens) is int and self.num_speculative_tokens == 0:
             raise ValueError(
-                f"num_speculative_tokens must be between 1 and {MAX_SPECULATIVE_TOKENS} (vLLM's limit), got {k}; "
-                "to switch speculation off use speculation=False"
+                f"num_speculative_tokens must be from 1 to {MAX_SPECULATIVE_TOKENS}, got 0; to switch speculation off "
+                "use speculation=False"
             )
-        if not isinstance(self.drafter, str):
-            raise TypeError(f"drafter must be a name or a dotted path, got {self.drafter!r}")
-        if not isinstance(self.drafter_options, Mapping):
-            raise TypeError(f"drafter_options must be a mapping, got {self.drafter_options!r}")
-        if self.verify not in get_args(VerifyMethod):
-            raise ValueError(f"verify must be one of {get_args(VerifyMethod)}, got {self.verify!r}")
-        for name in ("speculation", "budget"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        self._set(
+            num_speculative_tokens=checks.integer(
+                "num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS
+            ),
+            drafter=self._checked_drafter(),
+            drafter_options=checks.plain("drafter_options", self.drafter_options),
+            verify=checks.choice("verify", self.verify, get_args(VerifyMethod)),
+            speculation=checks.switch("speculation", self.speculation),
+            budget=checks.switch("budget", self.budget),
+            max_history_dir_bytes=checks.integer("max_history_dir_bytes", self.max_history_dir_bytes, 1),
+        )
+        if "max_draft_tokens" in self.drafter_options and self.drafter in REGISTRY:
+            raise ValueError("drafter_options must not set max_draft_tokens: set num_speculative_tokens")
         if self.num_speculative_tokens_per_batch_size is not None:
             self._check_ranges(self.num_speculative_tokens_per_batch_size)
         if self.speculative_config is not None:
             self._check_model(self.speculative_config)
-            if self.num_model_draft_tokens is None:
-                num_model = min(self.speculative_config["num_speculative_tokens"], k)
-                object.__setattr__(self, "num_model_draft_tokens", num_model)
-        num_model = self.num_model_draft_tokens
-        if num_model is not None and (type(num_model) is not int or not 1 <= num_model <= k):
-            raise ValueError(f"num_model_draft_tokens must be between 1 and num_speculative_tokens, got {num_model!r}")
-
+        if self.num_model_draft_tokens is not None:
+            name, k = "num_model_draft_tokens", self.num_speculative_tokens
+            self._set(num_model_draft_tokens=checks.integer(name, self.num_model_draft_tokens, 1, k))
         if self.history_dir is not None:
             self._check_history(self.history_dir)
-        if type(self.max_history_dir_bytes) is not int or self.max_history_dir_bytes < 1:
-            raise ValueError(f"max_history_dir_bytes must be a positive int, got {self.max_history_dir_bytes!r}")
+
+    def _set(self, **values: Any) -> None:
+        """Replace values by what their check has made of them."""
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def _checked_drafter(self) -> str:
+        if not isinstance(self.drafter, str):
+            raise TypeError(f"drafter must be a name or a dotted path, got {checks.shown(self.drafter)}")
+        if self.drafter not in (AUTO, NO_HISTORY):
+            check_name(self.drafter)
+        return str(self.drafter)
 
     def _check_history(self, history_dir: Any) -> None:
-        if not isinstance(history_dir, (str, os.PathLike)) or not os.fspath(history_dir):
-            raise TypeError(f"history_dir must be a path or a URL, got {history_dir!r}")
-        object.__setattr__(self, "history_dir", os.fspath(history_dir))
+        path = os.fspath(history_dir) if isinstance(history_dir, str | os.PathLike) else None
+        if not isinstance(path, str) or not path:
+            raise TypeError(f"history_dir must be a path or a URL, got {checks.shown(history_dir)}")
+        if "\0" in path:
+            raise ValueError(f"history_dir must be a path or a URL, and has a null character: {checks.shown(path)}")
+        self._set(history_dir=path)
         if not self.speculation or self.drafter == NO_HISTORY:
             raise ValueError(
                 "history_dir is set, but the engine keeps no history: it has speculation=False, or no "
@@ -133,23 +143,28 @@ class RolloutSpecConfig:
             raise ValueError("history_dir needs pyarrow: pip install 'rollout-spec[history]'")
         if self.drafter != AUTO:
             check_keeps_history(self.drafter)
-        open_storage(history_dir)
+        open_storage(path)
 
     def _check_model(self, model: Any) -> None:
         if not isinstance(model, Mapping):
-            raise TypeError(f"speculative_config must be a dict, as vLLM takes it, got {model!r}")
+            raise TypeError(f"speculative_config must be a dict, as vLLM takes it, got {checks.shown(model)}")
+        self._set(speculative_config=checks.plain("speculative_config", model))
         if not self.speculation:
             raise ValueError("speculation=False, but there is a speculative_config: remove one of them")
         method = model.get("method")
         if method is not None and not drafts_with_model(method):
+            hint = checks.did_you_mean(method, MODEL_METHODS)
             raise ValueError(
-                f"speculative_config uses {method!r}, which cannot draft beside history: use one of "
-                f"{', '.join(MODEL_METHODS)}, or leave speculative_config out"
+                f"speculative_config uses {checks.shown(method)}, which cannot draft beside history: use one of "
+                f"{', '.join(MODEL_METHODS)}, or leave speculative_config out{hint}"
             )
-        if type(model.get("num_speculative_tokens")) is not int:
-            raise ValueError(f"speculative_config must say num_speculative_tokens, an int, got {dict(model)!r}")
+        if model.get("num_speculative_tokens") is None:
+            raise ValueError(f"speculative_config must say num_speculative_tokens, an int, got {checks.shown(model)}")
+        num_model = checks.integer("speculative_config['num_speculative_tokens']", model["num_speculative_tokens"], 1)
         if self.num_speculative_tokens_per_batch_size is not None:
             raise ValueError("give num_speculative_tokens_per_batch_size in speculative_config, and not beside it")
+        if self.num_model_draft_tokens is None:
+            self._set(num_model_draft_tokens=min(num_model, self.num_speculative_tokens))
 
     @property
     def drafts_on_host(self) -> bool:
@@ -163,21 +178,24 @@ class RolloutSpecConfig:
                 f"{name} is for drafter='device': {self.drafter!r} runs on the host and gives each request its own K"
             )
         if not isinstance(ranges, Sequence) or not ranges:
-            raise TypeError(f"{name} must be a list of (first, last, K), got {ranges!r}")
-        previous = 0
+            raise TypeError(f"{name} must be a list of (first, last, K), got {checks.shown(ranges)}")
+        previous, checked = 0, []
         for entry in ranges:
-            if not isinstance(entry, Sequence) or len(entry) != 3 or not all(isinstance(n, int) for n in entry):
-                raise TypeError(f"{name} must be a list of (first, last, K), got {entry!r}")
-            first, last, k = entry
+            if not isinstance(entry, Sequence) or len(entry) != 3:
+                raise TypeError(f"{name} must be a list of (first, last, K), got {checks.shown(entry)}")
+            first, last, k = (checks.integer(f"each number in {name}", n) for n in entry)
             if (
                 not previous < first <= last
                 or not 0 <= k <= self.num_speculative_tokens
                 or (not previous and first > 1)
             ):
                 raise ValueError(
-                    f"{name} must be rising ranges from 1 on, with K up to num_speculative_tokens, got {ranges!r}"
+                    f"{name} must be rising ranges from 1 on, with K up to num_speculative_tokens, got "
+                    f"{checks.shown(ranges)}"
                 )
+            checked.append((first, last, k))
             previous = last
+        self._set(num_speculative_tokens_per_batch_size=tuple(checked))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RolloutSpecConfig:
@@ -189,17 +207,18 @@ class RolloutSpecConfig:
         """
         if not isinstance(values, Mapping):
             raise TypeError(
-                f"the rollout_spec config must be a dict, such as rollout_spec.engine_kwargs() makes, got {values!r}"
+                "the rollout_spec config must be a dict, such as rollout_spec.engine_kwargs() makes, got "
+                f"{checks.shown(values)}"
             )
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"; did you mean {near[0]!r}" if near else ""
-                raise ValueError(f"unknown rollout_spec config key {key!r}{hint}. Known keys: {', '.join(known)}")
+                hint = checks.did_you_mean(key, known)
+                raise ValueError(f"unknown rollout_spec config key {key!r}{hint or '.'} Known keys: {', '.join(known)}")
         model = values.get("speculative_config")
-        if isinstance(model, Mapping) and type(model.get("num_speculative_tokens")) is int:
-            values = {"num_speculative_tokens": model["num_speculative_tokens"], "drafter": AUTO, **values}
+        if isinstance(model, Mapping) and model.get("num_speculative_tokens") is not None:
+            k = checks.integer("speculative_config['num_speculative_tokens']", model["num_speculative_tokens"], 1)
+            values = {"num_speculative_tokens": k, "drafter": AUTO, **values}
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import functools
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_spec.checks import shown_array
 from rollout_spec.types import Float32Array, Int32Array
 
 Features = NDArray[np.int64]
@@ -40,18 +41,10 @@ def no_features(size: int) -> Features:
 
 def check_features(features: Features, size: int) -> None:
     """Raise ValueError if these are not the features of `size` tokens."""
-    if features.dtype != np.int64 or features.shape != (size, FEATURE_WORDS):
+    if not isinstance(features, np.ndarray) or features.dtype != np.int64 or features.shape != (size, FEATURE_WORDS):
         raise ValueError(
-            f"features of {size} tokens must be int64 [{size}, {FEATURE_WORDS}], "
-            f"got {features.dtype} {list(features.shape)}"
+            f"features of {size} tokens must be int64 [{size}, {FEATURE_WORDS}], got {shown_array(features)}"
         )
-
-
-def check_switches(**switches: object) -> None:
-    """Raise TypeError if an option that switches a part of the features on or off is not a bool."""
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}")
 
 
 def take(features: Features, rows: NDArray[np.int64]) -> Features:

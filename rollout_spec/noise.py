@@ -25,12 +25,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-import operator
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from rollout_spec.checks import integer, shown, shown_array
 from rollout_spec.jit import inlined
 
 DOMAIN_TARGET = 0
@@ -78,10 +78,12 @@ def derive_seed(*parts: int | str) -> int:
     for part in parts:
         if isinstance(part, str):
             tag, payload = b"s", part.encode("utf-8", "surrogatepass")
-        elif isinstance(part, bool) or not hasattr(part, "__index__"):
-            raise TypeError(f"derive_seed takes integers and strings, got {part!r} of type {type(part).__name__}")
+        elif isinstance(part, bool) or not isinstance(part, int | np.integer):
+            raise TypeError(
+                f"parts of derive_seed must be integers and strings, got {type(part).__name__} {shown(part)}"
+            )
         else:
-            tag, payload = b"i", str(operator.index(part)).encode("ascii")
+            tag, payload = b"i", str(int(part)).encode("ascii")
         # Tag and length keep ("a", "b") from ("ab",) and (1,) from ("1",).
         digest.update(tag + len(payload).to_bytes(8, "little") + payload)
     return int.from_bytes(digest.digest(), "little") & 0x7FFF_FFFF_FFFF_FFFF
@@ -91,9 +93,12 @@ def derive_seed(*parts: int | str) -> int:
 
 
 def _as_int64(values: ArrayLike, name: str) -> NDArray[np.int64]:
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):  # lists of different lengths, tensors on a device
+        raise TypeError(f"{name} must be integers, got {shown(values)}") from None
     if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be integers, got dtype {array.dtype}")
+        raise TypeError(f"{name} must be integers of 64 bits, got {shown_array(array)}")
     return array.astype(np.int64, copy=False)
 
 
@@ -131,6 +136,14 @@ def hash32(seeds: ArrayLike, positions: ArrayLike, tokens: ArrayLike, domain: in
     seed = _as_int64(seeds, "seeds")
     position = _low_word(_as_int64(positions, "positions"))
     token = _low_word(_as_int64(tokens, "tokens"))
+    domain = integer("domain", domain)
+    try:
+        np.broadcast_shapes(seed.shape, position.shape, token.shape)
+    except ValueError:
+        raise ValueError(
+            "shapes of seeds, positions and tokens must broadcast, got "
+            f"{list(seed.shape)}, {list(position.shape)} and {list(token.shape)}"
+        ) from None
     with np.errstate(over="ignore"):  # NumPy reports wrapping of 0-d arrays, not of others
         h = _mix(np.uint32(domain & MASK), _low_word(seed))
         h = _mix(h, _low_word(seed >> 32))

@@ -17,6 +17,7 @@ import numba
 import numpy as np
 import torch
 
+from rollout_spec.checks import integer, shown, shown_array
 from rollout_spec.jit import njit
 from rollout_spec.noise import (
     ADD,
@@ -80,10 +81,14 @@ def _words(values: torch.Tensor) -> torch.Tensor:
 
 
 def _token_keys(tokens: int | torch.Tensor, num_rows: int, device: torch.device) -> torch.Tensor:
-    if isinstance(tokens, int):
-        return _vocabulary_keys(tokens, device)
-    if tokens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"tokens must be int32 or int64, got {tokens.dtype}")
+    if isinstance(tokens, int | np.integer) and not isinstance(tokens, bool):
+        if not 1 <= tokens < 2**31:
+            raise ValueError(f"tokens must be a vocabulary size from 1 to 2^31 - 1, got {shown(tokens)}")
+        return _vocabulary_keys(int(tokens), device)
+    if not isinstance(tokens, torch.Tensor) or tokens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"tokens must be an int or a tensor, int32 or int64, got {shown_array(tokens)}")
+    if tokens.device != device:
+        raise ValueError(f"tokens must be on the device of seeds, {device}, got {tokens.device}")
     if tokens.dim() == 0 or tokens.dim() > 2 or (tokens.dim() == 2 and tokens.shape[0] != num_rows):
         raise ValueError(f"tokens must have shape [K] or [{num_rows}, K], got {list(tokens.shape)}")
     return _key(tokens.to(torch.int32))
@@ -147,13 +152,16 @@ def uniform32(
 
     Raises:
         TypeError: `seeds` or `positions` is not int64, or `tokens` holds no integers.
-        ValueError: shapes do not fit.
+        ValueError: shapes or devices do not fit.
     """
     for name, values in (("seeds", seeds), ("positions", positions)):
-        if values.dtype != torch.int64:
-            raise TypeError(f"{name} must be int64, got {values.dtype}")
+        if not isinstance(values, torch.Tensor) or values.dtype != torch.int64:
+            raise TypeError(f"{name} must be an int64 tensor, got {shown_array(values)}")
+        if values.device != seeds.device:
+            raise ValueError(f"{name} must be on the device of seeds, {seeds.device}, got {values.device}")
         if values.dim() != 1 or values.shape != seeds.shape:
             raise ValueError(f"{name} must have shape [N] like seeds {list(seeds.shape)}, got {list(values.shape)}")
+    domain = integer("domain", domain)
     keys = _token_keys(tokens, seeds.shape[0], seeds.device)
     if seeds.device.type != "cpu" or numba.config.DISABLE_JIT:
         return _uniform32_torch(seeds, positions, keys, domain)

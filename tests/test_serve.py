@@ -6,11 +6,10 @@ import json
 import os
 import shlex
 import sys
-from importlib import metadata
 
 import pytest
 
-from rollout_spec import RolloutSpecConfig, cli
+from rollout_spec import RolloutSpecConfig, cli, serve
 from rollout_spec.serve import server_command, shell_command
 
 CONFIG = RolloutSpecConfig(num_speculative_tokens=5, drafter="suffix")
@@ -55,7 +54,7 @@ def test_a_shell_reads_it_back():
         (["m", "--additional-config.theirs", "1"], "--additional-config.theirs is given: write --additional-config as"),
         (["m", "--additional-config", '{"rollout_spec": {}}'], "give its options to --options"),
         (["--options", '{"k": 1}', "m"], "unknown rollout_spec config key 'k'"),
-        (["--options", "8", "m"], "must be a dict"),
+        (["--options", "8", "m"], "--options must be a JSON object, got '8'"),
         (["--options", "no", "m"], "Expecting value"),
     ],
 )
@@ -72,12 +71,7 @@ def test_it_becomes_vllms_server(monkeypatch, distribution):
     """vLLM's command asks for its version under the name of the CUDA build, which the CPU build does not have."""
     ran = []
 
-    def version(name):
-        if name != distribution:
-            raise metadata.PackageNotFoundError(name)
-        return "0.31.0"
-
-    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(serve, "installed_versions", lambda names: {distribution: "0.31.0"})
     monkeypatch.setattr(os, "execv", lambda program, words: ran.append((program, words)))
     cli.main(["serve", "--options", '{"num_speculative_tokens": 5}', "m", "--port", "8001"])
     [(program, words)] = ran

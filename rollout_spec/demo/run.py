@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from rollout_spec.checks import integer
+
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the trainer's engine runs in its process
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -48,13 +50,19 @@ def run_demo(out_dir: Path, *, steps: int, seed: int) -> dict[str, Any]:
 
     Raises:
         ImportError: an optional dependency is missing; the message names the extra.
-        ValueError: `steps` is less than 2: the first step is warm-up and is not timed.
+        ValueError: `steps` is less than 2: the first step is warm-up and is not timed. Or `seed` does not fit in 32
+            bits, as NumPy's must.
+        TypeError: `steps` or `seed` is no int.
     """
-    if steps < 2:
+    if integer("steps", steps) < 2:
         raise ValueError(f"steps must be at least 2 (the first one is not timed), got {steps}")
+    integer("seed", seed, 0, 2**32 - 1)
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     try:
+        import datasets  # noqa: F401
+        import matplotlib  # noqa: F401
+        import transformers  # noqa: F401
         import trl  # noqa: F401
         import vllm  # noqa: F401
         from rich.console import Console

@@ -8,10 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollout_spec.checks import choice, integer, shown, shown_array
 from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify import cpu, vectorised
 from rollout_spec.verify.reference import GREEDY_TEMPERATURE, LogprobsMode, VerifyMethod
 
+MAX_DRAFT_TOKENS = 1 << 16
+"""Bound on what a caller may say of the longest draft: the output has as many columns."""
 _INTEGERS = (torch.int32, torch.int64)
 _FLOATS = (torch.float32, torch.float64)
 _ROW_DTYPES = {
@@ -61,9 +64,19 @@ def verify(
     Raises:
         ValueError: shapes do not fit, a mode is unknown, or draft probabilities are given to `"sample"`, which would
             ignore them. On the CPU, where reading values is cheap, also: `cu_num_draft_tokens` does not describe
-            `draft_token_ids`, `max_draft_tokens` is too small, or a request that is not greedy has no seed.
+            `draft_token_ids`, `max_draft_tokens` is too small, a request that is not greedy has no seed, a
+            temperature, top-p or min-p is out of range, or a tensor is on another device.
         TypeError: a tensor has the wrong kind of dtype.
     """
+    for name, tensor in (
+        ("target_logits", target_logits),
+        ("draft_token_ids", draft_token_ids),
+        ("cu_num_draft_tokens", cu_num_draft_tokens),
+    ):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {shown_array(tensor)}")
+    if not isinstance(rows, SamplingBatch):
+        raise TypeError(f"rows must be a SamplingBatch, got {shown(rows)}")
     if target_logits.dim() != 2 or not target_logits.is_floating_point():
         raise TypeError(
             f"target_logits must be floating point [N, V], got {target_logits.dtype} {list(target_logits.shape)}"
@@ -82,21 +95,33 @@ def verify(
         )
     for name in ("temperature", "seeds", "positions", "top_k", "top_p", "min_p"):
         values = getattr(rows, name)
+        if values is None and name in ("temperature", "positions"):
+            raise TypeError(f"rows.{name} must be given, got None")
+        if values is not None and not isinstance(values, Tensor):
+            raise TypeError(f"rows.{name} must be a tensor, got {shown_array(values)}")
         if values is not None and tuple(values.shape) != (num_requests,):
             raise ValueError(f"rows.{name} must have shape [{num_requests}], got {list(values.shape)}")
         if values is not None and values.dtype not in _ROW_DTYPES[name]:
             raise TypeError(f"rows.{name} must be {' or '.join(map(str, _ROW_DTYPES[name]))}, got {values.dtype}")
-    if method not in get_args(VerifyMethod):
-        raise ValueError(f"method must be one of {get_args(VerifyMethod)}, got {method!r}")
-    if logprobs_mode is not None and logprobs_mode not in get_args(LogprobsMode):
-        raise ValueError(f"logprobs_mode must be one of {get_args(LogprobsMode)} or None, got {logprobs_mode!r}")
+    choice("method", method, get_args(VerifyMethod))
+    if logprobs_mode is not None:
+        choice("logprobs_mode", logprobs_mode, get_args(LogprobsMode))
+    if max_draft_tokens is not None:
+        max_draft_tokens = integer("max_draft_tokens", max_draft_tokens, 0, MAX_DRAFT_TOKENS)
     if draft_probs is not None:
+        if not isinstance(draft_probs, Tensor) or not draft_probs.is_floating_point():
+            raise TypeError(f"draft_probs must be a floating-point tensor, got {shown_array(draft_probs)}")
         if method == "sample":
             raise ValueError('draft_probs would be ignored by method="sample": pass None or use method="rejection"')
         expected = (draft_token_ids.shape[0], target_logits.shape[1])
         if tuple(draft_probs.shape) != expected:
             raise ValueError(f"draft_probs must have shape {list(expected)}, got {list(draft_probs.shape)}")
     if target_logits.device.type == "cpu":
+        of_rows = {f"rows.{name}": getattr(rows, name) for name in _ROW_DTYPES}
+        others = {"draft_token_ids": draft_token_ids, "cu_num_draft_tokens": cu_num_draft_tokens, **of_rows}
+        for name, tensor in {**others, "draft_probs": draft_probs}.items():
+            if tensor is not None and (tensor.device.type != "cpu" or tensor.requires_grad):
+                raise ValueError(f"{name} must be on the logits' device, the CPU, and need no gradient")
         _check_values(draft_token_ids.shape[0], cu_num_draft_tokens, rows, max_draft_tokens)
     if method == "sample" and target_logits.device.type == "cpu":
         return cpu.verify(
@@ -127,15 +152,20 @@ def verify(
 def _check_values(
     num_drafts: int, cu_num_draft_tokens: Tensor, rows: SamplingBatch, max_draft_tokens: int | None
 ) -> None:
-    """Raise ValueError where compiled loops would read or write past an array, or sample greedily for want of seeds."""
+    """Raise ValueError where compiled loops would read or write past an array, or sample greedily by mistake."""
     cu = cu_num_draft_tokens.numpy()
-    lengths = np.diff(cu, prepend=0)
-    if (lengths < 0).any() or (cu[-1] if len(cu) else 0) != num_drafts:
+    lengths = np.diff(cu, prepend=0)  # wraps only where a sum is negative
+    if (cu < 0).any() or (lengths < 0).any() or (cu[-1] if len(cu) else 0) != num_drafts:
         raise ValueError(
             f"cu_num_draft_tokens must rise to the number of drafted tokens, {num_drafts}, got {cu.tolist()}"
         )
     longest = int(lengths.max(initial=0))
     if max_draft_tokens is not None and max_draft_tokens < longest:
         raise ValueError(f"max_draft_tokens must be at least the longest draft, {longest}, got {max_draft_tokens}")
+    for name, most in (("temperature", np.finfo(np.float64).max), ("top_p", 1), ("min_p", 1)):
+        values = getattr(rows, name)
+        if values is not None and not ((values.numpy() >= 0) & (values.numpy() <= most)).all():  # NaN is neither
+            expected = "finite and at least 0" if name == "temperature" else "from 0 to 1"
+            raise ValueError(f"rows.{name} must be {expected}, got {values.tolist()}")
     if rows.seeds is None and (rows.temperature.numpy() >= GREEDY_TEMPERATURE).any():
         raise ValueError("rows.seeds must be given unless every temperature is 0: without noise nothing is sampled")

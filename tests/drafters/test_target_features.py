@@ -271,5 +271,5 @@ def test_features_are_copied_when_they_are_given():
 
 @pytest.mark.parametrize("name", ["signatures", "distributions"])
 def test_switches_are_booleans(name):
-    with pytest.raises(TypeError, match=f"{name} must be True or False, got 'false'"):
+    with pytest.raises(TypeError, match=f"{name} must be a bool, got 'false'"):
         make(**{name: "false"})

@@ -24,7 +24,6 @@ PROPOSER = OPTIONS["speculative_config"]
         (engine_kwargs(drafter_options={"min_survival": 2}), ValueError, r"min_survival must be in \[0, 1\), got 2"),
         (engine_kwargs(drafter="tests.adversaries.SameToken", drafter_options={"size": 2}), ValueError, "'size'"),
         (engine_kwargs(drafter="tests.adversaries.RaisesWhenBuilt"), TypeError, "has no len"),
-        (engine_kwargs(drafter="devise"), ValueError, "'device', 'lookahead', 'mixture', 'ngram', 'suffix'"),
         ({**OPTIONS, "additional_config": {"rollout_spec": True}}, TypeError, "must be a dict"),
         ({"additional_config": {"rolout_spec": {}}}, ValueError, "did you mean 'rollout_spec'"),
         (
