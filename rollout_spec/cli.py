@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +16,39 @@ from rollout_spec.replay import arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit status: 0, or 2 with one line on stderr for bad input."""
+    """Run a command and return its exit status.
+
+    0; 1 where `doctor` finds a fault; 2 for bad input, with one line on stderr; after Ctrl-C, or where nobody reads on
+    what is printed, what a shell gives to a command that was ended by the signal.
+    """
+    status = 0
+    try:
+        status = _run(argv)
+        print(end="", flush=True)
+    except BrokenPipeError:
+        _end_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:  # a full disk, also of what is printed
+        _end_output()
+        if not status:  # otherwise something was said already
+            print(f"rollout-spec: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("rollout-spec: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    return status
+
+
+def _end_output() -> None:
+    """Write what is left in the buffer of stdout. If that fails, it goes nowhere: Python tries again at its exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="rollout-spec", description="Lossless speculation for RL rollouts.")
     parser.add_argument("--version", action="version", version=f"rollout-spec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -25,7 +25,8 @@ import numpy as np
 
 import rollout_spec
 from rollout_spec import jit_cache
-from rollout_spec.files import check_writable
+from rollout_spec.checks import shown
+from rollout_spec.files import check_writable, read_json, write_whole
 from rollout_spec.integrations import environment
 from rollout_spec.replay.cost import EngineCost
 from rollout_spec.stats import REPORT_FORMAT, ProgressPoint
@@ -67,11 +68,16 @@ def run(args: Namespace) -> int:
             picture = render(report, args.plot.suffix[1:])
         print(explain(report))
         if args.plot is not None:
-            args.plot.write_bytes(picture)
+            write_whole(args.plot, picture)
         if args.engine_cost is not None:
             cost = engine_cost(report)
             values = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in cost._asdict().items()}
-            args.engine_cost.write_text(json.dumps(values) + "\n")
+            write_whole(args.engine_cost, json.dumps(values) + "\n")
+    except BrokenPipeError:
+        raise  # of whoever reads what is printed, and no fault of a file
+    except ArithmeticError:  # steps without requests, and the like
+        print(f"rollout-spec: {args.report} is damaged: its numbers do not fit each other", file=sys.stderr)
+        return 2
     except (ImportError, OSError, ValueError) as error:
         print(f"rollout-spec: {error}", file=sys.stderr)
         return 2
@@ -230,13 +236,13 @@ def read_report(path: Path) -> dict[str, Any]:
         OSError: the file cannot be read.
     """
     try:
-        report = json.loads(path.read_text())
-    except ValueError as error:  # no JSON, or no text
+        report = read_json(path)
+    except ValueError as error:
         raise ValueError(f"{path} is no report: {error}") from None
-    if not isinstance(report, dict) or "format" not in report:
+    if "format" not in report:
         raise ValueError(f"{path} is no report: write one with RolloutSpecGenerator, or the 'report' command")
     if report["format"] != REPORT_FORMAT:
-        raise ValueError(f"{path} was written by another version of rollout-spec ({report['format']})")
+        raise ValueError(f"{path} was written by another version of rollout-spec ({shown(report['format'])})")
     try:
         _check_fields(report)
     except ValueError as error:
@@ -279,11 +285,11 @@ def _require(
         if name not in values:
             raise ValueError(f"{owner}{name} is missing")
         if not is_right(values[name]):
-            raise ValueError(f"{owner}{name} must be {expected}, got {str(values[name])[:80]}")
+            raise ValueError(f"{owner}{name} must be {expected}, got {shown(values[name])}")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float))
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= sys.float_info.max
 
 
 def _are_numbers(value: Any, size: int | None = None) -> bool:

@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.files import check_writable
+from rollout_spec.checks import shown
+from rollout_spec.files import writing
 
 if TYPE_CHECKING:
     from rollout_spec.history.contents import Contents
@@ -70,7 +71,10 @@ def _num_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", text)
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is no size, such as 500MB or 2GB")
-    return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
+    size = float(match[1]) * 1000 ** " kMGT".index(match[2] or " ")
+    if size >= 2**63:
+        raise argparse.ArgumentTypeError(f"{shown(text)} does not fit in 64 bits")
+    return int(size)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -85,6 +89,8 @@ def run(args: argparse.Namespace) -> int:
                 f"history needs pyarrow and tqdm ({error}): pip install 'rollout-spec[history]'"
             ) from error
         return commands[args.history_command](args)
+    except BrokenPipeError:
+        raise  # of whoever reads what is printed, and no fault of a file
     except (ImportError, OSError, ValueError) as error:
         print(f"rollout-spec history: {error}", file=sys.stderr)
         return 2
@@ -270,12 +276,12 @@ def _export(args: argparse.Namespace) -> int:
     if args.file.suffix not in (".jsonl", ".parquet"):
         raise ValueError(f"{args.file}: the name must end in .jsonl or .parquet")
     _, contents = _open(args.dir)
-    check_writable(args.file)
-    if args.file.suffix == ".jsonl":
-        count, note = export_lines(each_once(contents), args.file), ""
-    else:
-        count, has_features = export_traces(contents, args.file)
-        note = "" if has_features else ", without what the target saw: some rollouts have none of it"
+    with writing(args.file) as unfinished:
+        if args.file.suffix == ".jsonl":
+            count, note = export_lines(each_once(contents), unfinished), ""
+        else:
+            count, has_features = export_traces(contents, unfinished)
+            note = "" if has_features else ", without what the target saw: some rollouts have none of it"
     _print_refused(contents.refused)
     print(f"{args.file}: {count:,} rollouts{note}")
     return 0

@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from rollout_spec.checks import first_line
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.history.recordings import Bad, Content, Messages, Recorded, Recording, not_empty
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
-from rollout_spec.history.shards import Entry, Origin, ShardError, first_line, read_bytes, read_info, write_shard
+from rollout_spec.history.shards import Entry, Origin, ShardError, read_bytes, read_info, write_shard
 from rollout_spec.history.storage import Storage
 from rollout_spec.history.text import encode_text, text_key
 from rollout_spec.types import Int32Array

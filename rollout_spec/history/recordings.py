@@ -20,9 +20,11 @@ import numpy as np
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 
+from rollout_spec.checks import first_line
 from rollout_spec.features import FEATURE_WORDS, Features
+from rollout_spec.files import naming
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
-from rollout_spec.history.shards import Origin, first_line
+from rollout_spec.history.shards import Origin
 from rollout_spec.replay.traces import REQUIRED_COLUMNS, read_traces
 from rollout_spec.types import Int32Array
 
@@ -99,7 +101,7 @@ class Recording:
     def __init__(self, path: Path, format: str = "auto") -> None:
         self.path = path
         self.position = 0
-        with path.open("rb") as file:
+        with naming(path), path.open("rb") as file:
             magic = file.read(4)
         self._is_parquet = magic == b"PAR1"
         if magic[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -188,7 +190,7 @@ class Recording:
                         except ValueError as error:
                             yield Bad(number, first_line(error))
                     self.position = size * number // file.metadata.num_rows
-        except (arrow.ArrowException, OSError) as error:
+        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
             yield Bad(number + 1, f"the file is damaged from here on: {first_line(error)}")
 
     def _traces(self) -> Iterator[Recorded | Bad]:
@@ -212,7 +214,7 @@ class Recording:
 def _columns(path: Path) -> list[str]:
     try:
         return list(parquet.read_schema(path).names)
-    except (arrow.ArrowException, OSError) as error:
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: this is no whole Parquet file: {first_line(error)}") from error
 
 

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 
+from rollout_spec.checks import first_line
 from rollout_spec.features import FEATURE_WORDS
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
 from rollout_spec.history.storage import SUFFIX, Storage
@@ -178,7 +179,8 @@ def read_bytes(storage: Storage, name: str) -> bytes:
         ShardError: it was cut or changed.
         OSError: as `Storage.read`.
     """
-    data = storage.read(name)
+    # What has another name is not read, however large it is.
+    data = storage.read(name) if version_of(name) >= 0 else b""
     if name != _name(version_of(name), data):
         raise ShardError("it was cut or changed: its content does not agree with its name")
     return data
@@ -288,8 +290,3 @@ def _info(schema: Any) -> ShardInfo:
     oldest, newest = map(int, metadata["versions"])
     num_rollouts, num_tokens, num_problems = (int(metadata[name]) for name in ("rollouts", "tokens", "problems"))
     return ShardInfo(origin, batches, num_rollouts, num_tokens, num_problems, oldest, newest)
-
-
-def first_line(error: BaseException) -> str:
-    """Of an error's message; its type's name if there is none."""
-    return next(iter(str(error).splitlines()), type(error).__name__)

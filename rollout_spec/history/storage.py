@@ -164,9 +164,11 @@ def open_storage(url: str | os.PathLike[str]) -> Storage:
     """The storage behind a path or a URL. Touches nothing.
 
     Raises:
-        ValueError: fsspec knows no such file system, or cannot use it.
+        ValueError: `url` is empty, or fsspec knows no such file system, or cannot use it.
     """
     url = os.fspath(url)
+    if not url:
+        raise ValueError("the name of the history's folder is empty")
     if not is_remote(url):
         return LocalStorage(Path(url.removeprefix("file://").removeprefix("local://")))
     try:

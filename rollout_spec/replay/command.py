@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from rollout_spec.checks import shown
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.files import check_writable
+from rollout_spec.files import check_writable, write_whole
 from rollout_spec.noise import derive_seed
 from rollout_spec.replay.cost import EngineCost, read_cost
 from rollout_spec.replay.engine import compare
@@ -48,11 +49,27 @@ def run(args: argparse.Namespace) -> int:
             check_writable(args.json)
         cost = read_cost(args.engine_cost) if args.engine_cost else None
         files = [(path, read_traces(path, max_prompts=args.prompts)) for path in args.paths]
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"rollout-spec replay: {error}", file=sys.stderr)
         return 2
-    if cost is not None:
-        return _compare_budgets(files, cost, args)
+    rows = _measure_all(files, options, args) if cost is None else _compare_budgets(files, cost, args)
+    if args.json is not None:
+        about = {"argv": sys.argv, "k": args.num_speculative_tokens, "batch": args.batch}
+        if cost is None:
+            versions = {name: version(name) for name in ("rollout-spec", "numpy", "numba")}
+            about = {"drafter": args.drafter, "options": options, **about, "versions": versions}
+        try:
+            write_whole(args.json, json.dumps([{**row, **about} for row in rows], indent=1))
+        except OSError as error:
+            print(f"rollout-spec replay: {error}", file=sys.stderr)
+            return 2
+    return 0
+
+
+def _measure_all(
+    files: Sequence[tuple[Path, Sequence[Problem]]], options: dict[str, Any], args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Replay every file in every regime; print a table. Returns its rows with all figures."""
     rows: list[dict[str, Any]] = []
     for path, problems in files:
         for regime in REGIMES if args.regime == "all" else (args.regime,):
@@ -61,17 +78,7 @@ def run(args: argparse.Namespace) -> int:
                 for noise, row in _measure(problems, make, regime, args):
                     rows.append({"file": path.name, "regime": regime, "noise": noise, **changes, **row})
                     _print_row(rows[-1], first=len(rows) == 1)
-    if args.json:
-        about = {
-            "argv": sys.argv,
-            "drafter": args.drafter,
-            "options": options,
-            "k": args.num_speculative_tokens,
-            "batch": args.batch,
-            "versions": {name: version(name) for name in ("rollout-spec", "numpy", "numba")},
-        }
-        args.json.write_text(json.dumps([{**row, **about} for row in rows], indent=1))
-    return 0
+    return rows
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -92,15 +99,15 @@ def _parse_option(text: str) -> tuple[str, Any]:
     try:
         if separator:
             return name, json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         pass
-    raise ValueError(f"--option must be NAME=JSON, e.g. min_survival=0.05 or index='\"ngram\"', got {text!r}")
+    raise ValueError(f"--option must be NAME=JSON, e.g. min_survival=0.05 or index='\"ngram\"', got {shown(text)}")
 
 
 def _compare_budgets(
     files: Sequence[tuple[Path, Sequence[Problem]]], cost: EngineCost, args: argparse.Namespace
-) -> int:
-    """Simulate rollout phases under every budget policy; print a table and write JSON."""
+) -> list[dict[str, Any]]:
+    """Simulate rollout phases under every budget policy; print a table. Returns its rows with all figures."""
     rows = []
     print(f"Simulated: a step takes what the curve {cost.name!r} says, recorded tokens decide what is accepted.")
     print("Drafts come from the suffix index of each problem's own texts; speedups are those over no drafts.")
@@ -119,10 +126,7 @@ def _compare_budgets(
                 f"{phase.drafted:8} {phase.accepted:8}",
                 flush=True,
             )
-    if args.json:
-        about = {"argv": sys.argv, "k": args.num_speculative_tokens, "batch": args.batch}
-        args.json.write_text(json.dumps([{**row, **about} for row in rows], indent=1))
-    return 0
+    return rows
 
 
 def _measure(

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_spec.checks import number, shown
+from rollout_spec.files import read_json
+
 Floats = NDArray[np.float64]
+MAX_NUMBER = 1e15
+"""Bound on the tokens and seconds of a curve, so that what is computed from them is finite."""
 
 
 class EngineCost(NamedTuple):
@@ -45,22 +49,27 @@ def read_cost(path: Path) -> EngineCost:
     `draft_call_seconds`.
 
     Raises:
-        ValueError: a field is missing, tokens do not rise, or seconds fall.
+        ValueError: the file is no JSON object, a field is missing or wrong, tokens do not rise, or seconds fall.
         OSError: the file cannot be read.
     """
     try:
-        values = json.loads(path.read_text())
-        cost = EngineCost(
-            str(values["name"]),
-            np.array(values["tokens"], np.float64),
-            np.array(values["seconds"], np.float64),
-            float(values.get("drafted_seconds", 0.0)),
-            float(values.get("draft_seconds", 0.0)),
-            float(values.get("draft_call_seconds", 0.0)),
-        )
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no cost curve: {error!r}") from None
-    rising = np.all(np.diff(cost.tokens) > 0) and np.all(np.diff(cost.seconds) >= 0)
-    if cost.tokens.ndim != 1 or cost.tokens.shape != cost.seconds.shape or cost.tokens.size < 2 or not rising:
-        raise ValueError(f"{path}: tokens must rise and seconds must not fall, two values or more of each")
-    return cost
+        values = read_json(path)
+        for name in ("name", "tokens", "seconds"):
+            if name not in values:
+                raise ValueError(f"{name} is missing")
+        tokens, seconds = (_numbers(name, values[name]) for name in ("tokens", "seconds"))
+        prices = [_numbers(name, [values.get(name, 0.0)])[0] for name in EngineCost._fields[3:]]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no cost curve: {error}") from None
+    rising = np.all(np.diff(tokens) > 0) and np.all(np.diff(seconds) >= 0)
+    if tokens.shape != seconds.shape or tokens.size < 2 or not rising or seconds[0] == 0:
+        raise ValueError(f"{path}: tokens must rise and seconds must not fall, from above 0, two or more of each")
+    return EngineCost(str(values["name"]), tokens, seconds, *map(float, prices))
+
+
+def _numbers(name: str, values: object) -> Floats:
+    """float64 of a list of numbers from 0 to MAX_NUMBER."""
+    if not isinstance(values, list):
+        raise TypeError(f"{name} must be a list of numbers, got {shown(values)}")
+    expected = f"from 0 to {MAX_NUMBER:g}"
+    return np.array([number(name, value, lambda n: 0 <= n <= MAX_NUMBER, expected) for value in values], np.float64)

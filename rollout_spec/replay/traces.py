@@ -13,8 +13,8 @@ One row per rollout: `prompt_id` string or integer, `sample_id` integer, `epoch`
 
 from __future__ import annotations
 
-import errno
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_spec.checks import first_line
 from rollout_spec.features import SIGNATURE_WORDS, TOP_TOKENS, Features, pack, take
 from rollout_spec.types import Int32Array
 
@@ -73,22 +74,38 @@ def read_traces(path: str | Path, *, max_prompts: int | None = None) -> list[Pro
         import pyarrow.parquet as parquet
     except ImportError as error:
         raise ImportError(f"recordings are read with pyarrow ({error}): pip install 'rollout-spec[replay]'") from error
-    if not Path(path).is_file():
-        raise FileNotFoundError(errno.ENOENT, "no such file", str(path))
+    if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():
+        raise ValueError(f"{path}: not a regular file")
+    with Path(path).open("rb"):  # pyarrow's errors are of other types, and some do not name the file
+        pass
     try:
         table = parquet.ParquetFile(path).read()
-    except arrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: not a Parquet file: {str(error).splitlines()[0]}") from error
+        names = table.column_names
+        table.validate(full=True)  # of damaged files: text that is none, lists that end elsewhere
+    except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not a Parquet file, or damaged: {first_line(error)}") from error
+    if repeated := [name for name, count in Counter(names).items() if count > 1]:
+        raise ValueError(f"{path}: several columns are named {', '.join(repeated)}")
     missing = [name for name in REQUIRED_COLUMNS if name not in table.column_names]
     if missing:
         raise ValueError(f"{path}: no column {', '.join(missing)}; found {', '.join(table.column_names)}")
     if not table.num_rows:
         raise ValueError(f"{path}: no rollouts")
     prompts, completions = _token_lists(table, "prompt_tokens", path), _token_lists(table, "completion_tokens", path)
+    kind = table["prompt_id"].type
+    types = arrow.types
+    if not any(
+        is_type(kind) for is_type in (types.is_string, types.is_large_string, types.is_integer, types.is_dictionary)
+    ):
+        raise ValueError(f"{path}: column prompt_id must hold strings or integers, got {kind}")
     _refuse_nulls(table["prompt_id"], "prompt_id", path)
     sample_ids = _integers(table, "sample_id", path)
     epochs = _integers(table, "epoch", path) if "epoch" in table.column_names else [0] * table.num_rows
     seeds = _integers(table, "seed", path) if "seed" in table.column_names else [None] * table.num_rows
+    if any(seed is not None and not -(2**63) <= seed < 2**63 for seed in seeds):
+        raise ValueError(f"{path}: column seed must hold integers of 64 bits with a sign")
+    if "gen_runs" in table.column_names:
+        _check_lists(table["gen_runs"].type, "gen_runs", path, of_integers=True)
     all_runs = table["gen_runs"].to_pylist() if "gen_runs" in table.column_names else [None] * table.num_rows
     features = None
     if any(name in table.column_names for name in FEATURE_COLUMNS):
@@ -141,16 +158,10 @@ def _token_lists(table: Any, name: str, path: str | Path) -> list[Int32Array]:
 
 def _lists(table: Any, name: str, path: str | Path, *, of_integers: bool) -> list[NDArray]:
     """A column of lists of integers or floats as arrays, one per row."""
-    import pyarrow as arrow
     import pyarrow.compute as compute
 
     column = table[name]
-    kind = column.type
-    is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
-    is_wanted = arrow.types.is_integer if of_integers else arrow.types.is_floating
-    if not is_list or not is_wanted(kind.value_type):
-        wanted = "integers" if of_integers else "floating-point numbers"
-        raise ValueError(f"{path}: column {name} must hold lists of {wanted}, got {kind}")
+    _check_lists(column.type, name, path, of_integers=of_integers)
     _refuse_nulls(column, name, path)
     ends = np.cumsum(compute.list_value_length(column).to_numpy())
     flat = compute.list_flatten(column).combine_chunks()
@@ -159,6 +170,16 @@ def _lists(table: Any, name: str, path: str | Path, *, of_integers: bool) -> lis
         row = int(np.searchsorted(ends, first, "right"))
         raise ValueError(f"{path}: column {name} holds a null among the values of row {row}, counted from 0")
     return np.split(flat.to_numpy(zero_copy_only=False), ends[:-1])
+
+
+def _check_lists(kind: Any, name: str, path: str | Path, *, of_integers: bool) -> None:
+    import pyarrow as arrow
+
+    is_list = arrow.types.is_list(kind) or arrow.types.is_large_list(kind)
+    is_wanted = arrow.types.is_integer if of_integers else arrow.types.is_floating
+    if not is_list or not is_wanted(kind.value_type):
+        wanted = "integers" if of_integers else "floating-point numbers"
+        raise ValueError(f"{path}: column {name} must hold lists of {wanted}, got {kind}")
 
 
 def _read_features(table: Any, completions: Sequence[Int32Array], path: str | Path) -> list[Features]:
@@ -177,6 +198,8 @@ def _read_features(table: Any, completions: Sequence[Int32Array], path: str | Pa
         _lists(table, "top_logprobs", path, of_integers=False),
         table["signatures"].to_pylist(),
     )
+    if any(np.isnan(logprobs).any() for logprobs in columns[1]):
+        raise ValueError(f"{path}: column top_logprobs holds NaN")
     found = []
     for row, (tokens, ids, logprobs, signatures) in enumerate(zip(completions, *columns, strict=True)):
         size = tokens.size
