@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import pickle
+import secrets
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +22,8 @@ from numba.core.registry import CPUDispatcher
 from numba.extending import intrinsic
 
 from rollout_spec import jit_cache
+
+DIGEST_BYTES = 16
 
 _dispatchers: list[Any] = []
 
@@ -178,29 +182,62 @@ class _Results(caching.CompileResultCacheImpl):
 class _Cache(caching.FunctionCache):
     """numba's cache of one function; where files cannot be read or written, the function is compiled again.
 
-    Several processes may compile a function at once. numba renames finished files into place, but changes its index of
-    a function's signatures and processors without a lock. Here every signature and processor has an index of its own.
+    numba keeps an index of a function's signatures and processors, which processes that compile at once would change
+    without a lock. Here every signature and processor has a file of its own.
     """
 
     _impl_class = _Results
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         target_context.refresh()
-        self._select_index(sig, target_context.codegen())
-        try:
-            return super().load_overload(sig, target_context)
-        except (OSError, EOFError, pickle.UnpicklingError):  # not readable, or cut off by a crash
-            return None
+        self._select_file(sig, target_context.codegen())
+        return super().load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        self._select_index(sig, data.codegen)
+        self._select_file(sig, data.codegen)
         try:
-            self.flush()  # replaces an index that could not be read
             super().save_overload(sig, data)
         except OSError as error:
             _warn(f"compiled code cannot be kept ({error.strerror})")
 
-    def _select_index(self, sig: Any, codegen: Any) -> None:
-        key = hashlib.blake2b(repr(self._index_key(sig, codegen)).encode(), digest_size=8).hexdigest()
-        name = f"{self._impl.filename_base}-{key}"
-        self._cache_file = caching.IndexDataCacheFile(self.cache_path, name, jit_cache.digest())
+    def _select_file(self, sig: Any, codegen: Any) -> None:
+        key = hashlib.blake2b(repr(self._index_key(sig, codegen)).encode(), digest_size=16).hexdigest()
+        self._cache_file = _CodeFile(Path(self.cache_path, f"{self._impl.filename_base}-{key}.nbc"))
+
+
+class _CodeFile:
+    """The code of one signature, after a digest of it and of the file's name: damaged code could crash the process.
+
+    It takes the place of numba's `IndexDataCacheFile`, whose keys it does not need.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self, key: Any) -> Any:
+        """What was saved; None if there is nothing, or if it is damaged."""
+        try:
+            data = self._path.read_bytes()
+        except OSError:
+            return None
+        digest, code = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
+        return pickle.loads(code) if digest == self._digest(code) else None
+
+    def save(self, key: Any, data: Any) -> None:
+        """Replace what is there. Other processes find the old code or the new, as a whole.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        code = caching.dumps(data)
+        unfinished = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")
+        try:
+            unfinished.write_bytes(self._digest(code) + code)
+            unfinished.replace(self._path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            raise
+
+    def _digest(self, code: bytes) -> bytes:
+        return hashlib.blake2b(self._path.name.encode() + code, digest_size=DIGEST_BYTES).digest()

@@ -79,7 +79,7 @@ def test_code_is_compiled_once_and_again_when_a_function_that_it_calls_has_chang
     assert later["hits"] > 0
     assert later["value"] == first["value"]
 
-    for file in (tmp_path / "cache").rglob("*.nb?"):  # cut off by a crash
+    for file in (tmp_path / "cache").rglob("*.nbc"):  # cut off by a crash
         os.truncate(file, file.stat().st_size // 2)
     assert probe(**options)["value"] == first["value"]
     assert probe(**options)["misses"] == 0
