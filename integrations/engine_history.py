@@ -148,11 +148,13 @@ class EngineHistory:
         self._recorded += [rollout._replace(root=root) for rollout in self._drafter.take_recorded()]
 
     def _hand_over(self, *, wait: bool = False) -> None:
-        recorded, self._recorded = self._recorded, []
-        for rollout in self._drafter.take_recorded(wait=wait):
-            recorded.append(rollout._replace(root=self._roots.root_of(rollout.problem_id)))
-        if self._folder is not None and recorded:
-            self._folder.add(recorded)
+        try:
+            for rollout in self._drafter.take_recorded(wait=wait):
+                self._recorded.append(rollout._replace(root=self._roots.root_of(rollout.problem_id)))
+        finally:  # the drafter may be a user's own
+            recorded, self._recorded = self._recorded, []
+            if self._folder is not None and recorded:
+                self._folder.add(recorded)
 
     def _add(self, rollouts: Sequence[Rollout]) -> None:
         self._drafter.add_rollouts(rollouts)
@@ -189,9 +191,11 @@ class EngineHistory:
         """Write what has ended, and stop. Called when the worker shuts down; a second call does nothing."""
         if self._folder is not None and not self._is_closed:
             self._is_closed = True
-            self._hand_over(wait=True)
-            self._folder.keep_learned(self._drafter.learned())
-            self._folder.close()
+            try:
+                self._hand_over(wait=True)
+                self._folder.keep_learned(self._drafter.learned())
+            finally:
+                self._folder.close()
 
 
 def origin_of(model_config: Any) -> Origin:

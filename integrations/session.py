@@ -293,8 +293,9 @@ class DraftingSession:
             self._draft_watch.observe(version, *self.choice.first_tokens.tolist())
         if not self.broken:
             self._ask(lambda: self.drafter.begin_policy_version(version))
-        if self.engine_history is not None and not self.broken:
-            self.engine_history.begin_policy_version(version)
+        history = self.engine_history
+        if history is not None and not self.broken:
+            self._ask(lambda: history.begin_policy_version(version))
 
     def num_live_requests(self) -> int:
         """Requests whose end the drafter has not seen."""
@@ -302,7 +303,7 @@ class DraftingSession:
 
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds; 0 once it has raised."""
-        return 0 if self.broken else int(self._ask(lambda: self.drafter.memory_bytes()) or 0)
+        return 0 if self.broken else self._ask(lambda: int(self.drafter.memory_bytes() or 0)) or 0
 
     def source_counts(self) -> dict[str, list[int]]:
         """By source, [drafted tokens that the target reached, those that were right]; empty if it has no sources."""
@@ -316,10 +317,13 @@ class DraftingSession:
     def _drafter_counts(self, name: str) -> dict[str, list[int]]:
         """What the drafter has counted; empty if it counts no such thing."""
         count = getattr(self.drafter, name, None)
-        counts: Mapping[str, Sequence[int]] = {}
-        if not self.broken and count is not None:
-            counts = self._ask(count) or {}
-        return {key: list(values) for key, values in counts.items()}
+        if self.broken or count is None:
+            return {}
+
+        def counts() -> dict[str, list[int]]:
+            return {str(key): [int(value) for value in values] for key, values in (count() or {}).items()}
+
+        return self._ask(counts) or {}
 
     def _learn_lengths(self, rollouts: Sequence[Rollout]) -> None:
         if self.budget is not None:
@@ -333,7 +337,7 @@ class DraftingSession:
         drafter: Any = self.drafter  # a user's own may have no history
         if self.broken or not hasattr(drafter, "history_summary"):
             return {}
-        return self._ask(lambda: drafter.history_summary()) or {}
+        return self._ask(lambda: {str(key): int(value) for key, value in drafter.history_summary().items()}) or {}
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """Call the drafter outside of `draft`. If it raises, switch it off and return None."""

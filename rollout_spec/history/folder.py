@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import secrets
 import threading
 import time
@@ -43,6 +44,11 @@ LOOKS_WHILE_MERGED = 3
 """How often the folder is listed at most where shards are merged while they are read."""
 MAX_WAITING_TOKENS = 1_000_000
 """Of other engines' rollouts that the engine has not taken. The oldest are dropped."""
+MAX_UNWRITTEN_TOKENS = 5_000_000
+"""Of its own rollouts that have not been tried to be written, and as many of those where that failed: up to 36 bytes
+each. A healthy folder never has so many. The oldest are dropped."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds until a folder that could not be written is tried again; each time twice as many."""
 SECONDS_TO_CLOSE = 10.0
 
 
@@ -53,7 +59,8 @@ class FolderStats:
     Attributes:
         rollouts_written, bytes_written: Its own, merging not counted.
         rollouts_read, bytes_read: Of earlier runs and of other engines.
-        rollouts_lost: Could not be written.
+        rollouts_waiting: Could not be written yet, and will be tried again.
+        rollouts_lost: Were never written: too many waited, or the engine ended before the folder could be written.
         rollouts_dropped: Were read, but the engine did not take them in time.
         shards_refused: Shards that were damaged or of another tokenizer.
         seconds: Time that its thread was busy.
@@ -63,6 +70,7 @@ class FolderStats:
     bytes_written: int = 0
     rollouts_read: int = 0
     bytes_read: int = 0
+    rollouts_waiting: int = 0
     rollouts_lost: int = 0
     rollouts_dropped: int = 0
     shards_refused: int = 0
@@ -129,16 +137,23 @@ class HistoryFolder:
         self._newest: dict[int, int] = {}  # newest version by writer
         self._known: set[str] = set()  # shards that need not be read any more
         self._refused: dict[str, int] = {}  # sizes of shards that cannot be used
-        self._outbox: list[Rollout] = []
+        self._outbox: deque[Rollout] = deque()
+        self._outbox_tokens = 0
+        self._unwritten: deque[list[Entry]] = deque()  # batches that could not be written, oldest first
+        self._pause = 0.0  # seconds from the last write that failed to the next; 0: it did not fail
+        self._next_write = 0.0  # by `time.monotonic`
         self._inbox: deque[Entry] = deque()
         self._inbox_tokens = 0
         self._learned: dict[str, NDArray] | None = None
         self._lock = threading.Lock()  # of the two boxes
+        self._write_lock = threading.Lock()  # of what could not be written
         self._has_failed = False
         self._warned_of: set[int | None] = set()  # numbers of errors
         self._looks = 0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._process = os.getpid()
 
     # -- called by the engine ----------------------------------------------------------------------------------------
 
@@ -193,7 +208,12 @@ class HistoryFolder:
     def add(self, rollouts: Iterable[Rollout]) -> None:
         """Write rollouts soon."""
         with self._lock:
-            self._outbox.extend(rollouts)
+            for rollout in rollouts:
+                self._outbox.append(rollout)
+                self._outbox_tokens += rollout.num_tokens
+            while self._outbox_tokens > MAX_UNWRITTEN_TOKENS:  # the thread hangs in a file system, or has to wait
+                self._outbox_tokens -= self._outbox.popleft().num_tokens
+                self.stats.rollouts_lost += 1
 
     def take(self, max_tokens: int = MAX_WAITING_TOKENS) -> list[Received]:
         """The first of the other engines' rollouts that have come, with `max_tokens` together, but at least one."""
@@ -205,13 +225,28 @@ class HistoryFolder:
         return [Received(max(self._newest[e.writer] - e.rollout.version, 0), e.rollout) for e in entries]
 
     def close(self) -> None:
-        """Write what is left, and stop. Waits SECONDS_TO_CLOSE at most for what the thread is doing."""
+        """Write what is left, and stop. Waits SECONDS_TO_CLOSE at most for what the thread is doing.
+
+        A second call does nothing. Nor does one in a fork: rollouts are the parent's, and its thread may hold the lock.
+        """
+        if self._is_closed or os.getpid() != self._process:
+            return
+        self._is_closed = True
         self._stopping.set()
         if self._thread is not None:
             self._thread.join(SECONDS_TO_CLOSE)
-            self._thread = None
-        with self._timed():
-            self._write()
+        is_stuck = self._thread is not None and self._thread.is_alive()
+        try:
+            if not is_stuck:
+                self._next_write = 0.0
+                with self._timed():
+                    self._write()
+        finally:
+            num_left = self._count_unwritten()
+            self.stats.rollouts_lost += num_left
+            self.stats.rollouts_waiting = 0
+            if num_left:
+                logger.warning("history: %d rollouts could not be written to %s", num_left, self._url)
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -249,31 +284,65 @@ class HistoryFolder:
             self._warn(error)
 
     def _write(self) -> None:
-        learned, self._learned = self._learned, None
-        if learned is not None:
-            file = io.BytesIO()
-            about = np.array(json.dumps(self._origin.without_model()))
-            np.savez_compressed(file, allow_pickle=False, **{**learned, ORIGIN: about})
+        """Write what has come. What cannot be written now is kept, and tried again after a pause."""
+        with self._write_lock:
+            if time.monotonic() < self._next_write:
+                self.stats.rollouts_waiting = self._count_unwritten()
+                return
+            with self._lock:
+                rollouts, self._outbox, self._outbox_tokens = self._outbox, deque(), 0
+            if rollouts:
+                self._unwritten.append([Entry(self._writer, self._next_batch, rollout) for rollout in rollouts])
+                self._seen[self._writer].add(self._next_batch, self._next_batch)
+                self._next_batch += 1
             try:
-                self._storage.write(LEARNED, file.getvalue())
+                while self._unwritten:
+                    self._write_batch(self._unwritten[0])
+                    self._unwritten.popleft()
+                self._write_learned()
+                self._pause = 0.0
             except OSError as error:
                 self._warn(error)
-        with self._lock:
-            rollouts, self._outbox = self._outbox, []
-        if not rollouts:
-            return
-        entries = [Entry(self._writer, self._next_batch, rollout) for rollout in rollouts]
-        self._seen[self._writer].add(self._next_batch, self._next_batch)
-        self._next_batch += 1
+                self._pause = min(2 * self._pause, LONGEST_PAUSE) or FIRST_PAUSE
+                self._next_write = time.monotonic() + self._pause
+                self._drop_oldest()
+            self.stats.rollouts_waiting = self._count_unwritten()
+
+    def _write_batch(self, entries: list[Entry]) -> None:
+        """Write a shard. Where that fails, it is written with the same name later: it may be there nevertheless."""
         try:
             name, size = write_shard(self._storage, entries, self._origin)
-        except OSError as error:
-            self.stats.rollouts_lost += len(rollouts)
-            self._warn(error)
-            return
+        except OSError:
+            raise
+        except Exception:  # these rollouts can never be written
+            self.stats.rollouts_lost += len(self._unwritten.popleft())
+            raise
         self._known.add(name)
-        self.stats.rollouts_written += len(rollouts)
+        self.stats.rollouts_written += len(entries)
         self.stats.bytes_written += size
+
+    def _write_learned(self) -> None:
+        learned, self._learned = self._learned, None
+        if learned is None:
+            return
+        file = io.BytesIO()
+        about = np.array(json.dumps(self._origin.without_model()))
+        np.savez_compressed(file, allow_pickle=False, **{**learned, ORIGIN: about})
+        try:
+            self._storage.write(LEARNED, file.getvalue())
+        except OSError:
+            self._learned = self._learned or learned
+            raise
+
+    def _count_unwritten(self) -> int:
+        return len(self._outbox) + sum(map(len, self._unwritten))
+
+    def _drop_oldest(self) -> None:
+        """Drop batches that could not be written, until those that are left, but at least one, are within the bound."""
+        num_tokens = [sum(entry.rollout.num_tokens for entry in entries) for entries in self._unwritten]
+        while len(num_tokens) > 1 and sum(num_tokens) > MAX_UNWRITTEN_TOKENS:
+            num_tokens.pop(0)
+            self.stats.rollouts_lost += len(self._unwritten.popleft())
 
     def _read_new(self, is_enough: Callable[[Sequence[Entry]], bool] = lambda entries: False) -> list[Entry]:
         """The entries of shards that are new, newest shards first, without those of batches that were read before.
@@ -350,8 +419,8 @@ class HistoryFolder:
         if error.errno not in self._warned_of:
             self._warned_of.add(error.errno)
             logger.warning(
-                "history: %s cannot be used as it should: %s. Rollouts go on; those that cannot be written or read are "
-                "missing in the history. This is said once",
+                "history: %s cannot be used as it should: %s. Rollouts go on; what cannot be written or read now is "
+                "tried again. This is said once",
                 self._url,
                 error,
             )

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -60,7 +61,9 @@ class LocalStorage:
         for entry in entries:
             if entry.name.endswith(SUFFIX):
                 with contextlib.suppress(FileNotFoundError):  # merged or pruned meanwhile
-                    found[entry.name] = entry.stat().st_size
+                    status = entry.stat()
+                    if stat.S_ISREG(status.st_mode):  # to read a pipe would be to wait for a writer
+                        found[entry.name] = status.st_size
         return found
 
     def read(self, name: str) -> bytes:

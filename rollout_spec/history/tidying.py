@@ -62,8 +62,10 @@ class Tidier:
         """
         with self._storage.tidying(abandoned_before=time.time() - SECONDS_UNTIL_ABANDONED) as is_ours:
             if is_ours:
-                self._merge()
-                self._prune()
+                try:
+                    self._merge()
+                finally:  # also on a full disk, on which nothing can be merged
+                    self._prune()
 
     def _sizes(self) -> dict[str, int]:
         sizes = {name: size for name, size in self._storage.sizes().items() if version_of(name) >= 0}
@@ -76,7 +78,7 @@ class Tidier:
                 self.note(name, read_info(read_bytes(self._storage, name)))
             except ShardError:
                 self._origins[name] = None
-            except FileNotFoundError:
+            except OSError:  # perhaps it can be read later
                 return None
         return self._origins[name]
 
@@ -104,7 +106,7 @@ class Tidier:
         for name in names:
             try:
                 info, entries = read_shard(self._storage, name, Origin())
-            except (FileNotFoundError, ShardError):
+            except (OSError, ShardError):
                 continue
             batches = defaultdict(list)
             for entry in entries:
@@ -133,10 +135,11 @@ class Tidier:
 
     def _is_usable(self, name: str) -> bool:
         origin = self._origin_of(name)
+        if origin is None:
+            return name not in self._origins  # it cannot be read at present
         try:
-            if origin is not None:
-                self._origin.check(origin)
-            return origin is not None
+            self._origin.check(origin)
+            return True
         except ShardError:
             return False
 

@@ -1,0 +1,381 @@
+"""Folders that are full, read-only, hang, go away or hold odd things: what was said is written later, or counted."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import subprocess
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from rollout_spec.history import folder as folder_module
+from rollout_spec.history import tidying
+from rollout_spec.history.folder import LONGEST_PAUSE, HistoryFolder
+from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.shards import Origin
+from rollout_spec.history.storage import UNFINISHED, LocalStorage
+from rollout_spec.history.tidying import SHARDS_PER_MERGE
+
+ORIGIN = Origin("tokenizer", 1000, "model", "states")
+
+
+def rollout(number, version=0):
+    """8 tokens, its prompt's included, which say which it is."""
+    tokens = np.full(5, number, np.int32)
+    return Rollout(number, version, tokens[:3], tokens, None)
+
+
+def open_folder(path, max_bytes=1 << 30):
+    return HistoryFolder(str(path), ORIGIN, max_bytes=max_bytes)
+
+
+def write(folder, *numbers):
+    folder.add([rollout(number) for number in numbers])
+    folder.exchange()
+
+
+def held_by(path):
+    """The rollouts that a run that starts now would find."""
+    return [int(rollout.tokens[0]) for rollout in open_folder(path).load(10**6)]
+
+
+def received(folder):
+    folder.exchange()
+    return [int(rollout.tokens[0]) for _, rollout in folder.take()]
+
+
+def counts(folder):
+    """(written, waiting, lost)."""
+    stats = folder.stats
+    return stats.rollouts_written, stats.rollouts_waiting, stats.rollouts_lost
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """What folders take for the time: a list of one number of seconds."""
+    now = [1000.0]
+    monkeypatch.setattr(
+        folder_module, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    )
+    return now
+
+
+@contextlib.contextmanager
+def quota(size):
+    """Longer files are written in part, then writing fails: the kernel does to them what a quota does."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_what_there_is_no_room_for_is_written_once_there_is(tmp_path, clock, caplog):
+    one, two = open_folder(tmp_path), open_folder(tmp_path)
+    write(one, 1)
+    with quota(1000):
+        write(one, 2, 3)
+        one.keep_learned({"counts": np.arange(3)})
+        clock[0] += LONGEST_PAUSE
+        write(one, 4)
+        assert counts(one) == (1, 3, 0)
+        assert len(list(tmp_path.iterdir())) == 1, "nothing half written is left"
+    clock[0] += LONGEST_PAUSE
+    write(one, 5)
+    assert counts(one) == (5, 0, 0)
+    assert sorted(held_by(tmp_path)) == sorted(received(two)) == [1, 2, 3, 4, 5]
+    assert one.load_learned()["counts"].tolist() == [0, 1, 2]
+    assert caplog.text.count("File too large") == 1, "one warning for each kind of error"
+
+
+def mounted(path, options):
+    """A small file system in memory."""
+    path.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(path)]).returncode:
+        pytest.skip("nothing can be mounted here")
+    return path
+
+
+def test_a_full_disk_and_a_read_only_one(tmp_path, clock, caplog):
+    disk = mounted(tmp_path / "disk", "size=32k")
+    try:
+        one = open_folder(disk / "history")
+        for number in range(20):
+            write(one, number)
+            clock[0] += LONGEST_PAUSE
+        num_written, num_waiting, num_lost = counts(one)
+        assert num_written + num_waiting == 20
+        assert num_waiting > 10
+        assert num_lost == 0
+        assert held_by(disk / "history") == list(range(num_written))
+        assert caplog.text.count("No space left") == 1
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        clock[0] += LONGEST_PAUSE
+        write(one, 20)
+        one.tidy()
+        assert caplog.text.count("Read-only file system") == 1
+        assert held_by(disk / "history") == list(range(num_written))
+        subprocess.run(["mount", "-o", "remount,rw,size=4m", str(disk)], check=True)
+        clock[0] += LONGEST_PAUSE
+        one.exchange()
+        assert counts(one) == (21, 0, 0)
+        assert held_by(disk / "history") == list(range(21))
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
+def failing(monkeypatch, error=errno.ENOSPC):
+    """Nothing can be written from now on. Returns a list of the attempts."""
+    attempts = []
+
+    def fail(storage, name, data):
+        attempts.append(name)
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(LocalStorage, "write", fail)
+    return attempts
+
+
+def test_pauses_between_attempts_get_longer(tmp_path, clock, monkeypatch):
+    one = open_folder(tmp_path)
+    attempts = failing(monkeypatch)
+    one.add([rollout(1)])
+    made = []
+    for _ in range(1200):  # five minutes
+        one.exchange()
+        made.append(len(attempts))
+        clock[0] += 0.25
+    assert made[:5] == [1, 1, 1, 1, 2]
+    assert 8 <= made[-1] <= 12
+    monkeypatch.undo()
+    one.close()  # at once
+    assert held_by(tmp_path) == [1]
+
+
+def test_what_waits_is_bounded_and_what_is_dropped_is_counted(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(folder_module, "MAX_UNWRITTEN_TOKENS", 40)
+    one, two = open_folder(tmp_path), open_folder(tmp_path)
+    with monkeypatch.context() as patched:
+        failing(patched)
+        for number in range(20):
+            write(one, number)
+            clock[0] += LONGEST_PAUSE
+        assert counts(one) == (0, 5, 15)
+        write(one, *range(20, 30))  # while nothing is tried
+        assert len(one._outbox) <= 5
+    clock[0] += LONGEST_PAUSE
+    one.exchange()
+    written, waiting, lost = counts(one)
+    assert (written + lost, waiting) == (30, 0)
+    assert sorted(held_by(tmp_path)) == received(two) == list(range(30 - written, 30)), "the newest"
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.EACCES])
+def test_what_could_not_be_written_in_the_end_is_counted(tmp_path, monkeypatch, caplog, error):
+    one = open_folder(tmp_path)
+    failing(monkeypatch, error)
+    write(one, 1, 2)
+    one.add([rollout(3)])
+    one.close()
+    one.close()
+    assert counts(one) == (0, 0, 3)
+    assert caplog.text.count(os.strerror(error)) == 1
+    assert caplog.text.count("3 rollouts could not be written") == 1
+
+
+def test_a_shard_that_is_there_although_writing_failed_is_read_once(tmp_path, clock, monkeypatch):
+    """As where the folder's new entry could not be flushed, or the answer of an object store was lost."""
+    one, two = open_folder(tmp_path), open_folder(tmp_path)
+    original, fails = LocalStorage.write, iter([True])
+
+    def write_and_fail(storage, name, data):
+        original(storage, name, data)
+        if next(fails, False):
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(LocalStorage, "write", write_and_fail)
+    write(one, 1)
+    assert received(two) == [1]
+    one.add([rollout(2)])
+    clock[0] += LONGEST_PAUSE
+    assert received(one) == [], "its own"
+    assert received(two) == [2]
+    assert held_by(tmp_path) == [1, 2]
+    assert counts(one) == (2, 0, 0)
+
+
+def test_rollouts_that_no_shard_can_hold_hold_up_no_others(tmp_path, caplog):
+    one = open_folder(tmp_path)
+    one.add([rollout(1, version=2**40)])
+    with pytest.raises(OverflowError):
+        one.exchange()
+    write(one, 2)
+    assert counts(one) == (1, 0, 1)
+    assert held_by(tmp_path) == [2]
+
+
+def test_a_file_system_that_hangs_does_not_keep_the_engine_from_ending(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "SECONDS_TO_CLOSE", 0.1)
+    monkeypatch.setattr(folder_module, "MAX_UNWRITTEN_TOKENS", 40)
+    one, released, hangs = open_folder(tmp_path), threading.Event(), threading.Event()
+
+    def hang(storage, name, data):
+        hangs.set()
+        assert released.wait(60)
+
+    monkeypatch.setattr(LocalStorage, "write", hang)
+    one.start()
+    one.add([rollout(0)])
+    assert hangs.wait(60)
+    for number in range(1, 20):
+        one.add([rollout(number)])
+    assert len(one._outbox) == 5, "memory is bounded meanwhile"
+    closing = threading.Thread(target=one.close)
+    closing.start()
+    closing.join(30)
+    assert not closing.is_alive()
+    assert one.stats.rollouts_lost == 20
+    released.set()
+
+
+def test_a_fork_neither_waits_for_the_lock_nor_writes(tmp_path):
+    """Its parent's thread may have held the lock, and does not run in it."""
+    one = open_folder(tmp_path)
+    one.add([rollout(1)])
+    with one._lock:
+        child = os.fork()
+        if child == 0:
+            one.close()
+            os._exit(0)
+    deadline = time.monotonic() + 30
+    while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if ended == (0, 0):
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+    assert ended == (child, 0)
+    assert not list(tmp_path.iterdir())
+    one.close()
+    assert held_by(tmp_path) == [1]
+
+
+def test_a_full_disk_is_pruned_though_nothing_can_be_merged_on_it(tmp_path, monkeypatch):
+    one = open_folder(tmp_path)
+    for version in range(SHARDS_PER_MERGE):
+        one.add([rollout(version, version=version)])
+        one.exchange()
+    size = sum(path.stat().st_size for path in tmp_path.glob("*.parquet"))
+    failing(monkeypatch)
+    later = open_folder(tmp_path, max_bytes=size // 2)
+    later.tidy()
+    kept = held_by(tmp_path)
+    assert kept == list(range(SHARDS_PER_MERGE - len(kept), SHARDS_PER_MERGE))
+    assert 0 < len(kept) <= SHARDS_PER_MERGE / 2
+
+
+def test_a_shard_that_cannot_be_read_keeps_no_others_from_being_merged(tmp_path, monkeypatch):
+    one = open_folder(tmp_path)
+    for version in range(SHARDS_PER_MERGE + 1):
+        one.add([rollout(version, version=version)])
+        one.exchange()
+    unreadable, original = min(tmp_path.glob("*.parquet")).name, LocalStorage.read
+
+    def read(storage, name):
+        if name == unreadable:
+            raise OSError(errno.EIO, "Input/output error")
+        return original(storage, name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "read", read)
+        later = open_folder(tmp_path)
+        later.tidy()
+        assert len(list(tmp_path.glob("*.parquet"))) == 2
+        later = open_folder(tmp_path, max_bytes=sum(path.stat().st_size for path in tmp_path.glob("*.parquet")))
+        later.tidy()
+    assert sorted(held_by(tmp_path)) == list(range(SHARDS_PER_MERGE + 1)), "it may be read later"
+
+
+def test_what_is_no_file_is_not_read(tmp_path):
+    """To open a pipe would be to wait for somebody who writes into it."""
+    one = open_folder(tmp_path)
+    write(one, 1)
+    name = next(tmp_path.glob("*.parquet")).name
+    os.mkfifo(tmp_path / "pipe.parquet")
+    os.mkfifo(tmp_path / f"v0000000007{name[11:]}")
+    (tmp_path / f"v0000000008{name[11:]}").mkdir()
+    (tmp_path / "nowhere.parquet").symlink_to(tmp_path / "nothing")
+    found = []
+    reader = threading.Thread(target=lambda: found.extend(held_by(tmp_path)), daemon=True)
+    reader.start()
+    reader.join(30)
+    assert found == [1]
+    one.tidy()
+    assert len(list(tmp_path.iterdir())) == 6, "the lock's file and what was there"
+
+
+@pytest.mark.parametrize("name", ["with spaces", "üñí 漢字", "[a-z]*?", "per%20cent#?&", "line\nbreak", "a" * 200])
+def test_folders_with_odd_names(tmp_path, name):
+    one = open_folder(tmp_path / name)
+    left = tmp_path / name / f"x{UNFINISHED}"
+    for number in range(SHARDS_PER_MERGE):
+        write(one, number)
+    left.write_text("")
+    os.utime(left, (0, 0))
+    one.tidy()
+    assert not left.exists()
+    assert sorted(held_by(tmp_path / name)) == list(range(SHARDS_PER_MERGE))
+    assert len(list((tmp_path / name).glob("*.parquet"))) == 1
+
+
+def test_a_shard_whose_name_is_no_text(tmp_path, caplog):
+    one = open_folder(tmp_path)
+    write(one, 1)
+    with open(os.fsencode(tmp_path) + b"/\xff\xfe.parquet", "wb") as file:
+        file.write(b"something")
+    assert held_by(tmp_path) == [1]
+    one.tidy()
+
+
+def test_a_file_that_is_taken_for_abandoned_while_it_is_written_is_written_again(tmp_path, clock, monkeypatch):
+    """As where another machine's clock is hours ahead, or this one's was set."""
+    one, two = open_folder(tmp_path), open_folder(tmp_path)
+    write(two, 1)
+    original, fails = os.fsync, iter([True])
+
+    def fsync(descriptor):
+        if next(fails, False):
+            two.tidy()
+        original(descriptor)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tidying, "SECONDS_UNTIL_ABANDONED", -7200.0)
+        patched.setattr(os, "fsync", fsync)
+        write(one, 2)
+    assert counts(one) == (0, 1, 0)
+    clock[0] += LONGEST_PAUSE
+    one.exchange()
+    assert counts(one) == (1, 0, 0)
+    assert sorted(held_by(tmp_path)) == [1, 2]
+
+
+def test_times_of_files_count_for_nothing_but_what_is_unfinished(tmp_path):
+    one = open_folder(tmp_path)
+    for number in range(SHARDS_PER_MERGE - 1):
+        write(one, number)
+        for shard in tmp_path.glob("*.parquet"):
+            when = time.time() + (number % 3 - 1) * 10**9  # decades ago, now, or decades to come
+            os.utime(shard, (when, when))
+    for name, age in (("future", -(10**9)), ("past", 10**9)):
+        left = tmp_path / f"{name}{UNFINISHED}"
+        left.write_text("")
+        os.utime(left, (time.time() - age,) * 2)
+    one.tidy()
+    assert [path.name for path in tmp_path.glob(f"*{UNFINISHED}")] == [f"future{UNFINISHED}"]
+    assert sorted(held_by(tmp_path)) == list(range(SHARDS_PER_MERGE - 1))
