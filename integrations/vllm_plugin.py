@@ -681,9 +681,11 @@ def _hook_worker(module: Any) -> None:
             # Not at the process's exit alone: one that was forked by multiprocessing runs no exit handlers.
             worker = vars(self).get("worker")
             adapter = getattr(getattr(worker, "model_runner", None), "rollout_spec", None)
-            if adapter is not None:
-                adapter.close()
-            original(self)
+            try:
+                if adapter is not None:
+                    adapter.close()
+            finally:
+                original(self)
 
         return shutdown
 

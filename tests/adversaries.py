@@ -68,6 +68,72 @@ class RaisesAfterSomeSteps(Adversary):
         return super().propose(req_ids, max_tokens)
 
 
+def _raise(result):
+    raise ArithmeticError("a fault of the drafter's own")
+
+
+def _hang(result):
+    time.sleep(1.0)
+    return result
+
+
+def _garbled(change):
+    """A fault of drafts: `change` gets the tokens and the confidence of each."""
+    return lambda drafts: [Draft(*change(draft.token_ids, draft.confidence)) for draft in drafts]
+
+
+FAULTS = {
+    "raises": _raise,
+    "hangs": _hang,
+    "nothing": lambda result: None,
+    "a generator": lambda result: (item for item in ()),
+    "text": lambda result: "text",
+    "a number": lambda result: float("nan"),
+    "values that are none": lambda result: {"own": None},
+    "values that are no numbers": lambda result: {"own": ["x", 1]},
+    "too few": lambda drafts: drafts[1:],
+    "none of some": lambda drafts: [None for _ in drafts],
+    "wide tokens": _garbled(lambda tokens, confidence: (tokens.astype(np.int64), confidence)),
+    "real tokens": _garbled(lambda tokens, confidence: (tokens + 0.5, confidence)),
+    "negative tokens": _garbled(lambda tokens, confidence: (-1 - tokens, confidence)),
+    "tokens in rows": _garbled(lambda tokens, confidence: (np.stack((tokens, tokens)), np.ones(2 * tokens.size))),
+    "too many": _garbled(lambda tokens, confidence: (np.zeros(99, np.int32), np.ones(99, np.float32))),
+    "NaN": _garbled(lambda tokens, confidence: (tokens, confidence * np.nan)),
+    "more than certain": _garbled(lambda tokens, confidence: (tokens, confidence + 1)),
+    "no confidence": _garbled(lambda tokens, confidence: (tokens, None)),
+}
+"""What becomes of what a method returns."""
+
+
+class Faulty(Adversary):
+    """One of its methods has a fault, from a call on.
+
+    Args:
+        method: Its name.
+        fault: One of FAULTS.
+        calls: Which calls have it, as the arguments of a range.
+    """
+
+    def __init__(self, method, fault, calls=(5, 10**9)) -> None:
+        super().__init__()
+        original, self.num_calls = getattr(self, method), 0
+
+        def faulty(*args, **kwargs):
+            result = original(*args, **kwargs)
+            self.num_calls += 1
+            return FAULTS[fault](result) if self.num_calls in range(*calls) else result
+
+        setattr(self, method, faulty)
+
+    def source_counts(self):
+        return {"own": [1, 0]}
+
+    age_counts = source_counts
+
+    def history_summary(self):
+        return {"rollouts": len(self.finished)}
+
+
 class RaisesWhenBuilt(Adversary):
     """The constructor raises a TypeError that has nothing to do with its arguments."""
 

@@ -67,6 +67,16 @@ def test_noise_on_one_size_only():
     assert np.median(taken[-100:]) >= 3 * SIZE
 
 
+@pytest.mark.parametrize("steps", [range(1), range(3, 4), range(6, 7), range(300, 301), range(7, 400, 9)])
+def test_steps_of_an_hour_are_forgotten(steps):
+    """The machine was suspended, or the drafter hung: once, at any moment, or now and then."""
+    pays = slots_taken(900, lambda n: 0.01 + 0.0001 * n, lambda i, n: 360_000.0 if i in steps else 1.0)
+    assert np.median(pays[-450:]) >= 3 * SIZE
+    assert (pays[-450:] == 0).mean() < 0.1
+    expensive = slots_taken(900, lambda n: 0.01 + 0.01 * n, lambda i, n: 360_000.0 if i in steps else 1.0)
+    assert (expensive[-450:] > 0).mean() < 0.05
+
+
 @pytest.mark.parametrize("noise", [lambda i, n: 1.0, lambda i, n: 1.0 + (i % 3 == 0), lambda i, n: 1.0 + (i // 50 % 2)])
 @pytest.mark.parametrize("seconds", [lambda n: 1.0 + n, lambda n: 1.0 + 5 * (n > 0)])
 def test_slots_that_are_expensive_are_left_whatever_the_noise(noise, seconds):

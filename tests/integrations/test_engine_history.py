@@ -169,6 +169,28 @@ def test_a_folder_that_cannot_be_used_costs_a_warning_and_not_the_run(tiny_model
     assert np.isfinite(history(llm)["folder"]["seconds"])
 
 
+@pytest.mark.parametrize("method", ["take_recorded", "learned"])
+def test_a_drafter_that_raises_in_the_end_keeps_nothing_from_being_written(tiny_model, tmp_path, monkeypatch, method):
+    llm = build(tiny_model, **engine_kwargs(history_dir=str(tmp_path / "history")))
+    generate(llm, mixed_params(3))
+    session = session_of(llm)
+    monkeypatch.setattr(session.drafter, method, lambda **options: 1 / 0)
+    session.close()
+    assert len(rollouts_in(tmp_path / "history")) == 3
+    assert session.broken
+
+
+def test_a_drafter_that_raises_when_a_version_begins_ends_speculation_and_not_the_run(
+    tiny_model, tmp_path, monkeypatch
+):
+    llm = build(tiny_model, **engine_kwargs(history_dir=str(tmp_path / "history")))
+    generate(llm, mixed_params(3))
+    monkeypatch.setattr(session_of(llm).drafter, "learned", lambda: 1 / 0)
+    llm.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
+    assert len(generate(llm, mixed_params(3, 2))) == 3
+    assert stats_of(llm)["drafter_errors"] == 1
+
+
 def test_a_resumed_trainer_drafts_from_what_was_sampled_before(tiny_model, tmp_path):
     first = Compared(history_dir=True)
     make_trainer(tiny_model, tmp_path, [first], max_steps=2).train()

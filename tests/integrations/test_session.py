@@ -257,6 +257,62 @@ def test_what_cannot_be_verified_is_refused(draft):
     assert not session.enabled
 
 
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "nothing", "a generator", "text", "a number", "too few", "none of some", "wide tokens", "real tokens",
+        "negative tokens", "tokens in rows", "too many", "NaN", "more than certain", "no confidence",
+    ],
+)  # fmt: skip
+def test_drafts_that_are_none_end_speculation(fault):
+    faulty = {"method": "propose", "fault": fault, "calls": (1, 100)}
+    session = a_session(drafter="tests.adversaries.Faulty", drafter_options=faulty, budget=False)
+    assert run(session, 10, a_request()) == [[]] * 10
+    assert (session.enabled, session._stats.drafter_errors) == (False, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda drafts: None,
+        lambda drafts: tuple(drafts),
+        lambda drafts: (array for array in drafts),
+        lambda drafts: drafts._replace(lengths=drafts.lengths - 9),
+        lambda drafts: drafts._replace(lengths=drafts.lengths + 9),
+        lambda drafts: drafts._replace(lengths=drafts.lengths + 2**40),
+        lambda drafts: drafts._replace(lengths=drafts.lengths[:, None]),
+        lambda drafts: drafts._replace(lengths=drafts.lengths.astype(np.int32)),
+        lambda drafts: drafts._replace(token_ids=drafts.token_ids[0]),
+        lambda drafts: drafts._replace(token_ids=drafts.token_ids.tolist()),
+        lambda drafts: drafts._replace(token_ids=drafts.token_ids - 100),
+        lambda drafts: drafts._replace(token_ids=drafts.token_ids + 50),
+        lambda drafts: drafts._replace(confidence=drafts.confidence * np.float32(np.nan)),
+        lambda drafts: drafts._replace(confidence=drafts.confidence - 2),
+        lambda drafts: drafts._replace(confidence=drafts.confidence.astype(np.float16)),
+        lambda drafts: type(drafts)(*(array[:0] for array in drafts)),
+    ],
+)
+def test_drafts_of_a_batch_that_are_none_end_speculation(change):
+    session = a_session(budget=False)
+    propose = session.drafter.propose_batch
+    assert any(run(session, 8, a_request()))
+    session.drafter.propose_batch = lambda *args: change(propose(*args))
+    assert run(session, 10, a_request()) == [[]] * 10
+    assert (session.enabled, session._stats.drafter_errors) == (False, 1)
+
+
+@pytest.mark.parametrize("method", ["memory_bytes", "source_counts", "age_counts", "history_summary"])
+@pytest.mark.parametrize(
+    "fault", ["raises", "a generator", "text", "a number", "values that are none", "values that are no numbers"]
+)
+def test_counts_that_are_none_end_speculation_and_not_the_run(method, fault):
+    faulty = {"method": method, "fault": fault, "calls": (1, 100)}
+    session = a_session(drafter="tests.adversaries.Faulty", drafter_options=faulty)
+    assert not getattr(session, method)()
+    assert (session.enabled, session._stats.drafter_errors) == (False, 1)
+    assert not getattr(session, method)()
+
+
 def test_a_session_that_goes_on_with_a_longer_prompt_is_a_new_request():
     """Its first part is over: what it said is history, and a stop in it ends nothing of the second."""
     session, first, second = a_session(budget=False), a_request((1, 2)), a_request((1, 2, 3, 4, 5))

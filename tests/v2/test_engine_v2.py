@@ -214,9 +214,14 @@ def test_rejection_sampling_runs_and_keeps_the_history_straight(tiny_model):
     assert all(tuple(output.token_ids) in kept for output in outputs)
 
 
-def test_a_drafter_that_raises_is_switched_off(tiny_model, off, reference_model):
-    llm = build(tiny_model, **verify_all(num_speculative_tokens=K, drafter="tests.adversaries.RaisesAfterSomeSteps"))
+@pytest.mark.parametrize("method", ["start_request", "extend", "propose", "observe", "stop_request"])
+def test_a_drafter_that_raises_is_switched_off(tiny_model, off, reference_model, method):
+    faulty = {"method": method, "fault": "raises", "calls": (2 if method != "stop_request" else 1, 10**9)}
+    options = verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Faulty", drafter_options=faulty)
+    llm = build(tiny_model, **options)
     params = mixed_params(3, 15, max_tokens=12, ignore_eos=True, **PLAIN)
+    for i, p in enumerate(params):
+        p.max_tokens = 4 + 4 * i  # the first ends in the middle
     prompts = prompts_of(params)
     assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
     assert stats_of(llm)["drafter_errors"] == 1

@@ -1,0 +1,96 @@
+"""Drafters with faults in any of their methods, in real engines: rollouts are those of an engine without drafts."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from tests.integrations.engines import (
+    assert_same,
+    build,
+    generate,
+    mixed_params,
+    prompts_of,
+    stats_of,
+    verify_all,
+)
+
+pytestmark = pytest.mark.engine
+
+
+def serve(llm, params, prompts):
+    """Requests that come one by one, while all that can be asked is asked, and a policy version begins."""
+    engine, waiting, outputs = llm.llm_engine, list(enumerate(zip(prompts, params, strict=True))), {}
+    step = 0
+    while waiting or engine.has_unfinished_requests():
+        for i, (prompt, p) in waiting[:2]:
+            engine.add_request(str(i), {"prompt_token_ids": prompt}, p)
+        del waiting[:2]
+        for output in engine.step():
+            outputs[output.request_id] = output.outputs[0]
+        for command in ("stats", "report", "history"):
+            llm.collective_rpc("rollout_spec", args=(command,))
+        step += 1
+        if step % 4 == 0:
+            llm.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
+    return [outputs[str(i)] for i in range(len(prompts))]
+
+
+PARAMS = mixed_params(6, 1, max_tokens=16, ignore_eos=True)
+PROMPTS = prompts_of(PARAMS)
+
+
+@pytest.fixture(scope="module")
+def expected(off):
+    return generate(off, PARAMS, PROMPTS)
+
+
+def faulty(model, method, fault, **options):
+    options = {"method": method, "fault": fault, **options}
+    return build(
+        model, **verify_all(num_speculative_tokens=4, drafter="tests.adversaries.Faulty", drafter_options=options)
+    )
+
+
+CALLED = ["start_request", "extend", "propose", "observe", "stop_request", "begin_policy_version"]
+ASKED = ["memory_bytes", "source_counts", "age_counts", "history_summary"]
+
+
+@pytest.mark.parametrize(
+    ("method", "fault"),
+    [
+        *((method, "raises") for method in [*CALLED, *ASKED]),
+        *(("propose", fault) for fault in ("a generator", "negative tokens", "NaN")),
+        ("memory_bytes", "a number"),
+        ("source_counts", "values that are none"),
+        ("history_summary", "text"),
+    ],
+)
+def test_a_faulty_drafter_is_switched_off_and_nobody_notices(
+    tiny_model, expected, reference_model, caplog, method, fault
+):
+    """Other faults: `test_session.py`."""
+    first = {"start_request": 6, "extend": 12, "stop_request": 2}.get(method, 4)  # after some drafts
+    llm = faulty(tiny_model, method, fault, calls=(first, 10**9))
+    with caplog.at_level(logging.ERROR):
+        assert_same(serve(llm, PARAMS, PROMPTS), expected, PROMPTS, PARAMS, reference_model)
+    stats = stats_of(llm)
+    assert stats["drafter_errors"] == 1
+    assert caplog.text.count("the drafter raised: speculation is off from here on") == 1
+    assert stats["draft_tokens"] > 0, "before"
+    assert stats["drafter_bytes"] == 0
+    generate(llm, mixed_params(2, 2, max_tokens=4))
+    assert stats_of(llm)["draft_tokens"] == stats["draft_tokens"]
+
+
+def test_a_drafter_that_hangs_now_and_then_is_waited_for(tiny_model, expected, reference_model):
+    llm = faulty(tiny_model, "propose", "hangs", calls=(6, 17, 10))
+    assert_same(serve(llm, PARAMS, PROMPTS), expected, PROMPTS, PARAMS, reference_model)
+    stats = stats_of(llm)
+    assert stats["drafter_errors"] == 0
+    assert stats["draft_seconds"] > 1
+    generate(llm, mixed_params(2, 2, max_tokens=8, ignore_eos=True))
+    assert stats_of(llm)["draft_tokens"] > stats["draft_tokens"]
