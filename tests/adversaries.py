@@ -6,6 +6,7 @@ import time
 
 import numpy as np
 
+from rollout_spec.drafters.mixture import HistoryDrafter
 from rollout_spec.types import Draft
 from tests.conftest import VOCAB_SIZE
 
@@ -237,6 +238,24 @@ class RaisesOnTheFirstRank(RaisesAfterSomeSteps):
 
     def propose(self, req_ids, max_tokens):
         return (super() if _rank() == self.rank else super(RaisesAfterSomeSteps, self)).propose(req_ids, max_tokens)
+
+
+class RaisesInTheExchangeOfHistory(HistoryDrafter):
+    """Raises where it hands over what has ended, on one tensor-parallel rank, from the sixth call on.
+
+    Args:
+        rank: Which.
+    """
+
+    def __init__(self, rank, **options) -> None:
+        super().__init__(**options)
+        self._rank_with_a_fault, self._num_calls = rank, 0
+
+    def take_recorded(self, *, wait=False):
+        self._num_calls += 1
+        if self._num_calls > 5 and _rank() == self._rank_with_a_fault:
+            raise ArithmeticError("a fault of the drafter's own")
+        return super().take_recorded(wait=wait)
 
 
 class RaisesOnTheSecondRank(RaisesOnTheFirstRank):

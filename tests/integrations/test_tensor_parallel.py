@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 import time
 from contextlib import contextmanager
 
@@ -168,3 +171,55 @@ def test_the_ranks_have_the_same_history_of_a_folder(tiny_model, off, reference_
         assert before["accepted_tokens"] > 0
         first, second = ask(llm, "history")
         assert first["rollouts"] == second["rollouts"] == 8 + 3 + 16
+
+
+def generating(llm):
+    """(a thread that generates, what that has raised): it must not wait for ranks that are gone."""
+    raised = []
+
+    def run():
+        try:
+            generate(llm, mixed_params(8, 1, max_tokens=100, ignore_eos=True))
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, raised
+
+
+@pytest.mark.slow
+def test_the_first_rank_raises_in_the_exchange_of_history(tiny_model, tmp_path):
+    """The other one waits for what it has read."""
+    drafter = {"drafter": "tests.adversaries.RaisesInTheExchangeOfHistory", "drafter_options": {"rank": 0}}
+    options = verify_all(num_speculative_tokens=K, history_dir=str(tmp_path), **drafter)
+    with two_ranks(tiny_model, **options) as llm:
+        thread, raised = generating(llm)
+        thread.join(120)
+        assert not thread.is_alive()
+        assert raised
+
+
+@pytest.mark.slow
+def test_a_folder_that_the_first_rank_cannot_read_and_the_first_rank_s_death(
+    tiny_model, off, reference_model, tmp_path
+):
+    (tmp_path / "file").write_text("no folder")
+    options = verify_all(num_speculative_tokens=K, history_dir=str(tmp_path / "file"))
+    with two_ranks(tiny_model, **options) as llm:
+        check_rollouts(llm, off, reference_model, 1)
+        check_rollouts(llm, off, reference_model, 2)
+        first, second = ask(llm, "stats")
+        assert counts(first) == counts(second)
+        assert first["drafter_errors"] == 0
+        first, second = ask(llm, "history")
+        assert first["rollouts"] == second["rollouts"] == 16
+        assert first["folder"]["rollouts_waiting"] == 16
+        thread, raised = generating(llm)
+        engine = llm.llm_engine
+        while not engine.has_unfinished_requests():
+            time.sleep(0.01)
+        os.kill(engine.model_executor.workers[0].proc.pid, signal.SIGKILL)
+        thread.join(120)
+        assert not thread.is_alive()
+        assert raised
