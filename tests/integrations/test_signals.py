@@ -1,0 +1,81 @@
+"""Processes that are told to end, or are killed: what had ended is in the folder, and what is there is whole."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm
+
+from rollout_spec.history.folder import HistoryFolder
+from rollout_spec.history.shards import Origin
+from tests.conftest import environment_for_a_process
+from tests.integrations.engines import own_processes
+from tests.integrations.server import Server
+
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
+
+SCRIPT = """
+import sys
+from vllm import LLM, SamplingParams
+from rollout_spec import engine_kwargs
+if __name__ == "__main__":
+    llm = LLM(sys.argv[1], enforce_eager=True, dtype="float32", max_model_len=64, max_num_seqs=4,
+              num_gpu_blocks_override=50, **engine_kwargs(history_dir=sys.argv[2]))
+    for number in range(4, 10**9, 4):
+        llm.generate([{"prompt_token_ids": [1, 4, 9]}] * 4, SamplingParams(max_tokens=8, ignore_eos=True),
+                     use_tqdm=False)
+        print(number, flush=True)
+"""
+
+
+def found_in(folder):
+    """How many rollouts are there; none of the shards is damaged."""
+    reader = HistoryFolder(str(folder), Origin(), max_bytes=1 << 30)
+    rollouts = reader.load(10**9)
+    assert reader.stats.shards_refused == 0
+    assert all(rollout.tokens.size == 8 for rollout in rollouts)
+    return len(rollouts)
+
+
+def test_a_script_that_is_killed_or_interrupted(tiny_model, tmp_path):
+    """Ctrl-C lets Python end in its own way, which writes the rest. SIGKILL does not."""
+    before = 0
+    for number in (signal.SIGKILL, signal.SIGINT):
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(tiny_model), str(tmp_path)],
+            env=environment_for_a_process(VLLM_ENABLE_V1_MULTIPROCESSING="0"),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert process.stdout is not None
+        said = [
+            int(line) for line, _ in zip(filter(str.isdigit, map(str.strip, process.stdout)), range(40), strict=False)
+        ]
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode != 0, errors[-4000:]
+        said += [int(line) for line in output.split() if line.isdigit()]
+        found = found_in(tmp_path) - before
+        assert 0 < found <= said[-1] + 4
+        if number == signal.SIGINT:
+            assert found >= said[-1]
+        before += found
+
+
+@own_processes
+@pytest.mark.skipif(vllm.__version_tuple__[:2] < (0, 31), reason="older versions may have no --shutdown-timeout")
+def test_a_server_that_is_told_to_end_leaves_all_that_it_has_said(tiny_model, tmp_path):
+    """By itself vLLM kills its engine at once, as in the first test."""
+    waits = {"shutdown-timeout": 60}
+    server = Server(tiny_model, tmp_path / "log", arguments=waits, history_dir=str(tmp_path / "history"))
+    for _ in range(3):
+        server.complete(n=4, max_tokens=8, ignore_eos=True)
+    server.stop()
+    assert found_in(tmp_path / "history") == 12
