@@ -36,6 +36,11 @@ class Drafter(Protocol):
             seed: Of the request's noise (see `rollout_spec.noise`), 64 bits. None: the noise does not exist or is not
                 known, as for greedy requests and most recordings; the drafter then proposes what is most probable.
 
+        A drafter is given two more keywords if its signature names them. `num_known` (int): how many of the prompt's
+        first tokens the problem's history has from earlier turns. `isolated` (bool): the request has a `cache_salt`, so
+        it must not be drafted from the text of other problems, nor they from its own. A drafter that keeps problems
+        apart need not take that one.
+
         Raises:
             ValueError: `req_id` is live already, a token is negative, or `seed` does not fit in 64 bits.
         """

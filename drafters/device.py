@@ -106,6 +106,7 @@ class _Live:
     version: int
     order: int
     """Requests started before it."""
+    isolated: bool
 
 
 class _Retired(NamedTuple):
@@ -218,7 +219,13 @@ class DeviceDrafter:
     # -- requests come and go ----------------------------------------------------------------------------------------
 
     def start_request(
-        self, slot: int, prompt_token_ids: Tokens, *, problem_id: int | None = None, version: int | None = None
+        self,
+        slot: int,
+        prompt_token_ids: Tokens,
+        *,
+        problem_id: int | None = None,
+        version: int | None = None,
+        isolated: bool = False,
     ) -> None:
         """Begin a request in a slot. Its tokens are read from the engine's own copy, by `propose` or `follow`.
 
@@ -226,6 +233,7 @@ class DeviceDrafter:
             problem_id: Requests with the same id share history. None: the hash of the prompt; an empty prompt has no
                 problem.
             version: For a request that was preempted, the policy version that it started under. None: the present one.
+            isolated: Noted in its rollout for drafters that draft from other problems, which this one does not.
 
         Raises:
             ValueError: the slot is taken.
@@ -245,7 +253,8 @@ class DeviceDrafter:
         self._idle.pop(problem_id, None)
         problem.num_live += 1
         problem.members.insert(0, slot)
-        live = _Live(problem, len(prompt_token_ids), self._version if version is None else version, self._num_started)
+        version = self._version if version is None else version
+        live = _Live(problem, len(prompt_token_ids), version, self._num_started, isolated)
         self._live[slot] = live
         self._num_started += 1
         self._changed_problems[problem.row] = problem
@@ -327,7 +336,8 @@ class DeviceDrafter:
             tokens, features, size, version = archived.read()  # of which `size` are the prompt's
             if tokens.size > size:
                 known = features[size:] if self.wants_features else None
-                recorded.append(Rollout(archived.problem_id, version, tokens[:size], tokens[size:], known))
+                rollout = Rollout(archived.problem_id, version, tokens[:size], tokens[size:], known)
+                recorded.append(rollout._replace(isolated=archived.isolated))
         return recorded
 
     def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
@@ -683,7 +693,8 @@ class DeviceDrafter:
             if live.problem.problem_id > NO_PROBLEM:  # others are never looked up again
                 capacity = tokens.numel()
                 problem_id = live.problem.problem_id
-                self._archive.add(Archived(problem_id, live.order, capacity, tokens, features, fields, copied))
+                texts = tokens, features, fields
+                self._archive.add(Archived(problem_id, live.order, capacity, *texts, copied, live.isolated))
 
     def _upload(self, problem: _Problem) -> None:
         """Bring a problem's newest rollouts from the host, on a stream of its own."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from rollout_spec.drafters import ngram, suffix
 from rollout_spec.drafters.store import (
     INDEXED,
+    ISOLATED,
     LENGTH,
     PROBLEM,
     after,
@@ -35,7 +36,7 @@ class Index(NamedTuple):
     """What finds positions in the store. Unused parts have size 0."""
 
     tree: Tree  # of each problem apart
-    shared: Tree  # of all problems together
+    shared: Tree  # of all problems together, without isolated documents
     buckets: NDArray[np.uint32]  # [power of two, WAYS] n-gram table, newest first
 
 
@@ -58,14 +59,20 @@ class Settings(NamedTuple):
 
 
 @inlined(allocates=False)
-def _index_position(store, index, settings, problem, position, context, size):
+def _uses_shared(store, settings, document):
+    """Whether a document is drafted from in other problems, and they in it."""
+    return settings.use_shared and store.documents[document, ISOLATED] == 0
+
+
+@inlined(allocates=False)
+def _index_position(store, index, settings, problem, use_shared, position, context, size):
     """Index a position as the continuation of its context."""
     if settings.use_tree:
-        for kind in range(2 if settings.use_shared else 1):
+        for kind in range(2 if use_shared else 1):
             tree, key = (index.shared, np.int64(-1)) if kind else (index.tree, problem)
             suffix.insert(store, tree, key, position, context, size)
     if settings.use_table:
-        for kind in range(3 if settings.use_shared else 2):
+        for kind in range(3 if use_shared else 2):
             order = np.int64((ngram.SHORT_ORDER, ngram.LONG_ORDER, ngram.SHARED_ORDER)[kind])
             if size >= order:
                 key = np.int64(-1) if kind == 2 else problem
@@ -92,13 +99,14 @@ def _index_all(store, index, settings, documents, window):
         left = np.int64(store.documents[document, LENGTH] - store.documents[document, INDEXED])
         if left == 0:
             continue
+        use_shared = _uses_shared(store, settings, document)
         position = step_back(store.pages, last_position(store, document), left - 1)
         first = MAX_DEPTH - read_back(store, before(store.pages, position), window, np.int64(MAX_DEPTH))
         end = MAX_DEPTH
         while True:
             first = max(first, end - MAX_DEPTH)
             if end > first:
-                _index_position(store, index, settings, problem, position, window[first:end], end - first)
+                _index_position(store, index, settings, problem, use_shared, position, window[first:end], end - first)
             left -= 1
             if left == 0:
                 break
@@ -121,11 +129,12 @@ def index_batch(store, index, settings, documents):
 def _remove(store, index, settings, document, text):
     if settings.use_tree:
         problem = np.int64(store.documents[document, PROBLEM])
+        use_shared = _uses_shared(store, settings, document)
         position = last_position(store, document)
         for _ in range(store.documents[document, INDEXED]):
             previous = before(store.pages, position)
             if previous >= 0:
-                for kind in range(2 if settings.use_shared else 1):
+                for kind in range(2 if use_shared else 1):
                     tree, key = (index.shared, np.int64(-1)) if kind else (index.tree, problem)
                     suffix.remove(store, tree, key, position, text)
             position = previous
@@ -141,16 +150,17 @@ def remove_document(store, index, settings, document):
 def gather(store, index, settings, document, text, end, positions, lengths, path):
     """Fill `positions` and `lengths` with earlier continuations of text[:end]. Returns their number."""
     problem, all_problems, no_problem = np.int64(store.documents[document, PROBLEM]), np.int64(-1), np.int64(-2)
+    use_shared = _uses_shared(store, settings, document)
     count = np.int64(0)
     if settings.use_tree and end > 0:
-        for kind in range(2 if settings.use_shared else 1):
+        for kind in range(2 if use_shared else 1):
             if kind == 1 and count > 0 and lengths[0] >= LONG_MATCH:
                 break
             tree, key, excluded = (index.shared, all_problems, problem) if kind else (index.tree, problem, no_problem)
-            limit = MAX_OWN_CANDIDATES if settings.use_shared and kind == 0 else MAX_CANDIDATES
+            limit = MAX_OWN_CANDIDATES if use_shared and kind == 0 else MAX_CANDIDATES
             count = suffix.gather(store, tree, key, excluded, text, end, count, limit, positions, lengths, path)
     if settings.use_table:
-        for kind in range(3 if settings.use_shared else 2):
+        for kind in range(3 if use_shared else 2):
             order = np.int64((ngram.LONG_ORDER, ngram.SHORT_ORDER, ngram.SHARED_ORDER)[kind])
             key, excluded = (all_problems, problem) if kind == 2 else (problem, no_problem)
             count = ngram.gather(store, index.buckets, key, text, end, order, excluded, positions, lengths, count)

@@ -34,7 +34,7 @@ from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.index import Index, Settings, append_batch, index_batch, remove_document
 from rollout_spec.drafters.lookahead import new_pool
 from rollout_spec.drafters.propose import Calibration, Proposals, Rows
-from rollout_spec.drafters.store import LENGTH, MAX_PAGES, PAGE_TOKENS, PROBLEM, PROMPT, ROLLOUT, TextStore
+from rollout_spec.drafters.store import ISOLATED, LENGTH, MAX_PAGES, PAGE_TOKENS, PROBLEM, PROMPT, ROLLOUT, TextStore
 from rollout_spec.drafters.threads import MAX_THREADS, share_out, usable_threads
 from rollout_spec.drafters.vote import AGES, INVERSE_TEMPERATURES, SOURCES
 from rollout_spec.features import (
@@ -69,8 +69,8 @@ class _Prompt:
 
     documents: list[int]
     """Tokens that are context only and not indexed, if any, then the others, if any."""
-    key: tuple[int, int, int]
-    """Its problem, a 64-bit hash of its tokens, and how many of them are not indexed."""
+    key: tuple[int, int, int, bool]
+    """Its problem, a 64-bit hash of its tokens, how many of them are not indexed, and whether it is isolated."""
     users: int = 0
 
 
@@ -91,7 +91,7 @@ class HistoryDrafter:
     Args:
         index: `"suffix"` finds every earlier occurrence, longest matches first; `"ngram"` the newest ones.
         own_only: Draft for a request from its own text only.
-        shared: Also draft from the rollouts of other problems.
+        shared: Also draft from the rollouts of other problems, isolated ones excepted.
         lookahead: Also draft from what the target sampled after rejected drafts (see `lookahead.py`).
         max_draft_tokens: Longest draft, K.
         min_survival: A draft ends where the estimated probability of reaching and accepting a token falls below this.
@@ -188,7 +188,7 @@ class HistoryDrafter:
         self._scratch = [propose.new_scratch(max_draft_tokens) for _ in range(self._num_threads)]
         self._free_rows = list(range(3, -1, -1))
         self._live: dict[str, _Request] = {}
-        self._prompts: dict[tuple[int, int, int], _Prompt] = {}
+        self._prompts: dict[tuple[int, int, int, bool], _Prompt] = {}
         self._problems: dict[int, int] = {}  # number in the store by problem id
         self._problem_ids: dict[int, int] = {}
         self._problem_users: dict[int, int] = {}
@@ -223,12 +223,14 @@ class HistoryDrafter:
         problem_id: int | None = None,
         seed: int | None = None,
         num_known: int = 0,
+        isolated: bool = False,
     ) -> None:
         """As `Drafter.start_request`.
 
         Args:
             num_known: How many of the prompt's first tokens the problem's history has from earlier turns of the
                 conversation. They are not stored again, unless all of the problem is gone.
+            isolated: Draft for it from its own problem only, and for other problems nothing from it.
         """
         if not isinstance(req_id, str):
             raise TypeError(f"req_id must be a string, got {checks.shown(req_id)}")
@@ -253,8 +255,8 @@ class HistoryDrafter:
         self._num_known_requests += self._problem_users[problem] > 1
         prompt = None
         if prompt_tokens:
-            prompt = self._prompt(problem, np.frombuffer(prompt_tokens, np.int32), num_known)
-        document = self._new_rollout(problem, prompt, self._version)
+            prompt = self._prompt(problem, np.frombuffer(prompt_tokens, np.int32), num_known, isolated)
+        document = self._new_rollout(problem, prompt, self._version, isolated)
         if not self._free_rows:
             self._grow_rows()
         row = self._free_rows.pop()
@@ -612,24 +614,27 @@ class HistoryDrafter:
         self._problem_users[number] += 1
         return number
 
-    def _prompt(self, problem: int, tokens: Int32Array, num_known: int) -> _Prompt:
+    def _prompt(self, problem: int, tokens: Int32Array, num_known: int, isolated: bool) -> _Prompt:
         """A problem's prompt, with one more user. Its first `num_known` tokens are not indexed."""
-        key = (problem, hash(tokens.tobytes()), num_known)
+        key = (problem, hash(tokens.tobytes()), num_known, isolated)
         prompt = self._prompts.get(key)
         if prompt is None:
             prompt = self._prompts[key] = _Prompt([], key)
             context = -1
             for part, is_indexed in ((tokens[:num_known][-vote.MAX_DEPTH :], False), (tokens[num_known:], True)):
                 if part.size:
-                    context = self._store.new_document(problem, PROMPT, self._version, context=context)
+                    context = self._store.new_document(
+                        problem, PROMPT, self._version, context=context, isolated=isolated
+                    )
                     prompt.documents.append(context)
                     self._append(np.array([context]), part, np.array([0, part.size]), is_indexed=is_indexed)
         prompt.users += 1
         return prompt
 
-    def _new_rollout(self, problem: int, prompt: _Prompt | None, version: int) -> int:
+    def _new_rollout(self, problem: int, prompt: _Prompt | None, version: int, isolated: bool) -> int:
         """A document for a rollout that follows a prompt."""
-        return self._store.new_document(problem, ROLLOUT, version, context=prompt.documents[-1] if prompt else -1)
+        context = prompt.documents[-1] if prompt else -1
+        return self._store.new_document(problem, ROLLOUT, version, context=context, isolated=isolated)
 
     @property
     def _oldest_version(self) -> int:
@@ -656,8 +661,10 @@ class HistoryDrafter:
         for rollout in rollouts:
             version = min(rollout.version, self._version)
             problem = self._problem(rollout.problem_id)
-            prompt = self._prompt(problem, rollout.context, rollout.context.size) if rollout.context.size else None
-            document = self._new_rollout(problem, prompt, version)
+            context, prompt = rollout.context, None
+            if context.size:
+                prompt = self._prompt(problem, context, context.size, rollout.isolated)
+            document = self._new_rollout(problem, prompt, version, rollout.isolated)
             self._finished.append(_Request(-1, document, problem, version, prompt))
             documents.append(document)
             pieces.append(rollout.tokens)
@@ -701,7 +708,8 @@ class HistoryDrafter:
         if tokens.size:
             last = request.prompt.documents[-1] if request.prompt else -1
             context = self._store.text_before_end(last, vote.MAX_DEPTH) if last >= 0 else tokens[:0]
-            self._recorded.append(Rollout(problem_id, request.version, context, tokens, features))
+            isolated = bool(self._store.arrays.documents[request.document, ISOLATED])
+            self._recorded.append(Rollout(problem_id, request.version, context, tokens, features, isolated=isolated))
 
     def _remove(self, request: _Request) -> None:
         """Take a rollout out of the index, and its prompt if no other rollout has the same."""

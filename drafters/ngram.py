@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.drafters.store import (
     DOCUMENT,
+    ISOLATED,
     LENGTH,
     PAGE_BITS,
     PAGE_MASK,
@@ -98,6 +99,8 @@ def gather(store, buckets, problem, text, end, order, excluded_problem, position
         theirs = store.documents[document, PROBLEM]
         if (problem >= 0 and theirs != problem) or theirs == excluded_problem:
             continue
+        if problem < 0 and store.documents[document, ISOLATED] != 0:
+            continue  # an entry of a removed rollout, whose page is now another's
         if store.pages[position >> PAGE_BITS, START] + (position & PAGE_MASK) >= store.documents[document, LENGTH]:
             continue  # a page that was used before and is not written this far yet
         length, _ = compare_context(tokens, pages, position, text, end, np.int64(0))

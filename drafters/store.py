@@ -37,8 +37,9 @@ NUM_FREE_PAGES, NUM_TOKENS = range(2)
 DOCUMENT, BACK, NEXT, START = range(4)
 # Columns of Store.documents: the problem, -1 where there is no document; PROMPT or ROLLOUT; the policy version; the
 # first position, -1 of an empty document; the last position, of an empty rollout its prompt's, -1 where there is none;
-# its tokens; how many of them, the first ones, the index knows.
-PROBLEM, KIND, VERSION, FIRST, LAST, LENGTH, INDEXED = range(7)
+# its tokens; how many of them, the first ones, the index knows; 1 where no text may pass between it and other problems,
+# otherwise 0.
+PROBLEM, KIND, VERSION, FIRST, LAST, LENGTH, INDEXED, ISOLATED = range(8)
 PROMPT, ROLLOUT = range(2)
 
 
@@ -47,7 +48,7 @@ class Store(NamedTuple):
 
     tokens: Int32Array  # [P * PAGE_TOKENS]
     pages: Int32Array  # [P, 4] see DOCUMENT
-    documents: Int32Array  # [D, 7] see PROBLEM
+    documents: Int32Array  # [D, 8] see PROBLEM
     free_pages: Int32Array  # [P] stack
     counts: NDArray[np.int64]  # [2] see NUM_FREE_PAGES
     features: Features  # [P * PAGE_TOKENS, FEATURE_WORDS] of the tokens; of length 0 before any are given
@@ -203,7 +204,7 @@ class TextStore:
         self.arrays = Store(
             tokens=np.zeros(pages * PAGE_TOKENS, np.int32),
             pages=np.full((pages, 4), -1, np.int32),
-            documents=np.full((documents, 7), -1, np.int32),
+            documents=np.full((documents, 8), -1, np.int32),
             free_pages=np.arange(pages - 1, -1, -1, dtype=np.int32),
             counts=np.array([pages, 0], np.int64),
             features=no_features(0),
@@ -225,7 +226,7 @@ class TextStore:
         """Tokens of all documents."""
         return int(self.arrays.counts[NUM_TOKENS])
 
-    def new_document(self, problem: int, kind: int, version: int, *, context: int = -1) -> int:
+    def new_document(self, problem: int, kind: int, version: int, *, context: int = -1, isolated: bool = False) -> int:
         """Begin an empty document whose first token follows the last one of document `context` (-1: nothing)."""
         if not self._free_documents:
             size = len(self.arrays.documents)
@@ -238,6 +239,7 @@ class TextStore:
         arrays.documents[document, FIRST] = -1
         arrays.documents[document, LAST] = arrays.documents[context, LAST] if context >= 0 else -1
         arrays.documents[document, LENGTH] = arrays.documents[document, INDEXED] = 0
+        arrays.documents[document, ISOLATED] = isolated
         return document
 
     def reserve(self, num_pages: int) -> bool:

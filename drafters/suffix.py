@@ -5,7 +5,8 @@ tokens, and its continuation is the token at the position itself. There is one t
 search tree over these contexts: the suffix binary search tree (Irving and Love 2003, doi:10.1016/S1570-8667(03)00034-0)
 of the reversed text. Compared with a suffix tree of nodes and edges it needs two links per token and nothing else:
 internal nodes are implicit, as the positions between which a common prefix falls. Other problems are searched in a
-second tree over the same positions, by last token alone, where `shared` is on: two more links per token.
+second tree over the same positions, by last token alone, where `shared` is on: two more links per token. Isolated
+documents are not in that one.
 
 - A new position becomes the root and splits what was there (Stephenson 1980), so newer positions are above older ones:
   the way down to a context passes the newest position of every match length, and what is found first is newest. (Where
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from rollout_spec.drafters.store import (
     DOCUMENT,
     INDEXED,
+    ISOLATED,
     LAST,
     PAGE_BITS,
     PROBLEM,
@@ -315,6 +317,8 @@ def check_integrity(store: Store, tree: Tree, *, is_shared: bool) -> None:
     assert used == tree.counts[0], "number of roots"
     expected = set()
     for document in np.flatnonzero(store.documents[:, PROBLEM] >= 0).tolist():
+        if is_shared and store.documents[document, ISOLATED]:
+            continue
         position = int(store.documents[document, LAST])
         for _ in range(int(store.documents[document, INDEXED])):
             previous = int(before(store.pages, position))

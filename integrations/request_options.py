@@ -7,6 +7,7 @@ only: `"vllm_xargs": {"rollout_spec_problem_id": 7}`.
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from rollout_spec.config import CONFIG_KEY
 MAX_PROBLEM_ID = 2**64 - 1
 KEEP_IN_HISTORY = f"{CONFIG_KEY}_keep_in_history"
 """The flat key of `RequestOptions.keep_in_history`."""
+TENANT = f"{CONFIG_KEY}_tenant"
+"""The flat key under which the front end tells the workers, which do not get `cache_salt`, a hash of it."""
 _EXAMPLES = {"problem_id": 7, "keep_in_history": False}
 
 
@@ -46,7 +49,7 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
     flat = {f"{CONFIG_KEY}_{name}": name for name in RequestOptions._fields}
     known = (CONFIG_KEY, *flat, *RequestOptions._fields)
     for key in map(str, extra_args):
-        if key == CONFIG_KEY or key in flat:
+        if key in (CONFIG_KEY, TENANT) or key in flat:
             continue
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         if near or key.startswith(CONFIG_KEY):
@@ -94,6 +97,25 @@ def with_plain_options(extra_args: Mapping[str, Any], options: RequestOptions) -
     flat = {f"{CONFIG_KEY}_{name}" for name in RequestOptions._fields}
     others = {key: value for key, value in extra_args.items() if key not in flat}
     return {**others, CONFIG_KEY: {name: value for name, value in options._asdict().items() if value is not None}}
+
+
+def with_tenant(extra_args: Mapping[str, Any] | None, cache_salt: str | None) -> dict[str, Any] | None:
+    """`extra_args` with a one-way hash of the request's salt, 64 bits; as they are where there is no salt.
+
+    Raises:
+        ValueError: the caller has set our key, by which he could pretend to have another's salt.
+    """
+    if extra_args and TENANT in extra_args:
+        raise ValueError(f"{TENANT} in extra_args is rollout_spec's own: remove it, and give the request a cache_salt")
+    if not cache_salt:  # to vLLM, too, an empty one is none
+        return None if extra_args is None else dict(extra_args)
+    digest = hashlib.blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=8, person=b"cache_salt")
+    return {**(extra_args or {}), TENANT: int.from_bytes(digest.digest(), "little")}
+
+
+def tenant_of(extra_args: Mapping[str, Any] | None) -> int | None:
+    """The hash of a request's `cache_salt`, as `with_tenant` has noted it; None: it has none."""
+    return extra_args.get(TENANT) if extra_args else None
 
 
 def without_history(extra_args: Mapping[str, Any] | None) -> Any:

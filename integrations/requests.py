@@ -8,7 +8,7 @@ from typing import Any
 
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.history.roots import Conversation, Roots, namespace_of
-from rollout_spec.integrations.request_options import request_options
+from rollout_spec.integrations.request_options import request_options, tenant_of
 from rollout_spec.noise import derive_seed
 from rollout_spec.types import Int32Array
 
@@ -22,7 +22,8 @@ def recognise(
     """Find a new request's problem: the one that the caller names, or the one of the conversation that it continues.
 
     Conversations with different LoRA adapters or images are different. An adapter's versions are one adapter, as those
-    of a policy are one policy.
+    of a policy are one policy. Requests with different cache salts, or with and without one, have no problem in common,
+    also where the caller names it.
 
     Args:
         prompt_token_ids: int32 [n], the request's.
@@ -31,22 +32,36 @@ def recognise(
     Raises:
         ValueError: the request's own options are wrong.
     """
-    given = request_options(request.sampling_params.extra_args).problem_id
+    extra_args = request.sampling_params.extra_args
+    given, tenant = request_options(extra_args).problem_id, tenant_of(extra_args)
     images = [
         (int(feature.mm_position.offset), derive_seed(str(feature.identifier))) for feature in request.mm_features or ()
     ]
     if given is not None:
-        namespace = derive_seed("problem_id", str(given))
-        return roots.start(prompt_token_ids, lambda: given, namespace=namespace, images=images, is_named=True)
-    namespace = namespace_of(_adapter_name(request))
+        namespace, problem_id = _within(tenant, derive_seed("problem_id", str(given))), _within(tenant, given)
+        return roots.start(prompt_token_ids, lambda: problem_id, namespace=namespace, images=images, is_named=True)
+    namespace = _within(tenant, namespace_of(_adapter_name(request)))
 
     def new_problem_id() -> int | None:
         known = None
-        if problem_by_text is not None and request.lora_request is None and not images:
+        if problem_by_text is not None and tenant is None and request.lora_request is None and not images:
             known = problem_by_text(prompt_token_ids)
-        return known if known is not None else _new_problem_id(request, prompt_token_ids)
+        if known is not None:
+            return known
+        new = _new_problem_id(request, prompt_token_ids)
+        return None if new is None else _within(tenant, new)
 
     return roots.start(prompt_token_ids, new_problem_id, namespace=namespace, images=images)
+
+
+def is_isolated(request: Any) -> bool:
+    """Whether a request has a cache salt, so that no text may pass between it and other problems."""
+    return tenant_of(request.sampling_params.extra_args) is not None
+
+
+def _within(tenant: int | None, number: int) -> int:
+    """A problem's id or a namespace, 64 bits, as it is for the requests with one cache salt."""
+    return number if tenant is None else derive_seed("cache_salt", tenant, number)
 
 
 def _new_problem_id(request: Any, prompt_token_ids: Int32Array) -> int | None:

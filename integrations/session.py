@@ -27,7 +27,7 @@ from rollout_spec.integrations.draft_watch import DraftWatch
 from rollout_spec.integrations.engine_history import EngineHistory
 from rollout_spec.integrations.live_requests import LiveRequest, Sampled, pieces, select
 from rollout_spec.integrations.request_options import request_options
-from rollout_spec.integrations.requests import ends_with_stop_token, recognise
+from rollout_spec.integrations.requests import ends_with_stop_token, is_isolated, recognise
 from rollout_spec.model_budget import ModelBudget
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Drafts, Float32Array, Int32Array
@@ -117,8 +117,8 @@ class DraftingSession:
         drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
         self.drafter: BatchDrafter = as_batch_drafter(drafter, config.num_speculative_tokens)
         self.wants_features = bool(getattr(self.drafter, "wants_features", False))
-        # Otherwise it is a user's own, which stores every turn's whole prompt.
-        self._takes_known = "num_known" in inspect.signature(drafter.start_request).parameters
+        # A user's own may lack some: it stores every turn's whole prompt, or keeps problems apart.
+        self._keywords = {"num_known", "isolated"} & inspect.signature(drafter.start_request).parameters.keys()
         self.roots = Roots()
         self.live: dict[str, LiveRequest] = {}
         self.arrays = live_requests.new_arrays()
@@ -362,9 +362,13 @@ class DraftingSession:
         by_text = None if self.engine_history is None else self.engine_history.problem_by_text
         conversation = recognise(self.roots, request, prompt, by_text)
         is_seeded = params.temperature > 0 and self._config.verify == "sample"
-        known: Any = {"num_known": conversation.num_known} if self._takes_known else {}
+        more: dict[str, Any] = {"num_known": conversation.num_known, "isolated": is_isolated(request)}
         self.drafter.start_request(
-            req_id, prompt, problem_id=conversation.problem_id, seed=params.seed if is_seeded else None, **known
+            req_id,
+            prompt,
+            problem_id=conversation.problem_id,
+            seed=params.seed if is_seeded else None,
+            **{name: more[name] for name in self._keywords},
         )
         live = LiveRequest(self.drafter.row_of(req_id), conversation, request)
         length_row = self.budget.lengths.row_of(live.length_key) if self.budget is not None else -1
@@ -380,7 +384,7 @@ class DraftingSession:
         """Show the drafter a request's end. A whole rollout also tells how long rollouts get, unless it was aborted."""
         live = self.live[req_id]
         keep = request_options(live.request.sampling_params.extra_args).keep_in_history
-        if keep and self._takes_known:
+        if keep and "num_known" in self._keywords:
             drafter: Any = self.drafter
             self.roots.stop(live.conversation, drafter.output_of(req_id))
         self.drafter.stop_request(req_id, keep=keep)

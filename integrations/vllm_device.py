@@ -22,7 +22,7 @@ from rollout_spec.integrations import vllm_compat
 from rollout_spec.integrations.engine_history import EngineHistory
 from rollout_spec.integrations.ranks import sharing_from_first_rank
 from rollout_spec.integrations.request_options import request_options
-from rollout_spec.integrations.requests import ends_with_stop_token, recognise, trim_at_end
+from rollout_spec.integrations.requests import ends_with_stop_token, is_isolated, recognise, trim_at_end
 from rollout_spec.integrations.stop_strings import StopStringSearch
 from rollout_spec.integrations.vllm_plugin import config_of
 from rollout_spec.stats import SpeculationStats
@@ -156,7 +156,10 @@ class DeviceSpeculator(BaseSpeculator):
                 by_text = None if self.engine_history is None else self.engine_history.problem_by_text
                 problem_id = recognise(self.roots, request, prompt, by_text).problem_id
             req_idx = self._req_indices[req_id] = self._runner.req_states.req_id_to_index[req_id]
-            self.drafter.start_request(req_idx, prompt, problem_id=problem_id, version=self._versions.pop(req_id, None))
+            version = self._versions.pop(req_id, None)
+            self.drafter.start_request(
+                req_idx, prompt, problem_id=problem_id, version=version, isolated=is_isolated(request)
+            )
 
     def on_finish_requests(self, finished: Iterable[tuple[str, Any]], preempted: Iterable[str]) -> None:
         """Requests leave the runner.

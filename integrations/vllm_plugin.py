@@ -6,6 +6,7 @@ An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our p
 
 - check configuration, versions and each request's options in the front end, before anything is generated;
 - give every request without a seed one of its own, which stays with it through preemption and on all ranks;
+- tell the workers by a hash which requests have the same `cache_salt`;
 - end the front end's output at stop strings (`stop_strings.py`), and warn of rollouts that are copies (`copies.py`);
 - allow sampling parameters that our verifier handles under speculation and vLLM's does not: min-p, under V2 biases too;
 - let vLLM choose the model runner that it would use without speculation, V2 where it can;
@@ -47,7 +48,7 @@ from rollout_spec.integrations.copies import warn_of_copies
 from rollout_spec.integrations.environment import MODELS, VARIABLE, ask_for_speculation
 from rollout_spec.integrations.model_drafters import check_model_drafter, prepare_model_drafter
 from rollout_spec.integrations.ranks import end_if_unheard
-from rollout_spec.integrations.request_options import request_options, with_plain_options
+from rollout_spec.integrations.request_options import request_options, with_plain_options, with_tenant
 from rollout_spec.integrations.weights import loads_weights
 
 RUNNER_MARK = "_rollout_spec_runner"
@@ -267,6 +268,7 @@ def _hook_input_processor(module: Any) -> None:
             config = config_of(vllm_config)
             self._rollout_spec_seeds = None
             self._rollout_spec_is_v1 = config is not None and not vllm_config.use_v2_model_runner
+            self._rollout_spec_ignores_salt = config is not None and config.ignore_cache_salt
             if config is not None:
                 _check_engine(vllm_config, config)
                 if config.speculation:
@@ -285,6 +287,9 @@ def _hook_input_processor(module: Any) -> None:
                 return request
             try:  # an error raised here fails this request alone
                 _check_request(params, self._rollout_spec_is_v1)
+                salt = None if self._rollout_spec_ignores_salt else request.cache_salt
+                # A new dict: that of vLLM's copy of the parameters may be the caller's.
+                params.extra_args = with_tenant(params.extra_args, salt)
             except ValueError as error:
                 raise _request_error()(str(error)) from error
             if params.seed is None:

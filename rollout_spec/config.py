@@ -69,6 +69,8 @@ class RolloutSpecConfig:
         history_dir: A folder, or a URL that fsspec knows, that keeps history: of earlier runs, and of other engines
             that use it at the same time (see docs/history.md). None: history ends with the engine, which has it alone.
         max_history_dir_bytes: Bound on the files in `history_dir`. The oldest policy versions go first.
+        ignore_cache_salt: Whether requests share history whatever their `cache_salt` is. False: requests with different
+            salts, or with and without one, are kept apart (see docs/guarantees.md).
 
     Raises:
         ValueError, TypeError: a value is out of range or of the wrong type.
@@ -85,6 +87,7 @@ class RolloutSpecConfig:
     num_model_draft_tokens: int | None = None
     history_dir: str | None = None
     max_history_dir_bytes: int = 4 << 30
+    ignore_cache_salt: bool = False
 
     def __post_init__(self) -> None:
         if type(self.num_speculative_tokens) is int and self.num_speculative_tokens == 0:
@@ -101,6 +104,7 @@ class RolloutSpecConfig:
             verify=checks.choice("verify", self.verify, get_args(VerifyMethod)),
             speculation=checks.switch("speculation", self.speculation),
             budget=checks.switch("budget", self.budget),
+            ignore_cache_salt=checks.switch("ignore_cache_salt", self.ignore_cache_salt),
             max_history_dir_bytes=checks.integer("max_history_dir_bytes", self.max_history_dir_bytes, 1),
         )
         if "max_draft_tokens" in self.drafter_options and self.drafter in REGISTRY:

@@ -282,6 +282,9 @@ def _exported(row: dict[str, Any]) -> Rollout:
         raise ValueError(f"context must be at most {CONTEXT_TOKENS} tokens, got {context.size}")
     if not isinstance(by_text, bool):
         raise ValueError(f"by_text must be true or false, got {by_text!r:.40}")
+    isolated = row.get("isolated", False)  # older versions do not write it
+    if not isinstance(isolated, bool):
+        raise ValueError(f"isolated must be true or false, got {isolated!r:.40}")
     if root is not None:
         if not isinstance(root, list) or len(root) != 2 or not all(map(_is_unsigned, root)) or root[0] >= 2**31:
             raise ValueError(f"root must be a length and a number of 64 bits, got {root!r:.80}")
@@ -296,7 +299,7 @@ def _exported(row: dict[str, Any]) -> Rollout:
             raise ValueError(f"features do not fit {tokens.size} tokens: {error}") from error
     version, reward = _version(row.get("version")), row.get("reward")
     reward = None if reward is None else _reward(reward)
-    return Rollout(problem_id, version, context, tokens, features, root, by_text, reward)
+    return Rollout(problem_id, version, context, tokens, features, root, by_text, reward, isolated)
 
 
 def _is_unsigned(value: Any) -> bool:
@@ -308,6 +311,7 @@ def exported_line(rollout: Rollout) -> str:
     row = {
         "problem_id": rollout.problem_id,
         "by_text": rollout.by_text,
+        "isolated": rollout.isolated,
         "version": rollout.version,
         "context": rollout.context.tolist(),
         "token_ids": rollout.tokens.tolist(),

@@ -39,6 +39,8 @@ class Rollout(NamedTuple):
     """Whether the problem is told by its prompt's text, as token ids were not recorded."""
     reward: float | None = None
     """Its reward, where that is known."""
+    isolated: bool = False
+    """Whether it is for its own problem only: requests of other problems must not draft from it."""
 
     @property
     def num_tokens(self) -> int:

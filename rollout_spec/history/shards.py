@@ -43,9 +43,12 @@ SCHEMA = arrow.schema(
         arrow.field("reward", arrow.float32()),
     ]
 )
+ISOLATED = arrow.field("isolated", arrow.bool_(), nullable=False)
+"""The last column of shards with rollouts that requests of other problems must not draft from; others are without it.
+Code that does not know the column, and would let them, so refuses such shards."""
 _COMPRESSION = {
     (f"{field.name}.list.element" if field.type == _TOKENS else field.name): "zstd"
-    for field in SCHEMA
+    for field in (*SCHEMA, ISOLATED)
     if field.name != "features"  # nearly random bits
 }
 
@@ -121,9 +124,11 @@ def encode(entries: Sequence[Entry], origin: Origin) -> bytes:
         "root_length": [None if root is None else root.length for root in roots],
         "root_whole": [None if root is None else root.whole for root in roots],
         "reward": [rollout.reward for rollout in rollouts],
+        "isolated": [rollout.isolated for rollout in rollouts],
     }
-    arrays = [arrow.array(columns[field.name], field.type) for field in SCHEMA]
-    table = arrow.Table.from_arrays(arrays, schema=SCHEMA)
+    schema = SCHEMA.append(ISOLATED) if any(columns["isolated"]) else SCHEMA
+    arrays = [arrow.array(columns[field.name], field.type) for field in schema]
+    table = arrow.Table.from_arrays(arrays, schema=schema)
     batches: dict[int, tuple[int, int]] = {}
     for entry in entries:
         first, last = batches.get(entry.writer, (entry.batch, entry.batch))
@@ -227,7 +232,9 @@ def decode(data: bytes, origin: Origin) -> tuple[ShardInfo, list[Entry]]:
     origin.check(info.origin)
     with _refusing():
         table = parquet.read_table(arrow.BufferReader(data))
-        if not table.schema.equals(SCHEMA):
+        if table.schema.equals(SCHEMA):
+            table = table.append_column(ISOLATED, arrow.array([False] * table.num_rows, arrow.bool_()))
+        if not table.schema.equals(SCHEMA.append(ISOLATED)):
             raise ShardError(f"its columns are not those of format {FORMAT}: {', '.join(table.column_names)}")
         if table.num_rows != info.num_rollouts or not table.num_rows:
             raise ShardError(f"it has {table.num_rows} rollouts where its metadata say {info.num_rollouts}")
@@ -241,10 +248,11 @@ def _entries(table: Any, origin: Origin, info: ShardInfo) -> list[Entry]:
     if some.size and not 0 <= some.min() <= some.max() < vocab_size:
         raise ShardError(f"it holds tokens outside of the vocabulary of {vocab_size}")
     has_states = origin.states is None or info.origin.states is None or origin.states == info.origin.states
-    names = ("writer", "batch", "problem_id", "version", "features", "by_text", "reward")
+    names = ("writer", "batch", "problem_id", "version", "features", "by_text", "reward", "isolated")
     rows = zip(*(table[name].to_pylist() for name in names), _roots(table), contexts, tokens, strict=True)
     entries = []
-    for number, (writer, batch, problem_id, version, packed, by_text, reward, root, context, ids) in enumerate(rows):
+    for number, row in enumerate(rows):
+        writer, batch, problem_id, version, packed, by_text, reward, isolated, root, context, ids = row
         if ids.size == 0 or context.size > CONTEXT_TOKENS:
             raise ShardError(f"rollout {number} has {ids.size} tokens after {context.size} of its prompt")
         if packed is not None and len(packed) != 8 * FEATURE_WORDS * ids.size:
@@ -252,7 +260,7 @@ def _entries(table: Any, origin: Origin, info: ShardInfo) -> list[Entry]:
         features = None
         if packed is not None and has_states:
             features = np.frombuffer(packed, "<i8").astype(np.int64, copy=False).reshape(-1, FEATURE_WORDS)
-        rollout = Rollout(problem_id, version, context, ids, features, root, by_text, reward)
+        rollout = Rollout(problem_id, version, context, ids, features, root, by_text, reward, isolated)
         entries.append(Entry(writer, batch, rollout))
     return entries
 

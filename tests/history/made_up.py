@@ -55,6 +55,7 @@ def rollouts(draw):
         draw(st.none() | st.builds(Root, st.integers(0, 2**31 - 1), UINT64)),
         draw(st.booleans()),
         draw(st.none() | st.floats(allow_nan=False, allow_infinity=False, width=32)),
+        draw(st.booleans()),
     )
 
 

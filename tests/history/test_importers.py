@@ -355,6 +355,7 @@ def test_bad_values(tmp_path, change, reason):
         ({"problem_id": -1}, "problem_id must be a number of 64 bits, got -1"),
         ({"problem_id": True}, "problem_id must be a number of 64 bits, got True"),
         ({"by_text": 1}, "by_text must be true or false, got 1"),
+        ({"isolated": 1}, "isolated must be true or false, got 1"),
         ({"context": [1] * 33}, "context must be at most 32 tokens, got 33"),
         ({"token_ids": []}, "the completion is empty"),
         ({"version": None}, "the policy version must be an integer"),

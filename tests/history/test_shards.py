@@ -15,12 +15,14 @@ from rollout_spec.features import no_features
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.history.shards import (
     FORMAT,
+    ISOLATED,
     METADATA_KEY,
     SCHEMA,
     Entry,
     Origin,
     ShardError,
     _name,
+    decode,
     encode,
     read_bytes,
     read_info,
@@ -278,7 +280,18 @@ def test_rows_in_another_order_are_the_same_rollouts():
 
 
 def test_the_schema_is_what_files_have():
-    """Readers of older code compare it as a whole: a change needs another FORMAT."""
-    assert SCHEMA.equals(parquet.read_schema(arrow.BufferReader(encode([Entry(1, 2, a_rollout())], ANY))))
+    """Readers of older code compare it as a whole: a change needs another FORMAT.
+
+    They refuse what requests of other problems must not draft from, which they would let them.
+    """
+    isolated = a_rollout()._replace(isolated=True)
+    for some, expected in (
+        ([a_rollout()], SCHEMA),
+        ([isolated], SCHEMA.append(ISOLATED)),
+        ([a_rollout(), isolated], SCHEMA.append(ISOLATED)),
+    ):
+        data = encode([Entry(1, 2, rollout) for rollout in some], ANY)
+        assert parquet.read_schema(arrow.BufferReader(data)).equals(expected)
+        assert [entry.rollout.isolated for entry in decode(data, ANY)[1]] == [rollout.isolated for rollout in some]
     names = "writer batch problem_id by_text version context tokens features root_length root_whole reward"
     assert SCHEMA.names == names.split()

@@ -100,7 +100,11 @@ class Server:
         return sum(float(value) for value in re.findall(rf"^vllm:{name}_total{{.*}} ([\d.e+]+)$", text, re.M))
 
     def stats(self):
-        status, text = self.post("/collective_rpc", {"method": "rollout_spec", "args": ["stats"]})
+        return self.command("stats")
+
+    def command(self, *args):
+        """What a command says."""
+        status, text = self.post("/collective_rpc", {"method": "rollout_spec", "args": args})
         assert status == 200, text
         return json.loads(text)["results"][0]
 

@@ -603,7 +603,7 @@ class Listener:
 def a_listening_session(**options):
     session = a_session(**{"budget": False, **options})
     drafter = Listener()
-    session.drafter, session._takes_known = as_batch_drafter(drafter, session.num_speculative_tokens), False
+    session.drafter, session._keywords = as_batch_drafter(drafter, session.num_speculative_tokens), set()
     return session, drafter
 
 
