@@ -80,22 +80,14 @@ def test_a_bad_request_gets_the_error_and_nobody_else_notices(server):
 
 
 def test_tenants_share_no_history(server):
-    """By `cache_salt`, on every route that takes one; none can pretend to be another."""
-    tokens = list(range(6, 26))
-    greedy = {"temperature": 0, "max_tokens": 20, "ignore_eos": True}
-    routes = {
-        "/v1/completions": {"prompt": tokens, **greedy},
-        "/inference/v1/generate": {"token_ids": tokens[::-1], "sampling_params": greedy},
-    }
-    for route, body in routes.items():
-        for expected in (0, 1):
-            for salt in (None, "tenant-a", "tenant-b"):
-                before = server.command("history")["requests_with_history"]
-                status, text = server.post(route, {**body, **({} if salt is None else {"cache_salt": salt})})
-                assert status == 200, text
-                found = server.command("history")["requests_with_history"] - before
-                server.complete(max_tokens=1)  # in whose step the other's end is seen
-                assert found == expected, (route, salt)
+    """By `cache_salt`; none can pretend to be another."""
+    greedy = {"prompt": list(range(4, 24)), "temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    for expected in (0, 1):
+        for salt in ({}, {"cache_salt": "tenant-a"}, {"cache_salt": "tenant-b"}):
+            before = server.command("history")["requests_with_history"]
+            server.complete(**greedy, **salt)
+            assert server.command("history")["requests_with_history"] - before == expected
+            server.complete(max_tokens=1)  # in whose step the other's end is seen
     for body in (
         {"vllm_xargs": {"rollout_spec_tenant": 1}},
         {"vllm_xargs": {"rollout_spec_tenant": 1}, "cache_salt": "tenant-b"},
@@ -103,8 +95,6 @@ def test_tenants_share_no_history(server):
         status, text = server.post("/v1/completions", {"prompt": PROMPT, **body})
         assert status == 400, text
         assert "rollout_spec's own" in text
-    extra = {"sampling_params": {"extra_args": {"rollout_spec_tenant": 1}}, "token_ids": tokens}
-    assert server.post("/inference/v1/generate", extra)[0] == 400
 
 
 def wait_until(holds):

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.engine
 def ask_and_end(llm, *args, **params):
     """One more request ends the others where the device must tell."""
     said = ask(llm, *args, **params)
-    ask(llm, [[26, 25]], [None], max_tokens=1, extra_args={"rollout_spec_keep_in_history": False})
+    ask(llm, [[22, 23]], [None], max_tokens=1, extra_args={"rollout_spec_keep_in_history": False})
     return said
 
 
