@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.integrations.engines import build, verify_all
@@ -11,11 +13,14 @@ from tests.v2.test_engine_history_v2 import DEVICE, speculation_of
 
 pytestmark = pytest.mark.engine
 
+NEW_PROBLEMS = itertools.count(100)
+
 
 def ask_and_end(llm, *args, **params):
-    """One more request ends the others where the device must tell."""
+    """One more request, of a new problem, ends the others where the device must tell."""
     said = ask(llm, *args, **params)
-    ask(llm, [[22, 23]], [None], max_tokens=1, extra_args={"rollout_spec_keep_in_history": False})
+    of_its_own = {"rollout_spec_problem_id": next(NEW_PROBLEMS), "rollout_spec_keep_in_history": False}
+    ask(llm, [[22, 23]], [None], max_tokens=1, extra_args=of_its_own)
     return said
 
 
