@@ -241,6 +241,7 @@ class HistoryDrafter:
         if problem_id is not None:
             problem_id = checks.integer("problem_id", problem_id, 0, 2**64 - 1)
         num_known = checks.integer("num_known", num_known)
+        isolated = checks.switch("isolated", isolated)
         prompt_tokens = _as_array("prompt_token_ids", prompt_token_ids)
         if not 0 <= num_known <= len(prompt_tokens):
             raise ValueError(f"num_known must be from 0 to the prompt's {len(prompt_tokens)} tokens, got {num_known}")

@@ -26,6 +26,7 @@ import difflib
 import functools
 import importlib
 import itertools
+import logging
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -50,6 +51,8 @@ from rollout_spec.integrations.model_drafters import check_model_drafter, prepar
 from rollout_spec.integrations.ranks import end_if_unheard
 from rollout_spec.integrations.request_options import request_options, with_plain_options, with_tenant
 from rollout_spec.integrations.weights import loads_weights
+
+logger = logging.getLogger(__name__)
 
 RUNNER_MARK = "_rollout_spec_runner"
 """Attribute set on our engines' `speculative_config`, "V1" or "V2", for checks that get only that."""
@@ -268,7 +271,7 @@ def _hook_input_processor(module: Any) -> None:
             config = config_of(vllm_config)
             self._rollout_spec_seeds = None
             self._rollout_spec_is_v1 = config is not None and not vllm_config.use_v2_model_runner
-            self._rollout_spec_ignores_salt = config is not None and config.ignore_cache_salt
+            self._rollout_spec_salts = _SaltWatch(ignores_salts=config is not None and config.ignore_cache_salt)
             if config is not None:
                 _check_engine(vllm_config, config)
                 if config.speculation:
@@ -287,9 +290,8 @@ def _hook_input_processor(module: Any) -> None:
                 return request
             try:  # an error raised here fails this request alone
                 _check_request(params, self._rollout_spec_is_v1)
-                salt = None if self._rollout_spec_ignores_salt else request.cache_salt
                 # A new dict: that of vLLM's copy of the parameters may be the caller's.
-                params.extra_args = with_tenant(params.extra_args, salt)
+                params.extra_args = with_tenant(params.extra_args, self._rollout_spec_salts.salt_of(request))
             except ValueError as error:
                 raise _request_error()(str(error)) from error
             if params.seed is None:
@@ -300,6 +302,30 @@ def _hook_input_processor(module: Any) -> None:
 
     _wrap(module.InputProcessor, "__init__", make_init)
     _wrap(module.InputProcessor, "process_inputs", make_process)
+
+
+class _SaltWatch:
+    """Says which salt keeps a request's history apart, and once that there are several.
+
+    Some trainers take policy versions for salts, and no history would outlive a version.
+    """
+
+    def __init__(self, *, ignores_salts: bool) -> None:
+        self._ignores_salts = ignores_salts
+        self._first: str | None = None
+        self._has_warned = False
+
+    def salt_of(self, request: Any) -> str | None:
+        """The salt of an `EngineCoreRequest`; None: it has none, or they are ignored."""
+        salt = None if self._ignores_salts else request.cache_salt or None
+        self._first = self._first or salt
+        if salt is not None and salt != self._first and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "requests have different cache_salt, so they share no history: if these are no tenants but, say, "
+                "policy versions, set ignore_cache_salt=True"
+            )
+        return salt
 
 
 def _check_request(params: Any, is_v1: bool) -> None:

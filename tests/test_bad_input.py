@@ -167,6 +167,7 @@ CONFIG = {
     "num_model_draft_tokens": Argument(nothing_or(is_int), (None, 1, np.int64(2))),
     "history_dir": Argument(nothing_or(lambda v: isinstance(v, str | os.PathLike)), (None, "x", Path("x"))),
     "max_history_dir_bytes": Argument(is_int, (1, 2**40)),
+    "ignore_cache_salt": SWITCH,
 }
 
 
@@ -270,6 +271,7 @@ CALLS: dict[str, tuple[Callable[[Any, Any], Any], Argument]] = {
         lambda d, v: d.start_request("new", [1, 2, 3], num_known=v),
         Argument(is_int, (0, 3, np.int64(1))),
     ),
+    "start_request.isolated": (lambda d, v: d.start_request("new", [1, 2, 3], isolated=v), SWITCH),
     "extend.req_id": (lambda d, v: d.extend(v, [1]), Argument(lambda v: v == "a", ("a",), ("request",))),
     "extend.new_token_ids": (lambda d, v: d.extend("a", v), TOKENS),
     "extend.features": (

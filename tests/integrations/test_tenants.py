@@ -13,6 +13,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 from rollout_spec.history.roots import Roots
+from rollout_spec.integrations import vllm_plugin
 from rollout_spec.integrations.request_options import TENANT, request_options, tenant_of, with_tenant
 from rollout_spec.integrations.requests import is_isolated, recognise
 from tests.integrations.engines import build, runner_of, verify_all
@@ -66,6 +67,19 @@ def test_the_workers_are_told_a_hash_of_the_salt():
     assert len(tenants) == 6, "an empty salt is none, as it is to vLLM"
     assert tenant_of(args) == tenant_of(with_tenant({}, "tenant-a")), "in every process the same: folders last"
     assert with_tenant(None, None) is None
+
+
+def test_different_salts_are_warned_of_once(caplog):
+    def warnings(salts, *, ignores_salts=False):
+        caplog.clear()
+        watch = vllm_plugin._SaltWatch(ignores_salts=ignores_salts)
+        used = [watch.salt_of(SimpleNamespace(cache_salt=salt)) for salt in salts]
+        return used, len(caplog.records)
+
+    assert warnings([None, "version-1", None, "version-1", ""]) == ([None, "version-1", None, "version-1", None], 0)
+    assert warnings(["version-1", "version-2", "version-3"]) == (["version-1", "version-2", "version-3"], 1)
+    assert "ignore_cache_salt" in caplog.text
+    assert warnings(["version-1", "version-2"], ignores_salts=True) == ([None, None], 0)
 
 
 def request_of(salt, prompt=PROMPT, **options):
