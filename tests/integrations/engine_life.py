@@ -1,0 +1,435 @@
+"""The life of an engine as a state machine: whatever happens to its requests, they get the rollouts of another engine.
+
+Requests come, continue earlier conversations, end, are aborted and preempted; weights change; drafting is switched off
+and on. The other engine drafts nothing and lives a simple life: it generates the same requests from their beginning, in
+one batch, before weights change and at the end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
+
+from rollout_spec import noise
+from tests.conftest import VOCAB_SIZE
+from tests.integrations.engines import FIRST_PROMPTS, GAP, generate, runner_of, stats_of
+
+NUM_LIVES = int(os.environ.get("ENGINE_LIVES", "0"))
+"""So many lives, other ones in every run; 0: a few, always the same ones."""
+
+MAX_PROMPT = 90
+CHANGED = ("announced", "marked", "loaded", "unsaid")
+"""How an engine hears of new weights: a version is announced, or found by the checksum of the model's parameters that
+the front end's mark or vLLM's own loading of weights asks for; or nobody says anything."""
+
+SAMPLING = {
+    "temperature": st.sampled_from([0.0, 0.5, 1.0, 1.3]),
+    "max_tokens": st.integers(1, 40),
+    "logprobs": st.sampled_from([0, None, 1, 3]),
+    "ignore_eos": st.booleans(),
+    "output_kind": st.sampled_from(list(RequestOutputKind)),
+}
+TRUNCATION = {
+    "top_k": st.sampled_from([0, 0, 6]),
+    "top_p": st.sampled_from([1.0, 1.0, 0.8]),
+    "min_p": st.sampled_from([0.0, 0.0, 0.05]),
+}
+RARE = {
+    "repetition_penalty": st.just(1.3),
+    "presence_penalty": st.just(0.7),
+    "frequency_penalty": st.just(0.5),
+    "min_tokens": st.integers(1, 12),
+    "stop": st.sampled_from([["w3"], ["w5 w", "w1"], ["9 w1"]]),
+    "stop_token_ids": st.sampled_from([[6], [7, 12]]),
+    "include_stop_str_in_output": st.booleans(),
+    "bad_words": st.sampled_from([["w2"], ["w3 w4", "w5"]]),
+    "allowed_token_ids": st.just(list(range(2, 14))),
+}
+OF_OUTPUT = ("presence_penalty", "frequency_penalty", "stop", "bad_words")
+"""Depend on what of a text is output: a rollout with these cannot be compared from its middle on."""
+OPTIONS = st.fixed_dictionaries({}, optional={"keep_in_history": st.booleans(), "problem_id": st.integers(0, 2)})
+
+
+@st.composite
+def sampling_params(draw, *, truncates: bool) -> SamplingParams:
+    """Parameters with a seed; a few of the rarer ones are set."""
+    chosen = {name: draw(value) for name, value in {**SAMPLING, **(TRUNCATION if truncates else {})}.items()}
+    for name in draw(st.lists(st.sampled_from(sorted(RARE)), max_size=2, unique=True)):
+        chosen[name] = draw(RARE[name])
+    chosen["min_tokens"] = min(chosen.get("min_tokens", 0), chosen["max_tokens"])
+    options = draw(OPTIONS)
+    return SamplingParams(
+        seed=draw(st.integers(0, 2**40)),
+        n=draw(st.sampled_from([1, 1, 1, 2, 3])) if chosen["temperature"] else 1,
+        extra_args={"rollout_spec": options} if options else None,
+        **chosen,
+    )
+
+
+@dataclass
+class Rollout:
+    """One sample of a request.
+
+    Attributes:
+        inner_id: The engine's id of it.
+        params: Its own: n is 1, and the seed is its own.
+        start: How many of its tokens earlier weights have sampled.
+        token_ids, logprobs, text: What the caller got.
+        sampled: What the engine was seen to have sampled for it.
+        is_whole: Whether that is all.
+        was_drafting: Whether the drafter was on in the last step that the rollout was in.
+        is_comparable: Whether the other engine can go on from `start`.
+    """
+
+    request_id: str
+    inner_id: str
+    prompt: list[int]
+    params: SamplingParams
+    start: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[dict[int, Any]] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    sampled: list[int] = field(default_factory=list)
+    is_whole: bool = False
+    was_drafting: bool = True
+    is_comparable: bool = True
+
+    def receive(self, output: Any) -> None:
+        """Take what a step brought."""
+        if self.params.output_kind != RequestOutputKind.DELTA:
+            self.token_ids, self.logprobs, self.text = [], [], ""
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs or []
+        self.text += output.text
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+        if self.finish_reason is not None:
+            self.sampled, self.is_whole = self.token_ids, True
+
+    def reference(self) -> tuple[list[int], SamplingParams]:
+        """(prompt, parameters) of a request that samples the same tokens from `start` on."""
+        params = self.params.clone()
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        params.max_tokens -= self.start
+        params.min_tokens = max(params.min_tokens - self.start, 0)
+        return self.prompt + self.sampled[: self.start], params
+
+
+class Weights:
+    """Variants of a model's parameters, all near to those that it was built with, for several engines.
+
+    Args:
+        engines: The first one has the parameters that it was built with.
+
+    Attributes:
+        variant: The one that the engines have; 0 is the first.
+    """
+
+    def __init__(self, *engines: Any) -> None:
+        self.variant = 0
+        self._engines = engines
+        self._first = {name: tensor.clone() for name, tensor in self._parameters(engines[0])}
+
+    @torch.no_grad()
+    def change(self, variant: int) -> None:
+        """Write a variant into the engines' parameters, in place."""
+        self.variant = variant
+        for llm in self._engines:
+            generator = torch.Generator().manual_seed(variant)
+            for name, tensor in self._parameters(llm):
+                tensor.copy_(self._first[name])
+                if variant and tensor.dim() > 1:
+                    tensor += 0.2 * tensor.std() * torch.randn(tensor.shape, generator=generator)
+
+    @staticmethod
+    def _parameters(llm: Any) -> list[tuple[str, torch.Tensor]]:
+        return sorted(runner_of(llm).model.named_parameters())
+
+
+@contextmanager
+def refusing_blocks(scheduler: Any, count: int):
+    """The cache is full for so many requests: vLLM's scheduler preempts for each."""
+    manager = scheduler.kv_cache_manager
+    allocate, left = manager.allocate_slots, [count]
+
+    def allocate_slots(*args: Any, **kwargs: Any) -> Any:
+        left[0] -= 1
+        return None if left[0] >= 0 else allocate(*args, **kwargs)
+
+    manager.allocate_slots = allocate_slots
+    try:
+        yield
+    finally:
+        del manager.allocate_slots
+
+
+class EngineLife(RuleBasedStateMachine):
+    """One life, which ends when all requests have ended. The engines live on, and so does the history.
+
+    Args:
+        on: The engine under test, in this process.
+        off: The same model without drafts.
+        weights: Of both.
+        check: Looks at the drafter after each step; gets the machine and whether the drafter took part in it.
+        check_end: Looks at it when all has ended; gets the machine.
+    """
+
+    truncates = True
+    _ids = itertools.count()
+    _given: list[str] = []  # noqa: RUF012  # requests of this life and of one before it that has failed
+
+    def __init__(
+        self,
+        on: Any,
+        off: Any,
+        weights: Weights,
+        check: Callable[[EngineLife, bool], None],
+        check_end: Callable[[EngineLife], None],
+    ) -> None:
+        super().__init__()
+        self.on, self.off, self.weights = on, off, weights
+        self.engine = on.llm_engine
+        self.scheduler = self.engine.engine_core.engine_core.scheduler
+        self.rollouts: list[Rollout] = []
+        self.waiting: dict[str, Rollout] = {}  # by the engine's id, until they have ended there
+        self.is_on = True
+        self._check, self._check_end = check, check_end
+        self._uncompared: list[Rollout] = []
+        self._conversations: list[list[int]] = []
+        self._clear()
+        self._version = stats_of(on)["policy_version"]
+        self._seen_variant = 0  # the last that was made a version
+        self._num_announced, self._is_marked = 0, False
+
+    # -- what can happen ---------------------------------------------------------------------------------------------
+
+    @rule(
+        first=st.integers(0, 2),
+        repeat=st.integers(1, 6),
+        continued=st.none() | st.integers(0, 30),
+        answer=st.lists(st.integers(3, VOCAB_SIZE - 1), max_size=12),
+        data=st.data(),
+    )
+    def add(self, first: int, repeat: int, continued: int | None, answer: list[int], data: st.DataObject) -> None:
+        """A request, perhaps a later turn of a conversation."""
+        prompt = [*FIRST_PROMPTS[first]] if repeat == 6 else [1, 4 + first, 9] * repeat
+        if continued is not None and self._conversations:
+            prompt = [*self._conversations[continued % len(self._conversations)], *answer][:MAX_PROMPT]
+        params = data.draw(sampling_params(truncates=self.truncates))
+        self._add(prompt, params)
+
+    @rule(count=st.integers(1, 10))
+    def step(self, count: int) -> None:
+        """Some steps of the engine."""
+        for _ in range(count if self.waiting else 0):
+            self._step()
+
+    @rule(which=st.integers(0, 30))
+    def abort(self, which: int) -> None:
+        """The caller gives a request up, with all of its samples."""
+        request_ids = sorted({rollout.request_id for rollout in self.waiting.values()})
+        if not request_ids:
+            return
+        request_id = request_ids[which % len(request_ids)]
+        self._look_at_scheduler()
+        self.engine.abort_request([request_id])
+        for rollout in [r for r in self.waiting.values() if r.request_id == request_id]:
+            rollout.is_whole = True
+            del self.waiting[rollout.inner_id]
+
+    @rule(count=st.integers(1, 4))
+    def preempt(self, count: int) -> None:
+        """A step in which there is no room for some requests."""
+        with refusing_blocks(self.scheduler, count):
+            self.step(1)
+
+    @rule()
+    def preempt_all(self) -> None:
+        """What trainers do when weights change while rollouts run, without the change."""
+        assert self.engine.reset_prefix_cache(reset_running_requests=True)
+
+    @rule(is_on=st.booleans())
+    def toggle(self, is_on: bool) -> None:
+        """Switch drafting off or on."""
+        self.on.collective_rpc("rollout_spec", args=("set_enabled", is_on))
+        self.is_on = is_on
+
+    @rule(variant=st.integers(0, 3), how=st.sampled_from(CHANGED))
+    def update_weights(self, variant: int, how: str) -> None:
+        """New weights. Requests go on with a cache that is computed anew, as their first tokens' would be stale."""
+        assert self.engine.reset_prefix_cache(reset_running_requests=True)
+        self._look_at_scheduler()
+        self._compare()
+        for rollout in self.rollouts:
+            if rollout.finish_reason is None:
+                rollout.start = len(rollout.sampled)
+                changes = any(getattr(rollout.params, name) for name in OF_OUTPUT)
+                rollout.is_comparable &= not (rollout.start and changes)
+        self._uncompared = list(self.waiting.values())
+        assert self.off.llm_engine.reset_prefix_cache()
+        self.weights.change(variant)
+        if how == "announced":
+            self.on.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
+            self._num_announced = 1
+        elif how == "marked":
+            self.on.collective_rpc("rollout_spec", args=("begin_policy_version",))
+            self._is_marked = True
+        elif how == "loaded":
+            runner_of(self.on).model.load_weights([])
+            self._is_marked = True
+
+    @rule()
+    def finish(self) -> None:
+        """All requests end."""
+        while self.waiting:
+            self._step()
+
+    def teardown(self) -> None:
+        """All rollouts are those of the other engine, and nothing is left of them."""
+        self.toggle(True)
+        self.finish()
+        assert not self.engine.has_unfinished_requests()
+        self._look_at_scheduler()
+        self._compare()
+        # With this one the others' end is noticed.
+        self._add([1, 4, 9], SamplingParams(max_tokens=2, ignore_eos=True, seed=1))
+        self.finish()
+        self._check_end(self)
+        self._given.clear()
+
+    # -- the engine under test ---------------------------------------------------------------------------------------
+
+    def _add(self, prompt: list[int], params: SamplingParams) -> None:
+        request_id, before = str(next(self._ids)), set(self.scheduler.requests)
+        self._given.append(request_id)
+        self.engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        inner_ids = [inner_id for inner_id in self.scheduler.requests if inner_id not in before]
+        assert len(inner_ids) == params.n
+        for i, inner_id in enumerate(inner_ids):
+            own = params.clone()
+            own.n, own.seed = 1, params.seed + i
+            self.waiting[inner_id] = Rollout(request_id, inner_id, prompt, own)
+            self.rollouts.append(self.waiting[inner_id])
+            self._uncompared.append(self.waiting[inner_id])
+
+    def _step(self) -> None:
+        self._look_at_scheduler()
+        if self._num_announced or self._is_marked:
+            is_new = self.weights.variant != self._seen_variant
+            self._version += max(self._num_announced, is_new)
+            self._seen_variant, self._num_announced, self._is_marked = self.weights.variant, 0, False
+        num_steps = stats_of(self.on)["steps"]
+        for output in self.engine.step():
+            of_request = [r for r in self.rollouts if r.request_id == output.request_id]
+            for completion in output.outputs:
+                of_request[completion.index].receive(completion)
+        for inner_id, rollout in list(self.waiting.items()):
+            request = self.scheduler.requests.get(inner_id)
+            if request is None or request.num_output_tokens > len(rollout.sampled):
+                rollout.was_drafting = self.is_on
+            if request is None:
+                del self.waiting[inner_id]
+                if rollout.is_whole:
+                    self._conversations.append(rollout.prompt + rollout.token_ids)
+        stats = stats_of(self.on)
+        assert stats["emitted_tokens"] == stats["accepted_tokens"] + stats["request_steps"]
+        assert stats["draft_tokens"] == sum(stats["drafted_per_position"]) >= stats["accepted_tokens"]
+        assert stats["accepted_tokens"] == sum(stats["accepted_per_position"])
+        assert stats["num_drafts"] <= stats["request_steps"]
+        assert stats["drafter_errors"] == 0
+        assert stats["policy_version"] == self._version
+        # Without a forward pass, as where all were preempted, the drafter hears of nothing.
+        self._check(self, self.is_on and stats["steps"] > num_steps)
+
+    def _look_at_scheduler(self) -> None:
+        """Note what has been sampled."""
+        for rollout in self.waiting.values():
+            rollout.sampled = list(self.scheduler.requests[rollout.inner_id].output_token_ids)
+
+    def _clear(self) -> None:
+        """End what a life that has failed has left, and begin with the first weights."""
+        self.on.collective_rpc("rollout_spec", args=("set_enabled", True))
+        self.weights.change(0)
+        self.on.collective_rpc("rollout_spec", args=("begin_policy_version",))
+        assert self.off.llm_engine.reset_prefix_cache()
+        assert self.engine.reset_prefix_cache(reset_running_requests=True)
+        self.engine.abort_request(self._given)
+        self._given.clear()
+        self._add([1, 4, 9], SamplingParams(max_tokens=2, seed=1))
+        self._uncompared, self.rollouts, self.waiting = [], [], {}
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+    # -- the other engine --------------------------------------------------------------------------------------------
+
+    def _compare(self) -> None:
+        """Compare what the present weights have sampled."""
+        rollouts, self._uncompared = [r for r in self._uncompared if r.is_comparable and r.sampled], []
+        if not rollouts:
+            return
+        references = [rollout.reference() for rollout in rollouts]
+        outputs = generate(self.off, [params for _, params in references], [prompt for prompt, _ in references])
+        for rollout, expected, (prompt, params) in zip(rollouts, outputs, references, strict=True):
+            self._assert_same(rollout, expected, prompt, params)
+
+    def _assert_same(self, rollout: Rollout, expected: Any, prompt: list[int], params: SamplingParams) -> None:
+        got, tokens = rollout.sampled[rollout.start :], list(expected.token_ids)
+        count = len(got) if rollout.finish_reason is None else max(len(got), len(tokens))
+        at = next((i for i in range(count) if got[i : i + 1] != tokens[i : i + 1]), count)
+        if at < count:
+            assert at < min(len(got), len(tokens)), f"{rollout} ends otherwise than {expected}"
+            self._assert_close(prompt, params, tokens, at, got[at])
+        elif rollout.finish_reason is not None:
+            assert (rollout.finish_reason, rollout.stop_reason) == (expected.finish_reason, expected.stop_reason)
+            if not rollout.start:
+                assert rollout.text == expected.text
+        if params.logprobs is not None:
+            pairs = zip(rollout.logprobs[rollout.start :][:at], expected.logprobs, strict=False)
+            for ours, theirs in pairs:
+                assert ours.keys() == theirs.keys()
+                for token in ours:
+                    assert ours[token].logprob == pytest.approx(theirs[token].logprob, abs=1e-4)
+                    assert ours[token].rank == theirs[token].rank
+
+    def _assert_close(self, prompt: list[int], params: SamplingParams, tokens: list[int], at: int, other: int) -> None:
+        """Two tokens were so close that rounding decides: by their noise, and scores that the other engine gives."""
+        params = params.clone()
+        params.logprobs, params.max_tokens = VOCAB_SIZE, at + 1
+        (output,) = generate(self.off, [params], [prompt])
+        assert list(output.token_ids[:at]) == tokens[:at], "the other engine is not sure either"
+        two = np.array([tokens[at], other])
+        scores = np.array([output.logprobs[at][int(token)].logprob for token in two])
+        if params.temperature:
+            scores = scores + noise.gumbel(params.seed, len(prompt) + at - 1, two)
+        assert abs(scores[0] - scores[1]) < GAP, f"token {at} is {other}, not {tokens[at]}: {params}"
+
+
+def run(new_life: Callable[[], EngineLife], *, num_lives: int, num_events: int) -> None:
+    """Live some lives, or ENGINE_LIVES other ones."""
+    run_state_machine_as_test(
+        new_life,
+        settings=settings(
+            max_examples=NUM_LIVES or num_lives,
+            stateful_step_count=num_events,
+            derandomize=not NUM_LIVES,
+            database=None,
+            phases=[Phase.generate],  # the engine's history is another one in every life
+            print_blob=False,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
