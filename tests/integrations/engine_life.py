@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +24,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from rollout_spec import noise
+from rollout_spec.history.roots import Roots
 from tests.conftest import VOCAB_SIZE
 from tests.integrations.engines import FIRST_PROMPTS, GAP, generate, runner_of, stats_of
 
@@ -31,6 +32,8 @@ NUM_LIVES = int(os.environ.get("ENGINE_LIVES", "0"))
 """So many lives, other ones in every run; 0: a few, always the same ones."""
 
 MAX_PROMPT = 90
+LAST = [1, 4, 9], SamplingParams(max_tokens=2, seed=1, extra_args={"rollout_spec": {"keep_in_history": False}})
+"""A request with which the others' end is noticed."""
 CHANGED = ("announced", "marked", "loaded", "unsaid")
 """How an engine hears of new weights: a version is announced, or found by the checksum of the model's parameters that
 the front end's mark or vLLM's own loading of weights asks for; or nobody says anything."""
@@ -186,9 +189,16 @@ class EngineLife(RuleBasedStateMachine):
         weights: Of both.
         check: Looks at the drafter after each step; gets the machine and whether the drafter took part in it.
         check_end: Looks at it when all has ended; gets the machine.
+
+    Attributes:
+        truncates: Whether requests have top-k, top-p and min-p.
+        is_asynchronous: Whether the engine schedules a step before the last one's tokens are known.
+        waiting: By the engine's id, the rollouts that have not ended there.
+        grown: The engine's ids of those that got tokens in the last step.
     """
 
     truncates = True
+    is_asynchronous = False
     _ids = itertools.count()
     _given: list[str] = []  # noqa: RUF012  # requests of this life and of one before it that has failed
 
@@ -205,7 +215,8 @@ class EngineLife(RuleBasedStateMachine):
         self.engine = on.llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.rollouts: list[Rollout] = []
-        self.waiting: dict[str, Rollout] = {}  # by the engine's id, until they have ended there
+        self.waiting: dict[str, Rollout] = {}
+        self.grown: set[str] = set()
         self.is_on = True
         self._check, self._check_end = check, check_end
         self._uncompared: list[Rollout] = []
@@ -222,15 +233,18 @@ class EngineLife(RuleBasedStateMachine):
         repeat=st.integers(1, 6),
         continued=st.none() | st.integers(0, 30),
         answer=st.lists(st.integers(3, VOCAB_SIZE - 1), max_size=12),
+        count=st.integers(1, 3),
         data=st.data(),
     )
-    def add(self, first: int, repeat: int, continued: int | None, answer: list[int], data: st.DataObject) -> None:
-        """A request, perhaps a later turn of a conversation."""
+    def add(
+        self, first: int, repeat: int, continued: int | None, answer: list[int], count: int, data: st.DataObject
+    ) -> None:
+        """Requests with one prompt, perhaps of a conversation's later turn."""
         prompt = [*FIRST_PROMPTS[first]] if repeat == 6 else [1, 4 + first, 9] * repeat
         if continued is not None and self._conversations:
             prompt = [*self._conversations[continued % len(self._conversations)], *answer][:MAX_PROMPT]
-        params = data.draw(sampling_params(truncates=self.truncates))
-        self._add(prompt, params)
+        for _ in range(count):
+            self._add(prompt, data.draw(sampling_params(truncates=self.truncates)))
 
     @rule(count=st.integers(1, 10))
     def step(self, count: int) -> None:
@@ -251,15 +265,17 @@ class EngineLife(RuleBasedStateMachine):
             rollout.is_whole = True
             del self.waiting[rollout.inner_id]
 
-    @rule(count=st.integers(1, 4))
-    def preempt(self, count: int) -> None:
-        """A step in which there is no room for some requests."""
+    @rule(after=st.integers(1, 4), count=st.integers(1, 4))
+    def preempt(self, after: int, count: int) -> None:
+        """After some steps, one in which there is no room for some requests."""
+        self.step(after)
         with refusing_blocks(self.scheduler, count):
             self.step(1)
 
-    @rule()
-    def preempt_all(self) -> None:
+    @rule(after=st.integers(1, 4))
+    def preempt_all(self, after: int) -> None:
         """What trainers do when weights change while rollouts run, without the change."""
+        self.step(after)
         assert self.engine.reset_prefix_cache(reset_running_requests=True)
 
     @rule(is_on=st.booleans())
@@ -268,9 +284,10 @@ class EngineLife(RuleBasedStateMachine):
         self.on.collective_rpc("rollout_spec", args=("set_enabled", is_on))
         self.is_on = is_on
 
-    @rule(variant=st.integers(0, 3), how=st.sampled_from(CHANGED))
-    def update_weights(self, variant: int, how: str) -> None:
+    @rule(after=st.integers(0, 4), variant=st.integers(0, 3), how=st.sampled_from(CHANGED))
+    def update_weights(self, after: int, variant: int, how: str) -> None:
         """New weights. Requests go on with a cache that is computed anew, as their first tokens' would be stale."""
+        self.step(after)
         assert self.engine.reset_prefix_cache(reset_running_requests=True)
         self._look_at_scheduler()
         self._compare()
@@ -306,7 +323,7 @@ class EngineLife(RuleBasedStateMachine):
         self._look_at_scheduler()
         self._compare()
         # With this one the others' end is noticed.
-        self._add([1, 4, 9], SamplingParams(max_tokens=2, ignore_eos=True, seed=1))
+        self._add(*LAST)
         self.finish()
         self._check_end(self)
         self._given.clear()
@@ -337,9 +354,11 @@ class EngineLife(RuleBasedStateMachine):
             of_request = [r for r in self.rollouts if r.request_id == output.request_id]
             for completion in output.outputs:
                 of_request[completion.index].receive(completion)
+        self.grown = set()
         for inner_id, rollout in list(self.waiting.items()):
             request = self.scheduler.requests.get(inner_id)
             if request is None or request.num_output_tokens > len(rollout.sampled):
+                self.grown.add(inner_id)
                 rollout.was_drafting = self.is_on
             if request is None:
                 del self.waiting[inner_id]
@@ -351,7 +370,7 @@ class EngineLife(RuleBasedStateMachine):
         assert stats["accepted_tokens"] == sum(stats["accepted_per_position"])
         assert stats["num_drafts"] <= stats["request_steps"]
         assert stats["drafter_errors"] == 0
-        assert stats["policy_version"] == self._version
+        assert stats["policy_version"] == self._version or self.is_asynchronous
         # Without a forward pass, as where all were preempted, the drafter hears of nothing.
         self._check(self, self.is_on and stats["steps"] > num_steps)
 
@@ -369,7 +388,7 @@ class EngineLife(RuleBasedStateMachine):
         assert self.engine.reset_prefix_cache(reset_running_requests=True)
         self.engine.abort_request(self._given)
         self._given.clear()
-        self._add([1, 4, 9], SamplingParams(max_tokens=2, seed=1))
+        self._add(*LAST)
         self._uncompared, self.rollouts, self.waiting = [], [], {}
         while self.engine.has_unfinished_requests():
             self.engine.step()
@@ -416,6 +435,80 @@ class EngineLife(RuleBasedStateMachine):
         if params.temperature:
             scores = scores + noise.gumbel(params.seed, len(prompt) + at - 1, two)
         assert abs(scores[0] - scores[1]) < GAP, f"token {at} is {other}, not {tokens[at]}: {params}"
+
+
+class Watch:
+    """Follows what a session on the host tells its drafter.
+
+    Args:
+        session: The engine's `DraftingSession`.
+        requests: The runner's requests that have not ended, by id.
+    """
+
+    def __init__(self, session: Any, requests: Mapping[str, Any]) -> None:
+        self.session = session
+        self._requests = requests
+        self._stopped: dict[str, tuple[list[int], bool]] = {}  # (output, whether it is kept), by request
+        stop_request = session.drafter.stop_request
+
+        def stop(req_id, *, keep=True):
+            assert req_id not in self._stopped
+            self._stopped[req_id] = session.drafter.output_of(req_id).tolist(), keep
+            stop_request(req_id, keep=keep)
+
+        session.drafter.stop_request = stop
+
+    def check(self, life: EngineLife, took_part: bool) -> None:
+        """After a step: the drafter knows the requests that are there, and what they have said."""
+        session = self.session
+        if not took_part:
+            return
+        session.drafter.check_integrity()
+        check_roots(session.roots)
+        assert session.live.keys() <= set(self._requests)
+        assert session.live.keys() == session.drafter._live.keys()
+        rows = [live.row for live in session.live.values()]
+        assert len(set(rows)) == len(rows)
+        assert set(session._stop_strings_by_row) <= set(rows)
+        assert set(np.flatnonzero(session.arrays.draft >= 0)) <= set(rows)
+        for req_id in session.live.keys() & set(life.scheduler.requests):
+            output = list(life.scheduler.requests[req_id].output_token_ids)
+            known = session.drafter.output_of(req_id).tolist()
+            assert known == (output if req_id in life.grown else output[: len(known)])
+
+    def check_end(self, life: EngineLife) -> None:
+        """All have ended: the drafter was told of each once, and what it had said."""
+        assert len(self.session.live) <= 1, "only the last request's end is still unknown"
+        assert len(self.session._stop_strings_by_row) == 0
+        for rollout in life.rollouts[:-1]:
+            options = (rollout.params.extra_args or {}).get("rollout_spec", {})
+            said, keep = self._stopped.pop(rollout.inner_id, ([], options.get("keep_in_history", True)))
+            assert keep == options.get("keep_in_history", True)
+            if rollout.was_drafting and rollout.is_whole:
+                assert said == rollout.sampled
+            else:
+                count = min(len(said), len(rollout.sampled))
+                assert said[:count] == rollout.sampled[:count]
+        self.forget()
+
+    def forget(self) -> None:
+        """Another life begins."""
+        self._stopped.clear()
+
+
+def check_roots(roots: Roots) -> None:
+    """The known texts are found by their hashes."""
+    assert len(roots) <= roots._max_texts
+    for whole, text in roots._texts.items():
+        assert text.whole == whole
+        assert 0 <= text.num_known <= text.length
+    for head, text in roots._heads.items():
+        assert text.head == head
+        assert roots._texts[text.whole] is text
+    for problem_id, text in roots._roots.items():
+        assert text.is_root
+        assert text.problem_id == problem_id
+        assert roots._texts[text.whole] is text
 
 
 def run(new_life: Callable[[], EngineLife], *, num_lives: int, num_events: int) -> None:
