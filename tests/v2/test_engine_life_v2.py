@@ -10,7 +10,7 @@ from tests.integrations import engine_life
 from tests.integrations.engine_life import EngineLife, Rollout, Watch, Weights
 from tests.integrations.engines import build, count_preemptions, runner_of, stats_of
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "block_size": 32, "num_gpu_blocks_override": 9}
 """Prompts come in chunks, requests wait for a place, and the cache is full now and then."""
