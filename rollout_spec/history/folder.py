@@ -370,7 +370,8 @@ class HistoryFolder:
                 except ShardError as error:
                     self._refused[name] = sizes[name]
                     self.stats.shards_refused += 1
-                    logger.warning("history: %s in %s is left out: %s", name, self._url, error)
+                    # By %r: somebody else's file may have a name that is no text, with which no log can be written.
+                    logger.warning("history: %r in %s is left out: %s", name, self._url, error)
                     continue
                 except OSError as error:  # perhaps only now
                     self._warn(error)

@@ -341,6 +341,8 @@ def test_a_shard_whose_name_is_no_text(tmp_path, caplog):
         file.write(b"something")
     assert held_by(tmp_path) == [1]
     one.tidy()
+    assert caplog.text.encode("utf-8"), "what is said of it can be written to a log"
+    assert "fe.parquet" in caplog.text
 
 
 def test_a_file_that_is_taken_for_abandoned_while_it_is_written_is_written_again(tmp_path, clock, monkeypatch):

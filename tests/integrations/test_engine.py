@@ -399,7 +399,10 @@ def test_invalid_logits_raise(tiny_model):
         ),
         ({"additional_config": {"rollout_spec": {}}}, "speculative_config is missing"),
         (engine_kwargs(drafter="no.such.module.Drafter"), "cannot be imported"),
-        (engine_kwargs(drafter="suffixx"), "unknown drafter"),
+        (
+            {**engine_kwargs(), "additional_config": {"rollout_spec": {"drafter": "suffixx"}}},
+            "unknown drafter 'suffixx'.*did you mean 'suffix'",
+        ),
         (
             {
                 **engine_kwargs(num_speculative_tokens=4),

@@ -51,7 +51,7 @@ def test_any_life_gives_the_same_rollouts(tiny_model, off):
         watch.forget()
         return life
 
-    engine_life.run(new_life, num_lives=3, num_events=25)
+    engine_life.run(new_life, num_lives=2, num_events=20)
     check_activity(on, preempted)
 
 
