@@ -283,7 +283,7 @@ class EngineController:
             RuntimeError: it runs without rollout_spec or without its development mode, with other settings, or with a
                 drafter that has raised. The message has the command that starts it.
         """
-        timeout = checks.number("timeout", timeout)
+        timeout = checks.number("timeout", timeout, lambda seconds: seconds >= 0, "a number from 0 on")
         llm = ServedEngine(base_url, self.config, model)
         llm.wait(timeout)
         try:

@@ -109,7 +109,7 @@ def with_tenant(extra_args: Mapping[str, Any] | None, cache_salt: str | None) ->
         raise ValueError(f"{TENANT} in extra_args is rollout_spec's own: remove it, and give the request a cache_salt")
     if not cache_salt:  # to vLLM, too, an empty one is none
         return None if extra_args is None else dict(extra_args)
-    digest = hashlib.blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=8, person=b"cache_salt")
+    digest = hashlib.blake2b(str(cache_salt).encode("utf-8", "surrogatepass"), digest_size=8, person=b"cache_salt")
     return {**(extra_args or {}), TENANT: int.from_bytes(digest.digest(), "little")}
 
 

@@ -109,11 +109,13 @@ class DeviceSpeculator(BaseSpeculator):
     def close(self) -> None:
         """The engine ends: write what has ended. Waits for the device."""
         if self.engine_history is not None:
-            # Without a further step vLLM does not say which requests have ended in the last one.
-            requests = {req_id: self._runner.rollout_spec.requests.get(req_id) for req_id in self._req_indices}
-            ended = [(req_id, request) for req_id, request in requests.items() if self._has_ended(req_id, request)]
-            self.on_finish_requests(ended, ())
-            self.engine_history.close()
+            try:
+                # Without a further step vLLM does not say which requests have ended in the last one.
+                requests = {req_id: self._runner.rollout_spec.requests.get(req_id) for req_id in self._req_indices}
+                ended = [(req_id, request) for req_id, request in requests.items() if self._has_ended(req_id, request)]
+                self.on_finish_requests(ended, ())
+            finally:  # also after an error of the device
+                self.engine_history.close()
 
     def exchange_history(self) -> None:
         """Hand over what has ended and take in what ended elsewhere. Called while the device computes."""

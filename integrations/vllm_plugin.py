@@ -292,7 +292,7 @@ def _hook_input_processor(module: Any) -> None:
                 _check_request(params, self._rollout_spec_is_v1)
                 # A new dict: that of vLLM's copy of the parameters may be the caller's.
                 params.extra_args = with_tenant(params.extra_args, self._rollout_spec_salts.salt_of(request))
-            except ValueError as error:
+            except (TypeError, ValueError) as error:
                 raise _request_error()(str(error)) from error
             if params.seed is None:
                 params.seed = self._rollout_spec_seeds.next()
@@ -329,17 +329,12 @@ class _SaltWatch:
 
 
 def _check_request(params: Any, is_v1: bool) -> None:
-    """Raise ValueError if a request has options that our samplers do not support, or wrong options of ours."""
+    """Raise ValueError or TypeError if our samplers do not support a request's options, or ours are wrong."""
     if is_v1 and params.logprob_token_ids:
         raise ValueError("rollout_spec cannot score logprob_token_ids in the V1 model runner: remove them")
-    try:
-        seed = None if params.seed is None else checks.integer("seed", params.seed)
-        if seed is not None:
-            checks.integer("seed + n - 1", seed + (params.n or 1) - 1)  # vLLM gives sample i the seed + i
-    except (TypeError, ValueError) as error:
-        message = f"seed + n - 1 must fit in 64 bits, got seed={checks.shown(params.seed)} and n={params.n}"
-        raise ValueError(message) from error
-    params.seed = seed
+    if params.seed is not None:
+        params.seed = checks.integer("seed", params.seed)
+        checks.integer("seed + n - 1", params.seed + (params.n or 1) - 1)  # vLLM gives sample i the seed + i
     options = request_options(params.extra_args)
     if any(str(key).startswith(CONFIG_KEY) for key in params.extra_args or ()):
         params.extra_args = with_plain_options(params.extra_args, options)

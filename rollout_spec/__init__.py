@@ -18,7 +18,9 @@ def __getattr__(name: str) -> Any:
     if name == "RolloutSpecGenerator":
         try:
             from rollout_spec.integrations.trl_hook import RolloutSpecGenerator
-        except ImportError as error:
+        except ModuleNotFoundError as error:
+            if error.name not in ("trl", "transformers", "accelerate"):
+                raise
             raise ImportError(f"{name} needs TRL ({error}): pip install 'rollout-spec[trl]'") from error
 
         return RolloutSpecGenerator

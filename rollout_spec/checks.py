@@ -11,7 +11,7 @@ import difflib
 import json
 import math
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,13 +42,15 @@ def integer(name: str, value: object, least: int = -MAX_INT - 1, most: int = MAX
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | np.integer):
         raise TypeError(f"{name} must be an int, got {shown(value)}")
     number = int(value)
-    if number < least and most == MAX_INT and least > -MAX_INT:
-        raise ValueError(f"{name} must be at least {least}, got {shown(number)}")
-    if not least <= number <= most and most == MAX_INT:
-        raise ValueError(f"{name} must fit in 64 bits, got {shown(number)}")
-    if not least <= number <= most:
-        raise ValueError(f"{name} must be from {least} to {most}, got {shown(number)}")
-    return number
+    if least <= number <= most:
+        return number
+    if most < MAX_INT:
+        expected = f"be from {least} to {most}"
+    elif -MAX_INT <= least > number:
+        expected = f"be at least {least}"
+    else:
+        expected = "fit in 64 bits"
+    raise ValueError(f"{name} must {expected}, got {shown(number)}")
 
 
 def number(name: str, value: object, is_right: Any = math.isfinite, expected: str = "finite") -> float:
@@ -101,7 +103,7 @@ def choice(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def plain(name: str, value: Mapping[Any, Any]) -> dict[str, Any]:
-    """A copy of a dict that JSON can hold, with Python's numbers in place of NumPy's scalars.
+    """A copy of a mapping that JSON can hold: of dicts and lists, with Python's numbers in place of NumPy's scalars.
 
     Raises:
         TypeError: it is no mapping with strings as keys, or holds something that JSON cannot.
@@ -111,13 +113,23 @@ def plain(name: str, value: Mapping[Any, Any]) -> dict[str, Any]:
     for key in value:
         if not isinstance(key, str):
             raise TypeError(f"{name} must have strings as keys, got {shown(key)}")
-    copied = {str(key): v.item() if isinstance(v, np.generic) else v for key, v in value.items()}
-    for key, v in copied.items():
+    copied = {}
+    for key, item in value.items():
         try:
-            json.dumps(v)
+            copied[str(key)] = _plain(item)
+            json.dumps(copied[key])
         except (TypeError, ValueError, RecursionError) as error:
-            raise TypeError(f"{name}[{key!r}] must be plain data, as JSON can hold, got {shown(v)}") from error
+            raise TypeError(f"{name}[{key!r}] must be plain data, as JSON can hold, got {shown(item)}") from error
     return copied
+
+
+def _plain(value: Any) -> Any:
+    """A copy with dicts and lists for other mappings and sequences, such as those of configuration libraries."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        return [_plain(item) for item in value]
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:

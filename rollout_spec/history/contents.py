@@ -234,11 +234,13 @@ def export_lines(rollouts: Iterable[Rollout], path: Path) -> int:
     return count
 
 
-def export_traces(contents: Contents, path: Path) -> tuple[int, bool]:
+def export_traces(contents: Contents, path: Path) -> tuple[int, int, bool]:
     """Write a Parquet file for `rollout-spec replay`: see `rollout_spec.replay.traces`. Prompts are their ends alone.
 
+    Isolated rollouts are left out: a replay knows no tenants, and imported traces serve every request.
+
     Returns:
-        (rollouts, whether features are among the columns: they are where every rollout has some).
+        (rollouts, isolated ones, whether features are among the columns: they are where every rollout has some).
 
     Raises:
         OSError: the file cannot be written.
@@ -252,12 +254,15 @@ def export_traces(contents: Contents, path: Path) -> tuple[int, bool]:
         names += [("top_ids", tokens), ("top_logprobs", arrow.list_(arrow.float32())), ("signatures", arrow.binary())]
     schema = arrow.schema(names)
     samples: Counter[int] = Counter()
-    count = 0
+    count = num_isolated = 0
     with parquet.ParquetWriter(path, schema, compression="zstd") as writer:
         rollouts = each_once(contents)
         while some := list(itertools.islice(rollouts, 1024)):
             rows = []
             for rollout in some:
+                if rollout.isolated:
+                    num_isolated += 1
+                    continue
                 row = {
                     "prompt_id": f"{rollout.problem_id:016x}",
                     "sample_id": samples[rollout.problem_id],
@@ -271,7 +276,7 @@ def export_traces(contents: Contents, path: Path) -> tuple[int, bool]:
                 rows.append(row)
             writer.write_table(arrow.Table.from_pylist(rows, schema))
             count += len(rows)
-    return count, has_features
+    return count, num_isolated, has_features
 
 
 def _feature_columns(rollout: Rollout) -> dict[str, Any]:

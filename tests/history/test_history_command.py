@@ -303,6 +303,19 @@ def test_an_export_can_be_replayed(tmp_path, capsys):
     assert read_traces(path)[0].rollouts[0].features is None
 
 
+def test_what_tenants_said_is_no_replay(tmp_path, capsys):
+    """Imported again, it would serve every request."""
+    rollout = Rollout(7, 5, np.array([1], np.int32), np.array([2, 3], np.int32))
+    origin = Origin("tokenizer", 10, "model", "states")
+    entries = [Entry(1, i, rollout._replace(isolated=isolated)) for i, isolated in enumerate([False, True])]
+    write_shard(open_storage(tmp_path / "a"), entries, origin)
+    path = tmp_path / "traces.parquet"
+    assert history("export", tmp_path / "a", path) == 0
+    assert "1 rollouts" in (said := capsys.readouterr().out)
+    assert "1 of requests with a cache_salt are left out" in said
+    assert len(read_traces(path)[0].rollouts) == 1
+
+
 def test_tokens_of_which_nothing_is_known_are_exported_as_improbable(tmp_path):
     a_history(tmp_path / "a", no_features(2))
     path = tmp_path / "traces.parquet"

@@ -64,6 +64,7 @@ def test_the_workers_are_told_a_hash_of_the_salt():
     assert 0 <= tenant_of(args) < 2**64
     assert "tenant-a" not in repr(args)
     tenants = {tenant_of(with_tenant(None, salt)) for salt in ("tenant-a", "tenant-b", "7", "\ud800", "é", None, "")}
+    assert tenant_of(with_tenant(None, 7)) == tenant_of(with_tenant(None, "7")), "some trainers give numbers"
     assert len(tenants) == 6, "an empty salt is none, as it is to vLLM"
     assert tenant_of(args) == tenant_of(with_tenant({}, "tenant-a")), "in every process the same: folders last"
     assert with_tenant(None, None) is None
