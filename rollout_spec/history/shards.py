@@ -231,7 +231,9 @@ def decode(data: bytes, origin: Origin) -> tuple[ShardInfo, list[Entry]]:
     info = read_info(data)
     origin.check(info.origin)
     with _refusing():
-        table = parquet.read_table(arrow.BufferReader(data))
+        # Not by `read_table`: threads of Arrow's pools could let go of these bytes, which are Python's, while the
+        # interpreter ends, and that aborts the process.
+        table = parquet.ParquetFile(arrow.BufferReader(data)).read(use_threads=False)
         if table.schema.equals(SCHEMA):
             table = table.append_column(ISOLATED, arrow.array([False] * table.num_rows, arrow.bool_()))
         if not table.schema.equals(SCHEMA.append(ISOLATED)):

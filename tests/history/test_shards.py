@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pyarrow as arrow
@@ -277,6 +280,27 @@ def test_rows_in_another_order_are_the_same_rollouts():
         _, found = read_shard(*forged(turned, metadata, **options), ANY)
         assert [e.rollout.tokens.size for e in found] == [6, 1, 4, 2, 5, 3]
         assert all(e.rollout.context.size == e.rollout.tokens.size - 1 for e in found)
+
+
+COUNT_THREADS = """
+import os, sys
+from pathlib import Path
+from rollout_spec.history.shards import Origin, decode
+data = Path(sys.argv[1]).read_bytes()
+before = os.listdir("/proc/self/task")
+decode(data, Origin())
+print(len(os.listdir("/proc/self/task")) - len(before))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads cannot be counted")
+def test_to_decode_starts_no_threads(tmp_path):
+    """They could let go of Python's bytes while the interpreter ends, which aborts the process."""
+    (tmp_path / "shard").write_bytes(encode([Entry(1, 0, a_rollout())], ANY))
+    run = subprocess.run(
+        [sys.executable, "-c", COUNT_THREADS, str(tmp_path / "shard")], capture_output=True, text=True, check=True
+    )
+    assert run.stdout == "0\n"
 
 
 def test_the_schema_is_what_files_have():
