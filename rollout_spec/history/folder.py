@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.history.rollout import Rollout
-from rollout_spec.history.shards import Entry, Origin, ShardError, decode, read_bytes, read_info, write_shard
+from rollout_spec.history.shards import Entry, Origin, ShardError, decode, encode, read_bytes, read_info, write_shard
 from rollout_spec.history.storage import LocalStorage, Storage, open_storage
 from rollout_spec.history.tidying import Tidier, by_version
 
@@ -48,7 +48,8 @@ MAX_UNWRITTEN_TOKENS = 5_000_000
 """Of its own rollouts that have not been tried to be written, and as many of those where that failed: up to 36 bytes
 each. A healthy folder never has so many. The oldest are dropped."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds until a folder that could not be written is tried again; each time twice as many."""
+"""Seconds until a folder that could not be written, or a shard that could not be read, is tried again; each time twice
+as many."""
 SECONDS_TO_CLOSE = 10.0
 
 
@@ -60,7 +61,8 @@ class FolderStats:
         rollouts_written, bytes_written: Its own, merging not counted.
         rollouts_read, bytes_read: Of earlier runs and of other engines.
         rollouts_waiting: Could not be written yet, and will be tried again.
-        rollouts_lost: Were never written: too many waited, or the engine ended before the folder could be written.
+        rollouts_lost: Were never written: too many waited, the engine ended before the folder could be written, or no
+            shard can hold them.
         rollouts_dropped: Were read, but the engine did not take them in time.
         shards_refused: Shards that were damaged or of another tokenizer.
         seconds: Time that its thread was busy.
@@ -137,6 +139,7 @@ class HistoryFolder:
         self._newest: dict[int, int] = {}  # newest version by writer
         self._known: set[str] = set()  # shards that need not be read any more
         self._refused: dict[str, int] = {}  # sizes of shards that cannot be used
+        self._unreadable: dict[str, tuple[float, float]] = {}  # of shards: their pause, and when it ends
         self._outbox: deque[Rollout] = deque()
         self._outbox_tokens = 0
         self._unwritten: deque[list[Entry]] = deque()  # batches that could not be written, oldest first
@@ -146,9 +149,8 @@ class HistoryFolder:
         self._inbox_tokens = 0
         self._learned: dict[str, NDArray] | None = None
         self._lock = threading.Lock()  # of the two boxes
-        self._write_lock = threading.Lock()  # of what could not be written
         self._has_failed = False
-        self._warned_of: set[int | None] = set()  # numbers of errors
+        self._warned_of: set[int | type[Exception] | None] = set()  # numbers of errors, or what has none
         self._looks = 0
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -225,7 +227,7 @@ class HistoryFolder:
         return [Received(max(self._newest[e.writer] - e.rollout.version, 0), e.rollout) for e in entries]
 
     def close(self) -> None:
-        """Write what is left, and stop. Waits SECONDS_TO_CLOSE at most for what the thread is doing.
+        """Write what is left, and stop. Waits SECONDS_TO_CLOSE at most for the thread, which writes it.
 
         A second call does nothing. Nor does one in a fork: rollouts are the parent's, and its thread may hold the lock.
         """
@@ -233,14 +235,11 @@ class HistoryFolder:
             return
         self._is_closed = True
         self._stopping.set()
-        if self._thread is not None:
-            self._thread.join(SECONDS_TO_CLOSE)
-        is_stuck = self._thread is not None and self._thread.is_alive()
         try:
-            if not is_stuck:
-                self._next_write = 0.0
-                with self._timed():
-                    self._write()
+            if self._thread is None:
+                self._write_last()
+            else:
+                self._thread.join(SECONDS_TO_CLOSE)
         finally:
             num_left = self._count_unwritten()
             self.stats.rollouts_lost += num_left
@@ -253,15 +252,22 @@ class HistoryFolder:
     def _run(self) -> None:
         is_remote = not isinstance(self._storage, LocalStorage)
         while not self._stopping.wait(SECONDS_REMOTE if is_remote else SECONDS_LOCAL):
-            try:
-                self.exchange()
-            except Exception:  # must end neither the run nor the thread
-                if not self._has_failed:
-                    self._has_failed = True
-                    logger.exception("history: what goes through %s may be incomplete. This is said once", self._url)
+            self._try(self.exchange)
+        self._try(self._write_last)
+
+    def _try(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception:  # must end neither the run nor the thread
+            if not self._has_failed:
+                self._has_failed = True
+                logger.exception("history: what goes through %s may be incomplete. This is said once", self._url)
 
     def exchange(self) -> None:
-        """Write and read once, and tidy now and then. The thread's work; OSError is warned of."""
+        """Write and read once, and tidy now and then. OSError is warned of.
+
+        The thread's work: not to be called by others while it runs.
+        """
         with self._timed():
             self._write()
             entries = self._read_new()
@@ -285,41 +291,65 @@ class HistoryFolder:
 
     def _write(self) -> None:
         """Write what has come. What cannot be written now is kept, and tried again after a pause."""
-        with self._write_lock:
-            if time.monotonic() < self._next_write:
-                self.stats.rollouts_waiting = self._count_unwritten()
-                return
-            with self._lock:
-                rollouts, self._outbox, self._outbox_tokens = self._outbox, deque(), 0
-            if rollouts:
-                self._unwritten.append([Entry(self._writer, self._next_batch, rollout) for rollout in rollouts])
-                self._seen[self._writer].add(self._next_batch, self._next_batch)
-                self._next_batch += 1
-            try:
-                while self._unwritten:
-                    self._write_batch(self._unwritten[0])
-                    self._unwritten.popleft()
-                self._write_learned()
-                self._pause = 0.0
-            except OSError as error:
-                self._warn(error)
-                self._pause = min(2 * self._pause, LONGEST_PAUSE) or FIRST_PAUSE
-                self._next_write = time.monotonic() + self._pause
-                self._drop_oldest()
+        if time.monotonic() < self._next_write:
             self.stats.rollouts_waiting = self._count_unwritten()
+            return
+        with self._lock:
+            rollouts, self._outbox, self._outbox_tokens = self._outbox, deque(), 0
+        if rollouts:
+            self._unwritten.append([Entry(self._writer, self._next_batch, rollout) for rollout in rollouts])
+            self._seen[self._writer].add(self._next_batch, self._next_batch)
+            self._next_batch += 1
+        try:
+            while self._unwritten:
+                self._write_batch(self._unwritten[0])
+                self._unwritten.popleft()
+            self._write_learned()
+            self._pause = 0.0
+        except (OSError, MemoryError) as error:
+            self._warn(error)
+            self._pause = _longer(self._pause)
+            self._next_write = time.monotonic() + self._pause
+            self._drop_oldest()
+        self.stats.rollouts_waiting = self._count_unwritten()
+
+    def _write_last(self) -> None:
+        """Write what is left, at once."""
+        self._next_write = 0.0
+        with self._timed():
+            self._write()
 
     def _write_batch(self, entries: list[Entry]) -> None:
-        """Write a shard. Where that fails, it is written with the same name later: it may be there nevertheless."""
+        """Write a shard of the oldest batch, without the rollouts that no shard can hold.
+
+        Where that fails, it is written with the same name later: it may be there nevertheless.
+        """
         try:
             name, size = write_shard(self._storage, entries, self._origin)
-        except OSError:
+        except (OSError, MemoryError):
             raise
-        except Exception:  # these rollouts can never be written
-            self.stats.rollouts_lost += len(self._unwritten.popleft())
-            raise
+        except Exception as error:  # these rollouts can never be written together
+            left = [entry for entry in entries if self._can_be_written(entry)]
+            if len(left) == len(entries):  # it is no single one's fault
+                left = []
+            self.stats.rollouts_lost += len(entries) - len(left)
+            self._warn_of_lost(error)
+            self._unwritten[0] = left
+            if left:
+                self._write_batch(left)
+            return
         self._known.add(name)
         self.stats.rollouts_written += len(entries)
         self.stats.bytes_written += size
+
+    def _can_be_written(self, entry: Entry) -> bool:
+        try:
+            encode([entry], self._origin)
+            return True
+        except (OSError, MemoryError):
+            raise
+        except Exception:
+            return False
 
     def _write_learned(self) -> None:
         learned, self._learned = self._learned, None
@@ -335,7 +365,8 @@ class HistoryFolder:
             raise
 
     def _count_unwritten(self) -> int:
-        return len(self._outbox) + sum(map(len, self._unwritten))
+        # Of a copy: where the thread is stuck, `close` counts, and the thread may go on at any moment.
+        return len(self._outbox) + sum(map(len, list(self._unwritten)))
 
     def _drop_oldest(self) -> None:
         """Drop batches that could not be written, until those that are left, but at least one, are within the bound."""
@@ -359,7 +390,10 @@ class HistoryFolder:
                 break
             self._known &= sizes.keys()
             self._refused = {name: size for name, size in self._refused.items() if sizes.get(name) == size}
-            names = sorted(sizes.keys() - self._known - self._refused.keys(), key=by_version, reverse=True)
+            self._unreadable = {name: pause for name, pause in self._unreadable.items() if name in sizes}
+            now = time.monotonic()
+            pausing = {name for name, (_, ends) in self._unreadable.items() if now < ends}
+            names = sorted(sizes.keys() - self._known - self._refused.keys() - pausing, key=by_version, reverse=True)
             are_gone = False
             for name in names:
                 try:
@@ -374,9 +408,10 @@ class HistoryFolder:
                     logger.warning("history: %r in %s is left out: %s", name, self._url, error)
                     continue
                 except OSError as error:  # perhaps only now
-                    self._warn(error)
+                    self._note_unreadable(name, error)
                     continue
                 self._known.add(name)
+                self._unreadable.pop(name, None)
                 self.stats.bytes_read += sizes[name]
                 for batch, entries in new.items():
                     found.setdefault(batch, entries)
@@ -416,14 +451,32 @@ class HistoryFolder:
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
 
-    def _warn(self, error: OSError) -> None:
-        if error.errno not in self._warned_of:
-            self._warned_of.add(error.errno)
+    def _note_unreadable(self, name: str, error: OSError) -> None:
+        """Let a shard be tried again after a pause; the first time, warn of it."""
+        if name not in self._unreadable:
+            logger.warning("history: %r in %s cannot be read, and is tried again: %s", name, self._url, error)
+        pause = _longer(self._unreadable.get(name, (0.0, 0.0))[0])
+        self._unreadable[name] = pause, time.monotonic() + pause
+
+    def _warn_of_lost(self, error: Exception) -> None:
+        if type(error) not in self._warned_of:
+            self._warned_of.add(type(error))
+            logger.warning(
+                "history: rollouts that no shard can hold are not written to %s: %r. `rollouts_lost` counts them; this "
+                "is said once",
+                self._url,
+                error,
+            )
+
+    def _warn(self, error: OSError | MemoryError) -> None:
+        number = error.errno if isinstance(error, OSError) else type(error)
+        if number not in self._warned_of:
+            self._warned_of.add(number)
             logger.warning(
                 "history: %s cannot be used as it should: %s. Rollouts go on; what cannot be written or read now is "
                 "tried again. This is said once",
                 self._url,
-                error,
+                str(error) or repr(error),
             )
 
     @contextlib.contextmanager
@@ -433,6 +486,11 @@ class HistoryFolder:
             yield
         finally:
             self.stats.seconds += time.perf_counter() - started
+
+
+def _longer(pause: float) -> float:
+    """The pause after one that did not help; 0: there was none."""
+    return min(2 * pause, LONGEST_PAUSE) or FIRST_PAUSE
 
 
 def pop_first(waiting: deque[T], max_tokens: int, num_tokens: Callable[[T], int]) -> list[T]:

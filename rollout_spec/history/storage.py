@@ -60,7 +60,7 @@ class LocalStorage:
             return found
         for entry in entries:
             if entry.name.endswith(SUFFIX):
-                with contextlib.suppress(FileNotFoundError):  # merged or pruned meanwhile
+                with contextlib.suppress(OSError):  # merged or pruned meanwhile, or no other shard's fault
                     status = entry.stat()
                     if stat.S_ISREG(status.st_mode):  # to read a pipe would be to wait for a writer
                         found[entry.name] = status.st_size

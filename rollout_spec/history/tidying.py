@@ -127,11 +127,17 @@ class Tidier:
         num_bytes = sum(sizes.values())
         if num_bytes <= self._max_bytes:
             return
+        failed: OSError | None = None
         for name in sorted(sizes, key=lambda name: (self._is_usable(name), *by_version(name))):
             if num_bytes <= self._max_bytes:
-                return
-            self._storage.delete(name)
-            num_bytes -= sizes[name]
+                break
+            try:
+                self._storage.delete(name)
+                num_bytes -= sizes[name]
+            except OSError as error:  # others make room in its place
+                failed = failed or error
+        if failed is not None:
+            raise failed
 
     def _is_usable(self, name: str) -> bool:
         origin = self._origin_of(name)

@@ -208,6 +208,7 @@ def test_what_others_merge_while_it_is_read_is_not_missed(tmp_path, monkeypatch)
 
 
 def test_a_shard_that_could_not_be_read_once_is_read_later(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "FIRST_PAUSE", 0.0)
     one, two = open_folder(tmp_path), open_folder(tmp_path)
     write(one, rollout(0))
     write(one, rollout(1))
@@ -427,7 +428,6 @@ WRITER = """
 import sys
 from tests.history.test_folder import open_folder, rollout
 folder = open_folder(sys.argv[1])
-folder.start()
 number = int(sys.argv[2])
 while True:
     folder.add([rollout(number % 1000, version=number // 1000, size=200)])

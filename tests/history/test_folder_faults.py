@@ -18,7 +18,7 @@ from rollout_spec.history import folder as folder_module
 from rollout_spec.history import tidying
 from rollout_spec.history.folder import LONGEST_PAUSE, HistoryFolder
 from rollout_spec.history.rollout import Rollout
-from rollout_spec.history.shards import Origin
+from rollout_spec.history.shards import Entry, Origin
 from rollout_spec.history.storage import UNFINISHED, LocalStorage
 from rollout_spec.history.tidying import SHARDS_PER_MERGE
 
@@ -213,12 +213,78 @@ def test_a_shard_that_is_there_although_writing_failed_is_read_once(tmp_path, cl
 
 def test_rollouts_that_no_shard_can_hold_hold_up_no_others(tmp_path, caplog):
     one = open_folder(tmp_path)
-    one.add([rollout(1, version=2**40)])
-    with pytest.raises(OverflowError):
-        one.exchange()
+    one.add([rollout(1), rollout(-5), rollout(2), rollout(3, version=2**40)])
+    write(one, 4)
+    assert counts(one) == (3, 0, 2)
+    one.add([rollout(-6)])
+    one.exchange()
+    one.add([rollout(5), rollout(-7)])
+    one.close()
+    assert counts(one) == (4, 0, 4)
+    assert sorted(held_by(tmp_path)) == [1, 2, 4, 5]
+    assert caplog.text.count("rollouts that no shard can hold are not written") == 1
+
+
+def test_what_a_storage_refuses_holds_up_no_later_batches(tmp_path, clock, monkeypatch):
+    one, original, fails = open_folder(tmp_path), LocalStorage.write, iter([True])
+
+    def write_but_once(storage, name, data):
+        if next(fails, False):
+            raise TypeError("no such data")
+        original(storage, name, data)
+
+    with monkeypatch.context() as patched:
+        failing(patched)
+        write(one, 1, 2)
+    one._unwritten.append([Entry(one._writer, 1, rollout(3))])
+    monkeypatch.setattr(LocalStorage, "write", write_but_once)
+    one.close()
+    assert counts(one) == (1, 0, 2)
+    assert held_by(tmp_path) == [3]
+
+
+def test_what_there_was_no_memory_to_write_is_written_later(tmp_path, clock, monkeypatch, caplog):
+    one = open_folder(tmp_path)
+
+    def fail(storage, name, data):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "write", fail)
+        write(one, 1, 2)
+        assert counts(one) == (0, 2, 0)
+        assert "MemoryError" in caplog.text
+    clock[0] += LONGEST_PAUSE
+    one.exchange()
+    assert counts(one) == (2, 0, 0)
+    assert held_by(tmp_path) == [1, 2]
+
+
+def test_a_shard_that_cannot_be_read_is_tried_less_and_less_and_named_once(tmp_path, clock, monkeypatch, caplog):
+    monkeypatch.setattr(folder_module, "LOOKS_PER_TIDYING", 10**9)  # that reads it too, every ten seconds
+    one, two = open_folder(tmp_path), open_folder(tmp_path)
+    write(one, 1)
     write(one, 2)
-    assert counts(one) == (1, 0, 1)
-    assert held_by(tmp_path) == [2]
+    unreadable, other = sorted(path.name for path in tmp_path.glob("*.parquet"))
+    original, reads = LocalStorage.read, []
+
+    def read(storage, name):
+        reads.append(name)
+        if name == unreadable:
+            raise OSError(errno.EIO, "Input/output error")
+        return original(storage, name)
+
+    found = []
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "read", read)
+        for _ in range(1200):  # five minutes
+            found += received(two)
+            clock[0] += 0.25
+    assert reads.count(other) == 1
+    assert 8 <= reads.count(unreadable) <= 12
+    assert caplog.text.count(unreadable) == 1
+    clock[0] += LONGEST_PAUSE
+    assert sorted(found + received(two)) == [1, 2]
 
 
 def test_a_file_system_that_hangs_does_not_keep_the_engine_from_ending(tmp_path, monkeypatch):
@@ -243,6 +309,35 @@ def test_a_file_system_that_hangs_does_not_keep_the_engine_from_ending(tmp_path,
     assert not closing.is_alive()
     assert one.stats.rollouts_lost == 20
     released.set()
+
+
+def test_the_last_write_does_not_keep_the_engine_from_ending_either(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "SECONDS_TO_CLOSE", 0.1)
+    monkeypatch.setattr(folder_module, "SECONDS_LOCAL", 3600.0)
+    one, released = open_folder(tmp_path), threading.Event()
+    monkeypatch.setattr(LocalStorage, "write", lambda storage, name, data: released.wait(60))
+    one.start()
+    one.add([rollout(1), rollout(2)])
+    closing = threading.Thread(target=one.close)
+    closing.start()
+    closing.join(30)
+    is_closed = not closing.is_alive()
+    released.set()
+    assert is_closed
+    assert one.stats.rollouts_lost == 2
+
+
+def test_the_thread_writes_what_is_left_at_once(tmp_path, clock, monkeypatch):
+    monkeypatch.setattr(folder_module, "SECONDS_LOCAL", 3600.0)
+    one = open_folder(tmp_path)
+    with monkeypatch.context() as patched:
+        failing(patched)
+        write(one, 1)
+    one.start()
+    one.add([rollout(2)])
+    one.close()
+    assert counts(one) == (2, 0, 0)
+    assert held_by(tmp_path) == [1, 2]
 
 
 def test_a_fork_neither_waits_for_the_lock_nor_writes(tmp_path):
@@ -280,6 +375,28 @@ def test_a_full_disk_is_pruned_though_nothing_can_be_merged_on_it(tmp_path, monk
     assert 0 < len(kept) <= SHARDS_PER_MERGE / 2
 
 
+def test_a_shard_that_cannot_be_deleted_keeps_no_others(tmp_path, monkeypatch, caplog):
+    one = open_folder(tmp_path)
+    for version in range(10):
+        one.add([rollout(version, version=version)])
+        one.exchange()
+    shards = sorted(tmp_path.glob("*.parquet"))
+    original = LocalStorage.delete
+
+    def delete(storage, name):
+        if name == shards[0].name:
+            raise OSError(errno.EPERM, "Operation not permitted")
+        original(storage, name)
+
+    monkeypatch.setattr(LocalStorage, "delete", delete)
+    open_folder(tmp_path, max_bytes=sum(path.stat().st_size for path in shards[6:])).tidy()
+    kept = held_by(tmp_path)
+    assert kept[0] == 0
+    assert kept[1:] == list(range(11 - len(kept), 10))
+    assert 2 <= len(kept) <= 5
+    assert caplog.text.count("Operation not permitted") == 1
+
+
 def test_a_shard_that_cannot_be_read_keeps_no_others_from_being_merged(tmp_path, monkeypatch):
     one = open_folder(tmp_path)
     for version in range(SHARDS_PER_MERGE + 1):
@@ -311,13 +428,14 @@ def test_what_is_no_file_is_not_read(tmp_path):
     os.mkfifo(tmp_path / f"v0000000007{name[11:]}")
     (tmp_path / f"v0000000008{name[11:]}").mkdir()
     (tmp_path / "nowhere.parquet").symlink_to(tmp_path / "nothing")
+    (tmp_path / "loop.parquet").symlink_to("loop.parquet")
     found = []
     reader = threading.Thread(target=lambda: found.extend(held_by(tmp_path)), daemon=True)
     reader.start()
     reader.join(30)
     assert found == [1]
     one.tidy()
-    assert len(list(tmp_path.iterdir())) == 6, "the lock's file and what was there"
+    assert len(list(tmp_path.iterdir())) == 7, "the lock's file and what was there"
 
 
 @pytest.mark.parametrize("name", ["with spaces", "üñí 漢字", "[a-z]*?", "per%20cent#?&", "line\nbreak", "a" * 200])
