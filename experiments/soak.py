@@ -93,17 +93,19 @@ SETUPS = {
     ),
     "ranks": Setup(
         Colocated, Kind(), 0.15,
-        ({"budget": False, "drafter_options": SMALL}, {"drafter_options": SMALL}, {"drafter": "suffix"}),
+        ({"budget": False, "drafter_options": SMALL}, {"drafter_options": SMALL},
+         {"drafter": "suffix", "drafter_options": SMALL}),
         {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
     ),
     "device": Setup(
         Colocated, INTERPRETED, 0.15,
-        ({"drafter": "device"}, {"drafter": "device"}, {"drafter": "device"}),
+        3 * ({"drafter": "device", "drafter_options": {"max_resident_tokens": 4000, **SMALL}},),
         FEW_BLOCKS, V2,
     ),
     "v2": Setup(
         Colocated, INTERPRETED, 0.10,
-        ({"budget": False, "drafter_options": SMALL}, {"drafter_options": SMALL}, {"drafter": "ngram"}),
+        ({"budget": False, "drafter_options": SMALL}, {"drafter_options": SMALL},
+         {"drafter": "ngram", "drafter_options": SMALL}),
         FEW_BLOCKS, V2,
     ),
 }  # fmt: skip
