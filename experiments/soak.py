@@ -16,8 +16,9 @@ Checked in each round:
   left;
 - an answer comes within minutes.
 
-Reported at the end: how memory, open files and a step's time change from round to round, with the error of the slope,
-beside the engine without speculation. Where something is wrong, the options that ask the same again are printed.
+Reported at the end: how memory, open files and the time of a round, over that without speculation at the same moment,
+change from round to round, with the error of the slope. Where something is wrong, the options that ask the same again
+are printed.
 
 A CPU's engine has no sleep mode, so nothing sleeps. One reference engine lives beside all three lives.
 """
@@ -126,7 +127,7 @@ class Soak:
         self.wrong: list[str] = []
         self.rounds: list[int] = []  # of each life
         self._engines: list[Colocated | Served] = []
-        self.usage: dict[str, list[list[float]]] = {"memory": [], "reference_memory": [], "files": [], "step": []}
+        self.usage: dict[str, list[list[float]]] = {"memory": [], "reference_memory": [], "files": [], "time": []}
 
     def run(self, seconds: float, num_rounds: Sequence[float]) -> None:
         """Live three times, in so much time together, and in so many rounds each."""
@@ -198,8 +199,7 @@ class Soak:
         self.usage["memory"][-1].append(answer.memory_bytes)
         self.usage["reference_memory"][-1].append(plain.memory_bytes)
         self.usage["files"][-1].append(answer.open_files)
-        steps = answer.stats["steps"] - before.get("steps", 0)
-        self.usage["step"][-1].append(answer.seconds / max(steps, 1))
+        self.usage["time"][-1].append(answer.seconds / plain.seconds)
         for request in round_.requests:
             rollout = plain.rollouts.get((request.key, 0))
             if rollout is not None and request.adapter is None:
