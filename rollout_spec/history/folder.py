@@ -27,7 +27,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.history.rollout import Rollout
-from rollout_spec.history.shards import Entry, Origin, ShardError, decode, encode, read_bytes, read_info, write_shard
+from rollout_spec.history.shards import (
+    Entry,
+    Origin,
+    ShardError,
+    decode,
+    encode,
+    read_bytes,
+    read_info,
+    release_memory,
+    write_shard,
+)
 from rollout_spec.history.storage import LocalStorage, Storage, open_storage
 from rollout_spec.history.tidying import Tidier, by_version
 
@@ -281,6 +291,7 @@ class HistoryFolder:
             self._looks += 1
             if self._looks % LOOKS_PER_TIDYING == 0:
                 self.tidy()
+                release_memory()
 
     def tidy(self) -> None:
         """Merge small shards, and delete the oldest ones until the bound holds, unless another engine is at it."""
