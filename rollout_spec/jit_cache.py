@@ -24,6 +24,7 @@ from rollout_spec.imports import installed_versions
 
 SOURCES = (
     "budget.py",
+    "checks.py",
     "drafters/choice.py",
     "drafters/index.py",
     "drafters/lookahead.py",
