@@ -84,5 +84,5 @@ def test_so_does_one_with_the_drafter_on_the_device(tiny_model, off):
         return text[:count] == rollout.sampled[:count]
 
     known: list[object] = []
-    engine_life.run(lambda: AsynchronousLife(on, off, weights, check, check_end), num_lives=2, num_events=25)
+    engine_life.run(lambda: AsynchronousLife(on, off, weights, check, check_end), num_lives=3, num_events=25)
     check_activity(on, preempted)
