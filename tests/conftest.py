@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import wrapt
 
-from tests.interpreter import interpret_triton
+from tests.interpreter import run_kernels
 
-interpret_triton()
+run_kernels()
 
 for name, value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",

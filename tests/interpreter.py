@@ -1,10 +1,37 @@
-"""Triton kernels on the CPU: Triton's interpreter runs them as Python."""
+"""Triton kernels on the CPU: compiled and emulated (`tests/ptx`), or run as Python by Triton's interpreter.
+
+The environment variable KERNELS chooses: `emulate`, the default where there is a C compiler, `races` (emulated in
+random order, looking for races) or `interpret`. KERNELS_CAPABILITY=80 compiles for another GPU than Hopper.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import os
+import shutil
 from types import SimpleNamespace
+
+KERNELS = os.environ.get("KERNELS") or ("emulate" if shutil.which("cc") else "interpret")
+
+
+def run_kernels() -> None:
+    """Make Triton run the kernels that are launched from now on, on the CPU."""
+    if KERNELS == "interpret":
+        interpret_triton()  # before triton is imported, whose own functions are kernels, too
+        return
+    if importlib.util.find_spec("triton") is None:
+        return
+    from tests.ptx import driver, machine
+
+    driver.emulate(int(os.environ.get("KERNELS_CAPABILITY", "90")))
+    if KERNELS == "races":
+        machine.settings.check_races, machine.settings.seed = True, 1
+
+
+def run_as_python() -> bool:
+    """Whether Triton's interpreter runs the kernels."""
+    return KERNELS == "interpret"
 
 
 def interpret_triton() -> None:
@@ -37,7 +64,8 @@ def show_vllm_a_backend() -> None:
     """Make vLLM use Triton, and so its V2 model runner, on the CPU. Call it before vllm is imported."""
     from triton.backends import backends
 
-    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+    compiler = SimpleNamespace(supports_target=lambda target: False)
+    backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=compiler)
     version = importlib.metadata.version
 
     def version_of(name: str) -> str:

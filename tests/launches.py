@@ -7,6 +7,11 @@ from contextlib import contextmanager
 import pytest
 import torch
 from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from tests.interpreter import run_as_python
+
+Kernel = InterpretedFunction if run_as_python() else JITFunction
 
 
 def _kind(value, is_constant, is_specialised):
@@ -22,11 +27,14 @@ def _kind(value, is_constant, is_specialised):
 
 @contextmanager
 def recorded_variants():
-    """A set that grows by (kernel, kind of each argument) with every launch in the interpreter."""
-    variants, run = set(), InterpretedFunction.run
+    """A set that grows by (kernel, kind of each argument) with every launch."""
+    variants, run = set(), Kernel.run
 
     def record(self, *args, grid, warmup, **kwargs):
-        unspecialised = self.kwargs.get("do_not_specialize") or ()
+        if Kernel is JITFunction:
+            unspecialised = [p.name for p in self.params if p.do_not_specialize]
+        else:
+            unspecialised = self.kwargs.get("do_not_specialize") or ()
         constants = {name for name, kind in self.fn.__annotations__.items() if "constexpr" in str(kind)}
         given = dict(zip(self.arg_names, args, strict=False)) | kwargs
         kinds = [_kind(given[name], name in constants, name not in unspecialised) for name in self.arg_names]
@@ -34,5 +42,5 @@ def recorded_variants():
         return run(self, *args, grid=grid, warmup=warmup, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(InterpretedFunction, "run", record)
+        patch.setattr(Kernel, "run", record)
         yield variants

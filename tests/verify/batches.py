@@ -64,15 +64,41 @@ def batches(draw, truncation: bool = True):
     return logits, drafts, cu, rows
 
 
+def many_requests():
+    """A batch in which every mixture of temperature and truncation occurs, and about half of the drafts are right."""
+    rng = np.random.default_rng(0)
+    num_requests, vocab_size = 30, 33
+    lengths = rng.integers(0, 4, num_requests)
+    cu = np.cumsum(lengths).astype(np.int32)
+    logits = np.round(rng.standard_normal((lengths.sum() + num_requests, vocab_size)) * 4).astype(np.float32) / 2
+    rows = SamplingBatch(
+        temperature=rng.choice([0.0, 0.5, 1.7], num_requests).astype(np.float32),
+        seeds=rng.integers(-(2**63), 2**63 - 1, num_requests),
+        positions=rng.integers(0, 10_000, num_requests),
+        top_k=rng.choice([0, 3, 12], num_requests).astype(np.int32),
+        top_p=rng.choice([0.8, 1.0], num_requests).astype(np.float32),
+        min_p=rng.choice([0.0, 0.05], num_requests).astype(np.float32),
+    )
+    drafts = rng.integers(0, vocab_size, lengths.sum()).astype(np.int32)
+    wish = np.delete(reference.verify(logits, drafts, cu, rows).target_token_ids, cu + np.arange(num_requests))
+    return logits, np.where(rng.random(drafts.size) < 0.5, wish, drafts).astype(np.int32), cu, rows
+
+
+def probabilities_of_drafts(logits, cu):
+    """float32 [D, V] of a drafter near the target: what samples of the residual are, those of the target seldom are."""
+    rng = np.random.default_rng(0)
+    target = torch.from_numpy(np.delete(logits, cu + np.arange(len(cu)), axis=0)).softmax(-1).numpy()
+    noise = rng.dirichlet(np.ones(logits.shape[1]), len(target))
+    return np.where(np.isfinite(target), 0.8 * target + 0.2 * noise, noise).astype(np.float32)
+
+
 def assert_agrees(run, batch, method: str, mode: str | None, dtype: torch.dtype = torch.float32) -> None:
     """`run`, a verifier with the arguments of `rollout_spec.verify.api.verify`, gives the reference's result."""
     logits, drafts, cu, rows = batch
     kwargs = {"method": "rejection" if method == "dense" else method, "logprobs_mode": mode}
-    probs = None
-    if method == "dense":
-        probs = np.random.default_rng(0).dirichlet(np.ones(logits.shape[1]), len(drafts)).astype(np.float32)
     given = torch.from_numpy(logits.copy()).to(dtype)
     seen = given.float().numpy()
+    probs = probabilities_of_drafts(seen, cu) if method == "dense" else None
     expected = reference.verify(seen, drafts, cu, rows, draft_probs=probs, **kwargs)
     kwargs["draft_probs"] = None if probs is None else torch.from_numpy(probs)
     got = run(given, torch.from_numpy(drafts), torch.from_numpy(cu), as_torch(rows), **kwargs)

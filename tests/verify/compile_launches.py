@@ -20,7 +20,7 @@ compiled: dict[tuple, str] = {}
 
 def compile_launch(function, *args, grid, warmup, **kwargs):
     """Stands in for `JITFunction.run`: compiles for the arguments' types as a launch would."""
-    options = {name: kwargs.pop(name) for name in ("num_warps", "maxnreg") if name in kwargs}
+    options = {name: kwargs.pop(name) for name in ("num_warps", "maxnreg", "enable_fp_fusion") if name in kwargs}
     values = dict(zip(function.arg_names, args, strict=False)) | kwargs
     assert list(values) == function.arg_names, "a launch must name every argument"
     signature, constants, attributes = {}, {}, {}

@@ -1,7 +1,8 @@
-"""The Triton kernels, interpreted, against the reference; and compiled for Hopper."""
+"""The Triton kernels, compiled and emulated, against the reference; and compiled for Hopper."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -21,8 +22,9 @@ import triton.language as tl
 from rollout_spec import noise, noise_triton
 from rollout_spec.noise_triton import finish_hash, gumbel, row_state, token_key, unfinished_hash
 from rollout_spec.types import SamplingBatch
-from rollout_spec.verify import kernel, reference
-from tests.verify.batches import LOGPROBS_MODES, METHODS, assert_agrees, batches
+from rollout_spec.verify import kernel, reference, truncate
+from tests.interpreter import run_as_python
+from tests.verify.batches import LOGPROBS_MODES, METHODS, as_torch, assert_agrees, batches, many_requests
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled: experiments/check_gpu.py")
 
@@ -34,6 +36,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(kernel, "BLOCK", 16)
     monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 4)
     monkeypatch.setattr(kernel, "MAX_JOINED", 8)
+    monkeypatch.setattr(truncate, "BLOCK", 16)
     empty = torch.empty
     poison = {torch.int32: -77, torch.int64: -77, torch.float32: float("nan")}
 
@@ -53,6 +56,36 @@ def small_tiles(monkeypatch):
 )
 def test_kernels_agree_with_the_reference(batch, method, mode, dtype):
     assert_agrees(kernel.verify, batch, method, mode, dtype)
+
+
+@pytest.mark.parametrize(
+    ("method", "mode"),
+    [(method, "processed_logprobs") for method in METHODS] + [("dense", "raw_logprobs")],
+)
+def test_many_requests_agree_with_the_reference(method, mode, monkeypatch):
+    """Enough of them that residuals are drawn from under each mixture of temperature and truncation."""
+    monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 32)
+    monkeypatch.setattr(truncate, "BLOCK", 64)
+    assert_agrees(kernel.verify, many_requests(), method, mode)
+
+
+def test_cuts_are_the_references_where_equal_logits_straddle_them(monkeypatch):
+    """The same tokens are kept, whichever of top-k, top-p and min-p cut among equal logits in several blocks."""
+    monkeypatch.setattr(truncate, "BLOCK", 4)
+    kinds = ([2, 1, 1, 1, 1, 0], [0, 1, 0, 1, 2, 2], [1, 1, 1, 1, 1, 1], [-np.inf, 3, 3, -np.inf, 3, -1])
+    cases = list(itertools.product(kinds, (0, 1, 3, 4), (0.3, 0.7, 0.9, 1.0), (0.0, 0.2), (0.7, 1.0)))
+    values = [np.array(column, np.float32) for column in zip(*cases, strict=True)]
+    logits, top_k, top_p, min_p, temperature = values
+    zeros = np.zeros(len(cases), np.int64)
+    rows = SamplingBatch(temperature, zeros, zeros, top_k.astype(np.int32), top_p, min_p)
+    request = torch.arange(len(cases), dtype=torch.int32)
+    found = truncate.find_cutoffs(torch.from_numpy(logits), request, torch.from_numpy(temperature), as_torch(rows))
+    cutoff, cut_token = (tensor.numpy()[:, None] for tensor in found)
+    kept = (logits > cutoff) | ((logits == cutoff) & (np.arange(logits.shape[1]) <= cut_token))
+    places = [reference._place(i, 0, 0, 0, np.zeros(0, np.int32), rows) for i in range(len(cases))]
+    expected = np.array([reference.process_row(row, place) for row, place in zip(logits, places, strict=True)])
+    for case, ours, theirs in zip(cases, kept & np.isfinite(logits), np.isfinite(expected), strict=True):
+        assert ours.tolist() == theirs.tolist(), case
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 1023])
@@ -175,18 +208,19 @@ def test_rows_that_point_into_larger_tensors():
 
 
 def test_placeholders_of_a_step_within_the_prompt_are_no_drafts():
+    """Also of those that lie behind the prompt's end."""
     layout = kernel.gather_layout(
-        input_ids=torch.tensor([4, 5], dtype=torch.int32),
-        positions=torch.tensor([7, 8]),
-        logits_indices=torch.tensor([0, 1]),
-        starts=torch.tensor([0, 2], dtype=torch.int32),
-        request=torch.zeros(2, dtype=torch.int32),
-        offset=torch.tensor([0, 1], dtype=torch.int32),
+        input_ids=torch.tensor([4, 5, 6], dtype=torch.int32),
+        positions=torch.tensor([7, 8, 9]),
+        logits_indices=torch.tensor([0, 1, 2]),
+        starts=torch.tensor([0, 3], dtype=torch.int32),
+        request=torch.zeros(3, dtype=torch.int32),
+        offset=torch.tensor([0, 1, 2], dtype=torch.int32),
         prefill_len=torch.tensor([8], dtype=torch.int32),
         temperature=torch.ones(1),
         seeds=torch.zeros(1, dtype=torch.int64),
     )
-    assert layout.draft.tolist() == [-1, -1]
+    assert layout.draft.tolist() == [-1, -1, -1]
 
 
 def test_the_noise_in_triton():
@@ -211,14 +245,31 @@ def test_the_noise_in_triton():
         assert error <= noise_triton.GUMBEL_TOLERANCE
 
 
-def test_a_bound_that_is_too_tight_is_caught(monkeypatch):
-    """A bound that is 5 % too tight loses the winner of row 121 of the rows just above the bound."""
+def barely_won_rows(level, margin):
+    """A batch without drafts in which token 8, in another tile than token 0, wins by `margin`; logits are near `level`.
+
+    Its hash is so small that the bound by which the scan passes over tokens is no larger than what it needs to win.
+    """
+    seeds = np.arange(200_000)
+    seeds = seeds[noise.hash32(seeds, 0, 8) < 2**32 * 1e-4]
+    logits = np.full((len(seeds), 9), -np.inf, np.float32)
+    logits[:, 0] = level
+    logits[:, 8] = level + noise.gumbel(seeds, 0, 0) - noise.gumbel(seeds, 0, 8) + margin
+    rows = SamplingBatch(np.ones(len(seeds), np.float32), seeds, np.zeros_like(seeds))
+    return logits, np.zeros(0, np.int32), np.zeros(len(seeds), np.int32), rows
+
+
+@pytest.mark.parametrize(("level", "margin", "slack"), [(0.0, 2e-4, 1e-3), (5000.0, 2e-3, 8e-3)])
+def test_a_bound_that_is_slightly_too_tight_is_caught(level, margin, slack, monkeypatch):
+    """One from which the slack, in binary digits, is taken away instead of added loses winners."""
     monkeypatch.setattr(kernel, "ROWS", 1)
-    monkeypatch.setattr(kernel, "BLOCK", 4)
+    monkeypatch.setattr(kernel, "BLOCK", 8)
     monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 1)  # all of a row in one program, as with many rows
-    batch = flat_rows(3, 24, first=120)
+    batch = barely_won_rows(level, margin)
+    assert 10 < len(batch[0]) < 40
+    assert (reference.verify(*batch).target_token_ids == 8).all()
     assert_agrees(kernel.verify, batch, "sample", None)
-    monkeypatch.setattr(kernel, "HASH_BITS", tl.constexpr(32.0 - 0.07))
+    monkeypatch.setattr(kernel, "HASH_BITS", tl.constexpr(32.0 - 2 * slack))
     with pytest.raises(AssertionError):
         assert_agrees(kernel.verify, batch, "sample", None)
 
@@ -245,3 +296,29 @@ def test_broken_rows_are_told_from_those_that_masks_left_empty(mode):
     result = kernel.verify(logits, torch.zeros(0, dtype=torch.int32), cu, rows, logprobs_mode=mode, max_draft_tokens=0)
     assert result.num_invalid_rows.tolist() == [1, 1, 1, 0]
     assert result.num_broken_rows.tolist() == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(("num_rows", "vocab_size"), [(4, 2560), (64, 151_936)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_broken_row_leaves_its_neighbour_alone(num_rows, vocab_size, temperature, monkeypatch):
+    """Two rows share a program, whose lanes must agree about each row's best score, also where that is NaN."""
+    if run_as_python() and num_rows > 4:
+        pytest.skip("minutes in Triton's interpreter")
+    monkeypatch.setattr(kernel, "ROWS", 2)
+    monkeypatch.setattr(kernel, "BLOCK", 512)
+    monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 132 * 16 * 2 if num_rows > 4 else 1)
+    rng = torch.Generator().manual_seed(0)
+    good = (torch.randn(num_rows, vocab_size, generator=rng) * 3).bfloat16()
+    broken = good.clone()
+    # A tile's last token: the last that its lane compares. Others follow in the same split.
+    tile = torch.arange(0, num_rows, 2) * 3 // 2 if num_rows > 4 else torch.zeros(num_rows // 2, dtype=torch.int64)
+    broken[torch.arange(0, num_rows, 2), tile * 512 + 511] = torch.nan
+    rows = SamplingBatch(torch.full((num_rows,), temperature), torch.arange(num_rows), torch.arange(num_rows))
+    nothing, cu = torch.zeros(0, dtype=torch.int32), torch.zeros(num_rows, dtype=torch.int32)
+    expected, got = (
+        kernel.verify(logits, nothing, cu, rows, logprobs_mode="processed_logprobs", max_draft_tokens=0)
+        for logits in (good, broken)
+    )
+    assert got.target_token_ids[1::2].tolist() == expected.target_token_ids[1::2].tolist()
+    assert got.logprobs[1::2].tolist() == expected.logprobs[1::2].tolist()
+    assert got.num_broken_rows.tolist() == [1, 0] * (num_rows // 2)

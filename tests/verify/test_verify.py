@@ -13,13 +13,26 @@ from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch
 from rollout_spec.verify import reference, vectorised
 from rollout_spec.verify.api import verify
 from tests.distributions import matches_distribution
-from tests.verify.batches import LOGPROBS_MODES, METHODS, as_torch, assert_agrees, batches
+from tests.verify.batches import LOGPROBS_MODES, METHODS, as_torch, assert_agrees, batches, many_requests
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(batches(), st.sampled_from(METHODS), st.sampled_from(LOGPROBS_MODES), st.booleans())
-def test_implementations_agree_with_the_reference(batch, method, mode, vectorise):
-    assert_agrees(vectorised.verify if vectorise else verify, batch, method, mode)
+@given(
+    batches(),
+    st.sampled_from(METHODS),
+    st.sampled_from(LOGPROBS_MODES),
+    st.booleans(),
+    st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+)
+def test_implementations_agree_with_the_reference(batch, method, mode, vectorise, dtype):
+    assert_agrees(vectorised.verify if vectorise else verify, batch, method, mode, dtype)
+
+
+@pytest.mark.parametrize("run", [verify, vectorised.verify], ids=["api", "vectorised"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+def test_many_requests_agree_with_the_reference(run, method, mode):
+    assert_agrees(run, many_requests(), method, mode)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -332,6 +345,7 @@ def test_bad_arguments():
         (ValueError, "target_logits", {"target_logits": torch.zeros(2, 0)}),
         (ValueError, "rows.seeds", {"rows": SamplingBatch(torch.ones(2), torch.arange(3), torch.arange(2))}),
         (ValueError, "rows.seeds", {"rows": SamplingBatch(torch.ones(2), None, torch.arange(2))}),
+        (ValueError, "rows.seeds", {"rows": SamplingBatch(torch.tensor([0.0, 1.0]), None, torch.arange(2))}),
         (TypeError, "rows.seeds", {"rows": SamplingBatch(torch.ones(2), torch.ones(2), torch.arange(2))}),
         (TypeError, "rows.temperature", {"rows": SamplingBatch(torch.arange(2), torch.arange(2), torch.arange(2))}),
         (TypeError, "rows.positions", {"rows": SamplingBatch(torch.ones(2), torch.arange(2), torch.ones(2))}),

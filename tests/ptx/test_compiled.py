@@ -1,0 +1,169 @@
+"""What only compiled kernels can show: addresses beyond 32 bits, NaN among lanes, bytes read, orders of blocks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from rollout_spec.drafters.device import EndedRequest
+from rollout_spec.drafters.device_choice import DeviceChoice
+from rollout_spec.types import SamplingBatch
+from rollout_spec.verify import kernel
+from tests.drafters.test_device import Engine, K
+from tests.interpreter import run_as_python
+from tests.ptx import machine
+from tests.ptx.machine import Counts, Fault, changed_settings
+from tests.ptx.mutants import changed_copy
+from tests.verify.batches import assert_agrees
+
+pytestmark = pytest.mark.skipif(run_as_python(), reason="compiles the kernels")
+
+VOCAB = 4096
+
+
+def far_apart(logits: torch.Tensor) -> torch.Tensor:
+    """The same with rows 2 GiB apart: the stride fits 32 bits, offsets do not. Only pages that are used take memory."""
+    far = torch.empty_strided(logits.shape, (2**30 + 16, 1), dtype=logits.dtype)
+    return far.copy_(logits)
+
+
+def verify_all_ways(verify, logits, probs):
+    """Three requests with a draft each, of which all kernels of verification run."""
+    rows = SamplingBatch(
+        temperature=torch.ones(3),
+        seeds=torch.arange(3),
+        positions=torch.arange(3),
+        top_k=torch.tensor([50, 20, VOCAB], dtype=torch.int32),
+        top_p=torch.tensor([0.9, 0.95, 1.0]),
+        min_p=torch.zeros(3),
+    )
+    drafts = cu = torch.tensor([1, 2, 3], dtype=torch.int32)
+    results = [
+        verify(logits, drafts, cu, rows, logprobs_mode="raw_logprobs", max_draft_tokens=1),
+        verify(
+            logits,
+            drafts,
+            cu,
+            rows,
+            method="rejection",
+            draft_probs=probs,
+            logprobs_mode="processed_logprobs",
+            max_draft_tokens=1,
+        ),
+    ]
+    return [field.nan_to_num().tolist() for result in results for field in result if field is not None]
+
+
+@pytest.fixture(scope="module")
+def near():
+    generator = torch.Generator().manual_seed(0)
+    probs = torch.softmax(torch.randn(3, VOCAB, generator=generator), 1)
+    return (torch.randn(6, VOCAB, generator=generator) * 3).bfloat16(), probs
+
+
+def test_rows_far_apart(near):
+    logits, probs = near
+    assert verify_all_ways(kernel.verify, far_apart(logits), far_apart(probs)) == verify_all_ways(kernel.verify, *near)
+
+
+def test_an_offset_of_32_bits_is_caught(near, tmp_path):
+    changed = changed_copy(kernel, tmp_path, "tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0) * ROWS")
+    assert verify_all_ways(changed.verify, *near) == verify_all_ways(kernel.verify, *near)
+    with pytest.raises(Fault, match="_scan_kernel: address outside of every tensor"):
+        verify_all_ways(changed.verify, far_apart(near[0]), near[1])
+
+
+@pytest.mark.parametrize("method", ["sample", "rejection", "dense"])
+def test_broken_logits_among_lanes_and_tiles(method):
+    """NaN and infinities anywhere in some rows, at the size of tiles that engines use."""
+    rng = np.random.default_rng(0)
+    for trial in range(12):
+        count, vocab_size = 6, 1100 + 517 * (trial % 2)
+        logits = (rng.standard_normal((count, vocab_size)) * 3).astype(np.float32)
+        for _ in range(rng.integers(1, 6)):
+            values = rng.choice([np.nan, np.inf, -np.inf], p=[0.6, 0.2, 0.2])
+            tokens = rng.integers(0, vocab_size, rng.integers(1, 40))
+            if rng.random() < 0.5:
+                tokens |= 511  # the last of a tile
+            logits[rng.integers(count), tokens[tokens < vocab_size]] = values
+        rows = SamplingBatch(
+            temperature=rng.choice([0.0, 1.0], 3).astype(np.float32),
+            seeds=rng.integers(0, 2**62, 3),
+            positions=rng.integers(0, 99, 3),
+        )
+        batch = (logits, rng.integers(0, vocab_size, 3).astype(np.int32), np.array([1, 2, 3], np.int32), rows)
+        with changed_settings(seed=trial):
+            assert_agrees(kernel.verify, batch, method, "processed_logprobs", torch.bfloat16)
+
+
+def counted(function) -> dict[str, Counts]:
+    """What each kernel did meanwhile."""
+    machine.totals.clear()
+    function()
+    return dict(machine.totals)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "with_logprobs", "least", "most"),
+    [(torch.bfloat16, False, 2, 2.3), (torch.bfloat16, True, 4, 4.4), (torch.float32, False, 4, 4.5)],
+)
+def test_bytes_per_logit_and_launches(dtype, with_logprobs, least, most, monkeypatch):
+    """The scan reads each logit once, and a tile again where a token may win; ranks take another pass."""
+    monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 8)  # 32 rows of 32,768 tokens: as with 128 rows of 151,936
+    count, vocab_size = 32, 32_768
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(count, vocab_size, generator=generator) * 4).to(dtype)
+    rows = SamplingBatch(torch.ones(8), torch.arange(8), torch.arange(8))
+    arguments = torch.zeros(24, dtype=torch.int32), torch.arange(3, 25, 3, dtype=torch.int32), rows
+    first = kernel.verify(logits, *arguments, max_draft_tokens=3)
+    # The drafts are accepted, as drafts of which verification profits are.
+    wish = first.target_token_ids.reshape(8, 4)[:, :3].reshape(-1).int()
+    mode = "processed_logprobs" if with_logprobs else None
+    found = counted(lambda: kernel.verify(logits, wish, *arguments[1:], logprobs_mode=mode, max_draft_tokens=3))
+    names = ["_layout_kernel", "_scan_kernel", "_accept_kernel", *(["_rank_kernel"] if with_logprobs else [])]
+    assert {name: counts.launches for name, counts in found.items()} == dict.fromkeys(names, 1)
+    read = 32 * sum(counts.sectors_read for counts in found.values()) / logits.numel()
+    written = 32 * sum(counts.sectors_written for counts in found.values()) / logits.numel()
+    assert least <= read <= most, f"{read:.2f} bytes"
+    assert written < 0.02, f"{written:.2f} bytes"
+
+
+@pytest.mark.parametrize("batch", [1, 6])
+def test_launches_of_drafting(batch):
+    """As many for any batch, and for any text and draft."""
+    engine = Engine()
+    live = [engine.start([1, 2, 1] * (1 + i), seed=i) for i in range(batch)]
+    for req_id in live:
+        engine.commit(req_id, [2])  # without a token said, there is nothing to retire
+    slots = torch.tensor([engine.live[req_id] for req_id in live], dtype=torch.int32)
+    ones, drafter, of_slots = torch.ones_like(slots), engine.drafter, (engine.seeds, engine.temperature)
+    choice = DeviceChoice(6, K, K, torch.device("cpu"))
+    model = torch.zeros(batch, K, dtype=torch.int64), torch.ones(batch, K)
+
+    def propose():
+        return drafter.propose(slots, ones, engine.history, engine.total_len, *of_slots)
+
+    def choose():
+        choice.choose(slots, ones, engine.history, engine.total_len, engine.temperature, propose(), model)
+
+    def continue_drafts():
+        drafter.continue_drafts(slots, ones, torch.ones(batch, 2, dtype=torch.int64), *of_slots)
+
+    def stop():
+        drafter.stop_requests([EndedRequest(slot, int(engine.total_len[slot])) for slot in slots.tolist()])
+
+    def follow():
+        drafter.follow(slots, engine.history, engine.total_len)
+
+    step = {"_extend_kernel": 1, "_scan_kernel": 1, "_draft_kernel": 1}
+    for call, expected in (
+        (propose, step),
+        (choose, step | {"_grade_kernel": 1, "_choose_kernel": 1}),
+        (continue_drafts, {"_lengthen_kernel": 2, "_scan_kernel": 1, "_draft_kernel": 1}),
+        (follow, {"_extend_kernel": 1}),
+        (stop, {"_retire_kernel": 1}),
+    ):
+        assert {name: counts.launches for name, counts in counted(call).items()} == expected

@@ -1,0 +1,185 @@
+"""Bugs planted in compiled kernels are caught: barriers taken out, masks and bounds changed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from rollout_spec.drafters import device_kernels
+from rollout_spec.drafters.device_choice import DeviceChoice
+from rollout_spec.types import SamplingBatch
+from rollout_spec.verify import kernel, reference, truncate
+from tests.drafters.recorder import random_features
+from tests.drafters.test_device import Engine, K
+from tests.interpreter import run_as_python
+from tests.ptx import driver
+from tests.ptx.machine import Fault, changed_settings
+from tests.ptx.mutants import barriers_of, changed_copy, without_instruction
+from tests.verify.batches import assert_agrees
+
+pytestmark = pytest.mark.skipif(run_as_python(), reason="compiles the kernels")
+
+METHODS = ("sample", "rejection", "dense", "dense")
+
+
+def batch(seed):
+    """Drafts, half of which are accepted, in rows of several splits and tiles, some greedy and some truncated."""
+    rng = np.random.default_rng(seed)
+    lengths, vocab_size = np.array([2, 0, 2]), 300
+    cu = lengths.cumsum().astype(np.int32)
+    logits = (rng.standard_normal((7, vocab_size)) * 3).astype(np.float32)
+    if seed % 2:
+        logits = np.round(logits)  # ties, also where a row is cut
+    rows = SamplingBatch(
+        temperature=np.array([1.0, 0.0, 0.7], np.float32),
+        seeds=rng.integers(0, 2**62, 3),
+        positions=rng.integers(0, 99, 3),
+        top_k=np.array([50, 0, 300], np.int32),
+        top_p=np.array([0.9, 1.0, 0.95], np.float32),
+        min_p=np.array([0.0, 0.0, 0.01], np.float32),
+    )
+    drafts = rng.integers(0, vocab_size, 4).astype(np.int32)
+    wish = np.delete(reference.verify(logits, drafts, cu, rows).target_token_ids, cu + np.arange(3))
+    return logits, np.where(rng.random(4) < 0.7, wish, drafts).astype(np.int32), cu, rows
+
+
+def work(verify):
+    """All of the verifier's kernels against the reference."""
+    for seed, method in enumerate(METHODS):
+        assert_agrees(verify, batch(seed), method, ("raw_logprobs", "processed_logprobs")[seed % 2])
+
+
+def verifying():
+    return lambda: work(kernel.verify)
+
+
+def drafting(**options):
+    """The scan of texts and the draft against what they said first; alone, as they change nothing that they read."""
+    engine, rng = Engine(**options), np.random.default_rng(0)
+    for i in range(12):
+        req_id = engine.start([0, 1, 2], seed=i if i % 3 else None, problem_id=i % 2)
+        said = rng.integers(0, 3, 41)
+        if i % 2:  # as many candidates as there can be, and each says something else
+            said[1::2] = rng.integers(9, 99, 20)
+            said[::2] = 1
+        engine.commit(req_id, said.tolist(), random_features(rng, said))
+        if i < 6:
+            engine.stop(req_id)
+    assert max(len(draft.token_ids) for draft in engine.assert_same_drafts()) == K
+    slots, drafter = torch.tensor(list(engine.live.values()), dtype=torch.int32), engine.drafter
+
+    def draft():
+        for tensor in drafter._last_drafts:
+            tensor.fill_(-77)
+        keys = device_kernels.scan(slots, torch.ones_like(slots), *drafter._texts)
+        drafted = drafter._draft(slots, keys, engine.seeds, engine.temperature, drafter._last_drafts)
+        return [tensor.tolist() for tensor in (keys, *drafted, *drafter._last_drafts)]
+
+    expected = draft()
+
+    def check():
+        assert draft() == expected
+
+    return check
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(kernel, "BLOCK", 64)
+    monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 8)
+    monkeypatch.setattr(truncate, "BLOCK", 256)
+    monkeypatch.setattr(device_kernels, "TILE", 16)
+    monkeypatch.setattr(device_kernels, "TARGET_PROGRAMS", 16)
+
+
+OF_VERIFIER = {"_accept_kernel", "_residual_kernel", "_cutoff_kernel"}
+OF_DRAFTER = {"_scan_kernel", "_draft_kernel"}
+
+
+@pytest.mark.parametrize(
+    ("prepared", "options", "name"),
+    [
+        *((verifying, {}, name) for name in sorted(OF_VERIFIER)),
+        (drafting, {}, "_scan_kernel"),
+        (drafting, {}, "_draft_kernel"),
+        (drafting, {"signatures": False}, "_draft_kernel"),
+        (drafting, {"distributions": False}, "_draft_kernel"),
+        (drafting, {"distributions": False, "signatures": False}, "_draft_kernel"),
+    ],
+)
+def test_a_barrier_that_is_missing_is_caught(prepared, options, name):
+    """All but those that order nothing, without which any order of warps and blocks gives the right result.
+
+    Triton 3.6 and 3.7 emit more of them. With 3.9 they are each program's first, before anything was stored, and those
+    before a store of what is there already or to memory that nothing has read since the barrier before: two in the sum
+    over ties of `_cutoff_kernel`, where each warp stores the total that the count of the ties, just before, left; in
+    `_draft_kernel` those around the maximum of scores, which the argmax before has left, and the ones after an argmax,
+    which reads indexes last, while the next reduction begins where the values were.
+    """
+    driver.launched.clear()
+    with changed_settings(check_races=True, limit=3_000_000):
+        check = prepared(**options)
+        check()
+        barriers = barriers_of(name)
+        missed = []
+        for loaded, at in barriers:
+            with without_instruction(loaded, at):
+                try:
+                    check()
+                except (Fault, AssertionError):
+                    continue
+            missed.append((loaded, at))
+    print(f"{name}: {len(barriers)} barriers, {len(missed)} not caught")
+    assert len(missed) <= len(barriers) // 3
+    for loaded, at in missed:
+        for seed in (1, 2, 3):
+            with without_instruction(loaded, at), changed_settings(check_races=True, seed=seed):
+                check()
+
+
+def test_no_other_kernel_has_barriers():
+    """Of the verifier, the device drafter and the choice between drafts; another one must join the test above."""
+    driver.launched.clear()
+    verifying()()
+    assert {name for name in driver.launched if barriers_of(name)} == OF_VERIFIER
+    driver.launched.clear()
+    drafting()()
+    engine = Engine()
+    slots = torch.tensor([engine.live[engine.start([1, 2, 1])]], dtype=torch.int32)
+    ones = torch.ones_like(slots)
+    history = engine.propose()[1:3]
+    engine.drafter.continue_drafts(slots, ones, torch.tensor([[2, 1]]), engine.seeds, engine.temperature)
+    model = torch.zeros(1, K, dtype=torch.int64), torch.ones(1, K)
+    of_slots = engine.history, engine.total_len, engine.temperature
+    DeviceChoice(6, K, K, torch.device("cpu")).choose(slots, ones, *of_slots, history, model)
+    kernels = ("extend", "lengthen", "retire", "scan", "draft", "grade", "choose")
+    assert set(driver.launched) == {f"_{name}_kernel" for name in kernels}
+    assert {name for name in driver.launched if barriers_of(name)} == OF_DRAFTER
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("is_row = row < num_rows", "is_row = row <= num_rows"),
+        ("(token < vocab_size)[None, :]", "(token <= vocab_size)[None, :]"),
+        ("tl.minimum(first + tokens_per_split, vocab_size), BLOCK)", "first + tokens_per_split - BLOCK, BLOCK)"),
+        ("part = row * tl.num_programs(1) + split", "part = row * tl.num_programs(1) + split + 1"),
+        ("(split < num_splits)[None, :]", "(split <= num_splits)[None, :]"),
+        ("is_emitted = is_row & (j <= num_accepted)", "is_emitted = is_row & (j < num_accepted)"),
+        ("tl.where(is_emitted, token, PLACEHOLDER), mask=j < width)", "tl.where(is_emitted, token, PLACEHOLDER))"),
+        ("(x >= chosen) & (token < vocab_size)", "(x > chosen) & (token < vocab_size)"),
+        ("at = (row - index) * draft_probs_stride + draft", "at = row * draft_probs_stride + draft"),
+        ("j < end - start, other=-1", "j <= end - start, other=-1"),
+    ],
+)
+def test_a_wrong_mask_or_bound_is_caught(old, new, tmp_path, monkeypatch):
+    changed = changed_copy(kernel, tmp_path, old, new)
+    monkeypatch.setattr(changed, "BLOCK", 64)
+    monkeypatch.setattr(changed, "TARGET_PROGRAMS", 8)
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(-77))
+    with pytest.raises((Fault, AssertionError)), changed_settings(check_races=True):
+        work(changed.verify)
