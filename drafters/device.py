@@ -570,12 +570,15 @@ class DeviceDrafter:
 
         Waits for copies from the device that are under way.
         """
-        rollouts = [rollout.read() for rollout in self._archive.order]
-        versions = [version for *_, version in rollouts]
+        self._archive.take_copies(wait=True)
+        rollouts = self._archive.order
+        # At once: servers ask every few seconds, and there may be tens of thousands of rollouts.
+        fields = torch.stack([rollout.fields for rollout in rollouts]) if rollouts else torch.zeros((0, 4)).long()
+        versions = fields[:, 3].tolist()
         return {
-            "problems": len({rollout.problem_id for rollout in self._archive.order}),
+            "problems": len({rollout.problem_id for rollout in rollouts}),
             "rollouts": len(rollouts),
-            "tokens": sum(tokens.size - prompt_length for tokens, _, prompt_length, _ in rollouts),
+            "tokens": int((fields[:, 1] - fields[:, 2]).sum()),
             "oldest_version": min(versions, default=self._version),
             "newest_version": max(versions, default=self._version),
             "requests": self._num_requests,

@@ -809,6 +809,9 @@ def draft(
         WIDTH=triton.next_power_of_2(k),
         NUM_KEYS=keys.shape[1] * keys.shape[2],
         num_warps=4 if distributions else 1,  # as many lanes are compared with each other as there are choices
+        # A product that is added to another lane's within a fused multiply-add is not rounded, the other one is: lanes
+        # would get sums that differ in their last bit, and which of them is stored would be up to the hardware.
+        enable_fp_fusion=False,
     )
     return output, rates
 

@@ -287,6 +287,9 @@ def _scan_kernel(
                 if EXCLUDE_DRAFT:
                     is_draft = (token[None, :] == draft[:, None]) & ~is_greedy[:, None]
                     score = tl.where(is_draft, float("-inf"), score)
+            # Which of NaN and a number is larger depends on their order here: lanes of a warp would find different
+            # maxima and branch apart, which spoils the program's other rows. The row's mass shows that it is broken.
+            score = tl.where(score == score, score, float("-inf"))
             tile_best, at = tl.max(score, axis=1, return_indices=True)
             tile_token = start + at
             better = (tile_best > best_score) | ((tile_best == best_score) & (tile_token < best_token))
@@ -436,8 +439,10 @@ def _join(high, mass, high_ptr, mass_ptr, part, is_part):
     masses = tl.load(mass_ptr + part, mask=is_part, other=0.0)
     new_high = tl.maximum(high, tl.max(highs, axis=1))
     base = tl.where(new_high == float("-inf"), 0.0, new_high)
-    mass = mass * tl.exp2(high - base) + tl.sum(masses * tl.exp2(highs - base[:, None]), axis=1)
-    return new_high, mass
+    # Selected, so that the products are rounded before lanes add them up: within a fused multiply-add only one of two
+    # would be, and lanes would get sums that differ in their last bit.
+    masses = tl.where(is_part, masses * tl.exp2(highs - base[:, None]), 0.0)
+    return new_high, mass * tl.exp2(high - base) + tl.sum(masses, axis=1)
 
 
 @triton.jit
