@@ -33,6 +33,9 @@ from rows import append, origin
 BURSTS = {"one core": (1.3, 1.8), "every core": (1.8, 3.0)}
 CPU = EngineCost("cpu", np.array([1.0, 1024.0]), np.array([2.5e-3, 12.5e-3]), 0.0, 20e-6)
 """A small model on a CPU: eight times as many tokens as 32 take 1.8 times as long."""
+COLD = CPU._replace(name="cpu, cold sizes", cold_seconds=9e-3)
+"""The same where the first step of each number of tokens takes 9 ms longer: measured with the engine of
+`bench_first_phase.py` on a CPU."""
 
 
 def injected(name: str, rng: np.random.Generator) -> Iterator[float]:
@@ -72,7 +75,7 @@ def main() -> None:
     for name in args.sets:
         problems = read_traces(args.traces / f"{name}.parquet", max_prompts=2 * args.prompts)
         phases = [[Request(p, r) for p in problems[half::2] for r in p.rollouts[: args.samples]] for half in range(2)]
-        for cost, batch in itertools.product((CPU, CURVES["7b"], CURVES["flops"]), args.batch):
+        for cost, batch in itertools.product((CPU, COLD, CURVES["7b"], CURVES["flops"]), args.batch):
             run = partial(run_phase, make_drafter=drafter, cost=cost, num_speculative_tokens=K, batch=batch)
             plain = sum(run(phase, policy=NoDrafts()).seconds for phase in phases)
 

@@ -42,13 +42,13 @@ from rollout_spec.jit import inlined, njit
 
 LEAST_LENGTH_SPREAD = 0.25
 """Least uncertainty about which request finishes last, as a part of the longest one's tokens to come."""
-REQUESTS_PER_TRIAL_TOKEN = 16
-"""Until the cost of steps with drafts is known, verify at most one token per so many requests."""
+REQUESTS_PER_TRIAL_TOKEN = 4
+"""Where steps with drafts were found expensive, they are tried again with one token per so many requests."""
 LEAST_COST = 0.005
 """Least cost of a draft token, as a share of a request's in a step without drafts, so that hopeless drafts stop."""
 MAX_PROBES = 8
 """After so many steps in a row whose cost without drafts is not known, it is guessed from other sizes."""
-LONGEST_SLEEP = 64
+LONGEST_SLEEP = 32
 """Most steps in a row in which a drafter whose drafts do not pay is not asked."""
 RECENT_DRAFTS = 32
 """Drafting takes the lower decile of so many last calls."""
@@ -179,6 +179,7 @@ def _decide(
     confidence: Any,
     starts: Ints,
     counts: Floats,
+    step: int,
     mean: Floats,
     deviation: Floats,
     num_tokens: int,
@@ -188,8 +189,11 @@ def _decide(
     slope: float,
     token_seconds: float,
     sizes: Ints,
-    cost: Floats,
+    first_seconds: Floats,
+    cold_seconds: float,
+    untried_cost: float,
     free: Floats,
+    cost: Floats,
     value: Floats,
     scratch: Floats,
     taken: Ints,
@@ -197,8 +201,11 @@ def _decide(
     """`Budget.decide` once the curves are known: fills `taken`, returns the seconds that are expected to be gained.
 
     Args:
+        first_seconds: See `StepCost`.
+        cold_seconds: What a step of a size that was never run must gain more.
+        untried_cost: What `DraftCosts.untried` draft tokens cost at least.
+        free: float64 zeros, one longer than these.
         cost: float64, one longer than the most draft tokens that may be taken; filled with what they cost.
-        free: float64 zeros, one longer than the most that should be taken for now.
         value, scratch: float64 [B], [3, D]; filled.
     """
     size = starts.size - 1
@@ -216,14 +223,18 @@ def _decide(
             cost[n] = max(cost[n], line_nb(float(padded), tokens, seconds, slope) - undrafted)
             if padded < tokens[0]:  # never below the line from the step without drafts to the first known size
                 cost[n] = max(cost[n], (seconds[0] - undrafted) * n / (tokens[0] - num_tokens))
+        if first_seconds[min(padded, first_seconds.size - 1)] == 0.0:
+            cost[n] += cold_seconds
     token_value(mean, deviation, num_tokens, undrafted, token_seconds, value)
     survival = scratch[0]
-    predict_survival(confidence, starts, counts, survival)
+    predict_survival(confidence, starts, counts, step, survival)
     gains = scratch[1:]
     row, count = _sort_gains(survival, starts, value, gains)
     ordered = gains[row, :count]
     count = _take(survival, starts, value, cost, ordered, taken)
-    if count >= free.size:  # sizes that were never measured are approached gradually
+    untried = free.size - 1
+    has_room = 0 < untried <= min(ordered.size, cost.size - 1)
+    if has_room and ordered[:untried].sum() - untried_cost > ordered[:count].sum() - cost[count]:
         count = _take(survival, starts, value, free, ordered, taken)
     gain = -cost[count]
     for i in range(size):
@@ -266,6 +277,7 @@ class Budget:
             num_asked: For how many requests the drafter was asked.
             draft_seconds: What that took.
         """
+        self.survival.step += 1
         self.cost.observe(num_tokens, max(seconds - draft_seconds, 0.0), drafted=drafted)
         if num_asked:
             self._drafting.append(draft_seconds / num_asked)
@@ -317,16 +329,20 @@ class Budget:
         allowed = confidence.size if max_draft_tokens is None else max(min(confidence.size, max_draft_tokens), 0)
         if allowed == 0:
             return self._note(np.zeros(size, np.int64), -self._draft_seconds * size)
-        tokens, seconds, slope, most, token_seconds = self.cost.drafted(num_tokens, self._undrafted)
+        costs = self.cost.drafted(num_tokens, self._undrafted)
         mean, deviation = remaining if remaining is not None else (np.ones(size), np.ones(size))
+        if costs.most >= 0:
+            allowed = min(allowed, max(costs.most, size // REQUESTS_PER_TRIAL_TOKEN, 1))
+        # A trial of few tokens would never gain what a new size costs.
+        cold = self.cost.cold_seconds(self._undrafted) if costs.most else 0.0
         taken = np.empty(size, np.int64)
         gain = _decide(
-            confidence, starts, self.survival.counts, mean, deviation, num_tokens, self._undrafted,
-            tokens, seconds, slope, token_seconds, self.cost.sizes, np.empty(allowed + 1),
-            np.zeros(min(max(most, size // REQUESTS_PER_TRIAL_TOKEN, 1), allowed) + 1),
+            confidence, starts, self.survival.counts, self.survival.step, mean, deviation, num_tokens, self._undrafted,
+            costs.tokens, costs.seconds, costs.slope, costs.average, self.cost.sizes, self.cost.first_seconds, cold,
+            costs.untried_seconds - self._undrafted, np.zeros(costs.untried + 1), np.empty(allowed + 1),
             np.empty(size), np.empty((3, confidence.size)), taken,
         )  # fmt: skip
-        return self._note(taken, gain - self._draft_seconds * size, learning=not tokens.size)
+        return self._note(taken, gain - self._draft_seconds * size, learning=not costs.tokens.size)
 
     def to_dict(self, sizes: Sequence[int] = ()) -> dict[str, Any]:
         """What was learned, as plain data, without a change to it.
@@ -352,7 +368,7 @@ class Budget:
         if balance > 0:  # after a pause drafts pay again
             self._balance = max(self._balance, 0.0)
         if self._balance >= 0:
-            self._last_pause = 0
+            self._last_pause //= 2
         elif not (learning and taken.any()):
             self._steps_to_skip, self._last_pause = self._last_pause, min(2 * self._last_pause + 1, LONGEST_SLEEP)
         return taken

@@ -12,14 +12,15 @@ CONFIDENCE = np.tile(np.float32([0.9, 0.8, 0.7, 0.6]), SIZE)
 STARTS = np.arange(SIZE + 1) * K
 
 
-def slots_taken(steps, seconds, slowdown):
+def slots_taken(steps, seconds, slowdown, share=1):
     """Slots of each step of four requests, three of whose four drafted tokens are right.
 
     Args:
         seconds: What a step with so many slots takes by itself.
         slowdown: How much longer a step is, by its number and its slots.
+        share: Steps after which the budget learns what they took, as on tensor-parallel ranks, unless they are awaited.
     """
-    budget, taken = Budget(), []
+    budget, taken, unshared = Budget(), [], []
     remaining = np.full(SIZE, 50.0), np.full(SIZE, 20.0)
     for i in range(steps):
         slots = np.zeros(SIZE, np.int64)
@@ -27,8 +28,12 @@ def slots_taken(steps, seconds, slowdown):
             slots = budget.decide(CONFIDENCE, STARTS, remaining, num_tokens=SIZE)
             budget.survival.observe(CONFIDENCE, STARTS, slots, np.minimum(slots, 3))
         n = int(slots.sum())
-        budget.observe_step(SIZE + n, seconds(n) * slowdown(i, n), drafted=n > 0)
+        unshared.append((SIZE + n, seconds(n) * slowdown(i, n), n > 0))
         taken.append(n)
+        if len(unshared) >= share or budget.cost.is_awaited(SIZE + n, drafted=n > 0):
+            for num_tokens, took, drafted in unshared:
+                budget.observe_step(num_tokens, took, drafted=drafted)
+            unshared = []
     return np.array(taken)
 
 
@@ -99,3 +104,40 @@ def test_ranks_that_observe_the_same_decide_the_same():
         return slots_taken(600, lambda n: 1.0 + 0.05 * n, lambda i, n: float(rng.lognormal(0, 0.5)))
 
     np.testing.assert_array_equal(run(), run())
+
+
+@pytest.mark.parametrize("share", [1, 16])
+def test_what_is_expensive_is_tried_as_a_whole_a_few_times_only(share):
+    """Each slot costs a whole step. Ranks that learn times late must not go on meanwhile."""
+    taken = slots_taken(1500, lambda n: 1.0 + n, lambda i, n: 1.0, share)
+    assert (taken == SIZE * K).sum() <= 5
+    assert taken[300:].max() <= 4
+    assert taken.sum() < 0.12 * taken.size
+
+
+@pytest.mark.parametrize("share", [1, 16])
+def test_less_than_all_pays(share):
+    """Steps of up to 12 tokens cost nothing more, larger ones four times as much."""
+    taken = slots_taken(1500, lambda n: 1.0 if SIZE + n <= 12 else 4.0, lambda i, n: 1.0, share)
+    assert (taken[-500:] > 8).mean() < 0.05
+    assert (taken[-500:] > 0).mean() > 0.9
+
+
+def test_ranks_measure_steps_without_drafts_as_seldom_as_one_alone():
+    without = [(slots_taken(1500, lambda n: 1.0, lambda i, n: 1.0, share)[500:] == 0).sum() for share in (1, 16)]
+    assert without[1] <= without[0] + 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_cold_sizes(seed):
+    """The first step of each number of tokens takes three times as long, on top of noise."""
+    seen, rng = set(), np.random.default_rng(seed)
+
+    def slowdown(i, n):
+        cold = 1.0 if n in seen else 3.0
+        seen.add(n)
+        return cold * float(np.exp(abs(rng.normal(0, 0.15))))
+
+    taken = slots_taken(200, lambda n: 1.0 + 0.02 * n, slowdown)
+    assert np.median(taken[4:40]) >= 2 * SIZE
+    assert np.median(taken[40:]) >= 2 * SIZE

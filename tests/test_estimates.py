@@ -9,8 +9,10 @@ from hypothesis import strategies as st
 
 from rollout_spec import estimates
 from rollout_spec.estimates import (
+    COLD_USES,
     MAX_LENGTHS,
     MIN_OBSERVATIONS,
+    UNTRIED_STEPS,
     WINDOW,
     RemainingLength,
     StepCost,
@@ -22,7 +24,7 @@ from rollout_spec.estimates import (
 
 def survival_of(survival, confidence, starts):
     predicted = np.empty(confidence.size)
-    predict_survival(confidence, starts, survival.counts, predicted)
+    predict_survival(confidence, starts, survival.counts, survival.step, predicted)
     return predicted
 
 
@@ -99,24 +101,22 @@ def test_cost_is_robust_and_forgets():
 
 def test_two_sizes_with_drafts_tell_what_drafts_cost_from_what_slots_cost():
     cost = StepCost()
-    assert cost.drafted(32, 4.0)[3] == 0
     for n in (4, 8):
         for _ in range(MIN_OBSERVATIONS):
             cost.observe(32 + n, 5.0 + 0.1 * n, drafted=True)
-    tokens, seconds, slope, most, _ = cost.drafted(32, 4.0)
-    assert most == 16
+    tokens, seconds, slope, *_ = cost.drafted(32, 4.0)
     for n in (1, 6, 100):
         assert line(32.0 + n, tokens, seconds, slope) == pytest.approx(5.0 + 0.1 * n)
-    assert cost.drafted(64, 4.0)[3] == 0
+    assert cost.drafted(64, 4.0)[0].size == 0
 
 
 def test_one_size_is_a_curve_with_the_slope_of_steps_without_drafts():
     cost = StepCost()
     for _ in range(MIN_OBSERVATIONS):
         cost.observe(36, 5.0, drafted=True)
-    tokens, seconds, slope, most, average = cost.drafted(32, 4.0)
+    tokens, seconds, slope, most, average, *_ = cost.drafted(32, 4.0)
     # Where nothing else is known: half of what a token of the step costs on average.
-    assert (tokens.tolist(), seconds.tolist(), slope, most, average) == ([36], [5.0], 4 / 32 / 2, 8, 0.25)
+    assert (tokens.tolist(), seconds.tolist(), slope, most, average) == ([36], [5.0], 4 / 32 / 2, -1, 0.25)
     for _ in range(MIN_OBSERVATIONS):
         for n in (10, 30):
             cost.observe(n, 0.1 * n, drafted=False)
@@ -199,6 +199,54 @@ def test_what_looked_expensive_is_left_out_until_it_is_measured_again():
         cost.observe(12, 1.0, drafted=True)
     assert cost.drafted(8, 1.0)[0].tolist() == [12, 16]
     assert cost.curve(drafted=True)[0].tolist() == [12, 16, 32]
+
+
+def test_the_first_step_of_a_size_is_not_what_it_costs():
+    cost = StepCost()
+    for seconds in (15.0, 5.0, 5.0):
+        cost.observe(16, seconds, drafted=False)
+    assert cost.undrafted(16) == 5.0
+    assert cost.cold_seconds(5.0) == 10.0 / COLD_USES
+    cost.observe(20, 16.0, drafted=True)
+    assert cost.curve(drafted=True)[1].tolist() == [8.0], "at most half of it is taken off"
+    cost.observe(21, 12.0, drafted=True)  # of about the same size, and its first step too
+    assert cost.curve(drafted=True)[1].tolist() == pytest.approx([6.0], rel=0.1)
+    cost.observe(20, 6.5, drafted=True)
+    assert cost.curve(drafted=True)[1].tolist() == [6.5]
+    cost.observe(22, 4.0, drafted=True)  # a first step does not count beside others
+    assert cost.curve(drafted=True)[1].tolist() == [6.5]
+
+
+def test_padded_steps_have_one_first_step():
+    cost = StepCost()
+    cost.pad_to((8, 16))
+    for n, seconds in ((9, 9.0), (12, 2.0), (16, 2.0)):
+        cost.observe(n, seconds, drafted=False)
+    assert cost.undrafted(10) == 2.0
+    assert cost.cold_seconds(2.0) == 7.0 / COLD_USES
+    for _ in range(1000):
+        cost.observe(9, 2.0, drafted=False)
+    assert cost.cold_seconds(2.0) == pytest.approx(7.0 / 100, rel=0.01), "a size is used more often in a longer run"
+
+
+def test_what_was_wrong_long_ago_is_tried_again():
+    """The longer nothing was tried, and the sooner the less was known; being wrong again brings all of it back."""
+    survival, starts, one = Survival(), np.arange(101), np.ones(100, np.int64)
+    confidence = np.full(100, 0.9, np.float32)
+    survival.observe(confidence, starts, one, 0 * one)
+
+    def after(steps):
+        survival.step = steps
+        return survival_of(survival, confidence[:1], starts[:2])[0]
+
+    assert after(0) == after(UNTRIED_STEPS) < 0.06
+    assert after(4 * UNTRIED_STEPS) > 3 * after(0)
+    assert after(50 * UNTRIED_STEPS) > 0.6
+    survival.observe(confidence[:1], starts[:2], one[:1], 0 * one[:1])
+    assert after(50 * UNTRIED_STEPS) < 0.06
+    after(100 * UNTRIED_STEPS)
+    survival.observe(confidence[:8], starts[:9], one[:8], one[:8])
+    assert after(100 * UNTRIED_STEPS) > 0.8
 
 
 def test_remaining_length():

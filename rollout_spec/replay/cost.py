@@ -31,6 +31,8 @@ class EngineCost(NamedTuple):
     """Seconds of drafting per request, in steps that ask the drafter."""
     draft_call_seconds: float = 0.0
     """Seconds of drafting per step that asks the drafter, besides those per request."""
+    cold_seconds: float = 0.0
+    """Extra seconds of the first step with each number of tokens, in which kernels for that size are made."""
 
     def step(self, num_tokens: float) -> float:
         """Seconds of a step without drafts."""
@@ -46,7 +48,7 @@ class EngineCost(NamedTuple):
 
 def read_cost(path: Path) -> EngineCost:
     """Read a cost curve: JSON with `name`, `tokens`, `seconds` and, if wanted, `drafted_seconds`, `draft_seconds`,
-    `draft_call_seconds`.
+    `draft_call_seconds`, `cold_seconds`.
 
     Raises:
         ValueError: the file is no JSON object, a field is missing or wrong, tokens do not rise, or seconds fall.

@@ -222,6 +222,7 @@ def run_phase(
     seconds, steps, tokens, drafted, accepted = 0.0, 0, 0, 0, 0
     ends: list[float] = []
     progress: list[tuple[float, int]] = []  # (seconds, tokens) after each step
+    sizes: set[int] = set()  # numbers of tokens that some step has had
     while waiting or live:
         while waiting and len(live) < batch:
             number, (problem, rollout) = waiting.pop()
@@ -247,7 +248,10 @@ def run_phase(
             verified = hits = np.zeros(len(ids), np.int64)
         num_draft_tokens = int(verified.sum())
         drafting = (cost.draft_call_seconds + cost.draft_seconds * len(ids)) * asked
-        took = cost.step(len(ids) + num_draft_tokens) + cost.drafted_seconds * (num_draft_tokens > 0) + drafting
+        size = len(ids) + num_draft_tokens
+        took = cost.step(size) + cost.drafted_seconds * (num_draft_tokens > 0) + drafting
+        took += cost.cold_seconds * (size not in sizes)
+        sizes.add(size)
         seconds += took
         steps += 1
         drafted += num_draft_tokens

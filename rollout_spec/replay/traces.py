@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.checks import first_line
 from rollout_spec.features import SIGNATURE_WORDS, TOP_TOKENS, Features, pack, take
+from rollout_spec.imports import install
 from rollout_spec.types import Int32Array
 
 REQUIRED_COLUMNS = ("prompt_id", "sample_id", "prompt_tokens", "completion_tokens")
@@ -73,7 +74,7 @@ def read_traces(path: str | Path, *, max_prompts: int | None = None) -> list[Pro
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError as error:
-        raise ImportError(f"recordings are read with pyarrow ({error}): pip install 'rollout-spec[replay]'") from error
+        raise ImportError(f"recordings are read with pyarrow ({error}): {install('replay')}") from error
     if Path(path).exists() and not Path(path).is_file() and not Path(path).is_dir():
         raise ValueError(f"{path}: not a regular file")
     with Path(path).open("rb"):  # pyarrow's errors are of other types, and some do not name the file

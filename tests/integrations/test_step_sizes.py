@@ -38,7 +38,7 @@ def test_graphs_cover_every_step_and_are_few(most_tokens, width, usual):
 def remarks(monkeypatch):
     """What is said in vLLM's log."""
     said = []
-    monkeypatch.setattr(vllm_plugin, "_log", said.append)
+    monkeypatch.setattr(vllm_plugin, "say", said.append)
     return said
 
 

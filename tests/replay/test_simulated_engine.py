@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from rollout_spec.drafters import build_drafter
 from rollout_spec.replay.cost import EngineCost, read_cost
 from rollout_spec.replay.engine import (
     FixedK,
+    Learned,
     LengthClasses,
     NoDrafts,
     Oracle,
@@ -21,7 +23,7 @@ from rollout_spec.replay.engine import (
     run_phase,
 )
 from rollout_spec.replay.simulate import Request
-from rollout_spec.replay.traces import Problem, Rollout
+from rollout_spec.replay.traces import Problem, Rollout, read_traces
 
 FLAT = EngineCost("flat", np.array([1.0, 2.0]), np.array([1.0, 1.0]), 0.0, 0.0)
 STEEP = EngineCost("steep", np.array([1.0, 2.0]), np.array([1.0, 2.0]), 0.0, 0.0)
@@ -206,3 +208,31 @@ def test_the_command_says_that_it_is_simulated(tmp_path, capsys):
     curve.write_text("{}")
     assert cli.main(arguments) == 2
     assert "no cost curve" in capsys.readouterr().err
+
+
+COLD = EngineCost("cold", np.array([1.0, 16.0, 144.0]), np.array([2.6e-3, 4.8e-3, 7e-3]), 0.0, 2e-5, 2e-4, 9e-3)
+"""Like the demo's policy on a CPU, where the first step of each number of tokens takes 9 ms longer."""
+RECORDED = Path(__file__).parents[2] / "experiments" / "results" / "real_policy" / "rollouts.parquet"
+
+
+@pytest.mark.parametrize(("batch", "least_speedup"), [(1, 1.3), (16, 1.3), (64, 1.0)])
+def test_first_phases_with_cold_sizes_are_alike(batch, least_speedup):
+    """A new engine, twenty times with other noise. Fixed K = 8 is slower than no drafts at 16 and 64 requests."""
+    pytest.importorskip("pyarrow")
+    problems = read_traces(RECORDED, max_prompts=8)
+    requests = [Request(p, r) for p in problems for r in p.rollouts[:16]][: 16 if batch == 1 else None]
+    drafter = partial(build_drafter, "suffix", max_draft_tokens=8)
+    run = partial(run_phase, requests, drafter, cost=COLD, num_speculative_tokens=8, batch=batch)
+    phases = []
+    for seed in range(20):
+        noise = np.exp(np.abs(np.random.default_rng(seed).normal(0, 0.15, 4096)))
+        phases.append(run(policy=Learned(), slowdowns=iter(noise)).seconds)
+    assert run(policy=NoDrafts()).seconds / max(phases) > least_speedup
+    assert max(phases) / min(phases) < (1.3 if batch == 64 else 1.2)
+
+
+def test_the_first_step_of_a_size_takes_longer():
+    cost = STEEP._replace(cold_seconds=5.0)
+    requests = phase_requests()
+    warm, cold = (simulate(NoDrafts(), c, requests, batch=1) for c in (STEEP, cost))
+    assert cold.seconds == pytest.approx(warm.seconds + 5.0)
