@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollout_spec.checks import shown
 from rollout_spec.files import writing
+from rollout_spec.imports import install
 
 if TYPE_CHECKING:
     from rollout_spec.history.contents import Contents
@@ -38,7 +39,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="the model's tokenizer; text needs it")
     add.add_argument("--format", choices=FORMATS, default="auto")
     add.add_argument("--version", type=int, metavar="N", help="policy version (default: each rollout's step, or 0)")
-    add.add_argument("--strict", action="store_true", help="write nothing if there is a line that cannot be used")
+    bad = add.add_mutually_exclusive_group()
+    bad.add_argument("--strict", action="store_true", help="write nothing if there is a line that cannot be used")
+    bad.add_argument(
+        "--lenient", action="store_true", help="do not exit with 1 where more lines are left out than are imported"
+    )
     stats = commands.add_parser("stats", help="how much a history holds, and what it is of")
     stats.add_argument("dir", metavar="DIR")
     stats.add_argument("--json", action="store_true")
@@ -78,16 +83,14 @@ def _num_bytes(text: str) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. Returns the exit code; 2, with one line on stderr, for bad input."""
+    """Run the command. Returns the exit code; 2, with one line on stderr, for bad input; 1 for mostly bad lines."""
     commands = {"import": _import, "stats": _stats, "show": _show, "prune": _prune, "export": _export}
     try:
         try:
             import pyarrow  # noqa: F401
             import tqdm  # noqa: F401
         except ImportError as error:
-            raise ImportError(
-                f"history needs pyarrow and tqdm ({error}): pip install 'rollout-spec[history]'"
-            ) from error
+            raise ImportError(f"history needs pyarrow and tqdm ({error}): {install('history')}") from error
         return commands[args.history_command](args)
     except BrokenPipeError:
         raise  # of whoever reads what is printed, and no fault of a file
@@ -147,6 +150,13 @@ def _import(args: argparse.Namespace) -> int:
         f"({report.tokens / report.seconds:,.0f} per second), {report.num_bytes / report.tokens:.2f} bytes per token"
         + (f"; {report.bad:,} lines left out" if report.bad else "")
     )
+    if report.bad > report.rollouts and not args.lenient:
+        print(
+            f"rollout-spec history: {report.bad:,} of {report.bad + report.rollouts:,} lines cannot be used, and the "
+            "others were imported: name the right --format or --tokenizer, or say --lenient if that is meant",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

@@ -158,7 +158,7 @@ class HistoryFolder:
         self._inbox: deque[Entry] = deque()
         self._inbox_tokens = 0
         self._learned: dict[str, NDArray] | None = None
-        self._lock = threading.Lock()  # of the two boxes
+        self._lock = threading.Lock()  # of the boxes, of what is unwritten and of what was learned
         self._has_failed = False
         self._warned_of: set[int | type[Exception] | None] = set()  # numbers of errors, or what has none
         self._looks = 0
@@ -210,7 +210,8 @@ class HistoryFolder:
 
     def keep_learned(self, learned: Mapping[str, NDArray]) -> None:
         """Write soon what this engine has learned."""
-        self._learned = dict(learned)
+        with self._lock:
+            self._learned = dict(learned)
 
     def start(self) -> None:
         """Begin to write and to read."""
@@ -240,11 +241,14 @@ class HistoryFolder:
         """Write what is left, and stop. Waits SECONDS_TO_CLOSE at most for the thread, which writes it.
 
         A second call does nothing. Nor does one in a fork: rollouts are the parent's, and its thread may hold the lock.
+        One in the thread itself, where a dropped engine may be collected as garbage, lets it end by itself.
         """
         if self._is_closed or os.getpid() != self._process:
             return
         self._is_closed = True
         self._stopping.set()
+        if self._thread is threading.current_thread():
+            return
         try:
             if self._thread is None:
                 self._write_last()
@@ -306,15 +310,16 @@ class HistoryFolder:
             self.stats.rollouts_waiting = self._count_unwritten()
             return
         with self._lock:
-            rollouts, self._outbox, self._outbox_tokens = self._outbox, deque(), 0
-        if rollouts:
-            self._unwritten.append([Entry(self._writer, self._next_batch, rollout) for rollout in rollouts])
-            self._seen[self._writer].add(self._next_batch, self._next_batch)
-            self._next_batch += 1
+            if self._outbox:
+                self._unwritten.append([Entry(self._writer, self._next_batch, rollout) for rollout in self._outbox])
+                self._seen[self._writer].add(self._next_batch, self._next_batch)
+                self._next_batch += 1
+            self._outbox, self._outbox_tokens = deque(), 0
         try:
             while self._unwritten:
                 self._write_batch(self._unwritten[0])
-                self._unwritten.popleft()
+                with self._lock:
+                    self._unwritten.popleft()
             self._write_learned()
             self._pause = 0.0
         except (OSError, MemoryError) as error:
@@ -363,7 +368,8 @@ class HistoryFolder:
             return False
 
     def _write_learned(self) -> None:
-        learned, self._learned = self._learned, None
+        with self._lock:
+            learned, self._learned = self._learned, None
         if learned is None:
             return
         file = io.BytesIO()
@@ -372,26 +378,28 @@ class HistoryFolder:
         try:
             self._storage.write(LEARNED, file.getvalue())
         except OSError:
-            self._learned = self._learned or learned
+            with self._lock:
+                self._learned = self._learned or learned
             raise
 
     def _count_unwritten(self) -> int:
-        # Of a copy: where the thread is stuck, `close` counts, and the thread may go on at any moment.
-        return len(self._outbox) + sum(map(len, list(self._unwritten)))
+        with self._lock:  # where the thread is stuck, `close` counts, and the thread may go on at any moment
+            return len(self._outbox) + sum(map(len, self._unwritten))
 
     def _drop_oldest(self) -> None:
         """Drop batches that could not be written, until those that are left, but at least one, are within the bound."""
         num_tokens = [sum(entry.rollout.num_tokens for entry in entries) for entries in self._unwritten]
         while len(num_tokens) > 1 and sum(num_tokens) > MAX_UNWRITTEN_TOKENS:
             num_tokens.pop(0)
-            self.stats.rollouts_lost += len(self._unwritten.popleft())
+            with self._lock:
+                self.stats.rollouts_lost += len(self._unwritten.popleft())
 
     def _read_new(self, is_enough: Callable[[Sequence[Entry]], bool] = lambda entries: False) -> list[Entry]:
         """The entries of shards that are new, newest shards first, without those of batches that were read before.
 
         Once there is enough, other shards are not decoded, and never will be.
         """
-        found: dict[tuple[int, int], list[Entry]] = {}  # a batch can be in a shard and in the one it was merged into
+        found: dict[tuple[int, int], list[Entry]] = {}
         wants_more = True
         for _ in range(LOOKS_WHILE_MERGED):
             try:
@@ -424,8 +432,7 @@ class HistoryFolder:
                 self._known.add(name)
                 self._unreadable.pop(name, None)
                 self.stats.bytes_read += sizes[name]
-                for batch, entries in new.items():
-                    found.setdefault(batch, entries)
+                found.update(new)
                 wants_more = wants_more and not is_enough([entry for entries in new.values() for entry in entries])
             if not are_gone:
                 break

@@ -34,7 +34,7 @@ class Rollout(NamedTuple):
     features: Features | None = None
     """int64 [n, FEATURE_WORDS], what the target saw at each token; None: not known."""
     root: Root | None = None
-    """Its prompt; None: not known, or the caller named the problem."""
+    """Its prompt; None: it is a later turn's, or not known."""
     by_text: bool = False
     """Whether the problem is told by its prompt's text, as token ids were not recorded."""
     reward: float | None = None

@@ -18,9 +18,10 @@ from rollout_spec.history import folder as folder_module
 from rollout_spec.history import tidying
 from rollout_spec.history.folder import LEARNED, HistoryFolder
 from rollout_spec.history.rollout import Rollout
-from rollout_spec.history.shards import Origin, read_shard
+from rollout_spec.history.shards import Entry, Origin, read_shard, write_shard
 from rollout_spec.history.storage import UNFINISHED, LocalStorage, open_storage
-from rollout_spec.history.tidying import SHARDS_PER_MERGE
+from rollout_spec.history.tidying import SHARDS_PER_MERGE, Tidier
+from tests.history.made_up import MemoryStorage
 
 ORIGIN = Origin("tokenizer", 1000, "model", "states")
 
@@ -99,6 +100,19 @@ def test_an_age_counts_from_the_newest_version_of_the_same_engine(tmp_path):
     assert [age for age, _ in two.take()] == [1]
 
 
+def test_ages_do_not_depend_on_how_other_engines_count(tmp_path):
+    old, new = open_folder(tmp_path), open_folder(tmp_path)
+    write(old, rollout(1, version=1), rollout(3, version=3))
+    write(new, rollout(50, version=50))
+    reader, late = open_folder(tmp_path), open_folder(tmp_path)
+    reader.exchange()
+    assert {(age, int(r.tokens[0])) for age, r in reader.take()} == {(2, 1), (0, 3), (0, 50)}
+    assert numbers(late.load(8)) == [50]  # the older engine's shard is left out, but not how far that engine was
+    write(old, rollout(2, version=2))
+    late.exchange()
+    assert [(age, int(r.tokens[0])) for age, r in late.take()] == [(1, 2)]
+
+
 def test_merged_shards_bring_nothing_twice_and_lose_nothing(tmp_path):
     one, two, late = (open_folder(tmp_path) for _ in range(3))
     for number in range(SHARDS_PER_MERGE - 1):
@@ -113,6 +127,29 @@ def test_merged_shards_bring_nothing_twice_and_lose_nothing(tmp_path):
     write(one, rollout(16))
     assert received(two) == received(late) == [16]
     assert sorted(numbers(open_folder(tmp_path).load(10**6))) == list(range(17))
+
+
+def test_the_oldest_versions_are_merged_first():
+    """Among newer ones they would be deleted with them, or later than they should."""
+    storage = MemoryStorage()
+    for version in (9, 3, 5, *range(100, 100 + SHARDS_PER_MERGE), 4):
+        write_shard(storage, [Entry(1, version, rollout(version, version=version))], ORIGIN)
+    storage.files = dict(sorted(storage.files.items(), reverse=True))  # a folder is listed in any order
+    Tidier(storage, ORIGIN, 1 << 30).tidy()
+    held = [[e.rollout.version for e in read_shard(storage, name, ORIGIN)[1]] for name in sorted(storage.files)]
+    newest = 100 + SHARDS_PER_MERGE - 5
+    assert held == [[3, 4, 5, 9, *range(100, newest + 1)], *([version] for version in range(newest + 1, newest + 5))]
+
+
+def test_shards_of_which_one_holds_all_that_the_others_hold_are_merged_into_that_one():
+    """As after a merge that was killed while it removed what it had merged."""
+    storage = MemoryStorage()
+    entries = [Entry(1, number, rollout(number, version=number)) for number in range(SHARDS_PER_MERGE - 1)]
+    whole, _ = write_shard(storage, entries, ORIGIN)
+    for entry in entries:
+        write_shard(storage, [entry], ORIGIN)
+    Tidier(storage, ORIGIN, 1 << 30).tidy()
+    assert list(storage.files) == [whole]
 
 
 def test_a_merge_that_was_cut_short_doubles_nothing(tmp_path, monkeypatch):
@@ -175,9 +212,9 @@ def test_origins_are_merged_apart_and_each_shard_is_read_once(tmp_path, monkeypa
         write(theirs, rollout(number))
         write(ours if number % 2 else later, rollout(100 + number))
     reads = []
-    original = LocalStorage.read
-    monkeypatch.setattr(LocalStorage, "read", lambda self, name: reads.append(name) or original(self, name))
     fresh = open_folder(tmp_path)
+    original = fresh._storage.read
+    monkeypatch.setattr(fresh._storage, "read", lambda name: reads.append(name) or original(name))
     for _ in range(3):
         fresh.tidy()
     assert len(reads) == len(set(reads)) == 2 * (SHARDS_PER_MERGE - 1)
@@ -194,16 +231,16 @@ def test_what_others_merge_while_it_is_read_is_not_missed(tmp_path, monkeypatch)
     one, two = open_folder(tmp_path), open_folder(tmp_path)
     for number in range(SHARDS_PER_MERGE):
         write(one, rollout(number))
-    original = LocalStorage.sizes
+    original = two._storage.sizes
 
-    def merge_after_listing(storage):
-        listed = original(storage)
-        monkeypatch.setattr(LocalStorage, "sizes", original)
+    def merge_after_listing():
+        listed = original()
+        monkeypatch.setattr(two._storage, "sizes", original)
         one.tidy()
         write(one, rollout(99))
         return listed
 
-    monkeypatch.setattr(LocalStorage, "sizes", merge_after_listing)
+    monkeypatch.setattr(two._storage, "sizes", merge_after_listing)
     assert sorted(received(two) + received(two)) == [*range(SHARDS_PER_MERGE), 99]
 
 
@@ -212,14 +249,14 @@ def test_a_shard_that_could_not_be_read_once_is_read_later(tmp_path, monkeypatch
     one, two = open_folder(tmp_path), open_folder(tmp_path)
     write(one, rollout(0))
     write(one, rollout(1))
-    original, fails = LocalStorage.read, iter([True])
+    original, fails = two._storage.read, iter([True])
 
-    def read(storage, name):
+    def read(name):
         if next(fails, False):
             raise OSError(5, "Input/output error")
-        return original(storage, name)
+        return original(name)
 
-    monkeypatch.setattr(LocalStorage, "read", read)
+    monkeypatch.setattr(two._storage, "read", read)
     assert sorted(received(two) + received(two)) == [0, 1]
 
 
@@ -243,6 +280,9 @@ def test_what_the_engine_does_not_take_is_bounded(tmp_path, monkeypatch):
         write(one, rollout(number))
         two.exchange()
     assert numbers(rollout for _, rollout in two.take()) == [5, 6, 7, 8, 9]  # of 8 tokens each
+    for number in range(10, 20):
+        write(one, rollout(number))
+        assert received(two) == [number], "what was taken makes room"
     assert two.stats.rollouts_dropped == 5
 
 
@@ -268,12 +308,11 @@ def test_unusable_shards_are_the_first_to_go(tmp_path):
 def test_no_exception_ends_the_thread(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(folder_module, "SECONDS_LOCAL", 0.01)
     one = open_folder(tmp_path)
-    original = LocalStorage.sizes
-    monkeypatch.setattr(LocalStorage, "sizes", lambda self: 1 / 0)
-    one.start()
-    time.sleep(0.2)
-    assert caplog.text.count("ZeroDivisionError") == 1
-    monkeypatch.setattr(LocalStorage, "sizes", original)
+    with monkeypatch.context() as patched:
+        patched.setattr(one._storage, "sizes", lambda: 1 / 0)  # of this folder alone: others' threads may be running
+        one.start()
+        time.sleep(0.2)
+        assert caplog.text.count("ZeroDivisionError") == 1
     write(open_folder(tmp_path), rollout(1))
     deadline = time.monotonic() + 30
     while not (taken := one.take()) and time.monotonic() < deadline:

@@ -9,6 +9,7 @@ import resource
 import subprocess
 import threading
 import time
+from collections import deque
 from types import SimpleNamespace
 
 import numpy as np
@@ -327,6 +328,97 @@ def test_the_last_write_does_not_keep_the_engine_from_ending_either(tmp_path, mo
     assert one.stats.rollouts_lost == 2
 
 
+def test_what_waits_is_counted_while_the_thread_goes_on(tmp_path, monkeypatch, caplog):
+    """An engine that no longer waits for its thread counts what is left, and just then the thread can write again."""
+    monkeypatch.setattr(folder_module, "SECONDS_TO_CLOSE", 0.1)
+    one, released, hangs = open_folder(tmp_path), threading.Event(), threading.Event()
+
+    class Iterated(deque):
+        """While it is iterated over, the thread has the time to write the first batch."""
+
+        def __iter__(self):
+            for batch in super().__iter__():
+                released.set()
+                time.sleep(0.2)
+                yield batch
+
+    def hang(name, data):
+        hangs.set()
+        assert released.wait(60)
+
+    monkeypatch.setattr(one._storage, "write", hang)
+    one._unwritten = Iterated([[Entry(one._writer, number, rollout(number))] for number in range(2)])
+    one._next_batch = 2
+    one.start()
+    assert hangs.wait(60)
+    one.close()
+    assert "2 rollouts could not be written" in caplog.text
+    one._thread.join(60)
+
+
+def test_what_is_learned_while_the_thread_takes_something_older_is_written_later(tmp_path):
+    learners = []
+
+    class Folder(HistoryFolder):
+        """Between the thread's look at what was learned and the next thing it does, the engine has learned more."""
+
+        @property
+        def _learned(self):
+            value = vars(self)["learned"]
+            if value is not None and not learners:
+                learners.append(threading.Thread(target=self.keep_learned, args=({"counts": np.array([2])},)))
+                learners[0].start()
+                learners[0].join(0.2)
+            return value
+
+        @_learned.setter
+        def _learned(self, value):
+            vars(self)["learned"] = value
+
+    one = Folder(str(tmp_path), ORIGIN, max_bytes=1 << 30)
+    one.keep_learned({"counts": np.array([1])})
+    one.exchange()
+    learners[0].join()
+    one.close()
+    assert one.load_learned()["counts"].tolist() == [2]
+
+
+def test_what_could_not_be_written_of_what_was_learned_replaces_nothing_newer(tmp_path, clock, monkeypatch):
+    one, original = open_folder(tmp_path), LocalStorage.write
+
+    def fail(storage, name, data):
+        one.keep_learned({"counts": np.array([2])})
+        monkeypatch.setattr(LocalStorage, "write", original)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LocalStorage, "write", fail)
+    one.keep_learned({"counts": np.array([1])})
+    one.exchange()
+    one.close()
+    assert one.load_learned()["counts"].tolist() == [2]
+
+
+def test_a_dropped_engine_may_be_collected_in_the_folders_own_thread(tmp_path, monkeypatch, caplog):
+    """Garbage is collected wherever memory is asked for, and what it ends closes its folder there."""
+    monkeypatch.setattr(folder_module, "SECONDS_LOCAL", 0.01)
+    one, original = open_folder(tmp_path), LocalStorage.sizes
+
+    def collect(storage):
+        if threading.current_thread() is one._thread:
+            one.add([rollout(2)])
+            one.close()
+        return original(storage)
+
+    monkeypatch.setattr(LocalStorage, "sizes", collect)
+    one.add([rollout(1)])
+    one.start()
+    one._thread.join(60)
+    assert not one._thread.is_alive()
+    assert sorted(held_by(tmp_path)) == [1, 2]
+    assert counts(one) == (2, 0, 0)
+    assert not caplog.text
+
+
 def test_the_thread_writes_what_is_left_at_once(tmp_path, clock, monkeypatch):
     monkeypatch.setattr(folder_module, "SECONDS_LOCAL", 3600.0)
     one = open_folder(tmp_path)
@@ -417,6 +509,25 @@ def test_a_shard_that_cannot_be_read_keeps_no_others_from_being_merged(tmp_path,
         later = open_folder(tmp_path, max_bytes=sum(path.stat().st_size for path in tmp_path.glob("*.parquet")))
         later.tidy()
     assert sorted(held_by(tmp_path)) == list(range(SHARDS_PER_MERGE + 1)), "it may be read later"
+
+
+def test_a_shard_that_cannot_be_read_any_more_is_not_taken_for_merged(tmp_path, monkeypatch):
+    one, later = open_folder(tmp_path), open_folder(tmp_path)
+    for version in range(SHARDS_PER_MERGE):
+        one.add([rollout(version, version=version)])
+        one.exchange()
+    later.exchange()
+    unreadable, original = min(tmp_path.glob("*.parquet")).name, later._storage.read
+
+    def read(name):
+        if name == unreadable:
+            raise OSError(errno.EIO, "Input/output error")
+        return original(name)
+
+    monkeypatch.setattr(later._storage, "read", read)
+    later.tidy()
+    assert len(list(tmp_path.glob("*.parquet"))) == 2
+    assert sorted(held_by(tmp_path)) == list(range(SHARDS_PER_MERGE))
 
 
 def test_what_is_no_file_is_not_read(tmp_path):

@@ -14,6 +14,7 @@ from rollout_spec.cli import main
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.features import MAX_CODE, no_features, pack, unpack
 from rollout_spec.history import command, recordings
+from rollout_spec.history.contents import Contents
 from rollout_spec.history.rollout import Rollout, Root
 from rollout_spec.history.shards import Entry, Origin, write_shard
 from rollout_spec.history.storage import open_storage
@@ -72,6 +73,23 @@ def test_a_strict_import_writes_all_or_nothing(tmp_path, recording, capsys):
     assert not into.exists()
     assert history("import", good, "--into", into, "--strict") == 0
     assert len(stored(open_storage(into))) == 1
+
+
+@pytest.mark.parametrize(("num_bad", "status"), [(0, 0), (3, 0), (4, 1), (30, 1)])
+def test_an_import_of_which_most_lines_are_left_out_fails_unless_it_may(tmp_path, num_bad, status, capsys):
+    path = tmp_path / "rows.jsonl"
+    path.write_text((json.dumps({"prompt": [1], "response": [2]}) + "\n") * 3 + "x\n" * num_bad)
+    assert history("import", path, "--into", tmp_path / "a") == status
+    out, err = capsys.readouterr()
+    assert out.startswith("3 rollouts of 1 problems")
+    assert len(stored(open_storage(tmp_path / "a"))) == 3
+    assert (f"{num_bad} of {num_bad + 3} lines cannot be used" in err) == bool(status)
+    assert ("--lenient" in err) == bool(status)
+    assert history("import", path, "--into", tmp_path / "b", "--lenient") == 0
+    assert len(stored(open_storage(tmp_path / "b"))) == 3
+    assert "--lenient" not in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        history("import", path, "--into", tmp_path / "b", "--lenient", "--strict")
 
 
 def test_the_first_errors_are_named(tmp_path, capsys):
@@ -220,6 +238,25 @@ def test_the_oldest_versions_go_first_wherever_they_are(tmp_path):
     assert sorted(versions(tmp_path)) == [5, 9]
 
 
+def test_what_is_in_two_shards_counts_once(tmp_path):
+    """Such as a shard of several batches, and one of them that was not deleted after they were merged."""
+    made = [
+        Entry(1, batch, Rollout(1, batch, np.zeros(0, np.int32), np.full(9, batch, np.int32))) for batch in range(3)
+    ]
+    write_shard(open_storage(tmp_path), made[:2], Origin())
+    write_shard(open_storage(tmp_path), made[1:], Origin())
+    assert sorted(versions(tmp_path)) == [0, 1, 2]
+
+
+def test_what_stays_of_a_shard_is_of_the_same_tokenizer(tmp_path):
+    made = [Rollout(1, version, np.zeros(0, np.int32), np.zeros(9, np.int32)) for version in (1, 2)]
+    origin = Origin("tokenizer", 10, "model", "states")
+    write_shard(open_storage(tmp_path), [Entry(1, 0, rollout) for rollout in made], origin)
+    assert history("prune", tmp_path, "--keep-versions", 1) == 0
+    (shard,) = Contents(open_storage(tmp_path))
+    assert (shard.info.origin, len(shard.entries)) == (origin, 1)
+
+
 def test_prune_leaves_alone_what_it_cannot_read(folder):
     foreign = folder / "foreign.parquet"
     foreign.write_bytes(b"PAR1")
@@ -282,6 +319,8 @@ def test_an_export_is_imported_as_it_was(tmp_path):
     assert history("export", tmp_path / "a", tmp_path / "rows.jsonl") == 0
     assert history("import", tmp_path / "rows.jsonl", "--into", tmp_path / "b", "--strict") == 0
     assert stored(open_storage(tmp_path / "b")) == stored(open_storage(tmp_path / "a"))
+    assert history("import", tmp_path / "rows.jsonl", "--into", tmp_path / "c", "--version", 9) == 0
+    assert versions(tmp_path / "c") == [9, 9]
 
 
 def test_an_export_can_be_replayed(tmp_path, capsys):
@@ -301,6 +340,9 @@ def test_an_export_can_be_replayed(tmp_path, capsys):
     assert history("export", tmp_path / "b", path) == 0
     assert "without what the target saw" in capsys.readouterr().out
     assert read_traces(path)[0].rollouts[0].features is None
+    assert main(["replay", str(path), "-k", "4"]) == 0
+    rows = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
+    assert rows == ["regime", "own", "finished", "inflight", "epoch"]
 
 
 def test_what_tenants_said_is_no_replay(tmp_path, capsys):
@@ -349,7 +391,7 @@ def test_what_is_missing_is_named(tmp_path, recording, monkeypatch, capsys):
         assert history("stats", tmp_path) == 2
         err = capsys.readouterr().err
         assert err.startswith("rollout-spec history: history needs pyarrow and tqdm (")
-        assert err.endswith("pip install 'rollout-spec[history]'\n")
+        assert err.endswith("pip install -e '.[history]'\n")
 
 
 def test_damaged_tokenizers_are_named(tmp_path, recording, capsys):

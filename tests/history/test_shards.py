@@ -194,6 +194,17 @@ def test_shards_under_another_name_are_refused():
         assert refused(storage, other).startswith("it was cut or changed")
 
 
+def test_a_shard_that_is_renamed_to_another_version_is_refused():
+    """It would be taken for newer than it is, and stay where newer ones are deleted."""
+    storage, name = a_shard(a_rollout(version=5))
+    assert version_of(name) == 5
+    for version in (3, 9):
+        other = f"v{version:010d}{name[11:]}"
+        storage.files[other] = storage.files[name]
+        assert refused(storage, other).startswith("it was cut or changed")
+    assert read_shard(storage, name, ANY)[0].newest_version == 5
+
+
 def forged(table, metadata, **options):
     """A shard of a table, with a name that fits. None as metadata: none."""
     sink = arrow.BufferOutputStream()

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_spec import engine_kwargs
-from rollout_spec.history.folder import HistoryFolder
+from rollout_spec.history.folder import LEARNED, HistoryFolder
 from rollout_spec.history.shards import Origin
 from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import (
@@ -82,6 +82,11 @@ class Extension:
         """Other weights in one rank's part of the head alone."""
         self.model_runner.model.lm_head.weight.data += amount if self.rank == rank else 0
 
+    def learned(self):
+        """What outcomes have taught this rank's drafter."""
+        learned = self.model_runner.drafter.session.drafter.learned()
+        return {name: counts.ravel().tolist() for name, counts in learned.items()}
+
 
 def test_a_version_begins_on_both_ranks_if_one_s_weights_have_changed(tiny_model):
     options = verify_all(num_speculative_tokens=K)
@@ -140,19 +145,27 @@ def test_a_drafter_that_raises_on_one_rank(tiny_model, rank, capfd):
         assert "fault of the drafter" in printed.out + printed.err
 
 
+def wait_for(llm, field, count):
+    """Until the folder's thread, which looks several times a second, has counted that many."""
+    deadline = time.monotonic() + 30
+    while (found := ask(llm, "history")[0]["folder"][field]) < count and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert found == count
+
+
 def test_the_ranks_have_the_same_history_of_a_folder(tiny_model, off, reference_model, tmp_path):
     """The first rank reads it, when the engine starts and between steps."""
-
-    def wait_for(field, count):
-        deadline = time.monotonic() + 30
-        while (found := ask(llm, "history")[0]["folder"][field]) < count and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert found == count
-
-    options = verify_all(num_speculative_tokens=K, history_dir=str(tmp_path))
+    extension = {"worker_extension_cls": "tests.integrations.test_tensor_parallel.Extension"}
+    options = {**verify_all(num_speculative_tokens=K, history_dir=str(tmp_path)), **extension}
     with two_ranks(tiny_model, **options) as llm:
         check_rollouts(llm, off, reference_model, 1)
-        wait_for("rollouts_written", 8)
+        wait_for(llm, "rollouts_written", 8)
+        ask(llm, "begin_policy_version", 1)  # with which it writes what it has learned
+        learned = llm.collective_rpc("learned")
+        assert any(map(any, learned[0].values()))
+        deadline = time.monotonic() + 30
+        while not (tmp_path / LEARNED).exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
     other = HistoryFolder(str(tmp_path), Origin(), max_bytes=1 << 30)
     rollouts = other.load(10**6)
     assert len(rollouts) == 8
@@ -161,9 +174,10 @@ def test_the_ranks_have_the_same_history_of_a_folder(tiny_model, off, reference_
         assert first.pop("folder")["rollouts_read"] == 8
         assert second.pop("folder") == {}
         assert first == second
+        assert llm.collective_rpc("learned") == learned
         other.add(rollouts[:3])
         other.exchange()
-        wait_for("rollouts_read", 11)
+        wait_for(llm, "rollouts_read", 11)
         check_rollouts(llm, off, reference_model, 2)
         check_rollouts(llm, off, reference_model, 1)
         before, after = ask(llm, "stats")
@@ -214,7 +228,7 @@ def test_a_folder_that_the_first_rank_cannot_read_and_the_first_rank_s_death(
         assert first["drafter_errors"] == 0
         first, second = ask(llm, "history")
         assert first["rollouts"] == second["rollouts"] == 16
-        assert first["folder"]["rollouts_waiting"] == 16
+        wait_for(llm, "rollouts_waiting", 16)
         thread, raised = generating(llm)
         engine = llm.llm_engine
         while not engine.has_unfinished_requests():
