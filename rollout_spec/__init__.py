@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.config import RolloutSpecConfig, engine_kwargs
+from rollout_spec.imports import install
 
 if TYPE_CHECKING:
     from rollout_spec.integrations.trl_hook import RolloutSpecGenerator
@@ -21,7 +22,7 @@ def __getattr__(name: str) -> Any:
         except ModuleNotFoundError as error:
             if error.name not in ("trl", "transformers", "accelerate"):
                 raise
-            raise ImportError(f"{name} needs TRL ({error}): pip install 'rollout-spec[trl]'") from error
+            raise ImportError(f"{name} needs TRL ({error}): {install('trl')}") from error
 
         return RolloutSpecGenerator
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

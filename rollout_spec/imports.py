@@ -1,4 +1,4 @@
-"""Importing objects by dotted path, and the versions of installed packages."""
+"""Importing objects by dotted path, the versions of installed packages, and how to install those that are missing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,21 @@ def import_object(path: str, what: str) -> Any:
     """Import `package.module.Name`.
 
     Raises:
-        ValueError: the module does not import or has no such name; the message begins with `what`.
+        ValueError: the module does not import or has no such name; the message begins with `what`, and where there is
+            no such module it ends with the remedy.
     """
     module_name, _, name = path.rpartition(".")
     try:
         return getattr(importlib.import_module(module_name), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"{what} {path!r} cannot be imported: {error}") from error
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{path}.".startswith(f"{error.name}.")
+        hint = "; its folder must be on the PYTHONPATH of every process of the engine" if is_missing else ""
+        raise ValueError(f"{what} {path!r} cannot be imported: {error}{hint}") from error
+
+
+def install(*extras: str) -> str:
+    """The command that installs extras of ours, for messages: from the checkout, as long as there is no release."""
+    return f"pip install -e '.[{','.join(extras)}]'"
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import subprocess
 import sys
 from collections import UserList
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,8 +16,11 @@ import pytest
 from rollout_spec import RolloutSpecConfig, checks, cli, engine_kwargs
 from rollout_spec.config import CONFIG_KEY
 from rollout_spec.imports import import_object
+from rollout_spec.integrations import vllm_plugin
+from rollout_spec.integrations.vllm_log import describe_engine
 from rollout_spec.stats import SpeculationStats
 
+NOISE_ONLY = engine_kwargs(speculation=False)["additional_config"]
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 
 
@@ -85,7 +90,7 @@ def test_a_folder_for_history(monkeypatch, tmp_path):
     assert RolloutSpecConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert not (tmp_path / "history").exists(), "made by the engine, once there is something to keep"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"history_dir needs pyarrow: pip install 'rollout-spec\[history\]'"):
+    with pytest.raises(ValueError, match=r"history_dir needs pyarrow: pip install -e '\.\[history\]'"):
         RolloutSpecConfig(history_dir="history")
 
 
@@ -188,11 +193,176 @@ def test_versions():
         check_version((0, 99, 0), "0.99.0")
 
 
-def test_missing_hook_target_names_the_remedy():
-    from rollout_spec.integrations.vllm_plugin import _wrap
+class Changed:
+    """Stands for a module of a vLLM in which a method that we replace has another name."""
 
-    with pytest.raises(RuntimeError, match="cannot work with this version of vLLM: SpeculationStats.gone"):
-        _wrap(SpeculationStats, "gone", lambda original: original)
+    class GPUModelRunner:
+        def __init__(self, vllm_config):
+            self.device = "cpu"
+
+        def execute_model(self):
+            return "executed"
+
+
+@pytest.mark.parametrize("lacks", ["sample_tokens", "GPUModelRunner"])
+def test_a_vllm_that_has_changed_fails_only_engines_that_ask_for_us(monkeypatch, lacks):
+    monkeypatch.setattr(vllm_plugin, "_lacking", [])
+    hook = functools.partial(vllm_plugin._hook_runner, adapters="rollout_spec.integrations.vllm_v1")
+    if lacks == "GPUModelRunner":
+        module = SimpleNamespace(__name__="vllm.runners")
+    else:
+        runner = type("GPUModelRunner", (Changed.GPUModelRunner,), {})
+        module = SimpleNamespace(__name__="vllm.runners", GPUModelRunner=runner)
+    vllm_plugin._install(hook, module)
+    plain, asking = (SimpleNamespace(additional_config=more, speculative_config=None) for more in ({}, NOISE_ONLY))
+    assert vllm_plugin.config_of(plain) is None
+    message = rf"cannot work with this version of vLLM: in vllm.runners, .*{lacks}.*\. Install vLLM 0\.\d+ to 0\.\d+,"
+    with pytest.raises(RuntimeError, match=message):
+        vllm_plugin.config_of(asking)
+    if lacks == "sample_tokens":
+        assert runner(plain).execute_model() == "executed"
+        with pytest.raises(RuntimeError, match=message):
+            runner(asking)
+    monkeypatch.setenv("ROLLOUT_SPEC", "{}")
+    with pytest.raises(RuntimeError, match="unset ROLLOUT_SPEC"):
+        vllm_plugin._install(hook, SimpleNamespace(__name__="vllm.runners"))
+
+
+@pytest.mark.parametrize("error", [AttributeError, ImportError, TypeError])
+def test_a_hook_may_fail_in_any_way_that_a_changed_vllm_has(monkeypatch, error):
+    monkeypatch.setattr(vllm_plugin, "_lacking", [])
+
+    def hook(module):
+        raise error("it is gone")
+
+    vllm_plugin._install(hook, SimpleNamespace(__name__="vllm.runners"))
+    asking = SimpleNamespace(additional_config=NOISE_ONLY, speculative_config=None)
+    with pytest.raises(RuntimeError, match=r"in vllm\.runners, it is gone\. Install"):
+        vllm_plugin.config_of(asking)
+
+
+def a_server_engine(**methods):
+    """Stands for vLLM's `AsyncLLM`, of an engine that asks for us without speculation, with our hooks."""
+
+    def init(self):
+        self.vllm_config = SimpleNamespace(
+            additional_config=NOISE_ONLY,
+            speculative_config=None,
+            scheduler_config=SimpleNamespace(async_scheduling=True),
+            use_v2_model_runner=True,
+            model_config=SimpleNamespace(served_model_name="policy"),
+        )
+        self.output_processor = SimpleNamespace(add_request=None, request_states={})
+
+    return type("AsyncLLM", (), {"__init__": init, **methods})
+
+
+def with_hooks(monkeypatch, engine):
+    """The engine's class after vLLM's import."""
+    monkeypatch.setattr(vllm_plugin, "_left_out", [])
+    monkeypatch.setattr(vllm_plugin, "_registered", False)
+    hooks = []
+    monkeypatch.setattr(vllm_plugin.wrapt, "register_post_import_hook", lambda hook, name: hooks.append((hook, name)))
+    vllm_plugin.register()
+    for hook, name in hooks:
+        if name == "vllm.v1.engine.async_llm":
+            hook(SimpleNamespace(__name__=name, AsyncLLM=engine))
+    return engine
+
+
+async def log_stats(self):
+    return "logged"
+
+
+async def newer_rpc(self, method, timeout=None, args=(), kwargs=None, deadline=None):
+    """As in a vLLM that has another parameter."""
+    return method, args, deadline
+
+
+def test_servers_lose_metrics_and_checks_of_commands_where_vllm_has_changed(monkeypatch):
+    said = []
+    monkeypatch.setattr(vllm_plugin, "say", said.append)
+    with_hooks(monkeypatch, a_server_engine())()
+    assert len(said) == 2
+    assert "do_log_stats" in said[1]
+    assert "collective_rpc" in said[1]
+    said.clear()
+    complete = with_hooks(monkeypatch, a_server_engine(do_log_stats=log_stats, collective_rpc=newer_rpc))
+    complete()
+    assert len(said) == 1
+    assert not hasattr(complete.__init__.__wrapped__, "__wrapped__"), "one wrapper"
+
+
+def test_a_server_engine_that_builds_itself_in_another_way_is_not_touched(monkeypatch):
+    class Own(with_hooks(monkeypatch, a_server_engine(do_log_stats=log_stats, collective_rpc=newer_rpc))):
+        def __init__(self):
+            pass
+
+    asyncio.run(Own().do_log_stats())
+    assert asyncio.run(Own().collective_rpc("sleep", 3, ("a",), deadline=5)) == ("sleep", ("a",), 5)
+    assert asyncio.run(Own().collective_rpc("rollout_spec", args=("nonsense",))) == (
+        "rollout_spec",
+        ("nonsense",),
+        None,
+    )
+
+
+def test_a_servers_commands_are_checked_however_they_are_given(monkeypatch):
+    pytest.importorskip("vllm")
+    engine = with_hooks(monkeypatch, a_server_engine(do_log_stats=log_stats, collective_rpc=newer_rpc))()
+    assert asyncio.run(engine.collective_rpc("rollout_spec", None, ("stats",), deadline=5)) == (
+        "rollout_spec",
+        ("stats",),
+        5,
+    )
+    for arguments, named in (((None, ("nonsense",)), {}), ((), {"args": ("nonsense",), "deadline": 5})):
+        with pytest.raises(ValueError, match="command must be one of"):
+            asyncio.run(engine.collective_rpc("rollout_spec", *arguments, **named))
+    with pytest.raises(ValueError, match="command is missing"):
+        asyncio.run(engine.collective_rpc("rollout_spec"))
+
+
+@pytest.mark.parametrize(
+    ("options", "is_v2", "line"),
+    [
+        (
+            {"num_speculative_tokens": 4},
+            False,
+            "up to 4 draft tokens per request and step, drafted by 'mixture'; a budget decides how many are verified; "
+            "history ends with the engine; synchronous scheduling in the V1 model runner. Not here: asynchronous "
+            "scheduling, logprob_token_ids and logits processors of your own",
+        ),
+        (
+            {"drafter": "device"},
+            True,
+            "up to 8 draft tokens per request and step, drafted by 'device'; all are verified; history ends with the "
+            "engine; asynchronous scheduling in the V2 model runner. Not here: a budget",
+        ),
+        (
+            {"drafter": "none", "speculative_config": MTP},
+            True,
+            "up to 3 draft tokens per request and step, drafted by the model of 'mtp'; all are verified; asynchronous "
+            "scheduling in the V2 model runner. Not here: a budget",
+        ),
+        (
+            {"history_dir": "/history", "budget": False, "verify": "rejection"},
+            True,
+            "up to 8 draft tokens per request and step, drafted by 'mixture'; all are verified; history in /history; "
+            "synchronous scheduling in the V2 model runner. Not here: asynchronous scheduling, rollouts that do not "
+            "depend on drafts",
+        ),
+        ({"speculation": False}, True, "no drafts (speculation=False); asynchronous scheduling in the V2 model runner"),
+    ],
+)
+def test_an_engine_says_what_it_has(options, is_v2, line):
+    config = RolloutSpecConfig.from_dict(options)
+    vllm_config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(async_scheduling=not config.drafts_on_host),
+        speculative_config=SimpleNamespace(method="mtp"),
+        use_v2_model_runner=is_v2,
+    )
+    has_model = config.speculative_config is not None
+    assert describe_engine(vllm_config, config, has_model=has_model) == f"rollout_spec 0.1.0 is on: {line}"
 
 
 def test_command_line(capsys, tmp_path):

@@ -17,6 +17,7 @@ BROUGHT = {
     "accelerate": "trl",
     "datasets": "trl",
     "llvmlite": "numba",
+    "prometheus_client": "vllm",
     "requests": "vllm",
     "tokenizers": "vllm",
     "torch": "vllm",
@@ -82,7 +83,18 @@ def test_what_is_not_declared_is_brought_by_what_is(name):
     if name == "triton" and "+cpu" in importlib.metadata.version("torch"):
         pytest.skip("torch's CPU build comes without Triton")
     # An extra's does not come by itself.
-    assert name in {name_of(requirement) for requirement in brought if "extra ==" not in requirement}
+    assert name.replace("_", "-") in {name_of(requirement) for requirement in brought if "extra ==" not in requirement}
+
+
+def test_commands_that_install_an_extra_work_in_a_checkout(project):
+    """There is no release yet."""
+    docs = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*")]
+    for path in [*docs, *(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))]:
+        text = path.read_text()
+        assert not re.search(r"install[^\n`]*rollout.spec\[", text), path
+        for extras in re.findall(r"install [^\n`]*'\.\[([\w,-]+)\]'|\binstall\((.*?)\)", text):
+            named = set(re.findall(r"[\w-]+", "".join(extras)))
+            assert named - {"extras", "str"} <= project["optional-dependencies"].keys(), path
 
 
 def test_extras_that_are_named_exist(project):

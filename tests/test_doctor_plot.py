@@ -74,7 +74,7 @@ def test_a_report_is_drawn():
 
     assert found["positions"].get_xticks().tolist() == [1, 2, 3, 4]
     assert heights(found["positions"]) == [100, 0, 0, 0]
-    assert ticks(found["sources"].yaxis) == ["own", "problem", "… of age 0", "… of age 3-4"]
+    assert ticks(found["sources"].yaxis) == ["own", "problem", "problem,\nthis version", "problem,\n3-4 versions ago"]
     assert lengths(found["sources"]) == pytest.approx([30, 35, 50, 12.5])
     assert words(found["sources"]) == "30 % of 100 35 % of 200 50 % of 120 12 % of 80"
 
@@ -83,6 +83,7 @@ def test_a_report_is_drawn():
     assert (loss.get_y(), loss.get_height()) == pytest.approx((1, -0.1))
     assert gain.get_facecolor() != loss.get_facecolor()
     assert words(found["speedup"]) == "1.60 0.90"
+    assert "below 1 drafts lost time" in found["speedup"].get_ylabel()
     assert ticks(found["speedup"].xaxis) == ["1.0\n83 %", "64.0\n17 %"]
 
 
@@ -222,6 +223,6 @@ def test_without_matplotlib_the_extra_is_named(report_path, capsys, monkeypatch)
     plot = report_path.with_name("a.png")
     error = refused(capsys, report_path, "--plot", plot)
     assert "--plot needs matplotlib" in error
-    assert "pip install 'rollout-spec[demo]'" in error
+    assert "pip install -e '.[demo]'" in error
     assert not plot.exists()
     assert cli.main(["doctor", str(report_path)]) == 0, "text needs none"

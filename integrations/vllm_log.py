@@ -1,0 +1,95 @@
+"""What we say in vLLM's log, and which warnings of vLLM's are untrue for engines of ours and not shown for them.
+
+`docs/troubleshooting.md` explains the warnings that remain.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rollout_spec import __version__
+from rollout_spec.config import NO_HISTORY, RolloutSpecConfig
+
+UNTRUE = (
+    # Which interface it is depends on the version of vLLM, and `vllm_compat` says which versions were tested.
+    ("vllm.config.speculative", "Using a custom class-based proposer backend."),
+    # Drafts from history take nothing from what a step may have. `step_sizes` says where that is too little.
+    ("vllm.config.vllm", "max_num_scheduled_tokens is set to"),
+    # Both work: the verifier applies the one, our V1 adapter the other.
+    ("vllm.v1.sample.logits_processor", "min_p and logit_bias parameters won't work with speculative decoding."),
+)
+"""(logger, how the message begins)."""
+
+
+def say(message: str) -> None:
+    """One line in vLLM's log, which shows only what its own loggers say."""
+    logging.getLogger("vllm.plugins.rollout_spec").info("%s", message)
+
+
+def describe_engine(vllm_config: Any, config: RolloutSpecConfig, *, has_model: bool) -> str:
+    """What speculation an engine has, and what it lacks, in one line.
+
+    Args:
+        vllm_config: The engine's, complete.
+        has_model: Whether vLLM drafts with a model of its own.
+    """
+    scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
+    is_v2 = vllm_config.use_v2_model_runner
+    parts, lacks = [], []
+    if config.speculation:
+        drafters = [] if config.drafter == NO_HISTORY else [repr(config.drafter)]
+        drafters += [f"the model of {vllm_config.speculative_config.method!r}"] if has_model else []
+        k = config.num_speculative_tokens
+        parts.append(f"up to {k} draft tokens per request and step, drafted by {' and '.join(drafters)}")
+        cuts = config.budget and config.drafts_on_host
+        parts.append("a budget decides how many are verified" if cuts else "all are verified")
+        if config.drafter != NO_HISTORY:
+            parts.append(f"history in {config.history_dir}" if config.history_dir else "history ends with the engine")
+        if config.drafts_on_host:
+            lacks.append("asynchronous scheduling")
+        else:
+            lacks.append("a budget")
+        if config.verify == "rejection":
+            lacks.append("rollouts that do not depend on drafts")
+    else:
+        parts.append("no drafts (speculation=False)")
+    if not is_v2:
+        lacks.append("logprob_token_ids and logits processors of your own")
+    parts.append(f"{scheduling} scheduling in the {'V2' if is_v2 else 'V1'} model runner")
+    line = f"rollout_spec {__version__} is on: {'; '.join(parts)}"
+    return f"{line}. Not here: {', '.join(lacks)}" if lacks else line
+
+
+@contextmanager
+def without_untrue_warnings(is_ours: bool) -> Iterator[None]:
+    """Keep the warnings of `UNTRUE` out of the log while an engine of ours is built inside.
+
+    vLLM says some of them once per process, and counts one that was kept out as said.
+
+    Args:
+        is_ours: False: nothing is kept out.
+    """
+    filters = []
+    for name, beginning in UNTRUE if is_ours else ():
+        logger, is_true = logging.getLogger(name), _Unless(beginning)
+        logger.addFilter(is_true)
+        filters.append((logger, is_true))
+    try:
+        yield
+    finally:
+        for logger, is_true in filters:
+            logger.removeFilter(is_true)
+
+
+class _Unless(logging.Filter):
+    """Lets all messages through but those with this beginning."""
+
+    def __init__(self, beginning: str) -> None:
+        super().__init__()
+        self._beginning = beginning
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not record.getMessage().startswith(self._beginning)
