@@ -62,7 +62,7 @@ class Speculation(Protocol):
         """Tell the drafter that weights have changed."""
 
     def num_live_requests(self) -> int:
-        """Requests whose end the drafter has not seen; it sees it in the step after."""
+        """Requests that have not ended, as far as is known: of some ends only the next step tells."""
 
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds."""
@@ -113,11 +113,7 @@ def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
         RuntimeError: `set_enabled(True)` after the drafter has raised.
     """
     config, speculation, stats, weights = engine
-    name = checks.choice("the rollout_spec command", name, COMMANDS)
-    least, most = COMMANDS[name]
-    if not least <= len(args) <= most:
-        expected = f"{least} argument(s)" if least == most else f"from {least} to {most} arguments"
-        raise ValueError(f"{name} takes {expected}, got {checks.shown(args)}")
+    check_command(name, *args, speculates=speculation is not None)
     if name == "config":
         return config.to_dict()
     if name == "stats":
@@ -134,11 +130,35 @@ def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
     if name == "begin_policy_version":
         if not args:
             return weights.mark()
-        return weights.announce(checks.integer("begin_policy_version: how many versions begin", args[0], 1, MAX_BEGUN))
-    enabled = checks.switch("set_enabled: its argument", args[0])
-    if speculation is None:
-        raise ValueError(f"{name}: this engine was built with speculation=False")
-    return speculation.set_enabled(enabled)
+        return weights.announce(int(args[0]))
+    assert speculation is not None
+    return speculation.set_enabled(bool(args[0]))
+
+
+def check_command(*command: Any, speculates: bool) -> None:
+    """Check a command's name and arguments; a server does so before it asks its engine.
+
+    Args:
+        *command: As for `run_command`.
+        speculates: Whether the engine was built with speculation.
+
+    Raises:
+        ValueError, TypeError: as for `run_command`, or there is no command.
+    """
+    if not command:
+        raise ValueError(f"the rollout_spec command is missing: args must begin with one of {tuple(COMMANDS)}")
+    name, *args = command
+    name = checks.choice("the rollout_spec command", name, COMMANDS)
+    least, most = COMMANDS[name]
+    if not least <= len(args) <= most:
+        expected = f"{least} argument(s)" if least == most else f"from {least} to {most} arguments"
+        raise ValueError(f"{name} takes {expected}, got {checks.shown(tuple(args))}")
+    if name == "begin_policy_version" and args:
+        checks.integer("begin_policy_version: how many versions begin", args[0], 1, MAX_BEGUN)
+    if name == "set_enabled":
+        checks.switch("set_enabled: its argument", args[0])
+        if not speculates:
+            raise ValueError("set_enabled: this engine was built with speculation=False")
 
 
 def history(speculation: Speculation | None) -> dict[str, Any]:
@@ -172,5 +192,6 @@ def report(speculation: Speculation | None, stats: SpeculationStats) -> dict[str
         "stats": stats.to_dict(),
         "sources": sources,
         "ages": speculation.age_counts() if speculation is not None else {},
+        "history": history(speculation),
         "budget": learned,
     }

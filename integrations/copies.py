@@ -46,9 +46,9 @@ class SeedWatch:
         sampling = params.seed, params.temperature, params.top_p, params.top_k, params.min_p
         key = hash(tuple(request.prompt_token_ids)), adapter, images, sampling
         other = self.seen.get(key)
-        self.seen[key] = request.request_id
         if len(self.seen) > 2 * len(self._live) + SLACK:
             self.seen = {key: req_id for key, req_id in self.seen.items() if req_id in self._live}
+        self.seen[key] = request.request_id  # after the others were looked at: it is not live yet
         return other if other != request.request_id and other in self._live else None
 
 

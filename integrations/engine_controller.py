@@ -48,7 +48,9 @@ class EngineController:
     Every rollout gets a seed of its own, derived from the run's seed, the training's number, the step, the generation's
     number in it, the engine's number and the rollout's place. So a run can be repeated and resumed rollout by rollout,
     with speculation or without. At the first generation the engine's log-probabilities are compared with the trainer's
-    own forward pass; where that cannot be done, a warning says why.
+    own forward pass; where that cannot be done, a warning says why. Under FSDP and ZeRO-3 all ranks must run that
+    pass, so where several ranks train together each calls `generate` the first time that one does, with an empty list
+    if it has no prompts.
 
     Args:
         config: The engine's settings.
@@ -450,15 +452,21 @@ class EngineController:
         self._seen, self._interval = now, _Interval()
         return True
 
-    def write_report(self, path: Path, **about: Any) -> None:
-        """Write the report, with the entries of `about`, as JSON. Warns if the file cannot be written."""
+    def write_report(self, path: Path, **about: Any) -> dict[str, Any] | None:
+        """Write the report, with the entries of `about`, as JSON. Warns if the file cannot be written.
+
+        Returns:
+            What was written; None if it could not be.
+        """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(".tmp")
-            unfinished.write_text(json.dumps({**self.report(), **about}) + "\n")
+            unfinished, report = path.with_suffix(".tmp"), {**self.report(), **about}
+            unfinished.write_text(json.dumps(report) + "\n")
             unfinished.replace(path)
+            return report
         except (OSError, TypeError, ValueError) as error:  # must not end the run; no answer of a server is an OSError
             logger.warning("the report for rollout-spec doctor could not be written: %s", error)
+            return None
 
 
 @dataclass

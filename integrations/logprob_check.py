@@ -22,6 +22,7 @@ FP32_TOLERANCE = 1e-4
 HALF_PRECISION_TOLERANCE = 5e-2
 """The same for other dtypes, in which kernels differ from the second decimal on."""
 NUM_CHECKED_ROLLOUTS = 8
+"""Rollouts that are checked, and where the trainer has several ranks also the number of its forward passes on each."""
 NUM_CHECKED_TOKENS = 256
 """Tokens checked of each rollout: the trainer's logits of long ones would take gigabytes beside the engine's cache."""
 ROWS_PER_CHUNK = 64
@@ -76,6 +77,11 @@ class LogprobCheck:
     ) -> None:
         """Compare a few rollouts.
 
+        Where the trainer has several ranks, each must call this once and at the same point of the run, a rank without
+        rollouts with empty sequences: under FSDP and ZeRO-3 all must run the model equally often. `EngineController`
+        calls it after an engine's first generation, with or without prompts, and never for a server. In TRL's trainers
+        all ranks generate together: where chance decides whether they do, the first rank draws for all.
+
         Args:
             model: The trainer's, a causal language model of transformers. None: nothing is compared, as a warning says.
             engine_config: vLLM's `ModelConfig`.
@@ -97,7 +103,7 @@ class LogprobCheck:
             return
         checked, reasons = [], []
         for prompt, output, p in zip(prompts, outputs[:NUM_CHECKED_ROLLOUTS], params, strict=False):
-            reason = _why_not_comparable(model, prompt, p, mode)
+            reason = _why_not_comparable(model, prompt, output, p, mode)
             if reason is None:
                 checked.append((output, p))
             else:
@@ -109,11 +115,14 @@ class LogprobCheck:
                 len(reasons) + len(checked),
                 "; ".join(sorted(set(reasons))),
             )
-        if not checked:
-            self.error = (math.nan, math.nan)
-            return
-        errors = [logprob_errors(model, output, p, mode) for output, p in checked if output.outputs[0].token_ids]
+        errors = [logprob_errors(model, output, p, mode) for output, p in checked]
+        if model is not None and _num_ranks() > 1:
+            # Under FSDP and ZeRO-3 a forward pass is a collective, and how many rollouts can be compared is known to
+            # this rank alone. The number is fixed, as ranks could only agree on one where all of them generate.
+            for _ in range(NUM_CHECKED_ROLLOUTS - len(errors)):
+                _last_logits(model, [0], 1)
         if not errors:
+            self.error = (math.nan, math.nan)
             return
         error = torch.cat(errors)
         self.error = (float(error.mean()), float(error.max()))
@@ -132,7 +141,13 @@ class LogprobCheck:
             )
 
 
-def _why_not_comparable(model: Any, prompt: Any, params: Any, mode: str) -> str | None:
+def _num_ranks() -> int:
+    """How many processes train together."""
+    distributed = torch.distributed
+    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+
+
+def _why_not_comparable(model: Any, prompt: Any, output: Any, params: Any, mode: str) -> str | None:
     """Why a rollout's log-probabilities cannot be compared with the trainer's forward pass; None: they can."""
     if model is None:
         return "the trainer's model is not known"
@@ -142,6 +157,8 @@ def _why_not_comparable(model: Any, prompt: Any, params: Any, mode: str) -> str 
         return "penalties, masks or grammars change them in the engine"
     if _has_media(prompt):
         return "the forward pass would need the prompt's images"
+    if not output.outputs[0].token_ids:
+        return "they are empty"
     return None
 
 
@@ -157,8 +174,22 @@ def _has_media(prompt: Any) -> bool:
 
 
 @torch.no_grad()
+def _last_logits(model: Any, token_ids: list[int], count: int) -> torch.Tensor:
+    """The logits after each of the last `count` tokens, float [count, V], by one forward pass without dropout."""
+    was_training = model.training
+    model.eval()
+    input_ids = torch.tensor([token_ids], device=model.device)
+    forward = (model.get_base_model() if hasattr(model, "get_base_model") else model).forward  # of a PEFT model
+    keeps = {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(forward).parameters else {}
+    logits: torch.Tensor = model(input_ids, **keeps).logits[0, -count:]
+    model.train(was_training)
+    return logits
+
+
 def logprob_errors(model: Any, output: Any, params: Any, mode: str = "processed_logprobs") -> torch.Tensor:
     """|engine - trainer| for the first NUM_CHECKED_TOKENS tokens of one rollout, float32 [T]; NaN where one is missing.
+
+    Runs the model exactly once.
 
     Args:
         model: The trainer's, a causal language model of transformers.
@@ -168,17 +199,10 @@ def logprob_errors(model: Any, output: Any, params: Any, mode: str = "processed_
     """
     completion = output.outputs[0]
     count = min(len(completion.token_ids), NUM_CHECKED_TOKENS)
+    tokens = list(completion.token_ids[:count])
+    logits = _last_logits(model, [*output.prompt_token_ids, *tokens[:-1]], count)
     if completion.logprobs is None:
         return torch.full((count,), math.nan)
-    prompt = list(output.prompt_token_ids)
-    tokens = list(completion.token_ids[:count])
-    was_training = model.training
-    model.eval()  # without dropout
-    input_ids = torch.tensor([prompt + tokens[:-1]], device=model.device)
-    forward = (model.get_base_model() if hasattr(model, "get_base_model") else model).forward  # of a PEFT model
-    keeps = {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(forward).parameters else {}
-    logits = model(input_ids, **keeps).logits[0, -count:]  # not those of the prompt
-    model.train(was_training)
     expected = [
         _score(logits[start : start + ROWS_PER_CHUNK].float(), tokens[start : start + ROWS_PER_CHUNK], params, mode)
         for start in range(0, count, ROWS_PER_CHUNK)

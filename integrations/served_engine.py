@@ -73,7 +73,8 @@ class ServedEngine:
 
         Raises:
             TimeoutError: the server takes more than a minute.
-            ServerError: it has no development mode, its engine runs without rollout_spec, or there is no answer.
+            ServerError: it has no development mode, its engine runs without rollout_spec, it does not answer, or it is
+                no vLLM server.
         """
         import requests
 
@@ -95,7 +96,13 @@ class ServedEngine:
                 f"{where} runs without rollout_spec, or cannot answer {method}{tuple(args)} (status "
                 f"{response.status_code}): {response.text[:500]}"
             )
-        return list(response.json()["results"])
+        try:
+            results = list(response.json()["results"])
+        except (LookupError, TypeError, ValueError):
+            results = []
+        if not results:
+            raise ServerError(f"what answers at {self.base_url} is no vLLM server: {shown(response.text)}")
+        return results
 
     def how_to_start(self) -> str:
         """A sentence with the command that starts such a server."""

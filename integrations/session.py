@@ -20,7 +20,7 @@ from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.choice import DraftChoice, ModelDrafts, no_model_drafts
 from rollout_spec.estimates import median
 from rollout_spec.features import take
-from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.rollout import Rollout, Root
 from rollout_spec.history.roots import Roots
 from rollout_spec.integrations import live_requests
 from rollout_spec.integrations.draft_watch import DraftWatch
@@ -35,7 +35,8 @@ from rollout_spec.types import Drafts, Float32Array, Int32Array
 logger = logging.getLogger(__name__)
 
 STEPS_PER_SHARING = 16
-"""Tensor-parallel ranks take over the first rank's times once in this many steps."""
+"""Tensor-parallel ranks take over the first rank's times once in this many steps, or at once where the budget waits for
+a step's time (`StepCost.is_awaited`)."""
 DRAFT_DTYPES = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 """Of `Drafts`. Comparing types is much faster than comparing their names."""
 MODEL = "model"
@@ -70,7 +71,7 @@ class _Step(NamedTuple):
     draft_seconds: float
     num_asked: int
     num_requests: int
-    num_sampled: int  # tokens
+    num_emitted: int
     reads_prompts: bool
     uses_model: bool
 
@@ -147,6 +148,7 @@ class DraftingSession:
         self._stop_strings_by_row: dict[int, LiveRequest] = {}  # the requests that have any
         self._follows_any = False  # whether any of them has a row
         self._has_resumed = False  # whether any of them was in an earlier step, too
+        self._ended: dict[str, LiveRequest] = {}  # by `_end_with_the_batch`, and vLLM still has them
         self._proposal: _Proposal | None = None  # of the step that is running
         self._draft_seconds = 0.0  # spent on drafting them
         self._num_asked = 0  # requests for which the drafter was asked
@@ -171,7 +173,8 @@ class DraftingSession:
             has_changed: Whether requests may have come, ended or got another prompt since the last call.
 
         Returns:
-            int64 [len(req_ids)], the requests' rows; -1 for prompts of embeddings, and once the drafter has raised.
+            int64 [len(req_ids)], the requests' rows; -1 for prompts of embeddings, for requests that vLLM goes on with
+            though a stop string has completed them, and once the drafter has raised.
 
         Raises:
             Exception: as `draft`.
@@ -182,8 +185,13 @@ class DraftingSession:
         started = time.perf_counter()
         self._has_resumed = any(req_id in self.live for req_id in req_ids)
         try:
-            for req_id in [req_id for req_id in self.live if req_id not in requests]:
-                self._stop(req_id)
+            self._stop_missing(requests)
+            self._ended = {  # without other requests of the same id, and streaming sessions with a longer prompt
+                req_id: live
+                for req_id, live in self._ended.items()
+                if requests.get(req_id) is live.request
+                and len(requests[req_id].prompt_token_ids) == live.conversation.length
+            }
             self._rows = np.array([self._row(req_id, requests[req_id]) for req_id in req_ids], np.int64)
             self._followed = list(req_ids)
             self.follows_all, self._follows_any = bool((self._rows >= 0).all()), bool((self._rows >= 0).any())
@@ -216,8 +224,10 @@ class DraftingSession:
             self.budget.cost.pad_to(graph_sizes(self._vllm_config))
         started = time.perf_counter()
         try:
-            self._time_step(started, sampled)
-            drafts = self._draft(sampled, model)
+            self._observe(sampled)
+            to_come, num_emitted = self._extend(sampled)
+            self._time_step(started, sampled, num_emitted)
+            drafts = self._draft(sampled, to_come, model)
             self._end_with_the_batch()
             return drafts
         except Exception as error:
@@ -297,9 +307,19 @@ class DraftingSession:
         if history is not None and not self.broken:
             self._ask(lambda: history.begin_policy_version(version))
 
+    def end_missing(self, requests: Mapping[str, Any]) -> None:
+        """End the requests that vLLM no longer has. Without a further step `follow` would not be told.
+
+        Args:
+            requests: As of `follow`.
+        """
+        if not self.broken:
+            self._ask(lambda: self._stop_missing(requests))
+
     def num_live_requests(self) -> int:
-        """Requests whose end the drafter has not seen."""
-        return len(self.live)
+        """Requests that have not ended, as far as is known; 0 once the drafter has raised."""
+        rows = [live.row for live in self.live.values()]
+        return 0 if self.broken else int(np.count_nonzero(~self.arrays.is_complete[rows]))
 
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds; 0 once it has raised."""
@@ -328,7 +348,7 @@ class DraftingSession:
     def _learn_lengths(self, rollouts: Sequence[Rollout]) -> None:
         if self.budget is not None:
             for rollout in rollouts:
-                if rollout.root is None:  # perhaps a later turn's, which is as long as other later turns
+                if rollout.root is None:  # a later turn's, which is as long as other later turns, or not known
                     continue
                 self.budget.lengths.observe(rollout.problem_id, rollout.tokens.size)
 
@@ -348,7 +368,7 @@ class DraftingSession:
 
     def _row(self, req_id: str, request: Any) -> int:
         """A request's row. Shows the drafter a new request."""
-        if request.prompt_token_ids is None:  # a prompt of embeddings has no history
+        if request.prompt_token_ids is None or req_id in self._ended:  # a prompt of embeddings has no history
             return -1
         live = self.live.get(req_id)
         if live is not None and self.arrays.num_prompt_tokens[live.row] != len(request.prompt_token_ids):
@@ -380,17 +400,25 @@ class DraftingSession:
             self._stop_strings_by_row[live.row] = live
         return live
 
+    def _stop_missing(self, requests: Mapping[str, Any]) -> None:
+        for req_id in [req_id for req_id in self.live if req_id not in requests]:
+            self._stop(req_id)
+
     def _stop(self, req_id: str, *, is_rollout: bool = True) -> None:
         """Show the drafter a request's end. A whole rollout also tells how long rollouts get, unless it was aborted."""
         live = self.live[req_id]
-        keep = request_options(live.request.sampling_params.extra_args).keep_in_history
+        options = request_options(live.request.sampling_params.extra_args)
+        keep = options.keep_in_history
         if keep and "num_known" in self._keywords:
             drafter: Any = self.drafter
             self.roots.stop(live.conversation, drafter.output_of(req_id))
         self.drafter.stop_request(req_id, keep=keep)
         if self.engine_history is not None:
-            problem_id, turn = live.conversation.problem_id, live.conversation.turn
-            root = self.roots.root_of(problem_id) if problem_id is not None and turn == 0 else None
+            problem_id, _, turn, length, state = live.conversation
+            root = None
+            if problem_id is not None and turn == 0:
+                # A problem that the caller names may have several first prompts.
+                root = self.roots.root_of(problem_id) if options.problem_id is None else Root(length, state)
             self.engine_history.record(root)
         del self.live[req_id]
         self.arrays.draft[live.row] = -1
@@ -401,17 +429,18 @@ class DraftingSession:
 
     def _end_with_the_batch(self) -> None:
         """Hand over a batch's last rollouts where all are complete: the engine's next step may be long in coming."""
-        if self.engine_history is None or not self._followed or not self.arrays.is_complete[self._rows].all():
+        rows = self._rows[self._rows >= 0]
+        if self.engine_history is None or not rows.size or not self.arrays.is_complete[rows].all():
             return
         for req_id in self._followed:
             if req_id in self.live:
+                # Until the front end has told the engine of a stop string, the engine goes on with the request.
+                self._ended[req_id] = self.live[req_id]
                 self._stop(req_id)
         self._followed, self._rows = [], np.zeros(0, np.int64)
         self.engine_history.exchange()
 
-    def _draft(self, sampled: Sampled, model: ModelDrafts | None) -> Drafts:
-        self._observe(sampled)
-        to_come = self._extend(sampled)
+    def _draft(self, sampled: Sampled, to_come: NDArray[np.int64], model: ModelDrafts | None) -> Drafts:
         chosen, limits = np.empty_like(to_come), np.empty((3, to_come.size), np.int64)
         num_chosen, num_live = live_requests.choose(
             self.arrays, sampled.rows, to_come, self.num_speculative_tokens, self._max_model_len, chosen, limits
@@ -538,8 +567,12 @@ class DraftingSession:
         if self.budget is not None:
             self.budget.survival.observe(proposal.confidence, proposal.starts, *by_draft)
 
-    def _extend(self, sampled: Sampled) -> NDArray[np.int64]:
-        """Show the drafter the tokens that requests keep. Returns how many more may come, int64 [B], 0: none."""
+    def _extend(self, sampled: Sampled) -> tuple[NDArray[np.int64], int]:
+        """Show the drafter the tokens that requests keep, and count this step's without those past a request's end.
+
+        Returns:
+            (how many more may come, int64 [B], 0: none; how many of this step's tokens are kept).
+        """
         kept = np.empty(sampled.token_ids.size, np.int32)
         starts, to_come = np.empty_like(sampled.starts), np.empty(sampled.rows.size, np.int64)
         live_requests.advance(self.arrays, sampled.rows, sampled.token_ids, sampled.starts, kept, starts, to_come)
@@ -555,7 +588,11 @@ class DraftingSession:
             self.drafter.extend_batch(sampled.rows, kept, starts)
         if not self._index_late:
             self.drafter.update_index()
-        return to_come
+        num_sampled = sampled.num_accepted + 1
+        num_earlier = np.diff(sampled.starts) - num_sampled  # tokens of earlier steps, which had not been seen
+        num_emitted = int(np.maximum(np.diff(starts) - num_earlier, 0).sum())
+        self._stats.emitted_tokens -= int(num_sampled.sum()) - num_emitted  # all were counted
+        return to_come, num_emitted
 
     def _cut_at_stop_strings(
         self,
@@ -579,8 +616,12 @@ class DraftingSession:
                 sizes[i], to_come[i] = num_kept, 0
         return pieces(kept, starts[:-1], sizes)
 
-    def _time_step(self, now: float, sampled: Sampled) -> None:
-        """Count the time of the step that has ended, from the last call to this one, and tell it to the budget."""
+    def _time_step(self, now: float, sampled: Sampled, num_emitted: int) -> None:
+        """Count the time of the step that has ended, from the last call to this one, and tell it to the budget.
+
+        Args:
+            num_emitted: Tokens that it brought, without those past a request's end.
+        """
         last, self._last_call = self._last_call, now
         num_draft_tokens = int(sampled.num_verified.sum())
         num_prompt_tokens = max(sampled.num_tokens - sampled.rows.size - num_draft_tokens, 0)
@@ -593,7 +634,7 @@ class DraftingSession:
             took,
             num_requests=sampled.rows.size,
             draft_tokens=num_draft_tokens,
-            tokens=sampled.token_ids.size,
+            tokens=num_emitted,
             draft_seconds=self._draft_seconds,
             reads_prompts=num_prompt_tokens > 0,
         )
@@ -607,13 +648,15 @@ class DraftingSession:
                 self._draft_seconds,
                 self._num_asked,
                 sampled.rows.size,
-                sampled.token_ids.size,
+                num_emitted,
                 num_prompt_tokens > 0,
                 self._uses_model,
             )
         )
         if self._share_from_first_rank is not None:
-            if len(self._unshared) < STEPS_PER_SHARING:
+            step = self._unshared[-1]
+            is_awaited = self.budget.cost.is_awaited(step.num_tokens, drafted=step.drafted)
+            if len(self._unshared) < STEPS_PER_SHARING and not is_awaited:
                 return
             seconds = self._share_from_first_rank(
                 [value for step in self._unshared for value in (step.seconds, step.draft_seconds)]
@@ -632,7 +675,7 @@ class DraftingSession:
             )
             if self._model_budget is not None and not step.reads_prompts:
                 self._model_budget.observe_step(
-                    step.num_requests, step.num_sampled, step.seconds, uses_model=step.uses_model
+                    step.num_requests, step.num_emitted, step.seconds, uses_model=step.uses_model
                 )
         self._unshared = []
 

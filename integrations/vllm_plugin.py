@@ -4,11 +4,13 @@ An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our p
 (`rollout_spec.engine_kwargs()` gives both); the environment variable ROLLOUT_SPEC does so for all engines of a process
 (`environment.py`). For such engines the hooks
 
-- check configuration, versions and each request's options in the front end, before anything is generated;
+- check configuration, versions, each request's options and a server's commands in the front end;
 - give every request without a seed one of its own, which stays with it through preemption and on all ranks;
 - tell the workers by a hash which requests have the same `cache_salt`;
 - end the front end's output at stop strings (`stop_strings.py`), and warn of rollouts that are copies (`copies.py`);
-- allow sampling parameters that our verifier handles under speculation and vLLM's does not: min-p, under V2 biases too;
+- allow sampling parameters that work with our verifier and not with vLLM's: min-p, logit bias;
+- say in the log what speculation they have, and keep warnings out of it that are untrue for them (`vllm_log.py`);
+- add metrics to those of a server (`metrics.py`);
 - let vLLM choose the model runner that it would use without speculation, V2 where it can;
 - let a drafter of vLLM's own that has a model draft beside history, with the target's noise (`model_drafters.py`);
 - ask for synchronous scheduling where the drafter is on the host, and for CUDA graphs of steps in which every request
@@ -25,6 +27,7 @@ import dataclasses
 import difflib
 import functools
 import importlib
+import inspect
 import itertools
 import logging
 import os
@@ -50,12 +53,13 @@ from rollout_spec.integrations.environment import MODELS, VARIABLE, ask_for_spec
 from rollout_spec.integrations.model_drafters import check_model_drafter, prepare_model_drafter
 from rollout_spec.integrations.ranks import end_if_unheard
 from rollout_spec.integrations.request_options import request_options, with_plain_options, with_tenant
+from rollout_spec.integrations.vllm_log import describe_engine, say, without_untrue_warnings
 from rollout_spec.integrations.weights import loads_weights
 
 logger = logging.getLogger(__name__)
 
-RUNNER_MARK = "_rollout_spec_runner"
-"""Attribute set on our engines' `speculative_config`, "V1" or "V2", for checks that get only that."""
+MARK = "_rollout_spec"
+"""Attribute set on our engines' `speculative_config`, for checks that get only that."""
 
 
 def register() -> None:
@@ -67,6 +71,7 @@ def register() -> None:
     for module, hook in (
         ("vllm.triton_utils.dispatcher", _hook_dispatcher),
         ("vllm.engine.arg_utils", _hook_engine_args),
+        ("vllm.config.speculative", _hook_speculative_config),
         ("vllm.config.vllm", _hook_config),
         ("vllm.sampling_params", _hook_sampling_params),
         ("vllm.v1.engine.input_processor", _hook_input_processor),
@@ -78,10 +83,47 @@ def register() -> None:
         ("vllm.v1.worker.cpu_worker", functools.partial(_hook_device_worker, name="CPUWorker")),
         ("vllm.v1.worker.worker_base", _hook_worker),
     ):
-        wrapt.register_post_import_hook(hook, module)
+        wrapt.register_post_import_hook(functools.partial(_install, hook), module)
+    for hook in (_hook_server_metrics, _hook_server_commands):
+        optional = functools.partial(_install, hook, is_needed=False)
+        wrapt.register_post_import_hook(optional, "vllm.v1.engine.async_llm")
 
 
 _registered = False
+_lacking: list[str] = []
+"""What the hooks did not find in this vLLM, a sentence for each."""
+_left_out: list[str] = []
+"""The same of hooks without which engines that ask for us work, too."""
+
+
+def _install(hook: Callable[[Any], None], module: Any, *, is_needed: bool = True) -> None:
+    """Run a hook. Where this vLLM has changed, only engines that ask for rollout_spec fail: see `config_of`.
+
+    Args:
+        hook: Takes the module.
+        module: vLLM's.
+        is_needed: Whether such engines fail. Otherwise they only say what they go without.
+
+    Raises:
+        RuntimeError: the hook does not fit, and the environment variable asks for all engines.
+    """
+    try:
+        hook(module)
+    except (AttributeError, ImportError, TypeError) as error:  # a name or module is missing, or cannot be replaced
+        (_lacking if is_needed else _left_out).append(f"in {module.__name__}, {error}")
+        if os.environ.get(VARIABLE):  # the hook may be the one that would have read it
+            _need_all_hooks()
+
+
+def _need_all_hooks() -> None:
+    """Raise RuntimeError if a hook did not fit."""
+    if _lacking:
+        raise RuntimeError(
+            f"rollout_spec cannot work with this version of vLLM: {'; '.join(_lacking)}. "
+            f"Install vLLM {vllm_compat.version_name(vllm_compat.OLDEST_VERSION)} to "
+            f"{vllm_compat.version_name(vllm_compat.NEWEST_VERSION)}, or build the engine without rollout_spec's "
+            f"options and unset {VARIABLE}."
+        )
 
 
 def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
@@ -90,8 +132,11 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     Raises:
         ValueError, TypeError: an unknown or misspelt key or a bad value, or the settings disagree with the engine's
             `speculative_config`.
+        RuntimeError: it asks for us, and this vLLM lacks something that we hook into.
     """
     config = _read_config(vllm_config)
+    if config is not None:
+        _need_all_hooks()
     if config is not None and config.drafter == AUTO:
         drafter = "device" if has_model_drafter(vllm_config) and vllm_config.use_v2_model_runner else "mixture"
         return dataclasses.replace(config, drafter=drafter)
@@ -157,22 +202,12 @@ def _is_ours(speculative_config: Any) -> bool:
     """Whether a `speculative_config` names our proposer or is marked as ours."""
     if speculative_config is None:
         return False
-    return speculative_config.model == PROPOSER_PATH or hasattr(speculative_config, RUNNER_MARK)
+    return speculative_config.model == PROPOSER_PATH or hasattr(speculative_config, MARK)
 
 
 def _wrap(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
-    """Replace `owner.name` by make(original).
-
-    Raises:
-        RuntimeError: this vLLM has no such attribute.
-    """
-    original = getattr(owner, name, None)
-    if original is None:
-        raise RuntimeError(
-            f"rollout_spec cannot work with this version of vLLM: {owner.__name__}.{name} is missing. "
-            f"Install vLLM {vllm_compat.version_name(vllm_compat.OLDEST_VERSION)} to "
-            f"{vllm_compat.version_name(vllm_compat.NEWEST_VERSION)}, or uninstall rollout-spec."
-        )
+    """Replace `owner.name` by make(original). Raises AttributeError if there is none."""
+    original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(make(original)))
 
 
@@ -185,7 +220,7 @@ def _hook_dispatcher(module: Any) -> None:
 def _hook_engine_args(module: Any) -> None:
     def make(original: Any) -> Any:
         def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
-            asked = ask_for_speculation(self, _log)
+            asked = ask_for_speculation(self, say)
             try:
                 return original(self, *args, **kwargs)
             except ValueError as error:
@@ -199,17 +234,34 @@ def _hook_engine_args(module: Any) -> None:
     _wrap(module.EngineArgs, "create_engine_config", make)
 
 
+def _hook_speculative_config(module: Any) -> None:
+    def make(original: Any) -> Any:
+        def post_init(self: Any) -> None:
+            with without_untrue_warnings(_is_ours(self)):
+                original(self)
+
+        return post_init
+
+    _wrap(module.SpeculativeConfig, "__post_init__", make)
+
+
 def _hook_config(module: Any) -> None:
     def make_post_init(original: Any) -> Any:
         def post_init(self: Any) -> None:
             config = config_of(self)
             if config is not None and has_model_drafter(self):
-                prepare_model_drafter(self, _log)
-            if config is not None and config.drafts_on_host and self.scheduler_config.async_scheduling is None:
+                prepare_model_drafter(self, say)
+            if config is not None and config.drafts_on_host:
+                if self.scheduler_config.async_scheduling:
+                    raise ValueError(
+                        f"drafter={config.drafter!r} lives on the host and needs each step's tokens there: leave "
+                        'async_scheduling (--async-scheduling) out, or use drafter="device"'
+                    )
                 # vLLM decides by the runner and the method, and from 0.33 on leaves it on in V2, where every request
                 # would then be scheduled with K draft tokens, whatever the drafter says.
                 self.scheduler_config.async_scheduling = False
-            original(self)
+            with without_untrue_warnings(config is not None and not has_model_drafter(self)):
+                original(self)
 
         return post_init
 
@@ -222,7 +274,7 @@ def _hook_config(module: Any) -> None:
             width = config.num_speculative_tokens + 1
             remark = step_sizes.add_graphs(self, width, functools.partial(original, self))
             if remark is not None:
-                _log(remark)
+                say(remark)
 
         return set_cudagraph_sizes
 
@@ -254,10 +306,8 @@ def _hook_config(module: Any) -> None:
 def _hook_sampling_params(module: Any) -> None:
     def make(original: Any) -> Any:
         def validate(self: Any, speculative_config: Any) -> None:
-            # vLLM refuses min-p, which our verifier handles, and logit bias, which vLLM itself applies under V2.
-            if not _is_ours(speculative_config) or (
-                self.logit_bias and getattr(speculative_config, RUNNER_MARK, None) != "V2"
-            ):
+            # vLLM refuses min-p, which our verifier handles, and logit bias, which our V1 adapter or vLLM's V2 applies.
+            if not _is_ours(speculative_config):
                 original(self, speculative_config)
 
         return validate
@@ -275,8 +325,7 @@ def _hook_input_processor(module: Any) -> None:
             if config is not None:
                 _check_engine(vllm_config, config)
                 if config.speculation:
-                    runner = "V2" if vllm_config.use_v2_model_runner else "V1"
-                    object.__setattr__(vllm_config.speculative_config, RUNNER_MARK, runner)
+                    object.__setattr__(vllm_config.speculative_config, MARK, True)
                 self._rollout_spec_seeds = _SeedSource(vllm_config)
             original(self, vllm_config, *args, **kwargs)
 
@@ -352,15 +401,27 @@ def _request_error() -> type[ValueError]:
 
 
 def _hook_engine(module: Any, name: str) -> None:
-    """Warn of copies in engines that ask for rollout_spec, and make outputs end at stop strings if they speculate."""
+    """Engines that ask for rollout_spec say so, warn of copies, and if they speculate end outputs at stop strings.
+
+    Those of servers also get metrics.
+    """
 
     def make_init(original: Any) -> Any:
         def init(self: Any, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             config = config_of(self.vllm_config)
-            if config is not None:
-                warn_of_copies(self.output_processor)
-            if config is not None and config.speculation:
+            if config is None:
+                return
+            say(describe_engine(self.vllm_config, config, has_model=has_model_drafter(self.vllm_config)))
+            warn_of_copies(self.output_processor)
+            # Of several front ends of one engine the first one counts, as the others' counters are added to its own.
+            if name == "AsyncLLM" and not kwargs.get("client_index"):
+                from rollout_spec.integrations.metrics import ServerMetrics
+
+                self._rollout_spec_metrics = ServerMetrics(self.vllm_config.model_config.served_model_name)
+            if name == "AsyncLLM" and _left_out:
+                say(f"rollout_spec: metrics or checks of commands are off with this vLLM: {'; '.join(_left_out)}")
+            if config.speculation:
                 from rollout_spec.integrations.stop_strings import end_outputs_at_stop_strings
 
                 end_outputs_at_stop_strings(self.output_processor)
@@ -368,6 +429,52 @@ def _hook_engine(module: Any, name: str) -> None:
         return init
 
     _wrap(getattr(module, name), "__init__", make_init)
+
+
+def _hook_server_metrics(module: Any) -> None:
+    """Bring our metrics up to date whenever vLLM logs its own."""
+
+    def make_do_log_stats(original: Any) -> Any:
+        async def do_log_stats(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = await original(self, *args, **kwargs)
+            metrics = getattr(self, "_rollout_spec_metrics", None)
+            if metrics is not None:
+                metrics.refresh(self.collective_rpc)
+            return result
+
+        return do_log_stats
+
+    _wrap(module.AsyncLLM, "do_log_stats", make_do_log_stats)
+
+
+def _hook_server_commands(module: Any) -> None:
+    """Check commands in the front end, too: an error of the worker reaches an HTTP client as an internal one."""
+
+    def make_collective_rpc(original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        async def collective_rpc(self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+            vllm_config = getattr(self, "vllm_config", None) if method == CONFIG_KEY else None
+            config = config_of(vllm_config) if vllm_config is not None else None
+            if config is not None:
+                given = signature.bind(self, method, *args, **kwargs).arguments
+                if not given.get("kwargs"):
+                    _check_command(given.get("args", ()), config)
+            return await original(self, method, *args, **kwargs)
+
+        return collective_rpc
+
+    _wrap(module.AsyncLLM, "collective_rpc", make_collective_rpc)
+
+
+def _check_command(command: Any, config: RolloutSpecConfig) -> None:
+    """Raise the exception for a bad request if a command is wrong."""
+    from rollout_spec.integrations.commands import check_command
+
+    try:
+        check_command(*command, speculates=config.speculation)
+    except (TypeError, ValueError) as error:
+        raise _request_error()(str(error)) from error
 
 
 def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
@@ -393,13 +500,6 @@ def _check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
         raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
     if has_model_drafter(vllm_config):
         check_model_drafter(vllm_config, config)
-    if config.drafts_on_host:
-        if vllm_config.scheduler_config.async_scheduling:
-            raise ValueError(
-                f"drafter={config.drafter!r} lives on the host and needs each step's tokens there: leave "
-                'async_scheduling (--async-scheduling) out, or use drafter="device"'
-            )
-        _log(f"drafter {config.drafter!r} lives on the host and needs each step's tokens: scheduling is synchronous")
 
 
 class _SeedSource:
@@ -430,8 +530,9 @@ def _hook_runner(module: Any, adapters: str) -> None:
     def make_init(original: Any) -> Any:
         def init(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
             self.rollout_spec = None
-            original(self, vllm_config, *args, **kwargs)
             config = config_of(vllm_config)
+            with without_untrue_warnings(config is not None):
+                original(self, vllm_config, *args, **kwargs)
             if config is not None:
                 _check_environment(config)
                 _warm_up(config, self.device, has_model=has_model_drafter(vllm_config))
@@ -491,14 +592,7 @@ def _warm_up(config: RolloutSpecConfig, device: Any, *, has_model: bool) -> None
     """Compile what the engine will call on the host while it is built; the first generation would wait for it."""
     from rollout_spec.warm_up import warm_up
 
-    warm_up(config, device=device, has_model=has_model, log=_log)
-
-
-def _log(message: str) -> None:
-    """One line in vLLM's log, which shows only what its own loggers say."""
-    from vllm.logger import init_logger
-
-    init_logger("vllm.plugins.rollout_spec").info("%s", message)
+    warm_up(config, device=device, has_model=has_model, log=say)
 
 
 def _hook_runner_v1(module: Any) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor
 
 from rollout_spec.config import NO_HISTORY, RolloutSpecConfig
 from rollout_spec.drafters.choice import ModelDrafts
@@ -55,6 +56,7 @@ class _Batch(NamedTuple):
     min_p: torch.Tensor | None  # float32 [B]
     needs_processing: bool  # some request's logits always go through vLLM's own processors
     below_min_tokens: list[Any]  # requests whose logits do so until they have `min_tokens` output tokens
+    biases: dict[int, tuple[torch.Tensor, torch.Tensor]]  # by row: token ids, and what is added to their logits
 
 
 class _Outcome(NamedTuple):
@@ -95,6 +97,8 @@ class RunnerAdapter(HistoryKeepingAdapter):
         self._config = config
         self._batch: _Batch | None = None
         self._outcome: _Outcome | None = None
+        processors = list(runner.input_batch.logitsprocs.all)
+        self._adds_biases = not any(isinstance(processor, LogitBiasLogitsProcessor) for processor in processors)
         self._hidden: torch.Tensor | None = None  # the states that the step's logits were computed from
         self.model_drafter: ModelDrafter | None = find_model_drafter(runner, config)
         self.proposer: RolloutSpecProposer | None = getattr(runner, "drafter", None)
@@ -113,7 +117,7 @@ class RunnerAdapter(HistoryKeepingAdapter):
         if self.model_drafter is not None and self.proposer is None:
             self._speculation = ModelAlone(config.num_speculative_tokens, self.stats)
             self.model_drafter.alone = self._speculation
-        refuse_own_processors(runner.input_batch.logitsprocs.all)
+        refuse_own_processors(processors)
 
     # -- commands from the front end ---------------------------------------------------------------------------------
 
@@ -121,6 +125,8 @@ class RunnerAdapter(HistoryKeepingAdapter):
         """See `rollout_spec.integrations.commands.run_command`."""
         self.count_last_verification()
         self.clock.read()
+        if self.proposer is not None:
+            self.proposer.session.end_missing(self._runner.requests)
         return run_command(EngineParts(self._config, self._speculation, self.stats, self.weights), name, *args)
 
     def compile_kernels(self) -> None:
@@ -260,6 +266,8 @@ class RunnerAdapter(HistoryKeepingAdapter):
         if metadata is not None and runner.use_async_scheduling and runner._draft_token_req_ids is not None:
             runner.input_batch.update_async_spec_token_ids(runner._get_draft_token_ids_cpu()[0])
         sampler, processed = runner.sampler, logits.to(torch.float32, copy=True)
+        if self._adds_biases:  # first: vLLM, which does so without speculation only, does it before penalties
+            self._add_biases(processed, metadata)
         if metadata is None:
             return sampler.apply_logits_processors(processed, sampling, False)
         # Pretend that every request has one more draft token, so that its bonus row is processed like the others: by
@@ -271,6 +279,15 @@ class RunnerAdapter(HistoryKeepingAdapter):
         one_more = replace(sampling, spec_token_ids=[[*tokens, 0] for tokens in drafts] if drafts else drafts)
         counts = SimpleNamespace(num_draft_tokens=[count + 1 for count in metadata.num_draft_tokens])
         return self._runner.rejection_sampler.apply_logits_processors(processed, one_more, counts)
+
+    def _add_biases(self, logits: torch.Tensor, metadata: Any) -> None:
+        """Add requests' `logit_bias` to `logits`, float32 [N, V]."""
+        if self._batch is None or not self._batch.biases:
+            return
+        counts = metadata.num_draft_tokens if metadata is not None else [0] * len(self._batch.req_ids)
+        ends = np.cumsum(np.array(counts) + 1).tolist()
+        for row, (tokens, biases) in self._batch.biases.items():
+            logits[ends[row] - counts[row] - 1 : ends[row], tokens] += biases
 
     def count_last_verification(self) -> Verification | None:
         """Count the last verification, if that has not been done.
@@ -338,6 +355,14 @@ class RunnerAdapter(HistoryKeepingAdapter):
             min_p=to_device(min_p, torch.float32, device) if any(min_p) else None,
             needs_processing=any(needs_processing(p, p.min_tokens) for p in params),
             below_min_tokens=[r for r, p in zip(requests, params, strict=True) if p.min_tokens],
+            biases={
+                row: (
+                    to_device(list(p.logit_bias), torch.int64, device),
+                    to_device(list(p.logit_bias.values()), torch.float32, device),
+                )
+                for row, p in enumerate(params)
+                if p.logit_bias
+            },
         )
         return self._batch
 

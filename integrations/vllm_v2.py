@@ -159,6 +159,8 @@ class RunnerAdapter(HistoryKeepingAdapter):
         """See `rollout_spec.integrations.commands.run_command`."""
         self._runner.sampler.read_counts(wait=True)
         self.clock.read()
+        if self.host_speculator is not None:
+            self.host_speculator.session.end_missing(self.requests)
         return run_command(EngineParts(self._config, self._speculation, self.stats, self.weights), name, *args)
 
     def begin_step(self) -> None:

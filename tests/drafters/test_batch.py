@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -10,7 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from rollout_spec.drafters import build_drafter, suffix, threads
+from rollout_spec.drafters import build_drafter, propose, suffix, threads
 from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.mixture import HistoryDrafter
 from rollout_spec.features import FEATURE_WORDS
@@ -135,6 +136,24 @@ def test_drafts_do_not_depend_on_the_number_of_threads(monkeypatch):
         assert drive(build_drafter("mixture", max_draft_tokens=K, num_threads=num_threads), 0) == expected
     with pytest.raises(ValueError, match="num_threads must be from 1 to"):
         HistoryDrafter(num_threads=0)
+
+
+def test_threads_have_buffers_of_their_own(monkeypatch):
+    """With shared ones drafts would depend on which thread is faster, and so differ between ranks."""
+    monkeypatch.setattr(threads, "LEAST_REQUESTS", 1)
+    drafter, used, compiled = HistoryDrafter(num_threads=3), [], propose.propose
+
+    def call(*args):
+        used.extend(argument for argument in args if isinstance(argument, propose.Scratch))
+        compiled(*args)
+
+    monkeypatch.setattr(propose, "propose", call)
+    for i in range(3):
+        drafter.start_request(str(i), [1])
+    drafter.propose(["0", "1", "2"], np.full(3, K))
+    assert len(used) == 3
+    for one, other in itertools.combinations([(*scratch._replace(path=0), *scratch.path) for scratch in used], 2):
+        assert not any(np.shares_memory(a, b) for a, b in zip(one, other, strict=True) if not np.isscalar(a))
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])

@@ -87,6 +87,19 @@ def test_shared_history_is_seen_across_problems(index):
 
 
 @both_indexes
+def test_an_isolated_requests_prompt_is_its_own(index):
+    """Also where another request of the problem, which is not isolated, has the same."""
+    recorder = make(index, shared=True)
+    for name in ("open", "isolated"):
+        recorder.start(name, [1, 2, 3, 4, 5, 6], problem_id=7, isolated=name == "isolated")
+    recorder.start("other", [9, 1, 2, 3, 4], problem_id=8)
+    assert recorder.draft("other", 2) == [5, 6]
+    recorder.stop("open", keep=False)
+    assert recorder.draft("other") == []
+    recorder.check()
+
+
+@both_indexes
 def test_requests_on_their_own_see_nothing_else(index):
     recorder = make(index, own_only=True)
     for keep in (True, False):
@@ -419,6 +432,17 @@ def test_what_was_said_at_about_the_same_place_weighs_more(num_said, expected):
     assert recorder.draft("r", 1) == [expected]
 
 
+@both_indexes
+def test_in_mid_draft_the_place_that_counts_is_that_of_the_next_token(index):
+    """The known rollout ends within the draft; of those that go on, one said its token at the place that is reached."""
+    recorder = make(index)
+    recorder.start("known", [1], [5, 6, 7, 8, 9], problem_id=7)
+    recorder.start("at 0", [2, 9], [200], problem_id=7)
+    recorder.start("at 5", [2], [20, 21, 22, 23, 9, 300], problem_id=7)
+    recorder.start("r", [1], problem_id=7)
+    assert recorder.draft("r") == [5, 6, 7, 8, 9, 300]
+
+
 def test_drafts_follow_texts_whose_pages_lie_apart():
     """Rollouts that grow token by token in turns, so that none has two pages side by side."""
     recorder = make()
@@ -475,6 +499,20 @@ def test_the_noise_decides_where_history_is_undecided(index):
         assert token == 6 + int(np.argmax(noises))
         chosen.append(token)
     assert 30 < chosen.count(6) < 70
+
+
+def test_without_a_seed_the_noise_decides_nothing_after_a_request_with_one():
+    """Which had the same row."""
+    noises = noise.gumbel(0, 2, np.arange(100))
+    often, seldom = int(np.argmin(noises)), int(np.argmax(noises))
+    recorder = make(inverse_temperature=1.0)
+    for i in range(5):
+        recorder.start(str(i), [1, 2], [5, often if i < 3 else seldom], problem_id=7)
+        recorder.stop(str(i))
+    for seed, expected in ((0, seldom), (None, often)):
+        recorder.start("r", [1, 2], [5], problem_id=7, seed=seed)
+        assert recorder.draft("r", 1) == [expected]
+        recorder.stop("r", keep=False)
 
 
 @both_indexes
@@ -1122,6 +1160,23 @@ def test_added_rollouts_keep_within_the_bounds(index):
         recorder.drafter.add_rollouts([Rollout(1, 5, tokens[:0], -tokens)])
     with pytest.raises(ValueError, match="features of 32 tokens"):
         recorder.drafter.add_rollouts([Rollout(1, 5, tokens[:0], tokens, no_features(3))])
+
+
+def test_added_rollouts_are_as_old_as_their_policies():
+    """Whatever their order; a version that has not begun here counts as the present one."""
+    recorder = make()
+    recorder.drafter.begin_policy_version(9)
+    for version in (5, 9, 12, 3):
+        recorder.add(Rollout(version, version, np.array([1], np.int32), np.array([5, 6], np.int32)))
+    summary = recorder.drafter.history_summary()
+    assert (summary["oldest_version"], summary["newest_version"]) == (3, 9)
+    for problem_id, age in ((5, "3-4"), (9, "0"), (12, "0"), (3, "5-8")):
+        before = recorder.drafter.age_counts()
+        recorder.start(str(problem_id), [1], [5], problem_id=problem_id)
+        assert recorder.draft(str(problem_id)) == [6]
+        recorder.drafter.observe([str(problem_id)], [[6]], np.ones(1, np.int32))
+        reached, right = before[age]
+        assert recorder.drafter.age_counts() == {**before, age: (reached + 1, right + 1)}
 
 
 @both_indexes

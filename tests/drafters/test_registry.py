@@ -53,6 +53,19 @@ def test_drafters_that_cannot_be_built(name, options, message):
         build_drafter(name, **options)
 
 
+def test_a_drafter_of_ones_own_that_is_not_on_the_path(tmp_path, monkeypatch):
+    """Where its module is missing the remedy is the path; what the module itself lacks is another matter."""
+    for name in ("no_such_module.Drafter", "rollout_spec.no_such_module.Drafter"):
+        with pytest.raises(ValueError, match=r"PYTHONPATH of every process of the engine$"):
+            build_drafter(name)
+    (tmp_path / "needs_another.py").write_text("import no_such_module")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("needs_another.Drafter", "rollout_spec.drafters.mixture.Nothing"):
+        with pytest.raises(ValueError) as raised:
+            build_drafter(name)
+        assert "PYTHONPATH" not in str(raised.value)
+
+
 @needs_triton
 def test_the_device_drafter_has_a_name_too():
     from rollout_spec.drafters.device import DeviceDrafter

@@ -93,11 +93,11 @@ class Server:
             answer.readline()
         connection.close()
 
-    def metric(self, name):
-        """The sum of one of vLLM's own counters over the engines."""
+    def metric(self, name, owner="vllm"):
+        """The sum of a metric over the engines."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
             text = answer.read().decode()
-        return sum(float(value) for value in re.findall(rf"^vllm:{name}_total{{.*}} ([\d.e+]+)$", text, re.M))
+        return sum(float(value) for value in re.findall(rf"^{owner}:{name}{{.*}} ([\d.e+]+)$", text, re.M))
 
     def stats(self):
         return self.command("stats")

@@ -25,6 +25,8 @@ def a_speculation(calls, budget=None):
         num_live_requests=lambda: 2,
         source_counts=lambda: {"own": [3, 1]},
         age_counts=lambda: {"0": [2, 1]},
+        history_summary=lambda: {"requests": 7},
+        engine_history=None,
     )
 
 
@@ -51,13 +53,14 @@ def test_a_report_is_plain_data(budget):
     assert json.loads(json.dumps(report)) == report
     assert (report["num_speculative_tokens"], report["sources"]) == (4, {"own": [3, 1]})
     assert report["ages"] == {"0": [2, 1]}
+    assert report["history"] == {"requests": 7, "bytes": 123, "folder": {}}
     assert (report["budget"] is None) == (budget is None)
 
 
 def test_a_report_of_an_engine_without_speculation():
     report = run(None, "report")
     assert (report["num_speculative_tokens"], report["sources"], report["budget"]) == (0, {}, None)
-    assert report["ages"] == {}
+    assert (report["ages"], report["history"]) == ({}, {})
 
 
 def test_the_config_can_be_read_back():

@@ -21,11 +21,13 @@ class OutputProcessor:
         return prompt
 
 
-def a_request(req_id, seed, prompt=(1, 2), temperature=1.0, adapter=None, images=()):
+def a_request(req_id, seed, prompt=(1, 2), temperature=1.0, adapter=None, images=(), **limits):
     return SimpleNamespace(
         request_id=req_id,
         prompt_token_ids=None if prompt is None else list(prompt),
-        sampling_params=SimpleNamespace(seed=seed, temperature=temperature, top_p=1.0, top_k=0, min_p=0.0),
+        sampling_params=SimpleNamespace(
+            seed=seed, temperature=temperature, **{"top_p": 1.0, "top_k": 0, "min_p": 0.0, **limits}
+        ),
         lora_request=None if adapter is None else SimpleNamespace(lora_name=adapter),
         mm_features=[SimpleNamespace(identifier=image) for image in images],
     )
@@ -57,6 +59,9 @@ def test_equal_prompt_and_seed_are_told_once(processor, caplog):
         {"prompt": (1, 3)},
         {"temperature": 0.0},
         {"temperature": 0.9},
+        {"top_p": 0.9},
+        {"top_k": 5},
+        {"min_p": 0.1},
         {"seed": None},
         {"adapter": "second"},
         {"images": ("cat",)},
@@ -81,15 +86,19 @@ def test_a_request_that_has_ended_is_no_copy(processor, caplog):
     assert len(warnings_of(caplog)) == 1
 
 
-def test_ended_requests_are_forgotten(monkeypatch):
+def test_ended_requests_are_forgotten_and_live_ones_are_not(monkeypatch):
+    """A front end asks before the request is live."""
     monkeypatch.setattr(copies, "SLACK", 4)
     live = set()
     watch = SeedWatch(live)
     for i in range(100):
-        live.add(str(i))
         assert watch.find_copy(a_request(str(i), i)) is None
-        live.discard(str(i - 2))
-        assert len(watch.seen) <= 4 + 2 * 3
+        live.add(str(i))
+        if i != 2:
+            live.discard(str(i - 2))  # the first one stays
+        assert len(watch.seen) <= 4 + 2 * 4
+        assert live <= set(watch.seen.values())
+    assert watch.find_copy(a_request("again", 0)) == "0"
     assert watch.find_copy(a_request("again", 99)) == "99"
 
 

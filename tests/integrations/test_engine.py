@@ -304,7 +304,10 @@ def test_every_request_has_a_seed_of_its_own(on, monkeypatch):
 
 
 def test_what_vllm_processes_is_verified_with_the_same_noise(on, adversarial, off):
-    """Penalties and masks depend on the drafts before a position; vLLM applies them, our verifier samples."""
+    """Penalties and masks depend on the drafts before a position; vLLM applies them, our verifier samples.
+
+    Without speculation vLLM applies biases, too, and before penalties; with speculation it refuses them.
+    """
     params = mixed_params(12, 13, logprobs=1)
     params[0].repetition_penalty = 1.3
     params[1].presence_penalty = 0.7
@@ -313,6 +316,9 @@ def test_what_vllm_processes_is_verified_with_the_same_noise(on, adversarial, of
     params[4].allowed_token_ids = [5, 6, 7, 8, 9, 10]
     params[5]._bad_words_token_ids = [[6], [7, 8]]
     params[5].bad_words = ["w2", "w3 w4"]
+    params[6].logit_bias = {7: 3.0, 8: -100.0}
+    params[7].logit_bias, params[7].repetition_penalty = {tokens: 2.0 + tokens / 10 for tokens in range(3, 24)}, 1.5
+    params[8].logit_bias, params[8].allowed_token_ids = {5: 20.0, 6: 4.0, 7: 4.0}, [6, 7, 8, 9]
     prompts = [[1, 4 + i % 3, 9] for i in range(12)]
     plain = generate(off, params, prompts)
     for llm in (on, adversarial):

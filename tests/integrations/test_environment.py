@@ -52,7 +52,7 @@ def said(monkeypatch):
     from rollout_spec.integrations import vllm_plugin
 
     lines = []
-    monkeypatch.setattr(vllm_plugin, "_log", lines.append)
+    monkeypatch.setattr(vllm_plugin, "say", lines.append)
     return lines
 
 
@@ -75,6 +75,7 @@ def test_an_engine_asks_for_us_and_speculates(tiny_model, monkeypatch, said):
     first = next(line for line in said if line.startswith(VARIABLE))
     assert first == f"{VARIABLE} gives the engine of {tiny_model} at most 3 draft tokens of drafter 'mixture'"
     assert sum(line.startswith(VARIABLE) for line in said) == 1
+    assert sum("is on: up to 3 draft tokens" in line for line in said) == 1
 
 
 @pytest.mark.engine

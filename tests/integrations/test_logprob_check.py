@@ -90,6 +90,55 @@ def test_prompts_with_images_are_left_out(prompt, caplog):
     assert "images" in caplog.text
 
 
+def what_it_raises(check, *args):
+    try:
+        check.compare(*args)
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_all_ranks_run_the_model_as_often(reference_model, monkeypatch, num_ranks):
+    """Under FSDP and ZeRO-3 every pass is a collective, for which a rank that runs more of them waits forever."""
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: num_ranks > 1)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: num_ranks)
+    with torch.no_grad():
+        exact = float(reference_model(torch.tensor([[1, 4]])).logits[0, -1].log_softmax(-1)[5])
+    good, empty, unscored = an_output(exact), an_output(exact), an_output(exact)
+    empty.outputs[0].token_ids = []
+    unscored.outputs[0].logprobs = None
+    plain, penalised = SamplingParams(logprobs=0), SamplingParams(logprobs=0, presence_penalty=1.0)
+    passes = []
+    with monkeypatch.context() as patch:
+        forward = reference_model.forward
+
+        def counting(input_ids, logits_to_keep):
+            passes[-1] += 1
+            return forward(input_ids, logits_to_keep=logits_to_keep)
+
+        patch.setattr(reference_model, "forward", counting)
+        for outputs, params, complaint in (
+            ([good] * (NUM_CHECKED_ROLLOUTS + 3), plain, None),
+            ([good] * 2, plain, None),
+            ([good, empty, good], plain, None),
+            ([empty] * 3, plain, None),
+            ([good] * 3, penalised, None),
+            ([], plain, None),
+            ([unscored, good], plain, "by nan on average"),
+            ([an_output(exact + 1)] * 2, plain, "other weights"),
+        ):
+            passes.append(0)
+            check, count = LogprobCheck(), len(outputs)
+            error = what_it_raises(
+                check, reference_model, an_engine("processed_logprobs"), ["w1"] * count, outputs, [params] * count
+            )
+            assert (error is None) == (complaint is None)
+            assert complaint is None or complaint in error
+            assert check.error is not None, "it would compare again at this rank's next generation alone"
+    assert passes == ([NUM_CHECKED_ROLLOUTS] * 8 if num_ranks > 1 else [NUM_CHECKED_ROLLOUTS, 2, 2, 0, 0, 0, 2, 2])
+
+
 def test_infinite_tolerance_skips_the_check():
     check = LogprobCheck(math.inf)
     check.compare(None, an_engine("processed_logprobs"), ["w1"], [an_output(-50.0)], [SamplingParams(logprobs=0)])

@@ -8,6 +8,7 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
+from vllm.v1.request import RequestStatus
 
 from rollout_spec import engine_kwargs
 from rollout_spec.drafters.base import problem_of_prompt
@@ -136,8 +137,8 @@ def test_an_aborted_rollout_goes_on_where_it_was(on, off):
         p.max_tokens -= len(said)
     rest = [list(output.token_ids) for output in generate(on, params, continued)]
     assert [said + more for said, more in zip(partial, rest, strict=True)] == whole
-    generate(on, [SamplingParams(max_tokens=1)])
-    assert stats_of(on)["live_requests"] <= 1
+    generate(on, [SamplingParams(max_tokens=1)])  # the others' end is noticed with this
+    assert stats_of(on)["live_requests"] == 0
 
 
 def test_several_samples_per_request(on, off):
@@ -191,6 +192,30 @@ def test_prompts_that_are_read_in_chunks(tiny_model, off, reference_model, specu
     assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
     if speculation:
         assert stats_of(llm)["accepted_tokens"] > 0
+
+
+@pytest.mark.parametrize("name", ["on", "off"])
+def test_a_streaming_session_goes_on_with_its_new_parameters(request, off, name):
+    """The same request in the same row, with another seed and min-p: what was kept of the first chunk's is renewed."""
+    engine = request.getfixturevalue(name).llm_engine
+    client, tasks = engine.engine_core, engine.get_supported_tasks()
+    requests = client.engine_core.scheduler.requests
+    chunks = [([1, 4, 9], SamplingParams(seed=1, max_tokens=12, ignore_eos=True))]
+    chunks += [([3, 5], SamplingParams(seed=2, max_tokens=20, min_p=0.9, ignore_eos=True))]
+    chunks += [([6], SamplingParams(seed=3, max_tokens=20, temperature=1.3, ignore_eos=True))]
+    prompts, said = [], []
+    for chunk, params in chunks:
+        update = engine.input_processor.process_inputs(
+            "s", {"prompt_token_ids": chunk}, params, supported_tasks=tasks, resumable=True
+        )
+        client.add_request(update)
+        prompts.append(list(requests["s"].prompt_token_ids))
+        said.append([])
+        while requests["s"].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            said[-1] += [token for output in client.get_output().outputs for token in output.new_token_ids]
+    client.abort_requests(["s"])
+    expected = generate(off, [params for _, params in chunks], prompts)
+    assert said == [list(output.token_ids) for output in expected]
 
 
 def test_vllm_makes_no_generators_for_us(on):

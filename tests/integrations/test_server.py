@@ -10,18 +10,29 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from rollout_spec import engine_kwargs
+from vllm.config import ObservabilityConfig
+
+from rollout_spec import cli, engine_kwargs
+from rollout_spec.integrations import metrics
 from tests.integrations.engines import build, generate, mixed_params, own_processes
 from tests.integrations.server import PROMPT, Server
 from tests.integrations.test_stop_strings import stopping_params
 
+PER_REQUEST = (
+    {"per-request-spec-decode-metrics": "summary"}
+    if hasattr(ObservabilityConfig, "per_request_spec_decode_metrics")
+    else {}
+)
 pytestmark = [pytest.mark.engine, own_processes]
 
 
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
     options = {"num_speculative_tokens": 6, "budget": False, "drafter_options": {"min_survival": 0.0}}
-    server = Server(tiny_model, tmp_path_factory.mktemp("server") / "log", **options)
+    server = Server(
+        tiny_model, tmp_path_factory.mktemp("server") / "log", arguments=PER_REQUEST,
+        environment={"VLLM_LOG_STATS_INTERVAL": "0.5"}, **options,
+    )  # fmt: skip
     yield server
     server.stop()
 
@@ -79,6 +90,26 @@ def test_a_bad_request_gets_the_error_and_nobody_else_notices(server):
     assert stats["drafter_errors"] == 0
 
 
+def test_a_bad_command_gets_the_error_as_a_bad_request(server):
+    for args, message in (
+        (["nonsense"], "the rollout_spec command must be one of ('config', 'stats', "),
+        ([], "args must begin with one of ('config', "),
+        (["stats", 1], "stats takes 0 argument(s)"),
+        (["set_enabled", "false"], "set_enabled: its argument must be a bool"),
+        (["begin_policy_version", 0], "must be from 1 to"),
+    ):
+        status, text = server.post("/collective_rpc", {"method": "rollout_spec", "args": args})
+        assert (status, "stack trace" in text) == (400, False), text
+        assert message in text
+    server.command("set_enabled", True)
+
+
+def test_doctor_asks_a_running_server(server, capsys):
+    server.complete(max_tokens=40, ignore_eos=True)
+    assert cli.main(["doctor", "--url", server.url]) == 0
+    assert "tokens in" in capsys.readouterr().out
+
+
 def test_tenants_share_no_history(server):
     """By `cache_salt`; none can pretend to be another."""
     greedy = {"prompt": list(range(4, 24)), "temperature": 0, "max_tokens": 20, "ignore_eos": True}
@@ -108,9 +139,9 @@ def wait_until(holds):
 def test_vllms_own_metrics_are_right(server):
     """What its dashboards show. Nothing is aborted here: vLLM does not count those requests' last step."""
     names = {
-        "spec_decode_num_draft_tokens": "draft_tokens",
-        "spec_decode_num_accepted_tokens": "accepted_tokens",
-        "generation_tokens": None,
+        "spec_decode_num_draft_tokens_total": "draft_tokens",
+        "spec_decode_num_accepted_tokens_total": "accepted_tokens",
+        "generation_tokens_total": None,
     }
     before, ours_before = {name: server.metric(name) for name in names}, server.stats()
     params = mixed_params(12, 7, max_tokens=60, ignore_eos=True)
@@ -121,6 +152,31 @@ def test_vllms_own_metrics_are_right(server):
         expected = 12 * 60 if counter is None else ours[counter] - ours_before[counter]
         wait_until(lambda name=name, expected=expected: server.metric(name) - before[name] == expected)
         assert expected > 0
+
+
+def test_our_metrics_are_those_of_the_engine(server):
+    server.complete(max_tokens=40, ignore_eos=True)
+    server.complete(max_tokens=40, ignore_eos=True)
+    names = {name: f"{name}_total" for name in metrics.COUNTERS} | {name: f"history_{name}" for name in metrics.GAUGES}
+
+    def shown():
+        return {name: server.metric(shown_name, owner="rollout_spec") for name, shown_name in names.items()}
+
+    def counted():
+        values = {**server.stats(), **server.command("history")}
+        return {name: values[name] for name in names}
+
+    wait_until(lambda: shown() == counted())
+    assert min(value for name, value in shown().items() if name != "drafter_errors") > 0
+
+
+@pytest.mark.skipif(not PER_REQUEST, reason="this vLLM does not count per request")
+def test_vllms_counts_per_request(server):
+    answer = server.complete(max_tokens=60, ignore_eos=True, seed=5, temperature=0)
+    counts = server.complete(max_tokens=60, ignore_eos=True, seed=5, temperature=0)["metrics"]["speculative_decoding"]
+    assert answer["metrics"]["speculative_decoding"].keys() == counts.keys()
+    assert counts["num_accepted_draft_tokens"] > 30
+    assert counts["num_spec_steps"] + counts["num_accepted_draft_tokens"] <= 60 + 6
 
 
 def test_twenty_clients_some_of_which_hang_up(server, tiny_model):
@@ -143,7 +199,8 @@ def test_twenty_clients_some_of_which_hang_up(server, tiny_model):
     for choice, output in zip(choices, plain, strict=True):
         expected = [logprobs[token].logprob for token, logprobs in zip(output.token_ids, output.logprobs, strict=True)]
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
-    wait_until(lambda: server.complete(max_tokens=1) and server.stats()["live_requests"] <= 1)  # seen in the next step
+    server.begin_and_leave(1, max_tokens=110, ignore_eos=True)
+    wait_until(lambda: server.stats()["live_requests"] == 0)
     stats = server.stats()
     assert stats["accepted_tokens"] > before["accepted_tokens"]
     assert stats["drafter_errors"] == 0

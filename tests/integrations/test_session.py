@@ -17,6 +17,8 @@ from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.choice import ModelDrafts
 from rollout_spec.features import no_features
 from rollout_spec.history.roots import Roots
+from rollout_spec.history.shards import Origin, read_shard
+from rollout_spec.history.storage import open_storage
 from rollout_spec.integrations import commands
 from rollout_spec.integrations import session as session_module
 from rollout_spec.integrations.live_requests import Sampled
@@ -52,7 +54,15 @@ def a_request(prompt=(1, 2, 3)):
 def a_session(share_from_first_rank=None, max_step_tokens=64, index_late=False, num_model_tokens=0, **options):
     config = RolloutSpecConfig(**{"num_speculative_tokens": 4, "drafter": "suffix", **options})
     engine = SimpleNamespace(
-        model_config=SimpleNamespace(max_model_len=500, get_vocab_size=lambda: 50),
+        model_config=SimpleNamespace(
+            max_model_len=500,
+            get_vocab_size=lambda: 50,
+            get_hidden_size=lambda: 8,
+            hf_text_config=SimpleNamespace(model_type="llama"),
+            model="policy",
+            skip_tokenizer_init=True,
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
         scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=max_step_tokens),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
@@ -78,6 +88,8 @@ def advance(
     size = len(tokens) + sum(o.num_verified for o in outcomes.values()) if step_tokens is None else step_tokens
     live = {req_id: live.request for req_id, live in session.live.items() if req_id not in ended}
     rows = session.follow(list(tokens), {**live, **requests}, has_changed=True)
+    tokens = {req_id: new for (req_id, new), row in zip(tokens.items(), rows.tolist(), strict=True) if row >= 0}
+    rows = rows[rows >= 0]
     outcomes = [outcomes.get(req_id, Outcome(new[:1], 0, 0)) for req_id, new in tokens.items()]
     new, starts = concatenated(tokens.values(), np.int32)
     targets, target_starts = concatenated([outcome.target_token_ids for outcome in outcomes], np.int64)
@@ -150,7 +162,10 @@ def test_steps_are_timed_and_ranks_share_what_they_took():
 
     session = a_session(share)
     run(session, 3 * STEPS_PER_SHARING + 2, a_request())
-    assert [len(seconds) for seconds in asked] == [2 * STEPS_PER_SHARING] * 3
+    sizes = [len(seconds) // 2 for seconds in asked]
+    assert sizes[0] == 1, "what is measured for the first time is shared at once"
+    assert 1 < max(sizes) <= STEPS_PER_SHARING
+    assert sum(sizes) > 2 * STEPS_PER_SHARING
     for drafted in (False, True):
         _, seconds = session.budget.cost.curve(drafted=drafted)
         assert set(seconds.tolist()) == {1.0}
@@ -343,6 +358,22 @@ def test_a_tokenizer_that_cannot_be_loaded_ends_no_speculation(monkeypatch, rank
         assert session._stats.drafter_errors == 0
 
 
+class SearchForNine:
+    """In place of a `StopStringSearch`: token 9 completes the stop string."""
+
+    def __init__(self, model_config, request):
+        pass
+
+    def find(self, token_ids, *, ends_with_stop_token):
+        return token_ids.index(9) + 1 if 9 in token_ids else None
+
+
+@pytest.fixture
+def nine_stops(monkeypatch):
+    stop_strings = pytest.importorskip("rollout_spec.integrations.stop_strings")
+    monkeypatch.setattr(stop_strings, "StopStringSearch", SearchForNine)
+
+
 def num_timed(session):
     return sum(size.count for kind in session.budget.cost._steps for size in kind.values())
 
@@ -451,6 +482,61 @@ def test_slots_and_tokens_are_booked_to_the_step_that_computed_them():
     advance(session, {"a": [1, 2, 3]}, {"a": Outcome([1, 2, 3, 1, 2], 2, 4)}, step_tokens=5)
     after = stats.draft_tokens_by_batch[0], stats.tokens_by_batch[0], stats.requests_by_batch[0]
     assert np.subtract(after, before).tolist() == [4, 3, 1]
+
+
+def test_tokens_past_a_requests_end_are_not_counted(nine_stops):
+    """By length, by a stop token, and by a stop string, after which behind a server further steps come."""
+    session, stats = a_session(budget=False), SpeculationStats()
+    session._stats = stats
+    requests = {name: a_request((7, i)) for i, name in enumerate("lts")}
+    requests["l"].sampling_params.max_tokens = 3
+    requests["t"].sampling_params.eos_token_id = 9
+    requests["s"].sampling_params.stop = ["x"]
+    counted = []
+    for tokens in ([1, 2], [1, 9, 2, 3], [4]):
+        stats.record([3] * 3, [len(tokens) - 1] * 3)
+        new = Outcome(tokens, len(tokens) - 1, 3)
+        advance(session, dict.fromkeys(requests, tokens), dict.fromkeys(requests, new), requests=requests)
+        counted.append(stats.emitted_tokens)
+    assert counted == [6, 11, 11]
+    assert sum(stats.tokens_by_batch) == 5, "the first step is not timed"
+    assert stats.accepted_tokens == 12
+
+
+def test_tokens_that_were_sampled_while_drafting_was_off_are_counted_once(nine_stops):
+    session, request = a_session(budget=False), a_request()
+    advance(session, {"a": [1]}, requests={"a": request})
+    before = session._stats.emitted_tokens
+    session._stats.record([0], [0])
+    advance(session, {"a": [2, 3, 4]}, requests={"a": request})  # two of them in earlier steps
+    assert session._stats.emitted_tokens == before + 1
+
+
+def test_requests_that_have_ended_are_not_live():
+    """Those that are complete, and those that vLLM no longer has, though no further step has come."""
+    session = a_session(budget=False)
+    requests = {name: a_request() for name in "abc"}
+    requests["a"].sampling_params.max_tokens = 2
+    advance(session, {name: [1] for name in requests}, requests=requests)
+    assert session.num_live_requests() == 3
+    advance(session, {name: [2] for name in requests}, requests=requests)
+    assert session.num_live_requests() == 2
+    session.end_missing({name: requests[name] for name in "ac"})
+    assert session.num_live_requests() == 1
+    assert session.drafter.history_summary()["rollouts"] == 1
+    advance(session, {"c": [1]}, ended=["a"], requests={"c": requests["c"]})
+    session.end_missing({})
+    assert session.num_live_requests() == 0
+    session.drafter.check_integrity()
+
+
+def test_a_drafter_that_has_raised_is_told_of_no_end():
+    faulty = {"method": "stop_request", "fault": "raises", "calls": (1, 100)}
+    session = a_session(drafter="tests.adversaries.Faulty", drafter_options=faulty)
+    advance(session, {"a": [1], "b": [1]})
+    for _ in range(2):
+        session.end_missing({})
+        assert (session.broken, session._stats.drafter_errors, session.num_live_requests()) == (True, 1, 0)
 
 
 @pytest.mark.parametrize("names", ["abcdefgh", "habcdefg"])
@@ -563,6 +649,17 @@ def test_the_history_ends_where_the_request_does(params, sampled, kept):
     session.budget.lengths.observe = lambda problem, length: lengths.append(length)
     advance(session, {}, ended=["a"])
     assert lengths == [len(kept)]
+
+
+def test_lengths_end_at_stop_strings(nine_stops):
+    """A step can sample past one, and behind a server further steps do."""
+    session, request, lengths = a_session(), a_request(), []
+    request.sampling_params.stop = ["x"]
+    session.budget.lengths.observe = lambda problem, length: lengths.append(length)
+    for tokens in ([4, 5], [6, 9, 7, 8], [3]):
+        advance(session, {"a": tokens}, requests={"a": request})
+    advance(session, {}, ended=["a"])
+    assert lengths == [4]
 
 
 def test_a_stop_token_before_min_tokens_ends_nothing():
@@ -845,6 +942,105 @@ def test_a_draft_is_never_longer_than_what_is_left(budget):
     assert all(len(draft) <= max(30 - n - 2, 0) for n, draft in enumerate(drafts))
 
 
+# -- history that lasts ----------------------------------------------------------------------------------------------
+
+
+def with_folder(folder, **options):
+    """A session that has read this folder."""
+    session = a_session(history_dir=str(folder), **options)
+    session.engine_history.load()
+    return session
+
+
+def rollouts_in(folder):
+    """The tokens of each rollout in a folder that sessions have closed."""
+    storage = open_storage(str(folder))
+    entries = [entry for name in storage.sizes() for entry in read_shard(storage, name, Origin())[1]]
+    return sorted(entry.rollout.tokens.tolist() for entry in entries)
+
+
+def test_a_request_that_runs_on_past_its_stop_string_is_one_rollout(tmp_path, nine_stops):
+    """Behind a server the engine goes on with it for some steps, until the front end has told that it has ended."""
+    session, request = with_folder(tmp_path, budget=False), a_request()
+    request.sampling_params.stop = ["x"]
+    requests = {"a": request}
+    advance(session, {"a": [4, 5]}, requests=requests)
+    assert advance(session, {"a": [6, 9, 7]}, requests=requests) == {"a": []}
+    assert session.drafter.history_summary()["rollouts"] == 1, "at once: no further step may come"
+    for _ in range(2):
+        assert not any(advance(session, {"a": [8]}, requests=requests).values())
+    assert not session.live
+    advance(session, {"b": [1]}, ended=["a"])
+    assert session.drafter.history_summary()["rollouts"] == 1
+    session.drafter.check_integrity()
+    session.close()
+    assert rollouts_in(tmp_path) == [[4, 5, 6, 9]]
+
+
+def test_an_id_that_comes_again_right_after_its_batch_is_another_request(tmp_path):
+    session, request = with_folder(tmp_path, budget=False), a_request()
+    request.sampling_params.max_tokens = 1
+    advance(session, {"a": [4]}, requests={"a": request})
+    assert not session.live
+    advance(session, {"a": [3]}, requests={"a": a_request()})
+    assert known(session, "a") == (4, False)
+
+
+def test_a_streaming_session_goes_on_after_a_batch_that_was_complete(tmp_path):
+    session, request = with_folder(tmp_path, budget=False), a_request((1, 2))
+    request.sampling_params.eos_token_id = 9
+    advance(session, {"a": [3, 9]}, requests={"a": request})
+    assert not session.live
+    request.prompt_token_ids = [1, 2, 3, 4]
+    advance(session, {"a": [5]}, requests={"a": request})
+    assert known(session, "a") == (5, False)
+
+
+@pytest.mark.parametrize("names", ["ae", "ea"])
+def test_prompts_of_embeddings_keep_no_complete_batch_waiting(tmp_path, names):
+    """They have no row, so that nothing is known of them; the last row of the arrays is nobody's."""
+    session, embedded = with_folder(tmp_path, budget=False), a_request()
+    embedded.prompt_token_ids = None
+    requests = {"a": a_request(), "e": embedded}
+    requests["a"].sampling_params.eos_token_id = 9
+    tokens = {name: [9 if name == "a" else 4] for name in names}
+    advance(session, {"e": [4]}, requests=requests)
+    advance(session, tokens, requests=requests)
+    assert session.drafter.history_summary()["rollouts"] == 1
+    session.close()
+    assert rollouts_in(tmp_path) == [[9]]
+
+
+@pytest.mark.parametrize("extra_args", [{}, {"rollout_spec": {"problem_id": 7}}], ids=["prompt", "named"])
+def test_a_run_that_resumes_knows_how_long_first_turns_get(tmp_path, extra_args):
+    """Of problems that callers name, too. Later turns are as long as other later turns."""
+
+    def turn(session, req_id, prompt, size):
+        request = a_request(prompt)
+        request.sampling_params.max_tokens, request.sampling_params.extra_args = size, extra_args
+        tokens = [30 + i for i in range(size)]
+        advance(session, {req_id: tokens}, requests={req_id: request})
+        return [*prompt, *tokens]
+
+    session = with_folder(tmp_path)
+    for req_id, size in (("a", 6), ("b", 10)):
+        said = turn(session, req_id, ROOT, size)
+        turn(session, f"{req_id}2", [*said, *ANSWER], 2)
+    session.close()
+    assert len(rollouts_in(tmp_path)) == 4
+    resumed, learned = a_session(history_dir=str(tmp_path)), []
+    resumed.budget.lengths.observe = lambda problem, length: learned.append((problem, length))
+    resumed.engine_history.load()
+    problem_id = extra_args["rollout_spec"]["problem_id"] if extra_args else problem_of_prompt(ROOT)
+    assert sorted(learned) == [(problem_id, 6), (problem_id, 10)]
+    turn(resumed, "c2", [*said, *ANSWER], 3)
+    turn(resumed, "c", ROOT, 4)
+    (later, _), first = learned[2:]
+    assert first == (problem_id, 4)
+    assert later != problem_id, "a conversation's later turn is recognised by its first prompt"
+    resumed.close()
+
+
 # -- beside a model --------------------------------------------------------------------------------------------------
 
 
@@ -899,3 +1095,13 @@ def test_steps_are_compared_with_and_without_the_model():
         advance(session, {"a": [n % 40]}, requests={"a": request}, model=of_model([1, 2]) if wanted else None)
     assert taken[:17] == [True] * 17
     assert {True, False} <= set(taken)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_a_models_drafts_are_graded_apart_for_greedy_and_sampled_requests(temperature):
+    session, request = a_session(num_model_tokens=2, budget=False), a_request()
+    request.sampling_params.temperature = temperature
+    advance(session, {"a": [20]}, requests={"a": request}, model=of_model([12, 13]))
+    advance(session, {"a": [12]}, requests={"a": request}, model=of_model([12, 13]))
+    greedy, sampled = session.choice.counts.reshape(2, -1)
+    assert (greedy.any(), sampled.any()) == (temperature == 0, temperature > 0)

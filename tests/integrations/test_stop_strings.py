@@ -59,9 +59,12 @@ def test_output_ends_with_the_token_that_completes_the_stop_string(on, off):
     expected = [summary(output) for output in generate(off, params)]
     assert sum(reason == "stop" for _, _, reason, *_ in expected) > 12
     generate(on, params)  # the second time history knows what comes, and drafts run past the stops
-    before = stats_of(on)["accepted_tokens"]
+    before = stats_of(on)
     ours = generate(on, params)
-    assert stats_of(on)["accepted_tokens"] - before > 100
+    after = stats_of(on)
+    assert after["accepted_tokens"] - before["accepted_tokens"] > 100
+    assert after["emitted_tokens"] - before["emitted_tokens"] == sum(len(output.token_ids) for output in ours)
+    assert after["live_requests"] == 0
     assert [summary(output) for output in ours] == expected
 
 

@@ -24,9 +24,10 @@ from tests.test_doctor import a_report
 pytestmark = pytest.mark.engine
 
 
-def test_grpo_with_speculation(tiny_model, tmp_path):
+def test_grpo_with_speculation(tiny_model, tmp_path, monkeypatch):
     """Rollouts, metrics, policy versions, the log-probability check and switching, in one run."""
-    seen = []
+    seen, lines = [], []
+    monkeypatch.setattr("rollout_spec.integrations.trl_hook.say", lines.append)
 
     class Recording(RolloutSpecGenerator):
         def generate(self, prompts, sampling_params, *args, **kwargs):
@@ -67,6 +68,8 @@ def test_grpo_with_speculation(tiny_model, tmp_path):
     assert "Where the time of a step goes" in doctor.explain(report)
     assert report["progress"]["global_step"] == [entry["step"] for entry in logs] == [1, 2, 3]
     assert sum(report["progress"]["emitted_tokens"]) == stats["emitted_tokens"]
+    assert len(lines) == 1
+    assert f"after 3 training steps {stats['tokens_per_step']:.2f} tokens per request and step" in lines[0]
     # What TRL itself sees: log-probabilities that its own forward pass confirms.
     assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logs)
     drafter.check_integrity()
@@ -255,6 +258,62 @@ def test_a_resumed_training_goes_on_with_the_series_of_its_report(tmp_path):
         args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=global_step)
         generator.on_train_begin(args, state, None)
         assert generator.report()["progress"]["global_step"] == expected
+
+
+@pytest.mark.parametrize("ranks_per_engine", [1, 2])
+def test_each_engine_of_a_data_parallel_trainer_has_seeds_of_its_own(ranks_per_engine, monkeypatch):
+    """The ranks that share an engine have the same; otherwise all would train on copies of one rank's rollouts."""
+    monkeypatch.setattr("rollout_spec.integrations.trl_hook._hook_engines", lambda: None)
+    seeds = []
+    for rank in range(4):
+        generator = RolloutSpecGenerator()
+        args = SimpleNamespace(use_vllm=True, process_index=rank, vllm_tensor_parallel_size=ranks_per_engine, seed=3)
+        generator.on_init_end(args, None, None)
+        generator.begin_step(0)
+        seeds.append([params.seed for params in generator._with_seeds(["a"] * 3, SamplingParams())])
+    engines = [seeds[first : first + ranks_per_engine] for first in range(0, 4, ranks_per_engine)]
+    assert all(seeds_of_ranks == [seeds_of_ranks[0]] * ranks_per_engine for seeds_of_ranks in engines)
+    assert len({seed for first, *_ in engines for seed in first}) == 3 * len(engines)
+
+
+@pytest.mark.parametrize(("max_steps", "said_at"), [(9, [4, 4]), (1, [1, 1])])
+def test_each_training_says_once_what_speculation_does(tmp_path, monkeypatch, max_steps, said_at):
+    """Not in its first steps, unless it has no others, and not in evaluations."""
+    said = []
+    monkeypatch.setattr("rollout_spec.integrations.trl_hook.say", said.append)
+    generator = RolloutSpecGenerator()
+    generator.llm = SimpleNamespace(collective_rpc=lambda *_, **__: [a_report()])
+    args = SimpleNamespace(output_dir=str(tmp_path), world_size=1)
+    for _ in range(2):
+        state = SimpleNamespace(global_step=0, max_steps=max_steps, is_world_process_zero=True)
+        generator.on_train_begin(args, state, None)
+        for state.global_step in range(1, max_steps + 1):
+            generator.evaluating = state.global_step == 3
+            generator.on_log(args, state, None)
+    assert [line[: line.index(" tokens per")] for line in said] == [
+        f"rollout_spec: after {step} training steps 1.14" for step in said_at
+    ]
+
+
+@pytest.mark.parametrize("fault", ["no step_seconds", "no draft_tokens", "unequal columns"])
+def test_a_report_that_cannot_be_summarised_does_not_end_a_training(tmp_path, monkeypatch, caplog, fault):
+    said, report = [], a_report()
+    monkeypatch.setattr("rollout_spec.integrations.trl_hook.say", said.append)
+    if fault == "no step_seconds":
+        report["stats"]["step_seconds"] = 0
+    elif fault == "no draft_tokens":
+        del report["stats"]["draft_tokens"]
+    else:
+        report["stats"]["tokens_by_batch"].append(1)
+    generator = RolloutSpecGenerator()
+    generator.llm = SimpleNamespace(collective_rpc=lambda *_, **__: [report])
+    args = SimpleNamespace(output_dir=str(tmp_path), world_size=1)
+    for step in (3, 4):
+        state = SimpleNamespace(global_step=step, max_steps=9, is_world_process_zero=True)
+        generator.on_log(args, state, None)
+    assert not said
+    assert caplog.text.count("has no summary") == 1, "said once"
+    assert (tmp_path / "rollout_spec.json").exists()
 
 
 def test_unknown_option():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from rollout_spec.integrations import vllm_compat
+from rollout_spec.integrations.vllm_cpu import survive_lazy_modules
 
 ROOT = Path(__file__).parents[2]
 OLDEST, NEWEST = vllm_compat.OLDEST_VERSION, vllm_compat.NEWEST_VERSION
@@ -150,3 +152,23 @@ def test_vllm_keeps_its_compile_cache():
     speculative = SimpleNamespace(use_ngram_gpu=lambda: True)
     vllm_compat.keep_compile_cache(speculative)
     assert speculative.use_ngram_gpu() is False
+
+
+class Lazy:
+    """Stands for llvmlite's library handle, which has something for every name."""
+
+    __slots__ = ()
+
+    def __getattr__(self, name):
+        return object()
+
+
+def test_kernels_are_registered_among_objects_that_are_not_what_they_seem():
+    dispatcher = SimpleNamespace()
+    survive_lazy_modules(dispatcher)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's object warns of every look-up
+        assert "SUM" in dispatcher.vars(torch.distributed.reduce_op)
+    assert dispatcher.vars(Lazy()) == {}
+    assert dispatcher.vars(SimpleNamespace(kernel=7))["kernel"] == 7
+    assert "__slots__" in dispatcher.vars(Lazy)

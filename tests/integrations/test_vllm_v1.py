@@ -44,7 +44,11 @@ class Runner:
         self.drafter = SimpleNamespace(
             stats=SpeculationStats(),
             session=SimpleNamespace(
-                enabled=True, wants_features=False, set_enabled=lambda enabled: None, update_index=Mock()
+                enabled=True,
+                wants_features=False,
+                set_enabled=lambda enabled: None,
+                update_index=Mock(),
+                end_missing=lambda requests: None,
             ),
             bind=lambda runner, model_drafter: None,
         )
