@@ -92,8 +92,8 @@ def check_answer(round_: Round, ours: Answer, before: dict[str, Any]) -> list[st
     grown = {
         name: ours.stats[name] - before.get(name, 0) for name in ours.stats if not isinstance(ours.stats[name], list)
     }
-    if grown["emitted_tokens"] != grown["accepted_tokens"] + grown["request_steps"]:
-        wrong.append(f"accepted tokens and request-steps do not make the emitted tokens: {grown}")
+    if grown["emitted_tokens"] > grown["accepted_tokens"] + grown["request_steps"]:
+        wrong.append(f"more emitted than accepted tokens and one per request-step: {grown}")
     if grown["accepted_tokens"] > grown["draft_tokens"]:
         wrong.append(f"more accepted than drafted: {grown}")
     returned = sum(len(rollout.token_ids) for rollout in ours.rollouts.values())

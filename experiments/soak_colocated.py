@@ -100,13 +100,12 @@ class _ColocatedEngine:
     """The engine inside of the child process."""
 
     def __init__(self, plan: Plan) -> None:
-        if plan.environment.get("TRITON_INTERPRET") == "1":
-            from tests.interpreter import interpret_triton, schedule_as_on_gpus, show_vllm_a_backend
+        if plan.environment.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
+            from tests.interpreter import run_kernels, schedule_as_on_gpus, show_vllm_a_backend
 
-            interpret_triton()
-            if plan.environment.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
-                show_vllm_a_backend()
-                schedule_as_on_gpus()
+            run_kernels()
+            show_vllm_a_backend()
+            schedule_as_on_gpus()
         import torch
         from vllm import LLM
 

