@@ -21,10 +21,15 @@ PROMPTS = [
 ]
 
 
-def generate(model: str, dtype: str, group: int, max_tokens: int, rounds: int, **options: object) -> tuple[list, float]:
+def generate(
+    model: str, dtype: str, memory: float, group: int, max_tokens: int, rounds: int, **options: object
+) -> tuple[list, float]:
     """(rollouts, seconds) of the last round. Earlier rounds fill the history, as earlier epochs do in training."""
     eager = not torch.cuda.is_available()  # compiling the model takes minutes on a CPU
-    llm = LLM(model, dtype=dtype, max_model_len=max_tokens + 64, enforce_eager=eager, **engine_kwargs(**options))
+    llm = LLM(
+        model, dtype=dtype, max_model_len=max_tokens + 64, gpu_memory_utilization=memory, enforce_eager=eager,
+        **engine_kwargs(**options),
+    )  # fmt: skip
     prompts = [prompt for prompt in PROMPTS for _ in range(group)]
     for epoch in range(rounds):
         params = [SamplingParams(seed=epoch * len(prompts) + i, max_tokens=max_tokens) for i in range(len(prompts))]
@@ -41,11 +46,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="Qwen/Qwen2.5-1.5B-Instruct")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--gpu-memory-utilization", type=float, default=0.9, help="on a CPU this is the main memory")
     parser.add_argument("--group", type=int, default=8, help="rollouts per prompt")
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    common = (args.model, args.dtype, args.group, args.max_tokens, args.rounds)
+    common = (args.model, args.dtype, args.gpu_memory_utilization, args.group, args.max_tokens, args.rounds)
 
     expected, without = generate(*common, speculation=False)
     rollouts, with_drafts = generate(*common, num_speculative_tokens=8)
