@@ -36,7 +36,7 @@ test: $(READY)
 
 # `make test` emulates compiled kernels in one order, for Hopper. Here they are also watched for races, compiled for
 # Ampere, and run as Python by Triton's interpreter. See tests/ptx/README.md.
-KERNEL_TESTS := tests/verify tests/drafters/test_device.py tests/drafters/test_choice.py
+KERNEL_TESTS := tests/verify tests/drafters/device tests/drafters/model
 test-all: $(READY)
 	KERNELS=races $(PYTEST) $(KERNEL_TESTS) tests/ptx
 	KERNELS_CAPABILITY=80 $(PYTEST) $(KERNEL_TESTS) tests/ptx
@@ -65,7 +65,7 @@ test-oldest:
 # With the newest TRL that has PPO, in an environment of its own.
 test-ppo:
 	test -e .venv-ppo/.ready || tests/vllm_environment.sh 0.31.0 .venv-ppo 1.12.0
-	.venv-ppo/bin/python -m pytest tests/integrations/test_trl_ppo.py
+	.venv-ppo/bin/python -m pytest tests/integrations/trainers/test_trl_ppo.py
 
 # The lines of docs/frameworks.md, in the code of those RL frameworks whose wheels can be installed.
 FRAMEWORKS := .venv-frameworks

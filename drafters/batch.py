@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters.base import BatchDrafter, Drafter
-from rollout_spec.features import Features
+from rollout_spec.features.format import Features
 from rollout_spec.types import Drafts, Int32Array
 
 

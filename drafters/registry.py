@@ -31,8 +31,8 @@ class Entry(NamedTuple):
     `rollout_spec.drafters.base.Drafter`, on the host."""
 
 
-_HISTORY = "rollout_spec.drafters.mixture.HistoryDrafter"
-_DEVICE = "rollout_spec.drafters.device"
+_HISTORY = "rollout_spec.drafters.host.history.HistoryDrafter"
+_DEVICE = "rollout_spec.drafters.device.drafter"
 
 REGISTRY: dict[str, Entry] = {
     "mixture": Entry(_HISTORY, _HISTORY, {"index": "suffix", "shared": True}),
@@ -100,7 +100,7 @@ def check_keeps_history(name: str) -> None:
     """Check that a drafter's history can be kept in a folder.
 
     Raises:
-        ValueError: it has no history, or lacks the methods of `rollout_spec.integrations.engine_history.HistoryKeeper`.
+        ValueError: it has no history, or lacks the methods of `HistoryKeeper` (`integrations/vllm/engine_history.py`).
     """
     if name in REGISTRY:
         missing = ["history"] if REGISTRY[name].implied.get("own_only") else []
@@ -116,7 +116,7 @@ def build_drafter(name: str, /, **options: Any) -> Drafter:
 
     Args:
         name: One of `DRAFTERS`, or the dotted path of a class that implements `rollout_spec.drafters.base.Drafter`.
-        **options: Passed to the class; for the built-in ones see `rollout_spec.drafters.mixture.HistoryDrafter`.
+        **options: Passed to the class; for the built-in ones see `rollout_spec.drafters.host.history.HistoryDrafter`.
 
     Raises:
         ValueError: no such drafter on the host, the path does not import, or an option is unknown or out of range.

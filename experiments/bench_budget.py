@@ -35,7 +35,7 @@ import numpy as np
 
 from peers import StatelessDrafter
 from rollout_spec.demo.run import ENVIRONMENT
-from rollout_spec.stats import SpeculationStats
+from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import Drafts
 from rows import append, origin
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rollout_spec.drafters import build_drafter
-from rollout_spec.noise import derive_seed, gumbel
+from rollout_spec.noise.host import derive_seed, gumbel
 from rollout_spec.replay.simulate import ReplayResult, replay
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 from rows import append, origin

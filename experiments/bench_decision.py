@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rollout_spec.budget import Budget
+from rollout_spec.budget.decide import Budget
 from rows import append, origin, quantiles
 
 K = 8

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_spec.drafters import device_kernels
-from rollout_spec.drafters.device import DeviceDrafter, EndedRequest
-from rollout_spec.drafters.device_reference import ReferenceDrafter
-from rollout_spec.features import Features, pack
+from rollout_spec.drafters.device import kernels
+from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
+from rollout_spec.drafters.device.reference import ReferenceDrafter
+from rollout_spec.features.format import Features, pack
 from rows import append, origin, quantiles
 
 GROUP = 16
@@ -246,9 +246,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=60, help="up to 100: the texts end")
     parser.add_argument("--no-features", dest="features", action="store_false", help="from words alone")
     parser.add_argument("--trials", type=int, default=30, help="of the gate")
-    parser.add_argument(
-        "--tile", type=int, nargs="+", default=[device_kernels.TILE], help="tokens per tile of the scan"
-    )
+    parser.add_argument("--tile", type=int, nargs="+", default=[kernels.TILE], help="tokens per tile of the scan")
     parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args()
     if not torch.cuda.is_available():
@@ -260,7 +258,7 @@ def main() -> None:
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device)
     print("batch   resident  tile   graph us   cold us   launched us   drafted per request")
     for tile in args.tile:
-        device_kernels.TILE = tile
+        kernels.TILE = tile
         for resident in args.resident:
             for size in args.batch:
                 batch = Batch(device, size, resident, args.k, length=args.length, features=args.features)

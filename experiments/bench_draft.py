@@ -29,7 +29,7 @@ import numpy as np
 import peers
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.drafters.device_reference import ReferenceDrafter
+from rollout_spec.drafters.device.reference import ReferenceDrafter
 from rollout_spec.replay.simulate import REGIMES, Regime, ReplayResult, Request, replay, replay_steadily
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 from rows import append, origin

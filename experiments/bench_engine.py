@@ -80,7 +80,7 @@ def run_mode(args: argparse.Namespace, mode: str) -> list[dict[str, Any]]:
     import torch
     from vllm import LLM, SamplingParams
 
-    from rollout_spec.stats import SpeculationStats
+    from rollout_spec.report.stats import SpeculationStats
 
     llm = LLM(
         args.model,

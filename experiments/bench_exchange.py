@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.features import FEATURE_WORDS
+from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.history.folder import HistoryFolder
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.history.shards import Entry, Origin, decode, encode

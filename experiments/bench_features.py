@@ -30,9 +30,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from bench_coupled import ratio_with_interval, recorded_cases, tree_tokens_per_step
-from rollout_spec.drafters import build_drafter, vote
+from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.drafters.device_reference import ReferenceDrafter
+from rollout_spec.drafters.device.reference import ReferenceDrafter
+from rollout_spec.drafters.host import vote
 from rollout_spec.replay.simulate import replay
 from rollout_spec.replay.traces import Problem, read_traces
 from rows import append, origin

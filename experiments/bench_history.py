@@ -30,8 +30,8 @@ import torch
 
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.drafters.device import DeviceDrafter
-from rollout_spec.features import FEATURE_WORDS
+from rollout_spec.drafters.device.drafter import DeviceDrafter
+from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.history.folder import HistoryFolder
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout
 from rollout_spec.history.shards import Entry, Origin, write_shard

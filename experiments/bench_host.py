@@ -34,14 +34,14 @@ from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
 from peers import find_arctic
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
-from rollout_spec.drafters.threads import usable_threads
-from rollout_spec.features import no_features
-from rollout_spec.integrations import vllm_v1, vllm_v2
-from rollout_spec.integrations.session import DraftingSession
+from rollout_spec.drafters.host.threads import usable_threads
+from rollout_spec.features.format import no_features
+from rollout_spec.integrations.vllm import runner_v1, runner_v2
+from rollout_spec.integrations.vllm.session import DraftingSession
+from rollout_spec.jit.warm_up import warm_up
 from rollout_spec.replay.simulate import show
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
-from rollout_spec.warm_up import warm_up
 from rows import append, origin, quantiles
 
 STEP_SECONDS, TOKEN_SECONDS = 8e-3, 2e-6
@@ -279,8 +279,8 @@ class Ours:
     ) -> None:
         config = engine_config(k, len(runner.discard_request_mask.np), **options)
         runner.vllm_config = config  # type: ignore[attr-defined]
-        runner.drafter = vllm_v1.RolloutSpecProposer(config)  # type: ignore[attr-defined]
-        self.adapter = vllm_v1.RunnerAdapter(
+        runner.drafter = runner_v1.RolloutSpecProposer(config)  # type: ignore[attr-defined]
+        self.adapter = runner_v1.RunnerAdapter(
             runner, RolloutSpecConfig.from_dict(config.additional_config["rollout_spec"])
         )
         runner.rollout_spec = self.adapter  # type: ignore[attr-defined]
@@ -299,7 +299,7 @@ class Ours:
 
     def sample(self, verification: Verification) -> None:
         """The adapter's part of sampling, with the verifier's own work left out."""
-        vllm_v1.verify = lambda *args, **kwargs: verification.result
+        runner_v1.verify = lambda *args, **kwargs: verification.result
         self.adapter._compute_features = lambda *args: verification.features if self.session.wants_features else None
         self.adapter.sample(torch.zeros(1, 1), verification.metadata)
 
@@ -316,7 +316,7 @@ class OursV2:
         self, runner: Runner, k: int, history: list[tuple[Problem, Rollout]], *, index_late: bool, **options: Any
     ) -> None:
         config = engine_config(k, len(runner.discard_request_mask.np), **options)
-        self.speculator = vllm_v2.HistorySpeculator(config, torch.device("cpu"))
+        self.speculator = runner_v2.HistorySpeculator(config, torch.device("cpu"))
         self.runner, self.session = runner, self.speculator.session
         self.session._index_late = index_late
         clock = SimpleNamespace(started=0.0)
@@ -338,7 +338,7 @@ class OursV2:
         batch, starts = self.runner.input_batch, np.cumsum([0, *(n + 1 for n in verification.num_draft_tokens)])
         positions = torch.from_numpy(batch.num_tokens_no_spec - 1).long()
         self.adapter.compute_features = lambda *args: verification.features if self.session.wants_features else None
-        self.sampler.outcome = vllm_v2._Outcome(list(batch.req_ids), starts, positions, verification.result)
+        self.sampler.outcome = runner_v2._Outcome(list(batch.req_ids), starts, positions, verification.result)
 
     def propose(self, sampled: list[list[int]]) -> list[list[int]]:
         """As the runner calls it, with the drafts as the scheduler gets them."""

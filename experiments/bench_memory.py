@@ -33,7 +33,7 @@ def without_prefetch() -> None:
     folder = tempfile.TemporaryDirectory()  # what is compiled here must not be used elsewhere
     atexit.register(folder.cleanup)
     os.environ["NUMBA_CACHE_DIR"] = folder.name
-    from rollout_spec import jit
+    from rollout_spec.jit import compiler as jit
 
     @jit.njit(cache=False, allocates=False)
     def prefetch(array: Any, index: Any) -> None:

@@ -47,7 +47,7 @@ from rollout_spec.demo.policy import build_tokenizer
 from rollout_spec.demo.run import ENVIRONMENT
 from rollout_spec.demo.task import make_problem, prompt_text
 from rollout_spec.demo.warm_start import warm_start
-from rollout_spec.noise import derive_seed
+from rollout_spec.noise.host import derive_seed
 from rows import append, origin
 
 METHODS = ("draft_model", "eagle", "mtp")

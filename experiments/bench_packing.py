@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from rollout_spec.features_torch import pack_distributions, pack_signatures
+from rollout_spec.features.torch import pack_distributions, pack_signatures
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.api import verify
 from rows import append, origin, quantiles

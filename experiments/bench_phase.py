@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from engine_process import SHAPES, TimeBudget, add_arguments, log_file, run_again, write_model
 
-from rollout_spec.integrations.host_copy import to_device
+from rollout_spec.integrations.vllm.host_copy import to_device
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 from rows import append, origin
 

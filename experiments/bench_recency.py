@@ -31,7 +31,7 @@ from pyarrow import parquet
 from bench_coupled import ratio_with_interval
 from real_policy.analysis import generate_again, new_drafter
 from real_policy.report import training_steps
-from rollout_spec.drafters import vote
+from rollout_spec.drafters.host import vote
 from rollout_spec.replay.simulate import Request
 from rollout_spec.replay.traces import read_traces
 from rows import append, origin

@@ -33,7 +33,7 @@ import numpy as np
 
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.drafters.device_reference import ReferenceDrafter
+from rollout_spec.drafters.device.reference import ReferenceDrafter
 from rollout_spec.history.roots import Conversation, Roots
 from rollout_spec.replay.simulate import Cursor
 from rollout_spec.replay.traces import Problem, Rollout, read_traces

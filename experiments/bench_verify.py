@@ -38,10 +38,10 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from rollout_spec import noise
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.integrations import vllm_plugin
-from rollout_spec.stats import SpeculationStats
+from rollout_spec.integrations.vllm import plugin
+from rollout_spec.noise import host as noise
+from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import reference
 from rollout_spec.verify.api import verify
@@ -141,8 +141,8 @@ class Case:
         from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler as RejectionSamplerV2
         from vllm.v1.worker.gpu.states import RequestState
 
-        from rollout_spec.integrations.clock import StepClock
-        from rollout_spec.integrations.vllm_v2 import VerifyingSampler
+        from rollout_spec.integrations.vllm.clock import StepClock
+        from rollout_spec.integrations.vllm.runner_v2 import VerifyingSampler
 
         size, vocab = self.batch, self.logits.shape[1]
         states = RequestState(
@@ -366,7 +366,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--cells", type=int, help="only the first ones")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    vllm_plugin.register()
+    plugin.register()
     name, bandwidth = None, None
     if device.type == "cuda":
         name, bandwidth = torch.cuda.get_device_name(), copy_bandwidth(device)

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollout_spec import noise
-from rollout_spec.drafters.device_choice import DeviceChoice
+from rollout_spec.drafters.model.choice_device import DeviceChoice
+from rollout_spec.noise import host as noise
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
 from rows import append, origin

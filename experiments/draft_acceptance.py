@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from trained_drafters import draft_logits, run_target
 
-from rollout_spec.noise import derive_seed, gumbel
+from rollout_spec.noise.host import derive_seed, gumbel
 
 
 class Rollout(NamedTuple):

@@ -49,7 +49,7 @@ except PackageNotFoundError:
     folder = Path(sys.argv[1], "rollout_spec-0.1.0.dist-info")
     folder.mkdir(exist_ok=True)
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: rollout-spec\nVersion: 0.1.0\n")
-    entry = "[vllm.general_plugins]\nrollout_spec = rollout_spec.integrations.vllm_plugin:register\n"
+    entry = "[vllm.general_plugins]\nrollout_spec = rollout_spec.integrations.vllm.plugin:register\n"
     (folder / "entry_points.txt").write_text(entry)
 PYTHON
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from rollout_spec.demo.task import make_problem, prompt_text
-from rollout_spec.noise import derive_seed, gumbel
+from rollout_spec.noise.host import derive_seed, gumbel
 from rollout_spec.replay.traces import Problem, Rollout
 
 

@@ -26,7 +26,7 @@ import numpy as np
 
 from bench_coupled import recorded_cases
 from bench_features import make
-from rollout_spec.features import SIGNATURE_BITS, unpack
+from rollout_spec.features.format import SIGNATURE_BITS, unpack
 from rollout_spec.replay.simulate import show
 from rollout_spec.replay.traces import Problem, Rollout
 from rows import append, origin

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from rollout_spec.noise import gumbel
+from rollout_spec.noise.host import gumbel
 from soak_engines import Answer, Rollout
 from soak_workload import Request, Round, all_tokens
 

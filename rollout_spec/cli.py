@@ -9,10 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollout_spec import __version__, doctor, serve
+from rollout_spec import __version__, serve
 from rollout_spec.files import check_writable
 from rollout_spec.history import command as history
 from rollout_spec.replay import arguments
+from rollout_spec.report import doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ PLUGINS_VARIABLE = "VLLM_PLUGINS"
 ASYNC_METHOD = "ngram_gpu"
 """vLLM's speculative method that an engine with the device drafter asks for, because it has no model and leaves
 scheduling asynchronous. The plugin puts the device drafter in its place."""
-PROPOSER_PATH = "rollout_spec.integrations.vllm_v1.RolloutSpecProposer"
+PROPOSER_PATH = "rollout_spec.RolloutSpecProposer"
 """What vLLM's `speculative_config` names as its custom proposer."""
 MODEL_METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 """vLLM's speculative methods that draft with a model and can draft beside history."""
@@ -50,8 +50,8 @@ class RolloutSpecConfig:
             `rollout_spec.drafters.base.Drafter`. `"auto"`, which `from_dict` takes beside a model: `"device"` in vLLM's
             V2 runner, `"mixture"` in V1. `"none"`: no history, only the model drafter.
         drafter_options: Keyword arguments of the drafter; for the built-in ones see
-            `rollout_spec.drafters.mixture.HistoryDrafter`, for `"device"` those of
-            `rollout_spec.drafters.device.DeviceDrafter` from `recency` on.
+            `rollout_spec.drafters.host.history.HistoryDrafter`, for `"device"` those of
+            `rollout_spec.drafters.device.drafter.DeviceDrafter` from `recency` on.
         budget: Whether to learn what steps cost and to verify only what pays (see `rollout_spec.budget`). False: every
             drafted token is verified, as always with `drafter="device"`.
         num_speculative_tokens_per_batch_size: With `drafter="device"`, which drafts equally many tokens for every

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.budget import Budget
+from rollout_spec.budget.decide import Budget
+from rollout_spec.budget.estimates import flatten
 from rollout_spec.drafters.base import Drafter, problem_of_prompt
-from rollout_spec.estimates import flatten
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft, Float32Array, Int32Array, SamplingBatch
 from rollout_spec.verify import reference
 from rollout_spec.verify.reference import VerifyMethod

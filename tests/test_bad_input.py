@@ -22,20 +22,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rollout_spec
-from rollout_spec import RolloutSpecConfig, engine_kwargs, noise, noise_torch
+from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.config import ASYNC_METHOD
 from rollout_spec.demo.run import run_demo
 from rollout_spec.drafters import build_drafter, check_options
-from rollout_spec.drafters.device import DeviceDrafter
-from rollout_spec.drafters.device import check_options as check_device_options
-from rollout_spec.drafters.mixture import HistoryDrafter
-from rollout_spec.integrations import environment
-from rollout_spec.integrations.commands import COMMANDS, EngineParts, run_command
-from rollout_spec.integrations.engine_controller import EngineController
-from rollout_spec.integrations.request_options import RequestOptions, request_options
-from rollout_spec.integrations.weights import WeightWatch
+from rollout_spec.drafters.device.drafter import DeviceDrafter
+from rollout_spec.drafters.device.drafter import check_options as check_device_options
+from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.integrations.trainers.controller import EngineController
+from rollout_spec.integrations.vllm import environment
+from rollout_spec.integrations.vllm.commands import COMMANDS, EngineParts, run_command
+from rollout_spec.integrations.vllm.request_options import RequestOptions, request_options
+from rollout_spec.integrations.vllm.weights import WeightWatch
+from rollout_spec.noise import host as noise
+from rollout_spec.noise import torch as noise_torch
+from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.serve import server_command
-from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.api import verify
 
@@ -238,7 +240,10 @@ def test_a_misspelt_option_of_a_drafter_gets_a_suggestion(drafter):
     [
         ("mixtur", "unknown drafter 'mixtur': .*; did you mean 'mixture'"),
         ("no_such.Drafter", "drafter 'no_such.Drafter' cannot be imported"),
-        ("rollout_spec.stats.REPORT_FORMAT", "drafter 'rollout_spec.stats.REPORT_FORMAT' must be a class, got"),
+        (
+            "rollout_spec.report.stats.REPORT_FORMAT",
+            "drafter 'rollout_spec.report.stats.REPORT_FORMAT' must be a class, got",
+        ),
         (".x", "unknown drafter '.x'"),
         ("a..b", "unknown drafter 'a..b'"),
     ],

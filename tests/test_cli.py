@@ -15,7 +15,7 @@ from rollout_spec import __version__, cli
 from rollout_spec.files import check_writable
 from rollout_spec.replay.simulate import REGIMES
 from rollout_spec.replay.traces import FEATURE_COLUMNS, REQUIRED_COLUMNS
-from tests.test_doctor import a_report
+from tests.report.test_doctor import a_report
 
 WITHOUT_NUMBA = """
 import sys

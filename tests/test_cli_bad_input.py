@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rollout_spec import cli
 from rollout_spec.files import MAX_JSON_BYTES, write_whole
-from tests.test_doctor import a_report
+from tests.report.test_doctor import a_report
 
 arrow = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")

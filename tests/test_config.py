@@ -16,9 +16,9 @@ import pytest
 from rollout_spec import RolloutSpecConfig, checks, cli, engine_kwargs
 from rollout_spec.config import CONFIG_KEY
 from rollout_spec.imports import import_object
-from rollout_spec.integrations import vllm_plugin
-from rollout_spec.integrations.vllm_log import describe_engine
-from rollout_spec.stats import SpeculationStats
+from rollout_spec.integrations.vllm import plugin
+from rollout_spec.integrations.vllm.log import describe_engine
+from rollout_spec.report.stats import SpeculationStats
 
 NOISE_ONLY = engine_kwargs(speculation=False)["additional_config"]
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
@@ -120,8 +120,8 @@ def test_imports_without_optional_packages():
         "import rollout_spec, rollout_spec.loop, rollout_spec.cli\n"
         "from rollout_spec.drafters import build_drafter\n"
         "build_drafter('mixture')\n"
-        "from rollout_spec.integrations import vllm_plugin\n"
-        "vllm_plugin.register(); vllm_plugin.register()\n"
+        "from rollout_spec.integrations.vllm import plugin\n"
+        "plugin.register(); plugin.register()\n"
         "try:\n    rollout_spec.RolloutSpecGenerator\n"
         "except ImportError:\n    print('ok')\n"
     )
@@ -136,8 +136,8 @@ def test_no_second_identity():
 
 
 def test_import_object():
-    assert import_object("rollout_spec.stats.SpeculationStats", "thing") is SpeculationStats
-    for path in ("no_such_module.Name", "rollout_spec.stats.Nothing"):
+    assert import_object("rollout_spec.report.stats.SpeculationStats", "thing") is SpeculationStats
+    for path in ("no_such_module.Name", "rollout_spec.report.stats.Nothing"):
         with pytest.raises(ValueError, match="thing .* cannot be imported"):
             import_object(path, "thing")
 
@@ -183,7 +183,7 @@ def test_drafters_on_the_host_give_each_request_its_own_k():
 
 
 def test_versions():
-    from rollout_spec.integrations.vllm_compat import check_version
+    from rollout_spec.integrations.vllm.compat import check_version
 
     check_version((0, 31, 0), "0.31.0")
     check_version((0, 0, "dev"), "dev")
@@ -206,39 +206,39 @@ class Changed:
 
 @pytest.mark.parametrize("lacks", ["sample_tokens", "GPUModelRunner"])
 def test_a_vllm_that_has_changed_fails_only_engines_that_ask_for_us(monkeypatch, lacks):
-    monkeypatch.setattr(vllm_plugin, "_lacking", [])
-    hook = functools.partial(vllm_plugin._hook_runner, adapters="rollout_spec.integrations.vllm_v1")
+    monkeypatch.setattr(plugin, "_lacking", [])
+    hook = functools.partial(plugin._hook_runner, adapters="rollout_spec.integrations.vllm.runner_v1")
     if lacks == "GPUModelRunner":
         module = SimpleNamespace(__name__="vllm.runners")
     else:
         runner = type("GPUModelRunner", (Changed.GPUModelRunner,), {})
         module = SimpleNamespace(__name__="vllm.runners", GPUModelRunner=runner)
-    vllm_plugin._install(hook, module)
+    plugin._install(hook, module)
     plain, asking = (SimpleNamespace(additional_config=more, speculative_config=None) for more in ({}, NOISE_ONLY))
-    assert vllm_plugin.config_of(plain) is None
+    assert plugin.config_of(plain) is None
     message = rf"cannot work with this version of vLLM: in vllm.runners, .*{lacks}.*\. Install vLLM 0\.\d+ to 0\.\d+,"
     with pytest.raises(RuntimeError, match=message):
-        vllm_plugin.config_of(asking)
+        plugin.config_of(asking)
     if lacks == "sample_tokens":
         assert runner(plain).execute_model() == "executed"
         with pytest.raises(RuntimeError, match=message):
             runner(asking)
     monkeypatch.setenv("ROLLOUT_SPEC", "{}")
     with pytest.raises(RuntimeError, match="unset ROLLOUT_SPEC"):
-        vllm_plugin._install(hook, SimpleNamespace(__name__="vllm.runners"))
+        plugin._install(hook, SimpleNamespace(__name__="vllm.runners"))
 
 
 @pytest.mark.parametrize("error", [AttributeError, ImportError, TypeError])
 def test_a_hook_may_fail_in_any_way_that_a_changed_vllm_has(monkeypatch, error):
-    monkeypatch.setattr(vllm_plugin, "_lacking", [])
+    monkeypatch.setattr(plugin, "_lacking", [])
 
     def hook(module):
         raise error("it is gone")
 
-    vllm_plugin._install(hook, SimpleNamespace(__name__="vllm.runners"))
+    plugin._install(hook, SimpleNamespace(__name__="vllm.runners"))
     asking = SimpleNamespace(additional_config=NOISE_ONLY, speculative_config=None)
     with pytest.raises(RuntimeError, match=r"in vllm\.runners, it is gone\. Install"):
-        vllm_plugin.config_of(asking)
+        plugin.config_of(asking)
 
 
 def a_server_engine(**methods):
@@ -259,11 +259,11 @@ def a_server_engine(**methods):
 
 def with_hooks(monkeypatch, engine):
     """The engine's class after vLLM's import."""
-    monkeypatch.setattr(vllm_plugin, "_left_out", [])
-    monkeypatch.setattr(vllm_plugin, "_registered", False)
+    monkeypatch.setattr(plugin, "_left_out", [])
+    monkeypatch.setattr(plugin, "_registered", False)
     hooks = []
-    monkeypatch.setattr(vllm_plugin.wrapt, "register_post_import_hook", lambda hook, name: hooks.append((hook, name)))
-    vllm_plugin.register()
+    monkeypatch.setattr(plugin.wrapt, "register_post_import_hook", lambda hook, name: hooks.append((hook, name)))
+    plugin.register()
     for hook, name in hooks:
         if name == "vllm.v1.engine.async_llm":
             hook(SimpleNamespace(__name__=name, AsyncLLM=engine))
@@ -281,7 +281,7 @@ async def newer_rpc(self, method, timeout=None, args=(), kwargs=None, deadline=N
 
 def test_servers_lose_metrics_and_checks_of_commands_where_vllm_has_changed(monkeypatch):
     said = []
-    monkeypatch.setattr(vllm_plugin, "say", said.append)
+    monkeypatch.setattr(plugin, "say", said.append)
     with_hooks(monkeypatch, a_server_engine())()
     assert len(said) == 2
     assert "do_log_stats" in said[1]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_spec.features import (
+from rollout_spec.features.format import (
     FEATURE_WORDS,
     LOGPROB_STEP,
     MAX_CODE,
@@ -19,7 +19,7 @@ from rollout_spec.features import (
     take,
     unpack,
 )
-from rollout_spec.features_torch import CHUNK, pack_distributions, pack_signatures
+from rollout_spec.features.torch import CHUNK, pack_distributions, pack_signatures
 from rollout_spec.types import SamplingBatch
 
 MATRIX = (1.1176220178604126, -1.3871248960494995, -0.6902609467506409, 2.365145683288574)

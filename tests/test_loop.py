@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_spec import noise
-from rollout_spec.budget import Budget
+from rollout_spec.budget.decide import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.loop import RequestState, decode_step, generate
+from rollout_spec.noise import host as noise
 from rollout_spec.verify import reference
 from tests.adversaries import Adversary
 from tests.distributions import matches_distribution

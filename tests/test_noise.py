@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from rollout_spec import noise, noise_torch
+from rollout_spec.noise import host as noise
+from rollout_spec.noise import torch as noise_torch
 from tests.distributions import matches_distribution
 
 N = 200_000

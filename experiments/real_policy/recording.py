@@ -27,8 +27,8 @@ import numpy as np
 import torch
 
 from rollout_spec.demo.warm_start import pad
-from rollout_spec.features import SIGNATURE_WORDS
-from rollout_spec.features_torch import pack_signatures
+from rollout_spec.features.format import SIGNATURE_WORDS
+from rollout_spec.features.torch import pack_signatures
 
 TOP_TOKENS = 4
 SIGNATURE_BYTES = 8 * SIGNATURE_WORDS

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as arrow
 import pyarrow.parquet as parquet
 
-from rollout_spec.features import LOGPROB_STEP, TOP_TOKENS, unpack
+from rollout_spec.features.format import LOGPROB_STEP, TOP_TOKENS, unpack
 from rollout_spec.history.recordings import exported_line
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.history.shards import Entry, Origin, ShardError, ShardInfo, read_shard, write_shard

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from rollout_spec.features import Features
+from rollout_spec.features.format import Features
 from rollout_spec.types import Int32Array
 
 CONTEXT_TOKENS = 32

@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.history.rollout import Root
-from rollout_spec.jit import inlined, njit
-from rollout_spec.noise import derive_seed
+from rollout_spec.jit.compiler import inlined, njit
+from rollout_spec.noise.host import derive_seed
 from rollout_spec.types import Int32Array
 
 SLACK = 4

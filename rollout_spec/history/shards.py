@@ -20,7 +20,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from rollout_spec.checks import first_line
-from rollout_spec.features import FEATURE_WORDS
+from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
 from rollout_spec.history.storage import SUFFIX, Storage
 

@@ -18,7 +18,7 @@ from rollout_spec.config import MAX_SPECULATIVE_TOKENS
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.files import check_writable, write_whole
-from rollout_spec.noise import derive_seed
+from rollout_spec.noise.host import derive_seed
 from rollout_spec.replay.cost import EngineCost, read_cost
 from rollout_spec.replay.engine import compare
 from rollout_spec.replay.simulate import REGIMES, Regime, Request, replay

@@ -14,10 +14,10 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.budget import Budget, allocate
+from rollout_spec.budget.decide import Budget, allocate
+from rollout_spec.budget.estimates import Floats, Ints, flatten
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.estimates import Floats, Ints, flatten
 from rollout_spec.replay.cost import EngineCost
 from rollout_spec.replay.simulate import Cursor, Request, show
 from rollout_spec.types import Draft

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.noise import gumbel
+from rollout_spec.noise.host import gumbel
 from rollout_spec.replay.traces import Problem, Rollout
 from rollout_spec.types import Int32Array
 

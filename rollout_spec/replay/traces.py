@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.checks import first_line
-from rollout_spec.features import SIGNATURE_WORDS, TOP_TOKENS, Features, pack, take
+from rollout_spec.features.format import SIGNATURE_WORDS, TOP_TOKENS, Features, pack, take
 from rollout_spec.imports import install
 from rollout_spec.types import Int32Array
 

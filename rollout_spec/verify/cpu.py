@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rollout_spec.jit import inlined, njit
-from rollout_spec.noise import DOMAIN_TARGET, finish_hashes_nb, gumbel_from_hash_nb, row_state_nb, token_keys
+from rollout_spec.jit.compiler import inlined, njit
+from rollout_spec.noise.host import DOMAIN_TARGET, finish_hashes_nb, gumbel_from_hash_nb, row_state_nb, token_keys
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
 from rollout_spec.verify.reference import GREEDY_TEMPERATURE, LogprobsMode
 from rollout_spec.verify.vectorised import index_rows, process

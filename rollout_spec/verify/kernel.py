@@ -32,8 +32,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_spec import noise
-from rollout_spec.noise_triton import finish_hash, gumbel, row_state, token_key, unfinished_hash, uniform
+from rollout_spec.noise import host as noise
+from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash, uniform
 from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify import reference
 from rollout_spec.verify.reference import LogprobsMode, VerifyMethod

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec import noise
+from rollout_spec.noise import host as noise
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, Int32Array, SamplingBatch, VerifyResult
 
 GREEDY_TEMPERATURE = 1e-5

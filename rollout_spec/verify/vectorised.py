@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollout_spec import noise
-from rollout_spec.noise_torch import negative_gumbel, uniform32
+from rollout_spec.noise import host as noise
+from rollout_spec.noise.torch import negative_gumbel, uniform32
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
 from rollout_spec.verify.reference import GREEDY_TEMPERATURE, MASS_TOLERANCE, LogprobsMode, VerifyMethod
 

@@ -9,13 +9,22 @@ import numba
 import numpy as np
 from hypothesis import settings
 
-from rollout_spec.drafters import ngram, suffix
 from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.drafters.mixture import HistoryDrafter
-from rollout_spec.drafters.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER
-from rollout_spec.drafters.store import DOCUMENT, LENGTH, PAGE_BITS, PAGE_MASK, PAGE_TOKENS, START, Store, TextStore
-from rollout_spec.drafters.vote import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
-from rollout_spec.features import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
+from rollout_spec.drafters.host import ngram, suffix
+from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.drafters.host.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER
+from rollout_spec.drafters.host.store import (
+    DOCUMENT,
+    LENGTH,
+    PAGE_BITS,
+    PAGE_MASK,
+    PAGE_TOKENS,
+    START,
+    Store,
+    TextStore,
+)
+from rollout_spec.drafters.host.vote import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
+from rollout_spec.features.format import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.types import Draft
 from tests import naive

@@ -11,10 +11,11 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from rollout_spec.drafters import build_drafter, propose, suffix, threads
+from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.batch import as_batch_drafter
-from rollout_spec.drafters.mixture import HistoryDrafter
-from rollout_spec.features import FEATURE_WORDS
+from rollout_spec.drafters.host import propose, suffix, threads
+from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.types import Draft
 
 K = 4

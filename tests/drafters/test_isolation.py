@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_spec.drafters import ngram
-from rollout_spec.drafters.device_reference import ReferenceDrafter
-from rollout_spec.drafters.mixture import HistoryDrafter
-from rollout_spec.drafters.store import FIRST
+from rollout_spec.drafters.device.reference import ReferenceDrafter
+from rollout_spec.drafters.host import ngram
+from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.drafters.host.store import FIRST
 from rollout_spec.history.rollout import Rollout
 from tests.drafters.recorder import examples, random_features
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from rollout_spec.drafters import DRAFTERS, build_drafter, check_options, find_drafter, runs_on_device
-from rollout_spec.drafters.mixture import HistoryDrafter
+from rollout_spec.drafters.host.history import HistoryDrafter
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the device drafter needs Triton")
 
@@ -33,7 +33,7 @@ def test_options_override_what_the_name_implies():
 
 
 def test_drafters_by_path():
-    drafter = build_drafter("rollout_spec.drafters.mixture.HistoryDrafter", index="ngram")
+    drafter = build_drafter("rollout_spec.drafters.host.history.HistoryDrafter", index="ngram")
     assert isinstance(drafter, HistoryDrafter)
 
 
@@ -42,7 +42,7 @@ def test_drafters_by_path():
     [
         ("treee", {}, r"unknown drafter 'treee': use one of \["),
         ("no.such.Drafter", {}, "cannot be imported"),
-        ("rollout_spec.drafters.mixture.Nothing", {}, "cannot be imported"),
+        ("rollout_spec.drafters.host.history.Nothing", {}, "cannot be imported"),
         ("suffix", {"depth": 3}, "'suffix' does not take these options"),
         ("mixture", {"max_draft_tokens": 0}, "max_draft_tokens"),
         ("device", {}, "'device' runs on the device, where the engine makes it"),
@@ -60,7 +60,7 @@ def test_a_drafter_of_ones_own_that_is_not_on_the_path(tmp_path, monkeypatch):
             build_drafter(name)
     (tmp_path / "needs_another.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("needs_another.Drafter", "rollout_spec.drafters.mixture.Nothing"):
+    for name in ("needs_another.Drafter", "rollout_spec.drafters.host.history.Nothing"):
         with pytest.raises(ValueError) as raised:
             build_drafter(name)
         assert "PYTHONPATH" not in str(raised.value)
@@ -68,11 +68,11 @@ def test_a_drafter_of_ones_own_that_is_not_on_the_path(tmp_path, monkeypatch):
 
 @needs_triton
 def test_the_device_drafter_has_a_name_too():
-    from rollout_spec.drafters.device import DeviceDrafter
+    from rollout_spec.drafters.device.drafter import DeviceDrafter
 
     assert find_drafter("device") == (DeviceDrafter, {})
     assert runs_on_device("device")
-    assert not any(map(runs_on_device, [*DRAFTERS, "rollout_spec.drafters.device.DeviceDrafter", "devise"]))
+    assert not any(map(runs_on_device, [*DRAFTERS, "rollout_spec.drafters.device.drafter.DeviceDrafter", "devise"]))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_device_drafter_has_a_name_too():
     [
         ("mixture", {"recency": 0.5, "shared": False}),
         pytest.param("device", {"recency": 0.5, "max_problem_tokens": 9}, marks=needs_triton),
-        ("rollout_spec.drafters.mixture.HistoryDrafter", {"index": "ngram"}),
+        ("rollout_spec.drafters.host.history.HistoryDrafter", {"index": "ngram"}),
     ],
 )
 def test_options_that_can_be_taken(name, options):
@@ -98,7 +98,7 @@ def test_options_that_can_be_taken(name, options):
         pytest.param(
             "device", {"max_requests": 8}, "'device' does not take these options.*max_requests", marks=needs_triton
         ),
-        ("rollout_spec.drafters.mixture.HistoryDrafter", {"depth": 3}, "does not take these options.*depth"),
+        ("rollout_spec.drafters.host.history.HistoryDrafter", {"depth": 3}, "does not take these options.*depth"),
     ],
 )
 def test_options_that_cannot(name, options, message):
@@ -108,7 +108,7 @@ def test_options_that_cannot(name, options, message):
 
 @needs_triton
 def test_every_option_of_the_device_drafter_is_checked():
-    from rollout_spec.drafters import device
+    from rollout_spec.drafters.device import drafter as device
 
     of_the_engine = {"max_requests", "max_model_len", "device", "max_draft_tokens", "use_noise"}
     options = inspect.signature(device.DeviceDrafter).parameters.keys() - of_the_engine

@@ -9,12 +9,12 @@ pytest.importorskip("triton")
 
 import bench_device
 
-from rollout_spec.drafters import device_kernels
+from rollout_spec.drafters.device import kernels
 
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    monkeypatch.setattr(device_kernels, "TARGET_PROGRAMS", 1)
+    monkeypatch.setattr(kernels, "TARGET_PROGRAMS", 1)
     monkeypatch.setattr(bench_device, "GROUP", 4)
     monkeypatch.setattr(bench_device, "PROMPT", 4)
     monkeypatch.setattr(bench_device, "STEPS", 10)

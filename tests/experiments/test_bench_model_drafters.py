@@ -18,9 +18,9 @@ import trained_drafters
 from draft_acceptance import Recorded, Rollout
 from safetensors.torch import load_file
 
-from rollout_spec import noise
 from rollout_spec.demo.policy import build_model, build_tokenizer
 from rollout_spec.demo.warm_start import trace_batches
+from rollout_spec.noise import host as noise
 
 VOCABULARY = 6
 

@@ -24,8 +24,8 @@ from real_policy import analysis, recording, tasks, warm_up
 from real_policy.grpo import STREAM, last_checkpoint
 from real_policy.report import describe, sampled_cases, training_steps
 from rollout_spec.drafters import build_drafter
-from rollout_spec.features import signature_matrix
-from rollout_spec.noise import gumbel
+from rollout_spec.features.format import signature_matrix
+from rollout_spec.noise.host import gumbel
 from rollout_spec.replay.simulate import replay
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 

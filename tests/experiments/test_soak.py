@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from rollout_spec.noise import gumbel
+from rollout_spec.noise.host import gumbel
 from soak_checks import check_answer, compare_round, slope
 from soak_engines import Answer, Rollout
 from soak_workload import VOCAB_SIZE, Kind, Request, Round, Workload

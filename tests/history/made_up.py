@@ -7,7 +7,7 @@ import contextlib
 import numpy as np
 from hypothesis import strategies as st
 
-from rollout_spec.features import FEATURE_WORDS
+from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.history.contents import Contents, each_once
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_spec.features import FEATURE_WORDS
+from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.history import folder as folder_module
 from rollout_spec.history import tidying
 from rollout_spec.history.folder import LEARNED, HistoryFolder

@@ -12,7 +12,7 @@ import pytest
 
 from rollout_spec.cli import main
 from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.features import MAX_CODE, no_features, pack, unpack
+from rollout_spec.features.format import MAX_CODE, no_features, pack, unpack
 from rollout_spec.history import command, recordings
 from rollout_spec.history.contents import Contents
 from rollout_spec.history.rollout import Rollout, Root

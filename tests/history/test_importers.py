@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.features import FEATURE_WORDS, no_features
+from rollout_spec.features.format import FEATURE_WORDS, no_features
 from rollout_spec.history import importers, recordings
 from rollout_spec.history.importers import Converter, import_recordings
 from rollout_spec.history.recordings import Bad, Recording, exported_line

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_spec.features import no_features
+from rollout_spec.features.format import no_features
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.history.shards import (
     FORMAT,

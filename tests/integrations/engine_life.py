@@ -23,8 +23,8 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from rollout_spec import noise
 from rollout_spec.history.roots import Roots
+from rollout_spec.noise import host as noise
 from tests.conftest import VOCAB_SIZE
 from tests.integrations.engines import FIRST_PROMPTS, GAP, generate, runner_of, stats_of
 

@@ -12,9 +12,10 @@ import torch
 import vllm
 from vllm import LLM, SamplingParams
 
-from rollout_spec import engine_kwargs, noise
-from rollout_spec.features import SIGNATURE_BITS, TOP_TOKENS, decoded_probabilities, unpack
-from rollout_spec.features_torch import pack_signatures
+from rollout_spec import engine_kwargs
+from rollout_spec.features.format import SIGNATURE_BITS, TOP_TOKENS, decoded_probabilities, unpack
+from rollout_spec.features.torch import pack_signatures
+from rollout_spec.noise import host as noise
 from tests.conftest import VOCAB_SIZE
 from tests.drafters.recorder import positions_of
 

@@ -34,7 +34,7 @@ def verify_step() -> None:
 
 def draft_step() -> None:
     """32 requests of two problems, each with 4 earlier rollouts of 2,000 tokens, K = 8."""
-    from rollout_spec.drafters.device import DeviceDrafter, EndedRequest
+    from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 
     size, length = 40, 2000
     drafter = DeviceDrafter(max_requests=size, max_model_len=4096, device=torch.device("cpu"), max_draft_tokens=8)

@@ -1,6 +1,6 @@
 """A table of what tests launch, kernel by kernel, where the plugin is named.
 
-    python -m pytest -p tests.ptx.report tests/verify tests/drafters/test_device.py tests/drafters/test_choice.py
+    python -m pytest -p tests.ptx.report tests/verify tests/drafters/device tests/drafters/model
 
 With KERNELS=interpret it has seconds only. It counts one process: leave out `-n`.
 """

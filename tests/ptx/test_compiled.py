@@ -8,11 +8,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from rollout_spec.drafters.device import EndedRequest
-from rollout_spec.drafters.device_choice import DeviceChoice
+from rollout_spec.drafters.device.drafter import EndedRequest
+from rollout_spec.drafters.model.choice_device import DeviceChoice
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel
-from tests.drafters.test_device import Engine, K
+from tests.drafters.device.test_device import Engine, K
 from tests.interpreter import run_as_python
 from tests.ptx import machine
 from tests.ptx.machine import Counts, Fault, changed_settings

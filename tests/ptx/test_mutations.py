@@ -8,12 +8,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from rollout_spec.drafters import device_kernels
-from rollout_spec.drafters.device_choice import DeviceChoice
+from rollout_spec.drafters.device import kernels
+from rollout_spec.drafters.model.choice_device import DeviceChoice
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference, truncate
+from tests.drafters.device.test_device import Engine, K
 from tests.drafters.recorder import random_features
-from tests.drafters.test_device import Engine, K
 from tests.interpreter import run_as_python
 from tests.ptx import driver
 from tests.ptx.machine import Fault, changed_settings
@@ -74,7 +74,7 @@ def drafting(**options):
     def draft():
         for tensor in drafter._last_drafts:
             tensor.fill_(-77)
-        keys = device_kernels.scan(slots, torch.ones_like(slots), *drafter._texts)
+        keys = kernels.scan(slots, torch.ones_like(slots), *drafter._texts)
         drafted = drafter._draft(slots, keys, engine.seeds, engine.temperature, drafter._last_drafts)
         return [tensor.tolist() for tensor in (keys, *drafted, *drafter._last_drafts)]
 
@@ -91,8 +91,8 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(kernel, "BLOCK", 64)
     monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 8)
     monkeypatch.setattr(truncate, "BLOCK", 256)
-    monkeypatch.setattr(device_kernels, "TILE", 16)
-    monkeypatch.setattr(device_kernels, "TARGET_PROGRAMS", 16)
+    monkeypatch.setattr(kernels, "TILE", 16)
+    monkeypatch.setattr(kernels, "TARGET_PROGRAMS", 16)
 
 
 OF_VERIFIER = {"_accept_kernel", "_residual_kernel", "_cutoff_kernel"}

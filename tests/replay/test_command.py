@@ -12,7 +12,7 @@ from scipy import stats
 
 from rollout_spec.cli import main
 from rollout_spec.drafters import build_drafter
-from rollout_spec.noise import derive_seed, gumbel
+from rollout_spec.noise.host import derive_seed, gumbel
 from rollout_spec.replay.simulate import REGIMES, Request, replay, replay_steadily
 from rollout_spec.replay.synthetic import SyntheticPolicy
 from rollout_spec.replay.traces import Problem, Rollout, num_tokens, read_traces

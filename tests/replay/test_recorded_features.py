@@ -7,7 +7,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from rollout_spec.features import TOP_TOKENS, unpack
+from rollout_spec.features.format import TOP_TOKENS, unpack
 from rollout_spec.replay.simulate import replay
 from rollout_spec.replay.traces import read_traces
 from tests.adversaries import Adversary

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from rollout_spec.integrations.vllm_compat import lacks_v2_interfaces
+from rollout_spec.integrations.vllm.compat import lacks_v2_interfaces
 from tests.interpreter import schedule_as_on_gpus, show_vllm_a_backend
 
 if os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1":
@@ -39,12 +39,12 @@ def stock(tiny_model):
 @pytest.fixture(scope="module", autouse=True)
 def few_programs():
     """Each costs the interpreter the same, however much it does."""
-    from rollout_spec.drafters import device_kernels
+    from rollout_spec.drafters.device import kernels
     from rollout_spec.verify import kernel
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernel, "ROWS", 16)
         patch.setattr(kernel, "BLOCK", 32)
-        patch.setattr(device_kernels, "TILE", 128)
-        patch.setattr(device_kernels, "TARGET_PROGRAMS", 1)
+        patch.setattr(kernels, "TILE", 128)
+        patch.setattr(kernels, "TARGET_PROGRAMS", 1)
         yield

@@ -7,7 +7,7 @@ import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm_device import DeviceSpeculator
+from rollout_spec.integrations.vllm.device import DeviceSpeculator
 from tests.integrations.engines import (
     PLAIN,
     assert_same,

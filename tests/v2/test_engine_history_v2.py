@@ -17,7 +17,7 @@ from tests.integrations.engines import (
     stats_of,
     verify_all,
 )
-from tests.integrations.test_engine_history import rollouts_in
+from tests.integrations.vllm.test_engine_history import rollouts_in
 
 pytestmark = pytest.mark.engine
 

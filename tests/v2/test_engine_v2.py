@@ -9,7 +9,7 @@ from triton.runtime.errors import InterpreterError
 from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations import vllm_v2
+from rollout_spec.integrations.vllm import runner_v2
 from tests.integrations.engines import (
     PLAIN,
     assert_same,
@@ -52,9 +52,9 @@ def test_it_is_the_v2_runner(stock, on, off):
     for llm in (stock, on, off):
         assert type(runner_of(llm)).__module__ == "vllm.v1.worker.cpu.model_runner"
     assert runner_of(stock).rollout_spec is None or vllm.__version_tuple__[:2] < (0, 31)
-    assert isinstance(runner_of(on).speculator, vllm_v2.HistorySpeculator)
+    assert isinstance(runner_of(on).speculator, runner_v2.HistorySpeculator)
     assert runner_of(off).speculator is None
-    assert isinstance(runner_of(off).sampler, vllm_v2.VerifyingSampler)
+    assert isinstance(runner_of(off).sampler, runner_v2.VerifyingSampler)
 
 
 def test_indexing_while_the_device_computes_changes_no_rollout(on, off, reference_model, monkeypatch):

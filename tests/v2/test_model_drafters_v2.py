@@ -8,8 +8,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm_device import DeviceSpeculator
-from rollout_spec.integrations.vllm_model_v2 import ModelSpeculation
+from rollout_spec.integrations.vllm.device import DeviceSpeculator
+from rollout_spec.integrations.vllm.model_v2 import ModelSpeculation
 from tests.integrations.draft_models import METHODS as ALL_METHODS
 from tests.integrations.draft_models import model_drafters
 from tests.integrations.engines import (

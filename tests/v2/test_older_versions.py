@@ -6,7 +6,7 @@ import pytest
 import vllm
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm_compat import lacks_v2_interfaces
+from rollout_spec.integrations.vllm.compat import lacks_v2_interfaces
 from tests.integrations.engines import build, runner_of
 
 pytestmark = pytest.mark.engine
@@ -18,7 +18,7 @@ def test_v2_is_refused_where_it_does_not_fit_and_v1_is_chosen(tiny_model, monkey
     if not lacks_v2_interfaces(vllm.__version_tuple__):
         for options in BOTH:
             sampler = runner_of(build(tiny_model, **options)).sampler
-            assert type(sampler).__module__ == "rollout_spec.integrations.vllm_v2"
+            assert type(sampler).__module__ == "rollout_spec.integrations.vllm.runner_v2"
         return
     for options in BOTH:  # before any engine is built: from then on vLLM remembers its environment
         with pytest.raises(ValueError, match="rollout_spec before vLLM 0.26"):
@@ -26,4 +26,4 @@ def test_v2_is_refused_where_it_does_not_fit_and_v1_is_chosen(tiny_model, monkey
     monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
     for options in BOTH:
         adapter = runner_of(build(tiny_model, **options)).rollout_spec
-        assert type(adapter).__module__ == "rollout_spec.integrations.vllm_v1"
+        assert type(adapter).__module__ == "rollout_spec.integrations.vllm.runner_v1"

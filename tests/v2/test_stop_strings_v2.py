@@ -7,7 +7,7 @@ from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs
 from tests.integrations.engines import build, generate, mixed_params, runner_of, stats_of, verify_all
-from tests.integrations.test_stop_strings import stopping_params, summary
+from tests.integrations.vllm.test_stop_strings import stopping_params, summary
 
 pytestmark = pytest.mark.engine
 

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from tests.integrations.engines import build, verify_all
-from tests.integrations.test_engine_history import rollouts_in
-from tests.integrations.test_tenants import PROMPT, SALTS, ask, found
+from tests.integrations.vllm.test_engine_history import rollouts_in
+from tests.integrations.vllm.test_tenants import PROMPT, SALTS, ask, found
 from tests.v2.test_engine_history_v2 import DEVICE, speculation_of
 
 pytestmark = pytest.mark.engine

@@ -14,8 +14,9 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 
 from rollout_spec import engine_kwargs
-from rollout_spec.drafters import device_choice, device_kernels
-from rollout_spec.integrations.vllm_plugin import _hook_device_worker
+from rollout_spec.drafters.device import kernels
+from rollout_spec.drafters.model import choice_device
+from rollout_spec.integrations.vllm.plugin import _hook_device_worker
 from rollout_spec.verify import kernel, truncate
 from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import build, generate, mixed_params, prompts_of, runner_of, stats_of, verify_all
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.engine
 K = 4
 KERNELS = {
     value.__name__
-    for module in (kernel, truncate, device_kernels, device_choice)
+    for module in (kernel, truncate, kernels, choice_device)
     for value in vars(module).values()
     if isinstance(value, Kernel)
 }

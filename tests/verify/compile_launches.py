@@ -83,7 +83,7 @@ def main() -> None:
     ids, index = torch.zeros(8, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     kernel.gather_layout(ids, ids.long(), index, index, index, index, index, torch.ones(4), index.long())
 
-    from rollout_spec.drafters.device import DeviceDrafter
+    from rollout_spec.drafters.device.drafter import DeviceDrafter
 
     size = 512
     words_alone = {"signatures": False, "distributions": False}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_spec import noise
+from rollout_spec.noise import host as noise
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import cpu
 from rollout_spec.verify.cpu import BLOCK

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollout_spec import noise
+from rollout_spec.noise import host as noise
 from rollout_spec.verify import kernel
 from rollout_spec.verify.draw import draw, finish
 

@@ -19,8 +19,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
-from rollout_spec import noise, noise_triton
-from rollout_spec.noise_triton import finish_hash, gumbel, row_state, token_key, unfinished_hash
+from rollout_spec.noise import host as noise
+from rollout_spec.noise import triton as noise_triton
+from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference, truncate
 from tests.interpreter import run_as_python

@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("triton")
 
 from rollout_spec import RolloutSpecConfig
+from rollout_spec.jit.warm_up import warm_up_kernels
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, truncate
-from rollout_spec.warm_up import warm_up_kernels
 from tests.launches import recorded_variants
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded in the interpreter")

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_spec import noise
+from rollout_spec.noise import host as noise
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch
 from rollout_spec.verify import reference, vectorised
 from rollout_spec.verify.api import verify

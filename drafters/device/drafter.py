@@ -1,0 +1,801 @@
+"""The drafter whose history lives on the device, so that the engine need not wait for sampled tokens.
+
+Texts are scanned, not indexed. A problem has some ten thousand tokens (16 rollouts of 2,000 are 128 KB), and a step
+reads each request's problem once: 512 requests over 32 problems of 32,000 tokens read 64 MB, nearly all from the cache,
+whose 5 TB/s would make that 13 us; comparing takes longer. The alternatives: hash chains read 100 bytes per candidate,
+but one after another, and need insertions in an order that all ranks share; a suffix array of reversed prefixes finds
+the longest match in 17 dependent reads, but must be sorted again as every request grows in every step. The scan keeps
+no state besides the texts: a token can be matched once it is stored, and dropping a text is freeing its memory. Its
+time grows with a problem's tokens: those of its live requests, and at most `max_problem_tokens` of ended rollouts.
+
+The texts are one array, and what the target saw at each token (`rollout_spec.features`) is another beside it: a row
+per slot of the engine for the live requests, then a pool of fixed size for ended rollouts. A request that ends is
+copied from its row to the pool, and to the host. A problem's rollouts stay in the pool while it has live requests, and
+after that until the space is needed, or until one comes that ended in another engine; when requests of an evicted
+problem start, its newest rollouts are uploaded while the prompts are read.
+
+The host decides where texts lie, by the lengths that it knows and the order of its calls, so that all ranks decide
+alike. While it serves, it waits for the device in one case: a rollout is to be uploaded before its copy to the host has
+arrived, as when a problem is evicted and needed again within a step or two.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout_spec import checks
+from rollout_spec.drafters.base import Tokens, problem_of_prompt
+from rollout_spec.drafters.device import kernels
+from rollout_spec.drafters.device.archive import Archive, Archived, Pool, copy_to_host
+from rollout_spec.drafters.device.reference import CELLS
+from rollout_spec.drafters.host.vote import (
+    AGES,
+    INVERSE_TEMPERATURES,
+    MAX_DEPTH,
+    NUM_DISTANCE_BINS,
+    NUM_ORIGIN_BINS,
+    PREFERENCE,
+    RECENCY,
+    SOURCES,
+)
+from rollout_spec.features.format import FEATURE_WORDS, Features, check_features, no_features
+from rollout_spec.history.rollout import Rollout
+
+MAX_MEMBERS = 255
+"""Most documents of one problem that are scanned, newest first; ended ones are the first to be left out."""
+TOKENS_PER_DOCUMENT = 16
+"""Pool tokens per document: the table of documents has one entry for every so many tokens of the pool."""
+NO_PROBLEM = -(2**64)
+"""Requests without a problem get ids from here downwards, apart from hashes and from callers' ids."""
+STOP_TOKENS_MULTIPLE = 4
+"""The width of the array of requests' stop tokens is a multiple of this, so that few kernels are compiled."""
+
+
+class EndedRequest(NamedTuple):
+    """A request that has ended, and by what its last token is found: the engine samples past a request's end."""
+
+    slot: int
+    length: int
+    """Upper bound on its tokens, prompt included."""
+    stop_token_ids: Sequence[int] = ()
+    min_tokens: int = 0
+    """Output tokens below which a stop token does not end it."""
+    max_tokens: int = 2**31 - 1
+    """Output tokens after which it ends."""
+    keep: bool = True
+    """Whether its rollout stays in the history. Otherwise its text goes, but not what was learnt from outcomes."""
+
+
+@dataclass(slots=True)
+class _Problem:
+    problem_id: int
+    row: int
+    num_live: int = 0
+    members: list[int] = field(default_factory=list)
+    """Its documents, newest request first."""
+    pieces: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """(first token, size) in the pool of each ended rollout, by document."""
+
+    @property
+    def num_resident(self) -> int:
+        """Tokens that it occupies in the pool."""
+        return sum(size for _, size in self.pieces.values())
+
+    def scanned_members(self) -> list[int]:
+        """At most MAX_MEMBERS of its documents, in their order. Where there are more, live requests stay."""
+        surplus = len(self.members) - MAX_MEMBERS
+        if surplus <= 0:
+            return self.members
+        left_out = set([document for document in self.members if document in self.pieces][-surplus:])
+        return [document for document in self.members if document not in left_out][:MAX_MEMBERS]
+
+
+@dataclass(slots=True)
+class _Live:
+    problem: _Problem
+    prompt_length: int
+    version: int
+    order: int
+    """Requests started before it."""
+    isolated: bool
+
+
+class _Retired(NamedTuple):
+    """A request that has ended, and the place of its rollout in the pool."""
+
+    ended: EndedRequest
+    live: _Live
+    start: int
+    capacity: int
+
+
+class DeviceDrafter:
+    """Drafts for the requests of one engine, told apart by slot. `device_reference.py` is the same drafter in NumPy.
+
+    Args:
+        max_requests: Slots of the engine, R.
+        max_model_len: Longest text of a request, in tokens.
+        device: Where the texts live.
+        max_draft_tokens: Drafted tokens per request, K.
+        use_noise: Whether to draft with the noise by which requests of positive temperature are sampled.
+        recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
+        inverse_temperature: Exponent on the candidates' probabilities where drafts are chosen with noise; None: the one
+            that would have been right most often so far.
+        signatures: Weigh candidates by how similar the target's state was, where features are given.
+        distributions: Let candidates vote for all tokens that the target thought likely there, where features are
+            given.
+        max_resident_tokens: Size of the pool of ended rollouts, in tokens of 36 bytes, 4 where `signatures` and
+            `distributions` are both off. A token of a live request takes as much.
+        max_problem_tokens: Bound on one problem's tokens in the pool; its newest rollouts are kept.
+        max_history_tokens: Bound on the tokens kept on the host. The oldest rollouts go first.
+
+    Attributes:
+        max_history_tokens: Most tokens that are kept.
+        dropped_tokens: Tokens of ended rollouts for which the pool had no room.
+        wants_features: Whether features are of use.
+
+    Raises:
+        ValueError: an argument is out of range.
+        TypeError: an argument has the wrong type.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        max_model_len: int,
+        device: torch.device,
+        max_draft_tokens: int = 8,
+        use_noise: bool = True,
+        recency: float = RECENCY,
+        inverse_temperature: float | None = None,
+        signatures: bool = True,
+        distributions: bool = True,
+        max_resident_tokens: int = 4_000_000,
+        max_problem_tokens: int = 131_072,
+        max_history_tokens: int = 64_000_000,
+    ) -> None:
+        limits = max_resident_tokens, max_problem_tokens, max_history_tokens
+        check_options(recency, inverse_temperature, *limits, signatures, distributions)
+        self.dropped_tokens = 0
+        self.wants_features = signatures or distributions
+        self._signatures, self._distributions = signatures, distributions
+        self._device = device
+        self._max_model_len = max_model_len
+        self._use_noise = use_noise
+        self._log2_recency = math.log2(recency)
+        self._inverse_temperature = 0.0 if inverse_temperature is None else float(inverse_temperature)
+        self._max_problem_tokens = max_problem_tokens
+        self._version = 0
+        self._version_on_device = torch.zeros(1, dtype=torch.int32, device=device)
+
+        num_documents = max_requests + max_resident_tokens // TOKENS_PER_DOCUMENT
+        self._pool_start = max_requests * max_model_len
+        self._pool = Pool(max_resident_tokens)
+        new = torch.zeros
+        self._text = new(self._pool_start + max_resident_tokens, dtype=torch.int32, device=device)
+        num_kept = self._text.numel() if self.wants_features else 0
+        self._features = new(num_kept, FEATURE_WORDS, dtype=torch.int64, device=device)
+        self._documents = new(num_documents, 4, dtype=torch.int64, device=device)
+        self._members = new(max_requests, 1 + MAX_MEMBERS, dtype=torch.int32, device=device)
+        self._problem_of = new(max_requests, dtype=torch.int32, device=device)
+        self._texts = (self._problem_of, self._members, self._text, self._documents)
+        num_drafted = new(max_requests, dtype=torch.int32, device=device)
+        drafted = new(max_requests, max_draft_tokens, dtype=torch.int32, device=device)
+        alternatives = new(max_requests, max_draft_tokens, len(INVERSE_TEMPERATURES), dtype=torch.int32, device=device)
+        self._last_drafts = (num_drafted, drafted, torch.zeros_like(drafted), alternatives)
+        self._continued: dict[int, tuple[Tensor, ...]] = {}  # the same of `continue_drafts`, by the tokens given
+        self._preference = torch.tensor(PREFERENCE, dtype=torch.float32, device=device)
+        sizes = (CELLS, CELLS * NUM_ORIGIN_BINS, len(INVERSE_TEMPERATURES))
+        self._all_counters = new(sum(sizes), 2, dtype=torch.int32, device=device)
+        coarse, fine, by_inverse_temperature = self._all_counters.split(sizes)
+        self._counters = (coarse, fine, by_inverse_temperature)
+        self._by_age = new(len(AGES), 2, dtype=torch.int64, device=device)
+
+        self._num_started = 0  # requests, and rollouts that were added
+        self._num_requests = self._num_known_requests = 0
+        self._live: dict[int, _Live] = {}
+        self._problems: dict[int, _Problem] = {}
+        self._idle: dict[int, _Problem] = {}  # without live requests, idle longest first
+        self._free_rows = list(range(max_requests - 1, -1, -1))
+        self._free_documents = list(range(num_documents - 1, max_requests - 1, -1))
+        self.max_history_tokens = max_history_tokens
+        self._archive = Archive(max_history_tokens)
+        self._changed_problems: dict[int, _Problem] = {}
+        self._changed_documents: dict[int, tuple[int, int, int, int]] = {}
+        self._changed_slots: dict[int, int] = {}
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._side_is_ahead = False
+
+    # -- requests come and go ----------------------------------------------------------------------------------------
+
+    def start_request(
+        self,
+        slot: int,
+        prompt_token_ids: Tokens,
+        *,
+        problem_id: int | None = None,
+        version: int | None = None,
+        isolated: bool = False,
+    ) -> None:
+        """Begin a request in a slot. Its tokens are read from the engine's own copy, by `propose` or `follow`.
+
+        Args:
+            problem_id: Requests with the same id share history. None: the hash of the prompt; an empty prompt has no
+                problem.
+            version: For a request that was preempted, the policy version that it started under. None: the present one.
+            isolated: Noted in its rollout for drafters that draft from other problems, which this one does not.
+
+        Raises:
+            ValueError: the slot is taken.
+        """
+        if slot in self._live:
+            raise ValueError(f"slot {slot} is taken")
+        if problem_id is None:
+            problem_id = problem_of_prompt(prompt_token_ids) if len(prompt_token_ids) else NO_PROBLEM - slot
+        problem = self._problems.get(problem_id)
+        self._num_requests += 1
+        self._num_known_requests += problem is not None or self._archive.knows(problem_id)
+        if problem is None:
+            if not self._free_rows:
+                self._evict_oldest()
+            problem = self._problems[problem_id] = _Problem(problem_id, self._free_rows.pop())
+            self._upload(problem)
+        self._idle.pop(problem_id, None)
+        problem.num_live += 1
+        problem.members.insert(0, slot)
+        version = self._version if version is None else version
+        live = _Live(problem, len(prompt_token_ids), version, self._num_started, isolated)
+        self._live[slot] = live
+        self._num_started += 1
+        self._changed_problems[problem.row] = problem
+        self._changed_slots[slot] = problem.row
+        self._changed_documents[slot] = (slot * self._max_model_len, 0, live.prompt_length, live.version)
+
+    def preempt_request(self, slot: int) -> int:
+        """Take a preempted request out of its slot. Returns the policy version that it started under.
+
+        Raises:
+            ValueError: the slot is free.
+        """
+        live = self._leave(slot)
+        live.problem.members.remove(slot)
+        self._mark_idle_if_unused(live.problem)
+        return live.version
+
+    def stop_requests(self, ended: Sequence[EndedRequest]) -> None:
+        """End requests; their rollouts enter the history, unless they are not to be kept.
+
+        Raises:
+            ValueError: a slot is free.
+        """
+        for request in ended:
+            if request.slot not in self._live:
+                raise ValueError(f"slot {request.slot} is free: start_request comes first")
+        self._publish()
+        retired: dict[int, _Retired] = {}
+        for request in ended:
+            live = self._leave(request.slot)
+            problem = live.problem
+            if not request.keep:
+                problem.members.remove(request.slot)
+                continue
+            context = min(live.prompt_length, MAX_DEPTH)
+            capacity = min(request.length, self._max_model_len) - live.prompt_length + context
+            place = self._place(problem, capacity) if capacity > context else None
+            if place is None:
+                problem.members.remove(request.slot)
+                self.dropped_tokens += max(capacity - context, 0)
+                continue
+            document, start = place
+            problem.members[problem.members.index(request.slot)] = document
+            problem.pieces[document] = (start, capacity)
+            pushed_out = retired.pop(document, None)  # a rollout that ended in this call and was evicted for this one
+            retired[document] = _Retired(request, live, start, capacity)
+            self.dropped_tokens += pushed_out.capacity if pushed_out else 0
+        for document in [d for d, entry in retired.items() if d not in entry.live.problem.pieces]:
+            self.dropped_tokens += retired.pop(document).capacity
+        if retired:
+            self._retire(retired)
+        for problem in list(self._problems.values()):
+            self._mark_idle_if_unused(problem)
+        kernels.halve_full(self._all_counters)
+        self._archive.take_copies()
+
+    def learned(self) -> dict[str, NDArray]:
+        """What outcomes have taught so far, by name, for `learn`. Waits for the device."""
+        return {"counters": self._all_counters.cpu().numpy()}
+
+    def learn(self, learned: Mapping[str, NDArray]) -> None:
+        """Go on from what an earlier drafter has learned. What is of another shape is left out."""
+        counters = learned.get("counters")
+        if counters is not None and counters.shape == self._all_counters.shape and counters.dtype == np.int32:
+            self._all_counters.copy_(torch.from_numpy(counters))
+
+    def record_rollouts(self) -> None:
+        """From now on remember which rollouts ended and stay in the history, for `take_recorded`."""
+        self._archive.record()
+
+    def take_recorded(self, *, wait: bool = False) -> list[Rollout]:
+        """The rollouts that have ended and have arrived on the host since the last call.
+
+        Args:
+            wait: Wait for those that have ended and are still being copied.
+        """
+        recorded = []
+        for archived in self._archive.take_recorded(wait=wait):
+            tokens, features, size, version = archived.read()  # of which `size` are the prompt's
+            if tokens.size > size:
+                known = features[size:] if self.wants_features else None
+                rollout = Rollout(archived.problem_id, version, tokens[:size], tokens[size:], known)
+                recorded.append(rollout._replace(isolated=archived.isolated))
+        return recorded
+
+    def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        """Put rollouts into the history that ended elsewhere or earlier. They count as the newest, the last one most.
+
+        Their versions are those of this drafter; later ones than the present count as the present one. Those of
+        problems with live requests are uploaded. A problem without any leaves the device, and is uploaded with all its
+        rollouts when it is needed again. O(tokens).
+
+        Raises:
+            ValueError: features have another shape than their tokens need.
+        """
+        for rollout in rollouts:
+            if rollout.features is not None:
+                check_features(rollout.features, rollout.tokens.size)
+            if not rollout.tokens.size:
+                continue
+            tokens = np.concatenate((rollout.context, rollout.tokens), dtype=np.int32)
+            features = no_features(tokens.size if self.wants_features else 0)
+            if self.wants_features and rollout.features is not None:
+                features[rollout.context.size :] = rollout.features
+            version = min(rollout.version, self._version)
+            fields = torch.tensor([0, tokens.size, rollout.context.size, version], dtype=torch.int64)
+            texts = torch.from_numpy(tokens), torch.from_numpy(features)
+            order = self._num_started
+            self._num_started += 1
+            self._archive.add(Archived(rollout.problem_id, order, tokens.size, *texts, fields, None, is_taken=True))
+            problem = self._problems.get(rollout.problem_id)
+            if problem is None:
+                continue
+            if problem.num_live == 0:
+                self._evict(problem)
+                continue
+            place = self._place(problem, tokens.size)
+            if place is None:
+                continue
+            document, start = place
+            self._write_text(start, tokens, features)
+            problem.members.insert(0, document)
+            problem.pieces[document] = (start, tokens.size)
+            fields_on_device = (self._pool_start + start, tokens.size, rollout.context.size, version)
+            self._changed_documents[document] = fields_on_device
+            self._changed_problems[problem.row] = problem
+
+    def _write_text(self, start: int, tokens: NDArray[np.int32], features: Features) -> None:
+        """Upload a text to its place in the pool, on a stream of its own."""
+        with self._on_side():
+            place = slice(self._pool_start + start, self._pool_start + start + tokens.size)
+            self._text[place] = self._upload_array(tokens)
+            if self.wants_features:
+                self._features[place] = self._upload_array(features)
+
+    def begin_policy_version(self, version: int) -> None:
+        """Announce that requests started from now on are sampled by a new policy.
+
+        Raises:
+            ValueError: `version` is lower than the present one, or does not fit in 31 bits.
+        """
+        if not self._version <= version < 2**31:
+            raise ValueError(f"policy versions go up, to 2^31 - 1: {version} after {self._version}")
+        if version > self._version:
+            self._version = version
+            self._version_on_device.fill_(version)
+            kernels.discount(self._all_counters)
+
+    def warm_up(
+        self, slots_dtype: torch.dtype, history: Tensor, total_len: Tensor, seeds: Tensor, temperature: Tensor
+    ) -> None:
+        """Launch every kernel in every variant that a batch can need, so that none is compiled while serving.
+
+        Call it before the first request starts. Arguments as for `propose`.
+        """
+        features = torch.zeros_like(self._features[:1])
+        most = self._problem_of.numel()
+        for batch in sorted({1, most, *(kernels.TARGET_PROGRAMS // n for n in kernels.SPLITS)}):
+            if 1 <= batch <= most:
+                slots = torch.arange(batch, dtype=slots_dtype, device=self._device)
+                nothing = torch.zeros_like(slots, dtype=torch.int32)
+                self.follow(slots, history, total_len)
+                self.look_up(slots, nothing, history, total_len, seeds, temperature, features, nothing)
+        row = np.zeros((1, kernels.RETIRED_FIELDS), np.int64)
+        row[0, 1] = self._free_documents[0]
+        stops = np.full((1, STOP_TOKENS_MULTIPLE), -1, np.int32)
+        rows = self._upload_array(row), self._upload_array(stops)
+        kernels.retire(*rows, self._text, self._documents, self._features)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def propose(
+        self,
+        slots: Tensor,
+        num_sampled: Tensor,
+        history: Tensor,
+        total_len: Tensor,
+        seeds: Tensor,
+        temperature: Tensor,
+        features: Tensor | None = None,
+        first_rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Copy the new tokens from the engine and draft. Never waits for the device.
+
+        Args:
+            slots: int32 [B], the batch's slots.
+            num_sampled: int32 [B], tokens of the last step. 0, as for prompts not yet read to their end: no draft.
+            history: int32 [R, >= max_model_len], the engine's tokens by slot.
+            total_len: int32 [R], how many tokens each slot has.
+            seeds: int64 [R], of the requests' noise.
+            temperature: float32 [R]; requests of temperature 0 have no noise.
+            features: int64 [N, FEATURE_WORDS], what the target saw at each row of the step's logits; None: not known.
+            first_rows: int32 [B], with features: the first row of each request, which its first new token comes from.
+
+        Returns:
+            (drafts int64 [B, K], rates float32 [B, K]): tokens, and the estimated probability that each is accepted
+            once it is reached. Positions without a draft repeat the last token and have rate 0.
+        """
+        self._publish()
+        return self.look_up(slots, num_sampled, history, total_len, seeds, temperature, features, first_rows)
+
+    def follow(self, slots: Tensor, history: Tensor, total_len: Tensor) -> None:
+        """Copy the new tokens from the engine without drafting. Arguments as for `propose`."""
+        self._publish()
+        self._extend(slots, history, total_len, None, slots, slots)
+
+    def look_up(
+        self,
+        slots: Tensor,
+        num_sampled: Tensor,
+        history: Tensor,
+        total_len: Tensor,
+        seeds: Tensor,
+        temperature: Tensor,
+        features: Tensor | None = None,
+        first_rows: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """`propose` without uploading changed tables; can be captured in a CUDA graph."""
+        first_rows = slots if first_rows is None else first_rows
+        self._extend(slots, history, total_len, features, first_rows, num_sampled)
+        keys = kernels.scan(slots, num_sampled, *self._texts)
+        return self._draft(slots, keys, seeds, temperature, self._last_drafts)
+
+    def _draft(
+        self, slots: Tensor, keys: Tensor, seeds: Tensor, temperature: Tensor, last_drafts: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        return kernels.draft(
+            slots,
+            keys,
+            *self._texts,
+            seeds,
+            temperature,
+            self._preference,
+            self._counters,
+            *last_drafts,
+            version=self._version_on_device,
+            log2_recency=self._log2_recency,
+            inverse_temperature=self._inverse_temperature,
+            features=self._features,
+            signatures=self._signatures,
+            distributions=self._distributions,
+            use_noise=self._use_noise,
+        )
+
+    def continue_drafts(
+        self, slots: Tensor, wanted: Tensor, token_ids: Tensor, seeds: Tensor, temperature: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Draft what follows tokens that another drafter has drafted. Called after `propose` of the same step.
+
+        The texts are looked up as if these tokens had been said; other requests of the problem see them meanwhile. What
+        becomes of these drafts is not counted: their rates are those of drafts that begin at a request's end.
+
+        Args:
+            slots: int32 [B], the batch's slots.
+            wanted: int32 [B], 1 or 0: nothing is drafted for the request.
+            token_ids: int64 [B, M], M < K: how the drafts begin.
+            seeds, temperature: As for `propose`.
+
+        Returns:
+            (drafts int64 [B, K - M], rates float32 [B, K - M]), as of `propose`.
+        """
+        num_given = token_ids.shape[1]
+        scratch = self._continued.get(num_given)
+        if scratch is None:
+            num_drafted, *others = (torch.zeros_like(tensor) for tensor in self._last_drafts)
+            scratch = (num_drafted, *(tensor[:, num_given:].contiguous() for tensor in others))
+            self._continued[num_given] = scratch
+        lengthened = torch.empty_like(wanted)
+        arguments = slots, wanted, token_ids, self._max_model_len, self._text, self._documents, self._features
+        kernels.lengthen(*arguments, lengthened, shorten=False)
+        keys = kernels.scan(slots, lengthened, *self._texts)
+        drafted = self._draft(slots, keys, seeds, temperature, scratch)
+        kernels.lengthen(*arguments, lengthened, shorten=True)
+        return drafted
+
+    def _extend(
+        self,
+        slots: Tensor,
+        history: Tensor,
+        total_len: Tensor,
+        features: Tensor | None,
+        first_rows: Tensor,
+        num_sampled: Tensor,
+    ) -> None:
+        kernels.extend(
+            slots,
+            history,
+            total_len,
+            self._max_model_len,
+            self._text,
+            self._documents,
+            *self._last_drafts,
+            (*self._counters, self._by_age),
+            self._features,
+            features,
+            first_rows,
+            num_sampled,
+        )
+
+    # -- what is known about it --------------------------------------------------------------------------------------
+
+    def source_counts(self) -> dict[str, tuple[int, int]]:
+        """By source: (drafted tokens that the target reached, those that were right). Waits for the device."""
+        by_origin_bin = self._counters[1].view(CELLS, len(SOURCES), NUM_DISTANCE_BINS, 2).sum((0, 2)).tolist()
+        return {name: (n, hits) for name, (n, hits) in zip(SOURCES, by_origin_bin, strict=True)}
+
+    def age_counts(self) -> dict[str, tuple[int, int]]:
+        """As `source_counts`, of drafts from the problem's other rollouts by their age in policy versions (`AGES`)."""
+        return {name: (n, hits) for name, (n, hits) in zip(AGES, self._by_age.tolist(), strict=True)}
+
+    def history_summary(self) -> dict[str, int]:
+        """What the history of ended rollouts holds, and how many requests found their problem known when they began.
+
+        Waits for copies from the device that are under way.
+        """
+        self._archive.take_copies(wait=True)
+        rollouts = self._archive.order
+        # At once: servers ask every few seconds, and there may be tens of thousands of rollouts.
+        fields = torch.stack([rollout.fields for rollout in rollouts]) if rollouts else torch.zeros((0, 4)).long()
+        versions = fields[:, 3].tolist()
+        return {
+            "problems": len({rollout.problem_id for rollout in rollouts}),
+            "rollouts": len(rollouts),
+            "tokens": int((fields[:, 1] - fields[:, 2]).sum()),
+            "oldest_version": min(versions, default=self._version),
+            "newest_version": max(versions, default=self._version),
+            "requests": self._num_requests,
+            "requests_with_history": self._num_known_requests,
+        }
+
+    def memory_bytes(self) -> int:
+        """Bytes on the device and of history on the host."""
+        tensors = [self._text, self._documents, self._members, self._problem_of, self._preference]
+        tensors += [*self._last_drafts, self._all_counters, self._by_age, self._features]
+        tensors += [tensor for scratch in self._continued.values() for tensor in scratch]
+        per_token = 4 + (8 * FEATURE_WORDS if self.wants_features else 0)
+        return sum(t.numel() * t.element_size() for t in tensors) + per_token * self._archive.num_tokens
+
+    def check_integrity(self) -> None:
+        """Check internal invariants; for tests. Raises AssertionError."""
+        places = [place for problem in self._problems.values() for place in problem.pieces.values()]
+        documents = [document for problem in self._problems.values() for document in problem.pieces]
+        assert len(documents) == len(set(documents)), "a document has two owners"
+        assert not set(documents) & set(self._free_documents), "a document is free and owned"
+        end = 0
+        for start, size in sorted([*places, *self._pool.gaps]):
+            assert start == end, "the pool has a hole or an overlap"
+            end = start + size
+        assert self._pool_start + end == self._text.numel(), "the pool lost its end"
+        for problem in self._problems.values():
+            live = {slot for slot, request in self._live.items() if request.problem is problem}
+            assert problem.num_live == len(live), "live requests"
+            assert (problem.num_live == 0) == (problem.problem_id in self._idle), "idle problems"
+            assert sorted(problem.members) == sorted([*live, *problem.pieces]), "members"
+        self._archive.check_integrity()
+
+    # -- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def _leave(self, slot: int) -> _Live:
+        live = self._live.pop(slot, None)
+        if live is None:
+            raise ValueError(f"slot {slot} is free: start_request comes first")
+        live.problem.num_live -= 1
+        self._changed_problems[live.problem.row] = live.problem
+        return live
+
+    def _place(self, problem: _Problem, size: int) -> tuple[int, int] | None:
+        """(document, first token in the pool) for a rollout of `size` tokens, None where there is no room.
+
+        To make room, problems without live requests are evicted, then the problem's oldest rollouts.
+
+        Args:
+            problem: One that is not idle: it would be evicted, too.
+        """
+        assert problem.problem_id not in self._idle, "no place is sought for an idle problem"
+        if size > self._max_problem_tokens:
+            return None
+        oldest = [document for document in reversed(problem.members) if document in problem.pieces]
+        while True:
+            fits = problem.num_resident + size <= self._max_problem_tokens and len(problem.pieces) < MAX_MEMBERS
+            if fits and self._free_documents:
+                start = self._pool.allocate(size)
+                if start is not None:
+                    return self._free_documents.pop(), start
+            if fits and self._idle:
+                self._evict_oldest()
+            elif oldest and problem.num_resident + self._pool.num_free >= size:
+                self._forget(problem, oldest.pop(0))
+            else:
+                return None
+
+    def _forget(self, problem: _Problem, document: int) -> None:
+        """Free an ended rollout's place."""
+        self._pool.release(*problem.pieces.pop(document))
+        problem.members.remove(document)
+        self._free_documents.append(document)
+
+    def _mark_idle_if_unused(self, problem: _Problem) -> None:
+        if problem.num_live == 0 and problem.problem_id not in self._idle:
+            self._idle[problem.problem_id] = problem
+            if problem.problem_id <= NO_PROBLEM:  # no other request will have this id
+                self._evict(problem)
+
+    def _evict_oldest(self) -> None:
+        """Free the rollouts of the problem that has been idle longest."""
+        self._evict(next(iter(self._idle.values())))
+
+    def _evict(self, problem: _Problem) -> None:
+        for document in list(problem.pieces):
+            self._forget(problem, document)
+        self._changed_problems.pop(problem.row, None)
+        self._free_rows.append(problem.row)
+        del self._problems[problem.problem_id], self._idle[problem.problem_id]
+
+    def _retire(self, retired: Mapping[int, _Retired]) -> None:
+        """Copy rollouts from their rows to the pool, and from there to the host."""
+        width = max(len(entry.ended.stop_token_ids) for entry in retired.values())
+        width = STOP_TOKENS_MULTIPLE * -(-max(width, 1) // STOP_TOKENS_MULTIPLE)
+        stops = np.full((len(retired), width), -1, np.int32)
+        rows = np.zeros((len(retired), kernels.RETIRED_FIELDS), np.int64)
+        for n, (document, (request, live, start, capacity)) in enumerate(retired.items()):
+            stops[n, : len(request.stop_token_ids)] = request.stop_token_ids
+            may_stop = live.prompt_length + max(request.min_tokens, 1)
+            must_stop = min(live.prompt_length + request.max_tokens, 2**31 - 1)
+            rows[n] = (request.slot, document, self._pool_start + start, capacity, may_stop, must_stop)
+        uploaded = self._upload_array(rows), self._upload_array(stops)
+        kernels.retire(*uploaded, self._text, self._documents, self._features)
+        with self._on_side():
+            copies = []
+            for document, (_, live, start, capacity) in retired.items():
+                place = slice(self._pool_start + start, self._pool_start + start + capacity)
+                parts = self._text[place], self._features[place], self._documents[document]
+                copies.append((live, *map(copy_to_host, parts)))
+            copied = None
+            if self._side is not None:
+                copied = torch.cuda.Event()
+                copied.record(self._side)
+        for live, tokens, features, fields in copies:
+            if live.problem.problem_id > NO_PROBLEM:  # others are never looked up again
+                capacity = tokens.numel()
+                problem_id = live.problem.problem_id
+                texts = tokens, features, fields
+                self._archive.add(Archived(problem_id, live.order, capacity, *texts, copied, live.isolated))
+
+    def _upload(self, problem: _Problem) -> None:
+        """Bring a problem's newest rollouts from the host, on a stream of its own."""
+        texts: list[tuple[NDArray[np.int32], Features, int, int]] = []
+        num_tokens = 0
+        for rollout in self._archive.newest_first(problem.problem_id)[:MAX_MEMBERS]:
+            text = rollout.read()
+            num_tokens += text[0].size
+            if num_tokens > self._max_problem_tokens:
+                break
+            if text[0].size > text[2]:  # more than the end of its prompt
+                texts.append(text)
+        sizes = np.cumsum([tokens.size for tokens, *_ in texts])
+        count = len(texts)
+        start = None
+        while count and start is None:
+            enough = len(self._free_documents) >= count
+            start = self._pool.allocate(int(sizes[count - 1])) if enough else None
+            if start is None and self._idle:
+                self._evict_oldest()
+            elif start is None:
+                count //= 2
+        if start is None:
+            return
+        self._write_text(start, *(np.concatenate([text[i] for text in texts[:count]]) for i in range(2)))
+        for tokens, _, prompt_length, version in texts[:count]:
+            document = self._free_documents.pop()
+            problem.members.append(document)
+            problem.pieces[document] = (start, tokens.size)
+            fields = (self._pool_start + start, tokens.size, prompt_length, version)
+            self._changed_documents[document] = fields
+            start += tokens.size
+
+    @contextlib.contextmanager
+    def _on_side(self) -> Iterator[None]:
+        """Copies made here run beside the model, after what was launched before; the next `_publish` waits for them."""
+        if self._side is None:
+            yield
+            return
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            yield
+        self._side_is_ahead = True
+
+    def _publish(self) -> None:
+        """Upload the rows of the device's tables that have changed."""
+        if self._side is not None and self._side_is_ahead:
+            torch.cuda.current_stream(self._device).wait_stream(self._side)
+            self._side_is_ahead = False
+        if self._changed_documents:
+            self._write(self._documents, self._changed_documents)
+            self._changed_documents = {}
+        if self._changed_slots:
+            self._write(self._problem_of, self._changed_slots)
+            self._changed_slots = {}
+        if self._changed_problems:
+            rows = np.zeros((len(self._changed_problems), 1 + MAX_MEMBERS), np.int32)
+            for row, problem in zip(rows, self._changed_problems.values(), strict=True):
+                members = problem.scanned_members()
+                row[0] = len(members)
+                row[1 : 1 + len(members)] = members
+            self._write(self._members, dict(zip(self._changed_problems, rows, strict=True)))
+            self._changed_problems = {}
+
+    def _write(self, table: Tensor, rows: Mapping[int, object]) -> None:
+        """Replace rows of a table."""
+        values = np.array(list(rows.values()), np.int64 if table.dtype == torch.int64 else np.int32)
+        table[self._upload_array(np.array(list(rows), np.int64))] = self._upload_array(values)
+
+    def _upload_array(self, array: NDArray) -> Tensor:
+        tensor = torch.from_numpy(array)
+        if self._device.type == "cuda":  # pageable memory would make the copy wait
+            tensor = tensor.pin_memory()
+        return tensor.to(self._device, non_blocking=True)
+
+
+def check_options(
+    recency: float = RECENCY,
+    inverse_temperature: float | None = None,
+    max_resident_tokens: int = 1,
+    max_problem_tokens: int = 1,
+    max_history_tokens: int = 1,
+    signatures: bool = True,
+    distributions: bool = True,
+) -> None:
+    """Check the options that a user can set (see `DeviceDrafter`), before any memory is taken.
+
+    Raises:
+        ValueError: one is out of range.
+        TypeError: one has the wrong type.
+    """
+    checks.number("recency", recency, lambda value: 0 < value <= 1, "in (0, 1]")
+    if inverse_temperature is not None:
+        checks.number(
+            "inverse_temperature", inverse_temperature, lambda value: 0 < value < math.inf, "positive and finite"
+        )
+    checks.switch("signatures", signatures)
+    checks.switch("distributions", distributions)
+    checks.integer("max_resident_tokens", max_resident_tokens, 1)
+    checks.integer("max_problem_tokens", max_problem_tokens, 1)
+    checks.integer("max_history_tokens", max_history_tokens, 1)

@@ -1,0 +1,832 @@
+"""Triton kernels of the device drafter; `device_reference.py` says what they compute.
+
+A step is three launches, whatever the batch: `_extend_kernel` copies the new tokens and counts the last drafts'
+outcomes, `_scan_kernel` finds each request's matches in its problem's texts, and `_draft_kernel` drafts from them.
+`_retire_kernel` copies the text of requests that end to the pool. Counters are integers, so that the order in which
+programs add to them does not matter: the same input gives the same drafts on every rank. Nothing waits for the device
+and sizes that change are read from memory, so a step can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rollout_spec.drafters.host import vote
+from rollout_spec.features import format as target_features
+from rollout_spec.noise import host as noise
+from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash
+
+TILE = 1024
+"""Tokens that one program of the scan compares at once."""
+SPLITS = (2, 8, 32)
+"""How many programs may share one request's scan. `_draft_kernel` joins their candidates."""
+TARGET_PROGRAMS = 132 * 5
+"""Programs of the scan that an H200 has registers for at once: at most as many are launched, where the least split
+allows."""
+TILE_SPLITS = 2
+"""How many of the programs of a scan share each document, by tiles."""
+
+OFFSET, LENGTH, PROMPT, VERSION = (tl.constexpr(i) for i in range(4))
+FIELDS = tl.constexpr(4)
+"""Columns of the table of documents, int64: first token in the text, number of tokens, how many of these are prompt,
+policy version."""
+RETIRED_FIELDS = 6
+"""Columns of a row of `retire`: slot, new document, its offset and capacity, and two lengths, prompt included: the
+least at which a stop token ends the request, and the one at which it ends in any case."""
+
+MAX_DEPTH = tl.constexpr(vote.MAX_DEPTH)
+MAX_CANDIDATES = tl.constexpr(vote.MAX_CANDIDATES)
+ENOUGH_CANDIDATES = tl.constexpr(vote.ENOUGH_CANDIDATES)
+STEP = tl.constexpr(4)
+"""Tokens that are compared between two checks whether any match is left."""
+LENGTH_SHIFT, RANK_SHIFT = tl.constexpr(52), tl.constexpr(32)
+MAX_RANK = tl.constexpr((1 << 20) - 1)
+"""A match is one int64 of three fields, larger is better: its length, MAX_RANK minus its document's number, and its
+position."""
+BLEND = tl.constexpr(vote.BLEND)
+COARSE_PRIOR, FINE_PRIOR = tl.constexpr(vote.COARSE_PRIOR), tl.constexpr(vote.FINE_PRIOR)
+HEAD_START = tl.constexpr(vote.HEAD_START)
+INVERSE_TEMPERATURES = tl.constexpr(vote.INVERSE_TEMPERATURES)
+NUM_INVERSE_TEMPERATURES = tl.constexpr(len(vote.INVERSE_TEMPERATURES))
+NEUTRAL = tl.constexpr(vote.INVERSE_TEMPERATURES.index(1.0))
+NUM_ORIGIN_BINS = tl.constexpr(vote.NUM_ORIGIN_BINS)
+DISTANCE_EDGES, LENGTH_EDGES = tl.constexpr(vote.DISTANCE_EDGES), tl.constexpr(vote.LENGTH_EDGES)
+DISTANCE_BINS = tl.constexpr(vote.NUM_DISTANCE_BINS)
+LENGTH_BINS = tl.constexpr(vote.NUM_LENGTH_BINS)
+PROBABILITY_BINS = tl.constexpr(vote.NUM_PROBABILITY_BINS)
+FINE_CELLS = tl.constexpr(2 * vote.NUM_PROBABILITY_BINS * vote.NUM_LENGTH_BINS * vote.NUM_ORIGIN_BINS)
+AGE_EDGES, NUM_AGES = tl.constexpr(vote.AGE_EDGES), tl.constexpr(len(vote.AGES))
+BINS_PER_HALVING = tl.constexpr(vote.BINS_PER_HALVING)
+MIN_DISTANCE_FROM_ONE = tl.constexpr(vote.MIN_DISTANCE_FROM_ONE)
+OWN, SIBLING, PROMPT_TEXT = tl.constexpr(vote.OWN), tl.constexpr(vote.SIBLING), tl.constexpr(vote.PROMPT_TEXT)
+MIN_AGE_WEIGHT = tl.constexpr(vote.MIN_AGE_WEIGHT)
+DOMAIN = tl.constexpr(noise.DOMAIN_TARGET)
+SIMILARITY, MAX_DISAGREEMENT = tl.constexpr(vote.SIMILARITY), tl.constexpr(vote.MAX_DISAGREEMENT)
+UNKNOWN_DISAGREEMENT = tl.constexpr(vote.UNKNOWN_DISAGREEMENT)
+MIN_REMEMBERED = tl.constexpr(vote.MIN_REMEMBERED)
+SIGNATURE_WORDS, SIGNATURE_BITS = (tl.constexpr(getattr(target_features, f"SIGNATURE_{n}")) for n in ("WORDS", "BITS"))
+FEATURE_WORDS, TOP_TOKENS = tl.constexpr(target_features.FEATURE_WORDS), tl.constexpr(target_features.TOP_TOKENS)
+LOGPROB_STEP, MAX_CODE = tl.constexpr(target_features.LOGPROB_STEP), tl.constexpr(target_features.MAX_CODE)
+NOT_KEPT, UNKNOWN, GIVEN = (tl.constexpr(i) for i in range(3))
+"""What `_extend_kernel` knows of the features of the new tokens."""
+
+
+@triton.jit(do_not_specialize=["history_stride", "row_size"])
+def _extend_kernel(
+    slots_ptr,  # int32 [B]
+    history_ptr,  # int32 [R, history_stride]: the engine's tokens of each slot
+    history_stride,
+    total_len_ptr,  # int32 [R]: how many there are
+    row_size,  # most tokens of a live request in the text
+    text_ptr,  # int32 [T]
+    documents_ptr,  # int64 [D, FIELDS]; those of live requests are numbered by slot
+    num_drafted_ptr,  # int32 [R], and the three below, [R, K]: the last drafts
+    drafted_ptr,  # int32
+    cells_ptr,  # int32: a fine cell plus FINE_CELLS times an age bin
+    alternatives_ptr,  # int32 [R, K, NUM_INVERSE_TEMPERATURES], -1: there was no choice
+    coarse_ptr,  # int32 [cells, 2]: trials and hits
+    fine_ptr,  # int32 [cells * NUM_ORIGIN_BINS, 2]
+    by_inverse_temperature_ptr,  # int32 [NUM_INVERSE_TEMPERATURES, 2]
+    by_age_ptr,  # int64 [age bins, 2]; of drafts from the problem's other rollouts
+    features_ptr,  # int64 [T, FEATURE_WORDS]
+    new_features_ptr,  # int64 [N, FEATURE_WORDS], of the tokens that each row of the step's logits says
+    first_rows_ptr,  # int32 [B]: the first of each request's rows
+    num_sampled_ptr,  # int32 [B]: how many of its last tokens come from them
+    FEATURES: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of two, at least K
+    BLOCK: tl.constexpr,
+):
+    slot = tl.load(slots_ptr + tl.program_id(0)).to(tl.int64)
+    documents_ptr += slot * FIELDS
+    history_ptr += slot * history_stride
+    offset = tl.load(documents_ptr + OFFSET)
+    text_ptr += offset
+    length = tl.load(documents_ptr + LENGTH).to(tl.int32)
+    total_len = tl.load(total_len_ptr + slot).to(tl.int32)
+    end = tl.minimum(total_len, row_size)
+
+    # In the first step of a request, the slot's last drafts are those of the request before it.
+    num_drafted = tl.where(length > 0, tl.load(num_drafted_ptr + slot), 0)
+    j = tl.arange(0, WIDTH)
+    reached = j < tl.minimum(num_drafted, end - length)
+    token = tl.load(history_ptr + length + j, mask=reached, other=-1)
+    at = slot * K + j
+    hit = reached & (tl.load(drafted_ptr + at, mask=reached, other=-2) == token)
+    # Where another drafter's draft was verified, the request may have said more after this one's first wrong token.
+    first_miss = tl.min(tl.where(reached & ~hit, j, WIDTH), 0)
+    reached &= j <= first_miss
+    hit &= j < first_miss
+    cell = tl.load(cells_ptr + at, mask=reached, other=0)
+    age_bin, cell = cell // FINE_CELLS, cell % FINE_CELLS
+    is_sibling = cell % NUM_ORIGIN_BINS // DISTANCE_BINS == SIBLING
+    tl.atomic_add(by_age_ptr + age_bin * 2, 1, mask=reached & is_sibling, sem="relaxed")
+    tl.atomic_add(by_age_ptr + age_bin * 2 + 1, 1, mask=hit & is_sibling, sem="relaxed")
+    tl.atomic_add(fine_ptr + cell * 2, 1, mask=reached, sem="relaxed")
+    tl.atomic_add(fine_ptr + cell * 2 + 1, 1, mask=hit, sem="relaxed")
+    tl.atomic_add(coarse_ptr + cell // NUM_ORIGIN_BINS * 2, 1, mask=reached, sem="relaxed")
+    tl.atomic_add(coarse_ptr + cell // NUM_ORIGIN_BINS * 2 + 1, 1, mask=hit, sem="relaxed")
+    a = tl.arange(0, 8)[None, :]
+    is_exponent = reached[:, None] & (a < NUM_INVERSE_TEMPERATURES)
+    other = tl.load(alternatives_ptr + at[:, None] * NUM_INVERSE_TEMPERATURES + a, mask=is_exponent, other=-1)
+    tried = is_exponent & (other >= 0)
+    by_inverse_temperature_ptr += a * 2 + tl.zeros_like(other)
+    tl.atomic_add(by_inverse_temperature_ptr, 1, mask=tried, sem="relaxed")
+    tl.atomic_add(by_inverse_temperature_ptr + 1, 1, mask=tried & (other == token[:, None]), sem="relaxed")
+
+    for start in range(length, end, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(text_ptr + i, tl.load(history_ptr + i, mask=i < end, other=0), mask=i < end)
+        if FEATURES != NOT_KEPT:
+            to = features_ptr + (offset + i) * FEATURE_WORDS
+            for word in tl.static_range(FEATURE_WORDS):
+                value = tl.zeros([BLOCK], tl.int64)
+                if FEATURES == GIVEN:
+                    n = i - (total_len - tl.load(num_sampled_ptr + tl.program_id(0)))
+                    row = tl.load(first_rows_ptr + tl.program_id(0)).to(tl.int64) + n
+                    source = new_features_ptr + row * FEATURE_WORDS + word
+                    value = tl.load(source, mask=(n >= 0) & (i < end), other=0)
+                tl.store(to + word, value, mask=i < end)
+    tl.store(documents_ptr + LENGTH, tl.maximum(length, end).to(tl.int64))
+    tl.store(num_drafted_ptr + slot, 0)
+
+
+@triton.jit(do_not_specialize=["tokens_stride", "row_size"])
+def _lengthen_kernel(
+    slots_ptr,  # int32 [B]
+    wanted_ptr,  # int32 [B]
+    tokens_ptr,  # int64 [B, M], tokens_stride
+    tokens_stride,
+    row_size,  # most tokens of a live request in the text
+    text_ptr,  # int32 [T]
+    documents_ptr,  # int64 [D, FIELDS]
+    features_ptr,  # int64 [T, FEATURE_WORDS]
+    lengthened_ptr,  # int32 [B], written: 1 where the text was lengthened; read where it is shortened again
+    SHORTEN: tl.constexpr,
+    FEATURES: tl.constexpr,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of two, at least M
+):
+    """Append tokens that may come to the texts of some live requests, or take them away again."""
+    row = tl.program_id(0).to(tl.int64)
+    documents_ptr += tl.load(slots_ptr + row).to(tl.int64) * FIELDS
+    length = tl.load(documents_ptr + LENGTH)
+    if SHORTEN:
+        is_longer = tl.load(lengthened_ptr + row)
+        tl.store(documents_ptr + LENGTH, length - is_longer * M)
+    else:
+        is_longer = tl.where(length + M <= row_size, tl.load(wanted_ptr + row), 0).to(tl.int32)
+        tl.store(lengthened_ptr + row, is_longer)
+        j = tl.arange(0, WIDTH)
+        is_token = j < is_longer * M
+        at = tl.load(documents_ptr + OFFSET) + length + j
+        token = tl.load(tokens_ptr + row * tokens_stride + j, mask=is_token, other=0)
+        tl.store(text_ptr + at, token.to(tl.int32), mask=is_token)
+        if FEATURES:
+            for word in tl.static_range(FEATURE_WORDS):
+                tl.store(features_ptr + at * FEATURE_WORDS + word, tl.zeros([WIDTH], tl.int64), mask=is_token)
+        tl.store(documents_ptr + LENGTH, length + is_longer * M)
+
+
+@triton.jit
+def _scan_document(text_ptr, own_end, depth_limit, offset, begin, length, step, rank, kept, TILE: tl.constexpr):
+    """Merge into `kept` the matches of the tokens before `own_end` in one document, from `begin` on.
+
+    Tiles are read from the last to the first, as later positions win among equals.
+    """
+    lane, j = tl.arange(0, MAX_CANDIDATES), tl.arange(0, TILE)
+    last = tl.load(text_ptr + own_end - 1)
+    num_tiles = tl.cdiv(tl.maximum(length - begin, 0), step)
+    for n in range(num_tiles):
+        start = begin + (num_tiles - 1 - n) * step
+        i = start + j
+        here = text_ptr + offset + i - 1  # the token before the continuation
+        alive = (i < length) & (tl.load(here, mask=i < length, other=-1) == last)
+        matched = alive.to(tl.int32)
+        depth = tl.full([], 1, tl.int32)
+        go_on = tl.max(matched) > 0
+        while go_on:
+            for d in tl.static_range(STEP):
+                wanted = tl.load(text_ptr + own_end - 1 - depth - d, mask=depth + d < depth_limit, other=-1)
+                alive &= i > depth + d
+                alive &= tl.load(here - depth - d, mask=alive, other=-2) == wanted
+                matched += alive.to(tl.int32)
+            depth += STEP
+            go_on = tl.max(alive.to(tl.int32)) > 0
+
+        # Within the tile a match is a small integer: its length, then its place. Once ENOUGH_CANDIDATES are kept, only
+        # matches as long as the last of them are added.
+        key = tl.where(matched > 0, matched * TILE + j, 0)
+        best, lowest = tl.max(key), tl.min(kept)
+        if (best // TILE).to(tl.int64) >= lowest >> LENGTH_SHIFT:
+            lengths = kept >> LENGTH_SHIFT
+            as_long = tl.sum((lengths[None, :] >= lengths[:, None]).to(tl.int32), 1)
+            floor = tl.max(tl.where(as_long >= ENOUGH_CANDIDATES, lengths, 0)).to(tl.int32)
+            found = _join(best, start, rank, TILE)
+            while (best // TILE >= floor) & (found > lowest):
+                kept = tl.where(lane == tl.argmin(kept, 0), found, kept)
+                key = tl.where(key == best, 0, key)
+                best, lowest = tl.max(key), tl.min(kept)
+                found = _join(best, start, rank, TILE)
+    return kept
+
+
+@triton.jit
+def _join(key, start, rank, TILE: tl.constexpr):
+    """A match's key among all texts, int64, from the one within a tile; 0: no match."""
+    length, position = (key // TILE).to(tl.int64), (start + key % TILE).to(tl.int64)
+    return tl.where(key > 0, (length << LENGTH_SHIFT) | (rank << RANK_SHIFT) | position, 0)
+
+
+@triton.jit(do_not_specialize=["doc_splits", "members_stride"])
+def _scan_kernel(
+    slots_ptr,  # int32 [B]
+    num_sampled_ptr,  # int32 [B], 0: nothing is drafted for the request
+    problem_ptr,  # int32 [R]
+    members_ptr,  # int32 [P, members_stride]: how many documents a problem has, and which, newest first
+    members_stride,
+    text_ptr,  # int32 [T]
+    documents_ptr,  # int64 [D, FIELDS]
+    keys_ptr,  # int64 [B, splits, MAX_CANDIDATES], written
+    doc_splits,
+    TILE_SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    kept = tl.zeros([MAX_CANDIDATES], tl.int64)
+    if tl.load(num_sampled_ptr + row) > 0:
+        slot = tl.load(slots_ptr + row).to(tl.int64)
+        members_ptr += tl.load(problem_ptr + slot).to(tl.int64) * members_stride
+        own = documents_ptr + slot * FIELDS
+        own_offset, own_length = tl.load(own + OFFSET), tl.load(own + LENGTH).to(tl.int32)
+        own_end, depth_limit = own_offset + own_length, tl.minimum(own_length, MAX_DEPTH)
+        skip = (split % TILE_SPLITS) * TILE
+        count = tl.load(members_ptr)
+        for n in range(split // TILE_SPLITS, count + 1, doc_splits):
+            # Number 0 is the request's own document (entry 0 of the members is their count). Among the members it is
+            # skipped.
+            number = tl.full([], 0, tl.int64) + n
+            document = tl.where(number == 0, slot, tl.load(members_ptr + number).to(tl.int64))
+            if (number == 0) | (document != slot):
+                fields = documents_ptr + document * FIELDS
+                first = tl.where(number == 0, 1, tl.maximum(tl.load(fields + PROMPT).to(tl.int32), 1))
+                kept = _scan_document(
+                    text_ptr,
+                    own_end,
+                    depth_limit,
+                    tl.load(fields + OFFSET),
+                    first + skip,
+                    tl.load(fields + LENGTH).to(tl.int32),
+                    TILE * TILE_SPLITS,
+                    (number ^ MAX_RANK),
+                    kept,
+                    TILE,
+                )
+    tl.store(keys_ptr + (row * tl.num_programs(1) + split) * MAX_CANDIDATES + tl.arange(0, MAX_CANDIDATES), kept)
+
+
+@triton.jit
+def _best_matches(keys):
+    """The candidates in order, best first. Returns (keys [MAX_CANDIDATES], 0: none; how many)."""
+    lane = tl.arange(0, MAX_CANDIDATES)
+    chosen = tl.zeros([MAX_CANDIDATES], tl.int64)
+    count = 0
+    best = tl.max(keys)
+    shortest = best >> LENGTH_SHIFT
+    while (best > 0) & (count < MAX_CANDIDATES) & ((count < ENOUGH_CANDIDATES) | ((best >> LENGTH_SHIFT) >= shortest)):
+        chosen = tl.where(lane == count, best, chosen)
+        shortest = best >> LENGTH_SHIFT
+        keys = tl.where(keys == best, 0, keys)
+        best = tl.max(keys)
+        count += 1
+    return chosen, count
+
+
+@triton.jit
+def _best_inverse_temperature(by_inverse_temperature_ptr, fixed):
+    """The exponent that would have been right most often; `fixed` where that is positive."""
+    exponent, most = INVERSE_TEMPERATURES[0], -1.0
+    for a in tl.static_range(NUM_INVERSE_TEMPERATURES):
+        hits = tl.load(by_inverse_temperature_ptr + a * 2 + 1).to(tl.float32) + (HEAD_START if a == NEUTRAL else 0.0)
+        exponent = tl.where(hits > most, INVERSE_TEMPERATURES[a], exponent)
+        most = tl.maximum(hits, most)
+    return tl.where(fixed > 0.0, fixed, exponent)
+
+
+@triton.jit
+def _rate(coarse_ptr, fine_ptr, cell, expected):
+    """Probability that a drafted token is accepted: a fine cell's rate; priors are the coarse cell's and `expected`."""
+    coarse = coarse_ptr + cell // NUM_ORIGIN_BINS * 2
+    fine = fine_ptr + cell * 2
+    rate = (tl.load(coarse + 1) + COARSE_PRIOR * expected) / (tl.load(coarse) + COARSE_PRIOR)
+    return (tl.load(fine + 1) + FINE_PRIOR * rate) / (tl.load(fine) + FINE_PRIOR)
+
+
+@triton.jit
+def _length_bin(length):
+    length_bin = (length > LENGTH_EDGES[0]).to(tl.int32)
+    for n in tl.static_range(1, LENGTH_BINS - 1):
+        length_bin += (length > LENGTH_EDGES[n]).to(tl.int32)
+    return length_bin
+
+
+@triton.jit
+def _count_bits(word):
+    """How many bits of an int64 are set. Where shifts copy the sign, the masks take it away."""
+    word = word - ((word >> 1) & 0x5555555555555555)
+    word = (word & 0x3333333333333333) + ((word >> 2) & 0x3333333333333333)
+    word = (word + (word >> 4)) & 0x0F0F0F0F0F0F0F0F
+    return ((word * 0x0101010101010101) >> 56).to(tl.int32)
+
+
+@triton.jit
+def _by_similarity(mine, theirs, alive):
+    """See `propose._compare_states`.
+
+    Args:
+        mine: Where the request's last signature is.
+        theirs: Where the candidates' signatures are.
+
+    Returns:
+        (each candidate's factor by the similarity of its state, whether it is left).
+    """
+    differing = tl.zeros([MAX_CANDIDATES], tl.int32)
+    known_mine, known_theirs = tl.zeros([], tl.int64), tl.zeros([MAX_CANDIDATES], tl.int64)
+    for word in tl.static_range(SIGNATURE_WORDS):
+        a, b = tl.load(mine + word), tl.load(theirs + word, mask=alive, other=0)
+        known_mine, known_theirs = known_mine | a, known_theirs | b
+        differing += _count_bits(a ^ b)
+    known = alive & (known_mine != 0) & (known_theirs != 0)
+    fewest = tl.min(tl.where(known, differing, SIGNATURE_BITS + 1))
+    more = tl.where(known, differing - fewest, UNKNOWN_DISAGREEMENT)
+    more = tl.where(fewest <= SIGNATURE_BITS, more, 0)
+    return tl.exp(-more.to(tl.float32) * SIMILARITY), alive & (more <= MAX_DISAGREEMENT)
+
+
+@triton.jit
+def _remembered(theirs, token, alive, is_stored):
+    """What the candidates vote for, [MAX_CANDIDATES, TOP_TOKENS + 1]: the remembered tokens and the one that was said.
+
+    Args:
+        theirs: Where the features of the candidates' next tokens are.
+        token: These tokens.
+        is_stored: Whether they have features; those of the draft itself have none.
+
+    Returns:
+        (tokens, their probabilities, whether they are choices, by candidate the probability that none of them has).
+    """
+    rank = tl.arange(0, TOP_TOKENS + 1)[None, :]
+    is_top = is_stored[:, None] & (rank < TOP_TOKENS)
+    word = tl.load(theirs[:, None] + SIGNATURE_WORDS + (rank >> 1), mask=is_top, other=0)
+    top = ((word >> 32 * (rank & 1)) & 0x7FFFFFFF).to(tl.int32)
+    codes = (tl.load(theirs + FEATURE_WORDS - 1, mask=is_stored, other=0) >> 32).to(tl.int32)
+    code = (codes[:, None] >> 8 * rank) & MAX_CODE
+    probability = tl.exp((1 - code).to(tl.float32) * LOGPROB_STEP)
+    is_top &= (code > 0) & (probability >= MIN_REMEMBERED)
+    probability = tl.where(is_top, probability, 0.0)
+    rest = tl.maximum(1.0 - tl.sum(probability, 1), 0.0)
+    says_top = tl.sum((is_top & (top == token[:, None])).to(tl.int32), 1) > 0
+    is_said = alive[:, None] & (rank == TOP_TOKENS) & ~says_top[:, None]
+    probability = tl.where(is_said, rest[:, None], probability)
+    return tl.where(is_said, token[:, None], top), probability, is_top | is_said, tl.where(says_top, rest, 0.0)
+
+
+@triton.jit
+def _shares(alive, length, votes):
+    """(each candidate's factor by its match length, probability that no candidate is right); see `propose._blend`."""
+    lane = tl.arange(0, MAX_CANDIDATES)
+    # The first candidate of a length stands for it.
+    earlier = alive[None, :] & (lane[None, :] < lane[:, None]) & (length[None, :] == length[:, None])
+    is_first = alive & (tl.sum(earlier.to(tl.int32), 1) == 0)
+    total = tl.sum(tl.where(length[None, :] >= length[:, None], votes[None, :], 0.0), 1) + BLEND
+    shrink = tl.where(is_first, tl.log2(1.0 / total * BLEND), 0.0)
+    before = tl.sum(tl.where(length[None, :] > length[:, None], shrink[None, :], 0.0), 1)
+    of_length = tl.where(is_first, tl.exp2(before) / total, 0.0)
+    share = tl.sum(tl.where(length[None, :] <= length[:, None], of_length[None, :], 0.0), 1)
+    return share, tl.exp2(tl.sum(shrink))
+
+
+@triton.jit
+def _draft_kernel(
+    slots_ptr,  # int32 [B]
+    keys_ptr,  # int64 [B, splits, MAX_CANDIDATES]
+    problem_ptr,  # int32 [R]
+    members_ptr,  # int32 [P, members_stride]
+    members_stride,
+    text_ptr,  # int32 [T]
+    documents_ptr,  # int64 [D, FIELDS]
+    seeds_ptr,  # int64 [R]
+    temperature_ptr,  # float32 [R]
+    preference_ptr,  # float32 [sources, DISTANCE_BINS]
+    coarse_ptr,  # int32, see `_extend_kernel`
+    fine_ptr,
+    by_inverse_temperature_ptr,
+    num_drafted_ptr,  # int32 [R], written, and the three below
+    drafted_ptr,  # int32 [R, K]
+    cells_ptr,  # int32 [R, K]
+    alternatives_ptr,  # int32 [R, K, NUM_INVERSE_TEMPERATURES]
+    output_ptr,  # int64 [B, K], written: the drafts; positions without one repeat the last token
+    rates_ptr,  # float32 [B, K], written
+    version_ptr,  # int32 [1]
+    log2_recency,
+    inverse_temperature,
+    features_ptr,  # int64 [T, FEATURE_WORDS]
+    SIGNATURES: tl.constexpr,
+    DISTRIBUTIONS: tl.constexpr,
+    USE_NOISE: tl.constexpr,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,  # power of two, at least K
+    NUM_KEYS: tl.constexpr,  # splits * MAX_CANDIDATES
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row).to(tl.int64)
+    matches, count = _best_matches(tl.load(keys_ptr + row * NUM_KEYS + tl.arange(0, NUM_KEYS)))
+    lane, j = tl.arange(0, MAX_CANDIDATES), tl.arange(0, WIDTH)
+    NUM_CHOICES: tl.constexpr = MAX_CANDIDATES * (TOP_TOKENS + 1) if DISTRIBUTIONS else MAX_CANDIDATES
+    choice_lane = tl.arange(0, NUM_CHOICES)
+    alive = lane < count
+
+    own = documents_ptr + slot * FIELDS
+    own_offset, own_length = tl.load(own + OFFSET), tl.load(own + LENGTH).to(tl.int32)
+    own_prompt = tl.load(own + PROMPT).to(tl.int32)
+    length = (matches >> LENGTH_SHIFT).to(tl.int32)
+    number = (((matches >> RANK_SHIFT) & MAX_RANK) ^ MAX_RANK).to(tl.int32)
+    position = (matches & 0xFFFFFFFF).to(tl.int32)
+    is_own = number == 0
+    members_ptr += tl.load(problem_ptr + slot).to(tl.int64) * members_stride
+    member = tl.load(members_ptr + number, mask=alive & ~is_own, other=0).to(tl.int64)
+    fields = documents_ptr + tl.where(is_own, slot, member) * FIELDS
+    offset = tl.load(fields + OFFSET)
+    theirs = text_ptr + offset
+    limit = tl.load(fields + LENGTH).to(tl.int32)
+    prompt = tl.load(fields + PROMPT).to(tl.int32)
+
+    distance = tl.abs((position - prompt) - (own_length - own_prompt))
+    near = (distance > DISTANCE_EDGES[0]).to(tl.int32)
+    for n in tl.static_range(1, DISTANCE_BINS - 1):
+        near += (distance > DISTANCE_EDGES[n]).to(tl.int32)
+    source = tl.where(is_own, tl.where(position >= prompt, OWN, PROMPT_TEXT), SIBLING)
+    versions = tl.load(version_ptr) - tl.load(fields + VERSION)
+    age_bins = (versions > AGE_EDGES[0]).to(tl.int32)
+    for n in tl.static_range(1, NUM_AGES - 1):
+        age_bins += (versions > AGE_EDGES[n]).to(tl.int32)
+    age = tl.where(source == PROMPT_TEXT, 0.0, versions.to(tl.float32))
+    weight = tl.maximum(tl.exp2(age * log2_recency), MIN_AGE_WEIGHT)
+    weight *= tl.load(preference_ptr + source * DISTANCE_BINS + near)
+    origin_bins = source * DISTANCE_BINS + near
+    if SIGNATURES:
+        last = features_ptr + (own_offset + tl.maximum(own_length - 1, 0)) * FEATURE_WORDS
+        before = features_ptr + (offset + position - 1) * FEATURE_WORDS
+        similarity, alive = _by_similarity(last, before, alive)
+        weight *= similarity
+        count = tl.sum(alive.to(tl.int32))
+
+    coupled = (tl.load(temperature_ptr + slot) > 0.0) & USE_NOISE
+    seed = tl.load(seeds_ptr + slot)
+    exponent = _best_inverse_temperature(by_inverse_temperature_ptr, inverse_temperature)
+
+    # The tokens drafted so far: a candidate in the request's own text continues into them.
+    draft = tl.zeros([WIDTH], tl.int32)
+    num = 0
+    votes = tl.where(alive, weight, 0.0)
+    share, left = _shares(alive, length, votes)
+    while (num < K) & (count > 0):
+        in_draft = position - own_length
+        of_draft = tl.sum(tl.where(in_draft[:, None] == j[None, :], draft[None, :], 0), 1)
+        is_stored = alive & ((position < own_length) | ~is_own)
+        token = tl.where(is_stored, tl.load(theirs + position, mask=is_stored, other=0), of_draft)
+        if DISTRIBUTIONS:
+            their_features = features_ptr + (offset + position) * FEATURE_WORDS
+            tops, probability, is_vote, unheld = _remembered(their_features, token, alive, is_stored)
+            choices = tl.reshape(tops, [NUM_CHOICES])
+            shares_of = tl.reshape(probability * (votes * share)[:, None], [NUM_CHOICES])
+            is_choice = tl.reshape(is_vote, [NUM_CHOICES])
+            no_choice = tl.minimum(left + tl.sum(votes * share * unheld), 1.0)
+        else:
+            choices, shares_of, is_choice, no_choice = token, votes * share, alive, left
+        choices = tl.where(is_choice, choices, -1 - choice_lane)  # what is no choice equals no other
+
+        chosen = tl.max(choices)
+        mass = tl.zeros([NUM_CHOICES], tl.float32) + tl.sum(shares_of)
+        num_choices = tl.full([], 1, tl.int32)
+        if tl.min(tl.where(is_choice, choices, chosen)) < chosen:  # more than one distinct token
+            same = choices[None, :] == choices[:, None]
+            mass = tl.sum(tl.where(same, shares_of[None, :], 0.0), 1)
+            earlier = same & (choice_lane[None, :] < choice_lane[:, None])
+            is_choice &= tl.sum(earlier.to(tl.int32), 1) == 0
+            num_choices = tl.sum(is_choice.to(tl.int32))
+        else:
+            is_choice = choice_lane == tl.argmax(choices, 0)
+
+        at = slot * K + num
+        if coupled & (num_choices > 1):
+            state = row_state(seed, (own_length - 1 + num).to(tl.int64), DOMAIN)
+            noises = gumbel(finish_hash(unfinished_hash(state, token_key(choices.to(tl.uint32)))))
+            log_mass = tl.log(tl.where(is_choice, mass, 1.0))
+            score = tl.where(is_choice, exponent * log_mass + noises, float("-inf"))
+            best = tl.argmax(score, 0)
+            lead = tl.max(score) - tl.max(tl.where(choice_lane == best, float("-inf"), score))
+            expected = (1.0 - no_choice) / (1.0 + tl.exp(-lead))
+            for a in tl.static_range(NUM_INVERSE_TEMPERATURES):
+                other = tl.argmax(tl.where(is_choice, log_mass * INVERSE_TEMPERATURES[a] + noises, float("-inf")), 0)
+                other_token = tl.sum(tl.where(choice_lane == other, choices, 0))
+                tl.store(alternatives_ptr + at * NUM_INVERSE_TEMPERATURES + a, other_token)
+        else:
+            best = tl.argmax(tl.where(is_choice, mass, -1.0), 0)
+            expected = tl.where(coupled, 1.0 - no_choice, tl.sum(tl.where(choice_lane == best, mass, 0.0)))
+            for a in tl.static_range(NUM_INVERSE_TEMPERATURES):
+                tl.store(alternatives_ptr + at * NUM_INVERSE_TEMPERATURES + a, -1)
+        chosen = tl.sum(tl.where(choice_lane == best, choices, 0))
+        likely = tl.sum(tl.where(choice_lane == best, mass, 0.0))
+
+        agrees = alive & (token == chosen)
+        # Where it was remembered, but another one was said, it is the heaviest candidate's of all.
+        has_origin = agrees | (alive & (tl.sum(agrees.to(tl.int32)) == 0))
+        heaviest = tl.argmax(tl.where(has_origin, weight, -1.0), 0)
+        origin_bin = tl.sum(tl.where(lane == heaviest, origin_bins, 0))
+        by_likelihood = origin_bin // DISTANCE_BINS * DISTANCE_BINS + tl.minimum(
+            (likely * DISTANCE_BINS).to(tl.int32), DISTANCE_BINS - 1
+        )
+        origin_bin = tl.where(coupled, by_likelihood, origin_bin)
+        from_one = tl.maximum(1.0 - expected, MIN_DISTANCE_FROM_ONE)
+        probability_bin = tl.minimum((tl.log2(from_one) * -BINS_PER_HALVING).to(tl.int32), PROBABILITY_BINS - 1)
+        longest = tl.max(tl.where(alive, length, 0))
+        cell = (coupled.to(tl.int32) * PROBABILITY_BINS + probability_bin) * LENGTH_BINS + _length_bin(longest)
+        cell = cell * NUM_ORIGIN_BINS + origin_bin
+        tl.store(drafted_ptr + at, chosen)
+        tl.store(cells_ptr + at, cell + FINE_CELLS * tl.sum(tl.where(lane == heaviest, age_bins, 0)))
+        tl.store(output_ptr + row * K + num, chosen.to(tl.int64))
+        tl.store(rates_ptr + row * K + num, _rate(coarse_ptr, fine_ptr, cell, expected))
+
+        draft = tl.where(j == num, chosen, draft)
+        num += 1
+        position += 1
+        alive = agrees & (position < tl.where(is_own, own_length + num, limit))
+        was, count = count, tl.sum(alive.to(tl.int32))
+        # While no candidate drops out and none reaches MAX_DEPTH, all lengths grow by one and the shares stay.
+        if (count < was) | (longest >= MAX_DEPTH - 1):
+            length = tl.minimum(length + 1, MAX_DEPTH)
+            votes = tl.where(alive, weight, 0.0)
+            share, left = _shares(alive, length, votes)
+        else:
+            length += 1
+    tl.store(num_drafted_ptr + slot, num)
+    last = tl.load(text_ptr + own_offset + own_length - 1, mask=own_length > 0, other=0)
+    last = tl.where(num > 0, tl.sum(tl.where(j == num - 1, draft, 0)), last).to(tl.int64)
+    empty = (j >= num) & (j < K)
+    tl.store(output_ptr + row * K + j, tl.broadcast_to(last, [WIDTH]), mask=empty)
+    tl.store(rates_ptr + row * K + j, tl.zeros([WIDTH], tl.float32), mask=empty)
+
+
+@triton.jit
+def _retire_kernel(
+    rows_ptr,  # int64 [N, ROW]; see RETIRED_FIELDS
+    stops_ptr,  # int32 [N, NUM_STOPS]: tokens that end the request, -1: unused
+    text_ptr,  # int32 [T]
+    documents_ptr,  # int64 [D, FIELDS]
+    features_ptr,  # int64 [T, FEATURE_WORDS]
+    FEATURES: tl.constexpr,  # whether they are kept
+    ROW: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    n = tl.program_id(0).to(tl.int64)
+    rows_ptr += n * ROW
+    slot, document = tl.load(rows_ptr), tl.load(rows_ptr + 1)
+    offset, capacity = tl.load(rows_ptr + 2), tl.load(rows_ptr + 3).to(tl.int32)
+    may_stop, must_stop = tl.load(rows_ptr + 4).to(tl.int32), tl.load(rows_ptr + 5).to(tl.int32)
+    source = documents_ptr + slot * FIELDS
+    prompt = tl.load(source + PROMPT).to(tl.int32)
+    context = tl.minimum(prompt, MAX_DEPTH)
+    begin = prompt - context
+    source_offset = tl.load(source + OFFSET) + begin
+    text = text_ptr + source_offset
+    end = tl.minimum(tl.load(source + LENGTH).to(tl.int32), must_stop) - begin
+    end = tl.minimum(end, capacity)
+    start = tl.zeros([], tl.int32)
+    while start < end:
+        i = start + tl.arange(0, BLOCK)
+        token = tl.load(text + i, mask=i < end, other=-2)
+        tl.store(text_ptr + offset + i, token, mask=i < end)
+        if FEATURES:
+            for word in tl.static_range(FEATURE_WORDS):
+                value = tl.load(features_ptr + (source_offset + i) * FEATURE_WORDS + word, mask=i < end, other=0)
+                tl.store(features_ptr + (offset + i) * FEATURE_WORDS + word, value, mask=i < end)
+        stops = tl.zeros([BLOCK], tl.int1)
+        for s in tl.static_range(NUM_STOPS):
+            stops |= token == tl.load(stops_ptr + n * NUM_STOPS + s)
+        stops &= (i < end) & (begin + i + 1 >= may_stop)
+        end = tl.minimum(end, tl.min(tl.where(stops, i + 1, end)))
+        start += BLOCK
+    target = documents_ptr + document * FIELDS
+    tl.store(target + OFFSET, offset)
+    tl.store(target + LENGTH, tl.maximum(end, 0).to(tl.int64))
+    tl.store(target + PROMPT, context.to(tl.int64))
+    tl.store(target + VERSION, tl.load(source + VERSION))
+
+
+def extend(
+    slots: Tensor,
+    history: Tensor,
+    total_len: Tensor,
+    row_size: int,
+    text: Tensor,
+    documents: Tensor,
+    num_drafted: Tensor,
+    drafted: Tensor,
+    cells: Tensor,
+    alternatives: Tensor,
+    counters: tuple[Tensor, ...],
+    features: Tensor,
+    new_features: Tensor | None,
+    first_rows: Tensor,
+    num_sampled: Tensor,
+) -> None:
+    """Copy the new tokens of `slots` to `text`, and count their last drafts' outcomes.
+
+    Arguments as of the kernel. features: of length 0 where none are kept. new_features: None where they are not known.
+    """
+    k = drafted.shape[1]
+    known = NOT_KEPT if not features.shape[0] else UNKNOWN if new_features is None else GIVEN
+    _extend_kernel[(slots.shape[0],)](
+        slots,
+        history,
+        history.stride(0),
+        total_len,
+        row_size,
+        text,
+        documents,
+        num_drafted,
+        drafted,
+        cells,
+        alternatives,
+        *counters,
+        features,
+        features if new_features is None else new_features,
+        first_rows,
+        num_sampled,
+        FEATURES=known.value,
+        K=k,
+        WIDTH=triton.next_power_of_2(k),
+        BLOCK=TILE,
+        num_warps=1,
+    )
+
+
+def lengthen(
+    slots: Tensor,
+    wanted: Tensor,
+    tokens: Tensor,
+    row_size: int,
+    text: Tensor,
+    documents: Tensor,
+    features: Tensor,
+    lengthened: Tensor,
+    *,
+    shorten: bool,
+) -> None:
+    """Append tokens that may come to the texts of `slots`, or take them away again. Arguments as of the kernel."""
+    m = tokens.shape[1]
+    _lengthen_kernel[(slots.shape[0],)](
+        slots,
+        wanted,
+        tokens,
+        tokens.stride(0),
+        row_size,
+        text,
+        documents,
+        features,
+        lengthened,
+        SHORTEN=shorten,
+        FEATURES=features.shape[0] > 0,
+        M=m,
+        WIDTH=triton.next_power_of_2(m),
+        num_warps=1,
+    )
+
+
+def halve_full(counters: Tensor) -> None:
+    """Halve counters that have MAX_TRIALS trials: they follow the policy. counters: int32 [n, 2], trials and hits."""
+    counters.copy_(torch.where(counters[:, :1] >= vote.MAX_TRIALS, counters // 2, counters))
+
+
+def discount(counters: Tensor) -> None:
+    """Let what was counted under earlier policy versions count less. counters: int32 [n, 2], trials and hits."""
+    counters.copy_((counters * vote.VERSION_DECAY).to(torch.int32))
+
+
+def num_splits(batch: int) -> int:
+    """Programs that share one request's scan: the most of SPLITS with which the batch keeps to TARGET_PROGRAMS."""
+    return max((n for n in SPLITS if n * batch <= TARGET_PROGRAMS), default=SPLITS[0])
+
+
+def scan(
+    slots: Tensor,
+    num_sampled: Tensor,
+    problem: Tensor,
+    members: Tensor,
+    text: Tensor,
+    documents: Tensor,
+) -> Tensor:
+    """The best matches that each program found: int64 [B, splits, MAX_CANDIDATES]. Arguments as of the kernel."""
+    batch = slots.shape[0]
+    splits = num_splits(batch)
+    keys = torch.empty(batch, splits, MAX_CANDIDATES.value, dtype=torch.int64, device=text.device)
+    _scan_kernel[(batch, splits)](
+        slots,
+        num_sampled,
+        problem,
+        members,
+        members.stride(0),
+        text,
+        documents,
+        keys,
+        splits // TILE_SPLITS,
+        TILE_SPLITS=TILE_SPLITS,
+        TILE=TILE,
+        num_warps=4,
+    )
+    return keys
+
+
+def draft(
+    slots: Tensor,
+    keys: Tensor,
+    problem: Tensor,
+    members: Tensor,
+    text: Tensor,
+    documents: Tensor,
+    seeds: Tensor,
+    temperature: Tensor,
+    preference: Tensor,
+    counters: tuple[Tensor, Tensor, Tensor],
+    num_drafted: Tensor,
+    drafted: Tensor,
+    cells: Tensor,
+    alternatives: Tensor,
+    *,
+    version: Tensor,
+    log2_recency: float,
+    inverse_temperature: float,
+    features: Tensor,
+    signatures: bool,
+    distributions: bool,
+    use_noise: bool,
+) -> tuple[Tensor, Tensor]:
+    """Draft from the matches. Returns (tokens int64 [B, K], rates float32 [B, K]). Arguments as of the kernel."""
+    batch, k = slots.shape[0], drafted.shape[1]
+    output = torch.empty(batch, k, dtype=torch.int64, device=text.device)
+    rates = torch.empty(batch, k, dtype=torch.float32, device=text.device)
+    _draft_kernel[(batch,)](
+        slots,
+        keys,
+        problem,
+        members,
+        members.stride(0),
+        text,
+        documents,
+        seeds,
+        temperature,
+        preference,
+        *counters,
+        num_drafted,
+        drafted,
+        cells,
+        alternatives,
+        output,
+        rates,
+        version,
+        log2_recency,
+        inverse_temperature,
+        features,
+        SIGNATURES=signatures,
+        DISTRIBUTIONS=distributions,
+        USE_NOISE=use_noise,
+        K=k,
+        WIDTH=triton.next_power_of_2(k),
+        NUM_KEYS=keys.shape[1] * keys.shape[2],
+        num_warps=4 if distributions else 1,  # as many lanes are compared with each other as there are choices
+        # A product that is added to another lane's within a fused multiply-add is not rounded, the other one is: lanes
+        # would get sums that differ in their last bit, and which of them is stored would be up to the hardware.
+        enable_fp_fusion=False,
+    )
+    return output, rates
+
+
+def retire(rows: Tensor, stops: Tensor, text: Tensor, documents: Tensor, features: Tensor) -> None:
+    """Copy ended requests' last MAX_DEPTH prompt tokens and output to the pool. Arguments as of the kernel."""
+    _retire_kernel[(rows.shape[0],)](
+        rows,
+        stops,
+        text,
+        documents,
+        features,
+        FEATURES=features.shape[0] > 0,
+        ROW=rows.shape[1],
+        NUM_STOPS=stops.shape[1],
+        BLOCK=TILE,
+        num_warps=4,
+    )

@@ -1,0 +1,457 @@
+"""The device drafter in NumPy: the reference that `device_kernels.py` must match, and a drafter for replays.
+
+A problem's texts are documents: those of its live requests and of its earlier rollouts. A lookup scans all of them.
+
+1. A position is a match if the token before it is the request's last one. The match's length is the number of tokens
+   before it that agree with the end of the request's text, at most MAX_DEPTH. Positions within prompts count in the
+   request's own document only. The ENOUGH_CANDIDATES longest matches are kept, and further ones as long as the last of
+   these, up to MAX_CANDIDATES; among equals the request's own document comes first, then newer documents, then later
+   positions.
+2. The candidates vote for the next token, with the host drafter's weights, remembered distributions, blend, coupled
+   choice and calibration (see `mixture.py`); those with another token drop out, and the others move on. A candidate in
+   the request's own document continues into the draft itself. The draft ends where no candidate is left.
+
+Differences from the host drafter: other problems are not searched; all matches are seen, where the host visits a part
+of them; and the host searches again where no candidate is left, which gained 0 to 0.5 % on recorded rollouts and would
+cost a second scan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.drafters.base import Tokens, problem_of_prompt
+from rollout_spec.drafters.host import vote
+from rollout_spec.drafters.host.vote import (
+    AGE_EDGES,
+    AGES,
+    BINS_PER_HALVING,
+    BLEND,
+    COARSE_PRIOR,
+    DISTANCE_EDGES,
+    ENOUGH_CANDIDATES,
+    FINE_PRIOR,
+    HEAD_START,
+    INVERSE_TEMPERATURES,
+    LENGTH_EDGES,
+    MAX_CANDIDATES,
+    MAX_DEPTH,
+    MAX_DISAGREEMENT,
+    MAX_TRIALS,
+    MIN_AGE_WEIGHT,
+    MIN_DISTANCE_FROM_ONE,
+    MIN_REMEMBERED,
+    NUM_DISTANCE_BINS,
+    NUM_LENGTH_BINS,
+    NUM_ORIGIN_BINS,
+    NUM_PROBABILITY_BINS,
+    OWN,
+    PREFERENCE,
+    PROMPT_TEXT,
+    RECENCY,
+    SIBLING,
+    UNKNOWN_DISAGREEMENT,
+    VERSION_DECAY,
+)
+from rollout_spec.features.format import (
+    SIGNATURE_WORDS,
+    Features,
+    check_features,
+    decoded_probabilities,
+    no_features,
+    unpack,
+)
+from rollout_spec.noise import host as noise
+from rollout_spec.types import Draft, Int32Array
+
+PROBABILITY = decoded_probabilities()
+
+CELLS = 2 * NUM_PROBABILITY_BINS * NUM_LENGTH_BINS
+"""Cells of the coarse calibration; each has NUM_ORIGIN_BINS fine ones."""
+
+
+class Document(NamedTuple):
+    """A text of a problem."""
+
+    tokens: Int32Array
+    prompt_length: int
+    """How many of the tokens are the prompt or its end."""
+    version: int
+    features: Features
+    """Of the tokens; those of the prompt have none. Zero where they are not to be used."""
+
+
+class Match(NamedTuple):
+    """An earlier position whose context agrees with the request's."""
+
+    document: int
+    """Index among the problem's documents; 0 is the request's own."""
+    position: int
+    length: int
+
+
+def find_matches(documents: Sequence[Document], context: Int32Array) -> list[Match]:
+    """The candidates of one lookup, best first. O(tokens of the documents).
+
+    Args:
+        documents: The request's own first, the others newest first.
+        context: int32, the request's text, drafted tokens included.
+    """
+    context = context[-MAX_DEPTH:]
+    found: list[Match] = []
+    for number, document in enumerate(documents):
+        tokens = document.tokens
+        first = max(1, 0 if number == 0 else document.prompt_length)
+        ends = np.arange(first, tokens.size)
+        alive = ends = ends[tokens[ends - 1] == context[-1]]
+        lengths = np.ones(tokens.size, np.int64)
+        for depth in range(1, context.size):
+            alive = alive[alive - 1 - depth >= 0]
+            alive = alive[tokens[alive - 1 - depth] == context[-1 - depth]]
+            lengths[alive] = depth + 1
+        found += [Match(number, int(position), int(lengths[position])) for position in ends]
+    found.sort(key=lambda match: (-match.length, match.document, -match.position))
+    kept = found[:MAX_CANDIDATES]
+    while len(kept) > ENOUGH_CANDIDATES and kept[-1].length < kept[ENOUGH_CANDIDATES - 1].length:
+        kept.pop()
+    return kept
+
+
+@dataclass(slots=True)
+class Counters:
+    """Outcomes of drafted tokens that the target reached: (trials, hits) in the last axis."""
+
+    coarse: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS, 2), np.int32))
+    fine: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS * NUM_ORIGIN_BINS, 2), np.int32))
+    by_inverse_temperature: NDArray[np.int32] = field(
+        default_factory=lambda: np.zeros((len(INVERSE_TEMPERATURES), 2), np.int32)
+    )
+    by_age: NDArray[np.int64] = field(default_factory=lambda: np.zeros((len(AGES), 2), np.int64))
+
+    def forget(self) -> None:
+        """Let old outcomes count for less, under a new policy."""
+        for counters in (self.coarse, self.fine, self.by_inverse_temperature):
+            counters[:] = (counters * np.float32(VERSION_DECAY)).astype(np.int32)
+
+    def halve_full(self) -> None:
+        """Halve the counters with MAX_TRIALS trials. `DeviceDrafter` does the same when requests end."""
+        for counters in (self.coarse, self.fine, self.by_inverse_temperature):
+            counters[counters[:, 0] >= MAX_TRIALS] //= 2
+
+    def rate(self, cell: int, expected: float) -> float:
+        """Probability that a token of this fine cell is accepted, where the model says `expected`."""
+        coarse, fine = self.coarse[cell // NUM_ORIGIN_BINS], self.fine[cell]
+        rate = (coarse[1] + COARSE_PRIOR * expected) / (coarse[0] + COARSE_PRIOR)
+        return float((fine[1] + FINE_PRIOR * rate) / (fine[0] + FINE_PRIOR))
+
+    def inverse_temperature(self) -> float:
+        """The exponent that would have been right most often."""
+        hits = self.by_inverse_temperature[:, 1].astype(np.float64)
+        hits[INVERSE_TEMPERATURES.index(1.0)] += HEAD_START
+        return INVERSE_TEMPERATURES[int(np.argmax(hits))]
+
+
+class DraftedToken(NamedTuple):
+    """One drafted token."""
+
+    token: int
+    rate: float
+    """Estimated probability of acceptance once it is reached."""
+    cell: int
+    """Index into the fine counters."""
+    age_bin: int | None
+    """Of the rollout that it comes from, where that is another one."""
+    alternatives: tuple[int, ...]
+    """What each of INVERSE_TEMPERATURES would have drafted; empty where all candidates had the same token."""
+
+
+def draft_tokens(
+    documents: Sequence[Document],
+    *,
+    max_tokens: int,
+    seed: int | None,
+    version: int,
+    counters: Counters,
+    recency: float,
+    inverse_temperature: float | None,
+) -> list[DraftedToken]:
+    """The draft of one request.
+
+    Args:
+        documents: The request's own first, the others newest first.
+        max_tokens: Longest draft.
+        seed: Of the request's noise; None: draft without it.
+        version: The present policy version.
+        counters: Outcomes so far; not changed.
+        recency, inverse_temperature: See `ReferenceDrafter`.
+    """
+    own = documents[0]
+    text = own.tokens.tolist()
+    generated = len(text) - own.prompt_length
+    exponent = counters.inverse_temperature() if inverse_temperature is None else inverse_temperature
+    candidates = []
+    matches = find_matches(documents, own.tokens)
+    differing = [_num_differing(own.features, documents[m.document].features, m.position - 1) for m in matches]
+    fewest = min((bits for bits in differing if bits is not None), default=None)
+    for match, bits in zip(matches, differing, strict=True):
+        more = 0
+        if fewest is not None:
+            more = UNKNOWN_DISAGREEMENT if bits is None else bits - fewest
+        if more > MAX_DISAGREEMENT:
+            continue
+        document = documents[match.document]
+        offset = match.position - document.prompt_length - generated
+        weight, origin_bin = _weigh(match, document, offset, version, recency)
+        candidates.append((match, weight * math.exp(-vote.SIMILARITY * more), origin_bin))
+    drafted: list[DraftedToken] = []
+    while candidates and len(drafted) < max_tokens:
+        chosen = _choose(candidates, documents, text, seed, version, counters, exponent)
+        drafted.append(chosen)
+        text.append(chosen.token)
+        alive = []
+        for match, weight, origin_bin in candidates:
+            tokens = text if match.document == 0 else documents[match.document].tokens
+            if tokens[match.position] == chosen.token and match.position + 1 < len(tokens):
+                moved = Match(match.document, match.position + 1, min(match.length + 1, MAX_DEPTH))
+                alive.append((moved, weight, origin_bin))
+        candidates = alive
+    return drafted
+
+
+def _num_differing(own: Features, others: Features, position: int) -> int | None:
+    """Bits in which the signature at a position differs from the last one of `own`; None where either is not known."""
+    a, b = unpack(own)[0][-1], unpack(others)[0][position]
+    return sum(int(word).bit_count() for word in a ^ b) if a.any() and b.any() else None
+
+
+def _distribution(document: Document, position: int, token: int) -> dict[int, float]:
+    """What a candidate votes for: the remembered tokens, and `token`, which was sampled there, for the rest."""
+    found: dict[int, float] = {}
+    if position < len(document.features):  # not in the draft itself
+        _, ids, codes = unpack(document.features[position : position + 1])
+        tops = zip(ids[0].tolist(), PROBABILITY[codes[0]].tolist(), strict=True)
+        found = {top: probability for top, probability in tops if probability >= MIN_REMEMBERED}
+    if token not in found:
+        found[token] = max(1.0 - sum(found.values()), 0.0)
+    return found
+
+
+def _weigh(match: Match, document: Document, offset: int, version: int, recency: float) -> tuple[float, int]:
+    """(a candidate's weight, its origin bin: source and distance bin in one number)."""
+    if match.document:
+        source = SIBLING
+    else:
+        source = OWN if match.position >= document.prompt_length else PROMPT_TEXT
+    near = sum(abs(offset) > limit for limit in DISTANCE_EDGES)
+    age = 0 if source == PROMPT_TEXT else version - document.version
+    return max(recency**age, MIN_AGE_WEIGHT) * PREFERENCE[source][near], source * NUM_DISTANCE_BINS + near
+
+
+def _choose(
+    candidates: list[tuple[Match, float, int]],
+    documents: Sequence[Document],
+    text: list[int],
+    seed: int | None,
+    version: int,
+    counters: Counters,
+    exponent: float,
+) -> DraftedToken:
+    next_tokens = [(text if m.document == 0 else documents[m.document].tokens)[m.position] for m, _, _ in candidates]
+    share, left, total = {}, 1.0, 0.0
+    for length in sorted({m.length for m, _, _ in candidates}, reverse=True):
+        total += sum(w for m, w, _ in candidates if m.length == length)
+        share[length] = left / (total + BLEND)
+        left *= BLEND / (total + BLEND)
+    mass: dict[int, float] = {}
+    for token, (match, weight, _) in zip(next_tokens, candidates, strict=True):
+        votes = weight * sum(s for length, s in share.items() if length <= match.length)
+        distribution = _distribution(documents[match.document], match.position, int(token))
+        for t, probability in distribution.items():
+            mass[t] = mass.get(t, 0.0) + votes * probability
+        left += votes * max(1.0 - sum(distribution.values()), 0.0)
+    left = min(left, 1.0)
+    coupled = seed is not None
+    alternatives: tuple[int, ...] = ()
+    if seed is not None and len(mass) > 1:
+        tokens = list(mass)
+        logs = np.log([mass[token] for token in tokens])
+        noises = noise.gumbel(seed, len(text) - 1, np.array(tokens))
+        alternatives = tuple(tokens[int(np.argmax(s * logs + noises))] for s in INVERSE_TEMPERATURES)
+        scores = exponent * logs + noises
+        best, second = np.sort(scores)[::-1][:2]
+        token = tokens[int(np.argmax(scores))]
+        expected = (1.0 - left) / (1.0 + math.exp(second - best))
+    else:
+        token = max(mass, key=lambda t: mass[t])
+        expected = 1.0 - left if coupled else mass[token]
+    of_token = [(w, -i) for i, (t, (_, w, _)) in enumerate(zip(next_tokens, candidates, strict=True)) if t == token]
+    if not of_token:  # it was remembered there, but another one was sampled
+        of_token = [(w, -i) for i, (_, w, _) in enumerate(candidates)]
+    match, _, origin_bin = candidates[-max(of_token)[1]]
+    if coupled:
+        origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
+            int(NUM_DISTANCE_BINS * mass[token]), NUM_DISTANCE_BINS - 1
+        )
+    distance = max(1.0 - expected, MIN_DISTANCE_FROM_ONE)
+    probability_bin = min(int(-BINS_PER_HALVING * math.log2(distance)), NUM_PROBABILITY_BINS - 1)
+    longest = max(m.length for m, _, _ in candidates)
+    cell = (int(coupled) * NUM_PROBABILITY_BINS + probability_bin) * NUM_LENGTH_BINS + _length_bin(longest)
+    cell = cell * NUM_ORIGIN_BINS + origin_bin
+    source = documents[match.document]
+    age_bin = sum(version - source.version > limit for limit in AGE_EDGES) if match.document else None
+    return DraftedToken(token, counters.rate(cell, expected), cell, age_bin, alternatives)
+
+
+def _length_bin(length: int) -> int:
+    return sum(length > limit for limit in LENGTH_EDGES)
+
+
+@dataclass(slots=True)
+class _Live:
+    problem: int
+    tokens: list[int]
+    prompt_length: int
+    seed: int | None
+    version: int
+    order: int
+    features: list[Features]
+    """Of the tokens, in pieces."""
+    drafted: list[DraftedToken] = field(default_factory=list)
+
+
+class ReferenceDrafter:
+    """Implements `rollout_spec.drafters.base.Drafter` as the device does. For tests and replays: slow.
+
+    Args:
+        max_draft_tokens: Longest draft, K.
+        recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
+        inverse_temperature: Exponent on the candidates' probabilities where drafts are chosen with noise; None: the one
+            that would have been right most often so far.
+        signatures, distributions: Whether these parts of the features are used.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_draft_tokens: int = 8,
+        recency: float = RECENCY,
+        inverse_temperature: float | None = None,
+        signatures: bool = True,
+        distributions: bool = True,
+    ) -> None:
+        self.counters = Counters()
+        self._max_draft_tokens = max_draft_tokens
+        self._recency = recency
+        self._inverse_temperature = inverse_temperature
+        self._signatures, self._distributions = signatures, distributions
+        self.wants_features = signatures or distributions
+        self._version = 0
+        self._live: dict[str, _Live] = {}
+        self._finished: dict[int, list[_Live]] = {}
+        self._num_started = 0
+
+    def start_request(
+        self, req_id: str, prompt_token_ids: Tokens, *, problem_id: int | None = None, seed: int | None = None
+    ) -> None:
+        if req_id in self._live:
+            raise ValueError(f"request {req_id!r} is live already")
+        prompt = [int(token) for token in prompt_token_ids]
+        self._num_started += 1
+        if problem_id is None:
+            problem_id = problem_of_prompt(prompt) if prompt else -self._num_started
+        self._live[req_id] = _Live(
+            problem_id, prompt, len(prompt), seed, self._version, self._num_started, [no_features(len(prompt))]
+        )
+
+    def extend(self, req_id: str, new_token_ids: Tokens, features: Features | None = None) -> None:
+        live = self._request(req_id)
+        if features is None:
+            features = no_features(len(new_token_ids))
+        check_features(features, len(new_token_ids))
+        live.features.append(features)
+        new = [int(token) for token in new_token_ids]
+        for chosen, token in zip(live.drafted, new, strict=False):
+            hit = chosen.token == token
+            for counters in (
+                self.counters.fine[chosen.cell],
+                self.counters.coarse[chosen.cell // NUM_ORIGIN_BINS],
+            ):
+                counters += (1, hit)
+            if chosen.age_bin is not None:
+                self.counters.by_age[chosen.age_bin] += (1, hit)
+            if chosen.alternatives:
+                self.counters.by_inverse_temperature += np.array(
+                    [(1, a == token) for a in chosen.alternatives], np.int32
+                )
+            if not hit:  # what was said after it was verified for another drafter
+                break
+        live.drafted = []
+        live.tokens += new
+
+    def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
+        if len(max_tokens) != len(req_ids):
+            raise ValueError(f"max_tokens has {len(max_tokens)} entries for {len(req_ids)} requests")
+        drafts = []
+        for req_id, limit in zip(req_ids, max_tokens, strict=True):
+            live = self._request(req_id)
+            live.drafted = draft_tokens(
+                [self._document(live), *map(self._document, self._others(live))],
+                max_tokens=min(int(limit), self._max_draft_tokens),
+                seed=live.seed,
+                version=self._version,
+                counters=self.counters,
+                recency=self._recency,
+                inverse_temperature=self._inverse_temperature,
+            )
+            rates = np.array([chosen.rate for chosen in live.drafted], np.float32)
+            drafts.append(Draft(np.array([chosen.token for chosen in live.drafted], np.int32), np.cumprod(rates)))
+        return drafts
+
+    def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
+        """Does nothing: `extend` counts the outcome, by comparing its tokens with the draft."""
+
+    def stop_request(self, req_id: str, *, keep: bool = True) -> None:
+        live = self._request(req_id)
+        del self._live[req_id]
+        self.counters.halve_full()
+        if keep:
+            self._finished.setdefault(live.problem, []).append(live)
+
+    def begin_policy_version(self, version: int) -> None:
+        if version < self._version:
+            raise ValueError(f"policy versions go up: {version} after {self._version}")
+        if version > self._version:
+            self._version = version
+            self.counters.forget()
+
+    def memory_bytes(self) -> int:
+        texts = [*self._live.values(), *(text for texts in self._finished.values() for text in texts)]
+        return 4 * sum(len(text.tokens) for text in texts)
+
+    def check_integrity(self) -> None:
+        """Does nothing: there are no invariants."""
+
+    def _request(self, req_id: str) -> _Live:
+        if req_id not in self._live:
+            raise ValueError(f"request {req_id!r} is not live: start_request comes first")
+        return self._live[req_id]
+
+    def _others(self, live: _Live) -> list[_Live]:
+        """The problem's other texts, newest request first."""
+        texts = [other for other in self._live.values() if other.problem == live.problem and other is not live]
+        texts += self._finished.get(live.problem, [])
+        return sorted(texts, key=lambda other: -other.order)
+
+    def _document(self, live: _Live) -> Document:
+        features = np.concatenate(live.features)
+        if not self._signatures:
+            features[:, :SIGNATURE_WORDS] = 0
+        if not self._distributions:
+            features[:, SIGNATURE_WORDS:] = 0
+        return Document(np.array(live.tokens, np.int32), live.prompt_length, live.version, features)

@@ -1,0 +1,814 @@
+"""The history drafter: drafts what followed the same context in earlier rollouts, siblings and the request itself.
+
+An index (`suffix.py` or `ngram.py`) finds earlier positions whose context agrees with the end of the request's, longest
+matches first. Each is a candidate that votes for the token at its position. A vote's weight depends on the candidate's
+source, on the age of its policy and on how near it lies in its rollout; votes are blended over match lengths as in
+prediction by partial matching (Cleary and Witten 1984), which gives a distribution q. The draft is the most probable
+token or, where the request's seed and so the target's noise is known, argmax(inverse_temperature * log q + noise),
+which is the target's own choice where q is the target's distribution (coupling: Daliri et al., arXiv:2408.07978).
+Where it is known what the target saw at each token (`rollout_spec.features`), candidates of similar states weigh more,
+and a candidate votes for all tokens that were likely at its position, not only for the one that was sampled there.
+Candidates with another token drop out and the others move on by one token; when none is left the index is searched
+again with the drafted tokens as context. A draft ends where its estimated survival, calibrated from outcomes, falls
+below `min_survival`.
+
+`vote.py` holds the constants, `propose.py` the compiled code.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence, Set, Sized
+from dataclasses import dataclass
+from itertools import chain
+from typing import Literal, cast, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec import checks
+from rollout_spec.drafters.base import Tokens, problem_of_prompt
+from rollout_spec.drafters.host import ngram, propose, suffix, vote
+from rollout_spec.drafters.host.index import Index, Settings, append_batch, index_batch, remove_document
+from rollout_spec.drafters.host.lookahead import new_pool
+from rollout_spec.drafters.host.propose import Calibration, Proposals, Rows
+from rollout_spec.drafters.host.store import (
+    ISOLATED,
+    LENGTH,
+    MAX_PAGES,
+    PAGE_TOKENS,
+    PROBLEM,
+    PROMPT,
+    ROLLOUT,
+    TextStore,
+)
+from rollout_spec.drafters.host.threads import MAX_THREADS, share_out, usable_threads
+from rollout_spec.drafters.host.vote import AGES, INVERSE_TEMPERATURES, SOURCES
+from rollout_spec.features.format import (
+    SIGNATURE_BITS,
+    Features,
+    check_features,
+    decoded_probabilities,
+    no_features,
+)
+from rollout_spec.history.rollout import Rollout
+from rollout_spec.types import Draft, Drafts, Int32Array
+
+IndexKind = Literal["suffix", "ngram"]
+NO_FEATURES = no_features(0)
+TABLE_ENTRIES_PER_TOKEN = 1.3
+"""The n-gram table doubles when it has fewer entries than this times the tokens."""
+MAX_PENDING = 1 << 16
+"""Most output tokens that wait to be indexed while nothing is drafted; at most a sixteenth of `max_history_tokens`."""
+MAX_ADDED = 1 << 16
+"""So many tokens that ended elsewhere are added before old ones are dropped: arrays grow, but never shrink."""
+LEARNED = ("coarse", "fine", "by_inverse_temperature")
+"""The counters by which drafts are made. The others are statistics."""
+MAX_DRAFT_TOKENS = 1 << 16
+"""Bound on K, far above any of use, for which the buffers take megabytes."""
+POOL_ENTRIES = 1 << 14
+"""N-grams in the lookahead pool."""
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that live requests or rollouts in the history refer to."""
+
+    documents: list[int]
+    """Tokens that are context only and not indexed, if any, then the others, if any."""
+    key: tuple[int, int, int, bool]
+    """Its problem, a 64-bit hash of its tokens, how many of them are not indexed, and whether it is isolated."""
+    users: int = 0
+
+
+@dataclass(slots=True)
+class _Request:
+    row: int
+    document: int
+    problem: int
+    version: int
+    prompt: _Prompt | None
+
+
+class HistoryDrafter:
+    """Drafts from prior rollouts, siblings in flight and the request's own context. See the module's docstring.
+
+    Implements `rollout_spec.drafters.base.BatchDrafter`.
+
+    Args:
+        index: `"suffix"` finds every earlier occurrence, longest matches first; `"ngram"` the newest ones.
+        own_only: Draft for a request from its own text only.
+        shared: Also draft from the rollouts of other problems, isolated ones excepted.
+        lookahead: Also draft from what the target sampled after rejected drafts (see `lookahead.py`).
+        max_draft_tokens: Longest draft, K.
+        min_survival: A draft ends where the estimated probability of reaching and accepting a token falls below this.
+        inverse_temperature: Exponent on q where drafts are chosen with the request's noise. Values above 1 discount
+            small probabilities, which are mostly estimation error. None: the one of `vote.INVERSE_TEMPERATURES` that
+            would have been right most often so far.
+        recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
+        signatures: Weigh candidates by how similar the target's state was, where `extend` is given features.
+        distributions: Let candidates vote for all tokens that the target thought likely there, and not only for the
+            one that it sampled, where `extend` is given features.
+        max_history_tokens: Bound on the tokens kept, prompts included, counted in pages of 32. The oldest finished
+            rollouts go first; live requests stay.
+        max_history_versions: Rollouts of more than this many policy versions ago are dropped. None: only the bound on
+            tokens counts.
+        num_threads: Most threads that draft for a large batch, at most `threads.MAX_THREADS`; drafts do not depend on
+            it. None: as many as this process may use cores.
+
+    Raises:
+        ValueError: an argument is out of range.
+        TypeError: an argument has the wrong type.
+    """
+
+    def __init__(
+        self,
+        index: IndexKind = "suffix",
+        *,
+        own_only: bool = False,
+        shared: bool = False,
+        lookahead: bool = False,
+        max_draft_tokens: int = 8,
+        min_survival: float = 0.01,
+        inverse_temperature: float | None = None,
+        recency: float = vote.RECENCY,
+        signatures: bool = True,
+        distributions: bool = True,
+        max_history_tokens: int = 8_000_000,
+        max_history_versions: int | None = None,
+        num_threads: int | None = None,
+    ) -> None:
+        index = cast(IndexKind, checks.choice("index", index, get_args(IndexKind)))
+        own_only, shared = checks.switch("own_only", own_only), checks.switch("shared", shared)
+        if own_only and shared:
+            raise ValueError("own_only and shared exclude each other")
+        lookahead = checks.switch("lookahead", lookahead)
+        signatures = checks.switch("signatures", signatures)
+        distributions = checks.switch("distributions", distributions)
+        max_draft_tokens = checks.integer("max_draft_tokens", max_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        max_history_tokens = checks.integer("max_history_tokens", max_history_tokens, 1)
+        min_survival = checks.number("min_survival", min_survival, lambda value: 0 <= value < 1, "in [0, 1)")
+        recency = checks.number("recency", recency, lambda value: 0 < value <= 1, "in (0, 1]")
+        if inverse_temperature is not None:
+            inverse_temperature = checks.number(
+                "inverse_temperature", inverse_temperature, lambda value: 0 < value < math.inf, "positive and finite"
+            )
+        if max_history_versions is not None:
+            max_history_versions = checks.integer("max_history_versions", max_history_versions, 0)
+        if num_threads is not None:
+            num_threads = checks.integer("num_threads", num_threads, 1, MAX_THREADS)
+        self._own_only = own_only
+        self._max_draft_tokens = max_draft_tokens
+        # A tenth of all pages is left to live requests, however large the bound.
+        self._max_history_pages = min(max_history_tokens / PAGE_TOKENS, 0.9 * MAX_PAGES)
+        self._max_history_versions = max_history_versions
+        self._store = TextStore()
+        self._settings = Settings(
+            use_tree=index == "suffix",
+            use_table=index == "ngram",
+            use_shared=shared,
+            use_lookahead=lookahead,
+            inverse_temperature=0.0 if inverse_temperature is None else inverse_temperature,
+            min_survival=min_survival,
+            version=0,
+            decay=np.maximum(np.float64(recency) ** np.arange(256), vote.MIN_AGE_WEIGHT).astype(np.float32),
+            preference=np.array(vote.PREFERENCE, np.float32),
+            use_signatures=signatures,
+            use_distributions=distributions,
+            by_disagreement=np.exp(-vote.SIMILARITY * np.arange(SIGNATURE_BITS + 1)).astype(np.float32),
+            probability=decoded_probabilities(),
+        )
+        self._index = Index(suffix.new_tree(0), suffix.new_tree(0), ngram.new_buckets(1024 if index == "ngram" else 1))
+        bins = (2, vote.NUM_PROBABILITY_BINS, vote.NUM_LENGTH_BINS)
+        self._pool = new_pool(POOL_ENTRIES if lookahead else 1)
+        self._calibration = Calibration(
+            coarse=np.zeros((*bins, 2), np.float32),
+            fine=np.zeros((*bins, vote.NUM_ORIGIN_BINS, 2), np.float32),
+            by_source=np.zeros((len(SOURCES), 2), np.int64),
+            by_age=np.zeros((len(AGES), 2), np.int64),
+            by_inverse_temperature=np.zeros((len(INVERSE_TEMPERATURES), 2)),
+        )
+        self._rows = _new_rows(4)
+        self._proposals = _new_proposals(4, max_draft_tokens)
+        self._continued: Proposals | None = None  # drafts that another drafter has begun, once there are any
+        self._num_threads = usable_threads() if num_threads is None else num_threads
+        self._scratch = [propose.new_scratch(max_draft_tokens) for _ in range(self._num_threads)]
+        self._free_rows = list(range(3, -1, -1))
+        self._live: dict[str, _Request] = {}
+        self._prompts: dict[tuple[int, int, int, bool], _Prompt] = {}
+        self._problems: dict[int, int] = {}  # number in the store by problem id
+        self._problem_ids: dict[int, int] = {}
+        self._problem_users: dict[int, int] = {}
+        self._next_problem = 0
+        self._num_requests = self._num_known_requests = 0
+        self._finished: deque[_Request] = deque()
+        self._recorded: list[Rollout] | None = None  # None: nobody wants them
+        self._pending: list[tuple[int, array[int], Features | None]] = []
+        self._num_pending = 0
+        self._unindexed: list[NDArray[np.int64]] = []  # documents whose last tokens are not indexed yet
+        self._num_unindexed = 0
+        self._max_pending = min(MAX_PENDING, max_history_tokens // 16)
+        self._version = 0
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether features that are given with tokens are of use."""
+        return self._settings.use_signatures or self._settings.use_distributions
+
+    @property
+    def max_history_tokens(self) -> int:
+        """Most tokens that are kept."""
+        return int(self._max_history_pages * PAGE_TOKENS)
+
+    # -- the protocol ------------------------------------------------------------------------------------------------
+
+    def start_request(
+        self,
+        req_id: str,
+        prompt_token_ids: Tokens,
+        *,
+        problem_id: int | None = None,
+        seed: int | None = None,
+        num_known: int = 0,
+        isolated: bool = False,
+    ) -> None:
+        """As `Drafter.start_request`.
+
+        Args:
+            num_known: How many of the prompt's first tokens the problem's history has from earlier turns of the
+                conversation. They are not stored again, unless all of the problem is gone.
+            isolated: Draft for it from its own problem only, and for other problems nothing from it.
+        """
+        if not isinstance(req_id, str):
+            raise TypeError(f"req_id must be a string, got {checks.shown(req_id)}")
+        if req_id in self._live:
+            raise ValueError(f"request {req_id!r} is live already")
+        if seed is not None:
+            seed = checks.integer("seed", seed)
+        if problem_id is not None:
+            problem_id = checks.integer("problem_id", problem_id, 0, 2**64 - 1)
+        num_known = checks.integer("num_known", num_known)
+        isolated = checks.switch("isolated", isolated)
+        prompt_tokens = _as_array("prompt_token_ids", prompt_token_ids)
+        if not 0 <= num_known <= len(prompt_tokens):
+            raise ValueError(f"num_known must be from 0 to the prompt's {len(prompt_tokens)} tokens, got {num_known}")
+        if self._own_only:
+            problem_id = None
+        elif problem_id is None and prompt_tokens:
+            problem_id = problem_of_prompt(np.frombuffer(prompt_tokens, np.int32))
+        if problem_id not in self._problems:
+            num_known = 0
+        problem = self._problem(problem_id)
+        self._num_requests += 1
+        self._num_known_requests += self._problem_users[problem] > 1
+        prompt = None
+        if prompt_tokens:
+            prompt = self._prompt(problem, np.frombuffer(prompt_tokens, np.int32), num_known, isolated)
+        document = self._new_rollout(problem, prompt, self._version, isolated)
+        if not self._free_rows:
+            self._grow_rows()
+        row = self._free_rows.pop()
+        self._rows.document[row] = document
+        self._rows.prompt_length[row] = len(prompt_tokens)
+        self._rows.seed[row] = 0 if seed is None else seed
+        self._rows.has_seed[row] = seed is not None
+        for proposals in (self._proposals, self._continued):
+            if proposals is not None:
+                proposals.lengths[row], proposals.is_cut[row] = 0, False
+        self._live[req_id] = _Request(row, document, problem, self._version, prompt)
+
+    def extend(self, req_id: str, new_token_ids: Tokens, features: Features | None = None) -> None:
+        live = self._request(req_id)
+        tokens = _as_array("new_token_ids", new_token_ids)
+        if features is not None:
+            check_features(features, len(tokens))
+        if tokens:
+            self._pending.append((live.document, tokens, None if features is None else features.copy()))
+            self._num_pending += len(tokens)
+
+    def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
+        rows = self._batch(req_ids)
+        limits = checks.integers("max_tokens", max_tokens, len(req_ids))
+        self._flush()
+        drafts = self.propose_batch(rows, limits)
+        lengths = drafts.lengths.tolist()
+        return [Draft(t[:n], c[:n]) for t, c, n in zip(drafts.token_ids, drafts.confidence, lengths, strict=True)]
+
+    def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
+        rows = self._batch(req_ids)
+        if not isinstance(target_token_ids, Sequence) or len(target_token_ids) != rows.size:
+            raise ValueError(
+                f"target_token_ids must be {rows.size} lists of tokens, one per request, got "
+                f"{checks.shown(target_token_ids)}"
+            )
+        lists = [_as_array("target_token_ids", tokens) for tokens in target_token_ids]
+        accepted = checks.integers("num_accepted", num_accepted, rows.size)
+        starts = _starts(lists)
+        if np.any((accepted < 0) | (accepted > np.diff(starts))):
+            raise ValueError(
+                "num_accepted must be from 0 to the number of target_token_ids of each request, got "
+                f"{checks.shown(num_accepted)}"
+            )
+        tokens = np.frombuffer(array("i", chain.from_iterable(lists)), np.int32).astype(np.int64)
+        self.observe_batch(rows, tokens, starts, accepted)
+
+    def row_of(self, req_id: str) -> int:
+        return self._request(req_id).row
+
+    def extend_batch(
+        self,
+        rows: NDArray[np.int64],
+        token_ids: Int32Array,
+        starts: NDArray[np.int64],
+        features: Features | None = None,
+    ) -> None:
+        if features is not None:
+            check_features(features, token_ids.size)
+        self._flush()
+        if token_ids.size:
+            self._append(self._rows.document[rows], token_ids, starts, features)
+            self._drop_oldest()
+
+    def update_index(self) -> None:
+        if self._num_unindexed == 0:
+            return
+        documents, num_tokens = np.concatenate(self._unindexed), self._num_unindexed
+        index, store = self._index, self._store
+        if self._settings.use_tree:
+            index = index._replace(tree=suffix.reserve(store.arrays, index.tree, num_tokens, is_shared=False))
+            if self._settings.use_shared:
+                index = index._replace(shared=suffix.reserve(store.arrays, index.shared, num_tokens, is_shared=True))
+        if self._settings.use_table:
+            wanted = store.num_tokens * TABLE_ENTRIES_PER_TOKEN
+            if index.buckets.size < wanted:
+                old = index.buckets
+                index = index._replace(buckets=ngram.new_buckets(int(wanted)))
+                ngram.rehash(store.arrays, index.buckets, self._settings.use_shared, old)
+        self._index = index
+        index_batch(store.arrays, index, self._settings, documents)
+        self._unindexed, self._num_unindexed = [], 0  # not before: without room for all it can be tried again
+
+    def propose_batch(self, rows: NDArray[np.int64], max_tokens: NDArray[np.int64]) -> Drafts:
+        if self._pending:
+            self._flush()
+        nothing = np.zeros((rows.size, 0), np.int32)
+        return self._propose(self._proposals, rows, max_tokens, nothing, np.ones(rows.size))
+
+    def continue_batch(
+        self,
+        rows: NDArray[np.int64],
+        token_ids: Int32Array,
+        survival: NDArray[np.float64],
+        max_tokens: NDArray[np.int64],
+    ) -> Drafts:
+        """Continue drafts that another drafter has begun. Called after `propose_batch` of the same step.
+
+        Args:
+            rows: int64 [R].
+            token_ids: int32 [R, M], how the drafts begin.
+            survival: float64 [R], the estimated probability that all of these are accepted.
+            max_tokens: int64 [R], of the whole drafts, at least M.
+
+        Returns:
+            Drafts that begin with `token_ids`, whose confidence is `survival`.
+        """
+        if self._continued is None:
+            self._continued = _new_proposals(self._rows.document.size, self._max_draft_tokens)
+        return self._propose(self._continued, rows, max_tokens, np.ascontiguousarray(token_ids), survival)
+
+    def observe_continued(
+        self,
+        rows: NDArray[np.int64],
+        target_token_ids: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        num_accepted: NDArray[np.int64],
+    ) -> None:
+        """Learn the outcome of the last drafts of `continue_batch`. Arguments as of `observe_batch`."""
+        if self._continued is not None:
+            self._observe(self._continued, rows, target_token_ids, starts, num_accepted)
+
+    def _propose(
+        self,
+        out: Proposals,
+        rows: NDArray[np.int64],
+        max_tokens: NDArray[np.int64],
+        given: Int32Array,
+        survival: NDArray[np.float64],
+    ) -> Drafts:
+        def propose_part(part: int, start: int, end: int) -> None:
+            propose.propose(
+                self._store.arrays,
+                self._index,
+                self._pool,
+                self._rows,
+                rows[start:end],
+                max_tokens[start:end],
+                given[start:end],
+                survival[start:end],
+                self._settings,
+                self._calibration,
+                self._scratch[part],
+                out,
+            )
+
+        share_out(propose_part, rows.size, self._num_threads)
+        return Drafts(out.tokens[rows], out.lengths[rows], out.confidence[rows])
+
+    def observe_batch(
+        self,
+        rows: NDArray[np.int64],
+        target_token_ids: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        num_accepted: NDArray[np.int64],
+    ) -> None:
+        self._observe(self._proposals, rows, target_token_ids, starts, num_accepted)
+
+    def _observe(
+        self,
+        proposals: Proposals,
+        rows: NDArray[np.int64],
+        target_token_ids: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        num_accepted: NDArray[np.int64],
+    ) -> None:
+        propose.observe(
+            self._store.arrays,
+            self._pool,
+            self._rows,
+            rows,
+            target_token_ids,
+            starts,
+            num_accepted,
+            self._settings,
+            self._calibration,
+            self._scratch[0].text,
+            proposals,
+        )
+
+    def stop_request(self, req_id: str, *, keep: bool = True) -> None:
+        live = self._request(req_id)
+        keep = checks.switch("keep", keep) and not self._own_only and live.version >= self._oldest_version
+        del self._live[req_id]
+        self._free_rows.append(live.row)
+        if keep and self._recorded is not None:
+            self._record(live)
+        if keep:
+            self._finished.append(live)
+        if not keep or self._num_pending >= self._max_pending:
+            self._flush()
+        if not keep:
+            self._remove(live)
+
+    def output_of(self, req_id: str) -> Int32Array:
+        """A live request's tokens without its prompt, int32 [n].
+
+        Raises:
+            ValueError: `req_id` is not live.
+        """
+        document = self._request(req_id).document
+        if self._pending:
+            self._flush()
+        return self._store.text(document)
+
+    def record_rollouts(self) -> None:
+        """From now on keep a copy of every rollout that ends and stays in the history, for `take_recorded`."""
+        if self._recorded is None:
+            self._recorded = []
+
+    def take_recorded(self, *, wait: bool = False) -> list[Rollout]:
+        """The rollouts that have ended since the last call, in this order; none before `record_rollouts`.
+
+        Those without a problem id are left out.
+
+        Args:
+            wait: Makes no difference: what has ended is on the host.
+        """
+        if self._recorded is None:
+            return []
+        recorded, self._recorded = self._recorded, []
+        return recorded
+
+    def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
+        """Put rollouts into the history that ended elsewhere or earlier. They count as the newest, the last one most.
+
+        Their versions are those of this drafter; later ones than the present count as the present one. O(tokens).
+
+        Raises:
+            ValueError: a token is negative, or features have another shape than their tokens need.
+        """
+        for rollout in rollouts:
+            if min(rollout.context.min(initial=0), rollout.tokens.min(initial=0)) < 0:
+                raise ValueError(f"tokens of a rollout of problem {rollout.problem_id} must not be negative")
+            if rollout.features is not None:
+                check_features(rollout.features, rollout.tokens.size)
+        self._flush()
+        some: list[Rollout] = []
+        num_tokens = 0
+        for rollout in rollouts:
+            if self._own_only or not rollout.tokens.size or min(rollout.version, self._version) < self._oldest_version:
+                continue
+            some.append(rollout)
+            num_tokens += rollout.num_tokens
+            if num_tokens >= MAX_ADDED:
+                self._add(some)
+                some, num_tokens = [], 0
+        if some:
+            self._add(some)
+
+    def learned(self) -> dict[str, NDArray]:
+        """What outcomes have taught so far, by name, for `learn`."""
+        return {name: getattr(self._calibration, name).copy() for name in LEARNED}
+
+    def learn(self, learned: Mapping[str, NDArray]) -> None:
+        """Go on from what an earlier drafter has learned. What is missing or of another shape is left out."""
+        for name in LEARNED:
+            ours, theirs = getattr(self._calibration, name), learned.get(name)
+            if theirs is not None and theirs.shape == ours.shape and theirs.dtype == ours.dtype:
+                ours[...] = theirs
+
+    def begin_policy_version(self, version: int) -> None:
+        version = checks.integer("version", version)
+        if not self._version <= version < 2**31:
+            raise ValueError(f"policy versions go up, to 2^31 - 1: {version} after {self._version}")
+        if version == self._version:
+            return
+        self._flush()
+        self._version = version
+        self._settings = self._settings._replace(version=version)
+        for name in LEARNED:
+            getattr(self._calibration, name)[...] *= vote.VERSION_DECAY
+        kept: deque[_Request] = deque()
+        for request in self._finished:
+            if request.version >= self._oldest_version:
+                kept.append(request)
+            else:
+                self._remove(request)
+        self._finished = kept
+
+    def memory_bytes(self) -> int:
+        index = self._index
+        arrays: list[NDArray] = [
+            *index.tree,
+            *index.shared,
+            index.buckets,
+            *self._rows,
+            *self._proposals,
+            *(self._continued or ()),
+            *self._calibration,
+            *self._pool,
+        ]
+        return self._store.memory_bytes() + sum(array.nbytes for array in arrays)
+
+    def source_counts(self) -> dict[str, tuple[int, int]]:
+        """By source (see `SOURCES`): (drafted tokens that the target reached, those that were right)."""
+        return {name: (int(n), int(hits)) for name, (n, hits) in zip(SOURCES, self._calibration.by_source, strict=True)}
+
+    def age_counts(self) -> dict[str, tuple[int, int]]:
+        """As `source_counts`, of drafts from the problem's other rollouts by their age in policy versions (`AGES`)."""
+        return {name: (int(n), int(hits)) for name, (n, hits) in zip(AGES, self._calibration.by_age, strict=True)}
+
+    def history_summary(self) -> dict[str, int]:
+        """What the history of ended rollouts holds, and how many requests found their problem known when they began."""
+        documents = self._store.arrays.documents
+        versions = [request.version for request in self._finished]
+        return {
+            "problems": len({request.problem for request in self._finished}),
+            "rollouts": len(self._finished),
+            "tokens": int(documents[[request.document for request in self._finished], LENGTH].sum()),
+            "oldest_version": min(versions, default=self._version),
+            "newest_version": max(versions, default=self._version),
+            "requests": self._num_requests,
+            "requests_with_history": self._num_known_requests,
+        }
+
+    def check_integrity(self) -> None:
+        self._flush()
+        self._store.check_integrity()
+        if self._settings.use_tree:
+            suffix.check_integrity(self._store.arrays, self._index.tree, is_shared=False)
+            if self._settings.use_shared:
+                suffix.check_integrity(self._store.arrays, self._index.shared, is_shared=True)
+        rows = [live.row for live in self._live.values()] + self._free_rows
+        assert sorted(rows) == list(range(self._rows.document.size)), "a row has two owners or none"
+        documents = [r.document for r in chain(self._live.values(), self._finished)]
+        documents += [document for prompt in self._prompts.values() for document in prompt.documents]
+        live = np.flatnonzero(self._store.arrays.documents[:, PROBLEM] >= 0).tolist()
+        assert sorted(documents) == live, "a document has two owners or none"
+
+    # -- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def _request(self, req_id: str) -> _Request:
+        live = self._live.get(req_id) if isinstance(req_id, str) else None
+        if live is None:
+            raise ValueError(f"request {checks.shown(req_id)} is not live: start_request comes first")
+        return live
+
+    def _batch(self, req_ids: Sequence[str]) -> NDArray[np.int64]:
+        """The requests' rows."""
+        if isinstance(req_ids, str) or not isinstance(req_ids, Sequence):
+            raise TypeError(f"req_ids must be a list of strings, got {checks.shown(req_ids)}")
+        return np.array([self._request(req_id).row for req_id in req_ids], np.int64)
+
+    def _problem(self, problem_id: int | None) -> int:
+        """Count one more user of a problem and return its number. None: a new problem without an id."""
+        number = None if problem_id is None else self._problems.get(problem_id)
+        if number is None:
+            number = self._next_problem
+            self._next_problem += 1  # never used again: the lookahead pool may hold entries of an old number
+            self._problem_users[number] = 0
+            if problem_id is not None:
+                self._problems[problem_id] = number
+                self._problem_ids[number] = problem_id
+        self._problem_users[number] += 1
+        return number
+
+    def _prompt(self, problem: int, tokens: Int32Array, num_known: int, isolated: bool) -> _Prompt:
+        """A problem's prompt, with one more user. Its first `num_known` tokens are not indexed."""
+        key = (problem, hash(tokens.tobytes()), num_known, isolated)
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            prompt = self._prompts[key] = _Prompt([], key)
+            context = -1
+            for part, is_indexed in ((tokens[:num_known][-vote.MAX_DEPTH :], False), (tokens[num_known:], True)):
+                if part.size:
+                    context = self._store.new_document(
+                        problem, PROMPT, self._version, context=context, isolated=isolated
+                    )
+                    prompt.documents.append(context)
+                    self._append(np.array([context]), part, np.array([0, part.size]), is_indexed=is_indexed)
+        prompt.users += 1
+        return prompt
+
+    def _new_rollout(self, problem: int, prompt: _Prompt | None, version: int, isolated: bool) -> int:
+        """A document for a rollout that follows a prompt."""
+        context = prompt.documents[-1] if prompt else -1
+        return self._store.new_document(problem, ROLLOUT, version, context=context, isolated=isolated)
+
+    @property
+    def _oldest_version(self) -> int:
+        return 0 if self._max_history_versions is None else self._version - self._max_history_versions
+
+    def _flush(self) -> None:
+        """Index what the drafter was given so far, and drop the oldest rollouts until the bound holds."""
+        if self._pending:
+            pieces, self._pending, self._num_pending = self._pending, [], 0
+            documents = np.array([document for document, _, _ in pieces], np.int64)
+            tokens = np.frombuffer(bytearray().join([tokens for _, tokens, _ in pieces]), np.int32)  # writable
+            starts = _starts([tokens for _, tokens, _ in pieces])
+            self._append(documents, tokens, starts, _concatenate([(len(t), found) for _, t, found in pieces]))
+        self.update_index()
+        self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        while self._finished and self._store.num_used_pages > self._max_history_pages:
+            self._remove(self._finished.popleft())
+
+    def _add(self, rollouts: Sequence[Rollout]) -> None:
+        """Put rollouts that were checked into the history, and drop the oldest ones until the bound holds."""
+        documents, pieces, features = [], [], []
+        for rollout in rollouts:
+            version = min(rollout.version, self._version)
+            problem = self._problem(rollout.problem_id)
+            context, prompt = rollout.context, None
+            if context.size:
+                prompt = self._prompt(problem, context, context.size, rollout.isolated)
+            document = self._new_rollout(problem, prompt, version, rollout.isolated)
+            self._finished.append(_Request(-1, document, problem, version, prompt))
+            documents.append(document)
+            pieces.append(rollout.tokens)
+            features.append((rollout.tokens.size, rollout.features))
+        known = _concatenate(features) if self.wants_features else None
+        self._append(np.array(documents), np.concatenate(pieces), _starts(pieces), known)
+        self.update_index()
+        self._drop_oldest()
+
+    def _append(
+        self,
+        documents: NDArray[np.int64],
+        tokens: Int32Array,
+        starts: NDArray[np.int64],
+        features: Features | None = None,
+        *,
+        is_indexed: bool = True,
+    ) -> None:
+        """Append tokens[starts[i] : starts[i + 1]] to documents[i]; `update_index` indexes them.
+
+        Args:
+            is_indexed: False: never, they are context only.
+        """
+        if features is not None and self.wants_features:
+            self._store.keep_features()
+        # A piece takes at most one page more than its tokens fill.
+        self._store.reserve(tokens.size // PAGE_TOKENS + documents.size)
+        append_batch(self._store.arrays, documents, tokens, starts, NO_FEATURES if features is None else features)
+        if is_indexed:
+            self._unindexed.append(documents)
+            self._num_unindexed += tokens.size
+
+    def _record(self, request: _Request) -> None:
+        """Copy a rollout for `take_recorded`."""
+        problem_id = self._problem_ids.get(request.problem)
+        if problem_id is None:
+            return
+        assert self._recorded is not None
+        self._flush()
+        tokens, features = self._store.read(request.document)
+        if tokens.size:
+            last = request.prompt.documents[-1] if request.prompt else -1
+            context = self._store.text_before_end(last, vote.MAX_DEPTH) if last >= 0 else tokens[:0]
+            isolated = bool(self._store.arrays.documents[request.document, ISOLATED])
+            self._recorded.append(Rollout(problem_id, request.version, context, tokens, features, isolated=isolated))
+
+    def _remove(self, request: _Request) -> None:
+        """Take a rollout out of the index, and its prompt if no other rollout has the same."""
+        self._remove_document(request.document)
+        prompt = request.prompt
+        if prompt is not None:
+            prompt.users -= 1
+            if prompt.users == 0:
+                for document in reversed(prompt.documents):
+                    self._remove_document(document)
+                del self._prompts[prompt.key]
+        self._problem_users[request.problem] -= 1
+        if self._problem_users[request.problem] == 0:
+            del self._problem_users[request.problem]
+            problem_id = self._problem_ids.pop(request.problem, None)
+            if problem_id is not None:
+                del self._problems[problem_id]
+
+    def _remove_document(self, document: int) -> None:
+        remove_document(self._store.arrays, self._index, self._settings, document)
+        self._store.release(document)
+
+    def _grow_rows(self) -> None:
+        size = self._rows.document.size
+        old: list[NDArray] = [*self._rows, *self._proposals, *(self._continued or ())]
+        self._rows, self._proposals = _new_rows(2 * size), _new_proposals(2 * size, self._max_draft_tokens)
+        if self._continued is not None:
+            self._continued = _new_proposals(2 * size, self._max_draft_tokens)
+        new: list[NDArray] = [*self._rows, *self._proposals, *(self._continued or ())]
+        for old_array, new_array in zip(old, new, strict=True):
+            new_array[:size] = old_array
+        self._free_rows = list(range(2 * size - 1, size - 1, -1))
+
+
+def _new_rows(capacity: int) -> Rows:
+    return Rows(
+        document=np.zeros(capacity, np.int64),
+        prompt_length=np.zeros(capacity, np.int64),
+        seed=np.zeros(capacity, np.int64),
+        has_seed=np.zeros(capacity, np.bool_),
+    )
+
+
+def _new_proposals(capacity: int, k: int) -> Proposals:
+    return Proposals(
+        lengths=np.zeros(capacity, np.int64),
+        num_given=np.zeros(capacity, np.int64),
+        tokens=np.zeros((capacity, k), np.int32),
+        confidence=np.zeros((capacity, k), np.float32),
+        cells=np.zeros((capacity, k, 5), np.int32),
+        is_cut=np.zeros(capacity, np.bool_),
+        alternatives=np.zeros((capacity, k, len(INVERSE_TEMPERATURES)), np.int32),
+    )
+
+
+def _as_array(name: str, tokens: Tokens | Iterable[int]) -> array[int]:
+    """A copy of token ids as an `array`, which is much faster than NumPy for the few tokens of a step.
+
+    Raises:
+        ValueError: they are not one-dimensional integers from 0 to 2^31 - 1.
+    """
+    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
+        values = array("i", tokens.tobytes())
+    else:
+        try:
+            if isinstance(tokens, str | bytes | Set | Mapping):
+                raise TypeError(f"got {checks.shown(tokens)}")
+            items = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
+            if bool in map(type, items):  # an int to array()
+                raise TypeError("got a bool")
+            values = array("i", items)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{name} must be one-dimensional integers of at most 31 bits: {error}") from None
+    if values:
+        smallest = min(values) if len(values) < 64 else int(np.frombuffer(values, np.int32).min())
+        if smallest < 0:
+            raise ValueError(f"{name} must not be negative, got {smallest}")
+    return values
+
+
+def _concatenate(pieces: Sequence[tuple[int, Features | None]]) -> Features | None:
+    """Features of pieces of so many tokens, one behind the other; None if no piece has any."""
+    if all(features is None for _, features in pieces):
+        return None
+    return np.concatenate([no_features(size) if features is None else features for size, features in pieces])
+
+
+def _starts(pieces: Sequence[Sized]) -> NDArray[np.int64]:
+    """int64 [n + 1]: where each of n concatenated pieces begins, and where the last one ends."""
+    starts = np.zeros(len(pieces) + 1, np.int64)
+    np.cumsum([len(piece) for piece in pieces], out=starts[1:])
+    return starts

@@ -1,0 +1,167 @@
+"""What finds earlier positions: the suffix trees or the n-gram table, kept up to date with the text store."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.drafters.host import ngram, suffix
+from rollout_spec.drafters.host.store import (
+    INDEXED,
+    ISOLATED,
+    LENGTH,
+    PROBLEM,
+    after,
+    append_token,
+    before,
+    clear_document,
+    last_position,
+    read_back,
+    step_back,
+)
+from rollout_spec.drafters.host.suffix import Tree
+from rollout_spec.drafters.host.vote import MAX_CANDIDATES, MAX_DEPTH
+from rollout_spec.jit.compiler import inlined, njit
+from rollout_spec.types import Float32Array
+
+MAX_OWN_CANDIDATES = 24
+"""How many of MAX_CANDIDATES may come from the problem's own tree where other problems are asked too."""
+LONG_MATCH = 4
+"""Tokens of a match among the problem's own texts from which on other problems are not searched."""
+
+
+class Index(NamedTuple):
+    """What finds positions in the store. Unused parts have size 0."""
+
+    tree: Tree  # of each problem apart
+    shared: Tree  # of all problems together, without isolated documents
+    buckets: NDArray[np.uint32]  # [power of two, WAYS] n-gram table, newest first
+
+
+class Settings(NamedTuple):
+    """Scalars and small tables that the compiled functions read."""
+
+    use_tree: bool
+    use_table: bool
+    use_shared: bool
+    use_lookahead: bool
+    inverse_temperature: float  # 0: the exponent that was right most often so far
+    min_survival: float
+    version: int
+    decay: Float32Array  # [256] weight by age in policy versions
+    preference: Float32Array  # [sources, NUM_DISTANCE_BINS] weight by source and distance
+    use_signatures: bool
+    use_distributions: bool
+    by_disagreement: Float32Array  # [SIGNATURE_BITS + 1] weight by differing bits more than in the most similar state
+    probability: Float32Array  # [MAX_CODE + 1] see `features.decoded_probabilities`
+
+
+@inlined(allocates=False)
+def _uses_shared(store, settings, document):
+    """Whether a document is drafted from in other problems, and they in it."""
+    return settings.use_shared and store.documents[document, ISOLATED] == 0
+
+
+@inlined(allocates=False)
+def _index_position(store, index, settings, problem, use_shared, position, context, size):
+    """Index a position as the continuation of its context."""
+    if settings.use_tree:
+        for kind in range(2 if use_shared else 1):
+            tree, key = (index.shared, np.int64(-1)) if kind else (index.tree, problem)
+            suffix.insert(store, tree, key, position, context, size)
+    if settings.use_table:
+        for kind in range(3 if use_shared else 2):
+            order = np.int64((ngram.SHORT_ORDER, ngram.LONG_ORDER, ngram.SHARED_ORDER)[kind])
+            if size >= order:
+                key = np.int64(-1) if kind == 2 else problem
+                ngram.insert(index.buckets, key, position, context, size, order)
+
+
+@njit(allocates=False)
+def append_batch(store, documents, tokens, starts, features):
+    """Append tokens[starts[i] : starts[i + 1]] to documents[i], with their features, or none of them."""
+    is_known = features.shape[0] > 0
+    for i in range(documents.size):
+        for at in range(starts[i], starts[i + 1]):
+            position = append_token(store, documents[i], tokens[at])
+            if store.features.shape[0] > 0:
+                for word in range(store.features.shape[1]):
+                    store.features[position, word] = features[at, word] if is_known else 0
+
+
+@njit(allocates=False)
+def _index_all(store, index, settings, documents, window):
+    for i in range(documents.size):
+        document = documents[i]
+        problem = np.int64(store.documents[document, PROBLEM])
+        left = np.int64(store.documents[document, LENGTH] - store.documents[document, INDEXED])
+        if left == 0:
+            continue
+        use_shared = _uses_shared(store, settings, document)
+        position = step_back(store.pages, last_position(store, document), left - 1)
+        first = MAX_DEPTH - read_back(store, before(store.pages, position), window, np.int64(MAX_DEPTH))
+        end = MAX_DEPTH
+        while True:
+            first = max(first, end - MAX_DEPTH)
+            if end > first:
+                _index_position(store, index, settings, problem, use_shared, position, window[first:end], end - first)
+            left -= 1
+            if left == 0:
+                break
+            if end == window.size:
+                for j in range(MAX_DEPTH):
+                    window[j] = window[end - MAX_DEPTH + j]
+                first, end = 0, MAX_DEPTH
+            window[end] = store.tokens[position]
+            end += 1
+            position = after(store.pages, position)
+        store.documents[document, INDEXED] = store.documents[document, LENGTH]
+
+
+def index_batch(store, index, settings, documents):
+    """Index each document's tokens that are not indexed so far, each as its context's continuation."""
+    _index_all(store, index, settings, documents, np.empty(8 * MAX_DEPTH, np.int32))
+
+
+@njit(allocates=False)
+def _remove(store, index, settings, document, text):
+    if settings.use_tree:
+        problem = np.int64(store.documents[document, PROBLEM])
+        use_shared = _uses_shared(store, settings, document)
+        position = last_position(store, document)
+        for _ in range(store.documents[document, INDEXED]):
+            previous = before(store.pages, position)
+            if previous >= 0:
+                for kind in range(2 if use_shared else 1):
+                    tree, key = (index.shared, np.int64(-1)) if kind else (index.tree, problem)
+                    suffix.remove(store, tree, key, position, text)
+            position = previous
+    clear_document(store, document)
+
+
+def remove_document(store, index, settings, document):
+    """Take a document, all of whose tokens are indexed, out of the index and free its pages."""
+    _remove(store, index, settings, document, np.empty(MAX_DEPTH, np.int32))
+
+
+@inlined(allocates=False)
+def gather(store, index, settings, document, text, end, positions, lengths, path):
+    """Fill `positions` and `lengths` with earlier continuations of text[:end]. Returns their number."""
+    problem, all_problems, no_problem = np.int64(store.documents[document, PROBLEM]), np.int64(-1), np.int64(-2)
+    use_shared = _uses_shared(store, settings, document)
+    count = np.int64(0)
+    if settings.use_tree and end > 0:
+        for kind in range(2 if use_shared else 1):
+            if kind == 1 and count > 0 and lengths[0] >= LONG_MATCH:
+                break
+            tree, key, excluded = (index.shared, all_problems, problem) if kind else (index.tree, problem, no_problem)
+            limit = MAX_OWN_CANDIDATES if use_shared and kind == 0 else MAX_CANDIDATES
+            count = suffix.gather(store, tree, key, excluded, text, end, count, limit, positions, lengths, path)
+    if settings.use_table:
+        for kind in range(3 if use_shared else 2):
+            order = np.int64((ngram.LONG_ORDER, ngram.SHORT_ORDER, ngram.SHARED_ORDER)[kind])
+            key, excluded = (all_problems, problem) if kind == 2 else (problem, no_problem)
+            count = ngram.gather(store, index.buckets, key, text, end, order, excluded, positions, lengths, count)
+    return count

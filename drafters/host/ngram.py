@@ -1,0 +1,142 @@
+"""A flat table of n-grams: where did the last few tokens occur before?
+
+A bucket holds the WAYS newest positions of the contexts that hash to it; a position's continuation is the token at the
+position itself (see `store.py`). Inserting shifts one bucket and looking up reads one bucket per context length, with
+no pointers to follow. An entry has 26 bits of position and 6 of the hash. Whatever is found is compared with the text,
+so entries of removed rollouts need not be deleted: they fail the comparison until newer ones replace them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.drafters.host.store import (
+    DOCUMENT,
+    ISOLATED,
+    LENGTH,
+    PAGE_BITS,
+    PAGE_MASK,
+    POSITION_BITS,
+    PROBLEM,
+    START,
+    before,
+    compare_context,
+    problem_of,
+    read_back,
+)
+from rollout_spec.jit.compiler import inlined, njit
+
+WAYS = 8
+"""Positions per bucket: half a cache line."""
+POSITION_MASK = (1 << POSITION_BITS) - 1
+LONG_ORDER, SHORT_ORDER = 3, 1
+"""Context lengths by which positions of the same problem are found."""
+SHARED_ORDER = 4
+"""Context length by which positions of other problems are found."""
+
+
+def new_buckets(num_entries: int) -> NDArray[np.uint32]:
+    """An empty table with room for at least `num_entries` entries."""
+    size = 1
+    while size * WAYS < num_entries:
+        size *= 2
+    return np.full((size, WAYS), np.uint32(0xFFFFFFFF))
+
+
+@inlined(allocates=False)
+def hash_context(problem, text, end, order):
+    """64-bit FNV-like hash of the last `order` tokens of text[:end] and the problem."""
+    mixed = (np.uint64(problem + 1) << np.uint64(8)) ^ np.uint64(order)
+    for i in range(end - order, end):
+        mixed = (mixed ^ np.uint64(text[i])) * np.uint64(0x9E3779B97F4A7C15)
+        mixed ^= mixed >> np.uint64(29)
+    return mixed
+
+
+@inlined(allocates=False)
+def _tag(mixed):
+    """The hash's part that an entry keeps, 0 to 62: 63 is an empty entry's."""
+    return np.uint32(min(mixed & np.uint64(63), np.uint64(62)))
+
+
+@inlined(allocates=False)
+def insert(buckets, problem, position, text, end, order):
+    """Put a position in front of the bucket of its context; the oldest of a full bucket is forgotten. O(WAYS)."""
+    mixed = hash_context(problem, text, end, order)
+    bucket = buckets[np.int64(mixed >> np.uint64(32)) & (buckets.shape[0] - 1)]
+    tag = _tag(mixed)
+    for way in range(WAYS - 1, 0, -1):
+        bucket[way] = bucket[way - 1]
+    bucket[0] = np.uint32((tag << np.uint32(POSITION_BITS)) | np.uint32(position))
+
+
+@inlined(allocates=False)
+def gather(store, buckets, problem, text, end, order, excluded_problem, positions, lengths, count):
+    """Collect positions whose context shares at least `order` tokens with text[:end], newest first.
+
+    Args:
+        problem: Of the key; -1 for the key that all problems share.
+        excluded_problem: Skip positions of this problem.
+
+    Returns:
+        The number of candidates, those before included. What a bucket holds is checked against the text, so that
+        stale positions do no harm.
+    """
+    if end < order:
+        return count
+    tokens, pages = store.tokens, store.pages
+    mixed = hash_context(problem, text, end, order)
+    bucket = buckets[np.int64(mixed >> np.uint64(32)) & (buckets.shape[0] - 1)]
+    tag = _tag(mixed)
+    for way in range(WAYS):
+        if bucket[way] >> np.uint32(POSITION_BITS) != tag or count == positions.size:
+            continue
+        position = np.int64(bucket[way] & np.uint32(POSITION_MASK))
+        document = store.pages[position >> PAGE_BITS, DOCUMENT]
+        if document < 0:
+            continue
+        theirs = store.documents[document, PROBLEM]
+        if (problem >= 0 and theirs != problem) or theirs == excluded_problem:
+            continue
+        if problem < 0 and store.documents[document, ISOLATED] != 0:
+            continue  # an entry of a removed rollout, whose page is now another's
+        if store.pages[position >> PAGE_BITS, START] + (position & PAGE_MASK) >= store.documents[document, LENGTH]:
+            continue  # a page that was used before and is not written this far yet
+        length, _ = compare_context(tokens, pages, position, text, end, np.int64(0))
+        if length < order:
+            continue
+        known = False
+        for i in range(count):
+            known |= positions[i] == position
+        if not known:
+            positions[count], lengths[count] = position, length
+            count += 1
+    return count
+
+
+@njit(allocates=False)
+def _rehash(store, buckets, use_shared, old, text):
+    for bucket in range(old.shape[0]):
+        for way in range(WAYS - 1, -1, -1):
+            entry = old[bucket, way]
+            position = np.int64(entry & np.uint32(POSITION_MASK))
+            if entry == np.uint32(0xFFFFFFFF) or store.pages[position >> PAGE_BITS, DOCUMENT] < 0:
+                continue
+            problem = problem_of(store, position)
+            size = read_back(store, before(store.pages, position), text, text.size)
+            context = text[text.size - size :]
+            for kind in range(3):
+                order = np.int64((SHORT_ORDER, LONG_ORDER, SHARED_ORDER)[kind])
+                if size < order or (kind == 2 and not use_shared):
+                    continue
+                key = np.int64(-1) if kind == 2 else problem
+                mixed = hash_context(key, context, size, order)
+                same_tag = _tag(mixed) == entry >> np.uint32(POSITION_BITS)
+                if same_tag and np.int64(mixed >> np.uint64(32)) & (old.shape[0] - 1) == bucket:
+                    insert(buckets, key, position, context, size, order)
+
+
+def rehash(store, buckets, use_shared, old):
+    """Insert the entries of a smaller table again, oldest first."""
+    _rehash(store, buckets, use_shared, old, np.empty(max(SHORT_ORDER, LONG_ORDER, SHARED_ORDER), np.int32))

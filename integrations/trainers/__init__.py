@@ -1,0 +1,1 @@
+"""What drives an engine during training: TRL and PPO hooks, and the controller for other trainers."""

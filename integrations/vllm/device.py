@@ -1,0 +1,271 @@
+"""The device drafter as a speculator of vLLM's V2 model runner.
+
+vLLM keeps asynchronous scheduling for one of its own drafters without a model, `ngram_gpu`. An engine with
+`drafter="device"` asks for that one, and gets this speculator in its place. Nothing here waits for the device. A step
+is scheduled before the last one's tokens are known, so every request has the same number of draft tokens, K or what
+`num_speculative_tokens_per_batch_size` says; vLLM's adaptive verification, where it is switched on, cuts them by their
+confidences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
+from rollout_spec.history.roots import Roots
+from rollout_spec.integrations.vllm import compat
+from rollout_spec.integrations.vllm.engine_history import EngineHistory
+from rollout_spec.integrations.vllm.plugin import config_of
+from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
+from rollout_spec.integrations.vllm.request_options import request_options
+from rollout_spec.integrations.vllm.requests import ends_with_stop_token, is_isolated, recognise, trim_at_end
+from rollout_spec.integrations.vllm.stop_strings import StopStringSearch
+from rollout_spec.report.stats import SpeculationStats
+
+
+class DeviceSpeculator(BaseSpeculator):
+    """vLLM's speculator around a `DeviceDrafter`.
+
+    Attributes:
+        drafter: The drafter. Its memory is allocated here, so level-2 sleep does not discard it. From 0.27 on vLLM
+            counts it when it measures what is left for the KV cache; in 0.26 `gpu_memory_utilization` must leave room.
+        budget: Always None: the scheduler must know before a step how many draft tokens each request has.
+        roots: By what the requests' problems are recognised. Only prompts are: outputs stay on the device.
+        enabled: Whether anything is drafted. The history grows in any case.
+        num_speculative_tokens: K.
+        engine_history: Keeps history beyond this engine; None without `history_dir`.
+        keeps_rates: Whether `draft_token_confidence_probs` is filled.
+        draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification and for a choice between drafts.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+    budget = None
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        config = config_of(vllm_config)
+        assert config is not None
+        speculative = vllm_config.speculative_config
+        compat.keep_compile_cache(speculative)
+        self.model = compat.speculator_model()
+        self.stats = SpeculationStats()
+        self.roots = Roots()
+        self.enabled = True
+        self.num_speculative_tokens = config.num_speculative_tokens
+        self.keeps_rates = self.enable_adaptive_verification = compat.verifies_adaptively(speculative)
+        self.drafter = DeviceDrafter(
+            max_requests=vllm_config.scheduler_config.max_num_seqs,
+            max_model_len=vllm_config.model_config.max_model_len,
+            device=device,
+            max_draft_tokens=config.num_speculative_tokens,
+            use_noise=config.verify == "sample",
+            **config.drafter_options,
+        )
+        self.engine_history: EngineHistory | None = None
+        if config.history_dir is not None:
+            share = sharing_from_first_rank(vllm_config)
+            self.engine_history = EngineHistory(config, vllm_config, self.drafter, self.roots, share)
+        self.draft_token_confidence_probs = torch.zeros(
+            vllm_config.scheduler_config.max_num_seqs,
+            config.num_speculative_tokens,
+            dtype=torch.float32,
+            device=device,
+        )
+        self._device = device
+        self._model_config = vllm_config.model_config
+        self._is_warm = False
+        self._req_indices: dict[str, int] = {}
+        self._versions: dict[str, int] = {}
+        self._runner: Any = None
+
+    def bind(self, runner: Any, adapter: Any, sampler: Any) -> None:
+        """Give the speculator the runner it serves."""
+        self._runner = runner
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether what the target sees is of use to the drafter."""
+        return self.drafter.wants_features
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Draft from now on, or no longer."""
+        self.enabled = bool(enabled)
+
+    def begin_policy_version(self, version: int) -> None:
+        """Tell the drafter that weights have changed."""
+        self.drafter.begin_policy_version(version)
+        if self.engine_history is not None:
+            self.engine_history.begin_policy_version(version)
+
+    def history_summary(self) -> dict[str, int]:
+        """What the drafter's history holds."""
+        return self.drafter.history_summary()
+
+    def close(self) -> None:
+        """The engine ends: write what has ended. Waits for the device."""
+        if self.engine_history is not None:
+            try:
+                # Without a further step vLLM does not say which requests have ended in the last one.
+                requests = {req_id: self._runner.rollout_spec.requests.get(req_id) for req_id in self._req_indices}
+                ended = [(req_id, request) for req_id, request in requests.items() if self._has_ended(req_id, request)]
+                self.on_finish_requests(ended, ())
+            finally:  # also after an error of the device
+                self.engine_history.close()
+
+    def exchange_history(self) -> None:
+        """Hand over what has ended and take in what ended elsewhere. Called while the device computes."""
+        if self.engine_history is not None:
+            self.engine_history.exchange()
+
+    def num_live_requests(self) -> int:
+        """Requests whose end the drafter has not seen; preempted ones are not counted."""
+        return len(self._req_indices)
+
+    def memory_bytes(self) -> int:
+        """Bytes that the drafter holds, on the device and on the host."""
+        return self.drafter.memory_bytes()
+
+    def source_counts(self) -> dict[str, list[int]]:
+        """By source, [drafted tokens that the target reached, those that were right]."""
+        return {name: list(counts) for name, counts in self.drafter.source_counts().items()}
+
+    def age_counts(self) -> dict[str, list[int]]:
+        """As `source_counts`, of drafts from the problem's other rollouts by their age in policy versions."""
+        return {age: list(counts) for age, counts in self.drafter.age_counts().items()}
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Part of vLLM's interface; our three kernel launches need no graph."""
+
+    def capture(self) -> None:
+        """Part of vLLM's interface; our three kernel launches need no graph."""
+
+    def load_model(self, *args: Any) -> None:
+        """Part of vLLM's interface; there is no model."""
+
+    def on_requests_added(self, requests: Iterable[Any]) -> None:
+        """Requests were scheduled for the first time or after a preemption; this step begins to read their prompts."""
+        for request in sorted(requests, key=lambda request: request.req_id):  # all ranks in the same order
+            req_id = request.req_id
+            if req_id in self._req_indices:  # a streaming session continues with a longer prompt
+                self._preempt(req_id)
+            prompt, problem_id = np.array(request.prompt_token_ids or (), np.int32), None
+            if request.prompt_token_ids is not None:  # a prompt of embeddings has no history
+                by_text = None if self.engine_history is None else self.engine_history.problem_by_text
+                problem_id = recognise(self.roots, request, prompt, by_text).problem_id
+            req_idx = self._req_indices[req_id] = self._runner.req_states.req_id_to_index[req_id]
+            version = self._versions.pop(req_id, None)
+            self.drafter.start_request(
+                req_idx, prompt, problem_id=problem_id, version=version, isolated=is_isolated(request)
+            )
+
+    def on_finish_requests(self, finished: Iterable[tuple[str, Any]], preempted: Iterable[str]) -> None:
+        """Requests leave the runner.
+
+        Args:
+            finished: (id, vLLM's `NewRequestData`, None if it is not known) of each.
+            preempted: Their ids.
+        """
+        for req_id in sorted(preempted):
+            if req_id in self._req_indices:
+                self._preempt(req_id)
+        ended = []
+        for req_id, request in sorted(finished, key=lambda item: item[0]):
+            self._versions.pop(req_id, None)
+            req_idx = self._req_indices.pop(req_id, None)
+            if req_idx is not None:
+                ended.append(self._ended(req_idx, request))
+        if ended:
+            self.drafter.stop_requests(ended)
+
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Draft for the next step: int64 [B, K]. See vLLM for the arguments."""
+        if self._runner is None:
+            return self._no_drafts(input_batch.num_reqs)
+        states, sampling = self._runner.req_states, self._runner.sampler.sampling_states
+        req_indices = input_batch.idx_mapping[: input_batch.num_reqs]
+        history, total_len = states.all_token_ids.gpu, states.total_len.gpu
+        noise = sampling.seeds.gpu, sampling.temperature.gpu
+        if dummy_run or self._runner.rollout_spec.warming_up:
+            if not self._is_warm:  # compile the kernels before the engine serves
+                self._is_warm = True
+                self.drafter.warm_up(req_indices.dtype, history, total_len, *noise)
+            return self._no_drafts(input_batch.num_reqs)
+        if not self.enabled:
+            self.drafter.follow(req_indices, history, total_len)
+            return self._no_drafts(input_batch.num_reqs)
+        features = self._runner.rollout_spec.compute_features(last_hidden_states, input_batch)
+        first_rows = input_batch.cu_num_logits[: input_batch.num_reqs]
+        drafts, rates = self.drafter.propose(req_indices, num_sampled, history, total_len, *noise, features, first_rows)
+        if self.keeps_rates:
+            self.draft_token_confidence_probs[: input_batch.num_reqs] = rates
+        return drafts
+
+    def _no_drafts(self, num_requests: int) -> torch.Tensor:
+        """Draft tokens 0 with confidence 0, int64 [B, K]. A new tensor each time: vLLM may write into it."""
+        self.draft_token_confidence_probs[:num_requests] = 0
+        return torch.zeros(num_requests, self.num_speculative_tokens, dtype=torch.int64, device=self._device)
+
+    def _preempt(self, req_id: str) -> None:
+        self._versions[req_id] = self.drafter.preempt_request(self._req_indices.pop(req_id))
+
+    def _ended(self, req_idx: int, request: Any) -> EndedRequest:
+        states, params = self._runner.req_states, request.sampling_params
+        has_text = params.stop and request.prompt_token_ids is not None  # a prompt of embeddings has no history
+        # vLLM's count on the host is one step old; all drafts of that step may have been accepted.
+        computed = int(states.num_computed_tokens_np[req_idx]) + self.num_speculative_tokens + 1
+        stops = [params.eos_token_id, *(params.stop_token_ids or ())]
+        return EndedRequest(
+            req_idx,
+            length=max(computed, int(states.prefill_len.np[req_idx])) + 1,
+            stop_token_ids=sorted({int(token) for token in stops if token is not None}),
+            min_tokens=params.min_tokens,
+            max_tokens=self._num_until_stop_string(req_idx, request) if has_text else params.max_tokens,
+            keep=request_options(params.extra_args).keep_in_history,
+        )
+
+    def _has_ended(self, req_id: str, request: Any) -> bool:
+        """Whether a request's text has reached its end. Waits for the device."""
+        if request is None or request.prompt_token_ids is None:  # a prompt of embeddings has no history
+            return False
+        req_idx, params = self._req_indices[req_id], request.sampling_params
+        output = self._output_of(req_idx, request)
+        return (
+            len(output) >= params.max_tokens
+            or len(request.prompt_token_ids) + len(output) >= self._model_config.max_model_len
+            or ends_with_stop_token(output, params)
+            or (bool(params.stop) and self._num_until_stop_string(req_idx, request) < params.max_tokens)
+        )
+
+    def _output_of(self, req_idx: int, request: Any) -> list[int]:
+        """A request's output up to its stop token or `max_tokens`. Waits for the device."""
+        states = self._runner.req_states
+        first, length = len(request.prompt_token_ids), int(states.total_len.gpu[req_idx])
+        return trim_at_end(states.all_token_ids.gpu[req_idx, first:length].tolist(), 0, request.sampling_params)
+
+    def _num_until_stop_string(self, req_idx: int, request: Any) -> int:
+        """Output tokens after which a request with stop strings ends, which only the host can find out.
+
+        Reading the text makes the engine wait for the device, once for each of these requests.
+        """
+        params = request.sampling_params
+        output = self._output_of(req_idx, request)
+        num_kept = StopStringSearch(self._model_config, request).find(
+            output, ends_with_stop_token=ends_with_stop_token(output, params)
+        )
+        return int(params.max_tokens) if num_kept is None else num_kept

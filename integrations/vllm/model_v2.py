@@ -1,0 +1,268 @@
+"""vLLM's own drafters with a model in the V2 runner: drawn with the target's noise, and beside history on the device.
+
+vLLM's runner asks of what class its speculator is, so ours is of a class made from vLLM's and from `ModelSpeculation`,
+and has the attributes of the object that vLLM made. In every step the model drafts as ever, then the device drafter;
+kernels grade both of the last drafts by what was said, and choose. Nothing waits for the device, and scheduling stays
+asynchronous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from rollout_spec.config import NO_HISTORY
+from rollout_spec.drafters.model.choice_device import DeviceChoice
+from rollout_spec.integrations.vllm import compat
+from rollout_spec.integrations.vllm.device import DeviceSpeculator
+from rollout_spec.integrations.vllm.draft_watch import DraftWatch
+from rollout_spec.integrations.vllm.model_drafters import ModelAlone, num_model_tokens
+from rollout_spec.integrations.vllm.plugin import config_of
+from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
+from rollout_spec.integrations.vllm.session import MODEL
+from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.verify import kernel
+from rollout_spec.verify.draw import finish
+
+
+def make_model_speculator(inner: Any, vllm_config: Any, device: torch.device) -> Any:
+    """vLLM's speculator `inner` as one of ours.
+
+    Raises:
+        ValueError: vLLM has made one without a model.
+    """
+    if not isinstance(inner, DraftModelSpeculator):
+        raise ValueError(f"vLLM made a {type(inner).__name__} of speculative_config, which cannot draft beside history")
+    joint: Any = type(f"Coupled{type(inner).__name__}", (ModelSpeculation, type(inner)), {})
+    speculator = joint.__new__(joint)
+    speculator.__dict__ = inner.__dict__
+    speculator.take_over(vllm_config, device)
+    return speculator
+
+
+class ModelSpeculation:
+    """What is put before the class of vLLM's speculator.
+
+    Attributes:
+        history: Drafts from history; None with `drafter="none"`.
+        speculation: What the engine's commands ask: `history`, or a `ModelAlone`.
+        stats: This engine's counters.
+        num_speculative_tokens: K.
+        num_speculative_steps: vLLM's name for how many tokens the model drafts.
+        draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification.
+    """
+
+    budget = None
+
+    def take_over(self, vllm_config: Any, device: torch.device) -> None:
+        """Called once, in place of a constructor."""
+        config = config_of(vllm_config)
+        assert config is not None
+        self.num_speculative_tokens = config.num_speculative_tokens
+        self.num_speculative_steps = num_model_tokens(config)
+        self.history: DeviceSpeculator | None = None
+        if config.drafter == NO_HISTORY:
+            self.stats = SpeculationStats()
+            self.speculation: Any = ModelAlone(config.num_speculative_tokens, self.stats)
+        else:
+            self.speculation = self.history = DeviceSpeculator(vllm_config, device)
+            self.stats, self.history.keeps_rates = self.history.stats, True
+        self._is_coupled = config.verify == "sample"
+        num_requests = vllm_config.scheduler_config.max_num_seqs
+        self._probabilities = torch.ones(num_requests, self.num_speculative_tokens, dtype=torch.float32, device=device)
+        self.draft_token_confidence_probs = torch.zeros_like(self._probabilities)
+        self._choice = DeviceChoice(num_requests, config.num_speculative_tokens, self.num_speculative_steps, device)
+        self._draft_watch = DraftWatch()
+        # Ranks round sums differently, and must choose the same draft.
+        self._from_first_rank = broadcasting_from_first_rank(vllm_config, device)
+        self._runner: Any = None
+
+    def bind(self, runner: Any, adapter: Any, sampler: Any) -> None:
+        """Give the speculator the runner it serves."""
+        self._runner = runner
+        if self.history is not None:
+            self.history.bind(runner, adapter, sampler)
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """As vLLM's. The first of the model's passes reads as many tokens as the target's, of which there are K + 1."""
+        num_model = self.num_speculative_steps
+        self.num_speculative_steps = self.num_speculative_tokens
+        try:
+            super().init_cudagraph_manager(cudagraph_mode)  # type: ignore[misc]
+        finally:
+            self.num_speculative_steps = num_model
+        compat.limit_draft_graphs(self, num_model)
+
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        draft_logits: Any,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """Draw the next drafted token of each request, int64 [B]. May be captured in a CUDA graph.
+
+        Args:
+            hidden_states: float [B, hidden size].
+            positions: Not used: releases of vLLM differ in what they mean.
+            idx_mapping: int32 [B], each request's index; -1 for padding.
+            temperature, seeds: float32 and int64 [requests], by index.
+            draft_step: int64 scalar on the device, how many tokens have been drafted.
+            draft_logits: Not used: always None.
+            spec_step_idx: From vLLM 0.32 on the step as a number, by which some models choose their module.
+        """
+        if not self._is_coupled or self._runner is None:
+            step = compat.draft_step_argument(self, spec_step_idx)
+            return super().sample_draft(  # type: ignore[misc,no-any-return]
+                hidden_states, positions, idx_mapping, temperature, seeds, draft_step, draft_logits, **step
+            )
+        logits = compat.draft_logits_of(self, hidden_states, spec_step_idx)
+        index = idx_mapping.clamp(min=0).long()
+        next_positions = self._runner.req_states.total_len.gpu[index].long() - 1 + draft_step
+        drawn = kernel.draw(logits, temperature[index], seeds[index], next_positions)
+        tokens, probabilities = finish(*drawn)
+        self._probabilities[: tokens.shape[0]].index_copy_(1, draft_step.view(1), probabilities[:, None])
+        return tokens
+
+    def observe_verification(self, *args: Any) -> None:
+        """Part of vLLM's interface, for its estimates of acceptance; ours are kept by `_choice`."""
+
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Draft for the next step: int64 [B, K]. See vLLM for the arguments."""
+        num_model = self.num_speculative_steps
+        if "num_speculative_tokens" in kwargs:  # from vLLM 0.32 on: as many as the next step will verify
+            num_model = kwargs["num_speculative_tokens"] = min(num_model, kwargs["num_speculative_tokens"])
+        state = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, *args
+        model = super().propose(*state, dummy_run=dummy_run, **kwargs)  # type: ignore[misc]
+        if self.history is None:
+            return self._from_first_rank(model if self.speculation.enabled else torch.zeros_like(model))
+        history = self.history.propose(*state, dummy_run=dummy_run, **kwargs)
+        if self._runner is None or not self.history.enabled:
+            return history
+        num_requests = input_batch.num_reqs
+        slots = input_batch.idx_mapping[:num_requests]
+        temperature = self._runner.sampler.sampling_states.temperature.gpu
+        if dummy_run or self._runner.rollout_spec.warming_up:  # nothing is sampled; compiles what will be called
+            num_sampled = torch.zeros(num_requests, dtype=torch.int32, device=slots.device)
+        chosen = self._choose(slots, num_sampled, temperature, history, model[:, :num_model])
+        return self._from_first_rank(chosen)
+
+    def _choose(
+        self,
+        slots: torch.Tensor,
+        num_sampled: torch.Tensor,
+        temperature: torch.Tensor,
+        history: torch.Tensor,
+        model: torch.Tensor,
+    ) -> torch.Tensor:
+        """The better draft for each request, int64 [B, K]. A model's draft that has room is continued by history.
+
+        Args:
+            history: int64 [B, K].
+            model: int64 [B, M].
+        """
+        assert self.history is not None
+        states, (num_requests, num_model) = self._runner.req_states, model.shape
+        drafts, rates, is_model = self._choice.choose(
+            slots,
+            num_sampled,
+            states.all_token_ids.gpu,
+            states.total_len.gpu,
+            temperature,
+            (history, self.history.draft_token_confidence_probs),
+            (model, self._probabilities),
+        )
+        if 0 < num_model < self.num_speculative_tokens:  # all K tokens will be verified
+            seeds = self._runner.sampler.sampling_states.seeds.gpu
+            rest = self.history.drafter.continue_drafts(slots, is_model, model, seeds, temperature)
+            for values, continued in zip((drafts, rates), rest, strict=True):
+                values[:, num_model:] = torch.where(is_model[:, None] > 0, continued, values[:, num_model:])
+        self.draft_token_confidence_probs[:num_requests] = rates
+        return drafts
+
+    # -- requests come and go, commands ------------------------------------------------------------------------------
+
+    def on_requests_added(self, requests: Any) -> None:
+        """As `DeviceSpeculator.on_requests_added`."""
+        if self.history is not None:
+            self.history.on_requests_added(requests)
+
+    def on_finish_requests(self, finished: Any, preempted: Any) -> None:
+        """As `DeviceSpeculator.on_finish_requests`."""
+        if self.history is not None:
+            self.history.on_finish_requests(finished, preempted)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether drafts are worth anything. Otherwise they are token 0: vLLM has scheduled them already."""
+        return bool(self.speculation.enabled)
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether what the target sees is of use to history."""
+        return bool(self.speculation.wants_features)
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Draft from now on, or no longer. The model runs on, so that its KV cache has no gaps."""
+        self.speculation.set_enabled(enabled)
+
+    def begin_policy_version(self, version: int) -> None:
+        """Tell history that weights have changed. Waits for the device, to learn whether the model has lost touch."""
+        if self.history is not None:
+            self._draft_watch.observe(version, *self._choice.first_tokens())
+            self._choice.begin_policy_version()
+        self.speculation.begin_policy_version(version)
+
+    @property
+    def engine_history(self) -> Any:
+        """Keeps history beyond this engine; None without `history_dir`."""
+        return self.history.engine_history if self.history is not None else None
+
+    def history_summary(self) -> dict[str, int]:
+        """What history holds; empty without history."""
+        return self.history.history_summary() if self.history is not None else {}
+
+    def close(self) -> None:
+        """As `DeviceSpeculator.close`."""
+        if self.history is not None:
+            self.history.close()
+
+    def exchange_history(self) -> None:
+        """As `DeviceSpeculator.exchange_history`."""
+        if self.history is not None:
+            self.history.exchange_history()
+
+    def num_live_requests(self) -> int:
+        """Requests whose end history has not seen."""
+        return int(self.speculation.num_live_requests())
+
+    def memory_bytes(self) -> int:
+        """Bytes that are held besides the model."""
+        return int(self.speculation.memory_bytes())
+
+    def source_counts(self) -> dict[str, list[int]]:
+        """By source, [drafted tokens that the target reached, those that were right]."""
+        if self.history is None:
+            return {}
+        return {**self.history.source_counts(), MODEL: list(self._choice.model_counts())}
+
+    def age_counts(self) -> dict[str, list[int]]:
+        """As `source_counts`, of drafts from the problem's other rollouts by their age in policy versions."""
+        return {} if self.history is None else self.history.age_counts()

@@ -1,0 +1,543 @@
+"""Speculation in vLLM's V1 model runner: the proposer that vLLM calls, and the adapter that takes over sampling.
+
+One engine step: vLLM runs the target over every scheduled token and hands the logits to `RunnerAdapter.sample`, which
+verifies the drafts; after vLLM has recorded the sampled tokens it calls `RolloutSpecProposer.propose`, which tells the
+drafter what became of its drafts and what was sampled, and returns the next drafts. Where vLLM has a drafter with a
+model, it is called before that, and `RunnerAdapter.join_drafts` has our proposer choose between both.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor
+
+from rollout_spec.config import NO_HISTORY, RolloutSpecConfig
+from rollout_spec.drafters.model.choice import ModelDrafts
+from rollout_spec.features.format import FEATURE_WORDS, Features
+from rollout_spec.features.torch import pack_distributions, pack_signatures, prepare
+from rollout_spec.integrations.vllm.clock import StepClock
+from rollout_spec.integrations.vllm.commands import EngineParts, Speculation, run_command
+from rollout_spec.integrations.vllm.host_copy import HostCopy, to_device
+from rollout_spec.integrations.vllm.live_requests import Sampled, read_new_tokens, select
+from rollout_spec.integrations.vllm.model_drafters import ModelAlone
+from rollout_spec.integrations.vllm.model_v1 import ModelDrafter, find_model_drafter
+from rollout_spec.integrations.vllm.plugin import config_of
+from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank, sharing_from_first_rank
+from rollout_spec.integrations.vllm.runner import HistoryKeepingAdapter
+from rollout_spec.integrations.vllm.sampling import (
+    compile_kernels,
+    needs_processing,
+    raise_if_broken,
+    refuse_own_processors,
+    require_seed,
+    scored_tokens,
+    verifier_scores,
+)
+from rollout_spec.integrations.vllm.session import DraftingSession
+from rollout_spec.integrations.vllm.weights import WeightWatch
+from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.types import SamplingBatch
+from rollout_spec.verify.api import verify
+from rollout_spec.verify.vectorised import index_rows, scores_matrix
+
+
+class _Batch(NamedTuple):
+    """What stays the same while the same requests are scheduled in the same rows."""
+
+    req_ids: list[str]
+    seeds: torch.Tensor  # int64 [B]
+    min_p: torch.Tensor | None  # float32 [B]
+    needs_processing: bool  # some request's logits always go through vLLM's own processors
+    below_min_tokens: list[Any]  # requests whose logits do so until they have `min_tokens` output tokens
+    biases: dict[int, tuple[torch.Tensor, torch.Tensor]]  # by row: token ids, and what is added to their logits
+
+
+class _Outcome(NamedTuple):
+    """A verification that has not been counted yet: reading it at once would make the engine wait for the device."""
+
+    req_ids: list[str]
+    is_counted: NDArray[np.bool_]  # [B], False for chunks of prompts
+    num_draft_tokens: list[int]
+    copy: HostCopy  # accepted drafts and broken rows, [B] each; for the drafter also targets [N] and features, if any
+
+
+class Verification(NamedTuple):
+    """What became of a step's drafts, by row of the batch."""
+
+    num_verified: NDArray[np.int64]  # [B]
+    num_accepted: NDArray[np.int64]  # [B]
+    target_token_ids: NDArray[np.int64]  # [N], each row's verified positions and the one after them
+    target_starts: NDArray[np.int64]  # [B + 1], each row's first of these, then N
+    features: Features | None  # of these
+
+
+class RunnerAdapter(HistoryKeepingAdapter):
+    """Samples in place of vLLM's samplers, for one model runner.
+
+    Attributes:
+        clock: Times the runner's steps.
+        weights: Notices when the worker gets new ones.
+        stats: This engine's counters.
+        proposer: Drafts from history; None without speculation or without history.
+        model_drafter: vLLM's own drafter with a model; None if there is none.
+
+    Args:
+        runner: vLLM's `GPUModelRunner` (V1) or a subclass.
+    """
+
+    def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
+        self._runner = runner
+        self._config = config
+        self._batch: _Batch | None = None
+        self._outcome: _Outcome | None = None
+        processors = list(runner.input_batch.logitsprocs.all)
+        self._adds_biases = not any(isinstance(processor, LogitBiasLogitsProcessor) for processor in processors)
+        self._hidden: torch.Tensor | None = None  # the states that the step's logits were computed from
+        self.model_drafter: ModelDrafter | None = find_model_drafter(runner, config)
+        self.proposer: RolloutSpecProposer | None = getattr(runner, "drafter", None)
+        if self.model_drafter is not None:
+            self.proposer = RolloutSpecProposer(runner.vllm_config) if config.drafter != NO_HISTORY else None
+        self.stats = self.proposer.stats if self.proposer is not None else SpeculationStats()
+        self.clock = StepClock(runner.device, self.stats)
+        self.weights = WeightWatch(agreeing_on_any(runner.vllm_config))
+        if self.proposer is not None:
+            self.proposer.bind(runner, self.model_drafter)
+            if self.proposer.session.wants_features:
+                prepare(runner.vllm_config.model_config.get_hidden_size(), runner.device)
+                # Ranks round sums differently.
+                self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
+        self._speculation: Speculation | None = None if self.proposer is None else self.proposer.session
+        if self.model_drafter is not None and self.proposer is None:
+            self._speculation = ModelAlone(config.num_speculative_tokens, self.stats)
+            self.model_drafter.alone = self._speculation
+        refuse_own_processors(processors)
+
+    # -- commands from the front end ---------------------------------------------------------------------------------
+
+    def command(self, name: str, *args: Any) -> Any:
+        """See `rollout_spec.integrations.vllm.commands.run_command`."""
+        self.count_last_verification()
+        self.clock.read()
+        if self.proposer is not None:
+            self.proposer.session.end_missing(self._runner.requests)
+        return run_command(EngineParts(self._config, self._speculation, self.stats, self.weights), name, *args)
+
+    def compile_kernels(self) -> None:
+        """Called before vLLM's own warm-up. On CPUs the verifier has no kernels."""
+        if self._runner.device.type == "cuda":
+            draws = self.model_drafter is not None and self._config.verify == "sample"
+            compile_kernels(self._config, self._runner, draws=draws)
+
+    def begin_step(self) -> None:
+        """Called before every step runs."""
+        version = self.weights.begin_step()
+        if version is not None and self._speculation is not None:
+            self._speculation.begin_policy_version(version)
+        if self.proposer is None or self.proposer.session.enabled:
+            self.clock.start()
+
+    def on_forward(self) -> None:
+        """Called when the model has run, before anything is sampled."""
+        if self._speculation is not None:
+            self._speculation.exchange_history()
+        state = self._runner.execute_model_state
+        self._hidden = None if state is None else state.sample_hidden_states
+
+    def on_requests_changed(self) -> None:
+        """Called when a step's schedule brings new requests or says that some have finished."""
+        self._batch = None
+        if self.proposer is not None:
+            self.proposer.has_changed = True
+
+    # -- sampling ----------------------------------------------------------------------------------------------------
+
+    def sample(self, logits: torch.Tensor, metadata: Any) -> Any:
+        """Verify the scheduled drafts, or sample one token per request where there are none.
+
+        Args:
+            logits: float [N, vocabulary].
+            metadata: vLLM's `SpecDecodeMetadata`, None when nothing is drafted.
+
+        Raises:
+            FloatingPointError: logits hold NaN or +inf. Where there is a drafter, `RolloutSpecProposer.propose` raises
+                it later in the step; under asynchronous scheduling the next step does.
+        """
+        self.clock.mark()
+        batch = self._describe_batch()
+        sampling = self._runner.input_batch.sampling_metadata
+        self.count_last_verification()
+        num_draft_tokens = metadata.num_draft_tokens if metadata is not None else [0] * len(batch.req_ids)
+        drafted, cu_num_draft_tokens, rows = self._inputs(metadata, sampling, batch)
+        below = [r for r in batch.below_min_tokens if len(r.output_token_ids) < r.sampling_params.min_tokens]
+        batch.below_min_tokens[:] = below
+        processed = logits
+        if batch.needs_processing or below:
+            processed = self._process(logits, metadata, sampling)
+        mode = self._runner.sampler.logprobs_mode
+        scored_here = verifier_scores(mode, sampling.max_num_logprobs, processed is not logits)
+        result = verify(
+            processed,
+            drafted,
+            cu_num_draft_tokens,
+            rows,
+            method=self._config.verify,
+            logprobs_mode=mode if scored_here else None,
+            # Not the longest draft of the step: each width is another variant of the kernel.
+            max_draft_tokens=self._config.num_speculative_tokens if metadata is not None else 0,
+        )
+        discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
+        is_counted = ~discarded[: len(batch.req_ids)]
+        features = self._compute_features(processed, rows, cu_num_draft_tokens)
+        session = self.proposer.session if self.proposer is not None and self.proposer.session.enabled else None
+        wanted = [result.num_accepted, result.num_broken_rows]
+        if session is not None:
+            wanted += [result.target_token_ids, *(() if features is None else (features,))]
+        tensors = None
+        if sampling.max_num_logprobs is not None:
+            is_raw = mode.startswith("raw_")
+            if scored_here:
+                temperature = None
+                if sampling.max_num_logprobs and not is_raw:
+                    request = index_rows(cu_num_draft_tokens, logits.shape[0]).request
+                    temperature = rows.temperature[request]
+                tokens, logprobs = scored_tokens(result, processed, temperature, sampling.max_num_logprobs)
+                tensors = LogprobsTensors(tokens.int(), logprobs, result.ranks)
+            else:
+                tokens = result.target_token_ids.clamp(min=0)
+                scores = scores_matrix(logits if is_raw else processed, None if is_raw else rows, cu_num_draft_tokens)
+                matrix = scores.log_softmax(-1) if mode.endswith("_logprobs") else scores
+                tensors = self._runner.sampler.gather_logprobs(matrix, sampling.max_num_logprobs, tokens)
+            if metadata is not None:
+                tensors = _pad_rows(tensors, metadata.cu_num_draft_tokens, result.output_token_ids.shape)
+        sampled = result.output_token_ids
+        # A row without a sample emits token 0, as in vLLM. To ask a device whether there is one is to wait for it.
+        if logits.is_cuda or bool(result.num_invalid_rows.any()):
+            columns = torch.arange(sampled.shape[1], device=logits.device)
+            is_emitted = columns == result.num_accepted[:, None]
+            sampled = torch.where(is_emitted, sampled.clamp(min=0), sampled)
+        self._outcome = _Outcome(batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted))
+        self.clock.stop()
+        if self.model_drafter is not None:
+            next_positions = rows.positions + result.num_accepted + 1
+            self.model_drafter.begin_step(rows.temperature, rows.seeds, next_positions)
+        if session is not None:
+            session.update_index()  # `propose` reads the outcome, once vLLM has waited for the device
+        elif not self._runner.use_async_scheduling:
+            self.count_last_verification()
+        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
+
+    def join_drafts(self) -> None:
+        """Called when vLLM has recorded the step's tokens, and its model has drafted: choose between the drafts."""
+        if self.model_drafter is None or self.proposer is None:
+            return
+        runner, num_requests = self._runner, len(self._runner.input_batch.req_ids)
+        drafts = self.proposer.draft(
+            ~runner.discard_request_mask.np[:num_requests],
+            runner.input_batch.num_tokens_no_spec,
+            runner.input_batch.token_ids_cpu,
+            self.model_drafter.take(num_requests),
+        )
+        runner._draft_token_ids = drafts
+
+    def _compute_features(
+        self, logits: torch.Tensor, rows: SamplingBatch, cu_num_draft_tokens: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What the target saw at every row, int64 [N, FEATURE_WORDS]; None if the drafter does not want to know."""
+        hidden, self._hidden = self._hidden, None
+        session = None if self.proposer is None else self.proposer.session
+        if hidden is None or session is None or not (session.enabled and session.wants_features):
+            return None
+        request = index_rows(cu_num_draft_tokens, hidden.shape[0]).request
+        features = torch.cat((pack_signatures(hidden), pack_distributions(logits, rows, request)), 1)
+        return self._from_first_rank(features)
+
+    def _process(self, logits: torch.Tensor, metadata: Any, sampling: Any) -> torch.Tensor:
+        """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, biases."""
+        runner = self._runner
+        runner.input_batch.update_async_output_token_ids()
+        # Where a model drafts alone, scheduling may be asynchronous, and vLLM's batch has placeholders for its drafts.
+        if metadata is not None and runner.use_async_scheduling and runner._draft_token_req_ids is not None:
+            runner.input_batch.update_async_spec_token_ids(runner._get_draft_token_ids_cpu()[0])
+        sampler, processed = runner.sampler, logits.to(torch.float32, copy=True)
+        if self._adds_biases:  # first: vLLM, which does so without speculation only, does it before penalties
+            self._add_biases(processed, metadata)
+        if metadata is None:
+            return sampler.apply_logits_processors(processed, sampling, False)
+        # Pretend that every request has one more draft token, so that its bonus row is processed like the others: by
+        # itself vLLM masks stop tokens in bonus rows until a step begins after min_tokens.
+        holder = sampling.thinking_budget_state_holder
+        if holder is not None and holder.has_tracked_requests():
+            holder.update_state(sampling.output_token_ids, sampling.spec_token_ids, repeat_indices=None)
+        drafts = sampling.spec_token_ids
+        one_more = replace(sampling, spec_token_ids=[[*tokens, 0] for tokens in drafts] if drafts else drafts)
+        counts = SimpleNamespace(num_draft_tokens=[count + 1 for count in metadata.num_draft_tokens])
+        return self._runner.rejection_sampler.apply_logits_processors(processed, one_more, counts)
+
+    def _add_biases(self, logits: torch.Tensor, metadata: Any) -> None:
+        """Add requests' `logit_bias` to `logits`, float32 [N, V]."""
+        if self._batch is None or not self._batch.biases:
+            return
+        counts = metadata.num_draft_tokens if metadata is not None else [0] * len(self._batch.req_ids)
+        ends = np.cumsum(np.array(counts) + 1).tolist()
+        for row, (tokens, biases) in self._batch.biases.items():
+            logits[ends[row] - counts[row] - 1 : ends[row], tokens] += biases
+
+    def count_last_verification(self) -> Verification | None:
+        """Count the last verification, if that has not been done.
+
+        Returns:
+            What the drafter should know of it; None if it has been counted, or if the drafter is switched off.
+
+        Raises:
+            FloatingPointError: a row had no sample because the model's logits are NaN or +inf.
+        """
+        outcome, self._outcome = self._outcome, None
+        if outcome is None:
+            return None
+        accepted, broken, *seen = outcome.copy.read()
+        raise_if_broken(broken, outcome.req_ids)
+        verified = np.array(outcome.num_draft_tokens, np.int64)
+        self.stats.record(verified[outcome.is_counted], accepted[outcome.is_counted])
+        if not seen:
+            return None
+        starts = np.zeros(verified.size + 1, np.int64)
+        np.cumsum(verified + 1, out=starts[1:])
+        targets, *words = seen
+        features = words[0].reshape(-1, FEATURE_WORDS) if words else None
+        return Verification(verified, accepted, targets, starts, features)
+
+    def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingBatch]:
+        """(drafted tokens [D], inclusive sums of draft lengths [B], how each request is sampled)."""
+        size, device = len(batch.req_ids), self._runner.device
+        if metadata is None:
+            first_row = self._runner.query_start_loc.gpu[1 : size + 1] - 1
+            drafted = torch.empty(0, dtype=torch.int32, device=device)
+            cu_num_draft_tokens = torch.zeros(size, dtype=torch.int32, device=device)
+        else:
+            drafted, cu_num_draft_tokens = metadata.draft_token_ids, metadata.cu_num_draft_tokens
+            width, ends = metadata.max_spec_len + 1, metadata.cu_num_sampled_tokens
+            if len(metadata.logits_indices) == size * width:  # all drafts are equally long
+                first_row = metadata.logits_indices[::width]
+            else:
+                starts = torch.cat((ends.new_zeros(1), ends[:-1]))
+                first_row = metadata.logits_indices.index_select(0, starts)
+        greedy = sampling.all_greedy or sampling.temperature is None
+        rows = SamplingBatch(
+            temperature=torch.zeros(size, device=device) if greedy else sampling.temperature,
+            seeds=batch.seeds,
+            positions=self._runner.positions.index_select(0, first_row),
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=batch.min_p,
+        )
+        return drafted, cu_num_draft_tokens, rows
+
+    def _describe_batch(self) -> _Batch:
+        req_ids = self._runner.input_batch.req_ids
+        if self._batch is not None and self._batch.req_ids == req_ids:
+            return self._batch
+        requests = [self._runner.requests[req_id] for req_id in req_ids]
+        params = [request.sampling_params for request in requests]
+        device = self._runner.device
+        for req_id, p in zip(req_ids, params, strict=True):
+            require_seed(p, f"request {req_id}")
+        min_p = [p.min_p for p in params]
+        self._batch = _Batch(
+            req_ids=list(req_ids),
+            seeds=to_device([p.seed for p in params], torch.int64, device),
+            min_p=to_device(min_p, torch.float32, device) if any(min_p) else None,
+            needs_processing=any(needs_processing(p, p.min_tokens) for p in params),
+            below_min_tokens=[r for r, p in zip(requests, params, strict=True) if p.min_tokens],
+            biases={
+                row: (
+                    to_device(list(p.logit_bias), torch.int64, device),
+                    to_device(list(p.logit_bias.values()), torch.float32, device),
+                )
+                for row, p in enumerate(params)
+                if p.logit_bias
+            },
+        )
+        return self._batch
+
+
+def _pad_rows(tensors: Any, cu_num_draft_tokens: torch.Tensor, shape: torch.Size) -> Any:
+    """Spread N rows over B * width rows: vLLM expects request b's row j at b * width + j.
+
+    Args:
+        shape: (B, width), of the sampled tokens.
+    """
+    num_requests, width = shape
+    num_rows = tensors.logprobs.shape[0]
+    if num_rows == num_requests * width:  # all drafts are as long as they can be
+        return tensors
+    index = index_rows(cu_num_draft_tokens, num_rows)
+    at = index.request * width + index.offset
+
+    def spread(tensor: torch.Tensor) -> torch.Tensor:
+        padded = tensor.new_zeros((num_requests * width, *tensor.shape[1:]))
+        padded[at] = tensor
+        return padded
+
+    return LogprobsTensors(*(spread(tensor) for tensor in tensors[:3]))
+
+
+class RolloutSpecProposer:
+    """vLLM's `custom_class` proposer around a `DraftingSession`. `speculative_config` names it by path.
+
+    vLLM tells a proposer neither which requests it drafts for nor when they end. Both are read from the runner: its
+    input batch maps rows to request ids, and a request has ended when the runner no longer knows it (a request that is
+    missing from one batch may be preempted).
+
+    Attributes:
+        has_changed: Whether requests have come or ended since the session was last told.
+        session: The drafting session, once `bind` was called.
+        stats: This engine's counters.
+
+    Raises:
+        ValueError: the configuration is wrong; see `config_of`.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        config = config_of(vllm_config)
+        if config is None or not config.speculation:
+            raise ValueError("this engine does not ask for rollout_spec: use rollout_spec.engine_kwargs()")
+        self.stats = SpeculationStats()
+        self.has_changed = True
+        self._new_tokens = np.empty(1024, np.int32)
+        self.session: DraftingSession
+        self._config = config
+        self._vllm_config = vllm_config
+        self._runner: Any = None
+
+    def load_model(self, model: Any) -> None:
+        """Part of vLLM's interface; there is no model.
+
+        Raises:
+            RuntimeError: the plugin is not loaded in this process.
+        """
+        if self._runner is None:
+            raise RuntimeError(
+                "the rollout_spec plugin is not loaded in this process, so drafts cannot be verified: check that the "
+                "VLLM_PLUGINS environment variable, if set, contains rollout_spec"
+            )
+
+    def bind(self, runner: Any, model_drafter: ModelDrafter | None = None) -> None:
+        """Give the proposer the runner whose requests it serves, and make the drafter.
+
+        Args:
+            model_drafter: Drafts beside it.
+
+        The drafter is made here and not in the constructor, whose errors vLLM hides behind a hint of its own.
+        """
+        self._runner = runner
+        share = sharing_from_first_rank(self._vllm_config)
+        index_late = runner.device.type != "cpu"
+        num_model = model_drafter.num_model_tokens if model_drafter is not None else 0
+        self.session = DraftingSession(
+            self._config, self._vllm_config, self.stats, share, num_model_tokens=num_model, index_late=index_late
+        )
+        if model_drafter is not None:
+            model_drafter.wants_model = self.session.wants_model
+
+    def propose(
+        self,
+        sampled_token_ids: list[list[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft for the next step.
+
+        Args:
+            sampled_token_ids: Per row, the tokens sampled in this step; empty for rows that are not drafted for.
+            num_tokens_no_spec: int32 [max requests], tokens of each row, sampled ones included.
+            token_ids_cpu: int32 [max requests, max_model_len].
+            slot_mappings: Part of vLLM's interface; not used.
+
+        Returns:
+            Per row, at most num_speculative_tokens drafted tokens.
+
+        Raises:
+            FloatingPointError: the step's logits hold NaN or +inf.
+        """
+        is_sampled = np.array([bool(tokens) for tokens in sampled_token_ids], np.bool_)
+        return self.draft(is_sampled, num_tokens_no_spec, token_ids_cpu)
+
+    def draft(
+        self,
+        is_sampled: NDArray[np.bool_],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        model: ModelDrafts | None = None,
+    ) -> list[list[int]]:
+        """`propose`, beside a model.
+
+        Args:
+            is_sampled: bool [B], False for chunks of prompts.
+            model: What the model drafted for these requests.
+        """
+        size = is_sampled.size
+        verification = self._runner.rollout_spec.count_last_verification()
+        if not self.session.enabled or verification is None:
+            self.session.pause()
+            if self.session.broken and model is not None:  # history is lost, the model is not
+                listed = zip(is_sampled.tolist(), model.token_ids.tolist(), strict=True)
+                return [tokens if sampled else [] for sampled, tokens in listed]
+            return [[] for _ in range(size)]
+        req_ids = self._runner.input_batch.req_ids[:size]
+        batch_rows = np.flatnonzero(is_sampled)
+        if batch_rows.size < size:
+            req_ids = [req_ids[row] for row in batch_rows.tolist()]
+        rows = self.session.follow(req_ids, self._runner.requests, has_changed=self.has_changed)
+        self.has_changed = False
+        if not self.session.follows_all:
+            batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
+        sampled = self._sampled(rows, batch_rows, verification, num_tokens_no_spec, token_ids_cpu)
+        if model is not None:
+            model = ModelDrafts(model.token_ids[batch_rows], model.probabilities[batch_rows])
+        drafts = self.session.draft(sampled, model)
+        listed = zip(drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
+        drafted = [tokens[:length] for tokens, length in listed]
+        if len(drafted) == size:
+            return drafted
+        proposed: list[list[int]] = [[] for _ in range(size)]
+        for row, tokens in zip(batch_rows.tolist(), drafted, strict=True):
+            proposed[row] = tokens
+        return proposed
+
+    def _sampled(
+        self, rows: Any, batch_rows: Any, verification: Verification, num_tokens_no_spec: Any, token_ids_cpu: Any
+    ) -> Sampled:
+        """What the requests in some rows of the batch have said since the session saw them."""
+        starts = np.empty(rows.size + 1, np.int64)
+        source = (token_ids_cpu, num_tokens_no_spec, batch_rows, self.session.arrays.num_seen, rows)
+        num_new = read_new_tokens(*source, starts, self._new_tokens)
+        if num_new > self._new_tokens.size:
+            self._new_tokens = np.empty(2 * num_new, np.int32)
+            read_new_tokens(*source, starts, self._new_tokens)
+        verified, accepted, targets, target_starts, features = verification
+        size = verified.size
+        if rows.size < size:
+            if features is not None:
+                features = select(features, target_starts, batch_rows)[0]
+            targets, target_starts = select(targets, target_starts, batch_rows)
+            verified, accepted = verified[batch_rows], accepted[batch_rows]
+        return Sampled(
+            rows,
+            self._new_tokens[:num_new],
+            starts,
+            targets,
+            target_starts,
+            verified,
+            accepted,
+            num_tokens=int(self._runner.query_start_loc.np[size]),
+            started=self._runner.rollout_spec.clock.started,
+            features=features,
+        )

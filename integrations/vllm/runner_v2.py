@@ -1,0 +1,537 @@
+"""Speculation in vLLM's V2 model runner: the speculator that vLLM calls, and the sampler in place of vLLM's.
+
+One engine step: vLLM runs the target over every scheduled token and hands the logits to `VerifyingSampler`, which
+replaces both of vLLM's samplers and verifies the drafts with Triton kernels; then vLLM records the sampled tokens and
+calls `HistorySpeculator.propose`, which copies the outcome to the host, tells the drafter and returns the next drafts.
+That drafter lives on the host, so scheduling is synchronous; the scheduler is told each draft's length, so that a
+request without a draft costs one token. `vllm_device` has the speculator that keeps scheduling asynchronous.
+
+From vLLM 0.31 on the samples' noise is the same as V2's own; that of 0.26 to 0.30 is replaced, with and without
+speculation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
+
+from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.features.format import FEATURE_WORDS
+from rollout_spec.features.torch import pack_distributions, pack_signatures, prepare
+from rollout_spec.integrations.vllm import compat
+from rollout_spec.integrations.vllm.clock import StepClock
+from rollout_spec.integrations.vllm.commands import EngineParts, Speculation, run_command
+from rollout_spec.integrations.vllm.host_copy import HostCopy
+from rollout_spec.integrations.vllm.live_requests import Sampled, pieces, select
+from rollout_spec.integrations.vllm.plugin import config_of
+from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank, sharing_from_first_rank
+from rollout_spec.integrations.vllm.runner import HistoryKeepingAdapter
+from rollout_spec.integrations.vllm.sampling import (
+    compile_kernels,
+    needs_processing,
+    raise_if_broken,
+    require_seed,
+    scored_tokens,
+    verifier_scores,
+)
+from rollout_spec.integrations.vllm.session import DraftingSession
+from rollout_spec.integrations.vllm.weights import WeightWatch
+from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array, SamplingBatch, VerifyResult
+from rollout_spec.verify import kernel
+from rollout_spec.verify.vectorised import process
+
+
+class _Outcome(NamedTuple):
+    """The last verification."""
+
+    req_ids: list[str]
+    starts: np.ndarray  # int32 [B + 1], each request's first row, then N
+    first_positions: torch.Tensor  # int64 [B], input position of each request's first row
+    result: VerifyResult
+
+
+class _Counts(NamedTuple):
+    """A verification's numbers, which are being copied to the host."""
+
+    copy: HostCopy  # broken rows, accepted drafts, drafts, [B] each
+    has_sampled: np.ndarray  # bool [B], False for prompts not yet read to their end
+    req_ids: list[str]
+
+
+class RunnerAdapter(HistoryKeepingAdapter):
+    """Follows one V2 model runner's requests and counts what happens to them.
+
+    Attributes:
+        requests: vLLM's `NewRequestData` of each request that has not finished; preempted ones stay.
+        warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
+        stats: This engine's counters.
+        clock: Times the runner's steps.
+        weights: Notices when the worker gets new ones.
+        speculator: A `HistorySpeculator`, a `DeviceSpeculator` or a `ModelSpeculation`; None for an engine without
+            speculation, which samples with our noise only.
+    """
+
+    def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
+        self.requests: dict[str, Any] = {}
+        self.requests_have_changed = True
+        self.warming_up = False
+        self.speculator: Any = runner.speculator
+        self.host_speculator = self.speculator if isinstance(self.speculator, HistorySpeculator) else None
+        self._device_speculator = self.speculator if self.host_speculator is None else None
+        self._speculation: Speculation | None = (
+            self.host_speculator.session if self.host_speculator is not None else self._device_speculator
+        )
+        self.stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
+        self.clock = StepClock(runner.device, self.stats)
+        self.weights = WeightWatch(agreeing_on_any(runner.vllm_config))
+        self._runner = runner
+        self._config = config
+        if self._speculation is not None and self._speculation.wants_features:
+            prepare(runner.vllm_config.model_config.get_hidden_size(), runner.device)
+            # Ranks round sums differently.
+            self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether what the target sees is of use to the drafter."""
+        return self._speculation is not None and self._speculation.enabled and self._speculation.wants_features
+
+    def compute_features(self, last_hidden_states: torch.Tensor, input_batch: Any) -> torch.Tensor | None:
+        """What the target saw at the step's rows, int64 [N, FEATURE_WORDS]; None where the drafter has no use for it.
+
+        Called once after the rows were verified. Does not wait for the device.
+
+        Args:
+            last_hidden_states: [tokens of the step, hidden size].
+            input_batch: vLLM's `InputBatch`.
+        """
+        sampler = self._runner.sampler
+        distributions, sampler.distributions = sampler.distributions, None
+        if distributions is None:
+            return None
+        signatures = pack_signatures(last_hidden_states[input_batch.logits_indices])
+        return self._from_first_rank(torch.cat((signatures, distributions), 1))
+
+    def take_over_sampling(self) -> None:
+        """Replace the runner's samplers; called once they exist.
+
+        Raises:
+            ValueError: the runner shards the batch among ranks for sampling.
+        """
+        runner = self._runner
+        if compat.shards_batch(runner):
+            raise ValueError("rollout_spec does not support batch-sharded sampling: switch it off")
+        sampler = VerifyingSampler(runner.sampler, self, self._config)
+        runner.sampler = sampler
+        sampler.enable_adaptive_verification = getattr(self.speculator, "enable_adaptive_verification", False)
+        if runner.rejection_sampler is not None:
+            runner.rejection_sampler = sampler
+        if self.speculator is not None:
+            self.speculator.bind(runner, self, sampler)
+
+    def compile_kernels(self) -> None:
+        """Called before vLLM's own warm-up."""
+        compile_kernels(self._config, self._runner)
+
+    @contextmanager
+    def warm_up(self) -> Iterator[None]:
+        """Wrap what vLLM does with made-up requests, which have no seeds and are ignored."""
+        before, self.warming_up = self.warming_up, True
+        try:
+            yield
+        finally:
+            self.warming_up = before
+
+    def command(self, name: str, *args: Any) -> Any:
+        """See `rollout_spec.integrations.vllm.commands.run_command`."""
+        self._runner.sampler.read_counts(wait=True)
+        self.clock.read()
+        if self.host_speculator is not None:
+            self.host_speculator.session.end_missing(self.requests)
+        return run_command(EngineParts(self._config, self._speculation, self.stats, self.weights), name, *args)
+
+    def begin_step(self) -> None:
+        """Called before every step runs."""
+        version = self.weights.begin_step()
+        if version is not None and self._speculation is not None:
+            self._speculation.begin_policy_version(version)
+        if self._speculation is None or self._speculation.enabled:
+            self.clock.start()
+
+    def on_forward(self) -> None:
+        """Called when the model has run; V2 hands the hidden states to the speculator."""
+        if self._speculation is not None:
+            self._speculation.exchange_history()
+
+    def on_add_requests(self, scheduler_output: Any) -> None:
+        """Called with every step's schedule, before it runs."""
+        if not self.warming_up and scheduler_output.scheduled_new_reqs:
+            self.requests.update((request.req_id, request) for request in scheduler_output.scheduled_new_reqs)
+            self.requests_have_changed = True
+
+    def on_requests_added(self, scheduler_output: Any) -> None:
+        """Called once the runner has given the step's new requests their indices."""
+        if not self.warming_up and self._device_speculator is not None:
+            self._device_speculator.on_requests_added(scheduler_output.scheduled_new_reqs)
+
+    def on_finish_requests(self, scheduler_output: Any) -> None:
+        """Called with every step's schedule, before it runs. Preempted requests are not finished."""
+        finished = [(req_id, self.requests.pop(req_id, None)) for req_id in scheduler_output.finished_req_ids]
+        self.requests_have_changed |= bool(finished)
+        if self._device_speculator is not None:
+            self._device_speculator.on_finish_requests(finished, scheduler_output.preempted_req_ids or ())
+
+    def cut_drafts(self, drafts: Any) -> Any:
+        """Cut the scheduler's drafts to their own lengths; vLLM would verify K tokens for every request."""
+        if drafts is None or self.host_speculator is None:
+            return drafts
+        lengths = self.host_speculator.num_draft_tokens
+        cut = [tokens[: lengths.get(req_id, 0)] for req_id, tokens in zip(drafts.req_ids, drafts.draft_token_ids)]  # noqa: B905
+        return type(drafts)(drafts.req_ids, cut)
+
+
+class VerifyingSampler:
+    """Replaces vLLM's `Sampler` and `RejectionSampler`. Other attributes and methods are those of vLLM's `Sampler`.
+
+    Args:
+        inner: vLLM's `Sampler`, which holds the requests' sampling parameters.
+
+    Attributes:
+        outcome: Of the last step, until the host's speculator reads it.
+        distributions: `pack_distributions` of the last step's rows, until `RunnerAdapter.compute_features` reads them;
+            None where the drafter has no use for them.
+    """
+
+    enable_adaptive_verification = False
+
+    def __init__(self, inner: Any, adapter: RunnerAdapter, config: RolloutSpecConfig) -> None:
+        self.inner = inner
+        self.outcome: _Outcome | None = None
+        self.distributions: torch.Tensor | None = None
+        self._adapter = adapter
+        self._config = config
+        self._num_speculative_tokens = config.num_speculative_tokens
+        self._own_processors = compat.has_own_processors(inner)
+        self._needs_vllm: np.ndarray = np.zeros(inner.sampling_states.max_num_reqs, bool)
+        self._min_tokens: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
+        self._num_steps: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
+        """At least as many output tokens each request has; one that is resumed after a preemption counts from 0. Not
+        counted on where no request of a step is below `min_tokens`."""
+        self._unread: deque[_Counts] = deque()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def add_request(self, req_idx: int, *args: Any, **kwargs: Any) -> Any:
+        """Keep a request's sampling parameters, as vLLM's `Sampler` does.
+
+        Raises:
+            RuntimeError: the request has no seed.
+        """
+        params = compat.sampling_params_argument(args, kwargs)
+        if not self._adapter.warming_up:
+            require_seed(params, "a request")
+        self._needs_vllm[req_idx] = self._own_processors or needs_processing(params, params.min_tokens)
+        self._min_tokens[req_idx], self._num_steps[req_idx] = params.min_tokens, 0
+        return self.inner.add_request(req_idx, *args, **kwargs)
+
+    def __call__(
+        self, logits: torch.Tensor, input_batch: Any, draft_logits: Any = None, invalid_drafts: Any = None
+    ) -> Any:
+        """Verify the scheduled drafts and sample what follows; a request without drafts has one row.
+
+        Args:
+            logits: float [N, vocabulary].
+            input_batch: vLLM's `InputBatch`.
+            draft_logits: Part of vLLM's interface; not used, as our drafts are point masses.
+            invalid_drafts: bool [N], from vLLM 0.32 on: rows whose input is a draft that breaks the request's grammar.
+
+        Raises:
+            FloatingPointError: an earlier step's logits held NaN or +inf.
+        """
+        self._adapter.clock.mark()
+        self.read_counts()
+        num_nans = get_num_nans(logits) if self.inner.compute_nans else None
+        layout = kernel.gather_layout(
+            input_batch.input_ids,
+            input_batch.positions,
+            input_batch.logits_indices,
+            input_batch.cu_num_logits,
+            input_batch.expanded_idx_mapping,
+            input_batch.expanded_local_pos,
+            self.inner.req_states.prefill_len.gpu,
+            self.inner.sampling_states.temperature.gpu,
+            self.inner.sampling_states.seeds.gpu,
+        )
+        if invalid_drafts is not None:
+            layout.draft[:-1].masked_fill_(invalid_drafts[1:], PLACEHOLDER_TOKEN_ID)
+        states, req_indices = self.inner.sampling_states, input_batch.idx_mapping_np
+        rows = self._rows(states, req_indices)
+        raw, num_logprobs = logits, states.max_num_logprobs(req_indices)
+        is_below = self._num_steps[req_indices] < self._min_tokens[req_indices]
+        if (self._needs_vllm[req_indices] | is_below).any():
+            logits = self._process(logits, input_batch, layout)
+            layout = layout._replace(temperature=(layout.temperature != 0).float())
+            rows = SamplingBatch((rows.temperature != 0).float(), rows.seeds, None, rows.top_k, rows.top_p)
+        # vLLM's own code scores tokens other than the sampled one.
+        mode = self.inner.logprobs_mode
+        custom_ids = self.inner.logprob_token_ids_state.max_num_token_ids(req_indices)
+        scored_here = not custom_ids and verifier_scores(mode, num_logprobs, logits is not raw)
+        has_drafts = input_batch.num_draft_tokens > 0
+        result = kernel.verify_rows(
+            logits,
+            layout,
+            rows,
+            method=self._config.verify,
+            logprobs_mode=mode if scored_here else None,
+            max_draft_tokens=self._num_speculative_tokens if has_drafts else 0,
+        )
+        tensors = None
+        if num_logprobs >= 0 or custom_ids:
+            starts = None
+            if logits.shape[0] != len(req_indices):
+                starts = compat.first_rows(input_batch, on_device=self.enable_adaptive_verification)
+            if scored_here:
+                field = "cu_num_generated_tokens" + ("_tensor" if isinstance(starts, torch.Tensor) else "")
+                temperature = None if mode.startswith("raw_") else layout.temperature
+                tokens, logprobs = scored_tokens(result, logits, temperature, num_logprobs)
+                tensors = LogprobsTensors(tokens, logprobs, result.ranks, **{field: starts})
+            else:
+                scores = raw if mode.startswith("raw_") else self._scores(logits, layout, rows)
+                tensors = compute_topk_scores(
+                    scores,
+                    max(num_logprobs, 0),
+                    result.target_token_ids.clamp(min=0),
+                    starts,
+                    logprob_token_ids_state=self.inner.logprob_token_ids_state,
+                    expanded_idx_mapping=input_batch.expanded_idx_mapping,
+                    max_per_req_token_ids=custom_ids,
+                    logits_mode=mode.endswith("_logits"),
+                )
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            result.num_accepted + 1,
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            self.inner.req_states.prefill_len.gpu,
+        )
+        if input_batch.req_ids[0] in self._adapter.requests:  # neither a dummy run nor a warm-up
+            if self._adapter.wants_features:
+                self.distributions = pack_distributions(logits, rows, layout.request.long())
+            if is_below.any():
+                self._num_steps[req_indices] += _has_sampled(input_batch)
+            self._book(input_batch, layout, result)
+            self._adapter.clock.stop()
+        return SamplerOutput(
+            # A row without a sample emits token 0, as in vLLM.
+            sampled_token_ids=result.output_token_ids.clamp(min=0).long(),
+            logprobs_tensors=tensors,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _rows(self, states: Any, req_indices: np.ndarray) -> SamplingBatch:
+        """The batch's sampling parameters, as tensors over all requests, indexed by the requests' state indices."""
+        return SamplingBatch(
+            temperature=states.temperature.gpu,
+            seeds=states.seeds.gpu,
+            positions=None,
+            top_k=states.top_k.gpu if np.any(states.top_k.np[req_indices] != states.vocab_size) else None,
+            top_p=states.top_p.gpu if np.any(states.top_p.np[req_indices] < 1) else None,
+            min_p=states.min_p.gpu if np.any(states.min_p.np[req_indices] > 0) else None,
+        )
+
+    def _process(self, logits: torch.Tensor, input_batch: Any, layout: kernel.Layout) -> torch.Tensor:
+        """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, temperature, min-p."""
+        processed: torch.Tensor = compat.apply_sampling_params(self.inner, logits, input_batch, layout.position)
+        return processed
+
+    def _scores(self, logits: torch.Tensor, layout: kernel.Layout, rows: SamplingBatch) -> torch.Tensor:
+        """Processed logits of every token, float32 [N, V]."""
+        return process(logits.float(), rows, layout.request.long())
+
+    def _book(self, input_batch: Any, layout: kernel.Layout, result: VerifyResult) -> None:
+        """Keep the outcome for the speculator on the host; where there is none, copy its numbers to be counted."""
+        if self._adapter.host_speculator is not None:
+            positions = layout.position[layout.starts[:-1]]
+            self.outcome = _Outcome(input_batch.req_ids, input_batch.cu_num_logits_np, positions, result)
+            return
+        # Waiting for the device would undo asynchronous scheduling. Draft lengths come from the device, too: where
+        # vLLM's adaptive verification cuts drafts, the host does not know them.
+        num_drafted = layout.starts[1:] - layout.starts[:-1] - 1
+        copy = HostCopy((result.num_broken_rows, result.num_accepted, num_drafted))
+        self._unread.append(_Counts(copy, _has_sampled(input_batch), input_batch.req_ids))
+        self.read_counts()
+
+    def read_counts(self, *, wait: bool = False) -> None:
+        """Count the verifications whose numbers have arrived from the device, or wait for all of them.
+
+        Raises:
+            FloatingPointError: a row had no sample because the model's logits are NaN or +inf.
+        """
+        while self._unread and (wait or self._unread[0].copy.has_arrived()):
+            counts = self._unread.popleft()
+            broken, accepted, drafted = counts.copy.read()
+            raise_if_broken(broken, counts.req_ids)
+            rows = counts.has_sampled
+            self._adapter.stats.record(drafted[rows], accepted[rows])
+
+
+def _has_sampled(input_batch: Any) -> np.ndarray:
+    """bool [B], False for prompts not yet read to their end."""
+    is_read: np.ndarray = (
+        input_batch.num_computed_tokens_np + input_batch.num_scheduled_tokens >= input_batch.prefill_len_np
+    )
+    return ~input_batch.is_prefilling_np | is_read
+
+
+class HistorySpeculator(BaseSpeculator):
+    """vLLM's speculator around a `DraftingSession`.
+
+    Attributes:
+        num_draft_tokens: Length of each request's last draft, by id; requests without a draft may be missing.
+    """
+
+    supports_mm_inputs = False
+    draft_logits = None
+
+    def __init__(self, vllm_config: Any, device: torch.device, *args: Any) -> None:
+        config = config_of(vllm_config)
+        assert config is not None
+        self.model = compat.speculator_model()
+        self.stats = SpeculationStats()
+        share = sharing_from_first_rank(vllm_config)
+        index_late = device.type != "cpu"
+        self.session = DraftingSession(config, vllm_config, self.stats, share, index_late=index_late)
+        self.num_draft_tokens: dict[str, int] = {}
+        self._num_speculative_tokens = config.num_speculative_tokens
+        self._device = device
+        self._runner: Any = None
+        self._adapter: Any = None
+        self._sampler: Any = None
+
+    def bind(self, runner: Any, adapter: RunnerAdapter, sampler: VerifyingSampler) -> None:
+        """Give the speculator the runner it serves."""
+        self._runner, self._adapter, self._sampler = runner, adapter, sampler
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Part of vLLM's interface; nothing runs in graphs."""
+
+    def capture(self) -> None:
+        """Part of vLLM's interface; nothing runs in graphs."""
+
+    def load_model(self, *args: Any) -> None:
+        """Part of vLLM's interface; there is no model."""
+
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: Any,
+        slot_mappings: Any,
+        last_hidden_states: Any,
+        aux_hidden_states: Any,
+        num_sampled: torch.Tensor,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Draft for the next step: int64 [B, K], of which the first `num_draft_tokens` of each request count.
+
+        See vLLM for the arguments.
+        """
+        num_requests = input_batch.num_reqs
+        drafts = np.zeros((num_requests, self._num_speculative_tokens), np.int64)
+        outcome, self._sampler.outcome = self._sampler.outcome, None
+        self.num_draft_tokens = {}
+        if dummy_run or outcome is None:
+            return torch.from_numpy(drafts).to(self._device)
+        features = self._adapter.compute_features(last_hidden_states, input_batch)
+        drafted = self._draft(outcome, num_sampled, int(input_batch.num_tokens), features)
+        if drafted is None:
+            return torch.from_numpy(drafts).to(self._device)
+        batch_rows, proposed = drafted
+        is_drafted = np.arange(self._num_speculative_tokens) < proposed.lengths[:, None]
+        drafts[batch_rows] = proposed.token_ids * is_drafted
+        names = [outcome.req_ids[row] for row in batch_rows.tolist()]
+        self.num_draft_tokens = dict(zip(names, proposed.lengths.tolist(), strict=True))
+        return torch.from_numpy(drafts).to(self._device, non_blocking=True)
+
+    def _draft(
+        self, outcome: _Outcome, num_sampled: torch.Tensor, num_step_tokens: int, features: torch.Tensor | None
+    ) -> tuple[NDArray[np.int64], Drafts] | None:
+        """Copy the outcome to the host, the step's only wait for the device, and draft with the session.
+
+        Returns:
+            (rows of the batch, int64 [R]; their drafts). None while the session is switched off.
+        """
+        result, starts, size = outcome.result, outcome.starts.astype(np.int64), len(outcome.req_ids)
+        copy = HostCopy(
+            (
+                result.target_token_ids,
+                result.num_accepted,
+                result.num_broken_rows,
+                num_sampled[:size],
+                outcome.first_positions,
+                *(() if features is None else (features,)),
+            )
+        )
+        self.session.update_index()
+        targets, accepted, broken, sampled, positions, *words = copy.read()
+        raise_if_broken(broken, outcome.req_ids)
+        batch_rows = np.flatnonzero(sampled)  # not the chunks of prompts
+        verified = np.diff(starts) - 1
+        self.stats.record(verified[batch_rows], accepted[batch_rows])
+        if not self.session.enabled:
+            self.session.pause()
+            return None
+        req_ids = [outcome.req_ids[row] for row in batch_rows.tolist()]
+        rows = self.session.follow(req_ids, self._adapter.requests, has_changed=self._adapter.requests_have_changed)
+        self._adapter.requests_have_changed = False
+        if not self.session.follows_all:
+            batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
+        tokens, token_starts = pieces(np.maximum(targets, 0).astype(np.int32), starts[batch_rows], sampled[batch_rows])
+        missed = np.flatnonzero(self.session.arrays.num_seen[rows] != positions[batch_rows] + 1)
+        if missed.size:  # drafting was off for some steps
+            new = [tokens[token_starts[i] : token_starts[i + 1]] for i in range(rows.size)]
+            for i in missed.tolist():
+                new[i] = self._read_tokens(outcome.req_ids[batch_rows[i]], int(rows[i]))
+            tokens, token_starts = np.concatenate(new), np.cumsum([0, *map(len, new)])
+        seen, seen_starts = select(targets, starts, batch_rows)
+        seen_features = select(words[0].reshape(-1, FEATURE_WORDS), starts, batch_rows)[0] if words else None
+        drafts = self.session.draft(
+            Sampled(
+                rows,
+                tokens,
+                token_starts,
+                seen,
+                seen_starts,
+                verified[batch_rows],
+                accepted[batch_rows],
+                num_tokens=num_step_tokens,
+                started=self._adapter.clock.started,
+                features=seen_features,
+            )
+        )
+        return batch_rows, drafts
+
+    def _read_tokens(self, req_id: str, row: int) -> Int32Array:
+        """A request's tokens that the drafter has not seen, from the runner's copy, which is up to date here."""
+        states = self._runner.req_states
+        req_idx = states.req_id_to_index[req_id]
+        length, seen = int(states.total_len.gpu[req_idx]), int(self.session.arrays.num_seen[row])
+        tokens: Int32Array = states.all_token_ids.gpu[req_idx, seen:length].cpu().numpy().astype(np.int32)
+        return tokens

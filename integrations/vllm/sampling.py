@@ -1,0 +1,126 @@
+"""Checks and conversions that our samplers in vLLM's two model runners share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.jit.warm_up import warm_up_kernels
+from rollout_spec.types import VerifyResult
+from rollout_spec.verify.reference import GREEDY_TEMPERATURE
+
+
+def compile_kernels(config: RolloutSpecConfig, runner: Any, *, draws: bool = False) -> None:
+    """Compile the verifier's kernels for the engine of a vLLM model runner, before it serves.
+
+    Args:
+        draws: Whether a model's drafts are drawn, too.
+    """
+    model_config = runner.vllm_config.model_config
+    warm_up_kernels(
+        config,
+        draws=draws,
+        vocab_size=int(model_config.get_vocab_size()),
+        dtype=getattr(model_config, "head_dtype", model_config.dtype),
+        device=runner.device,
+        logprobs_mode=str(model_config.logprobs_mode),
+    )
+
+
+def needs_processing(params: Any, num_output_tokens: int = 0) -> bool:
+    """Whether a request's logits go through vLLM's own processors before they reach our verifier.
+
+    Args:
+        num_output_tokens: Output tokens that it has; from `min_tokens` on it needs no mask for the sake of that.
+    """
+    return bool(
+        params.presence_penalty != 0
+        or params.frequency_penalty != 0
+        or params.repetition_penalty != 1
+        or params.bad_words
+        or params.allowed_token_ids
+        or params.logit_bias
+        or params.min_tokens > num_output_tokens
+        or params.thinking_token_budget is not None
+    )
+
+
+def refuse_own_processors(processors: Iterable[Any]) -> None:
+    """Raise ValueError if a logits processor is not vLLM's own: on drafted positions vLLM applies none of them."""
+    for processor in processors:
+        if not type(processor).__module__.startswith("vllm."):
+            raise ValueError(
+                f"the logits processor {type(processor).__name__} would be ignored by rollout_spec's sampler in the V1 "
+                "model runner: remove it"
+            )
+
+
+def require_seed(params: Any, request: str) -> None:
+    """Raise RuntimeError if a request, which `request` names, has no seed."""
+    if params.seed is None:
+        raise RuntimeError(
+            f"{request} has no seed: it did not pass through vLLM's input processor with the rollout_spec plugin "
+            "loaded. Give it one in SamplingParams(seed=...)"
+        )
+
+
+def verifier_scores(mode: str, num_logprobs: int | None, is_processed: bool) -> bool:
+    """Whether the verifier computes the log-probabilities that a batch asks for; otherwise vLLM's code does.
+
+    RL frameworks ask for the sampled token's alone, or for the most probable token's besides.
+
+    Args:
+        mode: The engine's `logprobs_mode`.
+        num_logprobs: Most probable tokens per position besides the sampled one; None, or negative: nothing is scored.
+        is_processed: Whether the verifier gets logits that vLLM has processed, and so not the raw ones.
+    """
+    return num_logprobs in (0, 1) and mode.endswith("_logprobs") and not (is_processed and mode == "raw_logprobs")
+
+
+def scored_tokens(
+    result: VerifyResult, logits: Tensor, temperature: Tensor | None, num_logprobs: int
+) -> tuple[Tensor, Tensor]:
+    """Token ids, int64 [N, 1 + num_logprobs], and their log-probabilities, float32, of N rows that the verifier scored.
+
+    The most probable token's log-probability differs from the sampled one's as their logits do. To find it is one
+    reduction over the logits; vLLM's code makes float32 copies of them.
+
+    Args:
+        result: The verifier's.
+        logits: float [N, V], those that it got.
+        temperature: float32 [N], each row's, below `GREEDY_TEMPERATURE` where it is greedy; None: log-probabilities are
+            those of the raw logits.
+        num_logprobs: 0, or 1 for the most probable token besides.
+    """
+    tokens, logprobs = result.target_token_ids.clamp(min=0)[:, None], result.logprobs[:, None]
+    if num_logprobs == 0:
+        return tokens, logprobs
+    highest, likeliest = logits.max(1, keepdim=True)
+    excess = highest.float() - logits.gather(1, tokens).float()
+    if temperature is not None:
+        excess = excess / torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[:, None]
+    return torch.cat((tokens, likeliest), 1), torch.cat((logprobs, (logprobs + excess).clamp(max=0.0)), 1)
+
+
+def raise_if_broken(num_broken_rows: NDArray[Any], req_ids: Sequence[str]) -> None:
+    """Raise FloatingPointError if the model's logits are broken.
+
+    Rows that masks have left empty (a grammar at its end, allowed tokens that min_tokens forbids) do not count: vLLM
+    emits token 0 there.
+
+    Args:
+        num_broken_rows: Integer [B], each request's rows without a sample because a logit is NaN or +inf.
+    """
+    if not num_broken_rows.any():
+        return
+    first = req_ids[int(np.flatnonzero(num_broken_rows)[0])]
+    raise FloatingPointError(
+        f"{int(num_broken_rows.sum())} rows of logits hold NaN or +inf (first in request {first}), and nothing can be "
+        "sampled from them: check the weights that were last loaded into the engine"
+    )

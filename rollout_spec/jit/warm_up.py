@@ -1,0 +1,224 @@
+"""Compiles, while an engine is built, what it will call: otherwise its first generation would wait for that."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from numba.core import event
+
+from rollout_spec.budget.decide import Budget
+from rollout_spec.budget.estimates import flatten
+from rollout_spec.config import NO_HISTORY, RolloutSpecConfig
+from rollout_spec.drafters import DRAFTERS, build_drafter
+from rollout_spec.drafters.model.choice import DraftChoice, ModelDrafts
+from rollout_spec.history.roots import Roots
+from rollout_spec.jit import cache
+from rollout_spec.types import Draft, Drafts, SamplingBatch
+from rollout_spec.verify.api import verify
+from rollout_spec.verify.reference import LogprobsMode
+
+logger = logging.getLogger(__name__)
+
+USUAL_SECONDS = 15
+"""What compiling takes on an idle processor core."""
+
+
+def warm_up(
+    config: RolloutSpecConfig,
+    *,
+    device: torch.device | str = "cpu",
+    has_model: bool = False,
+    log: Callable[[str], object] = logger.info,
+) -> None:
+    """Compile what an engine with this configuration calls on the host, or load it from the cache.
+
+    Runs a drafter, a budget and a verifier on made-up tokens. Drafters that are not built in are not run.
+
+    Args:
+        device: Where the engine's logits are; the verifier's compiled loop is for the CPU only.
+        has_model: Whether a drafter of vLLM's with a model drafts, too.
+        log: Called with one line of text before anything is compiled and one after; not at all if everything is in the
+            cache.
+
+    Raises:
+        ValueError: the drafter does not take its options.
+    """
+    with _reporting(log):
+        if config.speculation:
+            drafts = [Draft(np.array([1, 2], np.int32), np.array([0.9, 0.5], np.float32))] * 2
+            if config.drafter != NO_HISTORY:
+                roots, token = Roots(), np.zeros(1, np.int32)
+                roots.stop(roots.start(token, lambda: 0), token)
+            if config.drafts_on_host:
+                _advance()
+                if has_model:
+                    _choose()
+            if config.drafter in DRAFTERS:
+                drafts = _draft(config)
+            if config.budget and config.drafts_on_host:
+                _decide(drafts)
+        if torch.device(device).type == "cpu":
+            _verify(config)
+
+
+@contextlib.contextmanager
+def _reporting(log: Callable[[str], object]) -> Iterator[None]:
+    listener = _Listener(log)
+    with event.install_listener("numba:compile", listener):
+        yield
+    if listener.started is not None:
+        log(f"rollout_spec: compiled drafter and verifier in {time.perf_counter() - listener.started:.0f} s")
+
+
+class _Listener(event.Listener):
+    """Logs a line when numba begins to compile the first of our functions.
+
+    Attributes:
+        started: When that was, by `time.perf_counter`; None: everything was loaded from the cache.
+    """
+
+    def __init__(self, log: Callable[[str], object]) -> None:
+        self.started: float | None = None
+        self._log = log
+
+    def on_start(self, event: Any) -> None:
+        is_ours = event.data["dispatcher"].py_func.__module__.startswith("rollout_spec.")
+        if self.started is None and is_ours:
+            self.started = time.perf_counter()
+            folder = cache.find_folder()
+            often = "once per installation"
+            if folder is None or folder.is_temporary:
+                often = "in every process" if folder is None else "whenever the temporary folder is new"
+            self._log(f"rollout_spec: compiling drafter and verifier, {often}; this takes up to {USUAL_SECONDS} s")
+
+    def on_end(self, event: Any) -> None:
+        pass
+
+
+def _advance() -> None:
+    """What a session does with sampled tokens."""
+    from rollout_spec.integrations.vllm import live_requests
+
+    row, starts = np.zeros(1, np.int64), np.array([0, 1])
+    token, kept = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
+    live, to_come = live_requests.new_arrays(), np.zeros(1, np.int64)
+    live_requests.read_new_tokens(token, np.ones(1, np.int32), row, live.num_seen, row, starts, kept)
+    live_requests.advance(live, row, token[0], starts, kept, starts.copy(), to_come)
+    live_requests.find_rows(starts, starts, starts, row, row.copy())
+    live_requests.choose(live, row, to_come, 1, 1, row.copy(), np.zeros((3, 1), np.int64))
+    live_requests.match_outcomes(live.draft, starts, row, starts, row, row, row.copy(), np.zeros((2, 1), np.int64))
+    live_requests.flatten_drafts(
+        Drafts(token, row, np.zeros((1, 1), np.float32)), row, 1, np.zeros(1, np.float32), starts
+    )
+
+
+def _choose() -> None:
+    """What a session does with drafts of history and of a model."""
+    one, row = np.ones(1, np.int64), np.zeros(1, np.int64)
+    chooser = DraftChoice(1, 1)
+    chooser.start(0, is_sampled=True)
+    token, probability = np.zeros((1, 1), np.int32), np.zeros((1, 1), np.float32)
+    chooser.choose(row, Drafts(token, one, probability), ModelDrafts(token, probability), one)
+    chooser.observe(row, row, np.array([0, 1]), row)
+
+
+def _draft(config: RolloutSpecConfig) -> list[Draft]:
+    """Two requests from start to stop; one rollout is kept, the other removed. Returns their drafts."""
+    options = {"max_draft_tokens": config.num_speculative_tokens, **config.drafter_options}
+    drafter: Any = build_drafter(config.drafter, **options)
+    prompt = np.arange(1200, dtype=np.int32) % 300  # long enough for the tables to grow
+    req_ids = ["greedy", "sampled"]
+    for req_id, seed in zip(req_ids, (None, 0), strict=True):
+        drafter.start_request(req_id, prompt, problem_id=0, seed=seed)
+        drafter.extend(req_id, [0, 1, 2])
+    drafts = drafter.propose(req_ids, np.full(2, config.num_speculative_tokens, np.int32))
+    drafter.observe(req_ids, [[3, 4], [5, 6]], np.zeros(2, np.int32))
+    drafter.output_of("greedy")
+    drafter.stop_request("greedy")
+    drafter.stop_request("sampled", keep=False)
+    drafter.begin_policy_version(1)
+    return drafts
+
+
+def _decide(drafts: list[Draft]) -> None:
+    """Observe and decide steps until the budget knows their costs."""
+    budget = Budget()
+    size = len(drafts)
+    confidence, starts = flatten(drafts)
+    ones = np.ones(size, np.int64)
+    for _ in range(16):
+        budget.observe_step(size, 1e-3, drafted=False)
+        budget.observe_step(2 * size, 2e-3, drafted=True, num_asked=size, draft_seconds=1e-5)
+        budget.lengths.observe(0, 100)
+        budget.survival.observe(confidence, starts, np.minimum(np.diff(starts), 1), 0 * ones)
+        if budget.wants_drafts(size):
+            remaining = budget.lengths.predict([0] * size, ones, 100 * ones)
+            budget.decide(confidence, starts, remaining, num_tokens=size, max_draft_tokens=confidence.size)
+
+
+def warm_up_kernels(
+    config: RolloutSpecConfig,
+    *,
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    logprobs_mode: str,
+    draws: bool = False,
+) -> None:
+    """Compile every variant of the verifier's kernels that an engine may launch, or load them from Triton's cache.
+
+    With and without drafts, log-probabilities and truncation, for logits as the model gives them and for those that
+    vLLM has processed. 20 variants, with ratio tests 28: a second or so each the first time.
+
+    Args:
+        dtype: Of the model's logits.
+        logprobs_mode: The engine's.
+        draws: Whether a model's drafts are drawn, too: one variant more, or none.
+    """
+    from rollout_spec.verify import kernel
+
+    zeros = torch.zeros(1, dtype=torch.int32, device=device)
+    # V2's layout; `verify` below compiles V1's.
+    kernel.gather_layout(zeros, zeros.long(), zeros, zeros, zeros, zeros, zeros, zeros.float(), zeros.long())
+    # Triton tells strides and sizes apart that 16 divides. vLLM cuts logits off a matrix of padded width.
+    padded_size = -(-vocab_size // 64) * 64
+    drafted = (0, config.num_speculative_tokens) if config.speculation else (0,)
+    modes = (None, *(mode for mode in get_args(LogprobsMode) if mode == logprobs_mode))
+    if draws:
+        logits = torch.zeros(1, padded_size, dtype=dtype, device=device)[:, :vocab_size]
+        kernel.draw(logits, zeros.float(), zeros.long(), zeros.long())
+    for num_drafts, mode, truncates, is_processed in itertools.product(drafted, modes, (False, True), (False, True)):
+        rows = num_drafts + 1
+        if is_processed:
+            logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=device)
+        else:
+            logits = torch.zeros(rows, padded_size, dtype=dtype, device=device)[:, :vocab_size]
+        one = torch.ones(1, dtype=torch.int32, device=device)
+        kernel.verify(
+            logits,
+            torch.zeros(num_drafts, dtype=torch.int32, device=device),
+            num_drafts * one,
+            SamplingBatch(
+                temperature=one.float(), seeds=one.long(), positions=one.long(), top_k=one if truncates else None
+            ),
+            method=config.verify,
+            logprobs_mode=mode,
+            max_draft_tokens=num_drafts,
+        )
+
+
+def _verify(config: RolloutSpecConfig) -> None:
+    """Two requests with a draft for the first. Sampling parameters and log-probabilities change no compiled type."""
+    with torch.device("cpu"):  # devices and dtypes are named: vLLM changes the defaults while it builds an engine
+        zeros = torch.zeros(2, dtype=torch.int64)
+        rows = SamplingBatch(temperature=torch.ones(2, dtype=torch.float32), seeds=zeros, positions=zeros)
+        drafted, lengths = torch.zeros(1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+        logits = torch.zeros(3, 8, dtype=torch.float32)
+        verify(logits, drafted, lengths, rows, method=config.verify, logprobs_mode="raw_logprobs")

@@ -1,0 +1,327 @@
+"""Budgets: allocation against brute force, and what the three estimates learn."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from rollout_spec.budget.decide import MAX_PROBES, Budget, allocate, token_value
+from rollout_spec.budget.estimates import LONGEST_UNDRAFTED_TRUST, MIN_OBSERVATIONS
+
+UNIT = st.floats(0, 1, width=32)
+
+
+@st.composite
+def cases(draw, max_requests=3, max_draft_tokens=3):
+    """(survival, starts, value, cost)."""
+    drafts = draw(st.lists(st.lists(UNIT, max_size=max_draft_tokens), min_size=1, max_size=max_requests))
+    survival = np.concatenate([np.minimum.accumulate(np.array(draft, float)) for draft in drafts])
+    starts = np.cumsum([0, *map(len, drafts)])
+    value = np.array(draw(st.lists(st.floats(0, 2, width=32), min_size=len(drafts), max_size=len(drafts))))
+    steps = draw(st.lists(UNIT, max_size=survival.size))
+    return survival, starts, value, np.cumsum([0.0, *steps])
+
+
+def net_gain(taken, survival, starts, value, cost):
+    gain = sum(survival[starts[i] : starts[i] + n].sum() * value[i] for i, n in enumerate(taken))
+    return gain - cost[sum(taken)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_allocation_equals_brute_force(case):
+    survival, starts, value, cost = case
+    taken = allocate(survival, starts, value, cost)
+    choices = itertools.product(*(range(n + 1) for n in np.diff(starts)))
+    best = max(net_gain(c, survival, starts, value, cost) for c in choices if sum(c) < cost.size)
+    assert net_gain(taken.tolist(), survival, starts, value, cost) == pytest.approx(best, abs=1e-9)
+    assert (taken <= np.diff(starts)).all()
+    assert taken.sum() < cost.size
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases(), st.integers(0, 2), st.floats(1, 3, width=32))
+def test_more_survival_never_gets_fewer_slots(case, row, factor):
+    survival, starts, value, cost = case
+    row %= value.size
+    before = allocate(survival, starts, value, cost)
+    better = survival.copy()
+    mine = slice(starts[row], starts[row + 1])
+    better[mine] = np.minimum(better[mine] * factor, 1.0)
+    # Among equal gains any choice is as good; what is asked is asked where there is a difference.
+    gains = [g for g in (better * np.repeat(value, np.diff(starts))).tolist() if g > 0]
+    assume(len(set(gains)) == len(gains))
+    assert allocate(better, starts, value, cost)[row] >= before[row]
+
+
+@pytest.mark.parametrize(
+    ("slots", "starts", "requests", "costs"),
+    [(3, [0, 3], 2, 1), (3, [0, 2], 1, 1), (3, [1, 3], 1, 1), (3, [0, 3], 1, 0)],
+)
+def test_shapes_are_checked(slots, starts, requests, costs):
+    with pytest.raises(ValueError, match="shapes do not fit"):
+        allocate(np.ones(slots), np.array(starts), np.ones(requests), np.zeros(costs))
+
+
+@pytest.mark.parametrize("num_requests", [1, 3, 100, 257])
+def test_the_best_of_many_slots_are_taken(num_requests):
+    rng = np.random.default_rng(num_requests)
+    drafts = [np.minimum.accumulate(rng.random(rng.integers(0, 9))) for _ in range(num_requests)]
+    survival, starts = np.concatenate(drafts), np.cumsum([0, *map(len, drafts)])
+    value = rng.random(num_requests)
+    gains = survival * np.repeat(value, np.diff(starts))
+    for price in (0.0, 0.1, 0.3):
+        taken = allocate(survival, starts, value, price * np.arange(survival.size + 1))
+        assert taken.sum() == (gains > price).sum()
+
+
+def values_of(mean, deviation, *step):
+    value = np.empty(mean.size)
+    token_value(mean, deviation, *step, value)
+    return value
+
+
+def test_the_longest_request_is_worth_the_step():
+    even = values_of(np.full(4, 50.0), np.full(4, 10.0), 4, 1.0, 0.0)
+    np.testing.assert_allclose(even, 0.25)
+    uneven = values_of(np.array([10.0, 5000.0]), np.full(2, 5.0), 2, 1.0, 0.1)
+    assert uneven == pytest.approx([0.1, 0.9], abs=0.02)
+    assert uneven.sum() == pytest.approx(1.0)
+
+
+def test_tokens_of_prompts_are_worth_nothing():
+    """They take eight tenths of the step, and have to be read however fast requests end."""
+    assert values_of(np.full(2, 50.0), np.full(2, 10.0), 10, 1.0, 0.1).sum() == pytest.approx(0.2)
+
+
+def test_nearly_the_longest_is_worth_nearly_as_much():
+    """However sure their lengths are: drafts for one alone would only hand its place to the other."""
+    near = values_of(np.array([90.0, 100.0]), np.zeros(2), 2, 1.0, 0.1)
+    assert near[0] > 0.35
+
+
+def step(budget, confidence, seconds, right, draft_seconds=0.0):
+    """One step of requests with equal drafts, of which `right` tokens would be accepted. Returns (asked, slots)."""
+    size, k = confidence.shape
+    slots, asked = np.zeros(size, np.int64), budget.wants_drafts(size)
+    if asked:
+        remaining = np.full(size, 50.0), np.full(size, 20.0)
+        starts = np.arange(size + 1) * k
+        flat = confidence.astype(np.float32).ravel()
+        slots = budget.decide(flat, starts, remaining, num_tokens=size)
+        budget.survival.observe(flat, starts, slots, np.minimum(slots, right))
+    taken, drafting = int(slots.sum()), draft_seconds * asked
+    budget.observe_step(
+        size + taken, seconds(taken) + drafting, drafted=taken > 0, num_asked=size * asked, draft_seconds=drafting
+    )
+    return asked, taken
+
+
+def test_a_drafter_that_is_never_right_is_asked_ever_less_often():
+    """Steps cost the same whatever they verify, so only survival speaks against its drafts."""
+    budget = Budget()
+    asked = [step(budget, np.full((2, 4), 0.9), lambda taken: 1.0, 0, 0.01)[0] for _ in range(1500)]
+    assert sum(asked[-500:]) < 50
+
+
+def test_a_drafter_that_gains_less_than_it_takes_is_left_alone():
+    """One draft in four is right: that would pay if drafting took nothing, and does not pay for half a step."""
+    for draft_seconds, often in ((0.0, True), (0.5, False)):
+        budget, rng = Budget(), np.random.default_rng(0)
+        confidence = np.full((2, 1), 0.25)
+        asked = [
+            step(budget, confidence, lambda taken: 1.0, int(rng.random() < 0.25), draft_seconds)[0] for _ in range(1500)
+        ]
+        assert (sum(asked[-500:]) > 250) == often
+
+
+@pytest.mark.parametrize(("drafted_seconds", "often"), [(1.0, True), (1.7, False)])
+def test_a_drafter_must_gain_what_it_takes_after_its_slots_are_paid(drafted_seconds, often):
+    """Nine tokens in ten come true and save half a step each, the drafter takes 0.4 of one: it pays where slots are
+    free, and not where they leave 0.2."""
+    budget, rng, confidence = Budget(), np.random.default_rng(0), np.full((2, 1), 0.9)
+    asked = [
+        step(budget, confidence, lambda n: drafted_seconds if n else 1.0, int(rng.random() < 0.9), 0.4)[0]
+        for _ in range(1500)
+    ]
+    assert (sum(asked[-500:]) > 250) == often
+    assert often or sum(asked[-500:]) < 100
+
+
+def test_a_drafter_that_compiles_at_first_is_not_given_up():
+    budget, confidence = Budget(), np.tile([0.9, 0.8], (2, 1))
+    taken = [
+        step(budget, confidence, lambda n: 1.0, 2, 1000.0 if n == MIN_OBSERVATIONS else 0.01)[1] for n in range(100)
+    ]
+    assert np.median(taken[20:]) == 4
+
+
+@pytest.mark.parametrize(("slot_seconds", "expected"), [(0.0, 6), (1.0, 0)])
+def test_free_slots_that_come_true_are_all_taken_and_dear_ones_are_not(slot_seconds, expected):
+    budget, confidence = Budget(), np.tile([0.9, 0.8, 0.7, 0.6], (2, 1))
+    taken = [step(budget, confidence, lambda n: 1.0 + slot_seconds * n, 3)[1] for _ in range(1500)]
+    assert np.median(taken[-100:]) == expected
+
+
+def sparse(size, num_drafted, slots=1):
+    """Drafts of `slots` tokens for some of `size` requests."""
+    starts = np.minimum(np.arange(size + 1), num_drafted) * slots
+    return np.full(num_drafted * slots, 0.9, np.float32), starts
+
+
+@pytest.mark.parametrize(("size", "num_drafted"), [(2, 2), (64, 2), (256, 40)])
+@pytest.mark.parametrize("sizes", [(), (1, 2, 4, 8, 64, 72, 256, 512)])
+@pytest.mark.parametrize(("drafted_seconds", "draft_seconds"), [(3.0, 0.0), (1.0, 0.6)])
+def test_what_drafting_costs_at_all_counts(size, num_drafted, sizes, drafted_seconds, draft_seconds):
+    """Slots are free and come true, but a step with drafts or the drafter's work take longer than that gains."""
+    budget = Budget()
+    budget.cost.pad_to(sizes)
+    confidence, starts = sparse(size, num_drafted)
+    remaining, asked, busy = (np.full(size, 50.0), np.full(size, 20.0)), [], []
+    for _ in range(600):
+        slots = np.zeros(size, np.int64)
+        asked.append(budget.wants_drafts(size))
+        if asked[-1]:
+            slots = budget.decide(confidence, starts, remaining, num_tokens=size)
+            budget.survival.observe(confidence, starts, slots, slots)
+        taken = int(slots.sum())
+        busy.append(taken > 0)
+        drafting = draft_seconds * asked[-1] * (1 if num_drafted < size else 2)
+        seconds = (drafted_seconds if taken else 1.0) + drafting
+        budget.observe_step(
+            size + taken, seconds, drafted=taken > 0, num_asked=size * asked[-1], draft_seconds=drafting
+        )
+    assert sum(busy[300:]) < 15
+    assert not draft_seconds or sum(asked[300:]) < 30
+
+
+def test_a_new_cost_without_drafts_is_noticed():
+    """Steps get as cheap as never before, but for those with drafts: half right, these no longer pay."""
+    budget, confidence = Budget(), np.tile([0.9, 0.8], (2, 1))
+    early = [step(budget, confidence, lambda n: 2.0 if n else 3.0, 1)[1] for _ in range(6000)]
+    late = [step(budget, confidence, lambda n: 2.0 if n else 0.5, 1)[1] for _ in range(3000)]
+    assert sum(n > 0 for n in early[-1000:]) > 900
+    assert sum(n > 0 for n in late[-500:]) < 50
+
+
+def test_dear_steps_are_tried_again():
+    """The price of drafts falls after a while: that is found out."""
+    budget, confidence = Budget(), np.tile([0.9, 0.8], (2, 1))
+    early = [step(budget, confidence, lambda n: 1.0 + 2 * n, 2)[1] for _ in range(6 * 128)]
+    late = [step(budget, confidence, lambda n: 1.0, 2)[1] for _ in range(40 * 128)]
+    assert sum(n > 0 for n in early) < 40
+    assert np.median(late[-128:]) == 4
+
+
+def test_steps_without_drafts_are_measured_now_and_then():
+    budget, confidence = Budget(), np.tile([0.9, 0.8], (2, 1))
+    asked = [step(budget, confidence, lambda n: 1.0, 2)[0] for _ in range(20 * LONGEST_UNDRAFTED_TRUST)]
+    gaps = np.diff(np.flatnonzero(~np.array(asked)))
+    assert gaps[:3].tolist() == [1, 1, 4 * MIN_OBSERVATIONS**2 + 1], "soon at first"
+    assert (np.diff(gaps) >= 0).all()
+    assert gaps.max() <= LONGEST_UNDRAFTED_TRUST + 1
+
+
+def test_each_size_is_looked_at():
+    """Phases begin with 64 requests and end with 4, whose first steps without drafts were slow: that is found out."""
+    budget, drafted, slow = Budget(), [], MIN_OBSERVATIONS
+    for _ in range(12):
+        for size in [64] * 200 + [4] * 300:
+            taken = 0
+
+            def seconds(n, size=size):
+                nonlocal slow
+                if size == 64:
+                    return 6.0
+                if not n and slow:
+                    slow -= 1
+                    return 5.0
+                return 3.0 if n else 1.0
+
+            _, taken = step(budget, np.full((size, 1), 0.5), seconds, 1)
+            if size == 4:
+                drafted.append(taken > 0)
+    assert 0 < sum(drafted[:300]) < 100
+    assert sum(drafted[-900:]) < 60
+
+
+@given(st.integers(-1, 6))
+def test_the_token_budget_is_kept(max_draft_tokens):
+    budget = Budget()
+    for _ in range(MIN_OBSERVATIONS):
+        budget.cost.observe(2, 1.0, drafted=False)
+    remaining = (np.full(2, 50.0), np.full(2, 20.0))
+    confidence = np.full(8, 0.99, np.float32)
+    most = 0
+    for _ in range(30):
+        assert budget.wants_drafts(2)
+        taken = budget.decide(
+            confidence, np.array([0, 4, 8]), remaining, num_tokens=2, max_draft_tokens=max_draft_tokens
+        )
+        assert taken.sum() <= max(max_draft_tokens, 0)
+        most = max(most, taken.sum())
+        budget.cost.observe(2 + int(taken.sum()), 1.0, drafted=bool(taken.any()))
+    assert most == max(max_draft_tokens, 0)
+
+
+def test_prompts_in_a_step_count():
+    """Slots are free in a step of few tokens; where 300 tokens of prompts fill it, each costs what it is worth."""
+    confidence, starts = np.full(8, 0.5, np.float32), np.array([0, 4, 8])
+    remaining = (np.full(2, 50.0), np.full(2, 20.0))
+    budget = Budget()
+    for _ in range(MIN_OBSERVATIONS):
+        for n in (2, 302):
+            budget.cost.observe(n, max(1.0, n / 100), drafted=False)
+        for n in (3, 50, 100, 303, 350, 400):
+            budget.cost.observe(n, max(1.0, n / 100), drafted=True)
+    for num_tokens, expected in ((2, 8), (302, 0)):
+        assert budget.wants_drafts(num_tokens)
+        assert budget.decide(confidence, starts, remaining, num_tokens=num_tokens).sum() == expected
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(12, 4), (11, 5), (16, 0)])
+def test_a_captured_size_is_filled_and_not_passed(num_tokens, expected):
+    """A step of 16 tokens costs what one of 12 does, and one more token ten times as much."""
+    budget = Budget()
+    budget.cost.pad_to((16, 32))
+    for _ in range(20):
+        budget.cost.observe(12, 1.0, drafted=False)
+        budget.cost.observe(16, 1.0, drafted=True)
+        budget.cost.observe(32, 10.0, drafted=True)
+    assert budget.wants_drafts(num_tokens)
+    confidence, starts = np.full(6, 0.9, np.float32), np.array([0, 3, 6])
+    remaining = (np.full(2, 50.0), np.full(2, 20.0))
+    assert budget.decide(confidence, starts, remaining, num_tokens=num_tokens).sum() == expected
+
+
+def test_sizes_that_were_run_are_preferred():
+    """A new size takes 8 times as long once: it is left for one that was run, unless it gains more."""
+    budget = Budget()
+    for n, seconds in ((2, 9.0), (2, 1.0), (2, 1.0), (6, 9.0), (6, 1.0), (18, 9.0), (18, 1.0)):
+        budget.cost.observe(n, seconds, drafted=n > 2)
+    remaining = (np.full(2, 50.0), np.full(2, 20.0))
+    for drafted, expected in ((4, 4), (5, 4), (6, 6), (12, 12)):
+        assert budget.wants_drafts(2)
+        confidence, starts = np.full(drafted, 0.6, np.float32), np.array([0, drafted // 2, drafted])
+        assert budget.decide(confidence, starts, remaining, num_tokens=2).sum() == expected
+
+
+def test_the_first_drafts_are_verified_as_a_whole_or_nearly():
+    budget, confidence = Budget(), np.full((16, 8), 0.6)
+    taken = [step(budget, confidence, lambda n: 1.0 + n / 128, 8)[1] for _ in range(20)]
+    assert taken[MIN_OBSERVATIONS] == 64
+    assert max(taken) == 128
+
+
+def test_sizes_unlike_all_before_are_guessed():
+    """Eight times as many tokens in every step."""
+    budget, asked = Budget(), []
+    for n in range(MAX_PROBES + 6):
+        asked.append(budget.wants_drafts(8**n))
+        budget.observe_step(8**n, 1.0 + 8**n / 100, drafted=False)
+    assert not any(asked[:MAX_PROBES])
+    assert all(asked[MAX_PROBES + 1 :])

@@ -1,0 +1,311 @@
+"""What budgets go by: survival, step cost and remaining length."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_spec.budget import estimates
+from rollout_spec.budget.estimates import (
+    COLD_USES,
+    MAX_LENGTHS,
+    MIN_OBSERVATIONS,
+    UNTRIED_STEPS,
+    WINDOW,
+    RemainingLength,
+    StepCost,
+    Survival,
+    line,
+    predict_survival,
+)
+
+
+def survival_of(survival, confidence, starts):
+    predicted = np.empty(confidence.size)
+    predict_survival(confidence, starts, survival.counts, survival.step, predicted)
+    return predicted
+
+
+UNIT = st.floats(0, 1, width=32)
+
+
+def test_survival_learns_what_the_drafter_overrates():
+    survival, rng = Survival(), np.random.default_rng(0)
+    confidence, starts = np.tile(np.float32([0.9, 0.8]), 64), np.arange(65) * 2
+    assert survival_of(survival, confidence, starts)[:2].tolist() == pytest.approx([0.9, 0.8])
+    for _ in range(50):
+        accepted = np.where(rng.random(64) < 0.45, np.where(rng.random(64) < 0.5, 2, 1), 0)
+        survival.observe(confidence, starts, np.full(64, 2), accepted)
+    assert survival_of(survival, confidence, starts)[:2] == pytest.approx([0.45, 0.225], abs=0.03)
+    slots, said, seen = survival.reliability()[-1]
+    assert slots > 0
+    assert said == pytest.approx(0.9)
+    assert seen == pytest.approx(0.45, abs=0.03)
+
+
+@given(st.lists(st.lists(UNIT, max_size=4), min_size=1, max_size=5))
+def test_survival_never_rises_along_a_draft(drafts):
+    falling = [np.minimum.accumulate(np.array(draft, np.float32)) for draft in drafts]
+    sizes = np.array([len(draft) for draft in drafts])
+    confidence, starts = np.concatenate(falling), np.cumsum([0, *sizes])
+    survival = Survival()
+    survival.observe(confidence, starts, sizes, np.zeros_like(sizes))
+    predicted = survival_of(survival, confidence, starts)
+    for i in range(sizes.size):
+        assert (np.diff(predicted[starts[i] : starts[i + 1]]) <= 0).all()
+    assert (predicted[confidence == 0] == 0).all()
+
+
+def test_survival_follows_a_policy_that_changes():
+    """After more outcomes than a counter holds, and then as many others."""
+    survival, starts = Survival(), np.arange(5001)
+    confidence, once = np.full(5000, 0.9, np.float32), np.ones(5000, np.int64)
+    survival.observe(confidence, starts, once, once)
+    assert survival_of(survival, confidence[:1], starts[:2])[0] > 0.99
+    assert survival.counts[..., 0].max() <= estimates.MAX_TRIALS
+    survival.observe(confidence, starts, once, np.zeros_like(once))
+    assert survival_of(survival, confidence[:1], starts[:2])[0] < 0.3
+    slots, said, _ = survival.reliability()[-1]
+    assert slots <= estimates.MAX_TRIALS
+    assert said == pytest.approx(0.9)
+
+
+def test_positions_share_counters_the_further_back_the_more():
+    survival, size = Survival(), np.array([20])
+    survival.observe(np.full(20, 0.9, np.float32), np.array([0, 20]), size, np.array([3]))
+    assert survival.counts[..., 0].sum(1).tolist() == [1, 1, 2, 4, 8, 4]
+    assert survival.counts[..., 1].sum() == pytest.approx(0.9 * 20)
+    assert survival.counts[..., 2].sum(1).tolist() == [1, 1, 1, 0, 0, 0]
+
+
+def test_slots_that_were_not_verified_do_not_count():
+    survival = Survival()
+    survival.observe(np.float32([0.9, 0.8, 0.9]), np.array([0, 2, 3]), np.array([1, 0]), np.array([1, 0]))
+    assert survival.counts[..., 0].sum() == 1
+    assert survival.counts[..., 2].sum() == 1
+
+
+def test_cost_is_robust_and_forgets():
+    cost = StepCost()
+    assert cost.undrafted(8) is None
+    for seconds in (1.0, 1.0, 50.0):  # one step was held up
+        cost.observe(8, seconds, drafted=False)
+    assert cost.undrafted(8) == 1.0
+    assert cost.undrafted(100) is None
+    for _ in range(WINDOW):  # the machine has become slower for good
+        cost.observe(8, 2.0, drafted=False)
+    assert cost.undrafted(8) == 2.0
+
+
+def test_two_sizes_with_drafts_tell_what_drafts_cost_from_what_slots_cost():
+    cost = StepCost()
+    for n in (4, 8):
+        for _ in range(MIN_OBSERVATIONS):
+            cost.observe(32 + n, 5.0 + 0.1 * n, drafted=True)
+    tokens, seconds, slope, *_ = cost.drafted(32, 4.0)
+    for n in (1, 6, 100):
+        assert line(32.0 + n, tokens, seconds, slope) == pytest.approx(5.0 + 0.1 * n)
+    assert cost.drafted(64, 4.0)[0].size == 0
+
+
+def test_one_size_is_a_curve_with_the_slope_of_steps_without_drafts():
+    cost = StepCost()
+    for _ in range(MIN_OBSERVATIONS):
+        cost.observe(36, 5.0, drafted=True)
+    tokens, seconds, slope, most, average, *_ = cost.drafted(32, 4.0)
+    # Where nothing else is known: half of what a token of the step costs on average.
+    assert (tokens.tolist(), seconds.tolist(), slope, most, average) == ([36], [5.0], 4 / 32 / 2, -1, 0.25)
+    for _ in range(MIN_OBSERVATIONS):
+        for n in (10, 30):
+            cost.observe(n, 0.1 * n, drafted=False)
+    assert cost.drafted(32, 3.2)[2] == pytest.approx(0.1)
+
+
+def test_what_is_old_counts_only_where_there_is_nothing_newer(monkeypatch):
+    monkeypatch.setattr(estimates, "WINDOW", 100)
+    cost = StepCost()
+    for _ in range(24):
+        cost.observe(8, 1.0, drafted=False)
+        cost.observe(100, 5.0, drafted=False)
+    for _ in range(100):
+        cost.observe(9, 4.0, drafted=True)
+    assert cost.undrafted(8) == 1.0
+    for _ in range(MIN_OBSERVATIONS):
+        cost.observe(8, 3.0, drafted=False)
+    assert cost.undrafted(8) == 3.0
+    assert cost.undrafted(100) == 5.0
+
+
+def test_padded_steps_share_a_point():
+    cost = StepCost()
+    cost.pad_to((8, 16, 32))
+    for n, seconds in ((9, 1.0), (12, 1.0), (16, 1.0), (17, 2.0), (20, 2.0), (32, 2.0), (40, 3.0)):
+        cost.observe(n, seconds, drafted=False)
+    tokens, seconds = cost.curve(drafted=False)
+    assert tokens.tolist() == [16, 32, 40]
+    assert seconds.tolist() == [1, 2, 3]
+    assert cost.undrafted(10) == cost.undrafted(16) == 1.0
+
+
+def test_a_guess_goes_by_whatever_was_seen():
+    cost = StepCost()
+    assert cost.guess_undrafted(10) is None
+    cost.observe(100, 1.0, drafted=False)
+    assert cost.guess_undrafted(10) == 1.0
+    cost.observe(300, 3.0, drafted=False)
+    assert cost.guess_undrafted(200) == pytest.approx(2.0)
+    assert cost.undrafted(200) is None
+
+
+def test_a_curve_never_falls():
+    cost = StepCost()
+    for n, seconds in ((10, 1.0), (20, 3.0), (40, 2.0), (80, 4.0)):
+        for _ in range(MIN_OBSERVATIONS):
+            cost.observe(n, seconds, drafted=True)
+    assert cost.curve(drafted=True)[1].tolist() == [1.0, 2.0, 2.0, 4.0]
+
+
+def predict(lengths, problem, so_far, at_most):
+    mean, deviation = lengths.predict([problem], np.array([so_far]), np.array([at_most]))
+    return mean[0], deviation[0]
+
+
+def test_the_shortest_steps_tell_what_a_size_costs():
+    """Eight steps in nine are held up."""
+    cost = StepCost()
+    for n in range(100):
+        cost.observe(8, 1.0 if n % 9 == 0 else 3.0, drafted=False)
+    assert cost.undrafted(8) == 1.0
+
+
+def test_steps_without_drafts_cost_no_more_than_larger_ones_with():
+    cost = StepCost()
+    for _ in range(MIN_OBSERVATIONS):
+        cost.observe(8, 3.0, drafted=False)  # at a bad time
+        cost.observe(16, 1.5, drafted=True)
+    assert cost.undrafted(8) == 1.5
+
+
+def test_what_looked_expensive_is_left_out_until_it_is_measured_again():
+    cost = StepCost()
+    for n in (12, 16):
+        for _ in range(100):
+            cost.observe(n, 1.0, drafted=True)
+    cost.observe(32, 9.0, drafted=True)  # once, at a bad time
+    assert cost.drafted(8, 1.0)[0].tolist() == [12, 16, 32]
+    for _ in range(20):
+        cost.observe(12, 1.0, drafted=True)
+    assert cost.drafted(8, 1.0)[0].tolist() == [12, 16]
+    assert cost.curve(drafted=True)[0].tolist() == [12, 16, 32]
+
+
+def test_the_first_step_of_a_size_is_not_what_it_costs():
+    cost = StepCost()
+    for seconds in (15.0, 5.0, 5.0):
+        cost.observe(16, seconds, drafted=False)
+    assert cost.undrafted(16) == 5.0
+    assert cost.cold_seconds(5.0) == 10.0 / COLD_USES
+    cost.observe(20, 16.0, drafted=True)
+    assert cost.curve(drafted=True)[1].tolist() == [8.0], "at most half of it is taken off"
+    cost.observe(21, 12.0, drafted=True)  # of about the same size, and its first step too
+    assert cost.curve(drafted=True)[1].tolist() == pytest.approx([6.0], rel=0.1)
+    cost.observe(20, 6.5, drafted=True)
+    assert cost.curve(drafted=True)[1].tolist() == [6.5]
+    cost.observe(22, 4.0, drafted=True)  # a first step does not count beside others
+    assert cost.curve(drafted=True)[1].tolist() == [6.5]
+
+
+def test_padded_steps_have_one_first_step():
+    cost = StepCost()
+    cost.pad_to((8, 16))
+    for n, seconds in ((9, 9.0), (12, 2.0), (16, 2.0)):
+        cost.observe(n, seconds, drafted=False)
+    assert cost.undrafted(10) == 2.0
+    assert cost.cold_seconds(2.0) == 7.0 / COLD_USES
+    for _ in range(1000):
+        cost.observe(9, 2.0, drafted=False)
+    assert cost.cold_seconds(2.0) == pytest.approx(7.0 / 100, rel=0.01), "a size is used more often in a longer run"
+
+
+def test_what_was_wrong_long_ago_is_tried_again():
+    """The longer nothing was tried, and the sooner the less was known; being wrong again brings all of it back."""
+    survival, starts, one = Survival(), np.arange(101), np.ones(100, np.int64)
+    confidence = np.full(100, 0.9, np.float32)
+    survival.observe(confidence, starts, one, 0 * one)
+
+    def after(steps):
+        survival.step = steps
+        return survival_of(survival, confidence[:1], starts[:2])[0]
+
+    assert after(0) == after(UNTRIED_STEPS) < 0.06
+    assert after(4 * UNTRIED_STEPS) > 3 * after(0)
+    assert after(50 * UNTRIED_STEPS) > 0.6
+    survival.observe(confidence[:1], starts[:2], one[:1], 0 * one[:1])
+    assert after(50 * UNTRIED_STEPS) < 0.06
+    after(100 * UNTRIED_STEPS)
+    survival.observe(confidence[:8], starts[:9], one[:8], one[:8])
+    assert after(100 * UNTRIED_STEPS) > 0.8
+
+
+def test_remaining_length():
+    lengths = RemainingLength()
+    assert predict(lengths, 1, 10, 90) == (45, 45)
+    for length in (100, 200, 300):
+        lengths.observe(1, length)
+    assert predict(lengths, 1, 0, 1000) == pytest.approx((200, np.std([100, 200, 300])))
+    assert predict(lengths, 1, 150, 1000)[0] == 100
+    assert predict(lengths, 1, 150, 20)[0] == 20
+    assert predict(lengths, 2, 150, 1000)[0] == 100  # as in the rest of the run
+    assert predict(lengths, 1, 250, 50) == (25, 25)  # one longer rollout says little
+    mean, _ = lengths.predict([2, 1, 1], np.array([0, 150, 250]), np.full(3, 50))
+    assert mean.tolist() == [50, 50, 25]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 500)), max_size=200), st.integers(0, 3), st.integers(0, 500)
+)
+def test_remaining_length_is_what_is_left_of_longer_rollouts(rollouts, problem, so_far):
+    lengths = RemainingLength()
+    for number, length in rollouts:
+        lengths.observe(number, length)
+    longer = [n for number, n in rollouts if number == problem][-MAX_LENGTHS:]
+    longer = np.array([n for n in longer if n > so_far])
+    if longer.size < 2:
+        longer = np.array([n for _, n in rollouts if n > so_far])
+    if longer.size < 2:
+        expected = (300, 300)
+    else:
+        mean = (longer - so_far).mean()
+        expected = (mean, max(longer.std(), 0.1 * mean))
+    assert predict(lengths, problem, so_far, 600) == pytest.approx(expected, rel=1e-6, abs=1e-6)
+
+
+def test_the_newest_lengths_of_a_problem_replace_its_oldest():
+    lengths = RemainingLength()
+    for n in range(2 * MAX_LENGTHS + 5):
+        lengths.observe(1, 10 + n)
+    expected = np.arange(10, 10 + 2 * MAX_LENGTHS + 5)[-MAX_LENGTHS:]
+    assert predict(lengths, 1, 0, 1000) == pytest.approx((expected.mean(), expected.std()))
+
+
+def test_the_oldest_problem_makes_room(monkeypatch):
+    monkeypatch.setattr(estimates, "MAX_PROBLEMS", 100)
+    lengths = RemainingLength()
+    for problem in range(150):
+        for length in (10 + problem, 12 + problem):
+            lengths.observe(problem, length)
+    assert predict(lengths, 149, 0, 1000)[0] == 160
+    of_run = predict(lengths, -1, 0, 1000)
+    assert predict(lengths, 0, 0, 1000) == of_run  # forgotten
+    assert predict(lengths, 60, 0, 1000)[0] == 71
+
+
+def test_outcomes_of_more_than_was_drafted_are_not_counted():
+    """Nothing past a draft is read, whatever an engine says that it has verified."""
+    survival = Survival()
+    confidence = np.array([0.5, 0.5, 0.9], np.float32)
+    survival.observe(confidence, np.array([0, 2, 2, 3]), np.array([8, 8, 1]), np.array([8, 3, 0]))
+    assert survival.counts[..., 0].sum() == 3
+    assert survival.counts[..., 2].sum() == 2

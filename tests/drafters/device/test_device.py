@@ -1,0 +1,831 @@
+"""The device drafter against its reference; the compiled kernels are emulated."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("triton")
+
+from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.drafters.device import drafter as device
+from rollout_spec.drafters.device import kernels
+from rollout_spec.drafters.device.archive import Archived, Pool
+from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
+from rollout_spec.drafters.device.reference import Document, ReferenceDrafter, find_matches
+from rollout_spec.drafters.host import vote
+from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.features.format import FEATURE_WORDS, no_features
+from rollout_spec.history.rollout import Rollout
+from tests.drafters.recorder import random_features
+from tests.interpreter import run_as_python
+
+K = 5
+MAX_LEN = 96
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_tiles():
+    """Several tiles and splits on short texts."""
+    before = kernels.TILE, kernels.TARGET_PROGRAMS
+    kernels.TILE, kernels.TARGET_PROGRAMS = 16, 16
+    yield
+    kernels.TILE, kernels.TARGET_PROGRAMS = before
+
+
+class Engine:
+    """What the device drafter sees of an engine, and the reference beside it."""
+
+    def __init__(self, max_requests=6, **options):
+        shared = ("inverse_temperature", "recency", "signatures", "distributions")
+        drafter_options = {name: options[name] for name in shared if name in options}
+        self.reference = ReferenceDrafter(max_draft_tokens=K, **drafter_options)
+        self.drafter = DeviceDrafter(
+            max_requests=max_requests,
+            max_model_len=MAX_LEN,
+            device=torch.device("cpu"),
+            max_draft_tokens=K,
+            **{"max_resident_tokens": 2000, **options},
+        )
+        self.history = torch.full((max_requests, MAX_LEN), 999, dtype=torch.int32)
+        self.total_len = torch.zeros(max_requests, dtype=torch.int32)
+        self.seeds = torch.zeros(max_requests, dtype=torch.int64)
+        self.temperature = torch.zeros(max_requests)
+        self.live = {}
+        self.free = list(range(max_requests))
+        self.num_started = 0
+
+    def start(self, prompt, *, seed=None, problem_id=None):
+        """A request comes; one of temperature 1 where it has a seed."""
+        slot = self.free.pop()
+        req_id = str(self.num_started)
+        self.num_started += 1
+        self.live[req_id] = slot
+        self.history[slot, : len(prompt)] = torch.tensor(prompt, dtype=torch.int32)
+        self.total_len[slot] = len(prompt)
+        self.seeds[slot] = 0 if seed is None else seed
+        self.temperature[slot] = 0.0 if seed is None else 1.0
+        self.drafter.start_request(slot, prompt, problem_id=problem_id)
+        self.reference.start_request(req_id, prompt, problem_id=problem_id, seed=seed)
+        return req_id
+
+    def commit(self, req_id, tokens, features=None):
+        """A step's tokens, and what the target saw at some of the last ones."""
+        slot = self.live[req_id]
+        length = int(self.total_len[slot])
+        tokens = tokens[: MAX_LEN - length]
+        self.history[slot, length : length + len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        self.total_len[slot] += len(tokens)
+        slots, known = torch.tensor([slot], dtype=torch.int32), no_features(len(tokens))
+        if features is None:
+            self.drafter.follow(slots, self.history, self.total_len)
+        else:
+            features = features[: len(tokens)]
+            known[len(tokens) - len(features) :] = features
+            num_sampled = torch.tensor([len(features)], dtype=torch.int32)
+            # The request's rows come after another one's, and before those of rejected drafts.
+            rows = torch.from_numpy(np.concatenate((np.full((2, FEATURE_WORDS), 7), features, features)))
+            first_rows = torch.tensor([2], dtype=torch.int32)
+            self.drafter._publish()
+            self.drafter._extend(slots, self.history, self.total_len, rows, first_rows, num_sampled)
+        self.reference.extend(req_id, tokens, known)
+        return len(tokens)
+
+    def stop(self, req_id, **trim):
+        slot = self.live.pop(req_id)
+        self.free.append(slot)
+        self.drafter.stop_requests([EndedRequest(slot, int(self.total_len[slot]), **trim)])
+        self.reference.stop_request(req_id, keep=trim.get("keep", True))
+
+    def add(self, prompt, tokens, features=None, version=2**31 - 1):
+        """A rollout comes that ended elsewhere."""
+        context, said = np.array(prompt[-32:], np.int32), np.array(tokens, np.int32)
+        self.drafter.add_rollouts([Rollout(problem_of_prompt(prompt), version, context, said, features)])
+        if tokens:
+            self.reference.start_request("added", prompt)
+            self.reference.extend("added", tokens, features)
+            self.reference.stop_request("added")
+
+    def propose(self, num_sampled=None):
+        """Drafts and rates of the live requests, device and reference."""
+        req_ids = sorted(self.live)
+        slots = torch.tensor([self.live[req_id] for req_id in req_ids], dtype=torch.int32)
+        sampled = torch.ones(len(req_ids), dtype=torch.int32) if num_sampled is None else num_sampled
+        drafts, rates = self.drafter.propose(slots, sampled, self.history, self.total_len, self.seeds, self.temperature)
+        expected = self.reference.propose(req_ids, np.full(len(req_ids), K, np.int32))
+        return req_ids, drafts, rates, expected
+
+    def assert_same_drafts(self):
+        req_ids, drafts, rates, expected = self.propose()
+        for i, (req_id, draft) in enumerate(zip(req_ids, expected, strict=True)):
+            n = len(draft.token_ids)
+            assert drafts[i, :n].tolist() == draft.token_ids.tolist(), req_id
+            np.testing.assert_allclose(rates[i, :n].cumprod(0), draft.confidence, rtol=2e-3)
+            assert (rates[i, n:] == 0).all()
+            last = draft.token_ids[-1] if n else self.history[self.live[req_id], self.total_len[self.live[req_id]] - 1]
+            assert drafts[i, n:].tolist() == [int(last)] * (K - n)
+        return expected
+
+
+TOKENS = st.lists(st.integers(0, 2), max_size=K + 1)
+OPERATIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), st.integers(0, 2), st.booleans()),
+        st.tuples(st.just("commit"), st.integers(0, 5), TOKENS),
+        st.tuples(st.just("accept"), st.integers(0, 5), st.integers(0, K)),
+        st.tuples(st.just("stop"), st.integers(0, 5), st.sampled_from([True, True, True, False])),
+        st.tuples(st.just("add"), st.integers(0, 2), TOKENS),
+        st.tuples(st.just("version"), st.none(), st.none()),
+        st.tuples(st.just("evict"), st.none(), st.none()),
+        st.tuples(st.just("propose"), st.none(), st.none()),
+    ),
+    max_size=40,
+)
+PROMPTS = [[0, 1, 2, 0, 1], [2, 2], [1]]
+
+
+@settings(
+    max_examples=30,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
+@given(OPERATIONS, st.randoms(use_true_random=False))
+def test_drafts_and_rates_are_the_references(operations, random):
+    """Requests of three problems start, get tokens, some as drafted, end and start again; others end elsewhere."""
+    check_against_reference(operations, random)
+
+
+@settings(
+    max_examples=60,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
+@given(OPERATIONS, st.randoms(use_true_random=False))
+def test_a_full_pool_holds_what_ended(operations, random):
+    """The same in a pool that is nearly always full: places are neither lost nor taken twice."""
+    fill = [operation for i in range(3) for operation in (("start", i, False), ("commit", 0, [2]), ("stop", 0, True))]
+    check_against_reference([*fill, *operations], random, max_resident_tokens=48)
+
+
+@pytest.mark.parametrize("options", [{}, {"signatures": False}, {"distributions": False}])
+@settings(
+    max_examples=15,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+)
+@given(OPERATIONS, st.randoms(use_true_random=False))
+def test_drafts_and_rates_are_the_references_with_features(options, operations, random):
+    check_against_reference(operations, random, has_features=True, **options)
+
+
+def check_against_reference(operations, random, *, has_features=False, **options):
+    """Carry out operations, of which some tokens have features, and compare drafts, rates and counters.
+
+    The reference drops nothing: with a pool that is too small only what it holds is checked.
+    """
+    is_bounded = "max_resident_tokens" in options
+    engine, version, last = Engine(**options), 0, {}
+    rng = np.random.default_rng(random.getrandbits(32))
+
+    def features(tokens):
+        return random_features(rng, tokens[-3:]) if has_features and rng.random() < 0.8 else None
+
+    for name, a, b in [*operations, ("propose", None, None)]:
+        live = sorted(engine.live)
+        if name == "start" and engine.free:
+            engine.start(PROMPTS[a], seed=random.getrandbits(62) if b else None)
+        elif name == "commit" and live:
+            engine.commit(live[a % len(live)], b, features(b))
+            last.pop(live[a % len(live)], None)
+        elif name == "accept" and live:
+            tokens = [*last.pop(live[a % len(live)], [])[:b], 1]
+            engine.commit(live[a % len(live)], tokens, features(tokens))
+        elif name == "stop" and live:
+            engine.stop(live[a % len(live)], keep=b)
+        elif name == "add":
+            engine.add(PROMPTS[a], b, random_features(rng, b) if has_features and rng.random() < 0.8 else None)
+        elif name == "version":
+            version += 1
+            engine.drafter.begin_policy_version(version)
+            engine.reference.begin_policy_version(version)
+        elif name == "evict" and engine.drafter._idle:
+            engine.drafter._evict_oldest()
+        elif name == "propose" and live and not is_bounded:
+            drafts = engine.assert_same_drafts()
+            last = {req_id: draft.token_ids.tolist() for req_id, draft in zip(live, drafts, strict=True)}
+        engine.drafter.check_integrity()
+        if is_bounded:
+            check_pool(engine.drafter)
+    counters = (*engine.drafter._counters, engine.drafter._by_age)
+    for ours, theirs in zip(counters, ("coarse", "fine", "by_inverse_temperature", "by_age"), strict=True):
+        np.testing.assert_array_equal(ours.numpy(), getattr(engine.reference.counters, theirs))
+
+
+def check_pool(drafter):
+    """Every text in the pool is one that ended in its problem."""
+    drafter._publish()
+    for problem in drafter._problems.values():
+        ended = [rollout.read()[0].tolist() for rollout in drafter._archive.newest_first(problem.problem_id)]
+        for document in problem.pieces:
+            start, length = drafter._documents[document, :2].tolist()
+            text = drafter._text[start : start + length].tolist()
+            assert text in ended
+            ended.remove(text)
+
+
+def test_a_token_is_found_in_the_step_after_it_was_said():
+    """Siblings in flight learn from each other."""
+    engine = Engine()
+    one, other = engine.start([0, 1]), engine.start([0, 1])
+    engine.commit(one, [5, 6, 7, 8])
+    engine.commit(other, [5])
+    req_ids, drafts, rates, _ = engine.propose()
+    of_other = req_ids.index(other)
+    assert drafts[of_other].tolist()[:3] == [6, 7, 8]
+    assert (rates[of_other] > 0).tolist() == [True] * 3 + [False] * 2
+
+
+def test_an_own_match_reads_on_in_the_draft():
+    engine = Engine()
+    engine.start([1, 2, 3, 1, 2])
+    _, drafts, rates, _ = engine.propose()
+    assert drafts[0].tolist() == [3, 1, 2, 3, 1]
+    assert (rates > 0).all()
+
+
+def test_unfinished_prompts_get_no_draft():
+    engine = Engine()
+    engine.start([1, 2, 1])
+    _, drafts, rates, _ = engine.propose(num_sampled=torch.zeros(1, dtype=torch.int32))
+    assert drafts[0].tolist() == [1] * K
+    assert (rates == 0).all()
+
+
+def test_a_finished_rollout_ends_where_the_engine_ended_it():
+    """The engine samples past the end; stop tokens do not count before min_tokens, nor in the prompt."""
+    engine = Engine()
+    keep = engine.start([7, 8])
+    cases = {
+        (): [1, 9, 2, 9, 3],
+        ((9,),): [1, 9],
+        ((9, 3), 3): [1, 9, 2, 9],
+        ((3, 4, 5, 6, 9), 5): [1, 9, 2, 9, 3],
+        ((8,),): [1, 9, 2, 9, 3],
+        ((9,), 2): [1, 9],
+        ((9,), 3): [1, 9, 2, 9],
+        ((9,), 4): [1, 9, 2, 9],
+        ((), 0, 4): [1, 9, 2, 9],
+    }
+    for trim in cases:
+        request = engine.start([7, 8])
+        engine.commit(request, [1, 9, 2, 9, 3])
+        names = ("stop_token_ids", "min_tokens", "max_tokens")
+        engine.stop(request, **dict(zip(names, trim, strict=False)))
+    assert [archived(a) for a in engine.drafter._archive.order] == list(cases.values())
+    for rollout in engine.drafter._archive.order:
+        for kept in (rollout.tokens, rollout.features, rollout.fields):
+            assert kept.untyped_storage().nbytes() == kept.nbytes, "what was sampled past the end takes memory"
+    assert keep in engine.live
+
+
+def archived(rollout):
+    tokens, _, prompt_length, _ = rollout.read()
+    return tokens[prompt_length:].tolist()
+
+
+def test_history_comes_back_from_the_host():
+    """A problem without live requests leaves the device, and is there again when it comes again."""
+    engine = Engine()
+    first = engine.start([0, 1])
+    engine.commit(first, [5, 6, 7])
+    engine.stop(first)
+    engine.drafter._evict_oldest()
+    assert engine.drafter._pool.gaps == [(0, 2000)]
+    engine.drafter.begin_policy_version(1)
+    engine.reference.begin_policy_version(1)
+    again = engine.start([0, 1])
+    engine.commit(again, [5])
+    engine.assert_same_drafts()
+    _, drafts, _, _ = engine.propose()
+    assert drafts[0].tolist()[:2] == [6, 7]
+    engine.drafter.check_integrity()
+
+
+def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
+    """Of five tokens each: the host has room for three, and the problem on the device for exactly two."""
+    engine = Engine(max_problem_tokens=10, max_history_tokens=16)
+    drafter = engine.drafter
+    for version in range(4):
+        drafter.begin_policy_version(version)
+        request = engine.start([0, 1])
+        engine.commit(request, [5, 6, 7 + version])
+        engine.stop(request)
+    assert [(rollout.read()[0].tolist(), rollout.read()[3]) for rollout in drafter._archive.order] == [
+        ([0, 1, 5, 6, 7 + version], version) for version in (1, 2, 3)
+    ]
+    drafter._evict_oldest()
+    slot = engine.live[engine.start([0, 1])]
+    drafter._publish()
+    problem = drafter._live[slot].problem
+    assert problem.members[0] == slot
+    assert [drafter._documents[document, 3] for document in problem.members] == [3, 3, 2]
+    assert resident(drafter, problem) == [[0, 1, 5, 6, 10], [0, 1, 5, 6, 9]]
+    drafter.check_integrity()
+
+
+def resident(drafter, problem):
+    """The texts of a problem's ended rollouts on the device, newest first."""
+    drafter._publish()
+    places = [drafter._documents[document, :2].tolist() for document in problem.members if document in problem.pieces]
+    return [drafter._text[start : start + length].tolist() for start, length in places]
+
+
+@pytest.mark.parametrize("bound", ["max_problem_tokens", "max_resident_tokens"])
+def test_of_a_problem_with_live_requests_the_oldest_rollouts_leave_the_device(bound):
+    """There is room for two of 16 tokens each. A rollout is as old as its request, whenever that ended."""
+    engine = Engine(**{"max_resident_tokens": 64, bound: 32})
+    stays = engine.start([0, 1])
+    problem = engine.drafter._live[engine.live[stays]].problem
+    requests = [engine.start([0, 1]) for _ in range(4)]
+    for i, expected in ((1, [1]), (0, [1, 0]), (2, [2, 1]), (3, [3, 2])):
+        engine.commit(requests[i], [5] * 13 + [i])
+        engine.stop(requests[i])
+        engine.drafter.check_integrity()
+        assert resident(engine.drafter, problem) == [[0, 1, *[5] * 13, n] for n in expected]
+    for i, expected in ((8, [8, 3]), (9, [9, 8])):
+        engine.add([0, 1], [5] * 13 + [i])
+        engine.drafter.check_integrity()
+        assert resident(engine.drafter, problem) == [[0, 1, *[5] * 13, n] for n in expected]
+
+
+def test_requests_without_a_prompt_leave_nothing_behind():
+    """They have no problem, so no request could draft from them."""
+    engine = Engine()
+    for _ in range(2):
+        request = engine.start([])
+        engine.commit(request, [1, 2, 1])
+        engine.stop(request)
+        engine.drafter.check_integrity()
+    assert not engine.drafter._archive.order
+    assert not engine.drafter._problems
+    assert engine.drafter._pool.gaps == [(0, 2000)]
+
+
+def test_without_the_noise_seeds_make_no_difference():
+    drafted = []
+    for use_noise, seed in ((False, 5), (True, None), (True, 5)):
+        engine = Engine(use_noise=use_noise)
+        for i in range(4):
+            request = engine.start([0, 1])
+            engine.commit(request, [5, 6 + i % 2, 8])
+            engine.stop(request)
+        for n in range(4):
+            engine.commit(engine.start([0, 1], seed=None if seed is None else seed + n), [5])
+        drafted.append(engine.propose()[1].tolist())
+    assert drafted[0] == drafted[1] != drafted[2]
+
+
+def test_full_counters_are_halved_when_a_request_ends():
+    engine = Engine()
+    for counters in (engine.drafter._all_counters, engine.reference.counters.fine):
+        counters[:2, 0], counters[:2, 1] = vote.MAX_TRIALS, 101
+        counters[1, 0] -= 1
+    engine.stop(engine.start([1]))
+    for counters in (engine.drafter._all_counters, engine.reference.counters.fine):
+        assert counters[:2].tolist() == [[vote.MAX_TRIALS // 2, 50], [vote.MAX_TRIALS - 1, 101]]
+
+
+def test_a_slot_that_changes_hands_shows_nobody_the_newcomers_text():
+    engine = Engine()
+    first, stays = engine.start([0, 1]), engine.start([0, 1])
+    engine.commit(first, [5, 6, 7])
+    engine.propose()
+    engine.stop(first)
+    newcomer = engine.start([2, 3])
+    engine.commit(newcomer, [9, 5, 8, 8])
+    engine.commit(stays, [9, 5])
+    engine.assert_same_drafts()
+    req_ids, drafts, _, _ = engine.propose()
+    assert drafts[req_ids.index(stays)].tolist()[:2] == [6, 7]
+
+
+def test_long_prompts_are_kept_as_far_as_contexts_reach():
+    engine = Engine()
+    prompt = list(range(100, 160))
+    request, sibling = engine.start(prompt), engine.start(prompt)
+    engine.commit(request, [1, 2, 3])
+    engine.stop(request)
+    (rollout,) = engine.drafter._archive.order
+    assert rollout.read()[0].tolist() == [*prompt[-32:], 1, 2, 3]
+    engine.commit(sibling, [1])
+    engine.assert_same_drafts()
+
+
+def test_memory_is_bounded():
+    engine = Engine(max_resident_tokens=64, max_problem_tokens=30, max_history_tokens=50)
+    stays = engine.start([0, 1])
+    for i in range(12):
+        request = engine.start([0, 1] if i % 3 else [2])
+        engine.commit(request, [i] * (5 + i))
+        engine.stop(request)
+        engine.drafter.check_integrity()
+        assert engine.drafter._archive.num_tokens <= 50
+        assert not engine.drafter._archive._copying, "what has arrived is no longer waited for"
+        problem = engine.drafter._live[engine.live[stays]].problem
+        assert sum(size for _, size in problem.pieces.values()) <= 30
+    engine.commit(stays, [11])
+    _, drafts, _, _ = engine.propose()
+    assert drafts[0].tolist() == [11] * K
+
+
+def test_requests_that_end_together_may_push_each_other_out():
+    engine = Engine(max_problem_tokens=12)
+    requests = [engine.start([0]) for _ in range(3)]
+    for request in requests:
+        engine.commit(request, [1, 2, 3, 4, 5, 6])
+    engine.drafter.stop_requests([EndedRequest(engine.live[request], 7) for request in requests[:2]])
+    engine.drafter.check_integrity()
+    assert len(engine.drafter._archive.order) == 1
+    assert engine.drafter.dropped_tokens == 7
+
+
+def test_what_cannot_fit_pushes_nothing_out():
+    engine = Engine(max_resident_tokens=48, max_problem_tokens=48)
+    stays, request = engine.start([0]), engine.start([0])
+    engine.commit(request, [1, 2, 3])
+    engine.stop(request)
+    keep, other, long = (engine.start([5]) for _ in range(3))
+    engine.commit(other, [1] * 11)
+    engine.stop(other)
+    engine.commit(long, [1] * 45)
+    problem = engine.drafter._live[engine.live[stays]].problem
+    engine.stop(long)
+    assert problem.num_resident == 4
+    assert engine.drafter._live[engine.live[keep]].problem.num_resident == 12
+    assert engine.drafter.dropped_tokens == 45
+    engine.drafter.check_integrity()
+
+
+def test_a_text_longer_than_its_row_stays_in_it():
+    drafter = Engine().drafter
+    history = torch.arange(2 * MAX_LEN, dtype=torch.int32).repeat(6, 1)
+    drafter.start_request(0, [0])
+    drafter.start_request(1, [1])
+    total_len = torch.tensor([2 * MAX_LEN, 1, 0, 0, 0, 0], dtype=torch.int32)
+    drafter.follow(torch.tensor([1, 0], dtype=torch.int32), history, total_len)
+    assert drafter._text[MAX_LEN] == 0
+    assert drafter._text[MAX_LEN - 1] == MAX_LEN - 1
+
+
+def test_a_newcomer_is_not_counted_for_its_predecessors_drafts():
+    """The slot's last drafts were never verified, and the next request begins with just those tokens."""
+    engine = Engine()
+    gone = engine.start([1, 2, 3, 1, 2])
+    _, drafts, _, _ = engine.propose()
+    engine.stop(gone)
+    newcomer = engine.start(drafts[0].tolist())
+    engine.commit(newcomer, [7])
+    assert not engine.drafter._all_counters.any()
+    assert not engine.reference.counters.fine.any()
+
+
+def test_warming_up_leaves_no_trace():
+    engine = Engine()
+    engine.drafter.warm_up(torch.int32, engine.history, engine.total_len, engine.seeds, engine.temperature)
+    engine.drafter.check_integrity()
+    request = engine.start([1, 2, 1])
+    engine.commit(request, [2])
+    engine.assert_same_drafts()
+    assert not engine.drafter._all_counters.any()
+
+
+def test_preempted_requests_come_again_under_their_own_version():
+    engine = Engine()
+    request = engine.start([0, 1])
+    slot = engine.live[request]
+    engine.drafter.begin_policy_version(3)
+    version = engine.drafter.preempt_request(slot)
+    assert version == 0
+    engine.drafter.check_integrity()
+    engine.drafter.start_request(slot, [0, 1], version=version)
+    assert engine.drafter._live[slot].version == 0
+
+
+@pytest.mark.slow
+def test_more_rollouts_than_are_looked_at():
+    engine = Engine(max_resident_tokens=20_000)
+    stays = engine.start([0, 1])
+    for i in range(device.MAX_MEMBERS + 3):
+        request = engine.start([0, 1])
+        engine.commit(request, [2, 10 + i])
+        engine.stop(request)
+    engine.commit(stays, [2])
+    _, drafts, _, expected = engine.propose()
+    assert drafts[0, 0] == expected[0].token_ids[0] == 10 + device.MAX_MEMBERS + 2
+    engine.drafter.check_integrity()
+
+
+def test_live_requests_are_looked_at_before_rollouts_from_elsewhere():
+    """More of these come than documents are looked at; a request still finds its own text and its sibling's."""
+    engine = Engine(max_resident_tokens=20_000)
+    own, sibling = engine.start([0, 1]), engine.start([0, 1])
+    for i in range(device.MAX_MEMBERS + 3):
+        engine.add([0, 1], [2, 10 + i])
+    engine.commit(sibling, [5, 6, 7])
+    engine.commit(own, [8, 9, 5])
+    engine.drafter._publish()
+    problem = engine.drafter._live[engine.live[own]].problem
+    row = engine.drafter._members[problem.row].tolist()
+    assert row[0] == device.MAX_MEMBERS
+    assert row[-2:] == [engine.live[sibling], engine.live[own]]
+    newest = [document for document in problem.members if document in problem.pieces]
+    assert row[1:-2] == newest[: device.MAX_MEMBERS - 2]
+    req_ids, drafts, _, _ = engine.propose()
+    assert drafts[req_ids.index(own), :2].tolist() == [6, 7]
+    engine.commit(own, [8])
+    req_ids, drafts, _, _ = engine.propose()
+    assert drafts[req_ids.index(own), :2].tolist() == [9, 5]
+    engine.drafter.check_integrity()
+
+
+def test_a_rollout_from_elsewhere_of_an_idle_problem_in_a_full_pool():
+    """The problem leaves the device, even where it has been idle longest; all of it is there when it comes again."""
+    engine = Engine(max_resident_tokens=64)
+    request = engine.start([0, 1])
+    engine.commit(request, [5] * 30)
+    engine.stop(request)
+    other, keep = engine.start([2]), engine.start([2])
+    engine.commit(other, [3] * 31)
+    engine.stop(other)
+    assert engine.drafter._pool.num_free == 0
+    engine.add([0, 1], [6, 7])
+    engine.drafter.check_integrity()
+    assert [problem.problem_id for problem in engine.drafter._problems.values()] == [problem_of_prompt([2])]
+    engine.stop(keep, keep=False)
+    engine.commit(engine.start([0, 1]), [6])
+    engine.drafter.check_integrity()
+    assert engine.propose()[1][0, 0] == 7
+
+
+@pytest.mark.parametrize("is_live", [False, True])
+def test_rollouts_from_elsewhere_are_as_old_as_their_policies(is_live):
+    """Whether their problem is on the device when they come or not, and whatever their order."""
+    engine = Engine()
+    engine.drafter.begin_policy_version(9)
+    for version, age in ((5, "3-4"), (9, "0"), (12, "0"), (3, "5-8")):
+        before = engine.drafter.age_counts()
+        request = engine.start([version]) if is_live else None
+        engine.add([version], [5, 6], version=version)
+        request = request or engine.start([version])
+        engine.commit(request, [5])
+        assert engine.propose()[1][-1, 0] == 6
+        engine.commit(request, [6])
+        reached, right = before[age]
+        assert engine.drafter.age_counts() == {**before, age: (reached + 1, right + 1)}
+        engine.stop(request, keep=False)
+    summary = engine.drafter.history_summary()
+    assert (summary["oldest_version"], summary["newest_version"]) == (3, 9)
+
+
+def test_rejected_arguments():
+    drafter = Engine().drafter
+    drafter.start_request(0, [1])
+    with pytest.raises(ValueError, match="slot 0 is taken"):
+        drafter.start_request(0, [1])
+    with pytest.raises(ValueError, match="slot 1 is free"):
+        drafter.stop_requests([EndedRequest(0, 5), EndedRequest(1, 5)])
+    assert 0 in drafter._live
+    with pytest.raises(ValueError, match="slot 1 is free"):
+        drafter.preempt_request(1)
+    drafter.begin_policy_version(2)
+    with pytest.raises(ValueError, match="go up"):
+        drafter.begin_policy_version(1)
+    for name, value in {
+        "recency": 0.0,
+        "inverse_temperature": -1.0,
+        "max_resident_tokens": 0,
+        "max_problem_tokens": 0,
+        "max_history_tokens": 0,
+    }.items():
+        with pytest.raises(ValueError, match=name):
+            Engine(**{name: value})
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 30)), max_size=60))
+def test_the_pool_neither_loses_nor_doubles_a_place(operations):
+    pool, taken = Pool(100), []
+    for wants, size in operations:
+        if wants:
+            start = pool.allocate(size)
+            fits = any(free >= size for _, free in pool.gaps)
+            assert start is not None or not fits
+            if start is not None:
+                taken.append((start, size))
+        elif taken:
+            pool.release(*taken.pop(size % len(taken)))
+        places = sorted([*taken, *pool.gaps])
+        assert [start for start, _ in places] == [sum(n for _, n in places[:i]) for i in range(len(places))]
+        assert sum(size for _, size in places) == 100
+        starts = {start for start, _ in pool.gaps}
+        assert not starts & {start + size for start, size in pool.gaps}, "neighbours that were not joined"
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=5),
+    st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    st.one_of(st.none(), st.integers(0, 2**62)),
+    st.one_of(st.none(), st.integers(0, 2**32)),
+)
+def test_the_host_drafter_drafts_the_same(rollouts, own, seed, features):
+    """On the same history and noise, while there are few matches and none of the request's own has reached its end."""
+    rng = None if features is None else np.random.default_rng(features)
+    known = [None if rng is None else random_features(rng, text) for text in (*rollouts, own)]
+    host = HistoryDrafter("suffix", max_draft_tokens=K, min_survival=0.0)
+    ours = ReferenceDrafter(max_draft_tokens=K)
+    prompt = [9, 8]
+    for drafter in (host, ours):
+        for i, rollout in enumerate(rollouts):
+            drafter.start_request(str(i), prompt)
+            drafter.extend(str(i), rollout, known[i])
+            drafter.stop_request(str(i))
+        drafter.start_request("own", prompt, seed=seed)
+        drafter.extend("own", own, known[-1])
+    (theirs,) = host.propose(["own"], np.array([K], np.int32))
+    (draft,) = ours.propose(["own"], np.array([K], np.int32))
+    text = np.array([*prompt, *own], np.int32)
+    texts = [text, *(np.array([*prompt, *rollout], np.int32) for rollout in reversed(rollouts))]
+    matches = find_matches([Document(tokens, 2, 0, no_features(tokens.size)) for tokens in texts], text)
+    assume(0 < len(matches) <= 6)
+    steps = min([len(draft.token_ids), *(text.size - match.position for match in matches if match.document == 0)])
+    same = draft.token_ids[:steps] == theirs.token_ids[:steps]
+    if seed is None and not same.all():  # equally probable tokens, of which each drafter takes its own first
+        steps = int(np.argmin(same)) + 1
+    else:
+        assert same.all()
+    np.testing.assert_allclose(draft.confidence[:steps], theirs.confidence[:steps], rtol=1e-4)
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_a_draft_is_continued_as_if_its_beginning_had_been_said(features):
+    """As by the reference, to which it is said; and it leaves no trace, whether a request has room or not."""
+    rng = np.random.default_rng(3)
+    engine = Engine(signatures=features, distributions=features)
+    for seed in (None, 5):
+        req_id = engine.start([0, 1, 2], seed=seed, problem_id=7)
+        said = rng.integers(0, 3, 30).tolist()
+        engine.commit(req_id, said, random_features(rng, said) if features else None)
+        engine.stop(req_id)
+    live = [engine.start([0, 1, 2], seed=seed, problem_id=7) for seed in (None, 8, 9)]
+    for req_id in live:
+        engine.commit(req_id, rng.integers(0, 3, 6).tolist())
+    full = engine.start([1] * (MAX_LEN - 1), problem_id=7)
+    engine.assert_same_drafts()
+    num_drafted = 0
+    for beginning, chosen in itertools.product(([0, 1], [2, 2], [1, 0]), [*live, full, None]):
+        req_ids = [*live, full]
+        slots = torch.tensor([engine.live[req_id] for req_id in req_ids], dtype=torch.int32)
+        wanted = torch.tensor([req_id == chosen for req_id in req_ids], dtype=torch.int32)
+        drafts, rates = engine.drafter.continue_drafts(
+            slots, wanted, torch.tensor([beginning] * 4), engine.seeds, engine.temperature
+        )
+        for i, req_id in enumerate(req_ids):
+            expected = []
+            if req_id == chosen != full:
+                reference = copy.deepcopy(engine.reference)
+                reference._live[req_id].drafted = []  # what was drafted before is not graded by this
+                reference.extend(req_id, beginning)
+                (draft,) = reference.propose([req_id], np.array([K - 2], np.int32))
+                expected = draft.token_ids.tolist()
+                np.testing.assert_allclose(rates[i, : len(expected)].cumprod(0), draft.confidence, rtol=2e-3)
+            assert drafts[i, : len(expected)].tolist() == expected
+            assert (rates[i, len(expected) :] == 0).all()
+            num_drafted += len(expected)
+        engine.drafter.check_integrity()
+    assert num_drafted > 10
+    engine.assert_same_drafts()
+
+
+@pytest.mark.skipif(run_as_python(), reason="compiles the kernels")
+def test_ranks_draft_the_same_bits():
+    """In whatever order blocks and warps run, and no value depends on which lane of a warp stores it."""
+    from tests.ptx.machine import changed_settings
+
+    for seed in range(3):
+        rng = np.random.default_rng(seed)
+        engine = Engine(signatures=True, distributions=True)
+        for i in range(6):
+            req_id = engine.start([0, 1, 2], seed=i, problem_id=7)
+            said = rng.integers(0, 3, 30).tolist()
+            engine.commit(req_id, said, random_features(rng, said))
+            if i < 3:
+                engine.stop(req_id)
+        ranks = []
+        for order in range(3):
+            with changed_settings(check_races=True, seed=order):
+                _, drafts, rates, _ = engine.propose()
+            ranks.append((drafts.tolist(), rates.tolist()))
+        assert ranks[0] == ranks[1] == ranks[2]
+        assert np.count_nonzero(ranks[0][1]) > 3
+
+
+def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own():
+    """Also where their problem is on the device when they come."""
+    said = [5, 6, 7, 8, 9, 10, 11]
+    first = Engine()
+    first.drafter.record_rollouts()
+    kept, dropped = first.start([1, 2], problem_id=4), first.start([1, 2], problem_id=4)
+    first.commit(kept, said)
+    first.commit(dropped, [3])
+    first.stop(kept)
+    first.stop(dropped, keep=False)
+    (recorded,) = first.drafter.take_recorded()
+    assert recorded.context.tolist() == [1, 2]
+    assert recorded.tokens.tolist() == said
+    assert (recorded.problem_id, recorded.version) == (4, 0)
+    assert first.drafter.take_recorded() == []
+    for is_live in (False, True):
+        second = Engine()
+        if not is_live:
+            second.drafter.add_rollouts([recorded])
+        request = second.start([1, 2], problem_id=4)
+        if is_live:
+            second.drafter.add_rollouts([recorded])
+        second.commit(request, said[:3])
+        second.drafter.check_integrity()
+        assert second.drafter.take_recorded() == []
+        assert second.propose()[1][0, :3].tolist() == said[3:6]
+        summary = second.drafter.history_summary()
+        assert (summary["rollouts"], summary["tokens"], summary["requests_with_history"]) == (1, 7, 1 - is_live)
+
+
+def test_rollouts_that_are_recorded_stay_isolated():
+    engine = Engine()
+    engine.drafter.record_rollouts()
+    for slot, isolated in enumerate((True, False)):
+        engine.drafter.start_request(slot, [1, 2], problem_id=7, isolated=isolated)
+        engine.history[slot, :4], engine.total_len[slot] = torch.tensor([1, 2, 3, slot]), 4
+        engine.drafter.follow(torch.tensor([slot], dtype=torch.int32), engine.history, engine.total_len)
+    engine.drafter.stop_requests([EndedRequest(slot, 4) for slot in range(2)])
+    assert [rollout.isolated for rollout in engine.drafter.take_recorded(wait=True)] == [True, False]
+
+
+def test_nothing_is_recorded_before_it_is_wanted():
+    engine = Engine()
+    for is_wanted in (False, True):
+        if is_wanted:
+            engine.drafter.record_rollouts()
+        assert engine.drafter.take_recorded() == []
+        request = engine.start([1, 2])
+        engine.commit(request, [3, 4])
+        engine.stop(request)
+        if is_wanted:
+            engine.drafter.record_rollouts()  # twice is no different from once
+        assert len(engine.drafter.take_recorded(wait=True)) == is_wanted
+
+
+def test_what_is_being_copied_is_recorded_by_who_waits_for_it():
+    class Copying:
+        """As `torch.cuda.Event`."""
+
+        is_done = False
+
+        def query(self):
+            return self.is_done
+
+        def synchronize(self):
+            self.is_done = True
+
+    drafter = Engine().drafter
+    drafter.record_rollouts()
+    fields = torch.tensor([0, 5, 2, 0])
+    for order in range(2):
+        tokens, features = torch.arange(7, dtype=torch.int32), torch.from_numpy(no_features(7))
+        drafter._archive.add(Archived(4, order, 7, tokens, features, fields, Copying()))
+    assert drafter.take_recorded() == []
+    recorded = drafter.take_recorded(wait=True)
+    assert [rollout.tokens.tolist() for rollout in recorded] == [[2, 3, 4]] * 2
+    assert drafter.take_recorded(wait=True) == []
+
+
+def test_learned_rates_go_on_in_another_drafter():
+    first, second = Engine(), Engine()
+    request = first.start([0, 1] * 10)
+    for _ in range(3):
+        first.propose()
+        first.commit(request, [0, 1])
+    learned = first.drafter.learned()
+    assert learned["counters"].any()
+    second.drafter.learn({"counters": learned["counters"][1:]})
+    assert not second.drafter.learned()["counters"].any(), "of another shape"
+    second.drafter.learn(learned)
+    assert (second.drafter.learned()["counters"] == learned["counters"]).all()

@@ -1,0 +1,1252 @@
+"""The history drafter: what it drafts, what it learns, and its life cycle."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from rollout_spec.drafters.device import reference
+from rollout_spec.drafters.host import history, propose, store, vote
+from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.drafters.host.index import gather
+from rollout_spec.drafters.host.store import NEXT, PAGE_TOKENS
+from rollout_spec.drafters.host.vote import BLEND, MAX_DEPTH, NUM_DISTANCE_BINS
+from rollout_spec.features.format import no_features
+from rollout_spec.history.rollout import Rollout
+from rollout_spec.noise import host as noise
+from tests import naive
+from tests.drafters.recorder import SLOW, Recorder, examples, random_features
+
+K = 6
+LARGEST = 2**31 - 1
+RANDOM_OPERATIONS = int(os.environ.get("ROLLOUT_SPEC_RANDOM_OPERATIONS", 500 if SLOW else 20_000))
+
+both_indexes = pytest.mark.parametrize("index", ["suffix", "ngram"])
+
+
+def make(index="suffix", **options):
+    return Recorder(index, **{"max_draft_tokens": K, **options})
+
+
+def check_draft(draft, limit):
+    assert draft.token_ids.dtype == np.int32
+    assert draft.confidence.dtype == np.float32
+    assert len(draft.token_ids) == len(draft.confidence) <= max(limit, 0)
+    assert (np.diff(draft.confidence) <= 0).all()
+    assert ((draft.confidence >= 0) & (draft.confidence <= 1)).all()
+
+
+# -- what requests see -----------------------------------------------------------------------------------------------
+
+
+@both_indexes
+def test_siblings_in_flight_are_visible_at_the_next_propose(index):
+    recorder = make(index)
+    recorder.start("a", [1, 2], [5, 6, 7, 8])
+    recorder.start("b", [1, 2], [5, 6])
+    assert recorder.draft("b", 2) == [7, 8]
+    recorder.extend("a", [9])
+    assert recorder.draft("b", 3) == [7, 8, 9]
+    recorder.stop("a")
+    assert recorder.draft("b", 3) == [7, 8, 9]
+
+
+@both_indexes
+def test_the_prompt_and_the_own_text_are_history(index):
+    recorder = make(index)
+    recorder.start("a", [3, 4, 5, 6, 7, 3, 4])
+    assert recorder.draft("a", 3) == [5, 6, 7]
+    recorder.extend("a", [8, 9, 1, 8])
+    assert recorder.draft("a", 2) == [9, 1]
+
+
+@both_indexes
+def test_problems_are_apart(index):
+    recorder = make(index)
+    recorder.start("a", [1, 2], [5, 6, 7, 8, 9])
+    recorder.start("b", [3, 4], [5, 6, 7, 8])
+    recorder.start("c", [1, 2], [5, 6, 7, 8], problem_id=99)  # the same prompt
+    assert recorder.draft("b") == recorder.draft("c") == []
+    recorder.start("d", [8, 8], [9, 8, 1, 6], problem_id=99)  # another prompt
+    assert recorder.draft("d", 2) == [7, 8]
+    recorder.check()
+
+
+@both_indexes
+def test_shared_history_is_seen_across_problems(index):
+    recorder = make(index, shared=True)
+    recorder.start("a", [1, 2], [5, 6, 7, 8, 9, 10])
+    recorder.start("b", [3, 4], [5, 6, 7, 8])
+    assert recorder.draft("b", 2) == [9, 10]
+    recorder.stop("a", keep=False)
+    assert recorder.draft("b") == []
+
+
+@both_indexes
+def test_an_isolated_requests_prompt_is_its_own(index):
+    """Also where another request of the problem, which is not isolated, has the same."""
+    recorder = make(index, shared=True)
+    for name in ("open", "isolated"):
+        recorder.start(name, [1, 2, 3, 4, 5, 6], problem_id=7, isolated=name == "isolated")
+    recorder.start("other", [9, 1, 2, 3, 4], problem_id=8)
+    assert recorder.draft("other", 2) == [5, 6]
+    recorder.stop("open", keep=False)
+    assert recorder.draft("other") == []
+    recorder.check()
+
+
+@both_indexes
+def test_requests_on_their_own_see_nothing_else(index):
+    recorder = make(index, own_only=True)
+    for keep in (True, False):
+        recorder.start("gone", [1, 2], [5, 6, 7, 8], problem_id=7)
+        recorder.stop("gone", keep=keep)
+    recorder.start("a", [1, 2], [5, 6, 7, 8], problem_id=7)
+    recorder.start("b", [1, 2], [5, 6], problem_id=7)
+    assert recorder.draft("b") == []
+    recorder.extend("b", [9, 5, 6])
+    assert recorder.draft("b", 2) == [9, 5]
+    recorder.stop("a")
+    recorder.stop("b")
+    recorder.check()
+    assert recorder.drafter._store.num_used_pages == 0
+
+
+@both_indexes
+@pytest.mark.parametrize("shared", [False, True])
+def test_rollouts_taken_back_leave_no_trace(index, shared):
+    recorder = make(index, shared=shared)
+    recorder.start("a", [1, 2, 3, 4], [5, 6, 7, 8])
+    recorder.drafter._flush()
+    recorder.stop("a", keep=False)
+    assert recorder.drafter._store.num_used_pages == 0
+    recorder.check()
+    recorder.start("b", [1, 2, 3, 4], [5, 6])
+    recorder.start("c", [9, 1, 2, 3, 4], [5, 6])
+    recorder.stop("c", keep=False)
+    assert recorder.draft("b") == []
+
+
+@both_indexes
+def test_a_rollout_that_stops_right_after_extending_is_kept_whole(index):
+    recorder = make(index)
+    recorder.start("a", [1, 2], [5, 6, 7])
+    recorder.stop("a")
+    recorder.start("b", [1, 2])
+    assert recorder.draft("b", 3) == [5, 6, 7]
+
+
+@both_indexes
+def test_requests_without_prompt_have_a_problem_of_their_own(index):
+    recorder = make(index)
+    recorder.start("a", [], [5, 6, 7])
+    recorder.start("b", [], [5, 6])
+    assert recorder.draft("b") == []
+    recorder.start("c", [], [5, 6, 7], problem_id=7)
+    recorder.start("d", np.zeros(0, np.int64), [5, 6], problem_id=7)
+    assert recorder.draft("d", 1) == [7]
+    for name in "abcd":
+        recorder.stop(name)
+    recorder.check()
+
+
+@both_indexes
+def test_empty_rollouts(index):
+    recorder = make(index)
+    for name, prompt in (("a", []), ("b", [1, 2, 1])):
+        recorder.start(name, prompt)
+        recorder.extend(name, [])
+        assert recorder.draft(name, 1) == prompt[1:2]
+        recorder.stop(name)
+        recorder.check()
+    recorder.start("c", [1, 2, 1], [])
+    assert recorder.draft("c", 1) == [2]
+    recorder.stop("c", keep=False)
+    recorder.check()
+
+
+def test_prompts_are_stored_once_per_problem_until_their_last_user_leaves():
+    recorder = make()
+    prompt = list(range(100))
+    recorder.start("a", prompt, [1])
+    pages = recorder.drafter._store.num_used_pages
+    recorder.start("b", prompt, [1])
+    assert recorder.drafter._store.num_used_pages == pages  # nothing is written before the next propose
+    recorder.drafter._flush()
+    assert recorder.drafter._store.num_used_pages == pages + 2
+    recorder.start("other problem", prompt, problem_id=5)
+    assert recorder.drafter._store.num_tokens == 2 * len(prompt) + 2
+    for name in ("a", "b"):
+        recorder.stop(name, keep=False)
+        recorder.check()
+    recorder.start("c", prompt[:50], problem_id=5)
+    assert recorder.draft("c", 3) == [50, 51, 52]
+    recorder.stop("other problem", keep=False)
+    assert recorder.draft("c", 3) == []
+    recorder.stop("c", keep=False)
+    assert recorder.drafter._store.num_tokens == 0
+
+
+@both_indexes
+def test_texts_over_several_pages_with_huge_tokens(index):
+    rng = np.random.default_rng(0)
+    prompt, text = (rng.integers(LARGEST - 10**6, LARGEST + 1, 5 * PAGE_TOKENS + 7) for _ in range(2))
+    text[3 * PAGE_TOKENS] = LARGEST
+    recorder = make(index, shared=True)
+    for name in "ab":
+        recorder.start(name, prompt, problem_id=2**62)
+    recorder.extend("a", text)
+    recorder.drafter._flush()
+    for i in range(0, len(text) - K, 3):
+        assert recorder.draft("b") == text[i : i + K].tolist()
+        recorder.extend("b", text[i : i + 3])
+    recorder.check()
+
+
+def test_the_text_is_copied_when_it_is_given():
+    recorder = make()
+    buffer = np.array([5, 6, 7], np.int32)
+    recorder.drafter.start_request("a", buffer)
+    recorder.drafter.extend("a", buffer)
+    buffer[:] = 9  # the engine fills it again before the next propose
+    recorder.drafter.start_request("b", [5, 6, 7])
+    assert recorder.draft("b", 3) == [5, 6, 7]
+
+
+def test_drafts_are_not_written_to_by_later_calls():
+    recorder = make()
+    recorder.start("a", [1, 2], [5, 6, 7, 8])
+    recorder.start("b", [1, 2], [5])
+    (draft,) = recorder.propose("b", limit=2)
+    recorder.extend("b", [6])
+    recorder.propose("b")
+    assert draft.token_ids.tolist() == [6, 7]
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+@both_indexes
+def test_batches_write_to_the_right_rows(index):
+    recorder = make(index)
+    for i in range(12):  # more than there are rows at first
+        recorder.start(f"h{i}", [i], [100 + i, 200 + i, 300 + i])
+        recorder.start(f"r{i}", [i], [100 + i])
+    drafts = recorder.drafter.propose(["r2", "r0"], np.array([2, 1], np.int32))
+    assert [draft.token_ids.tolist() for draft in drafts] == [[202, 302], [200]]
+    names = [f"r{i}" for i in (11, 3, 7, 0)]
+    assert [draft.token_ids.tolist()[0] for draft in recorder.propose(*names)] == [211, 203, 207, 200]
+    assert recorder.propose() == []
+    # Outcomes go to the rows of their requests, too: r0 was right, r2 was not.
+    recorder.drafter.propose(["r0", "r1", "r2"], np.array([1, 1, 1], np.int32))
+    recorder.drafter.observe(["r2", "r0"], [[9], [200, 300]], np.array([0, 1], np.int32))
+    assert recorder.drafter._calibration.coarse[..., 0].sum() == 2
+    assert recorder.drafter._calibration.coarse[..., 1].sum() == 1
+
+
+@both_indexes
+@pytest.mark.parametrize("limit", [-1, 0, 1, 3, K, 100])
+def test_drafts_are_at_most_as_long_as_asked_for(index, limit):
+    recorder = make(index)
+    recorder.start("a", [1], list(range(2, 30)))
+    recorder.start("b", [1], seed=3)
+    (draft,) = recorder.propose("b", limit=limit)
+    check_draft(draft, min(limit, K))
+    assert draft.token_ids.tolist() == list(range(2, 2 + max(0, min(limit, K))))
+
+
+def random_calls(index, shared):
+    """Drafts of a run with several requests, outcomes and policies."""
+    rng = np.random.default_rng(5)
+    recorder, drafts = make(index, shared=shared, max_history_tokens=400), []
+    for i in range(30):
+        recorder.start(str(i), [1, 2, i % 3], rng.integers(0, 4, 30), seed=i if i % 2 else None)
+        if i % 3 == 2:
+            recorder.stop(str(i - 1), keep=bool(i % 2))
+        if i % 10 == 9:
+            recorder.drafter.begin_policy_version(i)
+        (draft,) = recorder.propose(str(i))
+        check_draft(draft, K)
+        drafts.append((draft.token_ids.tolist(), draft.confidence.tolist()))
+        recorder.drafter.observe([str(i)], [rng.integers(0, 4, len(draft.token_ids) + 1)], np.zeros(1, np.int32))
+    return drafts
+
+
+@both_indexes
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_same_calls_give_the_same_drafts(index, shared):
+    assert random_calls(index, shared) == random_calls(index, shared)
+
+
+# -- the model -------------------------------------------------------------------------------------------------------
+
+
+def drafted_by_hand(recorder, req_id, seed):
+    """For each drafted position, the scores of the tokens that the candidates say come next."""
+    drafter, problem, context = recorder.drafter, recorder.problem(req_id), recorder.context(req_id)
+    texts, candidates = recorder.texts(), []
+    token = yield None
+    while True:
+        if not candidates:
+            candidates = recorder.tree_candidates(problem, context)
+        q = naive.blend(
+            [(texts[document].tokens[at], length, 1.0) for (document, at), length in candidates],
+            BLEND,
+        )
+        if seed is not None:
+            noises = {token: float(noise.gumbel(seed, len(context) - 1, token)) for token in q}
+            q = {token: drafter._settings.inverse_temperature * np.log(p) + noises[token] for token, p in q.items()}
+        token = yield q
+        candidates = [
+            ((document, at + 1), min(length + 1, MAX_DEPTH))
+            for (document, at), length in candidates
+            if texts[document].tokens[at] == token and at + 1 < len(texts[document].tokens)
+        ]
+        context = [*context, token]
+
+
+@examples(100)
+@given(
+    history=st.lists(st.lists(st.integers(0, 2), max_size=20), max_size=4),
+    own=st.lists(st.integers(0, 2), max_size=12),
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+)
+def test_drafts_are_the_favourites_of_the_blended_model(history, own, seed):
+    """Candidates of equal weight and no outcomes: the draft is the most probable tokens, or the coupled choice."""
+    recorder = make(recency=1.0, inverse_temperature=1.5)
+    settings = recorder.drafter._settings
+    recorder.drafter._settings = settings._replace(preference=np.ones_like(settings.preference))
+    for i, text in enumerate(history):
+        recorder.start(f"h{i}", [3, 1], text)
+        recorder.stop(f"h{i}")
+    recorder.start("r", [3, 1], own, seed=seed)
+    (draft,) = recorder.propose("r")
+    check_draft(draft, K)
+    by_hand = drafted_by_hand(recorder, "r", seed)
+    next(by_hand)
+    token = None
+    for depth in range(K):
+        scores = by_hand.send(token)
+        if depth == len(draft.token_ids):
+            assert not scores
+            break
+        token = int(draft.token_ids[depth])
+        assert scores[token] == pytest.approx(max(scores.values()), abs=1e-5)
+
+
+def one_against_two(index, num_agreeing, common=()):
+    """What is drafted where one text agrees with all of the context and two with its last `num_agreeing` tokens.
+
+    They go on with `common` and then say 200 and twice 300: the one counts for more only where its match is longer.
+    """
+    recorder = make(index, recency=1.0)
+    settings = recorder.drafter._settings
+    recorder.drafter._settings = settings._replace(preference=np.ones_like(settings.preference))
+    context = list(range(100, 100 + MAX_DEPTH + 8))
+    recorder.start("whole", [1], [*context, *common, 200], problem_id=7)
+    for i in range(2):
+        recorder.start(str(i), [1], [2 + i] * 9 + [*context[-num_agreeing:], *common, 300], problem_id=7)
+    recorder.start("r", [1], [9, *context], problem_id=7)
+    return recorder.draft("r", len(common) + 1)
+
+
+@both_indexes
+def test_contexts_count_as_far_back_as_max_depth(index):
+    assert one_against_two(index, MAX_DEPTH - 1) == [200]
+    assert one_against_two(index, MAX_DEPTH) == [300]
+
+
+@both_indexes
+def test_matches_get_longer_in_a_draft_up_to_max_depth(index):
+    assert one_against_two(index, MAX_DEPTH - 2, [50]) == [50, 200]
+    assert one_against_two(index, MAX_DEPTH - 1, [50]) == [50, 300]
+
+
+def gathered(recorder, req_id):
+    """{source: (near bin, weight)} of what is found for a request."""
+    drafter, scratch = recorder.drafter, propose.new_scratch(1)
+    drafter._flush()
+    text = np.array(recorder.context(req_id)[-MAX_DEPTH:], np.int32)
+    store, settings = drafter._store.arrays, drafter._settings
+    document = drafter._live[req_id].document
+    positions = scratch.positions
+    count = gather(store, drafter._index, settings, document, text, text.size, positions, scratch.lengths, scratch.path)
+    found = positions, scratch.weights, scratch.origin_bins
+    propose._weigh(store, settings, document, len(recorder.texts()[document].tokens), count, *found)
+    weighed = zip(scratch.origin_bins[:count].tolist(), scratch.weights[:count].tolist(), strict=True)
+    return {
+        vote.SOURCES[origin_bin // NUM_DISTANCE_BINS]: (origin_bin % NUM_DISTANCE_BINS, weight)
+        for origin_bin, weight in weighed
+    }
+
+
+@both_indexes
+def test_candidates_weigh_by_source_distance_and_age(index):
+    """The prompt is no policy's and does not age."""
+    recorder = make(index, shared=True, recency=0.5)
+    prompt = [1, 2, 3, 9, 1, 2, 3]
+    recorder.start("old", prompt, [5, 6], problem_id=7)
+    recorder.drafter.begin_policy_version(2)
+    recorder.start("other", [8, 9, 1, 2, 3], [7], problem_id=8)
+    recorder.start("r", prompt, [*range(20, 30), 9, 1, 2, 3], problem_id=7)
+    weight = dict(zip(vote.SOURCES, vote.PREFERENCE, strict=True))
+    found = gathered(recorder, "r")
+    if index == "suffix":  # which asks other problems only where its own texts match fewer than four tokens
+        assert "shared" not in found
+    else:
+        assert found.pop("shared") == (1, pytest.approx(weight["shared"][1]))
+    assert found == {
+        "own": (1, pytest.approx(weight["own"][1])),
+        "problem": (1, pytest.approx(0.25 * weight["problem"][1])),
+        "prompt": (1, pytest.approx(weight["prompt"][1])),
+    }
+
+
+def test_other_problems_are_asked_where_ones_own_match_is_short():
+    recorder = make(shared=True)
+    recorder.start("other", [9, 1, 2, 3, 4], [7], problem_id=8)
+    recorder.start("own", [5, 2, 3, 4], [6], problem_id=7)
+    recorder.start("r", [5, 2, 3, 4], problem_id=7)
+    assert gathered(recorder, "r").keys() == {"problem"}
+    recorder.start("s", [1, 2, 3, 4], problem_id=7)
+    assert gathered(recorder, "s").keys() == {"problem", "shared"}
+
+
+def test_bins_of_distance_and_length():
+    distances = (0, 4, -4, 5, 32, -33, 256, 257, -1000)
+    assert [int(propose._distance_bin(distance)) for distance in distances] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    lengths = range(1, MAX_DEPTH + 1)
+    assert [int(propose._length_bin(n)) for n in lengths] == [reference._length_bin(n) for n in lengths]
+
+
+@pytest.mark.parametrize(("num_said", "expected"), [(0, 200), (40, 300)])
+def test_what_was_said_at_about_the_same_place_weighs_more(num_said, expected):
+    recorder = make()
+    recorder.start("early", [1], [5, 6, 200], problem_id=7)
+    recorder.start("late", [1], [*range(20, 60), 5, 6, 300], problem_id=7)
+    recorder.start("r", [2], [*range(120, 120 + num_said), 5, 6], problem_id=7)
+    assert recorder.draft("r", 1) == [expected]
+
+
+@both_indexes
+def test_in_mid_draft_the_place_that_counts_is_that_of_the_next_token(index):
+    """The known rollout ends within the draft; of those that go on, one said its token at the place that is reached."""
+    recorder = make(index)
+    recorder.start("known", [1], [5, 6, 7, 8, 9], problem_id=7)
+    recorder.start("at 0", [2, 9], [200], problem_id=7)
+    recorder.start("at 5", [2], [20, 21, 22, 23, 9, 300], problem_id=7)
+    recorder.start("r", [1], problem_id=7)
+    assert recorder.draft("r") == [5, 6, 7, 8, 9, 300]
+
+
+def test_drafts_follow_texts_whose_pages_lie_apart():
+    """Rollouts that grow token by token in turns, so that none has two pages side by side."""
+    recorder = make()
+    texts = [[1000 * (i + 1) + n for n in range(5 * PAGE_TOKENS + 3)] for i in range(3)]
+    for i in range(3):
+        recorder.start(f"h{i}", [1, 2, 3], problem_id=7)
+    for column in zip(*texts, strict=True):
+        for i, token in enumerate(column):
+            recorder.extend(f"h{i}", [token])
+    recorder.drafter._flush()
+    pages = recorder.drafter._store.arrays.pages[:, NEXT]
+    assert not ((pages >= 0) & (pages == np.arange(pages.size) + 1)).any()
+    for i, text in enumerate(texts):
+        recorder.start(f"r{i}", [1, 2, 3], text[:1], problem_id=7)
+        for at in range(1, len(text)):
+            (draft,) = recorder.propose(f"r{i}")
+            assert draft.token_ids.tolist() == text[at : at + K]
+            recorder.extend(f"r{i}", [text[at]])
+        recorder.stop(f"r{i}", keep=False)
+
+
+@both_indexes
+def test_the_more_frequent_continuation_is_drafted(index):
+    recorder = make(index)
+    for i, token in enumerate([6, 7, 7, 6, 7]):
+        recorder.start(str(i), [1, 2], [5, token])
+        recorder.stop(str(i))
+    recorder.start("r", [1, 2], [5])
+    assert recorder.draft("r", 1) == [7]
+
+
+def test_a_longer_match_outweighs_a_few_shorter_ones():
+    recorder = make()
+    recorder.start("long", [1, 2, 3, 4], [5, 6], problem_id=7)
+    for i in range(2):
+        recorder.start(str(i), [8, 9], [5, 7], problem_id=7)
+    recorder.start("r", [1, 2, 3, 4], [5], problem_id=7)
+    assert recorder.draft("r", 1) == [6]
+
+
+@both_indexes
+def test_the_noise_decides_where_history_is_undecided(index):
+    """Over many seeds, both continuations come about as often as in history: what the coupled choice is for."""
+    recorder = make(index, inverse_temperature=1.0)
+    for i in range(4):
+        recorder.start(str(i), [1, 2], [5, 6 + i % 2])
+        recorder.stop(str(i))
+    chosen = []
+    for seed in range(100):
+        recorder.start("r", [1, 2], [5], seed=seed)
+        (token,) = recorder.draft("r", 1)
+        recorder.stop("r", keep=False)
+        noises = noise.gumbel(seed, 2, np.array([6, 7]))
+        assert token == 6 + int(np.argmax(noises))
+        chosen.append(token)
+    assert 30 < chosen.count(6) < 70
+
+
+def test_without_a_seed_the_noise_decides_nothing_after_a_request_with_one():
+    """Which had the same row."""
+    noises = noise.gumbel(0, 2, np.arange(100))
+    often, seldom = int(np.argmin(noises)), int(np.argmax(noises))
+    recorder = make(inverse_temperature=1.0)
+    for i in range(5):
+        recorder.start(str(i), [1, 2], [5, often if i < 3 else seldom], problem_id=7)
+        recorder.stop(str(i))
+    for seed, expected in ((0, seldom), (None, often)):
+        recorder.start("r", [1, 2], [5], problem_id=7, seed=seed)
+        assert recorder.draft("r", 1) == [expected]
+        recorder.stop("r", keep=False)
+
+
+@both_indexes
+def test_newer_policies_weigh_more(index):
+    def favourite(recency):
+        recorder = make(index, recency=recency)
+        for i in range(3):
+            recorder.start(f"old{i}", [1, 2], [5, 6])
+            recorder.stop(f"old{i}")
+        for version in range(1, 200):
+            recorder.drafter.begin_policy_version(version)
+        recorder.start("new", [1, 2], [5, 7])
+        recorder.start("r", [1, 2], [5])
+        recorder.check()
+        return recorder.draft("r", 1)
+
+    assert favourite(1.0) == [6]
+    assert favourite(0.97) == [7]
+    assert favourite(1e-9) == [7]
+
+
+@pytest.mark.parametrize("version", [300, 40_000, 10**9, LARGEST])
+def test_a_run_may_resume_at_any_version(version):
+    recorder = make(recency=0.9)
+    recorder.start("old", [1], [5, 6])
+    recorder.drafter.begin_policy_version(version)
+    recorder.drafter.begin_policy_version(version)
+    recorder.extend("old", [5, 6])  # still of the old policy
+    recorder.start("new", [1], [5, 7])
+    recorder.start("r", [1], [5])
+    assert recorder.draft("r", 1) == [7]
+    recorder.check()
+
+
+# -- outcomes --------------------------------------------------------------------------------------------------------
+
+
+@both_indexes
+@pytest.mark.parametrize("seed", [None, 3])
+def test_drafts_that_keep_failing_are_cut(index, seed):
+    recorder = make(index, min_survival=0.2)
+    recorder.start("h", [1, 2], [5, 6, 7, 8] * 10)
+    recorder.start("r", [1, 2], [5, 6], seed=seed)
+    first = recorder.propose("r")[0]
+    assert len(first.token_ids) > 0
+    confidence = first.confidence[0]
+    for _ in range(300):
+        (draft,) = recorder.propose("r")
+        if len(draft.token_ids) == 0:
+            break
+        assert draft.confidence[0] <= confidence + 1e-6
+        confidence = draft.confidence[0]
+        recorder.drafter.observe(["r"], [[99]], np.zeros(1, np.int32))
+    assert recorder.draft("r") == []
+
+
+@both_indexes
+def test_drafts_that_keep_succeeding_gain_confidence(index):
+    recorder = make(index)
+    recorder.start("h", [1, 2], [5, 6, 7, 8])
+    recorder.start("r", [1, 2], [5])
+    (first,) = recorder.propose("r", limit=2)
+    for _ in range(200):
+        (draft,) = recorder.propose("r", limit=2)
+        recorder.drafter.observe(["r"], [[*draft.token_ids, 8]], np.full(1, 2, np.int32))
+    (last,) = recorder.propose("r", limit=2)
+    assert (last.confidence > first.confidence).all()
+    assert last.confidence[1] > 0.95
+
+
+def test_confidence_follows_the_rate_of_acceptance():
+    recorder, rng = make(), np.random.default_rng(0)
+    recorder.start("h", [1, 2], [5, 6])
+    recorder.start("r", [1, 2], [5])
+    for _ in range(3000):
+        recorder.propose("r", limit=1)
+        hit = rng.random() < 0.6
+        recorder.drafter.observe(["r"], [[6, 9] if hit else [9]], np.array([hit], np.int32))
+    assert recorder.propose("r", limit=1)[0].confidence[0] == pytest.approx(0.6, abs=0.05)
+
+
+@both_indexes
+def test_drafts_without_a_chance_are_not_made(index):
+    """min_survival cuts what confidence says is hopeless, and only that."""
+    histories = [([5, 6, 7, 8], 0.9), ([5, 9, 9, 9], 0.1)]
+    drafts = []
+    for min_survival in (0.0, 0.5):
+        recorder = make(index, min_survival=min_survival)
+        for i in range(4):
+            recorder.start(str(i), [1, 2], histories[i % 2][0])
+        recorder.start("r", [1, 2])
+        drafts.append(recorder.propose("r")[0])
+    loose, strict = drafts
+    assert (strict.confidence >= 0.5).all()
+    assert len(strict.token_ids) == (loose.confidence >= 0.5).sum() < len(loose.token_ids)
+
+
+def test_outcomes_are_counted_up_to_the_first_difference_and_once():
+    recorder = make()
+    recorder.start("h", [1, 2], [5, 6, 7, 8, 9])
+    recorder.start("r", [1, 2])
+    trials = recorder.drafter._calibration.coarse
+    for num_accepted, targets, expected in (
+        (2, [5, 6, 9], (3, 2)),
+        (2, [5, 6, 9, 8], (3, 2)),  # tokens after the first difference are no outcomes
+        (0, [9], (1, 0)),
+        (4, [5, 6, 7, 8, 1], (4, 4)),  # all, and the bonus token
+    ):
+        trials[:] = 0
+        assert len(recorder.draft("r", 4)) == 4
+        for _ in range(2):  # the second call has no proposal left to be about
+            recorder.drafter.observe(["r"], [targets], np.array([num_accepted], np.int32))
+            assert (trials[..., 0].sum(), trials[..., 1].sum()) == expected
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_outcomes_are_counted_by_the_heaviest_source(seed):
+    """The prompt says the same, but weighs less, however long either match is."""
+    recorder = make()
+    for prompt, context in (([1, 2, 5, 6, 9, 1, 2], []), ([1, 2, 5, 6, 9, 2], []), ([8, 2, 5, 6, 9, 1, 2], [])):
+        recorder.start("h", [1, 2] if prompt[0] == 1 else [9, 2], [5, 6], problem_id=7)
+        recorder.start("r", prompt, context, problem_id=7, seed=seed)
+        before = recorder.drafter.source_counts()
+        assert recorder.draft("r", 2) == [5, 6]
+        recorder.drafter.observe(["r"], [[5, 7]], np.ones(1, np.int32))
+        after = recorder.drafter.source_counts()
+        gained = {name: tuple(np.subtract(after[name], before[name]).tolist()) for name in after}
+        assert gained == {name: (2, 1) if name == "problem" else (0, 0) for name in after}
+        recorder.stop("r", keep=False)
+        recorder.stop("h", keep=False)
+
+
+def test_confidence_is_the_chance_to_get_that_far():
+    recorder = make()
+    recorder.start("h", [1], [5, 6, 7, 8])
+    recorder.start("r", [1], [5])
+    confidence = recorder.propose("r")[0].confidence
+    assert confidence == pytest.approx(confidence[0] ** np.arange(1, 4), rel=1e-5)
+    recorder.drafter._calibration.coarse[..., 0] = 1000.0  # never right
+    assert recorder.propose("r")[0].confidence[0] < 0.01
+
+
+def test_full_counters_are_halved():
+    cell = np.array([vote.MAX_TRIALS, 1000], np.float32)
+    propose.count_outcome(cell, True)
+    assert cell.tolist() == [vote.MAX_TRIALS / 2 + 1, 501]
+    propose.count_outcome(cell, False)
+    assert cell.tolist() == [vote.MAX_TRIALS / 2 + 2, 501]
+
+
+def test_the_exponent_is_1_until_another_is_clearly_ahead():
+    counts = np.zeros((len(vote.INVERSE_TEMPERATURES), 2))
+    assert propose._best_inverse_temperature(counts) == 1.0
+    counts[-1, 1] = vote.HEAD_START
+    assert propose._best_inverse_temperature(counts) == 1.0
+    counts[-1, 1] += 1
+    assert propose._best_inverse_temperature(counts) == vote.INVERSE_TEMPERATURES[-1]
+
+
+def test_only_choices_say_which_exponent_is_right():
+    """A token with one candidate follows one with two in the same place of the same row."""
+    recorder = make()
+    recorder.start("h", [1], [5, 6])
+    recorder.start("i", [1], [5, 7])
+    recorder.start("r", [1], [5], seed=3)
+    (chosen,) = recorder.draft("r", 1)
+    recorder.drafter.observe(["r"], [[chosen]], np.zeros(1, np.int32))
+    trials = recorder.drafter._calibration.by_inverse_temperature[:, 0]
+    assert (trials == 1).all()
+    recorder.stop("i", keep=False)
+    assert recorder.draft("r", 1) == [6]
+    recorder.drafter.observe(["r"], [[6]], np.zeros(1, np.int32))
+    assert (trials == 1).all()
+
+
+def test_proposals_survive_the_growth_of_rows():
+    recorder = make()
+    recorder.start("h", [1], [5, 6])
+    recorder.start("r", [1])
+    assert recorder.draft("r", 2) == [5, 6]
+    size = recorder.drafter._rows.document.size
+    for i in range(size):
+        recorder.start(f"more{i}", [2])
+    assert recorder.drafter._rows.document.size > size
+    recorder.drafter.observe(["r"], [[5, 9]], np.ones(1, np.int32))
+    assert recorder.drafter.source_counts()["problem"] == (2, 1)
+
+
+@pytest.mark.parametrize("seed", [None, 3])
+def test_outcomes_are_counted_by_age(seed):
+    """Of drafts from the problem's other rollouts alone: not of the request's own text, and not of prompts."""
+    recorder = make()
+    recorder.start("h", [1], [5, 6, 7])
+    recorder.stop("h")
+    expected = {}
+    for version, age in ((0, "0"), (1, "1"), (2, "2"), (3, "3-4"), (4, "3-4"), (5, "5-8"), (9, "9-16"), (17, "17+")):
+        recorder.drafter.begin_policy_version(version)
+        recorder.start("r", [1], seed=seed)
+        assert recorder.draft("r", 3) == [5, 6, 7]
+        recorder.drafter.observe(["r"], [[5, 6, 8]], np.full(1, 2, np.int32))
+        reached, right = expected.get(age, (0, 0))
+        expected[age] = (reached + 3, right + 2)
+        assert recorder.drafter.age_counts() == {**dict.fromkeys(vote.AGES, (0, 0)), **expected}
+        recorder.stop("r", keep=False)
+    recorder.start("r", [9, 8, 2, 9, 8])
+    assert recorder.draft("r", 1) == [2], "from its prompt"
+    recorder.drafter.observe(["r"], [[2]], np.ones(1, np.int32))
+    recorder.extend("r", [3, 4, 3])
+    assert recorder.draft("r", 1) == [4], "from its own text"
+    recorder.drafter.observe(["r"], [[4]], np.ones(1, np.int32))
+    assert sum(reached for reached, _ in recorder.drafter.age_counts().values()) == 24
+    assert sum(reached for reached, _ in recorder.drafter.source_counts().values()) == 26
+
+
+def test_a_new_policy_forgets_a_part_of_every_counter():
+    recorder = make()
+    counters = recorder.drafter._calibration
+    for counts in (counters.coarse, counters.fine, counters.by_inverse_temperature):
+        counts[:] = 100.0
+    recorder.drafter.begin_policy_version(1)
+    for counts in (counters.coarse, counters.fine, counters.by_inverse_temperature):
+        assert np.allclose(counts, 100.0 * vote.VERSION_DECAY)
+
+
+def test_a_new_request_does_not_inherit_a_proposal():
+    recorder = make()
+    recorder.start("h", [1, 2], [5, 6, 7])
+    recorder.start("r", [1, 2])
+    recorder.propose("r")
+    recorder.stop("r", keep=False)
+    recorder.start("s", [1, 2])
+    recorder.drafter.observe(["s"], [[9]], np.zeros(1, np.int32))
+    assert recorder.drafter._calibration.coarse.sum() == 0
+
+
+# -- bounds ----------------------------------------------------------------------------------------------------------
+
+
+@both_indexes
+def test_history_is_bounded_and_the_oldest_rollouts_go_first(index):
+    max_pages = 12
+    recorder = make(index, max_history_tokens=max_pages * PAGE_TOKENS)
+    rng = np.random.default_rng(0)
+    recorder.start("live", [9], [1, 2, 3])
+    for i in range(60):
+        recorder.start(str(i), [i % 5], [*rng.integers(0, 50, int(rng.integers(80))), 60 + i])
+        recorder.stop(str(i))
+        recorder.check()
+        kept = [recorder._texts[request.document].tokens[-1] - 60 for request in recorder.drafter._finished]
+        assert kept == list(range(i + 1 - len(kept), i + 1))
+        assert kept
+        assert recorder.drafter._store.num_used_pages <= max_pages
+    recorder.extend("live", [1, 2, 3, 1, 2])
+    assert recorder.draft("live", 1) == [3]
+
+
+def test_history_may_fill_its_bound():
+    recorder = make(max_history_tokens=3 * PAGE_TOKENS)
+    for i in range(3):
+        recorder.start(str(i), [1], [i] * PAGE_TOKENS)
+        recorder.stop(str(i))
+        recorder.check()
+        assert recorder.drafter._store.num_used_pages == min(2 + i, 3)
+
+
+def test_what_nobody_asks_for_is_indexed_all_the_same():
+    """While nothing is drafted, what waits is bounded."""
+    recorder = make(max_history_tokens=16 * 10)
+    for i in range(20):
+        recorder.start(str(i), [1], [2] * 4)
+        recorder.stop(str(i))
+        assert recorder.drafter._num_pending < 10
+
+
+def test_live_requests_stay_whatever_the_bound():
+    recorder = make(max_history_tokens=1)
+    recorder.start("live", [1, 2], range(10, 200))
+    recorder.start("b", [1, 2], [5])
+    recorder.stop("b")
+    assert not recorder.drafter._finished
+    recorder.extend("live", [20])
+    assert recorder.draft("live", 2) == [21, 22]
+    recorder.check()
+
+
+@pytest.mark.parametrize("versions", [0, 1, 2])
+def test_rollouts_of_old_versions_are_dropped(versions):
+    recorder = make(max_history_versions=versions)
+    for version in range(5):
+        recorder.drafter.begin_policy_version(version)
+        recorder.check()
+        recorder.start(str(version), [1, 2], [version])
+        recorder.stop(str(version))
+        kept = [request.version for request in recorder.drafter._finished]
+        assert kept == list(range(max(0, version - versions), version + 1))
+
+
+def test_a_rollout_that_finishes_late_is_as_old_as_its_policy():
+    recorder = make(max_history_versions=1)
+    recorder.start("slow", [1, 2], [5, 6])
+    recorder.drafter.begin_policy_version(1)
+    recorder.start("quick", [1, 2], [7, 8])
+    recorder.stop("quick")
+    recorder.stop("slow")
+    assert sorted(request.version for request in recorder.drafter._finished) == [0, 1]
+    recorder.drafter.begin_policy_version(2)
+    assert [request.version for request in recorder.drafter._finished] == [1]
+    recorder.check()
+
+
+def test_a_rollout_of_a_dropped_version_is_not_kept():
+    recorder = make(max_history_versions=1)
+    for name in ("first", "second"):
+        recorder.start(name, [1, 2], [5, 6])
+    recorder.drafter.begin_policy_version(2)
+    recorder.start("new", [1, 2], [5, 6])
+    for name in ("new", "first", "second"):
+        recorder.stop(name)
+    assert [request.version for request in recorder.drafter._finished] == [2]
+    recorder.check()
+
+
+def test_what_ended_drafts_is_tried_again():
+    """Text that drafts badly for long and then well: without a second try, nothing would be drafted ever after."""
+    recorder = make(min_survival=0.3)
+    recorder.start("a", [1, 2], [5, 6], problem_id=7)
+    recorder.stop("a")
+    recorder.start("r", [1, 2], problem_id=7)
+    for _ in range(200):
+        recorder.propose("r")
+        recorder.drafter.observe(["r"], [[9]], np.zeros(1, np.int32))
+    assert recorder.draft("r") == []
+    for _ in range(2000):
+        if recorder.draft("r"):
+            break
+        recorder.drafter.observe(["r"], [[9]], np.zeros(1, np.int32))
+    assert recorder.draft("r") != []
+
+
+def test_what_ended_a_draft_fades_by_cell_and_by_what_it_falls_back_on():
+    recorder = make(min_survival=0.3)
+    recorder.start("h", [1], [5, 6])
+    recorder.start("r", [1], [5])
+    counters = recorder.drafter._calibration
+    for counts in (counters.coarse, counters.fine):
+        counts[..., 0], counts[..., 1] = 1000.0, 100.0
+    assert recorder.draft("r") == []
+    assert all((counts[..., 0] == 1000.0).all() for counts in (counters.coarse, counters.fine))
+    for _ in range(2):  # what is told twice counts once
+        recorder.drafter.observe(["r"], [[6]], np.zeros(1, np.int32))
+    for counts in (counters.coarse, counters.fine):
+        faded = counts[counts[..., 0] < 1000.0]
+        assert faded.tolist() == [pytest.approx([1000.0 * vote.OUTCOME_DECAY, 100.0 * vote.OUTCOME_DECAY])]
+
+
+@both_indexes
+def test_memory_is_used_again(index):
+    recorder, sizes = make(index, shared=True, max_history_tokens=50 * PAGE_TOKENS), set()
+    rng = np.random.default_rng(0)
+    for i in range(400):
+        recorder.start(str(i), [i], rng.integers(0, 1000, 100))
+        recorder.stop(str(i))
+        if i >= 100:
+            sizes.add(recorder.drafter.memory_bytes())
+    assert len(sizes) == 1
+    assert len(recorder.drafter._problem_users) < 100
+
+
+def test_history_makes_room_for_what_is_live_however_large_its_bound(monkeypatch):
+    for module in (history, store):
+        monkeypatch.setattr(module, "MAX_PAGES", 200)
+    recorder = make(max_history_tokens=10**9)
+    rng = np.random.default_rng(0)
+    for i in range(30):
+        recorder.start(str(i), [1], rng.integers(0, 9, 10 * PAGE_TOKENS), problem_id=i)
+        recorder.draft(str(i))
+        recorder.stop(str(i))
+    recorder.check()
+    assert 100 < recorder.drafter._store.num_used_pages <= 200
+
+
+def test_the_same_version_again_forgets_nothing():
+    recorder = make()
+    recorder.drafter.begin_policy_version(3)
+    recorder.drafter._calibration.coarse[:] = 1.0
+    recorder.drafter.begin_policy_version(3)
+    assert (recorder.drafter._calibration.coarse == 1.0).all()
+    recorder.drafter.begin_policy_version(4)
+    assert (recorder.drafter._calibration.coarse < 1.0).all()
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"index": "tree"}, "index must be one of .*'suffix', 'ngram'.*, got 'tree'"),
+        ({"own_only": True, "shared": True}, "own_only and shared exclude each other"),
+        ({"max_draft_tokens": 0}, "max_draft_tokens must be from 1 to 65536, got 0"),
+        ({"min_survival": 1.0}, r"min_survival must be in \[0, 1\), got 1.0"),
+        ({"min_survival": -0.1}, r"min_survival must be in \[0, 1\)"),
+        ({"min_survival": float("nan")}, r"min_survival must be in \[0, 1\)"),
+        ({"inverse_temperature": 0}, "inverse_temperature must be positive and finite, got 0"),
+        ({"inverse_temperature": float("nan")}, "inverse_temperature must be positive and finite"),
+        ({"inverse_temperature": float("inf")}, "inverse_temperature must be positive and finite"),
+        ({"recency": 0.0}, r"recency must be in \(0, 1\], got 0.0"),
+        ({"recency": 1.5}, r"recency must be in \(0, 1\], got 1.5"),
+        ({"max_history_tokens": 0}, "max_history_tokens must be at least 1, got 0"),
+        ({"max_history_versions": -1}, "max_history_versions must be at least 0, got -1"),
+    ],
+)
+def test_options_out_of_range(options, message):
+    with pytest.raises(ValueError, match=message):
+        HistoryDrafter(**options)
+
+
+BAD_CALLS = {
+    "live already": lambda drafter: drafter.start_request("a", [1]),
+    r"prompt_token_ids must not be negative, got -1": lambda drafter: drafter.start_request("b", [3, -1]),
+    r"prompt_token_ids must be one-dimensional": lambda drafter: drafter.start_request("b", [[1]]),
+    r"prompt_token_ids .* at most 31 bits": lambda drafter: drafter.start_request("b", [2**31]),
+    r"one-dimensional integers": lambda drafter: drafter.start_request("b", np.zeros((2, 2), np.int32)),
+    r"seed must fit in 64 bits, got": lambda drafter: drafter.start_request("b", [1], seed=2**63),
+    r"seed must fit in 64 bits, got -": lambda drafter: drafter.start_request("b", [1], seed=-(2**63) - 1),
+    r"'b' is not live": lambda drafter: drafter.extend("b", [1]),
+    r"new_token_ids must not be negative": lambda drafter: drafter.extend("a", [1, -2]),
+    r"new_token_ids must be one-dimensional integers": lambda drafter: drafter.extend("a", [1.5]),
+    r"new_token_ids .* at most 31 bits": lambda drafter: drafter.extend("a", np.array([2**31], np.int64)),
+    r"request 'b' is not live: start_request": lambda drafter: drafter.propose(["a", "b"], np.ones(2, np.int32)),
+    r"max_tokens must have shape .1., got int32 .2.": lambda drafter: drafter.propose(["a"], np.ones(2, np.int32)),
+    r"not live": lambda drafter: drafter.observe(["b"], [[1]], np.zeros(1, np.int32)),
+    r"target_token_ids must be 1 lists of tokens": lambda drafter: drafter.observe(["a"], [], np.zeros(1, np.int32)),
+    r"num_accepted must have shape .1., got": lambda drafter: drafter.observe(["a"], [[1]], np.zeros(2, np.int32)),
+    r"num_accepted must be from 0 to the number of": lambda drafter: drafter.observe(["a"], [[1]], [2]),
+    r"target_token_ids must not be negative": lambda drafter: drafter.observe(["a"], [[-1]], np.zeros(1, np.int32)),
+    r"request 'b' is not live": lambda drafter: drafter.stop_request("b"),
+    r"policy versions go up, to 2.31 - 1: 2147483648 after": lambda drafter: drafter.begin_policy_version(2**31),
+    r"policy versions go up, to .*: 2 after 3": lambda drafter: drafter.begin_policy_version(2),
+}
+
+
+@pytest.mark.parametrize("message", BAD_CALLS)
+def test_bad_calls_raise_and_change_nothing(message):
+    recorder = make()
+    recorder.drafter.begin_policy_version(3)
+    recorder.start("h", [1], [5, 6])
+    recorder.start("a", [1], [5])
+    with pytest.raises(ValueError, match=message):
+        BAD_CALLS[message](recorder.drafter)
+    recorder.check()
+    assert list(recorder.drafter._live) == ["h", "a"]
+    assert recorder.draft("a", 1) == [6]
+    recorder.stop("a")
+    recorder.check()
+
+
+@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
+def test_any_seed_of_64_bits(seed):
+    recorder = make()
+    recorder.start("h", [1], [5, 6])
+    recorder.start("a", [1], seed=seed)
+    assert recorder.draft("a", 2) == [5, 6]
+
+
+# -- any order of calls ----------------------------------------------------------------------------------------------
+
+
+class LifeCycle(RuleBasedStateMachine):
+    """Any order of calls: the store, the index and the bookkeeping hold exactly the texts that they should."""
+
+    INDEX, SHARED = "suffix", False
+    MAX_PAGES, MAX_VERSIONS = 9, 2
+
+    def __init__(self):
+        super().__init__()
+        self.recorder = make(
+            self.INDEX,
+            shared=self.SHARED,
+            max_draft_tokens=4,
+            max_history_tokens=self.MAX_PAGES * PAGE_TOKENS,
+            max_history_versions=self.MAX_VERSIONS,
+        )
+        self.live: list[str] = []
+        self.started = self.version = 0
+
+    @rule(
+        prompt=st.lists(st.integers(0, 1), max_size=3) | st.just([0, 1] * PAGE_TOKENS),
+        problem_id=st.none() | st.integers(7, 8),
+        seed=st.none() | st.integers(0, 9),
+    )
+    def start(self, prompt, problem_id, seed):
+        self.started += 1
+        self.live.append(str(self.started))
+        self.recorder.start(self.live[-1], prompt, problem_id=problem_id, seed=seed)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 2), max_size=9), times=st.sampled_from([1, 1, 5]))
+    def extend(self, data, tokens, times):
+        self.recorder.extend(data.draw(st.sampled_from(self.live)), tokens * times)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), observes=st.booleans())
+    def propose(self, data, observes):
+        req_ids = data.draw(st.lists(st.sampled_from(self.live), unique=True, min_size=1))
+        limits = np.array([data.draw(st.integers(0, 5)) for _ in req_ids], np.int32)
+        drafts = self.recorder.drafter.propose(req_ids, limits)
+        for draft, limit in zip(drafts, limits, strict=True):
+            check_draft(draft, min(int(limit), 4))
+        if observes:
+            accepted = [data.draw(st.integers(0, len(draft.token_ids))) for draft in drafts]
+            targets = [[*draft.token_ids[:n], 2] for draft, n in zip(drafts, accepted, strict=True)]
+            self.recorder.drafter.observe(req_ids, targets, np.array(accepted, np.int32))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), keep=st.booleans())
+    def stop(self, data, keep):
+        req_id = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.recorder.stop(req_id, keep=keep)
+        drafter = self.recorder.drafter
+        assert not drafter._finished or drafter._store.num_used_pages <= self.MAX_PAGES
+
+    @rule(step=st.integers(0, 2))
+    def new_policy(self, step):
+        self.version += step
+        self.recorder.drafter.begin_policy_version(self.version)
+        assert all(kept.version >= self.version - self.MAX_VERSIONS for kept in self.recorder.drafter._finished)
+
+    @invariant()
+    def everything_is_in_its_place(self):
+        self.recorder.check()
+        for problem in {text.problem for text in self.recorder.texts().values()}:
+            for context in ([0], [1, 2], [2, 0, 1, 0]):
+                if self.INDEX == "suffix":
+                    self.recorder.check_tree(problem, context)
+                self.recorder.check_table(problem, context)
+
+    def teardown(self):
+        for req_id in self.live:
+            self.recorder.stop(req_id, keep=False)
+        self.recorder.check()
+
+
+@both_indexes
+@pytest.mark.parametrize("shared", [False, True])
+def test_any_order_of_calls(index, shared):
+    machine = type("LifeCycle", (LifeCycle,), {"INDEX": index, "SHARED": shared})
+    run_state_machine_as_test(machine, settings=examples(25, stateful_step_count=20))
+
+
+@both_indexes
+def test_random_operations(index):
+    """ROLLOUT_SPEC_RANDOM_OPERATIONS calls; integrity, texts and candidates are checked every thousand or so."""
+    rng = np.random.default_rng(0)
+    recorder = make(index, shared=True, min_survival=0.05, max_history_tokens=60 * PAGE_TOKENS, max_history_versions=20)
+    prompts = [rng.integers(0, 3, size) for size in (0, 1, 5, 40, 100)]
+    live: list[str] = []
+    every = max(100 if SLOW else 1000, RANDOM_OPERATIONS // 300)
+    for operation in range(RANDOM_OPERATIONS):
+        kind = rng.random()
+        name = live[int(rng.integers(len(live)))] if live else ""
+        if not live or (kind < 0.05 and len(live) < 12):
+            live.append(str(operation))
+            seed = operation if operation % 2 else None
+            problem_id = int(rng.integers(4)) if operation % 3 else None
+            prompt = prompts[int(rng.integers(len(prompts)))]
+            num_known = int(rng.integers(prompt.size + 1)) if operation % 5 == 0 else 0
+            recorder.start(live[-1], prompt, problem_id=problem_id, seed=seed, num_known=num_known)
+        elif kind < 0.06:
+            context, tokens = (rng.integers(0, 3, int(rng.integers(size))).astype(np.int32) for size in (33, 60))
+            version = int(rng.integers(recorder.drafter._version + 2))
+            recorder.add(Rollout(int(rng.integers(4)), version, context, tokens))
+        elif kind < 0.5:
+            recorder.extend(name, rng.integers(0, 3, int(rng.integers(6))))
+        elif kind < 0.55:
+            recorder.extend(name, [int(rng.integers(LARGEST))] * int(rng.integers(50)))
+        elif kind < 0.92:
+            (draft,) = recorder.propose(name, limit=int(rng.integers(-1, K + 2)))
+            check_draft(draft, K)
+            accepted = int(rng.integers(len(draft.token_ids) + 1))
+            targets = [*draft.token_ids[:accepted], 2]
+            recorder.drafter.observe([name], [targets], np.array([accepted], np.int32))
+            recorder.extend(name, targets)
+        elif kind < 0.998:
+            live.remove(name)
+            recorder.stop(name, keep=rng.random() < 0.7)
+        else:
+            recorder.drafter.begin_policy_version(recorder.drafter._version + 1)
+        if operation % every == 0 and live:
+            recorder.check()
+            check = recorder.check_tree if index == "suffix" else recorder.check_table
+            check(recorder.problem(live[0]), rng.integers(0, 3, 8).tolist())
+    for name in live:
+        recorder.stop(name)
+    recorder.drafter.begin_policy_version(recorder.drafter._version + 1000)
+    recorder.check()
+    assert recorder.drafter._store.num_used_pages == 0
+
+
+# -- rollouts from elsewhere -----------------------------------------------------------------------------------------
+
+
+@both_indexes
+def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own(index):
+    rng = np.random.default_rng(0)
+    prompt, known = rng.integers(20, 29, 70), random_features(rng, range(40))
+    rollouts = [rng.integers(0, 9, 40).astype(np.int32) for _ in range(3)]
+    first, second = make(index), make(index)
+    first.drafter.record_rollouts()
+    for number, tokens in enumerate(rollouts):
+        first.start(str(number), prompt, problem_id=5)
+        first.extend(str(number), tokens, known if number == 1 else None)
+    for number in range(3):
+        first.stop(str(number))
+    first.start("unknown", [], tokens=[1, 2])
+    first.stop("unknown")
+    first.start("aborted", prompt, tokens=[1, 2], problem_id=5)
+    first.stop("aborted", keep=False)
+    recorded = first.drafter.take_recorded()
+    assert [rollout.tokens.tolist() for rollout in recorded] == [tokens.tolist() for tokens in rollouts]
+    assert all(rollout.context.tolist() == prompt[-MAX_DEPTH:].tolist() for rollout in recorded)
+    assert all(rollout.problem_id == 5 and rollout.version == 0 for rollout in recorded)
+    assert (recorded[1].features == known).all()
+    assert first.drafter.take_recorded() == []
+    for rollout in recorded:
+        second.add(rollout)
+    second.check()
+    for recorder in (first, second):
+        recorder.start("next", prompt, problem_id=5)
+        recorder.extend("next", rollouts[1][:10], known[:10])
+    assert first.draft("next") == second.draft("next") != []
+
+
+@both_indexes
+def test_added_rollouts_keep_within_the_bounds(index):
+    recorder = make(index, max_history_tokens=10 * PAGE_TOKENS, max_history_versions=1)
+    recorder.drafter.begin_policy_version(5)
+    tokens = np.arange(PAGE_TOKENS, dtype=np.int32)
+    for version in [3, *[9] * 20]:  # too old, and of a version that has not begun here
+        recorder.add(Rollout(1, version, tokens[:0], tokens))
+    recorder.check()
+    assert recorder.drafter._store.num_used_pages == 10
+    assert {request.version for request in recorder.drafter._finished} == {5}
+    with pytest.raises(ValueError, match="negative"):
+        recorder.drafter.add_rollouts([Rollout(1, 5, tokens[:0], -tokens)])
+    with pytest.raises(ValueError, match="features of 32 tokens"):
+        recorder.drafter.add_rollouts([Rollout(1, 5, tokens[:0], tokens, no_features(3))])
+
+
+def test_added_rollouts_are_as_old_as_their_policies():
+    """Whatever their order; a version that has not begun here counts as the present one."""
+    recorder = make()
+    recorder.drafter.begin_policy_version(9)
+    for version in (5, 9, 12, 3):
+        recorder.add(Rollout(version, version, np.array([1], np.int32), np.array([5, 6], np.int32)))
+    summary = recorder.drafter.history_summary()
+    assert (summary["oldest_version"], summary["newest_version"]) == (3, 9)
+    for problem_id, age in ((5, "3-4"), (9, "0"), (12, "0"), (3, "5-8")):
+        before = recorder.drafter.age_counts()
+        recorder.start(str(problem_id), [1], [5], problem_id=problem_id)
+        assert recorder.draft(str(problem_id)) == [6]
+        recorder.drafter.observe([str(problem_id)], [[6]], np.ones(1, np.int32))
+        reached, right = before[age]
+        assert recorder.drafter.age_counts() == {**before, age: (reached + 1, right + 1)}
+
+
+@both_indexes
+def test_a_load_of_more_than_fits_takes_no_more_memory_than_fits(index, monkeypatch):
+    monkeypatch.setattr(history, "MAX_ADDED", 4 * PAGE_TOKENS)
+    one_by_one, together = (make(index, max_history_tokens=10 * PAGE_TOKENS) for _ in range(2))
+    tokens = np.random.default_rng(0).integers(0, 9, (102, PAGE_TOKENS)).astype(np.int32)
+    rollouts = [Rollout(number % 3, 0, text[:0], text) for number, text in enumerate(tokens)]
+    num_pages = together.drafter._store.num_pages
+    assert 10 + 4 < num_pages < len(rollouts)
+    together.drafter.add_rollouts(rollouts)
+    together.drafter.check_integrity()
+    assert together.drafter._store.num_pages == num_pages
+    for rollout in rollouts:
+        one_by_one.add(rollout)
+    kept = [[d._store.text(r.document).tolist() for r in d._finished] for d in (one_by_one.drafter, together.drafter)]
+    assert kept[0] == kept[1] == tokens[-10:].tolist()
+    with pytest.raises(ValueError, match="negative"):
+        together.drafter.add_rollouts([rollouts[0], rollouts[1]._replace(tokens=-tokens[1])])
+    assert [together.drafter._store.text(r.document).tolist() for r in together.drafter._finished] == kept[0]
+
+
+def test_nothing_is_recorded_before_it_is_wanted():
+    recorder = make("suffix")
+    for is_wanted in (False, True):
+        if is_wanted:
+            recorder.drafter.record_rollouts()
+        assert recorder.drafter.take_recorded() == []
+        recorder.start("a", [1, 2], tokens=[3, 4])
+        recorder.stop("a")
+        assert len(recorder.drafter.take_recorded(wait=True)) == is_wanted
+
+
+@both_indexes
+def test_a_later_turn_stores_only_what_is_new(index):
+    recorder = make(index)
+    root, tool = list(range(40)), list(range(100, 110))
+    recorder.start("turn 1", root, tokens=list(range(40, 80)), problem_id=1)
+    recorder.stop("turn 1")
+    recorder.check()
+    stored = recorder.drafter._store.num_tokens
+    recorder.start("turn 2", [*range(80), *tool], problem_id=1, num_known=80)
+    recorder.check()
+    assert recorder.drafter._store.num_tokens == stored + MAX_DEPTH + len(tool)
+    recorder.extend("turn 2", [41, 42, 43])
+    assert recorder.draft("turn 2") == [44, 45, 46, 47, 48, 49]  # from its own earlier turn
+    recorder.start("turn 2 of a sibling", [*range(70), 78, 79, 100, 101], problem_id=1, num_known=70)
+    assert recorder.draft("turn 2 of a sibling")[:3] == tool[2:5]
+    recorder.stop("turn 2", keep=False)
+    recorder.check()
+    with pytest.raises(ValueError, match="num_known must be from 0 to the prompt's 2 tokens, got 3"):
+        recorder.drafter.start_request("a", [1, 2], num_known=3)
+
+
+@both_indexes
+def test_what_was_learned_goes_on_in_another_drafter(index):
+    first, second = make(index), make(index)
+    first.start("a", [0, 1] * 10)
+    for _ in range(5):
+        draft = first.draft("a")
+        first.drafter.observe(["a"], [draft], np.array([len(draft)], np.int32))
+        first.extend("a", draft)
+    learned = first.drafter.learned()
+    assert learned["coarse"].any()
+    assert learned.keys() == {"coarse", "fine", "by_inverse_temperature"}, "what is only counted is not handed on"
+    second.drafter.learn({"by_source": np.ones((len(vote.SOURCES), 2), np.int64)})
+    assert not any(any(counts) for counts in second.drafter.source_counts().values())
+    second.drafter.learn({name: array[:1] for name, array in learned.items()})
+    assert not any(array.any() for array in second.drafter.learned().values()), "of another shape"
+    second.drafter.learn(learned)
+    again = second.drafter.learned()
+    assert all((again[name] == array).all() for name, array in learned.items())

@@ -1,0 +1,240 @@
+"""The n-gram table against brute force: what it returns is true, and the newest is always there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_spec.drafters.host import ngram
+from rollout_spec.drafters.host.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER, WAYS
+from rollout_spec.drafters.host.store import LAST, PAGE_TOKENS
+from rollout_spec.drafters.host.vote import MAX_DEPTH
+from tests.drafters.recorder import SLOW, Recorder, examples
+
+ORDERS = (LONG_ORDER, SHORT_ORDER)
+contexts = st.lists(st.integers(0, 3), min_size=1, max_size=MAX_DEPTH + 4)
+
+
+def check_contexts(recorder, context):
+    recorder.check()
+    for problem in {text.problem for text in recorder.texts().values()}:
+        recorder.check_table(problem, context)
+        for text in recorder.texts().values():
+            whole = [*text.before, *text.tokens]
+            for end in {len(whole), len(whole) // 2} - {0}:
+                recorder.check_table(problem, whole[:end])
+
+
+@examples(60)
+@given(
+    prompts=st.lists(st.lists(st.integers(0, 2), max_size=40), min_size=1, max_size=2),
+    rollouts=st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=50), st.booleans()), min_size=1, max_size=5),
+    context=contexts,
+    random=st.randoms(use_true_random=False),
+)
+def test_candidates_are_true_in_any_order_of_growth_and_removal(prompts, rollouts, context, random):
+    recorder = Recorder("ngram", shared=True, max_history_tokens=4 * PAGE_TOKENS)
+    recorder.start_interleaved(prompts, [tokens for tokens, _ in rollouts], random)
+    check_contexts(recorder, context)
+    order = list(range(len(rollouts)))
+    random.shuffle(order)
+    for i in order:
+        recorder.stop(str(i), keep=rollouts[i][1])
+        check_contexts(recorder, context)
+
+
+@examples(40)
+@given(
+    texts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=30), min_size=1, max_size=3),
+    prompt=st.lists(st.integers(0, 2), max_size=5),
+)
+def test_the_newest_occurrence_comes_first(texts, prompt):
+    recorder = Recorder("ngram", shared=True)
+    for i in range(len(texts)):
+        recorder.start(str(i), prompt, problem_id=i % 2)
+    for at in range(30):
+        for i, text in enumerate(texts):
+            if at >= len(text):
+                continue
+            context = recorder.context(str(i))
+            recorder.extend(str(i), [text[at]])
+            recorder.drafter._flush()
+            newest = (recorder.drafter._live[str(i)].document, at)
+            for order in ORDERS:
+                if len(context) >= order:
+                    found = recorder.table_candidates(recorder.problem(str(i)), context, order)
+                    assert found[0] == (newest, min(len(context), MAX_DEPTH))
+            if len(context) >= SHARED_ORDER:
+                assert recorder.table_candidates(-1, context, SHARED_ORDER)[0][0] == newest
+
+
+def test_a_bucket_keeps_the_newest_positions_of_a_context():
+    recorder = Recorder("ngram")
+    recorder.start("a", [], [0] * (3 * WAYS), problem_id=7)
+    recorder.drafter._flush()
+    document = recorder.drafter._live["a"].document
+    for order in ORDERS:
+        places = [place for place, _ in recorder.table_candidates(recorder.problem("a"), [0] * LONG_ORDER, order)]
+        newest = [(document, 3 * WAYS - 1 - i) for i in range(WAYS)]
+        assert places == newest[: len(places)]
+        assert places or order != SHORT_ORDER
+
+
+def test_contexts_shorter_than_the_order_find_nothing():
+    recorder = Recorder("ngram")
+    recorder.start("a", [], [0] * 9, problem_id=7)
+    recorder.drafter._flush()
+    assert recorder.table_candidates(recorder.problem("a"), [0] * (LONG_ORDER - 1), LONG_ORDER) == []
+    assert recorder.table_candidates(recorder.problem("a"), [], SHORT_ORDER) == []
+
+
+@pytest.mark.parametrize("same_problem", [False, True])
+def test_entries_of_removed_rollouts_are_not_returned(same_problem):
+    """Pages are used again by the next rollout, and so is the problem's number, which a live request holds."""
+    recorder = Recorder("ngram", shared=True)
+    recorder.start("stays", [9], problem_id=7)
+    recorder.start("a", [1, 2], [5, 6, 7, 8] * 20, problem_id=7)
+    recorder.drafter._flush()
+    problem, pages = recorder.problem("a"), recorder.drafter._store.num_used_pages
+    recorder.stop("a", keep=False)
+    for order in ORDERS:
+        assert recorder.table_candidates(problem, [5, 6, 7], order) == []
+    recorder.start("b", [1, 2], [8, 7, 6, 5] * 20, problem_id=7 if same_problem else 8)
+    recorder.drafter._flush()
+    assert recorder.drafter._store.num_used_pages == pages
+    for context in ([5, 6, 7], [6, 7, 8], [8, 7, 6], [8], [1, 2]):
+        for asking in range(max(problem, recorder.problem("b")) + 2):
+            recorder.check_table(asking, context)
+
+
+def test_a_page_that_is_not_written_so_far_again_has_no_candidates():
+    """What follows there is another rollout's, though the context before it has been written again."""
+    recorder = Recorder("ngram")
+    recorder.start("stays", [9], problem_id=7)  # it holds the problem's number, which the entries are found by
+    recorder.start("a", [], [5, 6, 7, 8, 9, 5, 6, 7, 8], problem_id=7)
+    recorder.drafter._flush()
+    problem, pages = recorder.problem("a"), recorder.drafter._store.num_used_pages
+    document = recorder.drafter._live["a"].document
+    recorder.stop("a", keep=False)
+    recorder.start("b", [], [5, 6, 7], problem_id=7)
+    recorder.drafter._flush()
+    assert recorder.problem("b") == problem
+    assert recorder.drafter._live["b"].document == document
+    assert recorder.drafter._store.num_used_pages == pages
+    assert recorder.table_candidates(problem, [5, 6, 7], LONG_ORDER) == []
+    assert dict(recorder.table_candidates(problem, [5, 6], SHORT_ORDER)) == {(document, 2): 2}
+
+
+def test_a_rollout_written_again_where_it_was_before_votes_once():
+    recorder = Recorder("ngram", shared=True)
+    recorder.start("other", [9], [9], problem_id=8)
+    for i in range(4):
+        recorder.start(str(i), [1, 2, 3, 4], [5, 6, 7, 8], problem_id=7)
+        recorder.drafter._flush()
+        recorder.stop(str(i), keep=False)
+    recorder.start("a", [1, 2, 3, 4], [5, 6, 7, 8], problem_id=7)
+    recorder.check()
+    for context in ([4], [3, 4, 5], [4, 5, 6, 7]):
+        recorder.check_table(recorder.problem("a"), context)
+        recorder.check_table(recorder.problem("other"), context)
+
+
+def test_problems_are_apart_and_shared_entries_are_of_others():
+    recorder = Recorder("ngram", shared=True)
+    recorder.start("a", [1], [2, 3, 4, 5, 6], problem_id=7)
+    recorder.start("b", [1], [2, 3, 4, 5, 9], problem_id=8)
+    recorder.check()
+    ours, theirs = recorder.problem("a"), recorder.problem("b")
+    documents = {name: recorder.drafter._live[name].document for name in "ab"}
+    context = [1, 2, 3, 4, 5]
+    assert recorder.table_candidates(ours, context, LONG_ORDER) == [((documents["a"], 4), 5)]
+    assert recorder.table_candidates(-1, context, SHARED_ORDER, other_than=ours) == [((documents["b"], 4), 5)]
+    assert recorder.table_candidates(-1, context, SHARED_ORDER, other_than=theirs) == [((documents["a"], 4), 5)]
+
+
+def test_problems_are_apart_where_their_entries_look_the_same():
+    """In a table of one bucket every sixtieth problem or so has the same tag."""
+    recorder = Recorder("ngram", shared=True)
+    texts = [[1, 2, 3, 4, 100 + i] for i in range(150)]
+    for i, text in enumerate(texts):
+        recorder.start(str(i), [], text, problem_id=i)
+    recorder.drafter._flush()
+    looks_alike = 0
+    for asking in range(len(texts)):
+        recorder.drafter._index = recorder.drafter._index._replace(buckets=ngram.new_buckets(1))
+        index, store = recorder.drafter._index, recorder.drafter._store.arrays
+        tags = []
+        for i in [*range(asking + 1, asking + WAYS), asking]:
+            i %= len(texts)
+            problem, document = recorder.problem(str(i)), recorder.drafter._live[str(i)].document
+            text = np.array(texts[i], np.int32)
+            ngram.insert(index.buckets, problem, int(store.documents[document, LAST]), text, 4, LONG_ORDER)
+            tags.append(int(ngram._tag(np.uint64(ngram.hash_context(problem, text, 4, LONG_ORDER)))))
+        looks_alike += tags.count(tags[-1]) > 1
+        found = recorder.table_candidates(recorder.problem(str(asking)), [1, 2, 3, 4], LONG_ORDER)
+        assert [document for (document, _), _ in found] == [recorder.drafter._live[str(asking)].document]
+    assert looks_alike
+
+
+def test_nothing_that_was_found_is_lost_when_the_table_grows():
+    rng = np.random.default_rng(0)
+    recorder = Recorder("ngram", shared=True)
+    for i in range(6):
+        recorder.start(str(i), [1, 2], rng.integers(0, 5, 300), problem_id=i % 2)
+    recorder.stop("1", keep=False)
+    recorder.drafter._flush()
+    queries = [rng.integers(0, 5, 6).tolist() for _ in range(20 if SLOW else 200)]
+
+    def found():
+        ours, theirs = recorder.problem("0"), recorder.problem("3")
+        return [
+            recorder.table_candidates(problem, query, order, other_than)
+            for query in queries
+            for problem, order, other_than in (
+                (ours, LONG_ORDER, -2),
+                (theirs, LONG_ORDER, -2),
+                (ours, SHORT_ORDER, -2),
+                (-1, SHARED_ORDER, ours),
+            )
+        ]
+
+    before, drafter = found(), recorder.drafter
+    for factor in (2, 8):
+        old = drafter._index.buckets
+        drafter._index = drafter._index._replace(buckets=ngram.new_buckets(old.size * factor))
+        ngram.rehash(drafter._store.arrays, drafter._index.buckets, drafter._settings.use_shared, old)
+        assert found() == before
+    for query in queries:
+        recorder.check_table(recorder.problem("0"), query)
+
+
+def test_the_table_grows_with_the_text():
+    recorder = Recorder("ngram")
+    sizes = set()
+    rng = np.random.default_rng(0)
+    for i in range(30):
+        recorder.start(str(i), [1], rng.integers(0, 50_000, 400), problem_id=i % 3)
+        recorder.drafter._flush()
+        sizes.add(recorder.drafter._index.buckets.size)
+        last = recorder.context(str(i))
+        found = recorder.table_candidates(recorder.problem(str(i)), last[:-1], LONG_ORDER)
+        assert found[0] == ((recorder.drafter._live[str(i)].document, 399), MAX_DEPTH)
+    assert len(sizes) > 1
+    recorder.check()
+
+
+@pytest.mark.parametrize("num_entries", [1, WAYS, WAYS + 1, 1000])
+def test_new_tables_have_room_and_a_power_of_two_of_buckets(num_entries):
+    buckets = ngram.new_buckets(num_entries)
+    assert buckets.size >= num_entries
+    assert buckets.shape[1] == WAYS
+    assert buckets.shape[0] & (buckets.shape[0] - 1) == 0
+    assert buckets.size < 2 * num_entries + WAYS
+
+
+def test_no_tag_and_position_look_like_an_empty_entry():
+    tags = {int(ngram._tag(np.uint64(mixed))) for mixed in range(64)}
+    assert max(tags) == 62
+    assert (62 << ngram.POSITION_BITS | ngram.POSITION_MASK) < 0xFFFFFFFF

@@ -1,0 +1,385 @@
+"""What any trainer needs of an engine, with a stand-in for the engine. `test_trl_hook` has real ones."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from rollout_spec import RolloutSpecConfig, engine_kwargs
+from rollout_spec.integrations.trainers import logprob_check
+from rollout_spec.integrations.trainers.controller import EngineController
+from rollout_spec.report.stats import Progress, SpeculationStats
+from tests.report.test_doctor import a_report
+
+
+class Params:
+    """Stands for vLLM's `SamplingParams`."""
+
+    def __init__(self, seed=None):
+        self.seed, self.logprobs, self.extra_args = seed, None, None
+
+    def clone(self):
+        return Params(self.seed)
+
+
+class Engine:
+    """Stands for `vllm.LLM`: every rollout has two tokens, and the second one was drafted.
+
+    Attributes:
+        calls: What was asked for, in order.
+    """
+
+    def __init__(self):
+        self.calls = []
+        self._stats = SpeculationStats()
+        model_config = SimpleNamespace(dtype="torch.float32", logprobs_mode="raw_logprobs")
+        self.llm_engine = SimpleNamespace(vllm_config=SimpleNamespace(model_config=model_config))
+
+    def collective_rpc(self, method, args):
+        assert method == "rollout_spec"
+        name, *values = args
+        if name == "stats":
+            return [{**self._stats.to_dict(), "drafter_bytes": 5_000_000, "policy_version": 7}]
+        if name == "report":
+            return [{"format": 1}]
+        self.calls.append((name, *values))
+        return [None]
+
+    def get_default_sampling_params(self):
+        return Params()
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset_prefix_cache")
+        return True
+
+    def generate(self, prompts, sampling_params):
+        self.calls.append([params.seed for params in sampling_params])
+        self._stats.record([1] * len(sampling_params), [1] * len(sampling_params))
+        return [
+            SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1, 2], logprobs=[{}, {}], cumulative_logprob=0.0)])
+            for _ in sampling_params
+        ]
+
+    def chat(self, messages, sampling_params):
+        return self.generate(messages, sampling_params)
+
+
+def a_controller(**options):
+    return EngineController(RolloutSpecConfig(**options), logprob_tolerance=math.inf)
+
+
+def an_attached_controller(**options):
+    controller, llm = a_controller(**options), Engine()
+    controller.begin_run(seed=3)
+    controller.attach(llm)
+    llm.calls.clear()
+    return controller, llm
+
+
+def test_an_engine_is_switched_as_was_asked_for_before_it_was_there():
+    controller, llm = a_controller(), Engine()
+    controller.enabled = False
+    assert not llm.calls
+    controller.attach(llm)
+    controller.enabled = True
+    assert llm.calls == [("set_enabled", False), ("set_enabled", True)]
+    assert controller.enabled
+
+
+def test_synchronised_weights_may_begin_a_policy_version():
+    controller, llm = an_attached_controller()
+    assert llm.reset_prefix_cache() is True
+    controller.begin_policy_version()
+    assert llm.calls == [("begin_policy_version",), "reset_prefix_cache", ("begin_policy_version",)]
+    assert controller.policy_version == 2
+
+
+def test_metrics_tell_what_is_new():
+    controller, llm = an_attached_controller()
+    assert controller.take_metrics() == {}, "nothing was generated"
+    for num_rollouts in (3, 5):
+        llm.generate([{"prompt_token_ids": [1, 2]}] * num_rollouts)
+        metrics = controller.take_metrics()
+        assert metrics["rollout_spec/tokens"] == 2 * num_rollouts
+        assert metrics["rollout_spec/draft_tokens"] == metrics["rollout_spec/accepted_tokens"] == num_rollouts
+        assert metrics["rollout_spec/drafter_mbytes"] == 5
+        assert metrics["rollout_spec/policy_version"] == 7
+        assert metrics["rollout_spec/generation_seconds"] > 0
+    assert controller.take_metrics() == {}
+
+
+def test_scores_that_the_trainer_did_not_ask_for_are_taken_away():
+    """They are for the comparison, at the first generation alone."""
+    _, llm = an_attached_controller()
+    first, second = (llm.generate(["a", "b"]) for _ in range(2))
+    assert all(output.outputs[0].logprobs is None for output in first)
+    assert all(output.outputs[0].cumulative_logprob is None for output in first)
+    assert all(output.outputs[0].logprobs is not None for output in second)
+
+
+def test_a_rank_without_prompts_runs_the_model_as_often_as_the_others(monkeypatch):
+    """Under FSDP and ZeRO-3 the others would wait for it in their comparison of log-probabilities."""
+    passes = []
+    monkeypatch.setattr(logprob_check, "_num_ranks", lambda: 2)
+    monkeypatch.setattr(logprob_check, "_last_logits", lambda *args: passes.append(args))
+    controller, llm = EngineController(RolloutSpecConfig()), Engine()
+    controller.begin_run(seed=3, model=object())
+    controller.attach(llm)
+    for _ in range(2):
+        assert llm.generate([]) == []
+    assert len(passes) == logprob_check.NUM_CHECKED_ROLLOUTS
+
+
+def test_a_subclass_may_generate_in_another_way():
+    class Twice(EngineController):
+        def generate(self, prompts, sampling_params, *args, **kwargs):
+            super().generate(prompts, sampling_params, *args, **kwargs)
+            return super().generate(prompts, sampling_params, *args, **kwargs)
+
+    controller, llm = Twice(RolloutSpecConfig(), logprob_tolerance=math.inf), Engine()
+    controller.attach(llm)
+    llm.calls.clear()
+    llm.generate(["a", "b"])
+    first, second = llm.calls
+    assert first == second
+    assert len(set(first)) == 2
+
+
+def test_a_run_that_is_resumed_goes_on_with_the_same_seeds():
+    """Evaluations in between change nothing, and a second training has seeds of its own."""
+
+    def seeds(controller):
+        params = SimpleNamespace(seed=None)
+        params.clone = lambda: SimpleNamespace(seed=None)
+        return [p.seed for p in controller._with_seeds([0] * 4, params)]
+
+    whole, resumed = EngineController(RolloutSpecConfig()), EngineController(RolloutSpecConfig())
+    of_evaluation = seeds(whole)
+    whole.begin_training()
+    for step in range(5):
+        whole.begin_step(step)
+        last = seeds(whole)
+        of_evaluation += seeds(whole) if step == 2 else []
+    resumed.begin_training()
+    resumed.begin_step(4)
+    assert seeds(resumed) == last
+    whole.begin_training()
+    whole.begin_step(4)
+    assert not set(seeds(whole)) & {*last, *of_evaluation}
+
+
+def test_seeds_are_unique_and_repeatable():
+    """Over steps, calls in a step, data-parallel replicas; the same again after a restart."""
+
+    def seeds(replica):
+        controller, llm = a_controller(), Engine()
+        controller.begin_run(seed=3, replica=replica)
+        controller.attach(llm)
+        llm.calls.clear()
+        for step in range(3):
+            controller.begin_step(step)
+            llm.generate(["same"] * 8, Params())
+            llm.chat([[{"role": "user", "content": "same"}]] * 8, Params())
+        return [seed for call in llm.calls for seed in call]
+
+    both = seeds(0) + seeds(1)
+    assert len(set(both)) == len(both) == 96
+    assert seeds(1) == both[48:]
+    assert all(0 <= seed < 2**63 for seed in both)
+
+
+@pytest.mark.parametrize("prompt", ["a", {"prompt": "a"}, {"prompt_token_ids": [1, 2]}, [1, 2]], ids=str)
+def test_a_seed_that_prompts_share_is_refused(prompt):
+    _, llm = an_attached_controller()
+    with pytest.raises(ValueError, match=r"SamplingParams.seed is 7 .* copies"):
+        llm.generate([prompt] * 2, Params(seed=7))
+    llm.generate([prompt, "another"], Params(seed=7))
+    llm.generate(prompt, Params(seed=7))
+    assert llm.calls == [[7, 7], [7]]
+
+
+def test_a_report_is_written(tmp_path):
+    controller, _ = an_attached_controller()
+    path = tmp_path / "new" / "report.json"
+    controller.write_report(path, global_step=4)
+    progress = Progress().to_dict()
+    assert json.loads(path.read_text()) == {"format": 1, "global_step": 4, "progress": progress}
+    assert list(path.parent.iterdir()) == [path]
+
+
+def generate_steps(controller, llm, steps):
+    """As many rollouts in each step as its number, counted from 1."""
+    for step in steps:
+        controller.begin_step(step)
+        llm.generate(["a"] * (step + 1))
+        controller.take_metrics()
+
+
+def test_the_report_has_a_series_over_the_training_without_evaluations():
+    controller, llm = an_attached_controller()
+    controller.begin_training()
+    generate_steps(controller, llm, range(2))
+    controller.evaluating = True
+    llm.generate(["a"] * 7)
+    assert controller.take_metrics()["rollout_spec/tokens"] == 14
+    controller.evaluating = False
+    generate_steps(controller, llm, range(2, 4))
+    progress = controller.report()["progress"]
+    assert all(seconds > 0 for seconds in progress.pop("generation_seconds"))
+    assert progress == {
+        "global_step": [1, 2, 3, 4],
+        "num_logs": [1, 1, 1, 1],
+        "request_steps": [1, 2, 3, 4],
+        "emitted_tokens": [2, 4, 6, 8],
+        "draft_tokens": [1, 2, 3, 4],
+        "accepted_tokens": [1, 2, 3, 4],
+    }
+    controller.begin_training()
+    assert controller.report()["progress"] == Progress().to_dict()
+
+
+def test_an_evaluation_between_two_logs_takes_nothing_of_the_training():
+    """Logs need not come when an evaluation does: here after three steps, the evaluation after two."""
+    controller, llm = an_attached_controller()
+    controller.begin_training()
+    for step in range(2):
+        controller.begin_step(step)
+        llm.generate(["a"] * 3)
+    controller.evaluating = True
+    llm.generate(["a"] * 7)
+    evaluation = controller.take_metrics()
+    controller.evaluating = False
+    controller.begin_step(2)
+    llm.generate(["a"] * 4)
+    training = controller.take_metrics()
+    for metrics, rollouts in ((evaluation, 7), (training, 10)):
+        assert metrics["rollout_spec/tokens"] == 2 * rollouts
+        assert metrics["rollout_spec/draft_tokens"] == rollouts
+        assert metrics["rollout_spec/generation_seconds"] > 0
+    assert controller.report()["progress"]["emitted_tokens"] == [20]
+    assert controller.take_metrics() == {}
+
+
+def test_a_resumed_run_goes_on_with_the_series(tmp_path, caplog):
+    """After a checkpoint of step 3, though the interrupted run had come to step 5."""
+    path = tmp_path / "report.json"
+    controller, llm = an_attached_controller()
+    controller.begin_training()
+    generate_steps(controller, llm, range(5))
+    path.write_text(json.dumps(a_report(progress=controller.report()["progress"])))
+    resumed, llm = an_attached_controller()
+    resumed.begin_training()
+    resumed.resume_progress(path, 3)
+    generate_steps(resumed, llm, range(3, 6))
+    progress = resumed.report()["progress"]
+    assert progress["global_step"] == [1, 2, 3, 4, 5, 6]
+    assert progress["emitted_tokens"] == [2, 4, 6, 8, 10, 12]
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("content", [None, json.dumps(a_report()), "{", json.dumps(a_report(progress={}))])
+def test_a_resumed_run_without_an_earlier_series_begins_one(tmp_path, caplog, content):
+    """There is no report, an older version's, a torn one, one with a series of another kind."""
+    path = tmp_path / "report.json"
+    if content is not None:
+        path.write_text(content)
+    controller, llm = an_attached_controller()
+    controller.begin_training()
+    controller.resume_progress(path, 3)
+    generate_steps(controller, llm, range(3, 4))
+    assert controller.report()["progress"]["global_step"] == [4]
+    is_damaged = content not in (None, json.dumps(a_report()))
+    assert ("the report's series over the training begins anew" in caplog.text) == is_damaged
+
+
+def test_a_report_that_cannot_be_written_ends_no_run(tmp_path, caplog):
+    controller, _ = an_attached_controller()
+    (tmp_path / "file").touch()
+    controller.write_report(tmp_path / "file" / "report.json")
+    assert "could not be written" in caplog.text
+
+
+def test_arguments_of_the_engine():
+    controller = EngineController(RolloutSpecConfig(), llm_kwargs={"dtype": "float32", "additional_config": {"a": 1}})
+    found = controller.engine_kwargs({"model": "m", "dtype": "auto", "additional_config": {"b": 2}})
+    ours = engine_kwargs()
+    assert found == {
+        "model": "m",
+        "dtype": "float32",
+        "speculative_config": ours["speculative_config"],
+        "additional_config": {"a": 1, "b": 2, **ours["additional_config"]},
+    }
+
+
+@pytest.mark.parametrize("name", ["speculative_config", "additional_config"])
+def test_an_engine_takes_one_drafter(name):
+    ours = {name: engine_kwargs()[name]}
+    with pytest.raises(ValueError, match=f"{name}.* is set by llm_kwargs and by EngineController"):
+        EngineController(RolloutSpecConfig(), llm_kwargs=ours).engine_kwargs({})
+    with pytest.raises(ValueError, match=f"{name}.* is set by the trainer and by EngineController"):
+        EngineController(RolloutSpecConfig()).engine_kwargs(ours)
+
+
+def test_an_engine_without_the_plugin():
+    """VLLM_PLUGINS may leave us out: the engine would verify nothing."""
+
+    class Bare(Engine):
+        def collective_rpc(self, *args, **kwargs):
+            raise AttributeError("'CPUWorker' object has no attribute 'rollout_spec'")
+
+    controller = a_controller()
+    with pytest.raises(RuntimeError, match="VLLM_PLUGINS"):
+        controller.attach(Bare())
+    assert controller.llm is None
+
+
+def test_generating_without_an_engine():
+    with pytest.raises(RuntimeError, match="EngineController has no engine yet"):
+        a_controller().generate([], [])
+
+
+def test_it_needs_no_trainer_s_library():
+    """A trainer of another library brings its own."""
+    import subprocess
+    import sys
+
+    code = """import sys
+from unittest.mock import MagicMock
+sys.modules["torch"] = MagicMock()  # takes long to import
+import rollout_spec.integrations.trainers.controller
+print([name for name in ("trl", "transformers", "vllm") if name in sys.modules])"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.engine
+def test_a_loop_without_a_trainer_s_library(tiny_model, reference_model):
+    """The loop of the module's docstring, with a real engine."""
+    pytest.importorskip("vllm")
+    from vllm import SamplingParams
+
+    from tests.integrations.engines import build
+
+    controller = EngineController(RolloutSpecConfig(num_speculative_tokens=4, budget=False))
+    controller.begin_run(seed=0, model=reference_model)
+    llm = build(tiny_model, **controller.engine_kwargs({}))
+    controller.attach(llm)
+    drafted = 0
+    for step in range(2):
+        controller.begin_step(step)
+        prompts = [{"prompt_token_ids": [1, 4, 9]}] * 8
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=24), use_tqdm=False)
+        assert len({tuple(output.outputs[0].token_ids) for output in outputs}) > 1
+        llm.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
+        llm.reset_prefix_cache()
+        metrics = controller.take_metrics()
+        assert metrics["rollout_spec/policy_version"] == step, "of the rollouts, not of weights not used yet"
+        drafted += metrics["rollout_spec/draft_tokens"]
+    assert drafted > 0
+    assert controller.logprob_error[1] < 1e-4
+    assert controller.report()["num_speculative_tokens"] == 4

@@ -1,0 +1,265 @@
+"""RolloutSpecGenerator in PPOTrainer with a tiny random policy. TRL had it up to 1.12.0: `make test-ppo`."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+pytest.importorskip("trl.experimental.ppo")
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from trl.experimental.ppo import PPOConfig, PPOTrainer, ppo_trainer
+from trl.trainer.utils import selective_log_softmax
+
+from rollout_spec import RolloutSpecGenerator
+from rollout_spec.integrations.trainers.ppo import logits_from
+from rollout_spec.integrations.vllm.request_options import request_options
+from rollout_spec.noise.host import derive_seed
+from rollout_spec.report import doctor
+from tests.conftest import VOCAB_SIZE
+
+pytestmark = pytest.mark.engine
+
+ENGINES = []
+FP32 = {"enforce_eager": True, "num_gpu_blocks_override": 300, "max_model_len": 64}
+QUERIES = ["w1 w2 w3", "w4 w5 w6 w7 w8", "w9", "w1 w2 w3 w4"]  # of different lengths, so that some are padded
+PAD, EOS = 0, 2
+
+
+class Kept(RolloutSpecGenerator):
+    """Keeps what it generates."""
+
+    def __init__(self, **kwargs):
+        defaults = {"num_speculative_tokens": 4, "budget": False, "drafter_options": {"min_survival": 0.0}}
+        super().__init__(**{"llm_kwargs": FP32, **defaults, **kwargs})
+        self.seen, self.rollouts = [], []
+
+    def generate(self, prompts, sampling_params, *args, **kwargs):
+        outputs = super().generate(prompts, sampling_params, *args, **kwargs)
+        self.rollouts += [(list(o.prompt_token_ids), list(o.outputs[0].token_ids)) for o in outputs]
+        return outputs
+
+
+class Recording(Kept):
+    """Generates everything once more without drafts."""
+
+    def generate(self, prompts, sampling_params, *args, **kwargs):
+        outputs = super().generate(prompts, sampling_params, *args, **kwargs)
+        self.enabled = False
+        again = super().generate(prompts, sampling_params, *args, **kwargs)
+        self.enabled = True
+        self.seen.append((sampling_params, outputs, again))
+        return outputs
+
+
+def make_trainer(model_path, tmp_path, callbacks, trainer=PPOTrainer, **kwargs):
+    tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
+    defaults = {
+        "output_dir": str(tmp_path),
+        "use_cpu": True,
+        "bf16": False,
+        "seed": 3,
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 4,
+        "total_episodes": 24,
+        "num_ppo_epochs": 1,
+        "num_sample_generations": 0,
+        "response_length": 24,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    critic, judge = (
+        AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1, dtype=torch.float32)
+        for _ in range(2)
+    )
+    queries = Dataset.from_dict({"input_ids": [tokenizer(query)["input_ids"] for query in QUERIES]})
+    made = trainer(
+        args=PPOConfig(**{**defaults, **kwargs}),
+        processing_class=tokenizer,
+        model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
+        ref_model=None,
+        reward_model=judge,
+        value_model=critic,
+        train_dataset=queries.select([0, 1, 2, 3] * 4),
+        eval_dataset=queries,
+        callbacks=callbacks,
+    )
+    ENGINES.extend(callback.llm for callback in callbacks if isinstance(callback, RolloutSpecGenerator))
+    return made
+
+
+def compare(seen):
+    """(rollouts, how many of them are the same with and without drafts)."""
+    pairs = [pair for _, outputs, again in seen for pair in zip(outputs, again, strict=True)]
+    tokens = [[list(output.outputs[0].token_ids) for output in pair] for pair in pairs]
+    return len(tokens), sum(a == b for a, b in tokens)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_ppo_with_speculation(tiny_model, tmp_path, temperature):
+    """One epoch per update and one minibatch, so that every update is on-policy if the engine has its weights."""
+    generator = Recording()
+    trainer = make_trainer(tiny_model, tmp_path, [generator], temperature=temperature)
+    before = trainer.policy_model.lm_head.weight.detach().clone()
+    trainer.train()
+
+    assert (trainer.policy_model.lm_head.weight - before).abs().max() > 1e-3, "the updates must change the policy"
+    logs = [entry for entry in trainer.state.log_history if "val/ratio" in entry]
+    stats = generator.stats()
+    ratios = [(entry["val/ratio"], entry["policy/approxkl_avg"]) for entry in logs]
+    assert len(logs) == len(generator.seen) == generator.policy_version == 3
+    assert compare(generator.seen) == (24, 24)
+    for ratio, approxkl in ratios:
+        assert ratio == pytest.approx(1.0, abs=1e-5)
+        assert approxkl < 1e-9
+    assert stats["accepted_tokens"] > 0
+    for name in ("draft_tokens", "accepted_tokens"):
+        assert sum(entry[f"rollout_spec/{name}"] for entry in logs) == stats[name]
+    assert all(entry["rollout_spec/tokens"] == 8 * 24 for entry in logs), "without a stop token none ends early"
+    assert logs[-1]["rollout_spec/policy_version"] == 2, "the engine has the first weights already"
+    assert generator.logprob_error[1] < 1e-4
+    sent = [params for sampling_params, _, _ in generator.seen for params in sampling_params]
+    assert len({params.seed for params in sent}) == len(sent) == 24
+    assert sent[16].seed == derive_seed(3, 1, 2, 0, 0, 0), "of the run, its first training and the third step"
+    assert "Where the time of a step goes" in doctor.explain(doctor.read_report(tmp_path / "rollout_spec.json"))
+
+
+def test_whole_trainings_are_the_same(tiny_model, tmp_path):
+    """One training with drafts and one without, from the same seed: same queries, rollouts and rewards."""
+    runs = []
+    for speculation in (True, False):
+        torch.manual_seed(0)  # the heads of critic and judge are new
+        generator = Kept(speculation=speculation)
+        trainer = make_trainer(tiny_model, tmp_path, [generator])
+        trainer.train()
+        scores = [entry["objective/scores"] for entry in trainer.state.log_history]
+        runs.append((generator.rollouts, scores))
+        assert len(set(scores)) == len(scores) == 3
+    assert runs[0][0] == runs[1][0]
+    assert runs[0][1] == pytest.approx(runs[1][1], abs=1e-3)
+
+
+def test_stop_token_and_evaluation(tiny_model, tmp_path):
+    """Rollouts end at the stop token, evaluations use the engine, and the policy's weights are loaded once per step."""
+    generator = Recording()
+    trainer = make_trainer(tiny_model, tmp_path, [generator], stop_token="eos", num_sample_generations=3)
+    trainer.generate_completions()
+    assert len(generator.seen) == 1, "also before a training"
+    trainer.train()
+    trainer.train()
+    lengths = [len(output.outputs[0].token_ids) for _, outputs, _ in generator.seen for output in outputs]
+    assert len(set(lengths)) > 1
+    assert generator.seen[0][0][0].temperature == pytest.approx(0.01, abs=1e-6)
+    for sampling_params, _, _ in generator.seen:
+        is_evaluation = sampling_params[0].temperature < 0.1
+        keeps = request_options(sampling_params[0].extra_args).keep_in_history
+        assert keeps is not is_evaluation, "evaluations leave no history, and everything else does"
+    assert len(generator.seen) == 1 + 2 * (3 + 3)
+    assert generator.policy_version == 1 + 2 * (3 + 1)  # an update's rollouts have the weights of the evaluation before
+    seeds = [params.seed for sampling_params, _, _ in generator.seen for params in sampling_params]
+    assert len(set(seeds)) == len(seeds)
+    count, identical = compare(generator.seen)
+    assert identical == count
+    for entry in trainer.state.log_history:
+        assert entry["val/ratio"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_what_the_function_returns(tiny_model, tmp_path):
+    """Queries as they came, responses padded on the right, and logits with the log-probabilities of a forward pass."""
+    generator = Recording()
+    trainer = make_trainer(tiny_model, tmp_path, [generator], stop_token="eos")
+    policy, tokenizer = trainer.policy_model, trainer.processing_class
+    queries = tokenizer(QUERIES, padding=True, return_tensors="pt")["input_ids"]
+    config = ppo_trainer.GenerationConfig(max_new_tokens=24, temperature=0.8, top_k=0.0, top_p=1.0, do_sample=True)
+    found, logits = ppo_trainer.batch_generation(policy, queries, 2, PAD, config)
+    responses = found[:, queries.shape[1] :]
+    assert torch.equal(found[:, : queries.shape[1]], queries)
+    assert logits.shape == (*responses.shape, VOCAB_SIZE)
+    assert logits.dtype == torch.float32
+    logprobs = selective_log_softmax(logits, responses)
+    with torch.no_grad():
+        forward = ppo_trainer.forward(policy, found, PAD).logits[:, queries.shape[1] - 1 : -1]
+    expected = selective_log_softmax(forward / (0.8 + 1e-7), responses)
+    for row, output in enumerate(generator.seen[0][1]):
+        tokens = list(output.outputs[0].token_ids)
+        assert responses[row].tolist() == tokens + [PAD] * (responses.shape[1] - len(tokens))
+        until = tokens.index(PAD) if PAD in tokens else len(tokens)  # PPOTrainer masks what comes after it
+        assert logprobs[row, :until].tolist() == pytest.approx(expected[row, :until].tolist(), abs=1e-5)
+    assert torch.isfinite(logprobs).all()
+
+    others = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    ppo_trainer.batch_generation(others, queries, 2, PAD, config)
+    assert len(generator.seen) == 1, "other models generate as before"
+    config.max_new_tokens = 60
+    with pytest.raises(ValueError, match="max_model_len leaves 4 tokens"):
+        ppo_trainer.batch_generation(policy, queries, 2, PAD, config)
+
+
+def test_logits_give_back_the_logprobs():
+    torch.manual_seed(0)
+    logprobs = torch.cat([torch.randn(1000, 6) * 3, torch.linspace(-60, 8, 6000).reshape(1000, 6)])
+    logprobs = torch.nn.functional.logsigmoid(logprobs.reshape(2, -1))
+    logprobs[0, :3] = torch.tensor([0.0, -1e-8, 1e-8])
+    tokens = torch.randint(0, 5, logprobs.shape)
+    assert (selective_log_softmax(logits_from(logprobs, tokens, 5), tokens) - logprobs).abs().max() < 1e-6
+
+
+def test_greedy_and_unset_values(tiny_model, tmp_path):
+    generator = Recording()
+    trainer = make_trainer(tiny_model, tmp_path, [generator])
+    queries = torch.tensor([[PAD, 5, 6]])
+    ppo_trainer.batch_generation(
+        trainer.policy_model, queries, 1, PAD, ppo_trainer.GenerationConfig(max_new_tokens=2, do_sample=False)
+    )
+    params = generator.seen[0][0][0]
+    assert (params.temperature, params.max_tokens, params.stop_token_ids) == (0.0, 2, [])
+    assert generator.seen[0][1][0].prompt_token_ids == [5, 6]
+
+
+def test_a_trainer_without_the_callback_is_not_changed(tiny_model, tmp_path):
+    make_trainer(tiny_model, tmp_path, [RolloutSpecGenerator(llm_kwargs=FP32)])
+    with_engine = torch.get_rng_state()
+    trainer = make_trainer(tiny_model, tmp_path, [], total_episodes=8, response_length=4)
+    assert torch.equal(torch.get_rng_state(), with_engine), "an engine does not change the order of the queries"
+    trainer.train()
+    assert not any(name.startswith("rollout_spec/") for entry in trainer.state.log_history for name in entry)
+
+
+def test_what_would_not_speculate_is_refused(tiny_model, tmp_path):
+    late = RolloutSpecGenerator()
+    trainer = make_trainer(tiny_model, tmp_path, [])
+    trainer.add_callback(late)
+    with pytest.raises(RuntimeError, match="was not built through"):
+        trainer.train()
+    with pytest.raises(ValueError, match="takes one RolloutSpecGenerator and has 2"):
+        make_trainer(tiny_model, tmp_path, [RolloutSpecGenerator(), RolloutSpecGenerator()])
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        make_trainer(tiny_model, tmp_path, [RolloutSpecGenerator(llm_kwargs={**FP32, "tensor_parallel_size": 2})])
+
+    class Elsewhere(PPOTrainer):
+        """Generates with a model that is not its policy."""
+
+        def train(self):
+            self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+            self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+
+    generator = Recording()
+    with pytest.raises(RuntimeError, match="did not come from the engine"):
+        make_trainer(tiny_model, tmp_path, [generator], Elsewhere).train()
+    with pytest.raises(ValueError, match="has an engine already"):
+        make_trainer(tiny_model, tmp_path, [generator])
+
+
+@pytest.mark.parametrize(("attribute", "message"), [("is_peft_model", "PEFT"), ("is_fsdp_enabled", "FSDP")])
+def test_weights_that_an_engine_cannot_take(tiny_model, tmp_path, attribute, message):
+    class Sharded(PPOTrainer):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, True if name == attribute else value)
+
+    with pytest.raises(ValueError, match=message):
+        make_trainer(tiny_model, tmp_path, [RolloutSpecGenerator(llm_kwargs=FP32)], Sharded)

@@ -1,0 +1,189 @@
+"""What is wrong is said before anything is generated, by its name; what a drafter does wrong ends only its drafts."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm
+
+from rollout_spec import engine_kwargs
+from rollout_spec.config import PROPOSER_PATH
+from rollout_spec.drafters import build_drafter
+from tests.integrations.engines import build, generate, mixed_params, runner_of, stats_of, verify_all
+
+pytestmark = pytest.mark.engine
+
+OPTIONS = engine_kwargs(num_speculative_tokens=4)
+PROPOSER = OPTIONS["speculative_config"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        (engine_kwargs(drafter_options={"min_surival": 0.1}), ValueError, "min_surival"),
+        (engine_kwargs(drafter_options={"min_survival": 2}), ValueError, r"min_survival must be in \[0, 1\), got 2"),
+        (engine_kwargs(drafter="tests.adversaries.SameToken", drafter_options={"size": 2}), ValueError, "'size'"),
+        (engine_kwargs(drafter="tests.adversaries.RaisesWhenBuilt"), TypeError, "has no len"),
+        ({**OPTIONS, "additional_config": {"rollout_spec": True}}, TypeError, "must be a dict"),
+        ({"additional_config": {"rolout_spec": {}}}, ValueError, "did you mean 'rollout_spec'"),
+        (
+            {**OPTIONS, "speculative_config": {**PROPOSER, "model": PROPOSER_PATH + "s"}},
+            ValueError,
+            f"did you mean '{PROPOSER_PATH}'",
+        ),
+        ({**OPTIONS, "runner": "pooling"}, ValueError, "this one pools"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else getattr(value, "__name__", value),
+)
+def test_errors_name_their_cause(tiny_model, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        build(tiny_model, **kwargs)
+
+
+def test_vllm_that_will_not_load_the_plugin(monkeypatch):
+    """The engine would run without speculation, or with drafts that are not verified, without a word."""
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with pytest.raises(ValueError, match="VLLM_PLUGINS=other keeps vLLM from loading"):
+        engine_kwargs()
+    monkeypatch.setenv("VLLM_PLUGINS", "other,rollout_spec")
+    assert engine_kwargs(num_speculative_tokens=4)["additional_config"] == OPTIONS["additional_config"]
+
+
+def test_a_worker_without_the_plugin():
+    """vLLM loads the model before anything is generated."""
+    from types import SimpleNamespace
+
+    from rollout_spec.integrations.vllm.runner_v1 import RolloutSpecProposer
+
+    config = SimpleNamespace(
+        additional_config={},
+        speculative_config=SimpleNamespace(model=PROPOSER_PATH, num_speculative_tokens=4),
+    )
+    with pytest.raises(RuntimeError, match="VLLM_PLUGINS"):
+        RolloutSpecProposer(config).load_model(None)
+
+
+@pytest.mark.parametrize("command", [("stats",), ("report",), ("begin_policy_version", 1)])
+def test_a_drafter_that_raises_when_it_is_asked(tiny_model, command):
+    """Drafts end, the run goes on, and switching on again says why it cannot be done."""
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=4, drafter="tests.adversaries.RaisesOutsideSteps"))
+    generate(llm, mixed_params(4, 1, max_tokens=8))
+    assert runner_of(llm).rollout_spec.stats.drafter_errors == 0
+    llm.collective_rpc("rollout_spec", args=command)
+    generate(llm, mixed_params(1, 3, max_tokens=1))  # a policy version begins with a step
+    stats = stats_of(llm)
+    assert stats["drafter_errors"] == 1
+    assert stats["drafter_bytes"] == 0
+    assert len(generate(llm, mixed_params(4, 2, max_tokens=8))) == 4
+    assert stats_of(llm)["draft_tokens"] == stats["draft_tokens"]
+    llm.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
+    llm.collective_rpc("rollout_spec", args=("set_enabled", False))
+    with pytest.raises(RuntimeError, match="its drafter has raised"):
+        llm.collective_rpc("rollout_spec", args=("set_enabled", True))
+
+
+def test_everything_is_compiled_while_the_engine_is_built(tiny_model, monkeypatch):
+    """The first generation would wait for it, without a word."""
+    from numba.core import event
+
+    from rollout_spec.jit import warm_up
+
+    calls, compiled = [], []
+    original = warm_up.warm_up
+
+    def spy(config, *, device, has_model, log):
+        calls.append((config.num_speculative_tokens, str(device)))
+        log("compiling")
+        original(config, device=device, has_model=has_model, log=log)
+
+    monkeypatch.setattr(warm_up, "warm_up", spy)
+    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=7, drafter="ngram"))
+    assert calls == [(7, "cpu")]
+
+    class Listener(event.Listener):
+        def on_start(self, event):
+            compiled.append(event.data["dispatcher"])
+
+        def on_end(self, event):
+            pass
+
+    with event.install_listener("numba:compile", Listener()):
+        generate(llm, mixed_params(8, 1, max_tokens=40))
+    assert compiled == []
+    build(tiny_model)
+    assert len(calls) == 1, "other engines compile nothing of ours"
+
+
+def test_a_mistake_in_a_constructor_is_no_wrong_option():
+    with pytest.raises(TypeError, match="has no len"):
+        build_drafter("tests.adversaries.RaisesWhenBuilt")
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "options"),
+    [
+        ("VLLM_USE_RUST_FRONTEND", "1", OPTIONS),
+        ("VLLM_USE_RUST_FRONTEND", "1", engine_kwargs(speculation=False)),
+        ("VLLM_GPU_SYNC_CHECK", "error", OPTIONS),
+    ],
+)
+def test_environments_in_which_the_engine_could_not_work(tiny_model, monkeypatch, variable, value, options):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"{variable}.*: unset it"):
+        build(tiny_model, **options)
+
+
+def test_an_engine_without_a_drafter_on_the_host_may_check_for_waits(tiny_model, monkeypatch):
+    monkeypatch.setenv("VLLM_GPU_SYNC_CHECK", "error")
+    build(tiny_model, **engine_kwargs(speculation=False))
+
+
+def test_asynchronous_scheduling_with_a_drafter_on_the_host(tiny_model):
+    """vLLM itself refuses it in some versions and runners, by the drafter's method and without a remedy."""
+    with pytest.raises(ValueError, match='leave async_scheduling .* out, or use drafter="device"'):
+        build(tiny_model, **OPTIONS, async_scheduling=True)
+
+
+class Theirs:
+    """A proposer of vLLM's that is none of ours."""
+
+    def __init__(self, vllm_config):
+        pass
+
+    def load_model(self, model):
+        pass
+
+    def propose(self, sampled_token_ids, *args, **kwargs):
+        return [[] for _ in sampled_token_ids]
+
+
+@pytest.fixture
+def vllms_warnings(monkeypatch):
+    """What vLLM warns of from here on, as its log would show it."""
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logger = logging.getLogger("vllm")
+    monkeypatch.setattr(logger, "handlers", [handler])
+    monkeypatch.setattr(logger, "level", logging.WARNING)
+    monkeypatch.setattr(vllm.logger, "_configure_vllm_root_logger", lambda *_: None)  # engines do so anew
+    logger.manager._clear_cache()
+    yield said
+    logger.manager._clear_cache()
+
+
+def test_vllm_does_not_warn_of_what_works(tiny_model, vllms_warnings):
+    """It says some things once per process, and here anew."""
+    of_others = {"method": "custom_class", "model": f"{__name__}.Theirs", "num_speculative_tokens": 3}
+    untrue = ("min_p and logit_bias", "max_num_scheduled_tokens is set", "Using a custom class-based proposer")
+    for ours, options in ((True, OPTIONS), (False, {"speculative_config": of_others})):
+        vllm.logger._print_warning_once.cache_clear()
+        vllms_warnings.clear()
+        build(tiny_model, **options)
+        assert vllms_warnings, "others are shown"
+        shown = [any(line.startswith(beginning) for line in vllms_warnings) for beginning in untrue]
+        assert shown == [not ours] * 3

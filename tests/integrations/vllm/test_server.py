@@ -1,0 +1,206 @@
+"""A server with speculation: the engine in a process of its own, requests over HTTP, streamed and not."""
+
+from __future__ import annotations
+
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.config import ObservabilityConfig
+
+from rollout_spec import cli, engine_kwargs
+from rollout_spec.integrations.vllm import metrics
+from tests.integrations.engines import build, generate, mixed_params, own_processes
+from tests.integrations.server import PROMPT, Server
+from tests.integrations.vllm.test_stop_strings import stopping_params
+
+PER_REQUEST = (
+    {"per-request-spec-decode-metrics": "summary"}
+    if hasattr(ObservabilityConfig, "per_request_spec_decode_metrics")
+    else {}
+)
+pytestmark = [pytest.mark.engine, own_processes]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_model, tmp_path_factory):
+    options = {"num_speculative_tokens": 6, "budget": False, "drafter_options": {"min_survival": 0.0}}
+    server = Server(
+        tiny_model, tmp_path_factory.mktemp("server") / "log", arguments=PER_REQUEST,
+        environment={"VLLM_LOG_STATS_INTERVAL": "0.5"}, **options,
+    )  # fmt: skip
+    yield server
+    server.stop()
+
+
+def as_body(params):
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "seed": params.seed,
+        "max_tokens": params.max_tokens,
+        "min_tokens": params.min_tokens,
+        "stop": params.stop,
+        "include_stop_str_in_output": params.include_stop_str_in_output,
+        "logprobs": 0,
+    }
+
+
+def test_stop_strings(server, tiny_model):
+    """Ids, log-probabilities and counts end with the token that completes one, also in later repetitions."""
+    params = stopping_params(12)
+    expected = generate(build(tiny_model, **engine_kwargs(speculation=False)), params, [PROMPT] * 12)
+    for _ in range(2):
+        for p, plain in zip(params, expected, strict=True):
+            answer = server.complete(**as_body(p))
+            choice = answer["choices"][0]
+            assert choice["token_ids"] == list(plain.token_ids)
+            assert choice["text"] == plain.text
+            assert choice["finish_reason"] == plain.finish_reason
+            assert len(choice["logprobs"]["token_logprobs"]) == len(plain.token_ids)
+            assert answer["usage"]["completion_tokens"] == len(plain.token_ids)
+            pieces = server.complete(**as_body(p), stream=True, stream_options={"include_usage": True})
+            choices = [piece["choices"][0] for piece in pieces if piece["choices"]]
+            assert [token for c in choices for token in c["token_ids"] or ()] == list(plain.token_ids)
+            assert "".join(c["text"] for c in choices) == plain.text
+            assert pieces[-1]["usage"]["completion_tokens"] == len(plain.token_ids)
+    assert server.stats()["accepted_tokens"] > 100
+
+
+def test_a_bad_request_gets_the_error_and_nobody_else_notices(server):
+    for extra, message in (
+        ({"rollout_spec": "x"}, "must be a dict"),
+        ({"rollout_spec_problem_id": "seven"}, "must be an integer"),
+        ({"rollout_spec_problemid": 7}, "unknown key"),
+    ):
+        status, text = server.post("/v1/completions", {"prompt": PROMPT, "vllm_xargs": extra})
+        assert status == 400, text
+        assert message in text
+    before = server.stats()["draft_tokens"]
+    for _ in range(2):
+        server.complete(max_tokens=40, ignore_eos=True, seed=3, vllm_xargs={"rollout_spec_problem_id": 7})
+    stats = server.stats()
+    assert stats["draft_tokens"] > before
+    assert stats["drafter_errors"] == 0
+
+
+def test_a_bad_command_gets_the_error_as_a_bad_request(server):
+    for args, message in (
+        (["nonsense"], "the rollout_spec command must be one of ('config', 'stats', "),
+        ([], "args must begin with one of ('config', "),
+        (["stats", 1], "stats takes 0 argument(s)"),
+        (["set_enabled", "false"], "set_enabled: its argument must be a bool"),
+        (["begin_policy_version", 0], "must be from 1 to"),
+    ):
+        status, text = server.post("/collective_rpc", {"method": "rollout_spec", "args": args})
+        assert (status, "stack trace" in text) == (400, False), text
+        assert message in text
+    server.command("set_enabled", True)
+
+
+def test_doctor_asks_a_running_server(server, capsys):
+    server.complete(max_tokens=40, ignore_eos=True)
+    assert cli.main(["doctor", "--url", server.url]) == 0
+    assert "tokens in" in capsys.readouterr().out
+
+
+def test_tenants_share_no_history(server):
+    """By `cache_salt`; none can pretend to be another."""
+    greedy = {"prompt": list(range(4, 24)), "temperature": 0, "max_tokens": 20, "ignore_eos": True}
+    for expected in (0, 1):
+        for salt in ({}, {"cache_salt": "tenant-a"}, {"cache_salt": "tenant-b"}):
+            before = server.command("history")["requests_with_history"]
+            server.complete(**greedy, **salt)
+            assert server.command("history")["requests_with_history"] - before == expected
+            server.complete(max_tokens=1)  # in whose step the other's end is seen
+    for body in (
+        {"vllm_xargs": {"rollout_spec_tenant": 1}},
+        {"vllm_xargs": {"rollout_spec_tenant": 1}, "cache_salt": "tenant-b"},
+    ):
+        status, text = server.post("/v1/completions", {"prompt": PROMPT, **body})
+        assert status == 400, text
+        assert "rollout_spec's own" in text
+
+
+def wait_until(holds):
+    """The server counts, and notices that a client has hung up, some time after it has answered."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_vllms_own_metrics_are_right(server):
+    """What its dashboards show. Nothing is aborted here: vLLM does not count those requests' last step."""
+    names = {
+        "spec_decode_num_draft_tokens_total": "draft_tokens",
+        "spec_decode_num_accepted_tokens_total": "accepted_tokens",
+        "generation_tokens_total": None,
+    }
+    before, ours_before = {name: server.metric(name) for name in names}, server.stats()
+    params = mixed_params(12, 7, max_tokens=60, ignore_eos=True)
+    for p in params:
+        server.complete(**as_body(p), ignore_eos=True)
+    ours = server.stats()
+    for name, counter in names.items():
+        expected = 12 * 60 if counter is None else ours[counter] - ours_before[counter]
+        wait_until(lambda name=name, expected=expected: server.metric(name) - before[name] == expected)
+        assert expected > 0
+
+
+def test_our_metrics_are_those_of_the_engine(server):
+    server.complete(max_tokens=40, ignore_eos=True)
+    server.complete(max_tokens=40, ignore_eos=True)
+    names = {name: f"{name}_total" for name in metrics.COUNTERS} | {name: f"history_{name}" for name in metrics.GAUGES}
+
+    def shown():
+        return {name: server.metric(shown_name, owner="rollout_spec") for name, shown_name in names.items()}
+
+    def counted():
+        values = {**server.stats(), **server.command("history")}
+        return {name: values[name] for name in names}
+
+    wait_until(lambda: shown() == counted())
+    assert min(value for name, value in shown().items() if name != "drafter_errors") > 0
+
+
+@pytest.mark.skipif(not PER_REQUEST, reason="this vLLM does not count per request")
+def test_vllms_counts_per_request(server):
+    answer = server.complete(max_tokens=60, ignore_eos=True, seed=5, temperature=0)
+    counts = server.complete(max_tokens=60, ignore_eos=True, seed=5, temperature=0)["metrics"]["speculative_decoding"]
+    assert answer["metrics"]["speculative_decoding"].keys() == counts.keys()
+    assert counts["num_accepted_draft_tokens"] > 30
+    assert counts["num_spec_steps"] + counts["num_accepted_draft_tokens"] <= 60 + 6
+
+
+def test_twenty_clients_some_of_which_hang_up(server, tiny_model):
+    """Every completion is the one without speculation, and of those who left nothing stays."""
+    params = mixed_params(120, 8, max_tokens=50, ignore_eos=True)
+    prompts = [[1, 4 + i % 5, 9] for i in range(120)]
+    plain = generate(build(tiny_model, **engine_kwargs(speculation=False)), params, prompts)
+    chance, before = random.Random(1), server.stats()
+    leaving = [chance.randint(0, 20) if chance.random() < 0.4 else None for _ in params]
+
+    def ask(number):
+        body = {**as_body(params[number]), "prompt": prompts[number], "ignore_eos": True}
+        if leaving[number] is not None:
+            server.begin_and_leave(leaving[number], **body)
+        return server.complete(**body)["choices"][0]
+
+    with ThreadPoolExecutor(20) as clients:
+        choices = list(clients.map(ask, range(120)))
+    assert [choice["token_ids"] for choice in choices] == [list(output.token_ids) for output in plain]
+    for choice, output in zip(choices, plain, strict=True):
+        expected = [logprobs[token].logprob for token, logprobs in zip(output.token_ids, output.logprobs, strict=True)]
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+    server.begin_and_leave(1, max_tokens=110, ignore_eos=True)
+    wait_until(lambda: server.stats()["live_requests"] == 0)
+    stats = server.stats()
+    assert stats["accepted_tokens"] > before["accepted_tokens"]
+    assert stats["drafter_errors"] == 0

@@ -1,0 +1,1107 @@
+"""The drafting session's budget, without an engine."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+from rollout_spec import RolloutSpecConfig
+from rollout_spec.drafters import build_drafter
+from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.drafters.batch import as_batch_drafter
+from rollout_spec.drafters.model.choice import ModelDrafts
+from rollout_spec.features.format import no_features
+from rollout_spec.history.roots import Roots
+from rollout_spec.history.shards import Origin, read_shard
+from rollout_spec.history.storage import open_storage
+from rollout_spec.integrations.vllm import commands
+from rollout_spec.integrations.vllm import session as session_module
+from rollout_spec.integrations.vllm.live_requests import Sampled
+from rollout_spec.integrations.vllm.requests import recognise
+from rollout_spec.integrations.vllm.session import RECENT_STEPS, STEPS_PER_SHARING, DraftingSession
+from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.types import Draft
+from tests.drafters.recorder import positions_of
+
+
+class Outcome(NamedTuple):
+    """What became of a request's draft."""
+
+    target_token_ids: list[int]
+    num_accepted: int
+    num_verified: int
+
+
+def a_request(prompt=(1, 2, 3)):
+    params = SimpleNamespace(
+        temperature=1.0,
+        seed=5,
+        max_tokens=200,
+        eos_token_id=None,
+        stop_token_ids=[],
+        stop=[],
+        min_tokens=0,
+        extra_args=None,
+    )
+    return SimpleNamespace(prompt_token_ids=list(prompt), sampling_params=params, lora_request=None, mm_features=None)
+
+
+def a_session(share_from_first_rank=None, max_step_tokens=64, index_late=False, num_model_tokens=0, **options):
+    config = RolloutSpecConfig(**{"num_speculative_tokens": 4, "drafter": "suffix", **options})
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(
+            max_model_len=500,
+            get_vocab_size=lambda: 50,
+            get_hidden_size=lambda: 8,
+            hf_text_config=SimpleNamespace(model_type="llama"),
+            model="policy",
+            skip_tokenizer_init=True,
+        ),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=max_step_tokens),
+        compilation_config=SimpleNamespace(cudagraph_mode=None),
+    )
+    return DraftingSession(
+        config,
+        engine,
+        SpeculationStats(),
+        share_from_first_rank,
+        num_model_tokens=num_model_tokens,
+        index_late=index_late,
+    )
+
+
+def advance(
+    session, tokens, outcomes=None, *, ended=(), step_tokens=None, requests=None, has_features=False, model=None
+):
+    """One step in which each request of `tokens` says its own. Returns what is to be verified.
+
+    With features every row's first word is its target token, and its second one is 1. `model` is what a model drafts.
+    """
+    outcomes = {req_id: Outcome([0], 0, o) if isinstance(o, int) else o for req_id, o in (outcomes or {}).items() if o}
+    requests = requests or {req_id: a_request((7, len(req_id))) for req_id in tokens}
+    size = len(tokens) + sum(o.num_verified for o in outcomes.values()) if step_tokens is None else step_tokens
+    live = {req_id: live.request for req_id, live in session.live.items() if req_id not in ended}
+    rows = session.follow(list(tokens), {**live, **requests}, has_changed=True)
+    tokens = {req_id: new for (req_id, new), row in zip(tokens.items(), rows.tolist(), strict=True) if row >= 0}
+    rows = rows[rows >= 0]
+    outcomes = [outcomes.get(req_id, Outcome(new[:1], 0, 0)) for req_id, new in tokens.items()]
+    new, starts = concatenated(tokens.values(), np.int32)
+    targets, target_starts = concatenated([outcome.target_token_ids for outcome in outcomes], np.int64)
+    verified = np.array([outcome.num_verified for outcome in outcomes], np.int64)
+    accepted = np.array([outcome.num_accepted for outcome in outcomes], np.int64)
+    started = session_module.time.perf_counter()
+    features = no_features(targets.size) if has_features else None
+    if features is not None:
+        features[:, 0], features[:, 1] = targets, 1
+    drafts = session.draft(
+        Sampled(rows, new, starts, targets, target_starts, verified, accepted, size, started, features), model
+    )
+    listed = zip(tokens, drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
+    return {req_id: draft[:length] for req_id, draft, length in listed}
+
+
+def features_of(session, req_id):
+    """The first words of the features of a request's tokens."""
+    store, row = session.drafter._store, session.live[req_id].row
+    positions = positions_of(store, int(session.drafter._rows.document[row]))
+    return store.arrays.features[positions, 0].tolist()
+
+
+def concatenated(lists, dtype):
+    """(values, starts)."""
+    lists = [list(values) for values in lists]
+    return np.array(list(itertools.chain(*lists)), dtype), np.cumsum([0, *map(len, lists)], dtype=np.int64)
+
+
+def known(session, req_id):
+    """(tokens that the drafter has seen, whether the request is complete)."""
+    row = session.live[req_id].row
+    return int(session.arrays.num_seen[row]), bool(session.arrays.is_complete[row])
+
+
+def run(session, steps, request, **options):
+    """A request that always says 1 2 3 1 2 3, in steps of one token: nothing that was drafted is accepted."""
+    drafted = []
+    for n in range(steps):
+        last = {"a": len(drafted[-1])} if drafted else {}
+        drafts = advance(session, {"a": [1 + n % 3]}, last, requests={"a": request}, **options)
+        drafted.append(drafts.get("a", []))
+    return drafted
+
+
+def test_every_kept_token_comes_with_the_features_of_its_row():
+    """Also where a request said tokens before it was followed, and where only the first ones of a step are kept."""
+    session, requests = a_session(budget=False), {"a": a_request(), "b": a_request()}
+    requests["a"].sampling_params.stop_token_ids = [9]
+    advance(session, {"a": [4, 5, 6], "b": [7]}, requests=requests, has_features=True)
+    accepted = {"a": Outcome([1, 2, 3, 8], 2, 3), "b": Outcome([8, 8], 0, 1)}
+    advance(session, {"a": [1, 2, 3], "b": [8]}, accepted, requests=requests, has_features=True)
+    ending = {"a": Outcome([1, 9, 2, 2], 2, 3), "b": Outcome([6, 5], 1, 1)}
+    advance(session, {"a": [1, 9, 2], "b": [6, 5]}, ending, requests=requests, has_features=True)
+    session.drafter.update_index()
+    assert features_of(session, "b") == [7, 8, 6, 5]
+    assert features_of(session, "a") == [0, 0, 4, 1, 2, 3, 1, 9]
+
+
+def test_without_a_budget_all_of_a_draft_is_verified():
+    assert run(a_session(budget=False), 12, a_request())[-1] == [1, 2, 3, 1]
+
+
+def test_steps_are_timed_and_ranks_share_what_they_took():
+    asked = []
+
+    def share(seconds):
+        asked.append(seconds)
+        return [1.25, 0.25] * (len(seconds) // 2)
+
+    session = a_session(share)
+    run(session, 3 * STEPS_PER_SHARING + 2, a_request())
+    sizes = [len(seconds) // 2 for seconds in asked]
+    assert sizes[0] == 1, "what is measured for the first time is shared at once"
+    assert 1 < max(sizes) <= STEPS_PER_SHARING
+    assert sum(sizes) > 2 * STEPS_PER_SHARING
+    for drafted in (False, True):
+        _, seconds = session.budget.cost.curve(drafted=drafted)
+        assert set(seconds.tolist()) == {1.0}
+    assert session.budget.cost.undrafted(1) == 1.0
+
+
+@pytest.mark.parametrize("index_late", [False, True])
+def test_ranks_whose_clocks_differ_cut_alike(monkeypatch, index_late):
+    """Both take the first rank's times."""
+    shared, rng, clocks = {}, np.random.default_rng(0), [0.0, 0.0]
+
+    def sharing(rank):
+        rounds = itertools.count()
+
+        def share(values):
+            return shared.setdefault(next(rounds), values)
+
+        return share
+
+    sessions = [a_session(sharing(rank), index_late=index_late) for rank in range(2)]
+    request, drafted = a_request(), [[], []]
+    request.sampling_params.max_tokens = 400
+    for n in range(390):
+        for rank, session in enumerate(sessions):
+
+            def tick(rank=rank):
+                clocks[rank] += rng.exponential(0.01)
+                return clocks[rank]
+
+            monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=tick))
+            last = {"a": len(drafted[rank][-1])} if drafted[rank] else {}
+            session.update_index()
+            drafts = advance(session, {"a": [1 + n % 3]}, last, requests={"a": request})
+            drafted[rank].append(drafts.get("a", []))
+    assert drafted[0] == drafted[1]
+    assert len(set(map(len, drafted[0]))) > 1, "some are cut"
+
+
+@pytest.mark.parametrize("index_late", [False, True])
+def test_new_tokens_are_indexed_in_the_step_or_while_the_device_computes_the_next_one(index_late):
+    session = a_session(budget=False, index_late=index_late)
+    repeated = {"a": [1, 2, 3, 4, 1, 2]}
+    assert advance(session, repeated) == {"a": [] if index_late else [3, 4, 1, 2]}
+    session.update_index()
+    assert advance(session, {"a": [3]})["a"][:3] == [4, 1, 2]
+    session.drafter.check_integrity()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_index_that_raises_ends_speculation_or_where_other_ranks_go_on_the_run(ranks):
+    session = a_session((lambda values: values) if ranks == 2 else None, budget=False, index_late=True)
+    advance(session, {"a": [1, 2, 1]})
+
+    def update_index():
+        raise RuntimeError("broken")
+
+    session.drafter.update_index = update_index
+    if ranks == 2:
+        with pytest.raises(RuntimeError, match="broken"):
+            session.update_index()
+    else:
+        session.update_index()
+        assert not session.enabled
+        assert session._stats.drafter_errors == 1
+        session.update_index()  # asks no more
+        assert session._stats.drafter_errors == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_run(ranks):
+    session = a_session((lambda values: values) if ranks == 2 else None, budget=False)
+
+    def propose(*args):
+        raise RuntimeError("broken")
+
+    session.drafter.propose_batch = propose
+    if ranks == 2:
+        with pytest.raises(RuntimeError, match="broken"):
+            run(session, 5, a_request())
+    else:
+        assert run(session, 5, a_request()) == [[]] * 5
+        assert session._stats.drafter_errors == 1
+        with pytest.raises(RuntimeError, match="its drafter has raised"):
+            session.set_enabled(True)
+        assert not session.enabled
+
+
+@pytest.mark.parametrize(
+    "draft",
+    [
+        Draft(np.array([1], np.int32), np.array([], np.float32)),
+        Draft(np.array([1], np.int32), np.array([np.inf], np.float32)),
+        Draft(np.array([1], np.int32), np.array([np.nan], np.float32)),
+        Draft([1], np.array([0.5], np.float32)),
+        Draft(np.array([1.0]), np.array([0.5], np.float32)),
+        Draft(np.array([99], np.int32), np.array([0.5], np.float32)),
+        Draft(np.array([1] * 9, np.int32), np.full(9, 0.5, np.float32)),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(draft):
+    session, drafter = a_listening_session()
+    drafter.propose = lambda req_ids, room: [draft] * len(req_ids)
+    assert run(session, 3, a_request()) == [[]] * 3
+    assert not session.enabled
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "nothing", "a generator", "text", "a number", "too few", "none of some", "wide tokens", "real tokens",
+        "negative tokens", "tokens in rows", "too many", "NaN", "more than certain", "no confidence",
+    ],
+)  # fmt: skip
+def test_drafts_that_are_none_end_speculation(fault):
+    faulty = {"method": "propose", "fault": fault, "calls": (1, 100)}
+    session = a_session(drafter="tests.adversaries.Faulty", drafter_options=faulty, budget=False)
+    assert run(session, 10, a_request()) == [[]] * 10
+    assert (session.enabled, session._stats.drafter_errors) == (False, 1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda drafts: None,
+        lambda drafts: tuple(drafts),
+        lambda drafts: (array for array in drafts),
+        lambda drafts: drafts._replace(lengths=drafts.lengths - 9),
+        lambda drafts: drafts._replace(lengths=drafts.lengths + 9),
+        lambda drafts: drafts._replace(lengths=drafts.lengths + 2**40),
+        lambda drafts: drafts._replace(lengths=drafts.lengths[:, None]),
+        lambda drafts: drafts._replace(lengths=drafts.lengths.astype(np.int32)),
+        lambda drafts: drafts._replace(token_ids=drafts.token_ids[0]),
+        lambda drafts: drafts._replace(token_ids=drafts.token_ids.tolist()),
+        lambda drafts: drafts._replace(token_ids=drafts.token_ids - 100),
+        lambda drafts: drafts._replace(token_ids=drafts.token_ids + 50),
+        lambda drafts: drafts._replace(confidence=drafts.confidence * np.float32(np.nan)),
+        lambda drafts: drafts._replace(confidence=drafts.confidence - 2),
+        lambda drafts: drafts._replace(confidence=drafts.confidence.astype(np.float16)),
+        lambda drafts: type(drafts)(*(array[:0] for array in drafts)),
+    ],
+)
+def test_drafts_of_a_batch_that_are_none_end_speculation(change):
+    session = a_session(budget=False)
+    propose = session.drafter.propose_batch
+    assert any(run(session, 8, a_request()))
+    session.drafter.propose_batch = lambda *args: change(propose(*args))
+    assert run(session, 10, a_request()) == [[]] * 10
+    assert (session.enabled, session._stats.drafter_errors) == (False, 1)
+
+
+@pytest.mark.parametrize("method", ["memory_bytes", "source_counts", "age_counts", "history_summary"])
+@pytest.mark.parametrize(
+    "fault", ["raises", "a generator", "text", "a number", "values that are none", "values that are no numbers"]
+)
+def test_counts_that_are_none_end_speculation_and_not_the_run(method, fault):
+    faulty = {"method": method, "fault": fault, "calls": (1, 100)}
+    session = a_session(drafter="tests.adversaries.Faulty", drafter_options=faulty)
+    assert not getattr(session, method)()
+    assert (session.enabled, session._stats.drafter_errors) == (False, 1)
+    assert not getattr(session, method)()
+
+
+def test_a_session_that_goes_on_with_a_longer_prompt_is_a_new_request():
+    """Its first part is over: what it said is history, and a stop in it ends nothing of the second."""
+    session, first, second = a_session(budget=False), a_request((1, 2)), a_request((1, 2, 3, 4, 5))
+    first.sampling_params.eos_token_id = 9
+    advance(session, {"a": [3, 9]}, requests={"a": first})
+    assert known(session, "a") == (4, True)
+    advance(session, {"a": [6, 7]}, requests={"a": second})
+    assert known(session, "a") == (7, False)
+    session.drafter.check_integrity()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_tokenizer_that_cannot_be_loaded_ends_no_speculation(monkeypatch, ranks):
+    """Perhaps only the front end can load it. Under tensor parallelism it raises: ranks would draft differently."""
+    stop_strings = pytest.importorskip("rollout_spec.integrations.vllm.stop_strings")
+
+    def missing(*args):
+        raise OSError("no such tokenizer")
+
+    monkeypatch.setattr(stop_strings, "StopStringSearch", missing)
+    session, request = a_session((lambda values: values) if ranks == 2 else None, budget=False), a_request()
+    request.sampling_params.stop = ["x"]
+    if ranks == 2:
+        with pytest.raises(OSError, match="no such tokenizer"):
+            run(session, 6, request)
+    else:
+        assert any(run(session, 12, request))
+        assert session._stats.drafter_errors == 0
+
+
+class SearchForNine:
+    """In place of a `StopStringSearch`: token 9 completes the stop string."""
+
+    def __init__(self, model_config, request):
+        pass
+
+    def find(self, token_ids, *, ends_with_stop_token):
+        return token_ids.index(9) + 1 if 9 in token_ids else None
+
+
+@pytest.fixture
+def nine_stops(monkeypatch):
+    stop_strings = pytest.importorskip("rollout_spec.integrations.vllm.stop_strings")
+    monkeypatch.setattr(stop_strings, "StopStringSearch", SearchForNine)
+
+
+def num_timed(session):
+    return sum(size.count for kind in session.budget.cost._steps for size in kind.values())
+
+
+def test_prompts_in_a_step_are_counted_by_their_tokens():
+    session = a_session()
+    advance(session, {"a": [1]}, step_tokens=3)
+    assert num_timed(session) == 0  # it began before the engine was watched
+    advance(session, {"a": [2]}, step_tokens=41)
+    assert num_timed(session) == 1
+    assert list(session._prompt_tokens) == [2, 40]
+    assert session._stats.steps_by_batch == []
+    advance(session, {"a": [1]})
+    assert (session._stats.steps_by_batch, session._stats.tokens_by_batch) == ([1], [1])
+
+
+def test_prompts_now_and_then_do_not_end_speculation(monkeypatch):
+    """A long prompt in every tenth step: sizes between those with and without one never occur."""
+    session, request = a_session(max_step_tokens=8192), a_request()
+    request.sampling_params.max_tokens = 10_000
+    session._max_model_len = 20_000
+    clock = [0.0]
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    asked, drafts, said = [], {}, 0
+    for n in range(400):
+        clock[0] += 0.06 if n % 10 == 0 else 0.01
+        new = [1 + (said + i) % 3 for i in range(1 + min(map(len, drafts.values()), default=0))]
+        said += len(new)
+        outcomes = {req_id: Outcome(new, len(new) - 1, len(draft)) for req_id, draft in drafts.items() if draft}
+        tokens = {f"r{i}": new for i in range(16)}
+        size = 16 + sum(map(len, drafts.values())) + (1000 if n % 10 == 0 else 0)
+        drafts = advance(session, tokens, outcomes, step_tokens=size, requests=dict.fromkeys(tokens, request))
+        asked.append(session._num_asked > 0)
+    assert sum(asked[100:]) > 250
+
+
+@pytest.mark.parametrize(
+    ("mode", "sizes"), [("FULL_AND_PIECEWISE", [1, 2, 4, 8]), ("FULL_DECODE_ONLY", []), ("NONE", [])]
+)
+def test_costs_are_those_of_the_graphs_that_steps_run_in(mode, sizes):
+    """vLLM chooses them after the session is made; steps of mixed draft lengths run in no full graph."""
+    compilation = pytest.importorskip("vllm.config.compilation")
+    session = a_session()
+    session._vllm_config.compilation_config = SimpleNamespace(
+        cudagraph_mode=compilation.CUDAGraphMode[mode], cudagraph_capture_sizes=[8, 4, 2, 1]
+    )
+    advance(session, {"a": [1]})
+    assert session.budget.cost.sizes.tolist() == sizes
+
+
+def test_lengths_count_once_nobody_waits():
+    """While prompts are read, requests wait for a place, and no single one decides when the phase ends."""
+    session, weighted = a_session(), []
+    expect, session.budget.lengths.predict_rows = (
+        session.budget.lengths.predict_rows,
+        lambda *args: (weighted.append(len(session._prompt_tokens)), expect(*args))[1],
+    )
+    verified = 0
+    for n in range(60):
+        drafts = advance(session, {"a": [1 + n % 3]}, {"a": verified}, step_tokens=1 + verified + (5 if n < 20 else 0))
+        verified = len(drafts.get("a", []))
+        assert not weighted or n >= 20 + RECENT_STEPS - 1
+    assert weighted
+
+
+def test_the_time_between_two_generations_does_not_count():
+    session = a_session()
+    advance(session, {"a": [1]}, step_tokens=3)
+    advance(session, {"a": [2]})
+    timed, seconds = num_timed(session), sum(session._stats.seconds_by_batch)
+    advance(session, {"b": [3]}, ended=["a"])
+    assert (num_timed(session), sum(session._stats.seconds_by_batch)) == (timed, seconds)
+    advance(session, {"b": [3]})
+    assert num_timed(session) == timed + 1
+
+
+def test_a_report_changes_nothing():
+    session = a_session()
+    run(session, 60, a_request())
+    before = pickle.dumps(session.budget)
+    report = commands.report(session, session._stats)
+    assert report["budget"]["undrafted"][0]
+    assert pickle.dumps(session.budget) == before
+
+
+def test_the_time_in_which_it_was_switched_off_does_not_count():
+    session = a_session()
+    for _ in range(3):
+        advance(session, {"a": [1]})
+    timed, seconds = num_timed(session), session._stats.step_seconds
+    session.enabled = False
+    assert advance(session, {"a": [1]}) == {"a": []}
+    session.enabled = True
+    advance(session, {"a": [1]})
+    assert num_timed(session) == timed
+    assert session._stats.step_seconds < seconds + 0.5
+
+
+def test_slots_and_tokens_are_booked_to_the_step_that_computed_them():
+    session = a_session(budget=False)
+    drafts = {}
+    for n in range(12):
+        drafts = advance(session, {"a": [1 + n % 3]}, {"a": len(drafts.get("a", []))})
+    stats = session._stats
+    before = stats.draft_tokens_by_batch[0], stats.tokens_by_batch[0], stats.requests_by_batch[0]
+    advance(session, {"a": [1, 2, 3]}, {"a": Outcome([1, 2, 3, 1, 2], 2, 4)}, step_tokens=5)
+    after = stats.draft_tokens_by_batch[0], stats.tokens_by_batch[0], stats.requests_by_batch[0]
+    assert np.subtract(after, before).tolist() == [4, 3, 1]
+
+
+def test_tokens_past_a_requests_end_are_not_counted(nine_stops):
+    """By length, by a stop token, and by a stop string, after which behind a server further steps come."""
+    session, stats = a_session(budget=False), SpeculationStats()
+    session._stats = stats
+    requests = {name: a_request((7, i)) for i, name in enumerate("lts")}
+    requests["l"].sampling_params.max_tokens = 3
+    requests["t"].sampling_params.eos_token_id = 9
+    requests["s"].sampling_params.stop = ["x"]
+    counted = []
+    for tokens in ([1, 2], [1, 9, 2, 3], [4]):
+        stats.record([3] * 3, [len(tokens) - 1] * 3)
+        new = Outcome(tokens, len(tokens) - 1, 3)
+        advance(session, dict.fromkeys(requests, tokens), dict.fromkeys(requests, new), requests=requests)
+        counted.append(stats.emitted_tokens)
+    assert counted == [6, 11, 11]
+    assert sum(stats.tokens_by_batch) == 5, "the first step is not timed"
+    assert stats.accepted_tokens == 12
+
+
+def test_tokens_that_were_sampled_while_drafting_was_off_are_counted_once(nine_stops):
+    session, request = a_session(budget=False), a_request()
+    advance(session, {"a": [1]}, requests={"a": request})
+    before = session._stats.emitted_tokens
+    session._stats.record([0], [0])
+    advance(session, {"a": [2, 3, 4]}, requests={"a": request})  # two of them in earlier steps
+    assert session._stats.emitted_tokens == before + 1
+
+
+def test_requests_that_have_ended_are_not_live():
+    """Those that are complete, and those that vLLM no longer has, though no further step has come."""
+    session = a_session(budget=False)
+    requests = {name: a_request() for name in "abc"}
+    requests["a"].sampling_params.max_tokens = 2
+    advance(session, {name: [1] for name in requests}, requests=requests)
+    assert session.num_live_requests() == 3
+    advance(session, {name: [2] for name in requests}, requests=requests)
+    assert session.num_live_requests() == 2
+    session.end_missing({name: requests[name] for name in "ac"})
+    assert session.num_live_requests() == 1
+    assert session.drafter.history_summary()["rollouts"] == 1
+    advance(session, {"c": [1]}, ended=["a"], requests={"c": requests["c"]})
+    session.end_missing({})
+    assert session.num_live_requests() == 0
+    session.drafter.check_integrity()
+
+
+def test_a_drafter_that_has_raised_is_told_of_no_end():
+    faulty = {"method": "stop_request", "fault": "raises", "calls": (1, 100)}
+    session = a_session(drafter="tests.adversaries.Faulty", drafter_options=faulty)
+    advance(session, {"a": [1], "b": [1]})
+    for _ in range(2):
+        session.end_missing({})
+        assert (session.broken, session._stats.drafter_errors, session.num_live_requests()) == (True, 1, 0)
+
+
+@pytest.mark.parametrize("names", ["abcdefgh", "habcdefg"])
+def test_switched_off_in_mid_flight_and_on_again(names):
+    """Drafts of before are forgotten, also of a request that is not drafted for in the next step: h."""
+    session, drafter = a_listening_session(budget=True)
+    session.budget.wants_drafts = lambda num_tokens: True
+    session.budget.decide = lambda confidence, starts, *args, **kwargs: np.diff(starts)
+    requests = {name: a_request((ord(name),)) for name in names}
+    requests["h"].sampling_params.max_tokens = 4
+    advance(session, {name: [1] for name in requests}, requests=requests)
+    session.enabled = False
+    advance(session, {name: [1] for name in requests}, requests=requests)
+    session.enabled = True
+    drafter.observed.clear()
+    assert advance(session, {"a": [1], "h": [1, 1]}, requests=requests) == {"a": [7] * 4, "h": []}
+    advance(session, {"a": [7, 1], "h": [1]}, {"a": Outcome([7, 1, 1, 1, 1], 1, 4)}, requests=requests)
+    assert drafter.observed == [{"a": ([7, 1, 1, 1, 1], 1)}]
+
+
+def test_a_drafter_s_time_is_part_of_the_step(monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    session = a_session(budget=False)
+    run(session, 6, a_request())
+    assert sum(session._stats.draft_seconds_by_batch) > 0
+    assert session._stats.draft_seconds < session._stats.step_seconds
+
+
+def test_lengths_of_ended_rollouts_are_remembered():
+    session, request = a_session(), a_request()
+
+    def expected():
+        return session.budget.lengths.predict([0], np.array([0]), np.array([100]))[0].tolist()
+
+    run(session, 10, request)
+    advance(session, {}, ended=["a"])
+    assert expected() == [50]  # an aborted rollout says nothing
+    for length in (10, 20):
+        request.sampling_params.max_tokens = length
+        run(session, length, request)
+        advance(session, {}, ended=["a"])
+    assert expected() == [15]
+    assert not session.live
+
+
+def test_drafts_that_never_come_true_stop_being_asked_for(monkeypatch):
+    """Steps take the same with and without drafts, and the drafter is sure of them; what is counted says otherwise."""
+    ticks = itertools.count()
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=lambda: 1e-3 * next(ticks)))
+    session, request = a_session(), a_request()
+    request.sampling_params.max_tokens = session._max_model_len = 10_000
+    guesses = []
+    propose = session.drafter.propose_batch
+
+    def spy(*args):
+        drafts = propose(*args)
+        guesses.append(int(drafts.token_ids[0, 0]) if drafts.lengths[0] else 1)
+        return drafts
+
+    session.drafter.propose_batch = spy
+    drafts, token = {}, 1
+    for n in range(1700):
+        if n == 1500:
+            asked_early = len(guesses)
+        size = len(drafts.get("a", []))
+        drafts = advance(session, {"a": [token]}, {"a": size}, requests={"a": request})
+        token = 1 + (guesses[-1] if guesses else 1) % 3  # anything but what was guessed
+    assert guesses
+    assert len(guesses) - asked_early < 60
+
+
+def test_drafts_leave_room_in_the_step():
+    """The scheduler would hold requests back: 62 prompt tokens a step leave room for one draft."""
+    session, request = a_session(), a_request()
+    verified = 0
+    longest = []
+    for n in range(150):
+        drafts = advance(
+            session, {"a": [1 + n % 3]}, {"a": verified}, step_tokens=63 + verified, requests={"a": request}
+        )
+        verified = len(drafts.get("a", []))
+        longest.append(verified)
+    assert max(longest) == 1
+
+
+@pytest.mark.parametrize(
+    ("params", "sampled", "kept"),
+    [
+        pytest.param({"eos_token_id": 9}, [4, 9, 5], [4, 9], id="end-of-sequence"),
+        pytest.param({"eos_token_id": 9}, [4, 9], [4, 9], id="end-of-sequence-comes-last"),
+        pytest.param({"eos_token_id": 9, "stop_token_ids": [7, 5]}, [4, 5, 9], [4, 5], id="stop-token"),
+        pytest.param({"eos_token_id": 9, "min_tokens": 2}, [9, 9, 5], [9, 9], id="not-before-min-tokens"),
+        pytest.param({"max_tokens": 2}, [4, 5, 6], [4, 5], id="length"),
+    ],
+)
+def test_the_history_ends_where_the_request_does(params, sampled, kept):
+    """A step can sample past an accepted end of sequence; nothing after it is indexed, or drafted for."""
+    session, request, shown = a_session(), a_request(), []
+    for name, value in params.items():
+        setattr(request.sampling_params, name, value)
+    extend = session.drafter.extend_batch
+    session.drafter.extend_batch = lambda rows, tokens, starts: (shown.extend(tokens), extend(rows, tokens, starts))
+    assert not any(advance(session, {"a": sampled}, requests={"a": request}).values())
+    assert shown == kept
+    assert known(session, "a")[0] == len(request.prompt_token_ids) + len(kept)
+    advance(session, {"a": [4, 4]}, requests={"a": request})  # the engine notices the end a step later
+    assert shown == kept
+    lengths = []
+    session.budget.lengths.observe = lambda problem, length: lengths.append(length)
+    advance(session, {}, ended=["a"])
+    assert lengths == [len(kept)]
+
+
+def test_lengths_end_at_stop_strings(nine_stops):
+    """A step can sample past one, and behind a server further steps do."""
+    session, request, lengths = a_session(), a_request(), []
+    request.sampling_params.stop = ["x"]
+    session.budget.lengths.observe = lambda problem, length: lengths.append(length)
+    for tokens in ([4, 5], [6, 9, 7, 8], [3]):
+        advance(session, {"a": tokens}, requests={"a": request})
+    advance(session, {}, ended=["a"])
+    assert lengths == [4]
+
+
+def test_a_stop_token_before_min_tokens_ends_nothing():
+    session, request = a_session(), a_request()
+    request.sampling_params.eos_token_id, request.sampling_params.min_tokens = 9, 4
+    for tokens in ([9, 9], [9]):
+        advance(session, {"a": tokens}, requests={"a": request})
+    assert known(session, "a") == (len(request.prompt_token_ids) + 3, False)
+    advance(session, {"a": [9, 9]}, requests={"a": request})
+    assert known(session, "a") == (len(request.prompt_token_ids) + 4, True)
+
+
+class Listener:
+    """A drafter that keeps what it is told, and drafts as many sevens as it may."""
+
+    def __init__(self):
+        self.started, self.limits, self.observed = {}, [], []
+
+    def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
+        self.started[req_id] = (problem_id, seed)
+
+    def extend(self, req_id, new_token_ids):
+        pass
+
+    def propose(self, req_ids, max_tokens):
+        self.limits.append(dict(zip(req_ids, max_tokens.tolist(), strict=True)))
+        sizes = np.maximum(max_tokens, 0).tolist()
+        return [Draft(np.full(n, 7, np.int32), np.linspace(0.9, 0.5, n, dtype=np.float32)) for n in sizes]
+
+    def observe(self, req_ids, target_token_ids, num_accepted):
+        said = zip(target_token_ids, num_accepted.tolist(), strict=True)
+        self.observed.append(dict(zip(req_ids, said, strict=True)))
+
+    def stop_request(self, req_id, *, keep=True):
+        pass
+
+
+def a_listening_session(**options):
+    session = a_session(**{"budget": False, **options})
+    drafter = Listener()
+    session.drafter, session._keywords = as_batch_drafter(drafter, session.num_speculative_tokens), set()
+    return session, drafter
+
+
+def test_the_drafter_learns_from_every_draft_that_the_target_went_past():
+    """Also from one that was not verified: the next token says whether its first one was right."""
+    session, drafter = a_listening_session()
+    assert set(advance(session, {"a": [1], "b": [2], "c": [3]})) == {"a", "b", "c"}
+    assert drafter.observed == []
+    advance(session, {"a": [7, 9], "b": [5], "new": [4]}, {"a": Outcome([7, 9, 6], 1, 2)})
+    assert drafter.observed == [{"a": ([7, 9, 6], 1), "b": ([5], 0)}]
+
+
+def test_drafts_of_before_it_was_switched_off_are_forgotten():
+    session, drafter = a_listening_session()
+    advance(session, {"a": [1]})
+    session.enabled = False
+    advance(session, {"a": [2]})
+    session.enabled = True
+    advance(session, {"a": [3]})
+    assert drafter.observed == []
+
+
+def test_the_budget_learns_of_each_draft_what_was_verified_and_accepted(monkeypatch):
+    session, _ = a_listening_session(budget=True)
+    monkeypatch.setattr(session.budget, "wants_drafts", lambda num_tokens: True)
+    monkeypatch.setattr(session.budget, "decide", lambda confidence, starts, *args, **kwargs: np.array([2, 0, 3]))
+    seen = []
+    monkeypatch.setattr(session.budget.survival, "observe", lambda *args: seen.append([a.tolist() for a in args[1:]]))
+    assert advance(session, {"a": [1], "b": [2], "c": [3]}) == {"a": [7, 7], "b": [], "c": [7, 7, 7]}
+    outcomes = {"c": Outcome([7, 7, 9], 2, 2), "a": Outcome([7, 7, 1], 2, 2)}  # the scheduler has cut one of c
+    advance(session, {"c": [7, 7, 9], "b": [5], "a": [7, 7, 1]}, outcomes)
+    assert seen == [[[0, 4, 8, 12], [2, 0, 2], [2, 0, 2]]]
+
+
+def test_remaining_lengths_are_asked_for_by_problem_and_tokens_said(monkeypatch):
+    session, drafter = a_listening_session(budget=True)
+    requests = {"a": a_request([1, 2, 3]), "b": a_request([4])}
+    requests["a"].sampling_params.extra_args = {"rollout_spec": {"problem_id": 77}}
+    asked = []
+
+    def predict(rows, so_far, at_most):
+        problems = {row: problem for problem, row in session.budget.lengths._rows.items()}
+        asked.append(([problems[row] for row in rows.tolist()], so_far.tolist(), at_most.tolist()))
+        return np.ones(2), np.ones(2)
+
+    monkeypatch.setattr(session.budget.lengths, "predict_rows", predict)
+    monkeypatch.setattr(session.budget, "wants_drafts", lambda num_tokens: True)
+    monkeypatch.setattr(session.budget, "decide", lambda confidence, starts, *args, **kwargs: np.zeros(2, np.int64))
+    advance(session, {"a": [1], "b": [2]}, requests=requests)
+    advance(session, {"a": [1, 1], "b": [2]}, requests=requests)
+    assert asked[-1] == ([77, problem_of_prompt([4])], [3, 2], [197, 198])
+    assert drafter.started == {"a": (77, 5), "b": (problem_of_prompt([4]), 5)}
+
+
+def test_a_drafter_that_is_not_asked_takes_no_time(monkeypatch):
+    """Steps that do not ask it must not lower its measured cost."""
+    session, drafter = a_listening_session(budget=True)
+    asked, learnt = iter([True, False, True, True]), []
+    monkeypatch.setattr(session.budget, "wants_drafts", lambda num_tokens: next(asked))
+    monkeypatch.setattr(session.budget, "decide", lambda confidence, starts, *args, **kwargs: np.zeros(2, np.int64))
+    monkeypatch.setattr(session.budget, "observe_step", lambda *args, **kwargs: learnt.append(kwargs))
+    for _ in range(4):
+        advance(session, {"a": [1], "b": [2]})
+    assert len(drafter.limits) == 3
+    assert [step["num_asked"] for step in learnt] == [2, 0, 2]
+    assert [step["draft_seconds"] > 0 for step in learnt] == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "verify", "seed"), [(1.0, "sample", 5), (0.0, "sample", None), (1.0, "rejection", None)]
+)
+def test_the_drafter_knows_the_seeds_that_decide_what_is_sampled(temperature, verify, seed):
+    session, drafter = a_listening_session(verify=verify)
+    request = a_request()
+    request.sampling_params.temperature = temperature
+    advance(session, {"a": [1]}, requests={"a": request})
+    assert drafter.started == {"a": (problem_of_prompt([1, 2, 3]), seed)}
+
+
+def test_drafts_end_where_the_model_does():
+    """The last position is the target's own token."""
+    session, drafter = a_listening_session()
+    session._max_model_len = 8
+    request = a_request([1, 2, 3])
+    for token in (4, 5, 6, 7):
+        advance(session, {"a": [token]}, requests={"a": request})
+    assert drafter.limits == [{"a": 3}, {"a": 2}, {"a": 1}, {"a": 0}]
+
+
+def test_an_id_that_comes_again_is_another_request():
+    session, drafter = a_listening_session()
+    request = a_request()
+    request.sampling_params.max_tokens = 3
+    advance(session, {"a": [1, 2, 3]}, requests={"a": request})
+    advance(session, {}, ended=["a"])
+    advance(session, {"a": [4]}, requests={"a": request})
+    assert known(session, "a") == (4, False)
+    assert drafter.limits == [{"a": 1}]
+
+
+def test_problems_are_told_apart_by_all_that_shapes_their_outputs():
+    def problem(prompt=(1, 2, 3), adapter=None, images=(), **extra_args):
+        request = a_request(prompt)
+        request.sampling_params.extra_args = extra_args
+        request.lora_request = SimpleNamespace(lora_name=adapter) if adapter else None
+        request.mm_features = [
+            SimpleNamespace(identifier=image, mm_position=SimpleNamespace(offset=i)) for i, image in enumerate(images)
+        ]
+        return recognise(roots, request, np.array(prompt, np.int32)).problem_id
+
+    roots = Roots()
+    assert problem() == problem_of_prompt([1, 2, 3])
+    assert problem([]) is None
+    assert problem([], adapter="x") is not None
+    assert problem(rollout_spec={"problem_id": 0}, adapter="x") == 0
+    variants = [{"adapter": "x"}, {"adapter": "y"}, {"images": ["i"]}, {"images": ["i", "j"]}, {"images": ["j", "i"]}]
+    variants += [{"adapter": "x", "images": ["i"]}, {"adapter": "x", "prompt": [1, 2, 4]}]
+    ids = [problem(**variant) for variant in variants]
+    assert len(set(ids)) == len(ids)
+    assert ids == [problem(**variant) for variant in variants]
+    assert problem(adapter="policy-v3") == problem(adapter="policy-v12") != problem(adapter="other-v3")
+
+
+# -- conversations ---------------------------------------------------------------------------------------------------
+
+ROOT, ANSWER = list(range(20)), [40, 41, 42, 43]
+
+
+def say(session, req_id, prompt, tokens, **extra_args):
+    """A request from start to end. Returns what was drafted after each of its tokens."""
+    request = a_request(prompt)
+    request.sampling_params.extra_args = extra_args
+    drafted = []
+    for token in tokens:
+        last = {req_id: len(drafted[-1])} if drafted else {}
+        drafted.append(advance(session, {req_id: [token]}, last, requests={req_id: request})[req_id])
+    advance(session, {}, ended=[req_id])
+    return drafted
+
+
+@pytest.mark.parametrize("drafter", ["mixture", "suffix", "ngram"])
+def test_a_later_turn_drafts_from_earlier_ones_and_stores_its_end_only(drafter):
+    session = a_session(drafter=drafter, budget=False)
+    first, second = [30, 31, 32, 33, 34, 35], [36, 31, 32, 33, 34]
+    say(session, "a", ROOT, first)
+    store = session.drafter._store
+    stored = store.num_tokens
+    drafts = say(session, "a2", [*ROOT, *first, *ANSWER], second)
+    assert drafts[1] == [32, 33, 34, 35]  # its own first turn
+    assert store.num_tokens == stored + len(ROOT + first) + len(ANSWER) + len(second)  # MAX_DEPTH is not reached
+    say(session, "b", ROOT, [37, 38])
+    drafts = say(session, "b2", [*ROOT, 37, 38, 44, 45], [36, 31])  # another answer
+    assert drafts[0][:3] == [31, 32, 33]  # a sibling's second turn
+    assert set(session.drafter._problems) == {problem_of_prompt(ROOT)}
+    session.drafter.check_integrity()
+
+
+def test_rollouts_that_are_not_kept_are_not_taken_for_known():
+    session = a_session(budget=False)
+    say(session, "a", ROOT, [30, 31, 32, 33], rollout_spec={"keep_in_history": False})
+    drafts = say(session, "a2", [*ROOT, 30, 31, 32, 33, *ANSWER], [30, 31], rollout_spec={"keep_in_history": False})
+    assert drafts[1] == [32, 33, 40, 41]  # as its prompt says
+    assert session.drafter._store.num_tokens == 0
+
+
+def test_a_named_problem_is_kept_apart_and_its_turns_are_known_too():
+    session = a_session(budget=False)
+    say(session, "a", ROOT, [30, 31, 32, 33], rollout_spec={"problem_id": 7})
+    stored = session.drafter._store.num_tokens
+    say(session, "b", [*ROOT, 30], [31, 32])
+    assert set(session.drafter._problems) == {7, problem_of_prompt([*ROOT, 30])}
+    assert session.roots.root_of(7) is None
+    assert session.roots.root_of(problem_of_prompt([*ROOT, 30])).length == 21
+    say(session, "a2", [*ROOT, 30, 31, 32, 33, *ANSWER], [30], rollout_spec_problem_id=7)
+    assert set(session.drafter._problems) == {7, problem_of_prompt([*ROOT, 30])}
+    assert session.drafter._store.num_tokens == stored + 21 + 2 + 24 + len(ANSWER) + 1
+
+
+def test_each_turn_has_expected_lengths_of_its_own():
+    session = a_session(budget=True)
+    seen = []
+    session.budget.lengths.observe = lambda key, length: seen.append((key, length))
+    for req_id, prompt, tokens in [
+        ("a", ROOT, [30, 31, 9]),
+        ("b", ROOT, [30, 9]),
+        ("a2", [*ROOT, 30, 31, 9, *ANSWER], [30, 31, 32, 9]),
+        ("b2", [*ROOT, 30, 9, 44, 45], [9]),
+    ]:
+        request = a_request(prompt)
+        request.sampling_params.eos_token_id = 9
+        for token in tokens:
+            advance(session, {req_id: [token]}, requests={req_id: request})
+        advance(session, {}, ended=[req_id])
+    first, second = seen[0][0], seen[2][0]
+    assert seen == [(first, 3), (first, 2), (second, 4), (second, 1)]
+    assert first == problem_of_prompt(ROOT) != second
+
+
+def test_a_drafter_with_the_old_signature_is_told_no_known_tokens():
+    session = a_session(drafter="tests.adversaries.Adversary", drafter_options={}, budget=False)
+    say(session, "a", ROOT, [30, 31])
+    say(session, "a2", [*ROOT, 30, 31, *ANSWER], [30, 31])
+    assert not session.broken
+    assert session._stats.drafter_errors == 0
+
+
+@pytest.mark.parametrize("name", ["mixture", "suffix", "ngram", "lookahead"])
+def test_a_drafter_that_is_told_the_hash_of_a_prompt_drafts_as_if_it_had_computed_it(name):
+    """Requests of three prompts and of none, in two groups, over two policy versions."""
+    prompts = [[1, 2, 3], [1, 2, 4], [], [5, 6]]
+    drafts = []
+    for is_told in (False, True):
+        drafter, rng = build_drafter(name, max_draft_tokens=4), np.random.default_rng(0)
+        drafts.append([])
+        for version in (1, 2):
+            req_ids = [f"{version}/{i}" for i in range(2 * len(prompts))]
+            for i, req_id in enumerate(req_ids):
+                prompt = prompts[i // 2]
+                problem_id = problem_of_prompt(prompt) if is_told and prompt else None
+                drafter.start_request(req_id, np.array(prompt, np.int32), problem_id=problem_id, seed=i)
+            for _ in range(40):
+                for req_id in req_ids:
+                    drafter.extend(req_id, rng.integers(0, 4, 2).tolist())
+                proposed = drafter.propose(req_ids, np.full(len(req_ids), 4, np.int32))
+                drafts[-1] += [(d.token_ids.tolist(), d.confidence.tolist()) for d in proposed]
+            for req_id in req_ids:
+                drafter.stop_request(req_id)
+            drafter.begin_policy_version(version)
+    assert drafts[0] == drafts[1]
+    assert any(tokens for tokens, _ in drafts[0])
+
+
+@pytest.mark.parametrize("budget", [False, True])
+def test_a_draft_is_never_longer_than_what_is_left(budget):
+    session, request = a_session(budget=budget), a_request()
+    request.sampling_params.max_tokens = 30
+    drafts = run(session, 29, request)
+    assert any(drafts)
+    assert all(len(draft) <= max(30 - n - 2, 0) for n, draft in enumerate(drafts))
+
+
+# -- history that lasts ----------------------------------------------------------------------------------------------
+
+
+def with_folder(folder, **options):
+    """A session that has read this folder."""
+    session = a_session(history_dir=str(folder), **options)
+    session.engine_history.load()
+    return session
+
+
+def rollouts_in(folder):
+    """The tokens of each rollout in a folder that sessions have closed."""
+    storage = open_storage(str(folder))
+    entries = [entry for name in storage.sizes() for entry in read_shard(storage, name, Origin())[1]]
+    return sorted(entry.rollout.tokens.tolist() for entry in entries)
+
+
+def test_a_request_that_runs_on_past_its_stop_string_is_one_rollout(tmp_path, nine_stops):
+    """Behind a server the engine goes on with it for some steps, until the front end has told that it has ended."""
+    session, request = with_folder(tmp_path, budget=False), a_request()
+    request.sampling_params.stop = ["x"]
+    requests = {"a": request}
+    advance(session, {"a": [4, 5]}, requests=requests)
+    assert advance(session, {"a": [6, 9, 7]}, requests=requests) == {"a": []}
+    assert session.drafter.history_summary()["rollouts"] == 1, "at once: no further step may come"
+    for _ in range(2):
+        assert not any(advance(session, {"a": [8]}, requests=requests).values())
+    assert not session.live
+    advance(session, {"b": [1]}, ended=["a"])
+    assert session.drafter.history_summary()["rollouts"] == 1
+    session.drafter.check_integrity()
+    session.close()
+    assert rollouts_in(tmp_path) == [[4, 5, 6, 9]]
+
+
+def test_an_id_that_comes_again_right_after_its_batch_is_another_request(tmp_path):
+    session, request = with_folder(tmp_path, budget=False), a_request()
+    request.sampling_params.max_tokens = 1
+    advance(session, {"a": [4]}, requests={"a": request})
+    assert not session.live
+    advance(session, {"a": [3]}, requests={"a": a_request()})
+    assert known(session, "a") == (4, False)
+
+
+def test_a_streaming_session_goes_on_after_a_batch_that_was_complete(tmp_path):
+    session, request = with_folder(tmp_path, budget=False), a_request((1, 2))
+    request.sampling_params.eos_token_id = 9
+    advance(session, {"a": [3, 9]}, requests={"a": request})
+    assert not session.live
+    request.prompt_token_ids = [1, 2, 3, 4]
+    advance(session, {"a": [5]}, requests={"a": request})
+    assert known(session, "a") == (5, False)
+
+
+@pytest.mark.parametrize("names", ["ae", "ea"])
+def test_prompts_of_embeddings_keep_no_complete_batch_waiting(tmp_path, names):
+    """They have no row, so that nothing is known of them; the last row of the arrays is nobody's."""
+    session, embedded = with_folder(tmp_path, budget=False), a_request()
+    embedded.prompt_token_ids = None
+    requests = {"a": a_request(), "e": embedded}
+    requests["a"].sampling_params.eos_token_id = 9
+    tokens = {name: [9 if name == "a" else 4] for name in names}
+    advance(session, {"e": [4]}, requests=requests)
+    advance(session, tokens, requests=requests)
+    assert session.drafter.history_summary()["rollouts"] == 1
+    session.close()
+    assert rollouts_in(tmp_path) == [[9]]
+
+
+@pytest.mark.parametrize("extra_args", [{}, {"rollout_spec": {"problem_id": 7}}], ids=["prompt", "named"])
+def test_a_run_that_resumes_knows_how_long_first_turns_get(tmp_path, extra_args):
+    """Of problems that callers name, too. Later turns are as long as other later turns."""
+
+    def turn(session, req_id, prompt, size):
+        request = a_request(prompt)
+        request.sampling_params.max_tokens, request.sampling_params.extra_args = size, extra_args
+        tokens = [30 + i for i in range(size)]
+        advance(session, {req_id: tokens}, requests={req_id: request})
+        return [*prompt, *tokens]
+
+    session = with_folder(tmp_path)
+    for req_id, size in (("a", 6), ("b", 10)):
+        said = turn(session, req_id, ROOT, size)
+        turn(session, f"{req_id}2", [*said, *ANSWER], 2)
+    session.close()
+    assert len(rollouts_in(tmp_path)) == 4
+    resumed, learned = a_session(history_dir=str(tmp_path)), []
+    resumed.budget.lengths.observe = lambda problem, length: learned.append((problem, length))
+    resumed.engine_history.load()
+    problem_id = extra_args["rollout_spec"]["problem_id"] if extra_args else problem_of_prompt(ROOT)
+    assert sorted(learned) == [(problem_id, 6), (problem_id, 10)]
+    turn(resumed, "c2", [*said, *ANSWER], 3)
+    turn(resumed, "c", ROOT, 4)
+    (later, _), first = learned[2:]
+    assert first == (problem_id, 4)
+    assert later != problem_id, "a conversation's later turn is recognised by its first prompt"
+    resumed.close()
+
+
+# -- beside a model --------------------------------------------------------------------------------------------------
+
+
+def of_model(*tokens, probability=0.9):
+    """What a model drafts for each request."""
+    token_ids = np.array(tokens, np.int32)
+    return ModelDrafts(token_ids, np.full(token_ids.shape, probability, np.float32))
+
+
+def test_the_model_drafts_where_history_is_silent_and_history_goes_on():
+    session = a_session(num_model_tokens=2, budget=False)
+    request = a_request((7, 8))
+    advance(session, {"old": [11, 12, 13, 14, 15, 16]}, requests={"old": request})
+    advance(session, {"a": [20]}, ended=["old"], requests={"a": request})
+    drafted = advance(session, {"a": [21]}, requests={"a": request}, model=of_model([12, 13]))
+    assert drafted == {"a": [12, 13, 14, 15]}
+    outcome = Outcome([12, 13, 14, 30], 3, 4)
+    drafted = advance(
+        session, {"a": [12, 13, 14, 30]}, {"a": outcome}, requests={"a": request}, model=of_model([40, 41])
+    )
+    assert drafted == {"a": [40, 41]}, "nothing follows it in the history"
+    counts = session.source_counts()
+    assert counts["model"] == [2, 2]
+    assert counts["problem"] == [2, 1], "of history's continuation the first was right and the second was not"
+    assert session.age_counts()["0"] == [2, 1]
+
+
+def test_history_is_verified_where_it_promises_more_and_both_are_graded():
+    session = a_session(num_model_tokens=2, budget=False)
+    request = a_request((7, 8))
+    advance(session, {"old": [11, 12, 13, 14, 15, 16]}, requests={"old": request})
+    advance(session, {"a": [11]}, ended=["old"], requests={"a": request})
+    wrong = of_model([30, 31], probability=0.1)
+    drafted = advance(session, {"a": [12]}, requests={"a": request}, model=wrong)
+    assert drafted == {"a": [13, 14, 15, 16]}
+    advance(session, {"a": [13]}, {"a": Outcome([13, 9, 9, 9, 9], 1, 4)}, requests={"a": request}, model=wrong)
+    assert session.source_counts()["model"] == [1, 0]
+    # A step in which the model did not draft, and one that is switched off.
+    assert advance(session, {"a": [14]}, requests={"a": request}) == {"a": [15, 16]}
+    assert session.wants_model(1)
+    session.set_enabled(False)
+    assert not session.wants_model(1)
+    assert advance(session, {"a": [15]}, requests={"a": request}, model=wrong) == {"a": []}
+
+
+def test_steps_are_compared_with_and_without_the_model():
+    session = a_session(num_model_tokens=2)
+    request, taken = a_request((7, 8)), []
+    for n in range(200):
+        wanted = session.wants_model(1)
+        taken.append(wanted)
+        advance(session, {"a": [n % 40]}, requests={"a": request}, model=of_model([1, 2]) if wanted else None)
+    assert taken[:17] == [True] * 17
+    assert {True, False} <= set(taken)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.6])
+def test_a_models_drafts_are_graded_apart_for_greedy_and_sampled_requests(temperature):
+    session, request = a_session(num_model_tokens=2, budget=False), a_request()
+    request.sampling_params.temperature = temperature
+    advance(session, {"a": [20]}, requests={"a": request}, model=of_model([12, 13]))
+    advance(session, {"a": [12]}, requests={"a": request}, model=of_model([12, 13]))
+    greedy, sampled = session.choice.counts.reshape(2, -1)
+    assert (greedy.any(), sampled.any()) == (temperature == 0, temperature > 0)

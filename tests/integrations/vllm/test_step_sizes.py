@@ -1,0 +1,141 @@
+"""CUDA graphs and room for steps in which every request has drafts."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.config import CUDAGraphMode
+from vllm.engine.arg_utils import EngineArgs
+
+from rollout_spec import RolloutSpecConfig, engine_kwargs
+from rollout_spec.integrations.trainers.controller import EngineController
+from rollout_spec.integrations.vllm import plugin, step_sizes
+
+
+@given(st.integers(1, 9000), st.integers(2, 129), st.sampled_from([512, 1024]))
+def test_graphs_cover_every_step_and_are_few(most_tokens, width, usual):
+    added = step_sizes.larger_sizes(usual, most_tokens, width)
+    largest = min(most_tokens, step_sizes.LARGEST) // width * width
+    if largest <= usual:
+        assert added == []
+        return
+    assert added == sorted(set(added))
+    assert len(added) <= 17
+    assert added[-1] == largest
+    assert not any(size % width for size in added)
+    for tokens in range(usual + 1, largest + 1, 7):
+        padded = next(size for size in added if size >= tokens)
+        assert padded - tokens < tokens / 8 + 2 * width
+
+
+@pytest.fixture
+def remarks(monkeypatch):
+    """What is said in vLLM's log."""
+    said = []
+    monkeypatch.setattr(plugin, "say", said.append)
+    return said
+
+
+@pytest.fixture
+def vllm_config(tiny_model):
+    """A function that gives a `VllmConfig` whose graphs are chosen as on a GPU."""
+
+    def make(options, compilation_config=None, **kwargs):
+        arguments = EngineArgs(
+            model=str(tiny_model), dtype="float32", max_model_len=128, compilation_config=compilation_config or {},
+            **options, **{"max_num_seqs": 256, "max_num_batched_tokens": 4096, **kwargs},
+        )  # fmt: skip
+        config = arguments.create_engine_config()
+        compilation = config.compilation_config
+        # What the CPU platform has changed.
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        compilation.cudagraph_capture_sizes = (compilation_config or {}).get("cudagraph_capture_sizes")
+        compilation.max_cudagraph_capture_size = (compilation_config or {}).get("max_cudagraph_capture_size")
+        config._set_cudagraph_sizes()
+        return config
+
+    return make
+
+
+def test_an_engine_with_drafts_captures_larger_graphs(vllm_config, remarks):
+    config = vllm_config(engine_kwargs(num_speculative_tokens=8))
+    compilation = config.compilation_config
+    assert compilation.max_cudagraph_capture_size == 2043  # the largest multiple of 9 up to 2,048
+    assert remarks[-1] == (
+        "steps of up to 256 requests with 9 tokens each, 2304 in all: "
+        "CUDA graphs for up to 2043 tokens instead of 512, 17 sizes more"
+    )
+    adjust = compilation.adjust_cudagraph_sizes_for_spec_decode  # which V1 does; drops what becomes too large
+    adjust(*(9, 1)[: len(inspect.signature(adjust).parameters)])  # older versions want the ranks' number, too
+    assert compilation.max_cudagraph_capture_size == 2043
+    sizes = compilation.cudagraph_capture_sizes
+    assert all(next(size for size in sizes if size >= n * 9) < n * 9 * 1.2 + 18 for n in range(1, 228))
+
+
+@pytest.mark.parametrize(
+    ("options", "compilation_config", "largest"),
+    [
+        ({}, None, 512),
+        (engine_kwargs(speculation=False), None, 512),
+        (engine_kwargs(num_speculative_tokens=1), None, 512),
+        (engine_kwargs(), {"cudagraph_capture_sizes": [1, 2, 4, 64]}, 64),
+        (engine_kwargs(), {"max_cudagraph_capture_size": 64}, 64),
+    ],
+)
+def test_other_engines_and_given_sizes_are_left_alone(vllm_config, remarks, options, compilation_config, largest):
+    config = vllm_config(options, compilation_config)
+    assert config.compilation_config.max_cudagraph_capture_size == largest
+    assert not remarks
+
+
+def test_no_graphs_are_asked_for_where_there_are_none(vllm_config, remarks):
+    config = vllm_config(engine_kwargs(), enforce_eager=True)
+    assert not config.compilation_config.cudagraph_capture_sizes
+    assert not remarks
+
+
+def test_steps_without_room_for_all_drafts_are_named(vllm_config, remarks):
+    config = vllm_config(engine_kwargs(num_speculative_tokens=8), max_num_batched_tokens=900)
+    assert config.compilation_config.max_cudagraph_capture_size == 900
+    assert remarks[-1].endswith(
+        "max_num_batched_tokens=900 leaves no room for the drafts of more than 100 requests: raise it if so many "
+        "run at once"
+    )
+
+
+def test_what_the_trainer_gives_is_raised():
+    """TRL gives 4096, whatever K is."""
+    trainer = {"max_num_seqs": 512, "max_num_batched_tokens": 4096}
+    assert EngineController(RolloutSpecConfig()).engine_kwargs(trainer)["max_num_batched_tokens"] == 512 * 9
+    few = {**trainer, "max_num_seqs": 8}
+    assert EngineController(RolloutSpecConfig()).engine_kwargs(few)["max_num_batched_tokens"] == 4096
+    given = EngineController(RolloutSpecConfig(), llm_kwargs={"max_num_batched_tokens": 2048})
+    assert given.engine_kwargs(trainer)["max_num_batched_tokens"] == 2048
+    unknown = {"max_num_seqs": None, "max_num_batched_tokens": 4096}
+    assert EngineController(RolloutSpecConfig()).engine_kwargs(unknown)["max_num_batched_tokens"] == 4096
+    off = EngineController(RolloutSpecConfig(speculation=False))
+    assert off.engine_kwargs(trainer)["max_num_batched_tokens"] == 4096
+    assert "max_num_batched_tokens" not in EngineController(RolloutSpecConfig()).engine_kwargs({"max_num_seqs": 512})
+
+
+@pytest.mark.parametrize(("options", "expected"), [(engine_kwargs(), False), (engine_kwargs(speculation=False), None)])
+def test_a_drafter_on_the_host_asks_for_synchronous_scheduling(tiny_model, monkeypatch, options, expected):
+    """From 0.33 on vLLM's V2 runner would schedule asynchronously, with K draft tokens for every request."""
+    from vllm.config import VllmConfig
+
+    seen = []
+    original = VllmConfig.try_verify_and_update_config
+
+    def before_vllm_decides(self):
+        seen.append(self.scheduler_config.async_scheduling)
+        original(self)
+
+    monkeypatch.setattr(VllmConfig, "try_verify_and_update_config", before_vllm_decides)
+    EngineArgs(model=str(tiny_model), dtype="float32", **options).create_engine_config()
+    assert seen == [expected]

@@ -1,0 +1,239 @@
+"""Two tensor-parallel ranks, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from rollout_spec import engine_kwargs
+from rollout_spec.history.folder import LEARNED, HistoryFolder
+from rollout_spec.history.shards import Origin
+from tests.integrations.draft_models import write_eagle_head
+from tests.integrations.engines import (
+    assert_same,
+    build,
+    generate,
+    mixed_params,
+    own_processes,
+    prompts_of,
+    verify_all,
+)
+
+pytestmark = [pytest.mark.engine, own_processes]
+
+K = 4
+
+
+@pytest.fixture(scope="module")
+def off(tiny_model):
+    """One rank, without drafts."""
+    return build(tiny_model, **engine_kwargs(speculation=False))
+
+
+@contextmanager
+def two_ranks(model, **kwargs):
+    llm = build(model, tensor_parallel_size=2, distributed_executor_backend="mp", num_gpu_blocks_override=100, **kwargs)
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.model_executor.shutdown()  # the engine itself would take the other engines' groups with it
+
+
+def ask(llm, *command):
+    return llm.collective_rpc("rollout_spec", args=command)
+
+
+def counts(stats):
+    """What is counted, without what is timed."""
+    return {name: value for name, value in stats.items() if "seconds" not in name and not name.endswith("_by_batch")}
+
+
+def check_rollouts(llm, off, reference_model, seed):
+    params = mixed_params(8, seed, max_tokens=30)
+    prompts = prompts_of(params)
+    assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+
+
+def test_the_ranks_agree_and_the_rollouts_are_those_of_one_rank(tiny_model, off, reference_model):
+    options = engine_kwargs(num_speculative_tokens=K, drafter_options={"min_survival": 0.0})
+    with two_ranks(tiny_model, **options) as llm:
+        check_rollouts(llm, off, reference_model, 1)
+        ask(llm, "set_enabled", False)
+        check_rollouts(llm, off, reference_model, 2)
+        before = ask(llm, "stats")
+        ask(llm, "set_enabled", True)
+        ask(llm, "begin_policy_version", 1)
+        check_rollouts(llm, off, reference_model, 1)
+        after = ask(llm, "stats")
+    for first, second in (before, after):
+        assert counts(first) == counts(second)
+    assert after[0]["accepted_tokens"] > before[0]["accepted_tokens"]
+
+
+class Extension:
+    def update_weights_of_rank(self, rank, amount):
+        """Other weights in one rank's part of the head alone."""
+        self.model_runner.model.lm_head.weight.data += amount if self.rank == rank else 0
+
+    def learned(self):
+        """What outcomes have taught this rank's drafter."""
+        learned = self.model_runner.drafter.session.drafter.learned()
+        return {name: counts.ravel().tolist() for name, counts in learned.items()}
+
+
+def test_a_version_begins_on_both_ranks_if_one_s_weights_have_changed(tiny_model):
+    options = verify_all(num_speculative_tokens=K)
+    with two_ranks(
+        tiny_model, worker_extension_cls="tests.integrations.vllm.test_tensor_parallel.Extension", **options
+    ) as llm:
+        versions = []
+        for rank, amount in ((0, 0), (0, 1), (1, 1), (1, 0)):
+            llm.collective_rpc("update_weights_of_rank", args=(rank, amount))
+            generate(llm, mixed_params(8, 1, max_tokens=12))
+            first, second = ask(llm, "stats")
+            assert counts(first) == counts(second)
+            versions.append(first["policy_version"])
+    assert versions == [0, 1, 2, 2]
+
+
+def test_a_rank_that_is_slow(tiny_model, off, reference_model):
+    """Each rank has a budget, which learns from the first rank's times: with their own they would draft differently."""
+    options = engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.SlowOnTheSecondRank")
+    with two_ranks(tiny_model, **options) as llm:
+        for seed in (1, 2, 3):
+            check_rollouts(llm, off, reference_model, seed)
+        first, second = ask(llm, "stats")
+        reports = ask(llm, "report")
+    assert counts(first) == counts(second)
+    assert reports[0]["budget"] == reports[1]["budget"]
+    assert second["draft_seconds"] >= 0.01 * sum(second["asked_by_batch"]) > 0, "it slept in each of these steps"
+
+
+def test_the_ranks_choose_the_same_drafts_beside_a_model(tiny_model, tmp_path, off, reference_model):
+    speculative = {"method": "eagle", "model": str(write_eagle_head(tiny_model, tmp_path / "eagle"))}
+    options = engine_kwargs(num_speculative_tokens=K, speculative_config={**speculative, "num_speculative_tokens": 2})
+    with two_ranks(tiny_model, **options) as llm:
+        for seed in (1, 2):
+            check_rollouts(llm, off, reference_model, seed)
+        first, second = ask(llm, "stats")
+        reports = ask(llm, "report")
+    assert counts(first) == counts(second)
+    assert first["accepted_tokens"] > 0
+    assert reports[0]["sources"] == reports[1]["sources"]
+    assert reports[0]["sources"]["model"][1] > 0
+
+
+@pytest.mark.parametrize("rank", ["First", "Second"])
+def test_a_drafter_that_raises_on_one_rank(tiny_model, rank, capfd):
+    options = verify_all(num_speculative_tokens=K, drafter=f"tests.adversaries.RaisesOnThe{rank}Rank")
+    with two_ranks(tiny_model, **options) as llm:
+        started = time.perf_counter()
+        # vLLM says what the first rank raised; what the other one raised is in its log.
+        with pytest.raises(Exception, match="fault of the drafter" if rank == "First" else None):
+            generate(llm, mixed_params(8, 1, max_tokens=40, ignore_eos=True))
+        assert time.perf_counter() - started < 60
+    if rank == "Second":
+        printed = capfd.readouterr()
+        assert "rank 1 cannot go on, and ends the engine" in printed.out + printed.err
+        assert "fault of the drafter" in printed.out + printed.err
+
+
+def wait_for(llm, field, count):
+    """Until the folder's thread, which looks several times a second, has counted that many."""
+    deadline = time.monotonic() + 30
+    while (found := ask(llm, "history")[0]["folder"][field]) < count and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert found == count
+
+
+def test_the_ranks_have_the_same_history_of_a_folder(tiny_model, off, reference_model, tmp_path):
+    """The first rank reads it, when the engine starts and between steps."""
+    extension = {"worker_extension_cls": "tests.integrations.vllm.test_tensor_parallel.Extension"}
+    options = {**verify_all(num_speculative_tokens=K, history_dir=str(tmp_path)), **extension}
+    with two_ranks(tiny_model, **options) as llm:
+        check_rollouts(llm, off, reference_model, 1)
+        wait_for(llm, "rollouts_written", 8)
+        ask(llm, "begin_policy_version", 1)  # with which it writes what it has learned
+        learned = llm.collective_rpc("learned")
+        assert any(map(any, learned[0].values()))
+        deadline = time.monotonic() + 30
+        while not (tmp_path / LEARNED).exists() and time.monotonic() < deadline:
+            time.sleep(0.1)
+    other = HistoryFolder(str(tmp_path), Origin(), max_bytes=1 << 30)
+    rollouts = other.load(10**6)
+    assert len(rollouts) == 8
+    with two_ranks(tiny_model, **options) as llm:
+        first, second = ask(llm, "history")
+        assert first.pop("folder")["rollouts_read"] == 8
+        assert second.pop("folder") == {}
+        assert first == second
+        assert llm.collective_rpc("learned") == learned
+        other.add(rollouts[:3])
+        other.exchange()
+        wait_for(llm, "rollouts_read", 11)
+        check_rollouts(llm, off, reference_model, 2)
+        check_rollouts(llm, off, reference_model, 1)
+        before, after = ask(llm, "stats")
+        assert counts(before) == counts(after)
+        assert before["accepted_tokens"] > 0
+        first, second = ask(llm, "history")
+        assert first["rollouts"] == second["rollouts"] == 8 + 3 + 16
+
+
+def generating(llm):
+    """(a thread that generates, what that has raised): it must not wait for ranks that are gone."""
+    raised = []
+
+    def run():
+        try:
+            generate(llm, mixed_params(8, 1, max_tokens=100, ignore_eos=True))
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, raised
+
+
+@pytest.mark.slow
+def test_the_first_rank_raises_in_the_exchange_of_history(tiny_model, tmp_path):
+    """The other one waits for what it has read."""
+    drafter = {"drafter": "tests.adversaries.RaisesInTheExchangeOfHistory", "drafter_options": {"rank": 0}}
+    options = verify_all(num_speculative_tokens=K, history_dir=str(tmp_path), **drafter)
+    with two_ranks(tiny_model, **options) as llm:
+        thread, raised = generating(llm)
+        thread.join(120)
+        assert not thread.is_alive()
+        assert raised
+
+
+@pytest.mark.slow
+def test_a_folder_that_the_first_rank_cannot_read_and_the_first_rank_s_death(
+    tiny_model, off, reference_model, tmp_path
+):
+    (tmp_path / "file").write_text("no folder")
+    options = verify_all(num_speculative_tokens=K, history_dir=str(tmp_path / "file"))
+    with two_ranks(tiny_model, **options) as llm:
+        check_rollouts(llm, off, reference_model, 1)
+        check_rollouts(llm, off, reference_model, 2)
+        first, second = ask(llm, "stats")
+        assert counts(first) == counts(second)
+        assert first["drafter_errors"] == 0
+        first, second = ask(llm, "history")
+        assert first["rollouts"] == second["rollouts"] == 16
+        wait_for(llm, "rollouts_waiting", 16)
+        thread, raised = generating(llm)
+        engine = llm.llm_engine
+        while not engine.has_unfinished_requests():
+            time.sleep(0.01)
+        os.kill(engine.model_executor.workers[0].proc.pid, signal.SIGKILL)
+        thread.join(120)
+        assert not thread.is_alive()
+        assert raised

@@ -1,0 +1,163 @@
+"""After `warm_up` a session compiles nothing more."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import pytest
+import torch
+
+from rollout_spec import RolloutSpecConfig
+from rollout_spec.jit import compiler as jit
+from rollout_spec.jit.warm_up import warm_up
+
+ROOT = Path(__file__).parent.parent
+
+CONFIGS = {
+    "mixture": {},
+    "options": {
+        "drafter_options": {"inverse_temperature": 2.0, "recency": 0.5, "max_history_versions": 1, "lookahead": True}
+    },
+    "suffix": {"drafter": "suffix", "num_speculative_tokens": 3},
+    "ngram": {"drafter": "ngram", "budget": False, "drafter_options": {"shared": True}},
+    "lookahead": {"drafter": "lookahead"},
+    "rejection": {"drafter": "suffix", "verify": "rejection"},
+    "model": {"num_speculative_tokens": 5, "num_model_draft_tokens": 2},
+    "off": {"speculation": False},
+}
+
+
+def run_a_session(config):
+    """What an engine on a CPU calls: requests of several kinds, drafted for, verified, kept and dropped."""
+    import numpy as np
+
+    from rollout_spec.types import SamplingBatch
+    from rollout_spec.verify.api import verify
+    from tests.integrations.vllm.test_session import Outcome, a_request, a_session, advance, of_model
+
+    if config.speculation:
+        session = a_session(
+            drafter=config.drafter, num_speculative_tokens=config.num_speculative_tokens, verify=config.verify,
+            budget=config.budget, drafter_options=config.drafter_options,
+            num_model_tokens=config.num_model_draft_tokens or 0,
+        )  # fmt: skip
+        model = of_model(*[[1, 2]] * 4) if config.num_model_draft_tokens else None
+        rng = np.random.default_rng(0)
+        drafted = {}
+        for turn in range(3):
+            requests = {str(i): a_request(rng.integers(0, 50, 40 * (turn + 1)).tolist()) for i in range(4)}
+            requests["3"].sampling_params.temperature = 0.0
+            requests = {f"{turn}{name}": request for name, request in requests.items()}
+            ended = [name for name in session.live if not name.startswith(str(turn))]
+            for _ in range(40):
+                outcomes = {
+                    name: Outcome(tokens[:1] + [1] * len(tokens), min(1, len(tokens)), len(tokens))
+                    for name, tokens in drafted.items()
+                    if tokens and name in requests
+                }
+                tokens = {name: rng.integers(0, 6, rng.integers(1, 3)).tolist() for name in requests}
+                drafted = advance(
+                    session, tokens, outcomes, ended=ended, requests=requests, has_features=turn > 0, model=model
+                )
+                ended = []
+            session.drafter.begin_policy_version(turn + 1)
+        session.drafter.stop_request(next(iter(session.live)), keep=False)
+        assert not session.broken
+    for temperature in (0.0, 1.0):
+        for truncated in (False, True):
+            for lengths in ([0], [2, 0, 3]):
+                size = len(lengths)
+                rows = SamplingBatch(
+                    torch.full((size,), temperature),
+                    torch.arange(size) if temperature else None,
+                    torch.arange(size),
+                    *((torch.full((size,), 5, dtype=torch.int32), torch.full((size,), 0.9)) if truncated else ()),
+                )
+                cu = torch.tensor(np.cumsum(lengths), dtype=torch.int32)
+                logits = torch.randn(sum(lengths) + size, 50, dtype=torch.bfloat16 if truncated else torch.float32)
+                for mode in (None, "raw_logprobs", "processed_logprobs"):
+                    drafts = torch.arange(sum(lengths), dtype=torch.int32)
+                    verify(logits, drafts, cu, rows, method=config.verify, logprobs_mode=mode)
+
+
+def check(name):
+    """In a process that has compiled nothing yet."""
+    config, lines = RolloutSpecConfig(**CONFIGS[name]), []
+    warm_up(config, has_model=config.num_model_draft_tokens is not None, log=lines.append)
+    known = {function: list(function.signatures) for function in jit.dispatchers()}
+    assert any(known.values())
+    run_a_session(config)
+    more = {
+        function.py_func.__qualname__: [sig for sig in function.signatures if sig not in known.get(function, ())]
+        for function in jit.dispatchers()
+    }
+    assert not any(more.values()), {function: sigs for function, sigs in more.items() if sigs}
+    assert len(lines) in (0, 2), lines
+
+
+@pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
+def test_after_it_a_session_compiles_nothing():
+    """Each configuration in a process of its own, in which all modules are imported and nothing was called."""
+    code = f"""
+import os, traceback
+import rollout_spec.loop, rollout_spec.integrations.vllm.session
+from tests import test_warm_up
+failed = []
+for name in {list(CONFIGS)}:
+    child = os.fork()
+    if child == 0:
+        try:
+            test_warm_up.check(name)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(name)
+assert not failed, failed
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
+def test_it_says_so_before_and_after_it_compiles_and_nothing_where_it_need_not(tmp_path):
+    code = """
+from rollout_spec import RolloutSpecConfig
+from rollout_spec.jit.warm_up import warm_up
+warm_up(RolloutSpecConfig(speculation=False), log=print)
+"""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", code]
+    first = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    before, after = first.stdout.splitlines()
+    assert "compiling drafter and verifier, once per installation" in before
+    assert after.endswith(" s")
+    second = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert second.stdout == ""
+
+
+def test_torchs_defaults_do_not_matter():
+    """vLLM sets them while it builds an engine."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            for verify in ("sample", "rejection"):
+                warm_up(RolloutSpecConfig(speculation=False, verify=verify))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_options_that_the_drafter_does_not_take_raise():
+    with pytest.raises(ValueError, match="does not take these options"):
+        warm_up(RolloutSpecConfig(drafter_options={"dept": 3}))
+
+
+def test_drafters_that_are_not_built_in_are_left_alone():
+    warm_up(RolloutSpecConfig(drafter="tests.no_such.Drafter", budget=False), device="cuda")
