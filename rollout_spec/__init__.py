@@ -9,9 +9,8 @@ from rollout_spec.imports import install
 
 if TYPE_CHECKING:
     from rollout_spec.integrations.trainers.trl import RolloutSpecGenerator
-    from rollout_spec.integrations.vllm.runner_v1 import RolloutSpecProposer
 
-__all__ = ["RolloutSpecConfig", "RolloutSpecGenerator", "RolloutSpecProposer", "__version__", "engine_kwargs"]
+__all__ = ["RolloutSpecConfig", "RolloutSpecGenerator", "__version__", "engine_kwargs"]
 __version__ = "0.1.0"
 
 

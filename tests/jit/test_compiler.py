@@ -34,7 +34,7 @@ sys.modules["torch"] = MagicMock()  # not needed here, and takes longer to impor
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     from rollout_spec.jit import compiler as jit
-    from rollout_spec.noise.torch import _uniform32_nb  # it calls compiled functions of noise.py
+    from rollout_spec.noise.torch import _uniform32_nb  # it calls compiled functions of noise/host.py
     hashes, uniforms = np.empty(3, np.uint32), np.empty((1, 3), np.float32)
     _uniform32_nb(np.array([1]), np.array([2]), np.arange(3, dtype=np.uint32)[None], 0, hashes, uniforms)
     value = uniforms.sum().item()
@@ -85,7 +85,7 @@ def test_code_is_compiled_once_and_again_when_a_function_that_it_calls_has_chang
     assert probe(**options)["value"] == first["value"]
     assert probe(**options)["misses"] == 0
 
-    callee = package / "noise.py"
+    callee = package / "noise/host.py"
     old, new = "low = (np.float32(np.int32(h & np.uint32(0xFFFF)))", "low = (np.float32(np.int32(h & np.uint32(0xFFF)))"
     assert old in callee.read_text()
     callee.write_text(callee.read_text().replace(old, new))
@@ -119,12 +119,12 @@ def test_a_chosen_folder_that_cannot_be_written_is_told(tmp_path):
 
 def _modules() -> set[Path]:
     """All files of ours; two folders are links in a checkout, which `rglob` does not follow."""
-    linked = [path for folder in ("drafters", "integrations") for path in (PACKAGE / folder).glob("*.py")]
+    linked = [path for folder in ("drafters", "integrations") for path in (PACKAGE / folder).glob("**/*.py")]
     return {*PACKAGE.rglob("*.py"), *linked}
 
 
 def test_no_other_module_compiles_with_a_cache_of_its_own():
-    for path in _modules() - {PACKAGE / "jit.py"}:
+    for path in _modules() - {PACKAGE / "jit/compiler.py"}:
         assert not re.search(r"from numba import|\b(numba|nb)\.(n?jit|vectorize|guvectorize)\b", path.read_text()), path
 
 
@@ -150,7 +150,7 @@ def test_the_digest_covers_all_that_is_compiled():
         more = _imports(waiting.pop()) - needed
         needed |= more
         waiting += more
-    where_it_is_kept = {"imports.py", "jit_cache.py"}  # and not what is in it
+    where_it_is_kept = {"imports.py", "jit/cache.py"}  # and not what is in it
     assert sorted({str(path.relative_to(PACKAGE)) for path in needed} - where_it_is_kept) == list(cache.SOURCES)
 
 

@@ -15,7 +15,7 @@ from rollout_spec import RolloutSpecConfig
 from rollout_spec.jit import compiler as jit
 from rollout_spec.jit.warm_up import warm_up
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 CONFIGS = {
     "mixture": {},
@@ -105,7 +105,7 @@ def test_after_it_a_session_compiles_nothing():
     code = f"""
 import os, traceback
 import rollout_spec.loop, rollout_spec.integrations.vllm.session
-from tests import test_warm_up
+from tests.jit import test_warm_up
 failed = []
 for name in {list(CONFIGS)}:
     child = os.fork()

@@ -15,7 +15,7 @@ import torch
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.cpu_fixes import survive_lazy_modules
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OLDEST, NEWEST = compat.OLDEST_VERSION, compat.NEWEST_VERSION
 
 

@@ -228,6 +228,6 @@ def test_a_script_that_ends_leaves_all_that_it_has_said(tiny_model, tmp_path):
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
     folder = str(tmp_path / "history")
     command = [sys.executable, str(tmp_path / "script.py"), str(tiny_model), folder]
-    environment = environment_for_a_process(**variables, PYTHONPATH=str(Path(__file__).parents[2]))
+    environment = environment_for_a_process(**variables, PYTHONPATH=str(Path(__file__).parents[3]))
     subprocess.run(command, env=environment, check=True, timeout=300)
     assert [rollout.tokens.size for rollout in rollouts_in(folder)] == [8] * 4
