@@ -25,7 +25,7 @@ demo: $(READY)
 
 # Hours on a few cores; the same command continues where it was interrupted.
 real-policy: $(REAL_POLICY)
-	PYTHONPATH=experiments $(BIN)/python -m real_policy --out real_policy
+	$(BIN)/python -m experiments.real_policy --out real_policy
 
 # The V2 model runner needs vLLM to see Triton from its first import on, so its tests have processes of their own.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
@@ -82,18 +82,17 @@ check: $(READY)
 TRACES ?=
 RESULTS := experiments/results
 bench: $(READY)
-	$(BIN)/python experiments/bench_verify.py --out $(RESULTS)/bench_verify.jsonl
-	$(BIN)/python experiments/bench_coupled.py --policy demo/policy-v1-seed0 --prompts 10 --tests 6 \
+	$(BIN)/python -m experiments.costs.bench_verify --out $(RESULTS)/bench_verify.jsonl
+	$(BIN)/python -m experiments.drafting.bench_coupled --policy demo/policy-v1-seed0 --prompts 10 --tests 6 \
 		--json $(RESULTS)/bench_coupled.jsonl
-	$(BIN)/python experiments/bench_coupled.py --history 4 16 --recorded \
+	$(BIN)/python -m experiments.drafting.bench_coupled --history 4 16 --recorded \
 		$(wildcard $(RESULTS)/real_policy/samples-*.parquet) --json $(RESULTS)/bench_coupled.jsonl
-	$(BIN)/python experiments/bench_coupled.py --history 64 --recorded \
+	$(BIN)/python -m experiments.drafting.bench_coupled --history 64 --recorded \
 		$(RESULTS)/real_policy/samples-step0040-t1.parquet --json $(RESULTS)/bench_coupled.jsonl
-	$(BIN)/python experiments/bench_features.py --drafters mixture ngram --out $(RESULTS)/bench_features.jsonl \
+	$(BIN)/python -m experiments.drafting.bench_features --drafters mixture ngram --out $(RESULTS)/bench_features.jsonl \
 		$(wildcard $(RESULTS)/real_policy/samples-*.parquet) --epochs $(RESULTS)/real_policy/rollouts.parquet
-	$(BIN)/python experiments/bench_packing.py --out $(RESULTS)/bench_packing.jsonl
-	test -z '$(TRACES)' || $(BIN)/python experiments/bench_draft.py $(TRACES) --out $(RESULTS)/bench_draft.jsonl
-	test -z '$(TRACES)' || $(BIN)/python experiments/bench_turns.py $(TRACES)/tau_airline_gpt4o.parquet \
+	test -z '$(TRACES)' || $(BIN)/python -m experiments.drafting.bench_draft $(TRACES) --out $(RESULTS)/bench_draft.jsonl
+	test -z '$(TRACES)' || $(BIN)/python -m experiments.drafting.bench_turns $(TRACES)/tau_airline_gpt4o.parquet \
 		--drafters mixture suffix ngram --out $(RESULTS)/bench_turns.jsonl
 
 clean:

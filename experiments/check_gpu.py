@@ -1,6 +1,6 @@
 """Checks the verifier's kernels on a GPU against the reference.
 
-    python experiments/check_gpu.py [--trials 60] [--vocab 151936] [--out FILE]
+    python -m experiments.check_gpu [--trials 60] [--vocab 151936] [--out FILE]
 
 Random batches with ragged drafts, mixed temperatures, truncation, ties, removed tokens and rows without a distribution,
 in bf16, fp16 and fp32, for all methods, with accepted and rejected drafts. Tokens must be the reference's; one may
@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.rows import append, origin
 from rollout_spec.drafters.model.choice_device import DeviceChoice
 from rollout_spec.noise import host as noise
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
-from rows import append, origin
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 METHODS = ("sample", "rejection", "dense")

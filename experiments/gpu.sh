@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks and benchmarks that need a GPU, in stages of ten minutes at most. Run from the repository's root with torch and
 # vLLM importable:
-#   bash experiments/gpu.sh OUT imports check device verify      correctness, device drafter, verifier: about 8 minutes
+#   bash experiments/gpu.sh OUT check device verify              correctness, device drafter, verifier: about 8 minutes
 #   ROLLOUTS=FILE.parquet bash experiments/gpu.sh OUT phase-1.5b     whole rollout phases in every mode: up to 10 minutes
 #   bash experiments/gpu.sh OUT phase-1.5b:none,budget,device        in some of them
 #   bash experiments/gpu.sh OUT engine-1.5b invariant            the engine's step; divergence in bf16
@@ -20,7 +20,7 @@ export PYTHONPATH="$PWD:$logs/plugin${PYTHONPATH:+:$PYTHONPATH}" VLLM_NO_USAGE_S
 
 for stage in "$@"; do
     case ${stage%%:*} in
-        imports | check | device | verify | invariant | phase-?* | engine-?* | model-?* | forward-?*) ;;
+        check | device | verify | invariant | phase-?* | engine-?* | model-?* | forward-?*) ;;
         *)
             echo "unknown stage $stage" >&2
             exit 2
@@ -61,20 +61,19 @@ for stage in "$@"; do
     modes=()
     [[ $stage == *:* ]] && IFS=, read -ra modes <<<"${stage#*:}" && modes=(--modes "${modes[@]}")
     case $kind in
-        imports) command=(experiments/check_imports.py) ;;
-        check) command=(experiments/check_gpu.py) ;;
-        device) command=(experiments/bench_device.py) ;;
-        verify) command=(experiments/bench_verify.py) ;;
-        phase-*) command=(experiments/bench_phase.py --shape "$shape" --rollouts "$rollouts" --logs "$logs/$name" "${modes[@]}") ;;
-        engine-*) command=(experiments/bench_engine.py --shape "$shape" --logs "$logs/$name" "${modes[@]}") ;;
+        check) command=(-m experiments.check_gpu) ;;
+        device) command=(-m experiments.costs.bench_device) ;;
+        verify) command=(-m experiments.costs.bench_verify) ;;
+        phase-*) command=(-m experiments.engines.bench_phase --shape "$shape" --rollouts "$rollouts" --logs "$logs/$name" "${modes[@]}") ;;
+        engine-*) command=(-m experiments.engines.bench_engine --shape "$shape" --logs "$logs/$name" "${modes[@]}") ;;
         model-*)
             modes=(none eagle-stock eagle-alone eagle-history)
-            command=(experiments/bench_engine.py --shape "$shape" --batch 8 64 --modes "${modes[@]}" --logs "$logs/$name")
+            command=(-m experiments.engines.bench_engine --shape "$shape" --batch 8 64 --modes "${modes[@]}" --logs "$logs/$name")
             ;;
         invariant)
-            command=(experiments/bench_engine.py --batch 8 64 --modes none off v2 device --batch-invariant --logs "$logs/$name")
+            command=(-m experiments.engines.bench_engine --batch 8 64 --modes none off v2 device --batch-invariant --logs "$logs/$name")
             ;;
-        forward-*) command=(experiments/bench_forward.py --shape "$shape" --cost "$out/cost-$shape.json") ;;
+        forward-*) command=(-m experiments.costs.bench_forward --shape "$shape" --cost "$out/cost-$shape.json") ;;
     esac
     echo "== $stage"
     started=$SECONDS

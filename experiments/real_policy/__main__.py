@@ -1,6 +1,6 @@
 """`python -m real_policy`. The stages are in `run`, because processes that are spawned do not import this module."""
 
-from real_policy.run import main
+from experiments.real_policy.run import main
 
 if __name__ == "__main__":
     main()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from real_policy.tasks import task_of
+from experiments.real_policy.tasks import task_of
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.replay.simulate import Cursor, Request, show

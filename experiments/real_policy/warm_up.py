@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from real_policy.tasks import TASKS, Problem, make_problem
+from experiments.real_policy.tasks import TASKS, Problem, make_problem
 from rollout_spec.demo.warm_start import IGNORED_LABEL, learning_rate_factor, pad
 
 STEPS = 90

@@ -7,8 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import bench_device
-
+from experiments.costs import bench_device
 from rollout_spec.drafters.device import kernels
 
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-import bench_engine
+from experiments.engines import bench_engine
 
 pytestmark = pytest.mark.engine
 
@@ -22,7 +22,6 @@ def test_modes_run_and_agree(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     out = tmp_path / "rows.jsonl"
     modes = ["none", "off", "budget", "v1-replay", "eagle-stock", "eagle-alone", "eagle-history"]
-    monkeypatch.setattr("sys.argv", [bench_engine.__file__])
     bench_engine.main(
         ["--shape", "tiny", "--batch", "3", "--tokens", "12", "--dtype", "float32", "--eager", "--modes", *modes,
          "--out", str(out)]

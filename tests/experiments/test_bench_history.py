@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-import bench_history
+from experiments.history import bench_history
 
 
 def test_import_of_token_ids_is_measured(tmp_path, capsys):

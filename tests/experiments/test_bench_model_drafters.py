@@ -11,13 +11,11 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
-import bench_model_drafters
-import draft_acceptance
 import torch
-import trained_drafters
-from draft_acceptance import Recorded, Rollout
 from safetensors.torch import load_file
 
+from experiments.engines import bench_model_drafters, draft_acceptance, trained_drafters
+from experiments.engines.draft_acceptance import Recorded, Rollout
 from rollout_spec.demo.policy import build_model, build_tokenizer
 from rollout_spec.demo.warm_start import trace_batches
 from rollout_spec.noise import host as noise

@@ -11,8 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("pyarrow")
 
-import bench_phase
-
+from experiments.engines import bench_phase
 from rollout_spec.replay.traces import Problem, Rollout
 
 ROLLOUTS = Path(__file__).parents[2] / "experiments/results/real_policy/samples-step0040-t1.parquet"
@@ -45,7 +44,6 @@ def test_the_phases_of_a_batch_size_have_the_same_problems_and_different_rollout
 def test_modes_run_and_say_what_was_recorded(tmp_path, monkeypatch, capsys):
     """The gate is in the script: an engine that says anything else fails."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.setattr("sys.argv", [bench_phase.__file__])
     out = tmp_path / "rows.jsonl"
     bench_phase.main(
         ["--shape", "tiny", "--rollouts", str(ROLLOUTS), "--batch", "1", "6", "--max-seqs", "4", "--dtype", "float32",
@@ -68,7 +66,6 @@ def test_modes_run_and_say_what_was_recorded(tmp_path, monkeypatch, capsys):
 
 
 def test_a_mode_that_fails_leaves_its_log_and_the_others_run(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", [bench_phase.__file__])
     rows = tmp_path / "rows.jsonl"
     arguments = ["--shape", "tiny", "--rollouts", str(ROLLOUTS), "--batch", "1", "--modes", "none", "--dtype", "wrong"]
     with pytest.raises(SystemExit, match="failed: phase_tiny_none"):
@@ -85,7 +82,7 @@ def test_batch_sizes_for_which_there_are_too_few_rollouts_are_left_out(capsys):
 
 
 def test_nothing_is_started_that_could_not_end_in_time(capsys, monkeypatch):
-    from engine_process import TimeBudget
+    from experiments.engines.engine_process import TimeBudget
 
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])

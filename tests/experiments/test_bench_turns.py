@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import bench_turns
+from experiments.drafting import bench_turns
 from rollout_spec.history.roots import Roots
 from rollout_spec.replay.traces import Problem, Rollout
 from rollout_spec.types import Draft

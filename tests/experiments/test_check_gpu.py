@@ -9,8 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-import check_gpu
-
+from experiments import check_gpu
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
 

@@ -14,8 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import bench_forward
-
+from experiments.costs import bench_forward
 from rollout_spec.replay.cost import read_cost
 
 ROOT = Path(__file__).parents[2]
@@ -32,19 +31,21 @@ def run_stages(out, *stages):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="every stage would pass")
 def test_a_failing_stage_stops_no_other_and_everything_is_kept(tmp_path):
     out = tmp_path / "results of a day"
-    finished = run_stages(out, "check", "imports")
+    finished = run_stages(out, "device", "forward-tiny")
     assert finished.returncode == 1
     summary = (out / "summary.txt").read_text()
-    assert [line.split()[:2] for line in summary.splitlines()] == [["check", "1"], ["imports", "ok"]]
+    assert [line.split()[:2] for line in summary.splitlines()] == [["device", "1"], ["forward-tiny", "ok"]]
     assert finished.stdout.endswith(f"== summary\n{summary}")
-    assert json.loads((out / "results.jsonl").read_text())["benchmark"] == "imports"
+    rows = [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    assert {row["benchmark"] for row in rows} == {"forward"}
     with tarfile.open(out / "logs.tar.gz") as logs:
-        assert b"Error" in logs.extractfile("logs/check.stderr").read()
-    assert sorted(path.name for path in out.iterdir()) == ["logs.tar.gz", "results.jsonl", "summary.txt"]
+        assert b"needs a GPU" in logs.extractfile("logs/device.stderr").read()
+    kept = ["cost-tiny.json", "logs.tar.gz", "results.jsonl", "summary.txt"]
+    assert sorted(path.name for path in out.iterdir()) == kept
 
 
 def test_unknown_stages_are_refused_before_any_runs(tmp_path):
-    finished = run_stages(tmp_path / "out", "imports", "phrase-7b")
+    finished = run_stages(tmp_path / "out", "check", "phrase-7b")
     assert finished.returncode == 2
     assert "unknown stage phrase-7b" in finished.stderr
     assert not (tmp_path / "out/results.jsonl").exists()

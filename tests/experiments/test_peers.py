@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import peers
+from experiments.drafting import peers
 from tests import naive
 from tests.drafters.recorder import examples
 from tests.naive import Text

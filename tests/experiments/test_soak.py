@@ -16,10 +16,10 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from experiments.soak.checks import check_answer, compare_round, slope
+from experiments.soak.engines import Answer, Rollout
+from experiments.soak.workload import VOCAB_SIZE, Kind, Request, Round, Workload
 from rollout_spec.noise.host import gumbel
-from soak_checks import check_answer, compare_round, slope
-from soak_engines import Answer, Rollout
-from soak_workload import VOCAB_SIZE, Kind, Request, Round, Workload
 from tests.conftest import environment_for_a_process
 
 PROMPT, SEED = [1, 5, 9], 7
@@ -163,8 +163,7 @@ def test_a_seed_asks_the_same_again():
 @pytest.mark.slow
 @pytest.mark.skipif(MINUTES is None, reason="takes as many minutes as ROLLOUT_SPEC_SOAK_MINUTES says")
 def test_the_soak():
-    script = Path(__file__).parents[2] / "experiments" / "soak.py"
-    command = [sys.executable, str(script), "--minutes", str(MINUTES)]
-    environment = environment_for_a_process(PYTHONPATH=str(script.parents[1]))
+    command = [sys.executable, "-m", "experiments.soak.soak", "--minutes", str(MINUTES)]
+    environment = environment_for_a_process(PYTHONPATH=str(Path(__file__).parents[2]))
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stdout

@@ -1,13 +1,13 @@
-"""`experiments/bench_phase.py` makes V2's samplers say what was recorded, too."""
+"""`experiments/engines/bench_phase.py` makes V2's samplers say what was recorded, too."""
 
 from __future__ import annotations
 
-import bench_phase
 import numpy as np
 import pytest
 import vllm
 from vllm import SamplingParams
 
+from experiments.engines import bench_phase
 from rollout_spec import engine_kwargs
 from rollout_spec.replay.traces import Rollout
 from tests.conftest import VOCAB_SIZE

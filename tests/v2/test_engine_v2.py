@@ -322,8 +322,8 @@ def test_a_budget_changes_no_rollout(tiny_model, off, reference_model):
 
 @pytest.mark.skipif(vllm.__version_tuple__[:2] < (0, 31), reason="the interpreter cannot run vLLM's own noise")
 def test_the_benchmarks_v2_pair_passes_its_gate(off):
-    """`experiments/bench_verify.py` compares these two on a GPU; here both run once, on the same inputs."""
-    import bench_verify
+    """`experiments/costs/bench_verify.py` compares these two on a GPU; here both run once, on the same inputs."""
+    from experiments.costs import bench_verify
 
     cell = {**bench_verify.BASE, "batch": 4, "k": 3, "vocab": 40, "ragged": True, "temperature": 0.6}
     case = bench_verify.Case(torch.device("cpu"), **cell)

@@ -1,0 +1,403 @@
+"""Our drafters and other people's (`peers.py`) on recorded rollouts, in one process.
+
+    python -m experiments.drafting.bench_draft TRACES_DIR [--sections quality frontier cost scale] [--out FILE.jsonl]
+
+- quality: tokens per step and drafted tokens per step, K = 16, per-problem history, in the four replay regimes.
+  `ours at Arctic's count` is ours at the lowest threshold with which it drafts no more than Arctic. `device` is the
+  device drafter's reference; `bench_device.py` times the kernels.
+- frontier: tokens per step against drafted tokens per step, over thresholds (ours, freq, ppm), draft limits (recent)
+  and Arctic's parameters. With a plot.
+- cost: microseconds per request-step of index and draft at batch 64 with a warm history, drafters alternating and
+  repeated; bytes per history token; seconds to build a million tokens.
+- scale: our cost with 10^4 to 10^7 history tokens (recorded rollouts, repeated as new problems with renumbered tokens),
+  at batch 64. With a plot.
+
+The gate of every section: each drafter emits the same recorded tokens, and ours passes its integrity check.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from experiments.drafting import peers
+from experiments.rows import append, origin
+from rollout_spec.drafters import build_drafter
+from rollout_spec.drafters.base import Drafter
+from rollout_spec.drafters.device.reference import ReferenceDrafter
+from rollout_spec.replay.simulate import REGIMES, Regime, ReplayResult, Request, replay, replay_steadily
+from rollout_spec.replay.traces import Problem, Rollout, read_traces
+
+K = 16
+BATCH = 64
+THRESHOLDS = (0.0, 0.003, 0.007, 0.015, 0.03, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7)
+
+
+class Recorded(NamedTuple):
+    """A set of recorded rollouts, and how much of it is replayed."""
+
+    prompts: int
+    samples: int
+
+
+SETS = {
+    "rg_llama_math": Recorded(24, 16),
+    "rg_qwen3b": Recorded(120, 3),
+    "codet_codegen16b": Recorded(115, 16),
+    "tot_text_gpt4": Recorded(30, 10),
+    "tau_airline_gpt4o": Recorded(35, 4),
+    "r1v_grpo_log": Recorded(300, 8),
+}
+
+ours = partial(build_drafter, max_draft_tokens=K)
+HAS_ARCTIC = peers.find_arctic() is not None
+ARCTIC: dict[str, Callable[[], Drafter]] = {
+    "Arctic": peers.ArcticSuffix,
+    "Arctic loose": partial(peers.ArcticSuffix, factor=4.0, offset=4.0, min_probability=0.0),
+}
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "vLLM n-gram": partial(peers.VllmNgram, K),
+    **(ARCTIC if HAS_ARCTIC else {}),
+    **{rule: partial(peers.Chain, rule) for rule in peers.RULES},
+    "ours, no limit": partial(ours, "suffix", min_survival=0.0),
+    "ours": partial(ours, "suffix"),
+    "ours, shared, no limit": partial(ours, "suffix", shared=True, min_survival=0.0),
+    "ours, shared": partial(ours, "suffix", shared=True),
+    "ours, n-gram": partial(ours, "ngram"),
+    "device, no limit": partial(ReferenceDrafter, max_draft_tokens=K),
+}
+
+
+class Bench:
+    """Runs replays, checks them, and writes rows."""
+
+    def __init__(self, out: Path | None) -> None:
+        self._out = out
+        self._about = origin()
+
+    def row(self, section: str, **figures: Any) -> None:
+        """Keep one row."""
+        append(self._out, {"benchmark": f"draft/{section}", **figures, **self._about})
+
+    def replay(self, problems: list[Problem], make: Callable[[], Drafter], regime: Regime, **kwargs: Any) -> Any:
+        """Replay, and check the drafter afterwards."""
+        made: list[Drafter] = []
+
+        def remember() -> Drafter:
+            made.append(make())
+            return made[0]
+
+        result: ReplayResult = replay(
+            problems, remember, regime, **{"num_speculative_tokens": K, "batch": BATCH, **kwargs}
+        )
+        made[0].check_integrity()
+        return result
+
+
+def load(directory: Path, name: str, scale: float) -> tuple[list[Problem], dict[str, int]]:
+    """A set's problems, and replay's limits on samples."""
+    prompts, samples = SETS.get(name, Recorded(100, 16))
+    problems = read_traces(directory / f"{name}.parquet", max_prompts=max(1, round(prompts * scale)))
+    return problems, {"max_samples": samples, "max_history": samples}
+
+
+def drafted(result: ReplayResult) -> float:
+    """Drafted tokens per step."""
+    return result.stats.draft_tokens / max(result.stats.request_steps, 1)
+
+
+# -- sections --------------------------------------------------------------------------------------------------------
+
+
+def quality(bench: Bench, directory: Path, names: Sequence[str], scale: float, drafters: Sequence[str]) -> None:
+    """Print tokens per step, and in brackets drafted tokens per step."""
+    with_arctic = HAS_ARCTIC and "Arctic" in drafters
+    columns = [*drafters, "ours at Arctic's count"] if with_arctic else drafters
+    print("| set | regime | " + " | ".join(columns) + " |")
+    print("|---|---|" + "---|" * len(columns))
+    for name in names:
+        problems, limits = load(directory, name, scale)
+        for regime in REGIMES:
+            if regime == "epoch" and min(len(p.rollouts) for p in problems) < 2:
+                continue
+            results = {}
+            for label in drafters:
+                results[label] = bench.replay(problems, DRAFTERS[label], regime, **limits)
+            if with_arctic:
+                results["ours at Arctic's count"] = at_count(bench, problems, regime, limits, results["Arctic"])
+            totals = {result.stats.emitted_tokens for result in results.values()}
+            assert len(totals) == 1, f"drafters emitted different numbers of tokens: {totals}"
+            for label, result in results.items():
+                figures = {key: value for key, value in result.to_dict().items() if key != "calibration"}
+                bench.row("quality", set=name, regime=regime, drafter=label, **figures)
+            cells = [f"{r.stats.tokens_per_step:.3f} ({drafted(r):.1f})" for r in results.values()]
+            print(f"| {name} | {regime} | " + " | ".join(cells) + " |", flush=True)
+
+
+def at_count(bench: Bench, problems: list[Problem], regime: Regime, limits: Any, peer: ReplayResult) -> Any:
+    """Ours at the lowest threshold with which it drafts no more than the peer, bisected to 1/128."""
+    low, high, best = 0.0, 1.0, None
+    for _ in range(7):
+        threshold = (low + high) / 2
+        result = bench.replay(problems, partial(ours, "suffix", min_survival=threshold), regime, **limits)
+        if drafted(result) <= drafted(peer):
+            high, best = threshold, result
+        else:
+            low = threshold
+    assert best is not None, "no threshold is high enough"
+    return best
+
+
+def frontiers(bench: Bench, directory: Path, names: Sequence[str], scale: float, plot: Path | None) -> None:
+    """Tokens per step against drafted tokens per step."""
+    regimes: tuple[Regime, ...] = ("finished", "epoch")
+    lines: dict[str, list[tuple[Callable[[], Drafter], dict[str, int]]]] = {
+        "ours": [(partial(ours, "suffix", min_survival=t), {}) for t in THRESHOLDS],
+        "ours, shared": [(partial(ours, "suffix", shared=True, min_survival=t), {}) for t in THRESHOLDS],
+        "ppm": [(partial(peers.Chain, "ppm", t), {}) for t in THRESHOLDS[::2]],
+        "freq": [(partial(peers.Chain, "freq", t), {}) for t in THRESHOLDS[::2]],
+        "recent": [(partial(peers.Chain, "recent"), {"num_speculative_tokens": k}) for k in (1, 2, 3, 4, 6, 8, 12, 16)],
+    }
+    if HAS_ARCTIC:
+        knobs = [(f, o, p) for f, o in ((0.5, 0), (1, 0), (2, 0), (4, 4)) for p in (0.0, 0.1, 0.3, 0.5)]
+        lines["Arctic"] = [
+            (partial(peers.ArcticSuffix, factor=f, offset=o, min_probability=p), {}) for f, o, p in knobs
+        ]
+    points: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
+    for name in names:
+        problems, limits = load(directory, name, scale)
+        for regime in regimes:
+            if regime == "epoch" and name == "r1v_grpo_log":
+                continue
+            here = points[name, regime] = {}
+            for label, settings in lines.items():
+                here[label] = []
+                for make, changes in settings:
+                    result = bench.replay(problems, make, regime, **{**limits, **changes})
+                    here[label].append((drafted(result), result.stats.tokens_per_step))
+                bench.row("frontier", set=name, regime=regime, drafter=label, points=here[label])
+            worst = {
+                label: min(above(here["ours"], point) for point in here[label])
+                for label in here
+                if not label.startswith("ours")
+            }
+            print(
+                f"{name} {regime}: ours over the peer at the same number of drafted tokens, lowest: "
+                + ", ".join(f"{label} {ratio:.3f}" for label, ratio in worst.items()),
+                flush=True,
+            )
+    if plot:
+        plot_frontiers(points, plot)
+
+
+def above(ours: list[tuple[float, float]], point: tuple[float, float]) -> float:
+    """Tokens per step of our frontier at the point's number of drafted tokens, over the point's."""
+    x, y = zip(*sorted([(0.0, 1.0), *ours]), strict=True)
+    return float(np.interp(point[0], x, y)) / point[1]
+
+
+def cost(bench: Bench, directory: Path, names: Sequence[str], repeats: int) -> None:
+    """Microseconds per request-step, drafters alternating."""
+    print("| set | drafter | index µs | draft µs | both | of Arctic's | drafted | bytes per token | build s / 1M |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    timed = {k: v for k, v in DRAFTERS.items() if k not in peers.RULES and not k.startswith("device")}
+    for name in names:
+        problems, limits = load(directory, name, 1.0)
+        history, live = warm(problems[: 1 + 2 * BATCH // limits["max_samples"]])
+        tokens = sum(r.tokens.size for p in history for r in p.rollouts) + sum(
+            p.rollouts[0].prompt.size for p in history
+        )
+        runs: dict[str, list[dict[str, Any]]] = {label: [] for label in timed}
+        for _ in range(repeats + 1):  # the first one compiles
+            for label, make in timed.items():
+                seconds, drafter = build(make, history)
+                size = drafter.memory_bytes()
+                row = replay_steadily(live, drafter, num_speculative_tokens=K, batch=BATCH).to_dict()
+                row["build_seconds_per_million_tokens"] = 1e6 * seconds / tokens
+                row["history_tokens"], row["bytes_per_history_token"] = tokens, size / tokens
+                runs[label].append(row)
+        medians = {
+            label: {
+                key: float(np.median([row[key] for row in rows[1:]])) for key in rows[0] if key.startswith(COST_FIELDS)
+            }
+            for label, rows in runs.items()
+        }
+        for label, m in medians.items():
+            both = m["index_us_per_request_step"] + m["draft_us_per_request_step"]
+            share = ""
+            if HAS_ARCTIC:
+                a = medians["Arctic"]
+                share = f"{both / (a['index_us_per_request_step'] + a['draft_us_per_request_step']):.2f}"
+            print(
+                f"| {name} | {label} | {m['index_us_per_request_step']:.1f} | {m['draft_us_per_request_step']:.1f} "
+                f"| {both:.1f} | {share} | {m['drafted_per_step']:.1f} | {m['bytes_per_history_token']:.0f} "
+                f"| {m['build_seconds_per_million_tokens']:.2f} |",
+                flush=True,
+            )
+            bench.row("cost", set=name, drafter=label, batch=BATCH, repeats=repeats, **m)
+
+
+COST_FIELDS = ("index_us", "draft_us", "bytes", "build", "drafted", "history", "tokens_per_step", "request_steps")
+
+
+def warm(problems: list[Problem]) -> tuple[list[Problem], list[Request]]:
+    """(history: the first half of each problem's rollouts; requests: the others, shuffled)."""
+    history, live = [], []
+    for problem in problems:
+        half = len(problem.rollouts) // 2
+        history.append(Problem(problem.prompt_id, problem.rollouts[:half]))
+        live += [Request(problem, rollout) for rollout in problem.rollouts[half:]]
+    order = np.random.default_rng(0).permutation(len(live))
+    return history, [live[i] for i in order]
+
+
+def build(make: Callable[[], Drafter], history: Sequence[Problem]) -> tuple[float, Drafter]:
+    """(seconds to build it, a drafter that holds the history)."""
+    drafter = make()
+    started = time.perf_counter()
+    for problem in history:
+        for i, rollout in enumerate(problem.rollouts):
+            req_id = f"{problem.prompt_id}/earlier/{i}"
+            drafter.start_request(req_id, rollout.prompt, problem_id=problem.problem_id)
+            drafter.extend(req_id, rollout.tokens)
+            drafter.stop_request(req_id)
+    drafter.begin_policy_version(1)
+    return time.perf_counter() - started, drafter
+
+
+def scale_up(bench: Bench, directory: Path, plot: Path | None, sizes: Sequence[int]) -> None:
+    """Our cost against the size of the history: ever more problems of 16 rollouts, 64 live requests of 64 problems."""
+    recorded = read_traces(directory / "rg_llama_math.parquet")
+    print("| history tokens | drafter | index µs | draft µs | both | bytes per token |")
+    print("|---|---|---|---|---|---|")
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for label in ("ours", "ours, shared", "ours, n-gram"):
+        tiny = Problem("warm-up", recorded[0].rollouts[:2])
+        drafter = build(DRAFTERS[label], [tiny])[1]
+        replay_steadily([Request(tiny, rollout) for rollout in tiny.rollouts], drafter, batch=1)
+        for size in sizes:
+            problems, tokens = [], 0
+            for problem in endless(recorded):
+                problems.append(problem)
+                tokens += sum(r.tokens.size for r in problem.rollouts[:16])
+                if tokens >= size:
+                    break
+            history = [Problem(p.prompt_id, p.rollouts[:16]) for p in problems]
+            drafter = build(partial(DRAFTERS[label], max_history_tokens=1 << 26), history)[1]
+            picked = [problems[i] for i in np.linspace(0, len(problems) - 1, BATCH).astype(int)]
+            live = [Problem(p.prompt_id, [p.rollouts[16 + i % (len(p.rollouts) - 16)]]) for i, p in enumerate(picked)]
+            bench.replay(live[:2], lambda drafter=drafter: drafter, "own")
+            row = bench.replay(live, lambda drafter=drafter: drafter, "epoch", max_samples=1).to_dict()
+            both = row["index_us_per_request_step"] + row["draft_us_per_request_step"]
+            lines.setdefault(label, []).append((tokens, both))
+            each = drafter.memory_bytes() / tokens
+            print(
+                f"| {tokens:,} | {label} | {row['index_us_per_request_step']:.1f} | "
+                f"{row['draft_us_per_request_step']:.1f} | {both:.1f} | {each:.0f} |",
+                flush=True,
+            )
+            kept = {key: value for key, value in row.items() if key.startswith(COST_FIELDS)}
+            bench.row("scale", drafter=label, **{**kept, "history_tokens": tokens, "bytes_per_history_token": each})
+    if plot:
+        plot_scale(lines, plot)
+
+
+def endless(recorded: Sequence[Problem]) -> Iterator[Problem]:
+    """The recorded problems, then again and again as new problems with renumbered tokens."""
+    copy = 0
+    while True:
+        for problem in recorded:
+
+            def renumber(tokens: np.ndarray, copy: int = copy) -> np.ndarray:
+                return ((tokens.astype(np.int64) * (2 * copy + 1) + 7919 * copy) % 131_072).astype(np.int32)
+
+            yield Problem(
+                f"{problem.prompt_id}#{copy}",
+                [Rollout(i, 0, renumber(r.prompt), renumber(r.tokens), r.runs) for i, r in enumerate(problem.rollouts)],
+            )
+        copy += 1
+
+
+# -- plots -----------------------------------------------------------------------------------------------------------
+
+
+def plot_frontiers(points: dict[tuple[str, str], dict[str, list[tuple[float, float]]]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    columns = 4
+    figure, axes = plt.subplots(-(-len(points) // columns), columns, figsize=(16, 3.6 * -(-len(points) // columns)))
+    for ax in axes.flat[len(points) :]:
+        ax.set_visible(False)
+    for ax, ((name, regime), here) in zip(axes.flat, points.items(), strict=False):
+        for label, line in here.items():
+            x, y = zip(*sorted(line), strict=True)
+            style = {"ours": "k-", "ours, shared": "k--", "Arctic": "o"}.get(label, "-")
+            ax.plot(x, y, style, label=label, markersize=3, linewidth=1.2)
+        ax.set_title(f"{name}, {regime}", fontsize=9)
+        ax.set_xlabel("drafted tokens per step", fontsize=8)
+        ax.set_ylabel("tokens per step", fontsize=8)
+    axes.flat[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+def plot_scale(lines: dict[str, list[tuple[int, float]]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, ax = plt.subplots(figsize=(6, 3.6))
+    for label, line in lines.items():
+        ax.semilogx(*zip(*line, strict=True), "o-", label=label)
+    ax.set_xlabel("history tokens")
+    ax.set_ylabel("µs per request and step, index and draft")
+    ax.set_ylim(bottom=0)
+    ax.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("traces", type=Path, help="directory of Parquet files of recorded rollouts")
+    parser.add_argument("--sections", nargs="*", default=["quality", "frontier", "cost", "scale"])
+    parser.add_argument("--sets", nargs="*", default=list(SETS))
+    parser.add_argument("--drafters", nargs="*", choices=DRAFTERS, default=list(DRAFTERS), help="for quality")
+    parser.add_argument("--scale", type=float, default=1.0, help="share of the prompts, for quality")
+    parser.add_argument("--frontier-scale", type=float, default=0.1, help="the same for frontier")
+    parser.add_argument("--repeats", type=int, default=5, help="of the cost section")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[10**4, 10**5, 10**6, 10**7])
+    parser.add_argument("--out", type=Path, help="append JSONL rows to this file; plots go beside it")
+    args = parser.parse_args(argv)
+    if not HAS_ARCTIC:
+        print("Arctic Inference cannot be imported: left out (see peers.find_arctic)")
+    bench = Bench(args.out)
+    plots = args.out.parent if args.out else None
+    if "quality" in args.sections:
+        quality(bench, args.traces, args.sets, args.scale, args.drafters)
+    if "frontier" in args.sections:
+        plot = plots / "draft_frontier.png" if plots else None
+        frontiers(bench, args.traces, args.sets, args.frontier_scale, plot)
+    if "cost" in args.sections:
+        cost(
+            bench,
+            args.traces,
+            [name for name in args.sets if name in ("rg_llama_math", "codet_codegen16b")],
+            args.repeats,
+        )
+    if "scale" in args.sections:
+        scale_up(bench, args.traces, plots / "draft_scale.png" if plots else None, args.sizes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,368 @@
+"""History, model drafters and both, on a policy and draft models that were really trained, counted in vLLM's engine.
+
+    python -m experiments.engines.bench_model_drafters [--modes none history greedy:eagle] [--out FILE]
+
+The policy is the demo's (`--policy`, trained when missing: two minutes). From the same warm-start texts this trains a
+small separate model, an EAGLE head and an MTP layer (see trained_drafters.py), some minutes each on one core, and keeps
+them in `--models`. Their training leaves out the problems that are measured. Groups of rollouts of the same problems
+are then generated in several epochs with new seeds, in fp32 on the CPU engine, each mode in a process of its own:
+
+    none                  no speculation, our sampler: whose rollouts all lossless modes with its noise must repeat
+    history               our drafter on earlier rollouts, no model
+    greedy:METHOD         vLLM's own speculation with the draft model's most probable tokens, vLLM's default
+    probabilistic:METHOD  vLLM's own, drafts sampled, rejection sampling (`draft_sample_method="probabilistic"`)
+    coupled:METHOD        the draft model's samples under the target's noise, no history
+    both:METHOD           history and the draft model with the target's noise
+
+with METHOD one of draft_model, eagle and mtp. Printed: request-steps (how often a request was in an engine step that
+sampled for it) and tokens per request-step, by epoch. Beside them, `offline`: the same count computed from the mode's
+rollouts with transformers and this repository's heads, which agrees only if the engine feeds the head what it was
+trained on. A second table has the theory for a single drafted token at every position (see draft_acceptance.py).
+
+Gates, before any figure of a mode: its rollouts equal those of `none`, but for tokens whose choice was within GAP.
+vLLM's own modes have other noise; their rollouts' log-probability must be what samples of the policy have. vLLM's CPU
+build (0.31) verifies with an uninitialised temperature: in these modes the function at fault is replaced
+(`expand_batch_to_tokens`), as vLLM's own would compute it on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.engines.draft_acceptance import DRAWS, Recorded, Rollout
+from experiments.engines.engine_process import log_file, run_again
+from experiments.engines.trained_drafters import load, save, train
+from experiments.rows import append, origin
+from rollout_spec import engine_kwargs
+from rollout_spec.demo.policy import build_tokenizer
+from rollout_spec.demo.run import ENVIRONMENT
+from rollout_spec.demo.task import make_problem, prompt_text
+from rollout_spec.demo.warm_start import warm_start
+from rollout_spec.noise.host import derive_seed
+
+METHODS = ("draft_model", "eagle", "mtp")
+MODES = (
+    "none",
+    "history",
+    *(f"{kind}:{m}" for kind in ("greedy", "probabilistic", "coupled", "both") for m in METHODS),
+)
+STOCK = ("greedy", "probabilistic")
+HELD_OUT = 64
+"""Problems that no draft model is trained on."""
+PROMPTS_PER_BATCH = 2
+GAP = 1e-3
+"""An engine's logits vary by about 1e-6 with the batch: a token may differ only where the choice was this close."""
+MAX_SURPRISE = 4.0
+"""Standard errors."""
+
+
+def held_out_prompts() -> list[list[int]]:
+    """The first HELD_OUT problems, as token ids."""
+    rng, tokenizer = random.Random("bench_model_drafters"), build_tokenizer()
+    prompts: dict[str, None] = {}  # keeps the order and drops repeats
+    while len(prompts) < HELD_OUT:
+        prompts[prompt_text(make_problem(rng))] = None
+    return [tokenizer.encode(prompt) for prompt in prompts]
+
+
+def seed_of(epoch: int, problem: int, member: int) -> int:
+    return derive_seed("bench_model_drafters", epoch, problem, member)
+
+
+# -- the engine, in a process of its own -----------------------------------------------------------------------------
+
+
+def engine_arguments(mode: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM` for a mode."""
+    kind, _, method = mode.partition(":")
+    own = {"method": method, "num_speculative_tokens": args.model_k}
+    if method in ("draft_model", "eagle"):
+        own["model"] = str(model_folder(args, method))
+    if kind == "none":
+        return engine_kwargs(speculation=False)
+    if kind == "history":
+        return engine_kwargs(num_speculative_tokens=args.history_k, budget=False)
+    if kind in STOCK:
+        return {"speculative_config": {**own, "draft_sample_method": kind}}
+    if kind == "coupled":
+        return engine_kwargs(drafter="none", speculative_config=own, budget=False)
+    return engine_kwargs(num_speculative_tokens=args.history_k, drafter="mixture", speculative_config=own, budget=False)
+
+
+def repair_vllm_on_cpu() -> None:
+    """Make vLLM's V1 rejection sampler use each request's temperature on CPUs, too."""
+    from vllm.v1.sample import rejection_sampler
+
+    def expand_batch_to_tokens(
+        x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> torch.Tensor:
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+        expanded = x.repeat_interleave(counts, output_size=num_tokens)
+        return torch.where(expanded == replace_from, replace_to, expanded).to(x.dtype)
+
+    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
+
+
+class StepCounter:
+    """Counts request-steps: requests of which an engine step sampled at least one token, summed over steps."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self.count = 0
+        original = scheduler.update_from_output
+
+        def update_from_output(scheduler_output: Any, model_runner_output: Any) -> Any:
+            sampled = zip(model_runner_output.req_ids, model_runner_output.sampled_token_ids or [], strict=False)
+            self.count += sum(len(ids) > 0 and req_id in scheduler.requests for req_id, ids in sampled)
+            return original(scheduler_output, model_runner_output)
+
+        scheduler.update_from_output = update_from_output
+
+
+def run_mode(args: argparse.Namespace, mode: str, temperature: float) -> dict[str, Any]:
+    """One engine, all epochs: request-steps and rollouts [problem x member] of each."""
+    from vllm import LLM, SamplingParams
+
+    kind, _, method = mode.partition(":")
+    if kind in STOCK:
+        repair_vllm_on_cpu()
+    llm = LLM(
+        str(model_folder(args, "mtp") if method == "mtp" else args.policy),
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=args.max_tokens + 64,
+        max_num_seqs=PROMPTS_PER_BATCH * args.group,
+        seed=0,
+        **engine_arguments(mode, args),
+    )
+    counter = StepCounter(llm.llm_engine.engine_core.engine_core.scheduler)
+    prompts = held_out_prompts()[: args.problems]
+    epochs = []
+    for epoch in range(args.epochs):
+        counter.count, rollouts = 0, []
+        for first in range(0, len(prompts), PROMPTS_PER_BATCH):
+            pairs = [
+                (problem, member)
+                for problem in range(first, min(first + PROMPTS_PER_BATCH, len(prompts)))
+                for member in range(args.group)
+            ]
+            params = [
+                SamplingParams(temperature=temperature, seed=seed_of(epoch, *pair), max_tokens=args.max_tokens,
+                               detokenize=False)
+                for pair in pairs
+            ]  # fmt: skip
+            requests = [{"prompt_token_ids": prompts[problem]} for problem, _ in pairs]
+            outputs = llm.generate(requests, params, use_tqdm=False)
+            rollouts += [list(output.outputs[0].token_ids) for output in outputs]
+        epochs.append({"request_steps": counter.count, "rollouts": rollouts})
+    result: dict[str, Any] = {"epochs": epochs}
+    if kind not in STOCK:
+        stats = llm.collective_rpc("rollout_spec", args=("stats",))[0]
+        names = ("request_steps", "emitted_tokens", "draft_tokens", "accepted_tokens")
+        result["stats"] = {name: stats[name] for name in names}
+    return result
+
+
+# -- models ----------------------------------------------------------------------------------------------------------
+
+
+def model_folder(args: argparse.Namespace, method: str) -> Path:
+    return Path(args.models) / f"{Path(args.policy).name}-{method}-{args.train_steps}"
+
+
+def prepare_models(
+    args: argparse.Namespace, methods: Sequence[str]
+) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
+    """Train what is missing. Returns the policy, the draft models, and a row on each one's training."""
+    from transformers import LlamaForCausalLM
+
+    tokenizer = build_tokenizer()
+    if not args.policy.exists():
+        print(f"training the demo's policy into {args.policy} (some minutes)", flush=True)
+        unfinished = args.policy.with_suffix(".tmp")
+        warm_start(unfinished)
+        unfinished.rename(args.policy)
+    policy = LlamaForCausalLM.from_pretrained(args.policy, dtype=torch.float32).eval()
+    models, rows = {}, []
+    for method in methods:
+        folder = model_folder(args, method)
+        if not folder.exists():
+            print(f"training {method} into {folder} (some minutes)", flush=True)
+            began = time.perf_counter()
+            model, losses = train(policy, tokenizer, method, steps=args.train_steps, held_out=held_out_prompts())
+            tenth = max(1, len(losses) // 10)
+            row = {
+                "parameters": sum(weight.numel() for weight in model.parameters()),
+                "losses": [round(float(np.mean(losses[i : i + tenth])), 4) for i in range(0, len(losses), tenth)],
+                "seconds": round(time.perf_counter() - began),
+            }
+            unfinished = folder.with_suffix(".tmp")
+            save(model, policy, tokenizer, unfinished)
+            (unfinished / "training.json").write_text(json.dumps(row))
+            unfinished.rename(folder)
+        models[method] = load(policy, method, folder)
+        row = json.loads((folder / "training.json").read_text())
+        rows.append({"method": method, "train_steps": args.train_steps, **row})
+        print(f"{method}: {row['parameters']} parameters, loss {row['losses'][0]} -> {row['losses'][-1]}, "
+              f"{row['seconds']} s")  # fmt: skip
+    return policy, models, rows
+
+
+# -- rollouts --------------------------------------------------------------------------------------------------------
+
+
+def recorded(epochs: list[dict[str, Any]], policy: Any, temperature: float, group: int) -> Recorded:
+    """A mode's rollouts with their prompts and seeds."""
+    prompts = held_out_prompts()
+    rollouts = [
+        [
+            Rollout(prompts[i // group], tokens, seed_of(number, i // group, i % group))
+            for i, tokens in enumerate(epoch["rollouts"])
+        ]
+        for number, epoch in enumerate(epochs)
+    ]
+    return Recorded(policy, rollouts, temperature)
+
+
+def check(mode: str, record: Recorded, max_tokens: int) -> float | None:
+    """The gate. Returns the surprise of vLLM's own modes, None for ours.
+
+    Raises:
+        SystemExit: a rollout is not what the policy says.
+    """
+    for rollout in record.all():
+        if len(rollout.tokens) != max_tokens and rollout.tokens[-1] != record.policy.config.eos_token_id:
+            raise SystemExit(f"gate: {mode}: a rollout of {len(rollout.tokens)} tokens did not end")
+    if mode.partition(":")[0] in STOCK:
+        surprise = record.surprise()
+        if abs(surprise) > MAX_SURPRISE:
+            raise SystemExit(f"gate: {mode}: rollouts are no samples of the policy: {surprise:.1f} standard errors")
+        return surprise
+    if wrong := record.noise_mismatches(GAP):
+        raise SystemExit(f"gate: {mode}: {wrong} tokens are not what the policy samples under its noise")
+    return None
+
+
+# -- the benchmark ---------------------------------------------------------------------------------------------------
+
+
+def measure(
+    args: argparse.Namespace, argv: list[str], temperature: float, policy: Any, models: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Run all modes at one temperature and print a line for each. Yields rows, the theory's last."""
+    theory: list[dict[str, Any]] = []
+    plain: list[list[list[int]]] = []
+    for mode in sorted({"none", *args.modes}, key=MODES.index):
+        kind, _, method = mode.partition(":")
+        result = run_again(
+            "experiments.engines.bench_model_drafters",
+            [*argv, "--only", mode, "--at", str(temperature)],
+            log=log_file(args.logs, f"{mode.replace(':', '_')}_{temperature}"),
+            environment=ENVIRONMENT,
+        )
+        if result is None:
+            continue
+        epochs = result["epochs"]
+        record = recorded(epochs, policy, temperature, args.group)
+        surprise = check(mode, record, args.max_tokens)
+        row: dict[str, Any] = {"mode": mode, "request_steps": [epoch["request_steps"] for epoch in epochs]}
+        row["tokens"] = [sum(map(len, epoch["rollouts"])) for epoch in epochs]
+        row["tokens_per_step"] = [round(t / s, 3) for t, s in zip(row["tokens"], row["request_steps"], strict=True)]
+        if mode == "none":
+            plain = [epoch["rollouts"] for epoch in epochs]
+            theory = [theory_row(record, name, model, args.model_k) for name, model in models.items()]
+        if surprise is None:
+            pairs = [zip(epoch["rollouts"], other, strict=True) for epoch, other in zip(epochs, plain, strict=True)]
+            row |= {"parted": sum(a != b for pair in pairs for a, b in pair), "stats": result["stats"]}
+        else:
+            row["surprise_z"] = round(surprise, 2)
+        if kind in DRAWS:
+            row["offline_request_steps"] = record.request_steps(models[method], args.model_k, [kind])[kind]
+        print(describe(row), flush=True)
+        yield row
+    yield from theory
+
+
+def theory_row(record: Recorded, method: str, model: Any, k: int) -> dict[str, Any]:
+    """What a draft model would do for rollouts, by how its tokens are drawn."""
+    one = record.first_token(model)
+    means = {name: round(total / one.positions, 4) for name, total in one._asdict().items() if name != "positions"}
+    return {
+        "mode": f"theory:{method}",
+        "positions": one.positions,
+        **means,
+        "tokens": [sum(len(rollout.tokens) for rollout in rollouts) for rollouts in record.epochs],
+        "offline_request_steps": record.request_steps(model, k, DRAWS),
+    }
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A line of the table."""
+    steps = row.get("offline_request_steps")
+    if row["mode"].startswith("theory"):
+        line = f"{row['mode']:20} {row['overlap']:7.3f} {row['argmax_probability']:10.3f} {row['coupled']:8.3f}  "
+        return line + "".join(f"{sum(row['tokens']) / sum(steps[draw]):15.2f}" for draw in DRAWS)
+    line = f"{row['mode']:26} {sum(row['request_steps']):13d}  {row['tokens_per_step']!s:30}"
+    line += f"{sum(steps):9d}" if steps else " " * 9
+    if "surprise_z" in row:
+        return line + f"  log-probability {row['surprise_z']} standard errors off"
+    return line + f"  {row['parted']} rollouts parted at a tie"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Train, run all modes at all temperatures, and print tables."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", type=Path, default=Path("demo/policy-v1-seed0"))
+    parser.add_argument("--models", type=Path, default=Path("demo/draft-models"), help="folder of trained models")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--temperatures", nargs="+", type=float, default=[0.6, 1.0])
+    parser.add_argument("--problems", type=int, default=12, help=f"at most {HELD_OUT}")
+    parser.add_argument("--group", type=int, default=8, help="rollouts of a problem per epoch")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--max-tokens", type=int, default=384)
+    parser.add_argument("--model-k", type=int, default=3, help="tokens that a draft model drafts")
+    parser.add_argument("--history-k", type=int, default=8, help="tokens that history drafts")
+    parser.add_argument("--train-steps", type=int, default=500)
+    parser.add_argument("--logs", type=Path, help="keep all that the engines print in this folder")
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).parents[1] / "results" / "bench_model_drafters.jsonl"
+    )
+    parser.add_argument("--only", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--at", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    if args.only:
+        args.result.write_text(json.dumps(run_mode(args, args.only, args.at)))
+        return
+    about = origin(packages=("transformers",))
+    methods = [m for m in METHODS if any(mode.endswith(f":{m}") for mode in args.modes)]
+    policy, models, training = prepare_models(args, methods)
+    common = {"benchmark": "model_drafters", "policy": args.policy.name, "train_steps": args.train_steps}
+    for row in training:
+        append(args.out, {**common, "mode": "training", **row, **about})
+    names = ("problems", "group", "max_tokens", "model_k", "history_k")
+    common |= {name: getattr(args, name) for name in names}
+    for temperature in args.temperatures:
+        print(f"\nT = {temperature}\n{'mode':26} request-steps  {'tokens per request-step':30}  offline")
+        theory = []
+        for row in measure(args, argv, temperature, policy, models):
+            append(args.out, {**common, "temperature": temperature, **row, **about})
+            theory += [row] if row["mode"].startswith("theory") else []
+        print("\nOne drafted token at each position of the rollouts of `none`, and tokens per request-step by draw:")
+        print(f"{'':20} overlap  p(argmax)  coupled  " + "".join(f"{draw:>15}" for draw in DRAWS))
+        print("\n".join(map(describe, theory)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,411 @@
+"""Whole rollout phases at a real model's cost: what recorded rollouts would take in an engine, by drafter.
+
+    python -m experiments.engines.bench_phase --shape 1.5b --rollouts FILE.parquet [--batch 1 8 64 256 512] [--out FILE]
+
+An engine with a real model's shape and made-up weights samples what was recorded: one logit of each row, that of the
+recorded token at the request's position, is raised above all others, end of sequence included. So a step costs what the
+real model's would, drafts are accepted as often as they would be, and requests end when they ended. Where the recording
+has the seeds of its noise, requests have them too; otherwise drafts are chosen and verified without noise.
+
+Each mode has an engine in a process of its own. For each batch size there are two phases: the first meets the problems
+for the first time; the second, after new weights, has that history and samples other rollouts of the same problems. A
+queue is a batch larger than `--max-seqs`. The gate: every rollout is the recorded one.
+
+    none         vLLM as it comes, without speculation: the baseline
+    ngram, ngram_gpu, suffix
+                 vLLM's own drafters, the last where arctic-inference is installed
+    all          ours with the drafter on the host, every draft verified
+    budget       the same with a budget, the default
+    device       ours with the drafter on the device
+
+Reported by batch, phase and mode: seconds, also relative to `none`; the tail, seconds in which less than a quarter of
+the requests were left; tokens per second; tokens per request and step; microseconds of the host per request and step
+that our drafter took; and the share of steps that were too large for a CUDA graph. History is words alone: what a
+model with made-up weights sees says nothing. Each cell is run once: differences of some percent mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from experiments.engines.engine_process import SHAPES, TimeBudget, add_arguments, log_file, run_again, write_model
+from experiments.rows import append, origin
+from rollout_spec.integrations.vllm.host_copy import to_device
+from rollout_spec.replay.traces import Problem, Rollout, read_traces
+
+MODES = ("none", "budget", "device", "all", "ngram_gpu", "ngram", "suffix")
+"""In the order in which they run: the first ones matter most, and time may run out."""
+OURS = ("budget", "device", "all")
+GROUP = 8
+"""Rollouts per problem and phase, more where there are too few problems."""
+PHASES = ("first", "history")
+ABOVE_ALL = 1e4
+"""Of a raised logit: other logits and the noise stay below 100."""
+LEFT_IN_TAIL = 0.25
+WARM_UP_TOKENS = 8
+SCRIPT = "recorded_rollout"
+"""Key of `SamplingParams.extra_args` under which a request says which rollout it is."""
+
+
+def engine_arguments(mode: str, k: int, has_noise: bool) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM` for a mode."""
+    from rollout_spec import engine_kwargs
+
+    if mode == "none":
+        return {}
+    if mode in ("ngram", "ngram_gpu"):
+        return {"speculative_config": {"method": mode, "num_speculative_tokens": k, "prompt_lookup_max": 4}}
+    if mode == "suffix":
+        return {"speculative_config": {"method": mode, "num_speculative_tokens": k}}
+    verify = "sample" if has_noise else "rejection"
+    options: dict[str, Any] = {"signatures": False, "distributions": False}
+    if mode == "device":
+        return engine_kwargs(num_speculative_tokens=k, drafter="device", drafter_options=options, verify=verify)
+    options["max_history_versions"] = 1  # so that each batch size begins without history
+    return engine_kwargs(num_speculative_tokens=k, drafter_options=options, verify=verify, budget=mode == "budget")
+
+
+def fits(recorded: list[Problem], batch: int) -> bool:
+    """Whether there are rollouts for both phases of a batch size."""
+    try:
+        return all(Phase(recorded, batch, number) for number in range(len(PHASES)))
+    except ValueError as error:
+        print(f"batch {batch}: left out, {error}", flush=True)
+        return False
+
+
+def made_up(batch: int, vocab: int) -> list[Rollout]:
+    """Rollouts of other problems, to warm up with."""
+    rng = np.random.default_rng(batch)
+    prompt = rng.integers(3, vocab, 32).astype(np.int32)
+    texts = rng.integers(3, vocab, (batch, WARM_UP_TOKENS)).astype(np.int32)
+    return [Rollout(i, 0, prompt, text, (WARM_UP_TOKENS,)) for i, text in enumerate(texts)]
+
+
+class Phase:
+    """A batch of recorded rollouts as requests.
+
+    Attributes:
+        rollouts: The requests', by their number.
+        problems: A number for each one's problem, the same in both phases of a batch size and in no other.
+    """
+
+    def __init__(self, recorded: list[Problem], batch: int, number: int) -> None:
+        group = max(min(GROUP, batch), -(-batch // len(recorded)))
+        self.rollouts: list[Rollout] = []
+        self.problems: list[int] = []
+        for index, problem in enumerate(recorded[: -(-batch // group)]):
+            chosen = problem.rollouts[number * group : (number + 1) * group]
+            if len(chosen) < group:
+                raise ValueError(f"{batch} requests need {2 * group} rollouts of each of {len(recorded)} problems")
+            self.rollouts += chosen[: batch - len(self.rollouts)]
+            self.problems += [batch * 100_000 + index] * (len(self.rollouts) - len(self.problems))
+
+
+class Scripts:
+    """Makes a vLLM model runner sample recorded rollouts.
+
+    Args:
+        rollouts: All that will be asked for.
+        end: The token that ends a sequence, which also follows everything that is recorded.
+    """
+
+    def __init__(self, runner: Any, rollouts: list[Rollout], end: int) -> None:
+        self._runner = runner
+        self._end = end
+        texts = [np.concatenate((prompt_of(rollout), rollout.tokens)) for rollout in rollouts]
+        table = np.full((len(texts) + 1, max(map(len, texts)) + 256), end, np.int64)
+        for row, text in enumerate(texts):
+            table[row, : len(text)] = text
+        self._table = torch.from_numpy(table).to(runner.device)
+        self._scheduled: list[str] = []
+        self._of_request = torch.full((1,), len(texts), dtype=torch.int64, device=runner.device)
+        if hasattr(runner, "input_batch"):
+            self._sample, runner._sample = runner._sample, self._sample_v1
+        else:
+            self._of_request = self._of_request.repeat(runner.max_num_reqs)
+            self._add_requests, runner.add_requests = runner.add_requests, self._add_requests_v2
+            for kind in {type(runner.sampler), type(runner.rejection_sampler or runner.sampler)}:
+                kind.__call__ = self._forcing(kind.__call__)
+
+    def _force(self, logits: torch.Tensor, script: torch.Tensor, position: torch.Tensor) -> None:
+        """Raise the logit of the recorded token in every row. `script` and `position`: integer [N]."""
+        wanted = self._table[script, (position + 1).clamp(max=self._table.shape[1] - 1)]
+        logits.scatter_(1, wanted[:, None], ABOVE_ALL)
+
+    def _sample_v1(self, logits: torch.Tensor, metadata: Any) -> Any:
+        from rollout_spec.verify.vectorised import index_rows
+
+        runner = self._runner
+        req_ids = runner.input_batch.req_ids
+        if req_ids != self._scheduled:
+            self._scheduled = list(req_ids)
+            scripts = [runner.requests[req_id].sampling_params.extra_args[SCRIPT] for req_id in req_ids]
+            self._of_request = to_device(scripts, torch.int64, logits.device)
+        if metadata is None:
+            rows, script = runner.query_start_loc.gpu[1 : len(req_ids) + 1] - 1, self._of_request
+        else:
+            rows = metadata.logits_indices
+            script = self._of_request[index_rows(metadata.cu_num_draft_tokens, len(rows)).request]
+        self._force(logits, script, runner.positions.index_select(0, rows))
+        return self._sample(logits, metadata)
+
+    def _add_requests_v2(self, scheduler_output: Any) -> None:
+        self._add_requests(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            row = self._runner.req_states.req_id_to_index[request.req_id]
+            self._of_request[row] = request.sampling_params.extra_args[SCRIPT]
+
+    def _forcing(self, call: Any) -> Any:
+        def sample(sampler: Any, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            script = self._of_request[input_batch.expanded_idx_mapping.long()]
+            self._force(logits, script, input_batch.positions[input_batch.logits_indices])
+            return call(sampler, logits, input_batch, *args, **kwargs)
+
+        return sample
+
+
+def read_recorded(path: str) -> list[Problem]:
+    """The problems all of whose rollouts say something.
+
+    Raises:
+        ValueError: an environment has given some of the tokens, which no phase can repeat.
+    """
+    recorded = [problem for problem in read_traces(path) if all(r.tokens.size for r in problem.rollouts)]
+    if any(len(rollout.runs) > 1 for problem in recorded for rollout in problem.rollouts):
+        raise ValueError(f"{path}: an environment has given some of the tokens, which no phase can repeat")
+    return recorded
+
+
+def prompt_of(rollout: Rollout) -> np.ndarray:
+    """A recording may have no prompt, and vLLM takes none that is empty."""
+    return rollout.prompt if rollout.prompt.size else np.zeros(1, np.int32)
+
+
+class Watch:
+    """What an engine's steps are: called before each one."""
+
+    def __init__(self, llm: Any, runner: Any) -> None:
+        self.times: list[float] = []
+        self.unfinished: list[int] = []
+        self.requests: list[int] = []
+        self.tokens: list[int] = []
+        engine = llm.llm_engine
+        step, execute_model = engine.step, runner.execute_model
+
+        def watched_step(*args: Any, **kwargs: Any) -> Any:
+            self.times.append(time.perf_counter())
+            self.unfinished.append(engine.get_num_unfinished_requests())
+            return step(*args, **kwargs)
+
+        def watched_execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+            if scheduler_output.total_num_scheduled_tokens:
+                self.requests.append(len(scheduler_output.num_scheduled_tokens))
+                self.tokens.append(scheduler_output.total_num_scheduled_tokens)
+            return execute_model(scheduler_output, *args, **kwargs)
+
+        engine.step, runner.execute_model = watched_step, watched_execute_model
+        sizes = engine.vllm_config.compilation_config.cudagraph_capture_sizes
+        self._largest_graph = max(sizes or [0])
+
+    def clear(self) -> None:
+        """Begin a phase."""
+        for values in (self.times, self.unfinished, self.requests, self.tokens):
+            values.clear()
+
+    def summary(self, num_tokens: int, ended: float) -> dict[str, Any]:
+        """Of the phase that has ended at this time."""
+        times, left = np.array([*self.times, ended]), np.array(self.unfinished)
+        is_tail = left < LEFT_IN_TAIL * left.max()
+        return {
+            "seconds": round(times[-1] - times[0], 4),
+            "tail_seconds": round(float(np.diff(times)[is_tail].sum()), 4),
+            "tokens_per_second": round(num_tokens / (times[-1] - times[0]), 1),
+            "steps": len(self.tokens),
+            "tokens_per_step": round(num_tokens / sum(self.requests), 3),
+            "verified_per_step": round(sum(self.tokens) / sum(self.requests), 3),
+            "steps_without_graph": round(float(np.mean(np.array(self.tokens) > self._largest_graph)), 3),
+        }
+
+
+def end_token(rollouts: list[Rollout]) -> int:
+    """The token with which rollouts end and which occurs nowhere else; -1 if there is none."""
+    last = Counter(int(rollout.tokens[-1]) for rollout in rollouts if rollout.tokens.size)
+    inside = {int(token) for rollout in rollouts for token in rollout.tokens[:-1]}
+    return next((token for token, _ in last.most_common() if token not in inside), -1)
+
+
+def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> list[dict[str, Any]]:
+    """All phases of one engine. Runs in a process of its own."""
+    from vllm import LLM, SamplingParams
+
+    recorded = read_recorded(args.rollouts)
+    phases = {(b, name): Phase(recorded, b, n) for b in batches for n, name in enumerate(PHASES)}
+    rollouts = [rollout for phase in phases.values() for rollout in phase.rollouts]
+    end = end_token(rollouts)
+    limit = max(rollout.tokens.size for rollout in rollouts)
+    has_noise = all(rollout.seed is not None for rollout in rollouts)
+    llm = LLM(
+        args.model,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=args.dtype,
+        max_model_len=max(prompt_of(rollout).size for rollout in rollouts) + limit + args.k + 1,
+        max_num_seqs=args.max_seqs,
+        enforce_eager=args.eager,
+        logprobs_mode="processed_logprobs",
+        seed=0,
+        **({"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else {"num_gpu_blocks_override": 2000}),
+        **engine_arguments(mode, args.k, has_noise),
+    )
+    engine = llm.llm_engine
+    runner = engine.model_executor.driver_worker.model_runner
+    warm_ups = {batch: made_up(batch, SHAPES[args.shape][-1]) for batch in batches}
+    Scripts(runner, [*rollouts, *(rollout for made in warm_ups.values() for rollout in made)], max(end, 0))
+    watch = Watch(llm, runner)
+
+    def command(*arguments: Any) -> Any:
+        return llm.collective_rpc("rollout_spec", args=arguments)[0] if mode in OURS else None
+
+    def generate(rollouts: list[Rollout], problems: list[int], first_script: int) -> Any:
+        prompts = [{"prompt_token_ids": prompt_of(rollout).tolist()} for rollout in rollouts]
+        params = []
+        for script, (rollout, problem) in enumerate(zip(rollouts, problems, strict=True), first_script):
+            ends = int(rollout.tokens[-1]) == end
+            ours = {"rollout_spec": {"problem_id": problem}} if mode in OURS else {}
+            # Only ours gets seeds: for each of them vLLM's V1 sampler runs kernels of their own.
+            seed = (script if rollout.seed is None else rollout.seed) if mode in OURS else None
+            params.append(
+                SamplingParams(
+                    temperature=1.0, seed=seed, max_tokens=limit if ends else rollout.tokens.size,
+                    stop_token_ids=[end] if end >= 0 else None, ignore_eos=True, logprobs=0, detokenize=False,
+                    extra_args={SCRIPT: script, **ours},
+                )
+            )  # fmt: skip
+        return llm.generate(prompts, params, use_tqdm=False)
+
+    first_scripts = np.cumsum([0, *(len(phase.rollouts) for phase in phases.values())]).tolist()
+    first_script = first_scripts[-1]
+    for batch, made in warm_ups.items():  # each size: kernels are compiled for kinds of sizes
+        generate(made, [10**9 + batch] * batch, first_script)
+        first_script += batch
+    results = []
+    for (batch, name), phase, first_script in zip(phases, phases.values(), first_scripts[:-1], strict=True):
+        # New weights; two versions make the history of other batch sizes go.
+        command("begin_policy_version", 1 if name == PHASES[1] else 2)
+        before = command("stats")
+        watch.clear()
+        outputs = generate(phase.rollouts, phase.problems, first_script)
+        ended = time.perf_counter()
+        for i, (output, rollout) in enumerate(zip(outputs, phase.rollouts, strict=True)):
+            if list(output.outputs[0].token_ids) != rollout.tokens.tolist():
+                raise SystemExit(f"gate: {mode}: request {i} of {batch} is not the recorded rollout")
+        num_tokens = sum(rollout.tokens.size for rollout in phase.rollouts)
+        result = {
+            "mode": mode, "batch": batch, "phase": name, "k": args.k, "max_seqs": args.max_seqs, "noise": has_noise,
+            "runner": type(runner).__module__, "tokens": num_tokens,
+            "async_scheduling": engine.vllm_config.scheduler_config.async_scheduling,
+            **watch.summary(num_tokens, ended),
+        }  # fmt: skip
+        if before is not None:
+            after = command("stats")
+            steps = max(after["request_steps"] - before["request_steps"], 1)
+            drafting = after["draft_seconds"] - before["draft_seconds"]
+            result["host_us"] = round(drafting / steps * 1e6, 1) if mode != "device" else None
+            result["acceptance_rate"] = round(
+                (after["accepted_tokens"] - before["accepted_tokens"])
+                / max(after["draft_tokens"] - before["draft_tokens"], 1),
+                3,
+            )
+        results.append(result)
+    return results
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A line of the table."""
+    speedup = f"{row['times_as_fast']:6.2f}" if "times_as_fast" in row else "     -"
+    host = f"{row['host_us']:8.1f}" if row.get("host_us") is not None else "       -"
+    return (
+        f"{row['batch']:8d} {row['phase']:8} {row['mode']:10} {row['seconds']:8.3f} {speedup} "
+        f"{row['tail_seconds']:8.3f} {row['tokens_per_second']:9.0f} {row['tokens_per_step']:7.2f} "
+        f"{row['verified_per_step']:8.2f} {host} {row['steps_without_graph']:8.2f}"
+    )
+
+
+HEADER = "requests phase    mode        seconds  times     tail  tokens/s  tok/step verified  host µs no graph"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run all modes and print a table."""
+    argv = sys.argv[1:] if argv is None else argv
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", required=True, help="a Parquet file, see rollout_spec/replay/traces.py")
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256, 512])
+    parser.add_argument("--max-seqs", type=int, default=256)
+    add_arguments(parser, MODES)
+    args = parser.parse_args(argv)
+    if args.only:
+        args.result.write_text(json.dumps(run_mode(args, args.only, args.batch)))
+        return
+    recorded = read_recorded(args.rollouts)
+    sizes = [batch for batch in args.batch if fits(recorded, batch)]
+    if not sizes:
+        raise SystemExit("no batch size is left")
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    about = {"benchmark": "phase", "shape": args.shape, "rollouts": Path(args.rollouts).name, **origin(device)}
+    baseline: dict[tuple[int, str], float] = {}
+    rows: list[dict[str, Any]] = []
+    failed: list[str] = []
+    not_run: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        budget = TimeBudget(args.seconds)
+        write_model(args.shape, Path(folder))  # one folder, so that vLLM compiles the model once
+        for mode in args.modes:
+            # vLLM's suffix drafter remembers every batch size's rollouts: each needs an engine of its own.
+            for batches in [[batch] for batch in sizes] if mode == "suffix" else [sizes]:
+                name = f"phase_{args.shape}_{mode}" + (f"_{batches[0]}" if len(batches) < len(sizes) else "")
+                with budget.run(name) as left:
+                    if left is None:
+                        not_run.append(name)
+                        continue
+                    print(name, flush=True)
+                    again = [*argv, "--only", mode, "--model", folder, "--batch", *map(str, batches)]
+                    again += ["--max-seqs", str(min(max(sizes), args.max_seqs))]
+                    results = run_again(
+                        "experiments.engines.bench_phase",
+                        again,
+                        log=log_file(args.logs, name),
+                        environment={},
+                        timeout=left,
+                    )
+                if results is None:
+                    failed.append(name)
+                for row in results or []:
+                    cell = row["batch"], row["phase"]
+                    if mode == "none":
+                        baseline[cell] = row["seconds"]
+                    if cell in baseline:
+                        row["times_as_fast"] = round(baseline[cell] / row["seconds"], 3)
+                    append(args.out, {**about, **row})
+                    rows.append(row)
+    print(HEADER)
+    for row in sorted(rows, key=lambda row: (row["batch"], row["phase"], args.modes.index(row["mode"]))):
+        print(describe(row))
+    if not_run:
+        print(f"not run for want of time: {', '.join(not_run)}")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

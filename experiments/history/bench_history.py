@@ -1,0 +1,230 @@
+"""What history costs outside of the engine's steps.
+
+    python -m experiments.history.bench_history [--only import] [--tokenizer NAME_OR_PATH] --out FILE
+
+Rollouts are made of real text, the source files of Python's standard library, in slices of 500 tokens: sixteen to a
+prompt, which is a slice too. Without `--tokenizer` a token is a byte, and recordings of text are left out.
+
+- `import`: tokens per second of `rollout-spec history import`, by kind of recording, reading, tokenizing, writing and
+  fsync included; and the bytes per token that it leaves on disk. Gate: history holds exactly the recorded tokens.
+- `start`: what an engine with `history_dir` does when it starts, for `--tokens` and ten times as many: seconds to read
+  the folder, and to index it in the drafter; bytes per token on disk and in memory, with what the target saw at each
+  token (random bits here, which nothing compresses) and without. Once each. Gate: the drafter holds all of it.
+
+Reported: p20/p50/p80 over the repetitions, after one that is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from experiments.rows import append, origin, quantiles
+from rollout_spec.drafters import build_drafter
+from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.drafters.device.drafter import DeviceDrafter
+from rollout_spec.features.format import FEATURE_WORDS
+from rollout_spec.history.folder import HistoryFolder
+from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout
+from rollout_spec.history.shards import Entry, Origin, write_shard
+from rollout_spec.history.storage import open_storage
+
+SAMPLES, LENGTH = 16, 500
+
+
+class Texts(NamedTuple):
+    """Rollouts of real text."""
+
+    prompts: list[list[int]]
+    """One per rollout."""
+    completions: list[list[int]]
+    tokenizer: Any
+    """None: tokens are bytes."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the completions."""
+        return sum(map(len, self.completions))
+
+
+def real_texts(num_tokens: int, tokenizer: Any) -> Texts:
+    """Rollouts of about so many tokens."""
+    wanted = num_tokens * (1 + 1 / SAMPLES)
+    tokens: list[int] = []
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
+        if "site-packages" not in path.parts:
+            text = path.read_text(errors="replace")
+            tokens += text.encode() if tokenizer is None else tokenizer.encode(text, add_special_tokens=False)
+        if len(tokens) >= wanted:
+            break
+    slices = [tokens[i : i + LENGTH] for i in range(0, int(wanted), LENGTH)]
+    prompts, completions = slices[:: SAMPLES + 1], [s for i, s in enumerate(slices) if i % (SAMPLES + 1)]
+    return Texts([prompts[i // SAMPLES] for i in range(len(completions))], completions, tokenizer)
+
+
+def write_ids(texts: Texts, path: Path) -> None:
+    """JSONL of token ids."""
+    with path.open("w") as file:
+        for prompt, completion in zip(texts.prompts, texts.completions, strict=True):
+            file.write(json.dumps({"prompt_token_ids": prompt, "token_ids": completion, "step": 1}) + "\n")
+
+
+def decoded(texts: Texts) -> Iterator[tuple[str, str]]:
+    """(prompt, completion) as text without special tokens."""
+    for both in zip(texts.prompts, texts.completions, strict=True):
+        prompt, completion = (texts.tokenizer.decode(ids, skip_special_tokens=True) for ids in both)
+        yield prompt, completion
+
+
+def write_verl(texts: Texts, path: Path) -> None:
+    """JSONL as verl dumps it."""
+    with path.open("w") as file:
+        for prompt, completion in decoded(texts):
+            row = {"input": prompt, "output": completion, "gts": None, "score": 1.0, "step": 1}
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def write_trl(texts: Texts, path: Path) -> None:
+    """Parquet as TRL logs it."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    prompts, completions = zip(*decoded(texts), strict=True)
+    size = len(prompts)
+    columns = {"step": [1] * size, "prompt": prompts, "completion": completions, "reward": [1.0] * size}
+    parquet.write_table(arrow.table({**columns, "advantage": [0.5] * size}), path)
+
+
+def measure_import(args: argparse.Namespace, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """Import each kind of recording."""
+    from rollout_spec.history.contents import Contents, each_once
+    from rollout_spec.history.importers import Converter, import_recordings
+    from rollout_spec.history.recordings import Recording
+    from rollout_spec.history.shards import Origin
+    from rollout_spec.history.storage import LocalStorage
+
+    kinds: dict[str, Callable[[Texts, Path], None]] = {"JSONL of token ids": write_ids}
+    if tokenizer is not None:
+        kinds.update({"JSONL of text": write_verl, "Parquet of text": write_trl})
+    texts = real_texts(args.tokens, tokenizer)
+    for kind, write in kinds.items():
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "recording"
+            write(texts, path)
+            per_second = []
+            for repetition in range(args.repetitions + 1):
+                storage = LocalStorage(Path(folder) / str(repetition))
+                report = import_recordings([Recording(path)], Converter(tokenizer), storage, Origin())
+                if repetition:
+                    per_second.append(report.tokens / report.seconds)
+            rollouts = sorted(each_once(Contents(storage)), key=lambda rollout: rollout.tokens.tolist())
+            found = [rollout.tokens.tolist() for rollout in rollouts]
+            if kind == "JSONL of token ids":
+                assert found == sorted(texts.completions), "history does not hold what was recorded"
+            else:
+                assert sorted(map(tokenizer.decode, found)) == sorted(completion for _, completion in decoded(texts))
+            yield {
+                "measurement": "import",
+                "input": kind,
+                "tokens": report.tokens,
+                "input_bytes": path.stat().st_size,
+                "tokens_per_second": quantiles(per_second),
+                "bytes_per_token": round(report.num_bytes / report.tokens, 3),
+            }
+
+
+def measure_start(args: argparse.Namespace, tokenizer: Any) -> Iterator[dict[str, Any]]:
+    """A row for each size, drafter and whether there are features."""
+    sources = real_texts(args.tokens, tokenizer)
+    for times, has_features in ((1, False), (1, True), (10, False), (10, True)):
+        with tempfile.TemporaryDirectory() as folder:
+            num_tokens, num_bytes = write_history(folder, sources, times, has_features=has_features)
+            for name, drafter in drafters(num_tokens, has_features=has_features):
+                started = time.perf_counter()
+                rollouts = HistoryFolder(folder, Origin(), max_bytes=1 << 40).load(2 * num_tokens)
+                read = time.perf_counter()
+                before = drafter.memory_bytes()
+                drafter.add_rollouts(rollouts)
+                indexed = time.perf_counter()
+                if drafter.history_summary()["tokens"] != num_tokens:
+                    raise SystemExit(f"{name} holds {drafter.history_summary()} and not {num_tokens} tokens")
+                yield {
+                    "measurement": "start",
+                    "drafter": name,
+                    "tokens": num_tokens,
+                    "features": has_features,
+                    "read_seconds": round(read - started, 2),
+                    "index_seconds": round(indexed - read, 2),
+                    "disk_bytes_per_token": round(num_bytes / num_tokens, 2),
+                    "memory_bytes_per_token": round((drafter.memory_bytes() - before) / num_tokens, 1),
+                }
+
+
+def write_history(folder: str, texts: Texts, times: int, *, has_features: bool) -> tuple[int, int]:
+    """Write the texts so many times, as different problems with other tokens. Returns (tokens, bytes on disk)."""
+    rng, storage, num_tokens, num_bytes = np.random.default_rng(0), open_storage(folder), 0, 0
+    vocab_size = 256 if texts.tokenizer is None else len(texts.tokenizer)
+    for part in range(times):
+        entries = []
+        for prompt, completion in zip(texts.prompts, texts.completions, strict=True):
+            # Another alphabet for each part, so that their texts have as much in common as different texts do.
+            context, tokens = ((np.array(ids, np.int32) + 31 * part) % vocab_size for ids in (prompt, completion))
+            features = rng.integers(-(2**62), 2**62, (tokens.size, FEATURE_WORDS)) if has_features else None
+            rollout = Rollout(problem_of_prompt(context), part, context[-CONTEXT_TOKENS:], tokens, features)
+            entries.append(Entry(1, part, rollout))
+            num_tokens += tokens.size
+        num_bytes += write_shard(storage, entries, Origin())[1]
+    return num_tokens, num_bytes
+
+
+def drafters(num_tokens: int, *, has_features: bool) -> Iterator[tuple[str, Any]]:
+    """The drafters with room for the history. Compiled code is ready."""
+    room = {"max_history_tokens": 2 * num_tokens, "signatures": has_features, "distributions": has_features}
+    for name in ("mixture", "suffix", "ngram"):
+        ready: Any = build_drafter(name, **room)
+        ready.add_rollouts([Rollout(0, 0, np.zeros(3, np.int32), np.arange(900, dtype=np.int32) % 30)])
+        yield name, build_drafter(name, **room)
+    yield (
+        "device",
+        DeviceDrafter(max_requests=1, max_model_len=16, device=torch.device("cpu"), max_resident_tokens=16, **room),
+    )
+
+
+MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Any], Iterator[dict[str, Any]]]] = {
+    "import": measure_import,
+    "start": measure_start,
+}
+"""Each gives rows, which `main` prints and writes."""
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=MEASUREMENTS, action="append", help="may be repeated")
+    parser.add_argument("--tokens", type=int, default=1_000_000)
+    parser.add_argument("--repetitions", type=int, default=5)
+    parser.add_argument("--tokenizer", metavar="NAME_OR_PATH")
+    parser.add_argument("--out", type=Path, help="append rows to this file")
+    args = parser.parse_args(argv)
+    tokenizer = None
+    if args.tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, model_max_length=10**9)
+    for name in args.only or MEASUREMENTS:
+        for row in MEASUREMENTS[name](args, tokenizer):
+            append(args.out, {"benchmark": "history", **row, **origin(packages=("pyarrow", "transformers"))})
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,147 @@
+"""Engines that share their history: tokens per step of two engines alone, sharing a folder, and of one engine.
+
+    python -m experiments.history.bench_shared_history [--policy demo/policy-v1-seed0] [--out FILE]
+
+Each engine has a process of its own, on the demo's policy, which `rollout-spec demo` trains first. Groups of rollouts
+of the same problems are generated with the same seeds in all modes, so all sample the same rollouts: that is the gate.
+
+    epoch 0   every group is split: each engine gets half of its rollouts
+    epoch 1   each engine gets half of the prompts, whole groups
+    epoch 2   each engine gets the other half of the prompts
+
+Between batches there is a pause, as while a trainer trains, in which shared rollouts arrive (`--pause`). Printed and
+written: tokens per request-step by epoch, and what went through the folder. All drafts are verified (`budget=False`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from experiments.rows import append, origin
+from rollout_spec.demo.policy import build_tokenizer
+from rollout_spec.demo.run import ENVIRONMENT
+from rollout_spec.demo.task import make_problem, prompt_text
+from rollout_spec.noise.host import derive_seed
+
+MODES = ("alone", "shared", "one")
+MAX_TOKENS = 384
+
+
+def prompts_of(number: int) -> list[list[int]]:
+    rng, tokenizer, prompts = random.Random("bench_shared_history"), build_tokenizer(), {}
+    while len(prompts) < number:
+        prompts[prompt_text(make_problem(rng))] = None
+    return [tokenizer.encode(prompt) for prompt in prompts]
+
+
+def run_engine(pipe: Any, policy: str, history_dir: str | None) -> None:
+    """Answer (prompt, seed) lists with (digests of the rollouts, tokens, request-steps) until None comes."""
+    from vllm import LLM, SamplingParams
+
+    from rollout_spec import engine_kwargs
+
+    options = engine_kwargs(num_speculative_tokens=8, budget=False, history_dir=history_dir)
+    llm = LLM(policy, dtype="float32", enforce_eager=True, max_model_len=448, max_num_seqs=32, **options)
+
+    def stats() -> dict[str, Any]:
+        return dict(llm.collective_rpc("rollout_spec", args=("stats",))[0])
+
+    while (batch := pipe.recv()) is not None:
+        before = stats()
+        params = [SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=seed) for _, seed in batch]
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in batch], params, use_tqdm=False)
+        after = stats()
+        counted = [after[name] - before[name] for name in ("emitted_tokens", "request_steps")]
+        pipe.send(([tuple(output.outputs[0].token_ids) for output in outputs], *counted))
+    pipe.send(llm.collective_rpc("rollout_spec", args=("history",))[0])
+
+
+def shares(mode: str, epoch: int, batch: list[int], group: int) -> list[list[tuple[int, int]]]:
+    """(problem, member) of each engine."""
+    every = [(problem, member) for problem in batch for member in range(group)]
+    if mode == "one":
+        return [every]
+    if epoch == 0:
+        return [[pair for pair in every if pair[1] % 2 == half] for half in range(2)]
+    return [[pair for pair in every if (pair[0] + epoch) % 2 == half] for half in range(2)]
+
+
+def run_mode(mode: str, args: argparse.Namespace, history_dir: str | None) -> dict[str, Any]:
+    """Tokens and request-steps by epoch, all rollouts, and what went through the folder."""
+    context = multiprocessing.get_context("spawn")
+    engines = []
+    for _ in range(1 if mode == "one" else 2):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=run_engine, args=(theirs, args.policy, history_dir))
+        process.start()
+        engines.append((ours, process))
+    prompts = prompts_of(args.problems)
+    rollouts: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    counts = []
+    for epoch in range(args.epochs):
+        tokens = steps = 0
+        for first in range(0, args.problems, 2):
+            batches = shares(mode, epoch, [first, first + 1], args.group)
+            for (pipe, _), batch in zip(engines, batches, strict=True):
+                pipe.send([(prompts[p], derive_seed("bench_shared_history", epoch, p, m)) for p, m in batch])
+            for (pipe, _), batch in zip(engines, batches, strict=True):
+                texts, num_tokens, num_steps = pipe.recv()
+                rollouts.update({(epoch, *pair): text for pair, text in zip(batch, texts, strict=True)})
+                tokens, steps = tokens + num_tokens, steps + num_steps
+            time.sleep(args.pause)
+        counts.append((tokens, steps))
+        print(f"{mode}, epoch {epoch}: {tokens / steps:.3f} tokens per step", flush=True)
+    folders = []
+    for pipe, process in engines:
+        pipe.send(None)
+        folders.append(pipe.recv()["folder"])
+        process.join()
+    return {"counts": counts, "rollouts": rollouts, "folders": folders}
+
+
+def main() -> None:
+    """Run the modes, check that they sampled the same, and write rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default="demo/policy-v1-seed0")
+    parser.add_argument("--problems", type=int, default=12)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds between batches")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    results = {}
+    for mode in args.modes:
+        with tempfile.TemporaryDirectory() as folder:
+            results[mode] = run_mode(mode, args, folder if mode == "shared" else None)
+    first = results[args.modes[0]]["rollouts"]
+    for mode, result in results.items():
+        same = sum(result["rollouts"][key] == text for key, text in first.items())
+        row = {
+            "benchmark": "shared_history",
+            "mode": mode,
+            "problems": args.problems,
+            "group": args.group,
+            "tokens_per_step": [round(tokens / steps, 3) for tokens, steps in result["counts"]],
+            "tokens": [tokens for tokens, _ in result["counts"]],
+            "same_rollouts": f"{same} of {len(first)}",
+            "folders": result["folders"],
+            **origin(packages=["pyarrow"]),
+        }
+        append(args.out, row)
+        print(f"{mode}: {row['tokens_per_step']} tokens per step, {row['same_rollouts']} rollouts the same")
+        if same < 0.99 * len(first):  # the engine's logits vary by rounding with the batch
+            raise SystemExit("the modes sampled other rollouts")
+
+
+if __name__ == "__main__":
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    main()

@@ -1,0 +1,49 @@
+"""What a soak asks of an engine's workers, on top of vLLM's own methods: `worker_extension_cls`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from vllm import _custom_ops
+
+from experiments.soak.workload import weights_of
+from rollout_spec.history.roots import Roots
+
+_custom_ops._supports_onednn = False  # on a CPU vLLM packs weights for it, and cannot load others any more
+
+MAX_TEXTS = 1500
+"""Bound on the known texts of conversations, so that it is reached within a soak."""
+
+
+class SoakWorker:
+    """Methods that `collective_rpc` calls on each rank."""
+
+    model_runner: Any
+    model_config: Any
+
+    def soak_begin(self) -> None:
+        """Make a bound small enough that memory stops growing early."""
+        session = _session(self.model_runner)
+        if session is not None:
+            session.roots._max_texts = MAX_TEXTS
+
+    def soak_set_weights(self, version: int) -> None:
+        """Load a policy version's weights, as a trainer does."""
+        self.model_runner.model.load_weights(weights_of(Path(self.model_config.model), version))
+
+    def soak_check(self) -> dict[str, int]:
+        """Check the drafter's structures. Returns how much state of requests is left. Raises AssertionError."""
+        session = _session(self.model_runner)
+        if session is None:
+            return {}
+        session.drafter.check_integrity()
+        live = getattr(session, "live", None)  # a drafter on the device has no such
+        return {"live": session.num_live_requests() if live is None else len(live), "texts": len(session.roots)}
+
+
+def _session(runner: Any) -> Any:
+    return runner.rollout_spec._speculation
+
+
+assert hasattr(Roots(), "_max_texts")  # what `soak_begin` sets
