@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
-from experiments.engines.engine_process import SHAPES
+from experiments.engines.build import SHAPES
 from experiments.rows import append, origin
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.api import verify

@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 
 from experiments.drafting.peers import StatelessDrafter
+from experiments.engines.build import build_engine, command
 from experiments.rows import append, origin
 from rollout_spec.demo.run import ENVIRONMENT
 from rollout_spec.report.stats import SpeculationStats
@@ -85,33 +86,16 @@ class Wrong(Idle):
         return Drafts(np.zeros(shape, np.int32), np.maximum(max_tokens, 0), np.full(shape, 0.9, np.float32))
 
 
-ENGINES: dict[str, dict[str, Any] | None] = {
-    "stock": None,
-    "off": {"speculation": False},
-    "idle": {"drafter": "experiments.engines.bench_budget.Idle"},
-    "wrong": {"drafter": "experiments.engines.bench_budget.Wrong"},
-    "wrong, no budget": {"drafter": "experiments.engines.bench_budget.Wrong", "budget": False},
-    "ours": {},
-    "ours, no budget": {"budget": False},
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "stock": ("none", {}),
+    "off": ("off", {}),
+    "idle": ("budget", {"drafter": "experiments.engines.bench_budget.Idle"}),
+    "wrong": ("budget", {"drafter": "experiments.engines.bench_budget.Wrong"}),
+    "wrong, no budget": ("all", {"drafter": "experiments.engines.bench_budget.Wrong"}),
+    "ours": ("budget", {}),
+    "ours, no budget": ("all", {}),
 }
-
-
-def build(policy: Path, options: dict[str, Any] | None, dtype: str, max_num_seqs: int) -> Any:
-    """A vLLM engine on the policy; options None: without the plugin."""
-    from vllm import LLM
-
-    from rollout_spec import engine_kwargs
-
-    ours = {} if options is None else engine_kwargs(**({"num_speculative_tokens": K} | options))
-    return LLM(
-        model=str(policy),
-        enforce_eager=True,
-        dtype=dtype,
-        max_num_seqs=max_num_seqs,
-        max_model_len=512,
-        num_gpu_blocks_override=1200,
-        **ours,
-    )
+"""(mode, options of `build_engine`)."""
 
 
 def demo_prompts(policy: Path) -> Callable[[random.Random, int], list[Any]]:
@@ -195,7 +179,11 @@ def main() -> None:
     if all(name == "stock" for name in args.engines):
         parser.error("--engines needs one of ours")
     about = origin()
-    engines = {name: build(args.policy, ENGINES[name], args.dtype, max(args.batch)) for name in args.engines}
+    sizes = {"max_num_seqs": max(args.batch), "max_model_len": 512, "num_gpu_blocks_override": 1200}
+    engines = {}
+    for name in args.engines:
+        mode, options = ENGINES[name]
+        engines[name] = build_engine(args.policy, mode, K, options=options, dtype=args.dtype, **sizes)
     make_prompts = PROMPTS[args.prompts](args.policy)
     reference = next(name for name in args.engines if name != "stock")
     baseline = args.engines[0]
@@ -210,7 +198,7 @@ def main() -> None:
         identical = {name: [0, 0] for name in engines}
         for name in engines:
             turn(name, batch, 999)  # compiles, and teaches budgets the cost of this size
-        before = {name: stats(llm) for name, llm in engines.items() if name != "stock"}
+        before = {name: command(llm, "stats") for name, llm in engines.items() if name != "stock"}
         for pair in range(args.pairs):
             order = list(engines)[pair % len(engines) :] + list(engines)[: pair % len(engines)]
             rollouts = {}
@@ -232,7 +220,7 @@ def main() -> None:
             if name != "stock":
                 if args.dtype == "float32" and same < 0.98 * total:
                     raise SystemExit(f"gate: {name}: only {same} of {total} rollouts are those without speculation")
-                new = SpeculationStats.between(before[name], stats(llm))
+                new = SpeculationStats.between(before[name], command(llm, "stats"))
                 per_step, drafted = new.tokens_per_step, new.draft_tokens / max(new.request_steps, 1)
                 row |= {
                     "identical": same, "rollouts": total, "tokens_per_step": round(per_step, 3),
@@ -241,12 +229,6 @@ def main() -> None:
                 line += f"      {same}/{total}    {per_step:.2f} ({drafted:.1f})"
             append(args.out, {"benchmark": "budget/engine", **row, **about})
             print(line, flush=True)
-
-
-def stats(llm: Any) -> dict[str, Any]:
-    """Counters of an engine."""
-    found: dict[str, Any] = llm.collective_rpc("rollout_spec", args=("stats",))[0]
-    return found
 
 
 if __name__ == "__main__":

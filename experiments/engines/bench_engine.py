@@ -2,29 +2,24 @@
 
     python -m experiments.engines.bench_engine --shape 1.5b --batch 1 8 64 256 [--modes none off budget] [--out FILE]
 
-Models have a real model's shape and dummy weights: a step costs what the real model's would, and the text is random.
-Each mode runs in a process of its own with the engine inside, as in TRL's colocate mode, all with the same prompts,
-seeds and lengths:
+Models have a real model's shape and made-up weights: a step costs what the real model's would, and the text is random.
+Each mode (see build.py) has an engine in a process of its own, as in TRL's colocate mode; prompts, seeds and lengths
+are the same. Besides build.py's modes:
 
-    none        vLLM without speculation: the V2 runner with asynchronous scheduling, the default and the baseline
-    off         the same engine with our sampler in place of vLLM's (`speculation=False`)
-    ngram       vLLM's prompt lookup
-    suffix      vLLM's suffix decoding, where arctic-inference is installed
-    v1, v2      ours with the drafter on the host, in either runner, on new text, all verified: the cost of bad drafts
-    budget      the same with a budget, in the runner that vLLM chooses
-    device      ours with the drafter on the device and asynchronous scheduling, on new text: the cost of bad drafts
-    v1-replay, v2-replay, budget-replay, device-replay
-                ours when every rollout is in the history already (each batch runs twice with the same seeds, the
-                second time is reported): the gain from perfect drafts
-    eagle-stock, eagle-alone, eagle-history
-                an EAGLE head of one layer with made-up weights, whose three tokens are nearly always wrong, in vLLM's
-                own way, drawn with the target's noise, and beside history: what a step costs more
+    all-replay, budget-replay, device-replay
+                every rollout is in the history already: each batch runs twice with the same seeds, and the second time
+                is reported. This is the gain from perfect drafts; without `-replay` new text shows the cost of bad ones
+    eagle-stock, eagle-history
+                an EAGLE head of one layer, whose three tokens are nearly always wrong, in vLLM's own way and beside
+                history: what a step costs more
 
-Reported: p20/p50/p80 of the time between two engine steps in milliseconds, tokens per second, both also relative to
-`none`, and for ours how many rollouts differ from those of `off` and from which token on: in bf16 logits vary with the
-batch, except with vLLM's batch-invariant kernels (`--batch-invariant`). For `device`, `step / none` is also the number
-of tokens per step above which drafts of K tokens pay at that batch size: with fewer,
-`num_speculative_tokens_per_batch_size` should say 0.
+Gates: every rollout has its length; with `off`, how many rollouts of ours differ from those without drafts, and from
+which token on, is reported: in bf16 logits vary with the batch, except with vLLM's batch-invariant kernels
+(`--batch-invariant`).
+
+Reported: p20/p50/p80 of the time between two engine steps in milliseconds, and tokens per second, both also relative to
+`none`. For `device`, `step / none` is also the number of tokens per step above which drafts of K tokens pay at that
+batch size: with fewer, `num_speculative_tokens_per_batch_size` should say 0.
 """
 
 from __future__ import annotations
@@ -39,64 +34,48 @@ from typing import Any
 
 import numpy as np
 
-from experiments.engines.engine_process import HEAD, SHAPES, TimeBudget, add_arguments, log_file, run_again, write_model
+from experiments.engines.build import (
+    HEAD,
+    OURS,
+    SHAPES,
+    Runs,
+    add_arguments,
+    build_engine,
+    command,
+    made_up_arguments,
+    write_model,
+)
 from experiments.rows import append, origin, quantiles
 
+REPLAY = "-replay"
 MODES = (
-    "none", "off", "ngram", "suffix", "v1", "v2", "budget", "device",
-    "v1-replay", "v2-replay", "budget-replay", "device-replay",
-    "eagle-stock", "eagle-alone", "eagle-history",
+    "none", "off", "ngram", "suffix", "all", "budget", "device",
+    "all-replay", "budget-replay", "device-replay", "eagle-stock", "eagle-history",
 )  # fmt: skip
 WARM_UP_TOKENS = 16
 EAGLE_TOKENS = 3
 
 
-def engine_arguments(mode: str, k: int, model: str) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM` for a mode, with the model in this folder."""
-    from rollout_spec import engine_kwargs
-
-    if mode == "none":
-        return {}
-    if mode == "off":
-        return engine_kwargs(speculation=False)
-    if mode == "ngram":
-        return {
-            "speculative_config": {"method": "ngram", "num_speculative_tokens": k, "prompt_lookup_max": 4},
-        }
-    if mode == "suffix":
-        return {"speculative_config": {"method": "suffix", "num_speculative_tokens": k}}
+def build(args: argparse.Namespace, mode: str) -> Any:
+    """The engine of a mode."""
+    arguments = {"max_model_len": args.tokens + 128, "max_num_seqs": max(args.batch), **made_up_arguments(args, 300)}
     if mode.startswith("eagle"):
-        head = {"method": "eagle", "model": str(Path(model, HEAD)), "num_speculative_tokens": EAGLE_TOKENS}
-        if mode == "eagle-stock":
-            return {"speculative_config": head}
-        return engine_kwargs(speculative_config=head, drafter="none" if mode == "eagle-alone" else "auto")
-    if mode.startswith("device"):
-        return engine_kwargs(num_speculative_tokens=k, drafter="device")
-    return engine_kwargs(num_speculative_tokens=k, budget=mode.startswith("budget"))
+        head = {"method": "eagle", "model": str(Path(args.model, HEAD)), "num_speculative_tokens": EAGLE_TOKENS}
+        kind = "model" if mode == "eagle-stock" else "budget"
+        return build_engine(args.model, kind, EAGLE_TOKENS, options={"speculative_config": head}, **arguments)
+    return build_engine(args.model, mode.removesuffix(REPLAY), args.k, **arguments)
 
 
 def run_mode(args: argparse.Namespace, mode: str) -> list[dict[str, Any]]:
     """One engine, all batch sizes. Runs in a process of its own."""
-    import torch
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     from rollout_spec.report.stats import SpeculationStats
 
-    llm = LLM(
-        args.model,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype=args.dtype,
-        max_model_len=args.tokens + 128,
-        max_num_seqs=max(args.batch),
-        enforce_eager=args.eager,
-        logprobs_mode="processed_logprobs",
-        seed=0,
-        **({"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else {"num_gpu_blocks_override": 300}),
-        **engine_arguments(mode, args.k, args.model),
-    )
+    llm = build(args, mode)
     engine = llm.llm_engine
     runner = type(engine.model_executor.driver_worker.model_runner).__module__
+    is_ours = mode.removesuffix(REPLAY) in OURS or mode == "eagle-history"
     vocab = SHAPES[args.shape][-1]
     step, times = engine.step, []
 
@@ -119,16 +98,12 @@ def run_mode(args: argparse.Namespace, mode: str) -> list[dict[str, Any]]:
         outputs = llm.generate([prompts[i % len(prompts)] for i in range(batch)], params, use_tqdm=False)
         return [list(o.outputs[0].token_ids) for o in outputs], time.perf_counter() - started
 
-    def stats() -> Any:
-        return llm.collective_rpc("rollout_spec", args=("stats",))[0] if ours else None
-
-    ours = mode not in ("none", "ngram", "suffix", "eagle-stock")
     results = []
     for batch in args.batch:
         generate(batch, WARM_UP_TOKENS, 999)
-        if mode.endswith("-replay"):
+        if mode.endswith(REPLAY):
             generate(batch, args.tokens, batch)
-        before = stats()
+        before = command(llm, "stats") if is_ours else None
         rollouts, seconds = generate(batch, args.tokens, batch)
         result = {
             "mode": mode, "shape": args.shape, "batch": batch, "k": args.k, "tokens": args.tokens, "runner": runner,
@@ -137,11 +112,11 @@ def run_mode(args: argparse.Namespace, mode: str) -> list[dict[str, Any]]:
             "tokens_per_second": round(batch * args.tokens / seconds, 1),
             "rollouts": rollouts,
         }  # fmt: skip
-        if ours:
-            result["stats"] = SpeculationStats.between(before, stats()).to_dict()
+        if before is not None:
+            result["stats"] = SpeculationStats.between(before, command(llm, "stats")).to_dict()
         results.append(result)
     if mode.startswith("budget"):  # the measured cost curve, for `rollout-spec doctor` and its --engine-cost
-        results[-1]["report"] = llm.collective_rpc("rollout_spec", args=("report",))[0]
+        results[-1]["report"] = command(llm, "report")
     return results
 
 
@@ -172,6 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--runner", choices=("v1", "v2"), help="vLLM's model runner; default: as vLLM chooses")
     parser.add_argument("--batch-invariant", action="store_true")
     add_arguments(parser, MODES)
     args = parser.parse_args(argv)
@@ -181,31 +157,18 @@ def main(argv: list[str] | None = None) -> None:
     import torch
 
     about = origin(torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+    environment = {"VLLM_BATCH_INVARIANT": "1"} if args.batch_invariant else {}
+    if args.runner is not None:
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = str(int(args.runner == "v2"))
     print("shape batch mode          step ms (p50)   / none  tokens/s   / none  accepted  parted from off (at)")
     baseline: dict[int, dict[str, Any]] = {}
     undrafted: dict[int, list[list[int]]] = {}
-    failed: list[str] = []
+    runs = Runs("experiments.engines.bench_engine", argv, args.logs, args.seconds)
     with tempfile.TemporaryDirectory() as folder:
         write_model(args.shape, Path(folder))  # one folder, so that vLLM compiles the model once
-        budget = TimeBudget(args.seconds)
         for mode in sorted(args.modes, key=MODES.index):
-            environment = {"VLLM_USE_V2_MODEL_RUNNER": "0"} if mode.startswith("v1") else {}
-            if args.batch_invariant:
-                environment["VLLM_BATCH_INVARIANT"] = "1"
-            with budget.run(f"engine_{args.shape}_{mode}") as left:
-                if left is None:
-                    continue
-                log = log_file(args.logs, f"engine_{args.shape}_{mode}")
-                results = run_again(
-                    "experiments.engines.bench_engine",
-                    [*argv, "--only", mode, "--model", folder],
-                    log=log,
-                    environment=environment,
-                    timeout=left,
-                )
-            if results is None:
-                failed.append(mode)
-            for result in results or []:
+            name = f"engine_{args.shape}_{mode}"
+            for result in runs.run(name, "--only", mode, "--model", folder, environment=environment) or []:
                 batch, rollouts = result["batch"], result.pop("rollouts")
                 if any(len(rollout) != args.tokens for rollout in rollouts):
                     raise SystemExit(f"gate: {mode}: a rollout does not have {args.tokens} tokens")
@@ -224,8 +187,7 @@ def main(argv: list[str] | None = None) -> None:
                 result["batch_invariant"] = args.batch_invariant
                 append(args.out, {"benchmark": "engine", **result, **about})
                 print(describe(result), flush=True)
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+    runs.finish()
 
 
 if __name__ == "__main__":

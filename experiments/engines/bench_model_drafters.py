@@ -7,22 +7,19 @@ small separate model, an EAGLE head and an MTP layer (see trained_drafters.py), 
 them in `--models`. Their training leaves out the problems that are measured. Groups of rollouts of the same problems
 are then generated in several epochs with new seeds, in fp32 on the CPU engine, each mode in a process of its own:
 
-    none                  no speculation, our sampler: whose rollouts all lossless modes with its noise must repeat
+    none                  no speculation, our sampler: whose rollouts all modes with its noise must repeat
     history               our drafter on earlier rollouts, no model
     greedy:METHOD         vLLM's own speculation with the draft model's most probable tokens, vLLM's default
     probabilistic:METHOD  vLLM's own, drafts sampled, rejection sampling (`draft_sample_method="probabilistic"`)
-    coupled:METHOD        the draft model's samples under the target's noise, no history
-    both:METHOD           history and the draft model with the target's noise
+    both:METHOD           history and the draft model, whose drafts are drawn with the target's noise
 
 with METHOD one of draft_model, eagle and mtp. Printed: request-steps (how often a request was in an engine step that
-sampled for it) and tokens per request-step, by epoch. Beside them, `offline`: the same count computed from the mode's
-rollouts with transformers and this repository's heads, which agrees only if the engine feeds the head what it was
-trained on. A second table has the theory for a single drafted token at every position (see draft_acceptance.py).
+sampled for it) and tokens per request-step, by epoch.
 
-Gates, before any figure of a mode: its rollouts equal those of `none`, but for tokens whose choice was within GAP.
-vLLM's own modes have other noise; their rollouts' log-probability must be what samples of the policy have. vLLM's CPU
-build (0.31) verifies with an uninitialised temperature: in these modes the function at fault is replaced
-(`expand_batch_to_tokens`), as vLLM's own would compute it on a GPU.
+Gates, before any figure of a mode: its rollouts are what the policy samples under their noise, but for tokens whose
+choice was within GAP. vLLM's own modes have other noise; their rollouts' log-probability must be what samples of the
+policy have. vLLM's CPU build (0.31) verifies with an uninitialised temperature: in these modes the function at fault is
+replaced (`expand_batch_to_tokens`), as vLLM's own would compute it on a GPU.
 """
 
 from __future__ import annotations
@@ -32,29 +29,27 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from experiments.engines.draft_acceptance import DRAWS, Recorded, Rollout
-from experiments.engines.engine_process import log_file, run_again
-from experiments.engines.trained_drafters import load, save, train
+from experiments.engines.build import Runs, build_engine, command
+from experiments.engines.trained_drafters import run_target, save, train
 from experiments.rows import append, origin
-from rollout_spec import engine_kwargs
 from rollout_spec.demo.policy import build_tokenizer
 from rollout_spec.demo.run import ENVIRONMENT
 from rollout_spec.demo.task import make_problem, prompt_text
 from rollout_spec.demo.warm_start import warm_start
-from rollout_spec.noise.host import derive_seed
+from rollout_spec.noise.host import derive_seed, gumbel
 
 METHODS = ("draft_model", "eagle", "mtp")
 MODES = (
     "none",
     "history",
-    *(f"{kind}:{m}" for kind in ("greedy", "probabilistic", "coupled", "both") for m in METHODS),
+    *(f"{kind}:{m}" for kind in ("greedy", "probabilistic", "both") for m in METHODS),
 )
 STOCK = ("greedy", "probabilistic")
 HELD_OUT = 64
@@ -82,21 +77,21 @@ def seed_of(epoch: int, problem: int, member: int) -> int:
 # -- the engine, in a process of its own -----------------------------------------------------------------------------
 
 
-def engine_arguments(mode: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM` for a mode."""
+def build(mode: str, args: argparse.Namespace) -> Any:
+    """The engine of a mode."""
     kind, _, method = mode.partition(":")
     own = {"method": method, "num_speculative_tokens": args.model_k}
     if method in ("draft_model", "eagle"):
         own["model"] = str(model_folder(args, method))
-    if kind == "none":
-        return engine_kwargs(speculation=False)
-    if kind == "history":
-        return engine_kwargs(num_speculative_tokens=args.history_k, budget=False)
-    if kind in STOCK:
-        return {"speculative_config": {**own, "draft_sample_method": kind}}
-    if kind == "coupled":
-        return engine_kwargs(drafter="none", speculative_config=own, budget=False)
-    return engine_kwargs(num_speculative_tokens=args.history_k, drafter="mixture", speculative_config=own, budget=False)
+    mode_of_engine, options = {
+        "none": ("off", {}),
+        "history": ("all", {}),
+        "both": ("all", {"drafter": "mixture", "speculative_config": own}),
+    }.get(kind, ("model", {"speculative_config": {**own, "draft_sample_method": kind}}))
+    return build_engine(
+        model_folder(args, "mtp") if method == "mtp" else args.policy, mode_of_engine, args.history_k,
+        options=options, max_model_len=args.max_tokens + 64, max_num_seqs=PROMPTS_PER_BATCH * args.group, seed=0,
+    )  # fmt: skip
 
 
 def repair_vllm_on_cpu() -> None:
@@ -130,20 +125,12 @@ class StepCounter:
 
 def run_mode(args: argparse.Namespace, mode: str, temperature: float) -> dict[str, Any]:
     """One engine, all epochs: request-steps and rollouts [problem x member] of each."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    kind, _, method = mode.partition(":")
+    kind = mode.partition(":")[0]
     if kind in STOCK:
         repair_vllm_on_cpu()
-    llm = LLM(
-        str(model_folder(args, "mtp") if method == "mtp" else args.policy),
-        dtype="float32",
-        enforce_eager=True,
-        max_model_len=args.max_tokens + 64,
-        max_num_seqs=PROMPTS_PER_BATCH * args.group,
-        seed=0,
-        **engine_arguments(mode, args),
-    )
+    llm = build(mode, args)
     counter = StepCounter(llm.llm_engine.engine_core.engine_core.scheduler)
     prompts = held_out_prompts()[: args.problems]
     epochs = []
@@ -166,7 +153,7 @@ def run_mode(args: argparse.Namespace, mode: str, temperature: float) -> dict[st
         epochs.append({"request_steps": counter.count, "rollouts": rollouts})
     result: dict[str, Any] = {"epochs": epochs}
     if kind not in STOCK:
-        stats = llm.collective_rpc("rollout_spec", args=("stats",))[0]
+        stats = command(llm, "stats")
         names = ("request_steps", "emitted_tokens", "draft_tokens", "accepted_tokens")
         result["stats"] = {name: stats[name] for name in names}
     return result
@@ -179,10 +166,8 @@ def model_folder(args: argparse.Namespace, method: str) -> Path:
     return Path(args.models) / f"{Path(args.policy).name}-{method}-{args.train_steps}"
 
 
-def prepare_models(
-    args: argparse.Namespace, methods: Sequence[str]
-) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
-    """Train what is missing. Returns the policy, the draft models, and a row on each one's training."""
+def prepare_models(args: argparse.Namespace, methods: Sequence[str]) -> tuple[Any, list[dict[str, Any]]]:
+    """Train what is missing. Returns the policy, and a row on each draft model's training."""
     from transformers import LlamaForCausalLM
 
     tokenizer = build_tokenizer()
@@ -192,7 +177,7 @@ def prepare_models(
         warm_start(unfinished)
         unfinished.rename(args.policy)
     policy = LlamaForCausalLM.from_pretrained(args.policy, dtype=torch.float32).eval()
-    models, rows = {}, []
+    rows = []
     for method in methods:
         folder = model_folder(args, method)
         if not folder.exists():
@@ -209,45 +194,85 @@ def prepare_models(
             save(model, policy, tokenizer, unfinished)
             (unfinished / "training.json").write_text(json.dumps(row))
             unfinished.rename(folder)
-        models[method] = load(policy, method, folder)
         row = json.loads((folder / "training.json").read_text())
         rows.append({"method": method, "train_steps": args.train_steps, **row})
         print(f"{method}: {row['parameters']} parameters, loss {row['losses'][0]} -> {row['losses'][-1]}, "
               f"{row['seconds']} s")  # fmt: skip
-    return policy, models, rows
+    return policy, rows
 
 
-# -- rollouts --------------------------------------------------------------------------------------------------------
+# -- the gate --------------------------------------------------------------------------------------------------------
 
 
-def recorded(epochs: list[dict[str, Any]], policy: Any, temperature: float, group: int) -> Recorded:
+class Rollout(NamedTuple):
+    """Token ids of a prompt and of what was sampled after it with a seed."""
+
+    prompt: list[int]
+    tokens: list[int]
+    seed: int
+
+
+def rollouts_of(epochs: Sequence[dict[str, Any]], group: int) -> list[Rollout]:
     """A mode's rollouts with their prompts and seeds."""
     prompts = held_out_prompts()
-    rollouts = [
-        [
-            Rollout(prompts[i // group], tokens, seed_of(number, i // group, i % group))
-            for i, tokens in enumerate(epoch["rollouts"])
-        ]
+    return [
+        Rollout(prompts[i // group], tokens, seed_of(number, i // group, i % group))
         for number, epoch in enumerate(epochs)
+        for i, tokens in enumerate(epoch["rollouts"])
     ]
-    return Recorded(policy, rollouts, temperature)
 
 
-def check(mode: str, record: Recorded, max_tokens: int) -> float | None:
+def log_probabilities(policy: Any, rollout: Rollout, temperature: float) -> np.ndarray:
+    """The policy's for each token of a rollout, float64 [tokens, V]."""
+    logits = run_target(policy, torch.tensor([rollout.prompt + rollout.tokens])).logits
+    return (logits[0, len(rollout.prompt) - 1 : -1].double() / temperature).log_softmax(-1).numpy()
+
+
+def noise_mismatches(policy: Any, rollouts: Sequence[Rollout], temperature: float) -> int:
+    """Tokens that lie further than GAP below the best one under the rollout's noise."""
+    wrong = 0
+    for rollout in rollouts:
+        logprobs = log_probabilities(policy, rollout, temperature)
+        positions = len(rollout.prompt) - 1 + np.arange(len(logprobs))
+        scores = logprobs + gumbel(rollout.seed, positions[:, None], np.arange(logprobs.shape[1])).astype(np.float64)
+        said = np.take_along_axis(scores, np.array(rollout.tokens)[:, None], 1)[:, 0]
+        wrong += int((scores.max(-1) - said > GAP).sum())
+    return wrong
+
+
+def surprise(samples: Iterable[tuple[np.ndarray, np.ndarray]]) -> float:
+    """How many standard errors rollouts' log-probability lies from its expectation under the policy.
+
+    A sampler that is too greedy, or drafts that are accepted too often, make it positive.
+
+    Args:
+        samples: (tokens [n], the policy's log-probabilities [n, V]) of each rollout.
+    """
+    excess = variance = 0.0
+    for tokens, logprobs in samples:
+        probabilities = np.exp(logprobs)
+        safe = np.where(probabilities > 0, logprobs, 0.0)
+        mean = (probabilities * safe).sum(-1)
+        excess += (np.take_along_axis(logprobs, tokens[:, None], 1)[:, 0] - mean).sum()
+        variance += ((probabilities * safe**2).sum(-1) - mean**2).sum()
+    return float(excess / np.sqrt(variance))
+
+
+def check(mode: str, policy: Any, rollouts: Sequence[Rollout], temperature: float, max_tokens: int) -> float | None:
     """The gate. Returns the surprise of vLLM's own modes, None for ours.
 
     Raises:
         SystemExit: a rollout is not what the policy says.
     """
-    for rollout in record.all():
-        if len(rollout.tokens) != max_tokens and rollout.tokens[-1] != record.policy.config.eos_token_id:
+    for rollout in rollouts:
+        if len(rollout.tokens) != max_tokens and rollout.tokens[-1] != policy.config.eos_token_id:
             raise SystemExit(f"gate: {mode}: a rollout of {len(rollout.tokens)} tokens did not end")
     if mode.partition(":")[0] in STOCK:
-        surprise = record.surprise()
-        if abs(surprise) > MAX_SURPRISE:
-            raise SystemExit(f"gate: {mode}: rollouts are no samples of the policy: {surprise:.1f} standard errors")
-        return surprise
-    if wrong := record.noise_mismatches(GAP):
+        errors = surprise((np.array(r.tokens), log_probabilities(policy, r, temperature)) for r in rollouts)
+        if abs(errors) > MAX_SURPRISE:
+            raise SystemExit(f"gate: {mode}: rollouts are no samples of the policy: {errors:.1f} standard errors")
+        return errors
+    if wrong := noise_mismatches(policy, rollouts, temperature):
         raise SystemExit(f"gate: {mode}: {wrong} tokens are not what the policy samples under its noise")
     return None
 
@@ -255,64 +280,9 @@ def check(mode: str, record: Recorded, max_tokens: int) -> float | None:
 # -- the benchmark ---------------------------------------------------------------------------------------------------
 
 
-def measure(
-    args: argparse.Namespace, argv: list[str], temperature: float, policy: Any, models: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """Run all modes at one temperature and print a line for each. Yields rows, the theory's last."""
-    theory: list[dict[str, Any]] = []
-    plain: list[list[list[int]]] = []
-    for mode in sorted({"none", *args.modes}, key=MODES.index):
-        kind, _, method = mode.partition(":")
-        result = run_again(
-            "experiments.engines.bench_model_drafters",
-            [*argv, "--only", mode, "--at", str(temperature)],
-            log=log_file(args.logs, f"{mode.replace(':', '_')}_{temperature}"),
-            environment=ENVIRONMENT,
-        )
-        if result is None:
-            continue
-        epochs = result["epochs"]
-        record = recorded(epochs, policy, temperature, args.group)
-        surprise = check(mode, record, args.max_tokens)
-        row: dict[str, Any] = {"mode": mode, "request_steps": [epoch["request_steps"] for epoch in epochs]}
-        row["tokens"] = [sum(map(len, epoch["rollouts"])) for epoch in epochs]
-        row["tokens_per_step"] = [round(t / s, 3) for t, s in zip(row["tokens"], row["request_steps"], strict=True)]
-        if mode == "none":
-            plain = [epoch["rollouts"] for epoch in epochs]
-            theory = [theory_row(record, name, model, args.model_k) for name, model in models.items()]
-        if surprise is None:
-            pairs = [zip(epoch["rollouts"], other, strict=True) for epoch, other in zip(epochs, plain, strict=True)]
-            row |= {"parted": sum(a != b for pair in pairs for a, b in pair), "stats": result["stats"]}
-        else:
-            row["surprise_z"] = round(surprise, 2)
-        if kind in DRAWS:
-            row["offline_request_steps"] = record.request_steps(models[method], args.model_k, [kind])[kind]
-        print(describe(row), flush=True)
-        yield row
-    yield from theory
-
-
-def theory_row(record: Recorded, method: str, model: Any, k: int) -> dict[str, Any]:
-    """What a draft model would do for rollouts, by how its tokens are drawn."""
-    one = record.first_token(model)
-    means = {name: round(total / one.positions, 4) for name, total in one._asdict().items() if name != "positions"}
-    return {
-        "mode": f"theory:{method}",
-        "positions": one.positions,
-        **means,
-        "tokens": [sum(len(rollout.tokens) for rollout in rollouts) for rollouts in record.epochs],
-        "offline_request_steps": record.request_steps(model, k, DRAWS),
-    }
-
-
 def describe(row: dict[str, Any]) -> str:
     """A line of the table."""
-    steps = row.get("offline_request_steps")
-    if row["mode"].startswith("theory"):
-        line = f"{row['mode']:20} {row['overlap']:7.3f} {row['argmax_probability']:10.3f} {row['coupled']:8.3f}  "
-        return line + "".join(f"{sum(row['tokens']) / sum(steps[draw]):15.2f}" for draw in DRAWS)
     line = f"{row['mode']:26} {sum(row['request_steps']):13d}  {row['tokens_per_step']!s:30}"
-    line += f"{sum(steps):9d}" if steps else " " * 9
     if "surprise_z" in row:
         return line + f"  log-probability {row['surprise_z']} standard errors off"
     return line + f"  {row['parted']} rollouts parted at a tie"
@@ -347,21 +317,36 @@ def main(argv: list[str] | None = None) -> None:
         return
     about = origin(packages=("transformers",))
     methods = [m for m in METHODS if any(mode.endswith(f":{m}") for mode in args.modes)]
-    policy, models, training = prepare_models(args, methods)
+    policy, training = prepare_models(args, methods)
     common = {"benchmark": "model_drafters", "policy": args.policy.name, "train_steps": args.train_steps}
     for row in training:
         append(args.out, {**common, "mode": "training", **row, **about})
     names = ("problems", "group", "max_tokens", "model_k", "history_k")
     common |= {name: getattr(args, name) for name in names}
+    runs = Runs("experiments.engines.bench_model_drafters", argv, args.logs)
     for temperature in args.temperatures:
-        print(f"\nT = {temperature}\n{'mode':26} request-steps  {'tokens per request-step':30}  offline")
-        theory = []
-        for row in measure(args, argv, temperature, policy, models):
+        print(f"\nT = {temperature}\n{'mode':26} request-steps  tokens per request-step")
+        plain: list[list[list[int]]] = []
+        for mode in sorted({"none", *args.modes}, key=MODES.index):
+            name = f"{mode.replace(':', '_')}_{temperature}"
+            result = runs.run(name, "--only", mode, "--at", str(temperature), environment=ENVIRONMENT)
+            if result is None:
+                continue
+            epochs = result["epochs"]
+            errors = check(mode, policy, rollouts_of(epochs, args.group), temperature, args.max_tokens)
+            row = {"mode": mode, "request_steps": [epoch["request_steps"] for epoch in epochs]}
+            row["tokens"] = [sum(map(len, epoch["rollouts"])) for epoch in epochs]
+            row["tokens_per_step"] = [round(t / s, 3) for t, s in zip(row["tokens"], row["request_steps"], strict=True)]
+            if mode == "none":
+                plain = [epoch["rollouts"] for epoch in epochs]
+            if errors is None:
+                pairs = [zip(epoch["rollouts"], other, strict=True) for epoch, other in zip(epochs, plain, strict=True)]
+                row |= {"parted": sum(a != b for pair in pairs for a, b in pair), "stats": result["stats"]}
+            else:
+                row["surprise_z"] = round(errors, 2)
             append(args.out, {**common, "temperature": temperature, **row, **about})
-            theory += [row] if row["mode"].startswith("theory") else []
-        print("\nOne drafted token at each position of the rollouts of `none`, and tokens per request-step by draw:")
-        print(f"{'':20} overlap  p(argmax)  coupled  " + "".join(f"{draw:>15}" for draw in DRAWS))
-        print("\n".join(map(describe, theory)), flush=True)
+            print(describe(row), flush=True)
+    runs.finish()
 
 
 if __name__ == "__main__":

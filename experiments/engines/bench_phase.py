@@ -7,16 +7,9 @@ recorded token at the request's position, is raised above all others, end of seq
 real model's would, drafts are accepted as often as they would be, and requests end when they ended. Where the recording
 has the seeds of its noise, requests have them too; otherwise drafts are chosen and verified without noise.
 
-Each mode has an engine in a process of its own. For each batch size there are two phases: the first meets the problems
-for the first time; the second, after new weights, has that history and samples other rollouts of the same problems. A
-queue is a batch larger than `--max-seqs`. The gate: every rollout is the recorded one.
-
-    none         vLLM as it comes, without speculation: the baseline
-    ngram, ngram_gpu, suffix
-                 vLLM's own drafters, the last where arctic-inference is installed
-    all          ours with the drafter on the host, every draft verified
-    budget       the same with a budget, the default
-    device       ours with the drafter on the device
+Each mode (see build.py) has an engine in a process of its own. For each batch size there are two phases: the first
+meets the problems for the first time; the second, after new weights, has that history and samples other rollouts of the
+same problems. A queue is a batch larger than `--max-seqs`. The gate: every rollout is the recorded one.
 
 Reported by batch, phase and mode: seconds, also relative to `none`; the tail, seconds in which less than a quarter of
 the requests were left; tokens per second; tokens per request and step; microseconds of the host per request and step
@@ -38,14 +31,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.engines.engine_process import SHAPES, TimeBudget, add_arguments, log_file, run_again, write_model
+from experiments.engines.build import (
+    OURS,
+    SHAPES,
+    WORDS_ALONE,
+    Runs,
+    add_arguments,
+    build_engine,
+    command,
+    made_up_arguments,
+    write_model,
+)
 from experiments.rows import append, origin
 from rollout_spec.integrations.vllm.host_copy import to_device
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 
 MODES = ("none", "budget", "device", "all", "ngram_gpu", "ngram", "suffix")
 """In the order in which they run: the first ones matter most, and time may run out."""
-OURS = ("budget", "device", "all")
 GROUP = 8
 """Rollouts per problem and phase, more where there are too few problems."""
 PHASES = ("first", "history")
@@ -55,24 +57,6 @@ LEFT_IN_TAIL = 0.25
 WARM_UP_TOKENS = 8
 SCRIPT = "recorded_rollout"
 """Key of `SamplingParams.extra_args` under which a request says which rollout it is."""
-
-
-def engine_arguments(mode: str, k: int, has_noise: bool) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM` for a mode."""
-    from rollout_spec import engine_kwargs
-
-    if mode == "none":
-        return {}
-    if mode in ("ngram", "ngram_gpu"):
-        return {"speculative_config": {"method": mode, "num_speculative_tokens": k, "prompt_lookup_max": 4}}
-    if mode == "suffix":
-        return {"speculative_config": {"method": mode, "num_speculative_tokens": k}}
-    verify = "sample" if has_noise else "rejection"
-    options: dict[str, Any] = {"signatures": False, "distributions": False}
-    if mode == "device":
-        return engine_kwargs(num_speculative_tokens=k, drafter="device", drafter_options=options, verify=verify)
-    options["max_history_versions"] = 1  # so that each batch size begins without history
-    return engine_kwargs(num_speculative_tokens=k, drafter_options=options, verify=verify, budget=mode == "budget")
 
 
 def fits(recorded: list[Problem], batch: int) -> bool:
@@ -247,7 +231,7 @@ def end_token(rollouts: list[Rollout]) -> int:
 
 def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> list[dict[str, Any]]:
     """All phases of one engine. Runs in a process of its own."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     recorded = read_recorded(args.rollouts)
     phases = {(b, name): Phase(recorded, b, n) for b in batches for n, name in enumerate(PHASES)}
@@ -255,27 +239,19 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> list[di
     end = end_token(rollouts)
     limit = max(rollout.tokens.size for rollout in rollouts)
     has_noise = all(rollout.seed is not None for rollout in rollouts)
-    llm = LLM(
-        args.model,
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype=args.dtype,
+    # Two versions of history at most, so that each batch size begins without any; words alone, see above.
+    drafter_options = WORDS_ALONE if mode == "device" else {**WORDS_ALONE, "max_history_versions": 1}
+    options = {"drafter_options": drafter_options, "verify": "sample" if has_noise else "rejection"}
+    llm = build_engine(
+        args.model, mode, args.k, options=options, max_num_seqs=args.max_seqs,
         max_model_len=max(prompt_of(rollout).size for rollout in rollouts) + limit + args.k + 1,
-        max_num_seqs=args.max_seqs,
-        enforce_eager=args.eager,
-        logprobs_mode="processed_logprobs",
-        seed=0,
-        **({"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else {"num_gpu_blocks_override": 2000}),
-        **engine_arguments(mode, args.k, has_noise),
-    )
+        **made_up_arguments(args, 2000),
+    )  # fmt: skip
     engine = llm.llm_engine
     runner = engine.model_executor.driver_worker.model_runner
     warm_ups = {batch: made_up(batch, SHAPES[args.shape][-1]) for batch in batches}
     Scripts(runner, [*rollouts, *(rollout for made in warm_ups.values() for rollout in made)], max(end, 0))
     watch = Watch(llm, runner)
-
-    def command(*arguments: Any) -> Any:
-        return llm.collective_rpc("rollout_spec", args=arguments)[0] if mode in OURS else None
 
     def generate(rollouts: list[Rollout], problems: list[int], first_script: int) -> Any:
         prompts = [{"prompt_token_ids": prompt_of(rollout).tolist()} for rollout in rollouts]
@@ -302,8 +278,9 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> list[di
     results = []
     for (batch, name), phase, first_script in zip(phases, phases.values(), first_scripts[:-1], strict=True):
         # New weights; two versions make the history of other batch sizes go.
-        command("begin_policy_version", 1 if name == PHASES[1] else 2)
-        before = command("stats")
+        if mode in OURS:
+            command(llm, "begin_policy_version", 1 if name == PHASES[1] else 2)
+        before = command(llm, "stats") if mode in OURS else None
         watch.clear()
         outputs = generate(phase.rollouts, phase.problems, first_script)
         ended = time.perf_counter()
@@ -318,7 +295,7 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> list[di
             **watch.summary(num_tokens, ended),
         }  # fmt: skip
         if before is not None:
-            after = command("stats")
+            after = command(llm, "stats")
             steps = max(after["request_steps"] - before["request_steps"], 1)
             drafting = after["draft_seconds"] - before["draft_seconds"]
             result["host_us"] = round(drafting / steps * 1e6, 1) if mode != "device" else None
@@ -365,32 +342,16 @@ def main(argv: list[str] | None = None) -> None:
     about = {"benchmark": "phase", "shape": args.shape, "rollouts": Path(args.rollouts).name, **origin(device)}
     baseline: dict[tuple[int, str], float] = {}
     rows: list[dict[str, Any]] = []
-    failed: list[str] = []
-    not_run: list[str] = []
+    runs = Runs("experiments.engines.bench_phase", argv, args.logs, args.seconds)
     with tempfile.TemporaryDirectory() as folder:
-        budget = TimeBudget(args.seconds)
         write_model(args.shape, Path(folder))  # one folder, so that vLLM compiles the model once
         for mode in args.modes:
             # vLLM's suffix drafter remembers every batch size's rollouts: each needs an engine of its own.
             for batches in [[batch] for batch in sizes] if mode == "suffix" else [sizes]:
                 name = f"phase_{args.shape}_{mode}" + (f"_{batches[0]}" if len(batches) < len(sizes) else "")
-                with budget.run(name) as left:
-                    if left is None:
-                        not_run.append(name)
-                        continue
-                    print(name, flush=True)
-                    again = [*argv, "--only", mode, "--model", folder, "--batch", *map(str, batches)]
-                    again += ["--max-seqs", str(min(max(sizes), args.max_seqs))]
-                    results = run_again(
-                        "experiments.engines.bench_phase",
-                        again,
-                        log=log_file(args.logs, name),
-                        environment={},
-                        timeout=left,
-                    )
-                if results is None:
-                    failed.append(name)
-                for row in results or []:
+                print(name, flush=True)
+                again = ["--only", mode, "--model", folder, "--batch", *map(str, batches)]
+                for row in runs.run(name, *again, "--max-seqs", str(min(max(sizes), args.max_seqs))) or []:
                     cell = row["batch"], row["phase"]
                     if mode == "none":
                         baseline[cell] = row["seconds"]
@@ -401,10 +362,7 @@ def main(argv: list[str] | None = None) -> None:
     print(HEADER)
     for row in sorted(rows, key=lambda row: (row["batch"], row["phase"], args.modes.index(row["mode"]))):
         print(describe(row))
-    if not_run:
-        print(f"not run for want of time: {', '.join(not_run)}")
-    if failed:
-        raise SystemExit(f"failed: {', '.join(failed)}")
+    runs.finish()
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama.modeling_llama import (
@@ -306,37 +306,3 @@ def with_biases(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         for name, weight in weights.items()
         if name.endswith(biased)
     }
-
-
-def load(target: LlamaForCausalLM, method: Method, folder: Path) -> nn.Module:
-    """The draft model that `save` wrote, with this module's classes."""
-    if method == "draft_model":
-        return LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    head = Head(target.config, method)
-    saved = load_file(folder / "model.safetensors")
-    head.load_state_dict({name: saved[checkpoint_name(method, name)] for name in head.state_dict()})
-    return head.eval()
-
-
-# -- what they draft -------------------------------------------------------------------------------------------------
-
-
-@torch.no_grad()
-def draft_logits(
-    model: nn.Module, target: LlamaForCausalLM, token_ids: Sequence[int], num_prompt_tokens: int, depth: int
-) -> Tensor:
-    """Logits of a rollout's drafted tokens, for every place where a draft can start and its earlier tokens are right.
-
-    Args:
-        token_ids: Prompt and rollout; the prompt has at least 2 tokens.
-
-    Returns:
-        [depth, tokens of the rollout, V]: [d, j] is of token j as the (d + 1)-th token of a draft.
-    """
-    input_ids = torch.tensor(token_ids)[None]
-    if isinstance(model, LlamaForCausalLM):
-        logits = model(input_ids=input_ids, use_cache=False).logits[0, num_prompt_tokens - 1 : -1]
-        return logits.expand(depth, *logits.shape)
-    hidden_states = run_target(target, input_ids).hidden_states(model.method)
-    states = head_hidden_states(model, target.model.embed_tokens, input_ids, hidden_states, depth)
-    return torch.stack([target.lm_head(state[0, num_prompt_tokens - 2 : -1]) for state in states])

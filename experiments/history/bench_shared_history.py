@@ -24,6 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from experiments.engines.build import build_engine, command
 from experiments.rows import append, origin
 from rollout_spec.demo.policy import build_tokenizer
 from rollout_spec.demo.run import ENVIRONMENT
@@ -43,24 +44,17 @@ def prompts_of(number: int) -> list[list[int]]:
 
 def run_engine(pipe: Any, policy: str, history_dir: str | None) -> None:
     """Answer (prompt, seed) lists with (digests of the rollouts, tokens, request-steps) until None comes."""
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    from rollout_spec import engine_kwargs
-
-    options = engine_kwargs(num_speculative_tokens=8, budget=False, history_dir=history_dir)
-    llm = LLM(policy, dtype="float32", enforce_eager=True, max_model_len=448, max_num_seqs=32, **options)
-
-    def stats() -> dict[str, Any]:
-        return dict(llm.collective_rpc("rollout_spec", args=("stats",))[0])
-
+    llm = build_engine(policy, "all", options={"history_dir": history_dir}, max_model_len=448, max_num_seqs=32)
     while (batch := pipe.recv()) is not None:
-        before = stats()
+        before = command(llm, "stats")
         params = [SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=seed) for _, seed in batch]
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in batch], params, use_tqdm=False)
-        after = stats()
+        after = command(llm, "stats")
         counted = [after[name] - before[name] for name in ("emitted_tokens", "request_steps")]
         pipe.send(([tuple(output.outputs[0].token_ids) for output in outputs], *counted))
-    pipe.send(llm.collective_rpc("rollout_spec", args=("history",))[0])
+    pipe.send(command(llm, "history"))
 
 
 def shares(mode: str, epoch: int, batch: list[int], group: int) -> list[list[tuple[int, int]]]:

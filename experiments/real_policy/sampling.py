@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from experiments.engines.build import build_engine, command
 from experiments.real_policy.grpo import MAX_MODEL_LEN, NUM_SPECULATIVE_TOKENS
 from experiments.real_policy.recording import compute_features, row_of, write_rows
 from experiments.real_policy.tasks import TASKS, Problem, reward
@@ -51,20 +52,13 @@ def sample(
     weights, so that near ties may be decided otherwise than by the top log-probabilities and the noise.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
-    from rollout_spec import engine_kwargs
-
-    llm = LLM(
-        model=str(model_dir),
-        dtype="bfloat16",
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=MAX_NUM_SEQS,
-        gpu_memory_utilization=GPU_MEMORY_UTILIZATION,
-        enforce_eager=True,
-        # All drafts are verified: in bfloat16 it is the number of tokens in a step that changes its logits.
-        **engine_kwargs(num_speculative_tokens=NUM_SPECULATIVE_TOKENS, budget=False),
-    )
+    # All drafts are verified: in bfloat16 it is the number of tokens in a step that changes its logits.
+    llm = build_engine(
+        model_dir, "all", NUM_SPECULATIVE_TOKENS, dtype="bfloat16", max_model_len=MAX_MODEL_LEN,
+        max_num_seqs=MAX_NUM_SEQS, gpu_memory_utilization=GPU_MEMORY_UTILIZATION,
+    )  # fmt: skip
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     requests = [(problem, number) for problem in problems for number in range(what.num_samples)]
     prompts = [prompt_token_ids(tokenizer, problem.question) for problem, _ in requests]
@@ -78,11 +72,11 @@ def sample(
     ]
     rollouts = {}
     for speculation in (False, True):
-        llm.collective_rpc("rollout_spec", args=("set_enabled", speculation))
-        before = llm.collective_rpc("rollout_spec", args=("stats",))[0]
+        command(llm, "set_enabled", speculation)
+        before = command(llm, "stats")
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
         rollouts[speculation] = [list(output.outputs[0].token_ids) for output in outputs]
-    stats = SpeculationStats.between(before, llm.collective_rpc("rollout_spec", args=("stats",))[0])
+    stats = SpeculationStats.between(before, command(llm, "stats"))
 
     differences = [first_difference(*pair) for pair in zip(rollouts[False], rollouts[True], strict=True)]
     positions = sorted(position for position in differences if position is not None)

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from experiments.engines.build import build_engine, command
 from experiments.soak.engines import (
     ADAPTER_NAMES,
     PROBE,
@@ -107,13 +108,11 @@ class _ColocatedEngine:
             show_vllm_a_backend()
             schedule_as_on_gpus()
         import torch
-        from vllm import LLM
-
-        from rollout_spec import engine_kwargs
 
         torch.set_num_threads(1)
         self._plan = plan
-        self._llm = LLM(plan.model, **engine_kwargs(**plan.options), **plan.engine_arguments())
+        mode = "budget" if plan.speculates else "off"
+        self._llm = build_engine(plan.model, mode, options=plan.options, **plan.engine_arguments())
         self._engine = self._llm.llm_engine
         self._llm.collective_rpc("soak_begin")
         self._version = 0
@@ -212,8 +211,8 @@ class _ColocatedEngine:
         while self._engine.has_unfinished_requests():
             self._engine.step()
         answer.checks = self._llm.collective_rpc("soak_check")
-        answer.stats = self._llm.collective_rpc("rollout_spec", args=("stats",))[0]
-        answer.history = self._llm.collective_rpc("rollout_spec", args=("history",))[0]
+        answer.stats = command(self._llm, "stats")
+        answer.history = command(self._llm, "history")
         pool = self._scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1, "blocks of the key-value cache are lost"
         assert not self._scheduler.requests, "the scheduler keeps requests"

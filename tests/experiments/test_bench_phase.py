@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("pyarrow")
 
-from experiments.engines import bench_phase
+from experiments.engines import bench_phase, build
 from rollout_spec.replay.traces import Problem, Rollout
 
 ROLLOUTS = Path(__file__).parents[2] / "experiments/results/real_policy/samples-step0040-t1.parquet"
@@ -41,6 +41,7 @@ def test_the_phases_of_a_batch_size_have_the_same_problems_and_different_rollout
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_modes_run_and_say_what_was_recorded(tmp_path, monkeypatch, capsys):
     """The gate is in the script: an engine that says anything else fails."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -65,14 +66,14 @@ def test_modes_run_and_say_what_was_recorded(tmp_path, monkeypatch, capsys):
     assert "history  all" in capsys.readouterr().out
 
 
-def test_a_mode_that_fails_leaves_its_log_and_the_others_run(tmp_path, monkeypatch, capsys):
-    rows = tmp_path / "rows.jsonl"
-    arguments = ["--shape", "tiny", "--rollouts", str(ROLLOUTS), "--batch", "1", "--modes", "none", "--dtype", "wrong"]
-    with pytest.raises(SystemExit, match="failed: phase_tiny_none"):
-        bench_phase.main([*arguments, "--logs", str(tmp_path), "--out", str(rows)])
+def test_a_run_that_fails_leaves_its_log_and_the_others_run(tmp_path, capsys):
+    runs = build.Runs("no.such.module", ["--seed", "0"], tmp_path / "logs")
+    assert runs.run("first") is None
+    assert runs.run("second") is None
     assert "does not run (1)" in capsys.readouterr().out
-    assert "wrong" in (tmp_path / "phase_tiny_none.log").read_text()
-    assert not rows.exists()
+    assert "No module named" in (tmp_path / "logs" / "first.log").read_text()
+    with pytest.raises(SystemExit, match="failed: first, second"):
+        runs.finish()
 
 
 def test_batch_sizes_for_which_there_are_too_few_rollouts_are_left_out(capsys):
@@ -82,14 +83,17 @@ def test_batch_sizes_for_which_there_are_too_few_rollouts_are_left_out(capsys):
 
 
 def test_nothing_is_started_that_could_not_end_in_time(capsys, monkeypatch):
-    from experiments.engines.engine_process import TimeBudget
-
     now = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: now[0])
-    budget = TimeBudget(100)
-    with budget.run("first") as left:
-        assert left == 100
+    runs = build.Runs("no.such.module", [], None, seconds=100)
+
+    def start(name, arguments, environment, left):
+        assert (name, arguments, left) == ("first", ("--only", "none"), 100)
         now[0] = 60.0
-    with budget.run("second") as left:
-        assert left is None
-    assert capsys.readouterr().out == "second: not run, only 40 s are left\n"
+        return {}
+
+    monkeypatch.setattr(runs, "_start", start)
+    assert runs.run("first", "--only", "none") == {}
+    assert runs.run("second") is None
+    runs.finish()
+    assert capsys.readouterr().out == ("second: not run, only 40 s are left\nnot run for want of time: second\n")

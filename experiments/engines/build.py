@@ -1,0 +1,201 @@
+"""Engines for benchmarks: `build_engine`, the modes that are compared, models with made-up weights, and `Runs`.
+
+none         vLLM as it comes, without speculation
+ngram, ngram_gpu, suffix
+             vLLM's own drafters, the last where arctic-inference is installed
+model        vLLM with a model drafter, its option `speculative_config`
+off          ours without speculation: our sampler and its noise, no drafts
+all          ours with the drafter on the host, every draft verified
+budget       the same under its budget, our default
+device       ours with the drafter on the device
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+MODES = ("none", "ngram", "ngram_gpu", "suffix", "model", "off", "all", "budget", "device")
+OURS = ("off", "all", "budget", "device")
+WORDS_ALONE = {"signatures": False, "distributions": False}
+"""`drafter_options` without what the target saw."""
+SHAPES = {
+    # layers, hidden, intermediate, heads, key-value heads, vocabulary: Qwen2.5-1.5B and -7B
+    "1.5b": (28, 1536, 8960, 12, 2, 151_936),
+    "7b": (28, 3584, 18944, 28, 4, 152_064),
+    "tiny": (2, 64, 128, 2, 1, 50_304),
+}
+HEAD = "eagle"
+"""Folder, in that of a model, of an EAGLE head for it."""
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "INFO", "VLLM_CPU_KVCACHE_SPACE": "2",
+}  # fmt: skip
+ROOT = Path(__file__).parents[2]
+
+
+# -- engines ---------------------------------------------------------------------------------------------------------
+
+
+def build_engine(
+    policy: str | Path, mode: str = "budget", k: int = 8, *, options: Mapping[str, Any] | None = None, **arguments: Any
+) -> Any:
+    """A `vllm.LLM`, in float32 and without CUDA graphs unless `arguments` say otherwise.
+
+    Args:
+        policy: The model's folder.
+        mode: One of MODES.
+        k: Drafted tokens per request and step.
+        options: Fields of `RolloutSpecConfig` on top of the mode's.
+        arguments: Of `vllm.LLM`.
+    """
+    from vllm import LLM
+
+    defaults = {"dtype": "float32", "enforce_eager": True}
+    return LLM(str(policy), **{**defaults, **mode_arguments(mode, k, **options or {}), **arguments})
+
+
+def mode_arguments(mode: str, k: int, **options: Any) -> dict[str, Any]:
+    """The keyword arguments of `vllm.LLM` that make a mode."""
+    from rollout_spec import engine_kwargs
+
+    if mode == "none":
+        return {}
+    if mode in ("ngram", "ngram_gpu"):
+        return {"speculative_config": {"method": mode, "num_speculative_tokens": k, "prompt_lookup_max": 4}}
+    if mode == "suffix":
+        return {"speculative_config": {"method": mode, "num_speculative_tokens": k}}
+    if mode == "model":
+        return options
+    if mode == "off":
+        return engine_kwargs(speculation=False)
+    of_mode = {"all": {"budget": False}, "budget": {}, "device": {"drafter": "device"}}[mode]
+    return engine_kwargs(**{"num_speculative_tokens": k, **of_mode, **options})
+
+
+def command(llm: Any, *arguments: Any) -> Any:
+    """What the first rank of one of our engines answers, e.g. to "stats"."""
+    return llm.collective_rpc("rollout_spec", args=arguments)[0]
+
+
+def write_model(shape: str, folder: Path) -> None:
+    """Llama configurations of the given shape and of an EAGLE head for it; vLLM makes the weights up."""
+    layers, hidden, intermediate, heads, kv_heads, vocab = SHAPES[shape]
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": hidden,
+        "intermediate_size": intermediate, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads, "head_dim": hidden // heads, "vocab_size": vocab, "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768, "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu",
+        "bos_token_id": 1, "eos_token_id": 2, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (folder / HEAD).mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / HEAD / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+
+
+def made_up_arguments(args: argparse.Namespace, cpu_blocks: int) -> dict[str, Any]:
+    """Arguments of `build_engine` for a model of `write_model`. `args` are those of `add_arguments`."""
+    import torch
+
+    memory = {"gpu_memory_utilization": 0.8} if torch.cuda.is_available() else {"num_gpu_blocks_override": cpu_blocks}
+    return {
+        "load_format": "dummy", "skip_tokenizer_init": True, "dtype": args.dtype, "enforce_eager": args.eager,
+        "logprobs_mode": "processed_logprobs", "seed": 0, **memory,
+    }  # fmt: skip
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser, modes: Sequence[str]) -> None:
+    """What benchmarks of made-up models share: the engine, what to run, and what `Runs` passes on."""
+    parser.add_argument("--shape", choices=SHAPES, default="1.5b")
+    parser.add_argument("--modes", nargs="+", choices=modes, default=list(modes))
+    parser.add_argument("-k", type=int, default=8)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
+    parser.add_argument("--seconds", type=float, default=570, help="start no mode that could not end by then")
+    parser.add_argument("--logs", type=Path, help="keep all that the engines print in this folder")
+    parser.add_argument("--out", type=Path, help="append rows to this file")
+    parser.add_argument("--only", choices=modes, help=argparse.SUPPRESS)
+    parser.add_argument("--model", help=argparse.SUPPRESS)
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
+
+
+class Runs:
+    """Runs a script again and again, each time in a new process, for one engine.
+
+    The process writes its result as JSON to the file named by `--result`. Nothing is started that could not end in
+    time, to judge by what was started before.
+
+    Args:
+        module: The script's name, e.g. `experiments.engines.bench_phase`.
+        argv: Its arguments, to which each run adds some.
+        logs: Folder for all that the processes print; None: it is lost.
+        seconds: From now on.
+    """
+
+    def __init__(self, module: str, argv: Sequence[str], logs: Path | None, seconds: float = float("inf")) -> None:
+        self._command = [sys.executable, "-m", module, *argv]
+        self._logs = logs
+        self._ends = time.perf_counter() + seconds
+        self._longest = 0.0
+        self.failed: list[str] = []
+        self.not_run: list[str] = []
+
+    def run(self, name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:
+        """The result of a run; None, and a line that says why, if it fails or there is no time for it.
+
+        Args:
+            name: Of its log.
+            arguments: More of the script's.
+            environment: More variables.
+        """
+        began = time.perf_counter()
+        left = self._ends - began
+        if left <= self._longest:
+            print(f"{name}: not run, only {max(left, 0):.0f} s are left", flush=True)
+            self.not_run.append(name)
+            return None
+        result = self._start(name, arguments, environment or {}, left)
+        self._longest = max(self._longest, time.perf_counter() - began)
+        if result is None:
+            self.failed.append(name)
+        return result
+
+    def _start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str], left: float) -> Any:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = self._logs or Path(temporary)
+            folder.mkdir(parents=True, exist_ok=True)
+            result, log = Path(temporary, "result.json"), folder / f"{name}.log"
+            path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+            variables = {**os.environ, "PYTHONPATH": path, **ENVIRONMENT, **environment}
+            command = [*self._command, *arguments, "--result", str(result)]
+            with log.open("w") as file:
+                try:
+                    code: int | str = subprocess.run(
+                        command, env=variables, stdout=file, stderr=subprocess.STDOUT, check=False,
+                        timeout=None if left == float("inf") else left,
+                    ).returncode  # fmt: skip
+                except subprocess.TimeoutExpired:
+                    code = f"no answer after {left:.0f} s"
+            if code or not result.exists():
+                last = log.read_text().strip().splitlines()[-1:]
+                print(f"  does not run ({code}): {last}" + (f"; see {log}" if self._logs else ""), flush=True)
+                return None
+            return json.loads(result.read_text())
+
+    def finish(self) -> None:
+        """Say what was not run. Raises SystemExit if something has failed."""
+        if self.not_run:
+            print(f"not run for want of time: {', '.join(self.not_run)}")
+        if self.failed:
+            raise SystemExit(f"failed: {', '.join(self.failed)}")
