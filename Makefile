@@ -83,14 +83,9 @@ TRACES ?=
 RESULTS := experiments/results
 bench: $(READY)
 	$(BIN)/python -m experiments.costs.bench_verify --out $(RESULTS)/bench_verify.jsonl
-	$(BIN)/python -m experiments.drafting.bench_coupled --policy demo/policy-v1-seed0 --prompts 10 --tests 6 \
-		--json $(RESULTS)/bench_coupled.jsonl
-	$(BIN)/python -m experiments.drafting.bench_coupled --history 4 16 --recorded \
-		$(wildcard $(RESULTS)/real_policy/samples-*.parquet) --json $(RESULTS)/bench_coupled.jsonl
-	$(BIN)/python -m experiments.drafting.bench_coupled --history 64 --recorded \
-		$(RESULTS)/real_policy/samples-step0040-t1.parquet --json $(RESULTS)/bench_coupled.jsonl
-	$(BIN)/python -m experiments.drafting.bench_features --drafters mixture ngram --out $(RESULTS)/bench_features.jsonl \
-		$(wildcard $(RESULTS)/real_policy/samples-*.parquet) --epochs $(RESULTS)/real_policy/rollouts.parquet
+	$(BIN)/python -m experiments.drafting.bench_features --drafters mixture ngram --policy demo/policy-v1-seed0 \
+		--out $(RESULTS)/bench_features.jsonl $(wildcard $(RESULTS)/real_policy/samples-*.parquet) \
+		--epochs $(RESULTS)/real_policy/rollouts.parquet
 	test -z '$(TRACES)' || $(BIN)/python -m experiments.drafting.bench_draft $(TRACES) --out $(RESULTS)/bench_draft.jsonl
 	test -z '$(TRACES)' || $(BIN)/python -m experiments.drafting.bench_turns $(TRACES)/tau_airline_gpt4o.parquet \
 		--drafters mixture suffix ngram --out $(RESULTS)/bench_turns.jsonl

@@ -27,10 +27,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.drafting.peers import ReferenceDrafter
+from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, origin, quantiles
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
-from rollout_spec.drafters.device.reference import ReferenceDrafter
 from rollout_spec.features.format import Features, pack
 
 GROUP = 16
@@ -71,8 +72,7 @@ class Batch:
             max_draft_tokens=k,
             max_resident_tokens=(earlier * num_problems + 1) * max_len,
             max_problem_tokens=(earlier + 1) * max_len,
-            signatures=features,
-            distributions=features,
+            **({} if features else WORDS_ALONE),
         )
         self.texts = self.words(num_problems * max_len).reshape(num_problems, max_len)
         texts = np.stack([self.mutate(self.texts[i // GROUP]) for i in range(batch)])

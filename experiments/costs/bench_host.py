@@ -33,6 +33,7 @@ from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
 from experiments.drafting.peers import find_arctic
+from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, origin, quantiles
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.drafters.host.threads import usable_threads
@@ -373,7 +374,7 @@ def make(name: str, runner: Runner, k: int, history: list[tuple[Problem, Rollout
     size = len(runner.discard_request_mask.np)
     batch = runner.input_batch
     if name.startswith("ours"):
-        options = {"signatures": False, "distributions": False} if "no features" in name else {}
+        options = WORDS_ALONE if "no features" in name else {}
         return (OursV2 if "V2" in name else Ours)(runner, k, history, index_late="late" in name, **options)
     if name == "ngram":
         ngram = NgramProposer(engine_config(k, size))

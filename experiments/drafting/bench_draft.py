@@ -1,16 +1,14 @@
 """Our drafters and other people's (`peers.py`) on recorded rollouts, in one process.
 
-    python -m experiments.drafting.bench_draft TRACES_DIR [--sections quality frontier cost scale] [--out FILE.jsonl]
+    python -m experiments.drafting.bench_draft TRACES_DIR [--sections quality cost scale] [--out FILE.jsonl]
 
 - quality: tokens per step and drafted tokens per step, K = 16, per-problem history, in the four replay regimes.
   `ours at Arctic's count` is ours at the lowest threshold with which it drafts no more than Arctic. `device` is the
   device drafter's reference; `bench_device.py` times the kernels.
-- frontier: tokens per step against drafted tokens per step, over thresholds (ours, freq, ppm), draft limits (recent)
-  and Arctic's parameters. With a plot.
 - cost: microseconds per request-step of index and draft at batch 64 with a warm history, drafters alternating and
   repeated; bytes per history token; seconds to build a million tokens.
 - scale: our cost with 10^4 to 10^7 history tokens (recorded rollouts, repeated as new problems with renumbered tokens),
-  at batch 64. With a plot.
+  at batch 64.
 
 The gate of every section: each drafter emits the same recorded tokens, and ours passes its integrity check.
 """
@@ -30,13 +28,12 @@ from experiments.drafting import peers
 from experiments.rows import append, origin
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.drafters.device.reference import ReferenceDrafter
 from rollout_spec.replay.simulate import REGIMES, Regime, ReplayResult, Request, replay, replay_steadily
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 
 K = 16
 BATCH = 64
-THRESHOLDS = (0.0, 0.003, 0.007, 0.015, 0.03, 0.06, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.6, 0.7)
+SECTIONS = ("quality", "cost", "scale")
 
 
 class Recorded(NamedTuple):
@@ -64,13 +61,12 @@ ARCTIC: dict[str, Callable[[], Drafter]] = {
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
     "vLLM n-gram": partial(peers.VllmNgram, K),
     **(ARCTIC if HAS_ARCTIC else {}),
-    **{rule: partial(peers.Chain, rule) for rule in peers.RULES},
     "ours, no limit": partial(ours, "suffix", min_survival=0.0),
     "ours": partial(ours, "suffix"),
     "ours, shared, no limit": partial(ours, "suffix", shared=True, min_survival=0.0),
     "ours, shared": partial(ours, "suffix", shared=True),
     "ours, n-gram": partial(ours, "ngram"),
-    "device, no limit": partial(ReferenceDrafter, max_draft_tokens=K),
+    "device, no limit": partial(peers.ReferenceDrafter, max_draft_tokens=K),
 }
 
 
@@ -154,59 +150,11 @@ def at_count(bench: Bench, problems: list[Problem], regime: Regime, limits: Any,
     return best
 
 
-def frontiers(bench: Bench, directory: Path, names: Sequence[str], scale: float, plot: Path | None) -> None:
-    """Tokens per step against drafted tokens per step."""
-    regimes: tuple[Regime, ...] = ("finished", "epoch")
-    lines: dict[str, list[tuple[Callable[[], Drafter], dict[str, int]]]] = {
-        "ours": [(partial(ours, "suffix", min_survival=t), {}) for t in THRESHOLDS],
-        "ours, shared": [(partial(ours, "suffix", shared=True, min_survival=t), {}) for t in THRESHOLDS],
-        "ppm": [(partial(peers.Chain, "ppm", t), {}) for t in THRESHOLDS[::2]],
-        "freq": [(partial(peers.Chain, "freq", t), {}) for t in THRESHOLDS[::2]],
-        "recent": [(partial(peers.Chain, "recent"), {"num_speculative_tokens": k}) for k in (1, 2, 3, 4, 6, 8, 12, 16)],
-    }
-    if HAS_ARCTIC:
-        knobs = [(f, o, p) for f, o in ((0.5, 0), (1, 0), (2, 0), (4, 4)) for p in (0.0, 0.1, 0.3, 0.5)]
-        lines["Arctic"] = [
-            (partial(peers.ArcticSuffix, factor=f, offset=o, min_probability=p), {}) for f, o, p in knobs
-        ]
-    points: dict[tuple[str, str], dict[str, list[tuple[float, float]]]] = {}
-    for name in names:
-        problems, limits = load(directory, name, scale)
-        for regime in regimes:
-            if regime == "epoch" and name == "r1v_grpo_log":
-                continue
-            here = points[name, regime] = {}
-            for label, settings in lines.items():
-                here[label] = []
-                for make, changes in settings:
-                    result = bench.replay(problems, make, regime, **{**limits, **changes})
-                    here[label].append((drafted(result), result.stats.tokens_per_step))
-                bench.row("frontier", set=name, regime=regime, drafter=label, points=here[label])
-            worst = {
-                label: min(above(here["ours"], point) for point in here[label])
-                for label in here
-                if not label.startswith("ours")
-            }
-            print(
-                f"{name} {regime}: ours over the peer at the same number of drafted tokens, lowest: "
-                + ", ".join(f"{label} {ratio:.3f}" for label, ratio in worst.items()),
-                flush=True,
-            )
-    if plot:
-        plot_frontiers(points, plot)
-
-
-def above(ours: list[tuple[float, float]], point: tuple[float, float]) -> float:
-    """Tokens per step of our frontier at the point's number of drafted tokens, over the point's."""
-    x, y = zip(*sorted([(0.0, 1.0), *ours]), strict=True)
-    return float(np.interp(point[0], x, y)) / point[1]
-
-
 def cost(bench: Bench, directory: Path, names: Sequence[str], repeats: int) -> None:
     """Microseconds per request-step, drafters alternating."""
     print("| set | drafter | index µs | draft µs | both | of Arctic's | drafted | bytes per token | build s / 1M |")
     print("|---|---|---|---|---|---|---|---|---|")
-    timed = {k: v for k, v in DRAFTERS.items() if k not in peers.RULES and not k.startswith("device")}
+    timed = {k: v for k, v in DRAFTERS.items() if not k.startswith("device")}
     for name in names:
         problems, limits = load(directory, name, 1.0)
         history, live = warm(problems[: 1 + 2 * BATCH // limits["max_samples"]])
@@ -271,12 +219,11 @@ def build(make: Callable[[], Drafter], history: Sequence[Problem]) -> tuple[floa
     return time.perf_counter() - started, drafter
 
 
-def scale_up(bench: Bench, directory: Path, plot: Path | None, sizes: Sequence[int]) -> None:
+def scale_up(bench: Bench, directory: Path, sizes: Sequence[int]) -> None:
     """Our cost against the size of the history: ever more problems of 16 rollouts, 64 live requests of 64 problems."""
     recorded = read_traces(directory / "rg_llama_math.parquet")
     print("| history tokens | drafter | index µs | draft µs | both | bytes per token |")
     print("|---|---|---|---|---|---|")
-    lines: dict[str, list[tuple[int, float]]] = {}
     for label in ("ours", "ours, shared", "ours, n-gram"):
         tiny = Problem("warm-up", recorded[0].rollouts[:2])
         drafter = build(DRAFTERS[label], [tiny])[1]
@@ -295,7 +242,6 @@ def scale_up(bench: Bench, directory: Path, plot: Path | None, sizes: Sequence[i
             bench.replay(live[:2], lambda drafter=drafter: drafter, "own")
             row = bench.replay(live, lambda drafter=drafter: drafter, "epoch", max_samples=1).to_dict()
             both = row["index_us_per_request_step"] + row["draft_us_per_request_step"]
-            lines.setdefault(label, []).append((tokens, both))
             each = drafter.memory_bytes() / tokens
             print(
                 f"| {tokens:,} | {label} | {row['index_us_per_request_step']:.1f} | "
@@ -304,8 +250,6 @@ def scale_up(bench: Bench, directory: Path, plot: Path | None, sizes: Sequence[i
             )
             kept = {key: value for key, value in row.items() if key.startswith(COST_FIELDS)}
             bench.row("scale", drafter=label, **{**kept, "history_tokens": tokens, "bytes_per_history_token": each})
-    if plot:
-        plot_scale(lines, plot)
 
 
 def endless(recorded: Sequence[Problem]) -> Iterator[Problem]:
@@ -324,70 +268,22 @@ def endless(recorded: Sequence[Problem]) -> Iterator[Problem]:
         copy += 1
 
 
-# -- plots -----------------------------------------------------------------------------------------------------------
-
-
-def plot_frontiers(points: dict[tuple[str, str], dict[str, list[tuple[float, float]]]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    columns = 4
-    figure, axes = plt.subplots(-(-len(points) // columns), columns, figsize=(16, 3.6 * -(-len(points) // columns)))
-    for ax in axes.flat[len(points) :]:
-        ax.set_visible(False)
-    for ax, ((name, regime), here) in zip(axes.flat, points.items(), strict=False):
-        for label, line in here.items():
-            x, y = zip(*sorted(line), strict=True)
-            style = {"ours": "k-", "ours, shared": "k--", "Arctic": "o"}.get(label, "-")
-            ax.plot(x, y, style, label=label, markersize=3, linewidth=1.2)
-        ax.set_title(f"{name}, {regime}", fontsize=9)
-        ax.set_xlabel("drafted tokens per step", fontsize=8)
-        ax.set_ylabel("tokens per step", fontsize=8)
-    axes.flat[0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
-
-
-def plot_scale(lines: dict[str, list[tuple[int, float]]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
-    figure, ax = plt.subplots(figsize=(6, 3.6))
-    for label, line in lines.items():
-        ax.semilogx(*zip(*line, strict=True), "o-", label=label)
-    ax.set_xlabel("history tokens")
-    ax.set_ylabel("µs per request and step, index and draft")
-    ax.set_ylim(bottom=0)
-    ax.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path, help="directory of Parquet files of recorded rollouts")
-    parser.add_argument("--sections", nargs="*", default=["quality", "frontier", "cost", "scale"])
+    parser.add_argument("--sections", nargs="*", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--sets", nargs="*", default=list(SETS))
     parser.add_argument("--drafters", nargs="*", choices=DRAFTERS, default=list(DRAFTERS), help="for quality")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the prompts, for quality")
-    parser.add_argument("--frontier-scale", type=float, default=0.1, help="the same for frontier")
     parser.add_argument("--repeats", type=int, default=5, help="of the cost section")
     parser.add_argument("--sizes", type=int, nargs="*", default=[10**4, 10**5, 10**6, 10**7])
-    parser.add_argument("--out", type=Path, help="append JSONL rows to this file; plots go beside it")
+    parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
     if not HAS_ARCTIC:
         print("Arctic Inference cannot be imported: left out (see peers.find_arctic)")
     bench = Bench(args.out)
-    plots = args.out.parent if args.out else None
     if "quality" in args.sections:
         quality(bench, args.traces, args.sets, args.scale, args.drafters)
-    if "frontier" in args.sections:
-        plot = plots / "draft_frontier.png" if plots else None
-        frontiers(bench, args.traces, args.sets, args.frontier_scale, plot)
     if "cost" in args.sections:
         cost(
             bench,
@@ -396,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             args.repeats,
         )
     if "scale" in args.sections:
-        scale_up(bench, args.traces, plots / "draft_scale.png" if plots else None, args.sizes)
+        scale_up(bench, args.traces, args.sizes)
 
 
 if __name__ == "__main__":

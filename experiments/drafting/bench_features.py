@@ -1,87 +1,98 @@
-"""Drafts with what the target saw (`rollout_spec.features`) against drafts from words alone.
+"""What a draft gains from the request's noise, and from what the target saw (`rollout_spec.features`).
 
-Rollouts recorded with their noise and features (see real_policy/recording.py for the columns). Of each prompt, H
-rollouts are history and `--tests` are drafted for from that history, the prompt and their own text so far. Compared, in
-tokens per step, at equal K, with no limit on survival:
+    python -m experiments.drafting.bench_features experiments/results/real_policy/samples-*.parquet
+    python -m experiments.drafting.bench_features --epochs experiments/results/real_policy/rollouts.parquet
+    python -m experiments.drafting.bench_features --policy demo/policy-v1-seed0
 
-- words: features are not used;
-- signatures, distributions: one of the two is used;
-- both: the default;
-- tree: a best-first tree of K nodes on blended counts, of which the longest branch that the target agrees with counts.
+Rollouts with their noise: recordings (see real_policy/recording.py for the columns), of which H rollouts of each prompt
+are history and the last `--tests` are drafted for; `--epochs`, those of a training run, of which every epoch is drafted
+for from all before it, and the last one also from one earlier epoch alone; and samples of the demo's policy, made here
+(`--policy`, trained when missing), which have no features. Compared, in tokens per step, at equal K, with no limit on
+survival:
 
-All but the tree choose with the target's noise, or, in the rows of `coupled: false`, the most probable token. The gain
-of `both` over `words` has a 95 % bootstrap interval over prompts.
+- most probable: from words, each drafted token the most probable one;
+- words: chosen with the request's noise;
+- features: with what the target saw, too: the default;
+- tree: a best-first tree of K nodes on blended counts of words (ORDER, KAPPA), of which the longest branch that the
+  target agrees with counts.
 
-With --epochs FILE: rollouts of a training run. Of every epoch after the first one, those of all epochs before are the
-history; of the last epoch also those of one earlier epoch alone, by its age.
-
-python -m experiments.drafting.bench_features experiments/results/real_policy/samples-*.parquet
-python -m experiments.drafting.bench_features --epochs experiments/results/real_policy/rollouts.parquet
+The gate: all variants emit the same number of tokens. Gains have 95 % bootstrap intervals over prompts.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Iterator, Sequence
+import heapq
+import random
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from experiments.drafting.bench_coupled import ratio_with_interval, recorded_cases, tree_tokens_per_step
+from experiments.drafting.peers import ReferenceDrafter
+from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, origin
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.drafters.device.reference import ReferenceDrafter
-from rollout_spec.drafters.host import vote
+from rollout_spec.noise.host import derive_seed, gumbel
 from rollout_spec.replay.simulate import replay
-from rollout_spec.replay.traces import Problem, read_traces
+from rollout_spec.replay.traces import Problem, Rollout, read_traces
 
-VARIANTS = {
-    "words": {"signatures": False, "distributions": False},
-    "signatures": {"distributions": False},
-    "distributions": {"signatures": False},
-    "both": {},
-}
+ORDER = 12
+"""Longest context of the tree's blended counts."""
+KAPPA = 0.3
+"""Weight of the shorter context in these counts."""
 DRAFTERS = ("mixture", "suffix", "ngram", "device")
 
 
-class Figures(NamedTuple):
-    """Of one drafter on some problems."""
+class Variant(NamedTuple):
+    """A way to draft."""
 
-    counts: np.ndarray
-    """int64 [problems, 2]: emitted tokens, steps of requests."""
-    calibration_error: float
-    """Mean |confidence - acceptance| over drafted tokens, by bins of confidence."""
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Of all problems together."""
-        tokens, steps = self.counts.sum(0)
-        return float(tokens / steps)
+    options: dict[str, Any]
+    knows_noise: bool
 
 
-def make(name: str, k: int, options: dict[str, Any]) -> Drafter:
-    """A drafter. `device` is its reference in NumPy."""
-    if name == "device":
-        return ReferenceDrafter(max_draft_tokens=k, **options)
-    return build_drafter(name, **{"max_draft_tokens": k, "min_survival": 0.0, "shared": False, **options})
+VARIANTS = {
+    "most probable": Variant(WORDS_ALONE, False),
+    "words": Variant(WORDS_ALONE, True),
+    "features": Variant({}, True),
+}
+GAINS = (("words", "most probable"), ("features", "words"), ("features", "tree"))
+"""(new, old)."""
 
 
-def measure(problems: Sequence[Problem], name: str, k: int, coupled: bool, options: dict[str, Any]) -> Figures:
-    """Replay problems, of two epochs each, with one drafter, whose counters carry on from problem to problem."""
-    drafter = make(name, k, options)
-    results = [replay([p], lambda: drafter, "epoch", num_speculative_tokens=k, noise=coupled) for p in problems]
-    table = sum(result.reliability for result in results)
-    return Figures(
-        np.array([[r.stats.emitted_tokens, r.stats.request_steps] for r in results]),
-        float(np.abs(table[:, 1] - table[:, 2]).sum() / max(table[:, 0].sum(), 1)),
-    )
+# -- rollouts: history is epoch 0, what is drafted for epoch 1 --------------------------------------------------------
+
+
+def recorded_problems(path: Path, num_prompts: int, num_history: int, num_tests: int) -> list[Problem]:
+    """The first `num_history` rollouts of each prompt as history, the last `num_tests` to be drafted for.
+
+    Raises:
+        ValueError: the recording has no noise, or too few rollouts of a prompt.
+    """
+    problems = read_traces(path, max_prompts=num_prompts)
+    for problem in problems:
+        if any(rollout.seed is None for rollout in problem.rollouts):
+            raise ValueError(f"{path} was recorded without noise: it has no column of seeds")
+        if len(problem.rollouts) < num_history + num_tests:
+            raise ValueError(
+                f"{path} has {len(problem.rollouts)} rollouts of {problem.prompt_id}: too few for --history "
+                f"{num_history} and --tests {num_tests}"
+            )
+    return [
+        problem._replace(
+            rollouts=[
+                *(rollout._replace(epoch=0) for rollout in problem.rollouts[:num_history]),
+                *(rollout._replace(epoch=1) for rollout in problem.rollouts[-num_tests:]),
+            ]
+        )
+        for problem in problems
+    ]
 
 
 def by_epoch(problems: Sequence[Problem]) -> Iterator[tuple[dict[str, int], list[Problem]]]:
-    """(which rollouts, problems with their history as epoch 0 and what is drafted for as epoch 1)."""
+    """(which rollouts, the problems that have them and history)."""
 
     def select(tests: int, history: set[int]) -> list[Problem]:
         epochs = dict.fromkeys(history, 0) | {tests: 1}
@@ -98,75 +109,237 @@ def by_epoch(problems: Sequence[Problem]) -> Iterator[tuple[dict[str, int], list
         yield {"epoch": epochs[-1], "age": epochs[-1] - epoch}, select(epochs[-1], {epoch})
 
 
+def demo_problems(
+    directory: Path, num_prompts: int, num_history: int, num_tests: int, max_tokens: int
+) -> list[Problem]:
+    """Rollouts of the demo's policy at temperature 1, sampled with the project's noise in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from rollout_spec.demo.policy import build_tokenizer
+    from rollout_spec.demo.task import make_problem, prompt_text
+    from rollout_spec.demo.warm_start import warm_start
+
+    if not directory.exists():
+        print(f"training the demo's policy into {directory} (a few minutes)")
+        warm_start(directory)
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), build_tokenizer()
+    rng, count = random.Random(7), num_history + num_tests
+    problems = []
+    for i in range(num_prompts):
+        prompt = tokenizer(prompt_text(make_problem(rng)))["input_ids"]
+        seeds = [derive_seed("bench_coupled", i, k) for k in range(count)]
+        past, feed, sampled = None, torch.tensor(prompt).repeat(count, 1), []
+        with torch.inference_mode():
+            for t in range(max_tokens):
+                step = model(input_ids=feed, past_key_values=past, use_cache=True)
+                past, last = step.past_key_values, torch.log_softmax(step.logits[:, -1].double(), -1).numpy()
+                noise = gumbel(np.array(seeds)[:, None], len(prompt) - 1 + t, np.arange(last.shape[1]))
+                sampled.append((last + noise).argmax(1))
+                feed = torch.tensor(sampled[-1])[:, None]
+        rollouts = []
+        for k, text in enumerate(np.stack(sampled, 1).astype(np.int32)):
+            ends = np.flatnonzero(text == tokenizer.eos_token_id)
+            text = text[: ends[0] + 1] if ends.size else text
+            rollouts.append(Rollout(k, int(k >= num_history), np.array(prompt, np.int32), text, (text.size,), seeds[k]))
+        problems.append(Problem(f"demo/{i}", rollouts))
+    return problems
+
+
+# -- the tree on the history's blended counts ------------------------------------------------------------------------
+
+
+class Counts:
+    """Blended counts of a history, by the match length of a context at every position of its texts."""
+
+    def __init__(self, rollouts: Sequence[Rollout]) -> None:
+        texts = [np.concatenate((r.prompt, r.tokens, [-1])) for r in rollouts]
+        self._text = np.concatenate(texts)
+        # The prompt's own continuations count once; every rollout's contexts reach back into it.
+        hidden = [
+            np.arange(t.size) < (r.prompt.size if i else 1)
+            for i, (t, r) in enumerate(zip(texts, rollouts, strict=True))
+        ]
+        self._next = np.append(np.where(np.concatenate(hidden), -1, self._text)[1:], -1)
+
+    def with_own(self, prompt: np.ndarray, tokens: np.ndarray) -> Counts:
+        """These counts with a request's own text so far, whose last token has no continuation yet."""
+        new = Counts.__new__(Counts)
+        own = np.where(np.arange(prompt.size + tokens.size) < prompt.size, -1, np.concatenate((prompt, tokens)))
+        new._text = np.concatenate((self._text, prompt, tokens))
+        new._next = np.concatenate((self._next, own[1:], [-1]))
+        return new
+
+    def match(self, context: np.ndarray) -> np.ndarray:
+        """Match length of each position with the end of `context`, int64 [n]."""
+        lengths = np.zeros(self._text.size, np.int64)
+        for token in context[-ORDER:]:
+            lengths = self.advance(lengths, token)
+        return lengths
+
+    def advance(self, lengths: np.ndarray, token: int) -> np.ndarray:
+        """Match lengths after one more token of context."""
+        new = np.zeros_like(lengths)
+        new[1:] = lengths[:-1]
+        return np.where(self._text == token, np.minimum(new + 1, ORDER), 0)
+
+    def distribution(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(token ids, probabilities): q_l = (c_l + KAPPA q_{l-1}) / (n_l + KAPPA)."""
+        at = np.flatnonzero((lengths > 0) & (self._next >= 0))
+        tokens, inverse = np.unique(self._next[at], return_inverse=True)
+        q = np.zeros(tokens.size)
+        for length in range(1, int(lengths[at].max(initial=0)) + 1):
+            c = np.bincount(inverse[lengths[at] >= length], minlength=tokens.size)
+            q = (c + KAPPA * q) / (c.sum() + (KAPPA if length > 1 else 0.0))
+        return tokens, q
+
+
+def tree_counts(problem: Problem, k: int) -> tuple[int, int]:
+    """(emitted tokens, steps) of what is drafted for with a best-first tree of K nodes."""
+    history = Counts([r for r in problem.rollouts if r.epoch == 0])
+    tokens = steps = 0
+    for rollout in (r for r in problem.rollouts if r.epoch == 1):
+        text, at = rollout.tokens, 1  # the prefill gives the first token
+        while at < text.size:
+            known = history.with_own(rollout.prompt, text[:at])
+            lengths = known.match(np.concatenate((rollout.prompt, text[:at])))
+            # (−probability, tie, depth, is on the true path, match lengths)
+            heap: list[tuple[float, int, int, int, bool, np.ndarray]] = []
+            serial = 0
+
+            expand: tuple[float, int, bool, np.ndarray] = (1.0, 0, True, lengths)
+            accepted = nodes = 0
+            while nodes < k:
+                reach, depth, agrees, lengths = expand
+                for token, q in zip(*known.distribution(lengths), strict=True):
+                    heapq.heappush(heap, (-reach * q, serial, depth, int(token), agrees, lengths))
+                    serial += 1
+                if not heap:
+                    break
+                reach, _, depth, token, agrees, lengths = heapq.heappop(heap)
+                nodes += 1
+                agrees = agrees and at + depth < text.size and token == text[at + depth]
+                accepted = max(accepted, depth + 1) if agrees else accepted
+                expand = (-reach, depth + 1, agrees, known.advance(lengths, token))
+            new = min(accepted + 1, text.size - at)
+            tokens, steps, at = tokens + new, steps + 1, at + new
+    return tokens, steps
+
+
+# -- measuring -------------------------------------------------------------------------------------------------------
+
+
+def make(name: str, k: int, options: dict[str, Any]) -> Drafter:
+    """A drafter. `device` is its reference in NumPy."""
+    if name == "device":
+        return ReferenceDrafter(max_draft_tokens=k, **options)
+    return build_drafter(name, **{"max_draft_tokens": k, "min_survival": 0.0, "shared": False, **options})
+
+
+def measure(problems: Sequence[Problem], name: str, k: int, variant: Variant) -> tuple[np.ndarray, float]:
+    """Replay problems with one drafter, whose counters carry on from problem to problem.
+
+    Returns:
+        int64 [problems, 2]: emitted tokens, steps of requests; and the mean |confidence - acceptance| over drafted
+        tokens, by bins of confidence.
+    """
+    drafter = make(name, k, variant.options)
+    results = [
+        replay([p], lambda: drafter, "epoch", num_speculative_tokens=k, noise=variant.knows_noise) for p in problems
+    ]
+    table = sum(result.reliability for result in results)
+    counts = np.array([[r.stats.emitted_tokens, r.stats.request_steps] for r in results])
+    return counts, float(np.abs(table[:, 1] - table[:, 2]).sum() / max(table[:, 0].sum(), 1))
+
+
+def ratio_with_interval(new: np.ndarray, old: np.ndarray) -> tuple[float, float, float]:
+    """Ratio of tokens per step, and its 95 % bootstrap interval over prompts. Columns: tokens, steps."""
+    rng = np.random.default_rng(0)
+    picks = rng.integers(0, len(new), (2000, len(new)))
+
+    def ratio(rows: np.ndarray) -> np.ndarray:
+        a, b = new[rows].sum(-2), old[rows].sum(-2)
+        return (a[..., 0] / a[..., 1]) / (b[..., 0] / b[..., 1])
+
+    low, high = np.percentile(ratio(picks), [2.5, 97.5])
+    return float(ratio(np.arange(len(new)))), float(low), float(high)
+
+
+class Source(NamedTuple):
+    """What is drafted for."""
+
+    target: dict[str, Any]
+    problems: Callable[[], list[Problem]]
+    has_features: bool = True
+    has_tree: bool = True
+
+
+def sources(args: argparse.Namespace) -> Iterator[Source]:
+    """Everything that the arguments name."""
+    for path in args.recorded:
+        for h in args.history:
+            target = {"target": path.stem, "history": h}
+            yield Source(target, lambda path=path, h=h: recorded_problems(path, args.prompts, h, args.tests))  # type: ignore[misc]
+    for path in args.epochs:
+        for which, problems in by_epoch(read_traces(path, max_prompts=args.prompts)):
+            yield Source({"target": path.stem, **which}, lambda problems=problems: problems, has_tree=False)  # type: ignore[misc]
+    for h in args.history if args.policy else ():
+        sizes = min(args.prompts, 10), h, args.tests, args.max_tokens
+        target = {"target": "demo policy", "history": h}
+        yield Source(target, lambda sizes=sizes: demo_problems(args.policy, *sizes), has_features=False)  # type: ignore[misc]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure every cell and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recorded", type=Path, nargs="*", help="Parquet files of rollouts with noise and features")
     parser.add_argument("--epochs", type=Path, nargs="*", default=[], help="the same, of a training run")
+    parser.add_argument("--policy", type=Path, help="folder of the demo's policy; trained there when missing")
     parser.add_argument("--history", type=int, nargs="*", default=[4, 16])
     parser.add_argument("-k", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--tests", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=1000)
+    parser.add_argument("--prompts", type=int, default=1000, help="at most; 10 of the demo's policy")
+    parser.add_argument("--max-tokens", type=int, default=256, help="of the demo policy's rollouts")
     parser.add_argument("--drafters", nargs="*", choices=DRAFTERS, default=["mixture"])
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--greedy", action="store_true", help="without the target's noise")
     parser.add_argument("--no-tree", action="store_true")
-    parser.add_argument("--similarity", type=float, default=vote.SIMILARITY, help="instead of vote.SIMILARITY")
-    parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="of the drafter")
     parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
-    options = {name: json.loads(value) for name, value in (o.split("=", 1) for o in args.option)}
-    vote.SIMILARITY = args.similarity  # drafters read it when they are made
-    about = {
-        **origin(),
-        "tests": args.tests,
-        "coupled": not args.greedy,
-        "similarity": args.similarity,
-        "options": options,
-    }
-    columns = [*args.variants, "both / words", *(() if args.no_tree else ("tree",))]
-    print("| target | drafter | history | K |", " | ".join(columns), "|")
-    print("|---" * (4 + len(columns)) + "|")
-
-    def report(target: dict[str, Any], problems: Sequence[Problem], tree: Any) -> None:
+    about = {**origin(), "tests": args.tests}
+    print("| target | drafter | K | " + " | ".join([*args.variants, "tree", *(f"{a} / {b}" for a, b in GAINS)]) + " |")
+    print("|---" * (4 + len(args.variants) + len(GAINS)) + "|")
+    for source in sources(args):
+        problems = source.problems()
         for k in args.k:
-            of_tree = tree(k) if tree is not None and not args.no_tree else None
+            of_tree = None
+            if source.has_tree and not args.no_tree:
+                of_tree = np.array([tree_counts(problem, k) for problem in problems])
             for name in args.drafters:
-                found = {
-                    variant: measure(problems, name, k, not args.greedy, {**options, **VARIANTS[variant]})
-                    for variant in args.variants
+                found: dict[str, np.ndarray] = {} if of_tree is None else {"tree": of_tree}
+                errors = {}
+                for label in args.variants:
+                    if label != "features" or source.has_features:
+                        found[label], errors[label] = measure(problems, name, k, VARIANTS[label])
+                totals = {int(counts[:, 0].sum()) for counts in found.values()}
+                if len(totals) > 1:
+                    raise SystemExit(f"gate: different numbers of tokens were emitted: {totals}")
+                rates = {label: float(counts[:, 0].sum() / counts[:, 1].sum()) for label, counts in found.items()}
+                gains = {
+                    f"{new} / {old}": ratio_with_interval(found[new], found[old])
+                    for new, old in GAINS
+                    if {new, old} <= found.keys()
                 }
                 row = {
-                    "benchmark": "features",
-                    **target,
-                    "drafter": name,
-                    "k": k,
-                    "prompts": len(problems),
-                    "tokens_per_step": {variant: figures.tokens_per_step for variant, figures in found.items()},
-                    "calibration_error": {variant: figures.calibration_error for variant, figures in found.items()},
-                }
-                cells = [f"{figures.tokens_per_step:.2f}" for figures in found.values()]
-                if {"words", "both"} <= found.keys():
-                    gain = row["both_over_words"] = ratio_with_interval(found["both"].counts, found["words"].counts)
-                    cells.append(f"{gain[0]:.3f} ({gain[1]:.3f}–{gain[2]:.3f})")
-                if of_tree is not None:
-                    row["tokens_per_step"]["tree"] = float(of_tree[:, 0].sum() / of_tree[:, 1].sum())
-                    cells.append(f"{row['tokens_per_step']['tree']:.2f}")
-                where = " ".join(f"{key} {value}" for key, value in target.items() if key != "target")
-                print("|", " | ".join([target["target"], name, where, str(k), *cells]), "|", flush=True)
-                append(args.out, {**row, **about})
-
-    for path in args.recorded:
-        for h in args.history:
-            cases = recorded_cases(path, args.prompts, h, args.tests, 0)
-            report(
-                {"target": path.stem, "history": h},
-                [case.problem for case in cases],
-                lambda k, cases=cases: np.array([tree_tokens_per_step(case, k) for case in cases]),
-            )
-    for path in args.epochs:
-        for which, problems in by_epoch(read_traces(path, max_prompts=args.prompts)):
-            report({"target": path.stem, **which}, problems, None)
+                    "benchmark": "features", **source.target, "drafter": name, "k": k, "prompts": len(problems),
+                    "tokens_per_step": rates, "calibration_error": errors, "gains": gains, **about,
+                }  # fmt: skip
+                append(args.out, row)
+                cells = [f"{rates[label]:.2f}" if label in rates else "" for label in (*args.variants, "tree")]
+                for new, old in GAINS:
+                    gain = gains.get(f"{new} / {old}")
+                    cells.append("" if gain is None else f"{gain[0]:.3f} ({gain[1]:.3f}–{gain[2]:.3f})")
+                where = ", ".join(f"{key} {value}" for key, value in source.target.items() if key != "target")
+                print("|", " | ".join([f"{source.target['target']}, {where}", name, str(k), *cells]), "|", flush=True)
 
 
 if __name__ == "__main__":

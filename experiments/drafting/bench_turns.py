@@ -31,10 +31,10 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from experiments.drafting.peers import ReferenceDrafter
 from experiments.rows import append, origin, quantiles
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.drafters.device.reference import ReferenceDrafter
 from rollout_spec.history.roots import Conversation, Roots
 from rollout_spec.replay.simulate import Cursor
 from rollout_spec.replay.traces import Problem, Rollout, read_traces

@@ -1,13 +1,10 @@
 """Other drafters behind this project's `Drafter` protocol, so that one replay measures all of them.
 
-- Chain: the plain rules, by brute force over every position of the problem's texts (slow, and exact). `recent` and
-  `freq` follow the longest match: its newest or its most frequent continuation. `ppm` blends counts over match lengths,
-  q_l = (c_l + KAPPA q_{l-1}) / (n_l + KAPPA). All search again for every drafted token.
 - VllmNgram: vLLM's own proposer (n from 2 to 5), which sees the request alone.
 - ArcticSuffix: Arctic Inference's suffix decoding, which vLLM's `suffix` method calls (arXiv:2411.04975), with vLLM's
   defaults. `find_arctic` says where it comes from.
 
-None of them learns from outcomes or knows the noise.
+Neither learns from outcomes or knows the noise. `ReferenceDrafter` is our device drafter in NumPy.
 """
 
 from __future__ import annotations
@@ -18,25 +15,15 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-import numba as nb
 import numpy as np
 
 from rollout_spec.drafters.base import Tokens
+from rollout_spec.drafters.device.reference import ReferenceDrafter
 from rollout_spec.types import Draft, Int32Array
 
-MAX_DEPTH = 32
-KAPPA = 0.3
-RECENT, FREQ, PPM = range(3)
-RULES = ("recent", "freq", "ppm")
-
-
-class _Request(NamedTuple):
-    problem: int
-    prompt: Int32Array
-    tokens: list[int]
-    serial: int
+__all__ = ("ArcticSuffix", "ReferenceDrafter", "StatelessDrafter", "VllmNgram", "find_arctic")
 
 
 class StatelessDrafter:
@@ -55,160 +42,13 @@ class StatelessDrafter:
         pass
 
 
-class _Peer(StatelessDrafter):
-    """Keeps the texts of live requests."""
-
-    def __init__(self) -> None:
-        self._live: dict[str, _Request] = {}
-        self._serial = 0
-
-    def start_request(
-        self, req_id: str, prompt_token_ids: Tokens, *, problem_id: int | None = None, seed: int | None = None
-    ) -> None:
-        prompt = np.array(prompt_token_ids, np.int32)
-        problem = hash(prompt.tobytes()) if problem_id is None else problem_id
-        self._live[req_id] = _Request(problem, prompt, [], self._serial)
-        self._serial += 1
-
-    def extend(self, req_id: str, new_token_ids: Tokens) -> None:
-        self._live[req_id].tokens.extend(np.asarray(new_token_ids).tolist())
-
-
-# -- the plain rules -------------------------------------------------------------------------------------------------
-
-
-class Chain(_Peer):
-    """A plain rule by brute force. O(K n) per request and step for n tokens of the problem.
-
-    Args:
-        rule: "recent", "freq" or "ppm".
-        min_survival: The draft ends where the product of the rule's own probabilities falls below this: a token's
-            share among the longest matches (freq) or its blended probability (ppm). `recent` has none.
-    """
-
-    def __init__(self, rule: Literal["recent", "freq", "ppm"], min_survival: float = 0.0) -> None:
-        super().__init__()
-        self._rule = RULES.index(rule)
-        self._min_survival = min_survival
-        self._kept: dict[int, list[Int32Array]] = {}
-        self._prompts: dict[int, list[Int32Array]] = {}
-
-    def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
-        texts: dict[int, tuple[np.ndarray, np.ndarray, dict[str, tuple[int, int]]]] = {}
-        drafts = []
-        for req_id, limit in zip(req_ids, max_tokens, strict=True):
-            request = self._live[req_id]
-            if request.problem not in texts:
-                texts[request.problem] = self._text(request.problem)
-            text, order, places = texts[request.problem]
-            start, end = places[req_id]
-            tokens, confidence = _chain(text, order, start, end, int(limit), self._rule, self._min_survival)
-            drafts.append(Draft(tokens, confidence))
-        return drafts
-
-    def stop_request(self, req_id: str, *, keep: bool = True) -> None:
-        request = self._live.pop(req_id)
-        if keep:
-            own = np.concatenate((request.prompt, np.array(request.tokens, np.int32)))
-            first = not self._kept.get(request.problem)
-            self._kept.setdefault(request.problem, []).append(_document(own, 0 if first else request.prompt.size))
-
-    def _text(self, problem: int) -> tuple[np.ndarray, np.ndarray, dict[str, tuple[int, int]]]:
-        """The problem's texts, concatenated: (tokens [n], age order [n], (start, end) of each live request).
-
-        Order -1 marks tokens that do not count as continuations: separators, and a shared prompt's repetitions.
-        """
-        pieces = list(self._kept.get(problem, []))
-        live = [(req_id, request) for req_id, request in self._live.items() if request.problem == problem]
-        places, at = {}, sum(piece.shape[1] for piece in pieces)
-        for req_id, request in live:
-            own = np.concatenate((request.prompt, np.array(request.tokens, np.int32)))
-            pieces.append(_document(own, 0 if not pieces else request.prompt.size))
-            places[req_id] = at, at + own.size
-            at += pieces[-1].shape[1]
-        text, counts = np.concatenate(pieces, axis=1)
-        return text, np.where(counts > 0, np.arange(text.size), -1), places
-
-
-def _document(text: Int32Array, num_hidden: int) -> Int32Array:
-    """int32 [2, n + 1]: the text and a separator, and which tokens count as continuations."""
-    counts = np.ones(text.size + 1, np.int32)
-    counts[:num_hidden] = 0
-    counts[-1] = 0
-    return np.stack((np.append(text, -1).astype(np.int32), counts))
-
-
-@nb.njit(cache=True)
-def _chain(text, order, start, end, limit, rule, min_survival):
-    """Draft for the request at text[start:end], whose own text counts as the newest: (tokens, confidence)."""
-    n = text.size
-    lengths = np.zeros(n, np.int64)  # how far the text before and at i agrees with the context
-    for i in range(n):
-        while (
-            lengths[i] < MAX_DEPTH
-            and lengths[i] <= i
-            and end - 1 - lengths[i] >= start
-            and text[i - lengths[i]] == text[end - 1 - lengths[i]]
-        ):
-            lengths[i] += 1
-    tokens, confidence = np.empty(limit, np.int32), np.empty(limit, np.float32)
-    matches, found, newest = np.empty(n, np.int64), np.empty(n, np.int32), np.empty(n, np.int64)
-    mass = np.empty(n)
-    survival = 1.0
-    for depth in range(limit):
-        longest, num_matches = 0, 0
-        for i in range(n - 1):
-            if lengths[i] > 0 and order[i + 1] >= 0 and i + 1 != end:
-                longest = max(longest, lengths[i])
-                matches[num_matches] = i
-                num_matches += 1
-        if longest == 0:
-            return tokens[:depth], confidence[:depth]
-        num_found = 0
-        for length in range(1 if rule == PPM else longest, longest + 1):
-            total = 0
-            for i in range(num_found):
-                mass[i] *= KAPPA
-            for i in matches[:num_matches]:
-                if lengths[i] < length:
-                    continue
-                total += 1
-                at = 0
-                while at < num_found and found[at] != text[i + 1]:
-                    at += 1
-                if at == num_found:
-                    found[at], mass[at], newest[at] = text[i + 1], 0.0, -1
-                    num_found += 1
-                mass[at] += 1.0
-                newest[at] = max(newest[at], order[i + 1] + (n if start < i + 1 < end else 0))
-            for i in range(num_found):
-                mass[i] /= total + (KAPPA if rule == PPM and length > 1 else 0.0)
-        best = 0
-        for i in range(1, num_found):
-            if rule == RECENT:
-                better = newest[i] > newest[best]
-            else:
-                better = mass[i] > mass[best] or (mass[i] == mass[best] and newest[i] > newest[best])
-            if better:
-                best = i
-        survival *= 1.0 if rule == RECENT else mass[best]
-        if survival < min_survival:
-            return tokens[:depth], confidence[:depth]
-        tokens[depth], confidence[depth] = found[best], survival
-        for i in range(n - 1, 0, -1):
-            lengths[i] = min(lengths[i - 1] + 1, MAX_DEPTH) if text[i] == found[best] else 0
-        lengths[0] = 1 if text[0] == found[best] else 0
-    return tokens, confidence
-
-
 # -- vLLM's n-gram proposer ------------------------------------------------------------------------------------------
 
 
-class VllmNgram(_Peer):
+class VllmNgram(StatelessDrafter):
     """vLLM's numba n-gram proposer on a token buffer like the engine's."""
 
     def __init__(self, k: int, max_requests: int = 512, max_model_len: int = 32_768) -> None:
-        super().__init__()
         from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
         config = types.SimpleNamespace(
@@ -277,7 +117,7 @@ def find_arctic() -> Any | None:
         return None
 
 
-class ArcticSuffix(_Peer):
+class ArcticSuffix(StatelessDrafter):
     """Arctic's suffix decoding, called as vLLM calls it.
 
     Args:
@@ -294,7 +134,6 @@ class ArcticSuffix(_Peer):
         min_probability: float = 0.1,
         max_depth: int = 24,
     ) -> None:
-        super().__init__()
         module = find_arctic()
         if module is None:
             raise ImportError("Arctic Inference cannot be imported: see find_arctic")
@@ -303,6 +142,7 @@ class ArcticSuffix(_Peer):
         self._knobs = {"max_spec_factor": factor, "max_spec_offset": offset, "min_token_prob": min_probability}
         self._caches: dict[int, Any] = {}
         self._requests: dict[str, tuple[Any, str, Int32Array, int]] = {}
+        self._serial = 0
 
     def start_request(
         self, req_id: str, prompt_token_ids: Tokens, *, problem_id: int | None = None, seed: int | None = None

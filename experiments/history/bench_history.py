@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, origin, quantiles
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
@@ -188,7 +189,7 @@ def write_history(folder: str, texts: Texts, times: int, *, has_features: bool) 
 
 def drafters(num_tokens: int, *, has_features: bool) -> Iterator[tuple[str, Any]]:
     """The drafters with room for the history. Compiled code is ready."""
-    room = {"max_history_tokens": 2 * num_tokens, "signatures": has_features, "distributions": has_features}
+    room = {"max_history_tokens": 2 * num_tokens, **({} if has_features else WORDS_ALONE)}
     for name in ("mixture", "suffix", "ngram"):
         ready: Any = build_drafter(name, **room)
         ready.add_rollouts([Rollout(0, 0, np.zeros(3, np.int32), np.arange(900, dtype=np.int32) % 30)])

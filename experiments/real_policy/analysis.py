@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from experiments.engines.build import WORDS_ALONE
 from experiments.real_policy.tasks import task_of
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
@@ -46,8 +47,7 @@ class Step(NamedTuple):
 
 def new_drafter(k: int = K, **options: Any) -> Drafter:
     """The default drafter of an engine, from words alone and from one problem's texts only unless `options` say so."""
-    words_alone = {"signatures": False, "distributions": False}  # bench_features.py compares what features give
-    return build_drafter("mixture", **{"max_draft_tokens": k, "shared": False} | words_alone | options)
+    return build_drafter("mixture", **{"max_draft_tokens": k, "shared": False} | WORDS_ALONE | options)
 
 
 def feed(drafter: Drafter, problem: Problem, rollouts: Iterable[Rollout]) -> None:

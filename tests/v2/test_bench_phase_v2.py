@@ -8,14 +8,13 @@ import vllm
 from vllm import SamplingParams
 
 from experiments.engines import bench_phase
+from experiments.engines.build import WORDS_ALONE
 from rollout_spec import engine_kwargs
 from rollout_spec.replay.traces import Rollout
 from tests.conftest import VOCAB_SIZE
 from tests.integrations.engines import build, runner_of, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
-
-WORDS_ALONE = {"signatures": False, "distributions": False}
 
 
 @pytest.mark.parametrize(
