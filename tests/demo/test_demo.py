@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ pytest.importorskip("transformers")
 
 from rollout_spec.demo import task
 from rollout_spec.demo.policy import build_model, build_tokenizer
+from rollout_spec.demo.report import plot_rollouts
 from rollout_spec.demo.warm_start import trace_batches, warm_start
 
 
@@ -83,3 +86,10 @@ def test_labels_leave_out_prompts_and_padding():
     assert (labels[learned] == input_ids[learned]).all()
     assert not learned[:, :7].any()
     assert (input_ids[~learned][:, None] != _tokenizer().eos_token_id).all()
+
+
+def test_the_picture_of_the_readme_is_drawn_from_a_report(tmp_path):
+    pytest.importorskip("matplotlib")
+    recorded = Path(__file__).parents[2] / "experiments/results/demo_cpu.json"
+    plot_rollouts(json.loads(recorded.read_text()), tmp_path / "rollouts.png")
+    assert (tmp_path / "rollouts.png").stat().st_size > 10_000

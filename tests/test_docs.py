@@ -1,0 +1,83 @@
+"""What the docs name exists: links and their headings, files, modules, targets of make, options and drafters."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+from rollout_spec import RolloutSpecConfig
+from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.drafters.registry import REGISTRY
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "experiments/results/README.md", "tests/ptx/README.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").glob("*.md")),
+]
+FOLDERS = ("rollout_spec", "drafters", "integrations", "experiments", "examples", "tests", "docs")
+IMPLIED = {"index", "own_only", "shared", "max_draft_tokens"}
+"""Arguments of `HistoryDrafter` that no user sets: a drafter's name, or K, implies them."""
+NAMES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives to a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    """The links of a page to files or headings that do not exist."""
+    broken = []
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if target.startswith("http"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        if not path.exists() or (anchor and anchor not in anchors(path)):
+            broken.append(target)
+    return broken
+
+
+def missing_files(text: str) -> list[str]:
+    """The files, folders and modules that a text names and that do not exist.
+
+    A name without a folder may be in any; what `uv run` runs is a framework's.
+    """
+    paths = re.findall(rf"(?<![\w/.-])(?<!uv run )(?:{'|'.join(FOLDERS)})/[\w./-]*\w", text)
+    paths += [module.replace(".", "/") + ".py" for module in re.findall(r"\bpython3? -m\s+(experiments[\w.]+\w)", text)]
+    missing = [path for path in paths if not (ROOT / path).exists()]
+    bare = re.findall(r"`(\w+\.py)`", text)
+    return missing + [name for name in bare if name not in NAMES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page):
+    text = page.read_text()
+    assert broken_links(page) == []
+    assert missing_files(text) == []
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    commands = re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)
+    assert [target for target in commands if target not in targets] == []
+
+
+def test_a_wrong_name_is_found(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A heading\n[a](#a-heading) [b](#another) [c](none.md) [d](https://example.org)\n")
+    assert broken_links(page) == ["#another", "none.md"]
+    text = "`experiments/none.py`, `drafters/base.py`, `base.py`, `none.py`, python -m experiments.none, `make test`"
+    assert missing_files(text) == ["experiments/none.py", "experiments/none.py", "none.py"]
+
+
+def test_every_option_and_drafter_is_in_the_docs():
+    text = (ROOT / "docs/configuration.md").read_text()
+    rows = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
+    assert {field.name for field in dataclasses.fields(RolloutSpecConfig)} <= rows
+    assert [name for name in REGISTRY if f'`"{name}"`' not in text] == []
+    options = set(inspect.signature(HistoryDrafter).parameters) - IMPLIED
+    assert [name for name in options if f"`{name}`" not in text] == []
