@@ -81,6 +81,7 @@ check: $(READY)
 # Recorded rollouts for the drafters, e.g. make bench TRACES=~/traces; see rollout_spec/replay/traces.py for their columns.
 TRACES ?=
 RESULTS := experiments/results
+bench: export PYTHONPATH = .
 bench: $(READY)
 	$(BIN)/python -m experiments.costs.bench_verify --out $(RESULTS)/bench_verify.jsonl
 	$(BIN)/python -m experiments.drafting.bench_features --drafters mixture ngram --policy demo/policy-v1-seed0 \

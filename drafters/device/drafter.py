@@ -36,9 +36,9 @@ from rollout_spec import checks
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.archive import Archive, Archived, Pool, copy_to_host
-from rollout_spec.drafters.device.reference import CELLS
 from rollout_spec.drafters.host.vote import (
     AGES,
+    CELLS,
     INVERSE_TEMPERATURES,
     MAX_DEPTH,
     NUM_DISTANCE_BINS,
@@ -119,7 +119,7 @@ class _Retired(NamedTuple):
 
 
 class DeviceDrafter:
-    """Drafts for the requests of one engine, told apart by slot. `device_reference.py` is the same drafter in NumPy.
+    """Drafts for the requests of one engine, told apart by slot.
 
     Args:
         max_requests: Slots of the engine, R.

@@ -1,4 +1,4 @@
-"""Triton kernels of the device drafter; `device_reference.py` says what they compute.
+"""Triton kernels of the device drafter; `tests/drafters/device/reference.py` says what they compute.
 
 A step is three launches, whatever the batch: `_extend_kernel` copies the new tokens and counts the last drafts'
 outcomes, `_scan_kernel` finds each request's matches in its problem's texts, and `_draft_kernel` drafts from them.
@@ -57,7 +57,7 @@ DISTANCE_EDGES, LENGTH_EDGES = tl.constexpr(vote.DISTANCE_EDGES), tl.constexpr(v
 DISTANCE_BINS = tl.constexpr(vote.NUM_DISTANCE_BINS)
 LENGTH_BINS = tl.constexpr(vote.NUM_LENGTH_BINS)
 PROBABILITY_BINS = tl.constexpr(vote.NUM_PROBABILITY_BINS)
-FINE_CELLS = tl.constexpr(2 * vote.NUM_PROBABILITY_BINS * vote.NUM_LENGTH_BINS * vote.NUM_ORIGIN_BINS)
+FINE_CELLS = tl.constexpr(vote.CELLS * vote.NUM_ORIGIN_BINS)
 AGE_EDGES, NUM_AGES = tl.constexpr(vote.AGE_EDGES), tl.constexpr(len(vote.AGES))
 BINS_PER_HALVING = tl.constexpr(vote.BINS_PER_HALVING)
 MIN_DISTANCE_FROM_ONE = tl.constexpr(vote.MIN_DISTANCE_FROM_ONE)

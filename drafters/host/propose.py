@@ -1,4 +1,4 @@
-"""Drafting by vote, and learning from what became of the drafts. `mixture.py` says how, `vote.py` holds the numbers."""
+"""Drafting by vote, and learning from what became of the drafts. `history.py` says how, `vote.py` holds the numbers."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The constants of the vote: candidates' weights, and the bins in which outcomes are counted for the confidence.
 
-Three implementations read them: numba (`propose.py`), Triton (`device_kernels.py`) and NumPy (`device_reference.py`).
-`mixture.py` says how the vote works.
+Three implementations read them: numba (`propose.py`), Triton (`drafters/device/kernels.py`) and NumPy
+(`tests/drafters/device/reference.py`). `history.py` says how the vote works.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ NUM_PROBABILITY_BINS = 12
 BINS_PER_HALVING = 2.0
 """Bins of the expected probability get finer towards 1: this many per halving of the distance from 1."""
 MIN_DISTANCE_FROM_ONE = 1e-9
+CELLS = 2 * NUM_PROBABILITY_BINS * NUM_LENGTH_BINS
+"""Coarse cells, without noise and with it; each has NUM_ORIGIN_BINS fine ones."""
 NUM_ORIGIN_BINS = len(SOURCES) * NUM_DISTANCE_BINS
 """A drafted token's source and distance bin in one number. Where it was chosen with noise, its probability without
 noise, in as many equal bins, takes the place of the distance: it predicts acceptance better there."""

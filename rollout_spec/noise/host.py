@@ -236,12 +236,6 @@ def gumbel_from_hash_nb(h):  # type: ignore[no-untyped-def]
 
 
 @inlined
-def hash32_nb(seed, position, token, domain=DOMAIN_TARGET):  # type: ignore[no-untyped-def]
-    """Scalar `hash32` for compiled code. int64 in, uint32 out."""
-    return np.uint32(finish_hash_nb(row_state_nb(seed, position, domain), token))
-
-
-@inlined
 def gumbel_nb(seed, position, token, domain=DOMAIN_TARGET):  # type: ignore[no-untyped-def]
     """Scalar `gumbel` for compiled code. int64 in, float32 out (called from Python: a float with that value)."""
     return gumbel_from_hash_nb(finish_hash_nb(row_state_nb(seed, position, domain), token))

@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_spec.drafters.device.reference import ReferenceDrafter
 from rollout_spec.drafters.host import ngram
 from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.drafters.host.store import FIRST
 from rollout_spec.history.rollout import Rollout
+from tests.drafters.device.reference import ReferenceDrafter
 from tests.drafters.recorder import examples, random_features
 
 K = 5

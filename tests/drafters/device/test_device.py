@@ -18,11 +18,11 @@ from rollout_spec.drafters.device import drafter as device
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.archive import Archived, Pool
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
-from rollout_spec.drafters.device.reference import Document, ReferenceDrafter, find_matches
 from rollout_spec.drafters.host import vote
 from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.features.format import FEATURE_WORDS, no_features
 from rollout_spec.history.rollout import Rollout
+from tests.drafters.device.reference import Document, ReferenceDrafter, find_matches
 from tests.drafters.recorder import random_features
 from tests.interpreter import run_as_python
 

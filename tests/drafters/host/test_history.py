@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from rollout_spec.drafters.device import reference
 from rollout_spec.drafters.host import history, propose, store, vote
 from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.drafters.host.index import gather
@@ -20,6 +19,7 @@ from rollout_spec.features.format import no_features
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.noise import host as noise
 from tests import naive
+from tests.drafters.device import reference
 from tests.drafters.recorder import SLOW, Recorder, examples, random_features
 
 K = 6

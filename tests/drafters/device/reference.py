@@ -1,4 +1,4 @@
-"""The device drafter in NumPy: the reference that `device_kernels.py` must match, and a drafter for replays.
+"""The device drafter in NumPy: the reference that `drafters/device/kernels.py` must match, and a drafter for replays.
 
 A problem's texts are documents: those of its live requests and of its earlier rollouts. A lookup scans all of them.
 
@@ -8,8 +8,8 @@ A problem's texts are documents: those of its live requests and of its earlier r
    these, up to MAX_CANDIDATES; among equals the request's own document comes first, then newer documents, then later
    positions.
 2. The candidates vote for the next token, with the host drafter's weights, remembered distributions, blend, coupled
-   choice and calibration (see `mixture.py`); those with another token drop out, and the others move on. A candidate in
-   the request's own document continues into the draft itself. The draft ends where no candidate is left.
+   choice and calibration (see `drafters/host/history.py`); those with another token drop out, and the others move on. A
+   candidate in the request's own document continues into the draft itself. The draft ends where no candidate is left.
 
 Differences from the host drafter: other problems are not searched; all matches are seen, where the host visits a part
 of them; and the host searches again where no candidate is left, which gained 0 to 0.5 % on recorded rollouts and would
@@ -33,6 +33,7 @@ from rollout_spec.drafters.host.vote import (
     AGES,
     BINS_PER_HALVING,
     BLEND,
+    CELLS,
     COARSE_PRIOR,
     DISTANCE_EDGES,
     ENOUGH_CANDIDATES,
@@ -71,9 +72,6 @@ from rollout_spec.noise import host as noise
 from rollout_spec.types import Draft, Int32Array
 
 PROBABILITY = decoded_probabilities()
-
-CELLS = 2 * NUM_PROBABILITY_BINS * NUM_LENGTH_BINS
-"""Cells of the coarse calibration; each has NUM_ORIGIN_BINS fine ones."""
 
 
 class Document(NamedTuple):
