@@ -5,7 +5,9 @@ Classes are imported only when they are used: those on the host need numba, thos
 
 from __future__ import annotations
 
+import functools
 import inspect
+import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +37,7 @@ _HISTORY = "rollout_spec.drafters.host.history.HistoryDrafter"
 _DEVICE = "rollout_spec.drafters.device.drafter"
 
 REGISTRY: dict[str, Entry] = {
-    "mixture": Entry(_HISTORY, _HISTORY, {"index": "suffix", "shared": True}),
+    "history": Entry(_HISTORY, _HISTORY, {"index": "suffix", "shared": True}),
     "suffix": Entry(_HISTORY, _HISTORY, {"index": "suffix"}),
     "ngram": Entry(_HISTORY, _HISTORY, {"index": "ngram"}),
     "lookahead": Entry(_HISTORY, _HISTORY, {"index": "suffix", "own_only": True, "lookahead": True}),
@@ -45,6 +47,21 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     name: dict(entry.implied) for name, entry in REGISTRY.items() if not entry.on_device
 }
 """The built-in drafters on the host and the options that their names stand for."""
+OLD_NAMES = {"mixture": "history"}
+"""Names that drafters had in earlier releases, and what they are called now."""
+
+
+def current_name(name: str) -> str:
+    """A drafter's name as it is now. The first time that a process uses an old one, it is warned."""
+    if name in OLD_NAMES:
+        _warn_of_old_name(name)
+    return OLD_NAMES.get(name, name)
+
+
+@functools.cache
+def _warn_of_old_name(name: str) -> None:
+    message = f"drafter {name!r} is called {OLD_NAMES[name]!r} now: the old name will go in a later release"
+    warnings.warn(message, FutureWarning, stacklevel=4)
 
 
 def runs_on_device(name: str) -> bool:
@@ -72,6 +89,7 @@ def find_drafter(name: str) -> tuple[Any, dict[str, Any]]:
     Raises:
         ValueError: no such drafter, or the path does not import.
     """
+    name = current_name(name)
     entry = REGISTRY.get(name)
     if entry is not None:
         return import_object(entry.path, "drafter"), dict(entry.implied)
@@ -88,6 +106,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     Raises:
         ValueError: no such drafter, the path does not import, or an option is unknown, missing or out of range.
     """
+    name = current_name(name)
     factory, implied = find_drafter(name)
     entry = REGISTRY.get(name)
     checker = import_object(entry.checker, "drafter") if entry is not None else factory
@@ -102,6 +121,7 @@ def check_keeps_history(name: str) -> None:
     Raises:
         ValueError: it has no history, or lacks the methods of `HistoryKeeper` (`integrations/vllm/engine_history.py`).
     """
+    name = current_name(name)
     if name in REGISTRY:
         missing = ["history"] if REGISTRY[name].implied.get("own_only") else []
     else:
@@ -122,6 +142,7 @@ def build_drafter(name: str, /, **options: Any) -> Drafter:
         ValueError: no such drafter on the host, the path does not import, or an option is unknown or out of range.
         Exception: what the constructor of a drafter of your own raises.
     """
+    name = current_name(name)
     if runs_on_device(name):
         raise ValueError(f"drafter {name!r} runs on the device, where the engine makes it: use one of {list(DRAFTERS)}")
     factory, implied = find_drafter(name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from rollout_spec import checks
-from rollout_spec.drafters.registry import REGISTRY, check_keeps_history, check_name, runs_on_device
+from rollout_spec.drafters.registry import REGISTRY, check_keeps_history, check_name, current_name, runs_on_device
 from rollout_spec.history.storage import open_storage
 from rollout_spec.imports import install
 
@@ -46,9 +46,9 @@ class RolloutSpecConfig:
     Attributes:
         num_speculative_tokens: K, the most tokens drafted per request and step. `from_dict` takes it from
             `speculative_config` where that is given and this is not.
-        drafter: `"mixture"`, `"suffix"`, `"ngram"`, `"device"`, or the dotted path of a class that implements
+        drafter: `"history"`, `"suffix"`, `"ngram"`, `"device"`, or the dotted path of a class that implements
             `rollout_spec.drafters.base.Drafter`. `"auto"`, which `from_dict` takes beside a model: `"device"` in vLLM's
-            V2 runner, `"mixture"` in V1. `"none"`: no history, only the model drafter.
+            V2 runner, `"history"` in V1. `"none"`: no history, only the model drafter.
         drafter_options: Keyword arguments of the drafter; for the built-in ones see
             `rollout_spec.drafters.host.history.HistoryDrafter`, for `"device"` those of
             `rollout_spec.drafters.device.drafter.DeviceDrafter` from `recency` on.
@@ -78,7 +78,7 @@ class RolloutSpecConfig:
     """
 
     num_speculative_tokens: int = 8
-    drafter: str = "mixture"
+    drafter: str = "history"
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
     verify: VerifyMethod = "sample"
     speculation: bool = True
@@ -128,9 +128,10 @@ class RolloutSpecConfig:
     def _checked_drafter(self) -> str:
         if not isinstance(self.drafter, str):
             raise TypeError(f"drafter must be a name or a dotted path, got {checks.shown(self.drafter)}")
-        if self.drafter not in (AUTO, NO_HISTORY):
-            check_name(self.drafter)
-        return str(self.drafter)
+        drafter = current_name(self.drafter)
+        if drafter not in (AUTO, NO_HISTORY):
+            check_name(drafter)
+        return str(drafter)
 
     def _check_history(self, history_dir: Any) -> None:
         path = os.fspath(history_dir) if isinstance(history_dir, str | os.PathLike) else None

@@ -157,7 +157,7 @@ MODEL = {"method": "mtp", "num_speculative_tokens": 3}
 
 CONFIG = {
     "num_speculative_tokens": Argument(is_int, (1, 128, np.int32(8))),
-    "drafter": Argument(lambda value: isinstance(value, str), ("mixture", "suffix", "ngram", "lookahead", "device")),
+    "drafter": Argument(lambda value: isinstance(value, str), ("history", "suffix", "ngram", "lookahead", "device")),
     "drafter_options": Argument(lambda value: isinstance(value, dict), ({}, {"recency": np.float32(0.5)})),
     "verify": Argument(lambda value: isinstance(value, str), ("sample", "rejection")),
     "speculation": SWITCH,
@@ -222,14 +222,14 @@ def draft_once(drafter: Any) -> None:
 
 def use_drafter(name: str, value: Any) -> None:
     draft_once(HistoryDrafter(**{name: value}))
-    check_options("mixture" if name not in ("own_only", "index") else "suffix", {name: value})
+    check_options("history" if name not in ("own_only", "index") else "suffix", {name: value})
 
 
 test_options_of_the_drafters_on_the_host = every_value(DRAFTER, use_drafter)
 test_options_of_the_drafter_on_the_device = every_value(DEVICE, lambda name, v: check_options("device", {name: v}))
 
 
-@pytest.mark.parametrize("drafter", ["mixture", "suffix", "ngram", "lookahead", "device"])
+@pytest.mark.parametrize("drafter", ["history", "suffix", "ngram", "lookahead", "device"])
 def test_a_misspelt_option_of_a_drafter_gets_a_suggestion(drafter):
     with pytest.raises(ValueError, match=rf"drafter '{drafter}' .*'recncy'; did you mean 'recency'\?"):
         check_options(drafter, {"recncy": 0.5})
@@ -238,7 +238,7 @@ def test_a_misspelt_option_of_a_drafter_gets_a_suggestion(drafter):
 @pytest.mark.parametrize(
     ("drafter", "message"),
     [
-        ("mixtur", "unknown drafter 'mixtur': .*; did you mean 'mixture'"),
+        ("histori", "unknown drafter 'histori': .*; did you mean 'history'"),
         ("no_such.Drafter", "drafter 'no_such.Drafter' cannot be imported"),
         (
             "rollout_spec.report.stats.REPORT_FORMAT",
@@ -254,8 +254,8 @@ def test_names_that_are_no_drafters(drafter, message):
 
 
 def test_an_option_that_is_called_name():
-    with pytest.raises(ValueError, match="drafter 'mixture' does not take these options"):
-        build_drafter("mixture", name=1)
+    with pytest.raises(ValueError, match="drafter 'history' does not take these options"):
+        build_drafter("history", name=1)
 
 
 # -- requests to a drafter ---------------------------------------------------------------------------------------------

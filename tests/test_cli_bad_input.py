@@ -292,7 +292,7 @@ NONSENSE = [
     (("replay", "{traces}", "-k", "0"), "-k must be between 1 and 128"),
     (("replay", "{traces}", "--batch", "0"), "--batch must be at least 1"),
     (("replay", "{traces}", "--prompts", "-1"), "--prompts must be at least 1"),
-    (("replay", "{traces}", "--drafter", "mixtur"), "did you mean 'mixture'"),
+    (("replay", "{traces}", "--drafter", "histori"), "did you mean 'history'"),
     (("replay", "{traces}", "--drafter", ".."), "unknown drafter '..'"),
     (("replay", "{traces}", "--drafter", "device"), "runs on the device"),
     (("replay", "{traces}", "--option", "min_survival"), "--option must be NAME=JSON"),

@@ -42,7 +42,7 @@ def test_options_of_configuration_libraries():
         ({"num_speculative_tokens": True}, TypeError, "must be an int"),
         ({"num_spec_tokens": 4}, ValueError, "unknown rollout_spec config key 'num_spec_tokens'"),
         ({"drafter": 3}, TypeError, "drafter"),
-        ({"drafter": "devise"}, ValueError, "'device', 'lookahead', 'mixture', .*; did you mean 'device'?"),
+        ({"drafter": "devise"}, ValueError, "'device', 'history', 'lookahead', .*; did you mean 'device'?"),
         ({"drafter_options": {"max_draft_tokens": 3}}, ValueError, "max_draft_tokens: set num_speculative_tokens"),
         ({"drafter_options": [1]}, TypeError, "drafter_options"),
         ({"history_dir": 7}, TypeError, "history_dir must be a path or a URL, got 7"),
@@ -119,7 +119,7 @@ def test_imports_without_optional_packages():
     code = blocked + (
         "import rollout_spec, rollout_spec.loop, rollout_spec.cli\n"
         "from rollout_spec.drafters import build_drafter\n"
-        "build_drafter('mixture')\n"
+        "build_drafter('history')\n"
         "from rollout_spec.integrations.vllm import plugin\n"
         "plugin.register(); plugin.register()\n"
         "try:\n    rollout_spec.RolloutSpecGenerator\n"
@@ -178,7 +178,7 @@ def test_a_budget_is_given_or_not():
 
 
 def test_drafters_on_the_host_give_each_request_its_own_k():
-    with pytest.raises(ValueError, match="is for drafter='device': 'mixture' runs on the host"):
+    with pytest.raises(ValueError, match="is for drafter='device': 'history' runs on the host"):
         engine_kwargs(num_speculative_tokens_per_batch_size=[(1, 4, 2)])
 
 
@@ -328,7 +328,7 @@ def test_a_servers_commands_are_checked_however_they_are_given(monkeypatch):
         (
             {"num_speculative_tokens": 4},
             False,
-            "up to 4 draft tokens per request and step, drafted by 'mixture'; a budget decides how many are verified; "
+            "up to 4 draft tokens per request and step, drafted by 'history'; a budget decides how many are verified; "
             "history ends with the engine; synchronous scheduling in the V1 model runner. Not here: asynchronous "
             "scheduling, logprob_token_ids and logits processors of your own",
         ),
@@ -347,7 +347,7 @@ def test_a_servers_commands_are_checked_however_they_are_given(monkeypatch):
         (
             {"history_dir": "/history", "budget": False, "verify": "rejection"},
             True,
-            "up to 8 draft tokens per request and step, drafted by 'mixture'; all are verified; history in /history; "
+            "up to 8 draft tokens per request and step, drafted by 'history'; all are verified; history in /history; "
             "synchronous scheduling in the V2 model runner. Not here: asynchronous scheduling, rollouts that do not "
             "depend on drafts",
         ),

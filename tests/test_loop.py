@@ -48,7 +48,7 @@ class Nothing(Adversary):
     count=st.integers(1, 6),
     temperature=st.sampled_from([0.0, 0.7, 1.0, 1.5]),
     k=st.integers(1, 8),
-    drafter=st.sampled_from(["mixture", "suffix", "ngram", "adversary"]),
+    drafter=st.sampled_from(["history", "suffix", "ngram", "adversary"]),
     budget=st.sampled_from([None, Budget]),
 )
 def test_same_rollouts_as_without_drafts(target_seed, count, temperature, k, drafter, budget):
@@ -70,18 +70,18 @@ def test_same_rollouts_as_without_drafts(target_seed, count, temperature, k, dra
 def test_history_saves_steps():
     """The second epoch of the same problems is decoded in far fewer steps than tokens."""
     target, _ = markov_target(3, sharpness=4.0)
-    drafter = build_drafter("mixture", max_draft_tokens=8)
+    drafter = build_drafter("history", max_draft_tokens=8)
     steps = [generate(requests(8, run=run), drafter, target, 8) for run in range(6)]
     assert steps[-1] < 0.6 * generate(requests(8, run=5), Nothing(), target, 8)
     drafter.check_integrity()
 
 
 @pytest.mark.parametrize("verify", ["sample", "rejection"])
-@pytest.mark.parametrize("drafter", ["mixture", "adversary"])
+@pytest.mark.parametrize("drafter", ["history", "adversary"])
 def test_emitted_tokens_follow_the_target(verify, drafter):
     """Transitions of 3,000 rollouts against the analytic softmax; power as stated in `matches_distribution`."""
     target, table = markov_target(5)
-    drafting = Adversary(VOCAB) if drafter == "adversary" else build_drafter("mixture", max_draft_tokens=4)
+    drafting = Adversary(VOCAB) if drafter == "adversary" else build_drafter("history", max_draft_tokens=4)
     transitions: dict[tuple[int, int], list[int]] = {}
     for run in range(30):
         batch = requests(100, max_tokens=8, run=run)

@@ -37,7 +37,7 @@ for arguments in json.loads(sys.argv[1]):
 DRAFTERS = """
 import numpy as np
 from rollout_spec.drafters import DRAFTERS, build_drafter
-for name in ("mixture", "suffix", "ngram"):
+for name in ("history", "suffix", "ngram"):
     drafter = build_drafter(name, max_draft_tokens=4)
     drafter.start_request("a", np.arange(9, dtype=np.int32), problem_id=1, seed=1)
     drafter.extend("a", np.array([1, 2, 3, 1, 2, 3, 1], np.int32))

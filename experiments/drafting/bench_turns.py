@@ -45,7 +45,7 @@ BATCH = 64
 Way = Literal["one request", "hashed prompts", "roots"]
 WAYS: tuple[Way, ...] = get_args(Way)
 DRAFTERS: dict[str, Callable[[], Any]] = {
-    **{name: partial(build_drafter, name, max_draft_tokens=K) for name in ("mixture", "suffix", "ngram")},
+    **{name: partial(build_drafter, name, max_draft_tokens=K) for name in ("history", "suffix", "ngram")},
     "device": partial(ReferenceDrafter, max_draft_tokens=K),
 }
 

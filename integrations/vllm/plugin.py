@@ -138,7 +138,7 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     if config is not None:
         _need_all_hooks()
     if config is not None and config.drafter == AUTO:
-        drafter = "device" if has_model_drafter(vllm_config) and vllm_config.use_v2_model_runner else "mixture"
+        drafter = "device" if has_model_drafter(vllm_config) and vllm_config.use_v2_model_runner else "history"
         return dataclasses.replace(config, drafter=drafter)
     return config
 

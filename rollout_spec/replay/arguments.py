@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "paths", nargs="+", type=Path, metavar="PATH", help="Parquet files of rollouts, as `history export` writes them"
     )
-    parser.add_argument("--drafter", default="mixture", help=f"one of {', '.join(DRAFTERS)}, or a dotted path")
+    parser.add_argument("--drafter", default="history", help=f"one of {', '.join(DRAFTERS)}, or a dotted path")
     parser.add_argument("--option", action="append", default=[], metavar="NAME=JSON", help="option of the drafter")
     parser.add_argument("--regime", choices=[*REGIMES, "all"], default="all", help=ABOUT_REGIMES)
     parser.add_argument("-k", "--num-speculative-tokens", type=int, default=16, metavar="K")

@@ -17,6 +17,7 @@ from rollout_spec.checks import shown
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import Drafter
+from rollout_spec.drafters.registry import current_name
 from rollout_spec.files import check_writable, write_whole
 from rollout_spec.noise.host import derive_seed
 from rollout_spec.replay.cost import EngineCost, read_cost
@@ -35,8 +36,9 @@ def run(args: argparse.Namespace) -> int:
     """Replay as told. Returns the exit code; 2, with one line on stderr, for bad input."""
     try:
         _check_numbers(args)
+        args.drafter = current_name(args.drafter)
         if args.engine_cost is not None:
-            for name, default in (("drafter", "mixture"), ("option", []), ("regime", "all"), ("policy", "recorded")):
+            for name, default in (("drafter", "history"), ("option", []), ("regime", "all"), ("policy", "recorded")):
                 if getattr(args, name) != default or args.frontier:
                     raise ValueError("--engine-cost compares budgets with a drafter of its own: leave out the options")
         options = dict(map(_parse_option, args.option))

@@ -67,7 +67,7 @@ def drive(drafter, seed):
     return drafts, {**drafter.source_counts(), **drafter.age_counts()}
 
 
-@pytest.mark.parametrize("name", ["mixture", "ngram", "lookahead"])
+@pytest.mark.parametrize("name", ["history", "ngram", "lookahead"])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_batch_is_as_one_by_one(name, seed):
     batched = build_drafter(name, max_draft_tokens=K)
@@ -132,9 +132,9 @@ def test_what_could_not_be_indexed_is_indexed_later(monkeypatch):
 
 def test_drafts_do_not_depend_on_the_number_of_threads(monkeypatch):
     monkeypatch.setattr(threads, "LEAST_REQUESTS", 2)
-    expected = drive(build_drafter("mixture", max_draft_tokens=K, num_threads=1), 0)
+    expected = drive(build_drafter("history", max_draft_tokens=K, num_threads=1), 0)
     for num_threads in (2, 3, threads.MAX_THREADS):
-        assert drive(build_drafter("mixture", max_draft_tokens=K, num_threads=num_threads), 0) == expected
+        assert drive(build_drafter("history", max_draft_tokens=K, num_threads=num_threads), 0) == expected
     with pytest.raises(ValueError, match="num_threads must be from 1 to"):
         HistoryDrafter(num_threads=0)
 

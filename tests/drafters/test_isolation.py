@@ -39,8 +39,8 @@ def history(index, **options):
 
 
 DRAFTERS = {
-    "mixture": history("suffix", shared=True),
-    "mixture, little memory": history("suffix", shared=True, max_history_tokens=300, lookahead=True),
+    "history": history("suffix", shared=True),
+    "history, little memory": history("suffix", shared=True, max_history_tokens=300, lookahead=True),
     "suffix": history("suffix"),
     "ngram": history("ngram"),
     "ngram, shared, little memory": history("ngram", shared=True, max_history_tokens=300),

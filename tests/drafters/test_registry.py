@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -27,9 +29,33 @@ def test_drafters_by_name(name):
 
 
 def test_options_override_what_the_name_implies():
-    assert build_drafter("mixture", shared=False)._settings.use_shared is False
-    find_drafter("mixture")[1]["shared"] = None
-    assert DRAFTERS["mixture"]["shared"] is True
+    assert build_drafter("history", shared=False)._settings.use_shared is False
+    find_drafter("history")[1]["shared"] = None
+    assert DRAFTERS["history"]["shared"] is True
+
+
+def test_an_old_name_is_the_present_drafter_with_one_warning_per_process():
+    program = """
+import warnings
+from rollout_spec import engine_kwargs
+from rollout_spec.cli import main
+from rollout_spec.drafters import build_drafter, check_options, find_drafter
+from rollout_spec.drafters.registry import check_keeps_history
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    assert build_drafter("mixture", max_draft_tokens=2)._settings.use_shared
+    assert find_drafter("mixture") == find_drafter("history")
+    check_options("mixture", {"recency": 0.5})
+    check_keeps_history("mixture")
+    assert engine_kwargs(drafter="mixture")["additional_config"]["rollout_spec"]["drafter"] == "history"
+    assert main(["replay", "/nonexistent.parquet", "--drafter", "mixture"]) == 2
+(warning,) = [str(w.message) for w in caught if "mixture" in str(w.message)]
+assert warning == "drafter 'mixture' is called 'history' now: the old name will go in a later release", warning
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "nonexistent.parquet" in done.stderr, "the name was no obstacle"
 
 
 def test_drafters_by_path():
@@ -44,7 +70,7 @@ def test_drafters_by_path():
         ("no.such.Drafter", {}, "cannot be imported"),
         ("rollout_spec.drafters.host.history.Nothing", {}, "cannot be imported"),
         ("suffix", {"depth": 3}, "'suffix' does not take these options"),
-        ("mixture", {"max_draft_tokens": 0}, "max_draft_tokens"),
+        ("history", {"max_draft_tokens": 0}, "max_draft_tokens"),
         ("device", {}, "'device' runs on the device, where the engine makes it"),
     ],
 )
@@ -78,7 +104,7 @@ def test_the_device_drafter_has_a_name_too():
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("mixture", {"recency": 0.5, "shared": False}),
+        ("history", {"recency": 0.5, "shared": False}),
         pytest.param("device", {"recency": 0.5, "max_problem_tokens": 9}, marks=needs_triton),
         ("rollout_spec.drafters.host.history.HistoryDrafter", {"index": "ngram"}),
     ],
@@ -90,10 +116,10 @@ def test_options_that_can_be_taken(name, options):
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        ("devise", {}, "unknown drafter 'devise'.*'device', 'lookahead', 'mixture', 'ngram', 'suffix'"),
+        ("devise", {}, "unknown drafter 'devise'.*'device', 'history', 'lookahead', 'ngram', 'suffix'"),
         ("no.such.Drafter", {}, "cannot be imported"),
-        ("mixture", {"depth": 3}, "'mixture' does not take these options.*depth"),
-        ("mixture", {"recency": 2}, "recency must be in"),
+        ("history", {"depth": 3}, "'history' does not take these options.*depth"),
+        ("history", {"recency": 2}, "recency must be in"),
         pytest.param("device", {"recency": 2}, "recency must be in", marks=needs_triton),
         pytest.param(
             "device", {"max_requests": 8}, "'device' does not take these options.*max_requests", marks=needs_triton

@@ -24,5 +24,5 @@ def test_starting_is_measured(tmp_path):
     sizes = {(min((5, 50), key=lambda size: abs(row["tokens"] / 1000 - size)), row["features"]) for row in rows}
     assert sizes == {(5, False), (5, True), (50, False), (50, True)}
     assert all(min(abs(row["tokens"] - size) for size in (5000, 50000)) < 1100 for row in rows)
-    assert {row["drafter"] for row in rows} == {"mixture", "suffix", "ngram", "device"}
+    assert {row["drafter"] for row in rows} == {"history", "suffix", "ngram", "device"}
     assert all(row["disk_bytes_per_token"] > (30 if row["features"] else 0) for row in rows)

@@ -152,7 +152,7 @@ def test_generating_again_equals_the_replay():
     for noise in (False, True):
         result = replay(
             [Problem(problem.prompt_id, [*earlier, *live])],
-            lambda: build_drafter("mixture", max_draft_tokens=analysis.K, shared=False),
+            lambda: build_drafter("history", max_draft_tokens=analysis.K, shared=False),
             "epoch",
             num_speculative_tokens=analysis.K,
             noise=noise,

@@ -18,7 +18,7 @@ from rollout_spec.jit.warm_up import warm_up
 ROOT = Path(__file__).parents[2]
 
 CONFIGS = {
-    "mixture": {},
+    "history": {},
     "options": {
         "drafter_options": {"inverse_temperature": 2.0, "recency": 0.5, "max_history_versions": 1, "lookahead": True}
     },

@@ -168,7 +168,7 @@ def test_command_draws_the_frontier_and_knows_synthetic_noise(traces, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--drafter", "mixtur"], "unknown drafter 'mixtur'"),
+        (["--drafter", "histori"], "unknown drafter 'histori'"),
         (["--drafter", "tests.adversaries.Advrsary"], "'tests.adversaries.Advrsary' cannot be imported"),
         (["--option", "min_survival=2"], "min_survival must be in [0, 1)"),
         (["--option", "nonsense"], "--option must be NAME=JSON"),

@@ -125,7 +125,7 @@ def test_what_interrupts_requests(drafters, stock, reference_model, method, engi
 
 def test_a_drafter_on_the_host_is_refused(drafters):
     with pytest.raises(ValueError, match="on the host"):
-        build_beside(drafters, "eagle", drafter="mixture")
+        build_beside(drafters, "eagle", drafter="history")
 
 
 def test_what_vllm_processes_and_slots_by_batch_size(drafters, stock):

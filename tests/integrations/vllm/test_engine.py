@@ -433,7 +433,7 @@ def test_bad_configurations_raise_before_anything_is_generated(tiny_model, kwarg
         build(tiny_model, **kwargs)
 
 
-@pytest.mark.parametrize("drafter", ["mixture", "tests.adversaries.Adversary"])
+@pytest.mark.parametrize("drafter", ["history", "tests.adversaries.Adversary"])
 def test_a_budget_changes_no_rollout(tiny_model, off, reference_model, drafter):
     """Drafts are cut by what steps take, which differs from run to run; the rollouts do not."""
     llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=5, drafter=drafter))

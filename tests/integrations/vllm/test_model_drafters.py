@@ -119,7 +119,7 @@ def drawing_wrong_tokens(monkeypatch):
     monkeypatch.setattr(ModelDrafter, "_draw", draw_another)
 
 
-@pytest.mark.parametrize("drafter", ["mixture", "none"])
+@pytest.mark.parametrize("drafter", ["history", "none"])
 def test_a_model_that_has_lost_touch_is_named_once(drafters, drawing_wrong_tokens, monkeypatch, drafter):
     said, original = [], draft_watch.DraftWatch.judge
 
@@ -236,7 +236,7 @@ def test_a_configuration_as_users_have_it(drafters, off, reference_model):
     speculative = {**speculative, "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
     llm = build(target, speculative_config=speculative, additional_config={"rollout_spec": {}})
     (config,) = llm.collective_rpc("rollout_spec", args=("config",))
-    assert (config["num_speculative_tokens"], config["drafter"]) == (2, "mixture")
+    assert (config["num_speculative_tokens"], config["drafter"]) == (2, "history")
     params = mixed_params(8, 15)
     prompts = prompts_of(params)
     assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)

@@ -841,7 +841,7 @@ def say(session, req_id, prompt, tokens, **extra_args):
     return drafted
 
 
-@pytest.mark.parametrize("drafter", ["mixture", "suffix", "ngram"])
+@pytest.mark.parametrize("drafter", ["history", "suffix", "ngram"])
 def test_a_later_turn_drafts_from_earlier_ones_and_stores_its_end_only(drafter):
     session = a_session(drafter=drafter, budget=False)
     first, second = [30, 31, 32, 33, 34, 35], [36, 31, 32, 33, 34]
@@ -907,7 +907,7 @@ def test_a_drafter_with_the_old_signature_is_told_no_known_tokens():
     assert session._stats.drafter_errors == 0
 
 
-@pytest.mark.parametrize("name", ["mixture", "suffix", "ngram", "lookahead"])
+@pytest.mark.parametrize("name", ["history", "suffix", "ngram", "lookahead"])
 def test_a_drafter_that_is_told_the_hash_of_a_prompt_drafts_as_if_it_had_computed_it(name):
     """Requests of three prompts and of none, in two groups, over two policy versions."""
     prompts = [[1, 2, 3], [1, 2, 4], [], [5, 6]]

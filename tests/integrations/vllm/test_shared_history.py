@@ -41,7 +41,7 @@ class Rank:
 
     def __init__(self, path, share=None):
         self.taken = []
-        self.drafter = build_drafter("mixture")
+        self.drafter = build_drafter("history")
         engine = SimpleNamespace(model_config=MODEL, parallel_config=SimpleNamespace(tensor_parallel_size=1))
         config = RolloutSpecConfig(history_dir=str(path))
         self.roots = Roots()
