@@ -49,6 +49,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 """The built-in drafters on the host and the options that their names stand for."""
 OLD_NAMES = {"mixture": "history"}
 """Names that drafters had in earlier releases, and what they are called now."""
+OLD_SWITCHES = {"signatures", "distributions"}
+"""Options of earlier releases that `features` has taken the place of."""
 
 
 def current_name(name: str) -> str:
@@ -161,4 +163,6 @@ def _check_names(name: str, function: Any, options: Mapping[str, Any]) -> None:
     except TypeError as error:
         unknown = [option for option in options if option not in signature.parameters]
         hint = did_you_mean(unknown[0], signature.parameters) if unknown else ""
+        if set(unknown) & OLD_SWITCHES and "features" in signature.parameters:
+            hint = "; signatures and distributions are one option now: features"
         raise ValueError(f"drafter {name!r} does not take these options: {error}{hint}") from error

@@ -197,14 +197,13 @@ DRAFTER = {
     "min_survival": SHARE,
     "inverse_temperature": TEMPERATURE,
     "recency": SHARE,
-    "signatures": SWITCH,
-    "distributions": SWITCH,
+    "features": SWITCH,
     "max_history_tokens": COUNT,
     "max_history_versions": Argument(nothing_or(is_int), (None, 0, np.int64(3))),
     "num_threads": Argument(nothing_or(is_int), (None, 1, np.int64(2))),
 }
 DEVICE = {
-    **{name: DRAFTER[name] for name in ("recency", "inverse_temperature", "signatures", "distributions")},
+    **{name: DRAFTER[name] for name in ("recency", "inverse_temperature", "features")},
     **dict.fromkeys(("max_resident_tokens", "max_problem_tokens", "max_history_tokens"), COUNT),
 }
 

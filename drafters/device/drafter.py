@@ -130,11 +130,10 @@ class DeviceDrafter:
         recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
         inverse_temperature: Exponent on the candidates' probabilities where drafts are chosen with noise; None: the one
             that would have been right most often so far.
-        signatures: Weigh candidates by how similar the target's state was, where features are given.
-        distributions: Let candidates vote for all tokens that the target thought likely there, where features are
-            given.
-        max_resident_tokens: Size of the pool of ended rollouts, in tokens of 36 bytes, 4 where `signatures` and
-            `distributions` are both off. A token of a live request takes as much.
+        features: Use what the target saw, where it is given: candidates weigh by how similar the target's state was,
+            and vote for all tokens that it thought likely there.
+        max_resident_tokens: Size of the pool of ended rollouts, in tokens of 36 bytes, 4 without `features`. A token of
+            a live request takes as much.
         max_problem_tokens: Bound on one problem's tokens in the pool; its newest rollouts are kept.
         max_history_tokens: Bound on the tokens kept on the host. The oldest rollouts go first.
 
@@ -158,17 +157,15 @@ class DeviceDrafter:
         use_noise: bool = True,
         recency: float = RECENCY,
         inverse_temperature: float | None = None,
-        signatures: bool = True,
-        distributions: bool = True,
+        features: bool = True,
         max_resident_tokens: int = 4_000_000,
         max_problem_tokens: int = 131_072,
         max_history_tokens: int = 64_000_000,
     ) -> None:
         limits = max_resident_tokens, max_problem_tokens, max_history_tokens
-        check_options(recency, inverse_temperature, *limits, signatures, distributions)
+        check_options(recency, inverse_temperature, *limits, features)
         self.dropped_tokens = 0
-        self.wants_features = signatures or distributions
-        self._signatures, self._distributions = signatures, distributions
+        self.wants_features = features
         self._device = device
         self._max_model_len = max_model_len
         self._use_noise = use_noise
@@ -494,8 +491,6 @@ class DeviceDrafter:
             log2_recency=self._log2_recency,
             inverse_temperature=self._inverse_temperature,
             features=self._features,
-            signatures=self._signatures,
-            distributions=self._distributions,
             use_noise=self._use_noise,
         )
 
@@ -780,8 +775,7 @@ def check_options(
     max_resident_tokens: int = 1,
     max_problem_tokens: int = 1,
     max_history_tokens: int = 1,
-    signatures: bool = True,
-    distributions: bool = True,
+    features: bool = True,
 ) -> None:
     """Check the options that a user can set (see `DeviceDrafter`), before any memory is taken.
 
@@ -794,8 +788,7 @@ def check_options(
         checks.number(
             "inverse_temperature", inverse_temperature, lambda value: 0 < value < math.inf, "positive and finite"
         )
-    checks.switch("signatures", signatures)
-    checks.switch("distributions", distributions)
+    checks.switch("features", features)
     checks.integer("max_resident_tokens", max_resident_tokens, 1)
     checks.integer("max_problem_tokens", max_problem_tokens, 1)
     checks.integer("max_history_tokens", max_history_tokens, 1)

@@ -434,8 +434,7 @@ def _draft_kernel(
     log2_recency,
     inverse_temperature,
     features_ptr,  # int64 [T, FEATURE_WORDS]
-    SIGNATURES: tl.constexpr,
-    DISTRIBUTIONS: tl.constexpr,
+    FEATURES: tl.constexpr,  # whether they are kept
     USE_NOISE: tl.constexpr,
     K: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two, at least K
@@ -445,7 +444,7 @@ def _draft_kernel(
     slot = tl.load(slots_ptr + row).to(tl.int64)
     matches, count = _best_matches(tl.load(keys_ptr + row * NUM_KEYS + tl.arange(0, NUM_KEYS)))
     lane, j = tl.arange(0, MAX_CANDIDATES), tl.arange(0, WIDTH)
-    NUM_CHOICES: tl.constexpr = MAX_CANDIDATES * (TOP_TOKENS + 1) if DISTRIBUTIONS else MAX_CANDIDATES
+    NUM_CHOICES: tl.constexpr = MAX_CANDIDATES * (TOP_TOKENS + 1) if FEATURES else MAX_CANDIDATES
     choice_lane = tl.arange(0, NUM_CHOICES)
     alive = lane < count
 
@@ -477,7 +476,7 @@ def _draft_kernel(
     weight = tl.maximum(tl.exp2(age * log2_recency), MIN_AGE_WEIGHT)
     weight *= tl.load(preference_ptr + source * DISTANCE_BINS + near)
     origin_bins = source * DISTANCE_BINS + near
-    if SIGNATURES:
+    if FEATURES:
         last = features_ptr + (own_offset + tl.maximum(own_length - 1, 0)) * FEATURE_WORDS
         before = features_ptr + (offset + position - 1) * FEATURE_WORDS
         similarity, alive = _by_similarity(last, before, alive)
@@ -498,7 +497,7 @@ def _draft_kernel(
         of_draft = tl.sum(tl.where(in_draft[:, None] == j[None, :], draft[None, :], 0), 1)
         is_stored = alive & ((position < own_length) | ~is_own)
         token = tl.where(is_stored, tl.load(theirs + position, mask=is_stored, other=0), of_draft)
-        if DISTRIBUTIONS:
+        if FEATURES:
             their_features = features_ptr + (offset + position) * FEATURE_WORDS
             tops, probability, is_vote, unheld = _remembered(their_features, token, alive, is_stored)
             choices = tl.reshape(tops, [NUM_CHOICES])
@@ -772,8 +771,6 @@ def draft(
     log2_recency: float,
     inverse_temperature: float,
     features: Tensor,
-    signatures: bool,
-    distributions: bool,
     use_noise: bool,
 ) -> tuple[Tensor, Tensor]:
     """Draft from the matches. Returns (tokens int64 [B, K], rates float32 [B, K]). Arguments as of the kernel."""
@@ -802,13 +799,12 @@ def draft(
         log2_recency,
         inverse_temperature,
         features,
-        SIGNATURES=signatures,
-        DISTRIBUTIONS=distributions,
+        FEATURES=features.shape[0] > 0,
         USE_NOISE=use_noise,
         K=k,
         WIDTH=triton.next_power_of_2(k),
         NUM_KEYS=keys.shape[1] * keys.shape[2],
-        num_warps=4 if distributions else 1,  # as many lanes are compared with each other as there are choices
+        num_warps=4 if features.shape[0] > 0 else 1,  # as many lanes are compared with each other as there are choices
         # A product that is added to another lane's within a fused multiply-add is not rounded, the other one is: lanes
         # would get sums that differ in their last bit, and which of them is stored would be up to the hardware.
         enable_fp_fusion=False,

@@ -108,9 +108,8 @@ class HistoryDrafter:
             small probabilities, which are mostly estimation error. None: the one of `vote.INVERSE_TEMPERATURES` that
             would have been right most often so far.
         recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
-        signatures: Weigh candidates by how similar the target's state was, where `extend` is given features.
-        distributions: Let candidates vote for all tokens that the target thought likely there, and not only for the
-            one that it sampled, where `extend` is given features.
+        features: Use what the target saw, where `extend` is given it: candidates weigh by how similar the target's
+            state was, and vote for all tokens that it thought likely there, not only for the one that it sampled.
         max_history_tokens: Bound on the tokens kept, prompts included, counted in pages of 32. The oldest finished
             rollouts go first; live requests stay.
         max_history_versions: Rollouts of more than this many policy versions ago are dropped. None: only the bound on
@@ -134,8 +133,7 @@ class HistoryDrafter:
         min_survival: float = 0.01,
         inverse_temperature: float | None = None,
         recency: float = vote.RECENCY,
-        signatures: bool = True,
-        distributions: bool = True,
+        features: bool = True,
         max_history_tokens: int = 8_000_000,
         max_history_versions: int | None = None,
         num_threads: int | None = None,
@@ -145,8 +143,7 @@ class HistoryDrafter:
         if own_only and shared:
             raise ValueError("own_only and shared exclude each other")
         lookahead = checks.switch("lookahead", lookahead)
-        signatures = checks.switch("signatures", signatures)
-        distributions = checks.switch("distributions", distributions)
+        features = checks.switch("features", features)
         max_draft_tokens = checks.integer("max_draft_tokens", max_draft_tokens, 1, MAX_DRAFT_TOKENS)
         max_history_tokens = checks.integer("max_history_tokens", max_history_tokens, 1)
         min_survival = checks.number("min_survival", min_survival, lambda value: 0 <= value < 1, "in [0, 1)")
@@ -175,8 +172,7 @@ class HistoryDrafter:
             version=0,
             decay=np.maximum(np.float64(recency) ** np.arange(256), vote.MIN_AGE_WEIGHT).astype(np.float32),
             preference=np.array(vote.PREFERENCE, np.float32),
-            use_signatures=signatures,
-            use_distributions=distributions,
+            use_features=features,
             by_disagreement=np.exp(-vote.SIMILARITY * np.arange(SIGNATURE_BITS + 1)).astype(np.float32),
             probability=decoded_probabilities(),
         )
@@ -215,7 +211,7 @@ class HistoryDrafter:
     @property
     def wants_features(self) -> bool:
         """Whether features that are given with tokens are of use."""
-        return self._settings.use_signatures or self._settings.use_distributions
+        return self._settings.use_features
 
     @property
     def max_history_tokens(self) -> int:

@@ -238,7 +238,7 @@ def _compare_states(store, settings, document, depth, count, positions, lengths,
     far before the candidate as the last token lies before the one to be drafted. Returns the number of candidates that
     are left: see MAX_DISAGREEMENT. Candidates whose state is not known stay: see UNKNOWN_DISAGREEMENT.
     """
-    if not settings.use_signatures or store.features.shape[0] == 0 or count == 0:
+    if not settings.use_features or store.features.shape[0] == 0 or count == 0:
         return count
     last = last_position(store, document)
     fewest, is_known = SIGNATURE_BITS, False
@@ -285,11 +285,11 @@ def _blend(store, settings, count, positions, lengths, weights, by_length, share
     for length in range(shortest + 1, longest + 1):
         share[length] += share[length - 1]
     num_found = 0
-    use_distributions = settings.use_distributions and store.features.shape[0] > 0
+    use_features = settings.use_features and store.features.shape[0] > 0
     for i in range(count):
         position, weight = positions[i], weights[i] * share[lengths[i]]
         rest, said = weight, store.tokens[position]
-        if use_distributions:
+        if use_features:
             for rank in range(TOP_TOKENS):
                 token, code = _remembered(store.features, position, rank)
                 probability = settings.probability[code]

@@ -120,6 +120,8 @@ def test_options_that_can_be_taken(name, options):
         ("no.such.Drafter", {}, "cannot be imported"),
         ("history", {"depth": 3}, "'history' does not take these options.*depth"),
         ("history", {"recency": 2}, "recency must be in"),
+        ("history", {"signatures": False}, "signatures and distributions are one option now: features"),
+        ("suffix", {"features": True, "distributions": False}, "are one option now: features"),
         pytest.param("device", {"recency": 2}, "recency must be in", marks=needs_triton),
         pytest.param(
             "device", {"max_requests": 8}, "'device' does not take these options.*max_requests", marks=needs_triton

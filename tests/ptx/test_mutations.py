@@ -105,9 +105,7 @@ OF_DRAFTER = {"_scan_kernel", "_draft_kernel"}
         *((verifying, {}, name) for name in sorted(OF_VERIFIER)),
         (drafting, {}, "_scan_kernel"),
         (drafting, {}, "_draft_kernel"),
-        (drafting, {"signatures": False}, "_draft_kernel"),
-        (drafting, {"distributions": False}, "_draft_kernel"),
-        (drafting, {"distributions": False, "signatures": False}, "_draft_kernel"),
+        (drafting, {"features": False}, "_draft_kernel"),
     ],
 )
 def test_a_barrier_that_is_missing_is_caught(prepared, options, name):

@@ -86,7 +86,7 @@ def main() -> None:
     from rollout_spec.drafters.device.drafter import DeviceDrafter
 
     size = 512
-    words_alone = {"signatures": False, "distributions": False}
+    words_alone = {"features": False}
     for k, dtype, options in ((8, torch.int32, {}), (16, torch.int64, {}), (8, torch.int32, words_alone)):
         drafter = DeviceDrafter(
             max_requests=size,

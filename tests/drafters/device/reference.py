@@ -61,7 +61,6 @@ from rollout_spec.drafters.host.vote import (
     VERSION_DECAY,
 )
 from rollout_spec.features.format import (
-    SIGNATURE_WORDS,
     Features,
     check_features,
     decoded_probabilities,
@@ -331,7 +330,7 @@ class ReferenceDrafter:
         recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
         inverse_temperature: Exponent on the candidates' probabilities where drafts are chosen with noise; None: the one
             that would have been right most often so far.
-        signatures, distributions: Whether these parts of the features are used.
+        features: Whether they are used.
     """
 
     def __init__(
@@ -340,15 +339,13 @@ class ReferenceDrafter:
         max_draft_tokens: int = 8,
         recency: float = RECENCY,
         inverse_temperature: float | None = None,
-        signatures: bool = True,
-        distributions: bool = True,
+        features: bool = True,
     ) -> None:
         self.counters = Counters()
         self._max_draft_tokens = max_draft_tokens
         self._recency = recency
         self._inverse_temperature = inverse_temperature
-        self._signatures, self._distributions = signatures, distributions
-        self.wants_features = signatures or distributions
+        self.wants_features = features
         self._version = 0
         self._live: dict[str, _Live] = {}
         self._finished: dict[int, list[_Live]] = {}
@@ -447,9 +444,5 @@ class ReferenceDrafter:
         return sorted(texts, key=lambda other: -other.order)
 
     def _document(self, live: _Live) -> Document:
-        features = np.concatenate(live.features)
-        if not self._signatures:
-            features[:, :SIGNATURE_WORDS] = 0
-        if not self._distributions:
-            features[:, SIGNATURE_WORDS:] = 0
+        features = np.concatenate(live.features) if self.wants_features else no_features(len(live.tokens))
         return Document(np.array(live.tokens, np.int32), live.prompt_length, live.version, features)

@@ -43,7 +43,7 @@ class Engine:
     """What the device drafter sees of an engine, and the reference beside it."""
 
     def __init__(self, max_requests=6, **options):
-        shared = ("inverse_temperature", "recency", "signatures", "distributions")
+        shared = ("inverse_temperature", "recency", "features")
         drafter_options = {name: options[name] for name in shared if name in options}
         self.reference = ReferenceDrafter(max_draft_tokens=K, **drafter_options)
         self.drafter = DeviceDrafter(
@@ -175,7 +175,6 @@ def test_a_full_pool_holds_what_ended(operations, random):
     check_against_reference([*fill, *operations], random, max_resident_tokens=48)
 
 
-@pytest.mark.parametrize("options", [{}, {"signatures": False}, {"distributions": False}])
 @settings(
     max_examples=15,
     deadline=None,
@@ -183,8 +182,8 @@ def test_a_full_pool_holds_what_ended(operations, random):
     phases=(Phase.explicit, Phase.reuse, Phase.generate),
 )
 @given(OPERATIONS, st.randoms(use_true_random=False))
-def test_drafts_and_rates_are_the_references_with_features(options, operations, random):
-    check_against_reference(operations, random, has_features=True, **options)
+def test_drafts_and_rates_are_the_references_with_features(operations, random):
+    check_against_reference(operations, random, has_features=True)
 
 
 def check_against_reference(operations, random, *, has_features=False, **options):
@@ -679,7 +678,7 @@ def test_the_host_drafter_drafts_the_same(rollouts, own, seed, features):
 def test_a_draft_is_continued_as_if_its_beginning_had_been_said(features):
     """As by the reference, to which it is said; and it leaves no trace, whether a request has room or not."""
     rng = np.random.default_rng(3)
-    engine = Engine(signatures=features, distributions=features)
+    engine = Engine(features=features)
     for seed in (None, 5):
         req_id = engine.start([0, 1, 2], seed=seed, problem_id=7)
         said = rng.integers(0, 3, 30).tolist()
@@ -722,7 +721,7 @@ def test_ranks_draft_the_same_bits():
 
     for seed in range(3):
         rng = np.random.default_rng(seed)
-        engine = Engine(signatures=True, distributions=True)
+        engine = Engine(features=True)
         for i in range(6):
             req_id = engine.start([0, 1, 2], seed=i, problem_id=7)
             said = rng.integers(0, 3, 30).tolist()

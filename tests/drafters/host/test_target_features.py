@@ -59,7 +59,7 @@ def drafted_by_hand(recorder, req_id, seed, features):
         if not candidates:
             candidates = recorder.tree_candidates(problem, context)
             weights = [1.0] * len(candidates)
-            if settings.use_signatures:
+            if settings.use_features:
                 differing = []
                 for (document, at), _ in candidates:
                     place = at - (depth + 1)  # before the rollout's first token there are no states
@@ -76,7 +76,7 @@ def drafted_by_hand(recorder, req_id, seed, features):
         votes = []
         for ((document, at), length), weight in zip(candidates, weights, strict=True):
             said, vote = texts[document].tokens[at], {}
-            if settings.use_distributions and document in features:
+            if settings.use_features and document in features:
                 for top, code in zip(*(part[at] for part in features[document][1:]), strict=True):
                     if probability[code] < MIN_REMEMBERED:
                         break
@@ -104,7 +104,7 @@ def drafted_by_hand(recorder, req_id, seed, features):
         context, depth = [*context, token], depth + 1
 
 
-@pytest.mark.parametrize("options", [{}, {"signatures": False}, {"distributions": False}])
+@pytest.mark.parametrize("options", [{}, {"features": False}])
 @examples(60)
 @given(
     history=st.lists(st.lists(st.integers(0, 2), max_size=20), max_size=4),
@@ -213,15 +213,11 @@ def random_calls(index, give, **options):
 def test_without_features_drafts_are_those_of_the_words_alone(index):
     words = random_calls(index, lambda rng, tokens: None)
     assert random_calls(index, lambda rng, tokens: no_features(tokens.size)) == words
-    assert random_calls(index, random_features, signatures=False, distributions=False) == words
+    assert random_calls(index, random_features, features=False) == words
     assert random_calls(index, random_features) != words
-    assert random_calls(index, random_features, signatures=False) != words
-    assert random_calls(index, random_features, distributions=False) != words
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"), [({}, 32), ({"signatures": False}, 32), ({"signatures": False, "distributions": False}, 0)]
-)
+@pytest.mark.parametrize(("options", "expected"), [({}, 32), ({"features": False}, 0)])
 def test_features_take_32_bytes_per_token_where_they_are_used(options, expected):
     recorder = make(**options)
     start(recorder, "a", [1], [5, 6, 7], None)
@@ -269,7 +265,6 @@ def test_features_are_copied_when_they_are_given():
     assert (recorder.drafter._store.arrays.features[positions(recorder, "a")] == expected).all()
 
 
-@pytest.mark.parametrize("name", ["signatures", "distributions"])
-def test_switches_are_booleans(name):
-    with pytest.raises(TypeError, match=f"{name} must be a bool, got 'false'"):
-        make(**{name: "false"})
+def test_the_switch_is_a_boolean():
+    with pytest.raises(TypeError, match="features must be a bool, got 'false'"):
+        make(features="false")
