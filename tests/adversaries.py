@@ -129,8 +129,6 @@ class Faulty(Adversary):
     def source_counts(self):
         return {"own": [1, 0]}
 
-    age_counts = source_counts
-
     def history_summary(self):
         return {"rollouts": len(self.finished)}
 

@@ -37,7 +37,6 @@ from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.archive import Archive, Archived, Pool, copy_to_host
 from rollout_spec.drafters.host.vote import (
-    AGES,
     CELLS,
     INVERSE_TEMPERATURES,
     MAX_DEPTH,
@@ -196,7 +195,6 @@ class DeviceDrafter:
         self._all_counters = new(sum(sizes), 2, dtype=torch.int32, device=device)
         coarse, fine, by_inverse_temperature = self._all_counters.split(sizes)
         self._counters = (coarse, fine, by_inverse_temperature)
-        self._by_age = new(len(AGES), 2, dtype=torch.int64, device=device)
 
         self._num_started = 0  # requests, and rollouts that were added
         self._num_requests = self._num_known_requests = 0
@@ -542,7 +540,7 @@ class DeviceDrafter:
             self._text,
             self._documents,
             *self._last_drafts,
-            (*self._counters, self._by_age),
+            self._counters,
             self._features,
             features,
             first_rows,
@@ -555,10 +553,6 @@ class DeviceDrafter:
         """By source: (drafted tokens that the target reached, those that were right). Waits for the device."""
         by_origin_bin = self._counters[1].view(CELLS, len(SOURCES), NUM_DISTANCE_BINS, 2).sum((0, 2)).tolist()
         return {name: (n, hits) for name, (n, hits) in zip(SOURCES, by_origin_bin, strict=True)}
-
-    def age_counts(self) -> dict[str, tuple[int, int]]:
-        """As `source_counts`, of drafts from the problem's other rollouts by their age in policy versions (`AGES`)."""
-        return {name: (n, hits) for name, (n, hits) in zip(AGES, self._by_age.tolist(), strict=True)}
 
     def history_summary(self) -> dict[str, int]:
         """What the history of ended rollouts holds, and how many requests found their problem known when they began.
@@ -583,7 +577,7 @@ class DeviceDrafter:
     def memory_bytes(self) -> int:
         """Bytes on the device and of history on the host."""
         tensors = [self._text, self._documents, self._members, self._problem_of, self._preference]
-        tensors += [*self._last_drafts, self._all_counters, self._by_age, self._features]
+        tensors += [*self._last_drafts, self._all_counters, self._features]
         tensors += [tensor for scratch in self._continued.values() for tensor in scratch]
         per_token = 4 + (8 * FEATURE_WORDS if self.wants_features else 0)
         return sum(t.numel() * t.element_size() for t in tensors) + per_token * self._archive.num_tokens

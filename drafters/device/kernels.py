@@ -57,8 +57,6 @@ DISTANCE_EDGES, LENGTH_EDGES = tl.constexpr(vote.DISTANCE_EDGES), tl.constexpr(v
 DISTANCE_BINS = tl.constexpr(vote.NUM_DISTANCE_BINS)
 LENGTH_BINS = tl.constexpr(vote.NUM_LENGTH_BINS)
 PROBABILITY_BINS = tl.constexpr(vote.NUM_PROBABILITY_BINS)
-FINE_CELLS = tl.constexpr(vote.CELLS * vote.NUM_ORIGIN_BINS)
-AGE_EDGES, NUM_AGES = tl.constexpr(vote.AGE_EDGES), tl.constexpr(len(vote.AGES))
 BINS_PER_HALVING = tl.constexpr(vote.BINS_PER_HALVING)
 MIN_DISTANCE_FROM_ONE = tl.constexpr(vote.MIN_DISTANCE_FROM_ONE)
 OWN, SIBLING, PROMPT_TEXT = tl.constexpr(vote.OWN), tl.constexpr(vote.SIBLING), tl.constexpr(vote.PROMPT_TEXT)
@@ -85,12 +83,11 @@ def _extend_kernel(
     documents_ptr,  # int64 [D, FIELDS]; those of live requests are numbered by slot
     num_drafted_ptr,  # int32 [R], and the three below, [R, K]: the last drafts
     drafted_ptr,  # int32
-    cells_ptr,  # int32: a fine cell plus FINE_CELLS times an age bin
+    cells_ptr,  # int32: fine cells
     alternatives_ptr,  # int32 [R, K, NUM_INVERSE_TEMPERATURES], -1: there was no choice
     coarse_ptr,  # int32 [cells, 2]: trials and hits
     fine_ptr,  # int32 [cells * NUM_ORIGIN_BINS, 2]
     by_inverse_temperature_ptr,  # int32 [NUM_INVERSE_TEMPERATURES, 2]
-    by_age_ptr,  # int64 [age bins, 2]; of drafts from the problem's other rollouts
     features_ptr,  # int64 [T, FEATURE_WORDS]
     new_features_ptr,  # int64 [N, FEATURE_WORDS], of the tokens that each row of the step's logits says
     first_rows_ptr,  # int32 [B]: the first of each request's rows
@@ -121,10 +118,6 @@ def _extend_kernel(
     reached &= j <= first_miss
     hit &= j < first_miss
     cell = tl.load(cells_ptr + at, mask=reached, other=0)
-    age_bin, cell = cell // FINE_CELLS, cell % FINE_CELLS
-    is_sibling = cell % NUM_ORIGIN_BINS // DISTANCE_BINS == SIBLING
-    tl.atomic_add(by_age_ptr + age_bin * 2, 1, mask=reached & is_sibling, sem="relaxed")
-    tl.atomic_add(by_age_ptr + age_bin * 2 + 1, 1, mask=hit & is_sibling, sem="relaxed")
     tl.atomic_add(fine_ptr + cell * 2, 1, mask=reached, sem="relaxed")
     tl.atomic_add(fine_ptr + cell * 2 + 1, 1, mask=hit, sem="relaxed")
     tl.atomic_add(coarse_ptr + cell // NUM_ORIGIN_BINS * 2, 1, mask=reached, sem="relaxed")
@@ -469,9 +462,6 @@ def _draft_kernel(
         near += (distance > DISTANCE_EDGES[n]).to(tl.int32)
     source = tl.where(is_own, tl.where(position >= prompt, OWN, PROMPT_TEXT), SIBLING)
     versions = tl.load(version_ptr) - tl.load(fields + VERSION)
-    age_bins = (versions > AGE_EDGES[0]).to(tl.int32)
-    for n in tl.static_range(1, NUM_AGES - 1):
-        age_bins += (versions > AGE_EDGES[n]).to(tl.int32)
     age = tl.where(source == PROMPT_TEXT, 0.0, versions.to(tl.float32))
     weight = tl.maximum(tl.exp2(age * log2_recency), MIN_AGE_WEIGHT)
     weight *= tl.load(preference_ptr + source * DISTANCE_BINS + near)
@@ -556,7 +546,7 @@ def _draft_kernel(
         cell = (coupled.to(tl.int32) * PROBABILITY_BINS + probability_bin) * LENGTH_BINS + _length_bin(longest)
         cell = cell * NUM_ORIGIN_BINS + origin_bin
         tl.store(drafted_ptr + at, chosen)
-        tl.store(cells_ptr + at, cell + FINE_CELLS * tl.sum(tl.where(lane == heaviest, age_bins, 0)))
+        tl.store(cells_ptr + at, cell)
         tl.store(output_ptr + row * K + num, chosen.to(tl.int64))
         tl.store(rates_ptr + row * K + num, _rate(coarse_ptr, fine_ptr, cell, expected))
 
@@ -638,7 +628,7 @@ def extend(
     drafted: Tensor,
     cells: Tensor,
     alternatives: Tensor,
-    counters: tuple[Tensor, ...],
+    counters: tuple[Tensor, Tensor, Tensor],
     features: Tensor,
     new_features: Tensor | None,
     first_rows: Tensor,

@@ -45,7 +45,7 @@ from rollout_spec.drafters.host.store import (
     TextStore,
 )
 from rollout_spec.drafters.host.threads import MAX_THREADS, share_out, usable_threads
-from rollout_spec.drafters.host.vote import AGES, INVERSE_TEMPERATURES, SOURCES
+from rollout_spec.drafters.host.vote import INVERSE_TEMPERATURES, SOURCES
 from rollout_spec.features.format import (
     SIGNATURE_BITS,
     Features,
@@ -183,7 +183,6 @@ class HistoryDrafter:
             coarse=np.zeros((*bins, 2), np.float32),
             fine=np.zeros((*bins, vote.NUM_ORIGIN_BINS, 2), np.float32),
             by_source=np.zeros((len(SOURCES), 2), np.int64),
-            by_age=np.zeros((len(AGES), 2), np.int64),
             by_inverse_temperature=np.zeros((len(INVERSE_TEMPERATURES), 2)),
         )
         self._rows = _new_rows(4)
@@ -561,10 +560,6 @@ class HistoryDrafter:
         """By source (see `SOURCES`): (drafted tokens that the target reached, those that were right)."""
         return {name: (int(n), int(hits)) for name, (n, hits) in zip(SOURCES, self._calibration.by_source, strict=True)}
 
-    def age_counts(self) -> dict[str, tuple[int, int]]:
-        """As `source_counts`, of drafts from the problem's other rollouts by their age in policy versions (`AGES`)."""
-        return {name: (int(n), int(hits)) for name, (n, hits) in zip(AGES, self._calibration.by_age, strict=True)}
-
     def history_summary(self) -> dict[str, int]:
         """What the history of ended rollouts holds, and how many requests found their problem known when they began."""
         documents = self._store.arrays.documents
@@ -765,7 +760,7 @@ def _new_proposals(capacity: int, k: int) -> Proposals:
         num_given=np.zeros(capacity, np.int64),
         tokens=np.zeros((capacity, k), np.int32),
         confidence=np.zeros((capacity, k), np.float32),
-        cells=np.zeros((capacity, k, 5), np.int32),
+        cells=np.zeros((capacity, k, 4), np.int32),
         is_cut=np.zeros(capacity, np.bool_),
         alternatives=np.zeros((capacity, k, len(INVERSE_TEMPERATURES)), np.int32),
     )

@@ -28,7 +28,6 @@ from rollout_spec.drafters.host.store import (
 )
 from rollout_spec.drafters.host.suffix import Path, new_path
 from rollout_spec.drafters.host.vote import (
-    AGE_EDGES,
     BINS_PER_HALVING,
     BLEND,
     COARSE_PRIOR,
@@ -79,7 +78,6 @@ class Calibration(NamedTuple):
     coarse: Float32Array  # [coupled?, probability bin, length bin, 2]
     fine: Float32Array  # [coupled?, probability bin, length bin, origin bin, 2]
     by_source: NDArray[np.int64]  # [source, 2]
-    by_age: NDArray[np.int64]  # [age bin, 2]; of drafts from the problem's other rollouts
     by_inverse_temperature: NDArray[np.float64]  # [inverse temperature, 2]; of coupled choices, made or not
 
 
@@ -90,7 +88,7 @@ class Proposals(NamedTuple):
     num_given: NDArray[np.int64]  # [rows] tokens at its beginning that another drafter has chosen
     tokens: Int32Array  # [rows, K]
     confidence: Float32Array  # [rows, K]
-    cells: Int32Array  # [rows, K, 5] index into the calibration: of `fine`, then the age bin
+    cells: Int32Array  # [rows, K, 4] index into `fine` of the calibration, and without the last one into `coarse`
     is_cut: NDArray[np.bool_]  # [rows] whether one token more had too low a rate; its cell is the one after the last
     alternatives: Int32Array  # [rows, K, inverse temperature] what each would have drafted; -1: there was no choice
 
@@ -150,14 +148,6 @@ def _distance_bin(distance):
     for edge in DISTANCE_EDGES:
         distance_bin += abs(distance) > edge
     return distance_bin
-
-
-@inlined(allocates=False)
-def _age_bin(age):
-    age_bin = 0
-    for edge in AGE_EDGES:
-        age_bin += age > edge
-    return age_bin
 
 
 @inlined(allocates=False)
@@ -472,11 +462,7 @@ def propose(store, index, pool, rows, batch, max_tokens, given, reached, setting
                 for j in range(count):
                     if weights[j] > heaviest:
                         heaviest, origin = weights[j], j
-            origin_bin, age_bin = LOOKAHEAD * NUM_DISTANCE_BINS, 0
-            if origin >= 0:
-                origin_bin = origin_bins[origin]
-                theirs = store.pages[positions[origin] >> PAGE_BITS, DOCUMENT]
-                age_bin = _age_bin(settings.version - store.documents[theirs, VERSION])
+            origin_bin = origin_bins[origin] if origin >= 0 else LOOKAHEAD * NUM_DISTANCE_BINS
             if coupled:  # what bins mean under noise: see NUM_ORIGIN_BINS
                 origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
                     int(NUM_DISTANCE_BINS * likely), NUM_DISTANCE_BINS - 1
@@ -484,7 +470,6 @@ def propose(store, index, pool, rows, batch, max_tokens, given, reached, setting
             probability_bin, length_bin = _probability_bin(expected), _length_bin(longest)
             out.cells[row, depth, 0], out.cells[row, depth, 1] = coupled, probability_bin
             out.cells[row, depth, 2], out.cells[row, depth, 3] = length_bin, origin_bin
-            out.cells[row, depth, 4] = age_bin
             survival *= _rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected)
             if survival < settings.min_survival:
                 out.is_cut[row] = True
@@ -533,12 +518,12 @@ def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, c
             for depth in range(num_accepted[i] + 1, min(num_targets, length + 1)):
                 lookahead.insert(pool, problem, context, kept + depth, targets[starts[i] + depth])
         if out.is_cut[row]:
-            coupled, probability_bin, length_bin, origin_bin, _ = out.cells[row, out.lengths[row]]
+            coupled, probability_bin, length_bin, origin_bin = out.cells[row, out.lengths[row]]
             _decay(calibration.coarse[coupled, probability_bin, length_bin])
             _decay(calibration.fine[coupled, probability_bin, length_bin, origin_bin])
         reached = min(out.lengths[row], num_accepted[i] + 1, num_targets)
         for depth in range(out.num_given[row], reached):
-            coupled, probability_bin, length_bin, origin_bin, age_bin = out.cells[row, depth]
+            coupled, probability_bin, length_bin, origin_bin = out.cells[row, depth]
             target = max(targets[starts[i] + depth], 0)  # the engine emits 0 where the target has no sample
             hit = out.tokens[row, depth] == target
             count_outcome(calibration.coarse[coupled, probability_bin, length_bin], hit)
@@ -549,7 +534,4 @@ def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, c
             source = origin_bin // NUM_DISTANCE_BINS
             calibration.by_source[source, 0] += 1
             calibration.by_source[source, 1] += hit
-            if source == SIBLING:
-                calibration.by_age[age_bin, 0] += 1
-                calibration.by_age[age_bin, 1] += hit
         out.lengths[row], out.is_cut[row] = 0, False

@@ -38,10 +38,6 @@ RECENCY = 0.998
 next to nothing where an epoch has few versions, and lose some percent where it has hundreds."""
 MIN_AGE_WEIGHT = 1e-6
 """Lower bound on the weight by age."""
-AGE_EDGES = (0, 1, 2, 4, 8, 16)
-"""Bin b of a rollout's age, in policy versions, holds the ages that exceed b of these edges."""
-AGES = ("0", "1", "2", "3-4", "5-8", "9-16", "17+")
-"""Names of the bins. By them outcomes of drafts from the problem's other rollouts are counted, to show drift."""
 SIMILARITY = 0.4
 """A candidate's weight is divided by e^(SIMILARITY n) where its signature is n bits further from the request's
 than the most similar candidate's."""

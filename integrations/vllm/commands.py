@@ -83,9 +83,6 @@ class Speculation(Protocol):
     def source_counts(self) -> dict[str, list[int]]:
         """By source, [drafted tokens that the target reached, those that were right]; may be empty."""
 
-    def age_counts(self) -> dict[str, list[int]]:
-        """As `source_counts`, of drafts from the problem's other rollouts by their age in policy versions."""
-
 
 class EngineParts(NamedTuple):
     """What commands are about."""
@@ -191,7 +188,6 @@ def report(speculation: Speculation | None, stats: SpeculationStats) -> dict[str
         "num_speculative_tokens": speculation.num_speculative_tokens if speculation is not None else 0,
         "stats": stats.to_dict(),
         "sources": sources,
-        "ages": speculation.age_counts() if speculation is not None else {},
         "history": history(speculation),
         "budget": learned,
     }

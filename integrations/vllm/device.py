@@ -134,10 +134,6 @@ class DeviceSpeculator(BaseSpeculator):
         """By source, [drafted tokens that the target reached, those that were right]."""
         return {name: list(counts) for name, counts in self.drafter.source_counts().items()}
 
-    def age_counts(self) -> dict[str, list[int]]:
-        """As `source_counts`, of drafts from the problem's other rollouts by their age in policy versions."""
-        return {age: list(counts) for age, counts in self.drafter.age_counts().items()}
-
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Part of vLLM's interface; our three kernel launches need no graph."""
 

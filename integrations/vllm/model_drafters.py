@@ -132,10 +132,6 @@ class ModelAlone:
         """Empty: there is one source."""
         return {}
 
-    def age_counts(self) -> dict[str, list[int]]:
-        """Empty: there are no rollouts."""
-        return {}
-
     def history_summary(self) -> dict[str, int]:
         """Empty: there is no history."""
         return {}

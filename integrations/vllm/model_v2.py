@@ -262,7 +262,3 @@ class ModelSpeculation:
         if self.history is None:
             return {}
         return {**self.history.source_counts(), MODEL: list(self._choice.model_counts())}
-
-    def age_counts(self) -> dict[str, list[int]]:
-        """As `source_counts`, of drafts from the problem's other rollouts by their age in policy versions."""
-        return {} if self.history is None else self.history.age_counts()

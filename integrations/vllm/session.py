@@ -330,10 +330,6 @@ class DraftingSession:
         counts = self._drafter_counts("source_counts")
         return counts if self.choice is None else {**counts, MODEL: list(self.choice.model_counts())}
 
-    def age_counts(self) -> dict[str, list[int]]:
-        """As `source_counts`, of drafts from the problem's other rollouts by their age in policy versions."""
-        return self._drafter_counts("age_counts")
-
     def _drafter_counts(self, name: str) -> dict[str, list[int]]:
         """What the drafter has counted; empty if it counts no such thing."""
         count = getattr(self.drafter, name, None)

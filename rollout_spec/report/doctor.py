@@ -310,9 +310,8 @@ def _check_fields(report: dict[str, Any]) -> None:
         _require(report, "", ("history",), lambda value: isinstance(value, dict), "an object")
         counted = [name for name in ("requests", "requests_with_history") if name in report["history"]]
         _require(report["history"], "history.", counted, _is_number, "a number")
-    for name in ("sources", *(("ages",) if "ages" in report else ())):  # reports of older versions have no ages
-        _require(report, "", (name,), lambda value: isinstance(value, dict), "an object")
-        _require(report[name], f"{name}.", report[name], lambda value: _are_numbers(value, 2), "two numbers")
+    _require(report, "", ("sources",), lambda value: isinstance(value, dict), "an object")
+    _require(report["sources"], "sources.", report["sources"], lambda value: _are_numbers(value, 2), "two numbers")
     stats, position = report["stats"], ("drafted_per_position", "accepted_per_position")
     _require(stats, "stats.", STATS_NUMBERS, _is_number, "a number")
     _require(stats, "stats.", (*position, *BY_BATCH), _are_numbers, "a list of numbers")
@@ -471,8 +470,7 @@ def explain(report: dict[str, Any]) -> str:
         parts.append("The drafter raised and was switched off: see the engine's log.")
     parts.append(_time_split(stats))
     if stats["draft_tokens"]:
-        parts += [_acceptance_by_source(report["sources"]), _acceptance_by_age(report.get("ages", {}))]
-        parts.append(_acceptance_by_position(stats))
+        parts += [_acceptance_by_source(report["sources"]), _acceptance_by_position(stats)]
     if report["budget"] is not None:
         parts += [_calibration(report["budget"]["reliability"]), _curves(report["budget"])]
     if groups := size_groups(report):
@@ -525,7 +523,7 @@ def _time_split(stats: dict[str, Any]) -> str:
 
 
 def acceptance_by_source(sources: dict[str, list[int]]) -> list[tuple[str, int, float]]:
-    """(source or age, its drafted tokens that the target reached, verified or not; the share that was right)."""
+    """(source, its drafted tokens that the target reached, verified or not; the share that was right)."""
     return [(name, n, right / n) for name, (n, right) in sources.items() if n]
 
 
@@ -533,12 +531,6 @@ def _acceptance_by_source(sources: dict[str, list[int]]) -> str:
     rows = [[name, f"{n:,}", percent(share)] for name, n, share in acceptance_by_source(sources)]
     title = "Drafted tokens by where they came from, those that the target reached, verified or not"
     return f"{title}\n" + table(["source", "tokens", "right"], rows) if rows else ""
-
-
-def _acceptance_by_age(ages: dict[str, list[int]]) -> str:
-    rows = [[age, f"{n:,}", percent(share)] for age, n, share in acceptance_by_source(ages)]
-    title = "Those from the problem's other rollouts, by how many policy versions ago these were made"
-    return f"{title}\n" + table(["versions ago", "tokens", "right"], rows) if rows else ""
 
 
 def acceptance_by_position(stats: dict[str, Any]) -> list[tuple[int, int, float]]:

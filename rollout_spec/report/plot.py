@@ -155,11 +155,7 @@ def _draw_positions(axes: Any, stats: dict[str, Any]) -> None:
 
 def _draw_sources(axes: Any, report: dict[str, Any]) -> None:
     _begin(axes, "… and by source", "x")
-    ages = {
-        "problem,\nthis version" if age == "0" else f"problem,\n{age} version{'s' * (age != '1')} ago": counts
-        for age, counts in report.get("ages", {}).items()
-    }
-    rows = doctor.acceptance_by_source(report["sources"] | ages)
+    rows = doctor.acceptance_by_source(report["sources"])
     if not rows:
         _say(axes, "The drafter does not say where drafts came from, or the target reached none.")
         return

@@ -19,8 +19,7 @@ from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.types import Draft
 
 K = 4
-COUNTS = ("source_counts", "age_counts")
-METHODS = ("start_request", "extend", "propose", "observe", "stop_request", "begin_policy_version", *COUNTS)
+METHODS = ("start_request", "extend", "propose", "observe", "stop_request", "begin_policy_version", "source_counts")
 
 
 class OneByOne:
@@ -64,7 +63,7 @@ def drive(drafter, seed):
             drafter.stop_request(live.pop(0), keep=bool(rng.random() < 0.8))
         if step % 20 == 19:
             drafter.begin_policy_version(step)
-    return drafts, {**drafter.source_counts(), **drafter.age_counts()}
+    return drafts, drafter.source_counts()
 
 
 @pytest.mark.parametrize("name", ["history", "ngram", "lookahead"])

@@ -37,7 +37,6 @@ def a_report(**changed):
         budget=budget,
         num_speculative_tokens=4,
         source_counts=lambda: {"own": [100, 30], "problem": [200, 70], "shared": [0, 0]},
-        age_counts=lambda: {"0": [120, 60], "1": [0, 0], "3-4": [80, 10]},
         history_summary=lambda: {"requests": 40, "requests_with_history": 30},
         memory_bytes=lambda: 1000,
         engine_history=None,
@@ -86,7 +85,6 @@ def test_the_report_is_explained():
         "drafting     0.22  10.0 %",
         "scheduling and other     0.68  30.9 %",
         "problem     200  35.0 %",
-        "0     120  50.0 %  3-4      80  12.5 %",
         "1     100  100.0 %",
         "2     100    0.0 %",
         "0.56       400        50.0 %    25.0 %",
@@ -106,7 +104,16 @@ def test_the_report_is_explained():
     ):
         assert " ".join(line.split()) in text, line
     assert "shared" not in text
-    assert "versions ago" not in doctor.explain(a_report(ages={}))
+
+
+def test_outcomes_by_age_in_reports_of_older_versions_are_left_out(tmp_path, capsys):
+    path = tmp_path / "report.json"
+    said = []
+    for more in ({}, {"ages": {"0": [120, 60], "3-4": [80, 10]}}):
+        path.write_text(json.dumps(a_report(**more)))
+        assert cli.main(["doctor", str(path)]) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
 
 
 def test_steps_in_which_nothing_was_emitted_are_left_out():
@@ -180,9 +187,6 @@ class Recorded(Learned):
         self.num_speculative_tokens = 8
 
     def source_counts(self):
-        return {}
-
-    def age_counts(self):
         return {}
 
     def history_summary(self):
@@ -296,10 +300,10 @@ def _without(report, *path):
 
 
 def _fields(report):
-    """Paths to what a report needs; reports of older versions lack `ages` and `history`."""
+    """Paths to what a report needs; reports of older versions lack `history`."""
     of_stats = [*doctor.STATS_NUMBERS, *doctor.BY_BATCH, "drafted_per_position", "accepted_per_position"]
     return [
-        *((name,) for name in report if name not in ("format", "ages", "history")),
+        *((name,) for name in report if name not in ("format", "history")),
         *(("stats", name) for name in of_stats),
         *(("budget", name) for name in report["budget"]),
     ]
@@ -325,8 +329,8 @@ def test_of_a_damaged_report_the_missing_field_is_named(tmp_path, capsys):
         (None, "num_speculative_tokens", "4"),
         (None, "budget", []),
         ("sources", "own", [1]),
-        ("ages", "0", [1, 2, 3]),
-        (None, "ages", []),
+        ("sources", "own", [1, 2, 3]),
+        (None, "sources", []),
         (None, "history", None),
         ("history", "requests", "40"),
         ("stats", "steps", None),
@@ -371,7 +375,7 @@ def test_a_report_with_every_field_is_read(tmp_path):
     unknown = {**a_report()["budget"], "undrafted_of_sizes": [None] * 7}
     progress = Progress().to_dict()
     old = a_report()
-    del old["ages"], old["history"]
+    del old["history"]
     for report in (
         old, a_report(), a_report(budget=None), a_report(budget=unknown, sources={}), a_report(progress=progress),
     ):  # fmt: skip

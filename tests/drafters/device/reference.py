@@ -29,8 +29,6 @@ from numpy.typing import NDArray
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.host import vote
 from rollout_spec.drafters.host.vote import (
-    AGE_EDGES,
-    AGES,
     BINS_PER_HALVING,
     BLEND,
     CELLS,
@@ -129,7 +127,6 @@ class Counters:
     by_inverse_temperature: NDArray[np.int32] = field(
         default_factory=lambda: np.zeros((len(INVERSE_TEMPERATURES), 2), np.int32)
     )
-    by_age: NDArray[np.int64] = field(default_factory=lambda: np.zeros((len(AGES), 2), np.int64))
 
     def forget(self) -> None:
         """Let old outcomes count for less, under a new policy."""
@@ -162,8 +159,6 @@ class DraftedToken(NamedTuple):
     """Estimated probability of acceptance once it is reached."""
     cell: int
     """Index into the fine counters."""
-    age_bin: int | None
-    """Of the rollout that it comes from, where that is another one."""
     alternatives: tuple[int, ...]
     """What each of INVERSE_TEMPERATURES would have drafted; empty where all candidates had the same token."""
 
@@ -300,9 +295,7 @@ def _choose(
     longest = max(m.length for m, _, _ in candidates)
     cell = (int(coupled) * NUM_PROBABILITY_BINS + probability_bin) * NUM_LENGTH_BINS + _length_bin(longest)
     cell = cell * NUM_ORIGIN_BINS + origin_bin
-    source = documents[match.document]
-    age_bin = sum(version - source.version > limit for limit in AGE_EDGES) if match.document else None
-    return DraftedToken(token, counters.rate(cell, expected), cell, age_bin, alternatives)
+    return DraftedToken(token, counters.rate(cell, expected), cell, alternatives)
 
 
 def _length_bin(length: int) -> int:
@@ -378,8 +371,6 @@ class ReferenceDrafter:
                 self.counters.coarse[chosen.cell // NUM_ORIGIN_BINS],
             ):
                 counters += (1, hit)
-            if chosen.age_bin is not None:
-                self.counters.by_age[chosen.age_bin] += (1, hit)
             if chosen.alternatives:
                 self.counters.by_inverse_temperature += np.array(
                     [(1, a == token) for a in chosen.alternatives], np.int32

@@ -224,8 +224,7 @@ def check_against_reference(operations, random, *, has_features=False, **options
         engine.drafter.check_integrity()
         if is_bounded:
             check_pool(engine.drafter)
-    counters = (*engine.drafter._counters, engine.drafter._by_age)
-    for ours, theirs in zip(counters, ("coarse", "fine", "by_inverse_temperature", "by_age"), strict=True):
+    for ours, theirs in zip(engine.drafter._counters, ("coarse", "fine", "by_inverse_temperature"), strict=True):
         np.testing.assert_array_equal(ours.numpy(), getattr(engine.reference.counters, theirs))
 
 
@@ -580,16 +579,14 @@ def test_rollouts_from_elsewhere_are_as_old_as_their_policies(is_live):
     """Whether their problem is on the device when they come or not, and whatever their order."""
     engine = Engine()
     engine.drafter.begin_policy_version(9)
-    for version, age in ((5, "3-4"), (9, "0"), (12, "0"), (3, "5-8")):
-        before = engine.drafter.age_counts()
+    for version, counted in ((5, 5), (9, 9), (12, 9), (3, 3)):
         request = engine.start([version]) if is_live else None
         engine.add([version], [5, 6], version=version)
         request = request or engine.start([version])
         engine.commit(request, [5])
         assert engine.propose()[1][-1, 0] == 6
-        engine.commit(request, [6])
-        reached, right = before[age]
-        assert engine.drafter.age_counts() == {**before, age: (reached + 1, right + 1)}
+        (document,) = engine.drafter._problems[problem_of_prompt([version])].pieces
+        assert engine.drafter._documents[document, kernels.VERSION.value] == counted
         engine.stop(request, keep=False)
     summary = engine.drafter.history_summary()
     assert (summary["oldest_version"], summary["newest_version"]) == (3, 9)

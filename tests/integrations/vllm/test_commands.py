@@ -24,7 +24,6 @@ def a_speculation(calls, budget=None):
         memory_bytes=lambda: 123,
         num_live_requests=lambda: 2,
         source_counts=lambda: {"own": [3, 1]},
-        age_counts=lambda: {"0": [2, 1]},
         history_summary=lambda: {"requests": 7},
         engine_history=None,
     )
@@ -52,7 +51,6 @@ def test_a_report_is_plain_data(budget):
     report = run(a_speculation([], budget), "report")
     assert json.loads(json.dumps(report)) == report
     assert (report["num_speculative_tokens"], report["sources"]) == (4, {"own": [3, 1]})
-    assert report["ages"] == {"0": [2, 1]}
     assert report["history"] == {"requests": 7, "bytes": 123, "folder": {}}
     assert (report["budget"] is None) == (budget is None)
 
@@ -60,7 +58,7 @@ def test_a_report_is_plain_data(budget):
 def test_a_report_of_an_engine_without_speculation():
     report = run(None, "report")
     assert (report["num_speculative_tokens"], report["sources"], report["budget"]) == (0, {}, None)
-    assert (report["ages"], report["history"]) == ({}, {})
+    assert report["history"] == {}
 
 
 def test_the_config_can_be_read_back():

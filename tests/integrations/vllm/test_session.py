@@ -316,7 +316,7 @@ def test_drafts_of_a_batch_that_are_none_end_speculation(change):
     assert (session.enabled, session._stats.drafter_errors) == (False, 1)
 
 
-@pytest.mark.parametrize("method", ["memory_bytes", "source_counts", "age_counts", "history_summary"])
+@pytest.mark.parametrize("method", ["memory_bytes", "source_counts", "history_summary"])
 @pytest.mark.parametrize(
     "fault", ["raises", "a generator", "text", "a number", "values that are none", "values that are no numbers"]
 )
@@ -1065,7 +1065,6 @@ def test_the_model_drafts_where_history_is_silent_and_history_goes_on():
     counts = session.source_counts()
     assert counts["model"] == [2, 2]
     assert counts["problem"] == [2, 1], "of history's continuation the first was right and the second was not"
-    assert session.age_counts()["0"] == [2, 1]
 
 
 def test_history_is_verified_where_it_promises_more_and_both_are_graded():
