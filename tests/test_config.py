@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 from rollout_spec import RolloutSpecConfig, checks, cli, engine_kwargs
 from rollout_spec.config import CONFIG_KEY
 from rollout_spec.imports import import_object
-from rollout_spec.integrations.vllm import plugin
+from rollout_spec.integrations.vllm import configuration, log, plugin
 from rollout_spec.integrations.vllm.log import describe_engine
 from rollout_spec.report.stats import SpeculationStats
 
@@ -204,41 +203,48 @@ class Changed:
             return "executed"
 
 
+def no_hook_is_missing(monkeypatch):
+    """Until the test ends, whatever was found before."""
+    monkeypatch.setattr(configuration, "missing", [])
+    monkeypatch.setattr(configuration, "missing_optional", [])
+
+
 @pytest.mark.parametrize("lacks", ["sample_tokens", "GPUModelRunner"])
 def test_a_vllm_that_has_changed_fails_only_engines_that_ask_for_us(monkeypatch, lacks):
-    monkeypatch.setattr(plugin, "_lacking", [])
-    hook = functools.partial(plugin._hook_runner, adapters="rollout_spec.integrations.vllm.runner_v1")
+    no_hook_is_missing(monkeypatch)
+    hooks = [hook for hook in plugin.HOOKS if hook.module == "vllm.v1.worker.gpu_model_runner"]
     if lacks == "GPUModelRunner":
         module = SimpleNamespace(__name__="vllm.runners")
     else:
         runner = type("GPUModelRunner", (Changed.GPUModelRunner,), {})
         module = SimpleNamespace(__name__="vllm.runners", GPUModelRunner=runner)
-    plugin._install(hook, module)
+    for hook in hooks:
+        plugin.install_or_note(hook.install, module)
     plain, asking = (SimpleNamespace(additional_config=more, speculative_config=None) for more in ({}, NOISE_ONLY))
-    assert plugin.config_of(plain) is None
+    assert configuration.config_of(plain) is None
     message = rf"cannot work with this version of vLLM: in vllm.runners, .*{lacks}.*\. Install vLLM 0\.\d+ to 0\.\d+,"
     with pytest.raises(RuntimeError, match=message):
-        plugin.config_of(asking)
+        configuration.config_of(asking)
     if lacks == "sample_tokens":
         assert runner(plain).execute_model() == "executed"
         with pytest.raises(RuntimeError, match=message):
             runner(asking)
     monkeypatch.setenv("ROLLOUT_SPEC", "{}")
     with pytest.raises(RuntimeError, match="unset ROLLOUT_SPEC"):
-        plugin._install(hook, SimpleNamespace(__name__="vllm.runners"))
+        plugin.install_or_note(hooks[0].install, SimpleNamespace(__name__="vllm.runners"))
 
 
 @pytest.mark.parametrize("error", [AttributeError, ImportError, TypeError])
 def test_a_hook_may_fail_in_any_way_that_a_changed_vllm_has(monkeypatch, error):
-    monkeypatch.setattr(plugin, "_lacking", [])
+    no_hook_is_missing(monkeypatch)
 
     def hook(module):
         raise error("it is gone")
 
-    plugin._install(hook, SimpleNamespace(__name__="vllm.runners"))
+    plugin.install_or_note(hook, SimpleNamespace(__name__="vllm.runners"))
     asking = SimpleNamespace(additional_config=NOISE_ONLY, speculative_config=None)
     with pytest.raises(RuntimeError, match=r"in vllm\.runners, it is gone\. Install"):
-        plugin.config_of(asking)
+        configuration.config_of(asking)
 
 
 def a_server_engine(**methods):
@@ -259,7 +265,7 @@ def a_server_engine(**methods):
 
 def with_hooks(monkeypatch, engine):
     """The engine's class after vLLM's import."""
-    monkeypatch.setattr(plugin, "_left_out", [])
+    no_hook_is_missing(monkeypatch)
     monkeypatch.setattr(plugin, "_registered", False)
     hooks = []
     monkeypatch.setattr(plugin.wrapt, "register_post_import_hook", lambda hook, name: hooks.append((hook, name)))
@@ -281,7 +287,7 @@ async def newer_rpc(self, method, timeout=None, args=(), kwargs=None, deadline=N
 
 def test_servers_lose_metrics_and_checks_of_commands_where_vllm_has_changed(monkeypatch):
     said = []
-    monkeypatch.setattr(plugin, "say", said.append)
+    monkeypatch.setattr(log, "say", said.append)
     with_hooks(monkeypatch, a_server_engine())()
     assert len(said) == 2
     assert "do_log_stats" in said[1]

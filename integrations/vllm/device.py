@@ -19,8 +19,8 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.history.roots import Roots
 from rollout_spec.integrations.vllm import compat
+from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
-from rollout_spec.integrations.vllm.plugin import config_of
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.request_options import request_options
 from rollout_spec.integrations.vllm.requests import ends_with_stop_token, is_isolated, recognise, trim_at_end

@@ -16,10 +16,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 from rollout_spec.config import NO_HISTORY
 from rollout_spec.drafters.model.choice_device import DeviceChoice
 from rollout_spec.integrations.vllm import compat
+from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.device import DeviceSpeculator
 from rollout_spec.integrations.vllm.draft_watch import DraftWatch
 from rollout_spec.integrations.vllm.model_drafters import ModelAlone, num_model_tokens
-from rollout_spec.integrations.vllm.plugin import config_of
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
 from rollout_spec.integrations.vllm.session import MODEL
 from rollout_spec.report.stats import SpeculationStats

@@ -24,11 +24,11 @@ from rollout_spec.features.format import FEATURE_WORDS, Features
 from rollout_spec.features.torch import pack_distributions, pack_signatures, prepare
 from rollout_spec.integrations.vllm.clock import StepClock
 from rollout_spec.integrations.vllm.commands import EngineParts, Speculation, run_command
+from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.host_copy import HostCopy, to_device
 from rollout_spec.integrations.vllm.live_requests import Sampled, read_new_tokens, select
 from rollout_spec.integrations.vllm.model_drafters import ModelAlone
 from rollout_spec.integrations.vllm.model_v1 import ModelDrafter, find_model_drafter
-from rollout_spec.integrations.vllm.plugin import config_of
 from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank, sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import HistoryKeepingAdapter
 from rollout_spec.integrations.vllm.sampling import (

@@ -33,9 +33,9 @@ from rollout_spec.features.torch import pack_distributions, pack_signatures, pre
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.clock import StepClock
 from rollout_spec.integrations.vllm.commands import EngineParts, Speculation, run_command
+from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.host_copy import HostCopy
 from rollout_spec.integrations.vllm.live_requests import Sampled, pieces, select
-from rollout_spec.integrations.vllm.plugin import config_of
 from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank, sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import HistoryKeepingAdapter
 from rollout_spec.integrations.vllm.sampling import (

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup
 from rollout_spec import engine_kwargs
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.model import choice_device
-from rollout_spec.integrations.vllm.plugin import _hook_device_worker
+from rollout_spec.integrations.vllm.plugin import HOOKS
 from rollout_spec.verify import kernel, truncate
 from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import build, generate, mixed_params, prompts_of, runner_of, stats_of, verify_all
@@ -69,7 +69,9 @@ def test_memory_is_profiled_with_requests_that_have_no_seeds(tiny_model, options
     worker = type("Worker", (Worker,), dict(vars(Worker)))
     with pytest.raises(RuntimeError, match="has no seed"):
         worker(runner).determine_available_memory()
-    _hook_device_worker(SimpleNamespace(Worker=worker), "Worker")
+    for hook in HOOKS:
+        if hook.module == "vllm.v1.worker.gpu_worker":
+            hook.install(SimpleNamespace(Worker=worker))
     assert worker(runner).determine_available_memory() == 17
     assert worker(runner).compile_or_warm_up_model() == 17
     assert stats_of(llm)["request_steps"] == 0

@@ -49,10 +49,10 @@ def test_what_is_refused(text, message):
 def said(monkeypatch):
     """What the plugin says in vLLM's log."""
     pytest.importorskip("vllm")
-    from rollout_spec.integrations.vllm import plugin
+    from rollout_spec.integrations.vllm import log
 
     lines = []
-    monkeypatch.setattr(plugin, "say", lines.append)
+    monkeypatch.setattr(log, "say", lines.append)
     return lines
 
 

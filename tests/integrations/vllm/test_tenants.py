@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 from rollout_spec.history.roots import Roots
-from rollout_spec.integrations.vllm import plugin
+from rollout_spec.integrations.vllm.hooks_front_end import SaltWatch
 from rollout_spec.integrations.vllm.request_options import TENANT, request_options, tenant_of, with_tenant
 from rollout_spec.integrations.vllm.requests import is_isolated, recognise
 from tests.integrations.engines import build, runner_of, verify_all
@@ -73,7 +73,7 @@ def test_the_workers_are_told_a_hash_of_the_salt():
 def test_different_salts_are_warned_of_once(caplog):
     def warnings(salts, *, ignores_salts=False):
         caplog.clear()
-        watch = plugin._SaltWatch(ignores_salts=ignores_salts)
+        watch = SaltWatch(ignores_salts=ignores_salts)
         used = [watch.salt_of(SimpleNamespace(cache_salt=salt)) for salt in salts]
         return used, len(caplog.records)
 

@@ -1,0 +1,163 @@
+"""What an engine asks for: `config_of` reads it from vLLM's configuration, and the checks refuse what cannot work."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from rollout_spec.config import (
+    ASYNC_METHOD,
+    AUTO,
+    CONFIG_KEY,
+    MODEL_METHODS,
+    NO_HISTORY,
+    PROPOSER_PATH,
+    RolloutSpecConfig,
+)
+from rollout_spec.drafters import check_options, runs_on_device
+from rollout_spec.integrations.vllm import compat
+from rollout_spec.integrations.vllm.environment import VARIABLE
+from rollout_spec.integrations.vllm.model_drafters import check_model_drafter
+
+MARK = "_rollout_spec"
+"""Attribute set on our engines' `speculative_config`, for checks that get only that."""
+
+missing: list[str] = []
+"""What the hooks did not find in this vLLM, a sentence for each."""
+missing_optional: list[str] = []
+"""The same of hooks without which engines that ask for us work, too."""
+
+
+def need_all_hooks() -> None:
+    """Raise RuntimeError if a hook did not fit."""
+    if missing:
+        raise RuntimeError(
+            f"rollout_spec cannot work with this version of vLLM: {'; '.join(missing)}. "
+            f"Install vLLM {compat.version_name(compat.OLDEST_VERSION)} to "
+            f"{compat.version_name(compat.NEWEST_VERSION)}, or build the engine without rollout_spec's "
+            f"options and unset {VARIABLE}."
+        )
+
+
+def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
+    """The settings that an engine asks for, or None when it does not ask for us. The drafter is never `"auto"`.
+
+    Raises:
+        ValueError, TypeError: an unknown or misspelt key or a bad value, or the settings disagree with the engine's
+            `speculative_config`.
+        RuntimeError: it asks for us, and this vLLM lacks something that we hook into.
+    """
+    config = read_config(vllm_config)
+    if config is not None:
+        need_all_hooks()
+    if config is not None and config.drafter == AUTO:
+        drafter = "device" if has_model_drafter(vllm_config) and vllm_config.use_v2_model_runner else "history"
+        return dataclasses.replace(config, drafter=drafter)
+    return config
+
+
+def has_model_drafter(vllm_config: Any) -> bool:
+    """Whether vLLM drafts with a model of its own that can draft beside history."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method in MODEL_METHODS
+
+
+def read_config(vllm_config: Any) -> RolloutSpecConfig | None:
+    """`config_of` for callers that must not ask which runner the engine has."""
+    additional = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
+    for key in additional:
+        if key != CONFIG_KEY and difflib.get_close_matches(str(key), (CONFIG_KEY,), cutoff=0.85):
+            raise ValueError(f"unknown key {key!r} in additional_config: did you mean {CONFIG_KEY!r}?")
+    values = additional.get(CONFIG_KEY)
+    speculative = vllm_config.speculative_config
+    proposes = is_ours(speculative)
+    named = str(getattr(speculative, "model", ""))
+    if not proposes and named.startswith("rollout_spec."):
+        raise ValueError(f"speculative_config names the proposer {named!r}: did you mean {PROPOSER_PATH!r}?")
+    if values is None:
+        if not proposes:
+            return None
+        return RolloutSpecConfig(num_speculative_tokens=speculative.num_speculative_tokens)
+    has_model = has_model_drafter(vllm_config)
+    if has_model and isinstance(values, Mapping) and values.get("speculation", True):
+        values = {"num_speculative_tokens": speculative.num_speculative_tokens, "drafter": AUTO, **values}
+    config = RolloutSpecConfig.from_dict(values)
+    if runs_on_device(config.drafter):
+        proposes = speculative is not None and speculative.method == ASYNC_METHOD
+    proposes |= has_model
+    if not config.speculation:
+        if speculative is not None:
+            raise ValueError("speculation=False, but the engine has a speculative_config: remove one of them")
+        return config
+    if speculative is None:
+        raise ValueError(
+            f"additional_config[{CONFIG_KEY!r}] asks for speculation, but speculative_config is missing: "
+            "pass both, as rollout_spec.engine_kwargs() does"
+        )
+    if not proposes:
+        raise ValueError(
+            f"speculative_config uses {speculative.method!r} and additional_config asks for {CONFIG_KEY}: of vLLM's "
+            f"own drafters only {', '.join(MODEL_METHODS)} can draft beside history, remove one of the two"
+        )
+    if config.num_model_draft_tokens is not None and not has_model:
+        raise ValueError("num_model_draft_tokens is set, but the engine has no model drafter: remove it")
+    if config.drafter == NO_HISTORY and not has_model:
+        raise ValueError(f"drafter={NO_HISTORY!r} leaves nothing to draft with in an engine without a model drafter")
+    if speculative.num_speculative_tokens != config.num_speculative_tokens:
+        raise ValueError(
+            f"num_speculative_tokens is {speculative.num_speculative_tokens} in speculative_config and "
+            f"{config.num_speculative_tokens} in additional_config[{CONFIG_KEY!r}]: make them equal"
+        )
+    return config
+
+
+def is_ours(speculative_config: Any) -> bool:
+    """Whether a `speculative_config` names our proposer or is marked as ours."""
+    if speculative_config is None:
+        return False
+    return speculative_config.model == PROPOSER_PATH or hasattr(speculative_config, MARK)
+
+
+def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
+    """Raise RuntimeError, ValueError or TypeError if an engine's configuration is not supported."""
+    import vllm
+
+    compat.check_version(vllm.__version_tuple__, vllm.__version__)
+    if vllm_config.model_config.runner_type != "generate":
+        raise ValueError("rollout_spec is for engines that generate, and this one pools: leave engine_kwargs() out")
+    on_device = config.speculation and runs_on_device(config.drafter)
+    if on_device and not vllm_config.use_v2_model_runner:
+        raise ValueError(
+            f"drafter={config.drafter!r} needs vLLM's V2 model runner, which this engine does not use: choose another "
+            "drafter, or set VLLM_USE_V2_MODEL_RUNNER=1, with which vLLM says what keeps it from V2"
+        )
+    if config.speculation and config.drafter != NO_HISTORY:
+        check_options(config.drafter, config.drafter_options)
+    if vllm_config.use_v2_model_runner:
+        ignored = compat.ignored_sampler_option(vllm_config)
+        if ignored is not None:
+            raise ValueError(f"{ignored} would be ignored by rollout_spec's sampler: remove it")
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
+    if has_model_drafter(vllm_config):
+        check_model_drafter(vllm_config, config)
+
+
+def check_environment(config: RolloutSpecConfig) -> None:
+    """Raise ValueError if vLLM's environment variables are such that the engine could not work.
+
+    Called in the worker: one of them replaces the front end, where the other checks are.
+    """
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
+        raise ValueError(
+            "VLLM_USE_RUST_FRONTEND replaces vLLM's Python front end, in which rollout_spec gives requests their seeds "
+            "and checks them: unset it"
+        )
+    if config.drafts_on_host and os.environ.get("VLLM_GPU_SYNC_CHECK", "").lower() == "error":
+        raise ValueError(
+            f"VLLM_GPU_SYNC_CHECK=error forbids to wait for the device, and drafter={config.drafter!r} waits for each "
+            'step\'s tokens: unset it, or use drafter="device"'
+        )

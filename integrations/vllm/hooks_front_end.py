@@ -1,0 +1,193 @@
+"""Hooks of vLLM's front end: its requests, its engines, and a server's metrics and commands.
+
+Each hook is called as `(original, self, ...)` in place of the method.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from rollout_spec import checks
+from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
+from rollout_spec.integrations.vllm import configuration, log
+from rollout_spec.integrations.vllm.configuration import (
+    MARK,
+    check_engine,
+    config_of,
+    has_model_drafter,
+)
+from rollout_spec.integrations.vllm.copies import warn_of_copies
+from rollout_spec.integrations.vllm.request_options import request_options, with_plain_options, with_tenant
+
+logger = logging.getLogger(__name__)
+
+
+# -- requests --------------------------------------------------------------------------------------------------------
+
+
+def init_input_processor(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Check an engine's configuration, and prepare the seeds of its requests."""
+    config = config_of(vllm_config)
+    self._rollout_spec_seeds = None
+    self._rollout_spec_is_v1 = config is not None and not vllm_config.use_v2_model_runner
+    self._rollout_spec_salts = SaltWatch(ignores_salts=config is not None and config.ignore_cache_salt)
+    if config is not None:
+        check_engine(vllm_config, config)
+        if config.speculation:
+            object.__setattr__(vllm_config.speculative_config, MARK, True)
+        self._rollout_spec_seeds = _SeedSource(vllm_config)
+    original(self, vllm_config, *args, **kwargs)
+
+
+def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check a request's options, note its tenant, and give it a seed if it has none."""
+    request = original(self, *args, **kwargs)
+    params = request.sampling_params
+    if self._rollout_spec_seeds is None or params is None:
+        return request
+    try:  # an error raised here fails this request alone
+        _check_request(params, self._rollout_spec_is_v1)
+        # A new dict: that of vLLM's copy of the parameters may be the caller's.
+        params.extra_args = with_tenant(params.extra_args, self._rollout_spec_salts.salt_of(request))
+    except (TypeError, ValueError) as error:
+        raise _request_error()(str(error)) from error
+    if params.seed is None:
+        params.seed = self._rollout_spec_seeds.next()
+    return request
+
+
+class SaltWatch:
+    """Says which salt keeps a request's history apart, and once that there are several.
+
+    Some trainers take policy versions for salts, and no history would outlive a version.
+    """
+
+    def __init__(self, *, ignores_salts: bool) -> None:
+        self._ignores_salts = ignores_salts
+        self._first: str | None = None
+        self._has_warned = False
+
+    def salt_of(self, request: Any) -> str | None:
+        """The salt of an `EngineCoreRequest`; None: it has none, or they are ignored."""
+        salt = None if self._ignores_salts else request.cache_salt or None
+        self._first = self._first or salt
+        if salt is not None and salt != self._first and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "requests have different cache_salt, so they share no history: if these are no tenants but, say, "
+                "policy versions, set ignore_cache_salt=True"
+            )
+        return salt
+
+
+def _check_request(params: Any, is_v1: bool) -> None:
+    """Raise ValueError or TypeError if our samplers do not support a request's options, or ours are wrong."""
+    if is_v1 and params.logprob_token_ids:
+        raise ValueError("rollout_spec cannot score logprob_token_ids in the V1 model runner: remove them")
+    if params.seed is not None:
+        params.seed = checks.integer("seed", params.seed)
+        checks.integer("seed + n - 1", params.seed + (params.n or 1) - 1)  # vLLM gives sample i the seed + i
+    options = request_options(params.extra_args)
+    if any(str(key).startswith(CONFIG_KEY) for key in params.extra_args or ()):
+        params.extra_args = with_plain_options(params.extra_args, options)
+
+
+@functools.cache
+def _request_error() -> type[ValueError]:
+    """The exception for a bad request: a ValueError that vLLM's servers answer with status 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    class RequestError(VLLMValidationError, ValueError):
+        """A request that rollout_spec refuses."""
+
+    return RequestError
+
+
+class _SeedSource:
+    """Seeds for requests that come without one.
+
+    Each engine has a random key, so that engines and restarts differ. Under the external launcher every
+    tensor-parallel rank has a front end of its own, and all must draw the same seeds: there the key is the engine's
+    seed and its data-parallel rank.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        parallel = vllm_config.parallel_config
+        if parallel.distributed_executor_backend == "external_launcher":
+            self._key = f"{vllm_config.model_config.seed}/{parallel.data_parallel_rank}"
+        else:
+            self._key = os.urandom(16).hex()
+        self._numbers = itertools.count(1)  # a server processes requests in several threads
+
+    def next(self) -> int:
+        from rollout_spec.noise.host import derive_seed  # imports numba, which other engines do not need
+
+        return derive_seed(self._key, next(self._numbers))
+
+
+# -- engines ---------------------------------------------------------------------------------------------------------
+
+
+def init_engine(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Say what speculation an engine has, warn of copies, and end outputs at stop strings if it speculates."""
+    original(self, *args, **kwargs)
+    config = config_of(self.vllm_config)
+    if config is None:
+        return
+    log.say(log.describe_engine(self.vllm_config, config, has_model=has_model_drafter(self.vllm_config)))
+    warn_of_copies(self.output_processor)
+    if config.speculation:
+        from rollout_spec.integrations.vllm.stop_strings import end_outputs_at_stop_strings
+
+        end_outputs_at_stop_strings(self.output_processor)
+
+
+def init_server_engine(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """As `init_engine`, with metrics."""
+    init_engine(original, self, *args, **kwargs)
+    if config_of(self.vllm_config) is None:
+        return
+    # Of several front ends of one engine the first one counts, as the others' counters are added to its own.
+    if not kwargs.get("client_index"):
+        from rollout_spec.integrations.vllm.metrics import ServerMetrics
+
+        self._rollout_spec_metrics = ServerMetrics(self.vllm_config.model_config.served_model_name)
+    if configuration.missing_optional:
+        names = "; ".join(configuration.missing_optional)
+        log.say(f"rollout_spec: metrics or checks of commands are off with this vLLM: {names}")
+
+
+async def log_server_stats(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Bring our metrics up to date whenever vLLM logs its own."""
+    result = await original(self, *args, **kwargs)
+    metrics = getattr(self, "_rollout_spec_metrics", None)
+    if metrics is not None:
+        metrics.refresh(self.collective_rpc)
+    return result
+
+
+async def check_server_command(original: Callable[..., Any], self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check commands in the front end, too: an error of the worker reaches an HTTP client as an internal one."""
+    vllm_config = getattr(self, "vllm_config", None) if method == CONFIG_KEY else None
+    config = config_of(vllm_config) if vllm_config is not None else None
+    if config is not None:
+        given = inspect.signature(original).bind(self, method, *args, **kwargs).arguments
+        if not given.get("kwargs"):
+            _check_command(given.get("args", ()), config)
+    return await original(self, method, *args, **kwargs)
+
+
+def _check_command(command: Any, config: RolloutSpecConfig) -> None:
+    """Raise the exception for a bad request if a command is wrong."""
+    from rollout_spec.integrations.vllm.commands import check_command
+
+    try:
+        check_command(*command, speculates=config.speculation)
+    except (TypeError, ValueError) as error:
+        raise _request_error()(str(error)) from error

@@ -1,0 +1,172 @@
+"""Hooks of vLLM's two model runners, which hand each event to the engine's adapter (`runner_v1`, `runner_v2`).
+
+Each hook is called as `(original, self, ...)` in place of the method. Adapters are imported only for engines that ask
+for us. A runner of any other engine has `rollout_spec = None`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.drafters import runs_on_device
+from rollout_spec.integrations.vllm import log
+from rollout_spec.integrations.vllm.configuration import check_environment, config_of, has_model_drafter
+from rollout_spec.integrations.vllm.log import without_untrue_warnings
+from rollout_spec.integrations.vllm.ranks import end_if_unheard
+
+# -- both runners ----------------------------------------------------------------------------------------------------
+
+
+def init_v1(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Give a V1 runner its adapter."""
+    _init("rollout_spec.integrations.vllm.runner_v1", original, self, vllm_config, *args, **kwargs)
+
+
+def init_v2(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Give a V2 runner its adapter."""
+    _init("rollout_spec.integrations.vllm.runner_v2", original, self, vllm_config, *args, **kwargs)
+
+
+def _init(adapters: str, original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    self.rollout_spec = None
+    config = config_of(vllm_config)
+    with without_untrue_warnings(config is not None):
+        original(self, vllm_config, *args, **kwargs)
+    if config is not None:
+        check_environment(config)
+        _warm_up(config, self.device, has_model=has_model_drafter(vllm_config))
+        self.rollout_spec = importlib.import_module(adapters).RunnerAdapter(self, config)
+
+
+def _warm_up(config: RolloutSpecConfig, device: Any, *, has_model: bool) -> None:
+    """Compile what the engine will call on the host while it is built; the first generation would wait for it."""
+    from rollout_spec.jit.warm_up import warm_up
+
+    warm_up(config, device=device, has_model=has_model, log=log.say)
+
+
+def execute_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tell the adapter before a step and once the model has run."""
+    if self.rollout_spec is None:
+        return original(self, *args, **kwargs)
+    try:
+        self.rollout_spec.begin_step()
+        result = original(self, *args, **kwargs)
+        self.rollout_spec.on_forward()
+    except Exception as error:
+        end_if_unheard(self.vllm_config, error)
+        raise
+    return result
+
+
+def sample_tokens(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """End the engine where an error of one rank would be heard by nobody."""
+    try:
+        return original(self, *args, **kwargs)
+    except Exception as error:
+        if self.rollout_spec is not None:
+            end_if_unheard(self.vllm_config, error)
+        raise
+
+
+# -- V1 --------------------------------------------------------------------------------------------------------------
+
+
+def sample_v1(original: Callable[..., Any], self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+    """Sample in place of vLLM's samplers."""
+    if self.rollout_spec is None:
+        return original(self, logits, spec_decode_metadata)
+    return self.rollout_spec.sample(logits, spec_decode_metadata)
+
+
+def update_states_v1(original: Callable[..., Any], self: Any, scheduler_output: Any) -> Any:
+    """Tell the adapter that requests come or have finished."""
+    if self.rollout_spec is not None:
+        for request in scheduler_output.scheduled_new_reqs:
+            _need_no_generator(request.sampling_params)
+        if scheduler_output.scheduled_new_reqs or scheduler_output.finished_req_ids:
+            self.rollout_spec.on_requests_changed()
+    return original(self, scheduler_output)
+
+
+def _need_no_generator(params: Any) -> None:
+    """Keep vLLM from making a torch generator for a request because it has a seed: our sampler uses none.
+
+    It would be made for every request, and on CPUs vLLM then fails where a prompt is read in several chunks.
+    """
+    from vllm.sampling_params import SamplingType
+
+    if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
+        params.__dict__["sampling_type"] = SamplingType.RANDOM  # the cached value of a property
+
+
+def input_fits_in_drafter_v1(original: Callable[..., Any], self: Any, common_attn_metadata: Any) -> bool:
+    """Let our proposer cut its drafts near max_model_len itself.
+
+    There vLLM skips the proposer and verifies K zeros for every request instead.
+    """
+    if self.rollout_spec is None or self.rollout_spec.model_drafter is not None:
+        return bool(original(self, common_attn_metadata))
+    return common_attn_metadata is not None
+
+
+def bookkeeping_sync_v1(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Choose between the drafts of a model and of history, once vLLM has recorded a step's tokens."""
+    result = original(self, *args, **kwargs)
+    if self.rollout_spec is not None:
+        self.rollout_spec.join_drafts()
+    return result
+
+
+# -- V2 --------------------------------------------------------------------------------------------------------------
+
+
+def init_speculator_v2(original: Callable[..., Any], vllm_config: Any, device: Any, *args: Any) -> Any:
+    """Make our speculator in place of vLLM's. A function of vLLM's module, and no method."""
+    config = config_of(vllm_config)
+    if config is None:
+        return original(vllm_config, device, *args)
+    if has_model_drafter(vllm_config):
+        from rollout_spec.integrations.vllm.model_v2 import make_model_speculator
+
+        return make_model_speculator(original(vllm_config, device, *args), vllm_config, device)
+    if runs_on_device(config.drafter):
+        from rollout_spec.integrations.vllm.device import DeviceSpeculator
+
+        return DeviceSpeculator(vllm_config, device)
+    from rollout_spec.integrations.vllm.runner_v2 import HistorySpeculator
+
+    return HistorySpeculator(vllm_config, device)
+
+
+def load_model_v2(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the runner's samplers, once they exist."""
+    result = original(self, *args, **kwargs)
+    if self.rollout_spec is not None:
+        self.rollout_spec.take_over_sampling()
+    return result
+
+
+def add_requests_v2(original: Callable[..., None], self: Any, scheduler_output: Any) -> None:
+    """Tell the adapter of new requests, before and after they get their indices."""
+    if self.rollout_spec is not None:
+        self.rollout_spec.on_add_requests(scheduler_output)
+    original(self, scheduler_output)
+    if self.rollout_spec is not None:
+        self.rollout_spec.on_requests_added(scheduler_output)
+
+
+def finish_requests_v2(original: Callable[..., None], self: Any, scheduler_output: Any) -> None:
+    """Tell the adapter of finished and preempted requests, before they lose their indices."""
+    if self.rollout_spec is not None:
+        self.rollout_spec.on_finish_requests(scheduler_output)
+    original(self, scheduler_output)
+
+
+def take_draft_token_ids_v2(original: Callable[..., Any], self: Any) -> Any:
+    """Cut the scheduler's drafts to their own lengths."""
+    drafts = original(self)
+    return drafts if self.rollout_spec is None else self.rollout_spec.cut_drafts(drafts)

@@ -1,0 +1,96 @@
+"""Hooks of vLLM's workers: warm-up, weights, shutdown, and the command `rollout_spec`.
+
+Each hook is called as `(original, self, ...)` in place of the method. CPUWorker inherits from Worker.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from rollout_spec.integrations.vllm.weights import loads_weights
+
+
+def _adapter_of(worker: Any) -> Any:
+    """The adapter of a worker's model runner; None for engines that do not ask for us."""
+    return getattr(getattr(worker, "model_runner", None), "rollout_spec", None)
+
+
+def _warming_up(worker: Any) -> contextlib.AbstractContextManager[None]:
+    """`warm_up` of a V2 runner's adapter. In V1 vLLM's made-up requests do not reach our sampler."""
+    context: contextlib.AbstractContextManager[None] = getattr(_adapter_of(worker), "warm_up", contextlib.nullcontext)()
+    return context
+
+
+def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compare the model's parameters from now on."""
+    result = original(self, *args, **kwargs)
+    adapter = _adapter_of(self)
+    if adapter is not None:
+        adapter.weights.follow(self.model_runner.get_model())
+    return result
+
+
+def add_lora(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Begin a policy version: what is loaded is not among the model's parameters."""
+    adapter = _adapter_of(self)
+    if adapter is not None:
+        adapter.weights.announce()
+    return original(self, *args, **kwargs)
+
+
+def determine_available_memory(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ignore made-up requests: from vLLM 0.33 on V2 samples for them here."""
+    with _warming_up(self):
+        return original(self, *args, **kwargs)
+
+
+def compile_or_warm_up_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compile our kernels before vLLM's own, and take in history after them."""
+    adapter = _adapter_of(self)
+    if adapter is not None:  # first: jit_monitor_mode="error" forbids compilation once vLLM's own is done
+        adapter.compile_kernels()
+    with _warming_up(self):
+        result = original(self, *args, **kwargs)
+    if adapter is not None:
+        adapter.load_history()
+    return result
+
+
+def getattr_of_wrapper(original: Callable[..., Any], self: Any, name: str) -> Any:
+    """Notice calls that load weights.
+
+    Every method that a front end calls by name is looked up here, those of worker extensions, too.
+    """
+    if loads_weights(name):
+        adapter = _adapter_of(vars(self).get("worker"))
+        if adapter is not None:
+            adapter.weights.mark()
+    return original(self, name)
+
+
+def shutdown_wrapper(original: Callable[..., None], self: Any) -> None:
+    """Write what has ended. A process that was forked by multiprocessing runs no exit handlers."""
+    adapter = _adapter_of(vars(self).get("worker"))
+    try:
+        if adapter is not None:
+            adapter.close()
+    finally:
+        original(self)
+
+
+def add_command(module: Any) -> None:
+    """Give vLLM's workers the method `rollout_spec`, for `llm.collective_rpc`."""
+
+    def rollout_spec(self: Any, command: str, *args: Any) -> Any:
+        """Run a command of the runner's adapter: `llm.collective_rpc("rollout_spec", args=("stats",))`."""
+        adapter = _adapter_of(self)
+        if adapter is None:
+            raise RuntimeError(
+                "this engine runs without rollout_spec: build it with rollout_spec.engine_kwargs(), and check that "
+                "the VLLM_PLUGINS environment variable, if set, contains rollout_spec"
+            )
+        return adapter.command(command, *args)
+
+    module.WorkerBase.rollout_spec = rollout_spec
