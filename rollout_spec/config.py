@@ -28,8 +28,8 @@ PROPOSER_PATH = "rollout_spec.RolloutSpecProposer"
 """What vLLM's `speculative_config` names as its custom proposer."""
 MODEL_METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 """vLLM's speculative methods that draft with a model and can draft beside history."""
-AUTO, NO_HISTORY = "auto", "none"
-"""Values of `RolloutSpecConfig.drafter` that name no drafter."""
+AUTO = "auto"
+"""The value of `RolloutSpecConfig.drafter` that names no drafter."""
 
 VerifyMethod = Literal["sample", "rejection"]
 
@@ -48,7 +48,7 @@ class RolloutSpecConfig:
             `speculative_config` where that is given and this is not.
         drafter: `"history"`, `"suffix"`, `"ngram"`, `"device"`, or the dotted path of a class that implements
             `rollout_spec.drafters.base.Drafter`. `"auto"`, which `from_dict` takes beside a model: `"device"` in vLLM's
-            V2 runner, `"history"` in V1. `"none"`: no history, only the model drafter.
+            V2 runner, `"history"` in V1.
         drafter_options: Keyword arguments of the drafter; for the built-in ones see
             `rollout_spec.drafters.host.history.HistoryDrafter`, for `"device"` those of
             `rollout_spec.drafters.device.drafter.DeviceDrafter` from `recency` on.
@@ -129,7 +129,12 @@ class RolloutSpecConfig:
         if not isinstance(self.drafter, str):
             raise TypeError(f"drafter must be a name or a dotted path, got {checks.shown(self.drafter)}")
         drafter = current_name(self.drafter)
-        if drafter not in (AUTO, NO_HISTORY):
+        if drafter == "none":
+            raise ValueError(
+                "drafter='none' is gone: a model drafter without history is vLLM's own speculative_config "
+                "without rollout_spec; or leave drafter out, and history drafts beside the model"
+            )
+        if drafter != AUTO:
             check_name(drafter)
         return str(drafter)
 
@@ -140,11 +145,8 @@ class RolloutSpecConfig:
         if "\0" in path:
             raise ValueError(f"history_dir must be a path or a URL, and has a null character: {checks.shown(path)}")
         self._set(history_dir=path)
-        if not self.speculation or self.drafter == NO_HISTORY:
-            raise ValueError(
-                "history_dir is set, but the engine keeps no history: it has speculation=False, or no "
-                "drafter that drafts from it"
-            )
+        if not self.speculation:
+            raise ValueError("history_dir is set, but the engine keeps no history: it has speculation=False")
         if importlib.util.find_spec("pyarrow") is None:
             raise ValueError(f"history_dir needs pyarrow: {install('history')}")
         if self.drafter != AUTO:
@@ -175,7 +177,7 @@ class RolloutSpecConfig:
     @property
     def drafts_on_host(self) -> bool:
         """Whether drafts are made on the host, which needs each step's tokens there."""
-        return self.speculation and self.drafter != NO_HISTORY and not runs_on_device(self.drafter)
+        return self.speculation and not runs_on_device(self.drafter)
 
     def _check_ranges(self, ranges: Any) -> None:
         name = "num_speculative_tokens_per_batch_size"
@@ -242,8 +244,7 @@ class RolloutSpecConfig:
         `vllm serve` takes the same as JSON: `--additional-config` and `--speculative-config`.
 
         Raises:
-            ValueError: the VLLM_PLUGINS environment variable keeps vLLM from loading the plugin, or `drafter` is
-                `"none"` and there is no `speculative_config`.
+            ValueError: the VLLM_PLUGINS environment variable keeps vLLM from loading the plugin.
         """
         plugins = os.environ.get(PLUGINS_VARIABLE)
         if plugins is not None and CONFIG_KEY not in plugins.split(","):
@@ -256,11 +257,6 @@ class RolloutSpecConfig:
             method: dict[str, Any] = {"method": "custom_class", "model": PROPOSER_PATH}
             if self.speculative_config is not None:
                 method = dict(self.speculative_config)
-            elif self.drafter == NO_HISTORY:
-                raise ValueError(
-                    f"drafter={NO_HISTORY!r} leaves nothing to draft with: give the speculative_config of a model "
-                    "drafter, or use speculation=False"
-                )
             elif runs_on_device(self.drafter):
                 method = {"method": ASYNC_METHOD}
             kwargs["speculative_config"] = {**method, "num_speculative_tokens": self.num_speculative_tokens}

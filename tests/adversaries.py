@@ -57,6 +57,13 @@ class Adversary:
         pass
 
 
+class Silent(Adversary):
+    """Proposes nothing."""
+
+    def propose(self, req_ids, max_tokens):
+        return [Draft(np.zeros(0, np.int32), np.zeros(0, np.float32)) for _ in req_ids]
+
+
 class RaisesAfterSomeSteps(Adversary):
     """`propose` raises from the sixth call on."""
 

@@ -181,7 +181,7 @@ def use_config(name: str, value: Any) -> None:
     plain = json.loads(json.dumps(config.to_dict()))
     assert RolloutSpecConfig.from_dict(plain).to_dict() == RolloutSpecConfig.from_dict(config.to_dict()).to_dict()
     assert engine_kwargs(**options)["additional_config"]
-    if name == "drafter" and config.drafter not in ("auto", "none"):
+    if name == "drafter" and config.drafter != "auto":
         check_options(config.drafter, config.drafter_options)
 
 

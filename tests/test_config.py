@@ -67,7 +67,7 @@ def test_options_of_configuration_libraries():
             ValueError,
             "in speculative_config",
         ),
-        ({"drafter": "none"}, ValueError, "leaves nothing to draft with"),
+        ({"drafter": "none"}, ValueError, "vLLM's own speculative_config without rollout_spec; or leave drafter out"),
     ],
 )
 def test_bad_options(options, error, message):
@@ -345,10 +345,10 @@ def test_a_servers_commands_are_checked_however_they_are_given(monkeypatch):
             "engine; asynchronous scheduling in the V2 model runner. Not here: a budget",
         ),
         (
-            {"drafter": "none", "speculative_config": MTP},
+            {"drafter": "device", "speculative_config": MTP},
             True,
-            "up to 3 draft tokens per request and step, drafted by the model of 'mtp'; all are verified; asynchronous "
-            "scheduling in the V2 model runner. Not here: a budget",
+            "up to 3 draft tokens per request and step, drafted by 'device' and the model of 'mtp'; all are verified; "
+            "history ends with the engine; asynchronous scheduling in the V2 model runner. Not here: a budget",
         ),
         (
             {"history_dir": "/history", "budget": False, "verify": "rejection"},

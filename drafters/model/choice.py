@@ -61,8 +61,6 @@ class DraftChoice:
     Attributes:
         counts: float64 [2 * NUM_POSITION_BINS * NUM_PROBABILITY_BINS, 2]: a model's drafted tokens that were reached,
             and of these those that were right; greedy requests first.
-        first_tokens: int64 [2]: the first tokens of the model's drafts since the engine started, and of these those
-            that were right.
 
     Args:
         num_history_tokens: K, the longest draft.
@@ -71,7 +69,6 @@ class DraftChoice:
 
     def __init__(self, num_history_tokens: int, num_model_tokens: int) -> None:
         self.counts = np.zeros((2 * NUM_POSITION_BINS * NUM_PROBABILITY_BINS, 2))
-        self.first_tokens = np.zeros(2, np.int64)
         self._shape = num_history_tokens, num_model_tokens
         self._last = _new_last(16, *self._shape)
 
@@ -128,8 +125,7 @@ class DraftChoice:
         """
         kept, kept_starts = np.empty_like(target_token_ids), np.zeros_like(starts)
         accepted = np.empty_like(num_accepted)
-        counters = self.counts, self.first_tokens
-        _observe(rows, target_token_ids, starts, num_accepted, counters, self._last, kept, kept_starts, accepted)
+        _observe(rows, target_token_ids, starts, num_accepted, self.counts, self._last, kept, kept_starts, accepted)
         return kept[: kept_starts[-1]], kept_starts, accepted
 
     def forget(self) -> None:
@@ -212,13 +208,12 @@ def _observe(
     targets: NDArray[np.int64],
     starts: NDArray[np.int64],
     num_accepted: NDArray[np.int64],
-    counters: tuple[NDArray[np.float64], NDArray[np.int64]],
+    counts: NDArray[np.float64],
     last: LastDrafts,
     kept: NDArray[np.int64],
     kept_starts: NDArray[np.int64],
     accepted: NDArray[np.int64],
 ) -> None:
-    counts, first_tokens = counters
     at = 0
     for i in range(rows.size):
         row, start = rows[i], starts[i]
@@ -229,9 +224,6 @@ def _observe(
                 break
             is_right = last.model[row, j] == max(targets[start + j], 0)  # vLLM emits 0 where the target has no sample
             count_outcome(counts[last.cells[row, j]], is_right)
-            if j == 0:
-                first_tokens[0] += 1
-                first_tokens[1] += is_right
             if not is_right:
                 break
         accepted[i], num_kept = num_accepted[i], starts[i + 1] - start

@@ -33,7 +33,6 @@ def _grade_kernel(
     last_ptr,  # int32 [R, M]: its draft
     cells_ptr,  # int32 [R, M]
     counts_ptr,  # int32 [cells, 2], added to
-    first_tokens_ptr,  # int64 [2], added to
     M: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two, at least M
 ):
@@ -53,8 +52,6 @@ def _grade_kernel(
     tl.atomic_add(counts_ptr + cell * 2, 1, mask=reached, sem="relaxed")
     right = reached & (j < first_miss)
     tl.atomic_add(counts_ptr + cell * 2 + 1, 1, mask=right, sem="relaxed")
-    tl.atomic_add(first_tokens_ptr, tl.sum((reached & (j == 0)).to(tl.int64), 0), sem="relaxed")
-    tl.atomic_add(first_tokens_ptr + 1, tl.sum((right & (j == 0)).to(tl.int64), 0), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["model_stride", "probabilities_stride", "num_model"])
@@ -124,7 +121,6 @@ class DeviceChoice:
             return torch.zeros(*shape, dtype=torch.int32, device=device)
 
         self.counts = new(2 * choice.NUM_POSITION_BINS * choice.NUM_PROBABILITY_BINS, 2)
-        self._first_tokens = torch.zeros(2, dtype=torch.int64, device=device)
         self._last = new(max_requests) - 1, new(max_requests, num_model_tokens), new(max_requests, num_model_tokens)
         self._k, self._m = num_history_tokens, num_model_tokens
         self._num_steps = 0
@@ -168,7 +164,6 @@ class DeviceChoice:
             last,
             cells,
             self.counts,
-            self._first_tokens,
             M=self._m,
             WIDTH=triton.next_power_of_2(self._m),
             num_warps=1,
@@ -212,9 +207,4 @@ class DeviceChoice:
     def model_counts(self) -> tuple[int, int]:
         """As `choice.DraftChoice.model_counts`. Waits for the device."""
         reached, right = self.counts.sum(0).tolist()
-        return reached, right
-
-    def first_tokens(self) -> tuple[int, int]:
-        """As `choice.DraftChoice.first_tokens`. Waits for the device."""
-        reached, right = self._first_tokens.tolist()
         return reached, right

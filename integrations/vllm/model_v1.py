@@ -17,7 +17,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.integrations.vllm.configuration import has_model_drafter
 from rollout_spec.integrations.vllm.host_copy import HostCopy
-from rollout_spec.integrations.vllm.model_drafters import ModelAlone, num_model_tokens
+from rollout_spec.integrations.vllm.model_drafters import num_model_tokens
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
 from rollout_spec.verify.draw import draw
 
@@ -35,9 +35,8 @@ class ModelDrafter:
 
     Attributes:
         num_model_tokens: How many tokens it drafts.
-        alone: Set where there is no history (`drafter="none"`).
         wants_model: Says for a number of requests whether the model shall draft; otherwise it only makes its first
-            pass, so that its KV cache has no gaps. Set where it drafts beside history.
+            pass, so that its KV cache has no gaps.
 
     Args:
         proposer: vLLM's `EagleProposer` or `DraftModelProposer`, or one that is derived from the same class.
@@ -45,7 +44,6 @@ class ModelDrafter:
     """
 
     def __init__(self, proposer: Any, runner: Any, config: RolloutSpecConfig) -> None:
-        self.alone: ModelAlone | None = None
         self.wants_model: Callable[[int], bool] = lambda num_requests: True
         self.num_model_tokens = num_model_tokens(config)
         self._is_coupled = config.verify == "sample"
@@ -73,8 +71,6 @@ class ModelDrafter:
         wanted = self._always_drafts or self.wants_model(len(self._runner.input_batch.req_ids))
         limit = min(num_speculative_tokens, self.num_model_tokens) if wanted else 0
         tokens: torch.Tensor = self._propose(*args, num_speculative_tokens=limit, **kwargs)
-        if self.alone is not None:
-            return self._from_first_rank(tokens if self.alone.enabled else torch.zeros_like(tokens))
         if limit == 0:
             return tokens
         if self._is_coupled and self._probabilities:

@@ -13,16 +13,13 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from rollout_spec.config import NO_HISTORY
 from rollout_spec.drafters.model.choice_device import DeviceChoice
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.device import DeviceSpeculator
-from rollout_spec.integrations.vllm.draft_watch import DraftWatch
-from rollout_spec.integrations.vllm.model_drafters import ModelAlone, num_model_tokens
+from rollout_spec.integrations.vllm.model_drafters import num_model_tokens
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
 from rollout_spec.integrations.vllm.session import MODEL
-from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.verify import kernel
 from rollout_spec.verify.draw import finish
 
@@ -46,8 +43,7 @@ class ModelSpeculation:
     """What is put before the class of vLLM's speculator.
 
     Attributes:
-        history: Drafts from history; None with `drafter="none"`.
-        speculation: What the engine's commands ask: `history`, or a `ModelAlone`.
+        history: Drafts from history.
         stats: This engine's counters.
         num_speculative_tokens: K.
         num_speculative_steps: vLLM's name for how many tokens the model drafts.
@@ -62,19 +58,13 @@ class ModelSpeculation:
         assert config is not None
         self.num_speculative_tokens = config.num_speculative_tokens
         self.num_speculative_steps = num_model_tokens(config)
-        self.history: DeviceSpeculator | None = None
-        if config.drafter == NO_HISTORY:
-            self.stats = SpeculationStats()
-            self.speculation: Any = ModelAlone(config.num_speculative_tokens, self.stats)
-        else:
-            self.speculation = self.history = DeviceSpeculator(vllm_config, device)
-            self.stats, self.history.keeps_rates = self.history.stats, True
+        self.history = DeviceSpeculator(vllm_config, device)
+        self.stats, self.history.keeps_rates = self.history.stats, True
         self._is_coupled = config.verify == "sample"
         num_requests = vllm_config.scheduler_config.max_num_seqs
         self._probabilities = torch.ones(num_requests, self.num_speculative_tokens, dtype=torch.float32, device=device)
         self.draft_token_confidence_probs = torch.zeros_like(self._probabilities)
         self._choice = DeviceChoice(num_requests, config.num_speculative_tokens, self.num_speculative_steps, device)
-        self._draft_watch = DraftWatch()
         # Ranks round sums differently, and must choose the same draft.
         self._from_first_rank = broadcasting_from_first_rank(vllm_config, device)
         self._runner: Any = None
@@ -82,8 +72,7 @@ class ModelSpeculation:
     def bind(self, runner: Any, adapter: Any, sampler: Any) -> None:
         """Give the speculator the runner it serves."""
         self._runner = runner
-        if self.history is not None:
-            self.history.bind(runner, adapter, sampler)
+        self.history.bind(runner, adapter, sampler)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """As vLLM's. The first of the model's passes reads as many tokens as the target's, of which there are K + 1."""
@@ -151,8 +140,6 @@ class ModelSpeculation:
             num_model = kwargs["num_speculative_tokens"] = min(num_model, kwargs["num_speculative_tokens"])
         state = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, *args
         model = super().propose(*state, dummy_run=dummy_run, **kwargs)  # type: ignore[misc]
-        if self.history is None:
-            return self._from_first_rank(model if self.speculation.enabled else torch.zeros_like(model))
         history = self.history.propose(*state, dummy_run=dummy_run, **kwargs)
         if self._runner is None or not self.history.enabled:
             return history
@@ -178,7 +165,6 @@ class ModelSpeculation:
             history: int64 [B, K].
             model: int64 [B, M].
         """
-        assert self.history is not None
         states, (num_requests, num_model) = self._runner.req_states, model.shape
         drafts, rates, is_model = self._choice.choose(
             slots,
@@ -201,64 +187,56 @@ class ModelSpeculation:
 
     def on_requests_added(self, requests: Any) -> None:
         """As `DeviceSpeculator.on_requests_added`."""
-        if self.history is not None:
-            self.history.on_requests_added(requests)
+        self.history.on_requests_added(requests)
 
     def on_finish_requests(self, finished: Any, preempted: Any) -> None:
         """As `DeviceSpeculator.on_finish_requests`."""
-        if self.history is not None:
-            self.history.on_finish_requests(finished, preempted)
+        self.history.on_finish_requests(finished, preempted)
 
     @property
     def enabled(self) -> bool:
         """Whether drafts are worth anything. Otherwise they are token 0: vLLM has scheduled them already."""
-        return bool(self.speculation.enabled)
+        return self.history.enabled
 
     @property
     def wants_features(self) -> bool:
         """Whether what the target sees is of use to history."""
-        return bool(self.speculation.wants_features)
+        return self.history.wants_features
 
     def set_enabled(self, enabled: bool) -> None:
         """Draft from now on, or no longer. The model runs on, so that its KV cache has no gaps."""
-        self.speculation.set_enabled(enabled)
+        self.history.set_enabled(enabled)
 
     def begin_policy_version(self, version: int) -> None:
-        """Tell history that weights have changed. Waits for the device, to learn whether the model has lost touch."""
-        if self.history is not None:
-            self._draft_watch.observe(version, *self._choice.first_tokens())
-            self._choice.begin_policy_version()
-        self.speculation.begin_policy_version(version)
+        """Tell history that weights have changed."""
+        self._choice.begin_policy_version()
+        self.history.begin_policy_version(version)
 
     @property
     def engine_history(self) -> Any:
         """Keeps history beyond this engine; None without `history_dir`."""
-        return self.history.engine_history if self.history is not None else None
+        return self.history.engine_history
 
     def history_summary(self) -> dict[str, int]:
-        """What history holds; empty without history."""
-        return self.history.history_summary() if self.history is not None else {}
+        """What history holds."""
+        return self.history.history_summary()
 
     def close(self) -> None:
         """As `DeviceSpeculator.close`."""
-        if self.history is not None:
-            self.history.close()
+        self.history.close()
 
     def exchange_history(self) -> None:
         """As `DeviceSpeculator.exchange_history`."""
-        if self.history is not None:
-            self.history.exchange_history()
+        self.history.exchange_history()
 
     def num_live_requests(self) -> int:
         """Requests whose end history has not seen."""
-        return int(self.speculation.num_live_requests())
+        return self.history.num_live_requests()
 
     def memory_bytes(self) -> int:
         """Bytes that are held besides the model."""
-        return int(self.speculation.memory_bytes())
+        return self.history.memory_bytes()
 
     def source_counts(self) -> dict[str, list[int]]:
         """By source, [drafted tokens that the target reached, those that were right]."""
-        if self.history is None:
-            return {}
         return {**self.history.source_counts(), MODEL: list(self._choice.model_counts())}

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor
 
-from rollout_spec.config import NO_HISTORY, RolloutSpecConfig
+from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import FEATURE_WORDS, Features
 from rollout_spec.features.torch import pack_distributions, pack_signatures, prepare
@@ -27,7 +27,6 @@ from rollout_spec.integrations.vllm.commands import EngineParts, Speculation, ru
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.host_copy import HostCopy, to_device
 from rollout_spec.integrations.vllm.live_requests import Sampled, read_new_tokens, select
-from rollout_spec.integrations.vllm.model_drafters import ModelAlone
 from rollout_spec.integrations.vllm.model_v1 import ModelDrafter, find_model_drafter
 from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank, sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import HistoryKeepingAdapter
@@ -85,7 +84,7 @@ class RunnerAdapter(HistoryKeepingAdapter):
         clock: Times the runner's steps.
         weights: Notices when the worker gets new ones.
         stats: This engine's counters.
-        proposer: Drafts from history; None without speculation or without history.
+        proposer: Drafts from history; None without speculation.
         model_drafter: vLLM's own drafter with a model; None if there is none.
 
     Args:
@@ -103,7 +102,7 @@ class RunnerAdapter(HistoryKeepingAdapter):
         self.model_drafter: ModelDrafter | None = find_model_drafter(runner, config)
         self.proposer: RolloutSpecProposer | None = getattr(runner, "drafter", None)
         if self.model_drafter is not None:
-            self.proposer = RolloutSpecProposer(runner.vllm_config) if config.drafter != NO_HISTORY else None
+            self.proposer = RolloutSpecProposer(runner.vllm_config)
         self.stats = self.proposer.stats if self.proposer is not None else SpeculationStats()
         self.clock = StepClock(runner.device, self.stats)
         self.weights = WeightWatch(agreeing_on_any(runner.vllm_config))
@@ -114,9 +113,6 @@ class RunnerAdapter(HistoryKeepingAdapter):
                 # Ranks round sums differently.
                 self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
         self._speculation: Speculation | None = None if self.proposer is None else self.proposer.session
-        if self.model_drafter is not None and self.proposer is None:
-            self._speculation = ModelAlone(config.num_speculative_tokens, self.stats)
-            self.model_drafter.alone = self._speculation
         refuse_own_processors(processors)
 
     # -- commands from the front end ---------------------------------------------------------------------------------
@@ -262,9 +258,6 @@ class RunnerAdapter(HistoryKeepingAdapter):
         """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, biases."""
         runner = self._runner
         runner.input_batch.update_async_output_token_ids()
-        # Where a model drafts alone, scheduling may be asynchronous, and vLLM's batch has placeholders for its drafts.
-        if metadata is not None and runner.use_async_scheduling and runner._draft_token_req_ids is not None:
-            runner.input_batch.update_async_spec_token_ids(runner._get_draft_token_ids_cpu()[0])
         sampler, processed = runner.sampler, logits.to(torch.float32, copy=True)
         if self._adds_biases:  # first: vLLM, which does so without speculation only, does it before penalties
             self._add_biases(processed, metadata)

@@ -24,7 +24,6 @@ from rollout_spec.features.format import take
 from rollout_spec.history.rollout import Rollout, Root
 from rollout_spec.history.roots import Roots
 from rollout_spec.integrations.vllm import live_requests
-from rollout_spec.integrations.vllm.draft_watch import DraftWatch
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.live_requests import LiveRequest, Sampled, pieces, select
 from rollout_spec.integrations.vllm.request_options import request_options
@@ -135,7 +134,6 @@ class DraftingSession:
         self.choice = DraftChoice(config.num_speculative_tokens, num_model_tokens) if num_model_tokens else None
         # Of a drafter that a user has derived from ours the adapter's class is asked, which has no such method.
         self._continues = hasattr(type(self.drafter), "continue_batch")
-        self._draft_watch = DraftWatch()
         self._uses_model = True  # in this step
         self._model_budget = ModelBudget() if num_model_tokens and config.budget else None
         self._share_from_first_rank = share_from_first_rank
@@ -300,7 +298,6 @@ class DraftingSession:
         """Tell the drafter that weights have changed. Raises like `draft`."""
         if self.choice is not None:
             self.choice.begin_policy_version()
-            self._draft_watch.observe(version, *self.choice.first_tokens.tolist())
         if not self.broken:
             self._ask(lambda: self.drafter.begin_policy_version(version))
         history = self.engine_history

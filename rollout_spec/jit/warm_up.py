@@ -15,7 +15,7 @@ from numba.core import event
 
 from rollout_spec.budget.decide import Budget
 from rollout_spec.budget.estimates import flatten
-from rollout_spec.config import NO_HISTORY, RolloutSpecConfig
+from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.model.choice import DraftChoice, ModelDrafts
 from rollout_spec.history.roots import Roots
@@ -53,9 +53,8 @@ def warm_up(
     with _reporting(log):
         if config.speculation:
             drafts = [Draft(np.array([1, 2], np.int32), np.array([0.9, 0.5], np.float32))] * 2
-            if config.drafter != NO_HISTORY:
-                roots, token = Roots(), np.zeros(1, np.int32)
-                roots.stop(roots.start(token, lambda: 0), token)
+            roots, token = Roots(), np.zeros(1, np.int32)
+            roots.stop(roots.start(token, lambda: 0), token)
             if config.drafts_on_host:
                 _advance()
                 if has_model:
