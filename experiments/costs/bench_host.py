@@ -281,7 +281,7 @@ class Ours:
         config = engine_config(k, len(runner.discard_request_mask.np), **options)
         runner.vllm_config = config  # type: ignore[attr-defined]
         runner.drafter = runner_v1.RolloutSpecProposer(config)  # type: ignore[attr-defined]
-        self.adapter = runner_v1.RunnerAdapter(
+        self.adapter = runner_v1.RunnerAdapterV1(
             runner, RolloutSpecConfig.from_dict(config.additional_config["rollout_spec"])
         )
         runner.rollout_spec = self.adapter  # type: ignore[attr-defined]

@@ -131,7 +131,7 @@ class Case:
     # -- ours --------------------------------------------------------------------------------------------------------
 
     def ours_v1(self) -> Any:
-        """As `vllm_v1.RunnerAdapter` calls it."""
+        """As `RunnerAdapterV1` calls it."""
         mode = "processed_logprobs" if self.logprobs else None
         return verify(self.logits, self.drafts, self.cu, self.rows, logprobs_mode=mode, max_draft_tokens=self.k)
 

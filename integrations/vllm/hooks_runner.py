@@ -6,7 +6,6 @@ for us. A runner of any other engine has `rollout_spec = None`.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,15 +21,34 @@ from rollout_spec.integrations.vllm.ranks import end_if_unheard
 
 def init_v1(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Give a V1 runner its adapter."""
-    _init("rollout_spec.integrations.vllm.runner_v1", original, self, vllm_config, *args, **kwargs)
+    _init(_adapter_v1, original, self, vllm_config, *args, **kwargs)
 
 
 def init_v2(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Give a V2 runner its adapter."""
-    _init("rollout_spec.integrations.vllm.runner_v2", original, self, vllm_config, *args, **kwargs)
+    _init(_adapter_v2, original, self, vllm_config, *args, **kwargs)
 
 
-def _init(adapters: str, original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+def _adapter_v1(runner: Any, config: RolloutSpecConfig) -> Any:
+    from rollout_spec.integrations.vllm.runner_v1 import RunnerAdapterV1
+
+    return RunnerAdapterV1(runner, config)
+
+
+def _adapter_v2(runner: Any, config: RolloutSpecConfig) -> Any:
+    from rollout_spec.integrations.vllm.runner_v2 import RunnerAdapterV2
+
+    return RunnerAdapterV2(runner, config)
+
+
+def _init(
+    make_adapter: Callable[..., Any],
+    original: Callable[..., None],
+    self: Any,
+    vllm_config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
     self.rollout_spec = None
     config = config_of(vllm_config)
     with without_untrue_warnings(config is not None):
@@ -38,7 +56,7 @@ def _init(adapters: str, original: Callable[..., None], self: Any, vllm_config: 
     if config is not None:
         check_environment(config)
         _warm_up(config, self.device, has_model=has_model_drafter(vllm_config))
-        self.rollout_spec = importlib.import_module(adapters).RunnerAdapter(self, config)
+        self.rollout_spec = make_adapter(self, config)
 
 
 def _warm_up(config: RolloutSpecConfig, device: Any, *, has_model: bool) -> None:

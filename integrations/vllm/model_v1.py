@@ -1,7 +1,7 @@
 """vLLM's own drafters with a model in the V1 runner, drawing their tokens with the target's noise.
 
 vLLM's runner goes on to call its drafter, which keeps its KV cache as ever. Only the choice of each drafted token is
-replaced, and how many are drafted. Once vLLM has recorded a step's tokens, `vllm_v1.RunnerAdapter` joins these drafts
+replaced, and how many are drafted. Once vLLM has recorded a step's tokens, `RunnerAdapterV1` joins these drafts
 with those of history, per request and of any length, and leaves the result where vLLM looks for its drafter's.
 """
 

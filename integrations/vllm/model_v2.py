@@ -19,7 +19,6 @@ from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.device import DeviceSpeculator
 from rollout_spec.integrations.vllm.model_drafters import num_model_tokens
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
-from rollout_spec.integrations.vllm.session import MODEL
 from rollout_spec.verify import kernel
 from rollout_spec.verify.draw import finish
 
@@ -43,14 +42,11 @@ class ModelSpeculation:
     """What is put before the class of vLLM's speculator.
 
     Attributes:
-        history: Drafts from history.
+        history: Drafts from history, and is what the engine's commands ask.
         stats: This engine's counters.
-        num_speculative_tokens: K.
         num_speculative_steps: vLLM's name for how many tokens the model drafts.
         draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification.
     """
-
-    budget = None
 
     def take_over(self, vllm_config: Any, device: torch.device) -> None:
         """Called once, in place of a constructor."""
@@ -65,6 +61,7 @@ class ModelSpeculation:
         self._probabilities = torch.ones(num_requests, self.num_speculative_tokens, dtype=torch.float32, device=device)
         self.draft_token_confidence_probs = torch.zeros_like(self._probabilities)
         self._choice = DeviceChoice(num_requests, config.num_speculative_tokens, self.num_speculative_steps, device)
+        self.history.choice = self._choice
         # Ranks round sums differently, and must choose the same draft.
         self._from_first_rank = broadcasting_from_first_rank(vllm_config, device)
         self._runner: Any = None
@@ -182,61 +179,3 @@ class ModelSpeculation:
                 values[:, num_model:] = torch.where(is_model[:, None] > 0, continued, values[:, num_model:])
         self.draft_token_confidence_probs[:num_requests] = rates
         return drafts
-
-    # -- requests come and go, commands ------------------------------------------------------------------------------
-
-    def on_requests_added(self, requests: Any) -> None:
-        """As `DeviceSpeculator.on_requests_added`."""
-        self.history.on_requests_added(requests)
-
-    def on_finish_requests(self, finished: Any, preempted: Any) -> None:
-        """As `DeviceSpeculator.on_finish_requests`."""
-        self.history.on_finish_requests(finished, preempted)
-
-    @property
-    def enabled(self) -> bool:
-        """Whether drafts are worth anything. Otherwise they are token 0: vLLM has scheduled them already."""
-        return self.history.enabled
-
-    @property
-    def wants_features(self) -> bool:
-        """Whether what the target sees is of use to history."""
-        return self.history.wants_features
-
-    def set_enabled(self, enabled: bool) -> None:
-        """Draft from now on, or no longer. The model runs on, so that its KV cache has no gaps."""
-        self.history.set_enabled(enabled)
-
-    def begin_policy_version(self, version: int) -> None:
-        """Tell history that weights have changed."""
-        self._choice.begin_policy_version()
-        self.history.begin_policy_version(version)
-
-    @property
-    def engine_history(self) -> Any:
-        """Keeps history beyond this engine; None without `history_dir`."""
-        return self.history.engine_history
-
-    def history_summary(self) -> dict[str, int]:
-        """What history holds."""
-        return self.history.history_summary()
-
-    def close(self) -> None:
-        """As `DeviceSpeculator.close`."""
-        self.history.close()
-
-    def exchange_history(self) -> None:
-        """As `DeviceSpeculator.exchange_history`."""
-        self.history.exchange_history()
-
-    def num_live_requests(self) -> int:
-        """Requests whose end history has not seen."""
-        return self.history.num_live_requests()
-
-    def memory_bytes(self) -> int:
-        """Bytes that are held besides the model."""
-        return self.history.memory_bytes()
-
-    def source_counts(self) -> dict[str, list[int]]:
-        """By source, [drafted tokens that the target reached, those that were right]."""
-        return {**self.history.source_counts(), MODEL: list(self._choice.model_counts())}

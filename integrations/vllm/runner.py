@@ -2,19 +2,86 @@
 
 from __future__ import annotations
 
-from rollout_spec.integrations.vllm.commands import Speculation
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.features.torch import prepare
+from rollout_spec.integrations.vllm.clock import StepClock
+from rollout_spec.integrations.vllm.commands import EngineParts, run_command
+from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank
+from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.integrations.vllm.weights import WeightWatch
+from rollout_spec.report.stats import SpeculationStats
 
 
-class HistoryKeepingAdapter:
-    """Begins and ends the history that outlives an engine.
+class RunnerAdapter:
+    """Stands between one of vLLM's model runners, whose hooks call it, and the engine's drafter.
 
     Attributes:
+        clock: Times the runner's steps.
         weights: Notices when the worker gets new ones.
+        stats: This engine's counters.
+
+    Args:
+        runner: vLLM's `GPUModelRunner`.
+        speculation: None for an engine that samples with our noise only.
     """
 
-    weights: WeightWatch
-    _speculation: Speculation | None
+    def __init__(
+        self, runner: Any, config: RolloutSpecConfig, speculation: Speculation | None, stats: SpeculationStats
+    ) -> None:
+        self.stats = stats
+        self.clock = StepClock(runner.device, stats)
+        self.weights = WeightWatch(agreeing_on_any(runner.vllm_config))
+        self._runner = runner
+        self._config = config
+        self._speculation = speculation
+        if speculation is not None and speculation.wants_features:
+            prepare(runner.vllm_config.model_config.get_hidden_size(), runner.device)
+            # Ranks round sums differently.
+            self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
+
+    @property
+    def requests(self) -> Mapping[str, Any]:
+        """vLLM's requests by id, all that have not ended; preempted ones stay."""
+        raise NotImplementedError
+
+    def finish_counting(self) -> None:
+        """Count the verifications that have not been counted, as reading them at once would wait for the device."""
+        raise NotImplementedError
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether what the target sees is of use to the drafter."""
+        return self._speculation is not None and self._speculation.enabled and self._speculation.wants_features
+
+    def _join_features(self, signatures: torch.Tensor, distributions: torch.Tensor) -> torch.Tensor:
+        """What the target saw at the step's rows, int64 [N, FEATURE_WORDS], equal on all ranks."""
+        return self._from_first_rank(torch.cat((signatures, distributions), 1))
+
+    def command(self, name: str, *args: Any) -> Any:
+        """See `rollout_spec.integrations.vllm.commands.run_command`."""
+        self.finish_counting()
+        self.clock.read()
+        if self._speculation is not None:
+            self._speculation.end_missing(self.requests)
+        return run_command(EngineParts(self._config, self._speculation, self.stats, self.weights), name, *args)
+
+    def begin_step(self) -> None:
+        """Called before every step runs."""
+        version = self.weights.begin_step()
+        if version is not None and self._speculation is not None:
+            self._speculation.begin_policy_version(version)
+        if self._speculation is None or self._speculation.enabled:
+            self.clock.start()
+
+    def on_forward(self) -> None:
+        """Called when the model has run, before anything is sampled."""
+        if self._speculation is not None:
+            self._speculation.exchange_history()
 
     def load_history(self) -> None:
         """Take in the history of earlier runs. Called once the engine is built, before its first request."""

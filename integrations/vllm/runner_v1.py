@@ -1,13 +1,14 @@
 """Speculation in vLLM's V1 model runner: the proposer that vLLM calls, and the adapter that takes over sampling.
 
-One engine step: vLLM runs the target over every scheduled token and hands the logits to `RunnerAdapter.sample`, which
+One engine step: vLLM runs the target over every scheduled token and hands the logits to `RunnerAdapterV1.sample`, which
 verifies the drafts; after vLLM has recorded the sampled tokens it calls `RolloutSpecProposer.propose`, which tells the
 drafter what became of its drafts and what was sampled, and returns the next drafts. Where vLLM has a drafter with a
-model, it is called before that, and `RunnerAdapter.join_drafts` has our proposer choose between both.
+model, it is called before that, and `RunnerAdapterV1.join_drafts` has our proposer choose between both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -21,15 +22,13 @@ from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import FEATURE_WORDS, Features
-from rollout_spec.features.torch import pack_distributions, pack_signatures, prepare
-from rollout_spec.integrations.vllm.clock import StepClock
-from rollout_spec.integrations.vllm.commands import EngineParts, Speculation, run_command
+from rollout_spec.features.torch import pack_distributions, pack_signatures
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.host_copy import HostCopy, to_device
 from rollout_spec.integrations.vllm.live_requests import Sampled, read_new_tokens, select
 from rollout_spec.integrations.vllm.model_v1 import ModelDrafter, find_model_drafter
-from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank, sharing_from_first_rank
-from rollout_spec.integrations.vllm.runner import HistoryKeepingAdapter
+from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
+from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (
     compile_kernels,
     needs_processing,
@@ -40,7 +39,6 @@ from rollout_spec.integrations.vllm.sampling import (
     verifier_scores,
 )
 from rollout_spec.integrations.vllm.session import DraftingSession
-from rollout_spec.integrations.vllm.weights import WeightWatch
 from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.api import verify
@@ -77,13 +75,10 @@ class Verification(NamedTuple):
     features: Features | None  # of these
 
 
-class RunnerAdapter(HistoryKeepingAdapter):
+class RunnerAdapterV1(RunnerAdapter):
     """Samples in place of vLLM's samplers, for one model runner.
 
-    Attributes:
-        clock: Times the runner's steps.
-        weights: Notices when the worker gets new ones.
-        stats: This engine's counters.
+    Attributes: those of `RunnerAdapter`, and
         proposer: Drafts from history; None without speculation.
         model_drafter: vLLM's own drafter with a model; None if there is none.
 
@@ -92,8 +87,6 @@ class RunnerAdapter(HistoryKeepingAdapter):
     """
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
-        self._runner = runner
-        self._config = config
         self._batch: _Batch | None = None
         self._outcome: _Outcome | None = None
         processors = list(runner.input_batch.logitsprocs.all)
@@ -103,27 +96,22 @@ class RunnerAdapter(HistoryKeepingAdapter):
         self.proposer: RolloutSpecProposer | None = getattr(runner, "drafter", None)
         if self.model_drafter is not None:
             self.proposer = RolloutSpecProposer(runner.vllm_config)
-        self.stats = self.proposer.stats if self.proposer is not None else SpeculationStats()
-        self.clock = StepClock(runner.device, self.stats)
-        self.weights = WeightWatch(agreeing_on_any(runner.vllm_config))
         if self.proposer is not None:
             self.proposer.bind(runner, self.model_drafter)
-            if self.proposer.session.wants_features:
-                prepare(runner.vllm_config.model_config.get_hidden_size(), runner.device)
-                # Ranks round sums differently.
-                self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
-        self._speculation: Speculation | None = None if self.proposer is None else self.proposer.session
+            super().__init__(runner, config, self.proposer.session, self.proposer.stats)
+        else:
+            super().__init__(runner, config, None, SpeculationStats())
         refuse_own_processors(processors)
 
-    # -- commands from the front end ---------------------------------------------------------------------------------
+    @property
+    def requests(self) -> Mapping[str, Any]:
+        """See `RunnerAdapter`."""
+        requests: Mapping[str, Any] = self._runner.requests
+        return requests
 
-    def command(self, name: str, *args: Any) -> Any:
-        """See `rollout_spec.integrations.vllm.commands.run_command`."""
+    def finish_counting(self) -> None:
+        """See `RunnerAdapter`."""
         self.count_last_verification()
-        self.clock.read()
-        if self.proposer is not None:
-            self.proposer.session.end_missing(self._runner.requests)
-        return run_command(EngineParts(self._config, self._speculation, self.stats, self.weights), name, *args)
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up. On CPUs the verifier has no kernels."""
@@ -131,18 +119,9 @@ class RunnerAdapter(HistoryKeepingAdapter):
             draws = self.model_drafter is not None and self._config.verify == "sample"
             compile_kernels(self._config, self._runner, draws=draws)
 
-    def begin_step(self) -> None:
-        """Called before every step runs."""
-        version = self.weights.begin_step()
-        if version is not None and self._speculation is not None:
-            self._speculation.begin_policy_version(version)
-        if self.proposer is None or self.proposer.session.enabled:
-            self.clock.start()
-
     def on_forward(self) -> None:
-        """Called when the model has run, before anything is sampled."""
-        if self._speculation is not None:
-            self._speculation.exchange_history()
+        """See `RunnerAdapter`. Keeps the step's hidden states."""
+        super().on_forward()
         state = self._runner.execute_model_state
         self._hidden = None if state is None else state.sample_hidden_states
 
@@ -247,12 +226,10 @@ class RunnerAdapter(HistoryKeepingAdapter):
     ) -> torch.Tensor | None:
         """What the target saw at every row, int64 [N, FEATURE_WORDS]; None if the drafter does not want to know."""
         hidden, self._hidden = self._hidden, None
-        session = None if self.proposer is None else self.proposer.session
-        if hidden is None or session is None or not (session.enabled and session.wants_features):
+        if hidden is None or not self.wants_features:
             return None
         request = index_rows(cu_num_draft_tokens, hidden.shape[0]).request
-        features = torch.cat((pack_signatures(hidden), pack_distributions(logits, rows, request)), 1)
-        return self._from_first_rank(features)
+        return self._join_features(pack_signatures(hidden), pack_distributions(logits, rows, request))
 
     def _process(self, logits: torch.Tensor, metadata: Any, sampling: Any) -> torch.Tensor:
         """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, biases."""

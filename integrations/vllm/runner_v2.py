@@ -13,7 +13,7 @@ speculation.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -29,15 +29,13 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features.format import FEATURE_WORDS
-from rollout_spec.features.torch import pack_distributions, pack_signatures, prepare
+from rollout_spec.features.torch import pack_distributions, pack_signatures
 from rollout_spec.integrations.vllm import compat
-from rollout_spec.integrations.vllm.clock import StepClock
-from rollout_spec.integrations.vllm.commands import EngineParts, Speculation, run_command
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.host_copy import HostCopy
 from rollout_spec.integrations.vllm.live_requests import Sampled, pieces, select
-from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank, sharing_from_first_rank
-from rollout_spec.integrations.vllm.runner import HistoryKeepingAdapter
+from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
+from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (
     compile_kernels,
     needs_processing,
@@ -47,7 +45,6 @@ from rollout_spec.integrations.vllm.sampling import (
     verifier_scores,
 )
 from rollout_spec.integrations.vllm.session import DraftingSession
-from rollout_spec.integrations.vllm.weights import WeightWatch
 from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array, SamplingBatch, VerifyResult
 from rollout_spec.verify import kernel
@@ -71,43 +68,36 @@ class _Counts(NamedTuple):
     req_ids: list[str]
 
 
-class RunnerAdapter(HistoryKeepingAdapter):
-    """Follows one V2 model runner's requests and counts what happens to them.
+class RunnerAdapterV2(RunnerAdapter):
+    """Follows one V2 model runner's requests, whose samplers it replaces.
 
-    Attributes:
-        requests: vLLM's `NewRequestData` of each request that has not finished; preempted ones stay.
+    Attributes: those of `RunnerAdapter`, and
         warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
-        stats: This engine's counters.
-        clock: Times the runner's steps.
-        weights: Notices when the worker gets new ones.
         speculator: A `HistorySpeculator`, a `DeviceSpeculator` or a `ModelSpeculation`; None for an engine without
             speculation, which samples with our noise only.
     """
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
-        self.requests: dict[str, Any] = {}
         self.requests_have_changed = True
         self.warming_up = False
         self.speculator: Any = runner.speculator
         self.host_speculator = self.speculator if isinstance(self.speculator, HistorySpeculator) else None
-        self._device_speculator = self.speculator if self.host_speculator is None else None
-        self._speculation: Speculation | None = (
-            self.host_speculator.session if self.host_speculator is not None else self._device_speculator
-        )
-        self.stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
-        self.clock = StepClock(runner.device, self.stats)
-        self.weights = WeightWatch(agreeing_on_any(runner.vllm_config))
-        self._runner = runner
-        self._config = config
-        if self._speculation is not None and self._speculation.wants_features:
-            prepare(runner.vllm_config.model_config.get_hidden_size(), runner.device)
-            # Ranks round sums differently.
-            self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
+        self._device_speculator = None  # which drafts from history, beside a model or not
+        if self.host_speculator is None:
+            self._device_speculator = getattr(self.speculator, "history", self.speculator)
+        self._requests: dict[str, Any] = {}
+        speculation = self.host_speculator.session if self.host_speculator is not None else self._device_speculator
+        stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
+        super().__init__(runner, config, speculation, stats)
 
     @property
-    def wants_features(self) -> bool:
-        """Whether what the target sees is of use to the drafter."""
-        return self._speculation is not None and self._speculation.enabled and self._speculation.wants_features
+    def requests(self) -> Mapping[str, Any]:
+        """vLLM's `NewRequestData` of each request that has not finished; preempted ones stay."""
+        return self._requests
+
+    def finish_counting(self) -> None:
+        """See `RunnerAdapter`."""
+        self._runner.sampler.read_counts(wait=True)
 
     def compute_features(self, last_hidden_states: torch.Tensor, input_batch: Any) -> torch.Tensor | None:
         """What the target saw at the step's rows, int64 [N, FEATURE_WORDS]; None where the drafter has no use for it.
@@ -123,7 +113,7 @@ class RunnerAdapter(HistoryKeepingAdapter):
         if distributions is None:
             return None
         signatures = pack_signatures(last_hidden_states[input_batch.logits_indices])
-        return self._from_first_rank(torch.cat((signatures, distributions), 1))
+        return self._join_features(signatures, distributions)
 
     def take_over_sampling(self) -> None:
         """Replace the runner's samplers; called once they exist.
@@ -155,31 +145,10 @@ class RunnerAdapter(HistoryKeepingAdapter):
         finally:
             self.warming_up = before
 
-    def command(self, name: str, *args: Any) -> Any:
-        """See `rollout_spec.integrations.vllm.commands.run_command`."""
-        self._runner.sampler.read_counts(wait=True)
-        self.clock.read()
-        if self.host_speculator is not None:
-            self.host_speculator.session.end_missing(self.requests)
-        return run_command(EngineParts(self._config, self._speculation, self.stats, self.weights), name, *args)
-
-    def begin_step(self) -> None:
-        """Called before every step runs."""
-        version = self.weights.begin_step()
-        if version is not None and self._speculation is not None:
-            self._speculation.begin_policy_version(version)
-        if self._speculation is None or self._speculation.enabled:
-            self.clock.start()
-
-    def on_forward(self) -> None:
-        """Called when the model has run; V2 hands the hidden states to the speculator."""
-        if self._speculation is not None:
-            self._speculation.exchange_history()
-
     def on_add_requests(self, scheduler_output: Any) -> None:
         """Called with every step's schedule, before it runs."""
         if not self.warming_up and scheduler_output.scheduled_new_reqs:
-            self.requests.update((request.req_id, request) for request in scheduler_output.scheduled_new_reqs)
+            self._requests.update((request.req_id, request) for request in scheduler_output.scheduled_new_reqs)
             self.requests_have_changed = True
 
     def on_requests_added(self, scheduler_output: Any) -> None:
@@ -189,7 +158,7 @@ class RunnerAdapter(HistoryKeepingAdapter):
 
     def on_finish_requests(self, scheduler_output: Any) -> None:
         """Called with every step's schedule, before it runs. Preempted requests are not finished."""
-        finished = [(req_id, self.requests.pop(req_id, None)) for req_id in scheduler_output.finished_req_ids]
+        finished = [(req_id, self._requests.pop(req_id, None)) for req_id in scheduler_output.finished_req_ids]
         self.requests_have_changed |= bool(finished)
         if self._device_speculator is not None:
             self._device_speculator.on_finish_requests(finished, scheduler_output.preempted_req_ids or ())
@@ -211,13 +180,13 @@ class VerifyingSampler:
 
     Attributes:
         outcome: Of the last step, until the host's speculator reads it.
-        distributions: `pack_distributions` of the last step's rows, until `RunnerAdapter.compute_features` reads them;
+        distributions: `pack_distributions` of the last step's rows, until the adapter's `compute_features` reads them;
             None where the drafter has no use for them.
     """
 
     enable_adaptive_verification = False
 
-    def __init__(self, inner: Any, adapter: RunnerAdapter, config: RolloutSpecConfig) -> None:
+    def __init__(self, inner: Any, adapter: RunnerAdapterV2, config: RolloutSpecConfig) -> None:
         self.inner = inner
         self.outcome: _Outcome | None = None
         self.distributions: torch.Tensor | None = None
@@ -424,7 +393,7 @@ class HistorySpeculator(BaseSpeculator):
         self._adapter: Any = None
         self._sampler: Any = None
 
-    def bind(self, runner: Any, adapter: RunnerAdapter, sampler: VerifyingSampler) -> None:
+    def bind(self, runner: Any, adapter: RunnerAdapterV2, sampler: VerifyingSampler) -> None:
         """Give the speculator the runner it serves."""
         self._runner, self._adapter, self._sampler = runner, adapter, sampler
 

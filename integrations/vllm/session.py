@@ -28,6 +28,7 @@ from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.live_requests import LiveRequest, Sampled, pieces, select
 from rollout_spec.integrations.vllm.request_options import request_options
 from rollout_spec.integrations.vllm.requests import ends_with_stop_token, is_isolated, recognise
+from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import Drafts, Float32Array, Int32Array
 
@@ -38,8 +39,6 @@ STEPS_PER_SHARING = 16
 a step's time (`StepCost.is_awaited`)."""
 DRAFT_DTYPES = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.float32)
 """Of `Drafts`. Comparing types is much faster than comparing their names."""
-MODEL = "model"
-"""The model's drafts, among the sources of drafted tokens."""
 RECENT_STEPS = 16
 """The prompt tokens of the next step are predicted from those of this many last steps."""
 
@@ -75,21 +74,15 @@ class _Step(NamedTuple):
     uses_model: bool
 
 
-class DraftingSession:
+class DraftingSession(Speculation):
     """An engine's drafter and its budget, which outlive the batches: requests are told apart by their ids.
 
-    Attributes:
+    Attributes: those of `Speculation`, and
         live: The requests that the drafter serves, by id, until `follow` finds that they have ended.
         arrays: What is known of them, by their rows.
         roots: By what their problems are recognised.
         follows_all: Whether the last call of `follow` gave every request a row.
-        enabled: Whether anything is indexed and drafted; False after the drafter has raised.
-        broken: Whether the drafter has raised, after which it stays switched off.
-        wants_features: Whether `Sampled.features` are of use to the drafter.
-        choice: Chooses between the drafter's drafts and those of a model; None where there is no model.
-        budget: Decides how much of each draft is verified. None: all of it.
-        engine_history: Keeps history beyond this engine; None without `history_dir`.
-        num_speculative_tokens: K.
+        broken: Whether the drafter has raised, after which nothing is indexed or drafted.
 
     Args:
         share_from_first_rank: Returns the first rank's object on every rank, as all must draft alike. None for a single
@@ -116,7 +109,6 @@ class DraftingSession:
         options = {"max_draft_tokens": config.num_speculative_tokens} if config.drafter in DRAFTERS else {}
         drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
         self.drafter: BatchDrafter = as_batch_drafter(drafter, config.num_speculative_tokens)
-        self.wants_features = bool(getattr(self.drafter, "wants_features", False))
         # A user's own may lack some: it stores every turn's whole prompt, or keeps problems apart.
         self._keywords = {"num_known", "isolated"} & inspect.signature(drafter.start_request).parameters.keys()
         self.roots = Roots()
@@ -154,7 +146,6 @@ class DraftingSession:
         self._finds_stop_strings = True
         self._last_call: float | None = None  # when `draft` was called last
         self._unshared: list[_Step] = []  # steps that the budget has not been told
-        self.engine_history: EngineHistory | None = None
         if config.history_dir is not None:
             keeper: Any = drafter  # `registry.check_keeps_history` has made sure
             self.engine_history = EngineHistory(
@@ -249,16 +240,18 @@ class DraftingSession:
             self._stats.index_seconds += time.perf_counter() - started
 
     def exchange_history(self) -> None:
-        """Hand over what has ended and take in what ended elsewhere. Called while the device computes."""
+        """See `Speculation`."""
         if self.engine_history is not None and self.enabled:
             started = time.perf_counter()
-            self._ask(self.engine_history.exchange)
+            super().exchange_history()
             self._stats.index_seconds += time.perf_counter() - started
 
     def close(self) -> None:
-        """The engine ends: write what has ended."""
-        if self.engine_history is not None:
-            self._ask(self.engine_history.close)
+        """See `Speculation`. Also once the drafter has raised."""
+        try:
+            super().close()
+        except Exception as error:
+            self._switch_off(error)
 
     def pause(self) -> None:
         """In place of `draft` while the session is not enabled."""
@@ -292,51 +285,16 @@ class DraftingSession:
                 "speculation stays off in this engine, because its drafter has raised: see the log for the cause, and "
                 "build the engine again"
             )
-        self.enabled = bool(enabled)
-
-    def begin_policy_version(self, version: int) -> None:
-        """Tell the drafter that weights have changed. Raises like `draft`."""
-        if self.choice is not None:
-            self.choice.begin_policy_version()
-        if not self.broken:
-            self._ask(lambda: self.drafter.begin_policy_version(version))
-        history = self.engine_history
-        if history is not None and not self.broken:
-            self._ask(lambda: history.begin_policy_version(version))
+        super().set_enabled(enabled)
 
     def end_missing(self, requests: Mapping[str, Any]) -> None:
-        """End the requests that vLLM no longer has. Without a further step `follow` would not be told.
-
-        Args:
-            requests: As of `follow`.
-        """
-        if not self.broken:
-            self._ask(lambda: self._stop_missing(requests))
+        """See `Speculation`. Without a further step `follow` would not be told."""
+        self._ask(lambda: self._stop_missing(requests))
 
     def num_live_requests(self) -> int:
         """Requests that have not ended, as far as is known; 0 once the drafter has raised."""
         rows = [live.row for live in self.live.values()]
         return 0 if self.broken else int(np.count_nonzero(~self.arrays.is_complete[rows]))
-
-    def memory_bytes(self) -> int:
-        """Bytes that the drafter holds; 0 once it has raised."""
-        return 0 if self.broken else self._ask(lambda: int(self.drafter.memory_bytes() or 0)) or 0
-
-    def source_counts(self) -> dict[str, list[int]]:
-        """By source, [drafted tokens that the target reached, those that were right]; empty if it has no sources."""
-        counts = self._drafter_counts("source_counts")
-        return counts if self.choice is None else {**counts, MODEL: list(self.choice.model_counts())}
-
-    def _drafter_counts(self, name: str) -> dict[str, list[int]]:
-        """What the drafter has counted; empty if it counts no such thing."""
-        count = getattr(self.drafter, name, None)
-        if self.broken or count is None:
-            return {}
-
-        def counts() -> dict[str, list[int]]:
-            return {str(key): [int(value) for value in values] for key, values in (count() or {}).items()}
-
-        return self._ask(counts) or {}
 
     def _learn_lengths(self, rollouts: Sequence[Rollout]) -> None:
         if self.budget is not None:
@@ -345,15 +303,10 @@ class DraftingSession:
                     continue
                 self.budget.lengths.observe(rollout.problem_id, rollout.tokens.size)
 
-    def history_summary(self) -> dict[str, int]:
-        """What the drafter's history holds; empty if it does not say."""
-        drafter: Any = self.drafter  # a user's own may have no history
-        if self.broken or not hasattr(drafter, "history_summary"):
-            return {}
-        return self._ask(lambda: {str(key): int(value) for key, value in drafter.history_summary().items()}) or {}
-
     def _ask(self, call: Callable[[], Any]) -> Any:
-        """Call the drafter outside of `draft`. If it raises, switch it off and return None."""
+        """Call the drafter outside of `draft`. If it raises, switch it off and return None, as from then on."""
+        if self.broken:
+            return None
         try:
             return call()
         except Exception as error:

@@ -289,14 +289,14 @@ def test_broken_verifier_is_caught(constant, reference_model, monkeypatch):
 
 def test_every_request_has_a_seed_of_its_own(on, monkeypatch):
     seeds = []
-    describe = runner_v1.RunnerAdapter._describe_batch
+    describe = runner_v1.RunnerAdapterV1._describe_batch
 
     def spy(self):
         batch = describe(self)
         seeds.extend(zip(batch.req_ids, batch.seeds.tolist(), strict=True))
         return batch
 
-    monkeypatch.setattr(runner_v1.RunnerAdapter, "_describe_batch", spy)
+    monkeypatch.setattr(runner_v1.RunnerAdapterV1, "_describe_batch", spy)
     generate(on, [SamplingParams(max_tokens=12, n=1) for _ in range(20)], [PROMPT] * 20)
     outputs = on.generate([{"prompt_token_ids": PROMPT}], SamplingParams(max_tokens=12, n=8), use_tqdm=False)[0].outputs
     by_request = dict(seeds)

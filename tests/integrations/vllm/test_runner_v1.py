@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("vllm")
 
 from rollout_spec import RolloutSpecConfig
-from rollout_spec.integrations.vllm.runner_v1 import RolloutSpecProposer, RunnerAdapter, Verification
+from rollout_spec.integrations.vllm.runner_v1 import RolloutSpecProposer, RunnerAdapterV1, Verification
 from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import Drafts
 
@@ -60,7 +60,7 @@ class Runner:
             ),
         )
         self.sampler = SimpleNamespace(logprobs_mode="raw_logprobs")
-        self.adapter = RunnerAdapter(self, RolloutSpecConfig(num_speculative_tokens=4))
+        self.adapter = RunnerAdapterV1(self, RolloutSpecConfig(num_speculative_tokens=4))
         self.schedule(drafts, targets, discarded)
 
     def schedule(self, drafts, targets, discarded=()):
@@ -218,19 +218,3 @@ def test_without_a_drafter_a_step_is_counted_at_its_end():
     runner.logits[4] = float("nan")
     with pytest.raises(FloatingPointError, match="1 rows .* request c"):
         runner.sample()
-
-
-def test_where_scheduling_is_asynchronous_penalties_see_the_drafts(monkeypatch):
-    """vLLM's batch has placeholders for drafts that it has not read from the device; its own sampler fills them in."""
-    runner = Runner({"a": [3, 4]}, {"a": [3, 4, 5]}, use_async_scheduling=True)
-    filled = []
-    runner._draft_token_req_ids = ["a"]
-    runner._get_draft_token_ids_cpu = lambda: ([[3, 4]], ["a"])
-    runner.input_batch.update_async_output_token_ids = lambda: None
-    runner.input_batch.update_async_spec_token_ids = filled.append
-    sampling = SimpleNamespace(thinking_budget_state_holder=None, output_token_ids=[[]], spec_token_ids=[[3, 4]])
-    monkeypatch.setattr("rollout_spec.integrations.vllm.runner_v1.replace", lambda sampling, **changes: sampling)
-    runner.rejection_sampler = SimpleNamespace(apply_logits_processors=lambda logits, *args: logits)
-    metadata = SimpleNamespace(num_draft_tokens=[2])
-    runner.adapter._process(torch.zeros(3, VOCAB_SIZE), metadata, sampling)
-    assert filled == [[[3, 4]]]

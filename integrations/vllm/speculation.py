@@ -1,0 +1,95 @@
+"""What an engine's adapter and commands ask of whatever drafts from history, on the host or on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollout_spec.budget.decide import Budget
+from rollout_spec.integrations.vllm.engine_history import EngineHistory
+
+MODEL = "model"
+"""The model's drafts, among the sources of drafted tokens."""
+
+
+class Speculation:
+    """A drafter from history, what chooses between its drafts and a model's, and the folder that keeps its history.
+
+    Attributes:
+        drafter: From history.
+        choice: Chooses between its drafts and those of a model; None where there is no model.
+        engine_history: Keeps history beyond this engine; None without `history_dir`.
+        budget: Decides how much of each draft is verified. None: all of it.
+        num_speculative_tokens: K, the most tokens drafted per request and step.
+        enabled: Whether anything is drafted.
+    """
+
+    drafter: Any
+    choice: Any = None
+    engine_history: EngineHistory | None = None
+    budget: Budget | None = None
+    num_speculative_tokens: int
+    enabled: bool = True
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        """Call the drafter; None if it cannot answer."""
+        return call()
+
+    @property
+    def wants_features(self) -> bool:
+        """Whether what the target sees (`rollout_spec.features`) is of use to the drafter."""
+        return bool(getattr(self.drafter, "wants_features", False))
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Draft from now on, or no longer."""
+        self.enabled = bool(enabled)
+
+    def begin_policy_version(self, version: int) -> None:
+        """Tell whatever learns that weights have changed."""
+        if self.choice is not None:
+            self.choice.begin_policy_version()
+        self._ask(lambda: self.drafter.begin_policy_version(version))
+        history = self.engine_history
+        if history is not None:
+            self._ask(lambda: history.begin_policy_version(version))
+
+    def end_missing(self, requests: Mapping[str, Any]) -> None:
+        """End the requests that vLLM no longer has; of some ends only the next step would tell.
+
+        Args:
+            requests: vLLM's, by id.
+        """
+
+    def num_live_requests(self) -> int:
+        """Requests that have not ended, as far as is known."""
+        raise NotImplementedError
+
+    def memory_bytes(self) -> int:
+        """Bytes that the drafter holds; 0 if it does not say."""
+        return self._ask(lambda: int(self.drafter.memory_bytes() or 0)) or 0
+
+    def source_counts(self) -> dict[str, list[int]]:
+        """By source, [drafted tokens that the target reached, those that were right]; empty if it has no sources."""
+
+        def counts() -> dict[str, list[int]]:
+            named = self.drafter.source_counts() if hasattr(self.drafter, "source_counts") else {}
+            return {str(key): [int(value) for value in values] for key, values in (named or {}).items()}
+
+        model = {} if self.choice is None else {MODEL: list(self.choice.model_counts())}
+        return {**(self._ask(counts) or {}), **model}
+
+    def history_summary(self) -> dict[str, int]:
+        """What the drafter's history holds; empty if it does not say."""
+        if not hasattr(self.drafter, "history_summary"):  # a user's own may have no history
+            return {}
+        return self._ask(lambda: {str(key): int(value) for key, value in self.drafter.history_summary().items()}) or {}
+
+    def exchange_history(self) -> None:
+        """Hand over what has ended and take in what ended elsewhere. Called while the device computes."""
+        if self.engine_history is not None:
+            self._ask(self.engine_history.exchange)
+
+    def close(self) -> None:
+        """The engine ends: write what has ended."""
+        if self.engine_history is not None:
+            self.engine_history.close()
