@@ -4,7 +4,7 @@
 #   bash experiments/gpu.sh OUT check device verify              correctness, device drafter, verifier: about 8 minutes
 #   ROLLOUTS=FILE.parquet bash experiments/gpu.sh OUT phase-1.5b     whole rollout phases in every mode: up to 10 minutes
 #   bash experiments/gpu.sh OUT phase-1.5b:none,budget,device        in some of them
-#   bash experiments/gpu.sh OUT engine-1.5b invariant            the engine's step; divergence in bf16
+#   bash experiments/gpu.sh OUT invariant                        rollouts with and without drafts in bf16
 #   bash experiments/gpu.sh OUT model-1.5b                       an EAGLE head in vLLM's way, and beside history
 #   bash experiments/gpu.sh OUT forward-1.5b                     without vLLM: the cost of a step, for replay --engine-cost
 # A failing stage does not stop the others. OUT gets results.jsonl, summary.txt and logs.tar.gz, which holds all that each
@@ -20,7 +20,7 @@ export PYTHONPATH="$PWD:$logs/plugin${PYTHONPATH:+:$PYTHONPATH}" VLLM_NO_USAGE_S
 
 for stage in "$@"; do
     case ${stage%%:*} in
-        check | device | verify | invariant | phase-?* | engine-?* | model-?* | forward-?*) ;;
+        check | device | verify | invariant | phase-?* | model-?* | forward-?*) ;;
         *)
             echo "unknown stage $stage" >&2
             exit 2
@@ -65,13 +65,14 @@ for stage in "$@"; do
         device) command=(-m experiments.costs.bench_device) ;;
         verify) command=(-m experiments.costs.bench_verify) ;;
         phase-*) command=(-m experiments.engines.bench_phase --shape "$shape" --rollouts "$rollouts" --logs "$logs/$name" "${modes[@]}") ;;
-        engine-*) command=(-m experiments.engines.bench_engine --shape "$shape" --logs "$logs/$name" "${modes[@]}") ;;
         model-*)
             modes=(none eagle-stock eagle-history)
-            command=(-m experiments.engines.bench_engine --shape "$shape" --batch 8 64 --modes "${modes[@]}" --logs "$logs/$name")
+            command=(-m experiments.engines.bench_phase --shape "$shape" --rollouts "$rollouts" --batch 8 64
+                --modes "${modes[@]}" --logs "$logs/$name")
             ;;
         invariant)
-            command=(-m experiments.engines.bench_engine --batch 8 64 --modes none off all device --batch-invariant --logs "$logs/$name")
+            command=(-m experiments.engines.bench_phase --rollouts "$rollouts" --batch 8 64 --free --batch-invariant
+                --modes off all device --logs "$logs/$name")
             ;;
         forward-*) command=(-m experiments.costs.bench_forward --shape "$shape" --cost "$out/cost-$shape.json") ;;
     esac

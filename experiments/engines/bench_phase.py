@@ -7,14 +7,27 @@ recorded token at the request's position, is raised above all others, end of seq
 real model's would, drafts are accepted as often as they would be, and requests end when they ended. Where the recording
 has the seeds of its noise, requests have them too; otherwise drafts are chosen and verified without noise.
 
-Each mode (see build.py) has an engine in a process of its own. For each batch size there are two phases: the first
-meets the problems for the first time; the second, after new weights, has that history and samples other rollouts of the
-same problems. A queue is a batch larger than `--max-seqs`. The gate: every rollout is the recorded one.
+Each mode has an engine in a process of its own: those of build.py, and
+
+    eagle-stock, eagle-history
+                 an EAGLE head of one layer, whose three tokens are nearly always wrong, in vLLM's own way and beside
+                 history: what a step costs more. On a CPU vLLM 0.31 fails the gate in its own way: it verifies with
+                 an uninitialised temperature
+
+For each batch size there are two phases: the first meets the problems for the first time; the second, after new
+weights, has that history and samples other rollouts of the same problems, or with `--again` the same ones: perfect
+drafts. A queue is a batch larger than `--max-seqs`. The gate: every rollout is the recorded one.
+
+With `--free` nothing is recorded: ours sample random text from the same seeds, and how many rollouts differ from those
+of `off`, and from which token on, is reported. In bf16 logits vary with the batch, except with vLLM's batch-invariant
+kernels (`--batch-invariant`).
 
 Reported by batch, phase and mode: seconds, also relative to `none`; the tail, seconds in which less than a quarter of
-the requests were left; tokens per second; tokens per request and step; microseconds of the host per request and step
-that our drafter took; and the share of steps that were too large for a CUDA graph. History is words alone: what a
-model with made-up weights sees says nothing. Each cell is run once: differences of some percent mean nothing.
+the requests were left; p20/p50/p80 of the milliseconds between steps; tokens per second; tokens per request and step;
+microseconds of the host per request and step that our drafter took; the share of steps that were too large for a CUDA
+graph; and, by `budget`, the report with the measured cost of steps, for `rollout-spec doctor` and its --engine-cost.
+History is words alone: what a model with made-up weights sees says nothing. Each cell is run once: differences of some
+percent mean nothing.
 """
 
 from __future__ import annotations
@@ -32,6 +45,7 @@ import numpy as np
 import torch
 
 from experiments.engines.build import (
+    HEAD,
     OURS,
     SHAPES,
     WORDS_ALONE,
@@ -42,12 +56,18 @@ from experiments.engines.build import (
     made_up_arguments,
     write_model,
 )
-from experiments.rows import append, origin
+from experiments.rows import append, origin, quantiles
 from rollout_spec.integrations.vllm.host_copy import to_device
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 
-MODES = ("none", "budget", "device", "all", "ngram_gpu", "ngram", "suffix")
+MODES = (
+    "none", "budget", "device", "all", "ngram_gpu", "ngram", "suffix", "off", "eagle-stock", "eagle-history",
+)  # fmt: skip
+DEFAULT_MODES = MODES[:7]
 """In the order in which they run: the first ones matter most, and time may run out."""
+SEEDED = (*OURS, "eagle-history")
+"""Only ours get seeds: for each of them vLLM's V1 sampler runs kernels of their own."""
+EAGLE_TOKENS = 3
 GROUP = 8
 """Rollouts per problem and phase, more where there are too few problems."""
 PHASES = ("first", "history")
@@ -214,6 +234,7 @@ class Watch:
         return {
             "seconds": round(times[-1] - times[0], 4),
             "tail_seconds": round(float(np.diff(times)[is_tail].sum()), 4),
+            "step_ms": quantiles(np.diff(times) * 1e3),
             "tokens_per_second": round(num_tokens / (times[-1] - times[0]), 1),
             "steps": len(self.tokens),
             "tokens_per_step": round(num_tokens / sum(self.requests), 3),
@@ -229,42 +250,52 @@ def end_token(rollouts: list[Rollout]) -> int:
     return next((token for token, _ in last.most_common() if token not in inside), -1)
 
 
+def build(args: argparse.Namespace, mode: str, has_noise: bool, **arguments: Any) -> Any:
+    """The engine of a mode."""
+    arguments |= made_up_arguments(args, 2000)
+    options: dict[str, Any] = {"drafter_options": WORDS_ALONE, "verify": "sample" if has_noise else "rejection"}
+    if mode.startswith("eagle"):
+        head = {"method": "eagle", "model": str(Path(args.model, HEAD)), "num_speculative_tokens": EAGLE_TOKENS}
+        stock = mode == "eagle-stock"
+        options = {**({} if stock else options), "speculative_config": head}
+        return build_engine(args.model, "model" if stock else "budget", EAGLE_TOKENS, options=options, **arguments)
+    if mode != "device":  # two versions of history at most, so that each batch size begins without any
+        options["drafter_options"] = {**WORDS_ALONE, "max_history_versions": 1}
+    return build_engine(args.model, mode, args.k, options=options, **arguments)
+
+
 def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> list[dict[str, Any]]:
     """All phases of one engine. Runs in a process of its own."""
     from vllm import SamplingParams
 
     recorded = read_recorded(args.rollouts)
-    phases = {(b, name): Phase(recorded, b, n) for b in batches for n, name in enumerate(PHASES)}
+    phases = {(b, name): Phase(recorded, b, 0 if args.again else n) for b in batches for n, name in enumerate(PHASES)}
     rollouts = [rollout for phase in phases.values() for rollout in phase.rollouts]
     end = end_token(rollouts)
     limit = max(rollout.tokens.size for rollout in rollouts)
     has_noise = all(rollout.seed is not None for rollout in rollouts)
-    # Two versions of history at most, so that each batch size begins without any; words alone, see above.
-    drafter_options = WORDS_ALONE if mode == "device" else {**WORDS_ALONE, "max_history_versions": 1}
-    options = {"drafter_options": drafter_options, "verify": "sample" if has_noise else "rejection"}
-    llm = build_engine(
-        args.model, mode, args.k, options=options, max_num_seqs=args.max_seqs,
+    llm = build(
+        args, mode, has_noise, max_num_seqs=args.max_seqs,
         max_model_len=max(prompt_of(rollout).size for rollout in rollouts) + limit + args.k + 1,
-        **made_up_arguments(args, 2000),
     )  # fmt: skip
     engine = llm.llm_engine
     runner = engine.model_executor.driver_worker.model_runner
     warm_ups = {batch: made_up(batch, SHAPES[args.shape][-1]) for batch in batches}
-    Scripts(runner, [*rollouts, *(rollout for made in warm_ups.values() for rollout in made)], max(end, 0))
+    if not args.free:
+        Scripts(runner, [*rollouts, *(rollout for made in warm_ups.values() for rollout in made)], max(end, 0))
     watch = Watch(llm, runner)
 
     def generate(rollouts: list[Rollout], problems: list[int], first_script: int) -> Any:
         prompts = [{"prompt_token_ids": prompt_of(rollout).tolist()} for rollout in rollouts]
         params = []
         for script, (rollout, problem) in enumerate(zip(rollouts, problems, strict=True), first_script):
-            ends = int(rollout.tokens[-1]) == end
-            ours = {"rollout_spec": {"problem_id": problem}} if mode in OURS else {}
-            # Only ours gets seeds: for each of them vLLM's V1 sampler runs kernels of their own.
-            seed = (script if rollout.seed is None else rollout.seed) if mode in OURS else None
+            ends = int(rollout.tokens[-1]) == end and not args.free
+            ours = {"rollout_spec": {"problem_id": problem}} if mode in SEEDED else {}
+            seed = (script if rollout.seed is None else rollout.seed) if mode in SEEDED else None
             params.append(
                 SamplingParams(
                     temperature=1.0, seed=seed, max_tokens=limit if ends else rollout.tokens.size,
-                    stop_token_ids=[end] if end >= 0 else None, ignore_eos=True, logprobs=0, detokenize=False,
+                    stop_token_ids=[end] if ends else None, ignore_eos=True, logprobs=0, detokenize=False,
                     extra_args={SCRIPT: script, **ours},
                 )
             )  # fmt: skip
@@ -278,16 +309,17 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> list[di
     results = []
     for (batch, name), phase, first_script in zip(phases, phases.values(), first_scripts[:-1], strict=True):
         # New weights; two versions make the history of other batch sizes go.
-        if mode in OURS:
+        if mode in SEEDED:
             command(llm, "begin_policy_version", 1 if name == PHASES[1] else 2)
-        before = command(llm, "stats") if mode in OURS else None
+        before = command(llm, "stats") if mode in SEEDED else None
         watch.clear()
         outputs = generate(phase.rollouts, phase.problems, first_script)
         ended = time.perf_counter()
-        for i, (output, rollout) in enumerate(zip(outputs, phase.rollouts, strict=True)):
-            if list(output.outputs[0].token_ids) != rollout.tokens.tolist():
+        said = [list(output.outputs[0].token_ids) for output in outputs]
+        for i, (tokens, rollout) in enumerate(zip(said, phase.rollouts, strict=True)):
+            if len(tokens) != rollout.tokens.size if args.free else tokens != rollout.tokens.tolist():
                 raise SystemExit(f"gate: {mode}: request {i} of {batch} is not the recorded rollout")
-        num_tokens = sum(rollout.tokens.size for rollout in phase.rollouts)
+        num_tokens = sum(map(len, said))
         result = {
             "mode": mode, "batch": batch, "phase": name, "k": args.k, "max_seqs": args.max_seqs, "noise": has_noise,
             "runner": type(runner).__module__, "tokens": num_tokens,
@@ -304,8 +336,22 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> list[di
                 / max(after["draft_tokens"] - before["draft_tokens"], 1),
                 3,
             )
+        if args.free:
+            result["rollouts"] = said
         results.append(result)
+    if mode == "budget":
+        results[-1]["report"] = command(llm, "report")
     return results
+
+
+def partings(rollouts: list[list[int]], others: list[list[int]]) -> tuple[int, float | None]:
+    """(how many rollouts differ, the median of the first tokens that do)."""
+    at = [
+        next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
+        for a, b in zip(rollouts, others, strict=True)
+        if a != b
+    ]
+    return len(at), float(np.median(at)) if at else None
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -313,13 +359,14 @@ def describe(row: dict[str, Any]) -> str:
     speedup = f"{row['times_as_fast']:6.2f}" if "times_as_fast" in row else "     -"
     host = f"{row['host_us']:8.1f}" if row.get("host_us") is not None else "       -"
     return (
-        f"{row['batch']:8d} {row['phase']:8} {row['mode']:10} {row['seconds']:8.3f} {speedup} "
+        f"{row['batch']:8d} {row['phase']:8} {row['mode']:13} {row['seconds']:8.3f} {speedup} "
         f"{row['tail_seconds']:8.3f} {row['tokens_per_second']:9.0f} {row['tokens_per_step']:7.2f} "
         f"{row['verified_per_step']:8.2f} {host} {row['steps_without_graph']:8.2f}"
+        + (f"  {row['parted']} ({row['parted_at']})" if "parted" in row else "")
     )
 
 
-HEADER = "requests phase    mode        seconds  times     tail  tokens/s  tok/step verified  host µs no graph"
+HEADER = "requests phase    mode           seconds  times     tail  tokens/s  tok/step verified  host µs no graph"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -329,8 +376,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rollouts", required=True, help="a Parquet file, see rollout_spec/replay/traces.py")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256, 512])
     parser.add_argument("--max-seqs", type=int, default=256)
+    parser.add_argument("--again", action="store_true", help="the second phase samples the first one's rollouts")
+    parser.add_argument("--free", action="store_true", help="sample random text: do rollouts differ from those of off?")
+    parser.add_argument("--batch-invariant", action="store_true", help="vLLM's kernels that are")
     add_arguments(parser, MODES)
+    parser.set_defaults(modes=list(DEFAULT_MODES))
     args = parser.parse_args(argv)
+    if args.free and not {*args.modes} <= {*SEEDED}:
+        parser.error(f"--free compares ours alone: --modes must be of {', '.join(SEEDED)}")
     if args.only:
         args.result.write_text(json.dumps(run_mode(args, args.only, args.batch)))
         return
@@ -340,7 +393,10 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("no batch size is left")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     about = {"benchmark": "phase", "shape": args.shape, "rollouts": Path(args.rollouts).name, **origin(device)}
+    about |= {"batch_invariant": args.batch_invariant, "again": args.again, "free": args.free}
+    environment = {"VLLM_BATCH_INVARIANT": "1"} if args.batch_invariant else {}
     baseline: dict[tuple[int, str], float] = {}
+    undrafted: dict[tuple[int, str], list[list[int]]] = {}
     rows: list[dict[str, Any]] = []
     runs = Runs("experiments.engines.bench_phase", argv, args.logs, args.seconds)
     with tempfile.TemporaryDirectory() as folder:
@@ -351,8 +407,14 @@ def main(argv: list[str] | None = None) -> None:
                 name = f"phase_{args.shape}_{mode}" + (f"_{batches[0]}" if len(batches) < len(sizes) else "")
                 print(name, flush=True)
                 again = ["--only", mode, "--model", folder, "--batch", *map(str, batches)]
-                for row in runs.run(name, *again, "--max-seqs", str(min(max(sizes), args.max_seqs))) or []:
+                again += ["--max-seqs", str(min(max(sizes), args.max_seqs))]
+                for row in runs.run(name, *again, environment=environment) or []:
                     cell = row["batch"], row["phase"]
+                    rollouts = row.pop("rollouts", None)
+                    if mode == "off" and rollouts is not None:
+                        undrafted[cell] = rollouts
+                    elif cell in undrafted:
+                        row["parted"], row["parted_at"] = partings(rollouts, undrafted[cell])
                     if mode == "none":
                         baseline[cell] = row["seconds"]
                     if cell in baseline:

@@ -40,30 +40,50 @@ def test_the_phases_of_a_batch_size_have_the_same_problems_and_different_rollout
         bench_phase.Phase(problems, 48, 1)
 
 
+def test_partings():
+    assert bench_phase.partings([[1, 2, 3], [4, 5, 6]], [[1, 2, 3], [4, 9, 9]]) == (1, 1.0)
+    assert bench_phase.partings([[1]], [[1]]) == (0, None)
+
+
 @pytest.mark.engine
 @pytest.mark.slow
 def test_modes_run_and_say_what_was_recorded(tmp_path, monkeypatch, capsys):
     """The gate is in the script: an engine that says anything else fails."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    out = tmp_path / "rows.jsonl"
+    out, modes = tmp_path / "rows.jsonl", ["none", "all", "eagle-history"]
     bench_phase.main(
         ["--shape", "tiny", "--rollouts", str(ROLLOUTS), "--batch", "1", "6", "--max-seqs", "4", "--dtype", "float32",
-         "--eager", "--modes", "none", "all", "--logs", str(tmp_path / "logs"), "--out", str(out)]
+         "--eager", "--again", "--modes", *modes, "--logs", str(tmp_path / "logs"), "--out", str(out)]
     )  # fmt: skip
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["mode"], row["batch"], row["phase"]) for row in rows] == [
-        (mode, batch, phase) for mode in ("none", "all") for batch in (1, 6) for phase in ("first", "history")
+        (mode, batch, phase) for mode in modes for batch in (1, 6) for phase in ("first", "history")
     ]
     for row in rows:
         assert row["seconds"] > row["tail_seconds"] >= 0
-        assert row["times_as_fast"] == 1 or row["mode"] == "all"
+        assert row["times_as_fast"] == 1 or row["mode"] != "none"
         assert row["steps_without_graph"] == 1
     assert rows[0]["tokens_per_step"] == rows[3]["tokens_per_step"] == 1
-    first, history = rows[6:]
-    assert history["tokens_per_step"] > first["tokens_per_step"] > 1
+    first, history = rows[6:8]
+    assert history["tokens_per_step"] > 2 * first["tokens_per_step"] > 2  # the same rollouts again
     assert history["host_us"] > 0
-    assert {path.name for path in (tmp_path / "logs").iterdir()} == {"phase_tiny_none.log", "phase_tiny_all.log"}
+    assert {path.name for path in (tmp_path / "logs").iterdir()} == {f"phase_tiny_{mode}.log" for mode in modes}
     assert "history  all" in capsys.readouterr().out
+
+
+@pytest.mark.engine
+@pytest.mark.slow
+def test_free_rollouts_are_those_without_drafts(tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--shape", "tiny", "--rollouts", str(ROLLOUTS), "--batch", "6", "--dtype", "float32", "--eager"]
+    bench_phase.main([*arguments, "--free", "--modes", "off", "budget", "--out", str(out)])
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row.get("parted") for row in rows] == [None, None, 0, 0]
+    assert rows[3]["report"]["budget"]["undrafted"][0]
+    assert all(len(row["step_ms"]) == 3 for row in rows)
+    with pytest.raises(SystemExit):
+        bench_phase.main([*arguments, "--free", "--modes", "none"])
 
 
 def test_a_run_that_fails_leaves_its_log_and_the_others_run(tmp_path, capsys):
