@@ -4,6 +4,10 @@ A model's passes cost time in every step, whatever becomes of its drafts, and hi
 both ways are tried in turn, for some steps each, and the one with more tokens per second is kept. The other one is
 tried again now and then, as the policy and the history change. Compared are whole steps, with all that they cost.
 
+Simulated with the tokens per step of `bench_model_drafters.jsonl`, against a model that always drafts: where its passes
+take 20 % of a step without them, rollouts are 2 to 5 % faster beside a trained model and 12 % beside one that is rarely
+right, after 4,500 steps; where they take 5 %, from 0.8 % slower, which is what the trials cost, to 3 % faster.
+
 The model's first pass is made in any case, as it fills the model's KV cache: with a gap there, later drafts of the same
 requests would be wrong.
 """
