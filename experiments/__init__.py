@@ -1,9 +1,9 @@
 """Benchmarks and long trials, run from the repository's root: `python -m experiments.engines.bench_phase`.
 
-engines/      vLLM engines: single steps, whole rollout phases, budgets, model drafters; `build.py` builds them all
+engines/      vLLM engines: whole rollout phases, budgets, model drafters; `build.py` builds them all
 drafting/     what drafters draft on recorded rollouts, ours and other people's (`peers.py`)
 costs/        what the host's path, the verifier, the device drafter and a step cost
-history/      history that lasts: imports, restarts, engines that share a folder
+history/      history that lasts: imports, starts, engines that share a folder
 soak/         engines that live through what happens to them in days
 real_policy/  a real language model trained by GRPO on a CPU
 results/      rows, and what they say (README.md)

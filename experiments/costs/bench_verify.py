@@ -4,9 +4,8 @@
 
 On a GPU four verifiers take the same bf16 logits and point-mass drafts, return tokens and (where a cell asks for them)
 the emitted tokens' log-probabilities, and alternate within one process: our verifier as the V1 runner calls it
-and vLLM's V1 rejection sampler; our sampler as the V2 runner calls it and vLLM's V2 rejection sampler. FlashInfer's
-chain sampling joins where it is installed; it takes probabilities and returns no log-probabilities, so its time
-includes a softmax. On a CPU the V1 pair runs. One JSONL row per cell: p20/p50/p80 of each verifier in microseconds
+and vLLM's V1 rejection sampler; our sampler as the V2 runner calls it and vLLM's V2 rejection sampler. On a CPU the V1
+pair runs. One JSONL row per cell: p20/p50/p80 of each verifier in microseconds
 (device events around the call, launches included), ours also replayed from a CUDA graph, and the bandwidth of reading
 every logit once in that time as a share of the measured copy bandwidth.
 
@@ -250,25 +249,6 @@ class Case:
         rejection = RejectionSampler(sampler)
         return lambda: rejection(metadata, None, self.scratch, sampling)
 
-    def make_flashinfer(self) -> Callable[[], Any] | None:
-        """FlashInfer's chain sampling, where it is installed and the drafts have one length."""
-        try:
-            from flashinfer.sampling import chain_speculative_sampling
-        except ImportError:
-            return None
-        if not self.k or len(set(self.lengths)) > 1 or self.temperature == 0 or self.top_p < 1:
-            return None
-        vocab = self.logits.shape[1]
-        drafts = self.drafts.view(self.batch, self.k).int()
-        draft_probs = torch.zeros(self.batch, self.k, vocab, device=self.device)
-        draft_probs.scatter_(2, drafts.long()[:, :, None], 1.0)
-
-        def run() -> Any:
-            probs = (self.logits.float() / self.temperature).softmax(-1).view(self.batch, self.k + 1, vocab)
-            return chain_speculative_sampling(draft_probs, drafts, probs)
-
-        return run
-
     # -- the gate ----------------------------------------------------------------------------------------------------
 
     def gate(self, *outputs: torch.Tensor) -> None:
@@ -332,8 +312,6 @@ def measure(case: Case, repeats: int) -> dict[str, list[float] | None]:
     runs: dict[str, Callable[[], Any]] = {"ours": case.ours_v1, "vllm_v1": case.make_v1()}
     if case.device.type == "cuda":
         runs["ours_v2"], runs["vllm_v2"] = case.make_v2()
-        if (flashinfer := case.make_flashinfer()) is not None:
-            runs["flashinfer"] = flashinfer
         case.gate(case.ours_v1().output_token_ids, runs["ours_v2"]().sampled_token_ids)
     else:
         case.gate(case.ours_v1().output_token_ids)
@@ -375,7 +353,7 @@ def main(argv: list[str] | None = None) -> None:
         torch.set_num_threads(1)
         current_platform.register_triton_kernel_overrides()
     about = origin(name)
-    names = ["ours", "vllm_v1", *(["ours_v2", "vllm_v2", "flashinfer", "ours_graph"] if bandwidth else [])]
+    names = ["ours", "vllm_v1", *(["ours_v2", "vllm_v2", "ours_graph"] if bandwidth else [])]
     print("batch  K  vocab    T  top_p logprobs ragged logits  " + "  ".join(f"{n:>10}" for n in names) + "  of copy")
     with torch.inference_mode():
         for changes in (GPU_CELLS if bandwidth else CPU_CELLS)[: args.cells]:

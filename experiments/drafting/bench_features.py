@@ -128,7 +128,7 @@ def demo_problems(
     problems = []
     for i in range(num_prompts):
         prompt = tokenizer(prompt_text(make_problem(rng)))["input_ids"]
-        seeds = [derive_seed("bench_coupled", i, k) for k in range(count)]
+        seeds = [derive_seed("bench_features", i, k) for k in range(count)]
         past, feed, sampled = None, torch.tensor(prompt).repeat(count, 1), []
         with torch.inference_mode():
             for t in range(max_tokens):

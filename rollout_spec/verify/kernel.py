@@ -15,7 +15,7 @@ Arithmetic per token. A token can win only if its noise reaches best - x / T, th
 each hash with what its own logit allows; and only if one passes again are the noise's two logarithms taken. The draft's
 score is taken first: where the target samples the draft, the bound is tight from the first tile on.
 
-Per token the common path takes 22 instructions (sm_90, bf16, `count_instructions.py`): 3 multiplications,
+Per token the common path takes 22 instructions (sm_90, bf16): 3 multiplications,
 3 shifts and 3 logical operations for the hash (murmur3's last step, which changes h by at most h / 2**16, is left to
 the exact evaluation), 3 for the token's key, which `ROWS` rows share, and the rest for conversion, maximum and sum of
 exponentials. Nearly 12 of them go to the integer pipe, 64 lanes per clock: 0.18 clocks per token and multiprocessor,
