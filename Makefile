@@ -84,12 +84,12 @@ RESULTS := experiments/results
 bench: export PYTHONPATH = .
 bench: $(READY)
 	$(BIN)/python -m experiments.costs.bench_verify --out $(RESULTS)/bench_verify.jsonl
-	$(BIN)/python -m experiments.drafting.bench_features --drafters mixture ngram --policy demo/policy-v1-seed0 \
+	$(BIN)/python -m experiments.drafting.bench_features --drafters history ngram --policy demo/policy-v1-seed0 \
 		--out $(RESULTS)/bench_features.jsonl $(wildcard $(RESULTS)/real_policy/samples-*.parquet) \
 		--epochs $(RESULTS)/real_policy/rollouts.parquet
 	test -z '$(TRACES)' || $(BIN)/python -m experiments.drafting.bench_draft $(TRACES) --out $(RESULTS)/bench_draft.jsonl
 	test -z '$(TRACES)' || $(BIN)/python -m experiments.drafting.bench_turns $(TRACES)/tau_airline_gpt4o.parquet \
-		--drafters mixture suffix ngram --out $(RESULTS)/bench_turns.jsonl
+		--drafters history suffix ngram --out $(RESULTS)/bench_turns.jsonl
 
 clean:
 	rm -rf .venv .venv-vllm-* .venv-oldest .venv-ppo .venv-frameworks build *.egg-info

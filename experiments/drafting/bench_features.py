@@ -43,7 +43,7 @@ ORDER = 12
 """Longest context of the tree's blended counts."""
 KAPPA = 0.3
 """Weight of the shorter context in these counts."""
-DRAFTERS = ("mixture", "suffix", "ngram", "device")
+DRAFTERS = ("history", "suffix", "ngram", "device")
 
 
 class Variant(NamedTuple):
@@ -300,7 +300,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tests", type=int, default=8)
     parser.add_argument("--prompts", type=int, default=1000, help="at most; 10 of the demo's policy")
     parser.add_argument("--max-tokens", type=int, default=256, help="of the demo policy's rollouts")
-    parser.add_argument("--drafters", nargs="*", choices=DRAFTERS, default=["mixture"])
+    parser.add_argument("--drafters", nargs="*", choices=DRAFTERS, default=["history"])
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--no-tree", action="store_true")
     parser.add_argument("--out", type=Path, help="append rows to this file")

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 
 from rollout_spec.drafters.base import Tokens
-from rollout_spec.drafters.device.reference import ReferenceDrafter
 from rollout_spec.types import Draft, Int32Array
+from tests.drafters.device.reference import ReferenceDrafter
 
 __all__ = ("ArcticSuffix", "ReferenceDrafter", "StatelessDrafter", "VllmNgram", "find_arctic")
 

@@ -86,7 +86,7 @@ def build(mode: str, args: argparse.Namespace) -> Any:
     mode_of_engine, options = {
         "none": ("off", {}),
         "history": ("all", {}),
-        "both": ("all", {"drafter": "mixture", "speculative_config": own}),
+        "both": ("all", {"drafter": "history", "speculative_config": own}),
     }.get(kind, ("model", {"speculative_config": {**own, "draft_sample_method": kind}}))
     return build_engine(
         model_folder(args, "mtp") if method == "mtp" else args.policy, mode_of_engine, args.history_k,

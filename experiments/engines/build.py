@@ -25,7 +25,7 @@ from typing import Any
 
 MODES = ("none", "ngram", "ngram_gpu", "suffix", "model", "off", "all", "budget", "device")
 OURS = ("off", "all", "budget", "device")
-WORDS_ALONE = {"signatures": False, "distributions": False}
+WORDS_ALONE = {"features": False}
 """`drafter_options` without what the target saw."""
 SHAPES = {
     # layers, hidden, intermediate, heads, key-value heads, vocabulary: Qwen2.5-1.5B and -7B

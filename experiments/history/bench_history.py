@@ -190,7 +190,7 @@ def write_history(folder: str, texts: Texts, times: int, *, has_features: bool) 
 def drafters(num_tokens: int, *, has_features: bool) -> Iterator[tuple[str, Any]]:
     """The drafters with room for the history. Compiled code is ready."""
     room = {"max_history_tokens": 2 * num_tokens, **({} if has_features else WORDS_ALONE)}
-    for name in ("mixture", "suffix", "ngram"):
+    for name in ("history", "suffix", "ngram"):
         ready: Any = build_drafter(name, **room)
         ready.add_rollouts([Rollout(0, 0, np.zeros(3, np.int32), np.arange(900, dtype=np.int32) % 30)])
         yield name, build_drafter(name, **room)
