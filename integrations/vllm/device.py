@@ -21,9 +21,10 @@ from rollout_spec.history.roots import Roots
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
+from rollout_spec.integrations.vllm.live_requests import ends_with_stop_token, trim_at_end
+from rollout_spec.integrations.vllm.problems import has_tenant, recognise
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.request_options import request_options
-from rollout_spec.integrations.vllm.requests import ends_with_stop_token, is_isolated, recognise, trim_at_end
 from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.integrations.vllm.stop_strings import StopStringSearch
 from rollout_spec.report.stats import SpeculationStats
@@ -122,7 +123,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
             req_idx = self._req_indices[req_id] = self._runner.req_states.req_id_to_index[req_id]
             version = self._versions.pop(req_id, None)
             self.drafter.start_request(
-                req_idx, prompt, problem_id=problem_id, version=version, isolated=is_isolated(request)
+                req_idx, prompt, problem_id=problem_id, version=version, isolated=has_tenant(request)
             )
 
     def on_finish_requests(self, finished: Iterable[tuple[str, Any]], preempted: Iterable[str]) -> None:

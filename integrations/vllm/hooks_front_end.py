@@ -36,7 +36,7 @@ def init_input_processor(original: Callable[..., None], self: Any, vllm_config: 
     config = config_of(vllm_config)
     self._rollout_spec_seeds = None
     self._rollout_spec_is_v1 = config is not None and not vllm_config.use_v2_model_runner
-    self._rollout_spec_salts = SaltWatch(ignores_salts=config is not None and config.ignore_cache_salt)
+    self._rollout_spec_tenants = TenantWatch(ignores_tenants=config is not None and config.ignore_cache_salt)
     if config is not None:
         check_engine(vllm_config, config)
         if config.speculation:
@@ -54,7 +54,7 @@ def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     try:  # an error raised here fails this request alone
         _check_request(params, self._rollout_spec_is_v1)
         # A new dict: that of vLLM's copy of the parameters may be the caller's.
-        params.extra_args = with_tenant(params.extra_args, self._rollout_spec_salts.salt_of(request))
+        params.extra_args = with_tenant(params.extra_args, self._rollout_spec_tenants.cache_salt_of(request))
     except (TypeError, ValueError) as error:
         raise _request_error()(str(error)) from error
     if params.seed is None:
@@ -62,20 +62,20 @@ def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     return request
 
 
-class SaltWatch:
-    """Says which salt keeps a request's history apart, and once that there are several.
+class TenantWatch:
+    """Says which tenant a request is of, and once that there are several.
 
-    Some trainers take policy versions for salts, and no history would outlive a version.
+    A tenant is a cache_salt. Some trainers take policy versions for it, and no history would outlive a version.
     """
 
-    def __init__(self, *, ignores_salts: bool) -> None:
-        self._ignores_salts = ignores_salts
+    def __init__(self, *, ignores_tenants: bool) -> None:
+        self._ignores_tenants = ignores_tenants
         self._first: str | None = None
         self._has_warned = False
 
-    def salt_of(self, request: Any) -> str | None:
-        """The salt of an `EngineCoreRequest`; None: it has none, or they are ignored."""
-        salt = None if self._ignores_salts else request.cache_salt or None
+    def cache_salt_of(self, request: Any) -> str | None:
+        """The cache_salt of an `EngineCoreRequest`; None: it has none, or they are ignored."""
+        salt = None if self._ignores_tenants else request.cache_salt or None
         self._first = self._first or salt
         if salt is not None and salt != self._first and not self._has_warned:
             self._has_warned = True

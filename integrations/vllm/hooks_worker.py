@@ -9,7 +9,15 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from rollout_spec.integrations.vllm.weights import loads_weights
+NOT_LOADING = ("init_", "prepare_", "fetch_", "compute_", "get_", "check_", "supports_")
+"""Beginnings of the names of workers' methods that do something else with weights."""
+
+
+def loads_weights(method: str) -> bool:
+    """Whether a worker's method loads weights. Frameworks bring their own methods, whose names say what they do."""
+    is_loading = "weight" in method or "refit" in method
+    is_pause = "sleep" in method or "wake" in method
+    return is_loading and not is_pause and not method.startswith(NOT_LOADING)
 
 
 def _adapter_of(worker: Any) -> Any:
@@ -28,7 +36,7 @@ def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     result = original(self, *args, **kwargs)
     adapter = _adapter_of(self)
     if adapter is not None:
-        adapter.weights.follow(self.model_runner.get_model())
+        adapter.weights.watch(self.model_runner.get_model())
     return result
 
 

@@ -16,7 +16,7 @@ import torch
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.integrations.vllm.configuration import has_model_drafter
-from rollout_spec.integrations.vllm.host_copy import HostCopy
+from rollout_spec.integrations.vllm.device_io import HostCopy
 from rollout_spec.integrations.vllm.model_drafters import num_model_tokens
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
 from rollout_spec.verify.draw import draw

@@ -9,8 +9,8 @@ import torch
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features.torch import prepare
-from rollout_spec.integrations.vllm.clock import StepClock
 from rollout_spec.integrations.vllm.commands import EngineParts, run_command
+from rollout_spec.integrations.vllm.device_io import StepClock
 from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank
 from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.integrations.vllm.weights import WeightWatch

@@ -24,7 +24,7 @@ from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import FEATURE_WORDS, Features
 from rollout_spec.features.torch import pack_distributions, pack_signatures
 from rollout_spec.integrations.vllm.configuration import config_of
-from rollout_spec.integrations.vllm.host_copy import HostCopy, to_device
+from rollout_spec.integrations.vllm.device_io import HostCopy, to_device
 from rollout_spec.integrations.vllm.live_requests import Sampled, read_new_tokens, select
 from rollout_spec.integrations.vllm.model_v1 import ModelDrafter, find_model_drafter
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
@@ -56,7 +56,7 @@ class _Batch(NamedTuple):
     biases: dict[int, tuple[torch.Tensor, torch.Tensor]]  # by row: token ids, and what is added to their logits
 
 
-class _Outcome(NamedTuple):
+class _Uncounted(NamedTuple):
     """A verification that has not been counted yet: reading it at once would make the engine wait for the device."""
 
     req_ids: list[str]
@@ -88,7 +88,7 @@ class RunnerAdapterV1(RunnerAdapter):
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
         self._batch: _Batch | None = None
-        self._outcome: _Outcome | None = None
+        self._outcome: _Uncounted | None = None
         processors = list(runner.input_batch.logitsprocs.all)
         self._adds_biases = not any(isinstance(processor, LogitBiasLogitsProcessor) for processor in processors)
         self._hidden: torch.Tensor | None = None  # the states that the step's logits were computed from
@@ -197,7 +197,7 @@ class RunnerAdapterV1(RunnerAdapter):
             columns = torch.arange(sampled.shape[1], device=logits.device)
             is_emitted = columns == result.num_accepted[:, None]
             sampled = torch.where(is_emitted, sampled.clamp(min=0), sampled)
-        self._outcome = _Outcome(batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted))
+        self._outcome = _Uncounted(batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted))
         self.clock.stop()
         if self.model_drafter is not None:
             next_positions = rows.positions + result.num_accepted + 1

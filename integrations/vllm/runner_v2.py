@@ -32,7 +32,7 @@ from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.features.torch import pack_distributions, pack_signatures
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.configuration import config_of
-from rollout_spec.integrations.vllm.host_copy import HostCopy
+from rollout_spec.integrations.vllm.device_io import HostCopy
 from rollout_spec.integrations.vllm.live_requests import Sampled, pieces, select
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
@@ -51,7 +51,7 @@ from rollout_spec.verify import kernel
 from rollout_spec.verify.vectorised import process
 
 
-class _Outcome(NamedTuple):
+class _Verified(NamedTuple):
     """The last verification."""
 
     req_ids: list[str]
@@ -60,7 +60,7 @@ class _Outcome(NamedTuple):
     result: VerifyResult
 
 
-class _Counts(NamedTuple):
+class _Uncounted(NamedTuple):
     """A verification's numbers, which are being copied to the host."""
 
     copy: HostCopy  # broken rows, accepted drafts, drafts, [B] each
@@ -188,7 +188,7 @@ class VerifyingSampler:
 
     def __init__(self, inner: Any, adapter: RunnerAdapterV2, config: RolloutSpecConfig) -> None:
         self.inner = inner
-        self.outcome: _Outcome | None = None
+        self.outcome: _Verified | None = None
         self.distributions: torch.Tensor | None = None
         self._adapter = adapter
         self._config = config
@@ -199,7 +199,7 @@ class VerifyingSampler:
         self._num_steps: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
         """At least as many output tokens each request has; one that is resumed after a preemption counts from 0. Not
         counted on where no request of a step is below `min_tokens`."""
-        self._unread: deque[_Counts] = deque()
+        self._unread: deque[_Uncounted] = deque()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -337,13 +337,13 @@ class VerifyingSampler:
         """Keep the outcome for the speculator on the host; where there is none, copy its numbers to be counted."""
         if self._adapter.host_speculator is not None:
             positions = layout.position[layout.starts[:-1]]
-            self.outcome = _Outcome(input_batch.req_ids, input_batch.cu_num_logits_np, positions, result)
+            self.outcome = _Verified(input_batch.req_ids, input_batch.cu_num_logits_np, positions, result)
             return
         # Waiting for the device would undo asynchronous scheduling. Draft lengths come from the device, too: where
         # vLLM's adaptive verification cuts drafts, the host does not know them.
         num_drafted = layout.starts[1:] - layout.starts[:-1] - 1
         copy = HostCopy((result.num_broken_rows, result.num_accepted, num_drafted))
-        self._unread.append(_Counts(copy, _has_sampled(input_batch), input_batch.req_ids))
+        self._unread.append(_Uncounted(copy, _has_sampled(input_batch), input_batch.req_ids))
         self.read_counts()
 
     def read_counts(self, *, wait: bool = False) -> None:
@@ -440,7 +440,7 @@ class HistorySpeculator(BaseSpeculator):
         return torch.from_numpy(drafts).to(self._device, non_blocking=True)
 
     def _draft(
-        self, outcome: _Outcome, num_sampled: torch.Tensor, num_step_tokens: int, features: torch.Tensor | None
+        self, outcome: _Verified, num_sampled: torch.Tensor, num_step_tokens: int, features: torch.Tensor | None
     ) -> tuple[NDArray[np.int64], Drafts] | None:
         """Copy the outcome to the host, the step's only wait for the device, and draft with the session.
 

@@ -25,9 +25,9 @@ from rollout_spec.history.rollout import Rollout, Root
 from rollout_spec.history.roots import Roots
 from rollout_spec.integrations.vllm import live_requests
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
-from rollout_spec.integrations.vllm.live_requests import LiveRequest, Sampled, pieces, select
+from rollout_spec.integrations.vllm.live_requests import LiveRequest, Sampled, ends_with_stop_token, pieces, select
+from rollout_spec.integrations.vllm.problems import has_tenant, recognise
 from rollout_spec.integrations.vllm.request_options import request_options
-from rollout_spec.integrations.vllm.requests import ends_with_stop_token, is_isolated, recognise
 from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import Drafts, Float32Array, Int32Array
@@ -328,7 +328,7 @@ class DraftingSession(Speculation):
         by_text = None if self.engine_history is None else self.engine_history.problem_by_text
         conversation = recognise(self.roots, request, prompt, by_text)
         is_seeded = params.temperature > 0 and self._config.verify == "sample"
-        more: dict[str, Any] = {"num_known": conversation.num_known, "isolated": is_isolated(request)}
+        more: dict[str, Any] = {"num_known": conversation.num_known, "isolated": has_tenant(request)}
         self.drafter.start_request(
             req_id,
             prompt,

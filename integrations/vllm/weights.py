@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-NOT_LOADING = ("init_", "prepare_", "fetch_", "compute_", "get_", "check_", "supports_")
-"""Beginnings of the names of workers' methods that do something else with weights."""
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
 
-
-def loads_weights(method: str) -> bool:
-    """Whether a worker's method loads weights. Frameworks bring their own methods, whose names say what they do."""
-    is_loading = "weight" in method or "refit" in method
-    is_pause = "sleep" in method or "wake" in method
-    return is_loading and not is_pause and not method.startswith(NOT_LOADING)
+WORD_BYTES = 8
 
 
 class WeightWatch:
@@ -41,19 +37,19 @@ class WeightWatch:
         self._num_announced = 0
 
     def mark(self) -> None:
-        """Weights may have been loaded. Where no model is followed, they have."""
+        """Weights may have been loaded. Where no model is watched, they have."""
         self._is_marked = True
 
     def announce(self, num_versions: int = 1) -> None:
         """There are new weights, in the parameters or elsewhere; several versions make older history go sooner."""
         self._num_announced = max(self._num_announced, num_versions)
 
-    def follow(self, model: Any) -> None:
+    def watch(self, model: Any) -> None:
         """Compare this model's parameters from now on, which are those that the engine was built with.
 
         Also marks when `model.load_weights` is called, as TRL does without a method of the worker.
         """
-        self._model, self._checksum = model, _checksum(model)
+        self._model, self._checksum = model, checksum(model)
         load_weights = getattr(model, "load_weights", None)
         if load_weights is None:
             return
@@ -78,15 +74,49 @@ class WeightWatch:
         return self.version if num_versions else None
 
     def _have_weights_changed(self) -> bool:
-        """Whether the parameters are others than when this was last called, or followed."""
+        """Whether the parameters are others than when this was last called, or first watched."""
         if self._model is None:
             return self._is_marked
-        before, self._checksum = self._checksum, _checksum(self._model)
+        before, self._checksum = self._checksum, checksum(self._model)
         has_changed = not self._checksum.equal(before)
         return has_changed if self._on_any_rank is None else self._on_any_rank(has_changed)
 
 
-def _checksum(model: Any) -> Any:
-    from rollout_spec.integrations.vllm.checksum import checksum  # imports torch, which the plugin's hooks do without
+@torch.no_grad()
+def checksum(model: nn.Module) -> Tensor:
+    """A number for each of a model's tensors, the sum of its bits as 64-bit words: int64 [tensors], on the host.
 
-    return checksum(model)
+    These are the parameters and the buffers that a checkpoint holds; other buffers are computed from them, or change
+    while the model runs. Each tensor is read once, where it is, and not copied unless its layout has gaps. Waits once
+    for each device. The order of a tensor's words does not count.
+    """
+    sums: dict[torch.device, list[Tensor]] = {}
+    held = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values() if isinstance(tensor, Tensor)}
+    for tensor in (part for whole in held.values() for part in _parts(whole)):
+        sums.setdefault(tensor.device, []).append(_sum_of_bits(tensor))
+    on_host = [torch.stack(of_device).cpu() for of_device in sums.values()]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *on_host])
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that hold the bits: of quantised ones, for example, values and scales."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        if not tensor.is_meta:
+            yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _parts(getattr(tensor, name))
+
+
+def _sum_of_bits(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's 64-bit words, int64 []; the last one is filled up with zeros."""
+    in_memory = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    data = tensor.detach().permute(in_memory).contiguous().view(-1).view(torch.uint8)
+    if data.storage_offset() % WORD_BYTES:
+        data = data.clone()
+    end = data.numel() // WORD_BYTES * WORD_BYTES
+    total = data[:end].view(torch.int64).sum()
+    if end < data.numel():
+        total = total + functional.pad(data[end:], (0, end + WORD_BYTES - data.numel())).view(torch.int64).sum()
+    return total

@@ -79,7 +79,7 @@ def test_new_weights_that_are_announced_begin_a_version_with_the_next_step():
     for speculation in (None, a_speculation([])):
         run(speculation, "begin_policy_version", weights=weights)
     assert [weights.begin_step(), weights.begin_step()] == [1, None]
-    weights.follow(nn.Linear(2, 2))
+    weights.watch(nn.Linear(2, 2))
     run(None, "begin_policy_version", weights=weights)
     assert weights.begin_step() is None, "the parameters have not changed"
     run(None, "begin_policy_version", 2, weights=weights)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_spec.integrations.vllm import live_requests
-from rollout_spec.integrations.vllm.requests import trim_at_end
+from rollout_spec.integrations.vllm.live_requests import trim_at_end
 from rollout_spec.types import Drafts
 
 

@@ -22,7 +22,7 @@ from rollout_spec.history.storage import open_storage
 from rollout_spec.integrations.vllm import commands
 from rollout_spec.integrations.vllm import session as session_module
 from rollout_spec.integrations.vllm.live_requests import Sampled
-from rollout_spec.integrations.vllm.requests import recognise
+from rollout_spec.integrations.vllm.problems import recognise
 from rollout_spec.integrations.vllm.session import RECENT_STEPS, STEPS_PER_SHARING, DraftingSession
 from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import Draft

@@ -13,9 +13,9 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 from rollout_spec.history.roots import Roots
-from rollout_spec.integrations.vllm.hooks_front_end import SaltWatch
+from rollout_spec.integrations.vllm.hooks_front_end import TenantWatch
+from rollout_spec.integrations.vllm.problems import has_tenant, recognise
 from rollout_spec.integrations.vllm.request_options import TENANT, request_options, tenant_of, with_tenant
-from rollout_spec.integrations.vllm.requests import is_isolated, recognise
 from tests.integrations.engines import build, runner_of, verify_all
 from tests.integrations.vllm.test_engine_history import history, rollouts_in, session_of
 
@@ -71,16 +71,16 @@ def test_the_workers_are_told_a_hash_of_the_salt():
 
 
 def test_different_salts_are_warned_of_once(caplog):
-    def warnings(salts, *, ignores_salts=False):
+    def warnings(salts, *, ignores_tenants=False):
         caplog.clear()
-        watch = SaltWatch(ignores_salts=ignores_salts)
-        used = [watch.salt_of(SimpleNamespace(cache_salt=salt)) for salt in salts]
+        watch = TenantWatch(ignores_tenants=ignores_tenants)
+        used = [watch.cache_salt_of(SimpleNamespace(cache_salt=salt)) for salt in salts]
         return used, len(caplog.records)
 
     assert warnings([None, "version-1", None, "version-1", ""]) == ([None, "version-1", None, "version-1", None], 0)
     assert warnings(["version-1", "version-2", "version-3"]) == (["version-1", "version-2", "version-3"], 1)
     assert "ignore_cache_salt" in caplog.text
-    assert warnings(["version-1", "version-2"], ignores_salts=True) == ([None, None], 0)
+    assert warnings(["version-1", "version-2"], ignores_tenants=True) == ([None, None], 0)
 
 
 def request_of(salt, prompt=PROMPT, **options):
@@ -106,7 +106,7 @@ def test_every_tenant_has_its_own_problems():
         first, *more = (recognise(roots, *request, lambda tokens: 99).problem_id for request in some)
         ids += [first, more[0], more[2]]
         assert more[0] == more[1]
-        assert [is_isolated(request) for request, _ in some] == [salt is not None] * 4
+        assert [has_tenant(request) for request, _ in some] == [salt is not None] * 4
         assert first == recognise(roots, *request_of(salt)).problem_id
     assert ids[:2] == [99, 7], "without a salt as ever"
     assert len(set(ids)) == len(ids)

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.integrations.trainers.controller import EngineController
-from rollout_spec.integrations.vllm.checksum import checksum
-from rollout_spec.integrations.vllm.weights import WeightWatch, loads_weights
+from rollout_spec.integrations.vllm.hooks_worker import loads_weights
+from rollout_spec.integrations.vllm.weights import WeightWatch, checksum
 from tests.integrations.engines import build, generate, mixed_params, prompts_of, runner_of, stats_of, verify_all
 
 LOADING = [
@@ -101,7 +101,7 @@ def test_what_is_computed_from_the_parameters_does_not_count():
 
 def test_the_same_weights_again_begin_no_version():
     watch, model = WeightWatch(), Model()
-    watch.follow(model)
+    watch.watch(model)
     for factor, version in ((1, None), (2, 1), (1, None), (0.5, 2)):
         model.load_weights([("padded", model.padded.detach() * factor)])
         assert [watch.begin_step(), watch.begin_step()] == [version, None]
@@ -113,7 +113,7 @@ def test_the_same_weights_again_begin_no_version():
 
 def test_announced_versions_begin_in_any_case():
     watch, model = WeightWatch(), Model()
-    watch.follow(model)
+    watch.watch(model)
     watch.announce(2)
     assert watch.begin_step() == 2
     model.padded.data += 1
@@ -134,7 +134,7 @@ def test_ranks_agree(changed):
 
     for has_changed in changed:
         watch, model = WeightWatch(on_any_rank), Model()
-        watch.follow(model)
+        watch.watch(model)
         model.load_weights([("padded", model.padded.detach() + has_changed)])
         assert watch.begin_step() == (1 if any(changed) else None)
         assert watch.begin_step() is None
@@ -143,7 +143,7 @@ def test_ranks_agree(changed):
 
 def test_a_model_that_cannot_load_is_left_alone():
     model = nn.Linear(2, 2)
-    WeightWatch().follow(model)
+    WeightWatch().watch(model)
     assert not hasattr(model, "load_weights")
 
 

@@ -1,9 +1,9 @@
-"""vLLM's requests: the conversations that they continue, and where they end."""
+"""Which problem a request belongs to: the one that its caller names, its conversation's, or its prompt's."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from rollout_spec.drafters.base import problem_of_prompt
@@ -22,7 +22,7 @@ def recognise(
     """Find a new request's problem: the one that the caller names, or the one of the conversation that it continues.
 
     Conversations with different LoRA adapters or images are different. An adapter's versions are one adapter, as those
-    of a policy are one policy. Requests with different cache salts, or with and without one, have no problem in common,
+    of a policy are one policy. Different tenants' requests, and those with and without one, have no problem in common,
     also where the caller names it.
 
     Args:
@@ -54,13 +54,13 @@ def recognise(
     return roots.start(prompt_token_ids, new_problem_id, namespace=namespace, images=images)
 
 
-def is_isolated(request: Any) -> bool:
-    """Whether a request has a cache salt, so that no text may pass between it and other problems."""
+def has_tenant(request: Any) -> bool:
+    """Whether no text may pass between a request and other problems, as it has a cache_salt."""
     return tenant_of(request.sampling_params.extra_args) is not None
 
 
 def _within(tenant: int | None, number: int) -> int:
-    """A problem's id or a namespace, 64 bits, as it is for the requests with one cache salt."""
+    """A problem's id or a namespace, 64 bits, as it is for one tenant's requests."""
     return number if tenant is None else derive_seed("cache_salt", tenant, number)
 
 
@@ -80,32 +80,3 @@ def _adapter_name(request: Any) -> str:
     """The name of a request's LoRA adapter without its version; empty if it has none."""
     # TRL's AsyncGRPO publishes each version of its adapter under a name of its own, which ends in -v and a number.
     return "" if request.lora_request is None else re.sub(r"-v\d+$", "", request.lora_request.lora_name)
-
-
-def _is_stop_token(token_id: int, num_output_tokens: int, params: Any) -> bool:
-    """Whether this token, with which a request has `num_output_tokens`, ends it."""
-    stops = token_id == params.eos_token_id or token_id in (params.stop_token_ids or ())
-    return stops and num_output_tokens >= params.min_tokens
-
-
-def ends_with_stop_token(token_ids: Sequence[int], params: Any, num_before: int = 0) -> bool:
-    """Whether output tokens, after `num_before` others, end with a stop token that ends the request."""
-    return bool(token_ids) and _is_stop_token(token_ids[-1], num_before + len(token_ids), params)
-
-
-def _is_last(token_id: int, num_output_tokens: int, params: Any) -> bool:
-    """Whether the scheduler ends a request at this token. Stop strings are not its business, but the front end's."""
-    return num_output_tokens >= params.max_tokens or _is_stop_token(token_id, num_output_tokens, params)
-
-
-def trim_at_end(token_ids: Sequence[int], num_before: int, params: Any) -> list[int]:
-    """Cut newly sampled tokens where the scheduler will: a step can sample past the end of a request.
-
-    Args:
-        token_ids: New output tokens.
-        num_before: Output tokens before them.
-    """
-    for i, token in enumerate(token_ids):
-        if _is_last(token, num_before + i + 1, params):
-            return list(token_ids[: i + 1])
-    return list(token_ids)
