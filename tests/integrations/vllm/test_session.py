@@ -1065,6 +1065,8 @@ def test_the_model_drafts_where_history_is_silent_and_history_goes_on():
     counts = session.source_counts()
     assert counts["model"] == [2, 2]
     assert counts["problem"] == [2, 1], "of history's continuation the first was right and the second was not"
+    session.begin_policy_version(1)
+    assert (session.choice.counts.sum(0) < 2).all(), "the model may agree less with new weights"
 
 
 def test_history_is_verified_where_it_promises_more_and_both_are_graded():
