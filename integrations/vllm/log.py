@@ -14,7 +14,7 @@ from rollout_spec import __version__
 from rollout_spec.config import RolloutSpecConfig
 
 UNTRUE = (
-    # Which interface it is depends on the version of vLLM, and `vllm_compat` says which versions were tested.
+    # Which interface it is depends on the version of vLLM, and `compat.py` says which versions were tested.
     ("vllm.config.speculative", "Using a custom class-based proposer backend."),
     # Drafts from history take nothing from what a step may have. `step_sizes` says where that is too little.
     ("vllm.config.vllm", "max_num_scheduled_tokens is set to"),

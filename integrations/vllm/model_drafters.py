@@ -1,7 +1,7 @@
 """Drafters of vLLM's own that have a model (draft models, EAGLE heads, MTP layers): what the plugin asks of them.
 
 Such a drafter is configured as in vLLM, by `speculative_config`. It drafts beside history, and a step verifies for each
-request the draft of which more is expected to be accepted; `vllm_model_v1` and `vllm_model_v2` say how.
+request the draft of which more is expected to be accepted; `model_v1.py` and `model_v2.py` say how.
 """
 
 from __future__ import annotations

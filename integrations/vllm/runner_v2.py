@@ -4,7 +4,7 @@ One engine step: vLLM runs the target over every scheduled token and hands the l
 replaces both of vLLM's samplers and verifies the drafts with Triton kernels; then vLLM records the sampled tokens and
 calls `HistorySpeculator.propose`, which copies the outcome to the host, tells the drafter and returns the next drafts.
 That drafter lives on the host, so scheduling is synchronous; the scheduler is told each draft's length, so that a
-request without a draft costs one token. `vllm_device` has the speculator that keeps scheduling asynchronous.
+request without a draft costs one token. `device.py` has the speculator that keeps scheduling asynchronous.
 
 From vLLM 0.31 on the samples' noise is the same as V2's own; that of 0.26 to 0.30 is replaced, with and without
 speculation.

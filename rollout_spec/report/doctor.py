@@ -2,7 +2,7 @@
 
 Without a file it checks what is installed. With a report, which a trainer's callback writes,
 `llm.collective_rpc("rollout_spec", args=("report",))[0]` returns and a running server gives, it says what speculation
-did for that run; `doctor_plot.py` draws it, `doctor_advice.py` says what to do, and what differs from another run.
+did for that run; `plot.py` draws it, `advice.py` says what to do, and what differs from another run.
 """
 
 from __future__ import annotations
