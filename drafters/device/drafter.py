@@ -222,7 +222,7 @@ class DeviceDrafter:
         version: int | None = None,
         isolated: bool = False,
     ) -> None:
-        """Begin a request in a slot. Its tokens are read from the engine's own copy, by `propose` or `follow`.
+        """Begin a request in a slot. Its tokens are read from the engine's own copy, by `propose` or `extend`.
 
         Args:
             problem_id: Requests with the same id share history. None: the hash of the prompt; an empty prompt has no
@@ -411,7 +411,7 @@ class DeviceDrafter:
             if 1 <= batch <= most:
                 slots = torch.arange(batch, dtype=slots_dtype, device=self._device)
                 nothing = torch.zeros_like(slots, dtype=torch.int32)
-                self.follow(slots, history, total_len)
+                self.extend(slots, history, total_len)
                 self.look_up(slots, nothing, history, total_len, seeds, temperature, features, nothing)
         row = np.zeros((1, kernels.RETIRED_FIELDS), np.int64)
         row[0, 1] = self._free_documents[0]
@@ -451,7 +451,7 @@ class DeviceDrafter:
         self._publish()
         return self.look_up(slots, num_sampled, history, total_len, seeds, temperature, features, first_rows)
 
-    def follow(self, slots: Tensor, history: Tensor, total_len: Tensor) -> None:
+    def extend(self, slots: Tensor, history: Tensor, total_len: Tensor) -> None:
         """Copy the new tokens from the engine without drafting. Arguments as for `propose`."""
         self._publish()
         self._extend(slots, history, total_len, None, slots, slots)

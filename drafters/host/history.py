@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from rollout_spec import checks
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.host import ngram, propose, suffix, vote
-from rollout_spec.drafters.host.index import Index, Settings, append_batch, index_batch, remove_document
+from rollout_spec.drafters.host.index import DrafterSettings, Index, append_batch, index_batch, remove_document
 from rollout_spec.drafters.host.lookahead import new_pool
 from rollout_spec.drafters.host.propose import Calibration, Proposals, Rows
 from rollout_spec.drafters.host.store import (
@@ -162,7 +162,7 @@ class HistoryDrafter:
         self._max_history_pages = min(max_history_tokens / PAGE_TOKENS, 0.9 * MAX_PAGES)
         self._max_history_versions = max_history_versions
         self._store = TextStore()
-        self._settings = Settings(
+        self._settings = DrafterSettings(
             use_tree=index == "suffix",
             use_table=index == "ngram",
             use_shared=shared,
@@ -428,7 +428,7 @@ class HistoryDrafter:
         starts: NDArray[np.int64],
         num_accepted: NDArray[np.int64],
     ) -> None:
-        propose.observe(
+        propose.learn_outcomes(
             self._store.arrays,
             self._pool,
             self._rows,

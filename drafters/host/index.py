@@ -40,7 +40,7 @@ class Index(NamedTuple):
     buckets: NDArray[np.uint32]  # [power of two, WAYS] n-gram table, newest first
 
 
-class Settings(NamedTuple):
+class DrafterSettings(NamedTuple):
     """Scalars and small tables that the compiled functions read."""
 
     use_tree: bool

@@ -82,7 +82,7 @@ class Calibration(NamedTuple):
 
 
 class Proposals(NamedTuple):
-    """The last proposal of each live row, kept for `observe` and returned to the caller."""
+    """The last proposal of each live row, kept for `learn_outcomes` and returned to the caller."""
 
     lengths: NDArray[np.int64]  # [rows]
     num_given: NDArray[np.int64]  # [rows] tokens at its beginning that another drafter has chosen
@@ -502,7 +502,7 @@ def _num_sampled(targets, start, end, accepted):
 
 
 @njit(allocates=False)
-def observe(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, text, out):
+def learn_outcomes(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, text, out):
     """Learn from drafts up to the first difference; the target's tokens after it go to the lookahead pool."""
     for i in range(batch.size):
         row = batch[i]

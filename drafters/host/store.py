@@ -29,13 +29,13 @@ POSITION_BITS = 26
 """Bits of a position: so many fit into an entry of the n-gram table beside a part of the key's hash."""
 MAX_PAGES = 1 << (POSITION_BITS - PAGE_BITS)
 """Pages that positions can tell apart."""
-# Indices into Store.counts
+# Indices into `counts`
 NUM_FREE_PAGES, NUM_TOKENS = range(2)
-# Columns of Store.pages: the document, -1 where the page is free; the position of the token before the page's first
+# Columns of `pages`: the document, -1 where the page is free; the position of the token before the page's first
 # one, -1 where there is none; the document's next page, -1 where there is none; the index in the document of the page's
 # first token. What is read of a page together is in one line of the processor's cache.
 DOCUMENT, BACK, NEXT, START = range(4)
-# Columns of Store.documents: the problem, -1 where there is no document; PROMPT or ROLLOUT; the policy version; the
+# Columns of `documents`: the problem, -1 where there is no document; PROMPT or ROLLOUT; the policy version; the
 # first position, -1 of an empty document; the last position, of an empty rollout its prompt's, -1 where there is none;
 # its tokens; how many of them, the first ones, the index knows; 1 where no text may pass between it and other problems,
 # otherwise 0.
@@ -43,7 +43,7 @@ PROBLEM, KIND, VERSION, FIRST, LAST, LENGTH, INDEXED, ISOLATED = range(8)
 PROMPT, ROLLOUT = range(2)
 
 
-class Store(NamedTuple):
+class TextArrays(NamedTuple):
     """The text of prompts and rollouts, as compiled functions see it. P pages, D documents."""
 
     tokens: Int32Array  # [P * PAGE_TOKENS]
@@ -201,7 +201,7 @@ class TextStore:
 
     def __init__(self) -> None:
         pages, documents = 64, 64
-        self.arrays = Store(
+        self.arrays = TextArrays(
             tokens=np.zeros(pages * PAGE_TOKENS, np.int32),
             pages=np.full((pages, 4), -1, np.int32),
             documents=np.full((documents, 8), -1, np.int32),

@@ -30,7 +30,7 @@ from rollout_spec.drafters.host.store import (
     LAST,
     PAGE_BITS,
     PROBLEM,
-    Store,
+    TextArrays,
     before,
     compare_context,
     order_hash,
@@ -80,7 +80,7 @@ def new_path() -> Path:
     return Path(*(np.empty(MAX_WALK, np.int32) for _ in Path._fields))
 
 
-def reserve(store: Store, tree: Tree, num_new: int, *, is_shared: bool) -> Tree:
+def reserve(store: TextArrays, tree: Tree, num_new: int, *, is_shared: bool) -> Tree:
     """Make room for every position of the store and `num_new` more roots. Amortised O(1) per token."""
     size, old_size = store.tokens.size, tree.children.shape[0]
     if size > old_size:
@@ -284,7 +284,7 @@ def gather(store, tree, problem, excluded_problem, text, end, first, limit, posi
     return count
 
 
-def check_integrity(store: Store, tree: Tree, *, is_shared: bool) -> None:
+def check_integrity(store: TextArrays, tree: Tree, *, is_shared: bool) -> None:
     """Check that every position is in its tree, once, and in order. O(size); raises AssertionError."""
     reached: set[int] = set()
     used = 0

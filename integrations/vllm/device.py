@@ -170,7 +170,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
                 self.drafter.warm_up(req_indices.dtype, history, total_len, *noise)
             return self._no_drafts(input_batch.num_reqs)
         if not self.enabled:
-            self.drafter.follow(req_indices, history, total_len)
+            self.drafter.extend(req_indices, history, total_len)
             return self._no_drafts(input_batch.num_reqs)
         features = self._runner.rollout_spec.compute_features(last_hidden_states, input_batch)
         first_rows = input_batch.cu_num_logits[: input_batch.num_reqs]

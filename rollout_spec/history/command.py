@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rollout_spec.history.contents import Contents
     from rollout_spec.history.recordings import Bad
     from rollout_spec.history.shards import Origin
-    from rollout_spec.history.storage import Storage
+    from rollout_spec.history.storage import ShardStorage
 
 FORMATS = ("auto", "trl", "verl", "jsonl", "traces")
 MAX_ERRORS = 20
@@ -123,7 +123,7 @@ def _import(args: argparse.Namespace) -> int:
         if num_bad <= MAX_ERRORS:
             tqdm.write(f"{path}:{bad.where}: {bad.reason}", file=sys.stderr)
 
-    def walk(storage: Storage | None, **callbacks: Any) -> Any:
+    def walk(storage: ShardStorage | None, **callbacks: Any) -> Any:
         total = sum(recording.num_bytes for recording in recordings)
         done = {recording.path: 0 for recording in recordings}
         with tqdm(total=total, unit="B", unit_scale=True, disable=None, leave=False) as bar:
@@ -184,7 +184,7 @@ def load_tokenizer(name: str | None) -> tuple[Any, Origin]:
     return tokenizer, Origin(tokenizer=fingerprint(tokenizer.get_vocab()), model=name)
 
 
-def _open(url: str) -> tuple[Storage, Contents]:
+def _open(url: str) -> tuple[ShardStorage, Contents]:
     from rollout_spec.history.contents import Contents
     from rollout_spec.history.storage import open_storage
 

@@ -18,7 +18,7 @@ from rollout_spec.features.format import LOGPROB_STEP, TOP_TOKENS, unpack
 from rollout_spec.history.recordings import exported_line
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.history.shards import Entry, Origin, ShardError, ShardInfo, read_shard, write_shard
-from rollout_spec.history.storage import Storage
+from rollout_spec.history.storage import ShardStorage
 
 
 class Shard(NamedTuple):
@@ -41,7 +41,7 @@ class Contents:
         OSError: the folder cannot be read. So may iterating.
     """
 
-    def __init__(self, storage: Storage) -> None:
+    def __init__(self, storage: ShardStorage) -> None:
         self._storage = storage
         self._sizes = storage.sizes()
         self.num_bytes = sum(self._sizes.values())
@@ -203,11 +203,11 @@ def plan_pruning(
     )
 
 
-def prune(storage: Storage, pruning: Pruning) -> None:
+def prune(storage: ShardStorage, pruning: Pruning) -> None:
     """Remove it. What stays of a shard is written before the shard is deleted.
 
     Raises:
-        OSError: as `Storage`.
+        OSError: as `ShardStorage`.
     """
     for name, keep in pruning.keep.items():
         try:

@@ -38,7 +38,7 @@ from rollout_spec.history.shards import (
     release_memory,
     write_shard,
 )
-from rollout_spec.history.storage import LocalStorage, Storage, open_storage
+from rollout_spec.history.storage import LocalStorage, ShardStorage, open_storage
 from rollout_spec.history.tidying import Tidier, by_version
 
 logger = logging.getLogger(__name__)
@@ -139,7 +139,7 @@ class HistoryFolder:
     def __init__(self, url: str, origin: Origin, *, max_bytes: int) -> None:
         self.stats = FolderStats()
         self.newest_version = 0
-        self._storage: Storage = open_storage(url)
+        self._storage: ShardStorage = open_storage(url)
         self._origin = origin
         self._url = url
         self._tidier = Tidier(self._storage, origin, max_bytes, self._on_merged)

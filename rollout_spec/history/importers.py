@@ -16,7 +16,7 @@ from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.history.recordings import Bad, Content, Messages, Recorded, Recording, not_empty
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
 from rollout_spec.history.shards import Entry, Origin, ShardError, read_bytes, read_info, write_shard
-from rollout_spec.history.storage import Storage
+from rollout_spec.history.storage import ShardStorage
 from rollout_spec.history.text import encode_text, text_key
 from rollout_spec.types import Int32Array
 
@@ -173,7 +173,7 @@ class ImportReport:
 def import_recordings(
     recordings: Iterable[Recording],
     converter: Converter,
-    storage: Storage | None,
+    storage: ShardStorage | None,
     origin: Origin,
     *,
     on_bad: Callable[[Path, Bad], None] = lambda path, bad: None,
@@ -252,7 +252,7 @@ def _num_tokens(content: Content) -> int:
     return len(text) // CHARACTERS_PER_TOKEN + 1
 
 
-def _last_batches(storage: Storage) -> dict[int, int]:
+def _last_batches(storage: ShardStorage) -> dict[int, int]:
     """The last batch that a history has of each writer."""
     found: dict[int, int] = {}
     for name in storage.sizes():

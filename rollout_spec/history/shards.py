@@ -22,7 +22,7 @@ import pyarrow.parquet as parquet
 from rollout_spec.checks import first_line
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
-from rollout_spec.history.storage import SUFFIX, Storage
+from rollout_spec.history.storage import SUFFIX, ShardStorage
 
 FORMAT = 1
 """Raised when shards of older code can no longer be read."""
@@ -149,14 +149,14 @@ def encode(entries: Sequence[Entry], origin: Origin) -> bytes:
     return encoded
 
 
-def write_shard(storage: Storage, entries: Sequence[Entry], origin: Origin) -> tuple[str, int]:
+def write_shard(storage: ShardStorage, entries: Sequence[Entry], origin: Origin) -> tuple[str, int]:
     """Write a shard. At least one entry.
 
     Returns:
         (its name, its bytes).
 
     Raises:
-        OSError: as `Storage.write`.
+        OSError: as `ShardStorage.write`.
     """
     data = encode(entries, origin)
     name = _name(max(entry.rollout.version for entry in entries), data)
@@ -164,7 +164,7 @@ def write_shard(storage: Storage, entries: Sequence[Entry], origin: Origin) -> t
     return name, len(data)
 
 
-def read_shard(storage: Storage, name: str, origin: Origin) -> tuple[ShardInfo, list[Entry]]:
+def read_shard(storage: ShardStorage, name: str, origin: Origin) -> tuple[ShardInfo, list[Entry]]:
     """Read a shard. Features of a model with other states are left out. O(tokens).
 
     Args:
@@ -172,17 +172,17 @@ def read_shard(storage: Storage, name: str, origin: Origin) -> tuple[ShardInfo, 
 
     Raises:
         ShardError: it is no shard, cut, changed, of another format or of another origin.
-        OSError: as `Storage.read`.
+        OSError: as `ShardStorage.read`.
     """
     return decode(read_bytes(storage, name), origin)
 
 
-def read_bytes(storage: Storage, name: str) -> bytes:
+def read_bytes(storage: ShardStorage, name: str) -> bytes:
     """A shard's bytes, if they are what was written.
 
     Raises:
         ShardError: it was cut or changed.
-        OSError: as `Storage.read`.
+        OSError: as `ShardStorage.read`.
     """
     # What has another name is not read, however large it is.
     data = storage.read(name) if version_of(name) >= 0 else b""

@@ -23,7 +23,7 @@ LOCK = ".lock"
 """Held by the process that merges and deletes shards."""
 
 
-class Storage(Protocol):
+class ShardStorage(Protocol):
     """A flat folder of shards."""
 
     def sizes(self) -> dict[str, int]:
@@ -163,7 +163,7 @@ def is_remote(url: str) -> bool:
     return "://" in url and not url.startswith(("file://", "local://"))
 
 
-def open_storage(url: str | os.PathLike[str]) -> Storage:
+def open_storage(url: str | os.PathLike[str]) -> ShardStorage:
     """The storage behind a path or a URL. Touches nothing.
 
     Raises:

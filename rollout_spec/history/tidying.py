@@ -17,7 +17,7 @@ from rollout_spec.history.shards import (
     version_of,
     write_shard,
 )
-from rollout_spec.history.storage import Storage
+from rollout_spec.history.storage import ShardStorage
 
 TIER_BYTES, TIER_BITS, MAX_MERGED_BYTES = 1 << 16, 3, 1 << 26
 """Shards of similar size are of one tier: each is 2^TIER_BITS times the one before, the first up to some TIER_BYTES.
@@ -39,7 +39,7 @@ class Tidier:
 
     def __init__(
         self,
-        storage: Storage,
+        storage: ShardStorage,
         origin: Origin,
         max_bytes: int,
         on_merged: Callable[[Sequence[str], str], None] = lambda merged, name: None,
@@ -58,7 +58,7 @@ class Tidier:
         """Merge small shards, and delete the oldest ones until the bound holds, unless another engine is at it.
 
         Raises:
-            OSError: as `Storage`.
+            OSError: as `ShardStorage`.
         """
         with self._storage.tidying(abandoned_before=time.time() - SECONDS_UNTIL_ABANDONED) as is_ours:
             if is_ours:

@@ -20,7 +20,7 @@ from rollout_spec.drafters.host.store import (
     PAGE_MASK,
     PAGE_TOKENS,
     START,
-    Store,
+    TextArrays,
     TextStore,
 )
 from rollout_spec.drafters.host.vote import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
@@ -261,7 +261,7 @@ class Recorder:
         assert places == {place: expected.get(place) for place in places}
         assert all(length >= order for length in places.values())
 
-    def _store(self) -> Store:
+    def _store(self) -> TextArrays:
         return self.drafter._store.arrays
 
     def _places(self, positions, lengths, count: int) -> list[tuple[Place, int]]:

@@ -16,7 +16,7 @@ TOKENS = st.integers(0, 2**31 - 1)
 
 
 class MemoryStorage:
-    """A `Storage` in a dictionary."""
+    """A `ShardStorage` in a dictionary."""
 
     def __init__(self):
         self.files = {}

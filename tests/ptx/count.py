@@ -45,7 +45,7 @@ def draft_step() -> None:
     for slot in range(size):
         drafter.start_request(slot, history[slot, :100].tolist(), problem_id=slot % 2)
     slots = torch.arange(size, dtype=torch.int32)
-    drafter.follow(slots, history, lengths)
+    drafter.extend(slots, history, lengths)
     drafter.stop_requests([EndedRequest(slot, length) for slot in range(32, size)])
     slots = slots[:32]
     ones = torch.ones(32, dtype=torch.int32)

@@ -156,7 +156,7 @@ def test_launches_of_drafting(batch):
         drafter.stop_requests([EndedRequest(slot, int(engine.total_len[slot])) for slot in slots.tolist()])
 
     def follow():
-        drafter.follow(slots, engine.history, engine.total_len)
+        drafter.extend(slots, engine.history, engine.total_len)
 
     step = {"_extend_kernel": 1, "_scan_kernel": 1, "_draft_kernel": 1}
     for call, expected in (

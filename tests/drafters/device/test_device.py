@@ -84,7 +84,7 @@ class Engine:
         self.total_len[slot] += len(tokens)
         slots, known = torch.tensor([slot], dtype=torch.int32), no_features(len(tokens))
         if features is None:
-            self.drafter.follow(slots, self.history, self.total_len)
+            self.drafter.extend(slots, self.history, self.total_len)
         else:
             features = features[: len(tokens)]
             known[len(tokens) - len(features) :] = features
@@ -479,7 +479,7 @@ def test_a_text_longer_than_its_row_stays_in_it():
     drafter.start_request(0, [0])
     drafter.start_request(1, [1])
     total_len = torch.tensor([2 * MAX_LEN, 1, 0, 0, 0, 0], dtype=torch.int32)
-    drafter.follow(torch.tensor([1, 0], dtype=torch.int32), history, total_len)
+    drafter.extend(torch.tensor([1, 0], dtype=torch.int32), history, total_len)
     assert drafter._text[MAX_LEN] == 0
     assert drafter._text[MAX_LEN - 1] == MAX_LEN - 1
 
@@ -770,7 +770,7 @@ def test_rollouts_that_are_recorded_stay_isolated():
     for slot, isolated in enumerate((True, False)):
         engine.drafter.start_request(slot, [1, 2], problem_id=7, isolated=isolated)
         engine.history[slot, :4], engine.total_len[slot] = torch.tensor([1, 2, 3, slot]), 4
-        engine.drafter.follow(torch.tensor([slot], dtype=torch.int32), engine.history, engine.total_len)
+        engine.drafter.extend(torch.tensor([slot], dtype=torch.int32), engine.history, engine.total_len)
     engine.drafter.stop_requests([EndedRequest(slot, 4) for slot in range(2)])
     assert [rollout.isolated for rollout in engine.drafter.take_recorded(wait=True)] == [True, False]
 
