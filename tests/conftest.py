@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import wrapt
 
+from tests import timings
 from tests.interpreter import run_kernels
 
 run_kernels()
@@ -28,6 +29,19 @@ for name, value in {
     "TOKENIZERS_PARALLELISM": "false",
 }.items():
     os.environ.setdefault(name, value)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    timings.add_option(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    timings.configure(config)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        timings.longest_first(items)
 
 
 def free_port() -> int:
