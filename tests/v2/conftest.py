@@ -23,7 +23,7 @@ else:
     collect_ignore_glob = ["test_*.py"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stock(tiny_model):
     """vLLM's own engine, where it samples with the same noise as ours.
 
@@ -36,7 +36,7 @@ def stock(tiny_model):
     return build(tiny_model, **({} if has_our_noise else engine_kwargs(speculation=False)))
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def few_programs():
     """Each costs the interpreter the same, however much it does."""
     from rollout_spec.drafters.device import kernels
