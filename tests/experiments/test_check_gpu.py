@@ -20,6 +20,7 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(kernel, "BLOCK", 32)
 
 
+@pytest.mark.exhaustive
 def test_it_passes_and_writes_a_row(tmp_path, capsys):
     out = tmp_path / "rows.jsonl"
     check_gpu.main(["--device", "cpu", "--trials", "9", "--vocab", "40", "--out", str(out)])

@@ -27,6 +27,7 @@ def run_stages(out, *stages):
     )  # fmt: skip
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="every stage would pass")
 def test_a_failing_stage_stops_no_other_and_everything_is_kept(tmp_path):

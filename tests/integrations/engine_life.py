@@ -26,6 +26,7 @@ from vllm.sampling_params import RequestOutputKind
 from rollout_spec.history.roots import Roots
 from rollout_spec.noise import host as noise
 from tests.conftest import VOCAB_SIZE
+from tests.drafters.recorder import FUZZING
 from tests.integrations.engines import FIRST_PROMPTS, GAP, generate, runner_of, stats_of
 
 NUM_LIVES = int(os.environ.get("ENGINE_LIVES", "0"))
@@ -522,11 +523,11 @@ def check_roots(roots: Roots) -> None:
 
 
 def run(new_life: Callable[[], EngineLife], *, num_lives: int, num_events: int) -> None:
-    """Live some lives, or ENGINE_LIVES other ones."""
+    """Live some lives, FUZZING times as many, or ENGINE_LIVES other ones."""
     run_state_machine_as_test(
         new_life,
         settings=settings(
-            max_examples=NUM_LIVES or num_lives,
+            max_examples=NUM_LIVES or num_lives * FUZZING,
             stateful_step_count=num_events,
             derandomize=not NUM_LIVES,
             database=None,

@@ -99,6 +99,7 @@ OF_VERIFIER = {"_accept_kernel", "_residual_kernel", "_cutoff_kernel"}
 OF_DRAFTER = {"_scan_kernel", "_draft_kernel"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("prepared", "options", "name"),
     [

@@ -275,6 +275,7 @@ def test_a_bound_that_is_slightly_too_tight_is_caught(level, margin, slack, monk
         assert_agrees(kernel.verify, batch, "sample", None)
 
 
+@pytest.mark.exhaustive
 def test_every_launch_compiles_for_hopper():
     """Without a GPU; the interpreter does not see what the compiler refuses."""
     script = Path(__file__).with_name("compile_launches.py")

@@ -138,6 +138,7 @@ def load(server, path, named_parameters):
     assert status == 200, text
 
 
+@pytest.mark.exhaustive
 @own_processes
 def test_grpo(server, tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(VLLMClient, "init_communicator", lambda *_, **__: None)
@@ -211,6 +212,7 @@ class TorchAttention:
         return torch.cat(pieces)
 
 
+@pytest.mark.exhaustive
 @own_processes
 def test_async_grpo(server, tiny_model, tmp_path, monkeypatch):
     """Its rollouts come from a process of their own, while the trainer trains."""

@@ -13,7 +13,7 @@ pytest.importorskip("vllm")
 from tests.integrations.engines import own_processes
 from tests.integrations.server import PROMPT, Server
 
-pytestmark = [pytest.mark.engine, own_processes]
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, own_processes]
 
 
 @pytest.fixture(scope="module")

@@ -221,6 +221,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.exhaustive
 @own_processes
 def test_a_script_that_ends_leaves_all_that_it_has_said(tiny_model, tmp_path):
     """Its engine's process is forked, as is vLLM's default, and ends without exit handlers."""

@@ -46,9 +46,9 @@ def live(model, off, *, num_lives: int, **options) -> None:
 
 
 def test_any_life_gives_the_same_rollouts(tiny_model, off):
-    live(tiny_model, off, num_lives=20, budget=False, drafter_options=HISTORY)
+    live(tiny_model, off, num_lives=10, budget=False, drafter_options=HISTORY)
 
 
 def test_so_does_one_whose_history_goes_to_a_folder(tiny_model, off, tmp_path):
     """A batch that is complete ends at once there."""
-    live(tiny_model, off, num_lives=10, budget=False, history_dir=str(tmp_path), drafter_options=HISTORY)
+    live(tiny_model, off, num_lives=5, budget=False, history_dir=str(tmp_path), drafter_options=HISTORY)

@@ -23,7 +23,7 @@ PER_REQUEST = (
     if hasattr(ObservabilityConfig, "per_request_spec_decode_metrics")
     else {}
 )
-pytestmark = [pytest.mark.engine, own_processes]
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, own_processes]
 
 
 @pytest.fixture(scope="module")

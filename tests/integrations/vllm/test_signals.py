@@ -18,7 +18,7 @@ from tests.conftest import environment_for_a_process
 from tests.integrations.engines import own_processes
 from tests.integrations.server import Server
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.slow, pytest.mark.exhaustive]
 
 SCRIPT = """
 import sys

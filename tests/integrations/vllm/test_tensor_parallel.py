@@ -31,12 +31,6 @@ pytestmark = [pytest.mark.engine, own_processes]
 K = 4
 
 
-@pytest.fixture(scope="module")
-def off(tiny_model):
-    """One rank, without drafts."""
-    return build(tiny_model, **engine_kwargs(speculation=False))
-
-
 @contextmanager
 def two_ranks(model, **kwargs):
     llm = build(model, tensor_parallel_size=2, distributed_executor_backend="mp", num_gpu_blocks_override=100, **kwargs)
@@ -61,9 +55,13 @@ def check_rollouts(llm, off, reference_model, seed):
     assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
 
 
+EXTENSION = {"worker_extension_cls": "tests.integrations.vllm.test_tensor_parallel.Extension"}
+
+
 def test_the_ranks_agree_and_the_rollouts_are_those_of_one_rank(tiny_model, off, reference_model):
+    """Also about when a version begins: if one rank's weights have changed."""
     options = engine_kwargs(num_speculative_tokens=K, drafter_options={"min_survival": 0.0})
-    with two_ranks(tiny_model, **options) as llm:
+    with two_ranks(tiny_model, **EXTENSION, **options) as llm:
         check_rollouts(llm, off, reference_model, 1)
         ask(llm, "set_enabled", False)
         check_rollouts(llm, off, reference_model, 2)
@@ -72,6 +70,14 @@ def test_the_ranks_agree_and_the_rollouts_are_those_of_one_rank(tiny_model, off,
         ask(llm, "begin_policy_version", 1)
         check_rollouts(llm, off, reference_model, 1)
         after = ask(llm, "stats")
+        versions = []
+        for rank, amount in ((0, 0), (0, 1), (1, 1), (1, 0)):
+            llm.collective_rpc("update_weights_of_rank", args=(rank, amount))
+            generate(llm, mixed_params(8, 1, max_tokens=12))
+            first, second = ask(llm, "stats")
+            assert counts(first) == counts(second)
+            versions.append(first["policy_version"])
+    assert versions == [1, 2, 3, 3]
     for first, second in (before, after):
         assert counts(first) == counts(second)
     assert after[0]["accepted_tokens"] > before[0]["accepted_tokens"]
@@ -88,21 +94,7 @@ class Extension:
         return {name: counts.ravel().tolist() for name, counts in learned.items()}
 
 
-def test_a_version_begins_on_both_ranks_if_one_s_weights_have_changed(tiny_model):
-    options = verify_all(num_speculative_tokens=K)
-    with two_ranks(
-        tiny_model, worker_extension_cls="tests.integrations.vllm.test_tensor_parallel.Extension", **options
-    ) as llm:
-        versions = []
-        for rank, amount in ((0, 0), (0, 1), (1, 1), (1, 0)):
-            llm.collective_rpc("update_weights_of_rank", args=(rank, amount))
-            generate(llm, mixed_params(8, 1, max_tokens=12))
-            first, second = ask(llm, "stats")
-            assert counts(first) == counts(second)
-            versions.append(first["policy_version"])
-    assert versions == [0, 1, 2, 2]
-
-
+@pytest.mark.exhaustive
 def test_a_rank_that_is_slow(tiny_model, off, reference_model):
     """Each rank has a budget, which learns from the first rank's times: with their own they would draft differently."""
     options = engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.SlowOnTheSecondRank")
@@ -116,6 +108,7 @@ def test_a_rank_that_is_slow(tiny_model, off, reference_model):
     assert second["draft_seconds"] >= 0.01 * sum(second["asked_by_batch"]) > 0, "it slept in each of these steps"
 
 
+@pytest.mark.exhaustive
 def test_the_ranks_choose_the_same_drafts_beside_a_model(tiny_model, tmp_path, off, reference_model):
     speculative = {"method": "eagle", "model": str(write_eagle_head(tiny_model, tmp_path / "eagle"))}
     options = engine_kwargs(num_speculative_tokens=K, speculative_config={**speculative, "num_speculative_tokens": 2})
@@ -130,6 +123,7 @@ def test_the_ranks_choose_the_same_drafts_beside_a_model(tiny_model, tmp_path, o
     assert reports[0]["sources"]["model"][1] > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rank", ["First", "Second"])
 def test_a_drafter_that_raises_on_one_rank(tiny_model, rank, capfd):
     options = verify_all(num_speculative_tokens=K, drafter=f"tests.adversaries.RaisesOnThe{rank}Rank")
@@ -153,10 +147,10 @@ def wait_for(llm, field, count):
     assert found == count
 
 
+@pytest.mark.exhaustive
 def test_the_ranks_have_the_same_history_of_a_folder(tiny_model, off, reference_model, tmp_path):
     """The first rank reads it, when the engine starts and between steps."""
-    extension = {"worker_extension_cls": "tests.integrations.vllm.test_tensor_parallel.Extension"}
-    options = {**verify_all(num_speculative_tokens=K, history_dir=str(tmp_path)), **extension}
+    options = {**verify_all(num_speculative_tokens=K, history_dir=str(tmp_path)), **EXTENSION}
     with two_ranks(tiny_model, **options) as llm:
         check_rollouts(llm, off, reference_model, 1)
         wait_for(llm, "rollouts_written", 8)
@@ -202,6 +196,7 @@ def generating(llm):
     return thread, raised
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_first_rank_raises_in_the_exchange_of_history(tiny_model, tmp_path):
     """The other one waits for what it has read."""
@@ -214,6 +209,7 @@ def test_the_first_rank_raises_in_the_exchange_of_history(tiny_model, tmp_path):
         assert raised
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_folder_that_the_first_rank_cannot_read_and_the_first_rank_s_death(
     tiny_model, off, reference_model, tmp_path
