@@ -662,6 +662,17 @@ def test_lengths_end_at_stop_strings(nine_stops):
     assert lengths == [4]
 
 
+def test_a_request_is_not_cut_at_stop_strings_of_an_ended_one_that_had_its_row(nine_stops):
+    session, first, second = a_session(), a_request(), a_request()
+    first.sampling_params.stop = ["x"]
+    advance(session, {"a": [4]}, requests={"a": first})
+    row = session.live["a"].row
+    advance(session, {}, ended=["a"])
+    advance(session, {"b": [9, 5]}, requests={"b": second})
+    assert session.live["b"].row == row
+    assert known(session, "b") == (len(second.prompt_token_ids) + 2, False)
+
+
 def test_a_stop_token_before_min_tokens_ends_nothing():
     session, request = a_session(), a_request()
     request.sampling_params.eos_token_id, request.sampling_params.min_tokens = 9, 4
