@@ -18,8 +18,7 @@ sampled for it) and tokens per request-step, by epoch.
 
 Gates, before any figure of a mode: its rollouts are what the policy samples under their noise, but for tokens whose
 choice was within GAP. vLLM's own modes have other noise; their rollouts' log-probability must be what samples of the
-policy have. vLLM's CPU build (0.31) verifies with an uninitialised temperature: in these modes the function at fault is
-replaced (`expand_batch_to_tokens`), as vLLM's own would compute it on a GPU.
+policy have.
 """
 
 from __future__ import annotations
@@ -94,20 +93,6 @@ def build(mode: str, args: argparse.Namespace) -> Any:
     )  # fmt: skip
 
 
-def repair_vllm_on_cpu() -> None:
-    """Make vLLM's V1 rejection sampler use each request's temperature on CPUs, too."""
-    from vllm.v1.sample import rejection_sampler
-
-    def expand_batch_to_tokens(
-        x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
-    ) -> torch.Tensor:
-        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
-        expanded = x.repeat_interleave(counts, output_size=num_tokens)
-        return torch.where(expanded == replace_from, replace_to, expanded).to(x.dtype)
-
-    rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
-
-
 class StepCounter:
     """Counts request-steps: requests of which an engine step sampled at least one token, summed over steps."""
 
@@ -127,9 +112,6 @@ def run_mode(args: argparse.Namespace, mode: str, temperature: float) -> dict[st
     """One engine, all epochs: request-steps and rollouts [problem x member] of each."""
     from vllm import SamplingParams
 
-    kind = mode.partition(":")[0]
-    if kind in STOCK:
-        repair_vllm_on_cpu()
     llm = build(mode, args)
     counter = StepCounter(llm.llm_engine.engine_core.engine_core.scheduler)
     prompts = held_out_prompts()[: args.problems]
@@ -152,7 +134,7 @@ def run_mode(args: argparse.Namespace, mode: str, temperature: float) -> dict[st
             rollouts += [list(output.outputs[0].token_ids) for output in outputs]
         epochs.append({"request_steps": counter.count, "rollouts": rollouts})
     result: dict[str, Any] = {"epochs": epochs}
-    if kind not in STOCK:
+    if mode.partition(":")[0] not in STOCK:
         stats = command(llm, "stats")
         names = ("request_steps", "emitted_tokens", "draft_tokens", "accepted_tokens")
         result["stats"] = {name: stats[name] for name in names}

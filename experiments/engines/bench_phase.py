@@ -11,8 +11,7 @@ Each mode has an engine in a process of its own: those of build.py, and
 
     eagle-stock, eagle-history
                  an EAGLE head of one layer, whose three tokens are nearly always wrong, in vLLM's own way and beside
-                 history: what a step costs more. On a CPU vLLM 0.31 fails the gate in its own way: it verifies with
-                 an uninitialised temperature
+                 history: what a step costs more
 
 For each batch size there are two phases: the first meets the problems for the first time; the second, after new
 weights, has that history and samples other rollouts of the same problems, or with `--again` the same ones: perfect

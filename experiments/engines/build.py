@@ -59,8 +59,29 @@ def build_engine(
     """
     from vllm import LLM
 
+    if mode not in ("none", *OURS):
+        repair_vllm_on_cpu()
     defaults = {"dtype": "float32", "enforce_eager": True}
     return LLM(str(policy), **{**defaults, **mode_arguments(mode, k, **options or {}), **arguments})
+
+
+def repair_vllm_on_cpu() -> None:
+    """Make vLLM's own verification use each request's temperature on a CPU, as it does on a GPU.
+
+    Its CPU build (0.31) leaves what `expand_batch_to_tokens` returns uninitialised.
+    """
+    import torch
+    from vllm.v1.sample import rejection_sampler
+
+    def expand_batch_to_tokens(
+        x: torch.Tensor, cu_num_tokens: torch.Tensor, num_tokens: int, replace_from: int = 0, replace_to: int = 0
+    ) -> torch.Tensor:
+        counts = torch.diff(cu_num_tokens, prepend=cu_num_tokens.new_zeros(1)).long()
+        expanded = x.repeat_interleave(counts, output_size=num_tokens)
+        return torch.where(expanded == replace_from, replace_to, expanded).to(x.dtype)
+
+    if not torch.cuda.is_available():
+        rejection_sampler.expand_batch_to_tokens = expand_batch_to_tokens
 
 
 def mode_arguments(mode: str, k: int, **options: Any) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_partings():
 def test_modes_run_and_say_what_was_recorded(tmp_path, monkeypatch, capsys):
     """The gate is in the script: an engine that says anything else fails."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    out, modes = tmp_path / "rows.jsonl", ["none", "all", "eagle-history"]
+    out, modes = tmp_path / "rows.jsonl", ["none", "all", "eagle-stock", "eagle-history"]
     bench_phase.main(
         ["--shape", "tiny", "--rollouts", str(ROLLOUTS), "--batch", "1", "6", "--max-seqs", "4", "--dtype", "float32",
          "--eager", "--again", "--modes", *modes, "--logs", str(tmp_path / "logs"), "--out", str(out)]
