@@ -117,6 +117,9 @@ class HistoryDrafter:
         num_threads: Most threads that draft for a large batch, at most `threads.MAX_THREADS`; drafts do not depend on
             it. None: as many as this process may use cores.
 
+    Attributes:
+        wants_features: Whether features that are given with tokens are of use.
+
     Raises:
         ValueError: an argument is out of range.
         TypeError: an argument has the wrong type.
@@ -156,6 +159,7 @@ class HistoryDrafter:
             max_history_versions = checks.integer("max_history_versions", max_history_versions, 0)
         if num_threads is not None:
             num_threads = checks.integer("num_threads", num_threads, 1, MAX_THREADS)
+        self.wants_features = features
         self._own_only = own_only
         self._max_draft_tokens = max_draft_tokens
         # A tenth of all pages is left to live requests, however large the bound.
@@ -172,7 +176,6 @@ class HistoryDrafter:
             version=0,
             decay=np.maximum(np.float64(recency) ** np.arange(256), vote.MIN_AGE_WEIGHT).astype(np.float32),
             preference=np.array(vote.PREFERENCE, np.float32),
-            use_features=features,
             by_disagreement=np.exp(-vote.SIMILARITY * np.arange(SIGNATURE_BITS + 1)).astype(np.float32),
             probability=decoded_probabilities(),
         )
@@ -200,17 +203,14 @@ class HistoryDrafter:
         self._num_requests = self._num_known_requests = 0
         self._finished: deque[_Request] = deque()
         self._recorded: list[Rollout] | None = None  # None: nobody wants them
+        # Tokens of single requests wait here until a draft is wanted: stored in one call, and indexed after the prompts
+        # that have come meanwhile. Among equal matches the one that was indexed last comes first.
         self._pending: list[tuple[int, array[int], Features | None]] = []
         self._num_pending = 0
         self._unindexed: list[NDArray[np.int64]] = []  # documents whose last tokens are not indexed yet
         self._num_unindexed = 0
         self._max_pending = min(MAX_PENDING, max_history_tokens // 16)
         self._version = 0
-
-    @property
-    def wants_features(self) -> bool:
-        """Whether features that are given with tokens are of use."""
-        return self._settings.use_features
 
     @property
     def max_history_tokens(self) -> int:

@@ -52,7 +52,6 @@ class DrafterSettings(NamedTuple):
     version: int
     decay: Float32Array  # [256] weight by age in policy versions
     preference: Float32Array  # [sources, NUM_DISTANCE_BINS] weight by source and distance
-    use_features: bool
     by_disagreement: Float32Array  # [SIGNATURE_BITS + 1] weight by differing bits more than in the most similar state
     probability: Float32Array  # [MAX_CODE + 1] see `features.decoded_probabilities`
 

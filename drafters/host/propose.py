@@ -228,7 +228,7 @@ def _compare_states(store, settings, document, depth, count, positions, lengths,
     far before the candidate as the last token lies before the one to be drafted. Returns the number of candidates that
     are left: see MAX_DISAGREEMENT. Candidates whose state is not known stay: see UNKNOWN_DISAGREEMENT.
     """
-    if not settings.use_features or store.features.shape[0] == 0 or count == 0:
+    if store.features.shape[0] == 0 or count == 0:
         return count
     last = last_position(store, document)
     fewest, is_known = SIGNATURE_BITS, False
@@ -275,7 +275,7 @@ def _blend(store, settings, count, positions, lengths, weights, by_length, share
     for length in range(shortest + 1, longest + 1):
         share[length] += share[length - 1]
     num_found = 0
-    use_features = settings.use_features and store.features.shape[0] > 0
+    use_features = store.features.shape[0] > 0
     for i in range(count):
         position, weight = positions[i], weights[i] * share[lengths[i]]
         rest, said = weight, store.tokens[position]

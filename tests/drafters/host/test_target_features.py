@@ -59,7 +59,7 @@ def drafted_by_hand(recorder, req_id, seed, features):
         if not candidates:
             candidates = recorder.tree_candidates(problem, context)
             weights = [1.0] * len(candidates)
-            if settings.use_features:
+            if drafter.wants_features:
                 differing = []
                 for (document, at), _ in candidates:
                     place = at - (depth + 1)  # before the rollout's first token there are no states
@@ -76,7 +76,7 @@ def drafted_by_hand(recorder, req_id, seed, features):
         votes = []
         for ((document, at), length), weight in zip(candidates, weights, strict=True):
             said, vote = texts[document].tokens[at], {}
-            if settings.use_features and document in features:
+            if drafter.wants_features and document in features:
                 for top, code in zip(*(part[at] for part in features[document][1:]), strict=True):
                     if probability[code] < MIN_REMEMBERED:
                         break
