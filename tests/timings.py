@@ -35,8 +35,10 @@ RECORDED = Path(__file__).with_name("TIMINGS.txt")
 def longest_first(items: list[pytest.Item]) -> None:
     """Sort by what the tests' files took when it was recorded, so that all processes end at about the same time."""
     rows = re.findall(r"^ *([\d.]+) +[\d.]+ +(tests/\S+\.py)$", RECORDED.read_text(), re.MULTILINE)
-    seconds = {file: float(cpu) for cpu, file in rows}
-    items.sort(key=lambda item: -seconds.get(item.nodeid.split("::")[0], 0.0))
+    seconds: dict[str, float] = defaultdict(float)  # of all tables: whichever tests run, the order is about right
+    for cpu, file in rows:
+        seconds[file] += float(cpu)
+    items.sort(key=lambda item: -seconds[item.nodeid.split("::")[0]])
 
 
 def _cpu_seconds() -> float:
