@@ -219,7 +219,7 @@ def test_a_vllm_that_has_changed_fails_only_engines_that_ask_for_us(monkeypatch,
         runner = type("GPUModelRunner", (Changed.GPUModelRunner,), {})
         module = SimpleNamespace(__name__="vllm.runners", GPUModelRunner=runner)
     for hook in hooks:
-        plugin.install_or_note(hook.install, module)
+        plugin.install_or_note(hook.apply, module)
     plain, asking = (SimpleNamespace(additional_config=more, speculative_config=None) for more in ({}, NOISE_ONLY))
     assert configuration.config_of(plain) is None
     message = rf"cannot work with this version of vLLM: in vllm.runners, .*{lacks}.*\. Install vLLM 0\.\d+ to 0\.\d+,"
@@ -231,7 +231,7 @@ def test_a_vllm_that_has_changed_fails_only_engines_that_ask_for_us(monkeypatch,
             runner(asking)
     monkeypatch.setenv("ROLLOUT_SPEC", "{}")
     with pytest.raises(RuntimeError, match="unset ROLLOUT_SPEC"):
-        plugin.install_or_note(hooks[0].install, SimpleNamespace(__name__="vllm.runners"))
+        plugin.install_or_note(hooks[0].apply, SimpleNamespace(__name__="vllm.runners"))
 
 
 @pytest.mark.parametrize("error", [AttributeError, ImportError, TypeError])

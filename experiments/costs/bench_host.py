@@ -339,7 +339,7 @@ class OursV2:
         batch, starts = self.runner.input_batch, np.cumsum([0, *(n + 1 for n in verification.num_draft_tokens)])
         positions = torch.from_numpy(batch.num_tokens_no_spec - 1).long()
         self.adapter.compute_features = lambda *args: verification.features if self.session.wants_features else None
-        self.sampler.outcome = runner_v2._Outcome(list(batch.req_ids), starts, positions, verification.result)
+        self.sampler.outcome = runner_v2._Verified(list(batch.req_ids), starts, positions, verification.result)
 
     def propose(self, sampled: list[list[int]]) -> list[list[int]]:
         """As the runner calls it, with the drafts as the scheduler gets them."""

@@ -42,7 +42,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from rollout_spec.integrations.vllm.host_copy import to_device
 
 from experiments.engines.build import (
     HEAD,
@@ -57,6 +56,7 @@ from experiments.engines.build import (
     write_model,
 )
 from experiments.rows import append, origin, quantiles
+from rollout_spec.integrations.vllm.device_io import to_device
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 
 MODES = (

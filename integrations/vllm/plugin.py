@@ -31,7 +31,7 @@ class Hook(NamedTuple):
     is_needed: bool = True
     """Whether engines that ask for us fail where this vLLM has no such method. Otherwise they say what they lack."""
 
-    def install(self, module: Any) -> None:
+    def apply(self, module: Any) -> None:
         """Replace the original. Raises AttributeError if there is none, and TypeError if it cannot be replaced."""
         owner = module if self.owner is None else getattr(module, self.owner)
         setattr(owner, self.name, _wrapped(getattr(owner, self.name), self.function))
@@ -109,7 +109,7 @@ def register() -> None:
     _after_import("vllm.triton_utils.dispatcher", _survive_lazy_modules)
     _after_import("vllm.v1.worker.worker_base", hooks_worker.add_command)
     for hook in HOOKS:
-        _after_import(hook.module, hook.install, is_needed=hook.is_needed)
+        _after_import(hook.module, hook.apply, is_needed=hook.is_needed)
 
 
 _registered = False

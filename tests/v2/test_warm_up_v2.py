@@ -71,7 +71,7 @@ def test_memory_is_profiled_with_requests_that_have_no_seeds(tiny_model, options
         worker(runner).determine_available_memory()
     for hook in HOOKS:
         if hook.module == "vllm.v1.worker.gpu_worker":
-            hook.install(SimpleNamespace(Worker=worker))
+            hook.apply(SimpleNamespace(Worker=worker))
     assert worker(runner).determine_available_memory() == 17
     assert worker(runner).compile_or_warm_up_model() == 17
     assert stats_of(llm)["request_steps"] == 0

@@ -96,7 +96,7 @@ def speculator_of(session, result):
         clock=SimpleNamespace(started=0.0),
         compute_features=lambda last_hidden_states, input_batch: None,
     )
-    outcome = runner_v2._Outcome(REQ_IDS, STARTS, torch.tensor(FIRST_POSITIONS), result)
+    outcome = runner_v2._Verified(REQ_IDS, STARTS, torch.tensor(FIRST_POSITIONS), result)
     speculator.bind(runner, adapter, SimpleNamespace(outcome=outcome))
     return speculator
 
