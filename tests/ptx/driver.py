@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import struct
+import sys
 
 import torch
 
@@ -125,10 +125,13 @@ def emulate(capability: int = 90) -> None:
         except RuntimeError as error:
             if "has changed since we compiled" not in str(error):
                 raise
-        for function in gc.get_objects():  # tests change constants that kernels read
-            if isinstance(function, JITCallable):
-                function.hash, function.used_global_vals = None, {}
-                getattr(function, "device_caches", {}).clear()
+        # Tests change constants that kernels read. The garbage collector does not list functions from before an engine
+        # in this process froze its heap, so they are looked up in their modules.
+        for module in list(sys.modules.values()):
+            for function in list(getattr(module, "__dict__", {}).values()):
+                if isinstance(function, JITCallable):
+                    function.hash, function.used_global_vals = None, {}
+                    getattr(function, "device_caches", {}).clear()
         return run(self, *args, **kwargs)
 
     JITFunction.run = run_again_with_changed_constants
