@@ -33,7 +33,8 @@ test: $(READY)
 
 # After both targets, on a quiet machine: files and slowest tests, for the reader and for the order of the next run.
 timings:
-	head -q -n 150 .timings/v1.txt .timings/v2.txt .timings/exhaustive.txt > tests/TIMINGS.txt
+	head -q -n 150 .timings/v1.txt .timings/v2.txt .timings/exhaustive.txt > .timings/all.txt
+	mv .timings/all.txt tests/TIMINGS.txt
 
 # What `make test` leaves out: servers, benchmarks, a short run of the real policy, whole trainers; more random lives of
 # engines; and the tests of kernels again. `make test` emulates compiled kernels in one order, for Hopper. Here they are
@@ -52,7 +53,7 @@ test-all: $(READY)
 
 # What needs neither an engine nor minutes.
 test-fast: $(READY)
-	$(PYTEST) -m 'not engine and not slow'
+	$(PYTEST) -m 'not engine and not slow and not exhaustive'
 
 # With another release of vLLM, in an environment of its own, e.g. make test-vllm VERSION=0.26.0
 VERSION ?=
@@ -67,7 +68,7 @@ test-vllm:
 OLDEST := .venv-oldest
 test-oldest:
 	test -e $(OLDEST)/.ready || tests/oldest_environment.sh $(OLDEST)
-	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile -m 'not engine and not slow'
+	$(OLDEST)/bin/python -m pytest -n 2 --dist loadfile -m 'not engine and not slow and not exhaustive'
 
 # With the newest TRL that has PPO, in an environment of its own.
 test-ppo:
@@ -99,4 +100,4 @@ bench: $(READY)
 		--drafters history suffix ngram --out $(RESULTS)/bench_turns.jsonl
 
 clean:
-	rm -rf .venv .venv-vllm-* .venv-oldest .venv-ppo .venv-frameworks build *.egg-info
+	rm -rf .timings .venv .venv-vllm-* .venv-oldest .venv-ppo .venv-frameworks build *.egg-info

@@ -6,7 +6,7 @@ rates at which a model's drafted tokens were right, by their place in the draft,
 them, and by whether the request is sampled or greedy. Both drafts are compared with the tokens that the request kept,
 whichever was verified, so that a drafter which is not chosen for a while can be chosen again.
 
-`device_choice.py` is the same on the device.
+`choice_device.py` is the same on the device.
 """
 
 from __future__ import annotations

@@ -54,6 +54,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         speculative = vllm_config.speculative_config
         compat.keep_compile_cache(speculative)
         self.model = compat.speculator_model()
+        self.from_history = self
         self.stats = SpeculationStats()
         self.roots = Roots()
         self.num_speculative_tokens = config.num_speculative_tokens

@@ -1,4 +1,7 @@
-"""Copies between the host and the device, and the times of a step's parts: nothing here waits for the device."""
+"""Copies between the host and the device, and the times of a step's parts.
+
+Nothing waits for the device before `HostCopy.read`.
+"""
 
 from __future__ import annotations
 

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollout_spec.integrations.vllm.runner import RunnerAdapter
 
 NOT_LOADING = ("init_", "prepare_", "fetch_", "compute_", "get_", "check_", "supports_")
 """Beginnings of the names of workers' methods that do something else with weights."""
@@ -26,9 +29,8 @@ def _adapter_of(worker: Any) -> Any:
 
 
 def _warming_up(worker: Any) -> contextlib.AbstractContextManager[None]:
-    """`warm_up` of a V2 runner's adapter. In V1 vLLM's made-up requests do not reach our sampler."""
-    context: contextlib.AbstractContextManager[None] = getattr(_adapter_of(worker), "warm_up", contextlib.nullcontext)()
-    return context
+    adapter: RunnerAdapter | None = _adapter_of(worker)
+    return contextlib.nullcontext() if adapter is None else adapter.warm_up()
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

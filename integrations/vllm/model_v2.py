@@ -42,7 +42,8 @@ class ModelSpeculation:
     """What is put before the class of vLLM's speculator.
 
     Attributes:
-        history: Drafts from history, and is what the engine's commands ask.
+        from_history: Drafts from history, and is what the engine's commands ask.
+        num_speculative_tokens: K, the most tokens drafted per request and step.
         stats: This engine's counters.
         num_speculative_steps: vLLM's name for how many tokens the model drafts.
         draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification.
@@ -54,14 +55,14 @@ class ModelSpeculation:
         assert config is not None
         self.num_speculative_tokens = config.num_speculative_tokens
         self.num_speculative_steps = num_model_tokens(config)
-        self.history = DeviceSpeculator(vllm_config, device)
-        self.stats, self.history.keeps_rates = self.history.stats, True
+        self.from_history = DeviceSpeculator(vllm_config, device)
+        self.stats, self.from_history.keeps_rates = self.from_history.stats, True
         self._is_coupled = config.verify == "sample"
         num_requests = vllm_config.scheduler_config.max_num_seqs
         self._probabilities = torch.ones(num_requests, self.num_speculative_tokens, dtype=torch.float32, device=device)
         self.draft_token_confidence_probs = torch.zeros_like(self._probabilities)
         self._choice = DeviceChoice(num_requests, config.num_speculative_tokens, self.num_speculative_steps, device)
-        self.history.choice = self._choice
+        self.from_history.choice = self._choice
         # Ranks round sums differently, and must choose the same draft.
         self._from_first_rank = broadcasting_from_first_rank(vllm_config, device)
         self._runner: Any = None
@@ -69,7 +70,7 @@ class ModelSpeculation:
     def bind(self, runner: Any, adapter: Any, sampler: Any) -> None:
         """Give the speculator the runner it serves."""
         self._runner = runner
-        self.history.bind(runner, adapter, sampler)
+        self.from_history.bind(runner, adapter, sampler)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """As vLLM's. The first of the model's passes reads as many tokens as the target's, of which there are K + 1."""
@@ -137,8 +138,8 @@ class ModelSpeculation:
             num_model = kwargs["num_speculative_tokens"] = min(num_model, kwargs["num_speculative_tokens"])
         state = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, *args
         model = super().propose(*state, dummy_run=dummy_run, **kwargs)  # type: ignore[misc]
-        history = self.history.propose(*state, dummy_run=dummy_run, **kwargs)
-        if self._runner is None or not self.history.enabled:
+        history = self.from_history.propose(*state, dummy_run=dummy_run, **kwargs)
+        if self._runner is None or not self.from_history.enabled:
             return history
         num_requests = input_batch.num_reqs
         slots = input_batch.idx_mapping[:num_requests]
@@ -169,12 +170,12 @@ class ModelSpeculation:
             states.all_token_ids.gpu,
             states.total_len.gpu,
             temperature,
-            (history, self.history.draft_token_confidence_probs),
+            (history, self.from_history.draft_token_confidence_probs),
             (model, self._probabilities),
         )
         if 0 < num_model < self.num_speculative_tokens:  # all K tokens will be verified
             seeds = self._runner.sampler.sampling_states.seeds.gpu
-            rest = self.history.drafter.continue_drafts(slots, is_model, model, seeds, temperature)
+            rest = self.from_history.drafter.continue_drafts(slots, is_model, model, seeds, temperature)
             for values, continued in zip((drafts, rates), rest, strict=True):
                 values[:, num_model:] = torch.where(is_model[:, None] > 0, continued, values[:, num_model:])
         self.draft_token_confidence_probs[:num_requests] = rates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -39,7 +40,9 @@ class RunnerAdapter:
         self._runner = runner
         self._config = config
         self._speculation = speculation
-        if speculation is not None and speculation.wants_features:
+        # Read once: a user's own drafter could answer otherwise later, and on one rank only.
+        self._drafter_wants_features = speculation is not None and speculation.wants_features
+        if self._drafter_wants_features:
             prepare(runner.vllm_config.model_config.get_hidden_size(), runner.device)
             # Ranks round sums differently.
             self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
@@ -56,7 +59,15 @@ class RunnerAdapter:
     @property
     def wants_features(self) -> bool:
         """Whether what the target sees is of use to the drafter."""
-        return self._speculation is not None and self._speculation.enabled and self._speculation.wants_features
+        return self._drafter_wants_features and self._speculation is not None and self._speculation.enabled
+
+    def compile_kernels(self) -> None:
+        """Called before vLLM's own warm-up."""
+        raise NotImplementedError
+
+    def warm_up(self) -> contextlib.AbstractContextManager[None]:
+        """Wrap what vLLM does with made-up requests. Those of V1 do not reach our sampler."""
+        return contextlib.nullcontext()
 
     def _join_features(self, signatures: torch.Tensor, distributions: torch.Tensor) -> torch.Tensor:
         """What the target saw at the step's rows, int64 [N, FEATURE_WORDS], equal on all ranks."""

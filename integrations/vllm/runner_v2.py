@@ -83,8 +83,8 @@ class RunnerAdapterV2(RunnerAdapter):
         self.speculator: Any = runner.speculator
         self.host_speculator = self.speculator if isinstance(self.speculator, HistorySpeculator) else None
         self._device_speculator = None  # which drafts from history, beside a model or not
-        if self.host_speculator is None:
-            self._device_speculator = getattr(self.speculator, "history", self.speculator)
+        if self.host_speculator is None and self.speculator is not None:
+            self._device_speculator = self.speculator.from_history
         self._requests: dict[str, Any] = {}
         speculation = self.host_speculator.session if self.host_speculator is not None else self._device_speculator
         stats = self.speculator.stats if self.speculator is not None else SpeculationStats()

@@ -115,7 +115,6 @@ class DraftingSession(Speculation):
         self.live: dict[str, LiveRequest] = {}
         self.arrays = live_requests.new_arrays()
         self.follows_all = True
-        self.enabled = True
         self.broken = False
         self.num_speculative_tokens = config.num_speculative_tokens
         self._config = config

@@ -80,9 +80,12 @@ class Speculation:
 
     def history_summary(self) -> dict[str, int]:
         """What the drafter's history holds; empty if it does not say."""
-        if not hasattr(self.drafter, "history_summary"):  # a user's own may have no history
-            return {}
-        return self._ask(lambda: {str(key): int(value) for key, value in self.drafter.history_summary().items()}) or {}
+
+        def summary() -> dict[str, int]:
+            named = self.drafter.history_summary() if hasattr(self.drafter, "history_summary") else {}
+            return {str(key): int(value) for key, value in named.items()}
+
+        return self._ask(summary) or {}
 
     def exchange_history(self) -> None:
         """Hand over what has ended and take in what ended elsewhere. Called while the device computes."""
