@@ -27,7 +27,7 @@ demo: $(READY)
 real-policy: $(REAL_POLICY)
 	$(BIN)/python -m experiments.real_policy --out real_policy
 
-# What is not marked `exhaustive`, eight minutes on two cores. What each test took is in .timings afterwards.
+# What is not marked `exhaustive`: five minutes or so on two cores. What each test took is in .timings afterwards.
 test: $(READY)
 	$(BIN)/python tests/both_runners.py -m 'not exhaustive'
 
@@ -36,7 +36,7 @@ timings:
 	head -q -n 150 .timings/v1.txt .timings/v2.txt .timings/exhaustive.txt > .timings/all.txt
 	mv .timings/all.txt tests/TIMINGS.txt
 
-# What `make test` leaves out: servers, benchmarks, a short run of the real policy, whole trainers; more random lives of
+# What `make test` leaves out: servers, signals, benchmarks, a short run of the real policy; more random lives of
 # engines; and the tests of kernels again. `make test` emulates compiled kernels in one order, for Hopper. Here they are
 # also watched for races, compiled for Ampere, and run as Python by Triton's interpreter. See tests/ptx/README.md.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder

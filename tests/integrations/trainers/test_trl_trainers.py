@@ -238,7 +238,6 @@ def test_rloo(tiny_model, tmp_path):
     check(trainer, generator, 24)
 
 
-@pytest.mark.exhaustive
 def test_online_dpo(tiny_model, tmp_path):
     """It builds the engine itself, and asks for two rollouts per prompt."""
     generator = Compared()
@@ -262,7 +261,6 @@ def byte_tokenizer():
     )
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("trainer_class", "config_class", "options"),
     [
