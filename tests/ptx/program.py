@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.ptx.opcodes import BITS, SPECIAL_REGISTERS, Form, Unsupported, form
 
+ROOT = Path(__file__).parents[2]
 CONTROL = {"bra": 1, "ret": 2, "exit": 2, "bar.sync": 3, "barrier.sync": 3, "bar.warp.sync": 4}
 """Instructions that `machine.c` runs itself, by its numbers."""
 COLLECTIVES = ("redux", "shfl", "shflp", "vote")
@@ -106,7 +107,8 @@ class Program:
 
     def _parse(self) -> dict[str, int]:
         labels: dict[str, int] = {}
-        files = dict(re.findall(r'^\s*\.file\s+(\d+)\s+"(.*?)"', "\n".join(self.lines), re.MULTILINE))
+        files = re.findall(r'^\s*\.file\s+(\d+)\s+"(.*?)"', "\n".join(self.lines), re.MULTILINE)
+        files = {number: _in_this_checkout(file) for number, file in files}
         source, in_body, line_of_asm = ("?", 0), False, None
         for number, line in enumerate(self.lines, 1):
             if "inline asm" in line:  # LLVM counts its lines as if they were Python's
@@ -265,3 +267,10 @@ def _respelled(op: str, operands: list[str]) -> tuple[str, list[str], int]:
     if name == "shfl" and "|" in operands[0]:
         return f"shflp{op[4:]}", [*operands[0].split("|"), *operands[1:]], 0
     return op, operands, 0
+
+
+def _in_this_checkout(file: str) -> str:
+    """The file of this checkout: Triton's cache may hold code that another one has compiled."""
+    parts = Path(file).parts[1:]
+    ours = (ROOT.joinpath(*parts[i:]) for i in range(len(parts)))
+    return next((str(path) for path in ours if path.is_file()), file)
