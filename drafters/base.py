@@ -67,8 +67,8 @@ class Drafter(Protocol):
 
         Args:
             target_token_ids: Per request, what the target sampled at the drafted positions, num_accepted + 1 to
-                len(draft) + 1 tokens: the accepted ones, the recovered or bonus token, and, where the verifier knows
-                them, the target's tokens after the first difference.
+                len(draft) + 1 tokens: the accepted ones, the recovered or bonus token, and, for a drafter with an
+                attribute `wants_rejected_targets` that is true, the target's tokens after the first difference.
             num_accepted: int32 [len(req_ids)], accepted tokens of each draft.
 
         Raises:

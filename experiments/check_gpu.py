@@ -24,6 +24,7 @@ from rollout_spec.drafters.model.choice_device import DeviceChoice
 from rollout_spec.noise import host as noise
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
+from rollout_spec.verify.api import verify
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 METHODS = ("sample", "rejection", "dense")
@@ -130,10 +131,10 @@ def main(argv: list[str] | None = None) -> None:
         }
         inputs = (given, torch.from_numpy(drafts).to(device), torch.from_numpy(cu).to(device), on_device)
         if device.type == "cuda":
-            kernel.verify(*inputs, **arguments)  # compiles
+            verify(*inputs, **arguments)  # compiles
             torch.cuda.synchronize()
             torch.cuda.set_sync_debug_mode("error")
-        got = kernel.verify(*inputs, **arguments)
+        got = verify(*inputs, **arguments)
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
         close, error = compare(got, expected, logits, cu, rows, method, mode)
@@ -162,7 +163,7 @@ def check_graph(vocab: int, device: torch.device) -> None:
     logits = torch.randn(40, vocab, device=device, dtype=torch.bfloat16)
 
     def run() -> Any:
-        return kernel.verify(logits, drafts, cu, rows, logprobs_mode="processed_logprobs", max_draft_tokens=4)
+        return verify(logits, drafts, cu, rows, logprobs_mode="processed_logprobs", max_draft_tokens=4)
 
     run()
     torch.cuda.synchronize()
@@ -191,7 +192,7 @@ def check_model_drafts(vocab: int, device: torch.device) -> None:
     graph.replay()
     rows = SamplingBatch(temperature, seeds, positions)
     nothing = torch.zeros(size, dtype=torch.int32, device=device)
-    target = kernel.verify(logits, nothing[:0], nothing, rows, logprobs_mode="processed_logprobs", max_draft_tokens=0)
+    target = verify(logits, nothing[:0], nothing, rows, logprobs_mode="processed_logprobs", max_draft_tokens=0)
     assert torch.equal(tokens, target.target_token_ids)
     assert torch.equal(logprobs, target.logprobs)
     chooser = DeviceChoice(size, k, k, device)

@@ -76,8 +76,8 @@ class VerifyResult(NamedTuple):
     num_accepted: Any
     """int32 [B]: accepted drafts of each request."""
     target_token_ids: Any
-    """int64 [N]: the target's own token at every row, also after the first difference. PLACEHOLDER_TOKEN_ID at rows
-    without a sample; under rejection sampling these are also the rows after the first difference."""
+    """int64 [N]: the target's own token at every emitted row; the placeholder at rows without a sample, and after the
+    first difference, unless the target's samples are asked for there, too."""
     logprobs: Any
     """float32 [N] or None: log-probability of `target_token_ids` at its row, raw or processed as asked for; meaningless
     at rows whose token is not emitted."""
@@ -85,6 +85,10 @@ class VerifyResult(NamedTuple):
     """int64 [N] or None: number of tokens at least as probable, itself included, as vLLM counts ranks;
     meaningless at rows whose token is not emitted."""
     num_invalid_rows: Any
-    """int32 [B]: each request's rows with no sample because a logit was NaN or +inf, or all were -inf."""
+    """int32 [B]: each request's emitted rows with no sample because a logit was NaN or +inf, or all were -inf: 0 or 1,
+    as nothing is emitted after such a row."""
     num_broken_rows: Any
     """int32 [B]: of these, the rows where a logit was NaN or +inf, which no mask can do."""
+    features: Any = None
+    """int64 [N, FEATURE_WORDS] or None: `rollout_spec.features` of the tokens sampled at these rows, if asked for;
+    meaningless at rows whose token is not emitted."""

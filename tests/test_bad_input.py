@@ -589,6 +589,7 @@ VERIFY = {
     "method": Argument(lambda value: isinstance(value, str), ("sample", "rejection")),
     "draft_probs": NO_TENSOR,
     "logprobs_mode": Argument(nothing_or(lambda v: isinstance(v, str)), (None, "raw_logprobs", "processed_logprobs")),
+    "after_difference": SWITCH,
     "max_draft_tokens": Argument(nothing_or(is_int), (None, 2, np.int64(9))),
 }
 ROWS_OF_VERIFY = {

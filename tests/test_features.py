@@ -19,8 +19,11 @@ from rollout_spec.features.format import (
     take,
     unpack,
 )
-from rollout_spec.features.torch import CHUNK, pack_distributions, pack_signatures
+from rollout_spec.features.torch import pack_signatures
 from rollout_spec.types import SamplingBatch
+from rollout_spec.verify.api import verify_rows
+from rollout_spec.verify.cpu import CHUNK
+from tests.verify.batches import kernel_verify, on_batches
 
 MATRIX = (1.1176220178604126, -1.3871248960494995, -0.6902609467506409, 2.365145683288574)
 """The first entries of `signature_matrix(2)`: signatures that were kept must keep their meaning."""
@@ -31,50 +34,65 @@ def bits(signatures):
     return np.unpackbits(signatures.view(np.uint8), axis=1, bitorder="little").astype(bool)
 
 
-def computed(hidden, logits, temperature, **options):
+verify_on_host = on_batches(verify_rows)
+verifiers = pytest.mark.parametrize("verify", [verify_on_host, kernel_verify], ids=["cpu", "kernel"])
+
+
+def computed(verify, hidden, logits, temperature, **options):
     """Features of rows that each have a request of their own."""
-    batch = SamplingBatch(temperature, None, None, **options)
-    packed = torch.cat((pack_signatures(hidden), pack_distributions(logits, batch, torch.arange(len(hidden)))), 1)
-    assert packed.shape == (len(hidden), FEATURE_WORDS)
+    size = len(hidden)
+    zeros = torch.zeros(size, dtype=torch.int64)
+    rows = SamplingBatch(temperature, zeros, zeros, **options)
+    nothing = torch.zeros(0, dtype=torch.int32)
+    packed = verify(logits, nothing, zeros.int(), rows, hidden=hidden).features
+    assert packed.shape == (size, FEATURE_WORDS)
     assert packed.dtype == torch.int64
     return unpack(packed.numpy())
 
 
-@pytest.mark.parametrize("vocab_size", [5, CHUNK, 50, 5 * CHUNK, 1000])
+@verifiers
+@pytest.mark.parametrize("vocab_size", [5, CHUNK, 50, 5 * CHUNK, 1000, 2000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_features_are_those_of_plain_arithmetic(dtype, vocab_size):
+def test_features_are_those_of_plain_arithmetic(verify, dtype, vocab_size):
     rng = np.random.default_rng(0)
     hidden = torch.from_numpy(rng.standard_normal((5, 24), np.float32)).to(dtype)
     logits = torch.from_numpy(3 * rng.standard_normal((5, vocab_size), np.float32)).to(dtype)
     temperature = torch.tensor([1.0, 0.5, 0.0, 2.0, 1.0])
-    signatures, ids, codes = computed(hidden, logits, temperature)
+    signatures, ids, codes = computed(verify, hidden, logits, temperature)
 
     assert (bits(signatures) == (hidden.float().numpy() @ signature_matrix(24) > 0)).all()
     divisor = np.array([1.0, 0.5, 1.0, 2.0, 1.0])[:, None]
     scaled = logits.double().numpy() / divisor
     assert np.take_along_axis(scaled, ids, 1) == pytest.approx(-np.sort(-scaled, 1)[:, :TOP_TOKENS])  # there are ties
-    for row in range(5):  # of other chunks only the most probable token is counted
-        counted = np.full(-(-vocab_size // CHUNK), -np.inf)
-        np.maximum.at(counted, np.arange(vocab_size) // CHUNK, scaled[row])
-        top_chunks = np.argsort(-counted)[:TOP_TOKENS]
-        inside = np.isin(np.arange(vocab_size) // CHUNK, top_chunks)
-        counted[top_chunks] = -np.inf
-        total = np.exp(scaled[row][inside]).sum() + np.exp(counted).sum()
+    for row in range(5):
+        total = np.exp(scaled[row]).sum()
+        if verify is verify_on_host:  # of other chunks only the most probable token is counted
+            counted = np.full(-(-vocab_size // CHUNK), -np.inf)
+            np.maximum.at(counted, np.arange(vocab_size) // CHUNK, scaled[row])
+            top_chunks = np.argsort(-counted)[:TOP_TOKENS]
+            inside = np.isin(np.arange(vocab_size) // CHUNK, top_chunks)
+            counted[top_chunks] = -np.inf
+            total = np.exp(scaled[row][inside]).sum() + np.exp(counted).sum()
         logprobs = scaled[row][ids[row]] - np.log(total)
         assert LOGPROB_STEP * (1.0 - codes[row]) == pytest.approx(np.maximum(logprobs, -15.9), abs=0.51 * LOGPROB_STEP)
 
 
-def test_masked_tokens_are_kept_as_improbable_ones():
-    _, ids, codes = computed(torch.ones(1, 4), torch.tensor([[0.0, *[-float("inf")] * (CHUNK - 1)]]), torch.ones(1))
-    assert ids[0, 0] == 0
-    assert codes.tolist() == [[1, *[MAX_CODE] * (TOP_TOKENS - 1)]]
+@verifiers
+def test_masked_tokens_are_not_kept(verify):
+    _, ids, codes = computed(
+        verify, torch.ones(1, 4), torch.tensor([[-float("inf"), 0.0, *[-float("inf")] * (CHUNK - 2)]]), torch.ones(1)
+    )
+    assert ids[0].tolist() == [1, 0, 0]
+    assert codes.tolist() == [[1, 0, 0]]
 
 
-def test_small_vocabularies_have_fewer_tokens_to_keep():
-    _, _, codes = computed(torch.ones(1, 4), torch.zeros(1, 2), torch.ones(1))
+@verifiers
+def test_small_vocabularies_have_fewer_tokens_to_keep(verify):
+    _, _, codes = computed(verify, torch.ones(1, 4), torch.zeros(1, 2), torch.ones(1))
     assert codes[0].tolist() == [1 + round(np.log(2) / LOGPROB_STEP)] * 2 + [0] * (TOP_TOKENS - 2)
 
 
+@verifiers
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -86,28 +104,62 @@ def test_small_vocabularies_have_fewer_tokens_to_keep():
         ({"min_p": torch.tensor([0.5])}, [0.5, 0.3]),
     ],
 )
-def test_tokens_that_are_cut_off_are_not_kept(options, kept):
-    """The others share the whole probability, where the cut is among the tokens that are kept."""
+def test_tokens_that_are_cut_off_are_not_kept(verify, options, kept):
+    """The others share the whole probability."""
     logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log()
-    _, ids, codes = computed(torch.ones(1, 4), logits, torch.ones(1), **options)
+    _, ids, codes = computed(verify, torch.ones(1, 4), logits, torch.ones(1), **options)
     probability = decoded_probabilities()[codes[0]]
     assert ids[0, : len(kept)].tolist() == [1, 3, 0][: len(kept)]
-    whole = sum(kept) if len(kept) < TOP_TOKENS else 1.0
+    whole = 1.0 if "top_k" in options and len(kept) == TOP_TOKENS else sum(kept)
     assert probability[: len(kept)] == pytest.approx(np.array(kept) / whole, rel=0.04)
     assert (probability[len(kept) :] == 0).all()
 
 
-def test_numpy_and_torch_pack_alike():
+@verifiers
+def test_numpy_packs_alike(verify):
     rng = np.random.default_rng(2)
     hidden, logits = rng.standard_normal((9, 24), np.float32), rng.standard_normal((9, CHUNK), np.float32)
-    batch = SamplingBatch(torch.ones(2), None, None)
-    tops = pack_distributions(torch.from_numpy(logits), batch, torch.arange(9) % 2)
-    computed = torch.cat((pack_signatures(torch.from_numpy(hidden)), tops), 1)
+    zeros = torch.zeros(2, dtype=torch.int64)
+    drafts = torch.from_numpy(logits.argmax(1)[[0, 1, 2, 4, 5, 6, 7]])
+    rows = SamplingBatch(torch.zeros(2), zeros, zeros)
+    computed = verify(
+        torch.from_numpy(logits), drafts, torch.tensor([3, 7]), rows, hidden=torch.from_numpy(hidden)
+    ).features
     signatures = np.packbits(hidden @ signature_matrix(24) > 0, axis=1, bitorder="little").view(np.uint64)
     logprobs = torch.from_numpy(logits).double().log_softmax(1).numpy()
     ids = np.argsort(-logprobs, 1)[:, :TOP_TOKENS]
     packed = pack(signatures, ids.astype(np.int32), np.take_along_axis(logprobs, ids, 1))
     assert (packed == computed.numpy()).all()
+    assert (pack_signatures(torch.from_numpy(hidden)).numpy().view(np.uint64) == signatures).all()
+
+
+@verifiers
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_row_without_a_distribution_leaves_its_neighbours_alone(verify, bad):
+    rng = np.random.default_rng(3)
+    logits = torch.from_numpy(rng.standard_normal((8, 1100), np.float32))
+    broken, hidden = logits.clone(), torch.ones(8, 4)
+    broken[::2, :: 1 if bad == -np.inf else 7] = bad
+    expected, found = (computed(verify, hidden, each, torch.ones(8)) for each in (logits, broken))
+    for one, other in zip(expected, found, strict=True):
+        assert (one[1::2] == other[1::2]).all()
+    assert not found[2][::2].any()
+
+
+@pytest.mark.parametrize("truncates", [False, True])
+def test_ratio_tests_have_the_same_features(truncates):
+    """Of emitted rows, which the others need not have."""
+    rng = np.random.default_rng(4)
+    logits, hidden = torch.from_numpy(rng.standard_normal((6, 300), np.float32)), torch.ones(6, 4)
+    cu, drafts, zeros = torch.tensor([2, 3, 3]), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
+    top_k = torch.tensor([2, 3, 300], dtype=torch.int32) if truncates else None
+    rows = SamplingBatch(torch.ones(3), zeros, zeros, top_k=top_k)
+    first = torch.tensor([0, 3, 5])
+    found = [
+        verify_on_host(logits, drafts, cu, rows, method=method, hidden=hidden).features[first]
+        for method in ("sample", "rejection")
+    ]
+    assert torch.equal(*found)
 
 
 def test_signatures_tell_angles():

@@ -21,6 +21,8 @@ from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key,
 
 TILE = 1024
 """Tokens that one program of the scan compares at once."""
+NEW_TOKENS = 64
+"""Tokens of a request that are copied at once: a step brings some nine, only its first one a whole prompt."""
 SPLITS = (2, 8, 32)
 """How many programs may share one request's scan. `_draft_kernel` joins their candidates."""
 TARGET_PROGRAMS = 132 * 5
@@ -660,7 +662,7 @@ def extend(
         FEATURES=known.value,
         K=k,
         WIDTH=triton.next_power_of_2(k),
-        BLOCK=TILE,
+        BLOCK=NEW_TOKENS,
         num_warps=1,
     )
 
@@ -794,7 +796,7 @@ def draft(
         K=k,
         WIDTH=triton.next_power_of_2(k),
         NUM_KEYS=keys.shape[1] * keys.shape[2],
-        num_warps=4 if features.shape[0] > 0 else 1,  # as many lanes are compared with each other as there are choices
+        num_warps=8 if features.shape[0] > 0 else 1,  # as many lanes are compared with each other as there are choices
         # A product that is added to another lane's within a fused multiply-add is not rounded, the other one is: lanes
         # would get sums that differ in their last bit, and which of them is stored would be up to the hardware.
         enable_fp_fusion=False,

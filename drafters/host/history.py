@@ -119,6 +119,7 @@ class HistoryDrafter:
 
     Attributes:
         wants_features: Whether features that are given with tokens are of use.
+        wants_rejected_targets: Whether the target's tokens after the first difference are, in `observe`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -160,6 +161,7 @@ class HistoryDrafter:
         if num_threads is not None:
             num_threads = checks.integer("num_threads", num_threads, 1, MAX_THREADS)
         self.wants_features = features
+        self.wants_rejected_targets = lookahead
         self._own_only = own_only
         self._max_draft_tokens = max_draft_tokens
         # A tenth of all pages is left to live requests, however large the bound.

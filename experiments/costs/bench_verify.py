@@ -2,10 +2,10 @@
 
     python -m experiments.costs.bench_verify [--out FILE] [--repeats 20]
 
-On a GPU four verifiers take the same bf16 logits and point-mass drafts, return tokens and (where a cell asks for them)
-the emitted tokens' log-probabilities, and alternate within one process: our verifier as the V1 runner calls it
-and vLLM's V1 rejection sampler; our sampler as the V2 runner calls it and vLLM's V2 rejection sampler. On a CPU the V1
-pair runs. One JSONL row per cell: p20/p50/p80 of each verifier in microseconds
+The verifiers take the same logits and point-mass drafts, return tokens and (where a cell asks for them) the emitted
+tokens' log-probabilities, and alternate within one process: our verifier as the V1 runner calls it, with and without
+features of what the target saw, and vLLM's V1 sampler, or its rejection sampler where there are drafts; on a GPU also
+our sampler as the V2 runner calls it and vLLM's. One JSONL row per cell: p20/p50/p80 of each verifier in microseconds
 (device events around the call, launches included), ours also replayed from a CUDA graph, and the bandwidth of reading
 every logit once in that time as a share of the measured copy bandwidth.
 
@@ -44,11 +44,12 @@ from rollout_spec.noise import host as noise
 from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import reference
-from rollout_spec.verify.api import verify
+from rollout_spec.verify.api import verify_rows
+from rollout_spec.verify.layout import lay_out
 
 BASE = {
     "batch": 256, "k": 8, "vocab": 151_936, "temperature": 1.0, "top_p": 1.0, "logprobs": True, "ragged": False,
-    "logits": "peaked",
+    "logits": "peaked", "dtype": "bfloat16",
 }  # fmt: skip
 GPU_CELLS = [
     *({"batch": batch, "k": k} for batch in (1, 16, 64, 256, 512) for k in (0, 4, 8, 16)),
@@ -68,11 +69,16 @@ GPU_CELLS = [
     ),
 ]
 CPU_CELLS = [
-    {"batch": batch, "k": k, "vocab": vocab, "temperature": temperature}
-    for vocab in (128, 32_000)
-    for batch, k in ((1, 8), (16, 0), (16, 4), (16, 8))
-    for temperature in (0.0, 1.0)
+    {"batch": batch, "k": k, "vocab": vocab, "dtype": dtype, **change}
+    for vocab in (40, 49_152, 151_936)
+    for dtype in ("float32", "bfloat16")
+    for batch, k in ((1, 0), (1, 8), (16, 0), (16, 8))
+    for change in ({}, {"logprobs": False})
+] + [
+    {"batch": 16, "k": 8, "vocab": 49_152, "dtype": "float32", **change}
+    for change in ({"temperature": 0.0}, {"temperature": 0.6}, {"ragged": True}, {"logits": "flat"})
 ]
+HIDDEN_SIZE = 1536
 POSITION = 100
 NEAR = 1e-3
 """The device's logarithms differ from NumPy's by 1e-5; a token may differ where two scores were this close."""
@@ -93,6 +99,7 @@ class Case:
         logprobs: bool,
         ragged: bool,
         logits: str,
+        dtype: str,
     ) -> None:
         self.device, self.batch, self.k, self.logprobs = device, batch, k, logprobs
         self.temperature, self.top_p = temperature, top_p
@@ -100,8 +107,9 @@ class Case:
         self.lengths = rng.integers(0, k + 1, batch) if ragged else np.full(batch, k)
         num_rows = int(self.lengths.sum()) + batch
         generator = torch.Generator(device).manual_seed(0)
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.logits = torch.empty(num_rows, vocab, dtype=dtype, device=device)
+        kind = getattr(torch, dtype)
+        self.logits = torch.empty(num_rows, vocab, dtype=kind, device=device)
+        self.hidden = torch.randn(num_rows, HIDDEN_SIZE, generator=generator, device=device).to(kind)
         for row in self.logits:  # row by row: a float32 copy of all would not fit
             bulk = torch.randn(vocab, generator=generator, device=device) * (2.5 if logits == "peaked" else 0.1)
             if logits == "peaked":
@@ -123,16 +131,21 @@ class Case:
             top_p=torch.full((batch,), top_p, device=device) if top_p < 1 else None,
         )
         self.drafts = torch.zeros(num_rows - batch, dtype=torch.int32, device=device)
-        wish = self.ours_v1().target_token_ids[torch.from_numpy(~self.is_bonus).to(device)]
+        wish = self.ours_v1(after_difference=True).target_token_ids[torch.from_numpy(~self.is_bonus).to(device)]
         wrong = torch.from_numpy(rng.random(num_rows - batch) < 0.2).to(device)
         self.drafts = torch.where(wrong, (wish + 1) % vocab, wish).int()
 
     # -- ours --------------------------------------------------------------------------------------------------------
 
-    def ours_v1(self) -> Any:
+    def ours_v1(self, **options: Any) -> Any:
         """As `RunnerAdapterV1` calls it."""
         mode = "processed_logprobs" if self.logprobs else None
-        return verify(self.logits, self.drafts, self.cu, self.rows, logprobs_mode=mode, max_draft_tokens=self.k)
+        layout = lay_out(self.cu, self.drafts, self.rows)
+        return verify_rows(self.logits, layout, self.rows, logprobs_mode=mode, max_draft_tokens=self.k, **options)
+
+    def with_features(self) -> Any:
+        """`ours_v1`, and the features of the emitted tokens."""
+        return self.ours_v1(hidden=self.hidden)
 
     def make_v2(self) -> tuple[Callable[[], Any], Callable[[], Any]]:
         """(our sampler, vLLM's rejection sampler), as the V2 runner calls them."""
@@ -167,6 +180,7 @@ class Case:
         stats = SpeculationStats()
         clock = StepClock(self.device, stats)
         adapter = SimpleNamespace(requests={}, warming_up=False, stats=stats, clock=clock, speculator=None)
+        adapter.wants_rejected_targets = False
         ours = VerifyingSampler(inner, adapter, config)  # type: ignore[arg-type]
         prompt = list(range(POSITION))
         has_length = "prompt_len" in inspect.signature(inner.add_request).parameters
@@ -309,7 +323,9 @@ def copy_bandwidth(device: torch.device) -> float:
 
 def measure(case: Case, repeats: int) -> dict[str, list[float] | None]:
     """Quantiles of each verifier's time, alternating; None where it ran out of memory."""
-    runs: dict[str, Callable[[], Any]] = {"ours": case.ours_v1, "vllm_v1": case.make_v1()}
+    runs: dict[str, Callable[[], Any]] = {
+        "ours": case.ours_v1, "features": case.with_features, "vllm_v1": case.make_v1(),
+    }  # fmt: skip
     if case.device.type == "cuda":
         runs["ours_v2"], runs["vllm_v2"] = case.make_v2()
         case.gate(case.ours_v1().output_token_ids, runs["ours_v2"]().sampled_token_ids)
@@ -333,6 +349,7 @@ def measure(case: Case, repeats: int) -> dict[str, list[float] | None]:
     result = {name: None if values is None else quantiles(values) for name, values in times.items()}
     if case.device.type == "cuda":
         result["ours_graph"] = quantiles(replayed(case.ours_v1, repeats))
+        result["features_graph"] = quantiles(replayed(case.with_features, repeats))
     return result
 
 
@@ -353,8 +370,10 @@ def main(argv: list[str] | None = None) -> None:
         torch.set_num_threads(1)
         current_platform.register_triton_kernel_overrides()
     about = origin(name)
-    names = ["ours", "vllm_v1", *(["ours_v2", "vllm_v2", "ours_graph"] if bandwidth else [])]
-    print("batch  K  vocab    T  top_p logprobs ragged logits  " + "  ".join(f"{n:>10}" for n in names) + "  of copy")
+    names = ["ours", "features", "vllm_v1"]
+    names += ["ours_v2", "vllm_v2", "ours_graph", "features_graph"] if bandwidth else []
+    columns = "  ".join(f"{n:>10}" for n in names)
+    print(f"batch  K  vocab    T  top_p logprobs ragged logits    dtype  {columns}  of copy")
     with torch.inference_mode():
         for changes in (GPU_CELLS if bandwidth else CPU_CELLS)[: args.cells]:
             cell = {**BASE, **changes}
@@ -371,7 +390,7 @@ def main(argv: list[str] | None = None) -> None:
             medians = (times.get(n) for n in names)
             print(
                 f"{cell['batch']:5d} {cell['k']:2d} {cell['vocab']:6d} {cell['temperature']:4.1f} {cell['top_p']:6.2f} "
-                f"{cell['logprobs']!s:>8} {cell['ragged']!s:>6} {cell['logits']:>6}  "
+                f"{cell['logprobs']!s:>8} {cell['ragged']!s:>6} {cell['logits']:>6} {cell['dtype']:>8}  "
                 + "  ".join(f"{m[1]:10.0f}" if m else f"{'-':>10}" for m in medians)
                 + shown,
                 flush=True,

@@ -147,8 +147,6 @@ class Scripts:
         logits.scatter_(1, wanted[:, None], ABOVE_ALL)
 
     def _sample_v1(self, logits: torch.Tensor, metadata: Any) -> Any:
-        from rollout_spec.verify.vectorised import index_rows
-
         runner = self._runner
         req_ids = runner.input_batch.req_ids
         if req_ids != self._scheduled:
@@ -159,7 +157,11 @@ class Scripts:
             rows, script = runner.query_start_loc.gpu[1 : len(req_ids) + 1] - 1, self._of_request
         else:
             rows = metadata.logits_indices
-            script = self._of_request[index_rows(metadata.cu_num_draft_tokens, len(rows)).request]
+            script = torch.repeat_interleave(
+                self._of_request,
+                to_device([count + 1 for count in metadata.num_draft_tokens], torch.int64, logits.device),
+                output_size=len(rows),
+            )
         self._force(logits, script, runner.positions.index_select(0, rows))
         return self._sample(logits, metadata)
 

@@ -1,4 +1,7 @@
-"""`python -m real_policy`. The stages are in `run`, because processes that are spawned do not import this module."""
+"""`python -m experiments.real_policy`.
+
+The stages are in `run`, because processes that are spawned do not import this module.
+"""
 
 from experiments.real_policy.run import main
 

@@ -13,7 +13,7 @@ import torch
 from rollout_spec import checks
 from rollout_spec.integrations.vllm.sampling import needs_processing
 from rollout_spec.types import SamplingBatch
-from rollout_spec.verify.vectorised import scores_matrix
+from rollout_spec.verify.vectorised import process
 
 logger = logging.getLogger(__name__)
 
@@ -227,6 +227,6 @@ def _score(logits: torch.Tensor, tokens: list[int], params: Any, mode: str) -> t
             top_p=repeated(params.top_p, torch.float32) if params.top_p < 1 else None,
             min_p=repeated(params.min_p, torch.float32) if params.min_p > 0 else None,
         )
-        logits = scores_matrix(logits, rows, torch.zeros_like(rows.seeds))
+        logits = process(logits.float(), rows, torch.arange(count, device=logits.device))
     chosen = torch.tensor(tokens, device=logits.device)
     return logits.log_softmax(-1).gather(1, chosen[:, None])[:, 0].cpu()

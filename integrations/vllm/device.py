@@ -173,7 +173,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         if not self.enabled:
             self.drafter.extend(req_indices, history, total_len)
             return self._no_drafts(input_batch.num_reqs)
-        features = self._runner.rollout_spec.compute_features(last_hidden_states, input_batch)
+        features = self._runner.rollout_spec.take_features()
         first_rows = input_batch.cu_num_logits[: input_batch.num_reqs]
         drafts, rates = self.drafter.propose(req_indices, num_sampled, history, total_len, *noise, features, first_rows)
         if self.keeps_rates:

@@ -40,8 +40,6 @@ class HostCopy:
             self._values = pinned.copy_(self._values, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-        elif self._values.device.type != "cpu":
-            self._values = self._values.cpu()
 
     def has_arrived(self) -> bool:
         """Whether `read` would return at once."""

@@ -6,8 +6,6 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features.torch import prepare
 from rollout_spec.integrations.vllm.commands import EngineParts, run_command
@@ -41,9 +39,12 @@ class RunnerAdapter:
         self._config = config
         self._speculation = speculation
         # Read once: a user's own drafter could answer otherwise later, and on one rank only.
-        self._drafter_wants_features = speculation is not None and speculation.wants_features
+        drafter = None if speculation is None else speculation.drafter
+        self._drafter_wants_features = bool(getattr(drafter, "wants_features", False))
+        self._drafter_wants_rejected = bool(getattr(drafter, "wants_rejected_targets", False))
         if self._drafter_wants_features:
-            prepare(runner.vllm_config.model_config.get_hidden_size(), runner.device)
+            model = runner.vllm_config.model_config
+            prepare(model.get_hidden_size(), model.dtype, runner.device)
             # Ranks round sums differently.
             self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
 
@@ -61,6 +62,11 @@ class RunnerAdapter:
         """Whether what the target sees is of use to the drafter."""
         return self._drafter_wants_features and self._speculation is not None and self._speculation.enabled
 
+    @property
+    def wants_rejected_targets(self) -> bool:
+        """Whether what the target samples after rejected drafts is of use to the drafter."""
+        return self._drafter_wants_rejected and self._speculation is not None and self._speculation.enabled
+
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up."""
         raise NotImplementedError
@@ -68,10 +74,6 @@ class RunnerAdapter:
     def warm_up(self) -> contextlib.AbstractContextManager[None]:
         """Wrap what vLLM does with made-up requests. Those of V1 do not reach our sampler."""
         return contextlib.nullcontext()
-
-    def _join_features(self, signatures: torch.Tensor, distributions: torch.Tensor) -> torch.Tensor:
-        """What the target saw at the step's rows, int64 [N, FEATURE_WORDS], equal on all ranks."""
-        return self._from_first_rank(torch.cat((signatures, distributions), 1))
 
     def command(self, name: str, *args: Any) -> Any:
         """See `rollout_spec.integrations.vllm.commands.run_command`."""

@@ -22,7 +22,6 @@ from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import FEATURE_WORDS, Features
-from rollout_spec.features.torch import pack_distributions, pack_signatures
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.device_io import HostCopy, to_device
 from rollout_spec.integrations.vllm.live_requests import Sampled, read_new_tokens, select
@@ -41,8 +40,9 @@ from rollout_spec.integrations.vllm.sampling import (
 from rollout_spec.integrations.vllm.session import DraftingSession
 from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
-from rollout_spec.verify.api import verify
-from rollout_spec.verify.vectorised import index_rows, scores_matrix
+from rollout_spec.verify.api import verify_rows
+from rollout_spec.verify.layout import Layout, lay_out, offsets
+from rollout_spec.verify.vectorised import process
 
 
 class _Batch(NamedTuple):
@@ -117,7 +117,7 @@ class RunnerAdapterV1(RunnerAdapter):
         """Called before vLLM's own warm-up. On CPUs the verifier has no kernels."""
         if self._runner.device.type == "cuda":
             draws = self.model_drafter is not None and self._config.verify == "sample"
-            compile_kernels(self._config, self._runner, draws=draws)
+            compile_kernels(self._config, self._runner, features=self._drafter_wants_features, draws=draws)
 
     def on_forward(self) -> None:
         """See `RunnerAdapter`. Keeps the step's hidden states."""
@@ -150,6 +150,7 @@ class RunnerAdapterV1(RunnerAdapter):
         self.count_last_verification()
         num_draft_tokens = metadata.num_draft_tokens if metadata is not None else [0] * len(batch.req_ids)
         drafted, cu_num_draft_tokens, rows = self._inputs(metadata, sampling, batch)
+        layout = lay_out(cu_num_draft_tokens, drafted, rows)
         below = [r for r in batch.below_min_tokens if len(r.output_token_ids) < r.sampling_params.min_tokens]
         batch.below_min_tokens[:] = below
         processed = logits
@@ -157,40 +158,40 @@ class RunnerAdapterV1(RunnerAdapter):
             processed = self._process(logits, metadata, sampling)
         mode = self._runner.sampler.logprobs_mode
         scored_here = verifier_scores(mode, sampling.max_num_logprobs, processed is not logits)
-        result = verify(
+        hidden, self._hidden = self._hidden, None
+        result = verify_rows(
             processed,
-            drafted,
-            cu_num_draft_tokens,
+            layout,
             rows,
             method=self._config.verify,
             logprobs_mode=mode if scored_here else None,
+            hidden=hidden if self.wants_features else None,
+            after_difference=self.wants_rejected_targets,
             # Not the longest draft of the step: each width is another variant of the kernel.
             max_draft_tokens=self._config.num_speculative_tokens if metadata is not None else 0,
         )
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
         is_counted = ~discarded[: len(batch.req_ids)]
-        features = self._compute_features(processed, rows, cu_num_draft_tokens)
         session = self.proposer.session if self.proposer is not None and self.proposer.session.enabled else None
         wanted = [result.num_accepted, result.num_broken_rows]
         if session is not None:
-            wanted += [result.target_token_ids, *(() if features is None else (features,))]
+            wanted.append(result.target_token_ids)
+            if result.features is not None:
+                wanted.append(self._from_first_rank(result.features))  # ranks round sums differently
         tensors = None
         if sampling.max_num_logprobs is not None:
             is_raw = mode.startswith("raw_")
             if scored_here:
-                temperature = None
-                if sampling.max_num_logprobs and not is_raw:
-                    request = index_rows(cu_num_draft_tokens, logits.shape[0]).request
-                    temperature = rows.temperature[request]
+                temperature = None if is_raw else layout.temperature
                 tokens, logprobs = scored_tokens(result, processed, temperature, sampling.max_num_logprobs)
                 tensors = LogprobsTensors(tokens.int(), logprobs, result.ranks)
             else:
                 tokens = result.target_token_ids.clamp(min=0)
-                scores = scores_matrix(logits if is_raw else processed, None if is_raw else rows, cu_num_draft_tokens)
+                scores = logits.float() if is_raw else process(processed.float(), rows, layout.request.long())
                 matrix = scores.log_softmax(-1) if mode.endswith("_logprobs") else scores
                 tensors = self._runner.sampler.gather_logprobs(matrix, sampling.max_num_logprobs, tokens)
             if metadata is not None:
-                tensors = _pad_rows(tensors, metadata.cu_num_draft_tokens, result.output_token_ids.shape)
+                tensors = _pad_rows(tensors, layout, result.output_token_ids.shape)
         sampled = result.output_token_ids
         # A row without a sample emits token 0, as in vLLM. To ask a device whether there is one is to wait for it.
         if logits.is_cuda or bool(result.num_invalid_rows.any()):
@@ -220,16 +221,6 @@ class RunnerAdapterV1(RunnerAdapter):
             self.model_drafter.take(num_requests),
         )
         runner._draft_token_ids = drafts
-
-    def _compute_features(
-        self, logits: torch.Tensor, rows: SamplingBatch, cu_num_draft_tokens: torch.Tensor
-    ) -> torch.Tensor | None:
-        """What the target saw at every row, int64 [N, FEATURE_WORDS]; None if the drafter does not want to know."""
-        hidden, self._hidden = self._hidden, None
-        if hidden is None or not self.wants_features:
-            return None
-        request = index_rows(cu_num_draft_tokens, hidden.shape[0]).request
-        return self._join_features(pack_signatures(hidden), pack_distributions(logits, rows, request))
 
     def _process(self, logits: torch.Tensor, metadata: Any, sampling: Any) -> torch.Tensor:
         """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, biases."""
@@ -337,7 +328,7 @@ class RunnerAdapterV1(RunnerAdapter):
         return self._batch
 
 
-def _pad_rows(tensors: Any, cu_num_draft_tokens: torch.Tensor, shape: torch.Size) -> Any:
+def _pad_rows(tensors: Any, layout: Layout, shape: torch.Size) -> Any:
     """Spread N rows over B * width rows: vLLM expects request b's row j at b * width + j.
 
     Args:
@@ -347,8 +338,7 @@ def _pad_rows(tensors: Any, cu_num_draft_tokens: torch.Tensor, shape: torch.Size
     num_rows = tensors.logprobs.shape[0]
     if num_rows == num_requests * width:  # all drafts are as long as they can be
         return tensors
-    index = index_rows(cu_num_draft_tokens, num_rows)
-    at = index.request * width + index.offset
+    at = layout.request * width + offsets(layout)
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
         padded = tensor.new_zeros((num_requests * width, *tensor.shape[1:]))

@@ -29,7 +29,6 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features.format import FEATURE_WORDS
-from rollout_spec.features.torch import pack_distributions, pack_signatures
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.device_io import HostCopy
@@ -48,6 +47,7 @@ from rollout_spec.integrations.vllm.session import DraftingSession
 from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array, SamplingBatch, VerifyResult
 from rollout_spec.verify import kernel
+from rollout_spec.verify.layout import Layout
 from rollout_spec.verify.vectorised import process
 
 
@@ -80,6 +80,7 @@ class RunnerAdapterV2(RunnerAdapter):
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
         self.requests_have_changed = True
         self.warming_up = False
+        self._hidden: torch.Tensor | None = None  # of the step's tokens
         self.speculator: Any = runner.speculator
         self.host_speculator = self.speculator if isinstance(self.speculator, HistorySpeculator) else None
         self._device_speculator = None  # which drafts from history, beside a model or not
@@ -99,21 +100,27 @@ class RunnerAdapterV2(RunnerAdapter):
         """See `RunnerAdapter`."""
         self._runner.sampler.read_counts(wait=True)
 
-    def compute_features(self, last_hidden_states: torch.Tensor, input_batch: Any) -> torch.Tensor | None:
-        """What the target saw at the step's rows, int64 [N, FEATURE_WORDS]; None where the drafter has no use for it.
+    def on_forward(self) -> None:
+        """See `RunnerAdapter`. Keeps the step's hidden states."""
+        super().on_forward()
+        state = self._runner.execute_model_state
+        self._hidden = None if state is None else state.hidden_states
 
-        Called once after the rows were verified. Does not wait for the device.
-
-        Args:
-            last_hidden_states: [tokens of the step, hidden size].
-            input_batch: vLLM's `InputBatch`.
-        """
-        sampler = self._runner.sampler
-        distributions, sampler.distributions = sampler.distributions, None
-        if distributions is None:
+    def take_hidden(self, input_batch: Any) -> torch.Tensor | None:
+        """The states that the step's logits were computed from, [N, hidden size]; None if features are not wanted."""
+        hidden, self._hidden = self._hidden, None
+        if hidden is None or not self.wants_features:
             return None
-        signatures = pack_signatures(last_hidden_states[input_batch.logits_indices])
-        return self._join_features(signatures, distributions)
+        num_rows = input_batch.logits_indices.shape[0]
+        if num_rows == input_batch.num_tokens:  # every token has logits; what follows pads the batch
+            return hidden[:num_rows]
+        return hidden[input_batch.logits_indices]
+
+    def take_features(self) -> torch.Tensor | None:
+        """What the target saw at the step's rows, int64 [N, FEATURE_WORDS]; None if features are not wanted."""
+        sampler = self._runner.sampler
+        features, sampler.features = sampler.features, None
+        return None if features is None else self._from_first_rank(features)  # ranks round sums differently
 
     def take_over_sampling(self) -> None:
         """Replace the runner's samplers; called once they exist.
@@ -134,7 +141,7 @@ class RunnerAdapterV2(RunnerAdapter):
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up."""
-        compile_kernels(self._config, self._runner)
+        compile_kernels(self._config, self._runner, features=self._drafter_wants_features)
 
     @contextmanager
     def warm_up(self) -> Iterator[None]:
@@ -180,8 +187,8 @@ class VerifyingSampler:
 
     Attributes:
         outcome: Of the last step, until the host's speculator reads it.
-        distributions: `pack_distributions` of the last step's rows, until the adapter's `compute_features` reads them;
-            None where the drafter has no use for them.
+        features: Of the last step's rows, until the adapter's `take_features` reads them; None where the drafter has no
+            use for them.
     """
 
     enable_adaptive_verification = False
@@ -189,7 +196,7 @@ class VerifyingSampler:
     def __init__(self, inner: Any, adapter: RunnerAdapterV2, config: RolloutSpecConfig) -> None:
         self.inner = inner
         self.outcome: _Verified | None = None
-        self.distributions: torch.Tensor | None = None
+        self.features: torch.Tensor | None = None
         self._adapter = adapter
         self._config = config
         self._num_speculative_tokens = config.num_speculative_tokens
@@ -260,12 +267,15 @@ class VerifyingSampler:
         custom_ids = self.inner.logprob_token_ids_state.max_num_token_ids(req_indices)
         scored_here = not custom_ids and verifier_scores(mode, num_logprobs, logits is not raw)
         has_drafts = input_batch.num_draft_tokens > 0
+        is_serving = input_batch.req_ids[0] in self._adapter.requests  # neither a dummy run nor a warm-up
         result = kernel.verify_rows(
             logits,
             layout,
             rows,
             method=self._config.verify,
             logprobs_mode=mode if scored_here else None,
+            hidden=self._adapter.take_hidden(input_batch) if is_serving else None,
+            after_difference=self._adapter.wants_rejected_targets,
             max_draft_tokens=self._num_speculative_tokens if has_drafts else 0,
         )
         tensors = None
@@ -297,9 +307,8 @@ class VerifyingSampler:
             input_batch.idx_mapping,
             self.inner.req_states.prefill_len.gpu,
         )
-        if input_batch.req_ids[0] in self._adapter.requests:  # neither a dummy run nor a warm-up
-            if self._adapter.wants_features:
-                self.distributions = pack_distributions(logits, rows, layout.request.long())
+        if is_serving:
+            self.features = result.features
             if is_below.any():
                 self._num_steps[req_indices] += _has_sampled(input_batch)
             self._book(input_batch, layout, result)
@@ -324,16 +333,16 @@ class VerifyingSampler:
             min_p=states.min_p.gpu if np.any(states.min_p.np[req_indices] > 0) else None,
         )
 
-    def _process(self, logits: torch.Tensor, input_batch: Any, layout: kernel.Layout) -> torch.Tensor:
+    def _process(self, logits: torch.Tensor, input_batch: Any, layout: Layout) -> torch.Tensor:
         """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, temperature, min-p."""
         processed: torch.Tensor = compat.apply_sampling_params(self.inner, logits, input_batch, layout.position)
         return processed
 
-    def _scores(self, logits: torch.Tensor, layout: kernel.Layout, rows: SamplingBatch) -> torch.Tensor:
+    def _scores(self, logits: torch.Tensor, layout: Layout, rows: SamplingBatch) -> torch.Tensor:
         """Processed logits of every token, float32 [N, V]."""
         return process(logits.float(), rows, layout.request.long())
 
-    def _book(self, input_batch: Any, layout: kernel.Layout, result: VerifyResult) -> None:
+    def _book(self, input_batch: Any, layout: Layout, result: VerifyResult) -> None:
         """Keep the outcome for the speculator on the host; where there is none, copy its numbers to be counted."""
         if self._adapter.host_speculator is not None:
             positions = layout.position[layout.starts[:-1]]
@@ -428,7 +437,7 @@ class HistorySpeculator(BaseSpeculator):
         self.num_draft_tokens = {}
         if dummy_run or outcome is None:
             return torch.from_numpy(drafts).to(self._device)
-        features = self._adapter.compute_features(last_hidden_states, input_batch)
+        features = self._adapter.take_features()
         drafted = self._draft(outcome, num_sampled, int(input_batch.num_tokens), features)
         if drafted is None:
             return torch.from_numpy(drafts).to(self._device)

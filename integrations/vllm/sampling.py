@@ -16,10 +16,11 @@ from rollout_spec.types import VerifyResult
 from rollout_spec.verify.reference import GREEDY_TEMPERATURE
 
 
-def compile_kernels(config: RolloutSpecConfig, runner: Any, *, draws: bool = False) -> None:
+def compile_kernels(config: RolloutSpecConfig, runner: Any, *, features: bool, draws: bool = False) -> None:
     """Compile the verifier's kernels for the engine of a vLLM model runner, before it serves.
 
     Args:
+        features: Whether the drafter wants them.
         draws: Whether a model's drafts are drawn, too.
     """
     model_config = runner.vllm_config.model_config
@@ -30,6 +31,7 @@ def compile_kernels(config: RolloutSpecConfig, runner: Any, *, draws: bool = Fal
         dtype=getattr(model_config, "head_dtype", model_config.dtype),
         device=runner.device,
         logprobs_mode=str(model_config.logprobs_mode),
+        hidden=(model_config.get_hidden_size(), model_config.dtype) if features else None,
     )
 
 

@@ -35,11 +35,6 @@ class Speculation:
         """Call the drafter; None if it cannot answer."""
         return call()
 
-    @property
-    def wants_features(self) -> bool:
-        """Whether what the target sees (`rollout_spec.features`) is of use to the drafter."""
-        return bool(getattr(self.drafter, "wants_features", False))
-
     def set_enabled(self, enabled: bool) -> None:
         """Draft from now on, or no longer."""
         self.enabled = bool(enabled)

@@ -35,6 +35,7 @@ SOURCES = (
     "drafters/host/vote.py",
     "drafters/model/choice.py",
     "features/format.py",
+    "features/torch.py",
     "history/rollout.py",
     "history/roots.py",
     "integrations/vllm/live_requests.py",
@@ -43,6 +44,7 @@ SOURCES = (
     "noise/torch.py",
     "types.py",
     "verify/cpu.py",
+    "verify/layout.py",
     "verify/reference.py",
     "verify/vectorised.py",
 )

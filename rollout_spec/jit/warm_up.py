@@ -169,22 +169,24 @@ def warm_up_kernels(
     dtype: torch.dtype,
     device: torch.device,
     logprobs_mode: str,
+    hidden: tuple[int, torch.dtype] | None = None,
     draws: bool = False,
 ) -> None:
     """Compile every variant of the verifier's kernels that an engine may launch, or load them from Triton's cache.
 
     With and without drafts, log-probabilities and truncation, for logits as the model gives them and for those that
-    vLLM has processed. 20 variants, with ratio tests 28: a second or so each the first time.
+    vLLM has processed. 20 variants, with ratio tests 28, with features four more: a second or so each the first time.
 
     Args:
         dtype: Of the model's logits.
         logprobs_mode: The engine's.
+        hidden: Size and dtype of the model's hidden states, where features are wanted.
         draws: Whether a model's drafts are drawn, too: one variant more, or none.
     """
     from rollout_spec.verify import kernel
 
     zeros = torch.zeros(1, dtype=torch.int32, device=device)
-    # V2's layout; `verify` below compiles V1's.
+    # V2's layout; V1's is compiled below.
     kernel.gather_layout(zeros, zeros.long(), zeros, zeros, zeros, zeros, zeros, zeros.float(), zeros.long())
     # Triton tells strides and sizes apart that 16 divides. vLLM cuts logits off a matrix of padded width.
     padded_size = -(-vocab_size // 64) * 64
@@ -200,15 +202,17 @@ def warm_up_kernels(
         else:
             logits = torch.zeros(rows, padded_size, dtype=dtype, device=device)[:, :vocab_size]
         one = torch.ones(1, dtype=torch.int32, device=device)
-        kernel.verify(
+        batch = SamplingBatch(
+            temperature=one.float(), seeds=one.long(), positions=one.long(), top_k=one if truncates else None
+        )
+        drafts = torch.zeros(num_drafts, dtype=torch.int32, device=device)
+        kernel.verify_rows(
             logits,
-            torch.zeros(num_drafts, dtype=torch.int32, device=device),
-            num_drafts * one,
-            SamplingBatch(
-                temperature=one.float(), seeds=one.long(), positions=one.long(), top_k=one if truncates else None
-            ),
+            kernel.lay_out(num_drafts * one, drafts, batch),
+            batch,
             method=config.verify,
             logprobs_mode=mode,
+            hidden=None if hidden is None else torch.zeros(rows, hidden[0], dtype=hidden[1], device=device),
             max_draft_tokens=num_drafts,
         )
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rollout_spec.checks import choice, integer, shown, shown_array
+from rollout_spec.checks import choice, integer, shown, shown_array, switch
 from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify import cpu, vectorised
+from rollout_spec.verify.layout import Layout, lay_out
 from rollout_spec.verify.reference import GREEDY_TEMPERATURE, LogprobsMode, VerifyMethod
 
 MAX_DRAFT_TOKENS = 1 << 16
@@ -36,6 +37,7 @@ def verify(
     method: VerifyMethod = "sample",
     draft_probs: Tensor | None = None,
     logprobs_mode: LogprobsMode | None = None,
+    after_difference: bool = False,
     max_draft_tokens: int | None = None,
 ) -> VerifyResult:
     """Check every drafted token against the target, and sample what follows the accepted ones.
@@ -44,8 +46,8 @@ def verify(
     depend on the drafts.
 
     Args:
-        target_logits: float [N, V] on any device, N = D + B rows: each request's drafted positions, then its bonus
-            position. Not changed.
+        target_logits: float [N, V] on the CPU or a CUDA device, N = D + B rows: each request's drafted positions, then
+            its bonus position. Not changed.
         draft_token_ids: integer [D]. Ids outside the vocabulary are never accepted.
         cu_num_draft_tokens: integer [B], inclusive sums of draft lengths without a leading 0.
         rows: How each request is sampled.
@@ -55,6 +57,8 @@ def verify(
             point-mass drafts, each of probability 1.
         logprobs_mode: Which log-probabilities to return, None for none. Processed ones include temperature, top-k,
             top-p and min-p.
+        after_difference: Whether `target_token_ids` also says what the target samples at the rows after each request's
+            first difference, which follow rejected drafts. Rejection sampling samples nothing there.
         max_draft_tokens: The longest draft, if the caller knows it; otherwise it is read from the device.
 
     Returns:
@@ -68,6 +72,68 @@ def verify(
             temperature, top-p or min-p is out of range, or a tensor is on another device.
         TypeError: a tensor has the wrong kind of dtype.
     """
+    longest = _check(
+        target_logits, draft_token_ids, cu_num_draft_tokens, rows, method, draft_probs, logprobs_mode, max_draft_tokens
+    )
+    return verify_rows(
+        target_logits,
+        lay_out(cu_num_draft_tokens, draft_token_ids, rows),
+        rows,
+        method=method,
+        draft_probs=draft_probs,
+        logprobs_mode=logprobs_mode,
+        after_difference=switch("after_difference", after_difference),
+        max_draft_tokens=longest,
+    )
+
+
+def verify_rows(
+    target_logits: Tensor,
+    layout: Layout,
+    rows: SamplingBatch,
+    *,
+    method: VerifyMethod = "sample",
+    draft_probs: Tensor | None = None,
+    logprobs_mode: LogprobsMode | None = None,
+    hidden: Tensor | None = None,
+    after_difference: bool = False,
+    max_draft_tokens: int,
+) -> VerifyResult:
+    """`verify` for rows that are laid out already, as engines call it: nothing is checked.
+
+    Args:
+        layout: Of the rows. Of `rows` only top-k, top-p, min-p and what goes with them are read besides.
+        hidden: float [N, H], the states that the logits were computed from: asks for `VerifyResult.features`.
+        max_draft_tokens: At least the longest draft.
+    """
+    more: dict[str, Any] = {
+        "logprobs_mode": logprobs_mode, "after_difference": after_difference, "max_draft_tokens": max_draft_tokens,
+    }  # fmt: skip
+    if target_logits.is_cuda and layout.request.shape[0]:
+        from rollout_spec.verify import kernel  # brings triton, which machines without a GPU may lack
+
+        return kernel.verify_rows(
+            target_logits, layout, rows, method=method, draft_probs=draft_probs, hidden=hidden, **more
+        )
+    if method == "sample" and not target_logits.is_cuda:
+        return cpu.verify_rows(target_logits, layout, rows, hidden=hidden, **more)
+    result = vectorised.verify_rows(target_logits, layout, rows, method=method, draft_probs=draft_probs, **more)
+    if hidden is None:
+        return result
+    return result._replace(features=cpu.pack_features(target_logits, layout, rows, hidden))
+
+
+def _check(
+    target_logits: Tensor,
+    draft_token_ids: Tensor,
+    cu_num_draft_tokens: Tensor,
+    rows: SamplingBatch,
+    method: VerifyMethod,
+    draft_probs: Tensor | None,
+    logprobs_mode: LogprobsMode | None,
+    max_draft_tokens: int | None,
+) -> int:
+    """Raise what `verify` raises. Returns the longest draft."""
     for name, tensor in (
         ("target_logits", target_logits),
         ("draft_token_ids", draft_token_ids),
@@ -123,30 +189,9 @@ def verify(
             if tensor is not None and (tensor.device.type != "cpu" or tensor.requires_grad):
                 raise ValueError(f"{name} must be on the logits' device, the CPU, and need no gradient")
         _check_values(draft_token_ids.shape[0], cu_num_draft_tokens, rows, max_draft_tokens)
-    if method == "sample" and target_logits.device.type == "cpu":
-        return cpu.verify(
-            target_logits,
-            draft_token_ids,
-            cu_num_draft_tokens,
-            rows,
-            logprobs_mode=logprobs_mode,
-            max_draft_tokens=max_draft_tokens,
-        )
-    run = vectorised.verify
-    if target_logits.device.type == "cuda" and num_requests:
-        from rollout_spec.verify import kernel  # brings triton, which machines without a GPU may lack
-
-        run = kernel.verify
-    return run(
-        target_logits,
-        draft_token_ids,
-        cu_num_draft_tokens,
-        rows,
-        method=method,
-        draft_probs=draft_probs,
-        logprobs_mode=logprobs_mode,
-        max_draft_tokens=max_draft_tokens,
-    )
+    if max_draft_tokens is not None or num_requests == 0:
+        return max_draft_tokens or 0
+    return int(torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1)).max())
 
 
 def _check_values(

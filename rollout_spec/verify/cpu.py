@@ -1,8 +1,9 @@
-"""Sample-and-compare on CPUs in one compiled pass: what a fused kernel does on a GPU.
+"""Sample-and-compare on CPUs in one compiled pass: what fused kernels do on a GPU.
 
 Same tokens as `reference`, bit for bit where no top-k, top-p or min-p is asked for (those are applied by `vectorised`
-first, with torch's softmax). A row is read once, in blocks that stay in the cache, and the loops over a block run in
-SIMD lanes: noise is hashed for every token, and its logarithms are taken only for the few tokens that can still win.
+first, with torch's softmax). Each request's rows are read up to its first difference. A row comes from memory once, and
+the loops over it run in SIMD lanes: noise is hashed for every token, and its logarithms are taken only for the few
+tokens that can still win. The features of the distribution are made of the maxima that sampling needs anyway.
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rollout_spec.features.format import FEATURE_WORDS, LOGPROB_STEP, MAX_CODE, SIGNATURE_WORDS, TOP_TOKENS
+from rollout_spec.features.torch import pack_signatures
 from rollout_spec.jit.compiler import inlined, njit
 from rollout_spec.noise.host import DOMAIN_TARGET, finish_hashes_nb, gumbel_from_hash_nb, row_state_nb, token_keys
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
+from rollout_spec.verify.layout import Layout
 from rollout_spec.verify.reference import GREEDY_TEMPERATURE, LogprobsMode
-from rollout_spec.verify.vectorised import index_rows, process
+from rollout_spec.verify.vectorised import cuts, process
 
+CHUNK = 64
+"""Tokens of the vocabulary of which only the largest logit is kept, and of three chunks all."""
 BLOCK = 512
 """Tokens that are hashed and compared at a time."""
 MIN_EXPONENT = np.float32(-87.0)
@@ -85,18 +91,23 @@ def _exp(x):
 
 
 @inlined(allocates=False)
-def _highest(logits):
-    """(first token of the largest logit, whether the row has a distribution: no NaN or +inf, not only -inf). O(V)."""
-    token, highest, largest = 0, np.int32(-(2**31)), np.int32(0)
-    for start in range(0, logits.size, BLOCK):
-        block, best = logits[start : start + BLOCK], highest
-        for i in range(block.size):  # by index, as LLVM uses no SIMD lanes for an iterator
-            magnitude = np.int32(np.float32(block[i]).view(np.int32) & np.int32(0x7FFFFFFF))
-            order = _order(block[i])
+def _highest(logits, chunk_maxima):
+    """(first token of the largest logit, whether the row has a distribution: no NaN or +inf, not only -inf). O(V).
+
+    Fills `chunk_maxima`, int32 [ceil(V / CHUNK)], with the largest logit of each chunk, by `_order`.
+    """
+    highest, largest, best = np.int32(-(2**31)), np.int32(0), 0
+    for chunk in range(chunk_maxima.size):
+        of_chunk = np.int32(-(2**31))
+        for i in range(chunk * CHUNK, min((chunk + 1) * CHUNK, logits.size)):  # LLVM uses no SIMD lanes for an iterator
+            magnitude = np.int32(np.float32(logits[i]).view(np.int32) & np.int32(0x7FFFFFFF))
+            order = _order(logits[i])
             largest = magnitude if magnitude > largest else largest
-            best = order if order > best else best
-        if best > highest:
-            token, highest = start, best
+            of_chunk = order if order > of_chunk else of_chunk
+        chunk_maxima[chunk] = of_chunk
+        if of_chunk > highest:
+            best, highest = chunk, of_chunk
+    token = best * CHUNK
     while token < logits.size - 1 and _order(logits[token]) != highest:
         token += 1
     return token, largest <= LARGEST_BITS and math.isfinite(logits[token])
@@ -152,9 +163,8 @@ def _score_block(logits, scale, highest, chosen):
 
 
 @inlined(allocates=False)
-def _score_row(logits, scale, token):
+def _score_row(logits, scale, likeliest, token):
     """(log-probability of `token` under logits / scale, tokens at least as probable). O(V)."""
-    likeliest, _ = _highest(logits)
     highest, chosen = np.float32(logits[likeliest] / scale), np.float32(logits[token] / scale)
     total, rank = 0.0, 0
     for start in range(0, logits.size, BLOCK):
@@ -162,6 +172,77 @@ def _score_row(logits, scale, token):
         total += of_block
         rank += of_rank
     return np.float32(np.float64(chosen) - highest - math.log(total)), rank
+
+
+@inlined(allocates=False, fastmath={"contract", "reassoc"})
+def _sum_maxima(chunk_maxima, scale, highest):
+    """Sum of exp(maximum / scale - highest)."""
+    total = np.float32(0.0)
+    for i in range(chunk_maxima.size):
+        value = np.int32(_as_ordered(chunk_maxima[i])).view(np.float32)
+        total += _exp(np.float32(np.float32(value / scale) - highest))
+    return total
+
+
+@inlined(allocates=False)
+def _largest_three(values):
+    """Indices of the three largest values, of equal ones the first; -1 where there are fewer. O(n)."""
+    a = b = c = -1
+    for i in range(min(values.size, 3)):
+        if a < 0 or values[i] > values[a]:
+            a, b, c = i, a, b
+        elif b < 0 or values[i] > values[b]:
+            b, c = i, b
+        else:
+            c = i
+    if values.size > 3:
+        third = values[c]
+        for i in range(3, values.size):
+            if values[i] > third:
+                if values[i] > values[a]:
+                    a, b, c = i, a, b
+                elif values[i] > values[b]:
+                    b, c = i, b
+                else:
+                    c = i
+                third = values[c]
+    return a, b, c
+
+
+@inlined(allocates=False)
+def _pack_distribution(logits, chunk_maxima, temperature, near, words):
+    """Fill the words of the features that hold the most probable tokens. O(V / CHUNK).
+
+    Their probabilities are slightly too large: of all chunks but the three with the largest logits, only the largest
+    one is counted in the sum that they are divided by.
+
+    Args:
+        chunk_maxima: Of `_highest`, of a row that has a distribution.
+        temperature: That is sampled at; 0 as 1.
+        near: float32 [TOP_TOKENS * CHUNK], scratch.
+        words: int64 [2], filled.
+    """
+    scale = np.float32(1.0) if temperature < GREEDY_TEMPERATURE else np.float32(temperature)
+    chunks = _largest_three(chunk_maxima)
+    highest = np.float32(np.int32(_as_ordered(chunk_maxima[chunks[0]])).view(np.float32) / scale)
+    total = np.float64(_sum_maxima(chunk_maxima, scale, highest))
+    size = 0
+    for chunk in chunks:
+        if chunk >= 0:
+            total -= _sum_maxima(chunk_maxima[chunk : chunk + 1], scale, highest)  # all of its tokens are counted below
+        for i in range(max(chunk, 0) * CHUNK, min((chunk + 1) * CHUNK, logits.size)):
+            near[size] = logits[i]
+            size += 1
+    of_near, _ = _score_block(near[:size], scale, highest, np.float32(np.inf))
+    shift = math.log(total + of_near)
+    words[0] = words[1] = 0
+    for place, at in enumerate(_largest_three(near[:size])):
+        if at >= 0 and near[at] > -np.inf:
+            logprob = np.float64(np.float32(near[at] / scale)) - highest - shift
+            code = np.int64(min(max(np.rint(1.0 - logprob / LOGPROB_STEP), 1.0), MAX_CODE))
+            token = np.int64(chunks[at // CHUNK] * CHUNK + at % CHUNK)
+            words[place // 2] |= token << np.int64(32 * (place % 2))
+            words[1] |= code << np.int64(32 + 8 * place)
 
 
 @inlined(allocates=False)
@@ -173,100 +254,113 @@ def _widen(narrow, row):
 
 @njit(nogil=True, allocates=False)
 def _verify(
-    logits, scored, narrow, temperature, scored_temperature, seeds, positions, drafts, cu_drafts, keys, want_logprobs,
-    scratch, output, num_accepted, targets, logprobs, ranks, num_invalid, num_broken,
+    logits, scored, narrow, starts, temperature, seed, position, draft, score_scale, keys, want_logprobs, want_features,
+    after_difference, scratch, output, num_accepted, targets, logprobs, ranks, features, num_invalid, num_broken,
 ):  # fmt: skip
-    """Fill the outputs. See `VerifyResult` for the shapes, and `verify` for `logits`, `scored` and `narrow`."""
-    hashes, bounds, widened = scratch
-    row = draft = 0
-    for request in range(cu_drafts.size):
+    """Fill the outputs. See `VerifyResult` for the shapes, and `verify_rows` for `logits`, `scored` and `narrow`."""
+    hashes, bounds, chunk_maxima, near, widened = scratch
+    for request in range(num_accepted.size):
         alive = True
-        position = 0
-        while True:
-            is_draft = draft < cu_drafts[request]
+        for row in range(starts[request], starts[request + 1]):
+            if not alive and not after_difference:
+                break
             if narrow.size:
                 _widen(narrow[row], widened)
             row_logits = widened if narrow.size else logits[row]
-            token, is_valid = _highest(row_logits)
+            likeliest, is_valid = _highest(row_logits, chunk_maxima)
+            token = likeliest
             if not is_valid:
                 token = PLACEHOLDER_TOKEN_ID
-                num_invalid[request] += 1
-                num_broken[request] += 1 if _is_broken(row_logits) else 0
-            elif temperature[request] >= GREEDY_TEMPERATURE:
-                state = row_state_nb(seeds[request], positions[request] + position, DOMAIN_TARGET)
-                token = _sample_row(row_logits, temperature[request], state, keys, hashes, bounds)
+            elif temperature[row] >= GREEDY_TEMPERATURE:
+                state = row_state_nb(seed[row], position[row], DOMAIN_TARGET)
+                token = _sample_row(row_logits, temperature[row], state, keys, hashes, bounds)
             targets[row] = token
-            if want_logprobs and alive and is_valid:
-                row_scored = widened if narrow.size else scored[row]
-                logprobs[row], ranks[row] = _score_row(row_scored, scored_temperature[request], token)
-            if alive:
-                output[request, position] = token
-                alive = is_draft and token >= 0 and token == drafts[draft]
-                num_accepted[request] += 1 if alive else 0
-            row += 1
-            if not is_draft:
-                break
-            draft += 1
-            position += 1
+            if not alive:
+                continue
+            output[request, row - starts[request]] = token
+            if not is_valid:
+                num_invalid[request] = 1
+                num_broken[request] = _is_broken(row_logits)
+                alive = False
+                continue
+            if want_features:
+                _pack_distribution(row_logits, chunk_maxima, temperature[row], near, features[row, SIGNATURE_WORDS:])
+            if want_logprobs:
+                if scored.size:
+                    likeliest, _ = _highest(scored[row], chunk_maxima)
+                    row_logits = scored[row]
+                logprobs[row], ranks[row] = _score_row(row_logits, score_scale[row], likeliest, token)
+            alive = token == draft[row]
+            num_accepted[request] += alive
 
 
-def verify(
+@lru_cache(maxsize=16)
+def _scratch(vocab_size: int) -> tuple[NDArray[Any], ...]:
+    """What `_verify` works in. Engines verify one step after the other, in one thread."""
+    sizes = (BLOCK, BLOCK, -(-vocab_size // CHUNK), TOP_TOKENS * CHUNK, vocab_size)
+    dtypes = (np.uint32, np.float32, np.int32, np.float32, np.float32)
+    return tuple(np.empty(size, dtype) for size, dtype in zip(sizes, dtypes, strict=True))
+
+
+def verify_rows(
     target_logits: Tensor,
-    draft_token_ids: Tensor,
-    cu_num_draft_tokens: Tensor,
+    layout: Layout,
     rows: SamplingBatch,
     *,
     logprobs_mode: LogprobsMode | None = None,
-    max_draft_tokens: int | None = None,
+    hidden: Tensor | None = None,
+    after_difference: bool = False,
+    max_draft_tokens: int,
 ) -> VerifyResult:
-    """`rollout_spec.verify.api.verify` with `method="sample"` for tensors on the CPU."""
-    raw = target_logits.detach().contiguous()
-    num_rows, vocab_size = raw.shape
-    num_requests = cu_num_draft_tokens.shape[0]
-    cu_drafts = _numpy(cu_num_draft_tokens.long())
-    if max_draft_tokens is None:
-        max_draft_tokens = int(np.diff(cu_drafts, prepend=0).max(initial=0))
-    truncates = rows.seeds is not None and any(values is not None for values in (rows.top_k, rows.top_p, rows.min_p))
-    temperature = torch.zeros(num_requests) if rows.seeds is None else rows.temperature.float()
-    seeds = torch.zeros(num_requests, dtype=torch.int64) if rows.seeds is None else rows.seeds
-    narrow = torch.empty(0, vocab_size, dtype=torch.uint16)  # bfloat16 logits, which are widened row by row
-    if raw.dtype == torch.bfloat16 and not truncates:
-        narrow, raw = raw.view(torch.uint16), torch.empty(0, vocab_size)
-    logits = raw = raw.float()
-    if truncates:
-        # Greedy rows come back as they were; the others are scaled already.
-        logits = process(raw, rows, index_rows(cu_num_draft_tokens, num_rows).request).contiguous()
-        temperature = torch.where(temperature < GREEDY_TEMPERATURE, 0.0, 1.0)
-    processed = logprobs_mode == "processed_logprobs"
+    """`rollout_spec.verify.api.verify_rows` with `method="sample"` for tensors on the CPU."""
+    num_rows, vocab_size = target_logits.shape
+    num_requests = layout.starts.shape[0] - 1
+    narrow, scored = np.empty((0, vocab_size), np.uint16), np.empty((0, vocab_size), np.float32)
+    is_cut = layout.seed is not None and cuts(rows)
+    if target_logits.dtype == torch.bfloat16 and not is_cut:  # widened row by row
+        narrow, logits = target_logits.detach().contiguous().view(torch.uint16).numpy(), scored
+        temperature = layout.temperature.numpy()
+    else:
+        raw = target_logits.detach().float()
+        logits, temperature = _process(raw, layout, rows)
+        if is_cut and logprobs_mode == "raw_logprobs":
+            scored = raw.contiguous().numpy()
+    score_scale = np.ones(num_rows, np.float32)
+    if logprobs_mode == "processed_logprobs":
+        score_scale = np.where(temperature < GREEDY_TEMPERATURE, np.float32(1.0), temperature)
+    features = np.zeros((0 if hidden is None else num_rows, FEATURE_WORDS), np.int64)
+    seed = layout.position if layout.seed is None else layout.seed  # of greedy rows it is not read
     output = np.full((num_requests, max_draft_tokens + 1), PLACEHOLDER_TOKEN_ID, np.int32)
-    num_accepted = np.zeros(num_requests, np.int32)
-    targets = np.empty(num_rows, np.int64)
-    logprobs = np.zeros(num_rows, np.float32)
-    ranks = np.ones(num_rows, np.int64)
-    num_invalid, num_broken = np.zeros((2, num_requests), np.int32)
-    scale = torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)
+    num_accepted, num_invalid, num_broken = np.zeros((3, num_requests), np.int32)
+    targets = np.full(num_rows, PLACEHOLDER_TOKEN_ID, np.int64)
+    logprobs, ranks = np.zeros(num_rows, np.float32), np.ones(num_rows, np.int64)
+    wanted = logprobs_mode is not None
     _verify(
-        _numpy(logits),
-        _numpy(logits if processed else raw),
-        _numpy(narrow),
-        _numpy(temperature),
-        _numpy(scale if processed else torch.ones_like(scale)),
-        _numpy(seeds),
-        _numpy(rows.positions.long()),
-        _numpy(draft_token_ids.long()),
-        cu_drafts,
+        logits,
+        scored,
+        narrow,
+        layout.starts.numpy(),
+        temperature,
+        seed.numpy(),
+        layout.position.numpy(),
+        layout.draft.numpy(),
+        score_scale,
         _keys(vocab_size),
-        logprobs_mode is not None,
-        (np.empty(BLOCK, np.uint32), np.empty(BLOCK, np.float32), np.empty(vocab_size, np.float32)),
+        wanted,
+        hidden is not None,
+        after_difference,
+        _scratch(vocab_size),
         output,
         num_accepted,
         targets,
         logprobs,
         ranks,
+        features,
         num_invalid,
         num_broken,
     )
-    wanted = logprobs_mode is not None
+    if hidden is not None:
+        _sign(features, hidden, targets >= 0)
     return VerifyResult(
         torch.from_numpy(output),
         torch.from_numpy(num_accepted),
@@ -275,8 +369,42 @@ def verify(
         torch.from_numpy(ranks) if wanted else None,
         torch.from_numpy(num_invalid),
         torch.from_numpy(num_broken),
+        torch.from_numpy(features) if hidden is not None else None,
     )
 
 
-def _numpy(tensor: Tensor) -> Any:
-    return tensor.contiguous().numpy()
+@njit(nogil=True, allocates=False)
+def _pack_distributions(logits, temperature, scratch, words):  # type: ignore[no-untyped-def]
+    _, _, chunk_maxima, near, _ = scratch
+    for row in range(words.shape[0]):
+        _, is_valid = _highest(logits[row], chunk_maxima)
+        if is_valid:
+            _pack_distribution(logits[row], chunk_maxima, temperature[row], near, words[row])
+
+
+def pack_features(target_logits: Tensor, layout: Layout, rows: SamplingBatch, hidden: Tensor) -> Tensor:
+    """The features of all rows, as `verify_rows` computes them for those that are emitted: int64 [N, FEATURE_WORDS]."""
+    logits, temperature = _process(target_logits.detach().float(), layout, rows)
+    features = np.zeros((hidden.shape[0], FEATURE_WORDS), np.int64)
+    _sign(features, hidden, np.ones(hidden.shape[0], np.bool_))
+    _pack_distributions(logits, temperature, _scratch(logits.shape[1]), features[:, SIGNATURE_WORDS:])
+    return torch.from_numpy(features)
+
+
+def _sign(features: NDArray[np.int64], hidden: Tensor, is_wanted: NDArray[np.bool_]) -> None:
+    """Fill the signatures of the wanted rows. Projecting a state costs as much as reading some thousand logits."""
+    if is_wanted.all():
+        features[:, :SIGNATURE_WORDS] = pack_signatures(hidden).numpy()
+    else:
+        rows = np.flatnonzero(is_wanted)
+        features[rows, :SIGNATURE_WORDS] = pack_signatures(hidden[torch.from_numpy(rows)]).numpy()
+
+
+def _process(raw: Tensor, layout: Layout, rows: SamplingBatch) -> tuple[Any, Any]:
+    """(float32 [N, V], C-contiguous; the temperatures to apply to them, float32 [N])."""
+    temperature = layout.temperature.numpy()
+    if layout.seed is None or not cuts(rows):
+        return raw.contiguous().numpy(), temperature
+    # Greedy rows come back as they were; the others are scaled already.
+    scaled = process(raw, rows, layout.request.long()).contiguous().numpy()
+    return scaled, np.where(temperature < GREEDY_TEMPERATURE, np.float32(0.0), np.float32(1.0))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import cpu
+from rollout_spec.verify.layout import lay_out
 
 
 def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -35,14 +36,10 @@ def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) 
 
         tokens, logprobs = kernel.draw(logits, temperature, seeds, positions)
     else:
-        result = cpu.verify(
-            logits,
-            torch.empty(0, dtype=torch.int32),
-            torch.zeros(logits.shape[0], dtype=torch.int32),
-            SamplingBatch(temperature, seeds, positions),
-            logprobs_mode="processed_logprobs",
-            max_draft_tokens=0,
-        )
+        rows = SamplingBatch(temperature, seeds, positions)
+        no_drafts = torch.zeros(logits.shape[0], dtype=torch.int32)
+        layout = lay_out(no_drafts, torch.empty(0, dtype=torch.int32), rows)
+        result = cpu.verify_rows(logits, layout, rows, logprobs_mode="processed_logprobs", max_draft_tokens=0)
         tokens, logprobs = result.target_token_ids, result.logprobs
     return finish(tokens, logprobs)
 

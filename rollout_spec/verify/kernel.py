@@ -1,4 +1,4 @@
-"""Verification as two or three Triton kernels that read every logit once, in the model's dtype.
+"""Verification as two to four Triton kernels that read every logit once, in the model's dtype.
 
 1. `_scan_kernel`: temperature, noise, argmax and log-sum-exp of each row in one pass over the vocabulary, which is
    split among programs where rows are few.
@@ -6,6 +6,8 @@
    the first difference.
 3. Where log-probabilities are asked for, `_rank_kernel` reads the rows of emitted tokens again. Where drafts come with
    probabilities, `_residual_kernel` reads each request's first rejected row again.
+4. Where features are asked for, `_features_kernel` packs the projections of hidden states, and reads the three tiles of
+   each emitted row that hold its most probable tokens, which the scan's maxima tell.
 
 `rollout_spec.verify.truncate` finds the cuts of top-k, top-p and min-p beforehand. Nothing waits for the device, so all
 of it can be captured in CUDA graphs; nothing of the vocabulary's size is written.
@@ -32,18 +34,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rollout_spec.features import format
+from rollout_spec.features.torch import project
 from rollout_spec.noise import host as noise
 from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash, uniform
 from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify import reference
+from rollout_spec.verify.layout import Layout
 from rollout_spec.verify.reference import LogprobsMode, VerifyMethod
 from rollout_spec.verify.truncate import find_cutoffs
 
 ROWS, BLOCK = 2, 512
 """Logits rows per program of the scan, which share the tokens' keys, and tokens per tile: 32 logits per thread."""
-MAX_REGISTERS = 128
-"""Registers per thread of the scan: 16 of its one-warp programs fit a multiprocessor. The compiler spills a few values
-around the rare exact evaluation, which alone would take 230."""
+MAX_REGISTERS = 152
+"""Registers per thread of the scan: 13 of its one-warp programs fit a multiprocessor. The least with which the compiler
+spills nothing for bf16 logits that are not cut; the rare exact evaluation alone would take 230."""
 TARGET_PROGRAMS = 132 * 16 * 2
 """Programs of the scan that fill an H200 (132 multiprocessors) twice."""
 MAX_JOINED, SPLITS = 2048, 128
@@ -56,25 +61,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 PLACEHOLDER = tl.constexpr(-1)
 HASH_BITS = tl.constexpr(32.0)
 TINY = tl.constexpr(2e-38)  # a smaller constant is no normal float32, and Triton 3.6 makes it a float64
+FEATURE_WORDS = tl.constexpr(format.FEATURE_WORDS)
+SIGNATURE_WORDS = tl.constexpr(format.SIGNATURE_WORDS)
+TOP_TOKENS = tl.constexpr(format.TOP_TOKENS)
+LOGPROB_STEP, MAX_CODE = tl.constexpr(format.LOGPROB_STEP), tl.constexpr(format.MAX_CODE)
 DOMAIN_ACCEPT = tl.constexpr(noise.DOMAIN_ACCEPT)
 DOMAIN_RESIDUAL = tl.constexpr(noise.DOMAIN_RESIDUAL)
-
-
-class Layout(NamedTuple):
-    """Where each of N logits rows belongs. A request's rows are its drafted positions, then the bonus position."""
-
-    starts: Tensor
-    """int32 [B + 1]: each request's first row, then N."""
-    request: Tensor
-    """int32 [N]: the row's index into the fields of `SamplingBatch`."""
-    temperature: Tensor
-    """float32 [N]: the row's. It and the seed are gathered once: vLLM's V2 runner keeps them in pinned host memory."""
-    seed: Tensor | None
-    """int64 [N]: the row's; None: all are greedy."""
-    position: Tensor
-    """int64 [N]: the row's input position."""
-    draft: Tensor
-    """int32 [N]: the token drafted there; the placeholder at bonus positions."""
 
 
 class Parts(NamedTuple):
@@ -86,6 +78,7 @@ class Parts(NamedTuple):
     mass: Tensor  # float32, sum of 2**(logit / (T ln 2) - high)
     raw_high: Tensor  # float32, these two of all logits at T = 1; where not asked for, the same tensors as above
     raw_mass: Tensor
+    tile_high: Tensor  # float32 [ceil(N / ROWS), tiles, ROWS], the largest logit of each tile that may be drawn
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -201,6 +194,7 @@ def _scan_kernel(
     mass_ptr,
     raw_high_ptr,
     raw_mass_ptr,
+    tile_high_ptr,
     num_rows,
     vocab_size,
     tokens_per_split,
@@ -242,6 +236,7 @@ def _scan_kernel(
     raw_high = high
     raw_mass = mass
     first = split * tokens_per_split
+    tile_high_ptr += tl.program_id(0).to(tl.int64) * ROWS * tl.cdiv(vocab_size, BLOCK)
     for start in range(first, tl.minimum(first + tokens_per_split, vocab_size), BLOCK):
         token = start + tl.arange(0, BLOCK)  # [BLOCK]
         x = _load_tile(logits_ptr, token, is_row, vocab_size)  # [ROWS, BLOCK]
@@ -253,6 +248,7 @@ def _scan_kernel(
         if cutoff_ptr is not None:
             x = tl.where(_is_cut(x, token[None, :], cutoff[:, None], cut_token[:, None]), float("-inf"), x)
         tile_x = tl.max(x, axis=1)
+        tl.store(tile_high_ptr + start // BLOCK * ROWS + tl.arange(0, ROWS), tile_x)
         tile_high = tile_x * scale
         new_high = tl.maximum(high, tile_high)
         base = tl.where(new_high == float("-inf"), 0.0, new_high)
@@ -306,7 +302,7 @@ def _scan_kernel(
         tl.store(raw_mass_ptr + part, raw_mass, mask=is_row)
 
 
-@triton.jit(do_not_specialize=["num_splits", "width"])
+@triton.jit(do_not_specialize=["num_splits", "width", "after_difference"])
 def _accept_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
@@ -332,11 +328,12 @@ def _accept_kernel(
     target_ptr,  # int64 [N]
     logprob_ptr,  # float32 [N] or None
     rank_ptr,  # int64 [N] or None: set to 0, for the rank kernel
-    joined_high_ptr,  # float32 [N] or None: `Parts.high` and `Parts.mass` of whole rows, for the residual kernel
+    joined_high_ptr,  # float32 [N]: `Parts.high` and `Parts.mass` of whole rows
     joined_mass_ptr,
     vocab_size,
     num_splits,
     width,
+    after_difference,  # 1: store the target's tokens after the first difference, too
     REJECTION: tl.constexpr,
     RAW: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -412,16 +409,14 @@ def _accept_kernel(
     is_emitted = is_row & (j <= num_accepted)
     tl.store(output_ptr + index * width + j, tl.where(is_emitted, token, PLACEHOLDER), mask=j < width)
     tl.store(num_accepted_ptr + index, num_accepted)
-    tl.store(num_invalid_ptr + index, tl.sum((is_row & ~is_valid).to(tl.int32), axis=0))
-    tl.store(num_broken_ptr + index, tl.sum((is_row & ~is_valid & ~is_empty).to(tl.int32), axis=0))
-    target = token
-    if REJECTION:
-        # Rows after the first difference follow tokens that were rejected: there is no sample.
-        target = tl.where(is_emitted, token, PLACEHOLDER)
+    tl.store(num_invalid_ptr + index, tl.sum((is_emitted & ~is_valid).to(tl.int32), axis=0))
+    tl.store(num_broken_ptr + index, tl.sum((is_emitted & ~is_valid & ~is_empty).to(tl.int32), axis=0))
+    target = tl.where(is_emitted, token, PLACEHOLDER)
+    if not REJECTION:  # which samples nothing after the first difference
+        target = tl.where(after_difference != 0, token, target)
     tl.store(target_ptr + row, target.to(tl.int64), mask=is_row)
-    if joined_high_ptr is not None:
-        tl.store(joined_high_ptr + row, high, mask=is_row)
-        tl.store(joined_mass_ptr + row, mass, mask=is_row)
+    tl.store(joined_high_ptr + row, high, mask=is_row)
+    tl.store(joined_mass_ptr + row, mass, mask=is_row)
     if logprob_ptr is not None:
         x = tl.load(logits_ptr + row * logits_stride + token, mask=is_row & is_valid, other=0.0).to(tl.float32)
         if RAW:
@@ -579,6 +574,69 @@ def _recover_kernel(
             tl.store(logprob_ptr + row, tl.load(logprob_ptr + row) + (x - x_before) / scale)
 
 
+@triton.jit
+def _features_kernel(
+    logits_ptr,  # [N, V]
+    logits_stride,
+    projection_ptr,  # float [N, SIGNATURE_BITS]
+    starts_ptr,  # int32 [B + 1]
+    num_accepted_ptr,  # int32 [B]
+    temperature_ptr,  # float32 [N]
+    cutoff_ptr,  # float32 [N] or None
+    cut_token_ptr,
+    tile_high_ptr,  # `Parts.tile_high`
+    high_ptr,  # float32 [N]: `Parts.high` and `Parts.mass` of whole rows
+    mass_ptr,
+    features_ptr,  # int64 [N, FEATURE_WORDS], written for the rows of emitted tokens
+    vocab_size,
+    TILES: tl.constexpr,  # power of two
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0)
+    row = tl.load(starts_ptr + index).to(tl.int64) + tl.program_id(1)
+    if tl.program_id(1) <= tl.load(num_accepted_ptr + index):
+        features_ptr += row * FEATURE_WORDS
+        bit = tl.arange(0, 64)
+        for word in tl.static_range(SIGNATURE_WORDS):
+            sign = tl.load(projection_ptr + row * SIGNATURE_WORDS * 64 + word * 64 + bit).to(tl.float32) > 0.0
+            tl.store(features_ptr + word, tl.sum(sign.to(tl.int64) << bit, axis=0))
+
+        high = tl.load(high_ptr + row)
+        mass = tl.load(mass_ptr + row)
+        ids = tl.zeros([2], tl.int64)  # the last two words
+        if (mass > 0.0) & (mass < float("inf")):  # otherwise there is no distribution
+            tile = tl.arange(0, TILES)
+            num_tiles = tl.cdiv(vocab_size, BLOCK)
+            at = (row // ROWS * num_tiles + tile) * ROWS + row % ROWS
+            highs = tl.load(tile_high_ptr + at, mask=tile < num_tiles, other=float("-inf"))
+            j = tl.arange(0, (TOP_TOKENS + 1) * BLOCK)
+            token = tl.full([(TOP_TOKENS + 1) * BLOCK], 0x7FFFFFFF, tl.int32)
+            for i in tl.static_range(TOP_TOKENS):
+                best = tl.max(highs, axis=0)
+                at = tl.min(tl.where(highs == best, tile, TILES), axis=0)
+                token = tl.where((j // BLOCK == i) & (best > float("-inf")), at * BLOCK + j % BLOCK, token)
+                highs = tl.where(tile == at, float("-inf"), highs)
+            logits_ptr += row * logits_stride
+            x = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+            if cutoff_ptr is not None:
+                cut = _is_cut(x, token, tl.load(cutoff_ptr + row), tl.load(cut_token_ptr + row))
+                x = tl.where(cut, float("-inf"), x)
+            temperature, _ = _load_temperature(temperature_ptr, row, True)
+            scale = (1.0 / temperature) * LOG2E
+            place = tl.arange(0, 2)
+            for i in tl.static_range(TOP_TOKENS):
+                best = tl.max(x, axis=0)
+                at = tl.min(tl.where(x == best, token, 0x7FFFFFFF), axis=0)
+                logprob = (best * scale - high - tl.log2(mass)) * LN2
+                code = tl.minimum(tl.maximum(tl.floor(1.5 - logprob / LOGPROB_STEP), 1.0), MAX_CODE)
+                if best > float("-inf"):
+                    ids |= tl.where(place == i // 2, at.to(tl.int64) << (32 * (i % 2)), 0)
+                    ids |= tl.where(place == 1, code.to(tl.int64) << (32 + 8 * i), 0)
+                x = tl.where(token == at, float("-inf"), x)
+        tl.store(features_ptr + SIGNATURE_WORDS + tl.arange(0, 2), ids)
+
+
 def _empty_layout(starts: Tensor, num_rows: int, *, all_greedy: bool) -> Layout:
     """The layout of N rows, still to be filled but for `starts`."""
 
@@ -596,10 +654,12 @@ def _empty_layout(starts: Tensor, num_rows: int, *, all_greedy: bool) -> Layout:
 
 
 def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
-    """The layout of N = D + B rows. `cu_num_draft_tokens`: integer [B]; `draft_token_ids`: integer [D]."""
+    """See `rollout_spec.verify.layout.lay_out`."""
     num_requests, num_drafts = cu_num_draft_tokens.shape[0], draft_token_ids.shape[0]
     starts = torch.empty(num_requests + 1, dtype=torch.int32, device=cu_num_draft_tokens.device)
     layout = _empty_layout(starts, num_requests + num_drafts, all_greedy=rows.seeds is None)
+    if num_requests == 0:
+        return layout._replace(starts=starts.zero_())
     _layout_kernel[(num_requests,)](
         cu_num_draft_tokens,
         rows.positions,
@@ -659,31 +719,6 @@ def gather_layout(
     return layout
 
 
-def verify(
-    target_logits: Tensor,
-    draft_token_ids: Tensor,
-    cu_num_draft_tokens: Tensor,
-    rows: SamplingBatch,
-    *,
-    method: VerifyMethod = "sample",
-    draft_probs: Tensor | None = None,
-    logprobs_mode: LogprobsMode | None = None,
-    max_draft_tokens: int | None = None,
-) -> VerifyResult:
-    """See `rollout_spec.verify.api.verify`, which checks the arguments."""
-    if max_draft_tokens is None:
-        max_draft_tokens = int(torch.diff(cu_num_draft_tokens, prepend=cu_num_draft_tokens.new_zeros(1)).max())
-    return verify_rows(
-        target_logits,
-        lay_out(cu_num_draft_tokens, draft_token_ids, rows),
-        rows,
-        method=method,
-        draft_probs=draft_probs,
-        logprobs_mode=logprobs_mode,
-        max_draft_tokens=max_draft_tokens,
-    )
-
-
 def verify_rows(
     target_logits: Tensor,
     layout: Layout,
@@ -693,9 +728,11 @@ def verify_rows(
     draft_probs: Tensor | None = None,
     logprobs_mode: LogprobsMode | None = None,
     with_ranks: bool = True,
+    hidden: Tensor | None = None,
+    after_difference: bool = False,
     max_draft_tokens: int,
 ) -> VerifyResult:
-    """`verify` for rows that are laid out already.
+    """See `rollout_spec.verify.api.verify_rows`.
 
     Of `rows` only `top_k`, `top_p` and `min_p` are read; `layout.request` may point into larger ones than [B].
     `with_ranks`: whether log-probabilities come with ranks, for which the rows of emitted tokens are read again.
@@ -719,7 +756,9 @@ def verify_rows(
     # One allocation each: slices of one would have other alignments, for which Triton compiles the kernel again.
     score, token, high, mass = part(torch.float32), part(torch.int32), part(torch.float32), part(torch.float32)
     raws = (part(torch.float32), part(torch.float32)) if raw else (high, mass)
-    parts = Parts(score, token, high, mass, *raws)
+    tiles = triton.cdiv(num_rows, ROWS), triton.cdiv(vocab_size, BLOCK), ROWS
+    tile_high = torch.empty(tiles, dtype=torch.float32, device=device)
+    parts = Parts(score, token, high, mass, *raws, tile_high)
     _scan_kernel[(triton.cdiv(num_rows, ROWS), num_splits)](
         logits,
         logits.stride(0),
@@ -752,9 +791,7 @@ def verify_rows(
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=device) if wanted else None
     ranks = torch.empty(num_rows, dtype=torch.int64, device=device) if wanted else None
     resample = rejection and draft_probs is not None and layout.seed is not None
-    joined: tuple[Tensor | None, Tensor | None] = (None, None)
-    if resample:
-        joined = tuple(torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2))
+    joined = [torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2)]
     probs_stride = draft_probs.stride(0) if draft_probs is not None else 0
     _accept_kernel[(num_requests,)](
         logits,
@@ -767,7 +804,7 @@ def verify_rows(
         *(cutoffs if rejection else (None, None)),  # otherwise not needed, and a variant less
         draft_probs,
         probs_stride,
-        *parts,
+        *parts[:-1],
         output,
         num_accepted,
         num_invalid,
@@ -779,6 +816,7 @@ def verify_rows(
         vocab_size,
         num_splits,
         width,
+        int(after_difference),
         REJECTION=rejection,
         RAW=raw,
         WIDTH=padded_width,
@@ -803,7 +841,26 @@ def verify_rows(
             BLOCK=BLOCK,
             num_warps=1,
         )
-    return VerifyResult(output, num_accepted, targets, logprobs, ranks, num_invalid, num_broken)
+    features = None
+    if hidden is not None:
+        features = torch.empty(num_rows, format.FEATURE_WORDS, dtype=torch.int64, device=device)
+        _features_kernel[(num_requests, width)](
+            logits,
+            logits.stride(0),
+            project(hidden),
+            layout.starts,
+            num_accepted,
+            layout.temperature,
+            *cutoffs,
+            tile_high,
+            *joined,
+            features,
+            vocab_size,
+            TILES=triton.next_power_of_2(tile_high.shape[1]),
+            ROWS=ROWS,
+            BLOCK=BLOCK,
+        )
+    return VerifyResult(output, num_accepted, targets, logprobs, ranks, num_invalid, num_broken, features)
 
 
 def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -830,7 +887,7 @@ def _resample(
     layout: Layout,
     cutoffs: tuple[Tensor | None, Tensor | None],
     draft_probs: Tensor | None,
-    joined: tuple[Tensor | None, Tensor | None],
+    joined: list[Tensor],
     num_accepted: Tensor,
     output: Tensor,
     targets: Tensor,

@@ -51,6 +51,7 @@ def verify(
     method: VerifyMethod = "sample",
     draft_probs: Float32Array | None = None,
     logprobs_mode: LogprobsMode | None = None,
+    after_difference: bool = False,
 ) -> VerifyResult:
     """Verify a batch of drafts; the arguments are those of `rollout_spec.verify.api.verify`, as NumPy arrays.
 
@@ -65,17 +66,19 @@ def verify(
     logprobs = np.zeros(len(target_logits), np.float32)
     ranks = np.ones(len(target_logits), np.int64)
     num_invalid_rows, num_broken_rows = np.zeros((2, num_requests), np.int32)
-    row = 0
+    starts = np.concatenate(([0], np.cumsum(num_draft_tokens + 1)))
     for request in range(num_requests):
         alive = True
-        for j in range(num_draft_tokens[request] + 1):
+        for j, row in enumerate(range(starts[request], starts[request + 1])):
+            if not alive and not after_difference:
+                break
             place = _place(request, j, row, int(num_draft_tokens[request]), draft_token_ids, rows)
             raw = np.asarray(target_logits[row], np.float32)
             processed = process_row(raw, place)
             if not _has_distribution(raw):
-                num_invalid_rows[request] += 1
-                num_broken_rows[request] += not np.isneginf(np.max(raw))
                 token = PLACEHOLDER_TOKEN_ID
+                num_invalid_rows[request] += alive
+                num_broken_rows[request] += alive and not np.isneginf(np.max(raw))
             elif method == "sample":
                 token = sample_row(processed, place)
             else:
@@ -89,7 +92,6 @@ def verify(
                 output[request, j] = token
                 alive = token != PLACEHOLDER_TOKEN_ID and token == place.draft
                 num_accepted[request] += alive
-            row += 1
     wanted = logprobs_mode is not None
     return VerifyResult(
         output,

@@ -1,4 +1,4 @@
-"""Verification as torch operations over the whole batch, on any device, without waiting for it.
+"""Verification as torch operations over the whole batch, without waiting for the device.
 
 Same results as `reference`, which explains the terms. Shapes: N rows, V tokens, B requests, D drafted tokens.
 """
@@ -13,10 +13,14 @@ from torch import Tensor
 from rollout_spec.noise import host as noise
 from rollout_spec.noise.torch import negative_gumbel, uniform32
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
+from rollout_spec.verify.layout import Layout, offsets
 from rollout_spec.verify.reference import GREEDY_TEMPERATURE, MASS_TOLERANCE, LogprobsMode, VerifyMethod
 
+MAX_SORTED = 1 << 25
+"""Logits that are sorted at once: with what sorting takes besides, 0.8 GB."""
 
-class RowIndex(NamedTuple):
+
+class _RowIndex(NamedTuple):
     """Where each row belongs."""
 
     request: Tensor  # int64 [N]
@@ -24,49 +28,33 @@ class RowIndex(NamedTuple):
     is_draft: Tensor  # bool [N] False at the bonus position
 
 
-def index_rows(cu_num_draft_tokens: Tensor, num_rows: int) -> RowIndex:
-    """Lay out N = D + B rows: a request's drafts, then its bonus. `cu_num_draft_tokens` is inclusive, integer [B]."""
-    device = cu_num_draft_tokens.device
-    requests = torch.arange(cu_num_draft_tokens.shape[0], device=device)
-    bonus_rows = cu_num_draft_tokens.long() + requests
-    all_rows = torch.arange(num_rows, device=device)
-    # The first bonus row at or after a row is its request's.
-    request = torch.searchsorted(bonus_rows, all_rows)
-    last = bonus_rows[request]
-    previous = torch.where(request > 0, bonus_rows[(request - 1).clamp(min=0)], -1)
-    return RowIndex(request, all_rows - previous - 1, all_rows < last)
-
-
-def verify(
+def verify_rows(
     target_logits: Tensor,
-    draft_token_ids: Tensor,
-    cu_num_draft_tokens: Tensor,
+    layout: Layout,
     rows: SamplingBatch,
     *,
     method: VerifyMethod = "sample",
     draft_probs: Tensor | None = None,
     logprobs_mode: LogprobsMode | None = None,
-    max_draft_tokens: int | None = None,
+    after_difference: bool = False,
+    max_draft_tokens: int,
 ) -> VerifyResult:
-    """See `rollout_spec.verify.api.verify`, which checks the arguments. `target_logits` is not changed."""
-    index = index_rows(cu_num_draft_tokens, target_logits.shape[0])
+    """See `rollout_spec.verify.api.verify_rows`; without features. `target_logits` is not changed."""
+    index = _index_rows(layout)
     raw = target_logits.float()
     processed = process(raw, rows, index.request)
-    drafted = _drafted(draft_token_ids, index)
+    drafted = layout.draft.long()
     if method == "sample":
-        targets, valid = _sample(processed, rows, index)
+        targets, valid = _sample(processed, layout)
     else:
-        targets, valid = _rejection_sample(processed, rows, index, drafted, draft_probs)
+        targets, valid = _rejection_sample(processed, layout, index, draft_probs)
     # Both are the placeholder at a bonus row without a distribution, and where a caller pads drafts.
     matches = (targets == drafted) & index.is_draft & valid
-    if max_draft_tokens is None:
-        max_draft_tokens = target_logits.shape[0] - cu_num_draft_tokens.shape[0]
-        if max_draft_tokens:
-            max_draft_tokens = int(index.offset.max())
-    output, num_accepted = _accept(targets, matches, index, cu_num_draft_tokens.shape[0], max_draft_tokens + 1)
-    if method == "rejection":
-        # Rows after the first difference follow tokens that were rejected: there is no sample.
-        targets = torch.where(index.offset <= num_accepted[index.request], targets, PLACEHOLDER_TOKEN_ID)
+    num_requests = layout.starts.shape[0] - 1
+    output, num_accepted = _accept(targets, matches, index, num_requests, max_draft_tokens + 1)
+    is_emitted = index.offset <= num_accepted[index.request]
+    if method == "rejection" or not after_difference:
+        targets = torch.where(is_emitted, targets, PLACEHOLDER_TOKEN_ID)
     logprobs = ranks = None
     if logprobs_mode is not None:
         scores = processed if logprobs_mode == "processed_logprobs" else raw
@@ -76,10 +64,20 @@ def verify(
     highest = raw.amax(-1)  # NaN wins every maximum
 
     def count(rows: Tensor) -> Tensor:
-        return torch.zeros_like(num_accepted).index_add_(0, index.request, rows.int())
+        return torch.zeros_like(num_accepted).index_add_(0, index.request, (rows & is_emitted).int())
 
     num_broken = count(~highest.isfinite() & (highest != float("-inf")))
     return VerifyResult(output, num_accepted, targets, logprobs, ranks, count(~valid), num_broken)
+
+
+def _index_rows(layout: Layout) -> _RowIndex:
+    request, offset = layout.request.long(), offsets(layout)
+    return _RowIndex(request, offset, offset < torch.diff(layout.starts)[request] - 1)
+
+
+def cuts(rows: SamplingBatch) -> bool:
+    """Whether top-k, top-p or min-p may remove tokens."""
+    return rows.top_k is not None or rows.top_p is not None or rows.min_p is not None
 
 
 def process(raw: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
@@ -97,13 +95,22 @@ def process(raw: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
         return raw
     greedy = rows.temperature < GREEDY_TEMPERATURE
     x = raw / torch.where(greedy, 1.0, rows.temperature)[request, None]
+    if cuts(rows):
+        at_once = max(MAX_SORTED // x.shape[1], 1)
+        for start in range(0, x.shape[0], at_once):
+            _truncate(x[start : start + at_once], rows, greedy, request[start : start + at_once])
+    return x
+
+
+def _truncate(x: Tensor, rows: SamplingBatch, greedy: Tensor, request: Tensor) -> None:
+    """Min-p, top-k and top-p, in place. `x`: float32 [n, V], scaled; `greedy`: bool, one per request."""
     if rows.min_p is not None:
         # p < min_p * max p, in logits. log(0) = -inf removes nothing.
         min_p = torch.where(greedy, 0.0, rows.min_p)
         threshold = x.amax(-1, keepdim=True) + min_p[request, None].log()
         x.masked_fill_(x < threshold, float("-inf"))
     if rows.top_k is None and rows.top_p is None:
-        return x
+        return
     ordered, order = x.sort(dim=-1, descending=True, stable=True)
     if rows.top_k is not None:
         keep_all = greedy | (rows.top_k < 1)
@@ -115,31 +122,13 @@ def process(raw: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
         removed = (probs.cumsum(-1) - probs >= top_p * (1 - MASS_TOLERANCE)) & (top_p < 1)
         removed[:, 0] = False
         ordered.masked_fill_(removed, float("-inf"))
-    return x.scatter_(1, order, ordered)
+    x.scatter_(1, order, ordered)
 
 
-def scores_matrix(logits: Tensor, rows: SamplingBatch | None, cu_num_draft_tokens: Tensor) -> Tensor:
-    """Logits of every token, float32 [N, V]; processed unless `rows` is None."""
-    if rows is None:
-        return logits.float()
-    return process(logits.float(), rows, index_rows(cu_num_draft_tokens, logits.shape[0]).request)
-
-
-def _drafted(draft_token_ids: Tensor, index: RowIndex) -> Tensor:
-    """The drafted token of each row, int64 [N], as the caller gave it; the placeholder at bonus positions."""
-    if draft_token_ids.shape[0] == 0:
-        return torch.full_like(index.request, PLACEHOLDER_TOKEN_ID)
-    # Each earlier request has one row more than drafts.
-    row = torch.arange(index.request.shape[0], device=index.request.device)
-    at = (row - index.request).clamp(max=draft_token_ids.shape[0] - 1)
-    return torch.where(index.is_draft, draft_token_ids[at].long(), PLACEHOLDER_TOKEN_ID)
-
-
-def _noise(vocab_size: int, rows: SamplingBatch, index: RowIndex, domain: int) -> Tensor:
+def _noise(vocab_size: int, layout: Layout, domain: int) -> Tensor:
     """Minus the Gumbel noise of each row, float32 [N, V]; 0 in greedy rows."""
-    request = index.request
-    negative = negative_gumbel(rows.seeds[request], rows.positions[request] + index.offset, vocab_size, domain=domain)
-    return negative.masked_fill_((rows.temperature < GREEDY_TEMPERATURE)[request, None], 0.0)
+    negative = negative_gumbel(layout.seed, layout.position, vocab_size, domain=domain)
+    return negative.masked_fill_((layout.temperature < GREEDY_TEMPERATURE)[:, None], 0.0)
 
 
 def _choose(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,20 +138,20 @@ def _choose(scores: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(valid, token, PLACEHOLDER_TOKEN_ID), valid
 
 
-def _sample(processed: Tensor, rows: SamplingBatch, index: RowIndex) -> tuple[Tensor, Tensor]:
+def _sample(processed: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """The target's token at every row."""
-    if rows.seeds is None:
+    if layout.seed is None:
         return _choose(processed)
-    return _choose(processed - _noise(processed.shape[1], rows, index, noise.DOMAIN_TARGET))
+    return _choose(processed - _noise(processed.shape[1], layout, noise.DOMAIN_TARGET))
 
 
 def _rejection_sample(
-    processed: Tensor, rows: SamplingBatch, index: RowIndex, drafted: Tensor, draft_probs: Tensor | None
+    processed: Tensor, layout: Layout, index: _RowIndex, draft_probs: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Ratio test and residual at every row, as if all rows before it had been accepted."""
-    if rows.seeds is None:
+    if layout.seed is None:
         return _choose(processed)
-    greedy = (rows.temperature < GREEDY_TEMPERATURE)[index.request]
+    greedy, drafted = layout.temperature < GREEDY_TEMPERATURE, layout.draft.long()
     p = processed.softmax(-1)
     is_token = index.is_draft & (drafted >= 0) & (drafted < p.shape[1])  # drafts outside the vocabulary are rejected
     draft = drafted.clamp(0, p.shape[1] - 1)[:, None]
@@ -176,8 +165,8 @@ def _rejection_sample(
         q_draft = q.gather(1, draft)[:, 0]
         residual = (p - q).clamp(min=0)
     u = uniform32(
-        rows.seeds[index.request],
-        rows.positions[index.request] + index.offset,
+        layout.seed,
+        layout.position,
         torch.zeros(1, dtype=torch.int64, device=p.device),
         domain=noise.DOMAIN_ACCEPT,
     )[:, 0]
@@ -186,13 +175,13 @@ def _rejection_sample(
     use_p = ~is_token | (residual.sum(-1) == 0)
     weights = torch.where(use_p[:, None], p, residual)
     weights = torch.where(greedy[:, None], processed, weights.log())
-    sampled, _ = _choose(weights - _noise(p.shape[1], rows, index, noise.DOMAIN_RESIDUAL))
+    sampled, _ = _choose(weights - _noise(p.shape[1], layout, noise.DOMAIN_RESIDUAL))
     valid = processed.amax(-1).isfinite()
     token = torch.where(accepted & ~greedy, drafted, sampled)
     return torch.where(valid, token, PLACEHOLDER_TOKEN_ID), valid
 
 
-def _accept(targets: Tensor, matches: Tensor, index: RowIndex, num_requests: int, width: int) -> tuple[Tensor, Tensor]:
+def _accept(targets: Tensor, matches: Tensor, index: _RowIndex, num_requests: int, width: int) -> tuple[Tensor, Tensor]:
     """Cut each request's tokens after the first difference: (output int32 [B, width], num_accepted int32 [B])."""
     at = index.request * width + index.offset
     tokens = targets.new_full((num_requests * width,), PLACEHOLDER_TOKEN_ID)

@@ -111,7 +111,7 @@ def check_features(rollouts, reference_model, temperature):
         num_wrong_bits += sum(int(word).bit_count() for word in different.ravel())  # rounding decides some
         top = -np.sort(-logprobs, 1)[:, :TOP_TOKENS]
         assert np.take_along_axis(logprobs, ids, 1) == pytest.approx(top, abs=1e-4)
-        # The vocabulary is one chunk of `pack_distributions`, whose sum is exact.
+        # The vocabulary is one chunk, whose sum is exact.
         assert np.log(decoded_probabilities()[codes]) == pytest.approx(np.maximum(top, -15.875), abs=0.04)
         num_checked += known.size
         num_unknown += tokens.size - known.size

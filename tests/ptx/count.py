@@ -17,19 +17,20 @@ INSTRUCTIONS_PER_SECOND = 132 * 4 * 1.98e9
 
 
 def verify_step() -> None:
-    """32 requests with 3 drafts each in Qwen's vocabulary, bf16; the drafts are those that are accepted."""
+    """32 requests with 3 drafts each in Qwen's vocabulary, bf16, with features; all drafts are accepted."""
     from rollout_spec.types import SamplingBatch
-    from rollout_spec.verify import kernel
+    from tests.verify.batches import kernel_verify
 
     size, k, vocab_size = 32, 3, 151_936
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(size * (k + 1), vocab_size, generator=generator) * 4).bfloat16()
     rows = SamplingBatch(torch.ones(size), torch.arange(size), torch.arange(size))
+    hidden = torch.randn(size * (k + 1), 1536, generator=generator)
     cu = torch.arange(k, size * k + 1, k, dtype=torch.int32)
-    first = kernel.verify(logits, torch.zeros(size * k, dtype=torch.int32), cu, rows, max_draft_tokens=k)
+    first = kernel_verify(logits, torch.zeros(size * k, dtype=torch.int32), cu, rows, after_difference=True)
     drafts = first.target_token_ids.reshape(size, k + 1)[:, :k].reshape(-1).int()
     machine.totals.clear()
-    kernel.verify(logits, drafts, cu, rows, logprobs_mode="processed_logprobs", max_draft_tokens=k)
+    kernel_verify(logits, drafts, cu, rows, logprobs_mode="processed_logprobs", hidden=hidden)
 
 
 def draft_step() -> None:

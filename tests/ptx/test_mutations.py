@@ -18,7 +18,7 @@ from tests.interpreter import run_as_python
 from tests.ptx import driver
 from tests.ptx.machine import Fault, changed_settings
 from tests.ptx.mutants import barriers_of, changed_copy, without_instruction
-from tests.verify.batches import assert_agrees
+from tests.verify.batches import assert_agrees, kernel_verify, on_batches
 
 pytestmark = pytest.mark.skipif(run_as_python(), reason="compiles the kernels")
 
@@ -42,7 +42,8 @@ def batch(seed):
         min_p=np.array([0.0, 0.0, 0.01], np.float32),
     )
     drafts = rng.integers(0, vocab_size, 4).astype(np.int32)
-    wish = np.delete(reference.verify(logits, drafts, cu, rows).target_token_ids, cu + np.arange(3))
+    samples = reference.verify(logits, drafts, cu, rows, after_difference=True).target_token_ids
+    wish = np.delete(samples, cu + np.arange(3))
     return logits, np.where(rng.random(4) < 0.7, wish, drafts).astype(np.int32), cu, rows
 
 
@@ -53,7 +54,7 @@ def work(verify):
 
 
 def verifying():
-    return lambda: work(kernel.verify)
+    return lambda: work(kernel_verify)
 
 
 def drafting(**options):
@@ -181,4 +182,4 @@ def test_a_wrong_mask_or_bound_is_caught(old, new, tmp_path, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(-77))
     with pytest.raises((Fault, AssertionError)), changed_settings(check_races=True):
-        work(changed.verify)
+        work(on_batches(changed.verify_rows, changed.lay_out))

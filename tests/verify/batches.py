@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch
 from rollout_spec.verify import reference
+from rollout_spec.verify.layout import lay_out
 
 LOGPROBS_MODES = (None, "raw_logprobs", "processed_logprobs")
 METHODS = ("sample", "rejection", "dense")
@@ -17,6 +18,24 @@ METHODS = ("sample", "rejection", "dense")
 def as_torch(rows: SamplingBatch) -> SamplingBatch:
     fields = (getattr(rows, name) for name in SamplingBatch.__slots__)
     return SamplingBatch(*(None if values is None else torch.from_numpy(values) for values in fields))
+
+
+def on_batches(verify_rows, lay_out=lay_out):
+    """A `verify_rows` with the arguments of `rollout_spec.verify.api.verify`, which are not checked."""
+
+    def verify(logits, drafts, cu, rows, **options):
+        if "max_draft_tokens" not in options:
+            options["max_draft_tokens"] = int(torch.diff(cu, prepend=cu.new_zeros(1)).max())
+        return verify_rows(logits, lay_out(cu, drafts, rows), rows, **options)
+
+    return verify
+
+
+def kernel_verify(*args, **options):
+    """The kernels, with the arguments of `rollout_spec.verify.api.verify`, also on the CPU."""
+    from rollout_spec.verify import kernel  # brings triton
+
+    return on_batches(kernel.verify_rows, kernel.lay_out)(*args, **options)
 
 
 @st.composite
@@ -51,7 +70,7 @@ def batches(draw, truncation: bool = True):
     cu = np.cumsum(lengths).astype(np.int32)
     drafts = rng.integers(0, vocab_size, num_drafts).astype(np.int32)
     if draw(st.booleans()):  # drafts that are accepted
-        wish = reference.verify(logits, drafts, cu, rows).target_token_ids
+        wish = reference.verify(logits, drafts, cu, rows, after_difference=True).target_token_ids
         is_draft = np.ones(len(logits), bool)
         is_draft[cu + np.arange(num_requests)] = False
         drafts = wish[is_draft].astype(np.int32)
@@ -80,7 +99,8 @@ def many_requests():
         min_p=rng.choice([0.0, 0.05], num_requests).astype(np.float32),
     )
     drafts = rng.integers(0, vocab_size, lengths.sum()).astype(np.int32)
-    wish = np.delete(reference.verify(logits, drafts, cu, rows).target_token_ids, cu + np.arange(num_requests))
+    samples = reference.verify(logits, drafts, cu, rows, after_difference=True).target_token_ids
+    wish = np.delete(samples, cu + np.arange(num_requests))
     return logits, np.where(rng.random(drafts.size) < 0.5, wish, drafts).astype(np.int32), cu, rows
 
 
@@ -92,10 +112,13 @@ def probabilities_of_drafts(logits, cu):
     return np.where(np.isfinite(target), 0.8 * target + 0.2 * noise, noise).astype(np.float32)
 
 
-def assert_agrees(run, batch, method: str, mode: str | None, dtype: torch.dtype = torch.float32) -> None:
+def assert_agrees(
+    run, batch, method: str, mode: str | None, dtype: torch.dtype = torch.float32, *, after_difference: bool = False
+) -> None:
     """`run`, a verifier with the arguments of `rollout_spec.verify.api.verify`, gives the reference's result."""
     logits, drafts, cu, rows = batch
     kwargs = {"method": "rejection" if method == "dense" else method, "logprobs_mode": mode}
+    kwargs["after_difference"] = after_difference
     given = torch.from_numpy(logits.copy()).to(dtype)
     seen = given.float().numpy()
     probs = probabilities_of_drafts(seen, cu) if method == "dense" else None

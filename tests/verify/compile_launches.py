@@ -1,21 +1,31 @@
-"""Compile every kernel launch of the verifier and of the device drafter to Hopper machine code, without a GPU.
+"""Compile every kernel launch of the verifier and of the device drafter to machine code, without a GPU.
 
-The interpreter runs kernels as Python and accepts what the compiler does not (a variable that changes its shape in a
-loop, branches of different types). Run as a script, in a process without TRITON_INTERPRET; prints a line per kernel.
+    python -m tests.verify.compile_launches [80] [90] [100]
+
+For these compute capabilities, Hopper's if none is named. The interpreter runs kernels as Python and accepts what the
+compiler does not (a variable that changes its shape in a loop, branches of different types). Prints a row per kernel:
+its variants, and the most registers per thread and spilled bytes (stores and loads) of any.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
+import tempfile
+
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 TYPES |= {torch.int32: "*i32", torch.int64: "*i64"}
-compiled: dict[tuple, str] = {}
+capability = 90
+compiled: dict[tuple, tuple[int, int]] = {}
+"""Registers and spilled bytes by (kernel, types, constants)."""
 
 
 def compile_launch(function, *args, grid, warmup, **kwargs):
@@ -42,14 +52,28 @@ def compile_launch(function, *args, grid, warmup, **kwargs):
     key = (function.__name__, tuple(signature.items()), tuple(constants.items()))
     if key not in compiled:
         source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-        result = triton.compile(source, target=TARGET, options=options)
-        compiled[key] = f"{function.__name__}: {len(result.asm['cubin'])} bytes"
+        result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        compiled[key] = registers_and_spills(result.asm["ptx"], options.get("maxnreg"))
 
 
-def main() -> None:
-    JITFunction.run = compile_launch
+def registers_and_spills(ptx: str, max_registers: int | None) -> tuple[int, int]:
+    """What ptxas says of a kernel."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        limit = [] if max_registers is None else [f"--maxrregcount={max_registers}"]
+        name = re.search(r"\.target (\w+)", ptx)[1]
+        ptxas = get_ptxas(capability).path
+        command = [ptxas, "-v", f"--gpu-name={name}", *limit, file.name, "-o", "/dev/null"]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = re.findall(r"(\d+) bytes spill", said)
+    return int(re.search(r"Used (\d+) registers", said)[1]), sum(map(int, spills))
+
+
+def launch_all() -> None:
     from rollout_spec.types import SamplingBatch
     from rollout_spec.verify import kernel
+    from tests.verify.batches import kernel_verify
 
     batch, drafts, vocab = 3, 6, 5000
     cases = (
@@ -70,7 +94,7 @@ def main() -> None:
             top_p=torch.ones(batch) if truncate else None,
             min_p=torch.ones(batch) if truncate else None,
         )
-        kernel.verify(
+        kernel_verify(
             torch.zeros(batch + drafts, vocab, dtype=dtype),
             torch.zeros(drafts, dtype=torch.int32),
             torch.tensor([2, 4, 6], dtype=torch.int32),
@@ -78,7 +102,7 @@ def main() -> None:
             method="rejection" if method == "dense" else method,
             draft_probs=torch.zeros(drafts, vocab) if method == "dense" else None,
             logprobs_mode=mode,
-            max_draft_tokens=2,
+            hidden=torch.zeros(batch + drafts, 64, dtype=dtype),
         )
     ids, index = torch.zeros(8, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
     kernel.gather_layout(ids, ids.long(), index, index, index, index, index, torch.ones(4), index.long())
@@ -99,7 +123,20 @@ def main() -> None:
         history = torch.zeros(size, 64, dtype=torch.int32)
         lengths = torch.zeros(size, dtype=torch.int32)
         drafter.warm_up(dtype, history, lengths, torch.arange(size), torch.ones(size))
-    print("\n".join(compiled.values()))
+
+
+def main() -> None:
+    """Print a table for each compute capability."""
+    global capability
+    JITFunction.run = compile_launch
+    for argument in sys.argv[1:] or ["90"]:
+        capability = int(argument)
+        compiled.clear()
+        launch_all()
+        print(f"sm_{capability}: kernel, variants, registers, spilled bytes")
+        for name in dict.fromkeys(key[0] for key in compiled):
+            found = [values for key, values in compiled.items() if key[0] == name]
+            print(f"{name}: {len(found)}, {max(r for r, _ in found)}, {max(spill for _, spill in found)}")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from rollout_spec.noise import host as noise
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import cpu
+from rollout_spec.verify.api import verify
 from rollout_spec.verify.cpu import BLOCK
 from tests.verify.batches import LOGPROBS_MODES, assert_agrees
 
@@ -67,11 +68,7 @@ def test_rows_of_several_blocks(size, kind, temperature, mode, dtype, seed):
         np.full(2, temperature, np.float32), rng.integers(-(2**63), 2**63 - 1, 2), rng.integers(0, 10_000, 2)
     )
     drafts = rng.integers(0, size, 4).astype(np.int32)
-    assert_agrees(cpu_verify, (logits, drafts, np.array([3, 4], np.int32), rows), "sample", mode, dtype)
-
-
-def cpu_verify(*args, method, draft_probs, **kwargs):
-    return cpu.verify(*args, **kwargs)
+    assert_agrees(verify, (logits, drafts, np.array([3, 4], np.int32), rows), "sample", mode, dtype)
 
 
 @pytest.mark.parametrize("broken", [np.nan, -np.nan, np.inf])
@@ -81,6 +78,6 @@ def test_a_broken_logit_in_any_block(position, broken):
     logits[0, position] = broken
     none = torch.empty(0, dtype=torch.int32)
     rows = SamplingBatch(torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
-    result = cpu.verify(logits, none, torch.zeros(1, dtype=torch.int32), rows)
+    result = verify(logits, none, torch.zeros(1, dtype=torch.int32), rows)
     assert result.num_invalid_rows.tolist() == [1]
     assert result.output_token_ids.tolist() == [[-1]]

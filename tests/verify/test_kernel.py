@@ -25,7 +25,7 @@ from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key,
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference, truncate
 from tests.interpreter import run_as_python
-from tests.verify.batches import LOGPROBS_MODES, METHODS, as_torch, assert_agrees, batches, many_requests
+from tests.verify.batches import LOGPROBS_MODES, METHODS, as_torch, assert_agrees, batches, kernel_verify, many_requests
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled: experiments/check_gpu.py")
 
@@ -54,9 +54,10 @@ def small_tiles(monkeypatch):
     st.sampled_from(METHODS),
     st.sampled_from(LOGPROBS_MODES),
     st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+    st.booleans(),
 )
-def test_kernels_agree_with_the_reference(batch, method, mode, dtype):
-    assert_agrees(kernel.verify, batch, method, mode, dtype)
+def test_kernels_agree_with_the_reference(batch, method, mode, dtype, after_difference):
+    assert_agrees(kernel_verify, batch, method, mode, dtype, after_difference=after_difference)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +68,7 @@ def test_many_requests_agree_with_the_reference(method, mode, monkeypatch):
     """Enough of them that residuals are drawn from under each mixture of temperature and truncation."""
     monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 32)
     monkeypatch.setattr(truncate, "BLOCK", 64)
-    assert_agrees(kernel.verify, many_requests(), method, mode)
+    assert_agrees(kernel_verify, many_requests(), method, mode)
 
 
 def test_cuts_are_the_references_where_equal_logits_straddle_them(monkeypatch):
@@ -103,9 +104,9 @@ def test_odd_vocabularies_and_long_drafts(vocab_size, accept, monkeypatch):
     )
     drafts = np.zeros(20, np.int32)
     if accept:
-        wish = reference.verify(logits, drafts, cu, rows).target_token_ids
+        wish = reference.verify(logits, drafts, cu, rows, after_difference=True).target_token_ids
         drafts = np.delete(wish, cu + np.arange(4)).astype(np.int32)
-    assert_agrees(kernel.verify, (logits, drafts, cu, rows), "sample", "processed_logprobs")
+    assert_agrees(kernel_verify, (logits, drafts, cu, rows), "sample", "processed_logprobs")
 
 
 def flat_rows(count, vocab_size, first=0):
@@ -119,7 +120,7 @@ def test_winners_of_a_large_vocabulary(monkeypatch):
     """Winners' hashes are so small that murmur3's last step hardly changes them."""
     monkeypatch.setattr(kernel, "ROWS", 1)
     monkeypatch.setattr(kernel, "BLOCK", 2048)
-    assert_agrees(kernel.verify, flat_rows(16, 32_768), "sample", None)
+    assert_agrees(kernel_verify, flat_rows(16, 32_768), "sample", None)
 
 
 def test_winners_with_negative_noise(monkeypatch):
@@ -128,7 +129,7 @@ def test_winners_with_negative_noise(monkeypatch):
     monkeypatch.setattr(kernel, "BLOCK", 1)
     batch = flat_rows(80, 3)
     batch[0][:, 1:] = -0.5
-    assert_agrees(kernel.verify, batch, "sample", None)
+    assert_agrees(kernel_verify, batch, "sample", None)
 
 
 def test_winners_just_above_the_bound(monkeypatch):
@@ -136,7 +137,7 @@ def test_winners_just_above_the_bound(monkeypatch):
     one 50 % too tight six."""
     monkeypatch.setattr(kernel, "ROWS", 1)
     monkeypatch.setattr(kernel, "BLOCK", 4)
-    assert_agrees(kernel.verify, flat_rows(60, 24, first=90), "sample", None)
+    assert_agrees(kernel_verify, flat_rows(60, 24, first=90), "sample", None)
 
 
 @pytest.mark.parametrize(("low", "high", "draft"), [(3, 40, 40), (20, 40, 40), (20, 90, 70), (20, 40, 3)])
@@ -154,7 +155,7 @@ def test_ties_go_to_the_first_token_wherever_it_is(low, high, draft, max_joined,
         logits[:, draft] = 5.0
     rows = SamplingBatch(np.array([0.0, 1.0], np.float32), np.array([1, 2]), np.array([0, 0]))
     batch = (logits, np.array([draft], np.int32), np.array([1, 1], np.int32), rows)
-    assert_agrees(kernel.verify, batch, "sample", "processed_logprobs")
+    assert_agrees(kernel_verify, batch, "sample", "processed_logprobs")
 
 
 @pytest.mark.parametrize("temperature", [0.01, 0.3, 30.0])
@@ -166,7 +167,7 @@ def test_steep_and_shallow_temperatures(temperature):
     logits[:, ::2] = logits[:, 1::2]  # ties
     rows = SamplingBatch(np.full(count, temperature, np.float32), rng.integers(0, 2**62, count), np.arange(count))
     batch = (logits, np.zeros(0, np.int32), np.zeros(count, np.int32), rows)
-    assert_agrees(kernel.verify, batch, "sample", None)
+    assert_agrees(kernel_verify, batch, "sample", None)
 
 
 def test_rows_that_point_into_larger_tensors():
@@ -269,10 +270,10 @@ def test_a_bound_that_is_slightly_too_tight_is_caught(level, margin, slack, monk
     batch = barely_won_rows(level, margin)
     assert 10 < len(batch[0]) < 40
     assert (reference.verify(*batch).target_token_ids == 8).all()
-    assert_agrees(kernel.verify, batch, "sample", None)
+    assert_agrees(kernel_verify, batch, "sample", None)
     monkeypatch.setattr(kernel, "HASH_BITS", tl.constexpr(32.0 - 2 * slack))
     with pytest.raises(AssertionError):
-        assert_agrees(kernel.verify, batch, "sample", None)
+        assert_agrees(kernel_verify, batch, "sample", None)
 
 
 @pytest.mark.exhaustive
@@ -295,7 +296,7 @@ def test_broken_rows_are_told_from_those_that_masks_left_empty(mode):
     logits[2, 8] = torch.inf
     rows = SamplingBatch(torch.ones(4), torch.arange(4), torch.arange(4))
     cu = torch.zeros(4, dtype=torch.int32)
-    result = kernel.verify(logits, torch.zeros(0, dtype=torch.int32), cu, rows, logprobs_mode=mode, max_draft_tokens=0)
+    result = kernel_verify(logits, torch.zeros(0, dtype=torch.int32), cu, rows, logprobs_mode=mode, max_draft_tokens=0)
     assert result.num_invalid_rows.tolist() == [1, 1, 1, 0]
     assert result.num_broken_rows.tolist() == [0, 1, 1, 0]
 
@@ -318,7 +319,7 @@ def test_a_broken_row_leaves_its_neighbour_alone(num_rows, vocab_size, temperatu
     rows = SamplingBatch(torch.full((num_rows,), temperature), torch.arange(num_rows), torch.arange(num_rows))
     nothing, cu = torch.zeros(0, dtype=torch.int32), torch.zeros(num_rows, dtype=torch.int32)
     expected, got = (
-        kernel.verify(logits, nothing, cu, rows, logprobs_mode="processed_logprobs", max_draft_tokens=0)
+        kernel_verify(logits, nothing, cu, rows, logprobs_mode="processed_logprobs", max_draft_tokens=0)
         for logits in (good, broken)
     )
     assert got.target_token_ids[1::2].tolist() == expected.target_token_ids[1::2].tolist()

@@ -13,6 +13,7 @@ from rollout_spec.jit.warm_up import warm_up_kernels
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, truncate
 from tests.launches import recorded_variants
+from tests.verify.batches import kernel_verify
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="launches are recorded in the interpreter")
 
@@ -47,7 +48,7 @@ def random_call(rng, config, vocab_size, dtype):
         torch.from_numpy(rng.integers(0, 9, size)),
         **chosen,
     )
-    kernel.verify(
+    kernel_verify(
         logits,
         torch.zeros(int(lengths.sum()), dtype=torch.int32),
         torch.from_numpy(lengths.cumsum().astype(np.int32)),

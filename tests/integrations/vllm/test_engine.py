@@ -269,18 +269,16 @@ def test_stock_vllm_follows_the_same_target(tiny_model, reference_model):
 
 def test_broken_verifier_is_caught(constant, reference_model, monkeypatch):
     """An engine that accepts every draft fails the same check."""
-    original = runner_v1.verify
+    original = runner_v1.verify_rows
 
-    def accept_all(logits, drafts, cu, rows, **kwargs):
-        result = original(logits, drafts, cu, rows, **kwargs)
+    def accept_all(logits, layout, rows, **kwargs):
+        result = original(logits, layout, rows, **kwargs)
         output = result.output_token_ids.clone()
-        for i, (end, count) in enumerate(
-            zip(cu.tolist(), torch.diff(cu, prepend=cu.new_zeros(1)).tolist(), strict=True)
-        ):
-            output[i, :count] = drafts[end - count : end]
+        for i, (start, end) in enumerate(zip(layout.starts[:-1].tolist(), layout.starts[1:].tolist(), strict=True)):
+            output[i, : end - start - 1] = layout.draft[start : end - 1]
         return result._replace(output_token_ids=output)
 
-    monkeypatch.setattr(runner_v1, "verify", accept_all)
+    monkeypatch.setattr(runner_v1, "verify_rows", accept_all)
     assert not follows_target(sampled_pairs(constant, temperature=1.0), reference_model)
 
 

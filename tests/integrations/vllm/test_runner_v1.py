@@ -35,7 +35,7 @@ class Runner:
         discarded: Requests whose prompts have not been read to their end.
     """
 
-    def __init__(self, drafts, targets, discarded=(), use_async_scheduling=False):
+    def __init__(self, drafts, targets, discarded=(), use_async_scheduling=False, wants_rejected_targets=False):
         self.device = torch.device("cpu")
         self.use_async_scheduling = use_async_scheduling
         self.vllm_config = SimpleNamespace(
@@ -45,7 +45,7 @@ class Runner:
             stats=SpeculationStats(),
             session=SimpleNamespace(
                 enabled=True,
-                wants_features=False,
+                drafter=SimpleNamespace(wants_rejected_targets=wants_rejected_targets),
                 set_enabled=lambda enabled: None,
                 update_index=Mock(),
                 end_missing=lambda requests: None,
@@ -100,12 +100,18 @@ def test_every_request_gets_its_own_outcome():
     runner = Runner(DRAFTS, TARGETS)
     # As wide as K allows in every step, and not as the longest draft, for which kernels would be compiled again.
     assert runner.sample() == [[3, 9, -1, -1, -1], [2, -1, -1, -1, -1], [5, 6, 7, 4, -1], [1, -1, -1, -1, -1]]
-    assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [3, 9, 1, 2, 5, 6, 7, 4, 1, 2])
+    assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [3, 9, -1, 2, 5, 6, 7, 4, 1, -1])
     runner.drafter.session.update_index.assert_called_once_with()
     stats = runner.drafter.stats
     assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 4, 3)
     assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (6, 4, 8)
     assert (stats.drafted_per_position, stats.accepted_per_position) == ([3, 2, 1], [2, 1, 1])
+
+
+def test_a_drafter_that_wants_it_is_told_what_the_target_says_after_the_first_difference():
+    runner = Runner(DRAFTS, TARGETS, wants_rejected_targets=True)
+    assert runner.sample() == [[3, 9, -1, -1, -1], [2, -1, -1, -1, -1], [5, 6, 7, 4, -1], [1, -1, -1, -1, -1]]
+    assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [3, 9, 1, 2, 5, 6, 7, 4, 1, 2])
 
 
 def test_chunks_of_prompts_are_not_counted():
@@ -136,7 +142,7 @@ def test_requests_that_change_rows_are_followed():
     turned = dict(reversed(DRAFTS.items()))
     runner.schedule(turned, TARGETS)
     assert runner.sample() == [[1, -1, -1, -1, -1], [5, 6, 7, 4, -1], [2, -1, -1, -1, -1], [3, 9, -1, -1, -1]]
-    assert told(runner) == ([1, 3, 0, 2], [0, 3, 0, 1], [1, 2, 5, 6, 7, 4, 2, 3, 9, 1])
+    assert told(runner) == ([1, 3, 0, 2], [0, 3, 0, 1], [1, -1, 5, 6, 7, 4, 2, 3, 9, -1])
 
 
 class Session:

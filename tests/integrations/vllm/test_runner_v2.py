@@ -94,7 +94,7 @@ def speculator_of(session, result):
         requests={req_id: SimpleNamespace(prompt_token_ids=prompt) for req_id, prompt in PROMPTS.items()},
         requests_have_changed=True,
         clock=SimpleNamespace(started=0.0),
-        compute_features=lambda last_hidden_states, input_batch: None,
+        take_features=lambda: None,
     )
     outcome = runner_v2._Verified(REQ_IDS, STARTS, torch.tensor(FIRST_POSITIONS), result)
     speculator.bind(runner, adapter, SimpleNamespace(outcome=outcome))
