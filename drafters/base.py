@@ -143,7 +143,8 @@ class BatchDrafter(Drafter, Protocol):
         """`observe` for each request, by target_token_ids[starts[i] : starts[i + 1]].
 
         Args:
-            target_token_ids: int64 [T]. PLACEHOLDER_TOKEN_ID where the target has no sample; nothing after such a
+            target_token_ids: int64 [T]. PLACEHOLDER_TOKEN_ID where the target has no sample, and after the first
+                difference, unless the drafter's attribute `wants_rejected_targets` is true; nothing after such a
                 position is known.
         """
 

@@ -21,10 +21,10 @@ import torch
 
 from experiments.rows import append, origin
 from rollout_spec.drafters.model.choice_device import DeviceChoice
+from rollout_spec.features.format import LOGPROB_STEP, SIGNATURE_BITS, TOP_TOKENS, signature_matrix, unpack
 from rollout_spec.noise import host as noise
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
-from rollout_spec.verify.api import verify
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 METHODS = ("sample", "rejection", "dense")
@@ -66,11 +66,13 @@ def compare(
         AssertionError: anything else differs.
     """
     tokens, want = got.output_token_ids.cpu().numpy(), expected.output_token_ids
-    np.testing.assert_array_equal(got.num_invalid_rows.cpu().numpy(), expected.num_invalid_rows)
-    np.testing.assert_array_equal(got.num_broken_rows.cpu().numpy(), expected.num_broken_rows)
     starts = np.concatenate(([0], cu + np.arange(1, len(cu) + 1)))
     close, error = 0, 0.0
     for request in range(len(cu)):
+        same = (tokens[request] == want[request]).all()  # otherwise another row ends the request
+        for counts in ("num_invalid_rows", "num_broken_rows", "num_accepted"):
+            ours, theirs = getattr(got, counts)[request], getattr(expected, counts)[request]
+            assert not same or int(ours) == int(theirs), f"request {request}: {counts} is {ours} for {theirs}"
         for j in range(starts[request + 1] - starts[request]):
             row = starts[request] + j
             if want[request, j] < 0 and tokens[request, j] < 0:
@@ -93,6 +95,38 @@ def compare(
     return close, error
 
 
+def verify(logits: Any, drafts: Any, cu: Any, rows: SamplingBatch, **options: Any) -> Any:
+    """The kernels, on whatever device."""
+    return kernel.verify_rows(logits, kernel.lay_out(cu, drafts, rows), rows, **options)
+
+
+def compare_features(got: Any, expected: Any, logits: np.ndarray, cu: np.ndarray, hidden: np.ndarray) -> None:
+    """Compare features of emitted tokens with those that the CPU would keep of these logits, which were not cut.
+
+    Raises:
+        AssertionError: a kept token is not among the most probable ones, a probability is off by more than its code's
+            resolution, or more signs of projections differ than rounding explains.
+    """
+    signatures, ids, codes = unpack(got.features.cpu().numpy())
+    ends = cu + np.arange(1, len(cu) + 1)
+    signs = np.packbits(hidden @ signature_matrix(hidden.shape[1]) > 0, axis=1, bitorder="little").view(np.uint64)
+    wrong_bits = num_checked = 0
+    for start, end, accepted in zip([0, *ends[:-1]], ends, expected.num_accepted, strict=True):
+        for row in range(start, min(start + accepted + 1, end)):
+            if expected.target_token_ids[row] < 0:
+                continue
+            x = logits[row].astype(np.float64)
+            top = np.sort(x)[::-1][:TOP_TOKENS]
+            kept = top[np.isfinite(top)]
+            np.testing.assert_array_equal(x[ids[row, : kept.size]], kept)
+            logprobs = kept - top[0] - np.log(np.exp(x - top[0]).sum())
+            found = LOGPROB_STEP * (1.0 - codes[row, : kept.size])
+            np.testing.assert_allclose(found, np.maximum(logprobs, -15.9), atol=0.6 * LOGPROB_STEP)
+            wrong_bits += sum(int(word).bit_count() for word in signatures[row] ^ signs[row])
+            num_checked += 1
+    assert wrong_bits <= 0.01 * SIGNATURE_BITS * num_checked, f"{wrong_bits} bits of {num_checked} signatures differ"
+
+
 def main(argv: list[str] | None = None) -> None:
     """Check, and print one line per kind of check."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -104,7 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device(args.device)
     rng = np.random.default_rng(0)
     started = time.perf_counter()
-    counted = {"tokens": 0, "too_close": 0, "accepted": 0, "largest_logprob_error": 0.0}
+    counted = {"tokens": 0, "too_close": 0, "accepted": 0, "batches_with_features": 0, "largest_logprob_error": 0.0}
     for trial in range(args.trials):
         dtype, method, mode = DTYPES[trial % 3], METHODS[trial // 3 % 3], MODES[trial // 9 % 3]
         vocab = args.vocab if trial % 4 else int(rng.integers(1, min(args.vocab, 3000)))
@@ -114,12 +148,13 @@ def main(argv: list[str] | None = None) -> None:
         num_drafts = int(cu[-1])
         drafts = rng.integers(-1, vocab, num_drafts).astype(np.int32)
         if trial % 5:
-            wish = reference.verify(logits, drafts, cu, rows).target_token_ids
+            wish = reference.verify(logits, drafts, cu, rows, after_difference=True).target_token_ids
             drafts = np.delete(wish, cu + np.arange(len(cu))).astype(np.int32)
         probs = None
         if method == "dense":
             probs = rng.dirichlet(np.ones(vocab), num_drafts).astype(np.float32)
         name = "rejection" if method == "dense" else method
+        hidden = torch.from_numpy(rng.standard_normal((len(logits), 64), np.float32)).to(device)
         expected = reference.verify(logits, drafts, cu, rows, method=name, draft_probs=probs, logprobs_mode=mode)
         fields = (getattr(rows, field) for field in SamplingBatch.__slots__)
         on_device = SamplingBatch(*(None if v is None else torch.from_numpy(v).to(device) for v in fields))
@@ -127,6 +162,7 @@ def main(argv: list[str] | None = None) -> None:
             "method": name,
             "draft_probs": None if probs is None else torch.from_numpy(probs).to(device),
             "logprobs_mode": mode,
+            "hidden": hidden,
             "max_draft_tokens": int(np.diff(cu, prepend=0).max()),
         }
         inputs = (given, torch.from_numpy(drafts).to(device), torch.from_numpy(cu).to(device), on_device)
@@ -138,6 +174,10 @@ def main(argv: list[str] | None = None) -> None:
         if device.type == "cuda":
             torch.cuda.set_sync_debug_mode("default")
         close, error = compare(got, expected, logits, cu, rows, method, mode)
+        is_whole = rows.top_k is None and rows.top_p is None and rows.min_p is None
+        if close == 0 and is_whole and np.isin(rows.temperature, (0.0, 1.0)).all():
+            compare_features(got, expected, logits, cu, hidden.cpu().numpy())
+            counted["batches_with_features"] += 1
         counted["too_close"] += close
         counted["tokens"] += int((expected.output_token_ids >= 0).sum())
         counted["accepted"] += int(expected.num_accepted.sum())

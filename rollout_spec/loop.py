@@ -123,7 +123,7 @@ def decode_step(
         ),
         method=verify,
         logprobs_mode="processed_logprobs",
-        after_difference=getattr(drafter, "wants_rejected_targets", False),
+        after_difference=bool(getattr(drafter, "wants_rejected_targets", False)),
     )
 
     if num_invalid := int(result.num_invalid_rows.sum()):

@@ -78,6 +78,19 @@ def test_features_are_those_of_plain_arithmetic(verify, dtype, vocab_size):
 
 
 @verifiers
+@pytest.mark.parametrize("vocab_size", [70, 600, 1100])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_the_most_probable_tokens_are_kept_wherever_they_are(verify, place, vocab_size):
+    """Also in the last chunk or tile, which is shorter than the others."""
+    ids = [3, vocab_size // 2, 66]
+    ids.insert(place, vocab_size - 1)
+    logits = torch.zeros(1, vocab_size)
+    logits[0, ids] = torch.tensor([9.0, 8.0, 7.0, 6.0])
+    _, found, _ = computed(verify, torch.ones(1, 4), logits, torch.ones(1))
+    assert found[0].tolist() == ids[:TOP_TOKENS]
+
+
+@verifiers
 def test_masked_tokens_are_not_kept(verify):
     _, ids, codes = computed(
         verify, torch.ones(1, 4), torch.tensor([[-float("inf"), 0.0, *[-float("inf")] * (CHUNK - 2)]]), torch.ones(1)

@@ -1,9 +1,10 @@
 """Lookahead: what the target sampled after rejected draft tokens.
 
-The verifier samples the target at every drafted position, also after the first difference. Those tokens follow a
-context that was rejected, but that often comes a little later: as in lookahead decoding (Fu et al., arXiv:2402.02057),
-their n-grams are kept in a pool. They cost no forward pass, and come from the present policy, where history comes from
-older ones. Unlike in lookahead decoding no position is verified for the pool alone, so the gain is small.
+Where a drafter wants it, the verifier samples the target at every drafted position, also after the first difference.
+Those tokens follow a context that was rejected, but that often comes a little later: as in lookahead decoding (Fu et
+al., arXiv:2402.02057), their n-grams are kept in a pool. They cost no forward pass, and come from the present policy,
+where history comes from older ones. Unlike in lookahead decoding no position is verified for the pool alone, so the
+gain is small.
 
 The pool is a direct-mapped table from a problem and LOOKAHEAD_ORDER tokens to the newest token after them, which gets a
 fixed share of the next token's probability.

@@ -199,7 +199,10 @@ def engine_config(k: int, size: int, **drafter_options: Any) -> Any:
     return SimpleNamespace(
         additional_config={"rollout_spec": config.to_dict()},
         model_config=SimpleNamespace(
-            max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: VOCAB_SIZE, get_hidden_size=lambda: 64
+            max_model_len=MAX_MODEL_LEN,
+            get_vocab_size=lambda: VOCAB_SIZE,
+            get_hidden_size=lambda: 64,
+            dtype=torch.float32,
         ),
         scheduler_config=SimpleNamespace(
             max_num_seqs=size, max_num_scheduled_tokens=None, max_num_batched_tokens=size * (k + 1)
@@ -300,8 +303,9 @@ class Ours:
 
     def sample(self, verification: Verification) -> None:
         """The adapter's part of sampling, with the verifier's own work left out."""
-        runner_v1.verify = lambda *args, **kwargs: verification.result
-        self.adapter._compute_features = lambda *args: verification.features if self.session.wants_features else None
+        features = verification.features if self.adapter.wants_features else None
+        result = verification.result._replace(features=features)
+        runner_v1.verify_rows = lambda *args, **kwargs: result  # type: ignore[assignment]
         self.adapter.sample(torch.zeros(1, 1), verification.metadata)
 
     def propose(self, sampled: list[list[int]]) -> list[list[int]]:
@@ -338,7 +342,8 @@ class OursV2:
         """What our sampler keeps; the kernels that it launches are left out."""
         batch, starts = self.runner.input_batch, np.cumsum([0, *(n + 1 for n in verification.num_draft_tokens)])
         positions = torch.from_numpy(batch.num_tokens_no_spec - 1).long()
-        self.adapter.compute_features = lambda *args: verification.features if self.session.wants_features else None
+        wanted = getattr(self.session.drafter, "wants_features", False)
+        self.adapter.take_features = lambda: verification.features if wanted else None
         self.sampler.outcome = runner_v2._Verified(list(batch.req_ids), starts, positions, verification.result)
 
     def propose(self, sampled: list[list[int]]) -> list[list[int]]:

@@ -104,12 +104,13 @@ class RunnerAdapterV2(RunnerAdapter):
         """See `RunnerAdapter`. Keeps the step's hidden states."""
         super().on_forward()
         state = self._runner.execute_model_state
-        self._hidden = None if state is None else state.hidden_states
+        keeps = self.wants_features and not self.warming_up and state is not None
+        self._hidden = state.hidden_states if keeps else None
 
     def take_hidden(self, input_batch: Any) -> torch.Tensor | None:
         """The states that the step's logits were computed from, [N, hidden size]; None if features are not wanted."""
         hidden, self._hidden = self._hidden, None
-        if hidden is None or not self.wants_features:
+        if hidden is None:
             return None
         num_rows = input_batch.logits_indices.shape[0]
         if num_rows == input_batch.num_tokens:  # every token has logits; what follows pads the batch

@@ -21,7 +21,8 @@ from rollout_spec.drafters.model.choice import DraftChoice, ModelDrafts
 from rollout_spec.history.roots import Roots
 from rollout_spec.jit import cache
 from rollout_spec.types import Draft, Drafts, SamplingBatch
-from rollout_spec.verify.api import verify
+from rollout_spec.verify.api import verify_rows
+from rollout_spec.verify.layout import lay_out
 from rollout_spec.verify.reference import LogprobsMode
 
 logger = logging.getLogger(__name__)
@@ -224,4 +225,8 @@ def _verify(config: RolloutSpecConfig) -> None:
         rows = SamplingBatch(temperature=torch.ones(2, dtype=torch.float32), seeds=zeros, positions=zeros)
         drafted, lengths = torch.zeros(1, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
         logits = torch.zeros(3, 8, dtype=torch.float32)
-        verify(logits, drafted, lengths, rows, method=config.verify, logprobs_mode="raw_logprobs")
+        layout = lay_out(lengths, drafted, rows)
+        hidden = torch.zeros(3, 8, dtype=torch.float32)
+        verify_rows(
+            logits, layout, rows, method=config.verify, logprobs_mode="raw_logprobs", hidden=hidden, max_draft_tokens=1
+        )

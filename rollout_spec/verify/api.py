@@ -102,7 +102,7 @@ def verify_rows(
     """`verify` for rows that are laid out already, as engines call it: nothing is checked.
 
     Args:
-        layout: Of the rows. Of `rows` only top-k, top-p, min-p and what goes with them are read besides.
+        layout: Of the rows. Of `rows` its positions are not read.
         hidden: float [N, H], the states that the logits were computed from: asks for `VerifyResult.features`.
         max_draft_tokens: At least the longest draft.
     """

@@ -9,6 +9,7 @@ tokens that can still win. The features of the distribution are made of the maxi
 from __future__ import annotations
 
 import math
+import threading
 from functools import lru_cache
 from typing import Any
 
@@ -226,17 +227,17 @@ def _pack_distribution(logits, chunk_maxima, temperature, near, words):
     chunks = _largest_three(chunk_maxima)
     highest = np.float32(np.int32(_as_ordered(chunk_maxima[chunks[0]])).view(np.float32) / scale)
     total = np.float64(_sum_maxima(chunk_maxima, scale, highest))
-    size = 0
-    for chunk in chunks:
+    for k in range(TOP_TOKENS):
+        chunk = chunks[k]
         if chunk >= 0:
             total -= _sum_maxima(chunk_maxima[chunk : chunk + 1], scale, highest)  # all of its tokens are counted below
-        for i in range(max(chunk, 0) * CHUNK, min((chunk + 1) * CHUNK, logits.size)):
-            near[size] = logits[i]
-            size += 1
-    of_near, _ = _score_block(near[:size], scale, highest, np.float32(np.inf))
+        for i in range(CHUNK):
+            token = chunk * CHUNK + i
+            near[k * CHUNK + i] = logits[token] if chunk >= 0 and token < logits.size else np.float32(-np.inf)
+    of_near, _ = _score_block(near, scale, highest, np.float32(np.inf))
     shift = math.log(total + of_near)
     words[0] = words[1] = 0
-    for place, at in enumerate(_largest_three(near[:size])):
+    for place, at in enumerate(_largest_three(near)):
         if at >= 0 and near[at] > -np.inf:
             logprob = np.float64(np.float32(near[at] / scale)) - highest - shift
             code = np.int64(min(max(np.rint(1.0 - logprob / LOGPROB_STEP), 1.0), MAX_CODE))
@@ -294,12 +295,17 @@ def _verify(
             num_accepted[request] += alive
 
 
-@lru_cache(maxsize=16)
+_of_thread = threading.local()
+
+
 def _scratch(vocab_size: int) -> tuple[NDArray[Any], ...]:
-    """What `_verify` works in. Engines verify one step after the other, in one thread."""
-    sizes = (BLOCK, BLOCK, -(-vocab_size // CHUNK), TOP_TOKENS * CHUNK, vocab_size)
-    dtypes = (np.uint32, np.float32, np.int32, np.float32, np.float32)
-    return tuple(np.empty(size, dtype) for size, dtype in zip(sizes, dtypes, strict=True))
+    """What compiled loops work in: this thread's."""
+    kept: tuple[NDArray[Any], ...] | None = getattr(_of_thread, "scratch", None)
+    if kept is None or kept[-1].size != vocab_size:
+        sizes = (BLOCK, BLOCK, -(-vocab_size // CHUNK), TOP_TOKENS * CHUNK, vocab_size)
+        dtypes = (np.uint32, np.float32, np.int32, np.float32, np.float32)
+        kept = _of_thread.scratch = tuple(np.empty(size, kind) for size, kind in zip(sizes, dtypes, strict=True))
+    return kept
 
 
 def verify_rows(
@@ -316,7 +322,7 @@ def verify_rows(
     num_rows, vocab_size = target_logits.shape
     num_requests = layout.starts.shape[0] - 1
     narrow, scored = np.empty((0, vocab_size), np.uint16), np.empty((0, vocab_size), np.float32)
-    is_cut = layout.seed is not None and cuts(rows)
+    is_cut = _is_cut(layout, rows)
     if target_logits.dtype == torch.bfloat16 and not is_cut:  # widened row by row
         narrow, logits = target_logits.detach().contiguous().view(torch.uint16).numpy(), scored
         temperature = layout.temperature.numpy()
@@ -374,12 +380,12 @@ def verify_rows(
 
 
 @njit(nogil=True, allocates=False)
-def _pack_distributions(logits, temperature, scratch, words):  # type: ignore[no-untyped-def]
+def _pack_distributions(logits, temperature, scratch, features):  # type: ignore[no-untyped-def]
     _, _, chunk_maxima, near, _ = scratch
-    for row in range(words.shape[0]):
+    for row in range(features.shape[0]):
         _, is_valid = _highest(logits[row], chunk_maxima)
         if is_valid:
-            _pack_distribution(logits[row], chunk_maxima, temperature[row], near, words[row])
+            _pack_distribution(logits[row], chunk_maxima, temperature[row], near, features[row, SIGNATURE_WORDS:])
 
 
 def pack_features(target_logits: Tensor, layout: Layout, rows: SamplingBatch, hidden: Tensor) -> Tensor:
@@ -387,7 +393,7 @@ def pack_features(target_logits: Tensor, layout: Layout, rows: SamplingBatch, hi
     logits, temperature = _process(target_logits.detach().float(), layout, rows)
     features = np.zeros((hidden.shape[0], FEATURE_WORDS), np.int64)
     _sign(features, hidden, np.ones(hidden.shape[0], np.bool_))
-    _pack_distributions(logits, temperature, _scratch(logits.shape[1]), features[:, SIGNATURE_WORDS:])
+    _pack_distributions(logits, temperature, _scratch(logits.shape[1]), features)
     return torch.from_numpy(features)
 
 
@@ -400,11 +406,16 @@ def _sign(features: NDArray[np.int64], hidden: Tensor, is_wanted: NDArray[np.boo
         features[rows, :SIGNATURE_WORDS] = pack_signatures(hidden[torch.from_numpy(rows)]).numpy()
 
 
+def _is_cut(layout: Layout, rows: SamplingBatch) -> bool:
+    """Whether logits go through `process`, which leaves those of greedy requests as they are."""
+    return layout.seed is not None and cuts(rows)
+
+
 def _process(raw: Tensor, layout: Layout, rows: SamplingBatch) -> tuple[Any, Any]:
     """(float32 [N, V], C-contiguous; the temperatures to apply to them, float32 [N])."""
     temperature = layout.temperature.numpy()
-    if layout.seed is None or not cuts(rows):
+    if not _is_cut(layout, rows):
         return raw.contiguous().numpy(), temperature
-    # Greedy rows come back as they were; the others are scaled already.
+    # Rows that are not greedy come back scaled.
     scaled = process(raw, rows, layout.request.long()).contiguous().numpy()
     return scaled, np.where(temperature < GREEDY_TEMPERATURE, np.float32(0.0), np.float32(1.0))

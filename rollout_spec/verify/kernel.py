@@ -1,4 +1,4 @@
-"""Verification as two to four Triton kernels that read every logit once, in the model's dtype.
+"""Verification as a few Triton kernels that read every logit once, in the model's dtype.
 
 1. `_scan_kernel`: temperature, noise, argmax and log-sum-exp of each row in one pass over the vocabulary, which is
    split among programs where rows are few.
@@ -43,13 +43,15 @@ from rollout_spec.verify import reference
 from rollout_spec.verify.layout import Layout
 from rollout_spec.verify.reference import LogprobsMode, VerifyMethod
 from rollout_spec.verify.truncate import find_cutoffs
+from rollout_spec.verify.vectorised import cuts
 
 ROWS, BLOCK = 2, 512
 """Logits rows per program of the scan, which share the tokens' keys, and tokens per tile: 32 logits per thread."""
-MAX_REGISTERS = 152
-"""Registers per thread of the scan: 13 of its one-warp programs fit a multiprocessor. The least with which the compiler
-spills nothing for bf16 logits that are not cut; the rare exact evaluation alone would take 230."""
-TARGET_PROGRAMS = 132 * 16 * 2
+MAX_REGISTERS = 168
+"""Registers per thread of the scan: three of its one-warp programs fit each quarter of a multiprocessor, and the
+compiler spills nothing but, for bf16 logits that are cut, a few values around the rare exact evaluation, which alone
+would take 230. With 128, four would fit, and every variant spills."""
+TARGET_PROGRAMS = 132 * 12 * 2
 """Programs of the scan that fill an H200 (132 multiprocessors) twice."""
 MAX_JOINED, SPLITS = 2048, 128
 """Partial results that the accept kernel holds at once, and the most of them per row. The latter is a constant: with
@@ -78,7 +80,6 @@ class Parts(NamedTuple):
     mass: Tensor  # float32, sum of 2**(logit / (T ln 2) - high)
     raw_high: Tensor  # float32, these two of all logits at T = 1; where not asked for, the same tensors as above
     raw_mass: Tensor
-    tile_high: Tensor  # float32 [ceil(N / ROWS), tiles, ROWS], the largest logit of each tile that may be drawn
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -108,7 +109,8 @@ def _layout_kernel(
     for offset in range(0, end - start + 1, BLOCK):
         j = offset + tl.arange(0, BLOCK)
         is_row = j <= end - start
-        draft = tl.load(draft_ids_ptr + start + j, mask=j < end - start, other=-1).to(tl.int32)
+        draft = tl.load(draft_ids_ptr + start + j, mask=j < end - start, other=-1).to(tl.int64)
+        draft = tl.where((draft >= 0) & (draft < 2147483648), draft, PLACEHOLDER).to(tl.int32)
         tl.store(row_request_ptr + first_row + j, request, mask=is_row)
         tl.store(row_temperature_ptr + first_row + j, tl.load(temperature_ptr + request).to(tl.float32), mask=is_row)
         if seed_ptr is not None:
@@ -194,7 +196,7 @@ def _scan_kernel(
     mass_ptr,
     raw_high_ptr,
     raw_mass_ptr,
-    tile_high_ptr,
+    tile_high_ptr,  # float32 [ceil(N / ROWS), tiles, ROWS]: the largest logit of each tile that may be drawn, written
     num_rows,
     vocab_size,
     tokens_per_split,
@@ -584,7 +586,7 @@ def _features_kernel(
     temperature_ptr,  # float32 [N]
     cutoff_ptr,  # float32 [N] or None
     cut_token_ptr,
-    tile_high_ptr,  # `Parts.tile_high`
+    tile_high_ptr,  # float32 [ceil(N / ROWS), tiles, ROWS], of the scan
     high_ptr,  # float32 [N]: `Parts.high` and `Parts.mass` of whole rows
     mass_ptr,
     features_ptr,  # int64 [N, FEATURE_WORDS], written for the rows of emitted tokens
@@ -615,7 +617,7 @@ def _features_kernel(
             for i in tl.static_range(TOP_TOKENS):
                 best = tl.max(highs, axis=0)
                 at = tl.min(tl.where(highs == best, tile, TILES), axis=0)
-                token = tl.where((j // BLOCK == i) & (best > float("-inf")), at * BLOCK + j % BLOCK, token)
+                token = tl.where(j // BLOCK == i, at * BLOCK + j % BLOCK, token)
                 highs = tl.where(tile == at, float("-inf"), highs)
             logits_ptr += row * logits_stride
             x = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
@@ -743,7 +745,7 @@ def verify_rows(
     num_rows, vocab_size = logits.shape
     num_requests, device = layout.starts.shape[0] - 1, logits.device
     cutoffs: tuple[Tensor | None, Tensor | None] = (None, None)
-    if layout.seed is not None and any(limit is not None for limit in (rows.top_k, rows.top_p, rows.min_p)):
+    if layout.seed is not None and cuts(rows):
         cutoffs = find_cutoffs(logits, layout.request, layout.temperature, rows)
     raw = logprobs_mode == "raw_logprobs"
     rejection = method == "rejection"
@@ -758,7 +760,7 @@ def verify_rows(
     raws = (part(torch.float32), part(torch.float32)) if raw else (high, mass)
     tiles = triton.cdiv(num_rows, ROWS), triton.cdiv(vocab_size, BLOCK), ROWS
     tile_high = torch.empty(tiles, dtype=torch.float32, device=device)
-    parts = Parts(score, token, high, mass, *raws, tile_high)
+    parts = Parts(score, token, high, mass, *raws)
     _scan_kernel[(triton.cdiv(num_rows, ROWS), num_splits)](
         logits,
         logits.stride(0),
@@ -768,6 +770,7 @@ def verify_rows(
         layout.draft,
         *cutoffs,
         *parts,
+        tile_high,
         num_rows,
         vocab_size,
         tokens_per_split,
@@ -804,7 +807,7 @@ def verify_rows(
         *(cutoffs if rejection else (None, None)),  # otherwise not needed, and a variant less
         draft_probs,
         probs_stride,
-        *parts[:-1],
+        *parts,
         output,
         num_accepted,
         num_invalid,

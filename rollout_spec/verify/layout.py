@@ -26,7 +26,7 @@ class Layout(NamedTuple):
     position: Tensor
     """int64 [N]: the row's input position."""
     draft: Tensor
-    """int32 [N]: the token drafted there; the placeholder at bonus positions."""
+    """int32 [N]: the token drafted there; the placeholder at bonus positions, and where the id does not fit."""
 
 
 def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
@@ -74,8 +74,9 @@ def _lay_out(  # type: ignore[no-untyped-def]
         for j in range(cu_drafts[i] - first + 1):
             request[row], temperature[row], seed[row] = i, temperatures[i], seeds[i]
             position[row] = positions[i] + j
-            is_draft = first + j < cu_drafts[i]
-            draft[row] = draft_ids[first + j] if is_draft else PLACEHOLDER_TOKEN_ID
+            draft[row] = PLACEHOLDER_TOKEN_ID
+            if first + j < cu_drafts[i] and 0 <= draft_ids[first + j] < 2**31:
+                draft[row] = draft_ids[first + j]
             row += 1
         first = cu_drafts[i]
     starts[cu_drafts.size] = row

@@ -94,7 +94,7 @@ def process(raw: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
     if rows.seeds is None:
         return raw
     greedy = rows.temperature < GREEDY_TEMPERATURE
-    x = raw / torch.where(greedy, 1.0, rows.temperature)[request, None]
+    x = raw / torch.where(greedy, 1.0, rows.temperature.float())[request, None]
     if cuts(rows):
         at_once = max(MAX_SORTED // x.shape[1], 1)
         for start in range(0, x.shape[0], at_once):

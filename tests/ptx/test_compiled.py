@@ -43,7 +43,7 @@ def verify_all_ways(verify, logits, probs):
     )
     drafts = cu = torch.tensor([1, 2, 3], dtype=torch.int32)
     results = [
-        verify(logits, drafts, cu, rows, logprobs_mode="raw_logprobs", max_draft_tokens=1),
+        verify(logits, drafts, cu, rows, logprobs_mode="raw_logprobs", hidden=torch.ones(6, 4), max_draft_tokens=1),
         verify(
             logits,
             drafts,
@@ -55,6 +55,8 @@ def verify_all_ways(verify, logits, probs):
             max_draft_tokens=1,
         ),
     ]
+    is_emitted = results[0].target_token_ids >= 0
+    results[0] = results[0]._replace(features=results[0].features[is_emitted])
     return [field.nan_to_num().tolist() for result in results for field in result if field is not None]
 
 
@@ -160,7 +162,7 @@ def test_bytes_per_logit_and_launches(dtype, logprobs, features, least, most, mo
     read = 32 * sum(counts.sectors_read for counts in found.values()) / logits.numel()
     written = 32 * sum(counts.sectors_written for counts in found.values()) / logits.numel()
     assert least <= read <= most, f"{read:.2f} bytes"
-    assert written < 0.08, f"{written:.2f} bytes"  # each tile's maximum is counted as a sector of 32 bytes
+    assert written < 0.05, f"{written:.2f} bytes"  # each tile's maximum is counted as a sector of 32 bytes
 
 
 @pytest.mark.parametrize("batch", [1, 6])

@@ -10,15 +10,18 @@ pytest.importorskip("triton")
 
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.model.choice_device import DeviceChoice
+from rollout_spec.features.format import encode_logprobs, unpack
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference, truncate
+from rollout_spec.verify.api import verify_rows
+from rollout_spec.verify.vectorised import process
 from tests.drafters.device.test_device import Engine, K
 from tests.drafters.recorder import random_features
 from tests.interpreter import run_as_python
 from tests.ptx import driver
 from tests.ptx.machine import Fault, changed_settings
 from tests.ptx.mutants import barriers_of, changed_copy, without_instruction
-from tests.verify.batches import assert_agrees, kernel_verify, on_batches
+from tests.verify.batches import as_torch, assert_agrees, kernel_verify, on_batches
 
 pytestmark = pytest.mark.skipif(run_as_python(), reason="compiles the kernels")
 
@@ -48,9 +51,20 @@ def batch(seed):
 
 
 def work(verify):
-    """All of the verifier's kernels against the reference."""
+    """All of the verifier's kernels against the references."""
     for seed, method in enumerate(METHODS):
         assert_agrees(verify, batch(seed), method, ("raw_logprobs", "processed_logprobs")[seed % 2])
+    logits, drafts, cu, rows = batch(0)
+    given = torch.from_numpy(logits), torch.from_numpy(drafts), torch.from_numpy(cu), as_torch(rows)
+    hidden = torch.from_numpy(np.random.default_rng(0).standard_normal((7, 16), np.float32))
+    ours, theirs = (each(*given, hidden=hidden) for each in (verify, on_batches(verify_rows)))
+    is_emitted = theirs.target_token_ids >= 0
+    (signatures, ids, codes), others = (unpack(found.features[is_emitted].numpy()) for found in (ours, theirs))
+    assert (signatures == others[0]).all()
+    assert (ids == others[1]).all()
+    request = torch.arange(3).repeat_interleave(torch.from_numpy(np.diff(cu, prepend=0)) + 1)
+    logprobs = process(given[0], given[3], request).log_softmax(-1)[is_emitted].gather(1, torch.from_numpy(ids).long())
+    assert (np.abs(codes.astype(int) - encode_logprobs(logprobs.numpy()).astype(int)) <= 1).all()
 
 
 def verifying():
@@ -93,10 +107,11 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 8)
     monkeypatch.setattr(truncate, "BLOCK", 256)
     monkeypatch.setattr(kernels, "TILE", 16)
+    monkeypatch.setattr(kernels, "NEW_TOKENS", 16)
     monkeypatch.setattr(kernels, "TARGET_PROGRAMS", 16)
 
 
-OF_VERIFIER = {"_accept_kernel", "_residual_kernel", "_cutoff_kernel"}
+OF_VERIFIER = {"_accept_kernel", "_residual_kernel", "_cutoff_kernel", "_features_kernel"}
 OF_DRAFTER = {"_scan_kernel", "_draft_kernel"}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -81,3 +83,27 @@ def test_a_broken_logit_in_any_block(position, broken):
     result = verify(logits, none, torch.zeros(1, dtype=torch.int32), rows)
     assert result.num_invalid_rows.tolist() == [1]
     assert result.output_token_ids.tolist() == [[-1]]
+
+
+def test_threads_do_not_disturb_each_other():
+    """Compiled loops let go of the GIL."""
+    rng = np.random.default_rng(0)
+    logits = [torch.from_numpy(rng.standard_normal((8, 60_000), np.float32) * 4).bfloat16() for _ in range(4)]
+    zeros = torch.zeros(8, dtype=torch.int64)
+    rows = SamplingBatch(torch.ones(8), torch.arange(8), zeros)
+
+    def said(given):
+        return verify(given, zeros[:0], zeros, rows).output_token_ids.tolist()
+
+    expected = [said(given) for given in logits]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            assert list(pool.map(said, logits)) == expected
+
+
+@pytest.mark.parametrize("other", [2**31, 2**32, -(2**32)])
+def test_an_id_that_does_not_fit_is_no_token(other):
+    logits, rows = torch.zeros(2, 4), SamplingBatch(torch.zeros(1), None, torch.zeros(1, dtype=torch.int64))
+    logits[:, 2] = 1.0
+    result = verify(logits, torch.tensor([2 + other]), torch.tensor([1]), rows)
+    assert result.num_accepted.tolist() == [0]

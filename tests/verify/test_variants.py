@@ -27,7 +27,7 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(truncate, "BLOCK", 1024)
 
 
-def random_call(rng, config, vocab_size, dtype):
+def random_call(rng, config, vocab_size, dtype, hidden_size):
     """A step of an engine: any requests, drafts up to K or none at all, some options."""
     size, k = int(rng.integers(1, 6)), config.num_speculative_tokens
     lengths = rng.integers(0, k + 1, size) * rng.integers(0, 2)
@@ -55,13 +55,15 @@ def random_call(rng, config, vocab_size, dtype):
         rows,
         method=config.verify,
         logprobs_mode=[None, "processed_logprobs"][rng.integers(2)],
+        hidden=torch.zeros(num_rows, hidden_size, dtype=dtype) if hidden_size else None,
+        after_difference=bool(rng.integers(2)),
         max_draft_tokens=k if lengths.any() else 0,
     )
 
 
 @pytest.mark.parametrize("method", ["sample", "rejection"])
-@pytest.mark.parametrize("vocab_size", [128, 131])
-def test_the_warm_up_compiles_every_variant_that_an_engine_launches(method, vocab_size):
+@pytest.mark.parametrize(("vocab_size", "hidden_size"), [(128, 0), (131, 0), (131, 16)])
+def test_the_warm_up_compiles_every_variant_that_an_engine_launches(method, vocab_size, hidden_size):
     """What is missing would be compiled while rollouts wait."""
     config = RolloutSpecConfig(num_speculative_tokens=3, verify=method)
     with recorded_variants() as compiled:
@@ -71,14 +73,15 @@ def test_the_warm_up_compiles_every_variant_that_an_engine_launches(method, voca
             dtype=torch.bfloat16,
             device=torch.device("cpu"),
             logprobs_mode="processed_logprobs",
+            hidden=(hidden_size, torch.bfloat16) if hidden_size else None,
         )
     rng = np.random.default_rng(0)
     with recorded_variants() as launched:
         for _ in range(30):
-            random_call(rng, config, vocab_size, torch.bfloat16)
+            random_call(rng, config, vocab_size, torch.bfloat16, hidden_size)
     # V2's layout is not launched here.
     compiled = {variant for variant in compiled if variant[0] != "_gather_layout_kernel"}
     assert launched <= compiled
     assert len(launched) > 0.8 * len(compiled)
     # With ratio tests the accept kernel reads the cuts of top-k, top-p and min-p, too.
-    assert len(compiled) == {"sample": 19, "rejection": 27}[method]
+    assert len(compiled) == {"sample": 19, "rejection": 27}[method] + (4 if hidden_size else 0)

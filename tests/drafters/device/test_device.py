@@ -33,10 +33,10 @@ MAX_LEN = 96
 @pytest.fixture(scope="module", autouse=True)
 def small_tiles():
     """Several tiles and splits on short texts."""
-    before = kernels.TILE, kernels.TARGET_PROGRAMS
-    kernels.TILE, kernels.TARGET_PROGRAMS = 16, 16
+    before = kernels.TILE, kernels.NEW_TOKENS, kernels.TARGET_PROGRAMS
+    kernels.TILE = kernels.NEW_TOKENS = kernels.TARGET_PROGRAMS = 16
     yield
-    kernels.TILE, kernels.TARGET_PROGRAMS = before
+    kernels.TILE, kernels.NEW_TOKENS, kernels.TARGET_PROGRAMS = before
 
 
 class Engine:
