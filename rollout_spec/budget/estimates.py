@@ -220,10 +220,11 @@ class _SizeHistory:
         self.count = 0  # of all that were ever measured
         self.last = 0  # when the last one was
         self._is_warm = False  # whether `steps` are no cold ones
+        self._point: tuple[float, float, int, int] | None = None
 
     def add(self, step: _Observation, *, cold: bool) -> None:
         """Measure one more step, and forget the oldest ones."""
-        self.count, self.last = self.count + 1, step.when
+        self.count, self.last, self._point = self.count + 1, step.when, None
         if cold and self._is_warm:
             return
         if not cold and not self._is_warm:
@@ -235,8 +236,10 @@ class _SizeHistory:
 
     def point(self) -> tuple[float, float, int, int]:
         """(tokens, seconds, the last step of this size, how many there were)."""
-        per_token, tokens, _ = lower_decile(self.steps)
-        return tokens, per_token * tokens, self.last, self.count
+        if self._point is None:
+            per_token, tokens, _ = lower_decile(self.steps)
+            self._point = tokens, per_token * tokens, self.last, self.count
+        return self._point
 
 
 class StepCost:
@@ -289,7 +292,8 @@ class StepCost:
         """
         self._now += 1
         size = self._steps[drafted].setdefault(self._bucket(num_tokens), _SizeHistory())
-        is_rare = size.count < REFRESH or size.last <= self._now - REFRESH
+        # Its cost may have expired: with drafts it was believed for as many steps as the square of its measurements.
+        is_rare = size.count < REFRESH or size.last <= self._now - (REFRESH**2 if drafted else REFRESH)
         padded = self._pad(num_tokens)
         exactly = min(padded, LARGEST_SIZE)
         first = self.first_seconds[exactly]
