@@ -796,7 +796,9 @@ def draft(
         K=k,
         WIDTH=triton.next_power_of_2(k),
         NUM_KEYS=keys.shape[1] * keys.shape[2],
-        num_warps=8 if features.shape[0] > 0 else 1,  # as many lanes are compared with each other as there are choices
+        # As many lanes are compared with each other as there are choices. 8 warps would spill nothing, where 4 spill
+        # some 200 bytes, but would issue four times as many instructions.
+        num_warps=4 if features.shape[0] > 0 else 1,
         # A product that is added to another lane's within a fused multiply-add is not rounded, the other one is: lanes
         # would get sums that differ in their last bit, and which of them is stored would be up to the hardware.
         enable_fp_fusion=False,
