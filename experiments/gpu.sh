@@ -17,6 +17,8 @@ mkdir -p "$logs/plugin"
 python=${PYTHON:-python3}
 rollouts=${ROLLOUTS:-experiments/results/real_policy/samples-step0040-t1.parquet}
 export PYTHONPATH="$PWD:$logs/plugin${PYTHONPATH:+:$PYTHONPATH}" VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+# Otherwise vLLM 0.26's V2 sampler imports flashinfer, also where it is not installed.
+export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
 
 for stage in "$@"; do
     case ${stage%%:*} in

@@ -139,6 +139,11 @@ def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
             raise ValueError(f"{ignored} would be ignored by rollout_spec's sampler: remove it")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
+    if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
+        raise ValueError(
+            "rollout_spec does not support prefill context parallelism, under which a rank has the states of some of a "
+            "step's tokens only: set prefill_context_parallel_size=1"
+        )
     if has_model_drafter(vllm_config):
         check_model_drafter(vllm_config, config)
 

@@ -23,6 +23,12 @@ def to_device(values: Sequence[float], dtype: torch.dtype, device: torch.device)
     return torch.tensor(values, dtype=dtype, pin_memory=is_cuda).to(device, non_blocking=is_cuda)
 
 
+def upload(values: NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A new array as a tensor on the device; the copy does not wait, as it comes from pinned memory."""
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
 class HostCopy:
     """One copy of several tensors, which begins when it is made and which nothing waits for until it is read.
 

@@ -31,7 +31,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.configuration import config_of
-from rollout_spec.integrations.vllm.device_io import HostCopy
+from rollout_spec.integrations.vllm.device_io import HostCopy, upload
 from rollout_spec.integrations.vllm.live_requests import Sampled, pieces, select
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
@@ -437,17 +437,17 @@ class HistorySpeculator(BaseSpeculator):
         outcome, self._sampler.outcome = self._sampler.outcome, None
         self.num_draft_tokens = {}
         if dummy_run or outcome is None:
-            return torch.from_numpy(drafts).to(self._device)
+            return upload(drafts, self._device)
         features = self._adapter.take_features()
         drafted = self._draft(outcome, num_sampled, int(input_batch.num_tokens), features)
         if drafted is None:
-            return torch.from_numpy(drafts).to(self._device)
+            return upload(drafts, self._device)
         batch_rows, proposed = drafted
         is_drafted = np.arange(self._num_speculative_tokens) < proposed.lengths[:, None]
         drafts[batch_rows] = proposed.token_ids * is_drafted
         names = [outcome.req_ids[row] for row in batch_rows.tolist()]
         self.num_draft_tokens = dict(zip(names, proposed.lengths.tolist(), strict=True))
-        return torch.from_numpy(drafts).to(self._device, non_blocking=True)
+        return upload(drafts, self._device)
 
     def _draft(
         self, outcome: _Verified, num_sampled: torch.Tensor, num_step_tokens: int, features: torch.Tensor | None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,8 +12,9 @@ pytest.importorskip("vllm")
 import vllm
 
 from rollout_spec import engine_kwargs
-from rollout_spec.config import PROPOSER_PATH
+from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.drafters import build_drafter
+from rollout_spec.integrations.vllm.configuration import check_engine
 from tests.integrations.engines import build, generate, mixed_params, runner_of, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
@@ -44,6 +46,17 @@ def test_errors_name_their_cause(tiny_model, kwargs, error, message):
         build(tiny_model, **kwargs)
 
 
+@pytest.mark.parametrize(("field", "named"), [("pipeline", "pipeline"), ("prefill_context", "prefill context")])
+def test_parallelism_that_is_not_supported(field, named):
+    """Nor can it be tried on a CPU."""
+    parallel = SimpleNamespace(**{"pipeline_parallel_size": 1, f"{field}_parallel_size": 2})
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(runner_type="generate"), use_v2_model_runner=False, parallel_config=parallel
+    )
+    with pytest.raises(ValueError, match=f"does not support {named} parallelism.* set {field}_parallel_size=1"):
+        check_engine(config, RolloutSpecConfig())
+
+
 def test_vllm_that_will_not_load_the_plugin(monkeypatch):
     """The engine would run without speculation, or with drafts that are not verified, without a word."""
     monkeypatch.setenv("VLLM_PLUGINS", "other")
@@ -55,8 +68,6 @@ def test_vllm_that_will_not_load_the_plugin(monkeypatch):
 
 def test_a_worker_without_the_plugin():
     """vLLM loads the model before anything is generated."""
-    from types import SimpleNamespace
-
     from rollout_spec.integrations.vllm.runner_v1 import RolloutSpecProposer
 
     config = SimpleNamespace(
