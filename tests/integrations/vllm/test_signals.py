@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -43,6 +44,16 @@ def found_in(folder):
     return len(rollouts)
 
 
+def end(process, number):
+    """What a process printed. Ctrl-C is pressed again where Python was in a callback whose exceptions it ignores."""
+    for _ in range(4):
+        process.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=40)
+    process.kill()
+    pytest.fail(f"it goes on: {process.communicate()[1][-4000:]}")
+
+
 def test_a_script_that_is_killed_or_interrupted(tiny_model, tmp_path):
     """Ctrl-C lets Python end in its own way, which writes the rest. SIGKILL does not."""
     before = 0
@@ -58,8 +69,7 @@ def test_a_script_that_is_killed_or_interrupted(tiny_model, tmp_path):
         said = [
             int(line) for line, _ in zip(filter(str.isdigit, map(str.strip, process.stdout)), range(40), strict=False)
         ]
-        process.send_signal(number)
-        output, errors = process.communicate(timeout=120)
+        output, errors = end(process, number)
         assert process.returncode != 0, errors[-4000:]
         said += [int(line) for line in output.split() if line.isdigit()]
         found = found_in(tmp_path) - before
