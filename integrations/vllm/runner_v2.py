@@ -29,10 +29,11 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features.format import FEATURE_WORDS
-from rollout_spec.integrations.vllm import compat
+from rollout_spec.integrations.vllm import compat, portions
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.device_io import HostCopy, upload
 from rollout_spec.integrations.vllm.live_requests import Sampled, pieces, select
+from rollout_spec.integrations.vllm.portions import verify_in_portions
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (
@@ -259,26 +260,39 @@ class VerifyingSampler:
         rows = self._rows(states, req_indices)
         raw, num_logprobs = logits, states.max_num_logprobs(req_indices)
         is_below = self._num_steps[req_indices] < self._min_tokens[req_indices]
-        if (self._needs_vllm[req_indices] | is_below).any():
-            logits = self._process(logits, input_batch, layout)
-            layout = layout._replace(temperature=(layout.temperature != 0).float())
-            rows = SamplingBatch((rows.temperature != 0).float(), rows.seeds, None, rows.top_k, rows.top_p)
+        is_processed = bool((self._needs_vllm[req_indices] | is_below).any())
         # vLLM's own code scores tokens other than the sampled one.
         mode = self.inner.logprobs_mode
         custom_ids = self.inner.logprob_token_ids_state.max_num_token_ids(req_indices)
-        scored_here = not custom_ids and verifier_scores(mode, num_logprobs, logits is not raw)
-        has_drafts = input_batch.num_draft_tokens > 0
+        scored_here = not custom_ids and verifier_scores(mode, num_logprobs, is_processed)
         is_serving = input_batch.req_ids[0] in self._adapter.requests  # neither a dummy run nor a warm-up
-        result = kernel.verify_rows(
-            logits,
-            layout,
-            rows,
-            method=self._config.verify,
-            logprobs_mode=mode if scored_here else None,
-            hidden=self._adapter.take_hidden(input_batch) if is_serving else None,
-            after_difference=self._adapter.wants_rejected_targets,
-            max_draft_tokens=self._num_speculative_tokens if has_drafts else 0,
-        )
+        hidden = self._adapter.take_hidden(input_batch) if is_serving else None
+        if is_processed:
+            rows = SamplingBatch((rows.temperature != 0).float(), rows.seeds, None, rows.top_k, rows.top_p)
+
+        def verify(logits: Any, batch: Any, layout: Layout, hidden: Any) -> tuple[VerifyResult, Any, Layout]:
+            if is_processed:
+                logits = self._process(logits, batch, layout)
+                layout = layout._replace(temperature=(layout.temperature != 0).float())
+            result = kernel.verify_rows(
+                logits,
+                layout,
+                rows,
+                method=self._config.verify,
+                logprobs_mode=mode if scored_here else None,
+                hidden=hidden,
+                after_difference=self._adapter.wants_rejected_targets,
+                max_draft_tokens=self._num_speculative_tokens if input_batch.num_draft_tokens > 0 else 0,
+            )
+            return result, logits, layout
+
+        scores_all = num_logprobs > 0 or custom_ids or (num_logprobs == 0 and not scored_here)
+        reads_processed = scores_all and not mode.startswith("raw_")
+        is_large = is_processed and logits.numel() > portions.MAX_PROCESSED
+        if not is_large or reads_processed or self.enable_adaptive_verification:
+            result, logits, layout = verify(raw, input_batch, layout, hidden)
+        else:
+            result = verify_in_portions(raw, input_batch, layout, hidden, lambda *part: verify(*part)[0])
         tensors = None
         if num_logprobs >= 0 or custom_ids:
             starts = None

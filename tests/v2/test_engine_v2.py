@@ -9,7 +9,7 @@ from triton.runtime.errors import InterpreterError
 from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm import runner_v2
+from rollout_spec.integrations.vllm import portions, runner_v2
 from tests.integrations.engines import (
     PLAIN,
     assert_same,
@@ -103,8 +103,18 @@ def test_truncation_and_several_logprobs(off, adversarial, reference_model):
     assert_same(generate(adversarial, params, prompts), expected, prompts, params, reference_model)
 
 
-def test_what_vllm_processes_is_verified_with_the_same_noise(stock, adversarial, reference_model):
-    """Penalties, banned words and biases depend on the drafts before a position; vLLM applies them, we sample."""
+@pytest.mark.parametrize("max_rows", [None, 1, 7])
+def test_what_vllm_processes_is_verified_with_the_same_noise(stock, adversarial, max_rows, monkeypatch):
+    """Penalties, banned words and biases depend on the drafts before a position; vLLM applies them, we sample.
+
+    Also some requests at a time, so that vLLM's copies of the logits are bounded.
+    """
+    rows_at_once, sampler = [], runner_of(adversarial).sampler
+    process = sampler._process
+    monkeypatch.setattr(sampler, "_process", lambda x, *args: rows_at_once.append(len(x)) or process(x, *args))
+    if max_rows is not None:
+        vocab_size = adversarial.llm_engine.model_config.get_vocab_size()
+        monkeypatch.setattr(portions, "MAX_PROCESSED", max_rows * vocab_size)
     params = mixed_params(6, 3, max_tokens=14, logprobs=0, **PLAIN)
     params[0].repetition_penalty = 1.3
     params[1].presence_penalty = 0.7
@@ -117,6 +127,7 @@ def test_what_vllm_processes_is_verified_with_the_same_noise(stock, adversarial,
         assert list(a.token_ids) == list(b.token_ids), p
         for x, y in zip(a.logprobs, b.logprobs, strict=True):
             assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
+    assert max(rows_at_once) > 7 if max_rows is None else max(rows_at_once) <= max(max_rows, K + 1)
 
 
 def test_what_frameworks_send_stays_on_the_fast_path(stock, on, adversarial, monkeypatch):
