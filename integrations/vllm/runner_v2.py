@@ -289,7 +289,9 @@ class VerifyingSampler:
         scores_all = num_logprobs > 0 or custom_ids or (num_logprobs == 0 and not scored_here)
         reads_processed = scores_all and not mode.startswith("raw_")
         is_large = is_processed and logits.numel() > portions.MAX_PROCESSED
-        if not is_large or reads_processed or self.enable_adaptive_verification:
+        # A user's own processors are called once per step.
+        needs_whole = reads_processed or self._own_processors or self.enable_adaptive_verification
+        if not is_large or needs_whole:
             result, logits, layout = verify(raw, input_batch, layout, hidden)
         else:
             result = verify_in_portions(raw, input_batch, layout, hidden, lambda *part: verify(*part)[0])

@@ -292,8 +292,10 @@ class StepCost:
         """
         self._now += 1
         size = self._steps[drafted].setdefault(self._bucket(num_tokens), _SizeHistory())
-        # Its cost may have expired: with drafts it was believed for as many steps as the square of its measurements.
-        is_rare = size.count < REFRESH or size.last <= self._now - (REFRESH**2 if drafted else REFRESH)
+        # What is believed of its cost may expire before the next time that curves are drawn: with drafts, a cost is
+        # believed for as many steps as the square of its measurements.
+        rest = REFRESH**2 - REFRESH if drafted else REFRESH
+        is_rare = size.count < REFRESH or size.last <= self._now - rest
         padded = self._pad(num_tokens)
         exactly = min(padded, LARGEST_SIZE)
         first = self.first_seconds[exactly]

@@ -48,9 +48,9 @@ from rollout_spec.verify.vectorised import cuts
 ROWS, BLOCK = 2, 512
 """Logits rows per program of the scan, which share the tokens' keys, and tokens per tile: 32 logits per thread."""
 MAX_REGISTERS = 168
-"""Registers per thread of the scan: three of its one-warp programs fit each quarter of a multiprocessor, and the
-compiler spills nothing but, for bf16 logits that are cut, a few values around the rare exact evaluation, which alone
-would take 230. With 128, four would fit, and every variant spills."""
+"""Registers per thread of the scan: three of its one-warp programs fit each quarter of a multiprocessor, and nothing is
+spilled on Hopper. The rare exact evaluation alone would take 230. With 128, four programs would fit, and every variant
+with noise spills."""
 TARGET_PROGRAMS = 132 * 12 * 2
 """Programs of the scan that fill an H200 (132 multiprocessors) twice."""
 MAX_JOINED, SPLITS = 2048, 128
