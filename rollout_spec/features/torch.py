@@ -27,7 +27,7 @@ def prepare(hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
 def project(hidden: Tensor) -> Tensor:
     """Random projections of states, [N, SIGNATURE_BITS], of which signatures keep the signs: one product.
 
-    In the states' own dtype on a GPU. In bfloat16 one sign in a thousand differs from those in float32.
+    In the states' own dtype on a GPU. In bfloat16 six signs in ten thousand differ from those in float32.
     """
     if not hidden.is_cuda:
         hidden = hidden.float()
