@@ -93,7 +93,7 @@ class Runner:
         self.use_async_scheduling = False
         self.sampler = SimpleNamespace(logprobs_mode="raw_logprobs")
         self.discard_request_mask = SimpleNamespace(np=np.zeros(size, bool))
-        self.query_start_loc = SimpleNamespace(np=np.zeros(size + 1, np.int32), gpu=torch.arange(size + 1).int())
+        self.query_start_loc = SimpleNamespace(np=np.zeros(size + 1, np.int32))
         self.positions = torch.zeros(size * (k + 1), dtype=torch.int64)
         empty = SimpleNamespace(all=[])
         self.input_batch = SimpleNamespace(
@@ -123,7 +123,11 @@ class Runner:
         batch.token_ids_cpu[row, :size] = request.prompt_token_ids
         batch.num_tokens_no_spec[row] = batch.num_prompt_tokens[row] = size
 
-    def book(self, sampled: list[list[int]], num_draft_tokens: list[int]) -> None:
+    def schedule(self, num_draft_tokens: list[int]) -> None:
+        """What vLLM's `_prepare_inputs` does before the forward pass."""
+        self.query_start_loc.np[1 : len(num_draft_tokens) + 1] = np.cumsum(np.array(num_draft_tokens) + 1)
+
+    def book(self, sampled: list[list[int]]) -> None:
         """What vLLM's `_bookkeeping_sync` does between sampling and drafting."""
         batch = self.input_batch
         for row, tokens in enumerate(sampled):
@@ -131,7 +135,6 @@ class Runner:
             batch.token_ids_cpu[row, start : start + len(tokens)] = tokens
             batch.num_tokens_no_spec[row] = start + len(tokens)
             self.requests[batch.req_ids[row]].output_token_ids.extend(tokens)
-        self.query_start_loc.np[1 : len(sampled) + 1] = np.cumsum(np.array(num_draft_tokens) + 1)
 
 
 def rollouts_of(problems: list[Problem], size: int) -> tuple[list[tuple[Problem, Rollout]], Iterator[Any]]:
@@ -426,10 +429,11 @@ def measure(
         hidden.append(time.perf_counter() - started)
         contestant.watch.seconds = parts
         verification = Verification(runner, drafts)
+        runner.schedule(verification.num_draft_tokens)
         started = time.perf_counter()
         contestant.sample(verification)
         sampling = time.perf_counter() - started
-        runner.book(verification.sampled, verification.num_draft_tokens)
+        runner.book(verification.sampled)
         started = time.perf_counter()
         drafts = contestant.propose(verification.sampled)
         if step >= SKIPPED_STEPS:

@@ -5,12 +5,12 @@ Nothing waits for the device before `HostCopy.read`.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 
@@ -32,19 +32,20 @@ def upload(values: NDArray[Any], device: torch.device) -> torch.Tensor:
 class HostCopy:
     """One copy of several tensors, which begins when it is made and which nothing waits for until it is read.
 
-    Each copy of its own would be a wait of its own, and a copy to memory that is not pinned waits at once.
+    Each copy of its own would be a wait of its own, and a copy to memory that is not pinned waits at once. Tensors that
+    are on the host are kept as they are: nothing may write to them before `read`.
 
     Args:
         tensors: Integer tensors on one device.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._ends = list(itertools.accumulate(tensor.numel() for tensor in tensors))
-        self._values = torch.cat([tensor.flatten() for tensor in tensors])
+        self._tensors = tensors
         self._event: Any = None
-        if self._values.is_cuda:
-            pinned = torch.empty_like(self._values, device="cpu", pin_memory=True)
-            self._values = pinned.copy_(self._values, non_blocking=True)
+        if tensors[0].is_cuda:
+            values = torch.cat([tensor.flatten() for tensor in tensors])
+            pinned = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
+            self._tensors = pinned.split([tensor.numel() for tensor in tensors])
             self._event = torch.cuda.Event()
             self._event.record()
 
@@ -52,12 +53,11 @@ class HostCopy:
         """Whether `read` would return at once."""
         return self._event is None or bool(self._event.query())
 
-    def read(self) -> list[NDArray[Any]]:
+    def read(self) -> list[NDArray[np.int64]]:
         """The tensors, flattened. Waits for the device if they have not arrived."""
         if self._event is not None:
             self._event.synchronize()
-        values = self._values.numpy()
-        return [values[start:end] for start, end in itertools.pairwise((0, *self._ends))]
+        return [tensor.numpy().reshape(-1).astype(np.int64, copy=False) for tensor in self._tensors]
 
 
 class StepClock:

@@ -23,7 +23,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import FEATURE_WORDS, Features
 from rollout_spec.integrations.vllm.configuration import config_of
-from rollout_spec.integrations.vllm.device_io import HostCopy, to_device
+from rollout_spec.integrations.vllm.device_io import HostCopy, to_device, upload
 from rollout_spec.integrations.vllm.live_requests import Sampled, read_new_tokens, select
 from rollout_spec.integrations.vllm.model_v1 import ModelDrafter, find_model_drafter
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
@@ -41,7 +41,7 @@ from rollout_spec.integrations.vllm.session import DraftingSession
 from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.api import verify_rows
-from rollout_spec.verify.layout import Layout, lay_out, offsets
+from rollout_spec.verify.layout import Layout, lay_out, lay_out_inputs
 from rollout_spec.verify.vectorised import process
 
 
@@ -49,11 +49,23 @@ class _Batch(NamedTuple):
     """What stays the same while the same requests are scheduled in the same rows."""
 
     req_ids: list[str]
-    seeds: torch.Tensor  # int64 [B]
-    min_p: torch.Tensor | None  # float32 [B]
+    sampling: Any  # vLLM's `SamplingMetadata`
+    rows: SamplingBatch  # how each request is sampled; without positions
     needs_processing: bool  # some request's logits always go through vLLM's own processors
     below_min_tokens: list[Any]  # requests whose logits do so until they have `min_tokens` output tokens
     biases: dict[int, tuple[torch.Tensor, torch.Tensor]]  # by row: token ids, and what is added to their logits
+
+
+_ROW = np.dtype(
+    [
+        ("seed", np.int64),
+        ("min_p", np.float32),
+        ("needs_processing", np.bool_),
+        ("has_min_tokens", np.bool_),
+        ("has_bias", np.bool_),
+    ]
+)
+"""What the request in a row of the batch asks of sampling."""
 
 
 class _Uncounted(NamedTuple):
@@ -88,6 +100,8 @@ class RunnerAdapterV1(RunnerAdapter):
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
         self._batch: _Batch | None = None
+        self._rows = np.zeros(0, _ROW)
+        self._row_params: list[Any] = []  # vLLM's `SamplingParams` that each row of `_rows` was made from
         self._outcome: _Uncounted | None = None
         processors = list(runner.input_batch.logitsprocs.all)
         self._adds_biases = not any(isinstance(processor, LogitBiasLogitsProcessor) for processor in processors)
@@ -145,12 +159,11 @@ class RunnerAdapterV1(RunnerAdapter):
                 it later in the step; under asynchronous scheduling the next step does.
         """
         self.clock.mark()
-        batch = self._describe_batch()
         sampling = self._runner.input_batch.sampling_metadata
+        batch = self._describe_batch(sampling)
         self.count_last_verification()
         num_draft_tokens = metadata.num_draft_tokens if metadata is not None else [0] * len(batch.req_ids)
-        drafted, cu_num_draft_tokens, rows = self._inputs(metadata, sampling, batch)
-        layout = lay_out(cu_num_draft_tokens, drafted, rows)
+        rows, layout = batch.rows, self._lay_out(metadata, batch)
         below = [r for r in batch.below_min_tokens if len(r.output_token_ids) < r.sampling_params.min_tokens]
         batch.below_min_tokens[:] = below
         processed = logits
@@ -191,17 +204,18 @@ class RunnerAdapterV1(RunnerAdapter):
                 matrix = scores.log_softmax(-1) if mode.endswith("_logprobs") else scores
                 tensors = self._runner.sampler.gather_logprobs(matrix, sampling.max_num_logprobs, tokens)
             if metadata is not None:
-                tensors = _pad_rows(tensors, layout, result.output_token_ids.shape)
+                tensors = _pad_rows(tensors, num_draft_tokens, result.output_token_ids.shape[1])
         sampled = result.output_token_ids
         # A row without a sample emits token 0, as in vLLM. To ask a device whether there is one is to wait for it.
-        if logits.is_cuda or bool(result.num_invalid_rows.any()):
+        if logits.is_cuda or np.count_nonzero(result.num_invalid_rows.numpy()):
             columns = torch.arange(sampled.shape[1], device=logits.device)
             is_emitted = columns == result.num_accepted[:, None]
             sampled = torch.where(is_emitted, sampled.clamp(min=0), sampled)
         self._outcome = _Uncounted(batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted))
         self.clock.stop()
         if self.model_drafter is not None:
-            next_positions = rows.positions + result.num_accepted + 1
+            first_positions = layout.position.index_select(0, layout.starts[:-1])
+            next_positions = first_positions + result.num_accepted + 1
             self.model_drafter.begin_step(rows.temperature, rows.seeds, next_positions)
         if session is not None:
             session.update_index()  # `propose` reads the outcome, once vLLM has waited for the device
@@ -274,76 +288,77 @@ class RunnerAdapterV1(RunnerAdapter):
         features = words[0].reshape(-1, FEATURE_WORDS) if words else None
         return Verification(verified, accepted, targets, starts, features)
 
-    def _inputs(self, metadata: Any, sampling: Any, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor, SamplingBatch]:
-        """(drafted tokens [D], inclusive sums of draft lengths [B], how each request is sampled)."""
-        size, device = len(batch.req_ids), self._runner.device
+    def _lay_out(self, metadata: Any, batch: _Batch) -> Layout:
+        runner, size = self._runner, len(batch.req_ids)
         if metadata is None:
-            first_row = self._runner.query_start_loc.gpu[1 : size + 1] - 1
+            num_draft_tokens, device = 0, runner.device
             drafted = torch.empty(0, dtype=torch.int32, device=device)
             cu_num_draft_tokens = torch.zeros(size, dtype=torch.int32, device=device)
         else:
+            num_draft_tokens = metadata.num_draft_tokens
             drafted, cu_num_draft_tokens = metadata.draft_token_ids, metadata.cu_num_draft_tokens
-            width, ends = metadata.max_spec_len + 1, metadata.cu_num_sampled_tokens
-            if len(metadata.logits_indices) == size * width:  # all drafts are equally long
-                first_row = metadata.logits_indices[::width]
-            else:
-                starts = torch.cat((ends.new_zeros(1), ends[:-1]))
-                first_row = metadata.logits_indices.index_select(0, starts)
-        greedy = sampling.all_greedy or sampling.temperature is None
-        rows = SamplingBatch(
-            temperature=torch.zeros(size, device=device) if greedy else sampling.temperature,
-            seeds=batch.seeds,
-            positions=self._runner.positions.index_select(0, first_row),
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=batch.min_p,
-        )
-        return drafted, cu_num_draft_tokens, rows
+        input_ends = runner.query_start_loc.np[1 : size + 1]
+        if runner.device.type == "cpu":
+            return lay_out_inputs(cu_num_draft_tokens, drafted, batch.rows, runner.positions, input_ends)
+        first_inputs = upload(input_ends - 1 - num_draft_tokens, runner.device)
+        rows = replace(batch.rows, positions=runner.positions.index_select(0, first_inputs))
+        return lay_out(cu_num_draft_tokens, drafted, rows)
 
-    def _describe_batch(self) -> _Batch:
-        req_ids = self._runner.input_batch.req_ids
-        if self._batch is not None and self._batch.req_ids == req_ids:
-            return self._batch
+    def _describe_batch(self, sampling: Any) -> _Batch:
+        req_ids, batch = self._runner.input_batch.req_ids, self._batch
+        if batch is not None and batch.sampling is sampling and batch.req_ids == req_ids:
+            return batch
         requests = [self._runner.requests[req_id] for req_id in req_ids]
         params = [request.sampling_params for request in requests]
-        device = self._runner.device
-        for req_id, p in zip(req_ids, params, strict=True):
-            require_seed(p, f"request {req_id}")
-        min_p = [p.min_p for p in params]
-        self._batch = _Batch(
-            req_ids=list(req_ids),
-            seeds=to_device([p.seed for p in params], torch.int64, device),
-            min_p=to_device(min_p, torch.float32, device) if any(min_p) else None,
-            needs_processing=any(needs_processing(p, p.min_tokens) for p in params),
-            below_min_tokens=[r for r, p in zip(requests, params, strict=True) if p.min_tokens],
-            biases={
-                row: (
-                    to_device(list(p.logit_bias), torch.int64, device),
-                    to_device(list(p.logit_bias.values()), torch.float32, device),
-                )
-                for row, p in enumerate(params)
-                if p.logit_bias
-            },
+        size, device = len(params), self._runner.device
+        self._describe_rows(req_ids, params)
+        asked = self._rows[:size]
+        is_greedy = sampling.all_greedy or sampling.temperature is None
+        rows = SamplingBatch(
+            temperature=torch.zeros(size, device=device) if is_greedy else sampling.temperature,
+            seeds=upload(asked["seed"].copy(), device),
+            positions=None,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=upload(asked["min_p"].copy(), device) if asked["min_p"].any() else None,
         )
+        biases = {
+            row: (
+                to_device(list(params[row].logit_bias), torch.int64, device),
+                to_device(list(params[row].logit_bias.values()), torch.float32, device),
+            )
+            for row in np.flatnonzero(asked["has_bias"]).tolist()
+        }
+        below_min_tokens = [requests[row] for row in np.flatnonzero(asked["has_min_tokens"]).tolist()]
+        needs_any = bool(asked["needs_processing"].any())
+        self._batch = _Batch(list(req_ids), sampling, rows, needs_any, below_min_tokens, biases)
         return self._batch
 
+    def _describe_rows(self, req_ids: list[str], params: list[Any]) -> None:
+        """Bring `self._rows` up to date. Few requests come and end in a step, and the others mostly keep their rows."""
+        size, known = len(params), self._row_params
+        if size > self._rows.size:
+            self._rows = np.resize(self._rows, 2 * size)
+        known[:] = known[:size] + [None] * (size - len(known))
+        for row, (now, before) in enumerate(zip(params, known, strict=True)):
+            if now is before:
+                continue
+            require_seed(now, f"request {req_ids[row]}")
+            processes = needs_processing(now, now.min_tokens)
+            self._rows[row] = now.seed, now.min_p, processes, bool(now.min_tokens), bool(now.logit_bias)
+            known[row] = now
 
-def _pad_rows(tensors: Any, layout: Layout, shape: torch.Size) -> Any:
-    """Spread N rows over B * width rows: vLLM expects request b's row j at b * width + j.
 
-    Args:
-        shape: (B, width), of the sampled tokens.
-    """
-    num_requests, width = shape
-    num_rows = tensors.logprobs.shape[0]
+def _pad_rows(tensors: Any, num_draft_tokens: list[int], width: int) -> Any:
+    """Spread N rows over B * width rows: vLLM expects request b's row j at b * width + j."""
+    num_rows, num_requests = tensors.logprobs.shape[0], len(num_draft_tokens)
     if num_rows == num_requests * width:  # all drafts are as long as they can be
         return tensors
-    at = layout.request * width + offsets(layout)
+    has_row = np.arange(width) <= np.array(num_draft_tokens)[:, None]
+    at = upload(np.flatnonzero(has_row), tensors.logprobs.device)
 
     def spread(tensor: torch.Tensor) -> torch.Tensor:
-        padded = tensor.new_zeros((num_requests * width, *tensor.shape[1:]))
-        padded[at] = tensor
-        return padded
+        return tensor.new_zeros((num_requests * width, *tensor.shape[1:])).index_copy_(0, at, tensor)
 
     return LogprobsTensors(*(spread(tensor) for tensor in tensors[:3]))
 

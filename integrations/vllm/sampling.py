@@ -100,7 +100,7 @@ def scored_tokens(
             those of the raw logits.
         num_logprobs: 0, or 1 for the most probable token besides.
     """
-    tokens, logprobs = result.target_token_ids.clamp(min=0)[:, None], result.logprobs[:, None]
+    tokens, logprobs = result.target_token_ids.clamp(min=0).unsqueeze(1), result.logprobs.unsqueeze(1)
     if num_logprobs == 0:
         return tokens, logprobs
     highest, likeliest = logits.max(1, keepdim=True)
@@ -119,7 +119,7 @@ def raise_if_broken(num_broken_rows: NDArray[Any], req_ids: Sequence[str]) -> No
     Args:
         num_broken_rows: Integer [B], each request's rows without a sample because a logit is NaN or +inf.
     """
-    if not num_broken_rows.any():
+    if not np.count_nonzero(num_broken_rows):  # a fraction of what `any` costs
         return
     first = req_ids[int(np.flatnonzero(num_broken_rows)[0])]
     raise FloatingPointError(

@@ -69,7 +69,7 @@ class Runner:
         self.discard_request_mask = SimpleNamespace(np=np.array([req_id in discarded for req_id in drafts]))
         lengths = torch.tensor([len(tokens) for tokens in drafts.values()])
         ends = (lengths + 1).cumsum(0)
-        self.query_start_loc = SimpleNamespace(gpu=torch.cat((ends.new_zeros(1), ends)))
+        self.query_start_loc = SimpleNamespace(np=np.append(0, ends).astype(np.int32))
         self.positions = torch.arange(int(ends[-1]))
         self.logits = torch.zeros(int(ends[-1]), VOCAB_SIZE)
         said = [token for req_id in drafts for token in targets[req_id]]
