@@ -61,6 +61,21 @@ class _Verified(NamedTuple):
     result: VerifyResult
 
 
+class _Asked(NamedTuple):
+    """What the requests of a step ask of sampling."""
+
+    req_indices: np.ndarray  # integer [B]
+    has_top_k: bool
+    has_top_p: bool
+    has_min_p: bool
+    is_below_min_tokens: bool
+    is_processed: bool  # vLLM's own processors come before the verifier
+    num_logprobs: int  # most probable tokens besides the sampled one; -1: nothing is scored
+    num_custom_ids: int  # tokens that requests name to be scored, at most
+    scored_here: bool  # by the verifier; where other tokens than the sampled one are scored, by vLLM's code
+    reads_processed: bool  # vLLM's code scores processed logits
+
+
 class _Uncounted(NamedTuple):
     """A verification's numbers, which are being copied to the host."""
 
@@ -208,6 +223,7 @@ class VerifyingSampler:
         self._num_steps: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
         """At least as many output tokens each request has; one that is resumed after a preemption counts from 0. Not
         counted on where no request of a step is below `min_tokens`."""
+        self._asked: _Asked | None = None  # of the last step, for one of the same requests
         self._unread: deque[_Uncounted] = deque()
 
     def __getattr__(self, name: str) -> Any:
@@ -224,6 +240,7 @@ class VerifyingSampler:
             require_seed(params, "a request")
         self._needs_vllm[req_idx] = self._own_processors or needs_processing(params, params.min_tokens)
         self._min_tokens[req_idx], self._num_steps[req_idx] = params.min_tokens, 0
+        self._asked = None
         return self.inner.add_request(req_idx, *args, **kwargs)
 
     def __call__(
@@ -243,6 +260,87 @@ class VerifyingSampler:
         self._adapter.clock.mark()
         self.read_counts()
         num_nans = get_num_nans(logits) if self.inner.compute_nans else None
+        asked = self._what_is_asked(input_batch.idx_mapping_np)
+        is_serving = input_batch.req_ids[0] in self._adapter.requests  # neither a dummy run nor a warm-up
+        hidden = self._adapter.take_hidden(input_batch) if is_serving else None
+        rows, layout = self._rows(asked), self._lay_out(input_batch, invalid_drafts)
+        max_draft_tokens = self._num_speculative_tokens if input_batch.num_draft_tokens > 0 else 0
+
+        def verify(*part: Any) -> tuple[VerifyResult, torch.Tensor, Layout]:
+            return self._verify(asked, rows, max_draft_tokens, *part)
+
+        is_large = asked.is_processed and logits.numel() > portions.MAX_PROCESSED
+        # A user's own processors are called once per step.
+        needs_whole = asked.reads_processed or self._own_processors or self.enable_adaptive_verification
+        if is_large and not needs_whole:
+            result = verify_in_portions(logits, input_batch, layout, hidden, lambda *part: verify(*part)[0])
+            verified = logits
+        else:
+            result, verified, layout = verify(logits, input_batch, layout, hidden)
+        tensors = None
+        if asked.num_logprobs >= 0 or asked.num_custom_ids:
+            tensors = self._logprobs(asked, rows, result, logits, verified, input_batch, layout)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            result.num_accepted + 1,
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            self.inner.req_states.prefill_len.gpu,
+        )
+        if is_serving:
+            self.features = result.features
+            if asked.is_below_min_tokens:
+                self._num_steps[asked.req_indices] += _has_sampled(input_batch)
+            self._book(input_batch, layout, result)
+            self._adapter.clock.stop()
+        return SamplerOutput(
+            # A row without a sample emits token 0, as in vLLM.
+            sampled_token_ids=result.output_token_ids.clamp(min=0).long(),
+            logprobs_tensors=tensors,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _what_is_asked(self, req_indices: np.ndarray) -> _Asked:
+        if self._asked is not None and np.array_equal(self._asked.req_indices, req_indices):
+            return self._asked
+        states, mode = self.inner.sampling_states, self.inner.logprobs_mode
+        is_below = self._num_steps[req_indices] < self._min_tokens[req_indices]
+        is_processed = bool((self._needs_vllm[req_indices] | is_below).any())
+        num_logprobs = states.max_num_logprobs(req_indices)
+        num_custom_ids = self.inner.logprob_token_ids_state.max_num_token_ids(req_indices)
+        scored_here = not num_custom_ids and verifier_scores(mode, num_logprobs, is_processed)
+        scores_all = num_logprobs > 0 or num_custom_ids > 0 or (num_logprobs == 0 and not scored_here)
+        asked = _Asked(
+            req_indices=req_indices.copy(),
+            has_top_k=bool(np.any(states.top_k.np[req_indices] != states.vocab_size)),
+            has_top_p=bool(np.any(states.top_p.np[req_indices] < 1)),
+            has_min_p=bool(np.any(states.min_p.np[req_indices] > 0)),
+            is_below_min_tokens=bool(is_below.any()),
+            is_processed=is_processed,
+            num_logprobs=num_logprobs,
+            num_custom_ids=num_custom_ids,
+            scored_here=scored_here,
+            reads_processed=scores_all and not mode.startswith("raw_"),
+        )
+        self._asked = None if asked.is_below_min_tokens else asked  # who is no longer below stays so
+        return asked
+
+    def _rows(self, asked: _Asked) -> SamplingBatch:
+        """The sampling parameters, as tensors over all requests, indexed by the requests' state indices."""
+        states = self.inner.sampling_states  # its tensors change place when requests come
+        temperature = states.temperature.gpu
+        return SamplingBatch(
+            temperature=(temperature != 0).float() if asked.is_processed else temperature,
+            seeds=states.seeds.gpu,
+            positions=None,
+            top_k=states.top_k.gpu if asked.has_top_k else None,
+            top_p=states.top_p.gpu if asked.has_top_p else None,
+            min_p=states.min_p.gpu if asked.has_min_p and not asked.is_processed else None,
+        )
+
+    def _lay_out(self, input_batch: Any, invalid_drafts: torch.Tensor | None) -> Layout:
         layout = kernel.gather_layout(
             input_batch.input_ids,
             input_batch.positions,
@@ -256,99 +354,33 @@ class VerifyingSampler:
         )
         if invalid_drafts is not None:
             layout.draft[:-1].masked_fill_(invalid_drafts[1:], PLACEHOLDER_TOKEN_ID)
-        states, req_indices = self.inner.sampling_states, input_batch.idx_mapping_np
-        rows = self._rows(states, req_indices)
-        raw, num_logprobs = logits, states.max_num_logprobs(req_indices)
-        is_below = self._num_steps[req_indices] < self._min_tokens[req_indices]
-        is_processed = bool((self._needs_vllm[req_indices] | is_below).any())
-        # vLLM's own code scores tokens other than the sampled one.
-        mode = self.inner.logprobs_mode
-        custom_ids = self.inner.logprob_token_ids_state.max_num_token_ids(req_indices)
-        scored_here = not custom_ids and verifier_scores(mode, num_logprobs, is_processed)
-        is_serving = input_batch.req_ids[0] in self._adapter.requests  # neither a dummy run nor a warm-up
-        hidden = self._adapter.take_hidden(input_batch) if is_serving else None
-        if is_processed:
-            rows = SamplingBatch((rows.temperature != 0).float(), rows.seeds, None, rows.top_k, rows.top_p)
+        return layout
 
-        def verify(logits: Any, batch: Any, layout: Layout, hidden: Any) -> tuple[VerifyResult, Any, Layout]:
-            if is_processed:
-                logits = self._process(logits, batch, layout)
-                layout = layout._replace(temperature=(layout.temperature != 0).float())
-            result = kernel.verify_rows(
-                logits,
-                layout,
-                rows,
-                method=self._config.verify,
-                logprobs_mode=mode if scored_here else None,
-                hidden=hidden,
-                after_difference=self._adapter.wants_rejected_targets,
-                max_draft_tokens=self._num_speculative_tokens if input_batch.num_draft_tokens > 0 else 0,
-            )
-            return result, logits, layout
-
-        scores_all = num_logprobs > 0 or custom_ids or (num_logprobs == 0 and not scored_here)
-        reads_processed = scores_all and not mode.startswith("raw_")
-        is_large = is_processed and logits.numel() > portions.MAX_PROCESSED
-        # A user's own processors are called once per step.
-        needs_whole = reads_processed or self._own_processors or self.enable_adaptive_verification
-        if not is_large or needs_whole:
-            result, logits, layout = verify(raw, input_batch, layout, hidden)
-        else:
-            result = verify_in_portions(raw, input_batch, layout, hidden, lambda *part: verify(*part)[0])
-        tensors = None
-        if num_logprobs >= 0 or custom_ids:
-            starts = None
-            if logits.shape[0] != len(req_indices):
-                starts = compat.first_rows(input_batch, on_device=self.enable_adaptive_verification)
-            if scored_here:
-                field = "cu_num_generated_tokens" + ("_tensor" if isinstance(starts, torch.Tensor) else "")
-                temperature = None if mode.startswith("raw_") else layout.temperature
-                tokens, logprobs = scored_tokens(result, logits, temperature, num_logprobs)
-                tensors = LogprobsTensors(tokens, logprobs, result.ranks, **{field: starts})
-            else:
-                scores = raw if mode.startswith("raw_") else self._scores(logits, layout, rows)
-                tensors = compute_topk_scores(
-                    scores,
-                    max(num_logprobs, 0),
-                    result.target_token_ids.clamp(min=0),
-                    starts,
-                    logprob_token_ids_state=self.inner.logprob_token_ids_state,
-                    expanded_idx_mapping=input_batch.expanded_idx_mapping,
-                    max_per_req_token_ids=custom_ids,
-                    logits_mode=mode.endswith("_logits"),
-                )
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            result.num_accepted + 1,
-            input_batch.seq_lens,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            self.inner.req_states.prefill_len.gpu,
+    def _verify(
+        self,
+        asked: _Asked,
+        rows: SamplingBatch,
+        max_draft_tokens: int,
+        logits: torch.Tensor,
+        input_batch: Any,
+        layout: Layout,
+        hidden: torch.Tensor | None,
+    ) -> tuple[VerifyResult, torch.Tensor, Layout]:
+        """(what became of the drafts, the logits that were verified, their layout)."""
+        if asked.is_processed:
+            logits = self._process(logits, input_batch, layout)
+            layout = layout._replace(temperature=(layout.temperature != 0).float())
+        result = kernel.verify_rows(
+            logits,
+            layout,
+            rows,
+            method=self._config.verify,
+            logprobs_mode=self.inner.logprobs_mode if asked.scored_here else None,
+            hidden=hidden,
+            after_difference=self._adapter.wants_rejected_targets,
+            max_draft_tokens=max_draft_tokens,
         )
-        if is_serving:
-            self.features = result.features
-            if is_below.any():
-                self._num_steps[req_indices] += _has_sampled(input_batch)
-            self._book(input_batch, layout, result)
-            self._adapter.clock.stop()
-        return SamplerOutput(
-            # A row without a sample emits token 0, as in vLLM.
-            sampled_token_ids=result.output_token_ids.clamp(min=0).long(),
-            logprobs_tensors=tensors,
-            num_nans=num_nans,
-            num_sampled=num_sampled,
-            num_rejected=num_rejected,
-        )
-
-    def _rows(self, states: Any, req_indices: np.ndarray) -> SamplingBatch:
-        """The batch's sampling parameters, as tensors over all requests, indexed by the requests' state indices."""
-        return SamplingBatch(
-            temperature=states.temperature.gpu,
-            seeds=states.seeds.gpu,
-            positions=None,
-            top_k=states.top_k.gpu if np.any(states.top_k.np[req_indices] != states.vocab_size) else None,
-            top_p=states.top_p.gpu if np.any(states.top_p.np[req_indices] < 1) else None,
-            min_p=states.min_p.gpu if np.any(states.min_p.np[req_indices] > 0) else None,
-        )
+        return result, logits, layout
 
     def _process(self, logits: torch.Tensor, input_batch: Any, layout: Layout) -> torch.Tensor:
         """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, temperature, min-p."""
@@ -359,10 +391,45 @@ class VerifyingSampler:
         """Processed logits of every token, float32 [N, V]."""
         return process(logits.float(), rows, layout.request.long())
 
+    def _logprobs(
+        self,
+        asked: _Asked,
+        rows: SamplingBatch,
+        result: VerifyResult,
+        raw: torch.Tensor,
+        verified: torch.Tensor,
+        input_batch: Any,
+        layout: Layout,
+    ) -> LogprobsTensors:
+        """The log-probabilities that requests ask for.
+
+        Args:
+            raw, verified: float [N, V], the model's logits and those that the verifier got.
+        """
+        mode, starts = self.inner.logprobs_mode, None
+        if raw.shape[0] != asked.req_indices.size:
+            starts = compat.first_rows(input_batch, on_device=self.enable_adaptive_verification)
+        if asked.scored_here:
+            field = "cu_num_generated_tokens" + ("_tensor" if isinstance(starts, torch.Tensor) else "")
+            temperature = None if mode.startswith("raw_") else layout.temperature
+            tokens, logprobs = scored_tokens(result, verified, temperature, asked.num_logprobs)
+            return LogprobsTensors(tokens, logprobs, result.ranks, **{field: starts})
+        tensors: LogprobsTensors = compute_topk_scores(
+            raw if mode.startswith("raw_") else self._scores(verified, layout, rows),
+            max(asked.num_logprobs, 0),
+            result.target_token_ids.clamp(min=0),
+            starts,
+            logprob_token_ids_state=self.inner.logprob_token_ids_state,
+            expanded_idx_mapping=input_batch.expanded_idx_mapping,
+            max_per_req_token_ids=asked.num_custom_ids,
+            logits_mode=mode.endswith("_logits"),
+        )
+        return tensors
+
     def _book(self, input_batch: Any, layout: Layout, result: VerifyResult) -> None:
         """Keep the outcome for the speculator on the host; where there is none, copy its numbers to be counted."""
         if self._adapter.host_speculator is not None:
-            positions = layout.position[layout.starts[:-1]]
+            positions = layout.position.index_select(0, layout.starts[:-1])
             self.outcome = _Verified(input_batch.req_ids, input_batch.cu_num_logits_np, positions, result)
             return
         # Waiting for the device would undo asynchronous scheduling. Draft lengths come from the device, too: where

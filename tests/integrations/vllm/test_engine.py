@@ -289,9 +289,9 @@ def test_every_request_has_a_seed_of_its_own(on, monkeypatch):
     seeds = []
     describe = runner_v1.RunnerAdapterV1._describe_batch
 
-    def spy(self):
-        batch = describe(self)
-        seeds.extend(zip(batch.req_ids, batch.seeds.tolist(), strict=True))
+    def spy(self, sampling):
+        batch = describe(self, sampling)
+        seeds.extend(zip(batch.req_ids, batch.rows.seeds.tolist(), strict=True))
         return batch
 
     monkeypatch.setattr(runner_v1.RunnerAdapterV1, "_describe_batch", spy)

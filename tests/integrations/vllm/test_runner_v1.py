@@ -23,7 +23,7 @@ def params(**values):
     """A greedy request's."""
     neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0, "min_p": 0.0}
     neutral |= dict.fromkeys(("bad_words", "allowed_token_ids", "logit_bias", "thinking_token_budget"))
-    return SimpleNamespace(seed=1, **{**neutral, **values})
+    return SimpleNamespace(**{"seed": 1, **neutral, **values})
 
 
 class Runner:
@@ -143,6 +143,49 @@ def test_requests_that_change_rows_are_followed():
     runner.schedule(turned, TARGETS)
     assert runner.sample() == [[1, -1, -1, -1, -1], [5, 6, 7, 4, -1], [2, -1, -1, -1, -1], [3, 9, -1, -1, -1]]
     assert told(runner) == ([1, 3, 0, 2], [0, 3, 0, 1], [1, -1, 5, 6, 7, 4, 2, 3, 9, -1])
+
+
+def described(runner, **requests):
+    """What the adapter says of a batch of these requests' sampling parameters, in these rows."""
+    batch = runner.input_batch
+    batch.req_ids = list(requests)
+    runner.requests = {name: SimpleNamespace(sampling_params=p, output_token_ids=[]) for name, p in requests.items()}
+    runner.adapter.on_requests_changed()
+    return runner.adapter._describe_batch(batch.sampling_metadata)
+
+
+def test_what_a_request_asks_moves_with_it_and_leaves_with_it():
+    runner = Runner(DRAFTS, TARGETS)
+    plain = [params(seed=seed) for seed in range(4)]
+    least, late = params(seed=10, min_p=0.5), params(seed=11, min_tokens=3)
+    biased, processed = params(seed=12, logit_bias={2: 1.5}), params(seed=13, presence_penalty=0.5)
+    batch = described(runner, a=plain[0], b=least, c=late, d=biased)
+    assert batch.rows.seeds.tolist() == [0, 10, 11, 12]
+    assert batch.rows.min_p.tolist() == [0, 0.5, 0, 0]
+    assert batch.below_min_tokens == [runner.requests["c"]]
+    assert {row: (tokens.tolist(), added.tolist()) for row, (tokens, added) in batch.biases.items()} == {
+        3: ([2], [1.5])
+    }
+    assert batch.needs_processing
+    batch = described(runner, d=biased, b=least)  # the others have ended, the last one fills the gap
+    assert batch.rows.seeds.tolist() == [12, 10]
+    assert batch.rows.min_p.tolist() == [0, 0.5]
+    assert list(batch.biases) == [0]
+    assert not batch.below_min_tokens
+    batch = described(runner, e=plain[1], f=plain[2], g=plain[3], h=plain[0])
+    assert batch.rows.seeds.tolist() == [1, 2, 3, 0]
+    assert (batch.rows.min_p, batch.biases, batch.needs_processing) == (None, {}, False)
+    batch = described(runner, e=processed, f=plain[2])  # another request of the same name in the same row
+    assert batch.rows.seeds.tolist() == [13, 2]
+    assert batch.needs_processing
+
+
+def test_sampling_parameters_that_vllm_makes_anew_are_read_anew():
+    runner = Runner(DRAFTS, TARGETS)
+    described(runner, a=params(), b=params())
+    metadata = SimpleNamespace(all_greedy=False, temperature=torch.tensor([0.5, 1.0]), top_k=None, top_p=None)
+    rows = runner.adapter._describe_batch(metadata).rows
+    assert rows.temperature is metadata.temperature
 
 
 class Session:
