@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.budget.decide import Budget
 from rollout_spec.budget.estimates import flatten
-from rollout_spec.drafters.base import Drafter, problem_of_prompt
+from rollout_spec.drafters.base import Drafter
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft, Float32Array, Int32Array, SamplingBatch
 from rollout_spec.verify import reference
 from rollout_spec.verify.reference import VerifyMethod
@@ -96,9 +96,7 @@ def decode_step(
     confidence, proposed = flatten(drafts)
     num_draft_tokens: NDArray[np.int64] = np.diff(proposed)
     if asked and budget is not None:
-        num_draft_tokens = budget.decide(
-            confidence, proposed, _tokens_to_come(requests, budget), num_tokens=len(requests)
-        )
+        num_draft_tokens = budget.decide(confidence, proposed, num_tokens=len(requests))
         drafts = [Draft(d.token_ids[:n], d.confidence[:n]) for d, n in zip(drafts, num_draft_tokens, strict=True)]
     drafting = time.perf_counter() - started
 
@@ -156,21 +154,6 @@ def decode_step(
             num_asked=len(requests) if asked else 0,
             draft_seconds=drafting,
         )
-        for request in requests:
-            if request.finished:
-                budget.lengths.observe(_problem(request), len(request.output_token_ids))
-
-
-def _problem(request: RequestState) -> int:
-    return problem_of_prompt(request.token_ids[: request.num_prompt_tokens])
-
-
-def _tokens_to_come(
-    requests: Sequence[RequestState], budget: Budget
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    so_far = np.array([len(request.output_token_ids) for request in requests], np.int64)
-    at_most = np.array([request.max_tokens for request in requests], np.int64) - so_far
-    return budget.lengths.predict([_problem(request) for request in requests], so_far, at_most)
 
 
 def generate(

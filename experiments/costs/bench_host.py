@@ -270,7 +270,6 @@ def prepare(session: DraftingSession, history: list[tuple[Problem, Rollout]]) ->
         (drafter, ("start_request", "stop_request", *batched), "drafter"),
         (budget, ("wants_drafts", "decide", "observe_step"), "budget"),
         (budget.survival, ("observe",), "budget"),
-        (budget.lengths, ("predict_rows",), "budget"),
         (session, ("follow", "draft"), "session"),
     ):
         for method in methods:

@@ -10,8 +10,8 @@ is the demo's policy on two busy CPU cores, where one was measured (--curve).
 Reported per cell: time without drafts over a policy's time, for the whole phase and for its tail. The tail begins when
 nine rollouts in ten have ended (`tail`), or when nine tokens in ten are generated (`token_tail`): a policy that speeds
 up the other rollouts but not the longest has a longer tail by the first definition. `ours, new` knows nothing when the
-phase begins; `ours` has run through one phase of the same size on other prompts, as in any step of a run but the first;
-`ours, lengths known` is told each rollout's length. The drafter's history is empty when a phase begins.
+phase begins; `ours` has run through one phase of the same size on other prompts, as in any step of a run but the first.
+The drafter's history is empty when a phase begins.
 """
 
 from __future__ import annotations

@@ -61,7 +61,6 @@ class EngineHistory:
     Args:
         roots: By what the engine recognises problems; learns those of rollouts that are taken in.
         share_from_first_rank: As for `DraftingSession`.
-        on_rollouts: Called with the rollouts that are taken in.
     """
 
     def __init__(
@@ -71,13 +70,11 @@ class EngineHistory:
         drafter: HistoryKeeper,
         roots: Roots,
         share_from_first_rank: Callable[[Any], Any] | None,
-        on_rollouts: Callable[[Sequence[Rollout]], None] = lambda rollouts: None,
     ) -> None:
         assert config.history_dir is not None
         self._version = 0
         self._drafter = drafter
         self._roots = roots
-        self._on_rollouts = on_rollouts
         self._model_config = vllm_config.model_config
         self._known_by_text: set[int] = set()  # ids of problems
         self._finds_by_text = True
@@ -163,7 +160,6 @@ class EngineHistory:
                 self._known_by_text.add(rollout.problem_id)
             if rollout.root is not None:
                 self._roots.add_root(rollout.problem_id, rollout.root)
-        self._on_rollouts(rollouts)
 
     def problem_by_text(self, prompt_token_ids: Int32Array) -> int | None:
         """The problem of a prompt of which history has recordings as text; None if it has none. O(prompt).

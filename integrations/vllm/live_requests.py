@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from rollout_spec.features.format import Features
 from rollout_spec.history.roots import Conversation
 from rollout_spec.jit.compiler import njit
-from rollout_spec.noise.host import derive_seed
 from rollout_spec.types import Drafts, Float32Array, Int32Array
 
 if TYPE_CHECKING:
@@ -37,12 +36,6 @@ class LiveRequest:
     conversation: Conversation
     request: Any
     stop_search: StopStringSearch | None = None
-
-    @property
-    def length_key(self) -> int:
-        """By which expected lengths are looked up: each turn of a problem has its own. 0: no problem."""
-        problem, turn = self.conversation.problem_id or 0, self.conversation.turn
-        return derive_seed(str(problem), turn) if turn else problem
 
 
 class Sampled(NamedTuple):
@@ -81,7 +74,6 @@ class LiveArrays(NamedTuple):
     stop_token_ids: Int32Array  # [R, S], the end-of-sequence token among them, then NO_TOKEN
     is_complete: NDArray[np.bool_]  # whether the last token has been sampled; the engine notices a step later
     draft: NDArray[np.int64]  # index of the request's draft among those of the step that is running, -1: none
-    length_row: NDArray[np.int64]  # the problem's, in `RemainingLength`
 
 
 def new_arrays(num_rows: int = 16, num_stops: int = 2) -> LiveArrays:
@@ -94,11 +86,10 @@ def new_arrays(num_rows: int = 16, num_stops: int = 2) -> LiveArrays:
         stop_token_ids=np.full((num_rows, num_stops), NO_TOKEN, np.int32),
         is_complete=np.zeros(num_rows, np.bool_),
         draft=np.full(num_rows, -1, np.int64),
-        length_row=np.zeros(num_rows, np.int64),
     )
 
 
-def start(live: LiveArrays, row: int, request: Any, length_row: int) -> LiveArrays:
+def start(live: LiveArrays, row: int, request: Any) -> LiveArrays:
     """Note a new request in its row. Returns the arrays, which are new ones where it needs more room."""
     params = request.sampling_params
     stops = list(params.stop_token_ids or ())
@@ -116,7 +107,7 @@ def start(live: LiveArrays, row: int, request: Any, length_row: int) -> LiveArra
     live.max_tokens[row], live.min_tokens[row] = (min(n, 2**31) for n in (params.max_tokens, params.min_tokens))
     live.stop_token_ids[row] = NO_TOKEN
     live.stop_token_ids[row, : len(stops)] = stops
-    live.is_complete[row], live.draft[row], live.length_row[row] = False, -1, length_row
+    live.is_complete[row], live.draft[row] = False, -1
     return live
 
 
@@ -222,14 +213,14 @@ def choose(
     num_speculative_tokens: int,
     max_model_len: int,
     chosen: NDArray[np.int64],
-    limits: NDArray[np.int64],
+    room: NDArray[np.int64],
 ) -> tuple[int, int]:
     """Which requests to draft for: a last token needs no draft, as the step samples one in any case.
 
     Args:
         to_come: int64 [B], of `advance`.
         chosen: int64 [B], filled: index of each request to draft for.
-        limits: int64 [3, B], filled: how many tokens to draft for it, its output tokens, and those to come.
+        room: int64 [B], filled: how many tokens to draft for it.
 
     Returns:
         (how many are chosen, requests that are not complete).
@@ -242,9 +233,7 @@ def choose(
         if to_come[i] > 1:
             in_model = max_model_len - live.num_seen[row] - 1
             chosen[num_chosen] = i
-            limits[0, num_chosen] = min(num_speculative_tokens, to_come[i] - 1, in_model)
-            limits[1, num_chosen] = live.num_seen[row] - live.num_prompt_tokens[row]
-            limits[2, num_chosen] = to_come[i]
+            room[num_chosen] = min(num_speculative_tokens, to_come[i] - 1, in_model)
             num_chosen += 1
     return num_chosen, num_live
 

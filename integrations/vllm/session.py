@@ -21,7 +21,7 @@ from rollout_spec.drafters.base import BatchDrafter
 from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.model.choice import DraftChoice, ModelDrafts, no_model_drafts
 from rollout_spec.features.format import take
-from rollout_spec.history.rollout import Rollout, Root
+from rollout_spec.history.rollout import Root
 from rollout_spec.history.roots import Roots
 from rollout_spec.integrations.vllm import live_requests
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
@@ -147,9 +147,7 @@ class DraftingSession(Speculation):
         self._unshared: list[_Step] = []  # steps that the budget has not been told
         if config.history_dir is not None:
             keeper: Any = drafter  # `registry.check_keeps_history` has made sure
-            self.engine_history = EngineHistory(
-                config, vllm_config, keeper, self.roots, share_from_first_rank, on_rollouts=self._learn_lengths
-            )
+            self.engine_history = EngineHistory(config, vllm_config, keeper, self.roots, share_from_first_rank)
 
     def follow(self, req_ids: list[str], requests: Mapping[str, Any], *, has_changed: bool) -> NDArray[np.int64]:
         """Begin the requests that are new in a step, and end those that have ended. Called once before `draft`.
@@ -295,13 +293,6 @@ class DraftingSession(Speculation):
         rows = [live.row for live in self.live.values()]
         return 0 if self.broken else int(np.count_nonzero(~self.arrays.is_complete[rows]))
 
-    def _learn_lengths(self, rollouts: Sequence[Rollout]) -> None:
-        if self.budget is not None:
-            for rollout in rollouts:
-                if rollout.root is None:  # a later turn's, which is as long as other later turns, or not known
-                    continue
-                self.budget.lengths.observe(rollout.problem_id, rollout.tokens.size)
-
     def _ask(self, call: Callable[[], Any]) -> Any:
         """Call the drafter outside of `draft`. If it raises, switch it off and return None, as from then on."""
         if self.broken:
@@ -318,7 +309,7 @@ class DraftingSession(Speculation):
         live = self.live.get(req_id)
         if live is not None and self.arrays.num_prompt_tokens[live.row] != len(request.prompt_token_ids):
             # A streaming session goes on with a longer prompt: as good as a new request.
-            self._stop(req_id, is_rollout=False)
+            self._stop(req_id)
             live = None
         return (live or self._start(req_id, request)).row
 
@@ -336,8 +327,7 @@ class DraftingSession(Speculation):
             **{name: more[name] for name in self._keywords},
         )
         live = LiveRequest(self.drafter.row_of(req_id), conversation, request)
-        length_row = self.budget.lengths.row_of(live.length_key) if self.budget is not None else -1
-        self.arrays = live_requests.start(self.arrays, live.row, request, length_row)
+        self.arrays = live_requests.start(self.arrays, live.row, request)
         if self.choice is not None:
             self.choice.start(live.row, is_sampled=params.temperature > 0)
         self.live[req_id] = live
@@ -349,8 +339,8 @@ class DraftingSession(Speculation):
         for req_id in [req_id for req_id in self.live if req_id not in requests]:
             self._stop(req_id)
 
-    def _stop(self, req_id: str, *, is_rollout: bool = True) -> None:
-        """Show the drafter a request's end. A whole rollout also tells how long rollouts get, unless it was aborted."""
+    def _stop(self, req_id: str) -> None:
+        """Show the drafter a request's end."""
         live = self.live[req_id]
         options = request_options(live.request.sampling_params.extra_args)
         keep = options.keep_in_history
@@ -368,9 +358,6 @@ class DraftingSession(Speculation):
         del self.live[req_id]
         self.arrays.draft[live.row] = -1
         self._stop_strings_by_row.pop(live.row, None)
-        if self.budget is not None and is_rollout and keep and self.arrays.is_complete[live.row]:
-            length = self.arrays.num_seen[live.row] - self.arrays.num_prompt_tokens[live.row]
-            self.budget.lengths.observe(live.length_key, int(length))
 
     def _end_with_the_batch(self) -> None:
         """Hand over a batch's last rollouts where all are complete: the engine's next step may be long in coming."""
@@ -386,11 +373,11 @@ class DraftingSession(Speculation):
         self.engine_history.exchange()
 
     def _draft(self, sampled: Sampled, to_come: NDArray[np.int64], model: ModelDrafts | None) -> Drafts:
-        chosen, limits = np.empty_like(to_come), np.empty((3, to_come.size), np.int64)
+        chosen, room = np.empty_like(to_come), np.empty_like(to_come)
         num_chosen, num_live = live_requests.choose(
-            self.arrays, sampled.rows, to_come, self.num_speculative_tokens, self._max_model_len, chosen, limits
+            self.arrays, sampled.rows, to_come, self.num_speculative_tokens, self._max_model_len, chosen, room
         )
-        room, num_output, left = limits[:, :num_chosen]
+        room = room[:num_chosen]
         # The median and not the mean: steps of the mean's size may never occur, so that their cost is not known.
         num_tokens = num_live + (median(self._prompt_tokens) if self._prompt_tokens else 0)
         wanted = num_chosen > 0 and (self.budget is None or self.budget.wants_drafts(num_tokens))
@@ -410,13 +397,8 @@ class DraftingSession(Speculation):
                 self._continue_model_drafts(rows, drafts, room, theirs.token_ids.shape[1])
             confidence, starts = self._check(drafts, room)
         if self.budget is not None:
-            expected = None
-            if not any(self._prompt_tokens):  # otherwise others wait
-                expected = self.budget.lengths.predict_rows(self.arrays.length_row[rows], num_output, left)
             room_in_step = self._max_step_tokens - num_tokens
-            taken = self.budget.decide(
-                confidence, starts, expected, num_tokens=num_tokens, max_draft_tokens=room_in_step
-            )
+            taken = self.budget.decide(confidence, starts, num_tokens=num_tokens, max_draft_tokens=room_in_step)
             drafts = drafts._replace(lengths=taken)
         self._draft_seconds = time.perf_counter() - started
         self._proposal = _Proposal(rows, confidence, starts)

@@ -1,17 +1,13 @@
 """How many tokens of each draft are worth verifying in this step.
 
-Three estimates, all learned while the engine runs (`estimates.py`), decide:
+Two estimates, both learned while the engine runs (`estimates.py`), decide:
 
 - `Survival`: how probable it is that a drafted token is reached and accepted, calibrated from outcomes.
 - `StepCost`: what a step costs by the tokens in it, measured on the steps themselves.
-- `RemainingLength`: how many tokens a request still has to say, from earlier rollouts of its problem.
 
 `allocate` then takes the draft tokens whose expected gain exceeds their cost. The gain of one is its survival times
-what a token of that request is worth. A rollout phase ends when its longest rollout ends: while b requests are live a
-step costs c(b), so one token less for a request saves its part of its last step, c(b) - c(b - 1) where b is the number
-of requests that live as long. With c(b) = F + m b that is m for every request, and F more for the longest. Any of
-several requests may finish last, so they share F by probability (`token_value`). While requests wait for a place no
-single one decides: then it is F / B each, and the rule is the one that maximises tokens per second.
+what a token less saves, a request's share of a step without drafts: that maximises tokens per second. The seconds that
+prompts take in the step are not saved.
 
 Budgets change which tokens are verified, never which are sampled.
 """
@@ -19,7 +15,6 @@ Budgets change which tokens are verified, never which are sampled.
 from __future__ import annotations
 
 import copy
-import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +26,6 @@ from rollout_spec.budget.estimates import (
     MIN_OBSERVATIONS,
     Floats,
     Ints,
-    RemainingLength,
     StepCost,
     Survival,
     line_nb,
@@ -40,8 +34,8 @@ from rollout_spec.budget.estimates import (
 )
 from rollout_spec.jit.compiler import inlined, njit
 
-LEAST_LENGTH_SPREAD = 0.25
-"""Least uncertainty about which request finishes last, as a part of the longest one's tokens to come."""
+NUM_BINS = 1024
+"""Draft tokens whose survival differs by less than one part of so many are worth the same."""
 REQUESTS_PER_TRIAL_TOKEN = 4
 """Where steps with drafts were found expensive, they are tried again with one token per so many requests."""
 LEAST_COST = 0.005
@@ -56,122 +50,68 @@ AVERAGE_WEIGHT = 1 / 32
 """Weight of the last step in averages."""
 
 
-@inlined(allocates=False)
-def token_value(
-    mean: Floats, deviation: Floats, num_tokens: int, step_seconds: float, token_seconds: float, value: Floats
-) -> None:
-    """Seconds that one token less saves, by request. See the module's docstring. O(B).
+def allocate(survival: Floats, starts: Ints, value: float, cost: Floats) -> Ints:
+    """How many tokens of each draft to verify, int64 [B]: those that lower the expected time most.
+
+    Maximises the sum of survival times value over the tokens taken, less what their number costs. See `allocate_into`.
 
     Args:
-        mean, deviation: float64 [B], tokens to come.
-        num_tokens: Tokens of a step without drafts. Those of prompts are not saved.
-        step_seconds: What such a step costs.
-        token_seconds: What one token more costs.
-        value: float64 [B], to be filled.
-    """
-    per_token = min(max(token_seconds, 0.0), step_seconds / num_tokens)
-    fixed = step_seconds - per_token * num_tokens
-    longest, squares = mean[0], 0.0
-    for i in range(mean.size):
-        longest = max(longest, mean[i])
-        squares += deviation[i] * deviation[i]
-    # The probability of being the longest, if lengths had Gumbel noise of this spread.
-    spread = max(math.sqrt(squares / mean.size * 6.0) / math.pi, LEAST_LENGTH_SPREAD * longest, 1e-9)
-    total = 0.0
-    for i in range(mean.size):
-        value[i] = math.exp((mean[i] - longest) / spread)
-        total += value[i]
-    for i in range(mean.size):
-        value[i] = per_token + fixed * value[i] / total
-
-
-def allocate(survival: Floats, starts: Ints, value: Floats, cost: Floats) -> Ints:
-    """How many tokens of each draft to verify, int64 [B]: those that lower the expected time most. O(D log D).
-
-    Maximises the sum of survival times value over the tokens taken, less what their number costs. As survival never
-    rises along a draft, taking the best tokens takes each draft's first ones.
-
-    Args:
-        survival: float64 [D], never rising along a draft.
+        survival: float64 [D], from 0 to 1, never rising along a draft.
         starts: int64 [B + 1], each draft's first token, then D.
-        value: float64 [B], seconds that an accepted token saves.
-        cost: float64 [>= 1], seconds that 0, 1, 2, ... draft tokens cost more than none, up to
-            as many as are allowed.
+        value: Seconds that an accepted token saves.
+        cost: float64 [>= 1], seconds that 0, 1, 2, ... draft tokens cost more than none, up to as many as are allowed.
 
     Raises:
         ValueError: shapes do not fit.
     """
-    if starts.size != value.size + 1 or starts[0] != 0 or starts[-1] != survival.size or not cost.size:
-        raise ValueError(f"shapes do not fit: {survival.shape}, {starts}, {value.shape}, {cost.shape}")
-    taken = np.zeros(value.size, np.int64)
-    _allocate(survival, starts, value, cost, np.empty((2, survival.size)), taken)
+    if starts[0] != 0 or starts[-1] != survival.size or not cost.size:
+        raise ValueError(f"shapes do not fit: {survival.shape}, {starts}, {cost.shape}")
+    taken = np.empty(starts.size - 1, np.int64)
+    allocate_into(survival, starts, value, cost, new_bins(), taken)
     return taken
 
 
-@njit(allocates=False)
-def _allocate(survival: Floats, starts: Ints, value: Floats, cost: Floats, gains: Floats, taken: Ints) -> None:
-    row, count = _sort_gains(survival, starts, value, gains)
-    _take(survival, starts, value, cost, gains[row, :count], taken)
+def new_bins() -> Floats:
+    """What `allocate_into` needs for its own."""
+    return np.empty((2, NUM_BINS))
 
 
 @inlined(allocates=False)
-def _sort_gains(survival: Floats, starts: Ints, value: Floats, gains: Floats) -> tuple[int, int]:
-    """Fill one row of `gains`, float64 [2, D], with those above 0, falling. Returns the row and their number.
+def allocate_into(survival: Floats, starts: Ints, value: float, cost: Floats, bins: Floats, taken: Ints) -> float:
+    """`allocate` for compiled callers; returns the seconds that are expected to be gained. O(D + NUM_BINS).
 
-    A merge sort: numba takes seconds to compile NumPy's.
+    Tokens are counted by survival instead of sorted. As survival never rises along a draft, taking the best tokens
+    takes each draft's first ones; of those in the last bin the first requests' are taken.
+
+    Args:
+        bins: `new_bins`, filled with the number of tokens by survival, and their summed survival.
+        taken: int64 [B], filled.
     """
-    row, count = 0, 0
-    for i in range(value.size):
-        for j in range(starts[i], starts[i + 1]):
-            gain = survival[j] * value[i]
-            if gain <= 0.0:
-                break
-            gains[0, count] = gain
-            count += 1
-    width = 1
-    while width < count:
-        ordered, merged = gains[row], gains[1 - row]
-        for start in range(0, count, 2 * width):
-            left, right = start, min(start + width, count)
-            left_end, right_end = right, min(right + width, count)
-            for at in range(start, right_end):
-                if right == right_end or (left < left_end and ordered[left] >= ordered[right]):
-                    merged[at] = ordered[left]
-                    left += 1
-                else:
-                    merged[at] = ordered[right]
-                    right += 1
-        row = 1 - row
-        width *= 2
-    return row, count
-
-
-@inlined(allocates=False)
-def _take(survival: Floats, starts: Ints, value: Floats, cost: Floats, ordered: Floats, taken: Ints) -> int:
-    """`allocate` for gains that are sorted. Returns the number of tokens taken."""
-    best, best_count, total = -cost[0], 0, 0.0
-    for n in range(1, min(ordered.size, cost.size - 1) + 1):
-        total += ordered[n - 1]
-        if total - cost[n] > best:
-            best, best_count = total - cost[n], n
-    for i in range(value.size):
+    bins[:] = 0.0
+    for j in range(survival.size):
+        index = int(survival[j] * (NUM_BINS - 1))
+        bins[0, index] += 1.0
+        bins[1, index] += survival[j]
+    best, last, left = -cost[0], NUM_BINS, 0  # tokens of better bins than `last` are taken, and so many of its own
+    total, n, most = 0.0, 0, cost.size - 1
+    for index in range(NUM_BINS - 1, -1, -1):
+        if n >= most:
+            break
+        size = int(bins[0, index])
+        for i in range(min(size, most - n)):
+            total += value * bins[1, index] / size
+            if total - cost[n + i + 1] > best:
+                best, last, left = total - cost[n + i + 1], index, i + 1
+        n += size
+    for i in range(taken.size):
         taken[i] = 0
-    if best_count == 0:
-        return 0
-    # All tokens above the last gain taken, and of those that equal it the first requests'.
-    last = ordered[best_count - 1]
-    left = best_count
-    for i in range(value.size):
         for j in range(starts[i], starts[i + 1]):
-            if survival[j] * value[i] <= last:
+            index = int(survival[j] * (NUM_BINS - 1))
+            if index < last or (index == last and left == 0):
                 break
+            left -= index == last
             taken[i] += 1
-            left -= 1
-    for i in range(value.size):
-        while left > 0 and starts[i] + taken[i] < starts[i + 1] and survival[starts[i] + taken[i]] * value[i] == last:
-            taken[i] += 1
-            left -= 1
-    return best_count
+    return best
 
 
 @njit(allocates=False)
@@ -180,22 +120,19 @@ def _decide(
     starts: Ints,
     counts: Floats,
     step: int,
-    mean: Floats,
-    deviation: Floats,
     num_tokens: int,
     undrafted: float,
     tokens: Floats,
     seconds: Floats,
     slope: float,
-    token_seconds: float,
     sizes: Ints,
     first_seconds: Floats,
     cold_seconds: float,
+    untried: int,
     untried_cost: float,
-    free: Floats,
     cost: Floats,
-    value: Floats,
-    scratch: Floats,
+    survival: Floats,
+    bins: Floats,
     taken: Ints,
 ) -> float:
     """`Budget.decide` once the curves are known: fills `taken`, returns the seconds that are expected to be gained.
@@ -203,13 +140,11 @@ def _decide(
     Args:
         first_seconds: See `StepCost`.
         cold_seconds: What a step of a size that was never run must gain more.
-        untried_cost: What `DraftCosts.untried` draft tokens cost at least.
-        free: float64 zeros, one longer than these.
+        untried, untried_cost: So many draft tokens cost so much, whatever the curve says: see `DraftCosts`.
         cost: float64, one longer than the most draft tokens that may be taken; filled with what they cost.
-        value, scratch: float64 [B], [3, D]; filled.
+        survival: float64 [D]; filled.
     """
-    size = starts.size - 1
-    least = LEAST_COST * undrafted / size  # a lower bound, whatever was measured
+    least = LEAST_COST * undrafted / taken.size  # a lower bound, whatever was measured
     cost[0] = 0.0
     at = 0
     for n in range(1, cost.size):
@@ -225,38 +160,30 @@ def _decide(
                 cost[n] = max(cost[n], (seconds[0] - undrafted) * n / (tokens[0] - num_tokens))
         if first_seconds[min(padded, first_seconds.size - 1)] == 0.0:
             cost[n] += cold_seconds
-    token_value(mean, deviation, num_tokens, undrafted, token_seconds, value)
-    survival = scratch[0]
+    if 0 < untried < cost.size:
+        cost[untried] = untried_cost
     predict_survival(confidence, starts, counts, step, survival)
-    gains = scratch[1:]
-    row, count = _sort_gains(survival, starts, value, gains)
-    ordered = gains[row, :count]
-    count = _take(survival, starts, value, cost, ordered, taken)
-    untried = free.size - 1
-    has_room = 0 < untried <= min(ordered.size, cost.size - 1)
-    if has_room and ordered[:untried].sum() - untried_cost > ordered[:count].sum() - cost[count]:
-        count = _take(survival, starts, value, free, ordered, taken)
-    gain = -cost[count]
-    for i in range(size):
-        for j in range(taken[i]):
-            gain += survival[starts[i] + j] * value[i]
-    return gain
+    per_token = 0.0  # what a token more costs, as far as is known
+    if tokens.size:
+        per_token = min((seconds[-1] - undrafted) / (tokens[-1] - num_tokens), undrafted / num_tokens)
+    value = (undrafted - max(per_token, 0.0) * (num_tokens - taken.size)) / taken.size
+    return allocate_into(survival, starts, value, cost, bins, taken)
 
 
 class Budget:
     """Decides, step by step, how many tokens of each draft an engine verifies, and whether to draft at all.
 
     For each step ask `wants_drafts`. If it does, draft and let `decide` cut the drafts. Tell `survival` what became of
-    them, `observe_step` what the step took, and `lengths` of each rollout that ends.
+    them, and `observe_step` what the step took.
 
     Attributes:
-        survival, cost, lengths: The three estimates.
+        survival, cost: The two estimates.
     """
 
     def __init__(self) -> None:
         self.survival = Survival()
         self.cost = StepCost()
-        self.lengths = RemainingLength()
+        self._bins = new_bins()
         self._drafting: deque[float] = deque(maxlen=RECENT_DRAFTS)  # seconds per request
         self._draft_seconds = 0.0  # their lower decile
         self._balance = 0.0  # what drafts gain in a step less what drafting takes, on average
@@ -311,17 +238,15 @@ class Budget:
         self,
         confidence: NDArray[np.float32],
         starts: Ints,
-        remaining: tuple[Floats, Floats] | None,
         *,
         num_tokens: int,
         max_draft_tokens: int | None = None,
     ) -> Ints:
-        """Tokens to verify of each draft, int64 [B], in a step for which `wants_drafts` said True. O(D log D).
+        """Tokens to verify of each draft, int64 [B], in a step for which `wants_drafts` said True. O(D).
 
         Args:
             confidence: float32 [D], the drafter's, of all drafted tokens.
             starts: int64 [B + 1], each draft's first token in it, then D.
-            remaining: float64 [B] each: mean and standard deviation of the tokens to come. None while requests wait.
             num_tokens: As `wants_drafts` was told.
             max_draft_tokens: Most tokens of all drafts together. None: no bound.
         """
@@ -330,17 +255,16 @@ class Budget:
         if allowed == 0:
             return self._note(np.zeros(size, np.int64), -self._draft_seconds * size)
         costs = self.cost.drafted(num_tokens, self._undrafted)
-        mean, deviation = remaining if remaining is not None else (np.ones(size), np.ones(size))
         if costs.most >= 0:
             allowed = min(allowed, max(costs.most, size // REQUESTS_PER_TRIAL_TOKEN, 1))
         # A trial of few tokens would never gain what a new size costs.
         cold = self.cost.cold_seconds(self._undrafted) if costs.most else 0.0
         taken = np.empty(size, np.int64)
         gain = _decide(
-            confidence, starts, self.survival.counts, self.survival.step, mean, deviation, num_tokens, self._undrafted,
-            costs.tokens, costs.seconds, costs.slope, costs.average, self.cost.sizes, self.cost.first_seconds, cold,
-            costs.untried_seconds - self._undrafted, np.zeros(costs.untried + 1), np.empty(allowed + 1),
-            np.empty(size), np.empty((3, confidence.size)), taken,
+            confidence, starts, self.survival.counts, self.survival.step, num_tokens, self._undrafted,
+            costs.tokens, costs.seconds, costs.slope, self.cost.sizes, self.cost.first_seconds, cold,
+            costs.untried, costs.untried_seconds - self._undrafted, np.empty(allowed + 1),
+            np.empty(confidence.size), self._bins, taken,
         )  # fmt: skip
         return self._note(taken, gain - self._draft_seconds * size, learning=not costs.tokens.size)
 

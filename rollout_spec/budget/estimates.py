@@ -1,4 +1,4 @@
-"""The estimates that budgets use, learned while the engine runs: survival, step cost and remaining length.
+"""The estimates that budgets use, learned while the engine runs: survival and step cost.
 
 Requests of a step are told apart by `starts` (int64 [B + 1]): request i's draft tokens are those from starts[i] up to
 starts[i + 1] of an array over all draft tokens of the step.
@@ -56,10 +56,6 @@ RECENT_COLD, MOST_COLD = 32, 4.0
 COLD_USES = 10
 """How often a new size is expected to be used, by which the price of its first step is divided. After n steps, where
 that is more: n / COLD_USES times."""
-MAX_LENGTHS = 64
-"""Rollouts of a problem whose lengths are remembered, and sixteen times as many of all problems."""
-MAX_PROBLEMS = 10_000
-"""Problems whose lengths are remembered."""
 
 
 def flatten(drafts: Sequence[Draft]) -> tuple[NDArray[np.float32], Ints]:
@@ -198,7 +194,6 @@ class DraftCosts(NamedTuple):
         tokens, seconds: float64 [n], the curve for `line`, empty as long as it is not known.
         slope: Seconds per token beyond it.
         most: How many draft tokens should be tried at most; -1: any number.
-        average: Seconds per token from no drafts to the largest size that was ever measured.
         untried: Draft tokens of a size that was never measured, between two of very different cost; 0: there is none.
         untried_seconds: The lower one of these two costs.
     """
@@ -207,7 +202,6 @@ class DraftCosts(NamedTuple):
     seconds: Floats
     slope: float
     most: int
-    average: float
     untried: int
     untried_seconds: float
 
@@ -402,7 +396,6 @@ class StepCost:
         tokens, seconds, last, counts = self._curve(True)
         first = int(np.searchsorted(tokens, num_tokens, "right"))
         tokens, seconds, last, counts = tokens[first:], seconds[first:], last[first:], counts[first:]
-        average = max(float(seconds[-1] - undrafted) / float(tokens[-1] - num_tokens), 0.0) if tokens.size else 0.0
         untried = self._untried(num_tokens, undrafted, tokens, seconds)
         factor = np.clip((seconds - undrafted) / undrafted, 1.0, MOST_PATIENCE) ** 2
         until = last + np.minimum(counts**2 * factor, LONGEST_TRUST)
@@ -425,7 +418,7 @@ class StepCost:
             slope = _slope(*self.curve(drafted=False))
         if slope is None:  # half of what a token costs on average
             slope = undrafted / num_tokens / 2
-        return valid_until, DraftCosts(tokens, seconds, slope, most, average, *untried)
+        return valid_until, DraftCosts(tokens, seconds, slope, most, *untried)
 
     def _untried(self, num_tokens: int, undrafted: float, tokens: Floats, seconds: Floats) -> tuple[int, float]:
         """`untried` and `untried_seconds` of DraftCosts, by all that was measured with drafts: see WIDE_GAP."""
@@ -488,99 +481,3 @@ def line(wanted: float, tokens: Floats, seconds: Floats, slope: float) -> float:
 
 
 line_nb = inlined(line, allocates=False)
-
-
-class RemainingLength:
-    """How long rollouts get: those of the same problem if some are known, else those of the run.
-
-    Simulated phases (three cost curves, batches of 8, 64 and 192, eight sets of recorded rollouts) are 0.3 % shorter on
-    average than with equal shares for all requests, between 1.8 % longer and 3.6 % shorter.
-    """
-
-    def __init__(self) -> None:
-        self._rows: dict[int, int] = {}  # by problem
-        self._of_problem = np.zeros((64, MAX_LENGTHS), np.int32)
-        self._num_seen = np.zeros(64, np.int64)  # the newest lengths replace the oldest ones
-        self._recent: deque[int] = deque(maxlen=16 * MAX_LENGTHS)
-        self._of_run: Floats | None = None  # [3, n + 1]: lengths, rising; their sums and those of their squares
-
-    def observe(self, problem: int, length: int) -> None:
-        """A rollout of `length` tokens has ended. O(1)."""
-        row = self.row_of(problem)
-        self._of_problem[row, self._num_seen[row] % MAX_LENGTHS] = length
-        self._num_seen[row] += 1
-        self._recent.append(length)
-        self._of_run = None
-
-    def row_of(self, problem: int) -> int:
-        """The number of a problem for `predict_rows`, until MAX_PROBLEMS others have been asked for."""
-        row = self._rows.pop(problem, None)
-        if row is None:
-            row = self._new_row()
-            self._num_seen[row] = 0
-        self._rows[problem] = row  # the last to be forgotten
-        return row
-
-    def _new_row(self) -> int:
-        row = len(self._rows)
-        if row >= MAX_PROBLEMS:
-            return self._rows.pop(next(iter(self._rows)))
-        if row == self._num_seen.size:
-            self._of_problem = np.concatenate((self._of_problem, np.zeros_like(self._of_problem)))
-            self._num_seen = np.concatenate((self._num_seen, np.zeros_like(self._num_seen)))
-        return row
-
-    def predict(self, problems: list[int], so_far: Ints, at_most: Ints) -> tuple[Floats, Floats]:
-        """(mean, standard deviation) of the tokens to come, float64 [B] each. O(B (MAX_LENGTHS + log)).
-
-        By the problem's rollouts that got longer than `so_far`, if there are two, else by the run's, else half of what
-        is left.
-
-        Args:
-            problems: Each request's.
-            so_far, at_most: int64 [B], tokens said, and most that may come.
-        """
-        rows = np.array([self._rows.get(problem, -1) for problem in problems], np.int64)
-        return self.predict_rows(rows, so_far, at_most)
-
-    def predict_rows(self, rows: Ints, so_far: Ints, at_most: Ints) -> tuple[Floats, Floats]:
-        """`predict` by the problems' rows, int64 [B]; -1: a problem of which nothing is known."""
-        if self._of_run is None:
-            lengths = np.sort(np.array(self._recent, np.float64))
-            self._of_run = np.array([[0.0, *lengths], np.cumsum([0.0, *lengths]), np.cumsum([0.0, *lengths**2])])
-        mean, deviation = np.empty(rows.size), np.empty(rows.size)
-        _predict_length(self._of_problem, self._num_seen, self._of_run, rows, so_far, at_most, mean, deviation)
-        return mean, deviation
-
-
-@njit(allocates=False)
-def _predict_length(
-    of_problem: Any, num_seen: Ints, of_run: Floats, rows: Ints, so_far: Ints, at_most: Ints, mean: Any, deviation: Any
-) -> None:
-    last = of_run.shape[1] - 1
-    for i in range(rows.size):
-        count, summed, squares = 0, 0.0, 0.0
-        if rows[i] >= 0:
-            for j in range(min(num_seen[rows[i]], MAX_LENGTHS)):
-                length = of_problem[rows[i], j]
-                if length > so_far[i]:
-                    count += 1
-                    summed += length
-                    squares += float(length) * length
-        if count < 2:
-            first, end = 0, last  # of those that got longer the first one, less 1
-            while first < end:
-                middle = (first + end) // 2
-                if of_run[0, middle + 1] > so_far[i]:
-                    end = middle
-                else:
-                    first = middle + 1
-            count = last - first
-            summed, squares = of_run[1, last] - of_run[1, first], of_run[2, last] - of_run[2, first]
-        average = summed / max(count, 1)
-        mean[i], deviation[i] = average, math.sqrt(max(squares / max(count, 1) - average * average, 0.0))
-        if count < 2:
-            mean[i], deviation[i] = at_most[i] / 2, at_most[i] / 2
-        else:
-            mean[i] = min(mean[i] - so_far[i], float(at_most[i]))
-            deviation[i] = max(deviation[i], 0.1 * mean[i])

@@ -152,15 +152,13 @@ def _decide(drafts: list[Draft]) -> None:
     budget = Budget()
     size = len(drafts)
     confidence, starts = flatten(drafts)
-    ones = np.ones(size, np.int64)
+    none = np.zeros(size, np.int64)
     for _ in range(16):
         budget.observe_step(size, 1e-3, drafted=False)
         budget.observe_step(2 * size, 2e-3, drafted=True, num_asked=size, draft_seconds=1e-5)
-        budget.lengths.observe(0, 100)
-        budget.survival.observe(confidence, starts, np.minimum(np.diff(starts), 1), 0 * ones)
+        budget.survival.observe(confidence, starts, np.minimum(np.diff(starts), 1), none)
         if budget.wants_drafts(size):
-            remaining = budget.lengths.predict([0] * size, ones, 100 * ones)
-            budget.decide(confidence, starts, remaining, num_tokens=size, max_draft_tokens=confidence.size)
+            budget.decide(confidence, starts, num_tokens=size, max_draft_tokens=confidence.size)
 
 
 def warm_up_kernels(

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.budget.decide import Budget, allocate
-from rollout_spec.budget.estimates import Floats, Ints, flatten
+from rollout_spec.budget.estimates import Ints, flatten
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.replay.cost import EngineCost
@@ -32,11 +32,7 @@ class Step(NamedTuple):
     confidence: NDArray[np.float32]  # [D], the drafter's
     starts: Ints  # [B + 1], each draft's first token, then D
     problems: list[int]
-    so_far: Ints  # [B] tokens generated
-    to_come: Ints  # [B] tokens still to be generated: for oracles
     acceptable: Ints  # [B] drafted tokens that would be accepted: for oracles
-    waiting: bool  # whether requests wait for a place
-    max_tokens: int  # longest rollout of the phase
 
     @property
     def num_drafted(self) -> Ints:
@@ -124,30 +120,17 @@ class LengthClasses(_PolicyBase):
         self._lengths.setdefault(problem, []).append(length)
 
 
-class Learned:
-    """This package's `Budget`, which learns costs, survival and lengths while it runs.
+class Learned(_PolicyBase):
+    """This package's `Budget`, which learns costs and survival while it runs."""
 
-    Args:
-        knows_lengths: Give it each rollout's length, to see what better estimates of it could gain.
-    """
-
-    def __init__(self, *, knows_lengths: bool = False) -> None:
+    def __init__(self) -> None:
         self.budget = Budget()
-        self._knows_lengths = knows_lengths
 
     def wants_drafts(self, num_requests: int) -> bool:
         return self.budget.wants_drafts(num_requests)
 
     def decide(self, step: Step) -> Ints:
-        remaining: tuple[Floats, Floats] | None
-        if step.waiting:
-            remaining = None
-        elif self._knows_lengths:
-            remaining = step.to_come.astype(np.float64), np.zeros(len(step.problems))
-        else:
-            at_most = step.max_tokens - step.so_far
-            remaining = self.budget.lengths.predict(step.problems, step.so_far, at_most)
-        return self.budget.decide(step.confidence, step.starts, remaining, num_tokens=len(step.problems))
+        return self.budget.decide(step.confidence, step.starts, num_tokens=len(step.problems))
 
     def observe(self, step: Step, verified: Ints, accepted: Ints) -> None:
         self.budget.survival.observe(step.confidence, step.starts, verified, accepted)
@@ -160,9 +143,6 @@ class Learned:
             num_asked=num_requests if draft_seconds else 0,
             draft_seconds=draft_seconds,
         )
-
-    def on_finish(self, problem: int, length: int) -> None:
-        self.budget.lengths.observe(problem, length)
 
 
 class Oracle(_PolicyBase):
@@ -182,7 +162,7 @@ class Oracle(_PolicyBase):
         survival = (positions < np.repeat(step.acceptable, step.num_drafted)).astype(np.float64)
         extra = self._cost.steps(np.arange(size, size + int(step.acceptable.sum()) + 1)) - plain
         extra[1:] += self._cost.drafted_seconds
-        return allocate(survival, step.starts, np.full(size, plain / size), extra)
+        return allocate(survival, step.starts, plain / size, extra)
 
 
 class Phase(NamedTuple):
@@ -217,7 +197,7 @@ def run_phase(
     """
     drafter = make_drafter()
     waiting = list(enumerate(request for request in requests if request.rollout.tokens.size))[::-1]
-    total, longest = len(waiting), max(request.rollout.tokens.size for request in requests)
+    total = len(waiting)
     live: dict[str, Cursor] = {}
     seconds, steps, tokens, drafted, accepted = 0.0, 0, 0, 0, 0
     ends: list[float] = []
@@ -240,7 +220,7 @@ def run_phase(
         asked = policy.wants_drafts(len(ids))
         if asked:
             drafts = drafter.propose(ids, np.full(len(ids), num_speculative_tokens, np.int32))
-            step = _make_step(list(live.values()), drafts, bool(waiting), longest)
+            step = _make_step(list(live.values()), drafts)
             verified = policy.decide(step)
             hits = np.minimum(step.acceptable, verified)
             policy.observe(step, verified, hits)
@@ -278,18 +258,13 @@ def run_phase(
     return Phase(seconds, tail, token_tail, steps, tokens, drafted, accepted)
 
 
-def _make_step(cursors: Sequence[Cursor], drafts: Sequence[Draft], waiting: bool, longest: int) -> Step:
+def _make_step(cursors: Sequence[Cursor], drafts: Sequence[Draft]) -> Step:
     confidence, starts = flatten(drafts)
-    so_far = np.array([cursor.num_said for cursor in cursors], np.int64)
     return Step(
         confidence,
         starts,
         [cursor.problem.problem_id for cursor in cursors],
-        so_far,
-        np.array([cursor.rollout.tokens.size for cursor in cursors], np.int64) - so_far,
         np.array([cursor.num_agreeing(draft) for (draft, _), cursor in zip(drafts, cursors, strict=True)], np.int64),
-        waiting,
-        longest,
     )
 
 
@@ -313,7 +288,6 @@ def contenders(cost: EngineCost, k: int) -> dict[str, Contender]:
             for low, middle in ((0, max(k // 4, 1)), (max(k // 4, 1), max(k // 2, 1)))
         },
         "ours": Contender(Learned, MIN_SURVIVAL, learns=True),
-        "ours, lengths known": Contender(partial(Learned, knows_lengths=True), MIN_SURVIVAL, learns=True),
         "oracle": Contender(partial(Oracle, cost), MIN_SURVIVAL),
     }
 

@@ -21,11 +21,10 @@ def slots_taken(steps, seconds, slowdown, share=1):
         share: Steps after which the budget learns what they took, as on tensor-parallel ranks, unless they are awaited.
     """
     budget, taken, unshared = Budget(), [], []
-    remaining = np.full(SIZE, 50.0), np.full(SIZE, 20.0)
     for i in range(steps):
         slots = np.zeros(SIZE, np.int64)
         if budget.wants_drafts(SIZE):
-            slots = budget.decide(CONFIDENCE, STARTS, remaining, num_tokens=SIZE)
+            slots = budget.decide(CONFIDENCE, STARTS, num_tokens=SIZE)
             budget.survival.observe(CONFIDENCE, STARTS, slots, np.minimum(slots, 3))
         n = int(slots.sum())
         unshared.append((SIZE + n, seconds(n) * slowdown(i, n), n > 0))

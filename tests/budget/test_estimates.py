@@ -1,4 +1,4 @@
-"""What budgets go by: survival, step cost and remaining length."""
+"""What budgets go by: survival and step cost."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from hypothesis import strategies as st
 from rollout_spec.budget import estimates
 from rollout_spec.budget.estimates import (
     COLD_USES,
-    MAX_LENGTHS,
     MIN_OBSERVATIONS,
     UNTRIED_STEPS,
     WINDOW,
-    RemainingLength,
     StepCost,
     Survival,
     line,
@@ -114,9 +112,9 @@ def test_one_size_is_a_curve_with_the_slope_of_steps_without_drafts():
     cost = StepCost()
     for _ in range(MIN_OBSERVATIONS):
         cost.observe(36, 5.0, drafted=True)
-    tokens, seconds, slope, most, average, *_ = cost.drafted(32, 4.0)
+    tokens, seconds, slope, most, *_ = cost.drafted(32, 4.0)
     # Where nothing else is known: half of what a token of the step costs on average.
-    assert (tokens.tolist(), seconds.tolist(), slope, most, average) == ([36], [5.0], 4 / 32 / 2, -1, 0.25)
+    assert (tokens.tolist(), seconds.tolist(), slope, most) == ([36], [5.0], 4 / 32 / 2, -1)
     for _ in range(MIN_OBSERVATIONS):
         for n in (10, 30):
             cost.observe(n, 0.1 * n, drafted=False)
@@ -165,11 +163,6 @@ def test_a_curve_never_falls():
         for _ in range(MIN_OBSERVATIONS):
             cost.observe(n, seconds, drafted=True)
     assert cost.curve(drafted=True)[1].tolist() == [1.0, 2.0, 2.0, 4.0]
-
-
-def predict(lengths, problem, so_far, at_most):
-    mean, deviation = lengths.predict([problem], np.array([so_far]), np.array([at_most]))
-    return mean[0], deviation[0]
 
 
 def test_the_shortest_steps_tell_what_a_size_costs():
@@ -247,59 +240,6 @@ def test_what_was_wrong_long_ago_is_tried_again():
     after(100 * UNTRIED_STEPS)
     survival.observe(confidence[:8], starts[:9], one[:8], one[:8])
     assert after(100 * UNTRIED_STEPS) > 0.8
-
-
-def test_remaining_length():
-    lengths = RemainingLength()
-    assert predict(lengths, 1, 10, 90) == (45, 45)
-    for length in (100, 200, 300):
-        lengths.observe(1, length)
-    assert predict(lengths, 1, 0, 1000) == pytest.approx((200, np.std([100, 200, 300])))
-    assert predict(lengths, 1, 150, 1000)[0] == 100
-    assert predict(lengths, 1, 150, 20)[0] == 20
-    assert predict(lengths, 2, 150, 1000)[0] == 100  # as in the rest of the run
-    assert predict(lengths, 1, 250, 50) == (25, 25)  # one longer rollout says little
-    mean, _ = lengths.predict([2, 1, 1], np.array([0, 150, 250]), np.full(3, 50))
-    assert mean.tolist() == [50, 50, 25]
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 500)), max_size=200), st.integers(0, 3), st.integers(0, 500)
-)
-def test_remaining_length_is_what_is_left_of_longer_rollouts(rollouts, problem, so_far):
-    lengths = RemainingLength()
-    for number, length in rollouts:
-        lengths.observe(number, length)
-    longer = [n for number, n in rollouts if number == problem][-MAX_LENGTHS:]
-    longer = np.array([n for n in longer if n > so_far])
-    if longer.size < 2:
-        longer = np.array([n for _, n in rollouts if n > so_far])
-    if longer.size < 2:
-        expected = (300, 300)
-    else:
-        mean = (longer - so_far).mean()
-        expected = (mean, max(longer.std(), 0.1 * mean))
-    assert predict(lengths, problem, so_far, 600) == pytest.approx(expected, rel=1e-6, abs=1e-6)
-
-
-def test_the_newest_lengths_of_a_problem_replace_its_oldest():
-    lengths = RemainingLength()
-    for n in range(2 * MAX_LENGTHS + 5):
-        lengths.observe(1, 10 + n)
-    expected = np.arange(10, 10 + 2 * MAX_LENGTHS + 5)[-MAX_LENGTHS:]
-    assert predict(lengths, 1, 0, 1000) == pytest.approx((expected.mean(), expected.std()))
-
-
-def test_the_oldest_problem_makes_room(monkeypatch):
-    monkeypatch.setattr(estimates, "MAX_PROBLEMS", 100)
-    lengths = RemainingLength()
-    for problem in range(150):
-        for length in (10 + problem, 12 + problem):
-            lengths.observe(problem, length)
-    assert predict(lengths, 149, 0, 1000)[0] == 160
-    of_run = predict(lengths, -1, 0, 1000)
-    assert predict(lengths, 0, 0, 1000) == of_run  # forgotten
-    assert predict(lengths, 60, 0, 1000)[0] == 71
 
 
 def test_outcomes_of_more_than_was_drafted_are_not_counted():

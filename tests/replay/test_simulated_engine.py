@@ -65,7 +65,7 @@ def test_every_policy_generates_the_same_tokens():
     tokens = sum(request.rollout.tokens.size for request in requests)
     assert set(results) == {
         "none", "K=1", "K=2", "K=4", "all drafts", "threshold 0.05", "threshold 0.1", "threshold 0.3", "threshold 0.6",
-        "classes 0-1-4", "classes 1-2-4", "ours", "ours, lengths known", "oracle",
+        "classes 0-1-4", "classes 1-2-4", "ours", "oracle",
     }  # fmt: skip
     for name, phase in results.items():
         assert phase.tokens == tokens, name
@@ -97,15 +97,14 @@ def test_classes_follow_the_lengths_of_a_problem():
     policy = LengthClasses((0, 2, 4))
     for problem, length in ((1, 10), (2, 50), (3, 100)):
         policy.on_finish(problem, length)
-    nothing = np.zeros(4, np.int64)
-    step = Step(np.ones(16, np.float32), np.arange(5) * 4, [1, 2, 3, 9], nothing, nothing, nothing, False, 100)
+    step = Step(np.ones(16, np.float32), np.arange(5) * 4, [1, 2, 3, 9], np.zeros(4, np.int64))
     assert policy.decide(step).tolist() == [0, 2, 4, 2]
 
 
 def test_thresholds_and_oracles_cut_each_draft():
     confidence = np.float32([0.9, 0.7, 0.2, 0.5, 0.4, 0.95])
-    starts, nothing = np.array([0, 3, 3, 5, 6]), np.zeros(4, np.int64)
-    step = Step(confidence, starts, [1, 2, 3, 4], nothing, nothing, np.array([1, 0, 2, 0]), False, 100)
+    starts = np.array([0, 3, 3, 5, 6])
+    step = Step(confidence, starts, [1, 2, 3, 4], np.array([1, 0, 2, 0]))
     assert FixedK(4, 0.6).decide(step).tolist() == [2, 0, 0, 1]
     assert FixedK(1).decide(step).tolist() == [1, 0, 1, 1]
     assert Oracle(FLAT).decide(step).tolist() == [1, 0, 2, 0]

@@ -41,7 +41,7 @@ def test_requests_advance_to_where_the_scheduler_ends_them(requests, data):
     """In several steps of any tokens, in which some requests have no part."""
     live = live_requests.new_arrays(2, 1)
     for row, request in enumerate(requests):
-        live = live_requests.start(live, row, request, length_row=-1)
+        live = live_requests.start(live, row, request)
     said = [[] for _ in requests]
     for _ in range(3):
         rows = np.array(data.draw(st.lists(st.sampled_from(range(len(requests))), unique=True)), np.int64)
@@ -59,14 +59,12 @@ def test_requests_advance_to_where_the_scheduler_ends_them(requests, data):
             assert bool(live.is_complete[row]) == (not goes_on)
             assert to_come[i] == (params.max_tokens - len(expected) if goes_on else 0)
             assert live.num_seen[row] == len(requests[row].prompt_token_ids) + len(expected)
-        chosen, limits = np.empty_like(rows), np.empty((3, rows.size), np.int64)
-        count, num_live = live_requests.choose(live, rows, to_come, 3, 8, chosen, limits)
+        chosen, room = np.empty_like(rows), np.empty_like(rows)
+        count, num_live = live_requests.choose(live, rows, to_come, 3, 8, chosen, room)
         assert num_live == (to_come > 0).sum()
         assert chosen[:count].tolist() == np.flatnonzero(to_come > 1).tolist()
-        for at, (room, num_output, left) in zip(chosen[:count], limits[:, :count].T.tolist(), strict=True):
-            row = rows[at]
-            assert (num_output, left) == (len(said[row]), to_come[at])
-            assert room == min(3, left - 1, 8 - live.num_seen[row] - 1)
+        for at, most in zip(chosen[:count], room[:count].tolist(), strict=True):
+            assert most == min(3, to_come[at] - 1, 8 - live.num_seen[rows[at]] - 1)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)

@@ -23,7 +23,7 @@ from rollout_spec.integrations.vllm import commands
 from rollout_spec.integrations.vllm import session as session_module
 from rollout_spec.integrations.vllm.live_requests import Sampled
 from rollout_spec.integrations.vllm.problems import recognise
-from rollout_spec.integrations.vllm.session import RECENT_STEPS, STEPS_PER_SHARING, DraftingSession
+from rollout_spec.integrations.vllm.session import STEPS_PER_SHARING, DraftingSession
 from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import Draft
 from tests.drafters.recorder import positions_of
@@ -424,21 +424,6 @@ def test_costs_are_those_of_the_graphs_that_steps_run_in(mode, sizes):
     assert session.budget.cost.sizes.tolist() == sizes
 
 
-def test_lengths_count_once_nobody_waits():
-    """While prompts are read, requests wait for a place, and no single one decides when the phase ends."""
-    session, weighted = a_session(), []
-    expect, session.budget.lengths.predict_rows = (
-        session.budget.lengths.predict_rows,
-        lambda *args: (weighted.append(len(session._prompt_tokens)), expect(*args))[1],
-    )
-    verified = 0
-    for n in range(60):
-        drafts = advance(session, {"a": [1 + n % 3]}, {"a": verified}, step_tokens=1 + verified + (5 if n < 20 else 0))
-        verified = len(drafts.get("a", []))
-        assert not weighted or n >= 20 + RECENT_STEPS - 1
-    assert weighted
-
-
 def test_the_time_between_two_generations_does_not_count():
     session = a_session()
     advance(session, {"a": [1]}, step_tokens=3)
@@ -566,23 +551,6 @@ def test_a_drafter_s_time_is_part_of_the_step(monkeypatch):
     assert session._stats.draft_seconds < session._stats.step_seconds
 
 
-def test_lengths_of_ended_rollouts_are_remembered():
-    session, request = a_session(), a_request()
-
-    def expected():
-        return session.budget.lengths.predict([0], np.array([0]), np.array([100]))[0].tolist()
-
-    run(session, 10, request)
-    advance(session, {}, ended=["a"])
-    assert expected() == [50]  # an aborted rollout says nothing
-    for length in (10, 20):
-        request.sampling_params.max_tokens = length
-        run(session, length, request)
-        advance(session, {}, ended=["a"])
-    assert expected() == [15]
-    assert not session.live
-
-
 def test_drafts_that_never_come_true_stop_being_asked_for(monkeypatch):
     """Steps take the same with and without drafts, and the drafter is sure of them; what is counted says otherwise."""
     ticks = itertools.count()
@@ -645,21 +613,15 @@ def test_the_history_ends_where_the_request_does(params, sampled, kept):
     assert known(session, "a")[0] == len(request.prompt_token_ids) + len(kept)
     advance(session, {"a": [4, 4]}, requests={"a": request})  # the engine notices the end a step later
     assert shown == kept
-    lengths = []
-    session.budget.lengths.observe = lambda problem, length: lengths.append(length)
-    advance(session, {}, ended=["a"])
-    assert lengths == [len(kept)]
 
 
-def test_lengths_end_at_stop_strings(nine_stops):
+def test_requests_end_at_stop_strings(nine_stops):
     """A step can sample past one, and behind a server further steps do."""
-    session, request, lengths = a_session(), a_request(), []
+    session, request = a_session(), a_request()
     request.sampling_params.stop = ["x"]
-    session.budget.lengths.observe = lambda problem, length: lengths.append(length)
     for tokens in ([4, 5], [6, 9, 7, 8], [3]):
         advance(session, {"a": tokens}, requests={"a": request})
-    advance(session, {}, ended=["a"])
-    assert lengths == [4]
+    assert known(session, "a") == (len(request.prompt_token_ids) + 4, True)
 
 
 def test_a_request_is_not_cut_at_stop_strings_of_an_ended_one_that_had_its_row(nine_stops):
@@ -744,26 +706,6 @@ def test_the_budget_learns_of_each_draft_what_was_verified_and_accepted(monkeypa
     outcomes = {"c": Outcome([7, 7, 9], 2, 2), "a": Outcome([7, 7, 1], 2, 2)}  # the scheduler has cut one of c
     advance(session, {"c": [7, 7, 9], "b": [5], "a": [7, 7, 1]}, outcomes)
     assert seen == [[[0, 4, 8, 12], [2, 0, 2], [2, 0, 2]]]
-
-
-def test_remaining_lengths_are_asked_for_by_problem_and_tokens_said(monkeypatch):
-    session, drafter = a_listening_session(budget=True)
-    requests = {"a": a_request([1, 2, 3]), "b": a_request([4])}
-    requests["a"].sampling_params.extra_args = {"rollout_spec": {"problem_id": 77}}
-    asked = []
-
-    def predict(rows, so_far, at_most):
-        problems = {row: problem for problem, row in session.budget.lengths._rows.items()}
-        asked.append(([problems[row] for row in rows.tolist()], so_far.tolist(), at_most.tolist()))
-        return np.ones(2), np.ones(2)
-
-    monkeypatch.setattr(session.budget.lengths, "predict_rows", predict)
-    monkeypatch.setattr(session.budget, "wants_drafts", lambda num_tokens: True)
-    monkeypatch.setattr(session.budget, "decide", lambda confidence, starts, *args, **kwargs: np.zeros(2, np.int64))
-    advance(session, {"a": [1], "b": [2]}, requests=requests)
-    advance(session, {"a": [1, 1], "b": [2]}, requests=requests)
-    assert asked[-1] == ([77, problem_of_prompt([4])], [3, 2], [197, 198])
-    assert drafter.started == {"a": (77, 5), "b": (problem_of_prompt([4]), 5)}
 
 
 def test_a_drafter_that_is_not_asked_takes_no_time(monkeypatch):
@@ -890,26 +832,6 @@ def test_a_named_problem_is_kept_apart_and_its_turns_are_known_too():
     assert session.drafter._store.num_tokens == stored + 21 + 2 + 24 + len(ANSWER) + 1
 
 
-def test_each_turn_has_expected_lengths_of_its_own():
-    session = a_session(budget=True)
-    seen = []
-    session.budget.lengths.observe = lambda key, length: seen.append((key, length))
-    for req_id, prompt, tokens in [
-        ("a", ROOT, [30, 31, 9]),
-        ("b", ROOT, [30, 9]),
-        ("a2", [*ROOT, 30, 31, 9, *ANSWER], [30, 31, 32, 9]),
-        ("b2", [*ROOT, 30, 9, 44, 45], [9]),
-    ]:
-        request = a_request(prompt)
-        request.sampling_params.eos_token_id = 9
-        for token in tokens:
-            advance(session, {req_id: [token]}, requests={req_id: request})
-        advance(session, {}, ended=[req_id])
-    first, second = seen[0][0], seen[2][0]
-    assert seen == [(first, 3), (first, 2), (second, 4), (second, 1)]
-    assert first == problem_of_prompt(ROOT) != second
-
-
 def test_a_drafter_with_the_old_signature_is_told_no_known_tokens():
     session = a_session(drafter="tests.adversaries.Adversary", drafter_options={}, budget=False)
     say(session, "a", ROOT, [30, 31])
@@ -1020,36 +942,6 @@ def test_prompts_of_embeddings_keep_no_complete_batch_waiting(tmp_path, names):
     assert session.drafter.history_summary()["rollouts"] == 1
     session.close()
     assert rollouts_in(tmp_path) == [[9]]
-
-
-@pytest.mark.parametrize("extra_args", [{}, {"rollout_spec": {"problem_id": 7}}], ids=["prompt", "named"])
-def test_a_run_that_resumes_knows_how_long_first_turns_get(tmp_path, extra_args):
-    """Of problems that callers name, too. Later turns are as long as other later turns."""
-
-    def turn(session, req_id, prompt, size):
-        request = a_request(prompt)
-        request.sampling_params.max_tokens, request.sampling_params.extra_args = size, extra_args
-        tokens = [30 + i for i in range(size)]
-        advance(session, {req_id: tokens}, requests={req_id: request})
-        return [*prompt, *tokens]
-
-    session = with_folder(tmp_path)
-    for req_id, size in (("a", 6), ("b", 10)):
-        said = turn(session, req_id, ROOT, size)
-        turn(session, f"{req_id}2", [*said, *ANSWER], 2)
-    session.close()
-    assert len(rollouts_in(tmp_path)) == 4
-    resumed, learned = a_session(history_dir=str(tmp_path)), []
-    resumed.budget.lengths.observe = lambda problem, length: learned.append((problem, length))
-    resumed.engine_history.load()
-    problem_id = extra_args["rollout_spec"]["problem_id"] if extra_args else problem_of_prompt(ROOT)
-    assert sorted(learned) == [(problem_id, 6), (problem_id, 10)]
-    turn(resumed, "c2", [*said, *ANSWER], 3)
-    turn(resumed, "c", ROOT, 4)
-    (later, _), first = learned[2:]
-    assert first == (problem_id, 4)
-    assert later != problem_id, "a conversation's later turn is recognised by its first prompt"
-    resumed.close()
 
 
 # -- beside a model --------------------------------------------------------------------------------------------------
