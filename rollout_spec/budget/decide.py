@@ -14,7 +14,6 @@ Budgets change which tokens are verified, never which are sampled.
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -28,18 +27,12 @@ from rollout_spec.budget.estimates import (
     Ints,
     StepCost,
     Survival,
-    line_nb,
-    lower_decile,
     predict_survival,
 )
 from rollout_spec.jit.compiler import inlined, njit
 
 NUM_BINS = 1024
 """Draft tokens whose survival differs by less than one part of so many are worth the same."""
-REQUESTS_PER_TRIAL_TOKEN = 4
-"""Where steps with drafts were found expensive, they are tried again with one token per so many requests."""
-LEAST_COST = 0.005
-"""Least cost of a draft token, as a share of a request's in a step without drafts, so that hopeless drafts stop."""
 MAX_PROBES = 8
 """After so many steps in a row whose cost without drafts is not known, it is guessed from other sizes."""
 LONGEST_SLEEP = 32
@@ -50,42 +43,29 @@ AVERAGE_WEIGHT = 1 / 32
 """Weight of the last step in averages."""
 
 
-def allocate(survival: Floats, starts: Ints, value: float, cost: Floats) -> Ints:
-    """How many tokens of each draft to verify, int64 [B]: those that lower the expected time most.
+def new_bins() -> Floats:
+    """What `allocate` needs for its own."""
+    return np.empty((2, NUM_BINS))
 
-    Maximises the sum of survival times value over the tokens taken, less what their number costs. See `allocate_into`.
+
+@inlined(allocates=False)
+def allocate(survival: Floats, starts: Ints, value: float, cost: Floats, bins: Floats, taken: Ints) -> float:
+    """How many tokens of each draft to verify: those that lower the expected time most. O(D + NUM_BINS).
+
+    Maximises the sum of survival times value over the tokens taken, less what their number costs. Tokens are counted by
+    survival instead of sorted. As survival never rises along a draft, taking the best tokens takes each draft's first
+    ones; of those in the last bin the first requests' are taken.
 
     Args:
         survival: float64 [D], from 0 to 1, never rising along a draft.
         starts: int64 [B + 1], each draft's first token, then D.
         value: Seconds that an accepted token saves.
         cost: float64 [>= 1], seconds that 0, 1, 2, ... draft tokens cost more than none, up to as many as are allowed.
-
-    Raises:
-        ValueError: shapes do not fit.
-    """
-    if starts[0] != 0 or starts[-1] != survival.size or not cost.size:
-        raise ValueError(f"shapes do not fit: {survival.shape}, {starts}, {cost.shape}")
-    taken = np.empty(starts.size - 1, np.int64)
-    allocate_into(survival, starts, value, cost, new_bins(), taken)
-    return taken
-
-
-def new_bins() -> Floats:
-    """What `allocate_into` needs for its own."""
-    return np.empty((2, NUM_BINS))
-
-
-@inlined(allocates=False)
-def allocate_into(survival: Floats, starts: Ints, value: float, cost: Floats, bins: Floats, taken: Ints) -> float:
-    """`allocate` for compiled callers; returns the seconds that are expected to be gained. O(D + NUM_BINS).
-
-    Tokens are counted by survival instead of sorted. As survival never rises along a draft, taking the best tokens
-    takes each draft's first ones; of those in the last bin the first requests' are taken.
-
-    Args:
         bins: `new_bins`, filled with the number of tokens by survival, and their summed survival.
         taken: int64 [B], filled.
+
+    Returns:
+        The seconds that are expected to be gained.
     """
     bins[:] = 0.0
     for j in range(survival.size):
@@ -116,58 +96,11 @@ def allocate_into(survival: Floats, starts: Ints, value: float, cost: Floats, bi
 
 @njit(allocates=False)
 def _decide(
-    confidence: Any,
-    starts: Ints,
-    counts: Floats,
-    step: int,
-    num_tokens: int,
-    undrafted: float,
-    tokens: Floats,
-    seconds: Floats,
-    slope: float,
-    sizes: Ints,
-    first_seconds: Floats,
-    cold_seconds: float,
-    untried: int,
-    untried_cost: float,
-    cost: Floats,
-    survival: Floats,
-    bins: Floats,
-    taken: Ints,
-) -> float:
-    """`Budget.decide` once the curves are known: fills `taken`, returns the seconds that are expected to be gained.
-
-    Args:
-        first_seconds: See `StepCost`.
-        cold_seconds: What a step of a size that was never run must gain more.
-        untried, untried_cost: So many draft tokens cost so much, whatever the curve says: see `DraftCosts`.
-        cost: float64, one longer than the most draft tokens that may be taken; filled with what they cost.
-        survival: float64 [D]; filled.
-    """
-    least = LEAST_COST * undrafted / taken.size  # a lower bound, whatever was measured
-    cost[0] = 0.0
-    at = 0
-    for n in range(1, cost.size):
-        padded = num_tokens + n
-        while at < sizes.size and sizes[at] < padded:
-            at += 1
-        if at < sizes.size:
-            padded = sizes[at]
-        cost[n] = n * least
-        if tokens.size:
-            cost[n] = max(cost[n], line_nb(float(padded), tokens, seconds, slope) - undrafted)
-            if padded < tokens[0]:  # never below the line from the step without drafts to the first known size
-                cost[n] = max(cost[n], (seconds[0] - undrafted) * n / (tokens[0] - num_tokens))
-        if first_seconds[min(padded, first_seconds.size - 1)] == 0.0:
-            cost[n] += cold_seconds
-    if 0 < untried < cost.size:
-        cost[untried] = untried_cost
+    confidence: Any, starts: Ints, counts: Floats, step: int, value: float, cost: Floats, survival: Floats,
+    bins: Floats, taken: Ints,
+) -> float:  # fmt: skip
     predict_survival(confidence, starts, counts, step, survival)
-    per_token = 0.0  # what a token more costs, as far as is known
-    if tokens.size:
-        per_token = min((seconds[-1] - undrafted) / (tokens[-1] - num_tokens), undrafted / num_tokens)
-    value = (undrafted - max(per_token, 0.0) * (num_tokens - taken.size)) / taken.size
-    return allocate_into(survival, starts, value, cost, bins, taken)
+    return allocate(survival, starts, value, cost, bins, taken)
 
 
 class Budget:
@@ -184,6 +117,7 @@ class Budget:
         self.survival = Survival()
         self.cost = StepCost()
         self._bins = new_bins()
+        self._is_known = False  # whether any cost of drafts is
         self._drafting: deque[float] = deque(maxlen=RECENT_DRAFTS)  # seconds per request
         self._draft_seconds = 0.0  # their lower decile
         self._balance = 0.0  # what drafts gain in a step less what drafting takes, on average
@@ -209,7 +143,7 @@ class Budget:
         if num_asked:
             self._drafting.append(draft_seconds / num_asked)
             if len(self._drafting) >= MIN_OBSERVATIONS:  # the first ones may compile something
-                self._draft_seconds = lower_decile(self._drafting)
+                self._draft_seconds = sorted(self._drafting)[len(self._drafting) // 10]
 
     def wants_drafts(self, num_tokens: int) -> bool:
         """Whether to ask the drafter in this step. Where drafts do not pay for it, it is asked ever less often. O(1).
@@ -222,17 +156,24 @@ class Budget:
         if self._steps_to_skip > 0:
             self._steps_to_skip -= 1
             return False
-        undrafted = self.cost.undrafted(num_tokens)
-        if undrafted is not None and self.cost.undrafted_is_due(num_tokens):
-            return False
-        if undrafted is None:
-            self._num_probes += 1
-            undrafted = self.cost.guess_undrafted(num_tokens) if self._num_probes > MAX_PROBES else None
-        else:
-            self._num_probes = 0
-        if undrafted is not None:
-            self._undrafted = undrafted
-        return undrafted is not None
+        self._undrafted, is_known, is_due = self.cost.undrafted(num_tokens)
+        self._num_probes = 0 if is_known else self._num_probes + 1
+        return not is_due if is_known else self._undrafted > 0.0 and self._num_probes > MAX_PROBES
+
+    def costs(self, num_requests: int, num_tokens: int, max_draft_tokens: int) -> tuple[float, Floats]:
+        """What draft tokens gain and cost in a step for which `wants_drafts` said True. O(max_draft_tokens).
+
+        Args:
+            num_requests: Those that are drafted for.
+            num_tokens: As `wants_drafts` was told.
+            max_draft_tokens: Most tokens of all drafts together.
+
+        Returns:
+            `value` and `cost` of `allocate`.
+        """
+        cost = np.empty(max_draft_tokens + 1)
+        most, value, self._is_known = self.cost.drafted(num_requests, num_tokens, self._undrafted, cost)
+        return value, cost[: most + 1]
 
     def decide(
         self,
@@ -251,22 +192,30 @@ class Budget:
             max_draft_tokens: Most tokens of all drafts together. None: no bound.
         """
         size = starts.size - 1
-        allowed = confidence.size if max_draft_tokens is None else max(min(confidence.size, max_draft_tokens), 0)
-        if allowed == 0:
-            return self._note(np.zeros(size, np.int64), -self._draft_seconds * size)
-        costs = self.cost.drafted(num_tokens, self._undrafted)
-        if costs.most >= 0:
-            allowed = min(allowed, max(costs.most, size // REQUESTS_PER_TRIAL_TOKEN, 1))
-        # A trial of few tokens would never gain what a new size costs.
-        cold = self.cost.cold_seconds(self._undrafted) if costs.most else 0.0
-        taken = np.empty(size, np.int64)
-        gain = _decide(
-            confidence, starts, self.survival.counts, self.survival.step, num_tokens, self._undrafted,
-            costs.tokens, costs.seconds, costs.slope, self.cost.sizes, self.cost.first_seconds, cold,
-            costs.untried, costs.untried_seconds - self._undrafted, np.empty(allowed + 1),
-            np.empty(confidence.size), self._bins, taken,
-        )  # fmt: skip
-        return self._note(taken, gain - self._draft_seconds * size, learning=not costs.tokens.size)
+        allowed = confidence.size if max_draft_tokens is None else min(confidence.size, max_draft_tokens)
+        taken, gain = np.zeros(size, np.int64), 0.0
+        if allowed > 0:
+            value, cost = self.costs(size, num_tokens, allowed)
+            counts, step, survival = self.survival.counts, self.survival.step, np.empty(confidence.size)
+            gain = _decide(confidence, starts, counts, step, value, cost, survival, self._bins, taken)
+        self.note(size, gain)
+        return taken
+
+    def note(self, num_requests: int, gain: float) -> None:
+        """Remember whether drafts paid, other than to learn what they cost. `decide` does it.
+
+        Args:
+            num_requests: For how many the drafter was asked.
+            gain: What `allocate` returned.
+        """
+        balance = gain - self._draft_seconds * num_requests
+        self._balance += AVERAGE_WEIGHT * (balance - self._balance)
+        if balance > 0:  # after a pause drafts pay again
+            self._balance = max(self._balance, 0.0)
+        if self._balance >= 0:
+            self._last_pause //= 2
+        elif self._is_known or gain <= 0:
+            self._steps_to_skip, self._last_pause = self._last_pause, min(2 * self._last_pause + 1, LONGEST_SLEEP)
 
     def to_dict(self, sizes: Sequence[int] = ()) -> dict[str, Any]:
         """What was learned, as plain data, without a change to it.
@@ -278,21 +227,10 @@ class Budget:
             `undrafted`, `drafted`: the two cost curves as (tokens, seconds). `undrafted_of_sizes`: seconds, None where
             they are not known. `reliability`: `Survival.reliability`.
         """
-        cost = copy.deepcopy(self.cost)  # reading redraws curves, and other ranks may not be asked
+        costs = [self.cost.undrafted(size) for size in sizes]
         return {
-            "undrafted": [values.tolist() for values in cost.curve(drafted=False)],
-            "drafted": [values.tolist() for values in cost.curve(drafted=True)],
-            "undrafted_of_sizes": [cost.undrafted(size) for size in sizes],
+            "undrafted": [values.tolist() for values in self.cost.curve(drafted=False)],
+            "drafted": [values.tolist() for values in self.cost.curve(drafted=True)],
+            "undrafted_of_sizes": [seconds if is_known else None for seconds, is_known, _ in costs],
             "reliability": self.survival.reliability().tolist(),
         }
-
-    def _note(self, taken: Ints, balance: float, *, learning: bool = False) -> Ints:
-        """Remember whether drafts paid, other than to learn what they cost."""
-        self._balance += AVERAGE_WEIGHT * (balance - self._balance)
-        if balance > 0:  # after a pause drafts pay again
-            self._balance = max(self._balance, 0.0)
-        if self._balance >= 0:
-            self._last_pause //= 2
-        elif not (learning and taken.any()):
-            self._steps_to_skip, self._last_pause = self._last_pause, min(2 * self._last_pause + 1, LONGEST_SLEEP)
-        return taken

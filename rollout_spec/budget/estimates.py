@@ -7,9 +7,10 @@ starts[i + 1] of an array over all draft tokens of the step.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,26 +30,31 @@ MAX_TRIALS = 4096.0
 UNTRIED_STEPS = 16
 """A counter that saw nothing for n times as many steps counts 1 / n, so that drafts that were wrong, perhaps before
 there was history, are tried again. If they are right then, the rest of the old counts is dropped for good."""
-WINDOW = 512
-"""A size's cost is the lower decile of its measurements in so many steps up to its last one."""
 MIN_OBSERVATIONS = 3
 """The last measurements of a size count however old they are. With fewer in all, undrafted steps have no cost."""
-REFRESH = 8
-"""Steps after which a curve is drawn anew."""
+WINDOW = 512
+"""A size's cost is the lower decile of its measurements in so many steps up to its last one."""
+KEPT_MEASUREMENTS, CLOSE_MEASUREMENTS = 32, 16
+"""So many are kept of each size; once CLOSE_MEASUREMENTS are in the window, only those that spread over it."""
 LONGEST_TRUST, LONGEST_UNDRAFTED_TRUST = 2048, 128
 """Most steps for which a cost with, or without, drafts is used before it is measured again."""
+LESS_TRUST = 16
+"""Where a larger step with drafts took less than one without: steps after which that is measured again."""
 MOST_PATIENCE = 4.0
 """A size that was measured n times and costs p steps without drafts on top is believed for (n p)^2 steps, with p from 1
 to this: what was measured once or twice at a bad time is soon measured again, and what is expensive ever less often."""
-BOLD_MEASUREMENTS, BOLD_COST = 2, 2.0
-"""After BOLD_MEASUREMENTS steps that each cost more than BOLD_COST steps without drafts, such sizes are tried again
-only once smaller ones were found cheap."""
+BOLD_COST = 2.0
+"""Sizes that cost more steps without drafts than this are tried again only once smaller ones were found cheap."""
 GROWTH = 4
 """How far to go beyond what is known: where larger sizes were expensive, to this many times the draft tokens whose cost
 is believed; where nothing is known, to this many draft tokens for each token of a step without drafts."""
+REQUESTS_PER_TRIAL_TOKEN = 4
+"""Where steps with drafts were found expensive, they are tried again with one token per so many requests."""
 WIDE_GAP, STEEP_GAP = 4, 0.25
 """Between two numbers of draft tokens that differ by more than this factor, and in cost by more than this part of a
 step without drafts, one in the middle is worth a try."""
+LEAST_COST = 0.005
+"""Least cost of a draft token, as a share of a request's in a step without drafts, so that hopeless drafts stop."""
 LARGEST_SIZE = 8192
 """Steps of more tokens count as one size as far as their first step is concerned."""
 RECENT_COLD, MOST_COLD = 32, 4.0
@@ -56,6 +62,9 @@ RECENT_COLD, MOST_COLD = 32, 4.0
 COLD_USES = 10
 """How often a new size is expected to be used, by which the price of its first step is divided. After n steps, where
 that is more: n / COLD_USES times."""
+TOKENS, SECONDS, LAST, COUNT, KEPT, IS_WARM = range(6)
+"""What is known of about one size: its cost, the last step of it and how many there were; the number of measurements
+ever kept, and whether they are others than first steps."""
 
 
 def flatten(drafts: Sequence[Draft]) -> tuple[NDArray[np.float32], Ints]:
@@ -68,15 +77,6 @@ def median(values: Iterable[Any]) -> Any:
     """Of an even number of values the upper one; much faster than NumPy's for a few."""
     ordered = sorted(values)
     return ordered[len(ordered) // 2]
-
-
-def lower_decile(values: Iterable[Any]) -> Any:
-    """The least of up to nine values, then the second least, ...
-
-    Other work on the machine can only make a step longer, so short times tell most about what a step costs.
-    """
-    ordered = sorted(values)
-    return ordered[len(ordered) // 10]
 
 
 class Survival:
@@ -172,70 +172,6 @@ def _observe(confidence: Any, starts: Ints, num_verified: Ints, num_accepted: In
             cell[2] += j < num_accepted[i]
 
 
-class _Observation(NamedTuple):
-    seconds_per_token: float  # comparable between the numbers of tokens that share a bucket
-    num_tokens: int  # padded
-    when: int
-
-
-class _Curve(NamedTuple):
-    """Costs by size; sizes rise, costs never fall."""
-
-    tokens: Floats
-    seconds: Floats
-    last: Ints  # step of about that size
-    counts: Ints  # of measurements
-
-
-class DraftCosts(NamedTuple):
-    """What steps of some number of tokens and drafts on top cost.
-
-    Attributes:
-        tokens, seconds: float64 [n], the curve for `line`, empty as long as it is not known.
-        slope: Seconds per token beyond it.
-        most: How many draft tokens should be tried at most; -1: any number.
-        untried: Draft tokens of a size that was never measured, between two of very different cost; 0: there is none.
-        untried_seconds: The lower one of these two costs.
-    """
-
-    tokens: Floats
-    seconds: Floats
-    slope: float
-    most: int
-    untried: int
-    untried_seconds: float
-
-
-class _SizeHistory:
-    """The last steps of about one size. Cold ones, the first of their number of tokens, count where there are none."""
-
-    def __init__(self) -> None:
-        self.steps: deque[_Observation] = deque()
-        self.count = 0  # of all that were ever measured
-        self.last = 0  # when the last one was
-        self._is_warm = False  # whether `steps` are no cold ones
-        self._point: tuple[float, float, int, int] | None = None
-
-    def add(self, step: _Observation, *, cold: bool) -> None:
-        """Measure one more step, and forget the oldest ones."""
-        self.count, self.last, self._point = self.count + 1, step.when, None
-        if cold and self._is_warm:
-            return
-        if not cold and not self._is_warm:
-            self.steps.clear()
-            self._is_warm = True
-        self.steps.append(step)
-        while len(self.steps) > MIN_OBSERVATIONS and self.steps[0].when <= step.when - WINDOW:
-            self.steps.popleft()
-
-    def point(self) -> tuple[float, float, int, int]:
-        """(tokens, seconds, the last step of this size, how many there were)."""
-        if self._point is None:
-            per_token, tokens, _ = lower_decile(self.steps)
-            self._point = tokens, per_token * tokens, self.last, self.count
-        return self._point
-
-
 class StepCost:
     """Seconds of an engine step by the tokens it computes, with and without drafts, from the steps themselves.
 
@@ -249,32 +185,35 @@ class StepCost:
 
     Attributes:
         sizes: See `pad_to`.
-        first_seconds: float64 [LARGEST_SIZE + 1], by a step's padded tokens: seconds of the first such step; 0 before
-            it, -1 after the second one.
     """
 
     def __init__(self) -> None:
-        self.sizes = np.empty(0, np.int64)
-        self.first_seconds = np.zeros(LARGEST_SIZE + 1)
+        self._first_seconds = np.zeros(LARGEST_SIZE + 1)  # of each size; 0 before its first step, -1 after its second
         self._cold: deque[float] = deque(maxlen=RECENT_COLD)  # seconds that first steps took longer than second ones
         self._usual_cold: float | None = None  # their median
-        self._steps: tuple[dict[int, _SizeHistory], ...] = ({}, {})  # without drafts, with
-        self._curves: list[_Curve | None] = [None, None]
-        self._undrafted: dict[
-            int, tuple[float | None, int]
-        ] = {}  # seconds, and the step at which to measure them again
-        # Of the last question to `drafted`: the question, the step up to which the answer holds, the answer.
-        self._answer: tuple[tuple[int, float], float, DraftCosts] | None = None
-        self._redraw_at = 0
         self._now = 0
+        self._set_sizes(())
+
+    def _set_sizes(self, sizes: tuple[int, ...]) -> None:
+        self.sizes = np.array(sizes, np.int64)
+        # The most tokens of each bucket: what steps are padded to, then quarters of octaves.
+        quarters = sorted({int(2 ** (n / 4)) for n in range(4 * 20)})
+        self._limits = [*sizes, *(limit for limit in quarters if limit > max(sizes, default=0))]
+        buckets = len(self._limits)
+        self._known = np.zeros((2, 6, buckets))  # without drafts, with; TOKENS, SECONDS, ...
+        self._measured = np.zeros((2, buckets, KEPT_MEASUREMENTS, 3))  # tokens, seconds, the step
 
     def pad_to(self, sizes: tuple[int, ...]) -> None:
         """Say to which sizes steps are padded, for example those of CUDA graphs: cost is constant between them.
 
+        Other sizes than before forget what was measured.
+
         Args:
             sizes: Empty: steps are not padded, as before the first call.
         """
-        self.sizes = np.array(sorted(sizes), np.int64)
+        sizes = tuple(sorted(sizes))
+        if sizes != tuple(self.sizes.tolist()):
+            self._set_sizes(sizes)
 
     def observe(self, num_tokens: int, seconds: float, *, drafted: bool) -> None:
         """Learn from one step. O(1).
@@ -285,27 +224,19 @@ class StepCost:
             drafted: Whether any request had a draft.
         """
         self._now += 1
-        size = self._steps[drafted].setdefault(self._bucket(num_tokens), _SizeHistory())
-        # What is believed of its cost may expire before the next time that curves are drawn: with drafts, a cost is
-        # believed for as many steps as the square of its measurements.
-        rest = REFRESH**2 - REFRESH if drafted else REFRESH
-        is_rare = size.count < REFRESH or size.last <= self._now - rest
         padded = self._pad(num_tokens)
         exactly = min(padded, LARGEST_SIZE)
-        first = self.first_seconds[exactly]
+        first = self._first_seconds[exactly]
         if first == 0.0:
-            self.first_seconds[exactly] = seconds
+            self._first_seconds[exactly] = seconds
+            if drafted and self._usual_cold is not None:
+                seconds = max(seconds - self._usual_cold, seconds / 2)
         elif first > 0.0:
             self._cold.append(max(first - seconds, 0.0))
             self._usual_cold = median(self._cold)
-            self.first_seconds[exactly] = -1.0
-        if drafted and first == 0.0 and self._usual_cold is not None:
-            seconds = max(seconds - self._usual_cold, seconds / 2)
-        size.add(_Observation(seconds / padded, padded, self._now), cold=first == 0.0)
-        if is_rare or self._now >= self._redraw_at:
-            self._curves, self._redraw_at = [None, None], self._now + REFRESH
-            self._undrafted.clear()
-            self._answer = None
+            self._first_seconds[exactly] = -1.0
+        bucket = self._bucket(num_tokens)
+        _measure(self._known, self._measured, int(drafted), bucket, padded, seconds, self._now, first == 0.0)
 
     def is_awaited(self, num_tokens: int, *, drafted: bool) -> bool:
         """Whether the next decisions need to know what such a step took: it was measured rarely, or long ago. O(log).
@@ -314,170 +245,215 @@ class StepCost:
             num_tokens, drafted: As `observe` will be told.
         """
         if not drafted:
-            return self.undrafted_is_due(num_tokens)
-        size = self._steps[True].get(self._bucket(num_tokens))
-        return size is None or self._now > size.last + size.count**2
-
-    def cold_seconds(self, undrafted: float) -> float:
-        """What a step of a size that was never run must gain beyond its usual cost.
-
-        That is its part of the seconds that the size's first step takes longer: the longer this engine has run, the
-        more often the size will be used. Until they are known, half a step without drafts is taken for them.
-        """
-        longer = undrafted / 2 if self._usual_cold is None else min(self._usual_cold, MOST_COLD * undrafted)
-        return longer * COLD_USES / max(self._now, COLD_USES**2)
+            return self.undrafted(num_tokens)[2]
+        known = self._known[1, :, self._bucket(num_tokens)]
+        return bool(self._now > known[LAST] + known[COUNT] ** 2 or not known[COUNT])
 
     def curve(self, *, drafted: bool) -> tuple[Floats, Floats]:
-        """(tokens, seconds) of the sizes that were measured, rising. Both may be empty. Up to REFRESH steps old."""
-        return self._curve(drafted)[:2]
+        """(tokens, seconds) of the sizes that were measured, rising. Both may be empty."""
+        curve = self._new_curve()
+        tokens, seconds = curve[:2, : _draw(self._known[int(drafted)], self._now, 0, 0, curve)]
+        return tokens, seconds
 
-    def _curve(self, drafted: bool) -> _Curve:
-        curve = self._curves[drafted]
-        if curve is None:
-            sizes = list(self._steps[drafted].values())
-            if not drafted and sum(size.count for size in sizes) < MIN_OBSERVATIONS:
-                sizes = []
-            curve = self._curves[drafted] = _draw([size.point() for size in sizes], self._now)
-        return curve
+    def undrafted(self, num_tokens: int) -> tuple[float, bool, bool]:
+        """What a step without drafts costs. O(sizes).
 
-    def undrafted(self, num_tokens: int) -> float | None:
-        """Seconds of a step without drafts; None if none of half to four times as many tokens was measured. O(log)."""
-        return self._look_up(num_tokens)[0]
-
-    def undrafted_is_due(self, num_tokens: int) -> bool:
-        """Whether it is time to measure steps of half to twice as many tokens without drafts again. O(log)."""
-        return self._now >= self._look_up(num_tokens)[1]
-
-    def _look_up(self, num_tokens: int) -> tuple[float | None, int]:
-        if num_tokens not in self._undrafted:
-            tokens, seconds = self.curve(drafted=False)
-            near = (tokens >= num_tokens / 2) & (tokens <= 4 * num_tokens)
-            cost = self._read(num_tokens, tokens, seconds) if near.any() else None
-            similar = [
-                size
-                for size in self._steps[False].values()
-                if num_tokens / 2 <= size.steps[-1].num_tokens <= 2 * num_tokens
-            ]
-            last = max((size.last for size in similar), default=0)
-            trust = min(4 * sum(size.count for size in similar) ** 2, LONGEST_UNDRAFTED_TRUST)
-            tokens, seconds = self.curve(drafted=True)
-            larger = seconds[tokens >= num_tokens]
-            # A larger step with drafts took less, so other work slowed those without.
-            if cost is not None and larger.size and larger[0] < cost:
-                cost, trust = float(larger[0]), 2 * REFRESH
-            self._undrafted[num_tokens] = cost, last + trust
-        return self._undrafted[num_tokens]
-
-    def guess_undrafted(self, num_tokens: int) -> float | None:
-        """The same from any steps, however few and however different their sizes; None if there were none. O(sizes)."""
-        tokens, seconds, *_ = _draw([size.point() for size in self._steps[False].values()], self._now)
-        return self._read(num_tokens, tokens, seconds) if tokens.size else None
-
-    def _read(self, num_tokens: int, tokens: Floats, seconds: Floats) -> float:
-        slope = _slope(tokens, seconds)
-        if slope is None:  # what a token more costs is known from the steps with drafts
-            slope = _slope(*self.curve(drafted=True))
-        return max(float(line(float(self._pad(num_tokens)), tokens, seconds, slope or 0.0)), 1e-9)
-
-    def drafted(self, num_tokens: int, undrafted: float) -> DraftCosts:
-        """What steps of so many tokens and drafts on top cost, where they cost `undrafted` seconds without.
-
-        A cost that is no longer believed counts only if it is below the line between those that are, from `undrafted`
-        on: a size that looked expensive is tried again, as a whole at first. After BOLD_MEASUREMENTS it is approached
-        from below.
+        Returns:
+            (seconds, 0 before the first such step; whether steps of half to four times as many tokens were measured, or
+            it is a guess; whether it is time to measure steps of about this size again).
         """
-        question = num_tokens, undrafted
-        if self._answer is None or self._answer[0] != question or self._answer[1] < self._now:
-            self._answer = question, *self._cost_of_drafts(num_tokens, undrafted)
-        return self._answer[2]
+        return _undrafted(self._known, self._now, num_tokens, self._pad(num_tokens), self._new_curve())  # type: ignore[no-any-return]
 
-    def _cost_of_drafts(self, num_tokens: int, undrafted: float) -> tuple[float, DraftCosts]:
-        """(the step up to which this holds, what `drafted` returns)."""
-        tokens, seconds, last, counts = self._curve(True)
-        first = int(np.searchsorted(tokens, num_tokens, "right"))
-        tokens, seconds, last, counts = tokens[first:], seconds[first:], last[first:], counts[first:]
-        untried = self._untried(num_tokens, undrafted, tokens, seconds)
-        factor = np.clip((seconds - undrafted) / undrafted, 1.0, MOST_PATIENCE) ** 2
-        until = last + np.minimum(counts**2 * factor, LONGEST_TRUST)
-        trusted = until >= self._now
-        valid_until = float(until[trusted].min()) if trusted.any() else math.inf
-        believed = np.append(num_tokens, tokens[trusted]), np.append(undrafted, seconds[trusted])
-        kept = trusted | (seconds < np.interp(tokens, *believed, right=0.0))
-        is_expensive = ~kept & (seconds > BOLD_COST * undrafted)
-        is_known_expensive = counts[is_expensive].sum() >= BOLD_MEASUREMENTS
-        tokens, seconds = tokens[kept], seconds[kept]
-        most = -1
-        if is_known_expensive:
-            most = math.ceil(GROWTH * (tokens[-1] - num_tokens)) if tokens.size else 0
-        elif not tokens.size:
-            most = GROWTH * num_tokens
-            if self.sizes.size and num_tokens < self.sizes[-1]:  # larger steps have no CUDA graph
-                most = min(most, int(self.sizes[-1]) - num_tokens)
-        slope = _slope(tokens, seconds)
-        if slope is None:
-            slope = _slope(*self.curve(drafted=False))
-        if slope is None:  # half of what a token costs on average
-            slope = undrafted / num_tokens / 2
-        return valid_until, DraftCosts(tokens, seconds, slope, most, *untried)
+    def drafted(self, num_requests: int, num_tokens: int, undrafted: float, cost: Floats) -> tuple[int, float, bool]:
+        """What draft tokens gain and cost: see `Budget.costs`. O(sizes + draft tokens).
 
-    def _untried(self, num_tokens: int, undrafted: float, tokens: Floats, seconds: Floats) -> tuple[int, float]:
-        """`untried` and `untried_seconds` of DraftCosts, by all that was measured with drafts: see WIDE_GAP."""
-        sizes, costs = np.append(0, tokens - num_tokens), np.append(undrafted, seconds)
-        gaps = (sizes[1:] > WIDE_GAP * np.maximum(sizes[:-1], 1)) & (np.diff(costs) > STEEP_GAP * undrafted)
-        if not gaps.any():
-            return 0, undrafted
-        gap = int(np.argmax(gaps))
-        middle = round(math.sqrt(max(sizes[gap], 1) * sizes[gap + 1]))
-        if self._pad(num_tokens + middle) >= tokens[gap]:  # padded to the upper one
-            return 0, undrafted
-        return middle, float(costs[gap])
+        A cost that is no longer believed does not count: a size is tried again, from below if it looked expensive.
+
+        Args:
+            undrafted: What the step costs without drafts.
+            cost: float64 [>= 1], filled.
+
+        Returns:
+            (how many draft tokens should be tried at most, seconds that a token less saves, whether any cost is known).
+        """
+        cold = undrafted / 2 if self._usual_cold is None else min(self._usual_cold, MOST_COLD * undrafted)
+        cold *= COLD_USES / max(self._now, COLD_USES**2)
+        return _price(
+            self._known, self._now, self.sizes, self._first_seconds, cold, num_requests,
+            num_tokens, undrafted, self._new_curve(), cost,
+        )  # fmt: skip
+
+    def _new_curve(self) -> Floats:
+        return np.empty((3, len(self._limits) + 1))
+
+    def _bucket(self, num_tokens: int) -> int:
+        return min(bisect_left(self._limits, num_tokens), len(self._limits) - 1)
 
     def _pad(self, num_tokens: int) -> int:
         """What a step of so many tokens is padded to."""
-        if not self.sizes.size or num_tokens > self.sizes[-1]:
-            return num_tokens
-        return int(self.sizes[np.searchsorted(self.sizes, num_tokens)])
-
-    def _bucket(self, num_tokens: int) -> int:
-        if self.sizes.size and num_tokens <= self.sizes[-1]:
-            return int(np.searchsorted(self.sizes, num_tokens))
-        return -1 - int(4 * math.log2(max(num_tokens, 1)))
+        bucket = self._bucket(num_tokens)
+        return self._limits[bucket] if bucket < self.sizes.size else num_tokens
 
 
-def _draw(points: list[tuple[float, float, int, int]], now: int) -> _Curve:
-    tokens, seconds, last, counts = np.array(sorted(points), np.float64).reshape(-1, 4).T
+@njit(allocates=False)
+def _measure(
+    known: Any, measured: Any, kind: int, bucket: int, tokens: int, seconds: float, now: int, is_first: bool
+) -> None:
+    """Keep one more measurement. First steps of their number of tokens count where there are no others."""
+    mine, kept = known[kind, :, bucket], measured[kind, bucket]
+    mine[LAST] = now
+    mine[COUNT] += 1
+    if is_first and mine[IS_WARM]:
+        return
+    if not is_first and not mine[IS_WARM]:
+        mine[IS_WARM], mine[KEPT] = 1, 0
+    number = int(mine[KEPT])
+    close = kept[(number - CLOSE_MEASUREMENTS) % KEPT_MEASUREMENTS, 2] > now - WINDOW
+    last = kept[(number - 1) % KEPT_MEASUREMENTS, 2]
+    if number >= CLOSE_MEASUREMENTS and close and now < last + WINDOW // KEPT_MEASUREMENTS:
+        return
+    newest = kept[number % KEPT_MEASUREMENTS]
+    newest[0], newest[1], newest[2] = tokens, seconds, now
+    number += 1
+    mine[KEPT] = number
+    used = 0
+    while used < min(number, KEPT_MEASUREMENTS) and (
+        used < MIN_OBSERVATIONS or kept[(number - 1 - used) % KEPT_MEASUREMENTS, 2] > now - WINDOW
+    ):
+        used += 1
+    for i in range(number - used, number):
+        this = kept[i % KEPT_MEASUREMENTS]
+        rank = 0
+        for j in range(number - used, number):
+            other = kept[j % KEPT_MEASUREMENTS]
+            # By seconds per token, which can be compared between the numbers of tokens that share a bucket.
+            difference = other[1] * this[0] - this[1] * other[0]
+            rank += difference < 0 or (difference == 0 and j < i)
+        if rank == used // 10:
+            mine[TOKENS], mine[SECONDS] = this[0], this[1]
+
+
+@inlined(allocates=False)
+def _draw(known: Floats, now: int, above: int, n: int, curve: Floats) -> int:
+    """Add the sizes of more than `above` tokens to a curve of `n`. Sizes rise, costs never fall.
+
+    Args:
+        known: float64 [6, buckets], of `StepCost`.
+        curve: float64 [3, > buckets], filled with each size's tokens, seconds and bucket.
+
+    Returns:
+        The number of sizes.
+    """
+    end = n
+    for bucket in range(known.shape[1]):
+        if known[COUNT, bucket] and known[TOKENS, bucket] > above:
+            curve[0, end], curve[1, end], curve[2, end] = known[TOKENS, bucket], known[SECONDS, bucket], bucket
+            end += 1
     # A larger step that took less shows that the smaller one was held up, unless that was long ago.
-    fresh = last > now - WINDOW
-    seconds = np.where(fresh, _least_from_here(np.where(fresh, seconds, np.inf)), _least_from_here(seconds))
-    return _Curve(tokens, np.maximum.accumulate(seconds), last.astype(np.int64), counts.astype(np.int64))
-
-
-def _least_from_here(values: Floats) -> Floats:
-    return np.minimum.accumulate(values[::-1])[::-1]
-
-
-def _slope(tokens: Floats, seconds: Floats) -> float | None:
-    """Seconds per token, on average over what is known; None for fewer than two points."""
-    if tokens.size < 2:
-        return None
-    return float((seconds[-1] - seconds[0]) / (tokens[-1] - tokens[0]))
-
-
-def line(wanted: float, tokens: Floats, seconds: Floats, slope: float) -> float:
-    """Interpolation, and beyond what is known so many seconds per token. O(log)."""
-    first, last = 0, tokens.size - 1
-    if wanted <= tokens[first]:
-        return seconds[first] - slope * (tokens[first] - wanted)
-    if wanted >= tokens[last]:
-        return seconds[last] + slope * (wanted - tokens[last])
-    while last - first > 1:
-        middle = (first + last) // 2
-        if tokens[middle] < wanted:
-            first = middle
+    least = least_of_fresh = math.inf
+    for i in range(end - 1, n - 1, -1):
+        least = min(least, curve[1, i])
+        if known[LAST, int(curve[2, i])] > now - WINDOW:
+            least_of_fresh = min(least_of_fresh, curve[1, i])
+            curve[1, i] = least_of_fresh
         else:
-            last = middle
-    share = (wanted - tokens[first]) / (tokens[last] - tokens[first])
-    return seconds[first] + share * (seconds[last] - seconds[first])
+            curve[1, i] = least
+    for i in range(n + 1, end):
+        curve[1, i] = max(curve[1, i], curve[1, i - 1])
+    return end
 
 
-line_nb = inlined(line, allocates=False)
+@inlined(allocates=False)
+def _interpolate(wanted: float, at: int, n: int, curve: Floats) -> float:
+    """Seconds of `wanted` tokens, if `at` of a curve's `n` sizes have less. Beyond them, by the average slope."""
+    first, last = (at - 1, at) if 0 < at < n else (0, n - 1)
+    near = max(at - 1, 0)
+    return curve[1, near] + _slope(first, last, curve) * (wanted - curve[0, near])
+
+
+@inlined(allocates=False)
+def _slope(first: int, last: int, curve: Floats) -> float:
+    """Seconds per token, 0 from a size to itself."""
+    return (curve[1, last] - curve[1, first]) / (curve[0, last] - curve[0, first]) if first < last else 0.0
+
+
+@njit(allocates=False)
+def _undrafted(known: Any, now: int, num_tokens: int, padded: int, curve: Floats) -> tuple[float, bool, bool]:
+    """See `StepCost.undrafted`."""
+    count, last, total, is_near = 0.0, 0.0, 0.0, False
+    for bucket in range(known.shape[2]):
+        tokens = known[0, TOKENS, bucket]
+        total += known[0, COUNT, bucket]
+        is_near |= num_tokens / 2 <= tokens <= 4 * num_tokens
+        if num_tokens / 2 <= tokens <= 2 * num_tokens:
+            count += known[0, COUNT, bucket]
+            last = max(last, known[0, LAST, bucket])
+    is_due = now >= last + min(4 * count**2, LONGEST_UNDRAFTED_TRUST)
+    n = _draw(known[1], now, num_tokens - 1, 0, curve)
+    larger, slope = (curve[1, 0] if n else math.inf), _slope(0, n - 1, curve)
+    n = _draw(known[0], now, 0, 0, curve)
+    if n == 0:
+        return 0.0, False, is_due
+    at = 0
+    while at < n and curve[0, at] < padded:
+        at += 1
+    seconds = _interpolate(padded, at, n, curve)
+    if n == 1:  # what a token more costs is known from the steps with drafts
+        seconds += slope * (padded - curve[0, 0])
+    if larger < seconds:  # with drafts; so other work slowed those without
+        seconds, is_due = larger, now >= last + LESS_TRUST
+    return max(seconds, 1e-9), is_near and total >= MIN_OBSERVATIONS, is_due
+
+
+@njit(allocates=False)
+def _price(
+    known: Any, now: int, sizes: Ints, first_seconds: Floats, cold: float, num_requests: int, num_tokens: int,
+    undrafted: float, curve: Floats, cost: Floats,
+) -> tuple[int, float, bool]:  # fmt: skip
+    """`StepCost.drafted`, where a step of a size that was never run must gain `cold` seconds more."""
+    n = _draw(known[1], now, num_tokens, 1, curve)
+    curve[0, 0], curve[1, 0] = num_tokens, undrafted
+    kept, is_expensive, untried = 1, False, 0
+    extra_before, seconds_before, untried_cost, above = 1.0, undrafted, 0.0, 0.0
+    for i in range(1, n):
+        tokens, seconds, bucket = curve[0, i], curve[1, i], int(curve[2, i])
+        extra = tokens - num_tokens
+        if untried == 0 and extra > WIDE_GAP * extra_before and seconds - seconds_before > STEEP_GAP * undrafted:
+            untried, untried_cost, above = round(math.sqrt(extra_before * extra)), seconds_before - undrafted, tokens
+        extra_before, seconds_before = extra, seconds
+        patience = min(max(seconds / undrafted - 1.0, 1.0), MOST_PATIENCE)
+        trust = min((known[1, COUNT, bucket] * patience) ** 2, LONGEST_TRUST)
+        if known[1, LAST, bucket] + trust >= now:
+            curve[0, kept], curve[1, kept] = tokens, seconds
+            kept += 1
+        else:
+            is_expensive |= seconds > BOLD_COST * undrafted
+    most = cost.size - 1
+    if is_expensive:
+        most = int(GROWTH * (curve[0, kept - 1] - num_tokens))
+    elif kept == 1:
+        most = GROWTH * num_tokens
+        if sizes.size and num_tokens < sizes[-1]:  # larger steps have no CUDA graph
+            most = min(most, sizes[-1] - num_tokens)
+    if most == 0:
+        cold = 0.0  # a trial of few tokens would never gain what a new size costs
+    most = min(cost.size - 1, max(most, num_requests // REQUESTS_PER_TRIAL_TOKEN, 1))
+    cost[0] = 0.0
+    at = size = 0
+    for i in range(1, most + 1):
+        padded = num_tokens + i
+        while size < sizes.size and sizes[size] < padded:
+            size += 1
+        if size < sizes.size:
+            padded = sizes[size]
+        while at < kept and curve[0, at] < padded:
+            at += 1
+        cost[i] = max(_interpolate(padded, at, kept, curve) - undrafted, i * LEAST_COST * undrafted / num_requests)
+        if first_seconds[min(padded, LARGEST_SIZE)] == 0.0:
+            cost[i] += cold
+        if i == untried and padded < above:
+            cost[i] = untried_cost
+    # What a token more costs, as far as is known, is not saved for those of prompts.
+    per_token = (curve[1, kept - 1] - undrafted) / max(curve[0, kept - 1] - num_tokens, 1.0)
+    per_token = min(max(per_token, 0.0), undrafted / num_tokens)
+    return most, (undrafted - per_token * (num_tokens - num_requests)) / num_requests, kept > 1

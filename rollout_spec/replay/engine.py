@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.budget.decide import Budget, allocate
+from rollout_spec.budget.decide import Budget, allocate, new_bins
 from rollout_spec.budget.estimates import Ints, flatten
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
@@ -162,7 +162,9 @@ class Oracle(_PolicyBase):
         survival = (positions < np.repeat(step.acceptable, step.num_drafted)).astype(np.float64)
         extra = self._cost.steps(np.arange(size, size + int(step.acceptable.sum()) + 1)) - plain
         extra[1:] += self._cost.drafted_seconds
-        return allocate(survival, step.starts, plain / size, extra)
+        taken = np.empty(size, np.int64)
+        allocate(survival, step.starts, plain / size, extra, new_bins(), taken)
+        return taken
 
 
 class Phase(NamedTuple):

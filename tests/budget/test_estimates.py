@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from rollout_spec.budget import estimates
 from rollout_spec.budget.estimates import (
     COLD_USES,
+    LEAST_COST,
     MIN_OBSERVATIONS,
     UNTRIED_STEPS,
     WINDOW,
     StepCost,
     Survival,
-    line,
     predict_survival,
 )
 
@@ -27,6 +27,19 @@ def survival_of(survival, confidence, starts):
 
 
 UNIT = st.floats(0, 1, width=32)
+
+
+def undrafted(cost, num_tokens):
+    """Seconds of a step without drafts, None if they are a guess."""
+    seconds, is_known, _ = cost.undrafted(num_tokens)
+    return seconds if is_known else None
+
+
+def drafted(cost, num_tokens, undrafted, most=8):
+    """Seconds that 0, 1, 2, ... draft tokens cost more."""
+    costs = np.zeros(most + 1)
+    limit, _, _ = cost.drafted(num_tokens, num_tokens, undrafted, costs)
+    return costs[: limit + 1]
 
 
 def test_survival_learns_what_the_drafter_overrates():
@@ -87,53 +100,50 @@ def test_slots_that_were_not_verified_do_not_count():
 
 def test_cost_is_robust_and_forgets():
     cost = StepCost()
-    assert cost.undrafted(8) is None
+    assert undrafted(cost, 8) is None
     for seconds in (1.0, 1.0, 50.0):  # one step was held up
         cost.observe(8, seconds, drafted=False)
-    assert cost.undrafted(8) == 1.0
-    assert cost.undrafted(100) is None
+    assert undrafted(cost, 8) == 1.0
+    assert undrafted(cost, 100) is None
     for _ in range(WINDOW):  # the machine has become slower for good
         cost.observe(8, 2.0, drafted=False)
-    assert cost.undrafted(8) == 2.0
+    assert undrafted(cost, 8) == 2.0
 
 
-def test_two_sizes_with_drafts_tell_what_drafts_cost_from_what_slots_cost():
+def test_costs_of_drafts_are_interpolated_from_the_step_without():
     cost = StepCost()
     for n in (4, 8):
         for _ in range(MIN_OBSERVATIONS):
-            cost.observe(32 + n, 5.0 + 0.1 * n, drafted=True)
-    tokens, seconds, slope, *_ = cost.drafted(32, 4.0)
-    for n in (1, 6, 100):
-        assert line(32.0 + n, tokens, seconds, slope) == pytest.approx(5.0 + 0.1 * n)
-    assert cost.drafted(64, 4.0)[0].size == 0
+            cost.observe(32 + n, 4.0 + 0.1 * n, drafted=True)
+    np.testing.assert_allclose(drafted(cost, 32, 4.0, 100)[[2, 4, 6, 8]], [0.2, 0.4, 0.6, 0.8])
+    assert drafted(cost, 32, 4.0, 100)[100] == pytest.approx(10.0), "beyond what is known, by the average slope"
 
 
-def test_one_size_is_a_curve_with_the_slope_of_steps_without_drafts():
-    cost = StepCost()
-    for _ in range(MIN_OBSERVATIONS):
-        cost.observe(36, 5.0, drafted=True)
-    tokens, seconds, slope, most, *_ = cost.drafted(32, 4.0)
-    # Where nothing else is known: half of what a token of the step costs on average.
-    assert (tokens.tolist(), seconds.tolist(), slope, most) == ([36], [5.0], 4 / 32 / 2, -1)
-    for _ in range(MIN_OBSERVATIONS):
-        for n in (10, 30):
-            cost.observe(n, 0.1 * n, drafted=False)
-    assert cost.drafted(32, 3.2)[2] == pytest.approx(0.1)
-
-
-def test_what_is_old_counts_only_where_there_is_nothing_newer(monkeypatch):
-    monkeypatch.setattr(estimates, "WINDOW", 100)
+def test_what_is_old_counts_only_where_there_is_nothing_newer():
     cost = StepCost()
     for _ in range(24):
         cost.observe(8, 1.0, drafted=False)
         cost.observe(100, 5.0, drafted=False)
-    for _ in range(100):
+    for _ in range(WINDOW):
         cost.observe(9, 4.0, drafted=True)
-    assert cost.undrafted(8) == 1.0
+    assert undrafted(cost, 8) == 1.0
     for _ in range(MIN_OBSERVATIONS):
         cost.observe(8, 3.0, drafted=False)
-    assert cost.undrafted(8) == 3.0
-    assert cost.undrafted(100) == 5.0
+    assert undrafted(cost, 8) == 3.0
+    assert undrafted(cost, 100) == 5.0
+
+
+def test_what_looked_expensive_is_left_out_until_it_is_measured_again():
+    cost = StepCost()
+    for n in (12, 16):
+        for _ in range(100):
+            cost.observe(n, 1.0, drafted=True)
+    cost.observe(32, 9.0, drafted=True)  # once, at a bad time
+    assert drafted(cost, 8, 1.0, 24)[24] == pytest.approx(8.0)
+    for _ in range(20):
+        cost.observe(12, 1.0, drafted=True)
+    assert drafted(cost, 8, 1.0, 24)[24] < 0.2
+    assert cost.curve(drafted=True)[0].tolist() == [12, 16, 32]
 
 
 def test_padded_steps_share_a_point():
@@ -144,17 +154,17 @@ def test_padded_steps_share_a_point():
     tokens, seconds = cost.curve(drafted=False)
     assert tokens.tolist() == [16, 32, 40]
     assert seconds.tolist() == [1, 2, 3]
-    assert cost.undrafted(10) == cost.undrafted(16) == 1.0
+    assert undrafted(cost, 10) == undrafted(cost, 16) == 1.0
 
 
 def test_a_guess_goes_by_whatever_was_seen():
     cost = StepCost()
-    assert cost.guess_undrafted(10) is None
+    assert cost.undrafted(10)[0] == 0.0
     cost.observe(100, 1.0, drafted=False)
-    assert cost.guess_undrafted(10) == 1.0
+    assert cost.undrafted(10)[0] == 1.0
     cost.observe(300, 3.0, drafted=False)
-    assert cost.guess_undrafted(200) == pytest.approx(2.0)
-    assert cost.undrafted(200) is None
+    assert cost.undrafted(200)[0] == pytest.approx(2.0)
+    assert undrafted(cost, 200) is None
 
 
 def test_a_curve_never_falls():
@@ -166,11 +176,11 @@ def test_a_curve_never_falls():
 
 
 def test_the_shortest_steps_tell_what_a_size_costs():
-    """Eight steps in nine are held up."""
+    """Four steps in five are held up."""
     cost = StepCost()
     for n in range(100):
-        cost.observe(8, 1.0 if n % 9 == 0 else 3.0, drafted=False)
-    assert cost.undrafted(8) == 1.0
+        cost.observe(8, 1.0 if n % 5 == 0 else 3.0, drafted=False)
+    assert undrafted(cost, 8) == 1.0
 
 
 def test_steps_without_drafts_cost_no_more_than_larger_ones_with():
@@ -178,28 +188,19 @@ def test_steps_without_drafts_cost_no_more_than_larger_ones_with():
     for _ in range(MIN_OBSERVATIONS):
         cost.observe(8, 3.0, drafted=False)  # at a bad time
         cost.observe(16, 1.5, drafted=True)
-    assert cost.undrafted(8) == 1.5
+    assert undrafted(cost, 8) == 1.5
 
 
-def test_what_looked_expensive_is_left_out_until_it_is_measured_again():
-    cost = StepCost()
-    for n in (12, 16):
-        for _ in range(100):
-            cost.observe(n, 1.0, drafted=True)
-    cost.observe(32, 9.0, drafted=True)  # once, at a bad time
-    assert cost.drafted(8, 1.0)[0].tolist() == [12, 16, 32]
-    for _ in range(20):
-        cost.observe(12, 1.0, drafted=True)
-    assert cost.drafted(8, 1.0)[0].tolist() == [12, 16]
-    assert cost.curve(drafted=True)[0].tolist() == [12, 16, 32]
+def price_of_a_new_size(cost, undrafted):
+    return drafted(cost, 1000, undrafted)[1] - LEAST_COST * undrafted / 1000
 
 
 def test_the_first_step_of_a_size_is_not_what_it_costs():
     cost = StepCost()
     for seconds in (15.0, 5.0, 5.0):
         cost.observe(16, seconds, drafted=False)
-    assert cost.undrafted(16) == 5.0
-    assert cost.cold_seconds(5.0) == 10.0 / COLD_USES
+    assert undrafted(cost, 16) == 5.0
+    assert price_of_a_new_size(cost, 5.0) == pytest.approx(10.0 / COLD_USES)
     cost.observe(20, 16.0, drafted=True)
     assert cost.curve(drafted=True)[1].tolist() == [8.0], "at most half of it is taken off"
     cost.observe(21, 12.0, drafted=True)  # of about the same size, and its first step too
@@ -215,11 +216,13 @@ def test_padded_steps_have_one_first_step():
     cost.pad_to((8, 16))
     for n, seconds in ((9, 9.0), (12, 2.0), (16, 2.0)):
         cost.observe(n, seconds, drafted=False)
-    assert cost.undrafted(10) == 2.0
-    assert cost.cold_seconds(2.0) == 7.0 / COLD_USES
+    assert undrafted(cost, 10) == 2.0
+    assert price_of_a_new_size(cost, 2.0) == pytest.approx(7.0 / COLD_USES)
     for _ in range(1000):
         cost.observe(9, 2.0, drafted=False)
-    assert cost.cold_seconds(2.0) == pytest.approx(7.0 / 100, rel=0.01), "a size is used more often in a longer run"
+    assert price_of_a_new_size(cost, 2.0) == pytest.approx(7.0 / 100, rel=0.01), (
+        "a size is used more often in a longer run"
+    )
 
 
 def test_what_was_wrong_long_ago_is_tried_again():
