@@ -176,12 +176,7 @@ class Budget:
         return value, cost[: most + 1]
 
     def decide(
-        self,
-        confidence: NDArray[np.float32],
-        starts: Ints,
-        *,
-        num_tokens: int,
-        max_draft_tokens: int | None = None,
+        self, confidence: NDArray[np.float32], starts: Ints, *, num_tokens: int, max_draft_tokens: int | None = None
     ) -> Ints:
         """Tokens to verify of each draft, int64 [B], in a step for which `wants_drafts` said True. O(D).
 

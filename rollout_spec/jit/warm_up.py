@@ -112,7 +112,7 @@ def _advance() -> None:
     live_requests.read_new_tokens(token, np.ones(1, np.int32), row, live.num_seen, row, starts, kept)
     live_requests.advance(live, row, token[0], starts, kept, starts.copy(), to_come)
     live_requests.find_rows(starts, starts, starts, row, row.copy())
-    live_requests.choose(live, row, to_come, 1, 1, row.copy(), np.zeros((3, 1), np.int64))
+    live_requests.choose(live, row, to_come, 1, 1, row.copy(), to_come.copy())
     live_requests.match_outcomes(live.draft, starts, row, starts, row, row, row.copy(), np.zeros((2, 1), np.int64))
     live_requests.flatten_drafts(
         Drafts(token, row, np.zeros((1, 1), np.float32)), row, 1, np.zeros(1, np.float32), starts
