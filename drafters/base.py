@@ -1,21 +1,27 @@
-"""The interface between drafters and what calls them: the vLLM plugin, `decode_step`, a replay.
+"""The interface between drafters and what calls them: the vLLM plugin, `loop.py`, a replay.
 
 The calls for a request are `start_request`, then rounds of `propose`, `observe` and `extend` in this order (`propose`
 and `observe` are left out of steps that do not draft), then `stop_request`; other requests may start and stop in
-between. The same calls must give the same drafts, which tensor-parallel ranks rely on: a drafter must not depend on
-wall-clock time, threads or unseeded randomness.
+between. A drafter need not have `observe`: what became of its drafts it can also see from the tokens that follow them.
+The same calls must give the same drafts, which tensor-parallel ranks rely on: a drafter must not depend on wall-clock
+time, threads or unseeded randomness.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.types import Draft, Drafts, Int32Array
+from rollout_spec.types import Draft, Int32Array
+
+if TYPE_CHECKING:
+    from rollout_spec.drafters.host.requests import RequestTable
+    from rollout_spec.drafters.host.step import Learned, Sampled
+    from rollout_spec.jit.reference import Reference
 
 Tokens: TypeAlias = "Sequence[int] | NDArray[np.integer]"
 
@@ -103,50 +109,46 @@ class Drafter(Protocol):
 class BatchDrafter(Drafter, Protocol):
     """A drafter that engines call once per step, whatever the number of requests: without an object for each of them.
 
-    `rollout_spec.drafters.batch.as_batch_drafter` gives these methods to one that has only those of `Drafter`. R is the
-    number of requests of a call.
+    `rollout_spec.drafters.batch.as_batch_drafter` gives these methods to one that has only those of `Drafter`.
     """
 
+    table: RequestTable
+    """What is known of the live requests, by row."""
+
     def row_of(self, req_id: str) -> int:
-        """The number by which the calls below name a live request. Small, and free again once the request has ended.
+        """A live request's row in `table`.
 
         Raises:
             ValueError: `req_id` is not live.
         """
 
-    def extend_batch(self, rows: NDArray[np.int64], token_ids: Int32Array, starts: NDArray[np.int64]) -> None:
-        """`extend` for each request, by token_ids[starts[i] : starts[i + 1]].
+    def learn_step(
+        self, sampled: Sampled, targets: NDArray[np.int64] | None, options: Reference, step_number: int
+    ) -> Learned:
+        """Learn what a step sampled: what became of the last drafts, and the tokens that requests keep.
 
-        They are context for the next draft. Nothing need be drafted from them before `update_index` is called, or this
-        once more. A drafter with an attribute `wants_features` that is true gets one more argument, the T tokens'
-        `rollout_spec.features`.
+        Unless `options.index_now`, nothing need be drafted from these tokens before `update_index` is called.
 
         Args:
-            rows: int64 [R], each at most once.
-            token_ids: int32 [T].
-            starts: int64 [R + 1], rising from 0 to T.
+            targets: int64 [N], what the target sampled at the step's rows of logits, PLACEHOLDER_TOKEN_ID where it has
+                no sample; None unless the drafter's attribute `wants_rejected_targets` is true.
+            options: A reference to `StepOptions`.
+            step_number: The step's number, for the budget.
         """
 
     def update_index(self) -> None:
-        """Do what `extend_batch` has left to do: engines call it while they wait for the device."""
+        """Do what `learn_step` has left to do: engines call it while they wait for the device."""
 
-    def propose_batch(self, rows: NDArray[np.int64], max_tokens: NDArray[np.int64]) -> Drafts:
-        """`propose` for each request, at most `max_tokens[i]` tokens (int64 [R])."""
+    def propose_rows(self, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
+        """`propose` for these requests, int64 [R], at most room[i] tokens each: fills `Requests.history`."""
 
-    def observe_batch(
-        self,
-        rows: NDArray[np.int64],
-        target_token_ids: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        num_accepted: NDArray[np.int64],
-    ) -> None:
-        """`observe` for each request, by target_token_ids[starts[i] : starts[i + 1]].
 
-        Args:
-            target_token_ids: int64 [T]. PLACEHOLDER_TOKEN_ID where the target has no sample, and after the first
-                difference, unless the drafter's attribute `wants_rejected_targets` is true; nothing after such a
-                position is known.
-        """
+def tell_outcomes(
+    drafter: Drafter, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array
+) -> None:
+    """`Drafter.observe`, if the drafter has it."""
+    if hasattr(drafter, "observe"):
+        drafter.observe(req_ids, target_token_ids, num_accepted)
 
 
 def problem_of_prompt(prompt_token_ids: Tokens) -> int:

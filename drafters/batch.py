@@ -7,9 +7,13 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.drafters.base import BatchDrafter, Drafter
-from rollout_spec.features.format import Features
-from rollout_spec.types import Drafts, Int32Array
+from rollout_spec.drafters.base import BatchDrafter, Drafter, Tokens
+from rollout_spec.drafters.host import step
+from rollout_spec.drafters.host.requests import RequestTable
+from rollout_spec.drafters.host.step import Learned, Sampled
+from rollout_spec.features.format import Features, no_features
+from rollout_spec.jit.reference import Reference
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID
 
 
 def as_batch_drafter(drafter: Drafter, max_draft_tokens: int) -> BatchDrafter:
@@ -22,7 +26,7 @@ def as_batch_drafter(drafter: Drafter, max_draft_tokens: int) -> BatchDrafter:
     """
     is_batched = False
     for owner in type(drafter).__mro__:
-        is_batched = "propose_batch" in vars(owner)
+        is_batched = "propose_rows" in vars(owner)
         if is_batched or vars(owner).keys() & {"propose", "extend", "observe"}:
             break
     return cast(BatchDrafter, drafter if is_batched else _OneByOne(drafter, max_draft_tokens))
@@ -32,62 +36,61 @@ class _OneByOne:
     """A `BatchDrafter` around a `Drafter`, all of whose other methods are the latter's."""
 
     def __init__(self, drafter: Drafter, max_draft_tokens: int) -> None:
+        self.table = RequestTable(max_draft_tokens)
         self._drafter = drafter
-        self._max_draft_tokens = max_draft_tokens
-        self._req_ids: list[str] = []  # by row
+        self._observes = hasattr(drafter, "observe")
+        self._req_ids: dict[int, str] = {}  # by row
         self._rows: dict[str, int] = {}
-        self._free: list[int] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._drafter, name)
 
-    def start_request(self, req_id: str, *args: Any, **kwargs: Any) -> None:
-        self._drafter.start_request(req_id, *args, **kwargs)
-        if not self._free:
-            self._free.append(len(self._req_ids))
-            self._req_ids.append("")
-        row = self._rows[req_id] = self._free.pop()
+    def start_request(self, req_id: str, prompt_token_ids: Tokens, *, seed: int | None = None, **kwargs: Any) -> None:
+        self._drafter.start_request(req_id, prompt_token_ids, seed=seed, **kwargs)
+        row = self._rows[req_id] = self.table.start(len(prompt_token_ids), seed)
         self._req_ids[row] = req_id
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         self._drafter.stop_request(req_id, keep=keep)
-        self._free.append(self._rows.pop(req_id))
+        row = self._rows.pop(req_id)
+        del self._req_ids[row]
+        self.table.stop(row)
 
     def row_of(self, req_id: str) -> int:
         if req_id not in self._rows:
             raise ValueError(f"request {req_id!r} is not live: start_request comes first")
         return self._rows[req_id]
 
-    def extend_batch(
-        self,
-        rows: NDArray[np.int64],
-        token_ids: Int32Array,
-        starts: NDArray[np.int64],
-        features: Features | None = None,
-    ) -> None:
-        for i, (row, tokens) in enumerate(zip(rows.tolist(), _split(token_ids, starts), strict=True)):
-            if tokens:
-                theirs: Any = () if features is None else (features[starts[i] : starts[i + 1]],)
-                self._drafter.extend(self._req_ids[row], tokens, *theirs)
+    def learn_step(
+        self, sampled: Sampled, targets: NDArray[np.int64] | None, options: Reference, step_number: int
+    ) -> Learned:
+        if self._observes:
+            self._observe(sampled, targets)
+        requests = self.table.arrays
+        before = requests.num_tokens[sampled.rows]
+        learned = step.learn_without_text(self.table, sampled, options, step_number)
+        for i, (row, batch_row) in enumerate(zip(sampled.rows.tolist(), sampled.batch_rows.tolist(), strict=True)):
+            start, end = (int(n - sampled.first[batch_row]) for n in (before[i], requests.num_tokens[row]))
+            if start < end:
+                num_new = int(sampled.lengths[batch_row] - before[i])
+                features = self._features(sampled, batch_row, num_new, end - start)
+                self._drafter.extend(self._req_ids[row], sampled.token_ids[batch_row, start:end].tolist(), *features)
+        return learned
 
     def update_index(self) -> None:
         pass
 
-    def propose_batch(self, rows: NDArray[np.int64], max_tokens: NDArray[np.int64]) -> Drafts:
+    def propose_rows(self, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
         """See `BatchDrafter`.
 
         Raises:
             ValueError: a draft has the wrong type or length.
         """
-        proposed = self._drafter.propose([self._req_ids[row] for row in rows.tolist()], max_tokens.astype(np.int32))
+        proposed = self._drafter.propose([self._req_ids[row] for row in rows.tolist()], room.astype(np.int32))
         if len(proposed) != rows.size:
             raise ValueError(f"drafted for {len(proposed)} requests where {rows.size} were asked for")
-        drafts = Drafts(
-            np.zeros((rows.size, self._max_draft_tokens), np.int32),
-            np.zeros(rows.size, np.int64),
-            np.zeros((rows.size, self._max_draft_tokens), np.float32),
-        )
-        for i, ((token_ids, confidence), limit) in enumerate(zip(proposed, max_tokens.tolist(), strict=True)):
+        drafts = self.table.arrays.history
+        for row, (token_ids, confidence), limit in zip(rows.tolist(), proposed, room.tolist(), strict=True):
             if (
                 not isinstance(token_ids, np.ndarray)
                 or token_ids.dtype != np.int32
@@ -98,26 +101,46 @@ class _OneByOne:
                 )
             if token_ids.size > max(limit, 0):
                 raise ValueError(f"drafted {token_ids.size} tokens where {limit} were asked for")
-            drafts.token_ids[i, : token_ids.size] = token_ids
-            drafts.confidence[i, : token_ids.size] = confidence
-            drafts.lengths[i] = token_ids.size
-        return drafts
+            drafts.tokens[row, : token_ids.size] = token_ids
+            drafts.confidence[row, : token_ids.size] = confidence
+            drafts.lengths[row] = token_ids.size
 
-    def observe_batch(
-        self,
-        rows: NDArray[np.int64],
-        target_token_ids: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        num_accepted: NDArray[np.int64],
-    ) -> None:
-        seen = []
-        for targets, accepted in zip(_split(target_token_ids, starts), num_accepted.tolist(), strict=True):
-            # The token after the accepted ones was emitted whatever it is: 0 where there was no sample.
-            missing = [i for i, token in enumerate(targets) if token < 0 and i > accepted]
-            seen.append([max(token, 0) for token in targets[: missing[0] if missing else None]])
-        self._drafter.observe([self._req_ids[row] for row in rows.tolist()], seen, num_accepted.astype(np.int32))
+    def _observe(self, sampled: Sampled, targets: NDArray[np.int64] | None) -> None:
+        """Tell the outcomes of the last drafts, verified or not: the target's next token tells of the first one."""
+        req_ids, seen, num_accepted = [], [], []
+        drafts = self.table.arrays.history
+        for row, batch_row in zip(sampled.rows.tolist(), sampled.batch_rows.tolist(), strict=True):
+            if self.table.arrays.num_offered[row] < 0:
+                continue
+            accepted = int(sampled.num_accepted[batch_row])
+            end = int(sampled.lengths[batch_row] - sampled.first[batch_row])
+            tokens = sampled.token_ids[batch_row, max(end - accepted - 1, 0) : end].tolist()
+            if self.table.arrays.is_model[row]:
+                # Its own draft is right as far as it agrees with what was said; of the rest nothing is known.
+                own, same = drafts.tokens[row, : drafts.lengths[row]].tolist(), 0
+                while same < min(len(own), accepted) and own[same] == tokens[same]:
+                    same += 1
+                accepted, tokens = same, tokens[: same + 1]
+            elif targets is not None:  # those after the first difference, as far as they are known
+                start, last = sampled.starts[batch_row : batch_row + 2]
+                more = targets[start + accepted + 1 : last].tolist()
+                tokens += more[: more.index(PLACEHOLDER_TOKEN_ID) if PLACEHOLDER_TOKEN_ID in more else None]
+            req_ids.append(self._req_ids[row])
+            seen.append(tokens)
+            num_accepted.append(accepted)
+        if req_ids:
+            self._drafter.observe(req_ids, seen, np.array(num_accepted, np.int32))
 
+    def _features(self, sampled: Sampled, batch_row: int, num_new: int, num_kept: int) -> tuple[Features, ...]:
+        """What the target saw at a request's kept tokens, as an argument; none where it is unknown.
 
-def _split(values: NDArray[Any], starts: NDArray[np.int64]) -> list[list[int]]:
-    flat, ends = values.tolist(), starts.tolist()
-    return [flat[ends[i] : ends[i + 1]] for i in range(len(ends) - 1)]
+        Args:
+            num_new: Tokens that the request has got, the last ones in this step.
+        """
+        if not sampled.features.size:
+            return ()
+        num_earlier = num_new - int(sampled.num_accepted[batch_row]) - 1
+        known, first = no_features(num_kept), min(max(num_earlier, 0), num_kept)
+        start = sampled.starts[batch_row] - num_earlier
+        known[first:] = sampled.features[start + first : start + num_kept]
+        return (known,)

@@ -1,6 +1,7 @@
-"""One decode step over any target: the whole system on one page.
+"""Speculative decoding of any target: the whole system on one page.
 
-The plugin does the same around vLLM's forward pass. This version is for reading and for tests.
+The engine's model runners do the same around vLLM's forward pass: they call the same verifier, `verify`, and the same
+drafting, `Drafting.learn` and `Drafting.draft`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from rollout_spec.budget.decide import Budget
-from rollout_spec.budget.estimates import flatten
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft, Float32Array, Int32Array, SamplingBatch
-from rollout_spec.verify import reference
+from rollout_spec.drafters.host.step import Sampled
+from rollout_spec.drafting import Drafting
+from rollout_spec.types import Drafts, Float32Array, SamplingBatch
+from rollout_spec.verify.api import verify
 from rollout_spec.verify.reference import VerifyMethod
 
 LogitsFunction = Callable[[list[list[int]]], Float32Array]
 """contexts (token lists) -> next-token logits, float32 [len(contexts), vocabulary]."""
+MAX_MODEL_LEN = VOCAB_SIZE = 1 << 31
+"""No bounds: the target says nothing of itself."""
 
 
 @dataclass(slots=True)
@@ -49,111 +54,88 @@ class RequestState:
         """The tokens generated so far."""
         return self.token_ids[self.num_prompt_tokens :]
 
-    @property
-    def finished(self) -> bool:
-        """Whether the request has reached its stop token or its length."""
-        output = self.output_token_ids
-        return len(output) >= self.max_tokens or (bool(output) and output[-1] == self.stop_token_id)
-
-    def trim(self, new_token_ids: Sequence[int]) -> list[int]:
-        """The tokens that count: a step may sample past the request's end."""
-        kept: list[int] = []
-        for token in new_token_ids[: self.max_tokens - len(self.output_token_ids)]:
-            kept.append(int(token))
-            if token == self.stop_token_id:
-                break
-        return kept
-
 
 def decode_step(
     requests: Sequence[RequestState],
-    drafter: Drafter,
+    rows: NDArray[np.int64],
+    drafts: Drafts,
+    drafting: Drafting,
     target: LogitsFunction,
-    num_speculative_tokens: int,
     *,
-    verify: VerifyMethod = "sample",
-    budget: Budget | None = None,
-) -> None:
-    """Advance every request by one step. `requests` must be started in the drafter and unfinished; they are mutated.
+    method: VerifyMethod = "sample",
+) -> Drafts:
+    """Advance every request by one step.
 
     Args:
-        budget: Decides how much of each draft is verified, and learns from the step. None: all of it.
+        requests: None of them complete; they are mutated.
+        rows: int64 [B], theirs in `drafting.drafter.table`.
+        drafts: For this step.
+
+    Returns:
+        The drafts for the next step. No request is drafted for that is complete now.
 
     Raises:
         FloatingPointError: a row of logits holds NaN or +inf, or only -inf. No token is committed then.
 
-    Cost: one `target` call with sum(len(draft) + 1) contexts, O(K) drafter work per request.
+    Cost: one `target` call with sum(drafts.lengths + 1) contexts.
     """
     started = time.perf_counter()
-    req_ids = [request.req_id for request in requests]
 
-    # 1. Draft, where that pays. A request's last token needs no draft: the step samples one token in any case.
-    drafts = [Draft(np.zeros(0, np.int32), np.zeros(0, np.float32)) for _ in requests]
-    asked = budget is None or budget.wants_drafts(len(requests))
-    if asked:
-        room = [min(num_speculative_tokens, r.max_tokens - len(r.output_token_ids) - 1) for r in requests]
-        drafts = drafter.propose(req_ids, np.array(room, np.int32))
-    confidence, proposed = flatten(drafts)
-    num_draft_tokens: NDArray[np.int64] = np.diff(proposed)
-    if asked and budget is not None:
-        num_draft_tokens = budget.decide(confidence, proposed, num_tokens=len(requests))
-        drafts = [Draft(d.token_ids[:n], d.confidence[:n]) for d, n in zip(drafts, num_draft_tokens, strict=True)]
-    drafting = time.perf_counter() - started
-
-    # 2. One forward pass over every drafted position and the one after it.
+    # 1. One forward pass over every drafted position and the one after it.
+    drafted = [tokens[:length] for tokens, length in zip(drafts.token_ids.tolist(), drafts.lengths, strict=True)]
     contexts = [
-        request.token_ids + draft.token_ids[:n].tolist()
-        for request, draft in zip(requests, drafts, strict=True)
-        for n in range(len(draft.token_ids) + 1)
+        r.token_ids + tokens[:n] for r, tokens in zip(requests, drafted, strict=True) for n in range(len(tokens) + 1)
     ]
     logits = target(contexts)
 
-    # 3. Verify: sample the target at every position with its request's noise; accept drafts while they equal that.
-    drafted: Int32Array = np.concatenate([draft.token_ids for draft in drafts]).astype(np.int32)
-    result = reference.verify(
-        logits,
-        drafted,
-        np.cumsum(num_draft_tokens),
+    # 2. Verify: sample the target at every position with its request's noise; accept drafts while they equal that.
+    result = verify(
+        torch.from_numpy(logits),
+        torch.tensor([token for tokens in drafted for token in tokens], dtype=torch.int32),
+        torch.from_numpy(np.cumsum(drafts.lengths)),
         SamplingBatch(
-            temperature=np.array([r.temperature for r in requests], np.float32),
-            seeds=np.array([r.seed for r in requests], np.int64),
-            positions=np.array([len(r.token_ids) - 1 for r in requests], np.int64),
+            temperature=torch.tensor([r.temperature for r in requests], dtype=torch.float32),
+            seeds=torch.tensor([r.seed for r in requests]),
+            positions=torch.tensor([len(r.token_ids) - 1 for r in requests]),
         ),
-        method=verify,
+        method=method,
         logprobs_mode="processed_logprobs",
-        after_difference=bool(getattr(drafter, "wants_rejected_targets", False)),
+        after_difference=drafting.wants_rejected_targets,
     )
-
     if num_invalid := int(result.num_invalid_rows.sum()):
         raise FloatingPointError(
             f"{num_invalid} rows of logits are NaN, +inf or all -inf, and nothing can be sampled from them"
         )
 
-    # 4. Commit, and tell the drafter what became of its drafts before it sees the tokens.
-    ends = np.cumsum(num_draft_tokens + 1)
-    starts = ends - (num_draft_tokens + 1)
-    targets = [result.target_token_ids[a:b] for a, b in zip(starts, ends, strict=True)]
-    if asked:
-        drafter.observe(req_ids, [t[t != PLACEHOLDER_TOKEN_ID] for t in targets], result.num_accepted)
-    for i, request in enumerate(requests):
-        output = result.output_token_ids[i]
-        new = request.trim(output[output != PLACEHOLDER_TOKEN_ID].tolist())
-        request.token_ids.extend(new)
-        request.logprobs.extend(result.logprobs[starts[i] : starts[i] + len(new)].tolist())
-        drafter.extend(request.req_id, new)
-        if request.finished:
-            drafter.stop_request(request.req_id)
+    # 3. Learn: what became of the drafts, and the tokens up to each request's end.
+    num_accepted, first = result.num_accepted.numpy().astype(np.int64), np.array([len(r.token_ids) for r in requests])
+    starts = np.concatenate(([0], np.cumsum(drafts.lengths + 1)))
+    sampled = Sampled(
+        rows,
+        np.arange(rows.size),
+        result.output_token_ids.numpy(),
+        first,
+        (first + num_accepted + 1).astype(np.int32),
+        drafts.lengths,
+        num_accepted,
+        starts,
+    )
+    learned = drafting.learn(sampled, result.target_token_ids.numpy() if drafting.wants_rejected_targets else None)
+    num_kept = drafting.drafter.table.arrays.num_tokens[rows] - first
+    for i, (request, n) in enumerate(zip(requests, num_kept.tolist(), strict=True)):
+        request.token_ids.extend(result.output_token_ids[i, :n].tolist())
+        request.logprobs.extend(result.logprobs[starts[i] : starts[i] + n].tolist())
 
-    # 5. Learn the step's time, and how many drafts were accepted.
-    if budget is not None:
-        budget.survival.observe(confidence, proposed, num_draft_tokens, result.num_accepted.astype(np.int64))
-        budget.observe_step(
+    # 4. Draft for the next step, as much as pays, which the time of this one helps to tell.
+    if drafting.budget is not None:
+        drafting.budget.observe_step(
             len(contexts),
-            time.perf_counter() - started,
-            drafted=drafted.size > 0,
-            num_asked=len(requests) if asked else 0,
-            draft_seconds=drafting,
+            time.perf_counter() - started + drafting.seconds,
+            drafted=bool(drafts.lengths.any()),
+            num_asked=drafting.num_asked,
+            draft_seconds=drafting.seconds,
         )
+    return drafting.draft(rows, learned, num_tokens=learned.num_live)
 
 
 def generate(
@@ -162,15 +144,33 @@ def generate(
     target: LogitsFunction,
     num_speculative_tokens: int,
     *,
-    verify: VerifyMethod = "sample",
+    method: VerifyMethod = "sample",
     budget: Budget | None = None,
 ) -> int:
-    """Decode until every request is finished. Returns the number of steps."""
+    """Decode until every request is complete. Returns the number of steps.
+
+    Args:
+        budget: Decides how much of each draft is verified, and learns from the steps. None: all of it.
+    """
+    drafting = Drafting(
+        drafter, num_speculative_tokens, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, budget=budget
+    )
+    drafter, table = drafting.drafter, drafting.drafter.table
     for request in requests:
-        seed = request.seed if request.temperature > 0 and verify == "sample" else None
+        seed = request.seed if request.temperature > 0 and method == "sample" else None
         drafter.start_request(request.req_id, request.token_ids[: request.num_prompt_tokens], seed=seed)
-    steps = 0
-    while live := [request for request in requests if not request.finished]:
-        decode_step(live, drafter, target, num_speculative_tokens, verify=verify, budget=budget)
+        stops = [] if request.stop_token_id is None else [request.stop_token_id]
+        table.limit(drafter.row_of(request.req_id), max_tokens=request.max_tokens, min_tokens=0, stop_token_ids=stops)
+    live, steps = [request for request in requests if request.max_tokens > 0], 0
+    drafts = drafting.no_drafts(len(live))
+    while live:
+        rows = np.array([drafter.row_of(request.req_id) for request in live])
+        drafts = decode_step(live, rows, drafts, drafting, target, method=method)
         steps += 1
+        is_live = ~table.arrays.is_complete[rows]
+        for request, goes_on in zip(live, is_live, strict=True):
+            if not goes_on:
+                drafter.stop_request(request.req_id)
+        live = [request for request, goes_on in zip(live, is_live, strict=True) if goes_on]
+        drafts = Drafts(drafts.token_ids[is_live], drafts.lengths[is_live])
     return steps

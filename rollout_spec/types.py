@@ -41,8 +41,6 @@ class Drafts(NamedTuple):
     """int32 [B, K]: of row i the first `lengths[i]` are the proposed continuation."""
     lengths: NDArray[np.int64]
     """int64 [B], 0 where nothing is proposed."""
-    confidence: Float32Array
-    """float32 [B, K], as `Draft.confidence`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -116,7 +116,7 @@ def test_imports_without_optional_packages():
     """`import rollout_spec` needs neither vllm, trl, transformers, torch nor triton; drafters need numba only."""
     blocked = "import sys; sys.modules.update(dict.fromkeys(['vllm', 'trl', 'transformers', 'torch', 'triton']))\n"
     code = blocked + (
-        "import rollout_spec, rollout_spec.loop, rollout_spec.cli\n"
+        "import rollout_spec, rollout_spec.cli\n"
         "from rollout_spec.drafters import build_drafter\n"
         "build_drafter('history')\n"
         "from rollout_spec.integrations.vllm import plugin\n"

@@ -12,7 +12,7 @@ Candidates with another token drop out and the others move on by one token; when
 again with the drafted tokens as context. A draft ends where its estimated survival, calibrated from outcomes, falls
 below `min_survival`.
 
-`vote.py` holds the constants, `propose.py` the compiled code.
+`vote.py` holds the constants, `voting.py` and `step.py` the compiled code.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from numpy.typing import NDArray
 
 from rollout_spec import checks
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
-from rollout_spec.drafters.host import ngram, propose, suffix, vote
-from rollout_spec.drafters.host.index import DrafterSettings, Index, append_batch, index_batch, remove_document
-from rollout_spec.drafters.host.lookahead import new_pool
-from rollout_spec.drafters.host.propose import Calibration, Proposals, Rows
+from rollout_spec.drafters.host import ngram, step, suffix, vote
+from rollout_spec.drafters.host.index import WINDOW, DrafterSettings, Index, append_batch, remove_document
+from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER, new_pool
+from rollout_spec.drafters.host.requests import UNLIMITED, RequestTable
+from rollout_spec.drafters.host.step import NO_FEATURES, HistoryState, Learned, Sampled, StepOptions
 from rollout_spec.drafters.host.store import (
     ISOLATED,
     LENGTH,
@@ -46,6 +47,7 @@ from rollout_spec.drafters.host.store import (
 )
 from rollout_spec.drafters.host.threads import MAX_THREADS, share_out, usable_threads
 from rollout_spec.drafters.host.vote import INVERSE_TEMPERATURES, SOURCES
+from rollout_spec.drafters.host.voting import Calibration, new_scratch
 from rollout_spec.features.format import (
     SIGNATURE_BITS,
     Features,
@@ -54,16 +56,15 @@ from rollout_spec.features.format import (
     no_features,
 )
 from rollout_spec.history.rollout import Rollout
-from rollout_spec.types import Draft, Drafts, Int32Array
+from rollout_spec.jit.reference import Reference
+from rollout_spec.types import Draft, Int32Array
 
 IndexKind = Literal["suffix", "ngram"]
-NO_FEATURES = no_features(0)
-TABLE_ENTRIES_PER_TOKEN = 1.3
-"""The n-gram table doubles when it has fewer entries than this times the tokens."""
 MAX_PENDING = 1 << 16
-"""Most output tokens that wait to be indexed while nothing is drafted; at most a sixteenth of `max_history_tokens`."""
+"""Most tokens that wait to be indexed while nothing is drafted; at most a sixteenth of `max_history_tokens`."""
 MAX_ADDED = 1 << 16
 """So many tokens that ended elsewhere are added before old ones are dropped: arrays grow, but never shrink."""
+NOTHING_GIVEN, NO_SURVIVAL = np.zeros((0, 0), np.int32), np.zeros(0)
 LEARNED = ("coarse", "fine", "by_inverse_temperature")
 """The counters by which drafts are made. The others are statistics."""
 MAX_DRAFT_TOKENS = 1 << 16
@@ -119,7 +120,8 @@ class HistoryDrafter:
 
     Attributes:
         wants_features: Whether features that are given with tokens are of use.
-        wants_rejected_targets: Whether the target's tokens after the first difference are, in `observe`.
+        wants_rejected_targets: Whether the target's tokens after the first difference are of use.
+        table: The live requests' rows.
 
     Raises:
         ValueError: an argument is out of range.
@@ -190,12 +192,16 @@ class HistoryDrafter:
             by_source=np.zeros((len(SOURCES), 2), np.int64),
             by_inverse_temperature=np.zeros((len(INVERSE_TEMPERATURES), 2)),
         )
-        self._rows = _new_rows(4)
-        self._proposals = _new_proposals(4, max_draft_tokens)
-        self._continued: Proposals | None = None  # drafts that another drafter has begun, once there are any
+        self.table = RequestTable(max_draft_tokens)
+        self._state = Reference(
+            HistoryState(self._store.arrays, self._index, self._pool, self._settings, self._calibration)
+        )
         self._num_threads = usable_threads() if num_threads is None else num_threads
-        self._scratch = [propose.new_scratch(max_draft_tokens) for _ in range(self._num_threads)]
-        self._free_rows = list(range(3, -1, -1))
+        self._scratch = [Reference(new_scratch(max_draft_tokens)) for _ in range(self._num_threads)]
+        self._window = np.empty(WINDOW, np.int32)
+        # Single requests' tokens, of whose ends nothing is known here; they are indexed before the next draft.
+        no_counts = np.zeros((0, 0, 0)), np.zeros((0, 0))
+        self._options = Reference(StepOptions(max_draft_tokens, UNLIMITED, False, *no_counts))
         self._live: dict[str, _Request] = {}
         self._prompts: dict[tuple[int, int, int, bool], _Prompt] = {}
         self._problems: dict[int, int] = {}  # number in the store by problem id
@@ -205,10 +211,6 @@ class HistoryDrafter:
         self._num_requests = self._num_known_requests = 0
         self._finished: deque[_Request] = deque()
         self._recorded: list[Rollout] | None = None  # None: nobody wants them
-        # Tokens of single requests wait here until a draft is wanted: stored in one call, and indexed after the prompts
-        # that have come meanwhile. Among equal matches the one that was indexed last comes first.
-        self._pending: list[tuple[int, array[int], Features | None]] = []
-        self._num_pending = 0
         self._unindexed: list[NDArray[np.int64]] = []  # documents whose last tokens are not indexed yet
         self._num_unindexed = 0
         self._max_pending = min(MAX_PENDING, max_history_tokens // 16)
@@ -264,16 +266,7 @@ class HistoryDrafter:
         if prompt_tokens:
             prompt = self._prompt(problem, np.frombuffer(prompt_tokens, np.int32), num_known, isolated)
         document = self._new_rollout(problem, prompt, self._version, isolated)
-        if not self._free_rows:
-            self._grow_rows()
-        row = self._free_rows.pop()
-        self._rows.document[row] = document
-        self._rows.prompt_length[row] = len(prompt_tokens)
-        self._rows.seed[row] = 0 if seed is None else seed
-        self._rows.has_seed[row] = seed is not None
-        for proposals in (self._proposals, self._continued):
-            if proposals is not None:
-                proposals.lengths[row], proposals.is_cut[row] = 0, False
+        row = self.table.start(len(prompt_tokens), seed, document)
         self._live[req_id] = _Request(row, document, problem, self._version, prompt)
 
     def extend(self, req_id: str, new_token_ids: Tokens, features: Features | None = None) -> None:
@@ -281,19 +274,35 @@ class HistoryDrafter:
         tokens = _as_array("new_token_ids", new_token_ids)
         if features is not None:
             check_features(features, len(tokens))
-        if tokens:
-            self._pending.append((live.document, tokens, None if features is None else features.copy()))
-            self._num_pending += len(tokens)
+        if not tokens:
+            return
+        row = np.array([live.row])
+        num_seen = self.table.arrays.num_tokens[row]
+        sampled = Sampled(
+            row,
+            np.zeros(1, np.int64),
+            np.frombuffer(tokens, np.int32)[None],
+            num_seen,
+            (num_seen + len(tokens)).astype(np.int32),
+            np.zeros(1, np.int64),
+            np.array([len(tokens) - 1]),
+            np.array([0, len(tokens)]),
+            NO_FEATURES if features is None else features,
+        )
+        self._learn(sampled, self._options, 0)
+        if self._num_unindexed >= self._max_pending:
+            self._flush()
 
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
         rows = self._batch(req_ids)
-        limits = checks.integers("max_tokens", max_tokens, len(req_ids))
         self._flush()
-        drafts = self.propose_batch(rows, limits)
-        lengths = drafts.lengths.tolist()
-        return [Draft(t[:n], c[:n]) for t, c, n in zip(drafts.token_ids, drafts.confidence, lengths, strict=True)]
+        self.propose_rows(rows, checks.integers("max_tokens", max_tokens, len(req_ids)))
+        drafts = self.table.arrays.history
+        tokens, confidence, lengths = drafts.tokens[rows], drafts.confidence[rows], drafts.lengths[rows].tolist()
+        return [Draft(t[:n], c[:n]) for t, c, n in zip(tokens, confidence, lengths, strict=True)]
 
     def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
+        """As `Drafter.observe`: drafts are graded by `extend`, only the lookahead pool learns from rejected targets."""
         rows = self._batch(req_ids)
         if not isinstance(target_token_ids, Sequence) or len(target_token_ids) != rows.size:
             raise ValueError(
@@ -308,154 +317,137 @@ class HistoryDrafter:
                 "num_accepted must be from 0 to the number of target_token_ids of each request, got "
                 f"{checks.shown(num_accepted)}"
             )
-        tokens = np.frombuffer(array("i", chain.from_iterable(lists)), np.int32).astype(np.int64)
-        self.observe_batch(rows, tokens, starts, accepted)
+        if self.wants_rejected_targets:
+            targets = np.frombuffer(array("i", chain.from_iterable(lists)), np.int32).astype(np.int64)
+            self._remember_rejected(rows, np.arange(rows.size), targets, starts, accepted)
 
     def row_of(self, req_id: str) -> int:
         return self._request(req_id).row
 
-    def extend_batch(
+    def learn_step(
+        self, sampled: Sampled, targets: NDArray[np.int64] | None, options: Reference, step_number: int
+    ) -> Learned:
+        if sampled.features.size:
+            check_features(sampled.features, sampled.features.shape[0])
+        if self._unindexed:  # prompts before the tokens that were sampled meanwhile
+            self.update_index()
+        if targets is not None and self.wants_rejected_targets:
+            self._remember_rejected(sampled.rows, sampled.batch_rows, targets, sampled.starts, sampled.num_accepted)
+        learned = self._learn(sampled, options, step_number)
+        self._drop_oldest()
+        return learned
+
+    def _learn(self, sampled: Sampled, options: Reference, step_number: int) -> Learned:
+        if sampled.features.size and self.wants_features:
+            self._store.keep_features()
+        out = np.empty((2, sampled.rows.size), np.int64)
+        for _ in range(2):
+            num_chosen, *counts, num_new, had_room = step.learn(
+                self.table.reference, self._known(), options, sampled, step_number, self._window, out
+            )
+            if had_room:
+                break
+            self._store.reserve(num_new // PAGE_TOKENS + sampled.rows.size)
+            if options.index_now:
+                self._reserve_index(num_new, self._store.num_tokens + num_new)
+        assert had_room, "what was reserved is not enough"
+        if not options.index_now and num_new:
+            self._unindexed.append(self.table.arrays.document[sampled.rows])
+            self._num_unindexed += num_new
+        return Learned(out[0, :num_chosen], out[1, :num_chosen], *counts)
+
+    def _remember_rejected(
         self,
         rows: NDArray[np.int64],
-        token_ids: Int32Array,
+        batch_rows: NDArray[np.int64],
+        targets: NDArray[np.int64],
         starts: NDArray[np.int64],
-        features: Features | None = None,
+        num_accepted: NDArray[np.int64],
     ) -> None:
-        if features is not None:
-            check_features(features, token_ids.size)
-        self._flush()
-        if token_ids.size:
-            self._append(self._rows.document[rows], token_ids, starts, features)
-            self._drop_oldest()
+        text = np.empty(LOOKAHEAD_ORDER + self._max_draft_tokens, np.int32)
+        step.remember_rejected(
+            self.table.reference, self._known(), rows, batch_rows, targets, starts, num_accepted, text
+        )
+
+    def _known(self) -> Reference:
+        """All that is known, for compiled functions."""
+        now, state = (self._store.arrays, self._index, self._settings), self._state.values
+        if now[0] is not state.store or now[1] is not state.lookup or now[2] is not state.settings:
+            self._state = Reference(state._replace(store=now[0], lookup=now[1], settings=now[2]))
+        return self._state
 
     def update_index(self) -> None:
         if self._num_unindexed == 0:
             return
-        documents, num_tokens = np.concatenate(self._unindexed), self._num_unindexed
-        index, store = self._index, self._store
-        if self._settings.use_tree:
-            index = index._replace(tree=suffix.reserve(store.arrays, index.tree, num_tokens, is_shared=False))
-            if self._settings.use_shared:
-                index = index._replace(shared=suffix.reserve(store.arrays, index.shared, num_tokens, is_shared=True))
-        if self._settings.use_table:
-            wanted = store.num_tokens * TABLE_ENTRIES_PER_TOKEN
-            if index.buckets.size < wanted:
-                old = index.buckets
-                index = index._replace(buckets=ngram.new_buckets(int(wanted)))
-                ngram.rehash(store.arrays, index.buckets, self._settings.use_shared, old)
-        self._index = index
-        index_batch(store.arrays, index, self._settings, documents)
+        self._reserve_index(self._num_unindexed, self._store.num_tokens)
+        step.index_documents(self._known(), np.concatenate(self._unindexed), self._window)
         self._unindexed, self._num_unindexed = [], 0  # not before: without room for all it can be tried again
 
-    def propose_batch(self, rows: NDArray[np.int64], max_tokens: NDArray[np.int64]) -> Drafts:
-        if self._pending:
-            self._flush()
-        nothing = np.zeros((rows.size, 0), np.int32)
-        return self._propose(self._proposals, rows, max_tokens, nothing, np.ones(rows.size))
+    def _reserve_index(self, num_new: int, num_tokens: int) -> None:
+        """Make room in the index for so many new tokens, and so many in all."""
+        index, store = self._index, self._store
+        if self._settings.use_tree:
+            tree = suffix.reserve(store.arrays, index.tree, num_new, is_shared=False)
+            shared = index.shared
+            if self._settings.use_shared:
+                shared = suffix.reserve(store.arrays, shared, num_new, is_shared=True)
+            if tree is not index.tree or shared is not index.shared:
+                self._index = index._replace(tree=tree, shared=shared)
+        num_entries = num_tokens * ngram.TABLE_ENTRIES_PER_TOKEN
+        if self._settings.use_table and index.buckets.size < num_entries:
+            self._index = self._index._replace(buckets=ngram.new_buckets(num_entries))
+            ngram.rehash(store.arrays, self._index.buckets, self._settings.use_shared, index.buckets)
 
-    def continue_batch(
+    def propose_rows(self, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
+        self._propose(rows, room, NOTHING_GIVEN, NO_SURVIVAL, continues=False)
+
+    def continue_rows(
         self,
         rows: NDArray[np.int64],
+        room: NDArray[np.int64],
         token_ids: Int32Array,
         survival: NDArray[np.float64],
-        max_tokens: NDArray[np.int64],
-    ) -> Drafts:
-        """Continue drafts that another drafter has begun. Called after `propose_batch` of the same step.
+    ) -> None:
+        """Continue drafts that another drafter has begun: fills `Requests.continued`.
 
         Args:
             rows: int64 [R].
+            room: int64 [R], most tokens of the whole drafts, at least M.
             token_ids: int32 [R, M], how the drafts begin.
-            survival: float64 [R], the estimated probability that all of these are accepted.
-            max_tokens: int64 [R], of the whole drafts, at least M.
-
-        Returns:
-            Drafts that begin with `token_ids`, whose confidence is `survival`.
+            survival: float64 [R], the estimated probability that all of these are accepted, and their confidence.
         """
-        if self._continued is None:
-            self._continued = _new_proposals(self._rows.document.size, self._max_draft_tokens)
-        return self._propose(self._continued, rows, max_tokens, np.ascontiguousarray(token_ids), survival)
-
-    def observe_continued(
-        self,
-        rows: NDArray[np.int64],
-        target_token_ids: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        num_accepted: NDArray[np.int64],
-    ) -> None:
-        """Learn the outcome of the last drafts of `continue_batch`. Arguments as of `observe_batch`."""
-        if self._continued is not None:
-            self._observe(self._continued, rows, target_token_ids, starts, num_accepted)
+        self._propose(rows, room, np.ascontiguousarray(token_ids), survival, continues=True)
 
     def _propose(
         self,
-        out: Proposals,
         rows: NDArray[np.int64],
-        max_tokens: NDArray[np.int64],
+        room: NDArray[np.int64],
         given: Int32Array,
         survival: NDArray[np.float64],
-    ) -> Drafts:
+        *,
+        continues: bool,
+    ) -> None:
+        requests, known = self.table.reference, self._known()
+
         def propose_part(part: int, start: int, end: int) -> None:
-            propose.propose(
-                self._store.arrays,
-                self._index,
-                self._pool,
-                self._rows,
-                rows[start:end],
-                max_tokens[start:end],
-                given[start:end],
-                survival[start:end],
-                self._settings,
-                self._calibration,
-                self._scratch[part],
-                out,
+            some = slice(start, end)
+            step.propose(
+                requests, known, rows[some], room[some], given[some], survival[some], continues, self._scratch[part]
             )
 
         share_out(propose_part, rows.size, self._num_threads)
-        return Drafts(out.tokens[rows], out.lengths[rows], out.confidence[rows])
-
-    def observe_batch(
-        self,
-        rows: NDArray[np.int64],
-        target_token_ids: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        num_accepted: NDArray[np.int64],
-    ) -> None:
-        self._observe(self._proposals, rows, target_token_ids, starts, num_accepted)
-
-    def _observe(
-        self,
-        proposals: Proposals,
-        rows: NDArray[np.int64],
-        target_token_ids: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        num_accepted: NDArray[np.int64],
-    ) -> None:
-        propose.learn_outcomes(
-            self._store.arrays,
-            self._pool,
-            self._rows,
-            rows,
-            target_token_ids,
-            starts,
-            num_accepted,
-            self._settings,
-            self._calibration,
-            self._scratch[0].text,
-            proposals,
-        )
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         live = self._request(req_id)
         keep = checks.switch("keep", keep) and not self._own_only and live.version >= self._oldest_version
         del self._live[req_id]
-        self._free_rows.append(live.row)
+        self.table.stop(live.row)
         if keep and self._recorded is not None:
             self._record(live)
         if keep:
             self._finished.append(live)
-        if not keep or self._num_pending >= self._max_pending:
-            self._flush()
         if not keep:
+            self._flush()
             self._remove(live)
 
     def output_of(self, req_id: str) -> Int32Array:
@@ -464,10 +456,7 @@ class HistoryDrafter:
         Raises:
             ValueError: `req_id` is not live.
         """
-        document = self._request(req_id).document
-        if self._pending:
-            self._flush()
-        return self._store.text(document)
+        return self._store.text(self._request(req_id).document)
 
     def record_rollouts(self) -> None:
         """From now on keep a copy of every rollout that ends and stays in the history, for `take_recorded`."""
@@ -550,13 +539,10 @@ class HistoryDrafter:
             *index.tree,
             *index.shared,
             index.buckets,
-            *self._rows,
-            *self._proposals,
-            *(self._continued or ()),
             *self._calibration,
             *self._pool,
         ]
-        return self._store.memory_bytes() + sum(array.nbytes for array in arrays)
+        return self._store.memory_bytes() + self.table.memory_bytes() + sum(array.nbytes for array in arrays)
 
     def source_counts(self) -> dict[str, tuple[int, int]]:
         """By source (see `SOURCES`): (drafted tokens that the target reached, those that were right)."""
@@ -583,8 +569,7 @@ class HistoryDrafter:
             suffix.check_integrity(self._store.arrays, self._index.tree, is_shared=False)
             if self._settings.use_shared:
                 suffix.check_integrity(self._store.arrays, self._index.shared, is_shared=True)
-        rows = [live.row for live in self._live.values()] + self._free_rows
-        assert sorted(rows) == list(range(self._rows.document.size)), "a row has two owners or none"
+        self.table.check_integrity([live.row for live in self._live.values()])
         documents = [r.document for r in chain(self._live.values(), self._finished)]
         documents += [document for prompt in self._prompts.values() for document in prompt.documents]
         live = np.flatnonzero(self._store.arrays.documents[:, PROBLEM] >= 0).tolist()
@@ -645,12 +630,6 @@ class HistoryDrafter:
 
     def _flush(self) -> None:
         """Index what the drafter was given so far, and drop the oldest rollouts until the bound holds."""
-        if self._pending:
-            pieces, self._pending, self._num_pending = self._pending, [], 0
-            documents = np.array([document for document, _, _ in pieces], np.int64)
-            tokens = np.frombuffer(bytearray().join([tokens for _, tokens, _ in pieces]), np.int32)  # writable
-            starts = _starts([tokens for _, tokens, _ in pieces])
-            self._append(documents, tokens, starts, _concatenate([(len(t), found) for _, t, found in pieces]))
         self.update_index()
         self._drop_oldest()
 
@@ -695,7 +674,7 @@ class HistoryDrafter:
             self._store.keep_features()
         # A piece takes at most one page more than its tokens fill.
         self._store.reserve(tokens.size // PAGE_TOKENS + documents.size)
-        append_batch(self._store.arrays, documents, tokens, starts, NO_FEATURES if features is None else features)
+        append_batch(self._known(), documents, tokens, starts, NO_FEATURES if features is None else features)
         if is_indexed:
             self._unindexed.append(documents)
             self._num_unindexed += tokens.size
@@ -706,7 +685,6 @@ class HistoryDrafter:
         if problem_id is None:
             return
         assert self._recorded is not None
-        self._flush()
         tokens, features = self._store.read(request.document)
         if tokens.size:
             last = request.prompt.documents[-1] if request.prompt else -1
@@ -732,40 +710,8 @@ class HistoryDrafter:
                 del self._problems[problem_id]
 
     def _remove_document(self, document: int) -> None:
-        remove_document(self._store.arrays, self._index, self._settings, document)
+        remove_document(self._known(), document, self._window)
         self._store.release(document)
-
-    def _grow_rows(self) -> None:
-        size = self._rows.document.size
-        old: list[NDArray] = [*self._rows, *self._proposals, *(self._continued or ())]
-        self._rows, self._proposals = _new_rows(2 * size), _new_proposals(2 * size, self._max_draft_tokens)
-        if self._continued is not None:
-            self._continued = _new_proposals(2 * size, self._max_draft_tokens)
-        new: list[NDArray] = [*self._rows, *self._proposals, *(self._continued or ())]
-        for old_array, new_array in zip(old, new, strict=True):
-            new_array[:size] = old_array
-        self._free_rows = list(range(2 * size - 1, size - 1, -1))
-
-
-def _new_rows(capacity: int) -> Rows:
-    return Rows(
-        document=np.zeros(capacity, np.int64),
-        prompt_length=np.zeros(capacity, np.int64),
-        seed=np.zeros(capacity, np.int64),
-        has_seed=np.zeros(capacity, np.bool_),
-    )
-
-
-def _new_proposals(capacity: int, k: int) -> Proposals:
-    return Proposals(
-        lengths=np.zeros(capacity, np.int64),
-        num_given=np.zeros(capacity, np.int64),
-        tokens=np.zeros((capacity, k), np.int32),
-        confidence=np.zeros((capacity, k), np.float32),
-        cells=np.zeros((capacity, k, 4), np.int32),
-        is_cut=np.zeros(capacity, np.bool_),
-        alternatives=np.zeros((capacity, k, len(INVERSE_TEMPERATURES)), np.int32),
-    )
 
 
 def _as_array(name: str, tokens: Tokens | Iterable[int]) -> array[int]:

@@ -28,6 +28,8 @@ from rollout_spec.types import Float32Array
 
 MAX_OWN_CANDIDATES = 24
 """How many of MAX_CANDIDATES may come from the problem's own tree where other problems are asked too."""
+WINDOW = 8 * MAX_DEPTH
+"""Tokens of a document that are looked at together while it is indexed."""
 LONG_MATCH = 4
 """Tokens of a match among the problem's own texts from which on other problems are not searched."""
 
@@ -77,54 +79,66 @@ def _index_position(store, index, settings, problem, use_shared, position, conte
                 ngram.insert(index.buckets, key, position, context, size, order)
 
 
+@inlined(allocates=False)
+def append_features(store, position, features, row):
+    """Keep what the target saw at a token, features[row]; row -1: it is not known."""
+    if store.features.shape[0] > 0:
+        for word in range(store.features.shape[1]):
+            store.features[position, word] = features[row, word] if row >= 0 else 0
+
+
 @njit(allocates=False)
-def append_batch(store, documents, tokens, starts, features):
+def append_batch(history, documents, tokens, starts, features):
     """Append tokens[starts[i] : starts[i + 1]] to documents[i], with their features, or none of them."""
     is_known = features.shape[0] > 0
     for i in range(documents.size):
         for at in range(starts[i], starts[i + 1]):
-            position = append_token(store, documents[i], tokens[at])
-            if store.features.shape[0] > 0:
-                for word in range(store.features.shape[1]):
-                    store.features[position, word] = features[at, word] if is_known else 0
+            position = append_token(history.store, documents[i], tokens[at])
+            append_features(history.store, position, features, at if is_known else -1)
 
 
 @njit(allocates=False)
-def _index_all(store, index, settings, documents, window):
-    for i in range(documents.size):
-        document = documents[i]
-        problem = np.int64(store.documents[document, PROBLEM])
-        left = np.int64(store.documents[document, LENGTH] - store.documents[document, INDEXED])
+def index_document(history, document, window):
+    """Index a document's tokens that are not indexed so far, each as its context's continuation.
+
+    Args:
+        history: Reference to a `HistoryState`.
+        window: int32 [WINDOW], scratch.
+    """
+    store, index, settings = history.store, history.lookup, history.settings
+    problem = np.int64(store.documents[document, PROBLEM])
+    left = np.int64(store.documents[document, LENGTH] - store.documents[document, INDEXED])
+    if left == 0:
+        return
+    use_shared = _uses_shared(store, settings, document)
+    position = step_back(store.pages, last_position(store, document), left - 1)
+    first = MAX_DEPTH - read_back(store, before(store.pages, position), window, np.int64(MAX_DEPTH))
+    end = MAX_DEPTH
+    while True:
+        first = max(first, end - MAX_DEPTH)
+        if end > first:
+            _index_position(store, index, settings, problem, use_shared, position, window[first:end], end - first)
+        left -= 1
         if left == 0:
-            continue
-        use_shared = _uses_shared(store, settings, document)
-        position = step_back(store.pages, last_position(store, document), left - 1)
-        first = MAX_DEPTH - read_back(store, before(store.pages, position), window, np.int64(MAX_DEPTH))
-        end = MAX_DEPTH
-        while True:
-            first = max(first, end - MAX_DEPTH)
-            if end > first:
-                _index_position(store, index, settings, problem, use_shared, position, window[first:end], end - first)
-            left -= 1
-            if left == 0:
-                break
-            if end == window.size:
-                for j in range(MAX_DEPTH):
-                    window[j] = window[end - MAX_DEPTH + j]
-                first, end = 0, MAX_DEPTH
-            window[end] = store.tokens[position]
-            end += 1
-            position = after(store.pages, position)
-        store.documents[document, INDEXED] = store.documents[document, LENGTH]
-
-
-def index_batch(store, index, settings, documents):
-    """Index each document's tokens that are not indexed so far, each as its context's continuation."""
-    _index_all(store, index, settings, documents, np.empty(8 * MAX_DEPTH, np.int32))
+            break
+        if end == window.size:
+            for j in range(MAX_DEPTH):
+                window[j] = window[end - MAX_DEPTH + j]
+            first, end = 0, MAX_DEPTH
+        window[end] = store.tokens[position]
+        end += 1
+        position = after(store.pages, position)
+    store.documents[document, INDEXED] = store.documents[document, LENGTH]
 
 
 @njit(allocates=False)
-def _remove(store, index, settings, document, text):
+def remove_document(history, document, text):
+    """Take a document, all of whose tokens are indexed, out of the index and free its pages.
+
+    Args:
+        text: int32 [MAX_DEPTH], scratch.
+    """
+    store, index, settings = history.store, history.lookup, history.settings
     if settings.use_tree:
         problem = np.int64(store.documents[document, PROBLEM])
         use_shared = _uses_shared(store, settings, document)
@@ -137,11 +151,6 @@ def _remove(store, index, settings, document, text):
                     suffix.remove(store, tree, key, position, text)
             position = previous
     clear_document(store, document)
-
-
-def remove_document(store, index, settings, document):
-    """Take a document, all of whose tokens are indexed, out of the index and free its pages."""
-    _remove(store, index, settings, document, np.empty(MAX_DEPTH, np.int32))
 
 
 @inlined(allocates=False)

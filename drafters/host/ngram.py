@@ -29,6 +29,8 @@ from rollout_spec.jit.compiler import inlined, njit
 
 WAYS = 8
 """Positions per bucket: half a cache line."""
+TABLE_ENTRIES_PER_TOKEN = 1.3
+"""The table doubles when it has fewer entries than this times the tokens."""
 POSITION_MASK = (1 << POSITION_BITS) - 1
 LONG_ORDER, SHORT_ORDER = 3, 1
 """Context lengths by which positions of the same problem are found."""
@@ -36,12 +38,18 @@ SHARED_ORDER = 4
 """Context length by which positions of other problems are found."""
 
 
-def new_buckets(num_entries: int) -> NDArray[np.uint32]:
+def new_buckets(num_entries: float) -> NDArray[np.uint32]:
     """An empty table with room for at least `num_entries` entries."""
     size = 1
     while size * WAYS < num_entries:
         size *= 2
     return np.full((size, WAYS), np.uint32(0xFFFFFFFF))
+
+
+@inlined(allocates=False)
+def has_room(buckets, num_tokens):
+    """Whether the table is large enough for so many tokens."""
+    return buckets.size >= num_tokens * TABLE_ENTRIES_PER_TOKEN
 
 
 @inlined(allocates=False)

@@ -1,6 +1,6 @@
 """The constants of the vote: candidates' weights, and the bins in which outcomes are counted for the confidence.
 
-Three implementations read them: numba (`propose.py`), Triton (`drafters/device/kernels.py`) and NumPy
+Three implementations read them: numba (`voting.py`), Triton (`drafters/device/kernels.py`) and NumPy
 (`tests/drafters/device/reference.py`). `history.py` says how the vote works.
 """
 

@@ -265,11 +265,9 @@ def prepare(session: DraftingSession, history: list[tuple[Problem, Rollout]]) ->
 
     budget.observe_step = observe_modelled_step
     watch = Stopwatch()
-    batched = ("extend_batch", "update_index", "observe_batch", "propose_batch")
     for owner, methods, name in (
-        (drafter, ("start_request", "stop_request", *batched), "drafter"),
-        (budget, ("wants_drafts", "decide", "observe_step"), "budget"),
-        (budget.survival, ("observe",), "budget"),
+        (drafter, ("start_request", "stop_request", "learn_step", "propose_rows", "update_index"), "drafter"),
+        (budget, ("wants_drafts", "costs", "note", "observe_step"), "budget"),
         (session, ("follow", "draft"), "session"),
     ):
         for method in methods:
@@ -291,7 +289,8 @@ class Ours:
         )
         runner.rollout_spec = self.adapter  # type: ignore[attr-defined]
         self.runner, self.session = runner, runner.drafter.session  # type: ignore[attr-defined]
-        self.session._index_late = index_late
+        if index_late:
+            self.session.drafting.index_late()
         self.watch = prepare(self.session, history)
 
     def on_requests_changed(self) -> None:
@@ -325,9 +324,12 @@ class OursV2:
         config = engine_config(k, len(runner.discard_request_mask.np), **options)
         self.speculator = runner_v2.HistorySpeculator(config, torch.device("cpu"))
         self.runner, self.session = runner, self.speculator.session
-        self.session._index_late = index_late
+        if index_late:
+            self.session.drafting.index_late()
         clock = SimpleNamespace(started=0.0)
-        self.adapter = SimpleNamespace(requests=runner.requests, requests_have_changed=True, clock=clock)
+        self.adapter = SimpleNamespace(
+            requests=runner.requests, requests_have_changed=True, clock=clock, wants_rejected_targets=False
+        )
         self.sampler = SimpleNamespace(outcome=None)
         self.speculator.bind(runner, self.adapter, self.sampler)  # type: ignore[arg-type]
         self.watch = prepare(self.session, history)

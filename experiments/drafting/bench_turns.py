@@ -34,7 +34,7 @@ import numpy as np
 from experiments.drafting.peers import ReferenceDrafter
 from experiments.rows import append, origin, quantiles
 from rollout_spec.drafters import build_drafter
-from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.drafters.base import problem_of_prompt, tell_outcomes
 from rollout_spec.history.roots import Conversation, Roots
 from rollout_spec.replay.simulate import Cursor
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
@@ -145,7 +145,7 @@ def speak(samples: Sequence[Sample], drafter: Any, way: Way, roots: Roots, first
         targets = [s.cursor.expected(n + 1) for s, n in zip(live, accepted, strict=True)]
         # At the end of a turn there is no token after the accepted ones.
         outcomes = np.array([min(n, t.size - 1) for n, t in zip(accepted, targets, strict=True)], np.int32)
-        drafter.observe(req_ids, targets, outcomes)
+        tell_outcomes(drafter, req_ids, targets, outcomes)
         for speaker, n in zip(live, accepted, strict=True):
             speaker.advance(n + 1)
         counts += sum(t.size for t in targets), sum(len(draft.token_ids) for draft in drafts), len(live)

@@ -37,8 +37,11 @@ from experiments.drafting.peers import StatelessDrafter
 from experiments.engines.build import build_engine, command
 from experiments.rows import append, origin
 from rollout_spec.demo.run import ENVIRONMENT
+from rollout_spec.drafters.host import step
+from rollout_spec.drafters.host.requests import RequestTable
+from rollout_spec.drafters.host.step import Learned, Sampled
+from rollout_spec.jit.reference import Reference
 from rollout_spec.report.stats import SpeculationStats
-from rollout_spec.types import Drafts
 
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
@@ -52,38 +55,34 @@ class Idle(StatelessDrafter):
     """Never drafts."""
 
     def __init__(self) -> None:
+        self.table = RequestTable(K)
         self._rows: dict[str, int] = {}
-        self._free = list(range(256))
 
     def start_request(self, req_id: str, prompt_token_ids: Any, **kwargs: Any) -> None:
-        self._rows[req_id] = self._free.pop()
+        self._rows[req_id] = self.table.start(len(prompt_token_ids))
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
-        self._free.append(self._rows.pop(req_id))
+        self.table.stop(self._rows.pop(req_id))
 
     def row_of(self, req_id: str) -> int:
         return self._rows[req_id]
 
-    def extend_batch(self, rows: Any, token_ids: Any, starts: Any) -> None:
-        pass
+    def learn_step(self, sampled: Sampled, targets: Any, options: Reference, step_number: int) -> Learned:
+        return step.learn_without_text(self.table, sampled, options, step_number)
 
     def update_index(self) -> None:
         pass
 
-    def observe_batch(self, rows: Any, target_token_ids: Any, starts: Any, num_accepted: Any) -> None:
+    def propose_rows(self, rows: Any, room: Any) -> None:
         pass
-
-    def propose_batch(self, rows: Any, max_tokens: Any) -> Drafts:
-        shape = (len(rows), K)
-        return Drafts(np.zeros(shape, np.int32), np.zeros(len(rows), np.int64), np.zeros(shape, np.float32))
 
 
 class Wrong(Idle):
     """Drafts the padding token with confidence 0.9, which the policy never samples."""
 
-    def propose_batch(self, rows: Any, max_tokens: Any) -> Drafts:
-        shape = (len(rows), K)
-        return Drafts(np.zeros(shape, np.int32), np.maximum(max_tokens, 0), np.full(shape, 0.9, np.float32))
+    def propose_rows(self, rows: Any, room: Any) -> None:
+        drafts = self.table.arrays.history
+        drafts.tokens[rows], drafts.confidence[rows], drafts.lengths[rows] = 0, 0.9, np.maximum(room, 0)
 
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {

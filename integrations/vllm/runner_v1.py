@@ -20,11 +20,11 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor
 
 from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import FEATURE_WORDS, Features
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.device_io import HostCopy, to_device, upload
-from rollout_spec.integrations.vllm.live_requests import Sampled, read_new_tokens, select
 from rollout_spec.integrations.vllm.model_v1 import ModelDrafter, find_model_drafter
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
@@ -74,7 +74,9 @@ class _Uncounted(NamedTuple):
     req_ids: list[str]
     is_counted: NDArray[np.bool_]  # [B], False for chunks of prompts
     num_draft_tokens: list[int]
-    copy: HostCopy  # accepted drafts and broken rows, [B] each; for the drafter also targets [N] and features, if any
+    copy: HostCopy  # accepted drafts and broken rows, [B] each; for the drafter targets [N] and features, as it wants
+    is_drafted: bool  # whether the drafter is to know of it
+    has_targets: bool
 
 
 class Verification(NamedTuple):
@@ -82,9 +84,9 @@ class Verification(NamedTuple):
 
     num_verified: NDArray[np.int64]  # [B]
     num_accepted: NDArray[np.int64]  # [B]
-    target_token_ids: NDArray[np.int64]  # [N], each row's verified positions and the one after them
-    target_starts: NDArray[np.int64]  # [B + 1], each row's first of these, then N
-    features: Features | None  # of these
+    starts: NDArray[np.int64]  # [B + 1], each row's first row of logits, then N
+    target_token_ids: NDArray[np.int64] | None  # [N], if the drafter wants those after the first difference
+    features: Features  # [N, FEATURE_WORDS], or of length 0
 
 
 class RunnerAdapterV1(RunnerAdapter):
@@ -187,10 +189,11 @@ class RunnerAdapterV1(RunnerAdapter):
         is_counted = ~discarded[: len(batch.req_ids)]
         session = self.proposer.session if self.proposer is not None and self.proposer.session.enabled else None
         wanted = [result.num_accepted, result.num_broken_rows]
-        if session is not None:
+        has_targets = session is not None and self.wants_rejected_targets
+        if has_targets:
             wanted.append(result.target_token_ids)
-            if result.features is not None:
-                wanted.append(self._from_first_rank(result.features))  # ranks round sums differently
+        if session is not None and result.features is not None:
+            wanted.append(self._from_first_rank(result.features))  # ranks round sums differently
         tensors = None
         if sampling.max_num_logprobs is not None:
             is_raw = mode.startswith("raw_")
@@ -211,7 +214,9 @@ class RunnerAdapterV1(RunnerAdapter):
             columns = torch.arange(sampled.shape[1], device=logits.device)
             is_emitted = columns == result.num_accepted[:, None]
             sampled = torch.where(is_emitted, sampled.clamp(min=0), sampled)
-        self._outcome = _Uncounted(batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted))
+        self._outcome = _Uncounted(
+            batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted), session is not None, has_targets
+        )
         self.clock.stop()
         if self.model_drafter is not None:
             first_positions = layout.position.index_select(0, layout.starts[:-1])
@@ -280,13 +285,13 @@ class RunnerAdapterV1(RunnerAdapter):
         raise_if_broken(broken, outcome.req_ids)
         verified = np.array(outcome.num_draft_tokens, np.int64)
         self.stats.record(verified[outcome.is_counted], accepted[outcome.is_counted])
-        if not seen:
+        if not outcome.is_drafted:
             return None
         starts = np.zeros(verified.size + 1, np.int64)
-        np.cumsum(verified + 1, out=starts[1:])
-        targets, *words = seen
-        features = words[0].reshape(-1, FEATURE_WORDS) if words else None
-        return Verification(verified, accepted, targets, starts, features)
+        (verified + 1).cumsum(out=starts[1:])
+        targets = seen.pop(0) if outcome.has_targets else None
+        features = seen[0].reshape(-1, FEATURE_WORDS) if seen else NO_FEATURES
+        return Verification(verified, accepted, starts, targets, features)
 
     def _lay_out(self, metadata: Any, batch: _Batch) -> Layout:
         runner, size = self._runner, len(batch.req_ids)
@@ -385,7 +390,6 @@ class RolloutSpecProposer:
             raise ValueError("this engine does not ask for rollout_spec: use rollout_spec.engine_kwargs()")
         self.stats = SpeculationStats()
         self.has_changed = True
-        self._new_tokens = np.empty(1024, np.int32)
         self.session: DraftingSession
         self._config = config
         self._vllm_config = vllm_config
@@ -414,9 +418,9 @@ class RolloutSpecProposer:
         self._runner = runner
         share = sharing_from_first_rank(self._vllm_config)
         index_late = runner.device.type != "cpu"
-        num_model = model_drafter.num_model_tokens if model_drafter is not None else 0
+        has_model = model_drafter is not None
         self.session = DraftingSession(
-            self._config, self._vllm_config, self.stats, share, num_model_tokens=num_model, index_late=index_late
+            self._config, self._vllm_config, self.stats, share, has_model=has_model, index_late=index_late
         )
         if model_drafter is not None:
             model_drafter.wants_model = self.session.wants_model
@@ -474,10 +478,26 @@ class RolloutSpecProposer:
         self.has_changed = False
         if not self.session.follows_all:
             batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
-        sampled = self._sampled(rows, batch_rows, verification, num_tokens_no_spec, token_ids_cpu)
+        sampled = Sampled(
+            rows,
+            batch_rows,
+            token_ids_cpu,
+            np.zeros(num_tokens_no_spec.size, np.int64),
+            num_tokens_no_spec,
+            verification.num_verified,
+            verification.num_accepted,
+            verification.starts,
+            verification.features,
+        )
         if model is not None:
             model = ModelDrafts(model.token_ids[batch_rows], model.probabilities[batch_rows])
-        drafts = self.session.draft(sampled, model)
+        drafts = self.session.draft(
+            sampled,
+            num_tokens=int(self._runner.query_start_loc.np[size]),
+            began=self._runner.rollout_spec.clock.started,
+            targets=verification.target_token_ids,
+            model=model,
+        )
         listed = zip(drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
         drafted = [tokens[:length] for tokens, length in listed]
         if len(drafted) == size:
@@ -486,33 +506,3 @@ class RolloutSpecProposer:
         for row, tokens in zip(batch_rows.tolist(), drafted, strict=True):
             proposed[row] = tokens
         return proposed
-
-    def _sampled(
-        self, rows: Any, batch_rows: Any, verification: Verification, num_tokens_no_spec: Any, token_ids_cpu: Any
-    ) -> Sampled:
-        """What the requests in some rows of the batch have said since the session saw them."""
-        starts = np.empty(rows.size + 1, np.int64)
-        source = (token_ids_cpu, num_tokens_no_spec, batch_rows, self.session.arrays.num_seen, rows)
-        num_new = read_new_tokens(*source, starts, self._new_tokens)
-        if num_new > self._new_tokens.size:
-            self._new_tokens = np.empty(2 * num_new, np.int32)
-            read_new_tokens(*source, starts, self._new_tokens)
-        verified, accepted, targets, target_starts, features = verification
-        size = verified.size
-        if rows.size < size:
-            if features is not None:
-                features = select(features, target_starts, batch_rows)[0]
-            targets, target_starts = select(targets, target_starts, batch_rows)
-            verified, accepted = verified[batch_rows], accepted[batch_rows]
-        return Sampled(
-            rows,
-            self._new_tokens[:num_new],
-            starts,
-            targets,
-            target_starts,
-            verified,
-            accepted,
-            num_tokens=int(self._runner.query_start_loc.np[size]),
-            started=self._runner.rollout_spec.clock.started,
-            features=features,
-        )

@@ -28,11 +28,11 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.integrations.vllm import compat, portions
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.device_io import HostCopy, upload
-from rollout_spec.integrations.vllm.live_requests import Sampled, pieces, select
 from rollout_spec.integrations.vllm.portions import verify_in_portions
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
@@ -526,8 +526,7 @@ class HistorySpeculator(BaseSpeculator):
         if drafted is None:
             return upload(drafts, self._device)
         batch_rows, proposed = drafted
-        is_drafted = np.arange(self._num_speculative_tokens) < proposed.lengths[:, None]
-        drafts[batch_rows] = proposed.token_ids * is_drafted
+        drafts[batch_rows] = proposed.token_ids
         names = [outcome.req_ids[row] for row in batch_rows.tolist()]
         self.num_draft_tokens = dict(zip(names, proposed.lengths.tolist(), strict=True))
         return upload(drafts, self._device)
@@ -541,20 +540,22 @@ class HistorySpeculator(BaseSpeculator):
             (rows of the batch, int64 [R]; their drafts). None while the session is switched off.
         """
         result, starts, size = outcome.result, outcome.starts.astype(np.int64), len(outcome.req_ids)
+        wants_targets = self._adapter.wants_rejected_targets
         copy = HostCopy(
             (
-                result.target_token_ids,
+                result.output_token_ids,
                 result.num_accepted,
                 result.num_broken_rows,
                 num_sampled[:size],
                 outcome.first_positions,
+                *((result.target_token_ids,) if wants_targets else ()),
                 *(() if features is None else (features,)),
             )
         )
         self.session.update_index()
-        targets, accepted, broken, sampled, positions, *words = copy.read()
+        tokens, accepted, broken, num_new, positions, *more = copy.read()
         raise_if_broken(broken, outcome.req_ids)
-        batch_rows = np.flatnonzero(sampled)  # not the chunks of prompts
+        batch_rows = np.flatnonzero(num_new)  # not the chunks of prompts
         verified = np.diff(starts) - 1
         self.stats.record(verified[batch_rows], accepted[batch_rows])
         if not self.session.enabled:
@@ -565,35 +566,55 @@ class HistorySpeculator(BaseSpeculator):
         self._adapter.requests_have_changed = False
         if not self.session.follows_all:
             batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
-        tokens, token_starts = pieces(np.maximum(targets, 0).astype(np.int32), starts[batch_rows], sampled[batch_rows])
-        missed = np.flatnonzero(self.session.arrays.num_seen[rows] != positions[batch_rows] + 1)
+        texts = np.maximum(tokens, 0).astype(np.int32).reshape(size, -1)
+        first = positions + 1
+        requests = self.session.drafter.table.arrays
+        missed = np.flatnonzero((requests.num_tokens[rows] < first[batch_rows]) & ~requests.is_complete[rows])
         if missed.size:  # drafting was off for some steps
-            new = [tokens[token_starts[i] : token_starts[i + 1]] for i in range(rows.size)]
-            for i in missed.tolist():
-                new[i] = self._read_tokens(outcome.req_ids[batch_rows[i]], int(rows[i]))
-            tokens, token_starts = np.concatenate(new), np.cumsum([0, *map(len, new)])
-        seen, seen_starts = select(targets, starts, batch_rows)
-        seen_features = select(words[0].reshape(-1, FEATURE_WORDS), starts, batch_rows)[0] if words else None
+            first, texts = self._with_missed_tokens(outcome, rows, batch_rows, missed, first, texts)
+        targets = more.pop(0) if wants_targets else None
+        sampled = Sampled(
+            rows,
+            batch_rows,
+            texts,
+            first,
+            (positions + 1 + num_new).astype(np.int32),
+            verified,
+            accepted,
+            starts,
+            more[0].reshape(-1, FEATURE_WORDS) if more else NO_FEATURES,
+        )
         drafts = self.session.draft(
-            Sampled(
-                rows,
-                tokens,
-                token_starts,
-                seen,
-                seen_starts,
-                verified[batch_rows],
-                accepted[batch_rows],
-                num_tokens=num_step_tokens,
-                started=self._adapter.clock.started,
-                features=seen_features,
-            )
+            sampled, num_tokens=num_step_tokens, began=self._adapter.clock.started, targets=targets
         )
         return batch_rows, drafts
 
-    def _read_tokens(self, req_id: str, row: int) -> Int32Array:
-        """A request's tokens that the drafter has not seen, from the runner's copy, which is up to date here."""
-        states = self._runner.req_states
-        req_idx = states.req_id_to_index[req_id]
-        length, seen = int(states.total_len.gpu[req_idx]), int(self.session.arrays.num_seen[row])
-        tokens: Int32Array = states.all_token_ids.gpu[req_idx, seen:length].cpu().numpy().astype(np.int32)
-        return tokens
+    def _with_missed_tokens(
+        self,
+        outcome: _Verified,
+        rows: NDArray[np.int64],
+        batch_rows: NDArray[np.int64],
+        missed: NDArray[np.int64],
+        first: NDArray[np.int64],
+        texts: Int32Array,
+    ) -> tuple[NDArray[np.int64], Int32Array]:
+        """`Sampled.first` and `token_ids` with the tokens that the drafter has not seen, from the runner's copy of the
+        requests' texts, which is up to date here.
+
+        Args:
+            missed: int64, index in `rows` of the requests that have some.
+        """
+        states, num_seen = self._runner.req_states, self.session.drafter.table.arrays.num_tokens
+        first, pieces = first.copy(), {}
+        for i in missed.tolist():
+            batch_row, seen = int(batch_rows[i]), int(num_seen[rows[i]])
+            req_idx = states.req_id_to_index[outcome.req_ids[batch_row]]
+            length = int(states.total_len.gpu[req_idx])
+            pieces[batch_row] = states.all_token_ids.gpu[req_idx, seen:length].cpu().numpy().astype(np.int32)
+            first[batch_row] = seen
+        width = max(texts.shape[1], *(piece.size for piece in pieces.values()))
+        widened = np.zeros((texts.shape[0], width), np.int32)
+        widened[:, : texts.shape[1]] = texts
+        for batch_row, piece in pieces.items():
+            widened[batch_row, : piece.size] = piece
+        return first, widened

@@ -106,17 +106,19 @@ def _decide(
 class Budget:
     """Decides, step by step, how many tokens of each draft an engine verifies, and whether to draft at all.
 
-    For each step ask `wants_drafts`. If it does, draft and let `decide` cut the drafts. Tell `survival` what became of
-    them, and `observe_step` what the step took.
+    For each step ask `wants_drafts`. If it does, draft, and cut the drafts by `costs` and `allocate`; then `note` what
+    that gains. `decide` does so for simulations. Tell `survival` what became of them, and `observe_step` what the step
+    took.
 
     Attributes:
         survival, cost: The two estimates.
+        bins: For `allocate`.
     """
 
     def __init__(self) -> None:
         self.survival = Survival()
         self.cost = StepCost()
-        self._bins = new_bins()
+        self.bins = new_bins()
         self._is_known = False  # whether any cost of drafts is
         self._drafting: deque[float] = deque(maxlen=RECENT_DRAFTS)  # seconds per request
         self._draft_seconds = 0.0  # their lower decile
@@ -192,12 +194,12 @@ class Budget:
         if allowed > 0:
             value, cost = self.costs(size, num_tokens, allowed)
             counts, step, survival = self.survival.counts, self.survival.step, np.empty(confidence.size)
-            gain = _decide(confidence, starts, counts, step, value, cost, survival, self._bins, taken)
+            gain = _decide(confidence, starts, counts, step, value, cost, survival, self.bins, taken)
         self.note(size, gain)
         return taken
 
     def note(self, num_requests: int, gain: float) -> None:
-        """Remember whether drafts paid, other than to learn what they cost. `decide` does it.
+        """Remember whether drafts paid, other than to learn what they cost.
 
         Args:
             num_requests: For how many the drafter was asked.

@@ -47,7 +47,8 @@ BOLD_COST = 2.0
 """Sizes that cost more steps without drafts than this are tried again only once smaller ones were found cheap."""
 GROWTH = 4
 """How far to go beyond what is known: where larger sizes were expensive, to this many times the draft tokens whose cost
-is believed; where nothing is known, to this many draft tokens for each token of a step without drafts."""
+is believed, or to those that were once found cheap; where nothing is known, to this many draft tokens for each token of
+a step without drafts."""
 REQUESTS_PER_TRIAL_TOKEN = 4
 """Where steps with drafts were found expensive, they are tried again with one token per so many requests."""
 WIDE_GAP, STEEP_GAP = 4, 0.25
@@ -155,21 +156,27 @@ def predict_survival(confidence: Any, starts: Ints, counts: Floats, step: int, p
             predicted[j] = least
 
 
+@inlined(allocates=False)
+def count_verified(confidence: Any, num_verified: int, num_accepted: int, step: int, counts: Floats) -> None:
+    """`Survival.observe` for one draft, whose tokens have this confidence, float32 [n]."""
+    for j in range(min(num_verified, confidence.size)):  # vLLM may verify padding
+        c = float(confidence[j])
+        cell = counts[_position_bin(j), _confidence_bin(c)]
+        weight = _weight(cell, step) if j < num_accepted else 1.0
+        if cell[0] >= MAX_TRIALS:
+            weight = min(weight, 0.5)
+        for k in range(3):
+            cell[k] *= weight
+        cell[3] = step
+        cell[0] += 1.0
+        cell[1] += c
+        cell[2] += j < num_accepted
+
+
 @njit(allocates=False)
 def _observe(confidence: Any, starts: Ints, num_verified: Ints, num_accepted: Ints, step: int, counts: Floats) -> None:
     for i in range(starts.size - 1):
-        for j in range(min(num_verified[i], starts[i + 1] - starts[i])):  # vLLM may verify padding
-            c = float(confidence[starts[i] + j])
-            cell = counts[_position_bin(j), _confidence_bin(c)]
-            weight = _weight(cell, step) if j < num_accepted[i] else 1.0
-            if cell[0] >= MAX_TRIALS:
-                weight = min(weight, 0.5)
-            for k in range(3):
-                cell[k] *= weight
-            cell[3] = step
-            cell[0] += 1.0
-            cell[1] += c
-            cell[2] += j < num_accepted[i]
+        count_verified(confidence[starts[i] : starts[i + 1]], num_verified[i], num_accepted[i], step, counts)
 
 
 class StepCost:
@@ -413,7 +420,7 @@ def _price(
     """`StepCost.drafted`, where a step of a size that was never run must gain `cold` seconds more."""
     n = _draw(known[1], now, num_tokens, 1, curve)
     curve[0, 0], curve[1, 0] = num_tokens, undrafted
-    kept, is_expensive, untried = 1, False, 0
+    kept, is_expensive, cheap, untried = 1, False, 0, 0
     extra_before, seconds_before, untried_cost, above = 1.0, undrafted, 0.0, 0.0
     for i in range(1, n):
         tokens, seconds, bucket = curve[0, i], curve[1, i], int(curve[2, i])
@@ -426,11 +433,13 @@ def _price(
         if known[1, LAST, bucket] + trust >= now:
             curve[0, kept], curve[1, kept] = tokens, seconds
             kept += 1
+        elif seconds > BOLD_COST * undrafted:
+            is_expensive = True
         else:
-            is_expensive |= seconds > BOLD_COST * undrafted
+            cheap = int(extra)
     most = cost.size - 1
     if is_expensive:
-        most = int(GROWTH * (curve[0, kept - 1] - num_tokens))
+        most = max(int(GROWTH * (curve[0, kept - 1] - num_tokens)), cheap)
     elif kept == 1:
         most = GROWTH * num_tokens
         if sizes.size and num_tokens < sizes[-1]:  # larger steps have no CUDA graph

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -14,13 +14,14 @@ import torch
 from numba.core import event
 
 from rollout_spec.budget.decide import Budget
-from rollout_spec.budget.estimates import flatten
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
-from rollout_spec.drafters.model.choice import DraftChoice, ModelDrafts
+from rollout_spec.drafters.host.step import Sampled
+from rollout_spec.drafters.model.choice import ModelDrafts
+from rollout_spec.drafting import Drafting
 from rollout_spec.history.roots import Roots
 from rollout_spec.jit import cache
-from rollout_spec.types import Draft, Drafts, SamplingBatch
+from rollout_spec.types import Draft, Int32Array, SamplingBatch
 from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.layout import lay_out
 from rollout_spec.verify.reference import LogprobsMode
@@ -53,17 +54,10 @@ def warm_up(
     """
     with _reporting(log):
         if config.speculation:
-            drafts = [Draft(np.array([1, 2], np.int32), np.array([0.9, 0.5], np.float32))] * 2
             roots, token = Roots(), np.zeros(1, np.int32)
             roots.stop(roots.start(token, lambda: 0), token)
             if config.drafts_on_host:
-                _advance()
-                if has_model:
-                    _choose()
-            if config.drafter in DRAFTERS:
-                drafts = _draft(config)
-            if config.budget and config.drafts_on_host:
-                _decide(drafts)
+                _draft(config, has_model)
         if torch.device(device).type == "cpu":
             _verify(config)
 
@@ -102,63 +96,46 @@ class _Listener(event.Listener):
         pass
 
 
-def _advance() -> None:
-    """What a session does with sampled tokens."""
-    from rollout_spec.integrations.vllm import live_requests
+class _NoDrafts:
+    """Stands for a drafter that is not built in."""
 
-    row, starts = np.zeros(1, np.int64), np.array([0, 1])
-    token, kept = np.zeros((1, 1), np.int32), np.zeros(1, np.int32)
-    live, to_come = live_requests.new_arrays(), np.zeros(1, np.int64)
-    live_requests.read_new_tokens(token, np.ones(1, np.int32), row, live.num_seen, row, starts, kept)
-    live_requests.advance(live, row, token[0], starts, kept, starts.copy(), to_come)
-    live_requests.find_rows(starts, starts, starts, row, row.copy())
-    live_requests.choose(live, row, to_come, 1, 1, row.copy(), to_come.copy())
-    live_requests.match_outcomes(live.draft, starts, row, starts, row, row, row.copy(), np.zeros((2, 1), np.int64))
-    live_requests.flatten_drafts(
-        Drafts(token, row, np.zeros((1, 1), np.float32)), row, 1, np.zeros(1, np.float32), starts
-    )
+    def start_request(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    stop_request = extend = start_request
+
+    def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
+        return [Draft(np.zeros(0, np.int32), np.zeros(0, np.float32))] * len(req_ids)
 
 
-def _choose() -> None:
-    """What a session does with drafts of history and of a model."""
-    one, row = np.ones(1, np.int64), np.zeros(1, np.int64)
-    chooser = DraftChoice(1, 1)
-    chooser.start(0, is_sampled=True)
-    token, probability = np.zeros((1, 1), np.int32), np.zeros((1, 1), np.float32)
-    chooser.choose(row, Drafts(token, one, probability), ModelDrafts(token, probability), one)
-    chooser.observe(row, row, np.array([0, 1]), row)
-
-
-def _draft(config: RolloutSpecConfig) -> list[Draft]:
-    """Two requests from start to stop; one rollout is kept, the other removed. Returns their drafts."""
-    options = {"max_draft_tokens": config.num_speculative_tokens, **config.drafter_options}
-    drafter: Any = build_drafter(config.drafter, **options)
+def _draft(config: RolloutSpecConfig, has_model: bool) -> None:
+    """Two requests from start to stop; one rollout is kept, the other removed."""
+    k, is_ours = config.num_speculative_tokens, config.drafter in DRAFTERS
+    options = {"max_draft_tokens": k, **config.drafter_options}
+    drafter: Any = build_drafter(config.drafter, **options) if is_ours else _NoDrafts()
+    budget = Budget() if config.budget else None
+    drafting = Drafting(drafter, k, max_model_len=1 << 20, vocab_size=1 << 31, budget=budget, has_model=has_model)
     prompt = np.arange(1200, dtype=np.int32) % 300  # long enough for the tables to grow
-    req_ids = ["greedy", "sampled"]
-    for req_id, seed in zip(req_ids, (None, 0), strict=True):
-        drafter.start_request(req_id, prompt, problem_id=0, seed=seed)
-        drafter.extend(req_id, [0, 1, 2])
-    drafts = drafter.propose(req_ids, np.full(2, config.num_speculative_tokens, np.int32))
-    drafter.observe(req_ids, [[3, 4], [5, 6]], np.zeros(2, np.int32))
-    drafter.output_of("greedy")
-    drafter.stop_request("greedy")
-    drafter.stop_request("sampled", keep=False)
-    drafter.begin_policy_version(1)
-    return drafts
-
-
-def _decide(drafts: list[Draft]) -> None:
-    """Observe and decide steps until the budget knows their costs."""
-    budget = Budget()
-    size = len(drafts)
-    confidence, starts = flatten(drafts)
-    none = np.zeros(size, np.int64)
-    for _ in range(16):
-        budget.observe_step(size, 1e-3, drafted=False)
-        budget.observe_step(2 * size, 2e-3, drafted=True, num_asked=size, draft_seconds=1e-5)
-        budget.survival.observe(confidence, starts, np.minimum(np.diff(starts), 1), none)
-        if budget.wants_drafts(size):
-            budget.decide(confidence, starts, num_tokens=size, max_draft_tokens=confidence.size)
+    for req_id, seed in (("greedy", None), ("sampled", 0)):
+        drafting.drafter.start_request(req_id, prompt, problem_id=0, seed=seed)
+    rows = np.array([drafting.drafter.row_of(req_id) for req_id in ("greedy", "sampled")])
+    zeros, tokens = np.zeros(2, np.int64), np.arange(3, dtype=np.int32)[None].repeat(2, 0)
+    model = ModelDrafts(tokens[:, :1], np.ones((2, 1), np.float32)) if has_model else None
+    for number in range(17):  # until the budget knows what steps cost
+        first = np.full(2, prompt.size + 3 * number)
+        sampled = Sampled(
+            rows, np.arange(2), tokens, first, (first + 3).astype(np.int32), zeros, zeros + 2, np.array([0, 3, 6])
+        )
+        learned = drafting.learn(sampled, np.zeros(6, np.int64) if drafting.wants_rejected_targets else None)
+        for drafted in (False, True):
+            if budget is not None:
+                budget.observe_step(2 + 2 * drafted, 1e-3, drafted=drafted, num_asked=2, draft_seconds=1e-5)
+        drafting.draft(rows, learned, num_tokens=2, model=model)
+    if is_ours:
+        drafter.output_of("greedy")
+        drafter.update_index()
+    drafting.drafter.stop_request("greedy")
+    drafting.drafter.stop_request("sampled", keep=False)
 
 
 def warm_up_kernels(

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rollout_spec.budget.decide import Budget, allocate, new_bins
 from rollout_spec.budget.estimates import Ints, flatten
 from rollout_spec.drafters import build_drafter
-from rollout_spec.drafters.base import Drafter
+from rollout_spec.drafters.base import Drafter, tell_outcomes
 from rollout_spec.replay.cost import EngineCost
 from rollout_spec.replay.simulate import Cursor, Request, show
 from rollout_spec.types import Draft
@@ -243,7 +243,7 @@ def run_phase(
         if asked:  # the target's next token also tells about drafts that were not verified
             seen = [live[req_id].expected(int(n) + 1) for req_id, n in zip(ids, hits, strict=True)]
             outcomes = np.array([min(int(n), s.size - 1) for n, s in zip(hits, seen, strict=True)], np.int32)
-            drafter.observe(ids, seen, outcomes)
+            tell_outcomes(drafter, ids, seen, outcomes)
         for i, req_id in enumerate(ids):
             cursor = live[req_id]
             start = cursor.num_said

@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from rollout_spec.drafters.base import Drafter
+from rollout_spec.drafters.base import Drafter, tell_outcomes
 from rollout_spec.replay.traces import Problem, Rollout
 from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import Int32Array
@@ -314,7 +314,7 @@ class _Run:
         # them is then the target's own.
         outcomes = np.array([min(n, t.size - 1) for n, t in zip(accepted, targets, strict=True)], np.int32)
         started = clock()
-        drafter.observe(req_ids, targets, outcomes)
+        tell_outcomes(drafter, req_ids, targets, outcomes)
         for (req_id, cursor), start in zip(live.items(), before, strict=True):
             show(drafter, req_id, cursor.rollout, start, cursor.num_said)
         self.index_seconds += clock() - started

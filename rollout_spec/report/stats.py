@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
 REPORT_FORMAT = 2
 """Version of the reports that `rollout-spec doctor` reads."""
@@ -86,14 +86,14 @@ class SpeculationStats:
 
     def record(self, num_draft_tokens: ArrayLike, num_accepted: ArrayLike) -> None:
         """Count one step's outcome: integers [B], one entry per request that our verifier sampled."""
-        drafted, accepted = np.asarray(num_draft_tokens, np.int64), np.asarray(num_accepted, np.int64)
+        drafted, accepted = (np.asarray(values).tolist() for values in (num_draft_tokens, num_accepted))
         self.steps += 1
-        self.request_steps += drafted.size
-        self.num_drafts += int(np.count_nonzero(drafted))
+        self.request_steps += len(drafted)
+        self.num_drafts += len(drafted) - drafted.count(0)
         self.draft_tokens += _count_positions(drafted, self.drafted_per_position)
         num_accepted_tokens = _count_positions(accepted, self.accepted_per_position)
         self.accepted_tokens += num_accepted_tokens
-        self.emitted_tokens += num_accepted_tokens + accepted.size
+        self.emitted_tokens += num_accepted_tokens + len(accepted)
 
     def record_time(
         self,
@@ -110,7 +110,7 @@ class SpeculationStats:
         if reads_prompts:
             return
         octave = num_requests.bit_length() - 1
-        counters: tuple[tuple[list[Any], float], ...] = (
+        for counts, value in (
             (self.steps_by_batch, 1),
             (self.requests_by_batch, num_requests),
             (self.draft_tokens_by_batch, draft_tokens),
@@ -118,10 +118,10 @@ class SpeculationStats:
             (self.seconds_by_batch, seconds),
             (self.asked_by_batch, draft_seconds > 0),
             (self.draft_seconds_by_batch, draft_seconds),
-        )
-        for counts, value in counters:
-            counts += [0] * (octave + 1 - len(counts))
-            counts[octave] += value
+        ):
+            if octave >= len(counts):
+                counts.extend([0] * (octave + 1 - len(counts)))
+            counts[octave] += value  # type: ignore[assignment]
 
     @classmethod
     def between(cls, earlier: Mapping[str, Any], later: Mapping[str, Any]) -> SpeculationStats:
@@ -221,10 +221,15 @@ class Progress:
         return cls(point for point in points if point.global_step <= up_to)
 
 
-def _count_positions(lengths: NDArray[np.int64], counts: list[int]) -> int:
+def _count_positions(lengths: list[int], counts: list[int]) -> int:
     """Add to counts[j] how many of the lengths exceed j. Returns their sum."""
-    longer = np.bincount(lengths)[:0:-1].cumsum()[::-1].tolist()
-    counts += [0] * (len(longer) - len(counts))
-    for position, count in enumerate(longer):
-        counts[position] += count
-    return sum(longer)
+    by_length = [0] * (max(lengths, default=0) + 1)
+    for length in lengths:
+        by_length[length] += 1
+    counts += [0] * (len(by_length) - 1 - len(counts))
+    total = longer = 0
+    for position in range(len(by_length) - 2, -1, -1):
+        longer += by_length[position + 1]
+        counts[position] += longer
+        total += longer
+    return total

@@ -14,6 +14,7 @@ from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.host import ngram, suffix
 from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.drafters.host.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER
+from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafters.host.store import (
     DOCUMENT,
     LENGTH,
@@ -49,6 +50,26 @@ def positions_of(store: TextStore, document: int) -> np.ndarray:
     pages = np.flatnonzero(arrays.pages[:, DOCUMENT] == document)
     pages = pages[np.argsort(arrays.pages[pages, START])]
     return (pages[:, None] * PAGE_TOKENS + np.arange(PAGE_TOKENS)).ravel()[: arrays.documents[document, LENGTH]]
+
+
+def sampled(table, rows, tokens, num_accepted=None, *, num_verified=None, features=NO_FEATURES) -> Sampled:
+    """A step that brought tokens to the requests in these rows.
+
+    Args:
+        num_accepted: Per request, so many draft tokens were right; the tokens before these and one more are of earlier
+            steps. Left out: there are none before.
+        num_verified: Left out: no draft was longer.
+    """
+    rows = np.array(rows, np.int64)
+    lengths = np.array([len(some) for some in tokens], np.int64)
+    num_accepted = lengths - 1 if num_accepted is None else np.array(num_accepted, np.int64)
+    num_verified = num_accepted if num_verified is None else np.array(num_verified, np.int64)
+    token_ids = np.full((rows.size, lengths.max(initial=0)), SENTINEL, np.int32)
+    for row, some in zip(token_ids, tokens, strict=True):
+        row[: len(some)] = some
+    first, starts = table.arrays.num_tokens[rows], np.cumsum([0, *(num_verified + 1)])
+    ends = (first + lengths).astype(np.int32)
+    return Sampled(rows, np.arange(rows.size), token_ids, first, ends, num_verified, num_accepted, starts, features)
 
 
 def signature(num_bits):

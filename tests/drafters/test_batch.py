@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import signal
@@ -13,10 +14,15 @@ import pytest
 
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.batch import as_batch_drafter
-from rollout_spec.drafters.host import propose, suffix, threads
+from rollout_spec.drafters.host import step, suffix, threads
 from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.drafters.host.voting import Scratch
+from rollout_spec.drafters.model.choice import ModelDrafts
+from rollout_spec.drafting import Drafting
 from rollout_spec.features.format import FEATURE_WORDS
+from rollout_spec.jit.reference import Reference
 from rollout_spec.types import Draft
+from tests.drafters.recorder import sampled
 
 K = 4
 METHODS = ("start_request", "extend", "propose", "observe", "stop_request", "begin_policy_version", "source_counts")
@@ -26,19 +32,25 @@ class OneByOne:
     """A drafter without the calls for batches."""
 
     def __init__(self, drafter):
-        for name in METHODS:
+        for name in (*METHODS, "wants_features", "wants_rejected_targets"):
             setattr(self, name, getattr(drafter, name))
 
 
-def flat(lists, dtype):
-    return np.array([value for values in lists for value in values], dtype), np.cumsum([0, *map(len, lists)])
+def drafting_with(drafter, **options):
+    return Drafting(drafter, K, max_model_len=1000, vocab_size=10_000, **options)
+
+
+def rows_of(drafting, req_ids):
+    return np.array([drafting.drafter.row_of(req_id) for req_id in req_ids])
 
 
 def drive(drafter, seed):
     """Random steps of requests that come, say little from a small alphabet, and end. Returns all drafts."""
-    rng, live, made, drafts = np.random.default_rng(seed), [], 0, []
-    lengths: dict[str, int] = {}
-    for step in range(60):
+    rng, live, made, said = np.random.default_rng(seed), [], 0, []
+    drafting = drafting_with(drafter)
+    drafter, table = drafting.drafter, drafting.drafter.table
+    drafted = {}
+    for number in range(60):
         while len(live) < 6:
             prompt = rng.integers(0, 3, rng.integers(0, 4)).tolist()
             drafter.start_request(f"r{made}", prompt, seed=made if made % 2 else None)
@@ -46,24 +58,27 @@ def drive(drafter, seed):
             made += 1
         chosen = [req_id for req_id in live if rng.random() < 0.8] or live[:1]
         rng.shuffle(chosen)
-        rows = np.array([drafter.row_of(req_id) for req_id in chosen])
-        drafter.extend_batch(rows, *flat([rng.integers(0, 3, rng.integers(0, 3)) for _ in chosen], np.int32))
-        drafter.update_index()
-        proposed = drafter.propose_batch(rows, rng.integers(0, K + 1, len(chosen)))
-        drafts += [
-            (tokens[:n].tolist(), confidence[:n].tolist()) for tokens, n, confidence in zip(*proposed, strict=True)
-        ]
-        lengths = dict(zip(chosen, proposed.lengths.tolist(), strict=True))
-        accepted = np.array([rng.integers(0, lengths[req_id] + 1) for req_id in chosen])
-        targets = [rng.integers(0, 3, lengths[req_id] + 1) for req_id in chosen]
-        for i, target in enumerate(targets):
-            target[accepted[i] :][rng.random(target.size - accepted[i]) < 0.1] = -1
-        drafter.observe_batch(rows, *flat(targets, np.int64), accepted)
+        rows, drafts = rows_of(drafting, chosen), [drafted.get(req_id, []) for req_id in chosen]
+        verified = [rng.integers(0, len(draft) + 1) for draft in drafts]  # the scheduler may cut them further
+        accepted = [rng.integers(0, n + 1) for n in verified]
+        tokens = [[*draft[:n], rng.integers(0, 3)] for draft, n in zip(drafts, accepted, strict=True)]
+        targets = None
+        if drafter.wants_rejected_targets:
+            targets = rng.integers(0, 3, sum(verified) + rows.size)
+            targets[rng.random(targets.size) < 0.1] = -1
+        learned = drafting.learn(sampled(table, rows, tokens, accepted, num_verified=verified), targets)
+        proposed = drafting.draft(rows, learned, num_tokens=rows.size)
+        drafted = {
+            req_id: draft[:n].tolist()
+            for req_id, draft, n in zip(chosen, proposed.token_ids, proposed.lengths, strict=True)
+        }
+        for row, draft in zip(rows, drafted.values(), strict=True):
+            said.append((draft, table.arrays.confidence[row, : len(draft)].tolist()))
         if rng.random() < 0.3:
             drafter.stop_request(live.pop(0), keep=bool(rng.random() < 0.8))
-        if step % 20 == 19:
-            drafter.begin_policy_version(step)
-    return drafts, drafter.source_counts()
+        if number % 20 == 19:
+            drafter.begin_policy_version(number)
+    return said, drafter.source_counts()
 
 
 @pytest.mark.parametrize("name", ["history", "ngram", "lookahead"])
@@ -71,62 +86,67 @@ def drive(drafter, seed):
 def test_a_batch_is_as_one_by_one(name, seed):
     batched = build_drafter(name, max_draft_tokens=K)
     assert as_batch_drafter(batched, K) is batched
-    wrapped = as_batch_drafter(OneByOne(build_drafter(name, max_draft_tokens=K)), K)
     drafts, counts = drive(batched, seed)
-    assert (drafts, counts) == drive(wrapped, seed)
+    assert (drafts, counts) == drive(OneByOne(build_drafter(name, max_draft_tokens=K)), seed)
     assert any(tokens for tokens, _ in drafts)
     batched.check_integrity()
 
 
 @pytest.mark.parametrize("index", ["suffix", "ngram"])
-def test_new_tokens_are_context_at_once_and_candidates_once_they_are_indexed(index):
+def test_late_tokens_are_context_at_once_and_candidates_once_they_are_indexed(index):
     drafter = HistoryDrafter(index, max_draft_tokens=K, min_survival=0.0)
+    drafting = drafting_with(drafter)
+    drafting.index_late()
     for req_id in "ab":
         drafter.start_request(req_id, [1, 2], problem_id=0)
-    a, b = np.array([drafter.row_of("a")]), np.array([drafter.row_of("b")])
 
-    def draft(row):
-        drafts = drafter.propose_batch(row, np.array([K]))
+    def say(req_id, *tokens):
+        """Returns the draft for what follows."""
+        rows = rows_of(drafting, [req_id])
+        drafts = drafting.draft(rows, drafting.learn(sampled(drafter.table, rows, [tokens])), num_tokens=1)
         return drafts.token_ids[0, : drafts.lengths[0]].tolist()
 
-    def say(row, *tokens):
-        drafter.extend_batch(row, np.array(tokens, np.int32), np.array([0, len(tokens)]))
-
-    say(a, 1, 2, 3, 4, 5, 6)
-    say(b, 1, 2, 3)  # indexes what a has said before
-    assert draft(b) == [4, 5, 6]
-    say(b, 7, 8, 9, 7, 8)
-    assert draft(b) == []
+    say("a", 1, 2, 3, 4, 5, 6)
+    assert say("b", 1, 2, 3) == [4, 5, 6], "what the one has said is indexed before the other's tokens"
+    assert say("b", 7, 8, 9, 7, 8) == []
     drafter.update_index()
-    assert draft(b) == [9, 7, 8, 9]
-    say(a, 1, 2, 3)
-    assert draft(a) == [4, 5, 6, 1], "the newest token is context"
+    assert say("b") == [9, 7, 8, 9]
+    assert say("a", 1, 2, 3) == [4, 5, 6, 1], "the newest token is context"
     drafter.check_integrity()
 
 
 def test_a_rollout_can_end_before_its_last_tokens_are_indexed():
     drafter = HistoryDrafter(max_draft_tokens=K, max_history_tokens=64)
+    drafting = drafting_with(drafter)
+    drafting.index_late()
     for i in range(20):
         drafter.start_request(str(i), [1, 2], problem_id=0)
-        drafter.extend_batch(np.array([drafter.row_of(str(i))]), np.arange(40, dtype=np.int32), np.array([0, 40]))
+        drafting.learn(sampled(drafter.table, rows_of(drafting, [str(i)]), [range(40)]))
         drafter.stop_request(str(i))
         assert drafter._num_unindexed >= 40
-        drafter.extend_batch(np.zeros(0, np.int64), np.zeros(0, np.int32), np.zeros(1, np.int64))
+        drafting.learn(sampled(drafter.table, [], []))
         assert drafter._num_unindexed == 0
         drafter.check_integrity()
 
 
-def test_what_could_not_be_indexed_is_indexed_later(monkeypatch):
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_could_not_be_indexed_is_indexed_later(monkeypatch, is_late):
     drafter, reserve = HistoryDrafter(max_draft_tokens=K), suffix.reserve
+    drafting = drafting_with(drafter)
+    if is_late:
+        drafting.index_late()
     drafter.start_request("a", [1, 2])
-    row = np.array([drafter.row_of("a")])
-    drafter.extend_batch(row, np.arange(200, dtype=np.int32), np.array([0, 200]))
+    drafter.update_index()
+    step_of_a = sampled(drafter.table, rows_of(drafting, "a"), [range(200)])
     monkeypatch.setattr(suffix, "reserve", Mock(side_effect=MemoryError))
+    if is_late:
+        drafting.learn(step_of_a)
     with pytest.raises(MemoryError):
-        drafter.update_index()
+        drafter.update_index() if is_late else drafting.learn(step_of_a)
     monkeypatch.setattr(suffix, "reserve", reserve)
-    drafter.extend_batch(row, np.arange(200, dtype=np.int32), np.array([0, 200]))
+    drafting.learn(step_of_a)  # of which nothing is new if it was learned
     drafter.check_integrity()
+    assert drafter.output_of("a").tolist() == list(range(200))
 
 
 def test_drafts_do_not_depend_on_the_number_of_threads(monkeypatch):
@@ -141,13 +161,13 @@ def test_drafts_do_not_depend_on_the_number_of_threads(monkeypatch):
 def test_threads_have_buffers_of_their_own(monkeypatch):
     """With shared ones drafts would depend on which thread is faster, and so differ between ranks."""
     monkeypatch.setattr(threads, "LEAST_REQUESTS", 1)
-    drafter, used, compiled = HistoryDrafter(num_threads=3), [], propose.propose
+    drafter, used, compiled = HistoryDrafter(num_threads=3), [], step.propose
 
     def call(*args):
-        used.extend(argument for argument in args if isinstance(argument, propose.Scratch))
+        used.extend(arg.values for arg in args if isinstance(arg, Reference) and isinstance(arg.values, Scratch))
         compiled(*args)
 
-    monkeypatch.setattr(propose, "propose", call)
+    monkeypatch.setattr(step, "propose", call)
     for i in range(3):
         drafter.start_request(str(i), [1])
     drafter.propose(["0", "1", "2"], np.full(3, K))
@@ -202,62 +222,124 @@ def test_what_a_subclass_overrides_is_called():
 
     drafter = as_batch_drafter(Quiet(), K)
     drafter.start_request("a", [1, 2, 1, 2, 1])
-    assert drafter.propose_batch(np.array([drafter.row_of("a")]), np.array([K])).lengths.tolist() == [0]
+    drafter.propose_rows(np.array([drafter.row_of("a")]), np.array([K]))
+    assert drafter.table.arrays.history.lengths.tolist() == [0] * 4
 
 
-def test_a_drafter_that_is_called_one_by_one_gets_features_if_it_wants_them():
-    given = []
+class Said:
+    """Drafts what it is told to; keeps what it is given."""
 
-    class Wants(Told):
-        wants_features = True
-
-        def extend(self, req_id, new_token_ids, features=None):
-            given.append((req_id, list(new_token_ids), None if features is None else features[:, 0].tolist()))
-
-    drafter = as_batch_drafter(Wants(), K)
-    assert drafter.wants_features
-    assert not getattr(as_batch_drafter(Told(), K), "wants_features", False)
-    for req_id in "ab":
-        drafter.start_request(req_id, [])
-    rows = np.array([drafter.row_of("b"), drafter.row_of("a")])
-    features = np.arange(3 * FEATURE_WORDS).reshape(3, FEATURE_WORDS)
-    drafter.extend_batch(rows, *flat([[5], [6, 7]], np.int32), features)
-    drafter.extend_batch(rows[:1], *flat([[8]], np.int32))
-    assert given == [("b", [5], [0]), ("a", [6, 7], [4, 8]), ("b", [8], None)]
-
-
-class Told:
-    """Keeps what it observes."""
-
-    def __init__(self):
-        self.observed = []
+    def __init__(self, *draft):
+        self.draft, self.given = list(draft), []
 
     def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
         pass
 
-    def observe(self, req_ids, target_token_ids, num_accepted):
-        self.observed += zip(req_ids, target_token_ids, num_accepted.tolist(), strict=True)
+    def propose(self, req_ids, max_tokens):
+        drafts = [self.draft[: max(limit, 0)] for limit in max_tokens.tolist()]
+        return [Draft(np.array(draft, np.int32), np.full(len(draft), 0.5, np.float32)) for draft in drafts]
+
+    def extend(self, req_id, new_token_ids):
+        self.given.append((req_id, list(new_token_ids)))
 
     def stop_request(self, req_id, *, keep=True):
         pass
 
 
+class Told(Said):
+    """Keeps what it observes, too."""
+
+    def observe(self, req_ids, target_token_ids, num_accepted):
+        assert num_accepted.dtype == np.int32
+        self.given += zip(req_ids, map(list, target_token_ids), num_accepted.tolist(), strict=True)
+
+
+class Wanting(Told):
+    wants_rejected_targets = True
+
+
+class Featured(Said):
+    wants_features = True
+
+    def extend(self, req_id, new_token_ids, features=None):
+        self.given.append((req_id, list(new_token_ids), None if features is None else features[:, 0].tolist()))
+
+
+def test_a_drafter_that_is_called_one_by_one_gets_features_if_it_wants_them():
+    """Of this step's tokens; what the target saw at those of earlier steps is not known."""
+    drafting = drafting_with(Featured())
+    drafter, table = drafting.drafter, drafting.drafter.table
+    assert drafter.wants_features
+    assert not getattr(as_batch_drafter(Told(), K), "wants_features", False)
+    for req_id, max_tokens in (("a", 9), ("b", 9), ("c", 1)):
+        drafter.start_request(req_id, [])
+        table.limit(drafter.row_of(req_id), max_tokens=max_tokens, min_tokens=0, stop_token_ids=[])
+    features = 1 + np.arange(9 * FEATURE_WORDS).reshape(9, FEATURE_WORDS)
+    rows, tokens = rows_of(drafting, "cba"), [[2, 3, 4], [5], [9, 6, 7]]
+    drafting.learn(sampled(table, rows, tokens, [0, 0, 1], num_verified=[0, 2, 3], features=features))
+    drafting.learn(sampled(table, rows[1:2], [[8]]))
+    words = (1 + FEATURE_WORDS * np.arange(9)).tolist()
+    assert drafter._drafter.given == [
+        ("c", [2], [0]), ("b", [5], words[1:2]), ("a", [9, 6, 7], [0, *words[4:6]]), ("b", [8], None)
+    ]  # fmt: skip
+
+
+def told(drafter, tokens, num_accepted, targets=None, *, num_verified=3, model=None):
+    """What a drafter that is called one by one is given in a step after its draft. Its request has one token so far."""
+    drafting = drafting_with(drafter, has_model=model is not None)
+    drafting.drafter.start_request("a", [1])
+    rows = rows_of(drafting, "a")
+    learned = drafting.learn(sampled(drafting.drafter.table, rows, [[2]]))
+    drafter.given.clear()
+    model = None if model is None else ModelDrafts(np.array([model], np.int32), np.ones((1, len(model)), np.float32))
+    drafting.draft(rows, learned, num_tokens=1, model=model)
+    outcome = sampled(drafting.drafter.table, rows, [tokens], [num_accepted], num_verified=[num_verified])
+    drafting.learn(outcome, None if targets is None else np.array(targets))
+    drafting.learn(sampled(drafting.drafter.table, rows, [[9]]))  # nothing was drafted for this step
+    assert drafter.given.pop() == ("a", [9])
+    return drafter.given
+
+
+def test_a_drafter_need_not_observe():
+    assert told(Said(5, 6, 7), [5, 8], 1) == [("a", [5, 8])]
+
+
 @pytest.mark.parametrize(
-    ("targets", "accepted", "seen"),
+    ("tokens", "accepted", "targets", "seen"),
     [
-        ([5, 6, 7], 1, [5, 6, 7]),
-        ([5, -1, 7], 1, [5, 0, 7]),
-        ([5, 6, -1, 8], 0, [5, 6]),
-        ([-1, -1], 0, [0]),
+        ([5, 6, 0], 2, [5, 6, -1, 8], [5, 6, 0, 8]),  # the engine has emitted token 0
+        ([5, 8], 1, [5, 8, 9, 4], [5, 8, 9, 4]),
+        ([5, 8], 1, [5, 8, -1, 4], [5, 8]),
+        ([8], 0, [8, 9, 4, -1], [8, 9, 4]),
+        ([3, 3, 8], 0, [8, 9, 4, -1], [8, 9, 4]),  # two tokens are of steps before the draft
+        ([5, 6, 7, 8], 3, [5, 6, 7, 8], [5, 6, 7, 8]),
     ],
 )
-def test_what_is_observed_ends_where_nothing_was_sampled(targets, accepted, seen):
-    """But for the token after the accepted ones: the engine has emitted it, as token 0."""
-    told = Told()
-    drafter = as_batch_drafter(told, 8)
-    drafter.start_request("a", [])
-    drafter.observe_batch(np.array([drafter.row_of("a")]), *flat([targets], np.int64), np.array([accepted]))
-    assert told.observed == [("a", seen, accepted)]
+def test_what_is_observed_ends_where_nothing_was_sampled(tokens, accepted, targets, seen):
+    """A drafter that does not want rejected targets sees nothing after the first difference."""
+    assert told(Wanting(5, 6, 7), tokens, accepted, targets) == [("a", seen, accepted), ("a", tokens)]
+    assert told(Told(5, 6, 7), tokens, accepted) == [("a", seen[: accepted + 1], accepted), ("a", tokens)]
+
+
+def test_of_a_draft_that_was_not_verified_the_next_token_is_observed():
+    assert told(Wanting(5, 6), [5], 0, [5], num_verified=0) == [("a", [5], 0), ("a", [5])]
+    assert told(Told(), [5], 0, num_verified=0) == [("a", [5], 0), ("a", [5])], "also of an empty draft"
+
+
+@pytest.mark.parametrize(
+    ("draft", "tokens", "expected"),
+    [
+        ([5, 6, 7], [5, 8, 4], ([5, 8], 1)),
+        ([5, 8, 4], [5, 8], ([5, 8], 1)),  # it agrees with all that was said: how it goes on is not known
+        ([6], [5, 8, 4], ([5], 0)),
+        ([5], [5, 8, 4], ([5, 8], 1)),
+    ],
+)
+def test_a_drafter_observes_its_own_draft_where_that_of_a_model_was_verified(draft, tokens, expected):
+    """The model drafted 5 8 9. What the target sampled after its first difference says nothing of another draft."""
+    targets = [*tokens, 3, 3][:4]
+    given = told(Wanting(*draft), tokens, len(tokens) - 1, targets, model=[5, 8, 9])
+    assert given == [("a", *expected), ("a", tokens)]
 
 
 def test_rows_are_used_again():
@@ -274,21 +356,56 @@ def test_rows_are_used_again():
 
 
 @pytest.mark.parametrize(
-    ("draft", "message"),
+    ("drafts", "message"),
     [
-        (Draft(np.array([1], np.int32), np.array([], np.float32)), "a confidence for each"),
-        (Draft([1], np.array([0.5], np.float32)), "int32 tokens"),
-        (Draft(np.array([1.0]), np.array([0.5], np.float32)), "int32 tokens"),
-        (Draft(np.array([1] * 3, np.int32), np.full(3, 0.5, np.float32)), "drafted 3 tokens where 2"),
+        ([Draft(np.array([1], np.int32), np.array([], np.float32))], "a confidence for each"),
+        ([Draft([1], np.array([0.5], np.float32))], "int32 tokens"),
+        ([Draft(np.array([1.0]), np.array([0.5], np.float32))], "int32 tokens"),
+        ([Draft(np.array([1] * 3, np.int32), np.full(3, 0.5, np.float32))], "drafted 3 tokens where 2"),
+        ([], "for 0 requests where 1"),
     ],
 )
-def test_drafts_of_the_wrong_kind_are_refused(draft, message):
+def test_drafts_of_the_wrong_kind_are_refused(drafts, message):
     inner = Told()
-    inner.propose = lambda req_ids, limits: [draft]
+    inner.propose = lambda req_ids, limits: drafts
     drafter = as_batch_drafter(inner, 8)
     drafter.start_request("a", [])
     with pytest.raises(ValueError, match=message):
-        drafter.propose_batch(np.zeros(1, np.int64), np.array([2]))
-    inner.propose = lambda req_ids, limits: []
-    with pytest.raises(ValueError, match="for 0 requests where 1"):
-        drafter.propose_batch(np.zeros(1, np.int64), np.array([2]))
+        drafter.propose_rows(np.zeros(1, np.int64), np.array([2]))
+
+
+class Wild(HistoryDrafter):
+    """Drafts 1 to 3 tokens where one is asked for, the first one with any confidence."""
+
+    def __init__(self, token, confidence, length):
+        super().__init__(max_draft_tokens=K)
+        self.wild = token, confidence, length
+
+    def propose_rows(self, rows, room):
+        drafts = self.table.arrays.history
+        drafts.tokens[rows], drafts.confidence[rows], drafts.lengths[rows] = self.wild
+
+
+@pytest.mark.parametrize(
+    ("token", "confidence", "length", "message"),
+    [
+        (0, 0.0, 1, None),
+        (9_999, 1.0, 1, None),
+        (-1, 0.5, 1, "outside of the vocabulary of 10000"),
+        (10_000, 0.5, 1, "outside of the vocabulary of 10000"),
+        (1, np.nan, 1, "no probability"),
+        (1, -0.1, 1, "no probability"),
+        (1, 1.5, 1, "no probability"),
+        (1, 0.5, 2, r"drafted \[2\] tokens where \[1\] were asked for"),
+        (1, 0.5, -1, r"drafted \[-1\] tokens where \[1\] were asked for"),
+    ],
+)
+def test_drafts_that_cannot_be_verified_are_refused(token, confidence, length, message):
+    drafting = drafting_with(Wild(token, confidence, length))
+    drafting.drafter.start_request("a", [])
+    rows, table = rows_of(drafting, "a"), drafting.drafter.table
+    table.limit(0, max_tokens=3, min_tokens=0, stop_token_ids=[])
+    learned = drafting.learn(sampled(table, rows, [[1]]))
+    with contextlib.nullcontext() if message is None else pytest.raises(ValueError, match=message):
+        drafts = drafting.draft(rows, learned, num_tokens=1)
+        assert drafts.token_ids[0, : drafts.lengths[0]].tolist() == [token]

@@ -481,10 +481,12 @@ class Watch:
         rows = [live.row for live in session.live.values()]
         assert len(set(rows)) == len(rows)
         assert set(session._stop_strings_by_row) <= set(rows)
-        assert set(np.flatnonzero(session.arrays.draft >= 0)) <= set(rows)
+        assert session.num_live_requests() <= len(rows)
+        requests = session.drafter.table.arrays
         for req_id in session.live.keys() & set(life.scheduler.requests):
             output = list(life.scheduler.requests[req_id].output_token_ids)
-            known = session.drafter.output_of(req_id).tolist()
+            known, row = session.drafter.output_of(req_id).tolist(), session.live[req_id].row
+            assert requests.num_tokens[row] - requests.num_prompt_tokens[row] == len(known)
             assert known == (output if req_id in life.grown else output[: len(known)])
 
     def check_end(self, life: EngineLife) -> None:

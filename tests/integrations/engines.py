@@ -75,7 +75,8 @@ def indexing_late(session, monkeypatch):
         original()
 
     with monkeypatch.context() as patched:
-        patched.setattr(session, "_index_late", True)
+        patched.setattr(session.drafting, "_options", session.drafting._options)  # as it is now, afterwards
+        session.drafting.index_late()
         patched.setattr(session, "update_index", update_index)
         yield indexed
 

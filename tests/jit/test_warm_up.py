@@ -43,7 +43,7 @@ def run_a_session(config):
         session = a_session(
             drafter=config.drafter, num_speculative_tokens=config.num_speculative_tokens, verify=config.verify,
             budget=config.budget, drafter_options=config.drafter_options,
-            num_model_tokens=config.num_model_draft_tokens or 0,
+            has_model=bool(config.num_model_draft_tokens),
         )  # fmt: skip
         model = of_model(*[[1, 2]] * 4) if config.num_model_draft_tokens else None
         rng = np.random.default_rng(0)

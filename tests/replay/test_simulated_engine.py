@@ -227,7 +227,7 @@ def test_first_phases_with_cold_sizes_are_alike(batch, least_speedup):
         noise = np.exp(np.abs(np.random.default_rng(seed).normal(0, 0.15, 4096)))
         phases.append(run(policy=Learned(), slowdowns=iter(noise)).seconds)
     assert run(policy=NoDrafts()).seconds / max(phases) > least_speedup
-    assert max(phases) / min(phases) < (1.3 if batch == 64 else 1.2)
+    assert max(phases) / min(phases) < 1.2
 
 
 def test_the_first_step_of_a_size_takes_longer():

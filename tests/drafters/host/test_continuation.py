@@ -6,13 +6,16 @@ import numpy as np
 import pytest
 
 from rollout_spec.drafters import build_drafter
+from rollout_spec.drafters.model.choice import ModelDrafts
+from rollout_spec.drafting import Drafting
+from tests.drafters.recorder import sampled
 
 K = 6
 ROLLOUT = [3, 4, 5, 6, 7, 8, 9, 10, 11, 12]
 
 
 @pytest.fixture
-def drafter():
+def drafting():
     """One rollout of the problem is known, and a request that has said 20 21."""
     drafter = build_drafter("suffix", max_draft_tokens=K)
     for req_id, tokens in (("old", ROLLOUT), ("new", [20, 21])):
@@ -21,69 +24,90 @@ def drafter():
         if req_id == "old":
             drafter.stop_request("old")
     assert drafter.propose(["new"], np.array([K]))[0].token_ids.size == 0, "history alone is silent"
-    return drafter
+    return Drafting(drafter, K, max_model_len=100, vocab_size=100, has_model=True)
 
 
-def rows(drafter, *req_ids):
-    return np.array([drafter.row_of(req_id) for req_id in req_ids])
+def rows(drafting, *req_ids):
+    return np.array([drafting.drafter.row_of(req_id) for req_id in req_ids])
 
 
-def continued(drafter, given, survival=0.5, limit=K):
-    return drafter.continue_batch(
-        rows(drafter, "new"), np.array([given], np.int32), np.array([survival]), np.array([limit])
+def continued(drafting, *given, survival=0.5, limit=K, req_ids=("new",)):
+    """(tokens, confidence) of the last request's draft, which begins with the given tokens."""
+    size = len(req_ids)
+    some = rows(drafting, *req_ids)
+    drafting.drafter.continue_rows(
+        some, np.full(size, limit), np.array([given] * size, np.int32), np.full(size, survival)
     )
+    drafts, row = drafting.drafter.table.arrays.continued, some[-1]
+    length = drafts.lengths[row]
+    return drafts.tokens[row, :length].tolist(), drafts.confidence[row, :length].tolist()
 
 
-def test_what_followed_the_models_tokens_follows_them(drafter):
-    drafts = continued(drafter, [5, 6])
-    assert drafts.token_ids[0, : drafts.lengths[0]].tolist() == [5, 6, 7, 8, 9, 10]
-    confidence = drafts.confidence[0].tolist()
+def test_what_followed_the_models_tokens_follows_them(drafting):
+    tokens, confidence = continued(drafting, 5, 6)
+    assert tokens == [5, 6, 7, 8, 9, 10]
     assert confidence[:2] == [0.5, 0.5]
     assert 0 < confidence[-1] <= confidence[2] <= 0.5
-    assert continued(drafter, [5, 6], limit=3).lengths.tolist() == [3]
-    assert continued(drafter, [5, 6], limit=2).lengths.tolist() == [2]
-    assert continued(drafter, [30, 31]).lengths.tolist() == [2], "nothing is known that follows"
+    assert continued(drafting, 5, 6, limit=3)[0] == [5, 6, 7]
+    assert continued(drafting, 5, 6, limit=2)[0] == [5, 6]
+    assert continued(drafting, 30, 31)[0] == [30, 31], "nothing is known that follows"
 
 
-def test_a_draft_of_its_own_goes_on_as_it_would_have(drafter):
+def test_a_draft_of_its_own_goes_on_as_it_would_have(drafting):
     """Given the beginning of history's draft, its continuation is the rest of it, with and without noise."""
-    drafter.start_request("again", [1, 2], problem_id=5, seed=3)
-    drafter.extend("again", ROLLOUT[:2])
-    (draft,) = drafter.propose(["again"], np.array([K]))
-    own = draft.token_ids.tolist()
-    assert len(own) == K
-    for n in (1, 2, 4):
-        drafts = drafter.continue_batch(
-            rows(drafter, "again"), np.array([own[:n]], np.int32), np.array([1.0]), np.array([K])
-        )
-        assert drafts.token_ids[0].tolist() == own
+    for seed in (3, None):
+        drafting.drafter.start_request("again", [1, 2], problem_id=5, seed=seed)
+        drafting.drafter.extend("again", ROLLOUT[:2])
+        (draft,) = drafting.drafter.propose(["again"], np.array([K]))
+        own = draft.token_ids.tolist()
+        assert len(own) == K
+        for n in (1, 2, 4):
+            assert continued(drafting, *own[:n], survival=1.0, req_ids=("again",))[0] == own
+        drafting.drafter.stop_request("again", keep=False)
 
 
-def other_counts(drafter):
-    return {name: counts for name, counts in drafter.source_counts().items() if name != "problem"}
+@pytest.mark.parametrize(
+    ("said", "reached_and_right"),
+    [
+        ([5, 6, 7, 30], (2, 1)),  # the model's two tokens and one of history's four were right
+        ([5, 6, 7, 8, 9, 10, 30], (4, 4)),
+        ([5, 6], (0, 0)),  # where the rest was cut off
+        ([5, 9, 7, 8], (0, 0)),  # the model was wrong
+        ([30], (0, 0)),
+    ],
+)
+def test_only_what_history_added_is_graded_and_only_where_the_model_was_right(drafting, said, reached_and_right):
+    drafter, nothing = drafting.drafter, dict.fromkeys(drafting.drafter.source_counts(), (0, 0))
+    learned = drafting.learn(sampled(drafter.table, rows(drafting, "new"), [[22]]))
+    model = ModelDrafts(np.array([[5, 6]], np.int32), np.full((1, 2), 0.9, np.float32))
+    drafts = drafting.draft(rows(drafting, "new"), learned, num_tokens=1, model=model)
+    assert drafts.token_ids[0, : drafts.lengths[0]].tolist() == [5, 6, 7, 8, 9, 10]
+    assert drafter.source_counts() == nothing
+    drafting.learn(sampled(drafter.table, rows(drafting, "new"), [said], num_verified=[K]))
+    for _ in range(2):  # an outcome is counted once
+        assert drafter.source_counts() == {**nothing, "problem": reached_and_right}
+        reached = min(len(said), 2) if said[0] == 5 else 1
+        assert drafting.choice.model_counts() == (reached, sum(a == b for a, b in zip(said, [5, 6], strict=False)))
+        drafting.learn(sampled(drafter.table, rows(drafting, "new"), [[7, 8]]))
 
 
-def test_only_what_history_added_is_counted(drafter):
-    """Before: nothing. The model's two tokens and one of history's four were right."""
-    continued(drafter, [5, 6])
-    before, others = drafter.source_counts()["problem"], other_counts(drafter)
-    drafter.observe_continued(rows(drafter, "new"), np.array([5, 6, 7, 30]), np.array([0, 4]), np.array([3]))
-    reached, right = (b - a for a, b in zip(before, drafter.source_counts()["problem"], strict=True))
-    assert (reached, right) == (2, 1)
-    drafter.observe_continued(rows(drafter, "new"), np.array([5, 6, 7, 30]), np.array([0, 4]), np.array([3]))
-    assert drafter.source_counts()["problem"] == (before[0] + 2, before[1] + 1), "an outcome is counted once"
-    continued(drafter, [5, 6])
-    drafter.observe_continued(rows(drafter, "new"), np.array([5, 9]), np.array([0, 2]), np.array([1]))
-    assert drafter.source_counts()["problem"] == (before[0] + 2, before[1] + 1), "the model was wrong first"
-    assert other_counts(drafter) == others, "the model's tokens are nobody's"
+def test_a_continuation_does_not_outlive_its_step(drafting):
+    """A step may bring nothing to a request. Its next draft, too short to be continued, must not end like the last."""
+    some, model = rows(drafting, "new"), ModelDrafts(np.array([[5, 6]], np.int32), np.full((1, 2), 0.9, np.float32))
+    learned = drafting.learn(sampled(drafting.drafter.table, some, [[22]]))
+    assert drafting.draft(some, learned, num_tokens=1, model=model).lengths.tolist() == [K]
+    drafting.drafter.table.limit(int(some[0]), max_tokens=3 + 2, min_tokens=0, stop_token_ids=[])
+    learned = drafting.learn(sampled(drafting.drafter.table, some, [[]], [0]))
+    assert learned.room.tolist() == [1]
+    drafts = drafting.draft(some, learned, num_tokens=1, model=model)
+    assert drafts.token_ids[0, : drafts.lengths[0]].tolist() == [5]
 
 
-def test_more_requests_than_there_was_room_for(drafter):
-    continued(drafter, [5, 6])
-    for i in range(20):
-        drafter.start_request(str(i), [1, 2], problem_id=5, seed=i)
-    drafter.propose([str(i) for i in range(20)], np.full(20, K))
-    many = rows(drafter, *map(str, range(20)))
-    drafts = drafter.continue_batch(many, np.tile([[5, 6]], (20, 1)).astype(np.int32), np.ones(20), np.full(20, K))
-    assert (drafts.token_ids[:, 2] == 7).all()
-    drafter.check_integrity()
+def test_more_requests_than_there_was_room_for(drafting):
+    continued(drafting, 5, 6)
+    names = [str(i) for i in range(20)]
+    for i, name in enumerate(names):
+        drafting.drafter.start_request(name, [1, 2], problem_id=5, seed=i)
+    continued(drafting, 5, 6, survival=1.0, req_ids=names)
+    assert (drafting.drafter.table.arrays.continued.tokens[rows(drafting, *names), 2] == 7).all()
+    drafting.drafter.check_integrity()

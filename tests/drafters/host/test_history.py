@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from rollout_spec.drafters.host import history, propose, store, vote
+from rollout_spec.drafters.host import history, store, vote, voting
 from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.drafters.host.index import gather
 from rollout_spec.drafters.host.store import NEXT, PAGE_TOKENS, VERSION
@@ -176,9 +176,7 @@ def test_prompts_are_stored_once_per_problem_until_their_last_user_leaves():
     recorder.start("a", prompt, [1])
     pages = recorder.drafter._store.num_used_pages
     recorder.start("b", prompt, [1])
-    assert recorder.drafter._store.num_used_pages == pages  # nothing is written before the next propose
-    recorder.drafter._flush()
-    assert recorder.drafter._store.num_used_pages == pages + 2
+    assert recorder.drafter._store.num_used_pages == pages + 1
     recorder.start("other problem", prompt, problem_id=5)
     assert recorder.drafter._store.num_tokens == 2 * len(prompt) + 2
     for name in ("a", "b"):
@@ -244,7 +242,8 @@ def test_batches_write_to_the_right_rows(index):
     assert recorder.propose() == []
     # Outcomes go to the rows of their requests, too: r0 was right, r2 was not.
     recorder.drafter.propose(["r0", "r1", "r2"], np.array([1, 1, 1], np.int32))
-    recorder.drafter.observe(["r2", "r0"], [[9], [200, 300]], np.array([0, 1], np.int32))
+    recorder.extend("r2", [9])
+    recorder.extend("r0", [200, 300])
     assert recorder.drafter._calibration.coarse[..., 0].sum() == 2
     assert recorder.drafter._calibration.coarse[..., 1].sum() == 1
 
@@ -273,7 +272,7 @@ def random_calls(index, shared):
         (draft,) = recorder.propose(str(i))
         check_draft(draft, K)
         drafts.append((draft.token_ids.tolist(), draft.confidence.tolist()))
-        recorder.drafter.observe([str(i)], [rng.integers(0, 4, len(draft.token_ids) + 1)], np.zeros(1, np.int32))
+        recorder.extend(str(i), rng.integers(0, 4, len(draft.token_ids) + 1))
     return drafts
 
 
@@ -369,7 +368,7 @@ def test_matches_get_longer_in_a_draft_up_to_max_depth(index):
 
 def gathered(recorder, req_id):
     """{source: (near bin, weight)} of what is found for a request."""
-    drafter, scratch = recorder.drafter, propose.new_scratch(1)
+    drafter, scratch = recorder.drafter, voting.new_scratch(1)
     drafter._flush()
     text = np.array(recorder.context(req_id)[-MAX_DEPTH:], np.int32)
     store, settings = drafter._store.arrays, drafter._settings
@@ -377,7 +376,7 @@ def gathered(recorder, req_id):
     positions = scratch.positions
     count = gather(store, drafter._index, settings, document, text, text.size, positions, scratch.lengths, scratch.path)
     found = positions, scratch.weights, scratch.origin_bins
-    propose._weigh(store, settings, document, len(recorder.texts()[document].tokens), count, *found)
+    voting.weigh(store, settings, document, len(recorder.texts()[document].tokens), count, *found)
     weighed = zip(scratch.origin_bins[:count].tolist(), scratch.weights[:count].tolist(), strict=True)
     return {
         vote.SOURCES[origin_bin // NUM_DISTANCE_BINS]: (origin_bin % NUM_DISTANCE_BINS, weight)
@@ -419,9 +418,9 @@ def test_other_problems_are_asked_where_ones_own_match_is_short():
 
 def test_bins_of_distance_and_length():
     distances = (0, 4, -4, 5, 32, -33, 256, 257, -1000)
-    assert [int(propose._distance_bin(distance)) for distance in distances] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
+    assert [int(voting._distance_bin(distance)) for distance in distances] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
     lengths = range(1, MAX_DEPTH + 1)
-    assert [int(propose._length_bin(n)) for n in lengths] == [reference._length_bin(n) for n in lengths]
+    assert [int(voting.bin_of_length(n)) for n in lengths] == [reference._length_bin(n) for n in lengths]
 
 
 @pytest.mark.parametrize(("num_said", "expected"), [(0, 200), (40, 300)])
@@ -551,48 +550,41 @@ def test_a_run_may_resume_at_any_version(version):
 # -- outcomes --------------------------------------------------------------------------------------------------------
 
 
+def drafted_once(recorder, known, said, then, *, limit=K, seed=None):
+    """What is drafted after `said` while a rollout of the problem is known; `then` follows, and both are dropped."""
+    recorder.start("h", [1, 2], known, problem_id=7)
+    recorder.start("r", [1, 2], said, problem_id=7, seed=seed)
+    (draft,) = recorder.propose("r", limit=limit)
+    recorder.extend("r", then)
+    for req_id in "rh":
+        recorder.stop(req_id, keep=False)
+    return draft
+
+
 @both_indexes
 @pytest.mark.parametrize("seed", [None, 3])
 def test_drafts_that_keep_failing_are_cut(index, seed):
     recorder = make(index, min_survival=0.2)
-    recorder.start("h", [1, 2], [5, 6, 7, 8] * 10)
-    recorder.start("r", [1, 2], [5, 6], seed=seed)
-    first = recorder.propose("r")[0]
-    assert len(first.token_ids) > 0
-    confidence = first.confidence[0]
-    for _ in range(300):
-        (draft,) = recorder.propose("r")
-        if len(draft.token_ids) == 0:
-            break
-        assert draft.confidence[0] <= confidence + 1e-6
-        confidence = draft.confidence[0]
-        recorder.drafter.observe(["r"], [[99]], np.zeros(1, np.int32))
-    assert recorder.draft("r") == []
+    drafts = [drafted_once(recorder, [5, 6, 7, 8] * 10, [5, 6], [99], seed=seed) for _ in range(100)]
+    confidence = [draft.confidence[0] if draft.confidence.size else 0.0 for draft in drafts]
+    end = confidence.index(0.0)
+    assert end > 0
+    assert (np.diff(confidence[:end]) <= 1e-6).all()
 
 
 @both_indexes
 def test_drafts_that_keep_succeeding_gain_confidence(index):
     recorder = make(index)
-    recorder.start("h", [1, 2], [5, 6, 7, 8])
-    recorder.start("r", [1, 2], [5])
-    (first,) = recorder.propose("r", limit=2)
-    for _ in range(200):
-        (draft,) = recorder.propose("r", limit=2)
-        recorder.drafter.observe(["r"], [[*draft.token_ids, 8]], np.full(1, 2, np.int32))
-    (last,) = recorder.propose("r", limit=2)
-    assert (last.confidence > first.confidence).all()
-    assert last.confidence[1] > 0.95
+    drafts = [drafted_once(recorder, [5, 6, 7, 8], [5], [6, 7, 8], limit=2) for _ in range(201)]
+    assert (drafts[-1].confidence > drafts[0].confidence).all()
+    assert drafts[-1].confidence[1] > 0.95
 
 
 def test_confidence_follows_the_rate_of_acceptance():
     recorder, rng = make(), np.random.default_rng(0)
-    recorder.start("h", [1, 2], [5, 6])
-    recorder.start("r", [1, 2], [5])
     for _ in range(3000):
-        recorder.propose("r", limit=1)
-        hit = rng.random() < 0.6
-        recorder.drafter.observe(["r"], [[6, 9] if hit else [9]], np.array([hit], np.int32))
-    assert recorder.propose("r", limit=1)[0].confidence[0] == pytest.approx(0.6, abs=0.05)
+        draft = drafted_once(recorder, [5, 6], [5], [6 if rng.random() < 0.6 else 9], limit=1)
+    assert draft.confidence[0] == pytest.approx(0.6, abs=0.05)
 
 
 @both_indexes
@@ -611,22 +603,26 @@ def test_drafts_without_a_chance_are_not_made(index):
     assert len(strict.token_ids) == (loose.confidence >= 0.5).sum() < len(loose.token_ids)
 
 
-def test_outcomes_are_counted_up_to_the_first_difference_and_once():
+@pytest.mark.parametrize(
+    ("then", "expected"),
+    [
+        ([5, 6, 9], (3, 2)),
+        ([5, 6, 9, 8], (3, 2)),  # tokens after the first difference are no outcomes
+        ([9], (1, 0)),
+        ([5, 6], (2, 2)),  # how it would have gone on is not known
+        ([5, 6, 7, 8, 1], (4, 4)),  # all, and the bonus token
+        ([], (0, 0)),
+    ],
+)
+def test_outcomes_are_counted_up_to_the_first_difference_and_once(then, expected):
     recorder = make()
     recorder.start("h", [1, 2], [5, 6, 7, 8, 9])
     recorder.start("r", [1, 2])
     trials = recorder.drafter._calibration.coarse
-    for num_accepted, targets, expected in (
-        (2, [5, 6, 9], (3, 2)),
-        (2, [5, 6, 9, 8], (3, 2)),  # tokens after the first difference are no outcomes
-        (0, [9], (1, 0)),
-        (4, [5, 6, 7, 8, 1], (4, 4)),  # all, and the bonus token
-    ):
-        trials[:] = 0
-        assert len(recorder.draft("r", 4)) == 4
-        for _ in range(2):  # the second call has no proposal left to be about
-            recorder.drafter.observe(["r"], [targets], np.array([num_accepted], np.int32))
-            assert (trials[..., 0].sum(), trials[..., 1].sum()) == expected
+    assert len(recorder.draft("r", 4)) == 4
+    for tokens in (then, [5, 6] if then else []):  # the second call has no draft left to be about
+        recorder.extend("r", tokens)
+        assert (trials[..., 0].sum(), trials[..., 1].sum()) == expected
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -638,7 +634,7 @@ def test_outcomes_are_counted_by_the_heaviest_source(seed):
         recorder.start("r", prompt, context, problem_id=7, seed=seed)
         before = recorder.drafter.source_counts()
         assert recorder.draft("r", 2) == [5, 6]
-        recorder.drafter.observe(["r"], [[5, 7]], np.ones(1, np.int32))
+        recorder.extend("r", [5, 7])
         after = recorder.drafter.source_counts()
         gained = {name: tuple(np.subtract(after[name], before[name]).tolist()) for name in after}
         assert gained == {name: (2, 1) if name == "problem" else (0, 0) for name in after}
@@ -658,19 +654,19 @@ def test_confidence_is_the_chance_to_get_that_far():
 
 def test_full_counters_are_halved():
     cell = np.array([vote.MAX_TRIALS, 1000], np.float32)
-    propose.count_outcome(cell, True)
+    voting.count_outcome(cell, True)
     assert cell.tolist() == [vote.MAX_TRIALS / 2 + 1, 501]
-    propose.count_outcome(cell, False)
+    voting.count_outcome(cell, False)
     assert cell.tolist() == [vote.MAX_TRIALS / 2 + 2, 501]
 
 
 def test_the_exponent_is_1_until_another_is_clearly_ahead():
     counts = np.zeros((len(vote.INVERSE_TEMPERATURES), 2))
-    assert propose._best_inverse_temperature(counts) == 1.0
+    assert voting.best_inverse_temperature(counts) == 1.0
     counts[-1, 1] = vote.HEAD_START
-    assert propose._best_inverse_temperature(counts) == 1.0
+    assert voting.best_inverse_temperature(counts) == 1.0
     counts[-1, 1] += 1
-    assert propose._best_inverse_temperature(counts) == vote.INVERSE_TEMPERATURES[-1]
+    assert voting.best_inverse_temperature(counts) == vote.INVERSE_TEMPERATURES[-1]
 
 
 def test_only_choices_say_which_exponent_is_right():
@@ -680,12 +676,14 @@ def test_only_choices_say_which_exponent_is_right():
     recorder.start("i", [1], [5, 7])
     recorder.start("r", [1], [5], seed=3)
     (chosen,) = recorder.draft("r", 1)
-    recorder.drafter.observe(["r"], [[chosen]], np.zeros(1, np.int32))
+    recorder.extend("r", [chosen])
     trials = recorder.drafter._calibration.by_inverse_temperature[:, 0]
     assert (trials == 1).all()
     recorder.stop("i", keep=False)
+    recorder.stop("r", keep=False)
+    recorder.start("r", [1], [5], seed=3)
     assert recorder.draft("r", 1) == [6]
-    recorder.drafter.observe(["r"], [[6]], np.zeros(1, np.int32))
+    recorder.extend("r", [6])
     assert (trials == 1).all()
 
 
@@ -694,11 +692,11 @@ def test_proposals_survive_the_growth_of_rows():
     recorder.start("h", [1], [5, 6])
     recorder.start("r", [1])
     assert recorder.draft("r", 2) == [5, 6]
-    size = recorder.drafter._rows.document.size
+    size = recorder.drafter.table.arrays.document.size
     for i in range(size):
         recorder.start(f"more{i}", [2])
-    assert recorder.drafter._rows.document.size > size
-    recorder.drafter.observe(["r"], [[5, 9]], np.ones(1, np.int32))
+    assert recorder.drafter.table.arrays.document.size > size
+    recorder.extend("r", [5, 9])
     assert recorder.drafter.source_counts()["problem"] == (2, 1)
 
 
@@ -719,7 +717,7 @@ def test_a_new_request_does_not_inherit_a_proposal():
     recorder.propose("r")
     recorder.stop("r", keep=False)
     recorder.start("s", [1, 2])
-    recorder.drafter.observe(["s"], [[9]], np.zeros(1, np.int32))
+    recorder.extend("s", [9])
     assert recorder.drafter._calibration.coarse.sum() == 0
 
 
@@ -759,7 +757,7 @@ def test_what_nobody_asks_for_is_indexed_all_the_same():
     for i in range(20):
         recorder.start(str(i), [1], [2] * 4)
         recorder.stop(str(i))
-        assert recorder.drafter._num_pending < 10
+        assert recorder.drafter._num_unindexed < 10
 
 
 def test_live_requests_stay_whatever_the_bound():
@@ -767,6 +765,7 @@ def test_live_requests_stay_whatever_the_bound():
     recorder.start("live", [1, 2], range(10, 200))
     recorder.start("b", [1, 2], [5])
     recorder.stop("b")
+    recorder.check()
     assert not recorder.drafter._finished
     recorder.extend("live", [20])
     assert recorder.draft("live", 2) == [21, 22]
@@ -813,18 +812,9 @@ def test_a_rollout_of_a_dropped_version_is_not_kept():
 def test_what_ended_drafts_is_tried_again():
     """Text that drafts badly for long and then well: without a second try, nothing would be drafted ever after."""
     recorder = make(min_survival=0.3)
-    recorder.start("a", [1, 2], [5, 6], problem_id=7)
-    recorder.stop("a")
-    recorder.start("r", [1, 2], problem_id=7)
-    for _ in range(200):
-        recorder.propose("r")
-        recorder.drafter.observe(["r"], [[9]], np.zeros(1, np.int32))
-    assert recorder.draft("r") == []
-    for _ in range(2000):
-        if recorder.draft("r"):
-            break
-        recorder.drafter.observe(["r"], [[9]], np.zeros(1, np.int32))
-    assert recorder.draft("r") != []
+    is_drafted = [drafted_once(recorder, [5, 6], [], [9]).token_ids.size > 0 for _ in range(2000)]
+    assert not all(is_drafted[:200])
+    assert any(is_drafted[is_drafted.index(False) :])
 
 
 def test_what_ended_a_draft_fades_by_cell_and_by_what_it_falls_back_on():
@@ -836,8 +826,8 @@ def test_what_ended_a_draft_fades_by_cell_and_by_what_it_falls_back_on():
         counts[..., 0], counts[..., 1] = 1000.0, 100.0
     assert recorder.draft("r") == []
     assert all((counts[..., 0] == 1000.0).all() for counts in (counters.coarse, counters.fine))
-    for _ in range(2):  # what is told twice counts once
-        recorder.drafter.observe(["r"], [[6]], np.zeros(1, np.int32))
+    for _ in range(2):  # the second token is not what the draft was about
+        recorder.extend("r", [6])
     for counts in (counters.coarse, counters.fine):
         faded = counts[counts[..., 0] < 1000.0]
         assert faded.tolist() == [pytest.approx([1000.0 * vote.OUTCOME_DECAY, 100.0 * vote.OUTCOME_DECAY])]
@@ -990,25 +980,23 @@ class LifeCycle(RuleBasedStateMachine):
         self.recorder.extend(data.draw(st.sampled_from(self.live)), tokens * times)
 
     @precondition(lambda self: self.live)
-    @rule(data=st.data(), observes=st.booleans())
-    def propose(self, data, observes):
+    @rule(data=st.data(), is_told=st.booleans())
+    def propose(self, data, is_told):
         req_ids = data.draw(st.lists(st.sampled_from(self.live), unique=True, min_size=1))
         limits = np.array([data.draw(st.integers(0, 5)) for _ in req_ids], np.int32)
         drafts = self.recorder.drafter.propose(req_ids, limits)
         for draft, limit in zip(drafts, limits, strict=True):
             check_draft(draft, min(int(limit), 4))
-        if observes:
-            accepted = [data.draw(st.integers(0, len(draft.token_ids))) for draft in drafts]
-            targets = [[*draft.token_ids[:n], 2] for draft, n in zip(drafts, accepted, strict=True)]
-            self.recorder.drafter.observe(req_ids, targets, np.array(accepted, np.int32))
+        if is_told:
+            for req_id, draft in zip(req_ids, drafts, strict=True):
+                accepted = data.draw(st.integers(0, len(draft.token_ids)))
+                self.recorder.extend(req_id, [*draft.token_ids[:accepted], 2])
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), keep=st.booleans())
     def stop(self, data, keep):
         req_id = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
         self.recorder.stop(req_id, keep=keep)
-        drafter = self.recorder.drafter
-        assert not drafter._finished or drafter._store.num_used_pages <= self.MAX_PAGES
 
     @rule(step=st.integers(0, 2))
     def new_policy(self, step):
@@ -1019,6 +1007,8 @@ class LifeCycle(RuleBasedStateMachine):
     @invariant()
     def everything_is_in_its_place(self):
         self.recorder.check()
+        drafter = self.recorder.drafter
+        assert not drafter._finished or drafter._store.num_used_pages <= self.MAX_PAGES
         for problem in {text.problem for text in self.recorder.texts().values()}:
             for context in ([0], [1, 2], [2, 0, 1, 0]):
                 if self.INDEX == "suffix":
@@ -1068,9 +1058,7 @@ def test_random_operations(index):
             (draft,) = recorder.propose(name, limit=int(rng.integers(-1, K + 2)))
             check_draft(draft, K)
             accepted = int(rng.integers(len(draft.token_ids) + 1))
-            targets = [*draft.token_ids[:accepted], 2]
-            recorder.drafter.observe([name], [targets], np.array([accepted], np.int32))
-            recorder.extend(name, targets)
+            recorder.extend(name, [*draft.token_ids[:accepted], 2])
         elif kind < 0.998:
             live.remove(name)
             recorder.stop(name, keep=rng.random() < 0.7)
@@ -1206,9 +1194,7 @@ def test_what_was_learned_goes_on_in_another_drafter(index):
     first, second = make(index), make(index)
     first.start("a", [0, 1] * 10)
     for _ in range(5):
-        draft = first.draft("a")
-        first.drafter.observe(["a"], [draft], np.array([len(draft)], np.int32))
-        first.extend("a", draft)
+        first.extend("a", first.draft("a"))
     learned = first.drafter.learned()
     assert learned["coarse"].any()
     assert learned.keys() == {"coarse", "fine", "by_inverse_temperature"}, "what is only counted is not handed on"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rollout_spec.drafters.host import propose
+from rollout_spec.drafters.host import voting
 from tests.drafters.recorder import Recorder
 
 
@@ -27,7 +27,7 @@ def test_what_the_target_said_after_a_rejected_draft_is_drafted():
     (draft,) = recorder.propose("r", limit=3)
     assert draft.token_ids.tolist() == [61]
     assert 0 < draft.confidence[0] < 1
-    recorder.drafter.observe(["r"], [[61, 9]], np.ones(1, np.int32))
+    recorder.extend("r", [61, 9])
     assert recorder.drafter.source_counts()["lookahead"] == (1, 1)
 
 
@@ -48,10 +48,10 @@ def test_a_problem_that_takes_the_place_of_another_does_not_get_its_pool():
 
 def test_the_pool_takes_its_share_and_leaves_a_distribution():
     found, mass = np.array([5, 6, 0], np.int32), np.array([0.5, 0.3, 0.0])
-    assert propose._blend_in(6, 0.4, 2, found, mass) == 2
+    assert voting.blend_in(6, 0.4, 2, found, mass) == 2
     assert mass == pytest.approx([0.3, 0.58, 0.0])
-    assert propose._blend_in(9, 0.4, 2, found, mass) == 3
+    assert voting.blend_in(9, 0.4, 2, found, mass) == 3
     assert found.tolist() == [5, 6, 9]
     assert mass == pytest.approx([0.18, 0.348, 0.4])
-    assert propose._blend_in(4, 0.4, 0, found, mass) == 1
+    assert voting.blend_in(4, 0.4, 0, found, mass) == 1
     assert (found[0], mass[0]) == (4, 0.4)

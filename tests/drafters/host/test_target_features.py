@@ -204,7 +204,7 @@ def random_calls(index, give, **options):
             recorder.stop(str(i - 1), keep=bool(i % 2))
         (draft,) = recorder.propose(str(i))
         drafts.append((draft.token_ids.tolist(), draft.confidence.tolist()))
-        recorder.drafter.observe([str(i)], [rng.integers(0, 4, len(draft.token_ids) + 1)], np.zeros(1, np.int32))
+        recorder.extend(str(i), rng.integers(0, 4, len(draft.token_ids) + 1))
     recorder.check()
     return drafts
 
@@ -252,9 +252,6 @@ def test_features_that_do_not_fit_their_tokens_are_refused(wrong):
     recorder.start("a", [1])
     with pytest.raises(ValueError, match="features of 2 tokens must be"):
         recorder.drafter.extend("a", [5, 6], wrong(no_features(2)))
-    rows, starts = np.array([recorder.drafter.row_of("a")]), np.array([0, 2])
-    with pytest.raises(ValueError, match="features of 2 tokens must be"):
-        recorder.drafter.extend_batch(rows, np.array([5, 6], np.int32), starts, wrong(no_features(2)))
 
 
 def test_features_are_copied_when_they_are_given():

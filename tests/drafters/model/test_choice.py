@@ -8,10 +8,13 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from rollout_spec.drafters.host.requests import RequestTable
 from rollout_spec.drafters.host.vote import MAX_TRIALS
 from rollout_spec.drafters.model import choice
 from rollout_spec.drafters.model.choice import DraftChoice, ModelDrafts, no_model_drafts
-from rollout_spec.types import Drafts
+from rollout_spec.drafting import Drafting
+from rollout_spec.types import Draft
+from tests.drafters.recorder import sampled
 
 pytest.importorskip("triton")
 
@@ -72,67 +75,91 @@ STEP = st.fixed_dictionaries(
 def test_host_and_device_follow_the_rule(steps):
     """What is said is anything here, whichever draft was chosen."""
     is_sampled = [True, False, True]
-    host, device, plain = DraftChoice(K, M), DeviceChoice(SLOTS, K, M, torch.device("cpu")), Plain()
-    rows = np.array([2, 0, 1])
-    for row in rows.tolist():
-        host.start(row, is_sampled=is_sampled[row])
+    said_by_history = {}
+    host, device, plain = a_host(said_by_history), DeviceChoice(SLOTS, K, M, torch.device("cpu")), Plain()
+    rows, table = np.array([2, 0, 1]), host.drafter.table
+    for row in range(SLOTS):
+        host.drafter.start_request(str(row), [], seed=0 if is_sampled[row] else None)
+    learned = host.learn(sampled(table, rows, [[0]] * SLOTS))
     texts, total_len = torch.zeros(SLOTS, LENGTH, dtype=torch.int32), torch.ones(SLOTS, dtype=torch.int32)
     temperature = torch.tensor(is_sampled).float()
     num_sampled = torch.ones(SLOTS, dtype=torch.int32)
     for step in steps:
         step = [step[row] for row in rows.tolist()]
-        history = _drafts([[token for token, _ in s["history"]] for s in step], [s["history"] for s in step])
         tokens = np.array([[token for token, _ in s["model"]] for s in step], np.int32)
         probabilities = np.array([[p for _, p in s["model"]] for s in step], np.float32)
+        for row, s in zip(rows, step, strict=True):
+            said_by_history[str(row)] = drafted(s["history"])
+        by_history = [said_by_history[str(row)] for row in rows]
         expected = [
-            plain.choose(is_sampled[row], history.confidence[i], tokens[i].tolist(), probabilities[i].tolist())
+            plain.choose(is_sampled[row], by_history[i].confidence, tokens[i].tolist(), probabilities[i].tolist())
             for i, row in enumerate(rows.tolist())
         ]
-        drafts = host.choose(rows, history, ModelDrafts(tokens, probabilities), np.full(SLOTS, K))
+        drafts = host.draft(rows, learned, num_tokens=SLOTS, model=ModelDrafts(tokens, probabilities))
+        confidence = table.arrays.confidence[rows]
         rates = np.zeros((SLOTS, K), np.float32)
         for i, s in enumerate(step):
             rates[i, : len(s["history"])] = [rate for _, rate in s["history"]]
+        history_tokens = np.zeros((SLOTS, K), np.int64)
+        for row, draft in zip(history_tokens, by_history, strict=True):
+            row[: draft.token_ids.size] = draft.token_ids
         on_device, device_rates, is_model = device.choose(
             torch.from_numpy(rows).int(),
             num_sampled,
             texts,
             total_len,
             temperature,
-            (torch.from_numpy(history.token_ids).long(), torch.from_numpy(rates)),
+            (torch.from_numpy(history_tokens), torch.from_numpy(rates)),
             (torch.from_numpy(tokens).long(), torch.from_numpy(probabilities)),
         )
         for i, (margin, _) in enumerate(expected):
             if abs(margin) < 1e-4:
                 continue
-            wanted = tokens[i].tolist() if margin > 0 else history.token_ids[i, : history.lengths[i]].tolist()
+            wanted = tokens[i].tolist() if margin > 0 else by_history[i].token_ids.tolist()
             assert drafts.token_ids[i, : drafts.lengths[i]].tolist() == wanted
-            assert (np.diff(drafts.confidence[i, : drafts.lengths[i]]) <= 1e-6).all()
+            assert (np.diff(confidence[i, : drafts.lengths[i]]) <= 1e-6).all()
             assert on_device[i, : len(wanted)].tolist() == wanted
             assert bool(is_model[i]) == (margin > 0)
             n = len(wanted)
             survival = device_rates[i].cumprod(0)[:n].numpy()
-            assert survival == pytest.approx(drafts.confidence[i, :n], abs=1e-5)
+            assert survival == pytest.approx(confidence[i, :n], abs=1e-5)
         said = [s["said"] for s in step]
-        starts = np.cumsum([0, *map(len, said)])
         for i, row in enumerate(rows.tolist()):
             plain.observe(expected[i][1], said[i])
             length = int(total_len[row])
             texts[row, length : length + len(said[i])] = torch.tensor(said[i], dtype=torch.int32)
             total_len[row] += len(said[i])
             num_sampled[i] = len(said[i])
-        host.observe(rows, np.concatenate(said), starts, np.diff(starts) - 1)
+        learned = host.learn(sampled(table, rows, said))
         # Grades the last drafts; the drafts that it makes are those of the next round.
         device_counts = _graded(device, rows, num_sampled, texts, total_len)
-        assert _by_cell(host.counts) == _by_cell(device_counts) == plain.counts
+        assert _by_cell(host.choice.counts) == _by_cell(device_counts) == plain.counts
 
 
-def _drafts(tokens, with_rates):
-    drafts = Drafts(np.zeros((SLOTS, K), np.int32), np.zeros(SLOTS, np.int64), np.zeros((SLOTS, K), np.float32))
-    for i, row in enumerate(tokens):
-        drafts.token_ids[i, : len(row)] = row
-        drafts.lengths[i] = len(row)
-        drafts.confidence[i, : len(row)] = np.cumprod([rate for _, rate in with_rates[i]])
-    return drafts
+class Saying:
+    """Drafts what it is told to, by request."""
+
+    def __init__(self, drafts):
+        self.drafts = drafts
+
+    def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
+        pass
+
+    def propose(self, req_ids, max_tokens):
+        drafts = [self.drafts[req_id] for req_id in req_ids]
+        return [Draft(*(part[:n] for part in draft)) for draft, n in zip(drafts, max_tokens, strict=True)]
+
+    def extend(self, req_id, new_token_ids):
+        pass
+
+
+def a_host(drafts):
+    return Drafting(Saying(drafts), K, max_model_len=10_000, vocab_size=10, has_model=True)
+
+
+def drafted(tokens_and_rates):
+    tokens, rates = [token for token, _ in tokens_and_rates], [rate for _, rate in tokens_and_rates]
+    return Draft(np.array(tokens, np.int32), np.cumprod(rates).astype(np.float32))
 
 
 def _graded(device, rows, num_sampled, texts, total_len):
@@ -157,62 +184,80 @@ def _by_cell(counts):
     }
 
 
-def _one(history, confidence, model, probabilities):
-    h = Drafts(np.array([history], np.int32), np.array([len(history)]), np.array([confidence], np.float32))
-    return h, ModelDrafts(np.array([model], np.int32), np.array([probabilities], np.float32))
+class One:
+    """A request for which a model drafts 6 7 8, and history its own."""
 
+    def __init__(self, *history, seed=0):
+        self.drafts = {"a": drafted(history)}
+        self.host = a_host(self.drafts)
+        self.host.drafter.start_request("a", [], seed=seed)
+        self.table, self.row = self.host.drafter.table, np.array([0])
+        self.learned = self.host.learn(sampled(self.table, self.row, [[0]]))
 
-def test_history_is_told_of_its_own_draft():
-    """Its draft was 5 6 7. The model's, 5 8 9, was verified: 5 8 accepted, then 4 instead of 9."""
-    chooser, row = DraftChoice(K, M), np.array([0])
-    chooser.start(0, is_sampled=True)
-    chooser.choose(row, *_one([5, 6, 7], [0.1, 0.1, 0.1], [5, 8, 9], [0.9, 0.9, 0.9]), np.array([K]))
-    targets, starts, accepted = chooser.observe(row, np.array([5, 8, 4, 1]), np.array([0, 4]), np.array([2]))
-    assert (targets.tolist(), starts.tolist(), accepted.tolist()) == ([5, 8], [0, 2], [1])
-    # It agreed with all that was said, and would have gone on: how is not known.
-    chooser.choose(row, *_one([5, 8, 4], [0.1, 0.1, 0.1], [5, 8, 9], [0.9, 0.9, 0.9]), np.array([K]))
-    targets, starts, accepted = chooser.observe(row, np.array([5, 8]), np.array([0, 2]), np.array([1]))
-    assert (targets.tolist(), accepted.tolist()) == ([5, 8], [1])
-    # Its own draft was verified: everything is passed on, the target's samples after the first difference, too.
-    chooser.choose(row, *_one([5, 6, 7], [0.9, 0.9, 0.9], [5, 8, 9], [0.1, 0.1, 0.1]), np.array([K]))
-    targets, starts, accepted = chooser.observe(row, np.array([5, 3, 2, 1]), np.array([0, 4]), np.array([1]))
-    assert (targets.tolist(), accepted.tolist()) == ([5, 3, 2, 1], [1])
+    def step(self, *said, model=(6, 7, 8), p=0.9):
+        """What is drafted; then these tokens follow."""
+        drafts = ModelDrafts(np.array([model], np.int32), np.full((1, len(model)), p, np.float32))
+        chosen = self.host.draft(self.row, self.learned, num_tokens=1, model=drafts if model else None)
+        self.learned = self.host.learn(sampled(self.table, self.row, [said], num_verified=chosen.lengths))
+        return chosen.token_ids[0, : chosen.lengths[0]].tolist()
 
 
 def test_a_model_that_is_never_right_is_no_longer_chosen():
-    chooser, row, room = DraftChoice(K, M), np.array([0]), np.array([K])
-    chooser.start(0, is_sampled=True)
-    chosen = []
+    one = One((5, 0.6))
+    chosen = [one.step(5) for _ in range(40)]
+    assert chosen[0] == [6, 7, 8]
+    assert chosen[-1] == [5]
+    assert one.host.choice.model_counts() == (40, 0)
+
+
+def test_a_model_that_was_wrong_for_long_is_chosen_again_once_it_is_right():
+    one = One((5, 0.6))
     for _ in range(40):
-        drafts = chooser.choose(row, *_one([5], [0.6], [6, 7, 8], [0.9, 0.9, 0.9]), room)
-        chosen.append(int(drafts.token_ids[0, 0]))
-        chooser.observe(row, np.array([5]), np.array([0, 1]), np.array([0]))
-    assert chosen[0] == 6
-    assert chosen[-1] == 5
-    assert chooser.model_counts() == (40, 0)
+        one.step(5)
+    assert [6, 7, 8] in [one.step(6, 7, 8) for _ in range(400)]
 
 
 def test_room_and_steps_without_the_model():
-    chooser, row = DraftChoice(K, M), np.array([20])  # more rows than there were at first
-    chooser.start(20, is_sampled=False)
-    history, model = _one([5, 6], [0.2, 0.1], [7, 8, 9], [1.0, 1.0, 1.0])
-    assert chooser.choose(row, history, model, np.array([2])).lengths.tolist() == [2]
-    empty = Drafts(np.zeros((1, K), np.int32), np.zeros(1, np.int64), np.zeros((1, K), np.float32))
-    assert chooser.choose(row, empty, model, np.array([0])).lengths.tolist() == [0]
-    drafts = chooser.choose(row, history, no_model_drafts(1), np.array([K]))
-    assert drafts.token_ids[0, :2].tolist() == [5, 6]
-    chooser.forget()
-    chooser.observe(row, np.array([7]), np.array([0, 1]), np.array([0]))
-    assert chooser.model_counts() == (0, 0)
+    one, p = One((5, 0.2), (5, 0.5)), 1.0
+    for left, expected in ((3, [6, 7]), (2, [6])):
+        one.table.limit(0, max_tokens=one.table.arrays.num_tokens[0] + left, min_tokens=0, stop_token_ids=[])
+        one.learned = one.host.learn(sampled(one.table, one.row, [[]], [0]))
+        assert one.step(p=p) == expected
+    one.table.arrays.max_tokens[0] = 100
+    one.learned = one.host.learn(sampled(one.table, one.row, [[]], [0]))
+    assert one.step(6, model=()) == [5, 5]
+    assert one.host.choice.model_counts() == (0, 0), "nothing of a model was left to grade"
+    before = one.step(p=p)
+    assert before == [6, 7, 8]
+    one.table.forget_drafts()
+    one.learned = one.host.learn(sampled(one.table, one.row, [[6, 7]]))
+    assert one.host.choice.model_counts() == (0, 0)
+
+
+def test_drafts_of_a_model_longer_than_k_are_cut():
+    one = One()
+    assert one.step(1, model=(1, 2, 3, 4, 5, 6), p=1.0) == [1, 2, 3, 4]
+
+
+def test_without_the_model_every_draft_is_history_s():
+    """In a table of more rows than there were at first."""
+    table, chooser = RequestTable(K), DraftChoice()
+    rows = np.array([table.start(1) for _ in range(20)])
+    table.arrays.history.lengths[rows] = 1
+    assert chooser.choose(table, rows, np.full(20, K), no_model_drafts(20)).size == 0
+    assert not table.arrays.is_model[rows].any()
+    some = chooser.choose(
+        table, rows, np.arange(20), ModelDrafts(np.zeros((20, M), np.int32), np.ones((20, M), np.float32))
+    )
+    assert some.tolist() == list(range(M + 1, 20)), "those whose draft could be longer"
 
 
 def test_full_counters_are_halved():
-    chooser, row = DraftChoice(K, M), np.array([0])
-    chooser.start(0, is_sampled=True)
-    chooser.counts[:, 0], chooser.counts[:, 1] = MAX_TRIALS, 4.0
-    chooser.choose(row, *_one([], [], [6, 7, 8], [0.9, 0.9, 0.9]), np.array([K]))
-    chooser.observe(row, np.array([6]), np.array([0, 1]), np.array([0]))
-    assert chooser.counts.min(0).tolist() == [MAX_TRIALS / 2 + 1, 3.0]
-    before = chooser.counts.copy()
-    chooser.begin_policy_version()
-    assert (chooser.counts < before).all()
+    one = One()
+    counts = one.host.choice.counts
+    counts[:, 0], counts[:, 1] = MAX_TRIALS, 4.0
+    one.step(6)
+    assert counts.min(0).tolist() == [MAX_TRIALS / 2 + 1, 3.0]
+    before = counts.copy()
+    one.host.choice.begin_policy_version()
+    assert (counts < before).all()

@@ -12,9 +12,17 @@ import torch
 pytest.importorskip("vllm")
 
 from rollout_spec import RolloutSpecConfig
+from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.integrations.vllm.runner_v1 import RolloutSpecProposer, RunnerAdapterV1, Verification
 from rollout_spec.report.stats import SpeculationStats
-from rollout_spec.types import Drafts
+from tests.integrations.vllm.test_session import (
+    CuriousListener,
+    a_listening_session,
+    a_request,
+    a_session,
+    advance,
+    of_model,
+)
 
 VOCAB_SIZE = 10
 
@@ -92,15 +100,17 @@ TARGETS = {"a": [3, 9, 1], "b": [2], "c": [5, 6, 7, 4], "d": [1, 2]}
 
 
 def told(runner):
-    """What the proposer is told: verified and accepted tokens by row, and the target's."""
-    return tuple(values.tolist() for values in runner.adapter.count_last_verification()[:3])
+    """What the proposer is told: verified and accepted tokens by row, its first row of logits, and the target's."""
+    *counts, targets, features = runner.adapter.count_last_verification()
+    assert not features.size
+    return (*(values.tolist() for values in counts), None if targets is None else targets.tolist())
 
 
 def test_every_request_gets_its_own_outcome():
     runner = Runner(DRAFTS, TARGETS)
     # As wide as K allows in every step, and not as the longest draft, for which kernels would be compiled again.
     assert runner.sample() == [[3, 9, -1, -1, -1], [2, -1, -1, -1, -1], [5, 6, 7, 4, -1], [1, -1, -1, -1, -1]]
-    assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [3, 9, -1, 2, 5, 6, 7, 4, 1, -1])
+    assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [0, 3, 4, 8, 10], None)
     runner.drafter.session.update_index.assert_called_once_with()
     stats = runner.drafter.stats
     assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 4, 3)
@@ -111,7 +121,7 @@ def test_every_request_gets_its_own_outcome():
 def test_a_drafter_that_wants_it_is_told_what_the_target_says_after_the_first_difference():
     runner = Runner(DRAFTS, TARGETS, wants_rejected_targets=True)
     assert runner.sample() == [[3, 9, -1, -1, -1], [2, -1, -1, -1, -1], [5, 6, 7, 4, -1], [1, -1, -1, -1, -1]]
-    assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [3, 9, 1, 2, 5, 6, 7, 4, 1, 2])
+    assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [0, 3, 4, 8, 10], [3, 9, 1, 2, 5, 6, 7, 4, 1, 2])
 
 
 def test_chunks_of_prompts_are_not_counted():
@@ -142,7 +152,7 @@ def test_requests_that_change_rows_are_followed():
     turned = dict(reversed(DRAFTS.items()))
     runner.schedule(turned, TARGETS)
     assert runner.sample() == [[1, -1, -1, -1, -1], [5, 6, 7, 4, -1], [2, -1, -1, -1, -1], [3, 9, -1, -1, -1]]
-    assert told(runner) == ([1, 3, 0, 2], [0, 3, 0, 1], [1, -1, 5, 6, 7, 4, 2, 3, 9, -1])
+    assert told(runner) == ([1, 3, 0, 2], [0, 3, 0, 1], [0, 2, 6, 7, 10], None)
 
 
 def described(runner, **requests):
@@ -188,69 +198,73 @@ def test_sampling_parameters_that_vllm_makes_anew_are_read_anew():
     assert rows.temperature is metadata.temperature
 
 
-class Session:
-    """Keeps what it is told, and drafts three tokens for each request, of which two are to be verified.
-
-    Args:
-        seen: Tokens seen of each request, whose rows are the requests' places here.
-    """
-
-    enabled = True
-    follows_all = False
-
-    def __init__(self, **seen):
-        self.names = list(seen)
-        self.arrays = SimpleNamespace(num_seen=np.array(list(seen.values())))
-        self.calls = []
-
-    def follow(self, req_ids, requests, *, has_changed):
-        self.calls.append((req_ids, has_changed))
-        return np.array([self.names.index(name) if requests[name].prompt_token_ids else -1 for name in req_ids])
-
-    def draft(self, sampled, model=None):
-        self.calls.append(sampled)
-        drafts = np.tile(np.array([7, 8, 9], np.int32), (sampled.rows.size, 1))
-        return Drafts(drafts, np.full(sampled.rows.size, 2), np.ones_like(drafts, np.float32))
+VERIFIED = Verification(
+    num_verified=np.array([2, 0, 0, 0]),
+    num_accepted=np.array([1, 0, 0, 0]),
+    starts=np.array([0, 3, 4, 5, 6]),
+    target_token_ids=np.array([24, 25, 3, 99, 9, 33]),
+    features=np.repeat(np.arange(1, 7), FEATURE_WORDS).reshape(6, -1),
+)
+SAMPLED = [[24, 25], [], [9], [33]]
+NUM_TOKENS = np.array([6, 5, 3, 4, 0], np.int32)
 
 
-def proposer_of(session, requests, req_ids, verification):
+def proposer_of(session):
+    """A proposer that drafts for a batch of four, of which "a" has been drafted for before it said 21 to 25."""
+    requests = {"a": a_request([1, 2]), "chunk": a_request([1] * 9), "embedded": a_request(), "new": a_request([3, 4])}
+    requests["embedded"].prompt_token_ids = None
+    advance(session, {"a": [20]}, requests={"a": requests["a"]})
     proposer = RolloutSpecProposer.__new__(RolloutSpecProposer)
     proposer.session, proposer.has_changed = session, True
-    proposer._new_tokens = np.empty(1, np.int32)
     proposer._runner = SimpleNamespace(
-        requests={name: SimpleNamespace(prompt_token_ids=prompt) for name, prompt in requests.items()},
-        input_batch=SimpleNamespace(req_ids=req_ids),
+        requests={**requests, "waits": a_request([6])},
+        input_batch=SimpleNamespace(req_ids=["a", "chunk", "embedded", "new", "left over"]),
         query_start_loc=SimpleNamespace(np=np.array([0, 3, 9, 10, 11, 99])),
-        rollout_spec=SimpleNamespace(clock=SimpleNamespace(started=0.0), count_last_verification=lambda: verification),
+        rollout_spec=SimpleNamespace(clock=SimpleNamespace(started=0.0), count_last_verification=lambda: VERIFIED),
     )
-    return proposer
+    tokens = np.full((5, 500), 49, np.int32)
+    for row, text in zip(tokens, ([1, 2, 20, 21, 24, 25], [1] * 5, [0, 0, 9], [3, 4, 32, 33]), strict=False):
+        row[: len(text)] = text
+    return proposer, tokens
 
 
 def test_the_session_is_told_what_each_request_said_since_it_was_seen():
     """Rows of chunks and of prompts of embeddings are not drafted for."""
-    session = Session(new=3, a=4)
-    requests = {"a": [1, 2], "chunk": [1] * 9, "embedded": None, "new": [3, 4, 5], "waits": [6]}
-    verification = Verification(
-        np.array([2, 0, 0, 0]),
-        np.array([1, 0, 0, 0]),
-        np.array([24, 25, 3, 99, 9, 33]),
-        np.array([0, 3, 4, 5, 6]),
-        np.arange(6)[:, None],
+    session, drafter = a_listening_session(CuriousListener)
+    proposer, tokens = proposer_of(session)
+    drafts = proposer.propose(SAMPLED, NUM_TOKENS, tokens)
+    assert drafts == [[7] * 4, [], [], [7] * 4]
+    assert not proposer.has_changed
+    assert list(session.live) == ["a", "new"]
+    assert drafter.extended[1:] == [("a", [21, 24, 25], [0, 1, 2]), ("new", [32, 33], [0, 6])]
+    assert drafter.observed == [{"a": ([24, 25, 3], 1)}]
+    assert list(session._prompt_tokens)[-1] == 7, "11 tokens of 2 requests with 2 drafted ones"
+
+
+def test_a_switched_off_session_learns_nothing_until_it_is_on_again():
+    session, drafter = a_listening_session(CuriousListener)
+    proposer, tokens = proposer_of(session)
+    session.enabled = False
+    assert proposer.propose(SAMPLED, NUM_TOKENS, tokens) == [[]] * 4
+    assert len(drafter.extended) == 1
+    session.enabled = True
+    assert proposer.propose(SAMPLED, NUM_TOKENS, tokens) == [[7] * 4, [], [], [7] * 4]
+    assert [new for _, new, _ in drafter.extended[1:]] == [[21, 24, 25], [32, 33]]
+    assert not drafter.observed, "the draft of before is forgotten"
+
+
+def test_the_models_drafts_are_those_of_the_same_requests():
+    session = a_session(drafter="suffix", has_model=True, budget=False)
+    proposer, tokens = proposer_of(session)
+    model = of_model([30, 31], [32, 33], [34, 35], [36, 37])
+    is_sampled = np.array([True, False, True, True])
+    assert proposer.draft(is_sampled, NUM_TOKENS, tokens, model) == [[30, 31], [], [], [36, 37]]
+    session.drafter.learn_step = lambda *args: 1 / 0
+    assert proposer.draft(is_sampled, NUM_TOKENS, tokens, model) == [[]] * 4
+    assert session.broken
+    assert proposer.draft(is_sampled, NUM_TOKENS, tokens, model) == [[30, 31], [], [34, 35], [36, 37]], (
+        "it drafts alone"
     )
-    proposer = proposer_of(session, requests, ["a", "chunk", "embedded", "new", "left over"], verification)
-    tokens = np.arange(40, dtype=np.int32).reshape(4, 10)
-    num_tokens = np.array([6, 5, 4, 4], np.int32)
-    drafts = proposer.propose([[24, 25], [], [9], [33]], num_tokens, tokens)
-    assert drafts == [[7, 8], [], [], [7, 8]]
-    (req_ids, has_changed), sampled = session.calls
-    assert (req_ids, has_changed) == (["a", "embedded", "new"], True)
-    assert [list(values) for values in sampled[:7]] == [
-        [1, 0], [4, 5, 33], [0, 2, 3], [24, 25, 3, 33], [0, 3, 4], [2, 0], [1, 0],
-    ]  # fmt: skip
-    assert sampled.num_tokens == 11
-    assert sampled.features.tolist() == [[0], [1], [2], [5]]
-    proposer.propose([[24, 25], [], [9], [33]], num_tokens, tokens)
-    assert session.calls[2] == (["a", "embedded", "new"], False)
 
 
 def test_rows_that_are_broken_are_named_by_their_request():

@@ -20,9 +20,11 @@ from rollout_spec.integrations.vllm.compat import lacks_v2_interfaces
 if lacks_v2_interfaces(vllm.__version_tuple__):
     pytest.skip("this vLLM's V2 runner is not supported", allow_module_level=True)
 
+from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.integrations.vllm import runner_v2
 from rollout_spec.report.stats import SpeculationStats
-from rollout_spec.types import Drafts, VerifyResult
+from rollout_spec.types import VerifyResult
+from tests.integrations.vllm.test_session import CuriousListener, a_listening_session, a_request
 
 # Four requests: "b" has no draft, "chunk" is in the middle of its prompt and what it samples is discarded.
 REQ_IDS = ["a", "b", "chunk", "c"]
@@ -36,7 +38,9 @@ FIRST_POSITIONS = [3, 4, 6, 9]
 
 def result_of(num_broken_rows=(0, 0, 0, 0)):
     return VerifyResult(
-        output_token_ids=torch.zeros(4, 5, dtype=torch.int32),
+        output_token_ids=torch.tensor(
+            [[3, 9, -1, -1, -1], [2, -1, -1, -1, -1], [6, 6, -1, -1, -1], [5, 6, 7, 4, -1]], dtype=torch.int32
+        ),
         num_accepted=torch.tensor(ACCEPTED, dtype=torch.int32),
         target_token_ids=torch.tensor(TARGETS),
         logprobs=None,
@@ -46,55 +50,33 @@ def result_of(num_broken_rows=(0, 0, 0, 0)):
     )
 
 
-class Session:
-    """Keeps what it is told, and drafts three tokens for each request, of which two are to be verified.
-
-    Args:
-        seen: Tokens seen of each request, whose rows are the requests' places here.
-    """
-
-    enabled = True
-    follows_all = False
-
-    def __init__(self, **seen):
-        self.names = list(seen)
-        self.arrays = SimpleNamespace(num_seen=np.array(list(seen.values())))
-        self.calls, self.num_updates = [], 0
-
-    def update_index(self):
-        self.num_updates += 1
-
-    def pause(self):
-        self.calls.append("pause")
-
-    def follow(self, req_ids, requests, *, has_changed):
-        self.calls.append((req_ids, has_changed))
-        return np.array([self.names.index(name) for name in req_ids])
-
-    def draft(self, sampled):
-        self.calls.append(sampled)
-        drafts = np.tile(np.array([7, 8, 9, 0], np.int32), (sampled.rows.size, 1))
-        return Drafts(drafts, np.full(sampled.rows.size, 2), np.ones_like(drafts, np.float32))
+def a_session_that_has_seen(**seen):
+    """So many tokens of each request, all of which were drafted for."""
+    session, drafter = a_listening_session(CuriousListener)
+    rows = session.follow(list(seen), {name: a_request(PROMPTS[name]) for name in seen}, has_changed=True)
+    requests = session.drafter.table.arrays
+    requests.num_tokens[rows], requests.num_offered[rows] = list(seen.values()), 4
+    return session, drafter
 
 
-def speculator_of(session, result):
+def speculator_of(session, result, features=None):
     """A speculator whose sampler has just verified the four requests."""
     speculator = runner_v2.HistorySpeculator.__new__(runner_v2.HistorySpeculator)
     speculator.session, speculator.stats, speculator.num_draft_tokens = session, SpeculationStats(), {}
     speculator._num_speculative_tokens, speculator._device = 4, torch.device("cpu")
-    all_token_ids = torch.arange(100).reshape(4, 25)
     runner = SimpleNamespace(
         req_states=SimpleNamespace(
             req_id_to_index={"c": 1},
             total_len=SimpleNamespace(gpu=torch.tensor([0, 14, 0, 0])),
-            all_token_ids=SimpleNamespace(gpu=all_token_ids),
+            all_token_ids=SimpleNamespace(gpu=torch.arange(100).reshape(4, 25)),
         )
     )
     adapter = SimpleNamespace(
-        requests={req_id: SimpleNamespace(prompt_token_ids=prompt) for req_id, prompt in PROMPTS.items()},
+        requests={req_id: a_request(prompt) for req_id, prompt in PROMPTS.items()},
         requests_have_changed=True,
+        wants_rejected_targets=True,
         clock=SimpleNamespace(started=0.0),
-        take_features=lambda: None,
+        take_features=lambda: features,
     )
     outcome = runner_v2._Verified(REQ_IDS, STARTS, torch.tensor(FIRST_POSITIONS), result)
     speculator.bind(runner, adapter, SimpleNamespace(outcome=outcome))
@@ -108,47 +90,79 @@ def propose(speculator, num_tokens=20):
 
 
 def test_every_request_gets_its_own_outcome_and_chunks_of_prompts_none():
-    session = Session(c=10, a=4, b=5)
-    speculator = speculator_of(session, result_of())
+    """What was seen of each token is in its row of logits."""
+    session, drafter = a_session_that_has_seen(c=10, a=4)
+    features = torch.arange(1, 11)[:, None].expand(10, FEATURE_WORDS)
+    speculator = speculator_of(session, result_of(), features)
     drafts = propose(speculator)
-    followed, sampled = session.calls
-    assert followed == (["a", "b", "c"], True)
-    assert [values.tolist() for values in sampled[:7]] == [
-        [1, 2, 0], [3, 9, 2, 5, 6, 7, 4], [0, 2, 3, 7], [3, 9, 1, 2, 5, 6, 7, 4], [0, 3, 4, 8], [2, 0, 3], [1, 0, 3],
-    ]  # fmt: skip
-    assert sampled.num_tokens == 20
-    assert session.num_updates == 1
+    assert drafts == [[7] * 4, [7] * 4, [0] * 4, [7] * 4]
+    assert drafter.extended == [("a", [3, 9], [1, 2]), ("b", [2], [4]), ("c", [5, 6, 7, 4], [7, 8, 9, 10])]
+    assert drafter.observed == [{"a": ([3, 9, 1], 1), "c": ([5, 6, 7, 4], 3)}]
+    assert drafter.limits == [{"a": 4, "b": 4, "c": 4}]
+    assert list(session._prompt_tokens) == [12], "20 tokens of 3 requests with 5 drafted ones"
     stats = speculator.stats
     assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 3, 2)
     assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (5, 4, 7)
-    assert drafts == [[7, 8, 0, 0], [7, 8, 0, 0], [0] * 4, [7, 8, 0, 0]]
-    assert speculator.num_draft_tokens == {"a": 2, "b": 2, "c": 2}
+    assert speculator.num_draft_tokens == {"a": 4, "b": 4, "c": 4}
+    assert not speculator._adapter.requests_have_changed
     assert propose(speculator) == [[0] * 4] * 4, "an outcome is told once"
-    assert len(session.calls) == 2
+    assert len(drafter.limits) == 1
     assert not speculator.num_draft_tokens
 
 
-def test_what_was_missed_is_read_from_the_runner():
-    """Drafting was off for some steps: the session has seen 12 of the 14 tokens of c, of which the last are new."""
-    session = Session(a=4, b=5, c=12)
-    propose(speculator_of(session, result_of()))
-    _, sampled = session.calls
-    assert sampled.token_ids.tolist() == [3, 9, 2, 37, 38]
-    assert sampled.starts.tolist() == [0, 2, 3, 5]
+@pytest.mark.parametrize("has_features", [False, True])
+def test_what_was_missed_is_read_from_the_runner(has_features):
+    """Drafting was off for some steps: the session has seen 8 of the 14 tokens of c, of which the last 4 are new."""
+    session, drafter = a_session_that_has_seen(a=4, b=5, c=8)
+    session.pause()
+    features = torch.arange(1, 11)[:, None].expand(10, FEATURE_WORDS) if has_features else None
+    assert propose(speculator_of(session, result_of(), features))[3] == [7] * 4
+    assert [(name, new) for name, new, *_ in drafter.extended] == [("a", [3, 9]), ("b", [2]), ("c", [*range(33, 39)])]
+    assert drafter.extended[2][2:] == (([0, 0, 7, 8, 9, 10],) if has_features else ())
+    assert not drafter.observed
+    assert session.drafter.table.arrays.num_tokens[session.live["c"].row] == 14
+
+
+def test_of_a_request_that_goes_on_past_its_end_nothing_is_missed():
+    """Behind a server it does so until the front end has told of its stop string."""
+    session, drafter = a_session_that_has_seen(a=3)
+    session.drafter.table.arrays.is_complete[session.live["a"].row] = True
+    assert propose(speculator_of(session, result_of()))[:2] == [[0] * 4, [7] * 4]
+    assert [name for name, *_ in drafter.extended] == ["b", "c"]
+
+
+def test_prompts_of_embeddings_are_not_drafted_for():
+    session, drafter = a_session_that_has_seen(c=10)
+    speculator = speculator_of(session, result_of())
+    speculator._adapter.requests["a"].prompt_token_ids = None
+    assert propose(speculator) == [[0] * 4, [7] * 4, [0] * 4, [7] * 4]
+    assert [(name, new) for name, new in drafter.extended] == [("b", [2]), ("c", [5, 6, 7, 4])]
+    assert speculator.num_draft_tokens == {"b": 4, "c": 4}
 
 
 def test_a_switched_off_session_counts_and_learns_nothing():
-    session = Session(a=4, c=10)
+    session, drafter = a_session_that_has_seen(a=4, c=10)
     session.enabled = False
     speculator = speculator_of(session, result_of())
     assert propose(speculator) == [[0] * 4] * 4
-    assert session.calls == ["pause"]
+    assert not drafter.extended
+    assert (session.drafter.table.arrays.num_offered == -1).all(), "drafts of before are forgotten"
     assert speculator.stats.draft_tokens == 5
+
+
+@pytest.mark.parametrize("method", ["start_request", "extend", "propose", "observe"])
+def test_a_drafter_that_raises_gives_no_drafts(method):
+    session, drafter = a_session_that_has_seen(a=4, c=10)
+    setattr(drafter, method, lambda *args, **options: 1 / 0)
+    speculator = speculator_of(session, result_of())
+    assert propose(speculator) == [[0] * 4] * 4
+    assert not any(speculator.num_draft_tokens.values())
+    assert session.broken
 
 
 def test_rows_that_are_broken_are_named_by_their_request():
     with pytest.raises(FloatingPointError, match="2 rows .* request chunk"):
-        propose(speculator_of(Session(), result_of([0, 0, 1, 1])))
+        propose(speculator_of(a_session_that_has_seen()[0], result_of([0, 0, 1, 1])))
 
 
 class _Layout(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
+import time
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -11,21 +12,20 @@ import numpy as np
 import pytest
 
 from rollout_spec import RolloutSpecConfig
+from rollout_spec.budget.estimates import Survival
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.drafters.batch import as_batch_drafter
+from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import no_features
 from rollout_spec.history.roots import Roots
 from rollout_spec.history.shards import Origin, read_shard
 from rollout_spec.history.storage import open_storage
 from rollout_spec.integrations.vllm import commands
-from rollout_spec.integrations.vllm import session as session_module
-from rollout_spec.integrations.vllm.live_requests import Sampled
 from rollout_spec.integrations.vllm.problems import recognise
 from rollout_spec.integrations.vllm.session import STEPS_PER_SHARING, DraftingSession
 from rollout_spec.report.stats import SpeculationStats
-from rollout_spec.types import Draft
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft
 from tests.drafters.recorder import positions_of
 
 
@@ -51,11 +51,19 @@ def a_request(prompt=(1, 2, 3)):
     return SimpleNamespace(prompt_token_ids=list(prompt), sampling_params=params, lora_request=None, mm_features=None)
 
 
-def a_session(share_from_first_rank=None, max_step_tokens=64, index_late=False, num_model_tokens=0, **options):
+def a_session(
+    share_from_first_rank=None,
+    *,
+    max_step_tokens=64,
+    max_model_len=500,
+    index_late=False,
+    has_model=False,
+    **options,
+):
     config = RolloutSpecConfig(**{"num_speculative_tokens": 4, "drafter": "suffix", **options})
     engine = SimpleNamespace(
         model_config=SimpleNamespace(
-            max_model_len=500,
+            max_model_len=max_model_len,
             get_vocab_size=lambda: 50,
             get_hidden_size=lambda: 8,
             hf_text_config=SimpleNamespace(model_type="llama"),
@@ -71,7 +79,7 @@ def a_session(share_from_first_rank=None, max_step_tokens=64, index_late=False, 
         engine,
         SpeculationStats(),
         share_from_first_rank,
-        num_model_tokens=num_model_tokens,
+        has_model=has_model,
         index_late=index_late,
     )
 
@@ -81,48 +89,77 @@ def advance(
 ):
     """One step in which each request of `tokens` says its own. Returns what is to be verified.
 
-    With features every row's first word is its target token, and its second one is 1. `model` is what a model drafts.
+    The batch begins with a chunk of a prompt, of which the session is not to see anything. With features every row's
+    first word is its target token, and its second one is 1. `model` is what a model drafts.
     """
+    if not session.enabled:
+        session.pause()
+        return {req_id: [] for req_id in tokens}
     outcomes = {req_id: Outcome([0], 0, o) if isinstance(o, int) else o for req_id, o in (outcomes or {}).items() if o}
     requests = requests or {req_id: a_request((7, len(req_id))) for req_id in tokens}
-    size = len(tokens) + sum(o.num_verified for o in outcomes.values()) if step_tokens is None else step_tokens
     live = {req_id: live.request for req_id, live in session.live.items() if req_id not in ended}
-    rows = session.follow(list(tokens), {**live, **requests}, has_changed=True)
-    tokens = {req_id: new for (req_id, new), row in zip(tokens.items(), rows.tolist(), strict=True) if row >= 0}
-    rows = rows[rows >= 0]
+    followed = session.follow(list(tokens), {**live, **requests}, has_changed=True)
+    is_followed = followed >= 0
+    assert session.follows_all == is_followed.all()
     outcomes = [outcomes.get(req_id, Outcome(new[:1], 0, 0)) for req_id, new in tokens.items()]
-    new, starts = concatenated(tokens.values(), np.int32)
-    targets, target_starts = concatenated([outcome.target_token_ids for outcome in outcomes], np.int64)
-    verified = np.array([outcome.num_verified for outcome in outcomes], np.int64)
-    accepted = np.array([outcome.num_accepted for outcome in outcomes], np.int64)
-    started = session_module.time.perf_counter()
-    features = no_features(targets.size) if has_features else None
-    if features is not None:
+    num_seen = np.zeros(followed.size, np.int64)
+    if session.enabled:
+        num_seen[is_followed] = session.drafter.table.arrays.num_tokens[followed[is_followed]]
+    texts = np.full((followed.size + 1, 60), 49, np.int32)
+    for text, new in zip(texts[1:], tokens.values(), strict=True):
+        text[: len(new)] = new
+    verified = np.array([0, *(outcome.num_verified for outcome in outcomes)])
+    starts = np.concatenate(([0], np.cumsum(verified + 1)))
+    targets = np.full(starts[-1], PLACEHOLDER_TOKEN_ID)
+    for start, outcome in zip(starts[1:], outcomes, strict=False):
+        targets[start : start + len(outcome.target_token_ids)] = outcome.target_token_ids
+    features = no_features(targets.size) if has_features else NO_FEATURES
+    if has_features:
         features[:, 0], features[:, 1] = targets, 1
-    drafts = session.draft(
-        Sampled(rows, new, starts, targets, target_starts, verified, accepted, size, started, features), model
+    first = np.array([0, *num_seen])
+    sampled = Sampled(
+        rows=followed[is_followed],
+        batch_rows=1 + np.flatnonzero(is_followed),
+        token_ids=texts,
+        first=first,
+        lengths=(first + np.array([60, *map(len, tokens.values())])).astype(np.int32),
+        num_verified=verified,
+        num_accepted=np.array([0, *(outcome.num_accepted for outcome in outcomes)]),
+        starts=starts,
+        features=features,
     )
-    listed = zip(tokens, drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
+    drafts = session.draft(
+        sampled,
+        num_tokens=int(followed.size + verified.sum()) if step_tokens is None else step_tokens,
+        began=time.perf_counter(),
+        targets=targets if getattr(session.drafter, "wants_rejected_targets", False) else None,
+        model=model,
+    )
+    names = itertools.compress(tokens, is_followed)
+    listed = zip(names, drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
     return {req_id: draft[:length] for req_id, draft, length in listed}
+
+
+def requests_of(session):
+    """The live requests' arrays."""
+    return session.drafter.table.arrays
 
 
 def features_of(session, req_id):
     """The first words of the features of a request's tokens."""
     store, row = session.drafter._store, session.live[req_id].row
-    positions = positions_of(store, int(session.drafter._rows.document[row]))
-    return store.arrays.features[positions, 0].tolist()
-
-
-def concatenated(lists, dtype):
-    """(values, starts)."""
-    lists = [list(values) for values in lists]
-    return np.array(list(itertools.chain(*lists)), dtype), np.cumsum([0, *map(len, lists)], dtype=np.int64)
+    return store.arrays.features[positions_of(store, int(requests_of(session).document[row])), 0].tolist()
 
 
 def known(session, req_id):
     """(tokens that the drafter has seen, whether the request is complete)."""
     row = session.live[req_id].row
-    return int(session.arrays.num_seen[row]), bool(session.arrays.is_complete[row])
+    return int(requests_of(session).num_tokens[row]), bool(requests_of(session).is_complete[row])
+
+
+def output_of(session, req_id):
+    """The output of a request that the drafter has seen."""
+    return session.drafter.output_of(req_id).tolist()
 
 
 def run(session, steps, request, **options):
@@ -135,18 +172,23 @@ def run(session, steps, request, **options):
     return drafted
 
 
-def test_every_kept_token_comes_with_the_features_of_its_row():
+@pytest.mark.parametrize("drafter", ["suffix", "a user's own"])
+def test_every_kept_token_comes_with_the_features_of_its_row(drafter):
     """Also where a request said tokens before it was followed, and where only the first ones of a step are kept."""
-    session, requests = a_session(budget=False), {"a": a_request(), "b": a_request()}
+    session, listener = (a_session(budget=False), None) if drafter == "suffix" else a_listening_session()
+    requests = {"a": a_request(), "b": a_request()}
     requests["a"].sampling_params.stop_token_ids = [9]
     advance(session, {"a": [4, 5, 6], "b": [7]}, requests=requests, has_features=True)
     accepted = {"a": Outcome([1, 2, 3, 8], 2, 3), "b": Outcome([8, 8], 0, 1)}
     advance(session, {"a": [1, 2, 3], "b": [8]}, accepted, requests=requests, has_features=True)
     ending = {"a": Outcome([1, 9, 2, 2], 2, 3), "b": Outcome([6, 5], 1, 1)}
-    advance(session, {"a": [1, 9, 2], "b": [6, 5]}, ending, requests=requests, has_features=True)
-    session.drafter.update_index()
-    assert features_of(session, "b") == [7, 8, 6, 5]
-    assert features_of(session, "a") == [0, 0, 4, 1, 2, 3, 1, 9]
+    advance(session, {"b": [6, 5], "a": [1, 9, 2]}, ending, requests=requests, has_features=True)
+    expected = {"a": [0, 0, 4, 1, 2, 3, 1, 9], "b": [7, 8, 6, 5]}
+    for req_id, words in expected.items():
+        if listener is None:
+            assert features_of(session, req_id) == words
+        else:
+            assert [word for name, _, found in listener.extended if name == req_id for word in found] == words
 
 
 def test_without_a_budget_all_of_a_draft_is_verified():
@@ -195,7 +237,7 @@ def test_ranks_whose_clocks_differ_cut_alike(monkeypatch, index_late):
                 clocks[rank] += rng.exponential(0.01)
                 return clocks[rank]
 
-            monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=tick))
+            monkeypatch.setattr(time, "perf_counter", tick)
             last = {"a": len(drafted[rank][-1])} if drafted[rank] else {}
             session.update_index()
             drafts = advance(session, {"a": [1 + n % 3]}, last, requests={"a": request})
@@ -235,22 +277,45 @@ def test_an_index_that_raises_ends_speculation_or_where_other_ranks_go_on_the_ru
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_run(ranks):
-    session = a_session((lambda values: values) if ranks == 2 else None, budget=False)
+@pytest.mark.parametrize(
+    ("drafter", "method"),
+    [
+        *(("suffix", name) for name in ("start_request", "row_of", "learn_step", "propose_rows", "continue_rows")),
+        *(("tests.adversaries.Adversary", name) for name in ("start_request", "extend", "propose", "observe")),
+        *(("suffix", name) for name in ("stop_request", "output_of", "begin_policy_version")),
+    ],
+)
+def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_run(drafter, method, ranks):
+    share = (lambda values: values) if ranks == 2 else None
+    session = a_session(share, budget=False, has_model=True, drafter=drafter, drafter_options={})
+    of_user, request = drafter != "suffix", a_request((7, 8))
 
-    def propose(*args):
-        raise RuntimeError("broken")
+    def broken(*args, **kwargs):
+        raise ArithmeticError("broken")
 
-    session.drafter.propose_batch = propose
+    setattr(session.drafter._drafter if of_user else session.drafter, method, broken)
+
+    def go_through_a_life():
+        drafts = [advance(session, {"a": [n]}, requests={"a": request}, model=of_model([n + 1])) for n in range(5)]
+        session.begin_policy_version(1)
+        advance(session, {"b": [1]}, ended=["a"])
+        return drafts
+
     if ranks == 2:
-        with pytest.raises(RuntimeError, match="broken"):
-            run(session, 5, a_request())
-    else:
-        assert run(session, 5, a_request()) == [[]] * 5
-        assert session._stats.drafter_errors == 1
-        with pytest.raises(RuntimeError, match="its drafter has raised"):
-            session.set_enabled(True)
-        assert not session.enabled
+        with pytest.raises(ArithmeticError, match="broken"):
+            go_through_a_life()
+        return
+    drafts = go_through_a_life()
+    if method not in ("stop_request", "output_of", "begin_policy_version"):
+        assert not any(step.get("a") for step in drafts[1:])
+    assert (session.broken, session._stats.drafter_errors, session.num_live_requests()) == (True, 1, 0)
+    assert session.wants_model(1), "the model drafts alone"
+    with pytest.raises(RuntimeError, match="its drafter has raised"):
+        session.set_enabled(True)
+    session.update_index()
+    session.end_missing({})
+    session.close()
+    assert (session.enabled, session._stats.drafter_errors) == (False, 1)
 
 
 @pytest.mark.parametrize(
@@ -287,31 +352,29 @@ def test_drafts_that_are_none_end_speculation(fault):
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("field", "change"),
     [
-        lambda drafts: None,
-        lambda drafts: tuple(drafts),
-        lambda drafts: (array for array in drafts),
-        lambda drafts: drafts._replace(lengths=drafts.lengths - 9),
-        lambda drafts: drafts._replace(lengths=drafts.lengths + 9),
-        lambda drafts: drafts._replace(lengths=drafts.lengths + 2**40),
-        lambda drafts: drafts._replace(lengths=drafts.lengths[:, None]),
-        lambda drafts: drafts._replace(lengths=drafts.lengths.astype(np.int32)),
-        lambda drafts: drafts._replace(token_ids=drafts.token_ids[0]),
-        lambda drafts: drafts._replace(token_ids=drafts.token_ids.tolist()),
-        lambda drafts: drafts._replace(token_ids=drafts.token_ids - 100),
-        lambda drafts: drafts._replace(token_ids=drafts.token_ids + 50),
-        lambda drafts: drafts._replace(confidence=drafts.confidence * np.float32(np.nan)),
-        lambda drafts: drafts._replace(confidence=drafts.confidence - 2),
-        lambda drafts: drafts._replace(confidence=drafts.confidence.astype(np.float16)),
-        lambda drafts: type(drafts)(*(array[:0] for array in drafts)),
+        ("lengths", -9),
+        ("lengths", 9),
+        ("lengths", 2**40),
+        ("tokens", -100),
+        ("tokens", 50),
+        ("confidence", np.nan),
+        ("confidence", -2),
+        ("confidence", 2),
     ],
 )
-def test_drafts_of_a_batch_that_are_none_end_speculation(change):
+def test_drafts_of_a_batch_that_are_none_end_speculation(field, change):
     session = a_session(budget=False)
-    propose = session.drafter.propose_batch
+    propose = session.drafter.propose_rows
     assert any(run(session, 8, a_request()))
-    session.drafter.propose_batch = lambda *args: change(propose(*args))
+
+    def garbled(*args):
+        propose(*args)
+        array = getattr(requests_of(session).history, field)
+        array += np.array(change, array.dtype)
+
+    session.drafter.propose_rows = garbled
     assert run(session, 10, a_request()) == [[]] * 10
     assert (session.enabled, session._stats.drafter_errors) == (False, 1)
 
@@ -392,11 +455,10 @@ def test_prompts_in_a_step_are_counted_by_their_tokens():
 
 def test_prompts_now_and_then_do_not_end_speculation(monkeypatch):
     """A long prompt in every tenth step: sizes between those with and without one never occur."""
-    session, request = a_session(max_step_tokens=8192), a_request()
+    session, request = a_session(max_step_tokens=8192, max_model_len=20_000), a_request()
     request.sampling_params.max_tokens = 10_000
-    session._max_model_len = 20_000
     clock = [0.0]
-    monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     asked, drafts, said = [], {}, 0
     for n in range(400):
         clock[0] += 0.06 if n % 10 == 0 else 0.01
@@ -406,7 +468,7 @@ def test_prompts_now_and_then_do_not_end_speculation(monkeypatch):
         tokens = {f"r{i}": new for i in range(16)}
         size = 16 + sum(map(len, drafts.values())) + (1000 if n % 10 == 0 else 0)
         drafts = advance(session, tokens, outcomes, step_tokens=size, requests=dict.fromkeys(tokens, request))
-        asked.append(session._num_asked > 0)
+        asked.append(session.drafting.num_asked > 0)
     assert sum(asked[100:]) > 250
 
 
@@ -488,6 +550,44 @@ def test_tokens_past_a_requests_end_are_not_counted(nine_stops):
     assert stats.accepted_tokens == 12
 
 
+def test_a_request_that_takes_an_ended_ones_row_in_the_same_step_has_nothing_of_its():
+    """Neither its draft nor its end. A third request goes on meanwhile."""
+    session, drafter = a_listening_session(budget=False)
+    ending, other = a_request((1,)), a_request((2, 3))
+    ending.sampling_params.stop_token_ids = [9]
+    advance(session, {"a": [1], "c": [4]}, requests={"a": ending, "c": other})
+    advance(session, {"c": [4], "a": [9]}, requests={"a": ending, "c": other})
+    row = session.live["a"].row
+    drafter.observed.clear()
+    assert advance(session, {"b": [9], "c": [5]}, ended=["a"], requests={"b": other, "c": other}) == {
+        "b": [7] * 4,
+        "c": [7] * 4,
+    }
+    assert session.live["b"].row == row
+    assert drafter.observed == [{"c": ([5], 0)}]
+    assert known(session, "b") == (3, False)
+    assert session.num_live_requests() == 2
+
+
+def test_a_preempted_request_goes_on_where_it_was():
+    """Its draft from before is graded by its next token, as one that was not verified."""
+    session, drafter = a_listening_session()
+    advance(session, {"a": [1], "b": [2]})
+    advance(session, {"b": [3]})
+    advance(session, {"b": [3], "a": [4]})
+    assert drafter.observed == [{"b": ([3], 0)}, {"b": ([3], 0), "a": ([4], 0)}]
+    assert [new for name, new in drafter.extended if name == "a"] == [[1], [4]]
+    assert drafter.limits[-1] == {"b": 4, "a": 4}
+
+
+def test_rejected_targets_reach_a_drafter_that_looks_ahead():
+    session, request = a_session(drafter="lookahead", budget=False), a_request((10, 11, 30, 31, 32))
+    assert advance(session, {"a": [10]}, requests={"a": request})["a"] == [11, 30, 31, 32]
+    assert set(session.drafter._pool.tokens) == {-1}
+    advance(session, {"a": [11, 33]}, {"a": Outcome([11, 33, 34, 35, 36], 1, 4)}, requests={"a": request})
+    assert set(session.drafter._pool.tokens) == {-1, 34, 35, 36}
+
+
 def test_tokens_that_were_sampled_while_drafting_was_off_are_counted_once(nine_stops):
     session, request = a_session(budget=False), a_request()
     advance(session, {"a": [1]}, requests={"a": request})
@@ -527,24 +627,26 @@ def test_a_drafter_that_has_raised_is_told_of_no_end():
 @pytest.mark.parametrize("names", ["abcdefgh", "habcdefg"])
 def test_switched_off_in_mid_flight_and_on_again(names):
     """Drafts of before are forgotten, also of a request that is not drafted for in the next step: h."""
-    session, drafter = a_listening_session(budget=True)
+    session, drafter = a_listening_session(CuriousListener, budget=True)
     session.budget.wants_drafts = lambda num_tokens: True
-    session.budget.decide = lambda confidence, starts, *args, **kwargs: np.diff(starts)
     requests = {name: a_request((ord(name),)) for name in names}
     requests["h"].sampling_params.max_tokens = 4
     advance(session, {name: [1] for name in requests}, requests=requests)
     session.enabled = False
     advance(session, {name: [1] for name in requests}, requests=requests)
     session.enabled = True
-    drafter.observed.clear()
-    assert advance(session, {"a": [1], "h": [1, 1]}, requests=requests) == {"a": [7] * 4, "h": []}
+    off = dict.fromkeys(names, Outcome([1], 0, 4))
+    assert set(advance(session, {"a": [1, 1], "h": [1, 1]}, off, requests=requests)) == {"a", "h"}
+    assert not drafter.observed
+    assert not session.budget.survival.counts.any()
     advance(session, {"a": [7, 1], "h": [1]}, {"a": Outcome([7, 1, 1, 1, 1], 1, 4)}, requests=requests)
     assert drafter.observed == [{"a": ([7, 1, 1, 1, 1], 1)}]
+    assert session.budget.survival.reliability()[:, 0].sum() == 4
 
 
 def test_a_drafter_s_time_is_part_of_the_step(monkeypatch):
     ticks = itertools.count()
-    monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=lambda: float(next(ticks))))
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
     session = a_session(budget=False)
     run(session, 6, a_request())
     assert sum(session._stats.draft_seconds_by_batch) > 0
@@ -554,18 +656,18 @@ def test_a_drafter_s_time_is_part_of_the_step(monkeypatch):
 def test_drafts_that_never_come_true_stop_being_asked_for(monkeypatch):
     """Steps take the same with and without drafts, and the drafter is sure of them; what is counted says otherwise."""
     ticks = itertools.count()
-    monkeypatch.setattr(session_module, "time", SimpleNamespace(perf_counter=lambda: 1e-3 * next(ticks)))
-    session, request = a_session(), a_request()
-    request.sampling_params.max_tokens = session._max_model_len = 10_000
+    monkeypatch.setattr(time, "perf_counter", lambda: 1e-3 * next(ticks))
+    session, request = a_session(max_model_len=10_000), a_request()
+    request.sampling_params.max_tokens = 10_000
     guesses = []
-    propose = session.drafter.propose_batch
+    propose = session.drafter.propose_rows
 
-    def spy(*args):
-        drafts = propose(*args)
-        guesses.append(int(drafts.token_ids[0, 0]) if drafts.lengths[0] else 1)
-        return drafts
+    def spy(rows, room):
+        propose(rows, room)
+        drafts = requests_of(session).history
+        guesses.append(int(drafts.tokens[rows[0], 0]) if drafts.lengths[rows[0]] else 1)
 
-    session.drafter.propose_batch = spy
+    session.drafter.propose_rows = spy
     drafts, token = {}, 1
     for n in range(1700):
         if n == 1500:
@@ -603,25 +705,26 @@ def test_drafts_leave_room_in_the_step():
 )
 def test_the_history_ends_where_the_request_does(params, sampled, kept):
     """A step can sample past an accepted end of sequence; nothing after it is indexed, or drafted for."""
-    session, request, shown = a_session(), a_request(), []
+    session, request = a_session(), a_request()
     for name, value in params.items():
         setattr(request.sampling_params, name, value)
-    extend = session.drafter.extend_batch
-    session.drafter.extend_batch = lambda rows, tokens, starts: (shown.extend(tokens), extend(rows, tokens, starts))
-    assert not any(advance(session, {"a": sampled}, requests={"a": request}).values())
-    assert shown == kept
-    assert known(session, "a")[0] == len(request.prompt_token_ids) + len(kept)
-    advance(session, {"a": [4, 4]}, requests={"a": request})  # the engine notices the end a step later
-    assert shown == kept
+    for tokens in (sampled, [4, 4]):  # the engine notices the end a step later
+        assert not any(advance(session, {"a": tokens}, requests={"a": request}).values())
+        assert output_of(session, "a") == kept
+        assert known(session, "a") == (len(request.prompt_token_ids) + len(kept), True)
 
 
-def test_requests_end_at_stop_strings(nine_stops):
-    """A step can sample past one, and behind a server further steps do."""
-    session, request = a_session(), a_request()
+@pytest.mark.parametrize(("params", "kept"), [({}, [4, 5, 6, 9]), ({"max_tokens": 3}, [4, 5, 6])])
+def test_the_history_ends_at_stop_strings(nine_stops, params, kept):
+    """A step can sample past one, and behind a server further steps do. Another end may come first."""
+    session, request, other = a_session(), a_request(), a_request()
     request.sampling_params.stop = ["x"]
-    for tokens in ([4, 5], [6, 9, 7, 8], [3]):
-        advance(session, {"a": tokens}, requests={"a": request})
-    assert known(session, "a") == (len(request.prompt_token_ids) + 4, True)
+    vars(request.sampling_params).update(params)
+    for tokens in ([4, 5], [6, 9, 7, 8], [3], [9]):
+        advance(session, {"b": tokens, "a": tokens}, requests={"a": request, "b": other})
+    assert output_of(session, "a") == kept
+    assert known(session, "a") == (len(request.prompt_token_ids) + len(kept), True)
+    assert output_of(session, "b") == [4, 5, 6, 9, 7, 8, 3, 9]
 
 
 def test_a_request_is_not_cut_at_stop_strings_of_an_ended_one_that_had_its_row(nine_stops):
@@ -649,13 +752,13 @@ class Listener:
     """A drafter that keeps what it is told, and drafts as many sevens as it may."""
 
     def __init__(self):
-        self.started, self.limits, self.observed = {}, [], []
+        self.started, self.limits, self.observed, self.extended = {}, [], [], []
 
     def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
         self.started[req_id] = (problem_id, seed)
 
-    def extend(self, req_id, new_token_ids):
-        pass
+    def extend(self, req_id, new_token_ids, *features):
+        self.extended.append((req_id, list(new_token_ids), *(found[:, 0].tolist() for found in features)))
 
     def propose(self, req_ids, max_tokens):
         self.limits.append(dict(zip(req_ids, max_tokens.tolist(), strict=True)))
@@ -670,20 +773,25 @@ class Listener:
         pass
 
 
-def a_listening_session(**options):
-    session = a_session(**{"budget": False, **options})
-    drafter = Listener()
-    session.drafter, session._keywords = as_batch_drafter(drafter, session.num_speculative_tokens), set()
-    return session, drafter
+class CuriousListener(Listener):
+    """Wants to know all that a target says."""
+
+    wants_rejected_targets = True
 
 
-def test_the_drafter_learns_from_every_draft_that_the_target_went_past():
+def a_listening_session(kind=Listener, **options):
+    session = a_session(**{"budget": False, "drafter": f"{__name__}.{kind.__name__}", "drafter_options": {}, **options})
+    return session, session.drafter._drafter
+
+
+@pytest.mark.parametrize("kind", [Listener, CuriousListener])
+def test_the_drafter_learns_from_every_draft_that_the_target_went_past(kind):
     """Also from one that was not verified: the next token says whether its first one was right."""
-    session, drafter = a_listening_session()
+    session, drafter = a_listening_session(kind)
     assert set(advance(session, {"a": [1], "b": [2], "c": [3]})) == {"a", "b", "c"}
     assert drafter.observed == []
     advance(session, {"a": [7, 9], "b": [5], "new": [4]}, {"a": Outcome([7, 9, 6], 1, 2)})
-    assert drafter.observed == [{"a": ([7, 9, 6], 1), "b": ([5], 0)}]
+    assert drafter.observed == [{"a": ([7, 9, 6] if kind is CuriousListener else [7, 9], 1), "b": ([5], 0)}]
 
 
 def test_drafts_of_before_it_was_switched_off_are_forgotten():
@@ -699,13 +807,15 @@ def test_drafts_of_before_it_was_switched_off_are_forgotten():
 def test_the_budget_learns_of_each_draft_what_was_verified_and_accepted(monkeypatch):
     session, _ = a_listening_session(budget=True)
     monkeypatch.setattr(session.budget, "wants_drafts", lambda num_tokens: True)
-    monkeypatch.setattr(session.budget, "decide", lambda confidence, starts, *args, **kwargs: np.array([2, 0, 3]))
-    seen = []
-    monkeypatch.setattr(session.budget.survival, "observe", lambda *args: seen.append([a.tolist() for a in args[1:]]))
-    assert advance(session, {"a": [1], "b": [2], "c": [3]}) == {"a": [7, 7], "b": [], "c": [7, 7, 7]}
-    outcomes = {"c": Outcome([7, 7, 9], 2, 2), "a": Outcome([7, 7, 1], 2, 2)}  # the scheduler has cut one of c
-    advance(session, {"c": [7, 7, 9], "b": [5], "a": [7, 7, 1]}, outcomes)
-    assert seen == [[[0, 4, 8, 12], [2, 0, 2], [2, 0, 2]]]
+    advance(session, {"a": [1], "b": [2], "c": [3]})
+    before = session.budget.survival.counts.copy()
+    outcomes = {"c": Outcome([7, 7, 9], 2, 2), "a": Outcome([7, 1, 1], 1, 2)}  # the scheduler has cut one of c
+    advance(session, {"c": [7, 7, 9], "b": [5], "a": [7, 1]}, outcomes)
+    expected = Survival()
+    confidence = np.linspace(0.9, 0.5, 4, dtype=np.float32)
+    expected.observe(np.tile(confidence, 3), np.array([0, 4, 8, 12]), np.array([2, 0, 2]), np.array([2, 0, 1]))
+    assert not before.any()
+    assert session.budget.survival.counts.tolist() == expected.counts.tolist()
 
 
 def test_a_drafter_that_is_not_asked_takes_no_time(monkeypatch):
@@ -713,11 +823,11 @@ def test_a_drafter_that_is_not_asked_takes_no_time(monkeypatch):
     session, drafter = a_listening_session(budget=True)
     asked, learnt = iter([True, False, True, True]), []
     monkeypatch.setattr(session.budget, "wants_drafts", lambda num_tokens: next(asked))
-    monkeypatch.setattr(session.budget, "decide", lambda confidence, starts, *args, **kwargs: np.zeros(2, np.int64))
     monkeypatch.setattr(session.budget, "observe_step", lambda *args, **kwargs: learnt.append(kwargs))
     for _ in range(4):
         advance(session, {"a": [1], "b": [2]})
     assert len(drafter.limits) == 3
+    assert len(drafter.observed) == 2, "a draft is told of once"
     assert [step["num_asked"] for step in learnt] == [2, 0, 2]
     assert [step["draft_seconds"] > 0 for step in learnt] == [True, False, True]
 
@@ -735,8 +845,7 @@ def test_the_drafter_knows_the_seeds_that_decide_what_is_sampled(temperature, ve
 
 def test_drafts_end_where_the_model_does():
     """The last position is the target's own token."""
-    session, drafter = a_listening_session()
-    session._max_model_len = 8
+    session, drafter = a_listening_session(max_model_len=8)
     request = a_request([1, 2, 3])
     for token in (4, 5, 6, 7):
         advance(session, {"a": [token]}, requests={"a": request})
@@ -954,7 +1063,7 @@ def of_model(*tokens, probability=0.9):
 
 
 def test_the_model_drafts_where_history_is_silent_and_history_goes_on():
-    session = a_session(num_model_tokens=2, budget=False)
+    session = a_session(has_model=True, budget=False)
     request = a_request((7, 8))
     advance(session, {"old": [11, 12, 13, 14, 15, 16]}, requests={"old": request})
     advance(session, {"a": [20]}, ended=["old"], requests={"a": request})
@@ -973,7 +1082,7 @@ def test_the_model_drafts_where_history_is_silent_and_history_goes_on():
 
 
 def test_history_is_verified_where_it_promises_more_and_both_are_graded():
-    session = a_session(num_model_tokens=2, budget=False)
+    session = a_session(has_model=True, budget=False)
     request = a_request((7, 8))
     advance(session, {"old": [11, 12, 13, 14, 15, 16]}, requests={"old": request})
     advance(session, {"a": [11]}, ended=["old"], requests={"a": request})
@@ -991,7 +1100,7 @@ def test_history_is_verified_where_it_promises_more_and_both_are_graded():
 
 
 def test_steps_are_compared_with_and_without_the_model():
-    session = a_session(num_model_tokens=2)
+    session = a_session(has_model=True)
     request, taken = a_request((7, 8)), []
     for n in range(200):
         wanted = session.wants_model(1)
@@ -1003,9 +1112,30 @@ def test_steps_are_compared_with_and_without_the_model():
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])
 def test_a_models_drafts_are_graded_apart_for_greedy_and_sampled_requests(temperature):
-    session, request = a_session(num_model_tokens=2, budget=False), a_request()
+    session, request = a_session(has_model=True, budget=False), a_request()
     request.sampling_params.temperature = temperature
     advance(session, {"a": [20]}, requests={"a": request}, model=of_model([12, 13]))
     advance(session, {"a": [12]}, requests={"a": request}, model=of_model([12, 13]))
     greedy, sampled = session.choice.counts.reshape(2, -1)
     assert (greedy.any(), sampled.any()) == (temperature == 0, temperature > 0)
+
+
+def test_a_models_drafts_go_to_their_requests_where_others_are_complete():
+    session = a_session(has_model=True, budget=False)
+    requests = {name: a_request((7, i)) for i, name in enumerate("abc")}
+    requests["a"].sampling_params.max_tokens = 1
+    drafts = advance(
+        session, {name: [20] for name in requests}, requests=requests, model=of_model([1, 2], [3, 4], [5, 6])
+    )
+    assert drafts == {"a": [], "b": [3, 4], "c": [5, 6]}
+
+
+def test_a_users_drafter_beside_a_model_is_told_of_its_own_drafts():
+    """What was said shows how many of its tokens were right, though the model's were verified."""
+    session, drafter = a_listening_session(CuriousListener, has_model=True)
+    drafter.propose = lambda req_ids, room: [Draft(np.array([7, 8], np.int32), np.array([0.2, 0.1], np.float32))]
+    assert advance(session, {"a": [1]}, model=of_model([7, 9, 3])) == {"a": [7, 9, 3]}
+    advance(session, {"a": [7, 9, 4]}, {"a": Outcome([7, 9, 4, 5], 2, 3)}, model=of_model([8, 1, 1], probability=0.01))
+    assert drafter.observed == [{"a": ([7, 9], 1)}]
+    advance(session, {"a": [6]}, {"a": Outcome([6, 5, 5], 0, 2)})
+    assert drafter.observed[1:] == [{"a": ([6, 5, 5], 0)}]

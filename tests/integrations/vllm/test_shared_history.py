@@ -45,7 +45,9 @@ class Rank:
         engine = SimpleNamespace(model_config=MODEL, parallel_config=SimpleNamespace(tensor_parallel_size=1))
         config = RolloutSpecConfig(history_dir=str(path))
         self.roots = Roots()
-        self.history = EngineHistory(config, engine, self.drafter, self.roots, share, self.taken.extend)
+        self.history = EngineHistory(config, engine, self.drafter, self.roots, share)
+        add_rollouts = self.drafter.add_rollouts
+        self.drafter.add_rollouts = lambda rollouts: (self.taken.extend(rollouts), add_rollouts(rollouts))
 
     def take(self):
         """Let its folder read and write, and take in what has come. Returns [(tokens' number, version)]."""

@@ -1,4 +1,4 @@
-"""Drafting by vote, and learning from what became of the drafts. `history.py` says how, `vote.py` holds the numbers."""
+"""The vote's parts, and counters of what became of drafts. `history.py` says how, `vote.py` has the numbers."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.drafters.host import lookahead
-from rollout_spec.drafters.host.index import gather
-from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER
 from rollout_spec.drafters.host.store import (
     DOCUMENT,
     KIND,
     LAST,
-    LENGTH,
     PAGE_BITS,
     PAGE_MASK,
     PROBLEM,
@@ -23,7 +19,6 @@ from rollout_spec.drafters.host.store import (
     VERSION,
     after,
     last_position,
-    read_back,
     step_back,
 )
 from rollout_spec.drafters.host.suffix import Path, new_path
@@ -36,8 +31,6 @@ from rollout_spec.drafters.host.vote import (
     HEAD_START,
     INVERSE_TEMPERATURES,
     LENGTH_EDGES,
-    LOOKAHEAD,
-    LOOKAHEAD_WEIGHT,
     MAX_CANDIDATES,
     MAX_DEPTH,
     MAX_DISAGREEMENT,
@@ -54,22 +47,13 @@ from rollout_spec.drafters.host.vote import (
     UNKNOWN_DISAGREEMENT,
 )
 from rollout_spec.features.format import FEATURE_WORDS, MAX_CODE, SIGNATURE_BITS, SIGNATURE_WORDS, TOP_TOKENS
-from rollout_spec.jit.compiler import inlined, njit
+from rollout_spec.jit.compiler import inlined
 from rollout_spec.noise.host import gumbel_nb
 from rollout_spec.types import Float32Array, Int32Array
 
 DECAY = np.float32(OUTCOME_DECAY)
 MAX_FOUND = (TOP_TOKENS + 1) * MAX_CANDIDATES + 1
 """Most distinct tokens of one position: each candidate's own and those remembered with it, and the lookahead pool's."""
-
-
-class Rows(NamedTuple):
-    """State of the live requests, one entry each."""
-
-    document: NDArray[np.int64]
-    prompt_length: NDArray[np.int64]
-    seed: NDArray[np.int64]
-    has_seed: NDArray[np.bool_]  # whether the target's noise is known
 
 
 class Calibration(NamedTuple):
@@ -79,18 +63,6 @@ class Calibration(NamedTuple):
     fine: Float32Array  # [coupled?, probability bin, length bin, origin bin, 2]
     by_source: NDArray[np.int64]  # [source, 2]
     by_inverse_temperature: NDArray[np.float64]  # [inverse temperature, 2]; of coupled choices, made or not
-
-
-class Proposals(NamedTuple):
-    """The last proposal of each live row, kept for `learn_outcomes` and returned to the caller."""
-
-    lengths: NDArray[np.int64]  # [rows]
-    num_given: NDArray[np.int64]  # [rows] tokens at its beginning that another drafter has chosen
-    tokens: Int32Array  # [rows, K]
-    confidence: Float32Array  # [rows, K]
-    cells: Int32Array  # [rows, K, 4] index into `fine` of the calibration, and without the last one into `coarse`
-    is_cut: NDArray[np.bool_]  # [rows] whether one token more had too low a rate; its cell is the one after the last
-    alternatives: Int32Array  # [rows, K, inverse temperature] what each would have drafted; -1: there was no choice
 
 
 class Scratch(NamedTuple):
@@ -129,7 +101,7 @@ def new_scratch(max_tokens):
 
 
 @inlined(allocates=False)
-def _length_bin(length):
+def bin_of_length(length):
     length_bin = 0
     for edge in LENGTH_EDGES:
         length_bin += length > edge
@@ -137,7 +109,7 @@ def _length_bin(length):
 
 
 @inlined(allocates=False)
-def _probability_bin(probability):
+def bin_of_probability(probability):
     distance = max(1.0 - probability, MIN_DISTANCE_FROM_ONE)
     return min(int(-BINS_PER_HALVING * np.log2(distance)), NUM_PROBABILITY_BINS - 1)
 
@@ -151,7 +123,7 @@ def _distance_bin(distance):
 
 
 @inlined(allocates=False)
-def _rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected):
+def rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected):
     """Probability that a drafted token is accepted: its fine cell's rate, whose prior is the coarse cell's."""
     coarse = calibration.coarse[coupled, probability_bin, length_bin]
     fine = calibration.fine[coupled, probability_bin, length_bin, origin_bin]
@@ -160,14 +132,14 @@ def _rate(calibration, coupled, probability_bin, length_bin, origin_bin, expecte
 
 
 @inlined(allocates=False)
-def _decay(cell):
+def decay(cell):
     """Let the outcomes so far count for less, so that the cell is tried again."""
     cell[0] *= DECAY
     cell[1] *= DECAY
 
 
 @inlined(allocates=False)
-def _best_inverse_temperature(by_inverse_temperature):
+def best_inverse_temperature(by_inverse_temperature):
     """The exponent that would have been right most often."""
     best, most = 1.0, -1.0
     for a in range(len(INVERSE_TEMPERATURES)):
@@ -178,7 +150,7 @@ def _best_inverse_temperature(by_inverse_temperature):
 
 
 @inlined(allocates=False)
-def _weigh(store, settings, document, offset, count, positions, weights, origin_bins):
+def weigh(store, settings, document, offset, count, positions, weights, origin_bins):
     """Give each candidate its weight, and its origin bin: where it comes from and how far from `offset` it lies."""
     problem = store.documents[document, PROBLEM]
     for i in range(count):
@@ -221,7 +193,7 @@ def _num_differing(features, a, b):
 
 
 @inlined(allocates=False)
-def _compare_states(store, settings, document, depth, count, positions, lengths, weights, origin_bins, differing):
+def compare_states(store, settings, document, depth, count, positions, lengths, weights, origin_bins, differing):
     """Weigh candidates by how similar the target's state was to its last known one in this document.
 
     That one predicted the document's last token. It is compared with the state that predicted the token which lies as
@@ -250,7 +222,7 @@ def _compare_states(store, settings, document, depth, count, positions, lengths,
 
 
 @inlined(allocates=False)
-def _blend(store, settings, count, positions, lengths, weights, by_length, share, found, mass):
+def blend(store, settings, count, positions, lengths, weights, by_length, share, found, mass):
     """Probability of each next token: q_l = (c_l + BLEND q_{l-1}) / (n_l + BLEND) over match lengths l.
 
     Unrolled from the longest: a candidate that matches l tokens counts at every length up to l, and share[l] is what it
@@ -318,7 +290,7 @@ def _add(token, weight, num_found, found, mass):
 
 
 @inlined(allocates=False)
-def _blend_in(token, weight, num_found, found, mass):
+def blend_in(token, weight, num_found, found, mass):
     """Give `token` this much of the probability and the others the rest. Returns the number of tokens found."""
     at = num_found
     for i in range(num_found):
@@ -333,7 +305,7 @@ def _blend_in(token, weight, num_found, found, mass):
 
 
 @inlined(allocates=False)
-def _draw_noise(seed, position, num_found, found, mass, noise, alternatives):
+def draw_noise(seed, position, num_found, found, mass, noise, alternatives):
     """Replace `mass` by its logarithm, fill `noise`, and note what each exponent would choose."""
     for i in range(num_found):
         mass[i] = np.log(mass[i])
@@ -347,7 +319,7 @@ def _draw_noise(seed, position, num_found, found, mass, noise, alternatives):
 
 
 @inlined(allocates=False)
-def _choose(num_found, mass, inverse_temperature, noise):
+def choose(num_found, mass, inverse_temperature, noise):
     """(index of the best token, lead of its score over the next one's). inverse_temperature 0: the most probable."""
     best, best_score, second_score = 0, -np.inf, -np.inf
     for i in range(num_found):
@@ -360,7 +332,7 @@ def _choose(num_found, mass, inverse_temperature, noise):
 
 
 @inlined(allocates=False)
-def _advance(store, token, count, positions, lengths, weights, origin_bins):
+def advance(store, token, count, positions, lengths, weights, origin_bins):
     """Keep the candidates whose token is `token`, moved on by one. Returns their number."""
     tokens, alive = store.tokens, 0
     for i in range(count):
@@ -375,112 +347,6 @@ def _advance(store, token, count, positions, lengths, weights, origin_bins):
     return alive
 
 
-@njit(allocates=False, nogil=True)
-def propose(store, index, pool, rows, batch, max_tokens, given, reached, settings, calibration, scratch, out):
-    """Fill `out` for the rows in `batch`, at most max_tokens[i] tokens each, and K.
-
-    Drafts begin with the tokens `given` (int32 [B, M]), all of which are accepted with probability `reached` (float64
-    [B]). Nothing else is written but `scratch`: several threads may draft for parts of a batch. O(log n +
-    MAX_CANDIDATES) for the first token of a draft and O(candidates left) for each later one.
-    """
-    positions, lengths, weights, origin_bins = scratch.positions, scratch.lengths, scratch.weights, scratch.origin_bins
-    found, mass, noise = scratch.found, scratch.mass, scratch.noise
-    inverse_temperature = (
-        settings.inverse_temperature
-        if settings.inverse_temperature > 0.0
-        else _best_inverse_temperature(calibration.by_inverse_temperature)
-    )
-    for i in range(batch.size):
-        row = batch[i]
-        document = rows.document[row]
-        generated = store.documents[document, LENGTH]
-        known = rows.prompt_length[row] + generated
-        coupled = 1 if rows.has_seed[row] else 0
-        kept = read_back(store, last_position(store, document), scratch.text, np.int64(MAX_DEPTH))
-        text = scratch.text[MAX_DEPTH - kept :]
-        survival, count = reached[i], 0
-        num_given = given.shape[1]
-        for depth in range(num_given):
-            out.tokens[row, depth] = text[kept + depth] = given[i, depth]
-            out.confidence[row, depth] = reached[i]
-        out.lengths[row], out.num_given[row], out.is_cut[row] = num_given, num_given, False
-        for depth in range(num_given, min(max_tokens[i], out.tokens.shape[1])):
-            end = kept + depth
-            if count == 0:
-                start = max(0, end - MAX_DEPTH)
-                count = gather(
-                    store, index, settings, document, text[start:end], end - start, positions, lengths, scratch.path
-                )
-                _weigh(store, settings, document, generated + depth, count, positions, weights, origin_bins)
-                count = _compare_states(
-                    store,
-                    settings,
-                    document,
-                    depth,
-                    count,
-                    positions,
-                    lengths,
-                    weights,
-                    origin_bins,
-                    scratch.differing,
-                )
-            num_found, longest, left = _blend(
-                store, settings, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
-            )
-            guess = -1
-            if settings.use_lookahead:
-                guess = lookahead.find(pool, np.int64(store.documents[document, PROBLEM]), text, end)
-            if guess >= 0:
-                num_found = _blend_in(guess, LOOKAHEAD_WEIGHT, num_found, found, mass)
-                left *= 1.0 - LOOKAHEAD_WEIGHT
-                longest = max(longest, LOOKAHEAD_ORDER)
-            elif num_found == 0:
-                break
-            out.alternatives[row, depth, 0] = -1
-            if coupled and num_found > 1:
-                _draw_noise(
-                    rows.seed[row],
-                    np.int64(known - 1 + depth),
-                    num_found,
-                    found,
-                    mass,
-                    noise,
-                    out.alternatives[row, depth],
-                )
-                best, lead = _choose(num_found, mass, inverse_temperature, noise)
-                likely, expected = np.exp(mass[best]), (1.0 - left) / (1.0 + np.exp(-lead))
-            else:
-                best, lead = _choose(num_found, mass, 0.0, noise)
-                likely = mass[best]
-                expected = 1.0 - left if coupled else likely
-            token = found[best]
-            heaviest, origin = -1.0, -1
-            for j in range(count):
-                if store.tokens[positions[j]] == token and weights[j] > heaviest:
-                    heaviest, origin = weights[j], j
-            if heaviest < 0.0 and token != guess:  # it was remembered there, but another one was sampled
-                for j in range(count):
-                    if weights[j] > heaviest:
-                        heaviest, origin = weights[j], j
-            origin_bin = origin_bins[origin] if origin >= 0 else LOOKAHEAD * NUM_DISTANCE_BINS
-            if coupled:  # what bins mean under noise: see NUM_ORIGIN_BINS
-                origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
-                    int(NUM_DISTANCE_BINS * likely), NUM_DISTANCE_BINS - 1
-                )
-            probability_bin, length_bin = _probability_bin(expected), _length_bin(longest)
-            out.cells[row, depth, 0], out.cells[row, depth, 1] = coupled, probability_bin
-            out.cells[row, depth, 2], out.cells[row, depth, 3] = length_bin, origin_bin
-            survival *= _rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected)
-            if survival < settings.min_survival:
-                out.is_cut[row] = True
-                break
-            out.tokens[row, depth] = token
-            out.confidence[row, depth] = survival
-            out.lengths[row] = depth + 1
-            text[end] = token
-            count = _advance(store, token, count, positions, lengths, weights, origin_bins)
-
-
 @inlined(allocates=False)
 def count_outcome(cell, hit):
     """Count an outcome."""
@@ -490,48 +356,3 @@ def count_outcome(cell, hit):
     cell[0] += 1.0
     if hit:
         cell[1] += 1.0
-
-
-@inlined(allocates=False)
-def _num_sampled(targets, start, end, accepted):
-    """How many of targets[start:end] are known: all up to a position behind the accepted ones without a sample."""
-    at = start + accepted + 1
-    while at < end and targets[at] >= 0:
-        at += 1
-    return min(at, end) - start
-
-
-@njit(allocates=False)
-def learn_outcomes(store, pool, rows, batch, targets, starts, num_accepted, settings, calibration, text, out):
-    """Learn from drafts up to the first difference; the target's tokens after it go to the lookahead pool."""
-    for i in range(batch.size):
-        row = batch[i]
-        num_targets = _num_sampled(targets, starts[i], starts[i + 1], num_accepted[i])
-        if settings.use_lookahead and num_targets > num_accepted[i] + 1:
-            document = rows.document[row]
-            problem = np.int64(store.documents[document, PROBLEM])
-            kept = read_back(store, last_position(store, document), text, np.int64(LOOKAHEAD_ORDER))
-            context = text[LOOKAHEAD_ORDER - kept :]
-            length = out.lengths[row]
-            for depth in range(length):
-                context[kept + depth] = out.tokens[row, depth]
-            for depth in range(num_accepted[i] + 1, min(num_targets, length + 1)):
-                lookahead.insert(pool, problem, context, kept + depth, targets[starts[i] + depth])
-        if out.is_cut[row]:
-            coupled, probability_bin, length_bin, origin_bin = out.cells[row, out.lengths[row]]
-            _decay(calibration.coarse[coupled, probability_bin, length_bin])
-            _decay(calibration.fine[coupled, probability_bin, length_bin, origin_bin])
-        reached = min(out.lengths[row], num_accepted[i] + 1, num_targets)
-        for depth in range(out.num_given[row], reached):
-            coupled, probability_bin, length_bin, origin_bin = out.cells[row, depth]
-            target = max(targets[starts[i] + depth], 0)  # the engine emits 0 where the target has no sample
-            hit = out.tokens[row, depth] == target
-            count_outcome(calibration.coarse[coupled, probability_bin, length_bin], hit)
-            count_outcome(calibration.fine[coupled, probability_bin, length_bin, origin_bin], hit)
-            if out.alternatives[row, depth, 0] >= 0:
-                for a in range(len(INVERSE_TEMPERATURES)):
-                    count_outcome(calibration.by_inverse_temperature[a], out.alternatives[row, depth, a] == target)
-            source = origin_bin // NUM_DISTANCE_BINS
-            calibration.by_source[source, 0] += 1
-            calibration.by_source[source, 1] += hit
-        out.lengths[row], out.is_cut[row] = 0, False

@@ -1,0 +1,468 @@
+"""What the host does in a decode step, from the tokens that it sampled to the drafts for the next one.
+
+Three compiled calls over the requests' arrays (`requests.py`) and what the history drafter knows (`HistoryState`):
+
+1. `learn` reads the step's tokens where the engine keeps them, cuts them where the request ends, grades the last drafts
+   by them, and appends them to the request's text.
+2. `propose` drafts: the vote of `voting.py`. A drafter of another kind stands in its place.
+3. `decide` cuts the drafts to what is worth verifying, by what the budget (`rollout_spec/budget/`) expects of each.
+
+Indexing the tokens can be left for later, when the device computes: `index_documents`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.budget.decide import allocate
+from rollout_spec.budget.estimates import count_verified, predict_survival
+from rollout_spec.drafters.host import lookahead, ngram, suffix
+from rollout_spec.drafters.host.index import DrafterSettings, Index, append_features, gather, index_document
+from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER, Pool
+from rollout_spec.drafters.host.requests import RequestTable
+from rollout_spec.drafters.host.store import (
+    LENGTH,
+    NUM_FREE_PAGES,
+    NUM_TOKENS,
+    PAGE_TOKENS,
+    PROBLEM,
+    TextArrays,
+    append_token,
+    last_position,
+    read_back,
+)
+from rollout_spec.drafters.host.vote import (
+    INVERSE_TEMPERATURES,
+    LOOKAHEAD,
+    LOOKAHEAD_WEIGHT,
+    MAX_DEPTH,
+    NUM_DISTANCE_BINS,
+)
+from rollout_spec.drafters.host.voting import (
+    Calibration,
+    advance,
+    best_inverse_temperature,
+    bin_of_length,
+    bin_of_probability,
+    blend,
+    blend_in,
+    choose,
+    compare_states,
+    count_outcome,
+    decay,
+    draw_noise,
+    rate,
+    weigh,
+)
+from rollout_spec.features.format import Features, no_features
+from rollout_spec.jit.compiler import inlined, njit
+from rollout_spec.jit.reference import Reference
+from rollout_spec.types import Int32Array
+
+NO_FEATURES = no_features(0)
+
+
+class HistoryState(NamedTuple):
+    """What the history drafter knows, as compiled functions see it."""
+
+    store: TextArrays
+    lookup: Index
+    pool: Pool
+    settings: DrafterSettings
+    calibration: Calibration
+
+
+class Sampled(NamedTuple):
+    """What a step brought to B requests, where the engine keeps it. N rows of logits, W requests of the engine's batch.
+
+    The arrays of the batch may have more entries than W.
+    """
+
+    rows: NDArray[np.int64]
+    """int64 [B], the requests' rows in the `RequestTable`."""
+    batch_rows: NDArray[np.int64]
+    """int64 [B], their rows in the engine's batch, by which all arrays below are indexed."""
+    token_ids: Int32Array
+    """int32 [W, L], a part of each request's text, of prompt and output."""
+    first: NDArray[np.int64]
+    """int64 [W], where in the text token_ids[:, 0] is: at most the number of tokens that are learned already."""
+    lengths: Int32Array
+    """int32 [W], tokens of each text. Those that are not learned yet are new."""
+    num_verified: NDArray[np.int64]
+    """int64 [W], draft tokens of this step. The scheduler may cut a draft further than was asked for."""
+    num_accepted: NDArray[np.int64]
+    """int64 [W], of these. The last num_accepted + 1 tokens are this step's."""
+    starts: NDArray[np.int64]
+    """int64 [W + 1], each request's first row of logits."""
+    features: Features = NO_FEATURES
+    """int64 [N, FEATURE_WORDS], what the target saw at these rows; of length 0 where it is not known."""
+
+
+class StepOptions(NamedTuple):
+    """What is the same in all of an engine's steps. Compiled functions get a reference to it."""
+
+    max_draft_tokens: int
+    max_model_len: int
+    index_now: bool  # whether tokens are indexed as they are learned
+    survival: NDArray[np.float64]  # `Survival.counts` of the budget; of length 0 without one
+    model: NDArray[np.float64]  # `DraftChoice.counts`, of length 0 where there is no model
+
+
+class Learned(NamedTuple):
+    """What `learn` says of the next step."""
+
+    chosen: NDArray[np.int64]
+    """int64 [C], index in `Sampled.rows` of each request that can be drafted for. A last token needs no draft, as a
+    step samples one in any case."""
+    room: NDArray[np.int64]
+    """int64 [C], how many tokens to draft for it at most."""
+    num_live: int
+    """Requests that are not complete."""
+    num_verified: int
+    """Draft tokens that the step verified."""
+    num_sampled: int
+    """Tokens that it sampled."""
+    num_emitted: int
+    """Of these, those that requests keep."""
+
+
+@inlined(allocates=False)
+def _num_kept(requests, row, tokens, first, num_new):
+    """How many of a request's new tokens there are up to where the scheduler will end it. Notes whether it does."""
+    num_output = requests.num_tokens[row] - requests.num_prompt_tokens[row]
+    kept = 0
+    while kept < num_new and not requests.is_complete[row]:
+        token = tokens[first + kept]
+        kept += 1
+        if num_output + kept >= requests.max_tokens[row]:
+            requests.is_complete[row] = True
+        elif num_output + kept >= requests.min_tokens[row]:
+            for stop in range(requests.stop_token_ids.shape[1]):
+                if requests.stop_token_ids[row, stop] == token:
+                    requests.is_complete[row] = True
+    return kept
+
+
+@inlined(allocates=False)
+def _grade(drafts, calibration, row, tokens, first, size):
+    """Learn from a draft of history up to its first difference from the request's next tokens."""
+    if drafts.is_cut[row]:
+        coupled, probability_bin, length_bin, origin_bin = drafts.cells[row, drafts.lengths[row]]
+        decay(calibration.coarse[coupled, probability_bin, length_bin])
+        decay(calibration.fine[coupled, probability_bin, length_bin, origin_bin])
+    for depth in range(min(drafts.lengths[row], size)):
+        target = tokens[first + depth]
+        hit = drafts.tokens[row, depth] == target
+        if depth >= drafts.num_given[row]:
+            coupled, probability_bin, length_bin, origin_bin = drafts.cells[row, depth]
+            count_outcome(calibration.coarse[coupled, probability_bin, length_bin], hit)
+            count_outcome(calibration.fine[coupled, probability_bin, length_bin, origin_bin], hit)
+            if drafts.alternatives[row, depth, 0] >= 0:
+                for a in range(len(INVERSE_TEMPERATURES)):
+                    right = drafts.alternatives[row, depth, a] == target
+                    count_outcome(calibration.by_inverse_temperature[a], right)
+            source = origin_bin // NUM_DISTANCE_BINS
+            calibration.by_source[source, 0] += 1
+            calibration.by_source[source, 1] += hit
+        if not hit:
+            break
+    drafts.lengths[row], drafts.is_cut[row] = 0, False
+
+
+@inlined(allocates=False)
+def _grade_model(requests, row, tokens, first, size, counts):
+    """Learn from a model's draft up to its first difference from the request's next tokens."""
+    for depth in range(min(requests.model_tokens.shape[1], size)):
+        if requests.model_tokens[row, depth] < 0:
+            break
+        hit = requests.model_tokens[row, depth] == tokens[first + depth]
+        count_outcome(counts[requests.model_cells[row, depth]], hit)
+        if not hit:
+            break
+    requests.model_tokens[row, 0] = -1
+
+
+@inlined(allocates=False)
+def _has_room(history, num_tokens, num_pieces, index_now):
+    """Whether so many more tokens in so many pieces can be stored, and indexed at once if asked."""
+    store, index, settings = history.store, history.lookup, history.settings
+    # A piece takes at most one page more than its tokens fill.
+    has_room = store.counts[NUM_FREE_PAGES] >= num_tokens // PAGE_TOKENS + num_pieces
+    if index_now and settings.use_tree:
+        has_room &= suffix.has_room(store, index.tree, num_tokens)
+        if settings.use_shared:
+            has_room &= suffix.has_room(store, index.shared, num_tokens)
+    if index_now and settings.use_table:
+        has_room &= ngram.has_room(index.buckets, store.counts[NUM_TOKENS] + num_tokens)
+    return has_room
+
+
+@njit(allocates=False)
+def learn(requests, history, options, sampled, step_number, window, out):
+    """Learn what a step sampled.
+
+    Args:
+        requests, history, options: References to `Requests`, `HistoryState` and `StepOptions`; history None: the
+            drafter is of another kind.
+        step_number: For `Survival`.
+        window: int32 [WINDOW], scratch.
+        out: int64 [2, B], filled: `Learned.chosen` and `Learned.room`.
+
+    Returns:
+        (C, `num_live`, `num_verified`, `num_sampled`, `num_emitted`; new tokens; whether there was room for them: if
+        not, nothing was done).
+    """
+    index_now = options.index_now
+    rows, batch_rows = sampled.rows, sampled.batch_rows
+    total = 0
+    for i in range(rows.size):
+        total += max(sampled.lengths[batch_rows[i]] - requests.num_tokens[rows[i]], 0)
+    if history is not None and not _has_room(history, total, rows.size, index_now):
+        return 0, 0, 0, 0, 0, total, False
+    num_chosen = num_live = num_verified = num_sampled = num_emitted = 0
+    for i in range(rows.size):
+        row, batch_row = rows[i], batch_rows[i]
+        tokens = sampled.token_ids[batch_row]
+        first = requests.num_tokens[row] - sampled.first[batch_row]
+        num_new = max(sampled.lengths[batch_row] - requests.num_tokens[row], 0)
+        num_accepted = sampled.num_accepted[batch_row]
+        num_earlier = num_new - num_accepted - 1  # tokens of earlier steps, which had not been seen
+        if options.survival.shape[0] > 0 and requests.num_offered[row] > 0:
+            offered = requests.confidence[row, : requests.num_offered[row]]
+            count_verified(offered, sampled.num_verified[batch_row], num_accepted, step_number, options.survival)
+        size = _num_kept(requests, row, tokens, first, num_new)
+        if size > 0 and options.model.shape[0] > 0:
+            _grade_model(requests, row, tokens, first, size, options.model)
+        if history is not None and size > 0:
+            _grade(requests.history, history.calibration, row, tokens, first, size)
+            _grade(requests.continued, history.calibration, row, tokens, first, size)
+            document = requests.document[row]
+            for j in range(size):
+                position = append_token(history.store, document, tokens[first + j])
+                known = j >= num_earlier and sampled.features.shape[0] > 0
+                feature_row = sampled.starts[batch_row] + j - num_earlier if known else -1
+                append_features(history.store, position, sampled.features, feature_row)
+            if index_now:
+                index_document(history, np.int64(document), window)
+        requests.num_offered[row], requests.is_model[row] = -1, False
+        requests.num_tokens[row] += size
+        num_verified += sampled.num_verified[batch_row]
+        num_sampled += num_accepted + 1
+        num_emitted += max(size - max(num_earlier, 0), 0)
+        if requests.is_complete[row]:
+            continue
+        num_live += 1
+        to_come = requests.max_tokens[row] - requests.num_tokens[row] + requests.num_prompt_tokens[row]
+        if to_come > 1:
+            out[0, num_chosen] = i
+            in_model = options.max_model_len - requests.num_tokens[row] - 1
+            out[1, num_chosen] = min(options.max_draft_tokens, to_come - 1, in_model)
+            num_chosen += 1
+    return num_chosen, num_live, num_verified, num_sampled, num_emitted, total, True
+
+
+def learn_without_text(table: RequestTable, sampled: Sampled, options: Reference, step_number: int) -> Learned:
+    """`learn` for a drafter that keeps its text elsewhere, or none."""
+    out = np.empty((2, sampled.rows.size), np.int64)
+    num_chosen, *counts, _, _ = learn(table.reference, None, options, sampled, step_number, None, out)
+    return Learned(out[0, :num_chosen], out[1, :num_chosen], *counts)
+
+
+@njit(allocates=False)
+def remember_rejected(requests, history, rows, batch_rows, targets, starts, num_accepted, text):
+    """Put what the target sampled after the first difference from a request's draft into the lookahead pool.
+
+    Called before the step's tokens are learned. Of request i the targets are in starts[batch_rows[i]] and after it.
+
+    Args:
+        text: int32, scratch, longer than a draft by LOOKAHEAD_ORDER.
+    """
+    store = history.store
+    for i in range(rows.size):
+        row, start = rows[i], starts[batch_rows[i]]
+        drafts = requests.continued if requests.is_model[row] else requests.history
+        accepted = num_accepted[batch_rows[i]]
+        num_targets = min(starts[batch_rows[i] + 1] - start, drafts.lengths[row] + 1)
+        if num_targets <= accepted + 1:
+            continue
+        document = requests.document[row]
+        problem = np.int64(store.documents[document, PROBLEM])
+        known = read_back(store, last_position(store, document), text, np.int64(LOOKAHEAD_ORDER))
+        context = text[LOOKAHEAD_ORDER - known :]
+        for depth in range(drafts.lengths[row]):
+            context[known + depth] = drafts.tokens[row, depth]
+        for depth in range(accepted + 1, num_targets):
+            if targets[start + depth] < 0:
+                break  # nothing after a position without a sample is known
+            lookahead.insert(history.pool, problem, context, known + depth, targets[start + depth])
+
+
+@njit(allocates=False)
+def index_documents(history, documents, window):
+    """Index each document's tokens that are not indexed so far, each as its context's continuation."""
+    for i in range(documents.size):
+        index_document(history, documents[i], window)
+
+
+@njit(allocates=False, nogil=True)
+def propose(requests, history, rows, room, given, reached, continues, scratch):
+    """Draft for requests, at most room[i] tokens each, and K: fills `requests.history`, or `requests.continued`.
+
+    Drafts begin with the tokens `given` (int32 [B, M]), all of which are accepted with probability `reached` (float64
+    [B]); where M is 0, both may be of length 0. Nothing else is written but `scratch`: several threads may draft for
+    parts of a batch. O(log n + MAX_CANDIDATES) for a draft's first token and O(candidates left) for each later one.
+    """
+    store, settings, calibration = history.store, history.settings, history.calibration
+    out = requests.continued if continues else requests.history
+    positions, lengths, weights, origin_bins = scratch.positions, scratch.lengths, scratch.weights, scratch.origin_bins
+    found, mass, noise = scratch.found, scratch.mass, scratch.noise
+    inverse_temperature = settings.inverse_temperature
+    if inverse_temperature == 0.0:
+        inverse_temperature = best_inverse_temperature(calibration.by_inverse_temperature)
+    for i in range(rows.size):
+        row = rows[i]
+        document = requests.document[row]
+        generated, known = store.documents[document, LENGTH], requests.num_tokens[row]
+        coupled = 1 if requests.has_seed[row] else 0
+        kept = read_back(store, last_position(store, document), scratch.text, np.int64(MAX_DEPTH))
+        text = scratch.text[MAX_DEPTH - kept :]
+        num_given, count = given.shape[1], 0
+        survival = reached[i] if num_given > 0 else 1.0
+        for depth in range(num_given):
+            out.tokens[row, depth] = text[kept + depth] = given[i, depth]
+            out.confidence[row, depth] = reached[i]
+        out.lengths[row], out.num_given[row], out.is_cut[row] = num_given, num_given, False
+        for depth in range(num_given, min(room[i], out.tokens.shape[1])):
+            end = kept + depth
+            if count == 0:
+                start = max(0, end - MAX_DEPTH)
+                count = gather(
+                    store, history.lookup, settings, document, text[start:end], end - start, positions, lengths,
+                    scratch.path,
+                )  # fmt: skip
+                weigh(store, settings, document, generated + depth, count, positions, weights, origin_bins)
+                count = compare_states(
+                    store, settings, document, depth, count, positions, lengths, weights, origin_bins,
+                    scratch.differing,
+                )  # fmt: skip
+            num_found, longest, left = blend(
+                store, settings, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
+            )
+            guess = -1
+            if settings.use_lookahead:
+                guess = lookahead.find(history.pool, np.int64(store.documents[document, PROBLEM]), text, end)
+            if guess >= 0:
+                num_found = blend_in(guess, LOOKAHEAD_WEIGHT, num_found, found, mass)
+                left *= 1.0 - LOOKAHEAD_WEIGHT
+                longest = max(longest, LOOKAHEAD_ORDER)
+            elif num_found == 0:
+                break
+            out.alternatives[row, depth, 0] = -1
+            if coupled and num_found > 1:
+                alternatives = out.alternatives[row, depth]
+                draw_noise(requests.seed[row], np.int64(known - 1 + depth), num_found, found, mass, noise, alternatives)
+                best, lead = choose(num_found, mass, inverse_temperature, noise)
+                likely, expected = np.exp(mass[best]), (1.0 - left) / (1.0 + np.exp(-lead))
+            else:
+                best, lead = choose(num_found, mass, 0.0, noise)
+                likely = mass[best]
+                expected = 1.0 - left if coupled else likely
+            token = found[best]
+            heaviest, origin = -1.0, -1
+            for j in range(count):
+                if store.tokens[positions[j]] == token and weights[j] > heaviest:
+                    heaviest, origin = weights[j], j
+            if heaviest < 0.0 and token != guess:  # it was remembered there, but another one was sampled
+                for j in range(count):
+                    if weights[j] > heaviest:
+                        heaviest, origin = weights[j], j
+            origin_bin = origin_bins[origin] if origin >= 0 else LOOKAHEAD * NUM_DISTANCE_BINS
+            if coupled:  # what bins mean under noise: see NUM_ORIGIN_BINS
+                origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
+                    int(NUM_DISTANCE_BINS * likely), NUM_DISTANCE_BINS - 1
+                )
+            probability_bin, length_bin = bin_of_probability(expected), bin_of_length(longest)
+            out.cells[row, depth, 0], out.cells[row, depth, 1] = coupled, probability_bin
+            out.cells[row, depth, 2], out.cells[row, depth, 3] = length_bin, origin_bin
+            survival *= rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected)
+            if survival < settings.min_survival:
+                out.is_cut[row] = True
+                break
+            out.tokens[row, depth] = token
+            out.confidence[row, depth] = survival
+            out.lengths[row] = depth + 1
+            text[end] = token
+            count = advance(store, token, count, positions, lengths, weights, origin_bins)
+
+
+TOO_LONG, BAD_TOKEN, BAD_CONFIDENCE = range(1, 4)
+
+
+@njit(allocates=False)
+def decide(
+    requests,
+    options,
+    step_number,
+    rows,
+    room,
+    chosen,
+    vocab_size,
+    value,
+    cost,
+    bins,
+    survival,
+    starts,
+    taken,
+    token_ids,
+    lengths,
+):
+    """Choose how much of each draft to verify, after a look whether the drafts can be verified.
+
+    Args:
+        rows, room: int64 [C].
+        chosen: int64 [C], where each draft belongs in `token_ids` and `lengths`.
+        value, cost, bins: See `allocate`; `cost` of length 0: all of each draft is verified.
+        survival: float64 [C * K], scratch.
+        starts: int64 [C + 1], scratch.
+        taken: int64 [C], scratch.
+        token_ids: int32 [B, K], filled with the drafts.
+        lengths: int64 [B], filled with how many of their tokens to verify.
+
+    Returns:
+        (0, or what is wrong with a draft: TOO_LONG, BAD_TOKEN, BAD_CONFIDENCE; seconds that are expected to be gained).
+    """
+    at = 0
+    for i in range(rows.size):
+        row, out = rows[i], token_ids[chosen[i]]
+        drafts, length, num_model = requests.history, requests.history.lengths[row], 0
+        if requests.is_model[row]:
+            num_model = requests.num_offered[row]
+            drafts, length = requests.continued, max(num_model, requests.continued.lengths[row])
+        if not 0 <= length <= min(max(room[i], 0), out.size, drafts.tokens.shape[1]):
+            return TOO_LONG, 0.0
+        starts[i] = at
+        for j in range(length):
+            if j < num_model:
+                out[j] = requests.model_tokens[row, j]
+            else:
+                out[j] = drafts.tokens[row, j]
+                requests.confidence[row, j] = drafts.confidence[row, j]
+            if not 0 <= out[j] < vocab_size:
+                return BAD_TOKEN, 0.0
+            if not 0.0 <= requests.confidence[row, j] <= 1.0:  # NaN fails, too
+                return BAD_CONFIDENCE, 0.0
+            survival[at] = requests.confidence[row, j]
+            at += 1
+        requests.num_offered[row] = lengths[chosen[i]] = length
+    starts[rows.size] = at
+    if cost.size == 0:
+        return 0, 0.0
+    survival = survival[:at]
+    predict_survival(survival, starts, options.survival, step_number, survival)
+    gain = allocate(survival, starts, value, cost[: at + 1], bins, taken)
+    for i in range(rows.size):
+        lengths[chosen[i]] = taken[i]
+    return 0, gain

@@ -1,0 +1,161 @@
+"""Drafts for a batch of requests, step by step: the host's side of speculation, around any engine.
+
+vLLM's model runners, `loop.py` and the tests run this same code. The engine gives each step's tokens where it keeps
+them, and gets the drafts of the next step. What a step does is in `drafters/host/step.py`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.budget.decide import Budget
+from rollout_spec.drafters.base import BatchDrafter, Drafter
+from rollout_spec.drafters.batch import as_batch_drafter
+from rollout_spec.drafters.host import step
+from rollout_spec.drafters.host.step import Learned, Sampled, StepOptions
+from rollout_spec.drafters.model.choice import DraftChoice, ModelDrafts, no_model_drafts
+from rollout_spec.jit.reference import Reference
+from rollout_spec.types import Drafts
+
+NO_COST, NO_BINS = np.zeros(0), np.zeros((0, 0))
+"""For `decide` where there is no budget: all of each draft is verified."""
+
+
+class Drafting:
+    """A drafter and its budget. For each step call `learn`, then `draft`.
+
+    Attributes:
+        drafter: Names the requests' rows, in `drafter.table`.
+        budget: Decides how much of each draft is verified. None: all of it.
+        choice: Chooses between its drafts and those of a model; None where there is no model.
+        wants_rejected_targets: Whether what the target samples after a rejected draft is of use to the drafter.
+        num_asked: For how many requests the drafter was asked in this step.
+        seconds: What that took, the budget's decision included.
+
+    Args:
+        num_speculative_tokens: K, the most tokens drafted per request and step.
+        max_model_len: Most tokens of a request, prompt and output.
+        vocab_size: Of the target; other tokens cannot be verified.
+        has_model: Whether a model drafts, too.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        num_speculative_tokens: int,
+        *,
+        max_model_len: int,
+        vocab_size: int,
+        budget: Budget | None = None,
+        has_model: bool = False,
+    ) -> None:
+        self.drafter: BatchDrafter = as_batch_drafter(drafter, num_speculative_tokens)
+        self.budget = budget
+        self.choice = DraftChoice() if has_model else None
+        self.wants_rejected_targets = bool(getattr(drafter, "wants_rejected_targets", False))
+        self.num_asked, self.seconds = 0, 0.0
+        self._num_speculative_tokens = num_speculative_tokens
+        self._vocab_size = vocab_size
+        survival = np.zeros((0, 0, 0)) if budget is None else budget.survival.counts
+        model = np.zeros((0, 0)) if self.choice is None else self.choice.counts
+        self._options = Reference(StepOptions(num_speculative_tokens, max_model_len, True, survival, model))
+        # Of a drafter that a user has derived from ours the adapter's class is asked, which has no such method.
+        self._continues = hasattr(type(self.drafter), "continue_rows")
+
+    def index_late(self) -> None:
+        """From now on index tokens in the drafter's `update_index`, not in `learn`: drafts find them a step later."""
+        self._options = Reference(self._options.values._replace(index_now=False))
+
+    def learn(self, sampled: Sampled, targets: NDArray[np.int64] | None = None) -> Learned:
+        """Learn what a step sampled; see `BatchDrafter.learn_step`.
+
+        Raises:
+            Exception: what the drafter raises, here and in `draft`.
+        """
+        step_number = 0 if self.budget is None else self.budget.survival.step
+        return self.drafter.learn_step(sampled, targets, self._options, step_number)
+
+    def draft(
+        self,
+        rows: NDArray[np.int64],
+        learned: Learned,
+        *,
+        num_tokens: int,
+        max_draft_tokens: int | None = None,
+        model: ModelDrafts | None = None,
+    ) -> Drafts:
+        """Draft for the next step, where that pays.
+
+        Args:
+            rows: int64 [B], the requests of which `learned` tells.
+            num_tokens: Tokens that the next step computes without drafts: one per request, and those of prompts.
+            max_draft_tokens: Most tokens of all drafts together. None: no bound.
+            model: What the model drafted for the same requests, if there is one.
+
+        Returns:
+            Drafts [B, K], cut to what is worth verifying.
+
+        Raises:
+            ValueError: the drafter, which may be a user's own, proposes drafts that cannot be verified.
+        """
+        chosen, room = learned.chosen, learned.room
+        drafts = self.no_drafts(rows.size)
+        is_wanted = chosen.size > 0 and (self.budget is None or self.budget.wants_drafts(num_tokens))
+        self.num_asked, self.seconds = chosen.size if is_wanted else 0, 0.0
+        if not is_wanted:
+            return drafts
+        started = time.perf_counter()
+        if chosen.size < rows.size:
+            rows = rows[chosen]
+        self.drafter.propose_rows(rows, room)
+        if self.choice is not None:
+            theirs = no_model_drafts(rows.size)
+            if model is not None:
+                theirs = ModelDrafts(model.token_ids[chosen], model.probabilities[chosen])
+            self._choose(self.choice, rows, room, theirs)
+        value, cost, bins, step_number = 0.0, NO_COST, NO_BINS, 0
+        if self.budget is not None:
+            most = drafts.token_ids.size if max_draft_tokens is None else min(drafts.token_ids.size, max_draft_tokens)
+            value, cost = self.budget.costs(rows.size, num_tokens, max(most, 0))
+            bins, step_number = self.budget.bins, self.budget.survival.step
+        wrong, gain = step.decide(
+            self.drafter.table.reference, self._options, step_number, rows, room, chosen,
+            self._vocab_size, value, cost, bins,
+            np.empty(drafts.token_ids.size), np.empty(rows.size + 1, np.int64), np.empty(rows.size, np.int64), *drafts,
+        )  # fmt: skip
+        if wrong:
+            self._refuse(wrong, rows, room)
+        if self.budget is not None:
+            self.budget.note(rows.size, gain)
+        self.seconds = time.perf_counter() - started
+        return drafts
+
+    def no_drafts(self, size: int) -> Drafts:
+        """Empty drafts for so many requests."""
+        shape = (size, self._num_speculative_tokens)
+        return Drafts(np.zeros(shape, np.int32), np.zeros(size, np.int64))
+
+    def _choose(
+        self, choice: DraftChoice, rows: NDArray[np.int64], room: NDArray[np.int64], model: ModelDrafts
+    ) -> None:
+        """Choose between both drafts. History goes on where all of a model's was chosen and there is room for more."""
+        some = choice.choose(self.drafter.table, rows, room, model)
+        if self._continues and some.size and model.token_ids.size:
+            num_model = model.token_ids.shape[1]
+            survival = self.drafter.table.arrays.confidence[rows[some], num_model - 1].astype(np.float64)
+            drafter: Any = self.drafter
+            drafter.continue_rows(rows[some], room[some], model.token_ids[some], survival)
+
+    def _refuse(self, wrong: int, rows: NDArray[np.int64], room: NDArray[np.int64]) -> None:
+        drafts = self.drafter.table.arrays.history
+        if wrong == step.TOO_LONG:
+            raise ValueError(f"drafted {drafts.lengths[rows].tolist()} tokens where {room.tolist()} were asked for")
+        if wrong == step.BAD_TOKEN:
+            raise ValueError(
+                f"drafted tokens outside of the vocabulary of {self._vocab_size}: {drafts.tokens[rows].tolist()}"
+            )
+        raise ValueError(f"a draft's confidence is no probability: {drafts.confidence[rows].tolist()}")

@@ -1,0 +1,289 @@
+"""What is learned from a step, against plain lists that are read from the beginning each time."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollout_spec.budget.decide import Budget
+from rollout_spec.budget.estimates import Survival
+from rollout_spec.drafters.host import requests, step
+from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.drafters.host.requests import NO_TOKEN
+from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
+from rollout_spec.drafters.host.vote import INVERSE_TEMPERATURES, NUM_DISTANCE_BINS, OUTCOME_DECAY
+from rollout_spec.drafting import Drafting
+from rollout_spec.features.format import FEATURE_WORDS, no_features
+from tests.drafters.recorder import SENTINEL, examples, sampled
+
+K = 3
+MAX_MODEL_LEN = 14
+TOKENS = st.integers(0, 3)
+REQUEST = st.fixed_dictionaries(
+    {
+        "prompt": st.lists(TOKENS, max_size=3),
+        "max_tokens": st.integers(1, 12) | st.just(2000),
+        "min_tokens": st.integers(0, 4),
+        "stops": st.lists(TOKENS, max_size=4, unique=True),
+    }
+)
+MOVE = st.fixed_dictionaries(
+    {
+        "tokens": st.lists(TOKENS, max_size=K + 1),
+        "times": st.sampled_from([1, 1, 1, 1, 100]),
+        "is_seen": st.sampled_from([True, True, False]),  # False: the drafter sees these tokens in a later step
+        "num_cut": st.integers(0, 2),  # drafted tokens after the first difference
+    }
+)
+
+
+class Lone:
+    """A drafter that knows requests one by one, and keeps what it is given."""
+
+    wants_features = True
+
+    def __init__(self):
+        self.tokens, self.features = {}, {}
+
+    def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
+        self.tokens[req_id], self.features[req_id] = [], [no_features(0)]
+
+    def extend(self, req_id, new_token_ids, features=None):
+        assert all(type(token) is int for token in new_token_ids)
+        self.tokens[req_id] += new_token_ids
+        self.features[req_id].append(no_features(len(new_token_ids)) if features is None else features)
+
+    def stop_request(self, req_id, *, keep=True):
+        pass
+
+
+class Plain:
+    """What should be known: the whole text that a request's engine has, and where it ends."""
+
+    def __init__(self, calibration, model_counts):
+        self.calibration = calibration._replace(**{k: np.zeros(v.shape) for k, v in calibration._asdict().items()})
+        self.model_counts, self.survival = np.zeros(model_counts.shape), Survival()
+
+    def end(self, request):
+        """How many of the tokens seen so far the request keeps, and whether it has ended there."""
+        for n, token in enumerate(request.output[: request.num_seen], 1):
+            if n >= request.max_tokens or (n >= request.min_tokens and token in request.stops):
+                return n, True
+        return request.num_seen, False
+
+    def grade(self, draft, said):
+        if not said:
+            return
+        coarse, fine, by_source, by_inverse_temperature = self.calibration
+        if draft.is_cut:
+            cell = tuple(draft.cells[len(draft.tokens)])
+            coarse[cell[:3]] *= OUTCOME_DECAY
+            fine[cell] *= OUTCOME_DECAY
+        for place, right in outcomes(draft.tokens, said):
+            if place >= draft.num_given:
+                cell = tuple(draft.cells[place])
+                for counts in (coarse[cell[:3]], fine[cell], by_source[cell[3] // NUM_DISTANCE_BINS]):
+                    counts += (1, right)
+                if draft.alternatives[place][0] >= 0:
+                    by_inverse_temperature[:, 0] += 1
+                    by_inverse_temperature[:, 1] += np.equal(draft.alternatives[place], said[place])
+        draft.tokens, draft.is_cut = [], False
+
+    def grade_model(self, model, said):
+        for place, right in outcomes(model.tokens, said):
+            self.model_counts[model.cells[place]] += (1, right)
+        if said:
+            model.tokens = []
+
+
+def outcomes(drafted, said):
+    """Place and whether it was right of each drafted token that was reached."""
+    for place, (token, target) in enumerate(zip(drafted, said, strict=False)):
+        yield place, token == target
+        if token != target:
+            return
+
+
+def any_drafts(rng, arrays, row, calibration, num_cells):
+    """Writes drafts of every kind into a request's row. Returns the same as lists."""
+    held, shape = {}, calibration.fine.shape[:-1]
+    for name in ("history", "continued"):
+        drafts, length = getattr(arrays, name), int(rng.integers(0, K + 1))
+        drafts.tokens[row] = rng.integers(0, 4, K)
+        drafts.cells[row] = rng.integers(0, shape, (K, 4))
+        drafts.alternatives[row] = rng.integers(0, 4, (K, len(INVERSE_TEMPERATURES)))
+        drafts.alternatives[row, rng.random(K) < 0.3, 0] = -1
+        drafts.lengths[row], drafts.is_cut[row] = length, length < K and rng.random() < 0.5
+        drafts.num_given[row] = rng.integers(0, length + 1) if name == "continued" else 0
+        held[name] = SimpleNamespace(
+            tokens=drafts.tokens[row, :length].tolist(),
+            cells=drafts.cells[row].tolist(),
+            alternatives=drafts.alternatives[row].tolist(),
+            is_cut=bool(drafts.is_cut[row]),
+            num_given=int(drafts.num_given[row]),
+        )
+    num_model = rng.integers(0, K + 1)
+    arrays.model_tokens[row] = np.where(np.arange(K) < num_model, rng.integers(0, 4, K), NO_TOKEN)
+    arrays.model_cells[row] = rng.integers(0, num_cells, K)
+    held["model"] = SimpleNamespace(
+        tokens=arrays.model_tokens[row, :num_model].tolist(), cells=arrays.model_cells[row].tolist()
+    )
+    num_offered = int(rng.integers(-1, K + 1))
+    arrays.num_offered[row], arrays.is_model[row] = num_offered, rng.random() < 0.5
+    arrays.confidence[row] = np.sort(rng.random(K))[::-1]
+    held["offered"] = arrays.confidence[row, : max(num_offered, 0)].copy()
+    return held
+
+
+def in_engine(rng, table, some, moves, has_features):
+    """The step as an engine keeps it: requests in any order, among others, each with a part of its text."""
+    width = len(some) + 2
+    batch_rows = rng.permutation(width)[: len(some)]
+    num_accepted, num_verified, first = (rng.integers(0, 3, width) for _ in range(3))
+    num_verified += num_accepted
+    lengths, token_ids = np.zeros(width, np.int32), np.full((width, 1700), SENTINEL, np.int32)
+    for batch_row, request, move in zip(batch_rows, some, moves, strict=True):
+        text = request.prompt + request.output
+        first[batch_row] = rng.integers(0, table.arrays.num_tokens[request.row] + 1)
+        lengths[batch_row] = len(text)
+        token_ids[batch_row, : len(text) - first[batch_row]] = text[first[batch_row] :]
+        num_accepted[batch_row] = max(len(move["tokens"]) * move["times"] - 1, 0)
+        num_verified[batch_row] = num_accepted[batch_row] + move["num_cut"]
+    starts = np.cumsum([0, *(num_verified + 1)])
+    features = rng.integers(1, 2**40, (starts[-1], FEATURE_WORDS)) if has_features else NO_FEATURES
+    rows = np.array([request.row for request in some], np.int64)
+    return Sampled(rows, batch_rows, token_ids, first, lengths, num_verified, num_accepted, starts, features)
+
+
+@pytest.mark.parametrize("kind", ["history", "one by one"])
+@examples(60)
+@given(
+    some=st.lists(REQUEST, min_size=1, max_size=3),
+    steps=st.lists(st.tuples(st.lists(MOVE, min_size=3, max_size=3), st.booleans()), min_size=1, max_size=5),
+    seed=st.integers(0, 2**32),
+    is_late=st.booleans(),
+)
+def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
+    rng, ours = np.random.default_rng(seed), HistoryDrafter(max_draft_tokens=K)
+    budget, lone = Budget(), Lone()
+    drafting = Drafting(
+        ours if kind == "history" else lone, K, max_model_len=MAX_MODEL_LEN, vocab_size=9, budget=budget, has_model=True
+    )
+    if is_late:
+        drafting.index_late()
+    drafter, table, counts = drafting.drafter, drafting.drafter.table, drafting.choice.counts
+    plain = Plain(ours._calibration, counts)
+    live = [SimpleNamespace(**request, output=[], num_seen=0, kept=0, features=[]) for request in some]
+    for number, request in enumerate(live):
+        drafter.start_request(str(number), request.prompt, problem_id=0)
+        request.name, request.row = str(number), drafter.row_of(str(number))
+        table.limit(
+            request.row,
+            max_tokens=request.max_tokens,
+            min_tokens=request.min_tokens,
+            stop_token_ids=request.stops,
+        )
+        request.drafts = any_drafts(rng, table.arrays, request.row, ours._calibration, len(counts))
+    for moves, has_features in steps:
+        for request, move in zip(live, moves, strict=False):
+            request.output += move["tokens"] * move["times"]
+        seen = [(request, move) for request, move in zip(live, moves, strict=False) if move["is_seen"]]
+        rng.shuffle(seen)
+        now, moves = [request for request, _ in seen], [move for _, move in seen]
+        outcome = in_engine(rng, table, now, moves, has_features)
+        budget.survival.step += 3
+        learned = drafting.learn(outcome)
+        assert learned.num_verified == outcome.num_verified[outcome.batch_rows].sum()
+        assert learned.num_sampled == outcome.num_accepted[outcome.batch_rows].sum() + len(now)
+        chosen, num_emitted, offered = {}, 0, []
+        for i, (request, batch_row) in enumerate(zip(now, outcome.batch_rows, strict=True)):
+            request.num_seen, num_known = len(request.output), request.kept
+            request.kept, is_complete = plain.end(request)
+            said = request.output[num_known : request.kept]
+            num_before = request.num_seen - outcome.num_accepted[batch_row] - 1
+            num_emitted += max(request.kept - max(num_before, num_known), 0)
+            for at in range(num_known, request.kept):
+                is_known = has_features and at >= num_before
+                feature_row = outcome.starts[batch_row] + at - num_before
+                request.features.append(outcome.features[feature_row] if is_known else no_features(1)[0])
+            offered.append(request.drafts["offered"])
+            request.drafts["offered"] = offered[0][:0]
+            plain.grade_model(request.drafts["model"], said)
+            plain.grade(request.drafts["history"], said)
+            plain.grade(request.drafts["continued"], said)
+            to_come = request.max_tokens - request.kept
+            if not is_complete and to_come > 1:
+                left = MAX_MODEL_LEN - len(request.prompt) - request.kept - 1
+                chosen[i] = min(K, to_come - 1, left)
+            assert table.arrays.num_tokens[request.row] == len(request.prompt) + request.kept
+            assert table.arrays.is_complete[request.row] == is_complete
+            assert table.arrays.num_offered[request.row] == -1
+            assert not table.arrays.is_model[request.row]
+        assert dict(zip(learned.chosen.tolist(), learned.room.tolist(), strict=True)) == chosen
+        assert learned.num_live == sum(not plain.end(request)[1] for request in now)
+        assert learned.num_emitted == num_emitted
+        plain.survival.step = budget.survival.step
+        plain.survival.observe(
+            np.concatenate([*offered, np.zeros(0, np.float32)]),
+            np.cumsum([0, *map(len, offered)]),
+            outcome.num_verified[outcome.batch_rows],
+            outcome.num_accepted[outcome.batch_rows],
+        )
+        assert (budget.survival.counts == plain.survival.counts).all()
+        assert (counts == plain.model_counts).all()
+        if kind == "history":
+            for ours_now, expected in zip(ours._calibration, plain.calibration, strict=True):
+                assert ours_now == pytest.approx(expected, rel=1e-4)
+        for request in now:
+            request.drafts |= any_drafts(rng, table.arrays, request.row, ours._calibration, len(counts))
+    for request in live:
+        if kind == "history":
+            tokens, features = ours._store.read(ours._live[request.name].document)
+            tokens = tokens.tolist()
+        else:
+            tokens, features = lone.tokens[request.name], np.concatenate(lone.features[request.name])
+        assert tokens == request.output[: request.kept]
+        features = no_features(request.kept) if features is None else features
+        assert features.tolist() == [row.tolist() for row in request.features]
+    ours.check_integrity()
+
+
+@pytest.mark.parametrize("index", ["suffix", "ngram"])
+def test_without_room_nothing_is_learned(index):
+    drafter = HistoryDrafter(index, max_draft_tokens=K)
+    table = drafter.table
+    row = table.start(2, document=drafter._store.new_document(0, 1, 0))
+    any_drafts(np.random.default_rng(0), table.arrays, row, drafter._calibration, 3)
+    known = drafter._known()
+    watched = [*requests._flat(table.arrays), *drafter._calibration, *drafter._store.arrays]
+    before = [array.copy() for array in watched]
+    outcome = sampled(table, [row], [range(5000)])
+    options = Drafting(drafter, K, max_model_len=9, vocab_size=9, has_model=True)._options
+    out = np.empty((2, 1), np.int64)
+    *_, num_new, had_room = step.learn(table.reference, known, options, outcome, 0, drafter._window, out)
+    assert (num_new, had_room) == (5000, False)
+    assert all((now == then).all() for now, then in zip(watched, before, strict=True))
+
+
+def test_features_of_another_shape_are_refused():
+    drafting = Drafting(HistoryDrafter(max_draft_tokens=K), K, max_model_len=9, vocab_size=9)
+    table = drafting.drafter.table
+    drafting.drafter.start_request("a", [1])
+    for wrong in (no_features(2)[:, :1], no_features(2).astype(np.int32)):
+        with pytest.raises(ValueError, match="features of 2 tokens must be"):
+            drafting.learn(sampled(table, [0], [[5, 6]], features=wrong))
+    assert table.arrays.num_tokens[0] == 1
+
+
+@pytest.mark.parametrize("num_tokens", [787, 1575, 1576, 6301])
+def test_the_table_has_room_for_what_was_reserved(num_tokens):
+    """1.3 entries per token of 1,576 are 2,048.8: room for 2,048 is not enough."""
+    drafting = Drafting(HistoryDrafter("ngram", max_draft_tokens=K), K, max_model_len=1 << 20, vocab_size=9)
+    drafting.drafter.start_request("a", np.arange(num_tokens, dtype=np.int32) % 9)
+    for size in range(1, 4):
+        drafting.learn(sampled(drafting.drafter.table, [0], [[1] * size]))
+    drafting.drafter.check_integrity()
