@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,113 +23,36 @@ import torch
 
 from experiments.rows import append, origin
 from rollout_spec.drafters.model.choice_device import DeviceChoice
-from rollout_spec.features.format import LOGPROB_STEP, SIGNATURE_BITS, TOP_TOKENS, signature_matrix, unpack
-from rollout_spec.noise import host as noise
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
+from rollout_spec.verify.agreement import Batch, compare, compare_features
+from rollout_spec.verify.self_check import inputs_on, on_device, on_host, random_batch, verify, with_drafts
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 METHODS = ("sample", "rejection", "dense")
 MODES = ("processed_logprobs", "raw_logprobs", None)
-SCORE_TOLERANCE = 1e-4
-"""The device's noise is within 1e-5 of NumPy's; the rest allows for the rounding of logit / T."""
 
 
-def random_batch(rng: np.random.Generator, vocab: int, trial: int) -> tuple[np.ndarray, np.ndarray, SamplingBatch]:
-    """(logits [N, V] float32, inclusive draft counts [B], how each request is sampled)."""
+def made_up(rng: np.random.Generator, vocab: int, trial: int) -> Batch:
+    """Requests with up to five drafted tokens, some of broken logits."""
     lengths = rng.integers(0, 6, rng.integers(1, 7))
-    size, num_rows = len(lengths), int(lengths.sum()) + len(lengths)
-    logits = (rng.standard_normal((num_rows, vocab)) * rng.choice([0.1, 2.0, 5.0])).astype(np.float32)
-    if trial % 3 == 0:
-        logits = np.round(logits)
-        logits[rng.random(logits.shape) < 0.3] = -np.inf
-        logits[:, 0] = 0
+    batch = random_batch(rng, lengths, vocab, truncates=trial % 2 == 1, has_ties=trial % 3 == 0)
     if trial % 7 == 0:
-        logits[rng.integers(num_rows), rng.integers(vocab)] = rng.choice([np.nan, np.inf])
-        logits[rng.integers(num_rows)] = -np.inf
-    truncate = trial % 2 == 1
-    rows = SamplingBatch(
-        temperature=rng.choice([0.0, 0.6, 1.0, 1.5], size).astype(np.float32),
-        seeds=rng.integers(-(2**63), 2**63 - 1, size),
-        positions=rng.integers(0, 40_000, size),
-        top_k=rng.choice([0, 1, 20, 50], size).astype(np.int32) if truncate else None,
-        top_p=rng.choice([0.5, 0.95, 1.0], size).astype(np.float32) if truncate else None,
-        min_p=rng.choice([0.0, 0.05], size).astype(np.float32) if truncate else None,
-    )
-    return logits, np.cumsum(lengths).astype(np.int32), rows
+        num_rows = len(batch.logits)
+        batch.logits[rng.integers(num_rows), rng.integers(vocab)] = rng.choice([np.nan, np.inf])
+        batch.logits[rng.integers(num_rows)] = -np.inf
+    return batch
 
 
-def compare(
-    got: Any, expected: Any, logits: np.ndarray, cu: np.ndarray, rows: SamplingBatch, method: str, mode: str | None
-) -> tuple[int, float]:
-    """(tokens that differ because they were too close to tell, largest error of a log-probability).
-
-    Raises:
-        AssertionError: anything else differs.
-    """
-    tokens, want = got.output_token_ids.cpu().numpy(), expected.output_token_ids
-    starts = np.concatenate(([0], cu + np.arange(1, len(cu) + 1)))
-    close, error = 0, 0.0
-    for request in range(len(cu)):
-        same = (tokens[request] == want[request]).all()  # otherwise another row ends the request
-        for counts in ("num_invalid_rows", "num_broken_rows", "num_accepted"):
-            ours, theirs = getattr(got, counts)[request], getattr(expected, counts)[request]
-            assert not same or int(ours) == int(theirs), f"request {request}: {counts} is {ours} for {theirs}"
-        for j in range(starts[request + 1] - starts[request]):
-            row = starts[request] + j
-            if want[request, j] < 0 and tokens[request, j] < 0:
-                break
-            if tokens[request, j] != want[request, j]:
-                assert method == "sample", f"request {request}, token {j}: {tokens[request]} for {want[request]}"
-                temperature = max(float(rows.temperature[request]), 1e-9)
-                score = logits[row].astype(np.float64) / temperature
-                if rows.temperature[request] > 0:
-                    position = int(rows.positions[request]) + j
-                    score += noise.gumbel(int(rows.seeds[request]), position, np.arange(logits.shape[1]))
-                gap = abs(score[tokens[request, j]] - score[want[request, j]])
-                assert gap <= SCORE_TOLERANCE * max(1.0, abs(score[want[request, j]])), f"differs by {gap}"
-                close += 1
-                break
-            if mode is not None:
-                error = max(error, abs(float(got.logprobs[row]) - float(expected.logprobs[row])))
-                assert error < 1e-4, f"request {request}, token {j}: log-probability is off by {error}"
-                assert int(got.ranks[row]) == expected.ranks[row], f"request {request}, token {j}: rank"
-    return close, error
-
-
-def verify(logits: Any, drafts: Any, cu: Any, rows: SamplingBatch, **options: Any) -> Any:
-    """The kernels, on whatever device."""
-    return kernel.verify_rows(logits, kernel.lay_out(cu, drafts, rows), rows, **options)
-
-
-def compare_features(
-    got: Any, expected: Any, logits: np.ndarray, cu: np.ndarray, rows: SamplingBatch, hidden: np.ndarray
-) -> None:
-    """Compare features of emitted tokens with plain arithmetic.
-
-    Raises:
-        AssertionError: a kept token is not among the most probable ones, a probability is off by more than its code's
-            resolution, or more signs of projections differ than rounding explains.
-    """
-    signatures, ids, codes = unpack(got.features.cpu().numpy())
-    ends = cu + np.arange(1, len(cu) + 1)
-    signs = np.packbits(hidden @ signature_matrix(hidden.shape[1]) > 0, axis=1, bitorder="little").view(np.uint64)
-    wrong_bits = num_checked = 0
-    for request, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        for row in range(start, min(start + expected.num_accepted[request] + 1, end)):
-            if expected.target_token_ids[row] < 0:
-                continue
-            place = reference._place(request, row - start, row, end - start - 1, np.zeros(len(logits), np.int32), rows)
-            x = reference.process_row(logits[row], place).astype(np.float64)
-            top = np.sort(x)[::-1][:TOP_TOKENS]
-            kept = top[np.isfinite(top)]
-            np.testing.assert_array_equal(x[ids[row, : kept.size]], kept)
-            logprobs = kept - top[0] - np.log(np.exp(x - top[0]).sum())
-            found = LOGPROB_STEP * (1.0 - codes[row, : kept.size])
-            np.testing.assert_allclose(found, np.maximum(logprobs, -15.9), atol=0.6 * LOGPROB_STEP)
-            wrong_bits += sum(int(word).bit_count() for word in signatures[row] ^ signs[row])
-            num_checked += 1
-    assert wrong_bits <= 0.01 * SIGNATURE_BITS * num_checked, f"{wrong_bits} bits of {num_checked} signatures differ"
+@contextmanager
+def no_waiting(device: torch.device) -> Iterator[None]:
+    """On a GPU, whatever waits for the device inside raises."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+    yield
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -141,50 +66,44 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device(args.device)
     rng = np.random.default_rng(0)
     started = time.perf_counter()
-    counted = {"tokens": 0, "too_close": 0, "accepted": 0, "batches_with_features": 0, "largest_logprob_error": 0.0}
+    counted = {"tokens": 0, "too_close": 0, "accepted": 0, "features": 0, "largest_logprob_error": 0.0}
     for trial in range(args.trials):
         dtype, method, mode = DTYPES[trial % 3], METHODS[trial // 3 % 3], MODES[trial // 9 % 3]
         vocab = args.vocab if trial % 4 else int(rng.integers(1, min(args.vocab, 3000)))
-        logits, cu, rows = random_batch(rng, vocab, trial)
-        given = torch.from_numpy(logits).to(device, dtype)
-        logits = given.float().cpu().numpy()
-        num_drafts = int(cu[-1])
-        drafts = rng.integers(-1, vocab, num_drafts).astype(np.int32)
+        batch = made_up(rng, vocab, trial)
+        given = on_device(batch.logits, device, dtype)
+        batch = batch._replace(logits=given.float().cpu().numpy())
+        num_drafts = len(batch.drafts)
+        batch = batch._replace(drafts=rng.integers(-1, vocab, num_drafts).astype(np.int32))
         if trial % 5:
-            wish = reference.verify(logits, drafts, cu, rows, after_difference=True).target_token_ids
-            drafts = np.delete(wish, cu + np.arange(len(cu))).astype(np.int32)
+            wish = reference.verify(*batch, after_difference=True).target_token_ids
+            batch = with_drafts(batch, wish, np.ones(num_drafts, bool))
         probs = None
         if method == "dense":
             probs = rng.dirichlet(np.ones(vocab), num_drafts).astype(np.float32)
-        name = "rejection" if method == "dense" else method
-        hidden = torch.from_numpy(rng.standard_normal((len(logits), 64), np.float32)).to(device)
-        expected = reference.verify(logits, drafts, cu, rows, method=name, draft_probs=probs, logprobs_mode=mode)
-        fields = (getattr(rows, field) for field in SamplingBatch.__slots__)
-        on_device = SamplingBatch(*(None if v is None else torch.from_numpy(v).to(device) for v in fields))
+        name: Any = "rejection" if method == "dense" else method
+        hidden = torch.from_numpy(rng.standard_normal((len(batch.logits), 64), np.float32)).to(device)
+        expected = reference.verify(*batch, method=name, draft_probs=probs, logprobs_mode=mode)
         arguments: dict[str, Any] = {
             "method": name,
             "draft_probs": None if probs is None else torch.from_numpy(probs).to(device),
             "logprobs_mode": mode,
             "hidden": hidden,
-            "max_draft_tokens": int(np.diff(cu, prepend=0).max()),
+            "max_draft_tokens": int(np.diff(batch.cu, prepend=0).max()),
         }
-        inputs = (given, torch.from_numpy(drafts).to(device), torch.from_numpy(cu).to(device), on_device)
+        inputs = (given, *inputs_on(batch, device))
         if device.type == "cuda":
             verify(*inputs, **arguments)  # compiles
-            torch.cuda.synchronize()
-            torch.cuda.set_sync_debug_mode("error")
-        got = verify(*inputs, **arguments)
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
-        close, error = compare(got, expected, logits, cu, rows, method, mode)
-        if close == 0:
-            compare_features(got, expected, logits, cu, rows, hidden.cpu().numpy())
-            counted["batches_with_features"] += 1
+        with no_waiting(device):
+            result = verify(*inputs, **arguments)
+        got = on_host(result)
+        close, error = compare(got, expected, batch, method=name, has_probs=probs is not None)
+        counted["features"] += compare_features(got, expected, batch, hidden.cpu().numpy())
         counted["too_close"] += close
         counted["tokens"] += int((expected.output_token_ids >= 0).sum())
         counted["accepted"] += int(expected.num_accepted.sum())
         counted["largest_logprob_error"] = max(counted["largest_logprob_error"], error)
-    assert 2 * counted["batches_with_features"] >= args.trials, "features of most batches must have been compared"
+    assert 2 * counted["features"] >= counted["tokens"], "features of most tokens must have been compared"
     print(f"{args.trials} batches agree with the reference: {counted}")
     if device.type == "cuda":
         check_graph(args.vocab, device)

@@ -123,7 +123,8 @@ def rejection_sample_row(processed: Float32Array, row: _Row, draft_probs: Float3
     p = np.exp(log_softmax(processed).astype(np.float64))
     weights = p
     if 0 <= row.draft < len(p):  # neither the bonus position nor a draft outside the vocabulary
-        q = np.eye(len(p))[row.draft] if draft_probs is None else np.asarray(draft_probs, np.float64)
+        is_draft = np.arange(len(p)) == row.draft
+        q = is_draft.astype(np.float64) if draft_probs is None else np.asarray(draft_probs, np.float64)
         u = float(noise.uniform32(row.seed, row.position, 0, noise.DOMAIN_ACCEPT))
         if p[row.draft] > 0 and u * q[row.draft] <= p[row.draft]:
             return row.draft
@@ -148,6 +149,8 @@ def process_row(logits: Float32Array, row: _Row) -> Float32Array:
         probs = np.exp(log_softmax(x))
         x = np.where(probs < row.min_p * probs.max(), -np.inf, x)
     x = x.astype(np.float32)
+    if not 0 < row.top_k < len(x) and row.top_p >= 1:
+        return x
     descending = np.argsort(-x, kind="stable")
     if 0 < row.top_k < len(x):
         x[descending[row.top_k :]] = -np.inf
