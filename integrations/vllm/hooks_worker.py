@@ -57,10 +57,11 @@ def determine_available_memory(original: Callable[..., Any], self: Any, *args: A
 
 
 def compile_or_warm_up_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compile our kernels before vLLM's own, and take in history after them."""
+    """Compile and check our kernels before vLLM compiles its own, and take in history after that."""
     adapter = _adapter_of(self)
     if adapter is not None:  # first: jit_monitor_mode="error" forbids compilation once vLLM's own is done
         adapter.compile_kernels()
+        adapter.check_kernels()
     with _warming_up(self):
         result = original(self, *args, **kwargs)
     if adapter is not None:

@@ -71,6 +71,21 @@ class RunnerAdapter:
         """Called before vLLM's own warm-up."""
         raise NotImplementedError
 
+    def check_kernels(self) -> None:
+        """Called once they are compiled; switches off what disagrees with its reference.
+
+        Raises:
+            RuntimeError: verification does.
+        """
+        if self._runner.device.type == "cpu":
+            return
+        from rollout_spec.integrations.vllm.start_check import check_kernels  # imports triton
+
+        usable = check_kernels(self._config, self._runner, features=self._drafter_wants_features)
+        self._drafter_wants_features &= usable.features
+        if self._speculation is not None and not usable.device_drafter:
+            self._speculation.give_up()
+
     def warm_up(self) -> contextlib.AbstractContextManager[None]:
         """Wrap what vLLM does with made-up requests. Those of V1 do not reach our sampler."""
         return contextlib.nullcontext()

@@ -1,8 +1,9 @@
 """`rollout-spec doctor`: checks the installation, or explains where a run's time went.
 
-Without a file it checks what is installed. With a report, which a trainer's callback writes,
-`llm.collective_rpc("rollout_spec", args=("report",))[0]` returns and a running server gives, it says what speculation
-did for that run; `plot.py` draws it, `advice.py` says what to do, and what differs from another run.
+Without a file it checks what is installed, with `--device` the kernels on this machine's GPU. With a report, which a
+trainer's callback writes, `llm.collective_rpc("rollout_spec", args=("report",))[0]` returns and a running server gives,
+it says what speculation did for that run; `plot.py` draws it, `advice.py` says what to do, and what differs from
+another run.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "report", nargs="*", type=Path, help="a run's report, e.g. OUTPUT_DIR/rollout_spec.json; two are compared"
     )
+    parser.add_argument(
+        "--device", action="store_true", help="check the kernels on this machine's GPU, and what they cost there"
+    )
     parser.add_argument("--url", metavar="http://HOST:PORT", help="ask a running server for its report")
     parser.add_argument(
         "--engine-cost", type=Path, metavar="FILE", help="write the measured cost curve there, for replay --engine-cost"
@@ -56,6 +60,10 @@ def run(args: Namespace) -> int:
         for option, path in (("--engine-cost", args.engine_cost), ("--plot", args.plot)):
             if path is not None and len(sources) != 1:
                 raise ValueError(f"{option} needs a report" + (", and only one" if sources else ""))
+        if args.device:
+            if sources:
+                raise ValueError("--device is about this machine: leave out --url and the reports")
+            return _print_device()
         if not sources:
             return _print_installation()
         reports = [read_report(source) if isinstance(source, Path) else ask_for_report(source) for source in sources]
@@ -81,6 +89,14 @@ def _print_installation() -> int:
         return 1
     print("All is well" + (" with what is installed." if "absent" in verdicts else "."))
     return 0
+
+
+def _print_device() -> int:
+    if importlib.util.find_spec("torch") is None or not importlib.import_module("torch").cuda.is_available():
+        raise ValueError("--device: torch finds no GPU on this machine, and on a CPU no kernels run")
+    from rollout_spec.report import device  # brings triton
+
+    return device.run()
 
 
 def _print_reports(reports: list[dict[str, Any]], sources: list[Path | str], args: Namespace) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
+import triton
 from numpy.typing import NDArray
 
 from rollout_spec.types import SamplingBatch, VerifyResult
@@ -171,3 +172,13 @@ def verify(
 ) -> VerifyResult:
     """The kernels, on whatever device."""
     return kernel.verify_rows(logits, kernel.lay_out(cu, drafts, rows), rows, **options)
+
+
+def device_name(device: torch.device) -> str:
+    """What to call a device in a message."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def describe(device: torch.device) -> str:
+    """A device and what compiles for it."""
+    return f"{device_name(device)}, Triton {triton.__version__}, torch {torch.__version__}"
