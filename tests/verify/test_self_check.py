@@ -22,9 +22,12 @@ from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import agreement, kernel, reference, self_check
 from rollout_spec.verify.agreement import Batch, Disagreement
 from rollout_spec.verify.self_check import Setting
+from tests.interpreter import run_as_python
 from tests.launches import recorded_variants
 
 CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(run_as_python(), reason="minutes in Triton's interpreter")
+
 VOCAB, K = 1100, 3  # more than two tiles
 SETTING = Setting(CPU, VOCAB, torch.bfloat16, K, hidden=(64, torch.bfloat16))
 DRAFTER = {"max_requests": 6, "num_speculative_tokens": K, "vocab_size": VOCAB, "use_noise": True, "options": {}}
