@@ -18,6 +18,9 @@ within 1e-5 of NumPy's; the rest allows for the rounding of logit / T."""
 LOGPROB_TOLERANCE = 1e-4
 LOGIT_TOLERANCE = 1e-5
 """Of unequal logits, relative where they exceed 1: closer ones may have equal log-probabilities, and another rank."""
+NUCLEUS_TOLERANCE = 1e-5
+"""Where many equal logits straddle the cut of top-p, this share of the kept tokens, and one more: each has so little
+mass that the rounding of sums decides where the nucleus ends. Ranks count them."""
 MAX_WRONG_BITS, MAX_WRONG_SHARE = 8, 0.01
 """Of one signature, and of all: in bfloat16 rounding changes six signs in ten thousand."""
 
@@ -80,7 +83,7 @@ def compare(
                 if not error <= LOGPROB_TOLERANCE:
                     raise Disagreement(f"{where}: the log-probability is off by {error:.2g}")
                 largest = max(largest, error)
-                _check_rank(got, expected, row, batch.logits[row], where)
+                _check_rank(got, expected, row, batch, request, where)
         else:
             _check_end(got, expected, request, len(batch.request_rows(request)))
     return num_close, largest
@@ -113,13 +116,18 @@ def _check_end(got: VerifyResult, expected: VerifyResult, request: int, length: 
             raise Disagreement(f"request {request}: {name} is {ours} for {theirs}")
 
 
-def _check_rank(got: VerifyResult, expected: VerifyResult, row: int, logits: Float32Array, where: str) -> None:
-    difference = abs(int(got.ranks[row]) - int(expected.ranks[row]))
-    if difference:
-        logit = logits[expected.target_token_ids[row]]
-        gaps = np.abs(logits - logit) / max(1.0, abs(float(logit)))
-        if difference > np.count_nonzero((gaps > 0) & (gaps <= LOGIT_TOLERANCE)):
-            raise Disagreement(f"{where}: the rank is {got.ranks[row]} for {expected.ranks[row]}")
+def _check_rank(got: VerifyResult, expected: VerifyResult, row: int, batch: Batch, request: int, where: str) -> None:
+    ours, theirs = int(got.ranks[row]), int(expected.ranks[row])
+    if ours == theirs:
+        return
+    logits, slack = batch.logits[row], 0
+    if batch.place(request, row).top_p < 1:
+        slack = 1 + int(NUCLEUS_TOLERANCE * theirs)
+    logit = logits[expected.target_token_ids[row]]
+    gaps = np.abs(logits - logit) / max(1.0, abs(float(logit)))
+    slack += np.count_nonzero((gaps > 0) & (gaps <= LOGIT_TOLERANCE))
+    if abs(ours - theirs) > slack:
+        raise Disagreement(f"{where}: the rank is {ours} for {theirs}")
 
 
 def compare_features(got: VerifyResult, expected: VerifyResult, batch: Batch, hidden: Float32Array) -> int:

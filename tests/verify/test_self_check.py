@@ -54,7 +54,7 @@ def wrong_logprob(result, *_):
 
 
 def wrong_rank(result, *_):
-    return result if result.ranks is None else result._replace(ranks=result.ranks + 1)
+    return result if result.ranks is None else result._replace(ranks=result.ranks + 3)
 
 
 def wrong_count(result, *_):
@@ -197,6 +197,24 @@ def test_what_is_too_close_to_tell_is_no_fault(method):
                 agreement.compare(got, expected, batch, method=method)
         with pytest.raises(Disagreement, match="score differs"):
             agreement.compare(got, expected, batch, method=method, has_probs=True)
+
+
+def test_ranks_may_differ_where_sums_decide_or_logits_are_nearly_equal():
+    logits = np.zeros((1, 1000), np.float32)
+    logits[0, :3] = 1.0, 1.000001, 1.000001
+    rows = SamplingBatch(np.zeros(1, np.float32), np.zeros(1, np.int64), np.zeros(1, np.int64))
+    for top_p, slack in ((None, 0), (np.full(1, 0.9, np.float32), 1)):
+        limited = SamplingBatch(rows.temperature, rows.seeds, rows.positions, top_p=top_p)
+        batch = Batch(logits, np.zeros(0, np.int32), np.zeros(1, np.int32), limited)
+        expected = reference.verify(*batch, logprobs_mode="raw_logprobs")
+        assert expected.ranks.tolist() == [2]
+        for difference in range(4):
+            got = expected._replace(ranks=expected.ranks + difference)
+            if difference <= slack + 1:  # token 0 is that close to tokens 1 and 2
+                agreement.compare(got, expected, batch)
+            else:
+                with pytest.raises(Disagreement, match="the rank is"):
+                    agreement.compare(got, expected, batch)
 
 
 @pytest.mark.parametrize("options", [{}, {"features": False, "inverse_temperature": 1.0}])
