@@ -229,7 +229,8 @@ def gather(store, tree, problem, excluded_problem, text, end, first, limit, posi
 
     Args:
         problem: Whose tree; -1 for the tree of all problems.
-        excluded_problem: Skip positions of this problem.
+        excluded_problem: Skip positions of this problem. Where there are many of them, what is added of the others is
+            not always the longest.
         first: Candidates that there are already.
         limit: Most candidates, those included.
 
