@@ -55,8 +55,6 @@ TOKENS_PER_DOCUMENT = 16
 """Pool tokens per document: the table of documents has one entry for every so many tokens of the pool."""
 NO_PROBLEM = -(2**64)
 """Requests without a problem get ids from here downwards, apart from hashes and from callers' ids."""
-STOP_TOKENS_MULTIPLE = 4
-"""The width of the array of requests' stop tokens is a multiple of this, so that few kernels are compiled."""
 
 
 class EndedRequest(NamedTuple):
@@ -399,11 +397,20 @@ class DeviceDrafter:
             kernels.discount(self._all_counters)
 
     def warm_up(
-        self, slots_dtype: torch.dtype, history: Tensor, total_len: Tensor, seeds: Tensor, temperature: Tensor
+        self,
+        slots_dtype: torch.dtype,
+        history: Tensor,
+        total_len: Tensor,
+        seeds: Tensor,
+        temperature: Tensor,
+        num_given_tokens: int = 0,
     ) -> None:
         """Launch every kernel in every variant that a batch can need, so that none is compiled while serving.
 
-        Call it before the first request starts. Arguments as for `propose`.
+        Call it before the first request starts. Arguments as for `propose`, and
+
+        Args:
+            num_given_tokens: M of `continue_drafts`; 0: it will not be called.
         """
         features = torch.zeros_like(self._features[:1])
         most = self._problem_of.numel()
@@ -413,9 +420,12 @@ class DeviceDrafter:
                 nothing = torch.zeros_like(slots, dtype=torch.int32)
                 self.extend(slots, history, total_len)
                 self.look_up(slots, nothing, history, total_len, seeds, temperature, features, nothing)
+                if num_given_tokens:
+                    given = torch.zeros(batch, num_given_tokens, dtype=torch.int64, device=self._device)
+                    self.continue_drafts(slots, nothing, given, seeds, temperature)
         row = np.zeros((1, kernels.RETIRED_FIELDS), np.int64)
         row[0, 1] = self._free_documents[0]
-        stops = np.full((1, STOP_TOKENS_MULTIPLE), -1, np.int32)
+        stops = np.full((1, 1), -1, np.int32)
         rows = self._upload_array(row), self._upload_array(stops)
         kernels.retire(*rows, self._text, self._documents, self._features)
 
@@ -660,9 +670,8 @@ class DeviceDrafter:
 
     def _retire(self, retired: Mapping[int, _Retired]) -> None:
         """Copy rollouts from their rows to the pool, and from there to the host."""
-        width = max(len(entry.ended.stop_token_ids) for entry in retired.values())
-        width = STOP_TOKENS_MULTIPLE * -(-max(width, 1) // STOP_TOKENS_MULTIPLE)
-        stops = np.full((len(retired), width), -1, np.int32)
+        most_stops = max(1, *(len(entry.ended.stop_token_ids) for entry in retired.values()))
+        stops = np.full((len(retired), most_stops), -1, np.int32)
         rows = np.zeros((len(retired), kernels.RETIRED_FIELDS), np.int64)
         for n, (document, (request, live, start, capacity)) in enumerate(retired.items()):
             stops[n, : len(request.stop_token_ids)] = request.stop_token_ids

@@ -572,16 +572,16 @@ def _draft_kernel(
     tl.store(rates_ptr + row * K + j, tl.zeros([WIDTH], tl.float32), mask=empty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_stops"])
 def _retire_kernel(
     rows_ptr,  # int64 [N, ROW]; see RETIRED_FIELDS
-    stops_ptr,  # int32 [N, NUM_STOPS]: tokens that end the request, -1: unused
+    stops_ptr,  # int32 [N, num_stops]: tokens that end the request, -1: unused
+    num_stops,
     text_ptr,  # int32 [T]
     documents_ptr,  # int64 [D, FIELDS]
     features_ptr,  # int64 [T, FEATURE_WORDS]
     FEATURES: tl.constexpr,  # whether they are kept
     ROW: tl.constexpr,
-    NUM_STOPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     n = tl.program_id(0).to(tl.int64)
@@ -607,8 +607,8 @@ def _retire_kernel(
                 value = tl.load(features_ptr + (source_offset + i) * FEATURE_WORDS + word, mask=i < end, other=0)
                 tl.store(features_ptr + (offset + i) * FEATURE_WORDS + word, value, mask=i < end)
         stops = tl.zeros([BLOCK], tl.int1)
-        for s in tl.static_range(NUM_STOPS):
-            stops |= token == tl.load(stops_ptr + n * NUM_STOPS + s)
+        for s in range(num_stops):
+            stops |= token == tl.load(stops_ptr + n * num_stops + s)
         stops &= (i < end) & (begin + i + 1 >= may_stop)
         end = tl.minimum(end, tl.min(tl.where(stops, i + 1, end)))
         start += BLOCK
@@ -811,12 +811,12 @@ def retire(rows: Tensor, stops: Tensor, text: Tensor, documents: Tensor, feature
     _retire_kernel[(rows.shape[0],)](
         rows,
         stops,
+        stops.shape[1],
         text,
         documents,
         features,
         FEATURES=features.shape[0] > 0,
         ROW=rows.shape[1],
-        NUM_STOPS=stops.shape[1],
         BLOCK=TILE,
         num_warps=4,
     )

@@ -122,7 +122,7 @@ def launch_all() -> None:
         )
         history = torch.zeros(size, 64, dtype=torch.int32)
         lengths = torch.zeros(size, dtype=torch.int32)
-        drafter.warm_up(dtype, history, lengths, torch.arange(size), torch.ones(size))
+        drafter.warm_up(dtype, history, lengths, torch.arange(size), torch.ones(size), num_given_tokens=2)
 
 
 def main() -> None:

@@ -25,6 +25,7 @@ from rollout_spec.history.rollout import Rollout
 from tests.drafters.device.reference import Document, ReferenceDrafter, find_matches
 from tests.drafters.recorder import random_features
 from tests.interpreter import run_as_python
+from tests.launches import Kernel, recorded_variants
 
 K = 5
 MAX_LEN = 96
@@ -504,6 +505,37 @@ def test_warming_up_leaves_no_trace():
     engine.commit(request, [2])
     engine.assert_same_drafts()
     assert not engine.drafter._all_counters.any()
+
+
+@pytest.mark.parametrize("features", [False, True])
+def test_warming_up_compiles_what_any_batch_launches(features, monkeypatch):
+    """With 1 or 2 requests, 3 or 4, and more, each scan has another number of programs."""
+    monkeypatch.setattr(kernels, "SPLITS", (2, 4, 8))
+    engine, num_given = Engine(features=features), 2
+    tables = engine.history, engine.total_len, engine.seeds, engine.temperature
+    with recorded_variants() as compiled:
+        engine.drafter.warm_up(torch.int32, *tables, num_given)
+    assert not engine.drafter._all_counters.any()
+    with recorded_variants() as launched:
+        for batch in range(1, 7):
+            requests = [engine.start([1, 2, 1]) for _ in range(batch)]
+            slots = torch.tensor(list(engine.live.values()), dtype=torch.int32)
+            ones = torch.ones_like(slots)
+            seen = torch.zeros(batch, FEATURE_WORDS, dtype=torch.int64) if features else None
+            engine.drafter.extend(slots, *tables[:2])
+            engine.drafter.propose(slots, ones, *tables, seen, slots)
+            given = torch.ones(batch, num_given, dtype=torch.int64)
+            engine.drafter.continue_drafts(slots, ones, given, *tables[2:])
+            for request in requests:
+                engine.commit(request, [2])
+                engine.stop(request, stop_token_ids=list(range(7, 7 + batch)))
+    assert launched <= compiled
+    assert {name for name, *_ in compiled} == {value.__name__ for value in vars(kernels).values() if is_launched(value)}
+
+
+def is_launched(value):
+    """Whether it is a kernel, and no function of kernels."""
+    return isinstance(value, Kernel) and value.__name__.endswith("_kernel")
 
 
 def test_preempted_requests_come_again_under_their_own_version():
