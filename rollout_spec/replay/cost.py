@@ -33,6 +33,12 @@ class EngineCost(NamedTuple):
     """Seconds of drafting per step that asks the drafter, besides those per request."""
     cold_seconds: float = 0.0
     """Extra seconds of the first step with each number of tokens, in which kernels for that size are made."""
+    request_seconds: float = 0.0
+    """Seconds per request in every step, besides its tokens: reading its KV cache, and what else is not hidden."""
+    host_seconds: float = 0.0
+    """With asynchronous scheduling the host works while the device computes. No step takes less than this."""
+    host_request_seconds: float = 0.0
+    """What each request of a step adds to `host_seconds`."""
 
     def step(self, num_tokens: float) -> float:
         """Seconds of a step without drafts."""
@@ -45,10 +51,19 @@ class EngineCost(NamedTuple):
         beyond = np.maximum(np.asarray(num_tokens, np.float64) - self.tokens[-1], 0.0)
         return np.asarray(np.interp(num_tokens, self.tokens, self.seconds) + slope * beyond)
 
+    def drafting(self, num_requests: int) -> float:
+        """Seconds of asking the drafter in a step."""
+        return self.draft_call_seconds + self.draft_seconds * num_requests
+
+    def whole_step(self, num_requests: int, num_draft_tokens: int) -> float:
+        """Seconds of a step, without those of the drafter and of a size's first step."""
+        seconds = self.step(num_requests + num_draft_tokens) + self.request_seconds * num_requests
+        seconds += self.drafted_seconds * (num_draft_tokens > 0)
+        return max(seconds, self.host_seconds + self.host_request_seconds * num_requests)
+
 
 def read_cost(path: Path) -> EngineCost:
-    """Read a cost curve: JSON with `name`, `tokens`, `seconds` and, if wanted, `drafted_seconds`, `draft_seconds`,
-    `draft_call_seconds`, `cold_seconds`.
+    """Read a cost curve: JSON with `name`, `tokens`, `seconds` and, if wanted, the other fields of `EngineCost`.
 
     Raises:
         ValueError: the file is no JSON object, a field is missing or wrong, tokens do not rise, or seconds fall.

@@ -7,6 +7,7 @@ the last one has ended.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, Protocol
@@ -95,6 +96,43 @@ class FixedK(_PolicyBase):
     def decide(self, step: Step) -> Ints:
         probable = np.concatenate(([0], np.cumsum(step.confidence >= self._threshold)))[step.starts]
         return np.minimum(np.diff(probable), self._k)
+
+
+class Ranges(_PolicyBase):
+    """K by the number of requests in the step, as in `RolloutSpecConfig.num_speculative_tokens_per_batch_size`.
+
+    What it decides does not depend on what steps cost. So one run tells the time on any cost curve.
+
+    Args:
+        ranges: (first, last, K), rising; K = 0 in between. The last range has no upper end.
+    """
+
+    def __init__(self, ranges: Sequence[tuple[int, int, int]]) -> None:
+        self._ranges = ranges
+        self._num_steps: Counter[int] = Counter()  # by their number of requests
+
+    def k(self, num_requests: int) -> int:
+        """Drafted tokens of each request in a step with so many."""
+        if num_requests > self._ranges[-1][1]:
+            return self._ranges[-1][2]
+        return next((k for first, last, k in self._ranges if first <= num_requests <= last), 0)
+
+    def wants_drafts(self, num_requests: int) -> bool:
+        return self.k(num_requests) > 0
+
+    def decide(self, step: Step) -> Ints:
+        return np.minimum(step.num_drafted, self.k(len(step.problems)))
+
+    def on_step(self, num_requests: int, num_draft_tokens: int, seconds: float, draft_seconds: float) -> None:
+        self._num_steps[num_requests] += 1
+
+    def seconds(self, cost: EngineCost) -> float:
+        """What the steps so far take if every request has K draft tokens, as the device's drafts are not cut."""
+        total = 0.0
+        for size, num_steps in self._num_steps.items():
+            k = self.k(size)
+            total += num_steps * (cost.whole_step(size, size * k) + cost.drafting(size) * (k > 0))
+        return total
 
 
 class LengthClasses(_PolicyBase):
@@ -229,10 +267,9 @@ def run_phase(
         else:
             verified = hits = np.zeros(len(ids), np.int64)
         num_draft_tokens = int(verified.sum())
-        drafting = (cost.draft_call_seconds + cost.draft_seconds * len(ids)) * asked
+        drafting = cost.drafting(len(ids)) * asked
         size = len(ids) + num_draft_tokens
-        took = cost.step(size) + cost.drafted_seconds * (num_draft_tokens > 0) + drafting
-        took += cost.cold_seconds * (size not in sizes)
+        took = cost.whole_step(len(ids), num_draft_tokens) + drafting + cost.cold_seconds * (size not in sizes)
         sizes.add(size)
         seconds += took
         steps += 1

@@ -166,16 +166,12 @@ def replay(
     drafter = make_drafter()
     parts = [split(problem, regime, max_samples=max_samples, max_history=max_history) for problem in problems]
 
-    history_tokens, indexed_tokens = 0, 0
     seen: set[int] = set()
     started = time.perf_counter()
+    history_tokens = 0
     for problem, (earlier, _) in zip(problems, parts, strict=True):
-        for rollout in earlier:
-            req_id = f"{problem.prompt_id}/{rollout.epoch}/{rollout.sample_id}/earlier"
-            drafter.start_request(req_id, rollout.prompt, problem_id=problem.problem_id)
-            show(drafter, req_id, rollout, 0, rollout.tokens.size)
-            drafter.stop_request(req_id)
-            history_tokens += rollout.tokens.size
+        remember(drafter, problem, earlier)
+        history_tokens += sum(rollout.tokens.size for rollout in earlier)
         if earlier:
             history_tokens += earlier[0].prompt.size
             seen.add(problem.problem_id)
@@ -217,6 +213,15 @@ def replay_steadily(
     return ReplayResult(
         run.stats, run.reliability, 0.0, 0, run.index_seconds, run.draft_seconds, drafter.memory_bytes(), 0
     )
+
+
+def remember(drafter: Drafter, problem: Problem, rollouts: Sequence[Rollout]) -> None:
+    """Put rollouts of a problem that have ended into a drafter's history."""
+    for rollout in rollouts:
+        req_id = f"{problem.prompt_id}/{rollout.epoch}/{rollout.sample_id}/earlier"
+        drafter.start_request(req_id, rollout.prompt, problem_id=problem.problem_id)
+        show(drafter, req_id, rollout, 0, rollout.tokens.size)
+        drafter.stop_request(req_id)
 
 
 def show(drafter: Drafter, req_id: str, rollout: Rollout, start: int, end: int) -> None:

@@ -18,6 +18,7 @@ from rollout_spec.replay.engine import (
     LengthClasses,
     NoDrafts,
     Oracle,
+    Ranges,
     Step,
     compare,
     run_phase,
@@ -91,6 +92,39 @@ def test_the_price_of_drafting_counts():
     assert plain.seconds < dear.seconds <= 1.5 * plain.seconds
     asked = simulate(FixedK(0), FLAT._replace(draft_seconds=0.1), requests, batch=1)
     assert asked.seconds == pytest.approx(1.1 * asked.steps)
+
+
+def test_a_step_takes_what_its_requests_cost_and_no_less_than_the_host():
+    cost = STEEP._replace(drafted_seconds=0.5, request_seconds=10.0, host_seconds=30.0, host_request_seconds=2.0)
+    assert cost.whole_step(1, 0) == 32
+    assert cost.whole_step(4, 0) == 4 + 40
+    assert cost.whole_step(4, 8) == 12 + 40 + 0.5
+    assert cost._replace(draft_call_seconds=3.0, draft_seconds=0.5).drafting(4) == 5
+
+
+def test_ranges_draft_by_the_number_of_requests():
+    requests = phase_requests()
+    policy = Ranges([(1, 2, 4), (3, 4, 2), (6, 8, 0)])
+    assert [policy.k(n) for n in range(1, 11)] == [4, 4, 2, 2, 0, 0, 0, 0, 0, 0]
+    assert Ranges([(1, 2, 4)]).k(1000) == 4, "the last range has no upper end"
+    phase = simulate(policy, FLAT, requests, batch=6)
+    assert simulate(NoDrafts(), FLAT, requests, batch=6).steps > phase.steps
+    assert policy.seconds(FLAT) == phase.steps, "one second each"
+
+
+def test_the_device_pays_for_drafts_that_are_not_there():
+    """Every request carries K tokens, however long its draft is."""
+    strange = [
+        Request(Problem(str(n), [r]), r)
+        for n, tokens in enumerate((range(20, 31), range(50, 61)))
+        for r in [Rollout(0, 0, np.zeros(1, np.int32), np.array(tokens, np.int32), (11,))]
+    ]
+    policy = Ranges([(1, 1, 4), (2, 2, 2)])
+    phase = simulate(policy, STEEP, strange, batch=2)
+    assert phase.drafted == 0
+    assert phase.seconds == 10 * 2
+    assert policy.seconds(STEEP) == 10 * 2 * 3
+    assert policy.seconds(STEEP._replace(draft_call_seconds=1.0)) == 10 * (2 * 3 + 1)
 
 
 def test_classes_follow_the_lengths_of_a_problem():
