@@ -1,12 +1,21 @@
 #!/usr/bin/env bash
-# Checks and benchmarks that need a GPU, in stages of ten minutes at most. Run from the repository's root with torch and
-# vLLM importable:
-#   bash experiments/gpu.sh OUT check device verify              correctness, device drafter, verifier: about 8 minutes
-#   ROLLOUTS=FILE.parquet bash experiments/gpu.sh OUT phase-1.5b     whole rollout phases in every mode: up to 10 minutes
-#   bash experiments/gpu.sh OUT phase-1.5b:none,budget,device        in some of them
-#   bash experiments/gpu.sh OUT invariant                        rollouts with and without drafts in bf16
-#   bash experiments/gpu.sh OUT model-1.5b                       an EAGLE head in vLLM's way, and beside history
-#   bash experiments/gpu.sh OUT forward-1.5b                     without vLLM: the cost of a step, for replay --engine-cost
+# Checks and benchmarks that need a GPU; docs/gpu.md says how to read what they print. Run from the repository's root
+# with torch and vLLM importable:
+#   bash experiments/gpu.sh OUT first        is it right, does every engine start, what does a step cost
+#   bash experiments/gpu.sh OUT second       whole rollout phases with and without speculation
+# Each is a list of stages, which can be named instead, with modes and batch sizes (those of bench_phase.py):
+#   check device verify                      correctness; the device drafter; the verifier
+#   doctor                                   what `rollout-spec doctor --device` says
+#   start-1.5b                               engines with eight requests, and each line that waits for the device
+#   phase-1.5b:none,device:64                whole rollout phases, also phase-7b
+#   invariant                                rollouts with and without drafts in bf16
+#   model-1.5b                               an EAGLE head in vLLM's way, and beside history
+#   forward-1.5b                             without vLLM: the cost of a step, for replay --engine-cost
+# Environment variables:
+#   LIMIT      seconds for all stages, 560 unless set: they leave room in a machine's ten minutes to unpack vLLM. Each
+#              stage has its share of what is left, so none takes another's time. What is not reached is not run.
+#   ROLLOUTS   recorded rollouts to repeat instead of those in experiments/engines
+#   SHAPE      of the model in `first` and `second`, 1.5b unless set; `tiny` makes every stage small, for a CPU
 # A failing stage does not stop the others. OUT gets results.jsonl, summary.txt and logs.tar.gz, which holds all that each
 # stage and each engine printed.
 set -uo pipefail
@@ -15,19 +24,56 @@ shift
 logs=$out/logs
 mkdir -p "$logs/plugin"
 python=${PYTHON:-python3}
-rollouts=${ROLLOUTS:-experiments/results/real_policy/samples-step0040-t1.parquet}
+shape=${SHAPE:-1.5b}
+limit=${LIMIT:-560}
 export PYTHONPATH="$PWD:$logs/plugin${PYTHONPATH:+:$PYTHONPATH}" VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1
+export PYTHONUNBUFFERED=1 # what a stage has printed when its time is over is not lost
 # Otherwise vLLM 0.26's V2 sampler imports flashinfer, also where it is not installed.
 export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
 
+stages=()
 for stage in "$@"; do
+    case $stage in
+        first) stages+=(check doctor "start-$shape" device verify) ;;
+        second) stages+=("phase-$shape:none,device,budget,device-words,budget-words") ;;
+        *) stages+=("$stage") ;;
+    esac
+done
+
+# Seconds on an H100, as far as they can be guessed: a stage's share of the limit.
+share_of() {
+    case ${1%%[-:]*} in
+        check) echo 130 ;;
+        doctor) echo 60 ;;
+        device) echo 80 ;;
+        verify) echo 100 ;;
+        start) echo 190 ;;
+        forward) echo 60 ;;
+        phase | model | invariant) echo 500 ;;
+    esac
+}
+
+# The arguments that make a stage of this kind small.
+small() {
+    [[ $shape == tiny ]] || return
+    case ${1%%-*} in
+        check) echo --device cpu --trials 9 --vocab 40 ;;
+        device) echo --device cpu --trials 1 --batch 2 --resident 3000 --length 24 --repeats 1 ;;
+        verify) echo --cells 2 --repeats 1 ;;
+        start | phase | model | invariant) echo --dtype float32 --eager --batch 2 ;;
+    esac
+}
+
+left=0
+for stage in "${stages[@]}"; do
     case ${stage%%:*} in
-        check | device | verify | invariant | phase-?* | model-?* | forward-?*) ;;
+        check | doctor | device | verify | invariant | start-?* | phase-?* | model-?* | forward-?*) ;;
         *)
             echo "unknown stage $stage" >&2
             exit 2
             ;;
     esac
+    left=$((left + $(share_of "$stage")))
 done
 
 # Also when something else ends this script: what there is by then.
@@ -56,35 +102,66 @@ except PackageNotFoundError:
 PYTHON
 
 failed=0
-for stage in "$@"; do
-    kind=${stage%%:*}
-    shape=${kind#*-}
+say() {
+    printf '%-16s %4s %5d s  %s\n' "$@" >>"$out/summary.txt"
+}
+for stage in "${stages[@]}"; do
+    IFS=: read -r kind modes batches <<<"$stage"
     name=${stage//[:,]/_}
-    modes=()
-    [[ $stage == *:* ]] && IFS=, read -ra modes <<<"${stage#*:}" && modes=(--modes "${modes[@]}")
+    share=$(share_of "$stage")
+    seconds=$(((limit - SECONDS) * share / left))
+    left=$((left - share))
+    if ((seconds < 5)); then
+        say "$stage" - 0 "not run: the time is over"
+        failed=1
+        continue
+    fi
+    phases=(-m experiments.engines.bench_phase --logs "$logs/$name" --seconds $((seconds - 5)))
+    phases+=(${ROLLOUTS:+--rollouts "$ROLLOUTS"})
+    watch=()
     case $kind in
         check) command=(-m experiments.check_gpu) ;;
+        doctor) command=(-m rollout_spec.cli doctor --device) ;;
         device) command=(-m experiments.costs.bench_device) ;;
         verify) command=(-m experiments.costs.bench_verify) ;;
-        phase-*) command=(-m experiments.engines.bench_phase --shape "$shape" --rollouts "$rollouts" --logs "$logs/$name" "${modes[@]}") ;;
+        start-*)
+            # Python says once of each line of a step that waits for the device.
+            watch=(env VLLM_GPU_SYNC_CHECK=warn)
+            command=("${phases[@]}" --shape "${kind#*-}")
+            modes=${modes:-device,budget,none} batches=${batches:-8}
+            ;;
+        phase-*)
+            command=("${phases[@]}" --shape "${kind#*-}")
+            batches=${batches:-64,256}
+            ;;
         model-*)
-            modes=(none eagle-stock eagle-history)
-            command=(-m experiments.engines.bench_phase --shape "$shape" --rollouts "$rollouts" --batch 8 64
-                --modes "${modes[@]}" --logs "$logs/$name")
+            command=("${phases[@]}" --shape "${kind#*-}")
+            modes=none,eagle-stock,eagle-history batches=${batches:-8,64}
             ;;
         invariant)
-            command=(-m experiments.engines.bench_phase --rollouts "$rollouts" --batch 8 64 --free --batch-invariant
-                --modes off all device --logs "$logs/$name")
+            command=("${phases[@]}" --shape "$shape" --free --batch-invariant)
+            modes=off,all,device batches=${batches:-8,64}
             ;;
-        forward-*) command=(-m experiments.costs.bench_forward --shape "$shape" --cost "$out/cost-$shape.json") ;;
+        forward-*) command=(-m experiments.costs.bench_forward --shape "${kind#*-}" --cost "$out/cost-${kind#*-}.json") ;;
     esac
-    echo "== $stage"
+    [[ -z $modes ]] || command+=(--modes ${modes//,/ })
+    [[ -z $batches ]] || command+=(--batch ${batches//,/ })
+    command+=($(small "$kind"))
+    [[ $kind == doctor ]] || command+=(--out "$out/results.jsonl")
+    echo "== $stage, at most $seconds s"
     started=$SECONDS
-    timeout 595 "$python" "${command[@]}" --out "$out/results.jsonl" 2>"$logs/$name.stderr" | tee "$logs/$name.stdout"
+    "${watch[@]}" timeout -k 5 "$seconds" "$python" "${command[@]}" 2>"$logs/$name.stderr" | tee "$logs/$name.stdout"
     code=${PIPESTATUS[0]}
     [[ $code == 0 ]] || { failed=1; tail -n 3 "$logs/$name.stderr"; }
-    last=$(tail -n 1 "$logs/$name.stdout" | cut -c 1-100)
-    printf '%-16s %4s %5d s  %s\n' "$stage" "$([[ $code == 0 ]] && echo ok || echo "$code")" $((SECONDS - started)) "$last" \
-        >>"$out/summary.txt"
+    if ((${#watch[@]})); then
+        grep -rHoE '[^ ]+:[0-9]+: UserWarning: called a synchronizing CUDA operation' "$logs/$name" | sort -u
+    fi
+    tells=$logs/$name.stdout
+    case $code in
+        0) verdict=ok ;;
+        124 | 137) verdict=time ;;
+        *) verdict=$code tells=$logs/$name.stderr ;;
+    esac
+    say "$stage" "$verdict" $((SECONDS - started)) "$(tail -n 1 "$tells" | cut -c 1-100)"
 done
 exit $failed

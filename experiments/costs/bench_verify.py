@@ -52,7 +52,9 @@ BASE = {
     "logits": "peaked", "dtype": "bfloat16",
 }  # fmt: skip
 GPU_CELLS = [
-    *({"batch": batch, "k": k} for batch in (1, 16, 64, 256, 512) for k in (0, 4, 8, 16)),
+    *({"batch": batch, "k": k} for batch in (1, 64, 512) for k in (0, 8)),  # first what matters most: time may run out
+    *({"batch": batch, "k": k} for batch in (16, 256) for k in (0, 4, 8, 16)),
+    *({"batch": batch, "k": k} for batch in (1, 64, 512) for k in (4, 16)),
     *(
         {"batch": batch, **change}
         for batch in (256, 16)
@@ -368,7 +370,9 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{name}: copy moves {bandwidth / 1e12:.2f} TB/s, read and written")
     else:  # what an engine's worker does when it starts
         torch.set_num_threads(1)
-        current_platform.register_triton_kernel_overrides()
+        override = current_platform.register_triton_kernel_overrides  # None in vLLM 0.26
+        if override is not None:
+            override()
     about = origin(name)
     names = ["ours", "features", "vllm_v1"]
     names += ["ours_v2", "vllm_v2", "ours_graph", "features_graph"] if bandwidth else []

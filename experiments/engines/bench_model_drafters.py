@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from experiments.engines.build import Runs, build_engine, command
+from experiments.engines.build import Runs, build_engine, command, write_result
 from experiments.engines.trained_drafters import run_target, save, train
 from experiments.rows import append, origin
 from rollout_spec.demo.policy import build_tokenizer
@@ -295,7 +295,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     if args.only:
-        args.result.write_text(json.dumps(run_mode(args, args.only, args.at)))
+        write_result(args.result, run_mode(args, args.only, args.at))
         return
     about = origin(packages=("transformers",))
     methods = [m for m in METHODS if any(mode.endswith(f":{m}") for mode in args.modes)]

@@ -6,8 +6,8 @@ ngram, ngram_gpu, suffix
 model        vLLM with a model drafter, its option `speculative_config`
 off          ours without speculation: our sampler and its noise, no drafts
 all          ours with the drafter on the host, every draft verified
-budget       the same under its budget, our default
-device       ours with the drafter on the device
+budget       the same under its budget, our default where none is drafted on the device
+device       ours with the drafter on the device, our default on a GPU in vLLM's V2 runner
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def mode_arguments(mode: str, k: int, **options: Any) -> dict[str, Any]:
         return options
     if mode == "off":
         return engine_kwargs(speculation=False)
-    of_mode = {"all": {"budget": False}, "budget": {}, "device": {"drafter": "device"}}[mode]
-    return engine_kwargs(**{"num_speculative_tokens": k, **of_mode, **options})
+    drafter = "device" if mode == "device" else "auto" if "speculative_config" in options else "history"
+    return engine_kwargs(**{"num_speculative_tokens": k, "drafter": drafter, "budget": mode != "all", **options})
 
 
 def command(llm: Any, *arguments: Any) -> Any:
@@ -136,6 +136,13 @@ def made_up_arguments(args: argparse.Namespace, cpu_blocks: int) -> dict[str, An
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
+def write_result(path: Path, result: Any) -> None:
+    """Write a process's result for `Runs`, which reads it whole even if the process is stopped meanwhile."""
+    new = path.with_suffix(".new")
+    new.write_text(json.dumps(result))
+    new.replace(path)
+
+
 def add_arguments(parser: argparse.ArgumentParser, modes: Sequence[str]) -> None:
     """What benchmarks of made-up models share: the engine, what to run, and what `Runs` passes on."""
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
@@ -154,8 +161,8 @@ def add_arguments(parser: argparse.ArgumentParser, modes: Sequence[str]) -> None
 class Runs:
     """Runs a script again and again, each time in a new process, for one engine.
 
-    The process writes its result as JSON to the file named by `--result`. Nothing is started that could not end in
-    time, to judge by what was started before.
+    The process writes its result to the file named by `--result` with `write_result`, as often as there is more of it.
+    Nothing is started that could not end in time, to judge by what was started before.
 
     Args:
         module: The script's name, e.g. `experiments.engines.bench_phase`.
@@ -173,7 +180,7 @@ class Runs:
         self.not_run: list[str] = []
 
     def run(self, name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Any:
-        """The result of a run; None, and a line that says why, if it fails or there is no time for it.
+        """What a run wrote last, also before it failed; None if nothing. A line says what went wrong.
 
         Args:
             name: Of its log.
@@ -186,13 +193,15 @@ class Runs:
             print(f"{name}: not run, only {max(left, 0):.0f} s are left", flush=True)
             self.not_run.append(name)
             return None
-        result = self._start(name, arguments, environment or {}, left)
+        result, ended_well = self._start(name, arguments, environment or {}, left)
         self._longest = max(self._longest, time.perf_counter() - began)
-        if result is None:
+        if not ended_well:
             self.failed.append(name)
         return result
 
-    def _start(self, name: str, arguments: Sequence[str], environment: Mapping[str, str], left: float) -> Any:
+    def _start(
+        self, name: str, arguments: Sequence[str], environment: Mapping[str, str], left: float
+    ) -> tuple[Any, bool]:
         with tempfile.TemporaryDirectory() as temporary:
             folder = self._logs or Path(temporary)
             folder.mkdir(parents=True, exist_ok=True)
@@ -208,11 +217,13 @@ class Runs:
                     ).returncode  # fmt: skip
                 except subprocess.TimeoutExpired:
                     code = f"no answer after {left:.0f} s"
-            if code or not result.exists():
+            found = json.loads(result.read_text()) if result.exists() else None
+            ended_well = not code and found is not None
+            if not ended_well:
                 last = log.read_text().strip().splitlines()[-1:]
-                print(f"  does not run ({code}): {last}" + (f"; see {log}" if self._logs else ""), flush=True)
-                return None
-            return json.loads(result.read_text())
+                what = "does not run" if found is None else "stopped early"
+                print(f"  {what} ({code}): {last}" + (f"; see {log}" if self._logs else ""), flush=True)
+            return found, ended_well
 
     def finish(self) -> None:
         """Say what was not run. Raises SystemExit if something has failed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -98,6 +99,45 @@ def test_a_run_that_fails_leaves_its_log_and_the_others_run(tmp_path, capsys):
         runs.finish()
 
 
+def test_what_a_run_wrote_before_it_failed_is_kept(tmp_path, monkeypatch, capsys):
+    (tmp_path / "ends_early.py").write_text(
+        "import pathlib, sys\nfrom experiments.engines.build import write_result\n"
+        "write_result(pathlib.Path(sys.argv[-1]), ['a row'])\nraise SystemExit('out of memory')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    runs = build.Runs("ends_early", [], None)
+    assert runs.run("a mode") == ["a row"]
+    assert "stopped early (1): ['out of memory']" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="failed: a mode"):
+        runs.finish()
+
+
+@pytest.mark.parametrize(
+    ("mode", "base", "of_drafter"),
+    [
+        ("budget", "budget", {"max_history_versions": 1}),
+        ("budget-words", "budget", {"features": False, "max_history_versions": 1}),
+        ("device", "device", {}),
+        ("device-words", "device", {"features": False}),
+    ],
+)
+def test_engines_have_features_except_in_modes_of_words_alone(mode, base, of_drafter, monkeypatch):
+    monkeypatch.setattr(bench_phase, "build_engine", lambda model, mode, k, **arguments: (mode, arguments["options"]))
+    args = argparse.Namespace(model="folder", k=8, dtype="float32", eager=True)
+    assert bench_phase.build(args, mode, False) == (base, {"verify": "rejection", "drafter_options": of_drafter})
+    assert mode in bench_phase.SEEDED
+
+
+def test_the_recording_in_the_repository_has_two_policies_rollouts_of_every_problem():
+    recorded = bench_phase.read_recorded(str(bench_phase.ROLLOUTS))
+    assert [size for size in (1, 8, 64, 256) if bench_phase.fits(recorded, size)] == [1, 8, 64, 256]
+    epochs = [{r.epoch for r in bench_phase.Phase(recorded, 256, number).rollouts} for number in range(2)]
+    assert epochs == [{0}, {1}]
+    rollouts = [rollout for problem in recorded for rollout in problem.rollouts]
+    assert max(int(rollout.tokens.max()) for rollout in rollouts) < build.SHAPES["1.5b"][-1]
+    assert bench_phase.end_token(rollouts) == 128_002
+
+
 def test_batch_sizes_for_which_there_are_too_few_rollouts_are_left_out(capsys):
     recorded = bench_phase.read_recorded(str(ROLLOUTS))
     assert [size for size in (1, 8, 64, 256, 512) if bench_phase.fits(recorded, size)] == [1, 8, 64, 256]
@@ -112,7 +152,7 @@ def test_nothing_is_started_that_could_not_end_in_time(capsys, monkeypatch):
     def start(name, arguments, environment, left):
         assert (name, arguments, left) == ("first", ("--only", "none"), 100)
         now[0] = 60.0
-        return {}
+        return {}, True
 
     monkeypatch.setattr(runs, "_start", start)
     assert runs.run("first", "--only", "none") == {}

@@ -1,0 +1,29 @@
+"""Stands in for a GPU in every process whose PYTHONPATH names this folder: `experiments/gpu.sh` on a CPU.
+
+Kernels are emulated (`tests/ptx`), vLLM sees a Triton backend and schedules as it would on a GPU, and `rollout-spec
+doctor --device` checks the CPU with a small vocabulary. Python imports a module of this name when it starts.
+"""
+
+import wrapt
+
+from tests.interpreter import run_kernels, schedule_as_on_gpus, show_vllm_a_backend
+
+run_kernels()
+show_vllm_a_backend()
+
+
+def check_the_cpu(doctor):
+    """`doctor --device` on the CPU, in sizes that take seconds there."""
+
+    def print_device():
+        import torch
+
+        from rollout_spec.report import device
+
+        return device.run(torch.device("cpu"), vocab_size=64, sizes=(1, 2))
+
+    doctor._print_device = print_device
+
+
+wrapt.register_post_import_hook(lambda platform: schedule_as_on_gpus(), "vllm.platforms.cpu")
+wrapt.register_post_import_hook(check_the_cpu, "rollout_spec.report.doctor")
