@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout_spec.checks import did_you_mean, shown
@@ -115,6 +115,11 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     _check_names(name, checker, {**implied, **options})
     if entry is not None:
         checker(**{**implied, **options})
+
+
+def has_options(name: str, options: Iterable[str]) -> bool:
+    """Whether a drafter in `REGISTRY` has options of all these names."""
+    return set(options) <= set(inspect.signature(import_object(REGISTRY[name].checker, "drafter")).parameters)
 
 
 def check_keeps_history(name: str) -> None:

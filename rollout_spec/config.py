@@ -21,9 +21,6 @@ CONFIG_KEY = "rollout_spec"
 """Our key in vLLM's `additional_config`."""
 PLUGINS_VARIABLE = "VLLM_PLUGINS"
 """vLLM's environment variable with the names of the plugins that it loads; all of them where it is unset."""
-ASYNC_METHOD = "ngram_gpu"
-"""vLLM's speculative method that an engine with the device drafter asks for, because it has no model and leaves
-scheduling asynchronous. The plugin puts the device drafter in its place."""
 PROPOSER_PATH = "rollout_spec.RolloutSpecProposer"
 """What vLLM's `speculative_config` names as its custom proposer."""
 MODEL_METHODS = ("draft_model", "eagle", "eagle3", "mtp")
@@ -46,18 +43,23 @@ class RolloutSpecConfig:
     Attributes:
         num_speculative_tokens: K, the most tokens drafted per request and step. `from_dict` takes it from
             `speculative_config` where that is given and this is not.
-        drafter: `"history"`, `"suffix"`, `"ngram"`, `"device"`, or the dotted path of a class that implements
-            `rollout_spec.drafters.base.Drafter`. `"auto"`, which `from_dict` takes beside a model: `"device"` in vLLM's
-            V2 runner, `"history"` in V1.
+        drafter: `"history"`, `"suffix"`, `"ngram"`, `"lookahead"`, `"device"`, or the dotted path of a class that
+            implements `rollout_spec.drafters.base.Drafter`. `"auto"`: `"device"` in vLLM's V2 runner on a GPU with
+            asynchronous scheduling, unless the engine is data-parallel, `budget` is False, `drafter_options` are those
+            of the host's drafters, or live texts would take more than 2 GiB there; `"history"` elsewhere. Beside a
+            model, `"device"` in any V2 runner.
         drafter_options: Keyword arguments of the drafter; for the built-in ones see
             `rollout_spec.drafters.host.history.HistoryDrafter`, for `"device"` those of
             `rollout_spec.drafters.device.drafter.DeviceDrafter` from `recency` on.
         budget: Whether to learn what steps cost and to verify only what pays (see `rollout_spec.budget`). False: every
-            drafted token is verified, as always with `drafter="device"`.
+            drafted token is verified. `drafter="device"` learns no costs; False lets it draft K tokens for any number
+            of requests.
         num_speculative_tokens_per_batch_size: With `drafter="device"`, which drafts equally many tokens for every
             request of a step: ranges (first, last, K) by the number of requests in the step, the first range from 1;
-            K = 0 drafts nothing there, and the last range has no upper end. None: num_speculative_tokens at any size.
-            vLLM ignores it under data parallelism.
+            K = 0 drafts nothing there, and the last range has no upper end. None: as many as a GPU verifies at little
+            cost (`rollout_spec.integrations.vllm.step_sizes.affordable_ranges`); beside a model
+            num_speculative_tokens at any size. Under data parallelism, and up to 0.32 without asynchronous scheduling,
+            vLLM drafts num_speculative_tokens at any size.
         verify: `"sample"` compares drafts with the target's own sample under the request's noise, so that output does
             not depend on drafts. `"rejection"` is the ratio test with residual sampling: the same distribution, but
             other tokens than without drafts.
@@ -78,7 +80,7 @@ class RolloutSpecConfig:
     """
 
     num_speculative_tokens: int = 8
-    drafter: str = "history"
+    drafter: str = AUTO
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
     verify: VerifyMethod = "sample"
     speculation: bool = True
@@ -108,7 +110,7 @@ class RolloutSpecConfig:
             ignore_cache_salt=checks.switch("ignore_cache_salt", self.ignore_cache_salt),
             max_history_dir_bytes=checks.integer("max_history_dir_bytes", self.max_history_dir_bytes, 1),
         )
-        if "max_draft_tokens" in self.drafter_options and self.drafter in REGISTRY:
+        if "max_draft_tokens" in self.drafter_options and self.drafter in (AUTO, *REGISTRY):
             raise ValueError("drafter_options must not set max_draft_tokens: set num_speculative_tokens")
         if self.num_speculative_tokens_per_batch_size is not None:
             self._check_ranges(self.num_speculative_tokens_per_batch_size)
@@ -179,11 +181,17 @@ class RolloutSpecConfig:
         """Whether drafts are made on the host, which needs each step's tokens there."""
         return self.speculation and not runs_on_device(self.drafter)
 
+    @property
+    def drafts_on_device(self) -> bool:
+        """Whether drafts are made on the device."""
+        return self.speculation and runs_on_device(self.drafter)
+
     def _check_ranges(self, ranges: Any) -> None:
         name = "num_speculative_tokens_per_batch_size"
         if not runs_on_device(self.drafter):
             raise ValueError(
-                f"{name} is for drafter='device': {self.drafter!r} runs on the host and gives each request its own K"
+                f"{name} is for drafter='device', and the drafter is {self.drafter!r}: one on the host gives each "
+                "request its own K"
             )
         if not isinstance(ranges, Sequence) or not ranges:
             raise TypeError(f"{name} must be a list of (first, last, K), got {checks.shown(ranges)}")
@@ -226,7 +234,7 @@ class RolloutSpecConfig:
         model = values.get("speculative_config")
         if isinstance(model, Mapping) and model.get("num_speculative_tokens") is not None:
             k = checks.integer("speculative_config['num_speculative_tokens']", model["num_speculative_tokens"], 1)
-            values = {"num_speculative_tokens": k, "drafter": AUTO, **values}
+            values = {"num_speculative_tokens": k, **values}
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -257,12 +265,7 @@ class RolloutSpecConfig:
             method: dict[str, Any] = {"method": "custom_class", "model": PROPOSER_PATH}
             if self.speculative_config is not None:
                 method = dict(self.speculative_config)
-            elif runs_on_device(self.drafter):
-                method = {"method": ASYNC_METHOD}
             kwargs["speculative_config"] = {**method, "num_speculative_tokens": self.num_speculative_tokens}
-            if self.num_speculative_tokens_per_batch_size is not None:
-                ranges = [list(entry) for entry in self.num_speculative_tokens_per_batch_size]
-                kwargs["speculative_config"]["num_speculative_tokens_per_batch_size"] = ranges
         return kwargs
 
 

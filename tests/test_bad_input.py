@@ -23,7 +23,6 @@ from hypothesis import strategies as st
 
 import rollout_spec
 from rollout_spec import RolloutSpecConfig, engine_kwargs
-from rollout_spec.config import ASYNC_METHOD
 from rollout_spec.demo.run import run_demo
 from rollout_spec.drafters import build_drafter, check_options
 from rollout_spec.drafters.device.drafter import DeviceDrafter
@@ -157,7 +156,9 @@ MODEL = {"method": "mtp", "num_speculative_tokens": 3}
 
 CONFIG = {
     "num_speculative_tokens": Argument(is_int, (1, 128, np.int32(8))),
-    "drafter": Argument(lambda value: isinstance(value, str), ("history", "suffix", "ngram", "lookahead", "device")),
+    "drafter": Argument(
+        lambda value: isinstance(value, str), ("auto", "history", "suffix", "ngram", "lookahead", "device")
+    ),
     "drafter_options": Argument(lambda value: isinstance(value, dict), ({}, {"recency": np.float32(0.5)})),
     "verify": Argument(lambda value: isinstance(value, str), ("sample", "rejection")),
     "speculation": SWITCH,
@@ -679,4 +680,3 @@ def test_every_argument_has_a_case():
     methods = ("start_request", "extend", "propose", "observe", "stop_request", "begin_policy_version")
     cases = {f"{method}.{name}" for method in methods for name in parameters(getattr(HistoryDrafter, method))}
     assert set(CALLS) == cases
-    assert engine_kwargs(drafter="device")["speculative_config"]["method"] == ASYNC_METHOD

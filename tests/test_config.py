@@ -141,15 +141,11 @@ def test_import_object():
             import_object(path, "thing")
 
 
-def test_the_device_drafter_rides_on_vllms_own():
-    """`ngram_gpu` is the one drafter without a model that vLLM schedules asynchronously."""
-    kwargs = engine_kwargs(drafter="device", num_speculative_tokens=4)
-    assert kwargs["speculative_config"] == {"method": "ngram_gpu", "num_speculative_tokens": 4}
+def test_ranges_survive_the_way_through_json():
     ranges = [(1, 16, 4), (17, 64, 0)]
     kwargs = engine_kwargs(drafter="device", num_speculative_tokens=4, num_speculative_tokens_per_batch_size=ranges)
-    assert kwargs["speculative_config"]["num_speculative_tokens_per_batch_size"] == [[1, 16, 4], [17, 64, 0]]
     config = json.loads(json.dumps(kwargs["additional_config"][CONFIG_KEY]))
-    assert RolloutSpecConfig.from_dict(config).engine_kwargs()["speculative_config"] == kwargs["speculative_config"]
+    assert RolloutSpecConfig.from_dict(config).num_speculative_tokens_per_batch_size == ((1, 16, 4), (17, 64, 0))
 
 
 @pytest.mark.parametrize(
@@ -176,9 +172,10 @@ def test_a_budget_is_given_or_not():
         engine_kwargs(budget=1)
 
 
-def test_drafters_on_the_host_give_each_request_its_own_k():
-    with pytest.raises(ValueError, match="is for drafter='device': 'history' runs on the host"):
-        engine_kwargs(num_speculative_tokens_per_batch_size=[(1, 4, 2)])
+@pytest.mark.parametrize("drafter", ["auto", "history"])
+def test_drafters_on_the_host_give_each_request_its_own_k(drafter):
+    with pytest.raises(ValueError, match=f"is for drafter='device', and the drafter is '{drafter}': one on the host"):
+        engine_kwargs(drafter=drafter, num_speculative_tokens_per_batch_size=[(1, 4, 2)])
 
 
 def test_versions():
@@ -332,17 +329,18 @@ def test_a_servers_commands_are_checked_however_they_are_given(monkeypatch):
     ("options", "is_v2", "line"),
     [
         (
-            {"num_speculative_tokens": 4},
+            {"num_speculative_tokens": 4, "drafter": "history"},
             False,
             "up to 4 draft tokens per request and step, drafted by 'history'; a budget decides how many are verified; "
             "history ends with the engine; synchronous scheduling in the V1 model runner. Not here: asynchronous "
             "scheduling, logprob_token_ids and logits processors of your own",
         ),
         (
-            {"drafter": "device"},
+            {"drafter": "device", "num_speculative_tokens_per_batch_size": [(1, 32, 8), (33, 96, 2), (97, 97, 0)]},
             True,
-            "up to 8 draft tokens per request and step, drafted by 'device'; all are verified; history ends with the "
-            "engine; asynchronous scheduling in the V2 model runner. Not here: a budget",
+            "up to 8 draft tokens per request and step, 2 from 33 requests on, 0 from 97 requests on, drafted by "
+            "'device'; all are verified; history ends with the engine; asynchronous scheduling in the V2 model runner. "
+            "Not here: a budget",
         ),
         (
             {"drafter": "device", "speculative_config": MTP},
@@ -351,7 +349,7 @@ def test_a_servers_commands_are_checked_however_they_are_given(monkeypatch):
             "history ends with the engine; asynchronous scheduling in the V2 model runner. Not here: a budget",
         ),
         (
-            {"history_dir": "/history", "budget": False, "verify": "rejection"},
+            {"drafter": "history", "history_dir": "/history", "budget": False, "verify": "rejection"},
             True,
             "up to 8 draft tokens per request and step, drafted by 'history'; all are verified; history in /history; "
             "synchronous scheduling in the V2 model runner. Not here: asynchronous scheduling, rollouts that do not "
@@ -364,7 +362,9 @@ def test_an_engine_says_what_it_has(options, is_v2, line):
     config = RolloutSpecConfig.from_dict(options)
     vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(async_scheduling=not config.drafts_on_host),
-        speculative_config=SimpleNamespace(method="mtp"),
+        speculative_config=SimpleNamespace(
+            method="mtp", num_speculative_tokens_per_batch_size=config.num_speculative_tokens_per_batch_size
+        ),
         use_v2_model_runner=is_v2,
     )
     has_model = config.speculative_config is not None

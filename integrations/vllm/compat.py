@@ -116,6 +116,23 @@ def shards_batch(runner: Any) -> bool:
     return getattr(runner, "batch_sharder", None) is not None
 
 
+def replays_any_lengths(runner: Any) -> bool:
+    """Whether one CUDA graph can serve decode steps whose requests have any numbers of tokens, up to K + 1 each.
+
+    vLLM needs that for its adaptive verification, from 0.28 on, and asks the attention backends by a function of their
+    own from 0.31 on. With 0.31 as the oldest version, import it without asking.
+    """
+    from vllm.v1.attention.backend import AttentionCGSupport
+    from vllm.v1.worker.gpu import attn_utils
+
+    find_unsupported = getattr(attn_utils, "get_varlen_cudagraph_unsupported_backend", None)
+    if find_unsupported is None:
+        return False
+    if runner.model_state.get_additional_cg_support()[0] != AttentionCGSupport.ALWAYS:
+        return False
+    return find_unsupported(runner.attn_groups, runner.vllm_config, runner.decode_query_len) is None
+
+
 def speculator_model() -> Any:
     """The `model` of a speculator without one: an empty module.
 

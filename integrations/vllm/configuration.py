@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout_spec.config import (
-    ASYNC_METHOD,
     AUTO,
     CONFIG_KEY,
     MODEL_METHODS,
@@ -17,12 +16,17 @@ from rollout_spec.config import (
     RolloutSpecConfig,
 )
 from rollout_spec.drafters import check_options, runs_on_device
+from rollout_spec.drafters.registry import has_options
+from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.environment import VARIABLE
 from rollout_spec.integrations.vllm.model_drafters import check_model_drafter
 
 MARK = "_rollout_spec"
 """Attribute set on our engines' `speculative_config`, for checks that get only that."""
+
+MAX_DEVICE_BYTES = 2 << 30
+"""The most memory for live texts with which `"auto"` drafts on the device."""
 
 missing: list[str] = []
 """What the hooks did not find in this vLLM, a sentence for each."""
@@ -44,6 +48,9 @@ def need_all_hooks() -> None:
 def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     """The settings that an engine asks for, or None when it does not ask for us. The drafter is never `"auto"`.
 
+    What `"auto"` stands for is decided once (`settle_drafter`), as vLLM's processes do not all see the same: those of
+    data-parallel engines believe to be alone.
+
     Raises:
         ValueError, TypeError: an unknown or misspelt key or a bad value, or the settings disagree with the engine's
             `speculative_config`.
@@ -53,9 +60,52 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     if config is not None:
         need_all_hooks()
     if config is not None and config.drafter == AUTO:
-        drafter = "device" if has_model_drafter(vllm_config) and vllm_config.use_v2_model_runner else "history"
-        return dataclasses.replace(config, drafter=drafter)
+        return dataclasses.replace(config, drafter=_best_drafter(vllm_config, config))
     return config
+
+
+def settle_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
+    """Write into vLLM's configuration which drafter an engine has; all its processes get that."""
+    additional = vllm_config.additional_config
+    if not isinstance(additional, dict):  # vLLM takes objects, too
+        return
+    ours = additional.get(CONFIG_KEY) or config.to_dict()
+    vllm_config.additional_config = {**additional, CONFIG_KEY: {**ours, "drafter": config.drafter}}
+
+
+def _best_drafter(vllm_config: Any, config: RolloutSpecConfig) -> str:
+    """The drafter that `"auto"` stands for."""
+    if not vllm_config.use_v2_model_runner:
+        return "history"
+    if has_model_drafter(vllm_config):
+        return "device"
+    pays = has_gpu() and config.budget and has_options("device", config.drafter_options)
+    return "device" if pays and _follows_batch_size(vllm_config) and _fits_on_device(vllm_config, config) else "history"
+
+
+def has_gpu() -> bool:
+    """Whether vLLM's engines run on CUDA or ROCm devices here."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda_alike())
+
+
+def _follows_batch_size(vllm_config: Any) -> bool:
+    """Whether vLLM lets K follow the number of requests: in V2 with asynchronous scheduling, of a single engine."""
+    from vllm.v1.executor.abstract import Executor
+
+    is_asynchronous = (
+        vllm_config.scheduler_config.async_scheduling is not False
+        and Executor.get_class(vllm_config).supports_async_scheduling()
+    )
+    return is_asynchronous and vllm_config.parallel_config.data_parallel_size == 1
+
+
+def _fits_on_device(vllm_config: Any, config: RolloutSpecConfig) -> bool:
+    """Whether the texts of all requests would take little of the device's memory."""
+    texts = vllm_config.scheduler_config.max_num_seqs * vllm_config.model_config.max_model_len
+    with_features = bool(config.drafter_options.get("features", True))
+    return bool(texts * (4 + 8 * FEATURE_WORDS * with_features) <= MAX_DEVICE_BYTES)
 
 
 def has_model_drafter(vllm_config: Any) -> bool:
@@ -82,10 +132,8 @@ def read_config(vllm_config: Any) -> RolloutSpecConfig | None:
         return RolloutSpecConfig(num_speculative_tokens=speculative.num_speculative_tokens)
     has_model = has_model_drafter(vllm_config)
     if has_model and isinstance(values, Mapping) and values.get("speculation", True):
-        values = {"num_speculative_tokens": speculative.num_speculative_tokens, "drafter": AUTO, **values}
+        values = {"num_speculative_tokens": speculative.num_speculative_tokens, **values}
     config = RolloutSpecConfig.from_dict(values)
-    if runs_on_device(config.drafter):
-        proposes = speculative is not None and speculative.method == ASYNC_METHOD
     proposes |= has_model
     if not config.speculation:
         if speculative is not None:

@@ -1,8 +1,8 @@
 """The device drafter as a speculator of vLLM's V2 model runner.
 
-vLLM keeps asynchronous scheduling for one of its own drafters without a model, `ngram_gpu`. An engine with
-`drafter="device"` asks for that one, and gets this speculator in its place. Nothing here waits for the device. A step
-is scheduled before the last one's tokens are known, so every request has the same number of draft tokens, K or what
+vLLM keeps asynchronous scheduling for one of its own drafters without a model, `ngram_gpu`. An engine with the device
+drafter asks for that one (`hooks_config`), and gets this speculator in its place. Nothing here waits for the device. A
+step is scheduled before the last one's tokens are known, so every request has the same number of draft tokens, which
 `num_speculative_tokens_per_batch_size` says; vLLM's adaptive verification, where it is switched on, cuts them by their
 confidences.
 """
@@ -38,6 +38,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
 
     Attributes: those of `Speculation`, and
         is_usable: Whether its kernels drafted what they should before the engine served. Otherwise none is launched.
+        num_given_tokens: With how many tokens the drafts begin that it continues for another drafter; 0: it does not.
         drafter: A `DeviceDrafter`. Its memory is allocated here, so level-2 sleep does not discard it. From 0.27 on
             vLLM counts it when it measures what is left for the KV cache; in 0.26 `gpu_memory_utilization` must leave
             room.
@@ -49,6 +50,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
     supports_mm_inputs = False
     draft_logits = None
     is_usable = True
+    num_given_tokens = 0
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         config = config_of(vllm_config)
@@ -180,7 +182,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         if dummy_run or self._runner.rollout_spec.warming_up:
             if not self._is_warm:  # compile the kernels before the engine serves
                 self._is_warm = True
-                self.drafter.warm_up(req_indices.dtype, history, total_len, *noise)
+                self.drafter.warm_up(req_indices.dtype, history, total_len, *noise, self.num_given_tokens)
             return self._no_drafts(input_batch.num_reqs)
         if not self.enabled:
             self.drafter.extend(req_indices, history, total_len)

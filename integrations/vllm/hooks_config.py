@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
-from rollout_spec.config import AUTO
+from rollout_spec.config import AUTO, CONFIG_KEY, RolloutSpecConfig
 from rollout_spec.integrations.vllm import compat, log, step_sizes
-from rollout_spec.integrations.vllm.configuration import config_of, has_model_drafter, is_ours, read_config
+from rollout_spec.integrations.vllm.configuration import (
+    config_of,
+    has_model_drafter,
+    is_ours,
+    read_config,
+    settle_drafter,
+)
 from rollout_spec.integrations.vllm.environment import MODELS, VARIABLE, ask_for_speculation
 from rollout_spec.integrations.vllm.log import without_untrue_warnings
 from rollout_spec.integrations.vllm.model_drafters import prepare_model_drafter
+
+ASYNC_METHOD = "ngram_gpu"
+"""vLLM's drafter without a model beside which it schedules asynchronously. In V2 ours takes its place."""
+_looks_up_compiled: ContextVar[bool] = ContextVar("_looks_up_compiled", default=False)
+"""Whether vLLM is looking for the model in its compilation cache."""
 
 
 def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,10 +46,14 @@ def complete_speculative_config(original: Callable[..., None], self: Any) -> Non
 
 
 def complete_config(original: Callable[..., None], self: Any) -> None:
-    """Check what an engine asks for, and schedule synchronously where the drafter is on the host."""
+    """Check what an engine asks for, and schedule synchronously where the drafter is on the host only."""
     config = config_of(self)
+    if config is not None:
+        settle_drafter(self, config)
     if config is not None and has_model_drafter(self):
         prepare_model_drafter(self, log.say)
+    elif config is not None and config.drafts_on_device and self.use_v2_model_runner:
+        _prepare_device_drafter(self, config)
     if config is not None and config.drafts_on_host:
         if self.scheduler_config.async_scheduling:
             raise ValueError(
@@ -50,16 +67,47 @@ def complete_config(original: Callable[..., None], self: Any) -> None:
         original(self)
 
 
+def _prepare_device_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
+    """Let vLLM schedule asynchronously, and fewer draft tokens where more requests run."""
+    speculative = vllm_config.speculative_config
+    speculative.method = ASYNC_METHOD
+    ranges = config.num_speculative_tokens_per_batch_size
+    if ranges is None and config.budget and vllm_config.parallel_config.data_parallel_size == 1:
+        ranges = step_sizes.affordable_ranges(config.num_speculative_tokens)
+    if ranges is not None and speculative.num_speculative_tokens_per_batch_size is None:
+        speculative.num_speculative_tokens_per_batch_size = list(ranges)
+
+
 def set_cudagraph_sizes(original: Callable[..., None], self: Any) -> None:
     """Add the sizes of steps in which every request has a draft."""
     config = config_of(self)
     if config is None or not config.speculation:
         original(self)
         return
-    width = config.num_speculative_tokens + 1
-    remark = step_sizes.add_graphs(self, width, functools.partial(original, self))
+    remark = step_sizes.add_graphs(self, functools.partial(original, self))
     if remark is not None:
         log.say(remark)
+
+
+def look_up_compiled(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Mark what vLLM does to find the compiled model, or to compile it. Two places, which share nothing else."""
+    before = _looks_up_compiled.set(True)
+    try:
+        return original(*args, **kwargs)
+    finally:
+        _looks_up_compiled.reset(before)
+
+
+def compute_hash(original: Callable[..., str], self: Any) -> str:
+    """Find the compiled model again when only our options have changed, which change nothing in its graph.
+
+    vLLM asks for the hash elsewhere, too: the memory that it has measured depends on our options.
+    """
+    additional = self.additional_config
+    if _looks_up_compiled.get() and isinstance(additional, dict) and CONFIG_KEY in additional:
+        self = copy.copy(self)
+        self.additional_config = {key: value for key, value in additional.items() if key != CONFIG_KEY}
+    return original(self)
 
 
 def v2_unsupported_features(original: Callable[..., list[str]], self: Any) -> list[str]:

@@ -160,7 +160,7 @@ def init_server_engine(original: Callable[..., None], self: Any, *args: Any, **k
         self._rollout_spec_metrics = ServerMetrics(self.vllm_config.model_config.served_model_name)
     if configuration.missing_optional:
         names = "; ".join(configuration.missing_optional)
-        log.say(f"rollout_spec: metrics or checks of commands are off with this vLLM: {names}")
+        log.say(f"rollout_spec: some metrics, checks or savings of time are off with this vLLM: {names}")
 
 
 async def log_server_stats(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

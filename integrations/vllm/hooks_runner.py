@@ -7,11 +7,12 @@ for us. A runner of any other engine has `rollout_spec = None`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import runs_on_device
-from rollout_spec.integrations.vllm import log
+from rollout_spec.integrations.vllm import compat, log, step_sizes
 from rollout_spec.integrations.vllm.configuration import check_environment, config_of, has_model_drafter
 from rollout_spec.integrations.vllm.log import without_untrue_warnings
 from rollout_spec.integrations.vllm.ranks import end_if_unheard
@@ -140,6 +141,35 @@ def bookkeeping_sync_v1(original: Callable[..., Any], self: Any, *args: Any, **k
 
 
 # -- V2 --------------------------------------------------------------------------------------------------------------
+
+
+_prepared: ContextVar[Any] = ContextVar("_prepared", default=None)
+"""The runner that gets its KV cache, attention backends and CUDA graphs."""
+
+
+def initialize_kv_cache_v2(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let `init_graphs_v2` know whose graphs they are."""
+    before = _prepared.set(self)
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        _prepared.reset(before)
+
+
+def init_graphs_v2(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Capture whole decode steps in which requests have drafts of different lengths, or none.
+
+    vLLM captures those in which each has K draft tokens. A drafter on the host gives each request as many as are worth
+    verifying, and the kernels of all other steps' attention would be launched one by one.
+    """
+    runner, config = _prepared.get(), config_of(vllm_config)
+    if runner is None or config is None or not config.drafts_on_host:
+        original(self, vllm_config, *args, **kwargs)
+    elif compat.replays_any_lengths(runner):
+        original(self, vllm_config, *args, **{**kwargs, "varlen_decode": True})
+    else:
+        original(self, step_sizes.with_undrafted_steps(vllm_config), *args, **kwargs)
+        self.vllm_config = vllm_config
 
 
 def init_speculator_v2(original: Callable[..., Any], vllm_config: Any, device: Any, *args: Any) -> Any:

@@ -42,8 +42,10 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig, *, has_model: b
     if config.speculation:
         drafters = [repr(config.drafter)]
         drafters += [f"the model of {vllm_config.speculative_config.method!r}"] if has_model else []
-        k = config.num_speculative_tokens
-        parts.append(f"up to {k} draft tokens per request and step, drafted by {' and '.join(drafters)}")
+        k = f"up to {config.num_speculative_tokens} draft tokens per request and step"
+        ranges = getattr(vllm_config.speculative_config, "num_speculative_tokens_per_batch_size", None) or ()
+        fewer = [f"{k_of_range} from {first} requests on" for first, _, k_of_range in ranges[1:]]
+        parts.append(f"{', '.join([k, *fewer])}, drafted by {' and '.join(drafters)}")
         cuts = config.budget and config.drafts_on_host
         parts.append("a budget decides how many are verified" if cuts else "all are verified")
         parts.append(f"history in {config.history_dir}" if config.history_dir else "history ends with the engine")

@@ -57,6 +57,8 @@ class ModelSpeculation:
         self.num_speculative_steps = num_model_tokens(config)
         self.from_history = DeviceSpeculator(vllm_config, device)
         self.stats, self.from_history.keeps_rates = self.from_history.stats, True
+        self._has_room = self.num_speculative_steps < self.num_speculative_tokens
+        self.from_history.num_given_tokens = self.num_speculative_steps if self._has_room else 0
         self._is_coupled = config.verify == "sample"
         num_requests = vllm_config.scheduler_config.max_num_seqs
         self._probabilities = torch.ones(num_requests, self.num_speculative_tokens, dtype=torch.float32, device=device)
@@ -173,7 +175,8 @@ class ModelSpeculation:
             (history, self.from_history.draft_token_confidence_probs),
             (model, self._probabilities),
         )
-        if 0 < num_model < self.num_speculative_tokens:  # all K tokens will be verified
+        # By `num_speculative_tokens_per_batch_size` a step may verify fewer tokens than the model can draft.
+        if self._has_room and num_model == self.num_speculative_steps:
             seeds = self._runner.sampler.sampling_states.seeds.gpu
             rest = self.from_history.drafter.continue_drafts(slots, is_model, model, seeds, temperature)
             for values, continued in zip((drafts, rates), rest, strict=True):

@@ -57,6 +57,7 @@ _inputs = "vllm.v1.engine.input_processor", "InputProcessor"
 _server = "vllm.v1.engine.async_llm", "AsyncLLM"
 _runner_v1 = "vllm.v1.worker.gpu_model_runner", "GPUModelRunner"
 _runner_v2 = "vllm.v1.worker.gpu.model_runner", "GPUModelRunner"
+_graphs_v2 = "vllm.v1.worker.gpu.cudagraph_utils", "ModelCudaGraphManager"
 _worker = "vllm.v1.worker.gpu_worker", "Worker"
 _cpu_worker = "vllm.v1.worker.cpu_worker", "CPUWorker"
 _wrapper = "vllm.v1.worker.worker_base", "WorkerWrapperBase"
@@ -67,6 +68,9 @@ HOOKS = (
     Hook(*_config, "__post_init__", hooks_config.complete_config),
     Hook(*_config, "_set_cudagraph_sizes", hooks_config.set_cudagraph_sizes),
     Hook(*_config, "_get_v2_model_runner_unsupported_features", hooks_config.v2_unsupported_features),
+    Hook(*_config, "compute_hash", hooks_config.compute_hash),
+    Hook("vllm.compilation.backends", "VllmBackend", "__call__", hooks_config.look_up_compiled, is_needed=False),
+    Hook("vllm.compilation.caching", None, "aot_compile_hash_factors", hooks_config.look_up_compiled, is_needed=False),
     Hook("vllm.sampling_params", "SamplingParams", "_validate_spec_decode", hooks_config.validate_sampling_params),
     Hook(*_inputs, "__init__", hooks_front_end.init_input_processor),
     Hook(*_inputs, "process_inputs", hooks_front_end.process_inputs),
@@ -85,6 +89,8 @@ HOOKS = (
     Hook(*_runner_v2, "execute_model", hooks_runner.execute_model),
     Hook(*_runner_v2, "sample_tokens", hooks_runner.sample_tokens),
     Hook("vllm.v1.worker.gpu.model_runner", None, "init_speculator", hooks_runner.init_speculator_v2),
+    Hook(*_runner_v2, "initialize_kv_cache", hooks_runner.initialize_kv_cache_v2, is_needed=False),
+    Hook(*_graphs_v2, "__init__", hooks_runner.init_graphs_v2, is_needed=False),
     Hook(*_runner_v2, "load_model", hooks_runner.load_model_v2),
     Hook(*_runner_v2, "add_requests", hooks_runner.add_requests_v2),
     Hook(*_runner_v2, "finish_requests", hooks_runner.finish_requests_v2),

@@ -74,9 +74,10 @@ class _Uncounted(NamedTuple):
     req_ids: list[str]
     is_counted: NDArray[np.bool_]  # [B], False for chunks of prompts
     num_draft_tokens: list[int]
-    copy: HostCopy  # accepted drafts and broken rows, [B] each; for the drafter targets [N] and features, as it wants
+    copy: HostCopy  # accepted drafts and broken rows, [B] each; targets [N] and features, as the drafter wants; output
     is_drafted: bool  # whether the drafter is to know of it
     has_targets: bool
+    num_outputs: int  # tensors of the copy that are vLLM's output
 
 
 class Verification(NamedTuple):
@@ -214,8 +215,11 @@ class RunnerAdapterV1(RunnerAdapter):
             columns = torch.arange(sampled.shape[1], device=logits.device)
             is_emitted = columns == result.num_accepted[:, None]
             sampled = torch.where(is_emitted, sampled.clamp(min=0), sampled)
+        output = [sampled, *(() if tensors is None else tensors[:3])]
+        num_outputs = len(output) if self._is_read_at_once(sampled) else 0
+        copy = HostCopy([*wanted, *output[:num_outputs]])
         self._outcome = _Uncounted(
-            batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted), session is not None, has_targets
+            batch.req_ids, is_counted, num_draft_tokens, copy, session is not None, has_targets, num_outputs
         )
         self.clock.stop()
         if self.model_drafter is not None:
@@ -223,10 +227,23 @@ class RunnerAdapterV1(RunnerAdapter):
             next_positions = first_positions + result.num_accepted + 1
             self.model_drafter.begin_step(rows.temperature, rows.seeds, next_positions)
         if session is not None:
-            session.update_index()  # `propose` reads the outcome, once vLLM has waited for the device
+            session.update_index()  # before anything waits for the device; `propose` reads the outcome
         elif not self._runner.use_async_scheduling:
             self.count_last_verification()
+        if num_outputs:
+            sampled, *scores = copy.read_tensors(num_outputs)
+            tensors = LogprobsTensors(*scores) if scores else None
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
+
+    def _is_read_at_once(self, sampled: torch.Tensor) -> bool:
+        """Whether vLLM only reads a step's tokens and log-probabilities, all at once.
+
+        It would wait for the device once for the tokens and, with drafts, three times for each of the tensors of
+        log-probabilities. A model drafter and hybrid models need the tokens on the device.
+        """
+        runner = self._runner
+        is_read = sampled.is_cuda and not runner.use_async_scheduling and self.model_drafter is None
+        return is_read and not runner.model_config.is_hybrid
 
     def join_drafts(self) -> None:
         """Called when vLLM has recorded the step's tokens, and its model has drafted: choose between the drafts."""
@@ -281,7 +298,8 @@ class RunnerAdapterV1(RunnerAdapter):
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return None
-        accepted, broken, *seen = outcome.copy.read()
+        values = outcome.copy.read()
+        accepted, broken, *seen = values[: len(values) - outcome.num_outputs]
         raise_if_broken(broken, outcome.req_ids)
         verified = np.array(outcome.num_draft_tokens, np.int64)
         self.stats.record(verified[outcome.is_counted], accepted[outcome.is_counted])

@@ -80,7 +80,7 @@ def check_kernels(config: RolloutSpecConfig, runner: Any, *, features: bool) -> 
     if drafter_fails:
         logger.warning(
             "rollout_spec: the device drafter errs on %s: %s. It is switched off: this engine drafts nothing and still "
-            'verifies %d tokens per request and step. Use drafter="history", or speculation=False. %s',
+            'verifies up to %d tokens per request and step. Use drafter="history", or speculation=False. %s',
             where, drafts or on_other_rank, k, REPORT,
         )  # fmt: skip
     if not features_fail and not drafter_fails:

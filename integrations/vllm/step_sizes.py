@@ -7,11 +7,15 @@ meant to save.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from typing import Any
 
 LARGEST = 2048
 """Larger steps keep a GPU busy for longer than launching their kernels takes, and their graphs would need memory."""
+CHEAP_TOKENS = 192
+"""So many tokens a step verifies in about the time that it takes to read the weights; by simulation never slower than
+no drafts on an H100 (experiments/results/README.md, `modes_simulated.jsonl`)."""
 SIZES_PER_DOUBLING = 8
 """Above vLLM's own sizes, so that at most about an eighth of a step is padding; 17 more sizes at most."""
 
@@ -36,18 +40,51 @@ def larger_sizes(usual_largest: int, most_tokens: int, width: int) -> list[int]:
     return sorted(size for size in {*rounded, largest} if usual_largest < size <= largest)
 
 
-def add_graphs(vllm_config: Any, width: int, set_sizes: Callable[[], None]) -> str | None:
+def affordable_ranges(num_speculative_tokens: int, max_tokens: int = CHEAP_TOKENS) -> list[tuple[int, int, int]]:
+    """K by the number of requests: 1, 3, 7 and so on up to what is asked for, with which a step has few tokens, or 0.
+
+    Requests of a step then have 2, 4, 8, … tokens each, which divide the numbers of tokens that vLLM captures CUDA
+    graphs for. It looks for a graph of a step's width at the next captured number alone, and of other widths the graphs
+    of some would lie in between.
+
+    Returns:
+        (first, last, K) of ranges of requests, rising, as vLLM takes them; K of the last one is 0.
+    """
+    ranges, first = [], 1
+    width = 1 << (num_speculative_tokens + 1).bit_length() - 1
+    while width > 1:
+        last = max_tokens // width
+        ranges.append((first, last, width - 1))
+        first = last + 1
+        width //= 2
+    return [*ranges, (first, first, 0)]
+
+
+def most_tokens(max_num_seqs: int, ranges: Sequence[tuple[int, int, int]]) -> int:
+    """The most tokens of a step in which every request has a whole draft. Of the last range K holds without end."""
+    after = [first for first, _, _ in ranges[1:]] + [max_num_seqs + 1]  # what a gap's K is, the range before it says
+    return max(
+        min(end - 1, max_num_seqs) * (k + 1)
+        for (first, _, k), end in zip(ranges, after, strict=True)
+        if first <= max_num_seqs
+    )
+
+
+def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     """Let vLLM choose the sizes of its CUDA graphs, and add those that steps with drafts need, unless some are given.
 
     Args:
-        width: Tokens of a request with a whole draft.
         set_sizes: vLLM's choice, which takes sizes that are there already.
 
     Returns:
         What to tell the user; None: nothing has been added, and all steps have room.
     """
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
-    most, room = scheduler.max_num_seqs * width, scheduler.max_num_batched_tokens
+    speculative = vllm_config.speculative_config
+    ranges = getattr(speculative, "num_speculative_tokens_per_batch_size", None)
+    ranges = ranges or [(1, 1, speculative.num_speculative_tokens)]
+    width = 1 + max(k for _, _, k in ranges)
+    most, room = most_tokens(scheduler.max_num_seqs, ranges), scheduler.max_num_batched_tokens
     are_given = compilation.cudagraph_capture_sizes is not None or compilation.max_cudagraph_capture_size is not None
     set_sizes()
     own = compilation.cudagraph_capture_sizes or []  # empty without graphs
@@ -59,11 +96,27 @@ def add_graphs(vllm_config: Any, width: int, set_sizes: Callable[[], None]) -> s
         remarks.append(f"CUDA graphs for up to {added[-1]} tokens instead of {max(own)}, {len(added)} sizes more")
     if most > room:
         remarks.append(
-            f"max_num_batched_tokens={room} leaves no room for the drafts of more than {room // width} requests: raise "
+            f"max_num_batched_tokens={room} leaves no room for all drafts of {scheduler.max_num_seqs} requests: raise "
             "it if so many run at once"
         )
-    steps = f"steps of up to {scheduler.max_num_seqs} requests with {width} tokens each, {most} in all"
+    steps = f"steps of up to {scheduler.max_num_seqs} requests with up to {width} tokens each, {most} in all"
     return f"{steps}: {'; '.join(remarks)}" if remarks else None
+
+
+def with_undrafted_steps(vllm_config: Any) -> Any:
+    """A configuration for which vLLM captures CUDA graphs of steps without drafts beside those with K for each request.
+
+    It captures what a schedule by batch size may ask for, which from 0.29 on is looked up for batches that can occur.
+    So an engine for one request captures nothing more. The schedule is in a copy, as it would change what is scheduled.
+    """
+    speculative, most_requests = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
+    if most_requests == 1:
+        return vllm_config
+    changed = copy.copy(vllm_config)
+    changed.speculative_config = copy.copy(speculative)
+    schedule = [(1, 1, 0), (2, most_requests, speculative.num_speculative_tokens)]
+    changed.speculative_config.num_speculative_tokens_per_batch_size = schedule
+    return changed
 
 
 def max_num_batched_tokens(given: int, max_num_seqs: int | None, num_speculative_tokens: int) -> int:

@@ -627,7 +627,7 @@ def _limits(report: dict[str, Any]) -> str:
             "and run full CUDA graphs, which only a run with speculation=False can tell."
         )
     if report["budget"] is None:
-        lines.append("budget=False: no step without drafts is taken to compare with.")
+        lines.append("No budget: no step without drafts is taken to compare with.")
     gains = {"drafting took no time": sum(group.draft_seconds for group in groups)}
     if len(known) == len(groups):
         gains["drafted tokens cost nothing to verify"] = sum(
@@ -668,7 +668,7 @@ def engine_cost(report: dict[str, Any]) -> EngineCost:
         ValueError: too little was measured.
     """
     if report["budget"] is None:
-        raise ValueError("the run had budget=False, which measures no costs")
+        raise ValueError("the run had no budget, which measures costs: it had budget=False, or drafted on the device")
     (tokens, seconds), (more_tokens, more_seconds) = (
         tuple(np.array(values, np.float64) for values in report["budget"][name]) for name in ("undrafted", "drafted")
     )

@@ -174,7 +174,7 @@ def _draw_speedup(axes: Any, report: dict[str, Any]) -> None:
         _say(axes, doctor.why_no_sizes(report) or "This engine was built without speculation.")
         return
     if all(math.isnan(group.undrafted) for group in groups):
-        reason = "with budget=False none is taken" if report["budget"] is None else "none was measured"
+        reason = "without a budget none is taken" if report["budget"] is None else "none was measured"
         _say(axes, f"Not known, for want of steps without drafts to compare with: {reason}.")
         return
     total = sum(group.seconds for group in groups)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
@@ -108,7 +109,9 @@ def asks(engine_args):
     """What an engine with these arguments asks us for; that vLLM lets it draft is checked, too."""
     vllm_config = engine_args.create_engine_config()
     assert not vllm_config.scheduler_config.async_scheduling
-    return config_of(vllm_config)
+    config = config_of(vllm_config)
+    assert config.drafter == "history"  # on a CPU
+    return dataclasses.replace(config, drafter="auto")
 
 
 @pytest.mark.parametrize("framework", ARGUMENTS)

@@ -18,15 +18,16 @@ from rollout_spec.jit.warm_up import warm_up
 ROOT = Path(__file__).parents[2]
 
 CONFIGS = {
-    "history": {},
+    "history": {"drafter": "history"},
     "options": {
-        "drafter_options": {"inverse_temperature": 2.0, "recency": 0.5, "max_history_versions": 1, "lookahead": True}
+        "drafter": "history",
+        "drafter_options": {"inverse_temperature": 2.0, "recency": 0.5, "max_history_versions": 1, "lookahead": True},
     },
     "suffix": {"drafter": "suffix", "num_speculative_tokens": 3},
     "ngram": {"drafter": "ngram", "budget": False, "drafter_options": {"shared": True}},
     "lookahead": {"drafter": "lookahead"},
     "rejection": {"drafter": "suffix", "verify": "rejection"},
-    "model": {"num_speculative_tokens": 5, "num_model_draft_tokens": 2},
+    "model": {"drafter": "history", "num_speculative_tokens": 5, "num_model_draft_tokens": 2},
     "off": {"speculation": False},
 }
 
@@ -156,7 +157,7 @@ def test_torchs_defaults_do_not_matter():
 
 def test_options_that_the_drafter_does_not_take_raise():
     with pytest.raises(ValueError, match="does not take these options"):
-        warm_up(RolloutSpecConfig(drafter_options={"dept": 3}))
+        warm_up(RolloutSpecConfig(drafter="history", drafter_options={"dept": 3}))
 
 
 def test_drafters_that_are_not_built_in_are_left_alone():

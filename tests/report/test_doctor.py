@@ -426,7 +426,7 @@ def test_too_few_sizes_are_no_curve(tmp_path, capsys):
     one_size = {**a_report()["budget"], "undrafted": [[1.0], [0.1]]}
     apart = {**a_report()["budget"], "drafted": [[100.0], [0.1]]}
     for budget, message in (
-        (None, "measures no costs"), (one_size, "fewer than two sizes"), (apart, "with and without drafts"),
+        (None, "had no budget"), (one_size, "fewer than two sizes"), (apart, "with and without drafts"),
     ):  # fmt: skip
         path.write_text(json.dumps(a_report(budget=budget)))
         assert cli.main(["doctor", str(path), "--engine-cost", str(tmp_path / "cost.json")]) == 2

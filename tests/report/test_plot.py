@@ -124,7 +124,7 @@ def test_a_series_of_one_point():
 def test_without_a_budget_no_speedup_is_made_up():
     axes = panels(a_report(budget=None))["speedup"]
     assert is_empty(axes)
-    assert "with budget=False none is taken" in words(axes)
+    assert "without a budget none is taken" in words(axes)
     report = a_report()
     report["budget"]["undrafted_of_sizes"] = [None] * 7
     axes = panels(report)["speedup"]

@@ -27,6 +27,7 @@ from tests.integrations.engines import (
     switching_off_and_on,
     verify_all,
 )
+from tests.interpreter import run_as_python
 
 pytestmark = pytest.mark.engine
 
@@ -331,7 +332,9 @@ def test_a_budget_changes_no_rollout(tiny_model, off, reference_model):
     check_times(stats)
 
 
-@pytest.mark.skipif(vllm.__version_tuple__[:2] < (0, 31), reason="the interpreter cannot run vLLM's own noise")
+@pytest.mark.skipif(
+    vllm.__version_tuple__[:2] < (0, 31) and run_as_python(), reason="the interpreter cannot run vLLM's own noise"
+)
 def test_the_benchmarks_v2_pair_passes_its_gate(off):
     """`experiments/costs/bench_verify.py` compares these two on a GPU; here both run once, on the same inputs."""
     from experiments.costs import bench_verify

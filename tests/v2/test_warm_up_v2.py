@@ -104,7 +104,9 @@ def test_vllms_own_profiling_as_on_a_gpu(tiny_model, monkeypatch):
 def test_nothing_is_compiled_while_the_engine_serves(tiny_model, options, monkeypatch, tmp_path):
     """Whatever requests there are, with and without drafts, in chunks of prompts and switched off."""
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *args: None)  # torch's CUDA build looks for a device
-    if options == "model":
+    if options == "model":  # for 3 or 4 requests kernels are others than for the 1, 2 and 6 of vLLM's made-up steps
+        monkeypatch.setattr(kernels, "SPLITS", (2, 4, 8))
+        monkeypatch.setattr(kernels, "TARGET_PROGRAMS", 16)
         head = {"method": "eagle", "model": str(write_eagle_head(tiny_model, tmp_path / "eagle"))}
         options = engine_kwargs(num_speculative_tokens=K, speculative_config={**head, "num_speculative_tokens": 2})
     with recorded_variants() as compiled:
@@ -125,6 +127,8 @@ def test_nothing_is_compiled_while_the_engine_serves(tiny_model, options, monkey
         ):
             params = mixed_params(7, seed, **{"max_tokens": 12, "top_k": 0, "top_p": 1.0, **fixed})
             generate(llm, params, [prompt * (1 + 9 * (i == 3)) for i, prompt in enumerate(prompts_of(params))])
+        for size in range(1, 6):
+            generate(llm, mixed_params(size, size, max_tokens=6, ignore_eos=True, top_k=0, top_p=1.0))
         if "speculative_config" in options:
             llm.collective_rpc("rollout_spec", args=("set_enabled", False))
             generate(llm, mixed_params(2, 5, max_tokens=4, top_k=0, top_p=1.0))

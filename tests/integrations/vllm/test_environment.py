@@ -73,7 +73,7 @@ def test_an_engine_asks_for_us_and_speculates(tiny_model, monkeypatch, said):
     generate(llm, mixed_params(8, 1, max_tokens=30))
     assert stats_of(llm)["draft_tokens"] > 0
     first = next(line for line in said if line.startswith(VARIABLE))
-    assert first == f"{VARIABLE} gives the engine of {tiny_model} at most 3 draft tokens of drafter 'history'"
+    assert first == f"{VARIABLE} gives the engine of {tiny_model} at most 3 draft tokens"
     assert sum(line.startswith(VARIABLE) for line in said) == 1
     assert sum("is on: up to 3 draft tokens" in line for line in said) == 1
 

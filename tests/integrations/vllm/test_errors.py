@@ -54,7 +54,7 @@ def test_parallelism_that_is_not_supported(field, named):
         model_config=SimpleNamespace(runner_type="generate"), use_v2_model_runner=False, parallel_config=parallel
     )
     with pytest.raises(ValueError, match=f"does not support {named} parallelism.* set {field}_parallel_size=1"):
-        check_engine(config, RolloutSpecConfig())
+        check_engine(config, RolloutSpecConfig(drafter="history"))
 
 
 def test_vllm_that_will_not_load_the_plugin(monkeypatch):
@@ -73,6 +73,7 @@ def test_a_worker_without_the_plugin():
     config = SimpleNamespace(
         additional_config={},
         speculative_config=SimpleNamespace(model=PROPOSER_PATH, num_speculative_tokens=4),
+        use_v2_model_runner=False,
     )
     with pytest.raises(RuntimeError, match="VLLM_PLUGINS"):
         RolloutSpecProposer(config).load_model(None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import ClassVar
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,10 +12,14 @@ import torch
 
 pytest.importorskip("vllm")
 
+from vllm.v1.sample.rejection_sampler import RejectionSampler
+
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.features.format import FEATURE_WORDS
+from rollout_spec.integrations.vllm import runner_v1
 from rollout_spec.integrations.vllm.runner_v1 import RolloutSpecProposer, RunnerAdapterV1, Verification
 from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.verify.api import verify_rows
 from tests.integrations.vllm.test_session import (
     CuriousListener,
     a_listening_session,
@@ -122,6 +127,82 @@ def test_a_drafter_that_wants_it_is_told_what_the_target_says_after_the_first_di
     runner = Runner(DRAFTS, TARGETS, wants_rejected_targets=True)
     assert runner.sample() == [[3, 9, -1, -1, -1], [2, -1, -1, -1, -1], [5, 6, 7, 4, -1], [1, -1, -1, -1, -1]]
     assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [0, 3, 4, 8, 10], [3, 9, 1, 2, 5, 6, 7, 4, 1, 2])
+
+
+class OnDevice(torch.Tensor):
+    """Stands for a tensor on a GPU; `waits` names what waited for it."""
+
+    is_cuda = True
+    waits: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        name = function.__name__
+        is_upload = name == "copy_" and not isinstance(args[0], cls)
+        if name in ("cpu", "item", "numpy", "tolist") or (name == "__getitem__" and isinstance(args[1], np.ndarray)):
+            cls.waits.append(name)
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result.as_subclass(torch.Tensor) if name == "cpu" or is_upload else result
+
+
+class Event:
+    """A CUDA event, which can be waited for once."""
+
+    def __init__(self):
+        self.has_passed = False
+
+    def record(self):
+        """Nothing runs at the same time here."""
+
+    def synchronize(self):
+        if not self.has_passed:
+            OnDevice.waits.append("event")
+        self.has_passed = True
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """The verifier's results are on a device, as far as copies are concerned."""
+
+    def verify_on_device(logits, *args, **kwargs):
+        result = verify_rows(logits.as_subclass(torch.Tensor), *args, **kwargs)
+        return type(result)(*(value if value is None else value.as_subclass(OnDevice) for value in result))
+
+    def empty_like(tensor, device, pin_memory):
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+    monkeypatch.setattr(runner_v1, "verify_rows", verify_on_device)
+    monkeypatch.setattr(torch, "empty_like", empty_like)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(OnDevice, "waits", [])
+
+
+@pytest.mark.parametrize("max_num_logprobs", [None, 0, 1])
+@pytest.mark.parametrize("is_hybrid", [False, True])
+def test_a_step_waits_for_the_device_once(on_a_gpu, max_num_logprobs, is_hybrid):
+    """vLLM's own reads come after ours, and find everything on the host; a hybrid model's state is on the device."""
+    outputs = []
+    for on_device in (False, True):
+        runner = Runner(DRAFTS, TARGETS)
+        runner.model_config = SimpleNamespace(is_hybrid=is_hybrid)
+        runner.input_batch.sampling_metadata.max_num_logprobs = max_num_logprobs
+        if on_device:
+            runner.logits = runner.logits.as_subclass(OnDevice)
+            OnDevice.waits.clear()
+            runner.drafter.session.update_index.side_effect = lambda: outputs.append(list(OnDevice.waits))
+        output = runner.adapter.sample(runner.logits, runner.metadata)
+        parsed, scores = RejectionSampler.parse_output(
+            output.sampled_token_ids, VOCAB_SIZE, logprobs_tensors=output.logprobs_tensors
+        )
+        scores = None if scores is None else [np.asarray(values).tolist() for values in scores[:3]]
+        outputs.append((parsed, scores, told(runner)))
+    plain, waited_before, on_device = outputs
+    assert on_device == plain
+    assert waited_before == []
+    if not is_hybrid:
+        assert OnDevice.waits == ["event"]
+    else:
+        assert len(OnDevice.waits) == 2 + (6 if max_num_logprobs is not None else 0)
 
 
 def test_chunks_of_prompts_are_not_counted():

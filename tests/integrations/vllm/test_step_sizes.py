@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 
 import pytest
@@ -42,25 +43,26 @@ def remarks(monkeypatch):
     return said
 
 
+def config_as_on_a_gpu(model, options, compilation_config=None, **kwargs):
+    """A `VllmConfig` whose graphs are chosen as on a GPU."""
+    arguments = EngineArgs(
+        model=str(model), dtype="float32", max_model_len=128, compilation_config=compilation_config or {},
+        **options, **{"max_num_seqs": 256, "max_num_batched_tokens": 4096, **kwargs},
+    )  # fmt: skip
+    config = arguments.create_engine_config()
+    compilation = config.compilation_config
+    # What the CPU platform has changed.
+    compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    compilation.cudagraph_capture_sizes = (compilation_config or {}).get("cudagraph_capture_sizes")
+    compilation.max_cudagraph_capture_size = (compilation_config or {}).get("max_cudagraph_capture_size")
+    config._set_cudagraph_sizes()
+    return config
+
+
 @pytest.fixture
 def vllm_config(tiny_model):
-    """A function that gives a `VllmConfig` whose graphs are chosen as on a GPU."""
-
-    def make(options, compilation_config=None, **kwargs):
-        arguments = EngineArgs(
-            model=str(tiny_model), dtype="float32", max_model_len=128, compilation_config=compilation_config or {},
-            **options, **{"max_num_seqs": 256, "max_num_batched_tokens": 4096, **kwargs},
-        )  # fmt: skip
-        config = arguments.create_engine_config()
-        compilation = config.compilation_config
-        # What the CPU platform has changed.
-        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-        compilation.cudagraph_capture_sizes = (compilation_config or {}).get("cudagraph_capture_sizes")
-        compilation.max_cudagraph_capture_size = (compilation_config or {}).get("max_cudagraph_capture_size")
-        config._set_cudagraph_sizes()
-        return config
-
-    return make
+    """`config_as_on_a_gpu` of a tiny model."""
+    return functools.partial(config_as_on_a_gpu, tiny_model)
 
 
 def test_an_engine_with_drafts_captures_larger_graphs(vllm_config, remarks):
@@ -68,7 +70,7 @@ def test_an_engine_with_drafts_captures_larger_graphs(vllm_config, remarks):
     compilation = config.compilation_config
     assert compilation.max_cudagraph_capture_size == 2043  # the largest multiple of 9 up to 2,048
     assert remarks[-1] == (
-        "steps of up to 256 requests with 9 tokens each, 2304 in all: "
+        "steps of up to 256 requests with up to 9 tokens each, 2304 in all: "
         "CUDA graphs for up to 2043 tokens instead of 512, 17 sizes more"
     )
     adjust = compilation.adjust_cudagraph_sizes_for_spec_decode  # which V1 does; drops what becomes too large
@@ -104,8 +106,7 @@ def test_steps_without_room_for_all_drafts_are_named(vllm_config, remarks):
     config = vllm_config(engine_kwargs(num_speculative_tokens=8), max_num_batched_tokens=900)
     assert config.compilation_config.max_cudagraph_capture_size == 900
     assert remarks[-1].endswith(
-        "max_num_batched_tokens=900 leaves no room for the drafts of more than 100 requests: raise it if so many "
-        "run at once"
+        "max_num_batched_tokens=900 leaves no room for all drafts of 256 requests: raise it if so many run at once"
     )
 
 

@@ -1,0 +1,117 @@
+"""What `drafter="auto"` stands for, and what an engine with the device drafter asks of vLLM."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+from rollout_spec import engine_kwargs
+from rollout_spec.config import PROPOSER_PATH
+from rollout_spec.integrations.vllm import configuration, step_sizes
+from rollout_spec.integrations.vllm.configuration import check_engine, config_of
+
+MTP = {"method": "mtp", "num_speculative_tokens": 3}
+
+
+@pytest.fixture
+def make(tiny_model, monkeypatch):
+    """A function that gives the configuration of an engine on a GPU, as vLLM's platform would report one."""
+
+    def make(options=None, *, gpu=True, v2=True, most_bytes=1 << 30, **arguments):
+        monkeypatch.setattr(configuration, "has_gpu", lambda: gpu)
+        monkeypatch.setattr(configuration, "MAX_DEVICE_BYTES", most_bytes)
+        monkeypatch.setattr(VllmConfig, "use_v2_model_runner", v2)
+        arguments = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 256, **arguments}
+        return EngineArgs(model=str(tiny_model), **engine_kwargs(**(options or {})), **arguments).create_engine_config()
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("situation", "expected"),
+    [
+        ({}, "device"),
+        ({"gpu": False}, "history"),
+        ({"v2": False}, "history"),
+        ({"data_parallel_size": 2}, "history"),
+        ({"async_scheduling": False}, "history"),
+        ({"most_bytes": 1 << 18}, "history"),
+        ({"most_bytes": 1 << 18, "options": {"drafter_options": {"features": False}}}, "device"),
+        ({"options": {"budget": False}}, "history"),
+        ({"options": {"drafter_options": {"recency": 0.9, "features": False}}}, "device"),
+        ({"options": {"drafter_options": {"min_survival": 0.1}}}, "history"),
+        ({"options": {"drafter": "ngram"}}, "ngram"),
+        ({"options": {"drafter": "device"}, "gpu": False}, "device"),
+    ],
+)
+def test_the_drafter_of_an_engine(make, situation, expected):
+    vllm_config = make(**situation)
+    config = config_of(vllm_config)
+    assert config.drafter == expected
+    check_engine(vllm_config, config)
+    assert vllm_config.scheduler_config.async_scheduling is (expected == "device")
+    assert (vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None) is (expected == "device")
+
+
+def test_misspelt_options_are_named(make):
+    with pytest.raises(ValueError, match="did you mean 'recency'"):
+        check_engine(vllm_config := make({"drafter_options": {"recencyy": 1.0}}), config_of(vllm_config))
+
+
+def test_an_engine_keeps_its_drafter_when_its_configuration_is_completed_again(make):
+    vllm_config = make()
+    vllm_config.__post_init__()
+    assert config_of(vllm_config).drafter == "device"
+    assert vllm_config.speculative_config.method == "ngram_gpu"
+
+
+@pytest.mark.parametrize("expected", ["device", "history"])
+def test_all_processes_of_an_engine_have_the_same_drafter(make, monkeypatch, expected):
+    """Those of a data-parallel engine with a dense model are told that they are alone."""
+    vllm_config = pickle.loads(pickle.dumps(make(data_parallel_size=2 if expected == "history" else 1)))
+    vllm_config.parallel_config.data_parallel_size = 1
+    monkeypatch.setattr(configuration, "has_gpu", lambda: expected == "history")
+    assert config_of(vllm_config).drafter == expected
+
+
+def test_draft_tokens_follow_the_batch_size(make, tiny_model):
+    speculative = make(max_num_seqs=256).speculative_config
+    of_batch = build_dynamic_sd_schedule_lookup(speculative.num_speculative_tokens_per_batch_size, 256, 8)
+    assert [of_batch[size] for size in (1, 24, 25, 48, 49, 96, 97, 256)] == [7, 7, 3, 3, 1, 1, 0, 0]
+    given_ranges = [(1, 4, 8), (5, 64, 1)]
+    speculative = make({"drafter": "device", "num_speculative_tokens_per_batch_size": given_ranges}).speculative_config
+    assert speculative.num_speculative_tokens_per_batch_size == given_ranges
+    theirs = EngineArgs(
+        model=str(tiny_model), dtype="float32", additional_config={"rollout_spec": {"drafter": "device"}},
+        speculative_config={
+            "model": PROPOSER_PATH, "num_speculative_tokens": 8, "num_speculative_tokens_per_batch_size": [[1, 9, 8]]
+        },
+    )  # fmt: skip
+    assert theirs.create_engine_config().speculative_config.num_speculative_tokens_per_batch_size == [(1, 9, 8)]
+    every = make({"drafter": "device", "budget": False}).speculative_config
+    assert every.num_speculative_tokens_per_batch_size is None
+    # vLLM would drop them and say so.
+    parallel = make({"drafter": "device"}, data_parallel_size=2)
+    assert parallel.speculative_config.num_speculative_tokens_per_batch_size is None
+
+
+@given(st.integers(1, 128), st.integers(1, 1024))
+def test_steps_with_drafts_are_affordable(k, max_num_seqs):
+    ranges = step_sizes.affordable_ranges(k)
+    of_batch = build_dynamic_sd_schedule_lookup(ranges, max_num_seqs, k)
+    sizes = range(1, max_num_seqs + 1)
+    tokens = [size * (of_batch[size] + 1) for size in sizes]
+    assert of_batch[1] == max(n for n in (1, 3, 7, 15, 31, 63, 127) if n <= k)
+    assert all(of_batch[size] == 0 or size * (of_batch[size] + 1) <= step_sizes.CHEAP_TOKENS for size in sizes)
+    assert of_batch[1:] == sorted(of_batch[1:], reverse=True)
+    assert step_sizes.most_tokens(max_num_seqs, ranges) == max(tokens)
+    assert step_sizes.most_tokens(max_num_seqs, [(1, 1, k)]) == max_num_seqs * (k + 1)

@@ -1,0 +1,120 @@
+"""Which steps vLLM's V2 model runner captures in CUDA graphs as a whole."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm
+from vllm.config import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+from vllm.v1.worker.gpu import cudagraph_utils
+
+from rollout_spec import engine_kwargs
+from rollout_spec.integrations.vllm import hooks_runner, step_sizes
+from tests.integrations.vllm.test_step_sizes import config_as_on_a_gpu
+
+
+class Builder:
+    """Stands for an attention backend that says what its graphs can replay."""
+
+    def __init__(self, support):
+        self.support = support
+
+    def get_cudagraph_support(self, vllm_config, kv_cache_spec):
+        return self.support
+
+    def get_varlen_cudagraph_max_query_len(self, vllm_config, kv_cache_spec):
+        return None
+
+
+@pytest.fixture
+def captured(tiny_model, monkeypatch):
+    """A function that gives vLLM's manager of V2's graphs, and the kinds of whole decode steps that it captures.
+
+    A kind is (tokens of each request, None: any numbers; most tokens of a request, None: the same). Of each the largest
+    step is given.
+    """
+    rank = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+    monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: rank)
+    monkeypatch.setattr(type(cudagraph_utils.current_platform), "get_global_graph_pool", lambda self: None)
+
+    def manager_of(options, support, additional="ALWAYS", **kwargs):
+        config = config_as_on_a_gpu(tiny_model, options, **kwargs)
+        ranges = getattr(config.speculative_config, "num_speculative_tokens_per_batch_size", None)
+        # What the device could replay counts, not what a CPU can.
+        group = SimpleNamespace(
+            backend=Builder, kv_cache_spec=None, get_metadata_builder=lambda _: Builder(AttentionCGSupport[support])
+        )
+        model_state = SimpleNamespace(get_additional_cg_support=lambda: (AttentionCGSupport[additional], None))
+        width = 1 + (config.num_speculative_tokens if config.speculative_config else 0)
+        runner = SimpleNamespace(
+            attn_groups=[[group]], model_state=model_state, vllm_config=config, decode_query_len=width
+        )
+
+        def initialize_kv_cache(runner):
+            return cudagraph_utils.ModelCudaGraphManager(
+                config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, decode_query_len=width
+            )
+
+        manager = hooks_runner.initialize_kv_cache_v2(initialize_kv_cache, runner)
+        assert manager.vllm_config is config
+        assert getattr(config.speculative_config, "num_speculative_tokens_per_batch_size", None) == ranges
+        return manager
+
+    def capture(*args, **kwargs):
+        kinds = {}
+        manager = manager_of(*args, **kwargs)
+        for desc in manager._capture_descs[CUDAGraphMode.FULL]:
+            kind = desc.uniform_token_count, getattr(desc, "max_query_len", None)
+            kinds[kind] = max(kinds.get(kind, (0, 0)), (desc.num_tokens, desc.num_reqs))
+        return kinds
+
+    capture.manager_of = manager_of
+    return capture
+
+
+K4 = {"num_speculative_tokens": 4}
+
+
+@pytest.mark.parametrize("support", ["ALWAYS", "UNIFORM_BATCH"])
+def test_whole_steps_are_captured_with_drafts_of_any_lengths_or_without(captured, support):
+    found = captured(engine_kwargs(**K4), support)
+    if support == "ALWAYS" and vllm.__version_tuple__[:2] >= (0, 31):
+        assert found == {(None, 5): (1280, 256)}
+    else:
+        assert found == {(1, None): (256, 256), (5, None): (1280, 256)}
+
+
+def test_every_group_of_attention_layers_must_take_any_lengths(captured):
+    assert captured(engine_kwargs(**K4), "ALWAYS", "UNIFORM_BATCH") == {(1, None): (256, 256), (5, None): (1280, 256)}
+
+
+def test_for_one_request_whole_drafts_are_captured(captured):
+    assert captured(engine_kwargs(**K4), "UNIFORM_BATCH", max_num_seqs=1) == {(5, None): (5, 1)}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, {(1, None): (256, 256)}),
+        (engine_kwargs(speculation=False), {(1, None): (256, 256)}),
+    ],
+)
+def test_other_engines_capture_what_vllm_captures(captured, options, expected):
+    assert captured(options, "ALWAYS") == expected
+
+
+@pytest.mark.parametrize("k", [1, 4, 7, 8, 16])
+@pytest.mark.parametrize("max_num_seqs", [96, 256])
+def test_a_graph_serves_every_step_of_the_device_drafter(captured, k, max_num_seqs):
+    options = engine_kwargs(drafter="device", num_speculative_tokens=k)
+    manager = captured.manager_of(options, "UNIFORM_BATCH", max_num_seqs=max_num_seqs)
+    manager._graphs_captured = True
+    of_batch = build_dynamic_sd_schedule_lookup(step_sizes.affordable_ranges(k), max_num_seqs, k)
+    for num_requests in range(1, max_num_seqs + 1):
+        width = of_batch[num_requests] + 1
+        found = manager.dispatch(num_requests, num_requests * width, width, 0)
+        assert found.cg_mode == CUDAGraphMode.FULL, (num_requests, width)
