@@ -33,6 +33,8 @@ class Entry(NamedTuple):
     `rollout_spec.drafters.base.Drafter`, on the host."""
 
 
+MAX_RESIDENT_TOKENS = 4_000_000
+"""Ended rollouts' tokens that the device drafter keeps on the device, unless it is told otherwise."""
 _HISTORY = "rollout_spec.drafters.host.history.HistoryDrafter"
 _DEVICE = "rollout_spec.drafters.device.drafter"
 

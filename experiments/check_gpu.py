@@ -140,6 +140,9 @@ def check_host_copy(device: torch.device) -> None:
     """A copy has what was computed before it, although the device is still at it and later overwrites the source."""
     sources = [torch.zeros(n, dtype=torch.int64, device=device) for n in (5, 3)]
     before = [torch.zeros_like(source) for source in sources]
+    for source in sources:  # loads the kernels, which may wait
+        source += 1
+        source.zero_()
     HostCopy(sources).read()  # takes pinned memory, which may wait; the next one gets the same
     with no_waiting(device):
         keep_busy(device)

@@ -4,9 +4,9 @@
 #   bash experiments/gpu.sh OUT first        is it right, does every engine start, what does a step cost
 #   bash experiments/gpu.sh OUT second       whole rollout phases with and without speculation
 # Each is a list of stages, which can be named instead, with modes and batch sizes (those of bench_phase.py):
-#   check device verify                      correctness; the device drafter; the verifier
+#   check device verify                      correctness; the device drafter, device-words without features; the verifier
 #   doctor                                   what `rollout-spec doctor --device` says
-#   start-1.5b                               engines with eight requests, and each line that waits for the device
+#   start-1.5b                               engines with 1 and 64 requests, and each line that waits for the device
 #   phase-1.5b:none,device:64                whole rollout phases, also phase-7b
 #   invariant                                rollouts with and without drafts in bf16
 #   model-1.5b                               an EAGLE head in vLLM's way, and beside history
@@ -19,6 +19,7 @@
 # A failing stage does not stop the others. OUT gets results.jsonl, summary.txt and logs.tar.gz, which holds all that each
 # stage and each engine printed.
 set -uo pipefail
+(($# >= 2)) || { echo "usage: bash experiments/gpu.sh OUT first|second|STAGE..." >&2; exit 2; }
 out=$(realpath -m "$1")
 shift
 logs=$out/logs
@@ -34,7 +35,7 @@ export VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}
 stages=()
 for stage in "$@"; do
     case $stage in
-        first) stages+=(check doctor "start-$shape" device verify) ;;
+        first) stages+=(check doctor "start-$shape" device device-words verify) ;;
         second) stages+=("phase-$shape:none,device,budget,device-words,budget-words") ;;
         *) stages+=("$stage") ;;
     esac
@@ -45,9 +46,9 @@ share_of() {
     case ${1%%[-:]*} in
         check) echo 130 ;;
         doctor) echo 60 ;;
-        device) echo 80 ;;
-        verify) echo 100 ;;
-        start) echo 190 ;;
+        device) echo 50 ;;
+        verify) echo 80 ;;
+        start) echo 240 ;;
         forward) echo 60 ;;
         phase | model | invariant) echo 500 ;;
     esac
@@ -66,8 +67,8 @@ small() {
 
 left=0
 for stage in "${stages[@]}"; do
-    case ${stage%%:*} in
-        check | doctor | device | verify | invariant | start-?* | phase-?* | model-?* | forward-?*) ;;
+    case $stage in
+        check | doctor | device | device-words | verify | invariant | invariant:?* | start-?* | phase-?* | model-?* | forward-?*) ;;
         *)
             echo "unknown stage $stage" >&2
             exit 2
@@ -123,12 +124,14 @@ for stage in "${stages[@]}"; do
         check) command=(-m experiments.check_gpu) ;;
         doctor) command=(-m rollout_spec.cli doctor --device) ;;
         device) command=(-m experiments.costs.bench_device) ;;
+        device-words) command=(-m experiments.costs.bench_device --no-features) ;;
         verify) command=(-m experiments.costs.bench_verify) ;;
         start-*)
             # Python says once of each line of a step that waits for the device.
             watch=(env VLLM_GPU_SYNC_CHECK=warn)
             command=("${phases[@]}" --shape "${kind#*-}")
-            modes=${modes:-device,budget,none} batches=${batches:-8}
+            modes=${modes:-device,budget,none} batches=${batches:-1,64}
+            [[ $shape == tiny ]] || command+=(--max-seqs 256)  # as many graphs as by default
             ;;
         phase-*)
             command=("${phases[@]}" --shape "${kind#*-}")
@@ -136,11 +139,11 @@ for stage in "${stages[@]}"; do
             ;;
         model-*)
             command=("${phases[@]}" --shape "${kind#*-}")
-            modes=none,eagle-stock,eagle-history batches=${batches:-8,64}
+            modes=${modes:-none,eagle-stock,eagle-history} batches=${batches:-8,64}
             ;;
         invariant)
             command=("${phases[@]}" --shape "$shape" --free --batch-invariant)
-            modes=off,all,device batches=${batches:-8,64}
+            modes=${modes:-off,all,device} batches=${batches:-8,64}
             ;;
         forward-*) command=(-m experiments.costs.bench_forward --shape "${kind#*-}" --cost "$out/cost-${kind#*-}.json") ;;
     esac
@@ -154,7 +157,8 @@ for stage in "${stages[@]}"; do
     code=${PIPESTATUS[0]}
     [[ $code == 0 ]] || { failed=1; tail -n 3 "$logs/$name.stderr"; }
     if ((${#watch[@]})); then
-        grep -rHoE '[^ ]+:[0-9]+: UserWarning: called a synchronizing CUDA operation' "$logs/$name" | sort -u
+        waits='called a synchronizing CUDA operation|Implicit GPU<->CPU sync'
+        grep -rHoE "[^ ]+:[0-9]+: UserWarning: ($waits)" "$logs/$name" 2>/dev/null | sort -u
     fi
     tells=$logs/$name.stdout
     case $code in

@@ -44,9 +44,9 @@ class RolloutSpecConfig:
         num_speculative_tokens: K, the most tokens drafted per request and step. `from_dict` takes it from
             `speculative_config` where that is given and this is not.
         drafter: `"history"`, `"suffix"`, `"ngram"`, `"lookahead"`, `"device"`, or the dotted path of a class that
-            implements `rollout_spec.drafters.base.Drafter`. `"auto"`: `"device"` in vLLM's V2 runner on a GPU with
-            asynchronous scheduling, unless the engine is data-parallel, `budget` is False, `drafter_options` are those
-            of the host's drafters, or live texts would take more than 2 GiB there; `"history"` elsewhere. Beside a
+            implements `rollout_spec.drafters.base.Drafter`. `"auto"`: `"device"` in vLLM's V2 runner on an NVIDIA GPU
+            with asynchronous scheduling, unless the engine is data-parallel, `budget` is False, `drafter_options` are
+            those of the host's drafters, or texts would take much of the GPU's memory; `"history"` elsewhere. Beside a
             model, `"device"` in any V2 runner.
         drafter_options: Keyword arguments of the drafter; for the built-in ones see
             `rollout_spec.drafters.host.history.HistoryDrafter`, for `"device"` those of
@@ -58,7 +58,7 @@ class RolloutSpecConfig:
             request of a step: ranges (first, last, K) by the number of requests in the step, the first range from 1;
             K = 0 drafts nothing there, and the last range has no upper end. None: as many as a GPU verifies at little
             cost (`rollout_spec.integrations.vllm.step_sizes.affordable_ranges`); beside a model
-            num_speculative_tokens at any size. Under data parallelism, and up to 0.32 without asynchronous scheduling,
+            num_speculative_tokens at any size. Under data parallelism, and up to 0.31 without asynchronous scheduling,
             vLLM drafts num_speculative_tokens at any size.
         verify: `"sample"` compares drafts with the target's own sample under the request's noise, so that output does
             not depend on drafts. `"rejection"` is the ratio test with residual sampling: the same distribution, but

@@ -336,9 +336,9 @@ def test_a_servers_commands_are_checked_however_they_are_given(monkeypatch):
             "scheduling, logprob_token_ids and logits processors of your own",
         ),
         (
-            {"drafter": "device", "num_speculative_tokens_per_batch_size": [(1, 32, 8), (33, 96, 2), (97, 97, 0)]},
+            {"drafter": "device", "num_speculative_tokens_per_batch_size": [(1, 32, 7), (33, 96, 2), (97, 97, 0)]},
             True,
-            "up to 8 draft tokens per request and step, 2 from 33 requests on, 0 from 97 requests on, drafted by "
+            "up to 7 draft tokens per request and step, 2 from 33 requests on, 0 from 97 requests on, drafted by "
             "'device'; all are verified; history ends with the engine; asynchronous scheduling in the V2 model runner. "
             "Not here: a budget",
         ),

@@ -46,6 +46,7 @@ from rollout_spec.drafters.host.vote import (
     RECENCY,
     SOURCES,
 )
+from rollout_spec.drafters.registry import MAX_RESIDENT_TOKENS
 from rollout_spec.features.format import FEATURE_WORDS, Features, check_features, no_features
 from rollout_spec.history.rollout import Rollout
 
@@ -155,7 +156,7 @@ class DeviceDrafter:
         recency: float = RECENCY,
         inverse_temperature: float | None = None,
         features: bool = True,
-        max_resident_tokens: int = 4_000_000,
+        max_resident_tokens: int = MAX_RESIDENT_TOKENS,
         max_problem_tokens: int = 131_072,
         max_history_tokens: int = 64_000_000,
     ) -> None:
@@ -461,10 +462,19 @@ class DeviceDrafter:
         self._publish()
         return self.look_up(slots, num_sampled, history, total_len, seeds, temperature, features, first_rows)
 
-    def extend(self, slots: Tensor, history: Tensor, total_len: Tensor) -> None:
+    def extend(
+        self,
+        slots: Tensor,
+        history: Tensor,
+        total_len: Tensor,
+        num_sampled: Tensor | None = None,
+        features: Tensor | None = None,
+        first_rows: Tensor | None = None,
+    ) -> None:
         """Copy the new tokens from the engine without drafting. Arguments as for `propose`."""
         self._publish()
-        self._extend(slots, history, total_len, None, slots, slots)
+        first_rows = slots if first_rows is None else first_rows
+        self._extend(slots, history, total_len, features, first_rows, slots if num_sampled is None else num_sampled)
 
     def look_up(
         self,

@@ -390,7 +390,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rollouts", default=str(ROLLOUTS), help="a Parquet file, see rollout_spec/replay/traces.py")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256])
-    parser.add_argument("--max-seqs", type=int, default=256)
+    parser.add_argument("--max-seqs", type=int, help="default: the largest batch, at most 256")
     parser.add_argument("--again", action="store_true", help="the second phase samples the first one's rollouts")
     parser.add_argument("--free", action="store_true", help="sample random text: do rollouts differ from those of off?")
     parser.add_argument("--batch-invariant", action="store_true", help="vLLM's kernels that are")
@@ -422,7 +422,7 @@ def main(argv: list[str] | None = None) -> None:
                 name = f"phase_{args.shape}_{mode}" + (f"_{batches[0]}" if len(batches) < len(sizes) else "")
                 print(name, flush=True)
                 again = ["--only", mode, "--model", folder, "--batch", *map(str, batches)]
-                again += ["--max-seqs", str(min(max(sizes), args.max_seqs))]
+                again += ["--max-seqs", str(args.max_seqs or min(max(sizes), 256))]
                 for row in runs.run(name, *again, environment=environment) or []:
                     cell = row["batch"], row["phase"]
                     rollouts = row.pop("rollouts", None)

@@ -16,7 +16,7 @@ from rollout_spec.config import (
     RolloutSpecConfig,
 )
 from rollout_spec.drafters import check_options, runs_on_device
-from rollout_spec.drafters.registry import has_options
+from rollout_spec.drafters.registry import MAX_RESIDENT_TOKENS, has_options
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.environment import VARIABLE
@@ -25,8 +25,8 @@ from rollout_spec.integrations.vllm.model_drafters import check_model_drafter
 MARK = "_rollout_spec"
 """Attribute set on our engines' `speculative_config`, for checks that get only that."""
 
-MAX_DEVICE_BYTES = 2 << 30
-"""The most memory for live texts with which `"auto"` drafts on the device."""
+MAX_DEVICE_BYTES, MAX_DEVICE_SHARE = 2 << 30, 0.025
+"""The most memory for texts with which `"auto"` drafts on the device, and the most of the device's."""
 
 missing: list[str] = []
 """What the hooks did not find in this vLLM, a sentence for each."""
@@ -79,15 +79,8 @@ def _best_drafter(vllm_config: Any, config: RolloutSpecConfig) -> str:
         return "history"
     if has_model_drafter(vllm_config):
         return "device"
-    pays = has_gpu() and config.budget and has_options("device", config.drafter_options)
+    pays = compat.has_gpu() and config.budget and has_options("device", config.drafter_options)
     return "device" if pays and _follows_batch_size(vllm_config) and _fits_on_device(vllm_config, config) else "history"
-
-
-def has_gpu() -> bool:
-    """Whether vLLM's engines run on CUDA or ROCm devices here."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cuda_alike())
 
 
 def _follows_batch_size(vllm_config: Any) -> bool:
@@ -102,10 +95,12 @@ def _follows_batch_size(vllm_config: Any) -> bool:
 
 
 def _fits_on_device(vllm_config: Any, config: RolloutSpecConfig) -> bool:
-    """Whether the texts of all requests would take little of the device's memory."""
-    texts = vllm_config.scheduler_config.max_num_seqs * vllm_config.model_config.max_model_len
-    with_features = bool(config.drafter_options.get("features", True))
-    return bool(texts * (4 + 8 * FEATURE_WORDS * with_features) <= MAX_DEVICE_BYTES)
+    """Whether the texts of all requests and of their history would take little of the device's memory."""
+    options = config.drafter_options
+    tokens = vllm_config.scheduler_config.max_num_seqs * vllm_config.model_config.max_model_len
+    tokens += options.get("max_resident_tokens", MAX_RESIDENT_TOKENS)
+    num_bytes = tokens * (4 + 8 * FEATURE_WORDS * bool(options.get("features", True)))
+    return bool(num_bytes <= min(MAX_DEVICE_BYTES, MAX_DEVICE_SHARE * compat.device_bytes()))
 
 
 def has_model_drafter(vllm_config: Any) -> bool:

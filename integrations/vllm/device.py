@@ -81,6 +81,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
             device=device,
         )
         self._device = device
+        self._is_asynchronous = vllm_config.scheduler_config.async_scheduling
         self._model_config = vllm_config.model_config
         self._is_warm = False
         self._req_indices: dict[str, int] = {}
@@ -187,9 +188,11 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         if not self.enabled:
             self.drafter.extend(req_indices, history, total_len)
             return self._no_drafts(input_batch.num_reqs)
-        features = self._runner.rollout_spec.take_features()
-        first_rows = input_batch.cu_num_logits[: input_batch.num_reqs]
-        drafts, rates = self.drafter.propose(req_indices, num_sampled, history, total_len, *noise, features, first_rows)
+        seen = self._runner.rollout_spec.take_features(), input_batch.cu_num_logits[: input_batch.num_reqs]
+        if self._is_asynchronous and self._runner.rollout_spec.num_wanted_drafts == 0:
+            self.drafter.extend(req_indices, history, total_len, num_sampled, *seen)
+            return self._no_drafts(input_batch.num_reqs)
+        drafts, rates = self.drafter.propose(req_indices, num_sampled, history, total_len, *noise, *seen)
         if self.keeps_rates:
             self.draft_token_confidence_probs[: input_batch.num_reqs] = rates
         return drafts

@@ -43,6 +43,7 @@ class HostCopy:
         self._tensors = tensors
         self._kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
         self._event: Any = None
+        assert all(tensor.dtype == torch.float32 or not tensor.is_floating_point() for tensor in tensors)
         if tensors[0].is_cuda:
             flat = [tensor.flatten() for tensor in tensors]
             values = torch.cat([t.view(torch.int32) if t.dtype == torch.float32 else t for t in flat])
@@ -66,11 +67,12 @@ class HostCopy:
             for copied, (dtype, shape) in pairs
         ]
 
-    def read(self) -> list[NDArray[np.int64]]:
-        """The integer tensors, flattened. Waits for the device if they have not arrived."""
+    def read(self, *, without_last: int = 0) -> list[NDArray[np.int64]]:
+        """The integer tensors but the last ones, flattened. Waits for the device if they have not arrived."""
         if self._event is not None:
             self._event.synchronize()
-        return [tensor.numpy().reshape(-1).astype(np.int64, copy=False) for tensor in self._tensors]
+        some = self._tensors[: len(self._tensors) - without_last]
+        return [tensor.numpy().reshape(-1).astype(np.int64, copy=False) for tensor in some]
 
 
 class StepClock:

@@ -58,7 +58,7 @@ def complete_config(original: Callable[..., None], self: Any) -> None:
         if self.scheduler_config.async_scheduling:
             raise ValueError(
                 f"drafter={config.drafter!r} lives on the host and needs each step's tokens there: leave "
-                'async_scheduling (--async-scheduling) out, or use drafter="device"'
+                'async_scheduling (--async-scheduling) out, or use drafter="device", which needs the V2 runner'
             )
         # vLLM decides by the runner and the method, and from 0.33 on leaves it on in V2, where every request
         # would then be scheduled with K draft tokens, whatever the drafter says.
@@ -73,7 +73,8 @@ def _prepare_device_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None
     speculative.method = ASYNC_METHOD
     ranges = config.num_speculative_tokens_per_batch_size
     if ranges is None and config.budget and vllm_config.parallel_config.data_parallel_size == 1:
-        ranges = step_sizes.affordable_ranges(config.num_speculative_tokens)
+        cheap = step_sizes.CHEAP_TOKENS_A100 if compat.is_a100() else step_sizes.CHEAP_TOKENS
+        ranges = step_sizes.affordable_ranges(config.num_speculative_tokens, cheap)
     if ranges is not None and speculative.num_speculative_tokens_per_batch_size is None:
         speculative.num_speculative_tokens_per_batch_size = list(ranges)
 
@@ -98,7 +99,7 @@ def look_up_compiled(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
         _looks_up_compiled.reset(before)
 
 
-def compute_hash(original: Callable[..., str], self: Any) -> str:
+def compute_hash(original: Callable[..., str], self: Any, *args: Any, **kwargs: Any) -> str:
     """Find the compiled model again when only our options have changed, which change nothing in its graph.
 
     vLLM asks for the hash elsewhere, too: the memory that it has measured depends on our options.
@@ -107,7 +108,7 @@ def compute_hash(original: Callable[..., str], self: Any) -> str:
     if _looks_up_compiled.get() and isinstance(additional, dict) and CONFIG_KEY in additional:
         self = copy.copy(self)
         self.additional_config = {key: value for key, value in additional.items() if key != CONFIG_KEY}
-    return original(self)
+    return original(self, *args, **kwargs)
 
 
 def v2_unsupported_features(original: Callable[..., list[str]], self: Any) -> list[str]:

@@ -72,7 +72,9 @@ def execute_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     if self.rollout_spec is None:
         return original(self, *args, **kwargs)
     try:
+        scheduled = args[0] if args else kwargs["scheduler_output"]
         self.rollout_spec.begin_step()
+        self.rollout_spec.num_wanted_drafts = scheduled.num_spec_tokens_to_schedule
         result = original(self, *args, **kwargs)
         self.rollout_spec.on_forward()
     except Exception as error:
@@ -163,13 +165,15 @@ def init_graphs_v2(original: Callable[..., None], self: Any, vllm_config: Any, *
     verifying, and the kernels of all other steps' attention would be launched one by one.
     """
     runner, config = _prepared.get(), config_of(vllm_config)
-    if runner is None or config is None or not config.drafts_on_host:
+    if runner is None or config is None or not config.speculation:
         original(self, vllm_config, *args, **kwargs)
-    elif compat.replays_any_lengths(runner):
+    elif config.drafts_on_host and compat.replays_any_lengths(runner):
         original(self, vllm_config, *args, **{**kwargs, "varlen_decode": True})
     else:
-        original(self, step_sizes.with_undrafted_steps(vllm_config), *args, **kwargs)
+        captured = step_sizes.with_undrafted_steps(vllm_config) if config.drafts_on_host else vllm_config
+        original(self, captured, *args, **kwargs)
         self.vllm_config = vllm_config
+        compat.find_nearest_graphs(self)
 
 
 def init_speculator_v2(original: Callable[..., Any], vllm_config: Any, device: Any, *args: Any) -> Any:

@@ -42,8 +42,9 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig, *, has_model: b
     if config.speculation:
         drafters = [repr(config.drafter)]
         drafters += [f"the model of {vllm_config.speculative_config.method!r}"] if has_model else []
-        k = f"up to {config.num_speculative_tokens} draft tokens per request and step"
         ranges = getattr(vllm_config.speculative_config, "num_speculative_tokens_per_batch_size", None) or ()
+        most = ranges[0][2] if ranges else config.num_speculative_tokens
+        k = f"up to {most} draft tokens per request and step"
         fewer = [f"{k_of_range} from {first} requests on" for first, _, k_of_range in ranges[1:]]
         parts.append(f"{', '.join([k, *fewer])}, drafted by {' and '.join(drafters)}")
         cuts = config.budget and config.drafts_on_host

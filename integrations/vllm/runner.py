@@ -23,6 +23,8 @@ class RunnerAdapter:
         clock: Times the runner's steps.
         weights: Notices when the worker gets new ones.
         stats: This engine's counters.
+        num_wanted_drafts: How many draft tokens of each request the next step will verify, where the drafter does not
+            say it: vLLM decides it by the number of requests when this step is scheduled.
 
     Args:
         runner: vLLM's `GPUModelRunner`.
@@ -33,6 +35,7 @@ class RunnerAdapter:
         self, runner: Any, config: RolloutSpecConfig, speculation: Speculation | None, stats: SpeculationStats
     ) -> None:
         self.stats = stats
+        self.num_wanted_drafts = config.num_speculative_tokens
         self.clock = StepClock(runner.device, stats)
         self.weights = WeightWatch(agreeing_on_any(runner.vllm_config))
         self._runner = runner

@@ -44,6 +44,9 @@ from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.layout import Layout, lay_out, lay_out_inputs
 from rollout_spec.verify.vectorised import process
 
+MAX_COPIED_WIDTH = 64
+"""Most log-probabilities of a row that are copied to the host together with all else, 8 bytes each."""
+
 
 class _Batch(NamedTuple):
     """What stays the same while the same requests are scheduled in the same rows."""
@@ -216,7 +219,7 @@ class RunnerAdapterV1(RunnerAdapter):
             is_emitted = columns == result.num_accepted[:, None]
             sampled = torch.where(is_emitted, sampled.clamp(min=0), sampled)
         output = [sampled, *(() if tensors is None else tensors[:3])]
-        num_outputs = len(output) if self._is_read_at_once(sampled) else 0
+        num_outputs = len(output) if self._is_read_at_once(output) else 0
         copy = HostCopy([*wanted, *output[:num_outputs]])
         self._outcome = _Uncounted(
             batch.req_ids, is_counted, num_draft_tokens, copy, session is not None, has_targets, num_outputs
@@ -235,15 +238,16 @@ class RunnerAdapterV1(RunnerAdapter):
             tensors = LogprobsTensors(*scores) if scores else None
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
 
-    def _is_read_at_once(self, sampled: torch.Tensor) -> bool:
-        """Whether vLLM only reads a step's tokens and log-probabilities, all at once.
+    def _is_read_at_once(self, output: list[torch.Tensor]) -> bool:
+        """Whether vLLM only reads a step's tokens and log-probabilities, and they are few enough to come all at once.
 
         It would wait for the device once for the tokens and, with drafts, three times for each of the tensors of
         log-probabilities. A model drafter and hybrid models need the tokens on the device.
         """
         runner = self._runner
-        is_read = sampled.is_cuda and not runner.use_async_scheduling and self.model_drafter is None
-        return is_read and not runner.model_config.is_hybrid
+        is_read = output[0].is_cuda and not runner.use_async_scheduling and self.model_drafter is None
+        is_small = all(tensor.shape[-1] <= MAX_COPIED_WIDTH for tensor in output)
+        return is_read and is_small and not runner.model_config.is_hybrid
 
     def join_drafts(self) -> None:
         """Called when vLLM has recorded the step's tokens, and its model has drafted: choose between the drafts."""
@@ -298,8 +302,7 @@ class RunnerAdapterV1(RunnerAdapter):
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return None
-        values = outcome.copy.read()
-        accepted, broken, *seen = values[: len(values) - outcome.num_outputs]
+        accepted, broken, *seen = outcome.copy.read(without_last=outcome.num_outputs)
         raise_if_broken(broken, outcome.req_ids)
         verified = np.array(outcome.num_draft_tokens, np.int64)
         self.stats.record(verified[outcome.is_counted], accepted[outcome.is_counted])

@@ -13,9 +13,9 @@ from typing import Any
 
 LARGEST = 2048
 """Larger steps keep a GPU busy for longer than launching their kernels takes, and their graphs would need memory."""
-CHEAP_TOKENS = 192
+CHEAP_TOKENS, CHEAP_TOKENS_A100 = 192, 144
 """So many tokens a step verifies in about the time that it takes to read the weights; by simulation never slower than
-no drafts on an H100 (experiments/results/README.md, `modes_simulated.jsonl`)."""
+no drafts on an H100 and an A100 (experiments/results/README.md, `modes_simulated.jsonl`)."""
 SIZES_PER_DOUBLING = 8
 """Above vLLM's own sizes, so that at most about an eighth of a step is padding; 17 more sizes at most."""
 
@@ -44,8 +44,7 @@ def affordable_ranges(num_speculative_tokens: int, max_tokens: int = CHEAP_TOKEN
     """K by the number of requests: 1, 3, 7 and so on up to what is asked for, with which a step has few tokens, or 0.
 
     Requests of a step then have 2, 4, 8, … tokens each, which divide the numbers of tokens that vLLM captures CUDA
-    graphs for. It looks for a graph of a step's width at the next captured number alone, and of other widths the graphs
-    of some would lie in between.
+    graphs for, so that steps are padded little.
 
     Returns:
         (first, last, K) of ranges of requests, rising, as vLLM takes them; K of the last one is 0.

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 
 from experiments.costs import gpus
 from experiments.costs.gpus import CORES, VLLM_REQUEST, VLLM_STEP, step_cost
+from rollout_spec.integrations.vllm import step_sizes
+
+RESULTS = Path(__file__).parents[2] / "experiments/results"
 
 
 def test_few_tokens_cost_the_weights_and_many_their_operations():
@@ -44,3 +50,11 @@ def test_launches_count_where_nothing_else_takes_as_long(monkeypatch):
     assert step_cost("8b", "none", cores=0.0).step(large + 1) == pytest.approx(320, rel=1e-3)
     assert step_cost("8b", "none", cores=0.0).step(small) < 1
     assert step_cost("8b", "host", cores=0.0).step(small) == pytest.approx(96, rel=1e-3)
+
+
+def test_the_default_schedules_are_never_slower_than_no_drafts_in_the_rows_that_the_docs_quote():
+    rows = [json.loads(line) for line in (RESULTS / "modes_simulated.jsonl").read_text().splitlines()]
+    for cheap, speedup in ((step_sizes.CHEAP_TOKENS, "speedup"), (step_sizes.CHEAP_TOKENS_A100, "speedup_a100")):
+        found = [row[speedup] for row in rows if row.get("policy") == f"{cheap} tokens"]
+        assert len(found) == 144
+        assert min(found) >= 1.0

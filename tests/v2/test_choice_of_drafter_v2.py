@@ -16,7 +16,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
-from rollout_spec.integrations.vllm import configuration, step_sizes
+from rollout_spec.integrations.vllm import compat, configuration, step_sizes
 from rollout_spec.integrations.vllm.configuration import check_engine, config_of
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
@@ -26,8 +26,10 @@ MTP = {"method": "mtp", "num_speculative_tokens": 3}
 def make(tiny_model, monkeypatch):
     """A function that gives the configuration of an engine on a GPU, as vLLM's platform would report one."""
 
-    def make(options=None, *, gpu=True, v2=True, most_bytes=1 << 30, **arguments):
-        monkeypatch.setattr(configuration, "has_gpu", lambda: gpu)
+    def make(options=None, *, gpu=True, v2=True, most_bytes=1 << 30, gigabytes=80, is_a100=False, **arguments):
+        monkeypatch.setattr(compat, "has_gpu", lambda: gpu)
+        monkeypatch.setattr(compat, "device_bytes", lambda: gigabytes << 30)
+        monkeypatch.setattr(compat, "is_a100", lambda: is_a100)
         monkeypatch.setattr(configuration, "MAX_DEVICE_BYTES", most_bytes)
         monkeypatch.setattr(VllmConfig, "use_v2_model_runner", v2)
         arguments = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 256, **arguments}
@@ -44,8 +46,10 @@ def make(tiny_model, monkeypatch):
         ({"v2": False}, "history"),
         ({"data_parallel_size": 2}, "history"),
         ({"async_scheduling": False}, "history"),
-        ({"most_bytes": 1 << 18}, "history"),
-        ({"most_bytes": 1 << 18, "options": {"drafter_options": {"features": False}}}, "device"),
+        ({"most_bytes": 1 << 27}, "history"),
+        ({"gigabytes": 5}, "history"),
+        ({"most_bytes": 1 << 27, "options": {"drafter_options": {"features": False}}}, "device"),
+        ({"most_bytes": 1 << 27, "options": {"drafter_options": {"max_resident_tokens": 100_000}}}, "device"),
         ({"options": {"budget": False}}, "history"),
         ({"options": {"drafter_options": {"recency": 0.9, "features": False}}}, "device"),
         ({"options": {"drafter_options": {"min_survival": 0.1}}}, "history"),
@@ -79,7 +83,7 @@ def test_all_processes_of_an_engine_have_the_same_drafter(make, monkeypatch, exp
     """Those of a data-parallel engine with a dense model are told that they are alone."""
     vllm_config = pickle.loads(pickle.dumps(make(data_parallel_size=2 if expected == "history" else 1)))
     vllm_config.parallel_config.data_parallel_size = 1
-    monkeypatch.setattr(configuration, "has_gpu", lambda: expected == "history")
+    monkeypatch.setattr(compat, "has_gpu", lambda: expected == "history")
     assert config_of(vllm_config).drafter == expected
 
 
@@ -87,6 +91,9 @@ def test_draft_tokens_follow_the_batch_size(make, tiny_model):
     speculative = make(max_num_seqs=256).speculative_config
     of_batch = build_dynamic_sd_schedule_lookup(speculative.num_speculative_tokens_per_batch_size, 256, 8)
     assert [of_batch[size] for size in (1, 24, 25, 48, 49, 96, 97, 256)] == [7, 7, 3, 3, 1, 1, 0, 0]
+    speculative = make(max_num_seqs=256, is_a100=True).speculative_config
+    of_batch = build_dynamic_sd_schedule_lookup(speculative.num_speculative_tokens_per_batch_size, 256, 8)
+    assert [of_batch[size] for size in (1, 18, 19, 36, 37, 72, 73, 256)] == [7, 7, 3, 3, 1, 1, 0, 0]
     given_ranges = [(1, 4, 8), (5, 64, 1)]
     speculative = make({"drafter": "device", "num_speculative_tokens_per_batch_size": given_ranges}).speculative_config
     assert speculative.num_speculative_tokens_per_batch_size == given_ranges

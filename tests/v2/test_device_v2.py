@@ -186,6 +186,9 @@ def test_slots_follow_the_batch_size(tiny_model, stock, reference_model):
         return original(input_batch, layout, result)
 
     sampler._book = book
+    drafter, looked_up = drafter_of(llm), []
+    look_up = drafter.look_up
+    drafter.look_up = lambda slots, *args: looked_up.append(slots.numel()) or look_up(slots, *args)
     params = mixed_params(5, 6, temperature=1.0, ignore_eos=True, **{**PLAIN, "max_tokens": 10})
     for i, p in enumerate(params):
         p.max_tokens = 6 + 3 * i
@@ -193,6 +196,12 @@ def test_slots_follow_the_batch_size(tiny_model, stock, reference_model):
     assert_same(generate(llm, params, prompts), generate(stock, params, prompts), prompts, params, reference_model)
     assert lengths[5] == {0}
     assert K in lengths[1]
+    assert looked_up, "few requests draft"
+    assert max(looked_up) <= 3, "where nothing will be verified, nothing is drafted"
+    found = rollouts_of(drafter)
+    assert len(found) >= 4, "the last one's end is seen later"
+    num_checked, num_unknown = check_features(found, reference_model, 1.0)
+    assert num_checked > 0.9 * (num_checked + num_unknown), "but it is kept what the target saw"
 
 
 def test_vllms_warm_up_leaves_no_trace(device, monkeypatch):

@@ -107,8 +107,30 @@ def test_other_engines_capture_what_vllm_captures(captured, options, expected):
     assert captured(options, "ALWAYS") == expected
 
 
+@pytest.mark.parametrize("k", [1, 4, 8, 16])
+@pytest.mark.parametrize("max_num_seqs", [59, 256])
+def test_a_whole_graph_serves_steps_without_drafts_and_with_whole_ones_of_the_hosts_drafter(captured, k, max_num_seqs):
+    """And one of the graphs without attention every other step."""
+    options = engine_kwargs(drafter="history", num_speculative_tokens=k)
+    manager = captured.manager_of(options, "UNIFORM_BATCH", max_num_seqs=max_num_seqs)
+    manager._graphs_captured = True
+    whole = manager._capture_descs[CUDAGraphMode.FULL]
+    largest = {
+        width: max(desc.num_tokens for desc in whole if desc.uniform_token_count == width) for width in (1, k + 1)
+    }
+    assert largest[1] > max_num_seqs - 8
+    for num_requests in range(1, max_num_seqs + 1):
+        for width in (1, k + 1):
+            num_tokens = num_requests * width
+            if num_tokens <= largest[width]:
+                found = manager.dispatch(num_requests, num_tokens, width, 0)
+                assert (found.cg_mode, found.uniform_token_count) == (CUDAGraphMode.FULL, width), num_requests
+                assert found.num_tokens < 1.2 * num_tokens + 2 * 8 * width
+        assert manager.dispatch(num_requests, num_requests + 1, None, 0).cg_mode == CUDAGraphMode.PIECEWISE
+
+
 @pytest.mark.parametrize("k", [1, 4, 7, 8, 16])
-@pytest.mark.parametrize("max_num_seqs", [96, 256])
+@pytest.mark.parametrize("max_num_seqs", [59, 96, 256])
 def test_a_graph_serves_every_step_of_the_device_drafter(captured, k, max_num_seqs):
     options = engine_kwargs(drafter="device", num_speculative_tokens=k)
     manager = captured.manager_of(options, "UNIFORM_BATCH", max_num_seqs=max_num_seqs)

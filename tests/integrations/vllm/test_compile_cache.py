@@ -62,6 +62,16 @@ def test_our_options_alone_compile_nothing_anew(configs, monkeypatch):
     assert all("rollout_spec" in config.additional_config for config in configs)
 
 
+def test_kernels_that_are_tuned_at_start_are_found_again(configs, tiny_model):
+    """vLLM asks with an argument there, in engines without us, too."""
+    tuning = pytest.importorskip("vllm.model_executor.warmup.flashinfer_autotune_cache")  # from 0.31 on
+    without = EngineArgs(model=str(tiny_model), dtype="float32", max_model_len=128).create_engine_config()
+    found = [
+        tuning.flashinfer_autotune_cache_hash(SimpleNamespace(vllm_config=config)) for config in (*configs, without)
+    ]
+    assert len(set(found)) == 4
+
+
 def test_measured_memory_depends_on_our_options(configs):
     plan = pytest.importorskip("vllm.v1.worker.startup_plan")  # from 0.26 on
     assert len({config.compute_hash() for config in configs}) == 3
