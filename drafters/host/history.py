@@ -219,7 +219,7 @@ class HistoryDrafter:
     @property
     def max_history_tokens(self) -> int:
         """Most tokens that are kept."""
-        return int(self._max_history_pages * PAGE_TOKENS)
+        return 0 if self._own_only else int(self._max_history_pages * PAGE_TOKENS)
 
     # -- the protocol ------------------------------------------------------------------------------------------------
 

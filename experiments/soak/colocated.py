@@ -114,7 +114,6 @@ class _ColocatedEngine:
         mode = "budget" if plan.speculates else "off"
         self._llm = build_engine(plan.model, mode, options=plan.options, **plan.engine_arguments())
         self._engine = self._llm.llm_engine
-        self._llm.collective_rpc("soak_begin")
         self._version = 0
         self._round = 0
         self._enabled = True

@@ -63,7 +63,6 @@ class Served:
             with suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{self._port}/health", timeout=5):
                 break
             time.sleep(0.3)
-        self._rpc("soak_begin")
 
     def begin(self, round_: Round) -> None:
         """Let it serve a round."""

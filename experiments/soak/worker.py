@@ -8,12 +8,8 @@ from typing import Any
 from vllm import _custom_ops
 
 from experiments.soak.workload import weights_of
-from rollout_spec.history.roots import Roots
 
 _custom_ops._supports_onednn = False  # on a CPU vLLM packs weights for it, and cannot load others any more
-
-MAX_TEXTS = 1500
-"""Bound on the known texts of conversations, so that it is reached within a soak."""
 
 
 class SoakWorker:
@@ -21,12 +17,6 @@ class SoakWorker:
 
     model_runner: Any
     model_config: Any
-
-    def soak_begin(self) -> None:
-        """Make a bound small enough that memory stops growing early."""
-        session = _session(self.model_runner)
-        if session is not None:
-            session.roots._max_texts = MAX_TEXTS
 
     def soak_set_weights(self, version: int) -> None:
         """Load a policy version's weights, as a trainer does."""
@@ -44,6 +34,3 @@ class SoakWorker:
 
 def _session(runner: Any) -> Any:
     return runner.rollout_spec._speculation
-
-
-assert hasattr(Roots(), "_max_texts")  # what `soak_begin` sets

@@ -17,7 +17,7 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
-from rollout_spec.history.roots import Roots
+from rollout_spec.history.roots import Roots, texts_for
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
@@ -60,7 +60,6 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         self.model = compat.speculator_model()
         self.from_history = self
         self.stats = SpeculationStats()
-        self.roots = Roots()
         self.num_speculative_tokens = config.num_speculative_tokens
         self.keeps_rates = self.enable_adaptive_verification = compat.verifies_adaptively(speculative)
         self.drafter = DeviceDrafter(
@@ -71,6 +70,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
             use_noise=config.verify == "sample",
             **config.drafter_options,
         )
+        self.roots = Roots(texts_for(self.drafter.max_history_tokens))
         if config.history_dir is not None:
             share = sharing_from_first_rank(vllm_config)
             self.engine_history = EngineHistory(config, vllm_config, self.drafter, self.roots, share)

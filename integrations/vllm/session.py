@@ -21,7 +21,7 @@ from rollout_spec.drafters.host.step import Learned, Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
 from rollout_spec.history.rollout import Root
-from rollout_spec.history.roots import Roots
+from rollout_spec.history.roots import Roots, texts_for
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.live_requests import LiveRequest, end_of, ends_with_stop_token, trim_at_end
 from rollout_spec.integrations.vllm.problems import has_tenant, recognise
@@ -110,7 +110,7 @@ class DraftingSession(Speculation):
         self.drafter, self.choice = self.drafting.drafter, self.drafting.choice
         # A user's own may lack some: it stores every turn's whole prompt, or keeps problems apart.
         self._keywords = {"num_known", "isolated"} & inspect.signature(drafter.start_request).parameters.keys()
-        self.roots = Roots()
+        self.roots = Roots(texts_for(getattr(drafter, "max_history_tokens", None)))
         self.live: dict[str, LiveRequest] = {}
         self.follows_all = True
         self.broken = False

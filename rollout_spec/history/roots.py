@@ -42,11 +42,26 @@ MIN_TOKENS = 16
 """Shorter texts begin no other prompt: what begins with the same few words need not be the same conversation."""
 MAX_TEXTS = 100_000
 """Known texts. Those that were not met for longest are forgotten."""
+MIN_TEXTS = 1_000
+"""So many are known however small the history is: live requests' prompts among them."""
+TOKENS_PER_TEXT = 32
+"""A prompt or an output in the history takes a page of so many tokens, or more."""
 
 FILTER_BITS = 23
 """The filter has two to this power bits, a megabyte in all. Each known hash sets two."""
 RUN_BITS = 21
 """Two to this power runs of tokens are remembered, at most, in 8 MB. Newer ones take the places of older ones."""
+
+
+def texts_for(max_history_tokens: int | None) -> int:
+    """How many texts to know beside a history of at most so many tokens: as many as it can hold, within bounds.
+
+    A text without rollouts in the history is of little use: a prompt that it begins finds none of them. None: the bound
+    is not known, as of a user's own drafter.
+    """
+    if max_history_tokens is None:
+        return MAX_TEXTS
+    return min(max(max_history_tokens // TOKENS_PER_TEXT, MIN_TEXTS), MAX_TEXTS)
 
 
 def namespace_of(adapter: str = "") -> int:

@@ -10,7 +10,17 @@ from hypothesis import strategies as st
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.history import roots as module
 from rollout_spec.history.rollout import Root
-from rollout_spec.history.roots import LAST_SAID, MAX_LONGER, MIN_TOKENS, RUN, SLACK, Roots
+from rollout_spec.history.roots import (
+    LAST_SAID,
+    MAX_LONGER,
+    MAX_TEXTS,
+    MIN_TEXTS,
+    MIN_TOKENS,
+    RUN,
+    SLACK,
+    Roots,
+    texts_for,
+)
 
 
 def ids(tokens):
@@ -343,6 +353,14 @@ def test_the_texts_met_last_stay():
     for i in (0, 2, 3):
         assert roots.root_of(problem_of_prompt(prompts[i])) == Root(20, hash_of(roots, prompts[i]))
     assert start(roots, prompts[1]) == (problem_of_prompt(prompts[1]), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("max_history_tokens", "num_texts"),
+    [(0, MIN_TEXTS), (20_000, MIN_TEXTS), (64_000, 2000), (8_000_000, MAX_TEXTS), (None, MAX_TEXTS)],
+)
+def test_as_many_texts_are_known_as_the_history_can_hold(max_history_tokens, num_texts):
+    assert texts_for(max_history_tokens) == num_texts
 
 
 def hash_of(roots, prompt):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import time
+import tracemalloc
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -918,6 +919,32 @@ def test_a_later_turn_drafts_from_earlier_ones_and_stores_its_end_only(drafter):
     assert drafts[0][:3] == [31, 32, 33]  # a sibling's second turn
     assert set(session.drafter._problems) == {problem_of_prompt(ROOT)}
     session.drafter.check_integrity()
+
+
+@pytest.mark.parametrize("drafter", ["history", "ngram", "lookahead"])
+def test_ended_requests_take_no_more_memory_once_history_is_full(drafter):
+    """Other than the texts by which conversations are recognised, as many as history can hold."""
+    session = a_session(drafter=drafter, budget=False, drafter_options={"max_history_tokens": 2000})
+    prompts = np.random.default_rng(0).integers(0, 50, (1600, 20)).tolist()
+
+    def serve(first, last):
+        for start in range(first, last, 32):
+            requests = {str(i): a_request(prompts[i]) for i in range(start, start + 32)}
+            advance(session, {req_id: [1, 2, 3] for req_id in requests}, requests=requests)
+            advance(session, {}, ended=requests)
+        return tracemalloc.get_traced_memory()[0]
+
+    serve(0, 32)  # compiles
+    tracemalloc.start()
+    try:
+        full = serve(32, 1184)
+        assert serve(1184, 1600) - full < 416 * 50  # bytes per request
+    finally:
+        tracemalloc.stop()
+    num_kept = session.drafter.history_summary()["rollouts"]
+    for prompt in prompts[len(prompts) - num_kept :]:
+        later = np.array([*prompt, 1, 2, 3, *ANSWER], np.int32)
+        assert recognise(session.roots, a_request(later), later).problem_id == problem_of_prompt(prompt)
 
 
 def test_rollouts_that_are_not_kept_are_not_taken_for_known():
