@@ -15,6 +15,7 @@ filter says which of these may be known. Two texts that are taken for one cost d
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -125,7 +126,7 @@ class Roots:
 
     def __init__(self, max_texts: int = MAX_TEXTS) -> None:
         self._max_texts = max_texts
-        self._texts: dict[int, _Text] = {}  # by `whole`, those met last at the end
+        self._texts: OrderedDict[int, _Text] = OrderedDict()  # by `whole`, those met last at the end
         self._heads: dict[int, _Text] = {}  # the newest with this head
         self._roots: dict[int, _Text] = {}  # by problem id
         self._filter = np.zeros(1 << (FILTER_BITS - 3), np.uint8)
@@ -253,7 +254,7 @@ class Roots:
         return bool((self._said[places] == marks).any())
 
     def _touch(self, text: _Text) -> None:
-        self._texts[text.whole] = self._texts.pop(text.whole)
+        self._texts.move_to_end(text.whole)
 
     def _remember(self, text: _Text) -> None:
         """Add a text, unless it is known, and forget the one that was not met for longest."""
@@ -269,7 +270,7 @@ class Roots:
         if text.is_root:
             self._roots[text.problem_id] = text
         if len(self._texts) > self._max_texts:
-            self._forget(self._texts.pop(next(iter(self._texts))))
+            self._forget(self._texts.popitem(last=False)[1])
         self._num_filtered += 1
         if self._num_filtered > 2 * self._max_texts:
             self._filter[:] = 0
