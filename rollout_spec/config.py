@@ -72,6 +72,8 @@ class RolloutSpecConfig:
         history_dir: A folder, or a URL that fsspec knows, that keeps history: of earlier runs, and of other engines
             that use it at the same time (see docs/history.md). None: history ends with the engine, which has it alone.
         max_history_dir_bytes: Bound on the files in `history_dir`. The oldest policy versions go first.
+        history_dir_features: Whether `history_dir` also keeps what the target saw at each token, 32 of 33 bytes. False:
+            other engines and later runs draft from words alone.
         ignore_cache_salt: Whether requests share history whatever their `cache_salt` is. False: requests with different
             salts, or with and without one, are kept apart (see docs/guarantees.md).
 
@@ -90,6 +92,7 @@ class RolloutSpecConfig:
     num_model_draft_tokens: int | None = None
     history_dir: str | None = None
     max_history_dir_bytes: int = 4 << 30
+    history_dir_features: bool = True
     ignore_cache_salt: bool = False
 
     def __post_init__(self) -> None:
@@ -109,6 +112,7 @@ class RolloutSpecConfig:
             budget=checks.switch("budget", self.budget),
             ignore_cache_salt=checks.switch("ignore_cache_salt", self.ignore_cache_salt),
             max_history_dir_bytes=checks.integer("max_history_dir_bytes", self.max_history_dir_bytes, 1),
+            history_dir_features=checks.switch("history_dir_features", self.history_dir_features),
         )
         if "max_draft_tokens" in self.drafter_options and self.drafter in (AUTO, *REGISTRY):
             raise ValueError("drafter_options must not set max_draft_tokens: set num_speculative_tokens")

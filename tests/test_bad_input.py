@@ -170,6 +170,7 @@ CONFIG = {
     "num_model_draft_tokens": Argument(nothing_or(is_int), (None, 1, np.int64(2))),
     "history_dir": Argument(nothing_or(lambda v: isinstance(v, str | os.PathLike)), (None, "x", Path("x"))),
     "max_history_dir_bytes": Argument(is_int, (1, 2**40)),
+    "history_dir_features": SWITCH,
     "ignore_cache_salt": SWITCH,
 }
 

@@ -51,10 +51,11 @@ def test_options_of_configuration_libraries():
         (
             {"history_dir": "x", "drafter": "examples.custom_drafter.RepeatDrafter"},
             ValueError,
-            "has no max_history_tokens, record_rollouts, take_recorded, add_rollouts, learned, learn",
+            "has no max_history_tokens, record_rollouts, take_recorded, add_rollouts, knows, learned, learn",
         ),
         ({"history_dir": "nowhere://x"}, ValueError, "history_dir 'nowhere://x' cannot be used"),
         ({"max_history_dir_bytes": 0}, ValueError, "max_history_dir_bytes must be at least 1, got 0"),
+        ({"history_dir_features": "no"}, TypeError, "history_dir_features must be"),
         ({"verify": "ratio"}, ValueError, "verify"),
         ({"speculation": 1}, TypeError, "speculation"),
         ({"speculative_config": "mtp"}, TypeError, "speculative_config must be a dict"),

@@ -238,7 +238,7 @@ class DeviceDrafter:
             problem_id = problem_of_prompt(prompt_token_ids) if len(prompt_token_ids) else NO_PROBLEM - slot
         problem = self._problems.get(problem_id)
         self._num_requests += 1
-        self._num_known_requests += problem is not None or self._archive.knows(problem_id)
+        self._num_known_requests += self.knows(problem_id)
         if problem is None:
             if not self._free_rows:
                 self._evict_oldest()
@@ -304,6 +304,10 @@ class DeviceDrafter:
             self._mark_idle_if_unused(problem)
         kernels.halve_full(self._all_counters)
         self._archive.take_copies()
+
+    def knows(self, problem_id: int) -> bool:
+        """Whether there is any history of a problem, or a request of it is live."""
+        return problem_id in self._problems or self._archive.knows(problem_id)
 
     def learned(self) -> dict[str, NDArray]:
         """What outcomes have taught so far, by name, for `learn`. Waits for the device."""

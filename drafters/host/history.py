@@ -503,6 +503,10 @@ class HistoryDrafter:
         if some:
             self._add(some)
 
+    def knows(self, problem_id: int) -> bool:
+        """Whether there is any history of a problem, or a request of it is live."""
+        return problem_id in self._problems
+
     def learned(self) -> dict[str, NDArray]:
         """What outcomes have taught so far, by name, for `learn`."""
         return {name: getattr(self._calibration, name).copy() for name in LEARNED}

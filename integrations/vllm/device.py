@@ -85,6 +85,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         self._model_config = vllm_config.model_config
         self._is_warm = False
         self._req_indices: dict[str, int] = {}
+        self._problems: dict[str, int | None] = {}  # of the same requests, with a history that lasts
         self._versions: dict[str, int] = {}
         self._runner: Any = None
 
@@ -136,6 +137,9 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
             if request.prompt_token_ids is not None:  # a prompt of embeddings has no history
                 by_text = None if self.engine_history is None else self.engine_history.problem_by_text
                 problem_id = recognise(self.roots, request, prompt, by_text).problem_id
+            if self.engine_history is not None:
+                self.engine_history.begin_request(problem_id)
+                self._problems[req_id] = problem_id
             req_idx = self._req_indices[req_id] = self._runner.req_states.req_id_to_index[req_id]
             version = self._versions.pop(req_id, None)
             self.drafter.start_request(
@@ -158,6 +162,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
             req_idx = self._req_indices.pop(req_id, None)
             if req_idx is not None:
                 ended.append(self._ended(req_idx, request))
+                self._end_in_history(req_id)
         if ended:
             self.drafter.stop_requests(ended)
 
@@ -204,6 +209,11 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
 
     def _preempt(self, req_id: str) -> None:
         self._versions[req_id] = self.drafter.preempt_request(self._req_indices.pop(req_id))
+        self._end_in_history(req_id)
+
+    def _end_in_history(self, req_id: str) -> None:
+        if self.engine_history is not None:
+            self.engine_history.end_request(self._problems.pop(req_id))
 
     def _ended(self, req_idx: int, request: Any) -> EndedRequest:
         states, params = self._runner.req_states, request.sampling_params

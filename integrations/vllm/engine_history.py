@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
@@ -24,6 +24,12 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKENS_PER_STEP = 4096
 """Most tokens of other engines' rollouts that one step takes in, but at least one rollout."""
+STEPS_TO_TAKE = 64
+"""Where many wait, as when a batch of new problems begins, a step takes one part in so many of them."""
+SAMPLED_TOKENS = 2_000_000
+"""Most tokens of some problems' rollouts that an engine takes in when it starts."""
+STEPS_PER_FORGETTING = 1024
+"""How often the folder is told of which problems nothing is left."""
 STEPS_PER_SHARING = 16
 """Tensor-parallel ranks take over what the first rank has read once in this many steps."""
 
@@ -42,6 +48,9 @@ class HistoryKeeper(Protocol):
 
     def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """Put rollouts into the history that ended elsewhere or earlier."""
+
+    def knows(self, problem_id: int) -> bool:
+        """Whether there is any history of a problem, or a request of it is live."""
 
     def begin_policy_version(self, version: int) -> None:
         """Announce that requests started from now on are sampled by a new policy."""
@@ -81,19 +90,27 @@ class EngineHistory:
         self._recorded: list[Rollout] = []
         self._share = share_from_first_rank
         self._queue: deque[Rollout] = deque()  # to be taken in by the next steps
+        self._live: Counter[int] = Counter()  # requests by problem
+        self._per_step = 0  # tokens of it that the next steps take in
         self._num_steps = 0
         self._is_closed = False
         self._folder: HistoryFolder | None = None
         self._loading: Future[list[Rollout]] | None = None
         if is_first_rank(vllm_config):
             origin = origin_of(vllm_config.model_config)
-            self._folder = HistoryFolder(config.history_dir, origin, max_bytes=config.max_history_dir_bytes)
+            self._folder = HistoryFolder(
+                config.history_dir,
+                origin,
+                max_bytes=config.max_history_dir_bytes,
+                features=config.history_dir_features,
+            )
             executor = ThreadPoolExecutor(1, "rollout_spec history")
-            self._loading = executor.submit(self._folder.load, drafter.max_history_tokens)
+            max_tokens = min(drafter.max_history_tokens, SAMPLED_TOKENS)
+            self._loading = executor.submit(self._folder.load, max_tokens)
             executor.shutdown(wait=False)
 
     def load(self) -> int:
-        """Take in what the folder holds. Called on all ranks once the engine is built; waits for the files to be read.
+        """Take in some of what the folder holds. Called on all ranks once the engine is built; waits for the files.
 
         Returns:
             The policy version to go on from.
@@ -105,10 +122,11 @@ class EngineHistory:
                 rollouts, learned = self._loading.result(), self._folder.load_learned()
             except Exception:  # must not keep an engine from starting
                 logger.exception("history: what the folder holds could not be loaded; this run begins without it")
-            self._version = self._folder.newest_version
+            self._version, self._known_by_text = self._folder.newest_version, self._folder.by_text
             self._loading = None
         if self._share is not None:
-            rollouts, learned, self._version = self._share((rollouts, learned, self._version))
+            shared = self._share((rollouts, learned, self._version, self._known_by_text))
+            rollouts, learned, self._version, self._known_by_text = shared
         self._drafter.begin_policy_version(self._version)
         self._add(rollouts)
         self._drafter.learn(learned)
@@ -122,7 +140,24 @@ class EngineHistory:
         """The drafter has been told of a new version."""
         self._version = version
         if self._folder is not None:
-            self._folder.keep_learned(self._drafter.learned())
+            self._folder.keep_learned(self._drafter.learned(), version)
+
+    def begin_request(self, problem_id: int | None) -> None:
+        """A request begins: what others have said of its problem is read now. Called before the drafter is told."""
+        if self._folder is None or problem_id is None:
+            return
+        self._live[problem_id] += 1
+        if self._live[problem_id] == 1:
+            self._folder.watch(problem_id, is_known=self._drafter.knows(problem_id))
+
+    def end_request(self, problem_id: int | None) -> None:
+        """A request has ended."""
+        if self._folder is None or problem_id is None:
+            return
+        self._live[problem_id] -= 1
+        if self._live[problem_id] <= 0:
+            del self._live[problem_id]
+            self._folder.unwatch(problem_id)
 
     def exchange(self) -> None:
         """Hand over what has ended, and take in some of what has come. Called once per step; reads no file."""
@@ -133,12 +168,18 @@ class EngineHistory:
         else:
             steps = STEPS_PER_SHARING if self._num_steps % STEPS_PER_SHARING == 0 else 0
         if steps and not self._queue:
-            received = self._folder.take(steps * MAX_TOKENS_PER_STEP) if self._folder is not None else []
+            received: list[Rollout] = []
+            if self._folder is not None:
+                per_step = max(MAX_TOKENS_PER_STEP, self._folder.num_waiting_tokens // STEPS_TO_TAKE)
+                received = self._folder.take(steps * per_step)
             if self._share is not None:
                 received = self._share(received)
-            self._queue.extend(rollout._replace(version=max(self._version - age, 0)) for age, rollout in received)
+            self._queue.extend(received)
+            self._per_step = -(-sum(rollout.num_tokens for rollout in received) // steps)
         if self._queue:
-            self._add(pop_first(self._queue, MAX_TOKENS_PER_STEP, lambda rollout: rollout.num_tokens))
+            self._add(pop_first(self._queue, max(self._per_step, MAX_TOKENS_PER_STEP)))
+        if self._folder is not None and self._num_steps % STEPS_PER_FORGETTING == 0:
+            self._folder.keep_only(self._drafter.knows)
 
     def record(self, root: Root | None) -> None:
         """Note the prompt of what has been recorded since the last call. Others get the root of their problem."""
@@ -156,8 +197,6 @@ class EngineHistory:
     def _add(self, rollouts: Sequence[Rollout]) -> None:
         self._drafter.add_rollouts(rollouts)
         for rollout in rollouts:
-            if rollout.by_text and self._finds_by_text:
-                self._known_by_text.add(rollout.problem_id)
             if rollout.root is not None:
                 self._roots.add_root(rollout.problem_id, rollout.root)
 
@@ -189,7 +228,7 @@ class EngineHistory:
             self._is_closed = True
             try:
                 self._hand_over(wait=True)
-                self._folder.keep_learned(self._drafter.learned())
+                self._folder.keep_learned(self._drafter.learned(), self._version)
             finally:
                 self._folder.close()
 

@@ -326,6 +326,8 @@ class DraftingSession(Speculation):
         conversation = recognise(self.roots, request, prompt, by_text)
         is_seeded = params.temperature > 0 and self._config.verify == "sample"
         more: dict[str, Any] = {"num_known": conversation.num_known, "isolated": has_tenant(request)}
+        if self.engine_history is not None:
+            self.engine_history.begin_request(conversation.problem_id)
         self.drafter.start_request(
             req_id,
             prompt,
@@ -362,6 +364,7 @@ class DraftingSession(Speculation):
                 # A problem that the caller names may have several first prompts.
                 root = self.roots.root_of(problem_id) if options.problem_id is None else Root(length, state)
             self.engine_history.record(root)
+            self.engine_history.end_request(problem_id)
         del self.live[req_id]
         self._stop_strings_by_row.pop(live.row, None)
 

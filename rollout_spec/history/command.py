@@ -9,7 +9,6 @@ import argparse
 import json
 import re
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +58,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prune.add_argument("--problem", type=_problem, metavar="ID", help="the problem whose rollouts go")
     prune.add_argument("--dry-run", action="store_true", help="only say what would go")
     prune.add_argument("--yes", action="store_true", help="even if nothing is left")
+    convert = commands.add_parser("convert", help="make usable what an earlier version of rollout-spec has written")
+    convert.add_argument("dir", metavar="DIR")
     export = commands.add_parser("export", help="write a history to one file")
     export.add_argument("dir", metavar="DIR")
     export.add_argument(
@@ -84,7 +85,14 @@ def _num_bytes(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit code; 2, with one line on stderr, for bad input; 1 for mostly bad lines."""
-    commands = {"import": _import, "stats": _stats, "show": _show, "prune": _prune, "export": _export}
+    commands = {
+        "import": _import,
+        "stats": _stats,
+        "show": _show,
+        "prune": _prune,
+        "convert": _convert,
+        "export": _export,
+    }
     try:
         try:
             import pyarrow  # noqa: F401
@@ -184,15 +192,47 @@ def load_tokenizer(name: str | None) -> tuple[Any, Origin]:
     return tokenizer, Origin(tokenizer=fingerprint(tokenizer.get_vocab()), model=name)
 
 
-def _open(url: str) -> tuple[ShardStorage, Contents]:
+def _open(url: str, problem_id: int | None = None) -> tuple[ShardStorage, Contents]:
     from rollout_spec.history.contents import Contents
+    from rollout_spec.history.partitions import shards_of_earlier_versions
     from rollout_spec.history.storage import open_storage
 
     storage = open_storage(url)
-    contents = Contents(storage)
+    contents = Contents(storage, problem_id)
+    earlier = shards_of_earlier_versions(storage)
+    if earlier:
+        message = f"{url}: {len(earlier):,} shards are of an earlier version: `rollout-spec history convert {url}`"
+        if not len(contents):
+            raise ValueError(message)
+        print(message, file=sys.stderr)
     if not len(contents):
-        raise ValueError(f"{url}: there is no history here")
+        of = "" if problem_id is None else f" of problem {problem_id:016x}"
+        raise ValueError(f"{url}: there is no history{of} here")
     return storage, contents
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from rollout_spec.history.partitions import shards_of_earlier_versions, write_rollouts
+    from rollout_spec.history.shards import Origin, ShardError, read_shard
+    from rollout_spec.history.storage import open_storage
+
+    storage = open_storage(args.dir)
+    names = shards_of_earlier_versions(storage)
+    refused: dict[str, str] = {}
+    num_rollouts, problems = 0, set[int]()
+    for name in sorted(names):
+        try:
+            info, entries = read_shard(storage, name, Origin())
+        except ShardError as error:
+            refused[name] = str(error)
+            continue
+        write_rollouts(storage, entries, info.origin)
+        storage.delete(name)
+        num_rollouts += len(entries)
+        problems.update(entry.rollout.problem_id for entry in entries)
+    _print_refused(refused)
+    print(f"{len(names) - len(refused):,} shards: {num_rollouts:,} rollouts of {len(problems):,} problems")
+    return 0
 
 
 def _stats(args: argparse.Namespace) -> int:
@@ -229,7 +269,7 @@ def _show(args: argparse.Namespace) -> int:
 
     if args.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {args.limit}")
-    _, contents = _open(args.dir)
+    _, contents = _open(args.dir, args.problem)
     tokenizer, _ = load_tokenizer(args.tokenizer)
     if args.problem is None:
         summary = summarize(contents)
@@ -238,7 +278,7 @@ def _show(args: argparse.Namespace) -> int:
             print(f"{problem_id:016x} {count:10,}")
         _print_refused(summary.refused)
         return 0
-    rollouts = [rollout for rollout in each_once(contents) if rollout.problem_id == args.problem]
+    rollouts = list(each_once(contents))
     _print_refused(contents.refused)
     if not rollouts:
         raise ValueError(f"{args.dir}: no rollouts of problem {args.problem:016x}")
@@ -255,15 +295,14 @@ def _show(args: argparse.Namespace) -> int:
 
 def _prune(args: argparse.Namespace) -> int:
     from rollout_spec.history.contents import Contents, plan_pruning, prune
-    from rollout_spec.history.tidying import SECONDS_UNTIL_ABANDONED
 
     if args.max_bytes is None and args.keep_versions is None and args.problem is None:
         raise ValueError("prune needs --max-bytes, --keep-versions or --problem")
     if args.keep_versions is not None and args.keep_versions < 1:
         raise ValueError(f"--keep-versions must be at least 1, got {args.keep_versions}")
     limits = {"max_bytes": args.max_bytes, "keep_versions": args.keep_versions, "problem_id": args.problem}
-    storage, _ = _open(args.dir)
-    with storage.tidying(abandoned_before=time.time() - SECONDS_UNTIL_ABANDONED) as is_ours:
+    storage, _ = _open(args.dir, args.problem)
+    with storage.tidying() as is_ours:
         if not is_ours and not args.dry_run:
             raise ValueError(f"{args.dir}: another process merges or removes shards; try again")
         contents = Contents(storage)

@@ -15,9 +15,10 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from rollout_spec.features.format import LOGPROB_STEP, TOP_TOKENS, unpack
+from rollout_spec.history.partitions import path_of, problem_ids
 from rollout_spec.history.recordings import exported_line
 from rollout_spec.history.rollout import Rollout
-from rollout_spec.history.shards import Entry, Origin, ShardError, ShardInfo, read_shard, write_shard
+from rollout_spec.history.shards import Entry, Origin, ShardError, ShardInfo, by_version, read_shard, write_shard
 from rollout_spec.history.storage import ShardStorage
 
 
@@ -25,13 +26,17 @@ class Shard(NamedTuple):
     """A shard that can be used."""
 
     name: str
+    """Its path in the history."""
     num_bytes: int
     info: ShardInfo
     entries: list[Entry]
 
 
 class Contents:
-    """The shards of a folder, one after the other, oldest policy versions first.
+    """The shards of a history, one after the other, oldest policy versions first.
+
+    Args:
+        problem_id: The problem whose shards are wanted; None: all.
 
     Attributes:
         num_bytes: Of all shards, those that cannot be used included.
@@ -41,9 +46,13 @@ class Contents:
         OSError: the folder cannot be read. So may iterating.
     """
 
-    def __init__(self, storage: ShardStorage) -> None:
+    def __init__(self, storage: ShardStorage, problem_id: int | None = None) -> None:
         self._storage = storage
-        self._sizes = storage.sizes()
+        self._sizes = {
+            f"{path_of(problem)}/{name}": size
+            for problem in (problem_ids(storage) if problem_id is None else [problem_id])
+            for name, size in storage.folder(path_of(problem)).sizes().items()
+        }
         self.num_bytes = sum(self._sizes.values())
         self.refused: dict[str, str] = {}
 
@@ -52,7 +61,7 @@ class Contents:
         return len(self._sizes)
 
     def __iter__(self) -> Iterator[Shard]:
-        for name in sorted(self._sizes):  # names begin with the version
+        for name in sorted(self._sizes, key=by_version):
             with contextlib.suppress(FileNotFoundError):  # merged or deleted meanwhile
                 try:
                     info, entries = read_shard(self._storage, name, Origin())
@@ -64,10 +73,11 @@ class Contents:
 
 def each_once(shards: Iterable[Shard]) -> Iterator[Rollout]:
     """Their rollouts: while shards are merged, or after a crash, a batch can be in two of them."""
-    seen: set[tuple[int, int]] = set()
+    seen: set[tuple[int, int, int]] = set()
     for shard in shards:
-        yield from (entry.rollout for entry in shard.entries if (entry.writer, entry.batch) not in seen)
-        seen.update((entry.writer, entry.batch) for entry in shard.entries)
+        keys = [(entry.rollout.problem_id, entry.writer, entry.batch) for entry in shard.entries]
+        yield from (entry.rollout for key, entry in zip(keys, shard.entries, strict=True) if key not in seen)
+        seen.update(keys)
 
 
 @dataclass
@@ -216,7 +226,7 @@ def prune(storage: ShardStorage, pruning: Pruning) -> None:
             continue
         kept = list(itertools.compress(entries, keep))
         if kept:
-            write_shard(storage, kept, info.origin)
+            write_shard(storage.folder(name.rpartition("/")[0]), kept, info.origin)
         storage.delete(name)
 
 

@@ -1,65 +1,72 @@
-"""One engine's end of a folder of shards: it writes its own rollouts there and reads those of the others.
+"""One engine's end of a history that engines share: it writes its own rollouts, and reads those of others as it needs.
 
-A thread does both, several times a second, so that no decode step waits for a file. Engines of one node, or of several
-that see the same folder, so have each other's rollouts within a second, and a run that resumes has those of the last
-one. Small shards are merged by whoever comes first; the oldest are deleted when the folder exceeds its bound.
+Each problem's shards have a folder of their own. An engine reads what others have said of a problem when it is asked
+for that problem, and looks for more while requests of it are live. So what it reads does not grow with the number of
+engines, but with what it is asked. When it starts it also reads some other problems, from which requests draft where
+their own has nothing. A thread reads and writes, so that no decode step waits for a file.
 """
 
 from __future__ import annotations
 
+import atexit
+import concurrent.futures.thread  # noqa: F401 - before `start` registers for the exit: who is last is called first
 import contextlib
 import io
 import json
 import logging
 import os
-import secrets
+import random
 import threading
 import time
+import weakref
 import zipfile
 import zlib
-from bisect import bisect_right
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from typing import NamedTuple, TypeVar
+from itertools import islice
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.history.rollout import Rollout
-from rollout_spec.history.shards import (
-    Entry,
-    Origin,
-    ShardError,
-    decode,
-    encode,
-    read_bytes,
-    read_info,
-    release_memory,
-    write_shard,
+from rollout_spec.history.partitions import (
+    groups_of,
+    path_of,
+    problem_ids,
+    problems_by_text,
+    shards_of_earlier_versions,
 )
+from rollout_spec.history.problem import FIRST_PAUSE, Found, ProblemShards, longer
+from rollout_spec.history.rollout import Rollout
+from rollout_spec.history.shards import Entry, Origin, encode, release_memory
 from rollout_spec.history.storage import LocalStorage, ShardStorage, open_storage
-from rollout_spec.history.tidying import Tidier, by_version
+from rollout_spec.history.tidying import tidy_if_due
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 
-LEARNED, ORIGIN = "learned.npz", "origin"
-"""What drafters have learned from outcomes; the last engine that writes it wins. One of its arrays says of what."""
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+LEARNED, ORIGIN, VERSION = "learned.npz", "origin", "version"
+"""What drafters have learned from outcomes; the last engine that writes it wins. Two of its arrays say of what, and at
+which policy version."""
 SECONDS_LOCAL, SECONDS_REMOTE = 0.25, 5.0
-"""Between two looks into a folder, and into one of another file system of fsspec."""
-LOOKS_PER_TIDYING = 40
-"""How often the folder is tidied."""
-LOOKS_WHILE_MERGED = 3
-"""How often the folder is listed at most where shards are merged while they are read."""
+"""Between two exchanges with a folder, and with one of another file system of fsspec. What is asked for is read at
+once."""
+LONGEST = 4
+"""A problem of which nothing new has come is looked at in every second exchange, then once in so many: within a second,
+and within 20 on a remote file system."""
+READERS_REMOTE = 16
+"""Problems of a remote file system that are read at once: an answer takes long, and little work."""
+SECONDS_PER_CHECK = 20.0
+"""How often it is asked whether the history must be tidied."""
 MAX_WAITING_TOKENS = 1_000_000
-"""Of other engines' rollouts that the engine has not taken. The oldest are dropped."""
+"""Of other engines' rollouts that the engine has not taken. No more are read until it has."""
 MAX_UNWRITTEN_TOKENS = 5_000_000
 """Of its own rollouts that have not been tried to be written, and as many of those where that failed: up to 36 bytes
 each. A healthy folder never has so many. The oldest are dropped."""
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds until a folder that could not be written, or a shard that could not be read, is tried again; each time twice
-as many."""
 SECONDS_TO_CLOSE = 10.0
 
 
@@ -73,7 +80,6 @@ class FolderStats:
         rollouts_waiting: Could not be written yet, and will be tried again.
         rollouts_lost: Were never written: too many waited, the engine ended before the folder could be written, or no
             shard can hold them.
-        rollouts_dropped: Were read, but the engine did not take them in time.
         shards_refused: Shards that were damaged or of another tokenizer.
         seconds: Time that its thread was busy.
     """
@@ -84,7 +90,6 @@ class FolderStats:
     bytes_read: int = 0
     rollouts_waiting: int = 0
     rollouts_lost: int = 0
-    rollouts_dropped: int = 0
     shards_refused: int = 0
     seconds: float = 0.0
 
@@ -93,76 +98,63 @@ class FolderStats:
         return asdict(self)
 
 
-class _Batches:
-    """Numbers of batches, as ranges (first, last) in order, which neither overlap nor touch."""
+@dataclass(slots=True)
+class _Asked:
+    """When a problem is looked at next that requests are live of."""
 
-    def __init__(self) -> None:
-        self._ranges: list[tuple[int, int]] = []
-
-    def has(self, first: int, last: int) -> bool:
-        """Whether all these are there. O(log ranges)."""
-        at = bisect_right(self._ranges, (first, 2**63)) - 1
-        return at >= 0 and self._ranges[at][0] <= first and last <= self._ranges[at][1]
-
-    def add(self, first: int, last: int) -> None:
-        """Add these. O(ranges)."""
-        apart = [r for r in self._ranges if r[1] < first - 1 or r[0] > last + 1]
-        joined = [r for r in self._ranges if not (r[1] < first - 1 or r[0] > last + 1)]
-        first, last = min([first, *(r[0] for r in joined)]), max([last, *(r[1] for r in joined)])
-        self._ranges = sorted([*apart, (first, last)])
-
-
-class Received(NamedTuple):
-    """A rollout of another engine."""
-
-    age: int
-    """Policy versions between it and the newest of the same engine. Engines count versions on their own."""
-    rollout: Rollout
+    in_exchanges: int = 0  # 0: in this one
+    pause: int = 1  # exchanges until the next look, if this one finds nothing
 
 
 class HistoryFolder:
-    """See the module's docstring. Calls of `add` and `take` do not touch files.
+    """See the module's docstring. Calls under `called by the engine` but `load` do not touch files.
 
     Args:
         url: A path, or a URL that fsspec knows.
         origin: What this engine's rollouts come from.
-        max_bytes: Bound on the folder's shards. The oldest policy versions go first.
+        max_bytes: Bound on all problems' shards. The oldest policy versions go first.
+        features: Whether to write what the target saw.
 
     Attributes:
         stats: What went through the folder.
         newest_version: The newest policy version that `load` found; 0 before.
+        by_text: Problems that are told by their prompts' text, which `load` found.
 
     Raises:
         ValueError: as `open_storage`.
     """
 
-    def __init__(self, url: str, origin: Origin, *, max_bytes: int) -> None:
+    def __init__(self, url: str, origin: Origin, *, max_bytes: int, features: bool = True) -> None:
         self.stats = FolderStats()
         self.newest_version = 0
+        self.by_text: set[int] = set()
         self._storage: ShardStorage = open_storage(url)
+        self._is_remote = not isinstance(self._storage, LocalStorage)
         self._origin = origin
         self._url = url
-        self._tidier = Tidier(self._storage, origin, max_bytes, self._on_merged)
-        self._writer = secrets.randbits(64)
-        self._next_batch = 0
-        self._seen: defaultdict[int, _Batches] = defaultdict(_Batches)  # by writer
-        self._newest: dict[int, int] = {}  # newest version by writer
-        self._known: set[str] = set()  # shards that need not be read any more
-        self._refused: dict[str, int] = {}  # sizes of shards that cannot be used
-        self._unreadable: dict[str, tuple[float, float]] = {}  # of shards: their pause, and when it ends
+        self._max_bytes = max_bytes
+        self._features = features
+        self._problems: dict[int, ProblemShards] = {}  # the thread's
+        self._asked: dict[int, _Asked] = {}  # requests are live of these
+        self._to_forget: set[int] = set()  # problems of which the engine has nothing any more
         self._outbox: deque[Rollout] = deque()
         self._outbox_tokens = 0
-        self._unwritten: deque[list[Entry]] = deque()  # batches that could not be written, oldest first
+        self._unwritten: deque[tuple[ProblemShards, list[Entry]]] = deque()  # what could not be written, oldest first
         self._pause = 0.0  # seconds from the last write that failed to the next; 0: it did not fail
         self._next_write = 0.0  # by `time.monotonic`
-        self._inbox: deque[Entry] = deque()
+        self._inbox: deque[Rollout] = deque()
         self._inbox_tokens = 0
+        self._num_waiting: Counter[int] = Counter()  # rollouts of it, by problem
         self._learned: dict[str, NDArray] | None = None
-        self._lock = threading.Lock()  # of the boxes, of what is unwritten and of what was learned
+        self._has_read_version = False
+        self._lock = threading.RLock()  # of what the engine's calls and the thread both change
         self._has_failed = False
         self._warned_of: set[int | type[Exception] | None] = set()  # numbers of errors, or what has none
-        self._looks = 0
-        self._stopping = threading.Event()
+        self._next_check = (
+            time.monotonic() + SECONDS_PER_CHECK
+        )  # of whether the history must be tidied, by `time.monotonic`
+        self._woken = threading.Event()
+        self._is_stopping = False
         self._thread: threading.Thread | None = None
         self._is_closed = False
         self._process = os.getpid()
@@ -170,72 +162,114 @@ class HistoryFolder:
     # -- called by the engine ----------------------------------------------------------------------------------------
 
     def load(self, max_tokens: int) -> list[Rollout]:
-        """Read what the folder holds, newest policy versions first, until there are `max_tokens`.
+        """Read what an engine needs before it is asked for anything: some problems, chosen at random, as far as
+        `max_tokens` go, and what `newest_version` and `by_text` say.
 
         Shards that cannot be used are left out, each with a warning.
 
         Returns:
-            The rollouts, oldest first. Their versions are those of the run that wrote them.
+            The rollouts, oldest policy versions first.
         """
         with self._timed():
-            num_tokens = 0
-
-            def is_enough(entries: Sequence[Entry]) -> bool:
-                nonlocal num_tokens
-                num_tokens += sum(entry.rollout.num_tokens for entry in entries)
-                return num_tokens >= max_tokens
-
-            entries = sorted(self._read_new(is_enough), key=lambda e: (e.rollout.version, e.writer, e.batch))
-            first = 0
-            while first < len(entries) and num_tokens > max_tokens:
-                num_tokens -= entries[first].rollout.num_tokens
-                first += 1
-            rollouts = [entry.rollout for entry in entries[first:]]
-            self.newest_version = rollouts[-1].version if rollouts else 0
-            self.stats.rollouts_read += len(rollouts)
-            return rollouts
+            found: list[Rollout] = []
+            try:
+                self.newest_version = self._read_version()
+                self.by_text = problems_by_text(self._storage)
+                earlier = shards_of_earlier_versions(self._storage)
+                if earlier:
+                    logger.warning(
+                        "history: %d shards in %s, such as %s, are of an earlier version of rollout-spec and are not "
+                        "used. `rollout-spec history convert %s` converts them",
+                        len(earlier), self._url, earlier[0], self._url,
+                    )  # fmt: skip
+                groups = groups_of(self._storage)
+                random.shuffle(groups)
+                problems = problem_ids(self._storage, groups)
+                while max_tokens > 0 and (some := list(islice(problems, self._num_readers))):
+                    for result in self._look_at(some, max_tokens):
+                        found += [entry.rollout for entry in result.entries]
+                        max_tokens -= sum(entry.rollout.num_tokens for entry in result.entries)
+            except OSError as error:
+                self._warn(error)
+            found.sort(key=lambda rollout: rollout.version)
+            self.stats.rollouts_read += len(found)
+            self.newest_version = max([self.newest_version, *(rollout.version for rollout in found[-1:])])
+            return found
 
     def load_learned(self) -> dict[str, NDArray]:
         """What the last engine to use the folder had learned from outcomes; empty if that is not known."""
         try:
-            with np.load(io.BytesIO(self._storage.read(LEARNED)), allow_pickle=False) as arrays:
-                learned = dict(arrays)
-            is_ours = learned.pop(ORIGIN).item() == json.dumps(self._origin.without_model())
-            return learned if is_ours else {}
-        except FileNotFoundError:
+            learned = self._read_learned()
+        except OSError as error:
+            self._warn(error)
             return {}
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            logger.warning("history: %s in %s is left out: %s", LEARNED, self._url, error)
-            return {}
+        learned.pop(VERSION, None)
+        origin = learned.pop(ORIGIN, None)
+        is_ours = origin is not None and origin.tolist() == json.dumps(self._origin.without_model())
+        return learned if is_ours else {}
 
-    def keep_learned(self, learned: Mapping[str, NDArray]) -> None:
-        """Write soon what this engine has learned."""
+    def keep_learned(self, learned: Mapping[str, NDArray], version: int) -> None:
+        """Write soon what this engine has learned, and which policy version it has."""
         with self._lock:
-            self._learned = dict(learned)
+            self._learned = {**learned, VERSION: np.array(version)}
 
     def start(self) -> None:
-        """Begin to write and to read."""
+        """Begin to write and to read. What is left when the process ends is written, if nobody calls `close`."""
+        if self._is_remote:
+            # Not by `atexit`: executors refuse work by then, and asyncio asks for addresses of hosts in one.
+            register = getattr(threading, "_register_atexit", atexit.register)
+            register(_close_if_alive, weakref.ref(self))
         self._thread = threading.Thread(target=self._run, name="rollout_spec history", daemon=True)
         self._thread.start()
+
+    def watch(self, problem_id: int, *, is_known: bool) -> None:
+        """Requests of a problem begin: read at once what there is of it, and look for more until `unwatch`.
+
+        Args:
+            is_known: Whether the engine has any history of it. Otherwise also what was read earlier is read again.
+        """
+        with self._lock:
+            self._asked[problem_id] = _Asked()
+            if not is_known:
+                self._to_forget.add(problem_id)
+        self._woken.set()
+
+    def unwatch(self, problem_id: int) -> None:
+        """The last request of a problem has ended."""
+        with self._lock:
+            self._asked.pop(problem_id, None)
+
+    def keep_only(self, is_known: Callable[[int], bool]) -> None:
+        """Forget what was read of problems of which the engine has no history any more."""
+        with self._lock:
+            self._to_forget.update(
+                problem for problem in list(self._problems) if problem not in self._asked and not is_known(problem)
+            )
 
     def add(self, rollouts: Iterable[Rollout]) -> None:
         """Write rollouts soon."""
         with self._lock:
             for rollout in rollouts:
-                self._outbox.append(rollout)
+                self._outbox.append(rollout if self._features else rollout._replace(features=None))
                 self._outbox_tokens += rollout.num_tokens
             while self._outbox_tokens > MAX_UNWRITTEN_TOKENS:  # the thread hangs in a file system, or has to wait
                 self._outbox_tokens -= self._outbox.popleft().num_tokens
                 self.stats.rollouts_lost += 1
 
-    def take(self, max_tokens: int = MAX_WAITING_TOKENS) -> list[Received]:
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Of rollouts that have come and were not taken."""
+        return self._inbox_tokens
+
+    def take(self, max_tokens: int = MAX_WAITING_TOKENS) -> list[Rollout]:
         """The first of the other engines' rollouts that have come, with `max_tokens` together, but at least one."""
         if not self._inbox:
             return []
         with self._lock:
-            entries = pop_first(self._inbox, max_tokens, lambda entry: entry.rollout.num_tokens)
-            self._inbox_tokens -= sum(entry.rollout.num_tokens for entry in entries)
-        return [Received(max(self._newest[e.writer] - e.rollout.version, 0), e.rollout) for e in entries]
+            rollouts = pop_first(self._inbox, max_tokens)
+            self._num_waiting.subtract(rollout.problem_id for rollout in rollouts)
+            self._inbox_tokens -= sum(rollout.num_tokens for rollout in rollouts)
+        return rollouts
 
     def close(self) -> None:
         """Write what is left, and stop. Waits SECONDS_TO_CLOSE at most for the thread, which writes it.
@@ -245,8 +279,8 @@ class HistoryFolder:
         """
         if self._is_closed or os.getpid() != self._process:
             return
-        self._is_closed = True
-        self._stopping.set()
+        self._is_closed = self._is_stopping = True
+        self._woken.set()
         if self._thread is threading.current_thread():
             return
         try:
@@ -264,9 +298,18 @@ class HistoryFolder:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        is_remote = not isinstance(self._storage, LocalStorage)
-        while not self._stopping.wait(SECONDS_REMOTE if is_remote else SECONDS_LOCAL):
-            self._try(self.exchange)
+        seconds = SECONDS_REMOTE if self._is_remote else SECONDS_LOCAL
+        due = time.monotonic() + seconds
+        while not self._is_stopping:
+            self._woken.wait(max(due - time.monotonic(), 0.0))
+            self._woken.clear()
+            if self._is_stopping:
+                break
+            if time.monotonic() >= due:
+                self._try(self.exchange)
+                due = time.monotonic() + seconds
+            else:
+                self._try(self._read)
         self._try(self._write_last)
 
     def _try(self, work: Callable[[], None]) -> None:
@@ -282,27 +325,85 @@ class HistoryFolder:
 
         The thread's work: not to be called by others while it runs.
         """
+        self._forget()
         with self._timed():
             self._write()
-            entries = self._read_new()
-            self.stats.rollouts_read += len(entries)
             with self._lock:
-                self._inbox.extend(entries)
-                self._inbox_tokens += sum(entry.rollout.num_tokens for entry in entries)
-                while self._inbox_tokens > MAX_WAITING_TOKENS:  # the engine takes none, as when it is switched off
-                    self._inbox_tokens -= self._inbox.popleft().rollout.num_tokens
-                    self.stats.rollouts_dropped += 1
-            self._looks += 1
-            if self._looks % LOOKS_PER_TIDYING == 0:
+                for asked in self._asked.values():
+                    asked.in_exchanges = max(asked.in_exchanges - 1, 0)
+        self._read()
+        if time.monotonic() >= self._next_check:
+            self._next_check = time.monotonic() + SECONDS_PER_CHECK
+            with self._timed():
                 self.tidy()
                 release_memory()
 
     def tidy(self) -> None:
-        """Merge small shards, and delete the oldest ones until the bound holds, unless another engine is at it."""
+        """Delete the oldest policy versions until the bound holds, unless another engine has seen to it lately."""
         try:
-            self._tidier.tidy()
+            tidy_if_due(self._storage, self._max_bytes)
         except OSError as error:
             self._warn(error)
+
+    def _forget(self) -> None:
+        """Forget what was read of problems of which the engine has nothing, unless it is yet to take what was read."""
+        with self._lock:
+            self._num_waiting = +self._num_waiting
+            for problem_id in self._to_forget - self._num_waiting.keys():
+                self._problems.pop(problem_id, None)
+            self._to_forget.clear()
+
+    def _read(self) -> None:
+        """Look at the problems that were asked for since the last look, and at those that are due."""
+        self._forget()
+        with self._lock:
+            due = [problem for problem, asked in self._asked.items() if asked.in_exchanges == 0]
+        with self._timed():
+            while due and self._inbox_tokens < MAX_WAITING_TOKENS:
+                some, due = due[: self._num_readers], due[self._num_readers :]
+                for problem_id, result in zip(some, self._look_at(some, MAX_WAITING_TOKENS), strict=True):
+                    rollouts = [entry.rollout for entry in result.entries]
+                    self.stats.rollouts_read += len(rollouts)
+                    with self._lock:
+                        self._inbox.extend(rollouts)
+                        self._num_waiting[problem_id] += len(rollouts)
+                        self._inbox_tokens += sum(rollout.num_tokens for rollout in rollouts)
+                        asked = self._asked.get(problem_id)
+                        if asked is not None:
+                            asked.in_exchanges = 1 if rollouts else asked.pause
+                            asked.pause = 1 if rollouts else min(2 * asked.pause, LONGEST)
+
+    @property
+    def _num_readers(self) -> int:
+        return READERS_REMOTE if self._is_remote else 1
+
+    def _look_at(self, problem_ids: list[int], max_tokens: int) -> list[Found]:
+        """What is new of some problems."""
+
+        def look(problem_id: int) -> Found:
+            shards = self._shards_of(problem_id)
+            try:
+                return shards.read_new(max_tokens)
+            except OSError as error:
+                self._warn(error)
+                return Found([], 0, 0)
+
+        if len(problem_ids) == 1:
+            results = [look(problem_ids[0])]
+        else:
+            results = in_threads(look, problem_ids)
+        self.stats.bytes_read += sum(result.num_bytes for result in results)
+        self.stats.shards_refused += sum(result.num_refused for result in results)
+        return results
+
+    def _shards_of(self, problem_id: int) -> ProblemShards:
+        shards = self._problems.get(problem_id)
+        if shards is None:
+            path = path_of(problem_id)
+            shards = ProblemShards(self._storage.folder(path), self._origin, f"{self._url}/{path}")
+            with self._lock:  # `keep_only` iterates over them
+                self._problems[problem_id] = shards
+        return shards
 
     def _write(self) -> None:
         """Write what has come. What cannot be written now is kept, and tried again after a pause."""
@@ -310,21 +411,22 @@ class HistoryFolder:
             self.stats.rollouts_waiting = self._count_unwritten()
             return
         with self._lock:
-            if self._outbox:
-                self._unwritten.append([Entry(self._writer, self._next_batch, rollout) for rollout in self._outbox])
-                self._seen[self._writer].add(self._next_batch, self._next_batch)
-                self._next_batch += 1
-            self._outbox, self._outbox_tokens = deque(), 0
+            outbox, self._outbox, self._outbox_tokens = self._outbox, deque(), 0
+            by_problem: defaultdict[int, list[Rollout]] = defaultdict(list)
+            for rollout in outbox:
+                by_problem[rollout.problem_id].append(rollout)
+            for problem_id, rollouts in by_problem.items():
+                shards = self._shards_of(problem_id)
+                self._unwritten.append((shards, shards.new_batch(rollouts)))
         try:
             while self._unwritten:
-                self._write_batch(self._unwritten[0])
-                with self._lock:
-                    self._unwritten.popleft()
+                number = min(len(self._unwritten), self._num_readers)
+                self._write_some([self._unwritten[at] for at in range(number)])
             self._write_learned()
             self._pause = 0.0
         except (OSError, MemoryError) as error:
             self._warn(error)
-            self._pause = _longer(self._pause)
+            self._pause = longer(self._pause)
             self._next_write = time.monotonic() + self._pause
             self._drop_oldest()
         self.stats.rollouts_waiting = self._count_unwritten()
@@ -335,28 +437,38 @@ class HistoryFolder:
         with self._timed():
             self._write()
 
-    def _write_batch(self, entries: list[Entry]) -> None:
-        """Write a shard of the oldest batch, without the rollouts that no shard can hold.
+    def _write_some(self, batches: list[tuple[ProblemShards, list[Entry]]]) -> None:
+        """Write the oldest batches, at once where an answer takes long. Raises the first error, once all have ended."""
+        errors = in_threads(self._write_batch, batches) if len(batches) > 1 else [self._write_batch(batches[0])]
+        with self._lock:
+            for _ in batches:
+                self._unwritten.popleft()
+            failed = [batch for batch, error in zip(batches, errors, strict=True) if error is not None]
+            self._unwritten.extendleft(reversed(failed))
+        for error in errors:
+            if error is not None:
+                raise error
 
-        Where that fails, it is written with the same name later: it may be there nevertheless.
-        """
+    def _write_batch(self, batch: tuple[ProblemShards, list[Entry]]) -> OSError | MemoryError | None:
+        """Write a shard of a batch, without the rollouts that no shard can hold, which leave the batch."""
+        shards, entries = batch
         try:
-            name, size = write_shard(self._storage, entries, self._origin)
-        except (OSError, MemoryError):
-            raise
+            size = shards.write(entries)
+        except (OSError, MemoryError) as error:
+            return error
         except Exception as error:  # these rollouts can never be written together
             left = [entry for entry in entries if self._can_be_written(entry)]
             if len(left) == len(entries):  # it is no single one's fault
                 left = []
-            self.stats.rollouts_lost += len(entries) - len(left)
+            with self._lock:
+                self.stats.rollouts_lost += len(entries) - len(left)
+                entries[:] = left
             self._warn_of_lost(error)
-            self._unwritten[0] = left
-            if left:
-                self._write_batch(left)
-            return
-        self._known.add(name)
-        self.stats.rollouts_written += len(entries)
-        self.stats.bytes_written += size
+            return self._write_batch(batch) if left else None
+        with self._lock:
+            self.stats.rollouts_written += len(entries)
+            self.stats.bytes_written += size
+        return None
 
     def _can_be_written(self, entry: Entry) -> bool:
         try:
@@ -367,11 +479,43 @@ class HistoryFolder:
         except Exception:
             return False
 
+    def _read_version(self) -> int:
+        """The policy version of LEARNED; 0 if it is not known.
+
+        Raises:
+            OSError: the file system has failed several times: a run that began with version 0 would be taken for old.
+        """
+        pauses = [FIRST_PAUSE, 2 * FIRST_PAUSE]
+        while True:
+            try:
+                version = int(self._read_learned().get(VERSION, np.array(0)))
+                self._has_read_version = True
+                return version
+            except (ValueError, TypeError):
+                return 0
+            except OSError:
+                if not pauses:
+                    raise
+                time.sleep(pauses.pop(0))
+
+    def _read_learned(self) -> dict[str, NDArray]:
+        """The arrays of LEARNED; empty if there are none, or damaged ones. Raises OSError."""
+        try:
+            with np.load(io.BytesIO(self._storage.read(LEARNED)), allow_pickle=False) as arrays:
+                return dict(arrays)
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            logger.warning("history: %s in %s is left out: %s", LEARNED, self._url, error)
+            return {}
+
     def _write_learned(self) -> None:
         with self._lock:
             learned, self._learned = self._learned, None
         if learned is None:
             return
+        if not self._has_read_version:  # the file system failed when this run began: later ones go on from the highest
+            learned[VERSION] = np.maximum(learned[VERSION], self._read_version())
         file = io.BytesIO()
         about = np.array(json.dumps(self._origin.without_model()))
         np.savez_compressed(file, allow_pickle=False, **{**learned, ORIGIN: about})
@@ -384,97 +528,17 @@ class HistoryFolder:
 
     def _count_unwritten(self) -> int:
         with self._lock:  # where the thread is stuck, `close` counts, and the thread may go on at any moment
-            return len(self._outbox) + sum(map(len, self._unwritten))
+            return len(self._outbox) + sum(len(entries) for _, entries in self._unwritten)
 
     def _drop_oldest(self) -> None:
         """Drop batches that could not be written, until those that are left, but at least one, are within the bound."""
-        num_tokens = [sum(entry.rollout.num_tokens for entry in entries) for entries in self._unwritten]
+        num_tokens = [sum(entry.rollout.num_tokens for entry in entries) for _, entries in self._unwritten]
         while len(num_tokens) > 1 and sum(num_tokens) > MAX_UNWRITTEN_TOKENS:
             num_tokens.pop(0)
             with self._lock:
-                self.stats.rollouts_lost += len(self._unwritten.popleft())
-
-    def _read_new(self, is_enough: Callable[[Sequence[Entry]], bool] = lambda entries: False) -> list[Entry]:
-        """The entries of shards that are new, newest shards first, without those of batches that were read before.
-
-        Once there is enough, other shards are not decoded, and never will be.
-        """
-        found: dict[tuple[int, int], list[Entry]] = {}
-        wants_more = True
-        for _ in range(LOOKS_WHILE_MERGED):
-            try:
-                sizes = self._storage.sizes()
-            except OSError as error:
-                self._warn(error)
-                break
-            self._known &= sizes.keys()
-            self._refused = {name: size for name, size in self._refused.items() if sizes.get(name) == size}
-            self._unreadable = {name: pause for name, pause in self._unreadable.items() if name in sizes}
-            now = time.monotonic()
-            pausing = {name for name, (_, ends) in self._unreadable.items() if now < ends}
-            names = sorted(sizes.keys() - self._known - self._refused.keys() - pausing, key=by_version, reverse=True)
-            are_gone = False
-            for name in names:
-                try:
-                    new = self._read(name, decodes=wants_more)
-                except FileNotFoundError:  # merged meanwhile, into a shard that has not been listed
-                    are_gone = True
-                    continue
-                except ShardError as error:
-                    self._refused[name] = sizes[name]
-                    self.stats.shards_refused += 1
-                    # By %r: somebody else's file may have a name that is no text, with which no log can be written.
-                    logger.warning("history: %r in %s is left out: %s", name, self._url, error)
-                    continue
-                except OSError as error:  # perhaps only now
-                    self._note_unreadable(name, error)
-                    continue
-                self._known.add(name)
-                self._unreadable.pop(name, None)
-                self.stats.bytes_read += sizes[name]
-                found.update(new)
-                wants_more = wants_more and not is_enough([entry for entries in new.values() for entry in entries])
-            if not are_gone:
-                break
-        return [entry for batch in sorted(found) for entry in found[batch]]
-
-    def _read(self, name: str, *, decodes: bool) -> dict[tuple[int, int], list[Entry]]:
-        """A shard's batches that were not read before; none of them will be read again. Raises as `read_shard`."""
-        data = read_bytes(self._storage, name)
-        info = read_info(data)
-        self._tidier.note(name, info)
-        self._origin.check(info.origin)
-        if all(self._seen[writer].has(*span) for writer, span in info.batches.items()):
-            return {}  # merged from shards that were read
-        if not decodes:
-            for writer, span in info.batches.items():
-                self._seen[writer].add(*span)
-                self._note_version(writer, info.newest_version)
-            return {}
-        batches = defaultdict(list)
-        for entry in decode(data, self._origin)[1]:
-            if not self._seen[entry.writer].has(entry.batch, entry.batch):
-                batches[entry.writer, entry.batch].append(entry)
-                self._note_version(entry.writer, entry.rollout.version)
-        for writer, batch in batches:
-            self._seen[writer].add(batch, batch)
-        return batches
-
-    def _note_version(self, writer: int, version: int) -> None:
-        self._newest[writer] = max(version, self._newest.get(writer, 0))
-
-    def _on_merged(self, names: Sequence[str], merged: str) -> None:
-        if self._known.issuperset(names):
-            self._known.add(merged)
+                self.stats.rollouts_lost += len(self._unwritten.popleft()[1])
 
     # -- what goes wrong ---------------------------------------------------------------------------------------------
-
-    def _note_unreadable(self, name: str, error: OSError) -> None:
-        """Let a shard be tried again after a pause; the first time, warn of it."""
-        if name not in self._unreadable:
-            logger.warning("history: %r in %s cannot be read, and is tried again: %s", name, self._url, error)
-        pause = _longer(self._unreadable.get(name, (0.0, 0.0))[0])
-        self._unreadable[name] = pause, time.monotonic() + pause
 
     def _warn_of_lost(self, error: Exception) -> None:
         if type(error) not in self._warned_of:
@@ -506,16 +570,35 @@ class HistoryFolder:
             self.stats.seconds += time.perf_counter() - started
 
 
-def _longer(pause: float) -> float:
-    """The pause after one that did not help; 0: there was none."""
-    return min(2 * pause, LONGEST_PAUSE) or FIRST_PAUSE
+def _close_if_alive(folder: weakref.ref[HistoryFolder]) -> None:
+    if (alive := folder()) is not None:
+        alive.close()
 
 
-def pop_first(waiting: deque[T], max_tokens: int, num_tokens: Callable[[T], int]) -> list[T]:
+def in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Do something with each item in a thread of its own, and wait for all. What is raised first is raised here.
+
+    The threads are daemons: a process ends while one hangs in a file system. That of an executor would be waited for.
+    """
+
+    def run(item: Item, future: Future[Result]) -> None:
+        try:
+            future.set_result(work(item))
+        except BaseException as error:
+            future.set_exception(error)
+
+    futures: list[Future[Result]] = []
+    for item in items:
+        futures.append(Future())
+        threading.Thread(target=run, args=(item, futures[-1]), name="rollout_spec history", daemon=True).start()
+    return [future.result() for future in futures]
+
+
+def pop_first(waiting: deque[Rollout], max_tokens: int) -> list[Rollout]:
     """Take as many from the left as have at most `max_tokens` together, but at least one if there is any."""
-    some: list[T] = []
+    some: list[Rollout] = []
     left = max_tokens
-    while waiting and (not some or num_tokens(waiting[0]) <= left):
-        left -= num_tokens(waiting[0])
+    while waiting and (not some or waiting[0].num_tokens <= left):
+        left -= waiting[0].num_tokens
         some.append(waiting.popleft())
     return some

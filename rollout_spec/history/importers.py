@@ -13,15 +13,16 @@ import numpy as np
 
 from rollout_spec.checks import first_line
 from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.history.partitions import IMPORTS, write_rollouts
 from rollout_spec.history.recordings import Bad, Content, Messages, Recorded, Recording, not_empty
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
-from rollout_spec.history.shards import Entry, Origin, ShardError, read_bytes, read_info, write_shard
+from rollout_spec.history.shards import Entry, Origin
 from rollout_spec.history.storage import ShardStorage
 from rollout_spec.history.text import encode_text, text_key
 from rollout_spec.types import Int32Array
 
 BATCH_TOKENS = 1_000_000
-"""About so many tokens are a batch, and go into one shard."""
+"""About so many tokens are a batch, and are written together."""
 CHARACTERS_PER_TOKEN = 4
 """Of text, to tell how large a batch is before it is tokenized."""
 _Prompts: TypeAlias = "dict[str | bytes, tuple[int, Int32Array, Root | None]]"
@@ -192,12 +193,15 @@ def import_recordings(
     """
     started = time.perf_counter()
     report = ImportReport()
-    last_batches = {} if storage is None else _last_batches(storage)
-    waiting: list[Entry] = []  # batches of small files, which go into a shard together
+    done: dict[int, int] = {}  # the last batch that is or will be written, by writer
+    waiting: list[Entry] = []  # batches of small files, which are written together
 
     def write() -> None:
-        if storage is not None and waiting:
-            report.num_bytes += write_shard(storage, waiting, origin)[1]
+        if storage is not None:
+            report.num_bytes += write_rollouts(storage, waiting, origin)
+            for writer, batch in done.items():
+                storage.folder(IMPORTS).write(f"{writer:016x}", str(batch).encode())
+            done.clear()
         report.rollouts += len(waiting)
         report.tokens += sum(entry.rollout.tokens.size for entry in waiting)
         report.problems.update(entry.rollout.problem_id for entry in waiting)
@@ -205,7 +209,7 @@ def import_recordings(
 
     for recording in recordings:
         writer = recording.writer(origin)
-        last, batch = last_batches.get(writer, -1), -1
+        last, batch = max(done.get(writer, -1), -1 if storage is None else _last_batch(storage, writer)), -1
         for batch, records in enumerate(_batches(recording)):
             if batch <= last:
                 continue
@@ -219,12 +223,12 @@ def import_recordings(
             for bad in sorted(converted):
                 report.bad += 1
                 on_bad(recording.path, bad)
+            done[writer] = batch
             if sum(entry.rollout.num_tokens for entry in waiting) >= BATCH_TOKENS:
                 write()
             on_batch(recording)
         if 0 <= batch <= last:
             report.known.append(recording.path)
-        last_batches[writer] = max(batch, last)
     write()
     report.seconds = time.perf_counter() - started
     return report
@@ -252,14 +256,9 @@ def _num_tokens(content: Content) -> int:
     return len(text) // CHARACTERS_PER_TOKEN + 1
 
 
-def _last_batches(storage: ShardStorage) -> dict[int, int]:
-    """The last batch that a history has of each writer."""
-    found: dict[int, int] = {}
-    for name in storage.sizes():
-        try:
-            info = read_info(read_bytes(storage, name))
-        except (ShardError, FileNotFoundError):  # nothing is had of it
-            continue
-        for writer, (_, last) in info.batches.items():
-            found[writer] = max(last, found.get(writer, -1))
-    return found
+def _last_batch(storage: ShardStorage, writer: int) -> int:
+    """The last batch of a recording that a history has; -1 if it has none."""
+    try:
+        return int(storage.folder(IMPORTS).read(f"{writer:016x}"))
+    except (FileNotFoundError, ValueError):  # nothing is known of it
+        return -1

@@ -1,4 +1,4 @@
-"""Shards: files of ended rollouts, which no one changes once they are complete.
+"""Shards: files of a problem's ended rollouts, which no one changes once they are complete.
 
 A shard is a Parquet file with the columns of SCHEMA, one row per rollout. Its name holds the newest policy version in
 it, by which shards are ordered, and a digest of that and of its bytes: one that was cut, changed or renamed is refused
@@ -159,7 +159,7 @@ def write_shard(storage: ShardStorage, entries: Sequence[Entry], origin: Origin)
         OSError: as `ShardStorage.write`.
     """
     data = encode(entries, origin)
-    name = _name(max(entry.rollout.version for entry in entries), data)
+    name = name_of(max(entry.rollout.version for entry in entries), data)
     storage.write(name, data)
     return name, len(data)
 
@@ -186,15 +186,20 @@ def read_bytes(storage: ShardStorage, name: str) -> bytes:
     """
     # What has another name is not read, however large it is.
     data = storage.read(name) if version_of(name) >= 0 else b""
-    if name != _name(version_of(name), data):
+    if name.rsplit("/", 1)[-1] != name_of(version_of(name), data):
         raise ShardError("it was cut or changed: its content does not agree with its name")
     return data
 
 
 def version_of(name: str) -> int:
-    """The newest policy version in a shard, by its name; -1 of names that are no shard's."""
-    match = _NAME.fullmatch(name)
+    """The newest policy version in a shard, by its name or path; -1 of names that are no shard's."""
+    match = _NAME.fullmatch(name.rsplit("/", 1)[-1])
     return int(match[1]) if match else -1
+
+
+def by_version(name: str) -> tuple[int, str]:
+    """Sorts shards by their names or paths, oldest policy versions first."""
+    return version_of(name), name
 
 
 def release_memory() -> None:
@@ -202,7 +207,8 @@ def release_memory() -> None:
     arrow.default_memory_pool().release_unused()
 
 
-def _name(version: int, data: bytes) -> str:
+def name_of(version: int, data: bytes) -> str:
+    """The name of a shard with these bytes, whose newest policy version is `version`."""
     digest = hashlib.blake2b(data, digest_size=16, salt=version.to_bytes(8, "little", signed=True))
     return f"v{version:010d}-{digest.hexdigest()}{SUFFIX}"
 

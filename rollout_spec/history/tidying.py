@@ -1,155 +1,97 @@
-"""Keeps a folder of shards small: merges small shards, and deletes the oldest ones when there is no room."""
+"""Keeps a history within its bound: the oldest shards of all problems are deleted when there is no room."""
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Iterator
 
-from rollout_spec.history.shards import (
-    Entry,
-    Origin,
-    ShardError,
-    ShardInfo,
-    read_bytes,
-    read_info,
-    read_shard,
-    version_of,
-    write_shard,
-)
-from rollout_spec.history.storage import ShardStorage
+from rollout_spec.history.partitions import PROBLEMS, path_of, problem_ids
+from rollout_spec.history.shards import version_of
+from rollout_spec.history.storage import S3Storage, ShardStorage
 
-TIER_BYTES, TIER_BITS, MAX_MERGED_BYTES = 1 << 16, 3, 1 << 26
-"""Shards of similar size are of one tier: each is 2^TIER_BITS times the one before, the first up to some TIER_BYTES.
-Merged shards have at most about MAX_MERGED_BYTES."""
-SHARDS_PER_MERGE = 16
-"""So many shards of one tier and origin become one."""
 SECONDS_UNTIL_ABANDONED = 3600.0
 """What a killed process was writing is removed after so long."""
+TIDIED = "tidied"
+"""Says when the whole history is to be looked through again, in seconds since the epoch."""
+SECONDS_PER_TIDYING = 60.0
+SHARE_OF_TIDYING = 0.05
+"""Where it takes long, it is done less often: so much of one engine's time, however many engines there are."""
+LONGEST_REST = 3600.0
+"""Between two times. A clock that says more is wrong."""
 
 
-class Tidier:
-    """Merges and deletes the shards of a folder.
+def tidy_if_due(storage: ShardStorage, max_bytes: int) -> None:
+    """Delete the oldest policy versions of all problems until a bound holds, if no engine has seen to it lately.
 
-    Args:
-        origin: Shards that cannot be used with it are the first to be deleted.
-        max_bytes: Bound on the folder's shards.
-        on_merged: Called with (the shards that were merged, the shard that has their rollouts).
+    Raises:
+        OSError: as `ShardStorage`.
     """
+    try:
+        rest = float(storage.read(TIDIED)) - time.time()
+    except (FileNotFoundError, ValueError):
+        rest = 0.0
+    if 0 < rest <= LONGEST_REST:
+        return
+    started = time.time()
+    _rest(storage, SECONDS_PER_TIDYING)
+    prune_oldest(storage, max_bytes)
+    took = time.time() - started
+    if took > SHARE_OF_TIDYING * SECONDS_PER_TIDYING:
+        _rest(storage, min(took / SHARE_OF_TIDYING, LONGEST_REST))
 
-    def __init__(
-        self,
-        storage: ShardStorage,
-        origin: Origin,
-        max_bytes: int,
-        on_merged: Callable[[Sequence[str], str], None] = lambda merged, name: None,
-    ) -> None:
-        self._storage = storage
-        self._origin = origin
-        self._max_bytes = max_bytes
-        self._on_merged = on_merged
-        self._origins: dict[str, Origin | None] = {}  # by name; None: the shard is damaged
 
-    def note(self, name: str, info: ShardInfo) -> None:
-        """A shard's metadata, which need not be read again."""
-        self._origins[name] = info.origin.without_model()
+def _rest(storage: ShardStorage, seconds: float) -> None:
+    """Let no engine look through the history for so long."""
+    with contextlib.suppress(OSError):  # on a full disk others look, too, until something has been deleted
+        storage.write(TIDIED, f"{time.time() + seconds:.0f}".encode())
 
-    def tidy(self) -> None:
-        """Merge small shards, and delete the oldest ones until the bound holds, unless another engine is at it.
 
-        Raises:
-            OSError: as `ShardStorage`.
-        """
-        with self._storage.tidying(abandoned_before=time.time() - SECONDS_UNTIL_ABANDONED) as is_ours:
-            if is_ours:
-                try:
-                    self._merge()
-                finally:  # also on a full disk, on which nothing can be merged
-                    self._prune()
+def prune_oldest(storage: ShardStorage, max_bytes: int) -> None:
+    """Delete the oldest policy versions until all problems' shards have at most `max_bytes`; also what is abandoned.
 
-    def _sizes(self) -> dict[str, int]:
-        sizes = {name: size for name, size in self._storage.sizes().items() if version_of(name) >= 0}
-        self._origins = {name: origin for name, origin in self._origins.items() if name in sizes}
-        return sizes
-
-    def _origin_of(self, name: str) -> Origin | None:
-        if name not in self._origins:
-            try:
-                self.note(name, read_info(read_bytes(self._storage, name)))
-            except ShardError:
-                self._origins[name] = None
-            except OSError:  # perhaps it can be read later
-                return None
-        return self._origins[name]
-
-    def _merge(self) -> None:
-        tiers: defaultdict[tuple[int, Origin], list[str]] = defaultdict(list)
-        sizes = self._sizes()
-        for name, size in sizes.items():
-            if size < MAX_MERGED_BYTES and (origin := self._origin_of(name)) is not None:
-                tiers[max(size // TIER_BYTES, 1).bit_length() // TIER_BITS, origin].append(name)
-        for names in tiers.values():
-            names.sort(key=by_version)
-            while len(names) >= SHARDS_PER_MERGE:
-                some: list[str] = []
-                while len(some) < SHARDS_PER_MERGE and sum(sizes[n] for n in [*some, names[0]]) <= MAX_MERGED_BYTES:
-                    some.append(names.pop(0))
-                if len(some) < 2:
-                    names.pop(0)
-                else:
-                    self._merge_shards(some)
-
-    def _merge_shards(self, names: Sequence[str]) -> None:
-        """Merge shards of one origin. What is merged is deleted only once the merged shard is there."""
-        merged: dict[tuple[int, int], list[Entry]] = {}
-        done, origin = [], Origin()
-        for name in names:
-            try:
-                info, entries = read_shard(self._storage, name, Origin())
-            except (OSError, ShardError):
-                continue
-            batches = defaultdict(list)
-            for entry in entries:
-                batches[entry.writer, entry.batch].append(entry)
-            for batch, some in batches.items():
-                merged.setdefault(batch, some)
-            done.append(name)
-            origin = info.origin
-        if len(done) > 1:
-            name, _ = write_shard(self._storage, [entry for some in merged.values() for entry in some], origin)
-            self._on_merged(done, name)
-            for old in done:
-                if old != name:
-                    self._storage.delete(old)
-
-    def _prune(self) -> None:
-        sizes = self._sizes()
-        num_bytes = sum(sizes.values())
-        if num_bytes <= self._max_bytes:
+    Raises:
+        OSError: as `ShardStorage`; once what can be deleted is deleted.
+    """
+    with storage.tidying() as is_ours:
+        if not is_ours:
             return
-        failed: OSError | None = None
-        for name in sorted(sizes, key=lambda name: (self._is_usable(name), *by_version(name))):
-            if num_bytes <= self._max_bytes:
+        by_version: Counter[int] = Counter()
+        for folder, sizes in _shards(storage):
+            folder.remove_unfinished(before=time.time() - SECONDS_UNTIL_ABANDONED)
+            for name, size in sizes.items():
+                by_version[version_of(name)] += size
+        surplus, newest = by_version.total() - max_bytes, -1
+        if surplus <= 0:
+            return
+        num_bytes = 0
+        for newest in sorted(by_version):
+            num_bytes += by_version[newest]
+            if num_bytes >= surplus:
                 break
-            try:
-                self._storage.delete(name)
-                num_bytes -= sizes[name]
-            except OSError as error:  # others make room in its place
-                failed = failed or error
+        kept = num_bytes - surplus  # bytes of the newest of these versions that may stay
+        failed: OSError | None = None
+        for folder, sizes in _shards(storage):
+            for name, size in sizes.items():
+                version = version_of(name)
+                if version == newest and size <= kept:
+                    kept -= size
+                elif version <= newest:
+                    try:
+                        folder.delete(name)
+                    except OSError as error:  # others make room in its place
+                        failed = failed or error
         if failed is not None:
             raise failed
 
-    def _is_usable(self, name: str) -> bool:
-        origin = self._origin_of(name)
-        if origin is None:
-            return name not in self._origins  # it cannot be read at present
-        try:
-            self._origin.check(origin)
-            return True
-        except ShardError:
-            return False
 
-
-def by_version(name: str) -> tuple[int, str]:
-    """Sorts shards, oldest policy versions first."""
-    return version_of(name), name
+def _shards(storage: ShardStorage) -> Iterator[tuple[ShardStorage, dict[str, int]]]:
+    """(a problem's folder, sizes of its shards by name), of each problem."""
+    if isinstance(storage, S3Storage):
+        for path, sizes in storage.folder(PROBLEMS).sizes_below():
+            yield storage.folder(f"{PROBLEMS}/{path}"), {n: size for n, size in sizes.items() if version_of(n) >= 0}
+        return
+    for problem_id in problem_ids(storage):
+        folder = storage.folder(path_of(problem_id))
+        yield folder, {name: size for name, size in folder.sizes().items() if version_of(name) >= 0}

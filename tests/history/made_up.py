@@ -10,32 +10,48 @@ from hypothesis import strategies as st
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.history.contents import Contents, each_once
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
+from rollout_spec.history.storage import SUFFIX
 
 UINT64 = st.integers(0, 2**64 - 1)
 TOKENS = st.integers(0, 2**31 - 1)
 
 
 class MemoryStorage:
-    """A `ShardStorage` in a dictionary."""
+    """A `ShardStorage` in a dictionary, which its folders share: `files` by path."""
 
-    def __init__(self):
-        self.files = {}
+    def __init__(self, files=None, path=""):
+        self.files = {} if files is None else files
+        self._path = path
+
+    def _below(self):
+        """Paths of all files in it and in its folders, as seen from it."""
+        return [name.removeprefix(self._path) for name in self.files if name.startswith(self._path)]
+
+    def folder(self, path):
+        return type(self)(self.files, f"{self._path}{path}/")
+
+    def folders(self):
+        return list(dict.fromkeys(name.split("/")[0] for name in self._below() if "/" in name))
 
     def sizes(self):
-        return {name: len(data) for name, data in self.files.items()}
+        names = [name for name in self._below() if "/" not in name and name.endswith(SUFFIX)]
+        return {name: len(self.files[self._path + name]) for name in names}
 
     def read(self, name):
-        if name not in self.files:
+        if self._path + name not in self.files:
             raise FileNotFoundError(name)
-        return self.files[name]
+        return self.files[self._path + name]
 
     def write(self, name, data):
-        self.files[name] = data
+        self.files[self._path + name] = data
 
     def delete(self, name):
-        self.files.pop(name, None)
+        self.files.pop(self._path + name, None)
 
-    def tidying(self, *, abandoned_before):
+    def remove_unfinished(self, *, before):
+        pass  # a file is there as a whole or not at all
+
+    def tidying(self):
         return contextlib.nullcontext(True)
 
 

@@ -16,20 +16,29 @@ import numpy as np
 import pytest
 
 from rollout_spec.history import folder as folder_module
-from rollout_spec.history import tidying
-from rollout_spec.history.folder import LONGEST_PAUSE, HistoryFolder
+from rollout_spec.history import problem, tidying
+from rollout_spec.history.folder import HistoryFolder
+from rollout_spec.history.problem import LONGEST_PAUSE, SHARDS_PER_MERGE
 from rollout_spec.history.rollout import Rollout
-from rollout_spec.history.shards import Entry, Origin
-from rollout_spec.history.storage import UNFINISHED, LocalStorage
-from rollout_spec.history.tidying import SHARDS_PER_MERGE
+from rollout_spec.history.shards import Origin
+from rollout_spec.history.storage import UNFINISHED, LocalStorage, open_storage
+from rollout_spec.history.tidying import prune_oldest
 
 ORIGIN = Origin("tokenizer", 1000, "model", "states")
+PROBLEM = 7
+
+
+@pytest.fixture(autouse=True)
+def _every_exchange_looks(monkeypatch):
+    """Also at problems of which nothing has come for long."""
+    monkeypatch.setattr(folder_module, "LONGEST", 1)
+    monkeypatch.setattr(problem, "SHARE_OF_MERGES", 1.0)
 
 
 def rollout(number, version=0):
     """8 tokens, its prompt's included, which say which it is."""
     tokens = np.full(5, number, np.int32)
-    return Rollout(number, version, tokens[:3], tokens, None)
+    return Rollout(PROBLEM, version, tokens[:3], tokens, None)
 
 
 def open_folder(path, max_bytes=1 << 30):
@@ -47,8 +56,24 @@ def held_by(path):
 
 
 def received(folder):
+    if PROBLEM not in folder._asked:
+        folder.watch(PROBLEM, is_known=True)
     folder.exchange()
-    return [int(rollout.tokens[0]) for _, rollout in folder.take()]
+    return [int(rollout.tokens[0]) for rollout in folder.take()]
+
+
+def shards_in(path):
+    return sorted(path.rglob("*.parquet"))
+
+
+def files_in(path):
+    return [file for file in path.rglob("*") if file.is_file()]
+
+
+def merge(path):
+    """Let an engine read all, and so merge it. Returns how many shards are left."""
+    received(open_folder(path))
+    return len(shards_in(path))
 
 
 def counts(folder):
@@ -61,9 +86,10 @@ def counts(folder):
 def clock(monkeypatch):
     """What folders take for the time: a list of one number of seconds."""
     now = [1000.0]
-    monkeypatch.setattr(
-        folder_module, "time", SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
-    )
+    for module in (folder_module, problem):
+        fake = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+        monkeypatch.setattr(module, "time", fake)
+    monkeypatch.setattr(folder_module, "SECONDS_PER_CHECK", 1e9)
     return now
 
 
@@ -83,11 +109,11 @@ def test_what_there_is_no_room_for_is_written_once_there_is(tmp_path, clock, cap
     write(one, 1)
     with quota(1000):
         write(one, 2, 3)
-        one.keep_learned({"counts": np.arange(3)})
+        one.keep_learned({"counts": np.arange(3)}, 1)
         clock[0] += LONGEST_PAUSE
         write(one, 4)
         assert counts(one) == (1, 3, 0)
-        assert len(list(tmp_path.iterdir())) == 1, "nothing half written is left"
+        assert len(files_in(tmp_path)) == 1, "nothing half written is left"
     clock[0] += LONGEST_PAUSE
     write(one, 5)
     assert counts(one) == (5, 0, 0)
@@ -214,12 +240,13 @@ def test_a_shard_that_is_there_although_writing_failed_is_read_once(tmp_path, cl
 
 def test_rollouts_that_no_shard_can_hold_hold_up_no_others(tmp_path, caplog):
     one = open_folder(tmp_path)
-    one.add([rollout(1), rollout(-5), rollout(2), rollout(3, version=2**40)])
+    negative = rollout(5)._replace(problem_id=-5)
+    one.add([rollout(1), negative, rollout(2), rollout(3, version=2**40)])
     write(one, 4)
     assert counts(one) == (3, 0, 2)
-    one.add([rollout(-6)])
+    one.add([negative])
     one.exchange()
-    one.add([rollout(5), rollout(-7)])
+    one.add([rollout(5), rollout(6, version=2**40)])
     one.close()
     assert counts(one) == (4, 0, 4)
     assert sorted(held_by(tmp_path)) == [1, 2, 4, 5]
@@ -237,7 +264,8 @@ def test_what_a_storage_refuses_holds_up_no_later_batches(tmp_path, clock, monke
     with monkeypatch.context() as patched:
         failing(patched)
         write(one, 1, 2)
-    one._unwritten.append([Entry(one._writer, 1, rollout(3))])
+    shards = one._shards_of(PROBLEM)
+    one._unwritten.append((shards, shards.new_batch([rollout(3)])))
     monkeypatch.setattr(LocalStorage, "write", write_but_once)
     one.close()
     assert counts(one) == (1, 0, 2)
@@ -262,11 +290,10 @@ def test_what_there_was_no_memory_to_write_is_written_later(tmp_path, clock, mon
 
 
 def test_a_shard_that_cannot_be_read_is_tried_less_and_less_and_named_once(tmp_path, clock, monkeypatch, caplog):
-    monkeypatch.setattr(folder_module, "LOOKS_PER_TIDYING", 10**9)  # that reads it too, every ten seconds
     one, two = open_folder(tmp_path), open_folder(tmp_path)
     write(one, 1)
     write(one, 2)
-    unreadable, other = sorted(path.name for path in tmp_path.glob("*.parquet"))
+    unreadable, other = (path.name for path in shards_in(tmp_path))
     original, reads = LocalStorage.read, []
 
     def read(storage, name):
@@ -342,13 +369,13 @@ def test_what_waits_is_counted_while_the_thread_goes_on(tmp_path, monkeypatch, c
                 time.sleep(0.2)
                 yield batch
 
-    def hang(name, data):
+    def hang(storage, name, data):
         hangs.set()
         assert released.wait(60)
 
-    monkeypatch.setattr(one._storage, "write", hang)
-    one._unwritten = Iterated([[Entry(one._writer, number, rollout(number))] for number in range(2)])
-    one._next_batch = 2
+    monkeypatch.setattr(LocalStorage, "write", hang)
+    shards = one._shards_of(PROBLEM)
+    one._unwritten = Iterated([(shards, shards.new_batch([rollout(number)])) for number in range(2)])
     one.start()
     assert hangs.wait(60)
     one.close()
@@ -366,7 +393,7 @@ def test_what_is_learned_while_the_thread_takes_something_older_is_written_later
         def _learned(self):
             value = vars(self)["learned"]
             if value is not None and not learners:
-                learners.append(threading.Thread(target=self.keep_learned, args=({"counts": np.array([2])},)))
+                learners.append(threading.Thread(target=self.keep_learned, args=({"counts": np.array([2])}, 2)))
                 learners[0].start()
                 learners[0].join(0.2)
             return value
@@ -376,7 +403,7 @@ def test_what_is_learned_while_the_thread_takes_something_older_is_written_later
             vars(self)["learned"] = value
 
     one = Folder(str(tmp_path), ORIGIN, max_bytes=1 << 30)
-    one.keep_learned({"counts": np.array([1])})
+    one.keep_learned({"counts": np.array([1])}, 1)
     one.exchange()
     learners[0].join()
     one.close()
@@ -387,12 +414,12 @@ def test_what_could_not_be_written_of_what_was_learned_replaces_nothing_newer(tm
     one, original = open_folder(tmp_path), LocalStorage.write
 
     def fail(storage, name, data):
-        one.keep_learned({"counts": np.array([2])})
+        one.keep_learned({"counts": np.array([2])}, 2)
         monkeypatch.setattr(LocalStorage, "write", original)
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(LocalStorage, "write", fail)
-    one.keep_learned({"counts": np.array([1])})
+    one.keep_learned({"counts": np.array([1])}, 1)
     one.exchange()
     one.close()
     assert one.load_learned()["counts"].tolist() == [2]
@@ -410,6 +437,7 @@ def test_a_dropped_engine_may_be_collected_in_the_folders_own_thread(tmp_path, m
         return original(storage)
 
     monkeypatch.setattr(LocalStorage, "sizes", collect)
+    one.watch(PROBLEM, is_known=True)
     one.add([rollout(1)])
     one.start()
     one._thread.join(60)
@@ -458,10 +486,9 @@ def test_a_full_disk_is_pruned_though_nothing_can_be_merged_on_it(tmp_path, monk
     for version in range(SHARDS_PER_MERGE):
         one.add([rollout(version, version=version)])
         one.exchange()
-    size = sum(path.stat().st_size for path in tmp_path.glob("*.parquet"))
+    size = sum(path.stat().st_size for path in shards_in(tmp_path))
     failing(monkeypatch)
-    later = open_folder(tmp_path, max_bytes=size // 2)
-    later.tidy()
+    open_folder(tmp_path, max_bytes=size // 2).tidy()
     kept = held_by(tmp_path)
     assert kept == list(range(SHARDS_PER_MERGE - len(kept), SHARDS_PER_MERGE))
     assert 0 < len(kept) <= SHARDS_PER_MERGE / 2
@@ -472,7 +499,7 @@ def test_a_shard_that_cannot_be_deleted_keeps_no_others(tmp_path, monkeypatch, c
     for version in range(10):
         one.add([rollout(version, version=version)])
         one.exchange()
-    shards = sorted(tmp_path.glob("*.parquet"))
+    shards = shards_in(tmp_path)
     original = LocalStorage.delete
 
     def delete(storage, name):
@@ -494,7 +521,7 @@ def test_a_shard_that_cannot_be_read_keeps_no_others_from_being_merged(tmp_path,
     for version in range(SHARDS_PER_MERGE + 1):
         one.add([rollout(version, version=version)])
         one.exchange()
-    unreadable, original = min(tmp_path.glob("*.parquet")).name, LocalStorage.read
+    unreadable, original = shards_in(tmp_path)[0].name, LocalStorage.read
 
     def read(storage, name):
         if name == unreadable:
@@ -503,71 +530,50 @@ def test_a_shard_that_cannot_be_read_keeps_no_others_from_being_merged(tmp_path,
 
     with monkeypatch.context() as patched:
         patched.setattr(LocalStorage, "read", read)
-        later = open_folder(tmp_path)
-        later.tidy()
-        assert len(list(tmp_path.glob("*.parquet"))) == 2
-        later = open_folder(tmp_path, max_bytes=sum(path.stat().st_size for path in tmp_path.glob("*.parquet")))
-        later.tidy()
+        assert merge(tmp_path) == 2
     assert sorted(held_by(tmp_path)) == list(range(SHARDS_PER_MERGE + 1)), "it may be read later"
-
-
-def test_a_shard_that_cannot_be_read_any_more_is_not_taken_for_merged(tmp_path, monkeypatch):
-    one, later = open_folder(tmp_path), open_folder(tmp_path)
-    for version in range(SHARDS_PER_MERGE):
-        one.add([rollout(version, version=version)])
-        one.exchange()
-    later.exchange()
-    unreadable, original = min(tmp_path.glob("*.parquet")).name, later._storage.read
-
-    def read(name):
-        if name == unreadable:
-            raise OSError(errno.EIO, "Input/output error")
-        return original(name)
-
-    monkeypatch.setattr(later._storage, "read", read)
-    later.tidy()
-    assert len(list(tmp_path.glob("*.parquet"))) == 2
-    assert sorted(held_by(tmp_path)) == list(range(SHARDS_PER_MERGE))
 
 
 def test_what_is_no_file_is_not_read(tmp_path):
     """To open a pipe would be to wait for somebody who writes into it."""
     one = open_folder(tmp_path)
     write(one, 1)
-    name = next(tmp_path.glob("*.parquet")).name
-    os.mkfifo(tmp_path / "pipe.parquet")
-    os.mkfifo(tmp_path / f"v0000000007{name[11:]}")
-    (tmp_path / f"v0000000008{name[11:]}").mkdir()
-    (tmp_path / "nowhere.parquet").symlink_to(tmp_path / "nothing")
-    (tmp_path / "loop.parquet").symlink_to("loop.parquet")
+    name, folder = shards_in(tmp_path)[0].name, shards_in(tmp_path)[0].parent
+    os.mkfifo(folder / "pipe.parquet")
+    os.mkfifo(folder / f"v0000000007{name[11:]}")
+    (folder / f"v0000000008{name[11:]}").mkdir()
+    (folder / "nowhere.parquet").symlink_to(folder / "nothing")
+    (folder / "loop.parquet").symlink_to("loop.parquet")
     found = []
     reader = threading.Thread(target=lambda: found.extend(held_by(tmp_path)), daemon=True)
     reader.start()
     reader.join(30)
     assert found == [1]
-    one.tidy()
-    assert len(list(tmp_path.iterdir())) == 7, "the lock's file and what was there"
+    prune_oldest(open_storage(tmp_path), 1 << 30)
+    assert len(list(folder.iterdir())) == 6, "what was there"
 
 
 @pytest.mark.parametrize("name", ["with spaces", "üñí 漢字", "[a-z]*?", "per%20cent#?&", "line\nbreak", "a" * 200])
 def test_folders_with_odd_names(tmp_path, name):
     one = open_folder(tmp_path / name)
-    left = tmp_path / name / f"x{UNFINISHED}"
     for number in range(SHARDS_PER_MERGE):
         write(one, number)
+    left = shards_in(tmp_path / name)[0].with_name(f"x{UNFINISHED}")
     left.write_text("")
     os.utime(left, (0, 0))
     one.tidy()
     assert not left.exists()
-    assert sorted(held_by(tmp_path / name)) == list(range(SHARDS_PER_MERGE))
-    assert len(list((tmp_path / name).glob("*.parquet"))) == 1
+    assert sorted(received(open_folder(tmp_path / name))) == list(range(SHARDS_PER_MERGE))
+    assert len(shards_in(tmp_path / name)) == 1, "merged"
 
 
 def test_a_shard_whose_name_is_no_text(tmp_path, caplog):
     one = open_folder(tmp_path)
     write(one, 1)
-    with open(os.fsencode(tmp_path) + b"/\xff\xfe.parquet", "wb") as file:
-        file.write(b"something")
+    for folder in (shards_in(tmp_path)[0].parent, tmp_path):
+        with open(os.fsencode(folder) + b"/\xff\xfe.parquet", "wb") as file:
+            file.write(b"something")
+    (tmp_path / "problems" / os.fsdecode(b"\xff") / "x").mkdir(parents=True)
     assert held_by(tmp_path) == [1]
     one.tidy()
     assert caplog.text.encode("utf-8"), "what is said of it can be written to a log"
@@ -582,7 +588,7 @@ def test_a_file_that_is_taken_for_abandoned_while_it_is_written_is_written_again
 
     def fsync(descriptor):
         if next(fails, False):
-            two.tidy()
+            prune_oldest(open_storage(tmp_path), 1 << 30)
         original(descriptor)
 
     with monkeypatch.context() as patched:
@@ -600,13 +606,13 @@ def test_times_of_files_count_for_nothing_but_what_is_unfinished(tmp_path):
     one = open_folder(tmp_path)
     for number in range(SHARDS_PER_MERGE - 1):
         write(one, number)
-        for shard in tmp_path.glob("*.parquet"):
+        for shard in shards_in(tmp_path):
             when = time.time() + (number % 3 - 1) * 10**9  # decades ago, now, or decades to come
             os.utime(shard, (when, when))
     for name, age in (("future", -(10**9)), ("past", 10**9)):
-        left = tmp_path / f"{name}{UNFINISHED}"
+        left = shards_in(tmp_path)[0].with_name(f"{name}{UNFINISHED}")
         left.write_text("")
         os.utime(left, (time.time() - age,) * 2)
     one.tidy()
-    assert [path.name for path in tmp_path.glob(f"*{UNFINISHED}")] == [f"future{UNFINISHED}"]
+    assert [path.name for path in tmp_path.rglob(f"*{UNFINISHED}")] == [f"future{UNFINISHED}"]
     assert sorted(held_by(tmp_path)) == list(range(SHARDS_PER_MERGE - 1))

@@ -15,11 +15,12 @@ from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.features.format import MAX_CODE, no_features, pack, unpack
 from rollout_spec.history import command, recordings
 from rollout_spec.history.contents import Contents
+from rollout_spec.history.partitions import path_of, problem_ids, problems_by_text, write_rollouts
 from rollout_spec.history.rollout import Rollout, Root
-from rollout_spec.history.shards import Entry, Origin, write_shard
-from rollout_spec.history.storage import open_storage
+from rollout_spec.history.shards import Entry, Origin, read_shard, write_shard
+from rollout_spec.history.storage import LocalStorage, open_storage
 from rollout_spec.replay.traces import read_traces
-from tests.history.made_up import chat_tokenizer, stored
+from tests.history.made_up import chat_tokenizer, plain, stored
 from tests.test_cli import run_without_numba
 
 
@@ -58,10 +59,11 @@ def test_import(tmp_path, recording, capsys):
     assert out.endswith("bytes per token; 1 lines left out\n")
     assert err == f"{recording}:6: Expecting property name enclosed in double quotes: line 2 column 1 (char 2)\n"
     assert len(stored(open_storage(into))) == 12
-    files = sorted(into.iterdir())
+    files = sorted(into.rglob("*"))
+    assert len(shards_in(into)) == 3, "one for each problem"
     assert history("import", recording, "--into", into) == 0
     assert capsys.readouterr().out == f"{recording}: already imported\n"
-    assert sorted(into.iterdir()) == files
+    assert sorted(into.rglob("*")) == files
 
 
 def test_a_strict_import_writes_all_or_nothing(tmp_path, recording, capsys):
@@ -152,28 +154,30 @@ def test_import_of_text(tmp_path, capsys):
 
 
 def test_stats(folder, capsys):
-    (folder / "foreign.parquet").write_bytes(b"PAR1")
-    damaged = folder / f"v{'1'.zfill(10)}-{'0' * 32}.parquet"
+    of_problem = shards_in(folder)[0].parent
+    foreign = of_problem / "foreign.parquet"
+    foreign.write_bytes(b"PAR1")
+    damaged = of_problem / f"v{'1'.zfill(10)}-{'0' * 32}.parquet"
     damaged.write_bytes(b"")
-    (folder / "other file").write_bytes(b"is left alone")
+    names = {str(path.relative_to(folder)) for path in (foreign, damaged)}
+    for path in (of_problem, folder, folder / "problems", of_problem.parent):
+        (path / "other file").write_bytes(b"is left alone")
+    (folder / "problems" / "other folder").mkdir()
     assert history("stats", folder) == 0
     out, err = capsys.readouterr()
     assert out.startswith("12 rollouts of 3 problems, 120 tokens\n")
-    assert "3 shards of " in out
-    assert "1 shards of unknown origin" in out
+    assert "5 shards of " in out
+    assert "3 shards of unknown origin" in out
     assert "versions 0 to 3" in out
     assert "         3          3           30\n" in out
-    assert [line.split(":")[0] for line in err.splitlines()] == [
-        "foreign.parquet cannot be used",
-        f"{damaged.name} cannot be used",
-    ]
+    assert {line.split(" cannot be used: ")[0] for line in err.splitlines()} == names
     assert history("stats", folder, "--json") == 0
     figures = json.loads(capsys.readouterr().out)
-    size = sum(path.stat().st_size for path in folder.glob("*.parquet"))
+    size = sum(path.stat().st_size for path in shards_in(folder))
     assert (figures["bytes"], figures["bytes_per_token"]) == (size, size / 120)
-    assert (figures["rollouts"], figures["problems"], figures["tokens"], figures["shards"]) == (12, 3, 120, 3)
+    assert (figures["rollouts"], figures["problems"], figures["tokens"], figures["shards"]) == (12, 3, 120, 5)
     assert figures["versions"][1] == {"version": 1, "rollouts": 3, "tokens": 30}
-    assert figures["refused"].keys() == {"foreign.parquet", damaged.name}
+    assert figures["refused"].keys() == names
 
 
 def test_show(folder, capsys):
@@ -192,19 +196,29 @@ def test_show(folder, capsys):
         "         2       10      3.5  7 7 7 7 7 7 7 7 7 7",
     ]
     assert history("show", folder, "--problem", "12") == 2
-    assert "no rollouts of problem 0000000000000012" in capsys.readouterr().err
+    assert "there is no history of problem 0000000000000012 here" in capsys.readouterr().err
     assert history("show", folder, "--limit", 0) == 2
 
 
 def versions(folder):
-    return [rollout.version for rollout in stored(open_storage(folder))]
+    return sorted(rollout.version for rollout in stored(open_storage(folder)))
+
+
+def shards_in(folder):
+    """Paths of all problems' shards."""
+    return sorted(folder.glob("problems/*/*/*.parquet"))
+
+
+def a_problem(folder, problem_id=1):
+    """A problem's folder in a history."""
+    return open_storage(folder).folder(path_of(problem_id))
 
 
 def test_prune_by_versions_and_problem(folder, capsys):
-    files = sorted(folder.glob("*.parquet"))
+    files = shards_in(folder)
     assert history("prune", folder, "--keep-versions", 2, "--dry-run") == 0
     assert capsys.readouterr().out.startswith("would remove 6 rollouts, 60 tokens, about ")
-    assert sorted(folder.glob("*.parquet")) == files
+    assert shards_in(folder) == files
     assert len(versions(folder)) == 12
     assert history("prune", folder, "--keep-versions", 2) == 0
     assert versions(folder) == [2] * 3 + [3] * 3
@@ -217,7 +231,7 @@ def test_prune_by_versions_and_problem(folder, capsys):
 
 
 def test_prune_by_bytes(folder, capsys):
-    size = sum(path.stat().st_size for path in folder.glob("*.parquet"))
+    size = sum(path.stat().st_size for path in shards_in(folder))
     assert history("prune", folder, "--max-bytes", size) == 0
     assert len(versions(folder)) == 12
     assert history("prune", folder, "--max-bytes", size * 4 // 5) == 0
@@ -226,14 +240,14 @@ def test_prune_by_bytes(folder, capsys):
     assert "nothing would be left" in capsys.readouterr().err
     assert len(versions(folder)) == 9
     assert history("prune", folder, "--max-bytes", "0GB", "--yes") == 0
-    assert not list(folder.glob("*.parquet"))
+    assert not shards_in(folder)
 
 
 def test_the_oldest_versions_go_first_wherever_they_are(tmp_path):
     made = [Rollout(1, version, np.zeros(0, np.int32), np.zeros(9, np.int32)) for version in (5, 2, 9, 1)]
     for batch, some in enumerate((made[:2], made[2:])):
-        write_shard(open_storage(tmp_path), [Entry(1, batch, rollout) for rollout in some], Origin())
-    size = sum(path.stat().st_size for path in tmp_path.glob("*.parquet"))
+        write_shard(a_problem(tmp_path), [Entry(1, batch, rollout) for rollout in some], Origin())
+    size = sum(path.stat().st_size for path in shards_in(tmp_path))
     assert history("prune", tmp_path, "--max-bytes", size // 2) == 0
     assert sorted(versions(tmp_path)) == [5, 9]
 
@@ -243,22 +257,22 @@ def test_what_is_in_two_shards_counts_once(tmp_path):
     made = [
         Entry(1, batch, Rollout(1, batch, np.zeros(0, np.int32), np.full(9, batch, np.int32))) for batch in range(3)
     ]
-    write_shard(open_storage(tmp_path), made[:2], Origin())
-    write_shard(open_storage(tmp_path), made[1:], Origin())
+    write_shard(a_problem(tmp_path), made[:2], Origin())
+    write_shard(a_problem(tmp_path), made[1:], Origin())
     assert sorted(versions(tmp_path)) == [0, 1, 2]
 
 
 def test_what_stays_of_a_shard_is_of_the_same_tokenizer(tmp_path):
     made = [Rollout(1, version, np.zeros(0, np.int32), np.zeros(9, np.int32)) for version in (1, 2)]
     origin = Origin("tokenizer", 10, "model", "states")
-    write_shard(open_storage(tmp_path), [Entry(1, 0, rollout) for rollout in made], origin)
+    write_shard(a_problem(tmp_path), [Entry(1, 0, rollout) for rollout in made], origin)
     assert history("prune", tmp_path, "--keep-versions", 1) == 0
     (shard,) = Contents(open_storage(tmp_path))
     assert (shard.info.origin, len(shard.entries)) == (origin, 1)
 
 
 def test_prune_leaves_alone_what_it_cannot_read(folder):
-    foreign = folder / "foreign.parquet"
+    foreign = shards_in(folder)[0].with_name("foreign.parquet")
     foreign.write_bytes(b"PAR1")
     assert history("prune", folder, "--max-bytes", 0, "--yes") == 0
     assert foreign.read_bytes() == b"PAR1"
@@ -281,7 +295,7 @@ def test_prune_loses_nothing_when_it_is_interrupted(folder, monkeypatch, capsys)
 
 
 def test_prune_waits_for_others(folder, capsys):
-    with open_storage(folder).tidying(abandoned_before=0) as is_ours:
+    with open_storage(folder).tidying() as is_ours:
         assert is_ours
         assert history("prune", folder, "--keep-versions", 1) == 2
     assert "another process merges or removes shards" in capsys.readouterr().err
@@ -310,7 +324,7 @@ def a_history(path, features=None):
     rollout = Rollout(2**64 - 1, 5, np.array([1], np.int32), np.array([2, 3], np.int32), features)
     other = rollout._replace(version=6, root=Root(4, 2**64 - 1), by_text=True, reward=0.1)
     origin = Origin("tokenizer", 10, "model", "states")
-    write_shard(open_storage(path), [Entry(1, 0, rollout), Entry(1, 0, other)], origin)
+    write_rollouts(open_storage(path), [Entry(1, 0, rollout), Entry(1, 0, other)], origin)
     return [rollout, other]
 
 
@@ -350,7 +364,7 @@ def test_what_tenants_said_is_no_replay(tmp_path, capsys):
     rollout = Rollout(7, 5, np.array([1], np.int32), np.array([2, 3], np.int32))
     origin = Origin("tokenizer", 10, "model", "states")
     entries = [Entry(1, i, rollout._replace(isolated=isolated)) for i, isolated in enumerate([False, True])]
-    write_shard(open_storage(tmp_path / "a"), entries, origin)
+    write_rollouts(open_storage(tmp_path / "a"), entries, origin)
     path = tmp_path / "traces.parquet"
     assert history("export", tmp_path / "a", path) == 0
     assert "1 rollouts" in (said := capsys.readouterr().out)
@@ -406,3 +420,123 @@ def test_history_needs_no_numba(folder):
     done = run_without_numba("history", "stats", folder)
     assert done.returncode == 0, done.stderr
     assert "12 rollouts" in done.stdout
+
+
+# -- what earlier versions have written ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flat(tmp_path):
+    """A folder as earlier versions have left it: shards of several problems, all in one folder."""
+    path, origin = tmp_path / "flat", Origin("tokenizer", 100, "model", "states")
+    for batch in range(3):
+        entries = []
+        for problem_id in (5, 6, 2**64 - 1):
+            tokens = np.array([batch, problem_id % 100], np.int32)
+            features = no_features(2) + batch if problem_id == 5 else None
+            root, by_text, isolated = Root(1, 2**64 - 1), problem_id == 6, batch == 1
+            rollout = Rollout(problem_id, batch, tokens[:1], tokens, features, root, by_text, batch / 2, isolated)
+            entries.append(Entry(7, batch, rollout))
+        write_shard(open_storage(path), entries, origin)
+    (path / "learned.npz").write_bytes(b"is left alone")
+    return path
+
+
+def rollouts_of_flat(path):
+    """What `convert` is to make of it."""
+    storage = open_storage(path)
+    entries = [entry for name in storage.sizes() for entry in read_shard(storage, name, Origin())[1]]
+    return in_order(plain(entry.rollout) for entry in entries)
+
+
+def in_order(rollouts):
+    return sorted(rollouts, key=lambda rollout: (rollout.problem_id, rollout.version))
+
+
+def test_convert(flat, capsys):
+    expected = rollouts_of_flat(flat)
+    assert len(expected) == 9
+    assert history("convert", flat) == 0
+    out, err = capsys.readouterr()
+    assert (out, err) == ("3 shards: 9 rollouts of 3 problems\n", "")
+    storage = open_storage(flat)
+    assert in_order(stored(storage)) == expected
+    assert set(problem_ids(storage)) == {5, 6, 2**64 - 1}
+    assert problems_by_text(storage) == {6}
+    assert storage.sizes() == {}
+    assert {shard.info.origin for shard in Contents(storage)} == {Origin("tokenizer", 100, "model", "states")}
+    assert (flat / "learned.npz").read_bytes() == b"is left alone"
+    files = {path: path.read_bytes() for path in flat.rglob("*") if path.is_file()}
+    assert history("convert", flat) == 0
+    assert capsys.readouterr().out == "0 shards: 0 rollouts of 0 problems\n"
+    assert {path: path.read_bytes() for path in flat.rglob("*") if path.is_file()} == files
+
+
+def test_convert_can_be_repeated_after_each_step_that_fails(flat, monkeypatch, capsys):
+    """Nothing is lost, and nothing is there twice."""
+    expected, write, delete = rollouts_of_flat(flat), LocalStorage.write, LocalStorage.delete
+    left = 0
+
+    def failing(call):
+        def limited(*arguments):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                raise OSError("disk full")
+            call(*arguments)
+
+        return limited
+
+    for num_steps in range(20):
+        left = num_steps
+        with monkeypatch.context() as patched:
+            patched.setattr(LocalStorage, "write", failing(write))
+            patched.setattr(LocalStorage, "delete", failing(delete))
+            status = history("convert", flat)
+        if status == 0:
+            break
+        assert "disk full" in capsys.readouterr().err
+        assert len(rollouts_of_flat(flat)) + len(stored(open_storage(flat))) >= 9
+    assert num_steps > 3
+    assert in_order(stored(open_storage(flat))) == expected
+
+
+def test_convert_leaves_damaged_shards_where_they_are(flat, capsys):
+    damaged, *others = sorted(flat.glob("*.parquet"))
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-1])
+    (flat / "foreign.parquet").write_bytes(b"PAR1")
+    assert history("convert", flat) == 0
+    out, err = capsys.readouterr()
+    assert out == "2 shards: 6 rollouts of 3 problems\n"
+    assert err == f"{damaged.name} cannot be used: it was cut or changed: its content does not agree with its name\n"
+    assert damaged.read_bytes() == whole[:-1]
+    assert (flat / "foreign.parquet").read_bytes() == b"PAR1"
+    assert not any(path.exists() for path in others)
+    assert versions(flat) == [1] * 3 + [2] * 3
+    damaged.write_bytes(whole)
+    assert history("convert", flat) == 0
+    assert versions(flat) == [0] * 3 + [1] * 3 + [2] * 3
+
+
+def test_what_is_not_converted_is_named(flat, capsys):
+    said = f"{flat}: 3 shards are of an earlier version: `rollout-spec history convert {flat}`"
+    for arguments in (["stats"], ["show"], ["prune", "--keep-versions", "1"]):
+        assert history(arguments[0], flat, *arguments[1:]) == 2
+        assert capsys.readouterr().err == f"rollout-spec history: {said}\n"
+    assert len(list(flat.glob("*.parquet"))) == 3
+    a_history(flat)
+    assert history("stats", flat) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("2 rollouts of 1 problems")
+    assert err == f"{said}\n"
+
+
+def test_folders_that_cannot_be_converted(tmp_path, recording, capsys):
+    assert history("convert", recording) == 2
+    assert "Not a directory" in capsys.readouterr().err
+    assert history("convert", "nothing://there") == 2
+    assert "cannot be used" in capsys.readouterr().err
+    assert history("convert", tmp_path / "none") == 0
+    assert capsys.readouterr().out == "0 shards: 0 rollouts of 0 problems\n"
+    assert not (tmp_path / "none").exists()

@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.features.format import FEATURE_WORDS, no_features
 from rollout_spec.history import importers, recordings
+from rollout_spec.history.contents import Contents
 from rollout_spec.history.importers import Converter, import_recordings
+from rollout_spec.history.partitions import path_of, problems_by_text
 from rollout_spec.history.recordings import Bad, Recording, exported_line
-from rollout_spec.history.shards import Origin
+from rollout_spec.history.shards import Origin, read_shard
 from rollout_spec.history.text import text_key
 from tests.history.made_up import MemoryStorage, chat_tokenizer, plain, rollouts, stored
 
@@ -45,6 +47,11 @@ def imported(path, *, format="auto", tokenizer=None, version=None, storage=None)
         on_bad=lambda _, line: bad.append(line),
     )
     return stored(storage), bad, report
+
+
+def by_problem(some):
+    """In the order of their problems, and as they are within each."""
+    return sorted(some, key=lambda rollout: rollout.problem_id)
 
 
 def of_rows(tmp_path, *rows, **options):
@@ -89,8 +96,9 @@ def test_what_is_no_reward_is_not_known(tmp_path, reward, known):
 
 def test_the_version_is_the_option_or_the_step_or_zero(tmp_path):
     rows = [{**ROW, "step": 3.0}, {"prompt": [1], "response": [2]}]
-    assert [rollout.version for rollout in of_rows(tmp_path, *rows)[0]] == [3, 0]
-    assert [rollout.version for rollout in of_rows(tmp_path, *rows, version=9)[0]] == [9, 9]
+    for option, expected in ((None, {3: 3, 2: 0}), (9, {3: 9, 2: 9})):
+        found = of_rows(tmp_path, *rows, version=option)[0]
+        assert {rollout.tokens[0]: rollout.version for rollout in found} == expected
 
 
 def test_dumps_of_verl(tmp_path, tokenizer):
@@ -193,7 +201,7 @@ def test_what_trl_itself_writes(tmp_path, tiny_model, is_chat):
     special = {0, 1, 2, 3}  # they are not in the recorded text
     assert len(found) + len(bad) == len(seen) == 4
     expected = [(text_key(tokenizer, p), [t for t in map(int, c) if t not in special]) for p, c in seen]
-    assert [(r.problem_id, r.tokens) for r in found] == [(p, c) for p, c in expected if c]
+    assert sorted((r.problem_id, r.tokens) for r in found) == sorted((p, c) for p, c in expected if c)
     assert all(rollout.version == 1 and rollout.reward is not None for rollout in found)
 
 
@@ -228,7 +236,7 @@ def test_exported_lines_are_read_back_exactly(tmp_path_factory, made):
     path.write_text("".join(exported_line(rollout) + "\n" for rollout in made))
     found, bad, _ = imported(path)
     assert not bad
-    assert found == list(map(plain, made))
+    assert by_problem(found) == by_problem(map(plain, made))
 
 
 # -- files -----------------------------------------------------------------------------------------------------------
@@ -467,15 +475,16 @@ def test_a_file_is_imported_once(tmp_path, monkeypatch):
     storage = MemoryStorage()
     path = write_many(tmp_path / "a.jsonl", 35)
     found, _, report = imported(path, storage=storage)
-    assert (len(found), len(storage.files), report.known) == (35, 4, [])
-    shards = dict(storage.files)
+    folder = storage.folder(path_of(problem_of_prompt([1, 2])))
+    assert (len(found), len(folder.sizes()), report.known) == (35, 4, [])
+    assert len(storage.files) == 5, "shards, and how far it has been imported"
+    files = dict(storage.files)
     other_name = tmp_path / "b.jsonl"
     other_name.write_bytes(path.read_bytes())
     for again in (path, other_name):
         _, _, report = imported(again, storage=storage)
         assert (report.rollouts, report.known) == (0, [again])
-        assert storage.files == shards
-        storage.files = dict(reversed(storage.files.items()))  # a folder is listed in any order
+        assert storage.files == files
     write_many(path, 36)
     found, _, report = imported(path, storage=storage)
     assert report.rollouts == 36
@@ -489,14 +498,16 @@ def test_a_file_that_is_named_twice_is_imported_once(tmp_path):
     assert (report.rollouts, report.known) == (3, [path])
 
 
-def test_an_import_that_was_interrupted_goes_on(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("num_files", "num_again"), [(0, 35), (1, 35), (2, 25), (3, 25), (4, 15)])
+def test_an_import_that_was_interrupted_goes_on(tmp_path, monkeypatch, num_files, num_again):
+    """After each file: a shard may be there of which it was not noted that it is."""
     monkeypatch.setattr(importers, "BATCH_TOKENS", 100)
     path = write_many(tmp_path / "a.jsonl", 35)
     whole, _, _ = imported(path)
 
     class Full(MemoryStorage):
         def write(self, name, data):
-            if len(self.files) == 2:
+            if len(self.files) == num_files:
                 raise OSError("disk full")
             super().write(name, data)
 
@@ -504,10 +515,8 @@ def test_an_import_that_was_interrupted_goes_on(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         imported(path, storage=storage)
     assert len(stored(storage)) < 35
-    rest = MemoryStorage()
-    rest.files = storage.files
-    found, _, report = imported(path, storage=rest)
-    assert report.rollouts < 35
+    found, _, report = imported(path, storage=MemoryStorage(storage.files))
+    assert report.rollouts == num_again
     assert sorted(found, key=lambda r: r.tokens) == sorted(whole, key=lambda r: r.tokens)
 
 
@@ -517,13 +526,41 @@ def test_another_tokenizer_makes_another_writer(tmp_path):
     assert recording.writer(Origin()) != recording.writer(Origin(tokenizer="a"))
 
 
-def test_small_files_share_a_shard(tmp_path):
+def test_small_files_share_a_shard_of_their_problem(tmp_path):
     storage = MemoryStorage()
     recordings = [Recording(write_many(tmp_path / f"{i}.jsonl", i + 1)) for i in range(5)]
     report = import_recordings(recordings, Converter(), storage, Origin())
-    assert (report.rollouts, len(storage.files)) == (15, 1)
+    assert (report.rollouts, len(storage.folder(path_of(problem_of_prompt([1, 2]))).sizes())) == (15, 1)
+    assert Contents(storage).num_bytes == report.num_bytes
     report = import_recordings(recordings, Converter(), storage, Origin())
     assert (report.rollouts, len(report.known)) == (0, 5)
+
+
+@pytest.mark.parametrize("mark", [b"", b"one", b"\xff"])
+def test_what_says_how_far_an_import_came_may_be_damaged(tmp_path, mark):
+    """Then it begins anew, and what history has it has once."""
+    storage = MemoryStorage()
+    path = write_many(tmp_path / "a.jsonl", 3)
+    whole, _, _ = imported(path, storage=storage)
+    (name,) = (name for name in storage.files if name.startswith("imports/"))
+    storage.files[name] = mark
+    found, _, report = imported(path, storage=storage)
+    assert (report.rollouts, report.known) == (3, [])
+    assert found == whole
+
+
+def test_each_problem_has_a_folder_and_those_of_text_are_named(tmp_path, tokenizer):
+    storage = MemoryStorage()
+    rows = [ROW, {**ROW, "prompt_token_ids": [9]}, {"prompt": "What is", "completion": "the sum"}, ROW]
+    found, _, _ = of_rows(tmp_path, *rows, storage=storage, tokenizer=tokenizer)
+    of_text = text_key(tokenizer, tokenizer.encode("What is"))
+    ids = [problem_of_prompt([1, 2]), problem_of_prompt([9]), of_text]
+    assert sorted(r.problem_id for r in found) == sorted([*ids, ids[0]])
+    for problem_id in ids:
+        folder = storage.folder(path_of(problem_id))
+        (name,) = folder.sizes()
+        assert {entry.rollout.problem_id for entry in read_shard(folder, name, Origin())[1]} == {problem_id}
+    assert problems_by_text(storage) == {of_text}
 
 
 def test_a_dry_import_writes_nothing_and_finds_the_same_lines(tmp_path):

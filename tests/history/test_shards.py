@@ -24,9 +24,9 @@ from rollout_spec.history.shards import (
     Entry,
     Origin,
     ShardError,
-    _name,
     decode,
     encode,
+    name_of,
     read_bytes,
     read_info,
     read_shard,
@@ -205,6 +205,18 @@ def test_a_shard_that_is_renamed_to_another_version_is_refused():
     assert read_shard(storage, name, ANY)[0].newest_version == 5
 
 
+def test_a_shard_is_known_by_its_path():
+    storage, name = a_shard(a_rollout(version=5))
+    path = f"problems/00/{name}"
+    storage.files[path] = storage.files[name]
+    assert version_of(path) == 5
+    assert read_shard(storage, path, ANY)[0].newest_version == 5
+    other = f"problems/00/v{9:010d}{name[11:]}"
+    storage.files[other] = storage.files[name]
+    assert refused(storage, other).startswith("it was cut or changed")
+    assert version_of(f"{name}/other.parquet") == -1
+
+
 def forged(table, metadata, **options):
     """A shard of a table, with a name that fits. None as metadata: none."""
     sink = arrow.BufferOutputStream()
@@ -215,7 +227,7 @@ def forged(table, metadata, **options):
 
 def stored_as_named(data):
     storage = MemoryStorage()
-    name = _name(3, data)
+    name = name_of(3, data)
     storage.files[name] = data
     return storage, name
 

@@ -45,9 +45,8 @@ def test_other_files_are_not_seen(tmp_path):
     (tmp_path / f"a.parquet{UNFINISHED}").write_text("half")
     storage.write("a.parquet", b"whole")
     assert storage.sizes() == {"a.parquet": 5}
-    with storage.tidying(abandoned_before=0) as is_ours:
-        assert is_ours
-    assert (tmp_path / "notes.txt").exists()
+    storage.remove_unfinished(before=time.time() + 60)
+    assert {path.name for path in tmp_path.iterdir()} == {"notes.txt", "a.parquet"}
 
 
 def test_only_abandoned_files_are_removed(tmp_path):
@@ -56,25 +55,90 @@ def test_only_abandoned_files_are_removed(tmp_path):
     for path in (old, new):
         path.write_bytes(b"half")
     os.utime(old, (1, 1))
-    with storage.tidying(abandoned_before=time.time() - 60):
-        assert not old.exists()
-        assert new.exists()
+    storage.remove_unfinished(before=time.time() - 60)
+    assert not old.exists()
+    assert new.exists()
 
 
 def test_one_process_tidies(tmp_path):
     storage, other = LocalStorage(tmp_path), LocalStorage(tmp_path)
     storage.write("a.parquet", b"a")
-    with storage.tidying(abandoned_before=0) as is_ours, other.tidying(abandoned_before=0) as is_theirs:
+    with storage.tidying() as is_ours, other.tidying() as is_theirs:
         assert is_ours
         assert not is_theirs
-    with other.tidying(abandoned_before=0) as is_theirs:
+    with other.tidying() as is_theirs:
         assert is_theirs
 
 
 def test_there_is_nothing_to_tidy_where_nothing_was_written(tmp_path):
-    with LocalStorage(tmp_path / "none").tidying(abandoned_before=0) as is_ours:
+    with LocalStorage(tmp_path / "none").tidying() as is_ours:
         assert not is_ours
     assert not (tmp_path / "none").exists()
+
+
+def test_what_was_never_written_has_nothing_in_it(storage):
+    below = storage.folder("a/b")
+    assert (below.sizes(), below.folders(), storage.folders()) == ({}, [], [])
+    below.remove_unfinished(before=time.time() + 60)
+    below.delete("a.parquet")
+    with pytest.raises(FileNotFoundError):
+        below.read("a.parquet")
+    assert storage.folders() == []
+
+
+def test_folders_of_a_folder(storage):
+    storage.write("top.parquet", b"a")
+    storage.folder("a/b").write("one.parquet", b"ab")
+    storage.folder("a").folder("c").write("two.parquet", b"abc")
+    storage.folder("d").write("no shard", b"abcd")
+    assert sorted(storage.folders()) == ["a", "d"]
+    assert sorted(storage.folder("a").folders()) == ["b", "c"]
+    assert storage.sizes() == {"top.parquet": 1}
+    assert storage.folder("a").sizes() == storage.folder("d").sizes() == {}
+    assert storage.folder("a/c").sizes() == {"two.parquet": 3}
+    assert storage.read("a/b/one.parquet") == storage.folder("a/b").read("one.parquet") == b"ab"
+    storage.delete("a/b/one.parquet")
+    assert storage.folder("a/b").sizes() == {}
+    assert storage.folder("d").read("no shard") == b"abcd"
+
+
+def test_what_is_abandoned_is_removed_in_one_folder_alone(tmp_path):
+    storage = LocalStorage(tmp_path)
+    here, below = tmp_path / f"a.parquet{UNFINISHED}", tmp_path / "below" / f"a.parquet{UNFINISHED}"
+    below.parent.mkdir()
+    for path in (here, below):
+        path.write_bytes(b"half")
+    storage.folder("below").remove_unfinished(before=time.time() + 60)
+    assert here.exists()
+    assert not below.exists()
+
+
+def test_folders_are_tidied_by_one_process_each(tmp_path):
+    one, other = (LocalStorage(tmp_path).folder(name) for name in ("a", "b"))
+    for storage in (one, other):
+        storage.write("a.parquet", b"a")
+    with one.tidying() as is_ours, other.tidying() as is_theirs:
+        assert is_ours
+        assert is_theirs
+
+
+def test_links_to_folders_are_none_of_a_history(tmp_path):
+    """One that leads back up would be walked without end."""
+    storage = LocalStorage(tmp_path / "h")
+    storage.write("a.parquet", b"a")
+    (tmp_path / "h" / "up").symlink_to(tmp_path)
+    assert storage.folders() == []
+
+
+def test_a_new_folder_is_on_the_disk_before_what_is_in_it(tmp_path, monkeypatch):
+    """Each folder's name is flushed in the one above, or a crash could lose a shard that was written."""
+    flushed = []
+    monkeypatch.setattr("rollout_spec.history.storage._flush_names", flushed.append)
+    LocalStorage(tmp_path).folder("a/b").write("a.parquet", b"a")
+    assert flushed == [tmp_path, tmp_path / "a", tmp_path / "a" / "b"]
+    flushed.clear()
+    LocalStorage(tmp_path).folder("a/b").write("b.parquet", b"b")
+    assert flushed == [tmp_path / "a" / "b"]
 
 
 class KilledError(BaseException):
@@ -142,8 +206,8 @@ def test_killed_writers(tmp_path):
         for name in storage.sizes():
             assert len(set(storage.read(name))) == 1
             storage.delete(name)
-    with storage.tidying(abandoned_before=time.time() + 60):
-        assert not list((tmp_path / "h").glob(f"*{UNFINISHED}"))
+    storage.remove_unfinished(before=time.time() + 60)
+    assert not list((tmp_path / "h").glob(f"*{UNFINISHED}"))
 
 
 def test_files_that_vanish_while_they_are_listed(tmp_path):

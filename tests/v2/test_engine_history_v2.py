@@ -10,6 +10,7 @@ from tests.integrations.engines import (
     PLAIN,
     assert_same,
     build,
+    count_preemptions,
     generate,
     mixed_params,
     prompts_of,
@@ -40,15 +41,19 @@ def test_history_lasts_and_is_shared(tiny_model, stock, reference_model, tmp_pat
     expected = generate(stock, params)
     assert_same(generate(engines[0], params), expected, prompts_of(params), params, reference_model)
     generate(engines[0], mixed_params(1, 9, max_tokens=2, **PLAIN))  # ends the others where the device must tell
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline and history(engines[1])["folder"]["rollouts_read"] < 6:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and history(engines[0])["folder"]["rollouts_written"] < 6:
         time.sleep(0.1)
         speculation_of(engines[0]).exchange_history()  # the copies have arrived
+    assert history(engines[1])["folder"]["rollouts_read"] == 0, "it was not asked for these problems"
+    while time.monotonic() < deadline and history(engines[1])["folder"]["rollouts_read"] < 6:
+        generate(engines[1], mixed_params(3, 7, max_tokens=2, **PLAIN))
+    before, accepted = history(engines[1])["requests_with_history"], stats_of(engines[1])["accepted_tokens"]
     assert_same(generate(engines[1], params), expected, prompts_of(params), params, reference_model)
-    # On the device the step's requests have begun before the step takes in what has come meanwhile.
-    assert history(engines[1])["requests_with_history"] in (3, 6)
+    assert history(engines[1])["requests_with_history"] == before + 6
     generate(engines[1], mixed_params(1, 9, max_tokens=2, **PLAIN))
     first, second = (stats_of(llm)["accepted_tokens"] for llm in engines)
+    second -= accepted
     assert second > 1.2 * first, "it drafts from what the other engine has said"
     for llm in engines:
         speculation_of(llm).engine_history.close()
@@ -56,6 +61,37 @@ def test_history_lasts_and_is_shared(tiny_model, stock, reference_model, tmp_pat
     assert history(third)["rollouts"] >= 12
     assert_same(generate(third, params), expected, prompts_of(params), params, reference_model)
     assert stats_of(third)["accepted_tokens"] > 1.2 * first
+
+
+@pytest.mark.parametrize("options", [{}, DEVICE], ids=["host", "device"])
+def test_history_counts_the_requests_that_are_live_across_preemptions(tiny_model, stock, tmp_path, options):
+    """Otherwise the folder of a problem would be looked at for as long as the engine lives, or not at all."""
+    on_device = bool(options)
+    options = verify_all(num_speculative_tokens=3, history_dir=str(tmp_path), **options)
+    few_blocks = {"block_size": 32, "num_gpu_blocks_override": 5, "enable_prefix_caching": False}
+    llm = build(tiny_model, max_num_seqs=6, **few_blocks, **options)
+    speculation, preempted = speculation_of(llm), count_preemptions(llm)
+    live, folder = speculation.engine_history._live, speculation.engine_history._folder
+    counted, exchange = [], speculation.engine_history.exchange
+
+    def exchange_and_count():
+        exchange()
+        counted.append(live.total())
+        assert live.total() == len(speculation._req_indices if on_device else speculation.live)
+        assert folder._asked.keys() == live.keys()
+
+    speculation.engine_history.exchange = exchange_and_count
+    params = mixed_params(4, 9, temperature=1.0, max_tokens=30, ignore_eos=True, **PLAIN)
+    prompts = [[1, 4 + i % 2, 9] * 5 for i in range(4)]
+    said = [list(output.token_ids) for output in generate(llm, params, prompts)]
+    assert preempted
+    assert said == [list(output.token_ids) for output in generate(stock, params, prompts)]
+    assert 2 <= max(counted) <= 4
+    assert llm.llm_engine.has_unfinished_requests() is False
+    speculation.close()
+    assert not live
+    assert not folder._asked
+    assert sorted(r.tokens.tolist() for r in rollouts_in(tmp_path)) == sorted(said)
 
 
 def test_the_device_leaves_the_last_generation_behind_when_the_engine_ends(tiny_model, tmp_path):

@@ -19,8 +19,8 @@ from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import no_features
+from rollout_spec.history.contents import Contents, each_once
 from rollout_spec.history.roots import Roots
-from rollout_spec.history.shards import Origin, read_shard
 from rollout_spec.history.storage import open_storage
 from rollout_spec.integrations.vllm import commands
 from rollout_spec.integrations.vllm.problems import recognise
@@ -1023,9 +1023,7 @@ def with_folder(folder, **options):
 
 def rollouts_in(folder):
     """The tokens of each rollout in a folder that sessions have closed."""
-    storage = open_storage(str(folder))
-    entries = [entry for name in storage.sizes() for entry in read_shard(storage, name, Origin())[1]]
-    return sorted(entry.rollout.tokens.tolist() for entry in entries)
+    return sorted(rollout.tokens.tolist() for rollout in each_once(Contents(open_storage(str(folder)))))
 
 
 def test_a_request_that_runs_on_past_its_stop_string_is_one_rollout(tmp_path, nine_stops):
@@ -1078,6 +1076,54 @@ def test_prompts_of_embeddings_keep_no_complete_batch_waiting(tmp_path, names):
     assert session.drafter.history_summary()["rollouts"] == 1
     session.close()
     assert rollouts_in(tmp_path) == [[9]]
+
+
+def live_in_history(session):
+    """How many requests the history counts, by problem. Of the same problems the folder is looked at."""
+    history = session.engine_history
+    assert history._folder._asked.keys() == history._live.keys()
+    return dict(history._live)
+
+
+def test_history_counts_the_requests_that_are_live_of_each_problem(tmp_path):
+    session = with_folder(tmp_path, budget=False)
+    requests = {name: a_request((1, 2)) for name in "abc"} | {"d": a_request((3, 4))}
+    one, two = (problem_of_prompt(prompt) for prompt in ((1, 2), (3, 4)))
+    advance(session, {"a": [5], "b": [5]}, requests=requests)
+    assert live_in_history(session) == {one: 2}
+    advance(session, {"c": [5], "d": [6]}, requests=requests)  # the others are preempted, or read prompts
+    assert live_in_history(session) == {one: 3, two: 1}
+    advance(session, {"a": [5]}, requests=requests)
+    assert live_in_history(session) == {one: 3, two: 1}
+    session.end_missing({"a": requests["a"]})
+    assert live_in_history(session) == {one: 1}
+    session.end_missing({})
+    assert live_in_history(session) == {}
+    session.close()
+    assert rollouts_in(tmp_path) == [[5], [5], [5, 5], [6]]
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_history_counts_no_request_that_has_ended_in_whatever_way(tmp_path, nine_stops, keep):
+    session = with_folder(tmp_path, budget=False)
+    requests = {name: a_request((1, 2)) for name in "abcde"}
+    for request in requests.values():
+        request.sampling_params.extra_args = {"rollout_spec": {"keep_in_history": keep}}
+    requests["a"].sampling_params.stop = ["x"]
+    requests["b"].sampling_params.eos_token_id = 8
+    requests["c"].sampling_params.max_tokens = 1
+    requests["e"].prompt_token_ids = None
+    advance(session, {"a": [9], "b": [8], "c": [4]}, requests=requests)  # all are complete
+    assert live_in_history(session) == {}
+    advance(session, {"a": [7], "d": [4], "e": [4]}, requests=requests)  # one runs on past its stop string
+    assert live_in_history(session) == {problem_of_prompt((1, 2)): 1}
+    requests["d"].prompt_token_ids = [1, 2, 4, 5]  # a streaming session goes on
+    advance(session, {"d": [4]}, requests=requests)
+    assert sum(live_in_history(session).values()) == 1
+    advance(session, {"f": [4]}, ended="abcde")
+    session.end_missing({})
+    assert live_in_history(session) == {}
+    session.close()
 
 
 # -- beside a model --------------------------------------------------------------------------------------------------

@@ -58,10 +58,10 @@ def test_a_script_that_is_killed_or_interrupted(tiny_model, tmp_path):
         )
         assert process.stdout is not None
         said: list[int] = []
-        num_shards = len(list(tmp_path.glob("*.parquet")))
+        num_shards = len(list(tmp_path.glob("problems/*/*/*.parquet")))
         for line in filter(str.isdigit, map(str.strip, process.stdout)):
             said.append(int(line))
-            if len(said) >= 40 and len(list(tmp_path.glob("*.parquet"))) > num_shards:
+            if len(said) >= 40 and len(list(tmp_path.glob("problems/*/*/*.parquet"))) > num_shards:
                 break
         process.send_signal(number)
         output, errors = process.communicate(timeout=120)

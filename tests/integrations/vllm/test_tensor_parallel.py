@@ -168,8 +168,8 @@ def test_the_ranks_have_the_same_history_of_a_folder(tiny_model, off, reference_
         assert llm.collective_rpc("learned") == learned
         other.add(rollouts[:3])
         other.exchange()
-        wait_for(llm, "rollouts_read", 11)
         check_rollouts(llm, off, reference_model, 2)
+        wait_for(llm, "rollouts_read", 11)
         check_rollouts(llm, off, reference_model, 1)
         before, after = ask(llm, "stats")
         assert counts(before) == counts(after)
