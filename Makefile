@@ -75,11 +75,11 @@ test-ppo:
 	test -e .venv-ppo/.ready || tests/vllm_environment.sh 0.31.0 .venv-ppo 1.12.0
 	.venv-ppo/bin/python -m pytest tests/integrations/trainers/test_trl_ppo.py
 
-# The lines of docs/frameworks.md, in the code of those RL frameworks whose wheels can be installed.
+# The lines of docs/frameworks.md, in the code of those RL frameworks whose wheels can be installed, and under Ray.
 FRAMEWORKS := .venv-frameworks
 test-frameworks:
 	test -e $(FRAMEWORKS)/.ready || tests/frameworks_environment.sh $(FRAMEWORKS)
-	$(FRAMEWORKS)/bin/python -m pytest tests/integrations/test_frameworks.py
+	$(FRAMEWORKS)/bin/python -m pytest tests/integrations/test_frameworks.py tests/integrations/test_ray.py
 
 check: $(READY)
 	$(BIN)/ruff check .

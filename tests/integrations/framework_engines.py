@@ -1,5 +1,7 @@
 """vLLM engines as RL frameworks build them: by the frameworks' own code, without Ray and without a GPU.
 
+`ray_engines.py` has those that are made through Ray.
+
     python tests/integrations/framework_engines.py verl MODEL OUT.json LINE...
 
 lets a framework's own actor generate, and writes each rollout's tokens and log-probabilities and the engine's counters.
@@ -13,6 +15,7 @@ import json
 import os
 import sys
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,18 +52,21 @@ def _pretend_cuda() -> None:
         setattr(torch.cuda, name, lambda *args, **kwargs: None)
 
 
+def adapt_ray_worker() -> None:
+    """To be called in each process that Ray starts: those that it spawns run this script first, as `__mp_main__`."""
+    sys.modules["__main__"].__file__ = __file__
+    _pretend_cuda()
+
+
 importlib.metadata.version = _version_of
 if __name__ in ("__main__", "__mp_main__"):  # this script, or a process that its engine has spawned
     _pretend_cuda()
     wrapt.register_post_import_hook(_keep_plain_weights, "vllm.model_executor.layers.utils")
 
 
-def verl_server(model: Path, lines: list[str]) -> Any:
-    """verl's server actor, not launched. Its constructor needs Ray, so what it sets is set here."""
+def verl_config(lines: list[str]) -> Any:
+    """verl's configuration from Hydra overrides, with what an engine on a CPU needs."""
     from hydra import compose, initialize_config_module
-    from transformers import AutoTokenizer
-    from verl.utils.config import omega_conf_to_dataclass
-    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     for_a_cpu = {
         "actor_rollout_ref.rollout.name": "vllm",
@@ -73,7 +79,16 @@ def verl_server(model: Path, lines: list[str]) -> Any:
         "actor_rollout_ref.rollout.max_num_seqs": "16",
     }
     with initialize_config_module("verl.trainer.config", version_base=None):
-        config = compose("ppo_trainer", overrides=[*lines, *(f"{key}={value}" for key, value in for_a_cpu.items())])
+        return compose("ppo_trainer", overrides=[*lines, *(f"{key}={value}" for key, value in for_a_cpu.items())])
+
+
+def verl_server(model: Path, lines: list[str]) -> Any:
+    """verl's server actor, not launched. Its constructor needs Ray, so what it sets is set here."""
+    from transformers import AutoTokenizer
+    from verl.utils.config import omega_conf_to_dataclass
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+
+    config = verl_config(lines)
     server = vLLMHttpServer.__new__(vLLMHttpServer)
     server.config = omega_conf_to_dataclass(config.actor_rollout_ref.rollout)
     server.model_config = SimpleNamespace(
@@ -137,6 +152,24 @@ def skyrl_engine_args(model: Path, lines: list[str]) -> Any:
         return AsyncEngineArgs.from_cli_args(build_vllm_cli_args(SkyRLTrainConfig.from_cli_overrides(overrides)))
 
 
+def create_openrlhf_engines(model: Path, num_engines: int) -> list[Any]:
+    """OpenRLHF's call, with what its trainer passes."""
+    from openrlhf.trainer.ray.vllm_engine import create_vllm_engines
+
+    return create_vllm_engines(
+        num_engines=num_engines,
+        tensor_parallel_size=1,
+        pretrain=str(model),
+        seed=1,
+        full_determinism=False,
+        enable_prefix_caching=False,
+        enforce_eager=True,
+        max_model_len=256,
+        gpu_memory_utilization=0.5,
+        logprobs_mode="processed_logprobs",
+    )
+
+
 def openrlhf_actor(model: Path) -> tuple[type, dict[str, Any]]:
     """OpenRLHF's engine actor as a plain class, and the arguments that OpenRLHF gives it."""
     import openrlhf.trainer.ray.vllm_engine as module
@@ -144,18 +177,7 @@ def openrlhf_actor(model: Path) -> tuple[type, dict[str, Any]]:
     names = ("ray", "placement_group", "PlacementGroupSchedulingStrategy", "RolloutRayActor")
     actor = module.RolloutRayActor.__ray_metadata__.modified_class
     with mock.patch.multiple(module, **dict.fromkeys(names, mock.DEFAULT)) as stand_ins:
-        module.create_vllm_engines(
-            num_engines=1,
-            tensor_parallel_size=1,
-            pretrain=str(model),
-            seed=1,
-            full_determinism=False,
-            enable_prefix_caching=False,
-            enforce_eager=True,
-            max_model_len=256,
-            gpu_memory_utilization=0.5,
-            logprobs_mode="processed_logprobs",
-        )
+        create_openrlhf_engines(model, 1)
     arguments = stand_ins["RolloutRayActor"].options.return_value.remote.call_args.kwargs
     return actor, {**arguments, "dtype": "float32"}  # it says bfloat16, in which rollouts depend on the batch
 
@@ -179,14 +201,48 @@ def openrlhf_engine_args(model: Path) -> Any:
     return build.call_args.args[0]
 
 
-def _prompt(number: int) -> list[int]:
+def seeds_of(epoch: int) -> range:
+    """The seeds of an epoch's rollouts."""
+    return range(epoch * NUM_PROMPTS * GROUP, (epoch + 1) * NUM_PROMPTS * GROUP)
+
+
+def prompt(seed: int) -> list[int]:
+    """That of a rollout. Each GROUP of seeds has one."""
+    number = seed // GROUP % NUM_PROMPTS
     return [4 + number, 5, 6, 7 + number]
+
+
+def verl_params(seed: int, **changes: Any) -> dict[str, Any]:
+    """verl's sampling parameters, and a seed."""
+    params = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "max_tokens": MAX_TOKENS, "seed": seed}
+    return {**params, **changes}
+
+
+def openrlhf_params(seed: int, **changes: Any) -> Any:
+    """OpenRLHF's sampling parameters, and a seed."""
+    from vllm import SamplingParams
+
+    params = {
+        "temperature": 1.0,
+        "max_tokens": MAX_TOKENS,
+        "min_tokens": 1,
+        "skip_special_tokens": False,
+        "logprobs": 1,
+    }
+    return SamplingParams(**{**params, "seed": seed, **changes})
+
+
+def changed_weights(model: Path) -> Iterator[tuple[str, Any]]:
+    """A model's weights, as a trainer would have changed them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    for name, parameter in AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters():
+        yield name, parameter.data * 1.02
 
 
 async def _generate_with_verl(model: Path, lines: list[str]) -> tuple[list[Any], Any]:
     """Rollouts of verl's server, with new weights after each epoch by verl's own RPC."""
-    import torch
-    from transformers import AutoModelForCausalLM
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     job = f"rollout-spec-{os.getpid()}"
@@ -195,23 +251,14 @@ async def _generate_with_verl(model: Path, lines: list[str]) -> tuple[list[Any],
     server._resume_event = asyncio.Event()
     await server.launch_server()
     rollouts = []
-    weights = dict(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters())
     for epoch in range(NUM_EPOCHS):
-        group = [
-            server.generate(
-                _prompt(p),
-                {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "logprobs": True, "max_tokens": MAX_TOKENS, "seed": s},
-                f"{epoch}-{s}",
-            )
-            for p in range(NUM_PROMPTS)
-            for s in range(GROUP * (epoch * NUM_PROMPTS + p), GROUP * (epoch * NUM_PROMPTS + p + 1))
-        ]
+        group = [server.generate(prompt(seed), verl_params(seed), f"{epoch}-{seed}") for seed in seeds_of(epoch)]
         rollouts += [(list(output.token_ids), output.log_probs) for output in await asyncio.gather(*group)]
         receiver = asyncio.ensure_future(server.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True}))
         handle = f"ipc:///tmp/rl-colocate-zmq-{job}-replica-1-rank-0.sock"
         sender = BucketedWeightSender(zmq_handle=handle, bucket_size_mb=8, use_shm=True)
-        changed = ((name, parameter.data * 1.02) for name, parameter in weights.items())
-        await asyncio.to_thread(asyncio.run, sender.async_send_weights(changed))  # it blocks its event loop
+        sending = sender.async_send_weights(changed_weights(model))
+        await asyncio.to_thread(asyncio.run, sending)  # it blocks its event loop
         await receiver
         await server.clear_kv_cache()
     stats = await server.engine.collective_rpc("rollout_spec", args=("stats",))
@@ -220,23 +267,10 @@ async def _generate_with_verl(model: Path, lines: list[str]) -> tuple[list[Any],
 
 async def _generate_with_openrlhf(model: Path) -> tuple[list[Any], Any]:
     """Rollouts of OpenRLHF's actor, with its sampling parameters."""
-    from vllm import SamplingParams
-
     engine = await openrlhf_engine(model)
     rollouts = []
     for epoch in range(NUM_EPOCHS):
-        group = []
-        for p in range(NUM_PROMPTS):
-            for i in range(GROUP):
-                params = SamplingParams(
-                    temperature=1.0,
-                    max_tokens=MAX_TOKENS,
-                    min_tokens=1,
-                    skip_special_tokens=False,
-                    logprobs=1,
-                    seed=GROUP * (epoch * NUM_PROMPTS + p) + i,
-                )
-                group.append(engine.generate(_prompt(p), params))
+        group = [engine.generate(prompt(seed), openrlhf_params(seed)) for seed in seeds_of(epoch)]
         for result in await asyncio.gather(*group):
             output = result.outputs[0]
             scores = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
