@@ -307,7 +307,9 @@ class DeviceDrafter:
 
     def knows(self, problem_id: int) -> bool:
         """Whether there is any history of a problem, or a request of it is live."""
-        return problem_id in self._problems or self._archive.knows(problem_id)
+        problem = self._problems.get(problem_id)
+        is_here = problem is not None and (problem.num_live > 0 or bool(problem.pieces))
+        return is_here or self._archive.knows(problem_id)
 
     def learned(self) -> dict[str, NDArray]:
         """What outcomes have taught so far, by name, for `learn`. Waits for the device."""

@@ -18,6 +18,7 @@ Dollars are list prices of S3 Standard, as of 2025. DELETE is free, and so are b
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import os
 import random
@@ -185,6 +186,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     store = ObjectStore()
+    atexit.register(store.close)
     os.environ.update(ENVIRONMENT, AWS_ENDPOINT_URL=store.endpoint)
     import fsspec
 

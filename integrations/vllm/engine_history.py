@@ -23,7 +23,7 @@ from rollout_spec.types import Int32Array
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS_PER_STEP = 4096
-"""Most tokens of other engines' rollouts that one step takes in, but at least one rollout."""
+"""So many tokens of other engines' rollouts are taken in by a step where few wait, but at least one rollout."""
 STEPS_TO_TAKE = 64
 """Where many wait, as when a batch of new problems begins, a step takes one part in so many of them."""
 SAMPLED_TOKENS = 2_000_000
@@ -158,6 +158,12 @@ class EngineHistory:
         if self._live[problem_id] <= 0:
             del self._live[problem_id]
             self._folder.unwatch(problem_id)
+
+    def end_requests(self) -> None:
+        """No more is wanted: the drafter has raised."""
+        self._live.clear()
+        if self._folder is not None:
+            self._folder.unwatch_all()
 
     def exchange(self) -> None:
         """Hand over what has ended, and take in some of what has come. Called once per step; reads no file."""

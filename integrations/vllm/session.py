@@ -273,6 +273,8 @@ class DraftingSession(Speculation):
         if self._share_from_first_rank is not None:
             raise error
         self.enabled, self.broken = False, True
+        if self.engine_history is not None:
+            self.engine_history.end_requests()
         self._stats.drafter_errors += 1
         logger.error("the drafter raised: speculation is off from here on, sampling goes on unchanged", exc_info=error)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures.thread  # noqa: F401 - before `start` registers for the exit: who is last is called first
 import contextlib
+import errno
 import io
 import json
 import logging
@@ -64,6 +65,8 @@ SECONDS_PER_CHECK = 20.0
 """How often it is asked whether the history must be tidied."""
 MAX_WAITING_TOKENS = 1_000_000
 """Of other engines' rollouts that the engine has not taken. No more are read until it has."""
+MAX_PROBLEM_TOKENS = 262_144
+"""Of one problem, newest policy versions first, that one look reads: a group of 16 in each of 30 epochs, 512 each."""
 MAX_UNWRITTEN_TOKENS = 5_000_000
 """Of its own rollouts that have not been tried to be written, and as many of those where that failed: up to 36 bytes
 each. A healthy folder never has so many. The oldest are dropped."""
@@ -146,7 +149,6 @@ class HistoryFolder:
         self._inbox_tokens = 0
         self._num_waiting: Counter[int] = Counter()  # rollouts of it, by problem
         self._learned: dict[str, NDArray] | None = None
-        self._has_read_version = False
         self._lock = threading.RLock()  # of what the engine's calls and the thread both change
         self._has_failed = False
         self._warned_of: set[int | type[Exception] | None] = set()  # numbers of errors, or what has none
@@ -156,6 +158,7 @@ class HistoryFolder:
         self._woken = threading.Event()
         self._is_stopping = False
         self._thread: threading.Thread | None = None
+        self._tidying: threading.Thread | None = None
         self._is_closed = False
         self._process = os.getpid()
 
@@ -183,10 +186,10 @@ class HistoryFolder:
                         len(earlier), self._url, earlier[0], self._url,
                     )  # fmt: skip
                 groups = groups_of(self._storage)
-                random.shuffle(groups)
+                random.SystemRandom().shuffle(groups)  # a trainer may have seeded the other one
                 problems = problem_ids(self._storage, groups)
                 while max_tokens > 0 and (some := list(islice(problems, self._num_readers))):
-                    for result in self._look_at(some, max_tokens):
+                    for result in self._look_at(some):
                         found += [entry.rollout for entry in result.entries]
                         max_tokens -= sum(entry.rollout.num_tokens for entry in result.entries)
             except OSError as error:
@@ -238,6 +241,11 @@ class HistoryFolder:
         """The last request of a problem has ended."""
         with self._lock:
             self._asked.pop(problem_id, None)
+
+    def unwatch_all(self) -> None:
+        """Nothing more is wanted."""
+        with self._lock:
+            self._asked.clear()
 
     def keep_only(self, is_known: Callable[[int], bool]) -> None:
         """Forget what was read of problems of which the engine has no history any more."""
@@ -332,16 +340,17 @@ class HistoryFolder:
                 for asked in self._asked.values():
                     asked.in_exchanges = max(asked.in_exchanges - 1, 0)
         self._read()
-        if time.monotonic() >= self._next_check:
+        if time.monotonic() >= self._next_check and not (self._tidying and self._tidying.is_alive()):
             self._next_check = time.monotonic() + SECONDS_PER_CHECK
-            with self._timed():
-                self.tidy()
-                release_memory()
+            # It may take minutes, in which rollouts are to be written and read.
+            self._tidying = threading.Thread(target=self.tidy, name="rollout_spec tidying", daemon=True)
+            self._tidying.start()
+            release_memory()
 
     def tidy(self) -> None:
         """Delete the oldest policy versions until the bound holds, unless another engine has seen to it lately."""
         try:
-            tidy_if_due(self._storage, self._max_bytes)
+            tidy_if_due(self._storage, self._max_bytes, lambda: self._is_stopping)
         except OSError as error:
             self._warn(error)
 
@@ -361,7 +370,7 @@ class HistoryFolder:
         with self._timed():
             while due and self._inbox_tokens < MAX_WAITING_TOKENS:
                 some, due = due[: self._num_readers], due[self._num_readers :]
-                for problem_id, result in zip(some, self._look_at(some, MAX_WAITING_TOKENS), strict=True):
+                for problem_id, result in zip(some, self._look_at(some), strict=True):
                     rollouts = [entry.rollout for entry in result.entries]
                     self.stats.rollouts_read += len(rollouts)
                     with self._lock:
@@ -377,13 +386,13 @@ class HistoryFolder:
     def _num_readers(self) -> int:
         return READERS_REMOTE if self._is_remote else 1
 
-    def _look_at(self, problem_ids: list[int], max_tokens: int) -> list[Found]:
+    def _look_at(self, problem_ids: list[int]) -> list[Found]:
         """What is new of some problems."""
 
         def look(problem_id: int) -> Found:
             shards = self._shards_of(problem_id)
             try:
-                return shards.read_new(max_tokens)
+                return shards.read_new(MAX_PROBLEM_TOKENS)
             except OSError as error:
                 self._warn(error)
                 return Found([], 0, 0)
@@ -419,9 +428,16 @@ class HistoryFolder:
                 shards = self._shards_of(problem_id)
                 self._unwritten.append((shards, shards.new_batch(rollouts)))
         try:
-            while self._unwritten:
-                number = min(len(self._unwritten), self._num_readers)
-                self._write_some([self._unwritten[at] for at in range(number)])
+            left, failed = len(self._unwritten), None
+            while left:
+                some = [self._unwritten[at] for at in range(min(left, self._num_readers))]
+                failed = self._write_some(some) or failed
+                left -= len(some)
+                if self._woken.is_set() and not self._is_stopping:  # prompts are being read now
+                    self._woken.clear()
+                    self._read()
+            if failed is not None:
+                raise failed
             self._write_learned()
             self._pause = 0.0
         except (OSError, MemoryError) as error:
@@ -437,17 +453,26 @@ class HistoryFolder:
         with self._timed():
             self._write()
 
-    def _write_some(self, batches: list[tuple[ProblemShards, list[Entry]]]) -> None:
-        """Write the oldest batches, at once where an answer takes long. Raises the first error, once all have ended."""
+    def _write_some(self, batches: list[tuple[ProblemShards, list[Entry]]]) -> OSError | MemoryError | None:
+        """Write the oldest batches, at once where an answer takes long.
+
+        Returns:
+            Why a problem's folder could not be written; its batch is the last one now.
+
+        Raises:
+            OSError, MemoryError: another batch could not be written either.
+        """
         errors = in_threads(self._write_batch, batches) if len(batches) > 1 else [self._write_batch(batches[0])]
+        failed = [(error, batch) for error, batch in zip(errors, batches, strict=True) if error is not None]
         with self._lock:
             for _ in batches:
                 self._unwritten.popleft()
-            failed = [batch for batch, error in zip(batches, errors, strict=True) if error is not None]
-            self._unwritten.extendleft(reversed(failed))
-        for error in errors:
-            if error is not None:
+            self._unwritten.extend(batch for error, batch in failed if _is_of_one_folder(error))
+            self._unwritten.extendleft(batch for error, batch in reversed(failed) if not _is_of_one_folder(error))
+        for error, _ in failed:
+            if not _is_of_one_folder(error):
                 raise error
+        return failed[0][0] if failed else None
 
     def _write_batch(self, batch: tuple[ProblemShards, list[Entry]]) -> OSError | MemoryError | None:
         """Write a shard of a batch, without the rollouts that no shard can hold, which leave the batch."""
@@ -489,8 +514,7 @@ class HistoryFolder:
         while True:
             try:
                 version = int(self._read_learned().get(VERSION, np.array(0)))
-                self._has_read_version = True
-                return version
+                return version if 0 <= version < 2**31 else 0
             except (ValueError, TypeError):
                 return 0
             except OSError:
@@ -514,8 +538,7 @@ class HistoryFolder:
             learned, self._learned = self._learned, None
         if learned is None:
             return
-        if not self._has_read_version:  # the file system failed when this run began: later ones go on from the highest
-            learned[VERSION] = np.maximum(learned[VERSION], self._read_version())
+        learned[VERSION] = np.maximum(learned[VERSION], self._read_version())  # engines may count on their own
         file = io.BytesIO()
         about = np.array(json.dumps(self._origin.without_model()))
         np.savez_compressed(file, allow_pickle=False, **{**learned, ORIGIN: about})
@@ -568,6 +591,12 @@ class HistoryFolder:
             yield
         finally:
             self.stats.seconds += time.perf_counter() - started
+
+
+def _is_of_one_folder(error: OSError | MemoryError) -> bool:
+    """Whether others may be written, as where another user's engine has made the folder."""
+    numbers = (errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
+    return isinstance(error, OSError) and error.errno in numbers
 
 
 def _close_if_alive(folder: weakref.ref[HistoryFolder]) -> None:

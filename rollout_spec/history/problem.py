@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import time
@@ -14,10 +15,9 @@ from rollout_spec.history.shards import (
     Entry,
     Origin,
     ShardError,
+    ShardInfo,
     by_version,
-    decode,
-    read_bytes,
-    read_info,
+    read_shard,
     write_shard,
 )
 from rollout_spec.history.storage import ShardStorage
@@ -30,6 +30,8 @@ LOOKS_WHILE_MERGED = 3
 """How often the folder is listed at most where shards are merged while they are read."""
 SHARDS_PER_MERGE, SMALL_BYTES = 16, 1 << 17
 """So many shards of this size at most are written as one by an engine that has read them all."""
+MANY_SHARDS = 64
+"""Where there are so many small ones, an engine that has read them reads some again, to merge them."""
 SHARE_OF_MERGES = 0.25
 """Engines that are asked for the same problem read it at the same time. About one in four of them merges."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -139,7 +141,10 @@ class ProblemShards:
                 break
         for writer, batch in found:
             self._seen[writer].add(batch)
-        if len(small) >= SHARDS_PER_MERGE and secrets.SystemRandom().random() < SHARE_OF_MERGES:
+        is_one_of_many = secrets.SystemRandom().random() >= SHARE_OF_MERGES
+        if not is_one_of_many and len(small) < SHARDS_PER_MERGE:
+            small = self._read_small_again(sizes)
+        if not is_one_of_many and len(small) >= SHARDS_PER_MERGE:
             self._merge(small)
         entries = [entry for batch in found.values() for entry in batch]
         entries.sort(key=lambda entry: (entry.rollout.version, entry.writer, entry.batch))
@@ -160,17 +165,30 @@ class ProblemShards:
         Raises:
             ShardError, OSError: as `read_shard`.
         """
-        data = read_bytes(self._storage, name)
-        info = read_info(data)
-        self._origin.check(info.origin)
-        if all(self._seen[w].issuperset(range(first, last + 1)) for w, (first, last) in info.batches.items()):
-            return {}, False  # merged from shards that were read
-        batches: defaultdict[tuple[int, int], list[Entry]] = defaultdict(list)
-        for entry in decode(data, self._origin)[1]:
-            batches[entry.writer, entry.batch].append(entry)
+        info, batches = self._load(name)
         new = {(writer, batch): some for (writer, batch), some in batches.items() if batch not in self._seen[writer]}
         # Of another model's rollouts features were left out, which may be of use to its engines.
         return new, len(new) == len(batches) and info.origin.without_model() == self._origin.without_model()
+
+    def _load(self, name: str) -> tuple[ShardInfo, _Batches]:
+        """All that a shard holds. Raises as `_read`."""
+        info, entries = read_shard(self._storage, name, self._origin)
+        batches: defaultdict[tuple[int, int], list[Entry]] = defaultdict(list)
+        for entry in entries:
+            batches[entry.writer, entry.batch].append(entry)
+        return info, batches
+
+    def _read_small_again(self, sizes: dict[str, int]) -> dict[str, _Batches]:
+        """The oldest small shards, if there are very many: an engine that looks often reads few at a time."""
+        names = sorted((n for n, size in sizes.items() if n in self._known and size <= SMALL_BYTES), key=by_version)
+        small: dict[str, _Batches] = {}
+        if len(names) >= MANY_SHARDS:
+            for name in names[:SHARDS_PER_MERGE]:
+                with contextlib.suppress(OSError, ShardError):  # others merge, or cannot use it
+                    info, batches = self._load(name)
+                    if info.origin.without_model() == self._origin.without_model():
+                        small[name] = batches
+        return small
 
     def _merge(self, small: Mapping[str, _Batches]) -> None:
         """Write small shards as one, and delete them then. Two engines that merge the same write the same."""

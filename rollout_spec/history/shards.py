@@ -88,7 +88,7 @@ class Entry(NamedTuple):
     """A rollout in a shard."""
 
     writer: int
-    """64 bits, drawn at random by each process that writes."""
+    """64 bits, drawn at random by each process that writes, for each problem."""
     batch: int
     """The writer's number of the shard that this rollout first came in, from 0."""
     rollout: Rollout

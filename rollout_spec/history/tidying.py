@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from rollout_spec.history.partitions import PROBLEMS, path_of, problem_ids
+from rollout_spec.history.partitions import IMPORTS, PROBLEMS, TEXTS, path_of, problem_ids
 from rollout_spec.history.shards import version_of
 from rollout_spec.history.storage import S3Storage, ShardStorage
 
@@ -22,8 +22,11 @@ LONGEST_REST = 3600.0
 """Between two times. A clock that says more is wrong."""
 
 
-def tidy_if_due(storage: ShardStorage, max_bytes: int) -> None:
+def tidy_if_due(storage: ShardStorage, max_bytes: int, is_stopping: Callable[[], bool] = lambda: False) -> None:
     """Delete the oldest policy versions of all problems until a bound holds, if no engine has seen to it lately.
+
+    Args:
+        is_stopping: Asked now and then: whether to leave it to others.
 
     Raises:
         OSError: as `ShardStorage`.
@@ -36,7 +39,7 @@ def tidy_if_due(storage: ShardStorage, max_bytes: int) -> None:
         return
     started = time.time()
     _rest(storage, SECONDS_PER_TIDYING)
-    prune_oldest(storage, max_bytes)
+    prune_oldest(storage, max_bytes, is_stopping)
     took = time.time() - started
     if took > SHARE_OF_TIDYING * SECONDS_PER_TIDYING:
         _rest(storage, min(took / SHARE_OF_TIDYING, LONGEST_REST))
@@ -48,8 +51,11 @@ def _rest(storage: ShardStorage, seconds: float) -> None:
         storage.write(TIDIED, f"{time.time() + seconds:.0f}".encode())
 
 
-def prune_oldest(storage: ShardStorage, max_bytes: int) -> None:
+def prune_oldest(storage: ShardStorage, max_bytes: int, is_stopping: Callable[[], bool] = lambda: False) -> None:
     """Delete the oldest policy versions until all problems' shards have at most `max_bytes`; also what is abandoned.
+
+    Args:
+        is_stopping: As of `tidy_if_due`.
 
     Raises:
         OSError: as `ShardStorage`; once what can be deleted is deleted.
@@ -58,8 +64,16 @@ def prune_oldest(storage: ShardStorage, max_bytes: int) -> None:
         if not is_ours:
             return
         by_version: Counter[int] = Counter()
+        abandoned, renewed = time.time() - SECONDS_UNTIL_ABANDONED, time.time()
+        for folder in (storage, storage.folder(TEXTS), storage.folder(IMPORTS)):
+            folder.remove_unfinished(before=abandoned)
         for folder, sizes in _shards(storage):
-            folder.remove_unfinished(before=time.time() - SECONDS_UNTIL_ABANDONED)
+            if is_stopping():
+                return
+            if time.time() > renewed + SECONDS_PER_TIDYING / 2:  # so that no other engine begins meanwhile
+                renewed = time.time()
+                _rest(storage, SECONDS_PER_TIDYING)
+            folder.remove_unfinished(before=abandoned)
             for name, size in sizes.items():
                 by_version[version_of(name)] += size
         surplus, newest = by_version.total() - max_bytes, -1

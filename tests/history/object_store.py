@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from urllib.parse import parse_qs
-
-from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app
-from werkzeug.serving import WSGIRequestHandler, make_server
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs, urlsplit
 
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "key",
@@ -23,7 +25,10 @@ _ERROR = '<?xml version="1.0"?><Error><Code>{code}</Code><Message>told to</Messa
 
 
 class ObjectStore:
-    """Moto's server, with one bucket. Connections are not kept, so that none outlives `stop`.
+    """Moto's server with one bucket, in a process of its own, and what stands before it and counts.
+
+    Flask, which Moto needs, must not be imported here: vLLM looks at every attribute of every module, and some of
+    Flask's raise. Connections are not kept, so that none outlives `stop`.
 
     Attributes:
         requests: Kind and path of each, as they came; the path of a LIST is its prefix.
@@ -33,17 +38,25 @@ class ObjectStore:
         num_hanging: Requests that wait for `resume`.
     """
 
-    def __init__(self, bucket: str = "bucket") -> None:
+    def __init__(self) -> None:
         self.requests: list[tuple[str, str]] = []
         self.num_bytes: Counter[str] = Counter()
         self.seconds_per_answer = 0.0
         self.refusal: tuple[int, str] | None = None
         self.num_hanging = 0
-        self._answers = threading.Event()
-        self._answers.set()
-        self._backend = DomainDispatcherApplication(create_backend_app)
+        self.answers = threading.Event()
+        self.answers.set()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.backend_port = free.getsockname()[1]
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.backend_port)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while socket.socket().connect_ex(("127.0.0.1", self.backend_port)):
+            assert self._process.poll() is None, "the server has ended"
+            assert time.monotonic() < deadline, "the server does not listen"
+            time.sleep(0.05)
         self._port = 0
-        self._bucket = bucket
         self.start()
 
     @property
@@ -58,8 +71,8 @@ class ObjectStore:
 
     def start(self) -> None:
         """Listen, again at the same port. What was stored is there."""
-        self._server = make_server("127.0.0.1", self._port, self._answer, threaded=True, request_handler=_Handler)
-        self._server.daemon_threads = True
+        handler = type("Handler", (_Handler,), {"store": self})
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), handler)
         self._port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
 
@@ -69,40 +82,74 @@ class ObjectStore:
         self._server.shutdown()
         self._server.server_close()
 
+    def close(self) -> None:
+        """End it."""
+        self.stop()
+        self._process.terminate()
+        self._process.wait()
+
     def hang(self) -> None:
         """Requests get no answer from now on."""
-        self._answers.clear()
+        self.answers.clear()
 
     def resume(self) -> None:
         """Those that hang, and later ones, are answered."""
-        self._answers.set()
-
-    def _answer(self, environ, start_response):
-        kind, path = _kind_of(environ)
-        self.requests.append((kind, path))
-        self.num_bytes["in"] += int(environ.get("CONTENT_LENGTH") or 0)
-        if not self._answers.is_set():
-            self.num_hanging += 1
-            self._answers.wait()
-            self.num_hanging -= 1
-        time.sleep(self.seconds_per_answer)
-        if self.refusal is not None:
-            status, code = self.refusal
-            start_response(f"{status} {code}", [("Content-Type", "application/xml")])
-            return [b"" if kind == "HEAD" else _ERROR.format(code=code).encode()]
-        body = b"".join(self._backend(environ, start_response))
-        self.num_bytes["out"] += len(body)
-        return [body]
+        self.answers.set()
 
 
-class _Handler(WSGIRequestHandler):
-    def log_request(self, *args):
+class _Handler(BaseHTTPRequestHandler):
+    store: ObjectStore
+    protocol_version = "HTTP/1.1"  # in which a client may wait to be told to go on with its body
+
+    def log_message(self, *args):
         pass
 
+    def _handle(self):
+        store, kind_and_path = self.store, _kind_of(self.command, self.path)
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        store.requests.append(kind_and_path)
+        store.num_bytes["in"] += len(body)
+        if not store.answers.is_set():
+            store.num_hanging += 1
+            store.answers.wait()
+            store.num_hanging -= 1
+        time.sleep(store.seconds_per_answer)
+        if store.refusal is not None:
+            status, code = store.refusal
+            headers, data = [("Content-Type", "application/xml")], _ERROR.format(code=code).encode()
+        else:
+            status, headers, data = self._ask_backend(body)
+        store.num_bytes["out"] += len(data)
+        self.send_response(status)
+        for name, value in headers:
+            if name.lower() not in ("connection", "content-length", "date", "server", "transfer-encoding"):
+                self.send_header(name, value)
+        if self.command == "HEAD":
+            self.send_header("Content-Length", dict(headers).get("Content-Length", "0"))
+        else:
+            self.send_header("Content-Length", str(len(data)))
+        self.send_header("Connection", "close")
+        self.close_connection = True
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
-def _kind_of(environ) -> tuple[str, str]:
-    method, (_, _, key) = environ["REQUEST_METHOD"], environ["PATH_INFO"].lstrip("/").partition("/")
-    query = parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _handle
+
+    def _ask_backend(self, body):
+        connection = http.client.HTTPConnection("127.0.0.1", self.store.backend_port)
+        headers = {name: value for name, value in self.headers.items() if name.lower() not in ("connection", "expect")}
+        try:
+            connection.request(self.command, self.path, body, headers)
+            answer = connection.getresponse()
+            return answer.status, answer.getheaders(), answer.read()
+        finally:
+            connection.close()
+
+
+def _kind_of(method: str, url: str) -> tuple[str, str]:
+    parts = urlsplit(url)
+    key, query = parts.path.lstrip("/").partition("/")[2], parse_qs(parts.query, keep_blank_values=True)
     if method == "GET" and "list-type" in query:
         return "LIST", query.get("prefix", [""])[0]
     return method if key else f"{method} bucket", key

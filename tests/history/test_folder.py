@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import numpy as np
@@ -112,12 +113,13 @@ def test_an_engine_begins_with_some_problems_and_reads_the_others_when_it_is_ask
     assert later.stats.rollouts_read == 10
 
 
-def test_of_a_problem_with_much_history_the_newest_is_read(tmp_path):
+def test_of_a_problem_with_much_history_the_newest_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "MAX_PROBLEM_TOKENS", 17)
     first = open_folder(tmp_path)
     for version in range(5):
         write(first, rollout(version, version=version))
     later = open_folder(tmp_path)
-    assert numbers(later.load(17)) == [2, 3, 4]
+    assert numbers(later.load(1)) == [2, 3, 4]
     assert received(later) == [], "what was left out comes not later"
 
 
@@ -229,6 +231,53 @@ def test_the_oldest_versions_are_merged_first():
     assert held == [[3, 4, 5, 9, *range(100, newest + 1)], *([version] for version in range(newest + 1, newest + 5))]
 
 
+def test_shards_are_merged_where_each_is_read_as_it_comes(tmp_path):
+    one, two = open_folder(tmp_path), open_folder(tmp_path)
+    found = []
+    for number in range(200):
+        write(one, rollout(number))
+        found += received(two)
+    assert found == list(range(200))
+    assert len(shards_in(tmp_path)) < 70
+    assert sorted(numbers(open_folder(tmp_path).load(10**6))) == list(range(200))
+    assert sorted(set(received(one))) == []
+
+
+def test_tidying_that_hangs_keeps_nothing_from_being_written_and_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_module, "SECONDS_LOCAL", 0.01)
+    monkeypatch.setattr(folder_module, "SECONDS_PER_CHECK", 0.0)
+    hangs, released = threading.Event(), threading.Event()
+
+    def hang(*args):
+        hangs.set()
+        released.wait(60)
+
+    monkeypatch.setattr(folder_module, "tidy_if_due", hang)
+    one, two = open_folder(tmp_path), open_folder(tmp_path)
+    two.watch(PROBLEM, is_known=True)
+    two.start()
+    assert hangs.wait(60)
+    write(one, rollout(1))
+    two.add([rollout(2)])
+    deadline = time.monotonic() + 30
+    while not (taken := two.take()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert numbers(taken) == [1]
+    two.close()
+    released.set()
+    assert sorted(numbers(open_folder(tmp_path).load(10**6))) == [1, 2]
+
+
+def test_engines_that_count_on_their_own_leave_the_highest_version(tmp_path):
+    for version in (100, 3):
+        one = open_folder(tmp_path)
+        one.keep_learned({}, version)
+        one.close()
+    later = open_folder(tmp_path)
+    later.load(10)
+    assert later.newest_version == 100
+
+
 def test_large_shards_stay_as_they_are(monkeypatch):
     storage = MemoryStorage()
     for number in range(SHARDS_PER_MERGE + 1):
@@ -323,7 +372,7 @@ def test_of_the_oldest_version_that_may_stay_as_much_stays_as_there_is_room_for(
 def test_one_engine_of_many_looks_through_the_history_now_and_then(tmp_path, monkeypatch):
     storage = open_storage(tmp_path)
     looks = []
-    monkeypatch.setattr(tidying, "prune_oldest", lambda storage, max_bytes: looks.append(max_bytes))
+    monkeypatch.setattr(tidying, "prune_oldest", lambda storage, max_bytes, _: looks.append(max_bytes))
     for max_bytes in (1, 2, 3):
         tidy_if_due(storage, max_bytes)
     assert looks == [1]
@@ -337,7 +386,7 @@ def test_what_takes_long_is_done_less_often(tmp_path, monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(tidying.time, "time", lambda: now[0])
 
-    def take_long(storage, max_bytes):
+    def take_long(storage, max_bytes, is_stopping):
         now[0] += 30
 
     monkeypatch.setattr(tidying, "prune_oldest", take_long)

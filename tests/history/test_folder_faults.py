@@ -18,6 +18,7 @@ import pytest
 from rollout_spec.history import folder as folder_module
 from rollout_spec.history import problem, tidying
 from rollout_spec.history.folder import HistoryFolder
+from rollout_spec.history.partitions import path_of
 from rollout_spec.history.problem import LONGEST_PAUSE, SHARDS_PER_MERGE
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.history.shards import Origin
@@ -236,6 +237,23 @@ def test_a_shard_that_is_there_although_writing_failed_is_read_once(tmp_path, cl
     assert received(two) == [2]
     assert held_by(tmp_path) == [1, 2]
     assert counts(one) == (2, 0, 0)
+
+
+def test_a_problems_folder_that_cannot_be_written_holds_up_no_other(tmp_path, clock, caplog):
+    """As where another user's engine has made it."""
+    one = open_folder(tmp_path)
+    blocked = tmp_path / path_of(PROBLEM)
+    blocked.parent.mkdir(parents=True)
+    blocked.write_text("in the way")
+    one.add([rollout(n)._replace(problem_id=n) for n in (1, PROBLEM, 2, 3)])
+    one.exchange()
+    assert counts(one) == (3, 1, 0)
+    assert caplog.text.count("cannot be used as it should") == 1
+    blocked.unlink()
+    clock[0] += LONGEST_PAUSE
+    one.exchange()
+    assert counts(one) == (4, 0, 0)
+    assert sorted(held_by(tmp_path)) == [1, 2, 3, PROBLEM]
 
 
 def test_rollouts_that_no_shard_can_hold_hold_up_no_others(tmp_path, caplog):

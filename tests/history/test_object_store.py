@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import random
 import signal
 import subprocess
@@ -15,7 +16,8 @@ import pytest
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("s3fs")
-pytest.importorskip("moto.moto_server.werkzeug_app", reason="needs moto[server]")
+if importlib.util.find_spec("moto") is None:
+    pytest.skip("needs moto[server]", allow_module_level=True)
 
 import fsspec
 import s3fs
@@ -34,6 +36,8 @@ from tests.history.object_store import ENVIRONMENT, ObjectStore
 
 ORIGIN = Origin("tokenizer", 1000, "model", "states")
 URL = "s3://bucket/run"
+pytestmark = [pytest.mark.slow, pytest.mark.exhaustive]
+
 SLOW_DOWN, DENIED = (503, "SlowDown"), (403, "AccessDenied")
 PATIENCE = 60.0
 """Seconds until a test that waits for a thread gives up."""
@@ -49,7 +53,7 @@ def rollout(number, *, problem=1, version=0, size=5):
 def server():
     store = ObjectStore()
     yield store
-    store.stop()
+    store.close()
 
 
 @pytest.fixture
