@@ -33,6 +33,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.engine]
 FIRST, LATER = seeds_of(0), seeds_of(1)
 RUNNING, LONG = range(100, 160), {"max_tokens": 240, "ignore_eos": True}
 """Rollouts that are seconds away from their end when something dies."""
+ASKING = RUNNING[::5][:3]
+"""One rollout of each prompt. An engine reads what others have said of a prompt while requests of it run."""
 WARM = 2
 """An engine that has others' history of the same rollouts has more than so many times the tokens per step."""
 
@@ -60,6 +62,11 @@ def common_history(folder):
 def num_read(engine):
     """Rollouts of earlier runs and of other engines that an engine has found in the folder."""
     return engine.command("history")["folder"]["rollouts_read"]
+
+
+def num_written(engine):
+    """Rollouts that are in the folder, and can be read by others."""
+    return engine.command("history")["folder"]["rollouts_written"]
 
 
 def is_running(engine, before):
@@ -97,7 +104,9 @@ class TestOpenRLHF:
     def test_engines_on_different_nodes_share_history(self, engines, expected):
         first, second, cold = engines
         assert first.place()[0] != second.place()[0]
-        wait_until(lambda: num_read(second) >= len(FIRST))
+        wait_until(lambda: num_written(first) >= len(FIRST))
+        assert second.rollouts(ASKING, **LONG)[0] == [expected[seed] for seed in ASKING]
+        assert num_read(second) >= len(FIRST)
         assert_rollouts(second, FIRST, expected, than=WARM * cold)
 
     @pytest.mark.parametrize("way", ["ray.kill", "SIGKILL"])
@@ -121,9 +130,9 @@ class TestOpenRLHF:
     def test_a_lost_node_costs_its_running_rollouts(self, cluster, engines, expected):
         first, second, cold = engines
         (node,) = (node for node in cluster.worker_nodes if node.node_id == second.place()[0])
-        num_known = num_read(first)
+        num_known, num_before = num_read(first), num_written(second)
         assert second.rollouts(LATER)[0] == [expected[seed] for seed in LATER]
-        wait_until(lambda: num_read(first) >= num_known + len(LATER))
+        wait_until(lambda: num_written(second) >= num_before + len(LATER))
         before = second.command("stats")
         lost, kept = second.start(RUNNING, **LONG), first.start(RUNNING, **LONG)
         wait_until(lambda: is_running(second, before))
@@ -131,6 +140,7 @@ class TestOpenRLHF:
         with pytest.raises(RayActorError):
             second.tokens(lost)
         assert first.tokens(kept) == [expected[seed] for seed in RUNNING]
+        assert num_read(first) >= num_known + len(LATER)
         assert_rollouts(first, LATER, expected, than=WARM * cold)
 
         cluster.add_node(**NODE)
@@ -153,7 +163,9 @@ class TestVerl:
             first, second = verl_engines(tiny_model, 2)
             assert first.place()[0] != second.place()[0]
             cold = assert_rollouts(first, FIRST, expected)
-            wait_until(lambda: num_read(second) >= len(FIRST))
+            wait_until(lambda: num_written(first) >= len(FIRST))
+            second.rollouts(ASKING)
+            assert num_read(second) >= len(FIRST)
             assert_rollouts(second, FIRST, expected, than=WARM * cold)
             second.update_weights(tiny_model)
             assert_rollouts(second, LATER, expected)
