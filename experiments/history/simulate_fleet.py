@@ -9,9 +9,11 @@ recorded one. The others are so far as they touch its problems: they write what 
 and meanwhile, through the same code (`HistoryFolder`), and so does the engine itself, into a storage in memory that
 counts requests. So bytes and requests are counted, and times are simulated. Each fleet serves 10^5 problems per epoch.
 
-Routing: `sticky`, a problem's groups come to the same engine in each epoch; `groups`, whole groups to any engine;
-`rollouts`, each rollout to any engine. Transport: `folder` (a shared file system) or `object store` (as slow as
-fsspec's remote ones are taken for).
+Routing: `sticky`, a problem's groups come to the same engine in each epoch, whose history holds its share of the
+problems (8 million tokens hold 1,000 of them, so from 100 engines on); `groups`, whole groups to any engine;
+`rollouts`, each rollout to any engine. Transport: `folder` (a shared file system) or `object store` (looked at
+every five seconds). What is asked for arrives after 0.05 and 0.5 seconds. An engine's own problems are as many in each
+fleet, so what it reads depends on the number of engines only up to a group's size, and rows beyond are the same runs.
 
 Compared with
 - one engine that knows all at once: all rollouts of the same problems grow in one drafter, and only the same requests
@@ -50,10 +52,10 @@ GROUP, EPOCHS, BATCH, K = 16, 3, 64, 8
 SECONDS_PER_STEP = 0.02
 PROBLEMS = 100_000
 """Of the whole fleet, per epoch."""
+READ_SECONDS = {"folder": 0.05, "object store": 0.5}
 OURS = 16
 """Groups' worth of rollouts that the simulated engine serves per epoch."""
 ROUTINGS, TRANSPORTS = ("sticky", "groups", "rollouts"), ("folder", "object store")
-MAX_HISTORY_TOKENS = 64_000_000
 FEATURE_BYTES = np.random.default_rng(0).integers(-(2**63), 2**63, (4096, 4))
 """Signs of projections are nearly random bits, as these: they take as many bytes in a file."""
 
@@ -199,7 +201,9 @@ def simulate(
     engine, rng = Engine(), random.Random(0)
     live: Counter[int] = Counter()
     late: deque[tuple[int, Rollout]] = deque()
-    tokens, steps, staleness, waits = [], [], [], []
+    steps_to_read = round(READ_SECONDS[transport] / SECONDS_PER_STEP)
+    arriving: deque[tuple[int, list[Rollout]]] = deque()
+    tokens, steps, waits, memory = [], [], [], 0
     num_steps = 0
     for epoch, (own, others) in enumerate(epochs):
         if epoch:
@@ -235,12 +239,17 @@ def simulate(
             while ends and ends[0][0] <= num_steps:
                 when, rollout = ends.pop(0)
                 theirs.add([rollout])
-                late.append((when, rollout))
+                if before is not None:
+                    late.append((when, rollout))
             if num_steps % steps_per_exchange == 0:
                 theirs.exchange()
                 ours.exchange() if before is None else ours._write()
             if before is None:
-                took_in = ours.take(max(MAX_TOKENS_PER_STEP, ours.num_waiting_tokens // STEPS_TO_TAKE))
+                some = ours.take(max(MAX_TOKENS_PER_STEP, ours.num_waiting_tokens // STEPS_TO_TAKE))
+                arriving.append((num_steps + steps_to_read, some))
+                took_in = []
+                while arriving and arriving[0][0] <= num_steps:
+                    took_in += arriving.popleft()[1]
             else:  # within two exchanges on average, as far as the engine can take it in
                 took_in = []
                 while late and late[0][0] + 2 * steps_per_exchange <= num_steps:
@@ -249,12 +258,11 @@ def simulate(
             if took_in:
                 engine.drafter.add_rollouts([rollout._replace(features=None) for rollout in took_in])
                 waits.append(sum(rollout.num_tokens for rollout in took_in))
-                ended_at = {id(rollout.tokens): when for when, rollout in late}
-                staleness += [num_steps - when for r in took_in if (when := ended_at.get(id(r.tokens))) is not None]
         for _, rollout in ends:  # the other engines end, too
             theirs.add([rollout])
         theirs.exchange()
         ours.exchange() if before is None else ours._write()
+        memory = max(memory, engine.drafter.memory_bytes())
         if before is not None:  # an epoch later nothing of it is left
             late.clear()
             engine = Engine()
@@ -275,7 +283,7 @@ def simulate(
         "most_tokens_taken_in_a_step": max(waits, default=0),
         **{f"{name} per second": round(counts[name] / elapsed, 3) for name in ("LIST", "GET", "PUT", "DELETE")},
         **{f"{name} per token": round(counts[name] / sum(tokens), 2) for name in ("bytes in", "bytes out")},
-        "drafter_bytes": engine.drafter.memory_bytes(),
+        "drafter_bytes": memory,
     }
 
 
