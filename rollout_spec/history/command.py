@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="the model's tokenizer; text needs it")
     add.add_argument("--format", choices=FORMATS, default="auto")
     add.add_argument("--version", type=int, metavar="N", help="policy version (default: each rollout's step, or 0)")
+    add.add_argument("--again", action="store_true", help="also what was imported before; nothing is in history twice")
     bad = add.add_mutually_exclusive_group()
     bad.add_argument("--strict", action="store_true", help="write nothing if there is a line that cannot be used")
     bad.add_argument(
@@ -140,7 +141,8 @@ def _import(args: argparse.Namespace) -> int:
                 done[recording.path] = recording.position
                 bar.update(sum(done.values()) - bar.n)
 
-            return import_recordings(recordings, converter, storage, origin, on_batch=on_batch, **callbacks)
+            again = {"again": args.again, "on_batch": on_batch, **callbacks}
+            return import_recordings(recordings, converter, storage, origin, **again)
 
     if args.strict and walk(None, on_bad=on_bad).bad:
         raise ValueError(f"nothing was imported: {num_bad:,} lines cannot be used")
@@ -148,7 +150,7 @@ def _import(args: argparse.Namespace) -> int:
     if num_bad > MAX_ERRORS:
         print(f"... and {num_bad - MAX_ERRORS:,} more lines", file=sys.stderr)
     for path in report.known:
-        print(f"{path}: already imported")
+        print(f"{path}: already imported (--again imports what has been pruned since)")
     if not report.rollouts:
         if report.known:
             return 0
@@ -304,7 +306,7 @@ def _prune(args: argparse.Namespace) -> int:
     storage, _ = _open(args.dir, args.problem)
     with storage.tidying() as is_ours:
         if not is_ours and not args.dry_run:
-            raise ValueError(f"{args.dir}: another process merges or removes shards; try again")
+            raise ValueError(f"{args.dir}: another process removes shards; try again")
         contents = Contents(storage)
         pruning = plan_pruning(contents, **limits)
         _print_refused(contents.refused)

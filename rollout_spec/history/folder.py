@@ -57,8 +57,8 @@ SECONDS_LOCAL, SECONDS_REMOTE = 0.25, 5.0
 """Between two exchanges with a folder, and with one of another file system of fsspec. What is asked for is read at
 once."""
 LONGEST = 4
-"""A problem of which nothing new has come is looked at in every second exchange, then once in so many: within a second,
-and within 20 on a remote file system."""
+"""A problem of which nothing new has come is looked at in every second exchange, then once in so many: within 1.25
+seconds, and within 25 on a remote file system."""
 READERS_REMOTE = 16
 """Problems of a remote file system that are read at once: an answer takes long, and little work."""
 SECONDS_PER_CHECK = 20.0

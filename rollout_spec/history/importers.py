@@ -177,6 +177,7 @@ def import_recordings(
     storage: ShardStorage | None,
     origin: Origin,
     *,
+    again: bool = False,
     on_bad: Callable[[Path, Bad], None] = lambda path, bad: None,
     on_batch: Callable[[Recording], None] = lambda recording: None,
 ) -> ImportReport:
@@ -185,6 +186,7 @@ def import_recordings(
     Args:
         storage: None: nothing is written, to see what cannot be used.
         origin: What the rollouts come from.
+        again: Write also what was imported before. Readers take each batch once.
         on_bad: Called for each line that is left out.
         on_batch: Called after each batch of a recording.
 
@@ -209,7 +211,7 @@ def import_recordings(
 
     for recording in recordings:
         writer = recording.writer(origin)
-        last, batch = max(done.get(writer, -1), -1 if storage is None else _last_batch(storage, writer)), -1
+        last, batch = max(done.get(writer, -1), -1 if storage is None or again else _last_batch(storage, writer)), -1
         for batch, records in enumerate(_batches(recording)):
             if batch <= last:
                 continue

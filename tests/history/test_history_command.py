@@ -62,8 +62,12 @@ def test_import(tmp_path, recording, capsys):
     files = sorted(into.rglob("*"))
     assert len(shards_in(into)) == 3, "one for each problem"
     assert history("import", recording, "--into", into) == 0
-    assert capsys.readouterr().out == f"{recording}: already imported\n"
+    assert capsys.readouterr().out == f"{recording}: already imported (--again imports what has been pruned since)\n"
     assert sorted(into.rglob("*")) == files
+    assert history("prune", into, "--max-bytes", "0", "--yes") == 0
+    assert history("import", recording, "--into", into, "--again") == 0
+    assert history("import", recording, "--into", into, "--again") == 0
+    assert len(stored(open_storage(into))) == 12
 
 
 def test_a_strict_import_writes_all_or_nothing(tmp_path, recording, capsys):
