@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from rollout_spec import cli
 from rollout_spec.files import MAX_JSON_BYTES, write_whole
+from rollout_spec.history.partitions import path_of
 from tests.report.test_doctor import a_report
 
 arrow = pytest.importorskip("pyarrow")
@@ -148,8 +149,9 @@ def huge(path: Path) -> Path:
 def test_huge_files_are_refused_unread(capsys, tmp_path, traces):
     path = huge(tmp_path / "huge")
     history = tmp_path / "history"
-    history.mkdir()
-    huge(history / "foreign.parquet")
+    problem = history / path_of(1)
+    problem.mkdir(parents=True)
+    huge(problem / "foreign.parquet")
     cli.main(["replay", str(path)])  # imports before memory is measured
     capsys.readouterr()
     tracemalloc.start()

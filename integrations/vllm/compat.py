@@ -12,10 +12,8 @@ This module imports neither vLLM nor torch: the plugin is loaded in every proces
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import warnings
-from collections import defaultdict
 from typing import Any
 
 from rollout_spec.imports import install
@@ -133,50 +131,6 @@ def replays_any_lengths(runner: Any) -> bool:
     if runner.model_state.get_additional_cg_support()[0] != AttentionCGSupport.ALWAYS:
         return False
     return find_unsupported(runner.attn_groups, runner.vllm_config, runner.decode_query_len) is None
-
-
-def find_nearest_graphs(manager: Any) -> None:
-    """Let V2's manager of CUDA graphs find, for each number of tokens, the next larger graph of every kind.
-
-    vLLM looks at the next captured number of tokens alone, which may have no graph for as many tokens per request: with
-    9 for each, 87 numbers of requests of 256 without drafts would be without one. In `_candidates`, by (tokens, LoRA
-    adapters), whole graphs come first.
-    """
-    from vllm.config import CUDAGraphMode
-
-    kinds: defaultdict[Any, list[Any]] = defaultdict(list)
-    for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
-        for desc in manager._capture_descs.get(mode, ()):
-            kinds[dataclasses.replace(desc, num_tokens=0, num_reqs=None)].append(desc)
-    manager._candidates = {}
-    for kind, descs in kinds.items():
-        first = 0
-        for desc in sorted(descs, key=lambda desc: desc.num_tokens):
-            for num_tokens in range(first, desc.num_tokens + 1):
-                manager._candidates.setdefault((num_tokens, kind.num_active_loras), []).append(desc)
-            first = desc.num_tokens + 1
-
-
-def has_gpu() -> bool:
-    """Whether vLLM's engines run on CUDA devices here. Our kernels have not been compiled for others."""
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cuda())
-
-
-def is_a100() -> bool:
-    """Whether the first device is an NVIDIA A100, or one that computes alike."""
-    from vllm.platforms import current_platform
-
-    capability = current_platform.get_device_capability()
-    return capability is not None and (capability.major, capability.minor) == (8, 0)
-
-
-def device_bytes() -> int:
-    """Memory of the first GPU."""
-    from vllm.platforms import current_platform
-
-    return int(current_platform.get_device_total_memory())
 
 
 def speculator_model() -> Any:

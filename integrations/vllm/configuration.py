@@ -79,8 +79,30 @@ def _best_drafter(vllm_config: Any, config: RolloutSpecConfig) -> str:
         return "history"
     if has_model_drafter(vllm_config):
         return "device"
-    pays = compat.has_gpu() and config.budget and has_options("device", config.drafter_options)
+    pays = has_gpu() and config.budget and has_options("device", config.drafter_options)
     return "device" if pays and _follows_batch_size(vllm_config) and _fits_on_device(vllm_config, config) else "history"
+
+
+def has_gpu() -> bool:
+    """Whether vLLM's engines run on CUDA devices here. Our kernels have not been compiled for others."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
+def is_a100() -> bool:
+    """Whether the first device is an NVIDIA A100, or one that computes alike."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    return capability is not None and (capability.major, capability.minor) == (8, 0)
+
+
+def device_bytes() -> int:
+    """Memory of the first GPU."""
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory())
 
 
 def _follows_batch_size(vllm_config: Any) -> bool:
@@ -100,7 +122,7 @@ def _fits_on_device(vllm_config: Any, config: RolloutSpecConfig) -> bool:
     tokens = vllm_config.scheduler_config.max_num_seqs * vllm_config.model_config.max_model_len
     tokens += options.get("max_resident_tokens", MAX_RESIDENT_TOKENS)
     num_bytes = tokens * (4 + 8 * FEATURE_WORDS * bool(options.get("features", True)))
-    return bool(num_bytes <= min(MAX_DEVICE_BYTES, MAX_DEVICE_SHARE * compat.device_bytes()))
+    return bool(num_bytes <= min(MAX_DEVICE_BYTES, MAX_DEVICE_SHARE * device_bytes()))
 
 
 def has_model_drafter(vllm_config: Any) -> bool:

@@ -13,6 +13,7 @@ from rollout_spec.integrations.vllm import compat, log, step_sizes
 from rollout_spec.integrations.vllm.configuration import (
     config_of,
     has_model_drafter,
+    is_a100,
     is_ours,
     read_config,
     settle_drafter,
@@ -73,7 +74,7 @@ def _prepare_device_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None
     speculative.method = ASYNC_METHOD
     ranges = config.num_speculative_tokens_per_batch_size
     if ranges is None and config.budget and vllm_config.parallel_config.data_parallel_size == 1:
-        cheap = step_sizes.CHEAP_TOKENS_A100 if compat.is_a100() else step_sizes.CHEAP_TOKENS
+        cheap = step_sizes.CHEAP_TOKENS_A100 if is_a100() else step_sizes.CHEAP_TOKENS
         ranges = step_sizes.affordable_ranges(config.num_speculative_tokens, cheap)
     if ranges is not None and speculative.num_speculative_tokens_per_batch_size is None:
         speculative.num_speculative_tokens_per_batch_size = list(ranges)

@@ -173,7 +173,7 @@ def init_graphs_v2(original: Callable[..., None], self: Any, vllm_config: Any, *
         captured = step_sizes.with_undrafted_steps(vllm_config) if config.drafts_on_host else vllm_config
         original(self, captured, *args, **kwargs)
         self.vllm_config = vllm_config
-        compat.find_nearest_graphs(self)
+        step_sizes.find_nearest_graphs(self)
 
 
 def init_speculator_v2(original: Callable[..., Any], vllm_config: Any, device: Any, *args: Any) -> Any:

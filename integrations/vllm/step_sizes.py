@@ -8,6 +8,8 @@ meant to save.
 from __future__ import annotations
 
 import copy
+import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -116,6 +118,28 @@ def with_undrafted_steps(vllm_config: Any) -> Any:
     schedule = [(1, 1, 0), (2, most_requests, speculative.num_speculative_tokens)]
     changed.speculative_config.num_speculative_tokens_per_batch_size = schedule
     return changed
+
+
+def find_nearest_graphs(manager: Any) -> None:
+    """Let V2's manager of CUDA graphs find, for each number of tokens, the next larger graph of every kind.
+
+    vLLM looks at the next captured number of tokens alone, which may have no graph for as many tokens per request: with
+    9 for each, 87 numbers of requests of 256 without drafts would be without one. In `_candidates`, by (tokens, LoRA
+    adapters), whole graphs come first.
+    """
+    from vllm.config import CUDAGraphMode
+
+    kinds: defaultdict[Any, list[Any]] = defaultdict(list)
+    for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
+        for desc in manager._capture_descs.get(mode, ()):
+            kinds[dataclasses.replace(desc, num_tokens=0, num_reqs=None)].append(desc)
+    manager._candidates = {}
+    for kind, descs in kinds.items():
+        first = 0
+        for desc in sorted(descs, key=lambda desc: desc.num_tokens):
+            for num_tokens in range(first, desc.num_tokens + 1):
+                manager._candidates.setdefault((num_tokens, kind.num_active_loras), []).append(desc)
+            first = desc.num_tokens + 1
 
 
 def max_num_batched_tokens(given: int, max_num_seqs: int | None, num_speculative_tokens: int) -> int:

@@ -199,7 +199,7 @@ def import_recordings(
     waiting: list[Entry] = []  # batches of small files, which are written together
 
     def write() -> None:
-        if storage is not None:
+        if storage is not None and waiting:
             report.num_bytes += write_rollouts(storage, waiting, origin)
             for writer, batch in done.items():
                 storage.folder(IMPORTS).write(f"{writer:016x}", str(batch).encode())
