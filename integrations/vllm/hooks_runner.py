@@ -74,7 +74,7 @@ def execute_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     try:
         scheduled = args[0] if args else kwargs["scheduler_output"]
         self.rollout_spec.begin_step()
-        self.rollout_spec.num_wanted_drafts = scheduled.num_spec_tokens_to_schedule
+        self.rollout_spec.on_scheduled(scheduled)
         result = original(self, *args, **kwargs)
         self.rollout_spec.on_forward()
     except Exception as error:

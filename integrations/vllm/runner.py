@@ -26,10 +26,14 @@ class RunnerAdapter:
         num_wanted_drafts: How many draft tokens of each request the next step will verify, where the drafter does not
             say it: vLLM decides it by the number of requests when this step is scheduled.
 
+        warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
+
     Args:
         runner: vLLM's `GPUModelRunner`.
         speculation: None for an engine that samples with our noise only.
     """
+
+    warming_up = False
 
     def __init__(
         self, runner: Any, config: RolloutSpecConfig, speculation: Speculation | None, stats: SpeculationStats
@@ -108,6 +112,12 @@ class RunnerAdapter:
             self._speculation.begin_policy_version(version)
         if self._speculation is None or self._speculation.enabled:
             self.clock.start()
+
+    def on_scheduled(self, scheduled: Any) -> None:
+        """Called after `begin_step` with vLLM's `SchedulerOutput`."""
+        self.num_wanted_drafts = scheduled.num_spec_tokens_to_schedule
+        if self._speculation is not None and not self.warming_up:
+            self._speculation.expect(scheduled.scheduled_new_reqs)
 
     def on_forward(self) -> None:
         """Called when the model has run, before anything is sampled."""

@@ -88,14 +88,12 @@ class RunnerAdapterV2(RunnerAdapter):
     """Follows one V2 model runner's requests, whose samplers it replaces.
 
     Attributes: those of `RunnerAdapter`, and
-        warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
         speculator: A `HistorySpeculator`, a `DeviceSpeculator` or a `ModelSpeculation`; None for an engine without
             speculation, which samples with our noise only.
     """
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
         self.requests_have_changed = True
-        self.warming_up = False
         self._hidden: torch.Tensor | None = None  # of the step's tokens
         self.speculator: Any = runner.speculator
         self.host_speculator = self.speculator if isinstance(self.speculator, HistorySpeculator) else None

@@ -6,7 +6,7 @@ import inspect
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from rollout_spec.drafters.host.step import Learned, Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
 from rollout_spec.history.rollout import Root
-from rollout_spec.history.roots import Roots, texts_for
+from rollout_spec.history.roots import Conversation, Roots, texts_for
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.live_requests import LiveRequest, end_of, ends_with_stop_token, trim_at_end
 from rollout_spec.integrations.vllm.problems import has_tenant, recognise
@@ -112,6 +112,7 @@ class DraftingSession(Speculation):
         self._keywords = {"num_known", "isolated"} & inspect.signature(drafter.start_request).parameters.keys()
         self.roots = Roots(texts_for(getattr(drafter, "max_history_tokens", None)))
         self.live: dict[str, LiveRequest] = {}
+        self._expected: dict[str, Conversation] = {}  # of requests whose prompts are being read
         self.follows_all = True
         self.broken = False
         self.num_speculative_tokens = config.num_speculative_tokens
@@ -176,6 +177,26 @@ class DraftingSession(Speculation):
         finally:
             self._stats.draft_seconds += time.perf_counter() - started
         return self._rows
+
+    def expect(self, requests: Iterable[Any]) -> None:
+        """See `Speculation`."""
+        if self.engine_history is not None and self.enabled:
+            self._ask(lambda: self._begin_in_history(requests))
+
+    def _begin_in_history(self, requests: Iterable[Any]) -> None:
+        for request in requests:
+            is_known = request.req_id in self.live or request.req_id in self._expected
+            if not is_known and request.prompt_token_ids is not None:  # a prompt of embeddings has no history
+                self._expected[request.req_id] = self._recognise(request)
+
+    def _recognise(self, request: Any) -> Conversation:
+        """Find a new request's problem; what others have said of it is read from now on."""
+        by_text = None if self.engine_history is None else self.engine_history.problem_by_text
+        prompt = np.array(request.prompt_token_ids, np.int32)
+        conversation = recognise(self.roots, request, prompt, by_text)
+        if self.engine_history is not None:
+            self.engine_history.begin_request(conversation.problem_id)
+        return conversation
 
     def draft(
         self,
@@ -324,12 +345,9 @@ class DraftingSession(Speculation):
 
     def _start(self, req_id: str, request: Any) -> LiveRequest:
         params, prompt = request.sampling_params, np.array(request.prompt_token_ids, np.int32)
-        by_text = None if self.engine_history is None else self.engine_history.problem_by_text
-        conversation = recognise(self.roots, request, prompt, by_text)
+        conversation = self._expected.pop(req_id, None) or self._recognise(request)
         is_seeded = params.temperature > 0 and self._config.verify == "sample"
         more: dict[str, Any] = {"num_known": conversation.num_known, "isolated": has_tenant(request)}
-        if self.engine_history is not None:
-            self.engine_history.begin_request(conversation.problem_id)
         self.drafter.start_request(
             req_id,
             prompt,
@@ -349,6 +367,10 @@ class DraftingSession(Speculation):
     def _stop_missing(self, requests: Mapping[str, Any]) -> None:
         for req_id in [req_id for req_id in self.live if req_id not in requests]:
             self._stop(req_id)
+        for req_id in [req_id for req_id in self._expected if req_id not in requests]:
+            conversation = self._expected.pop(req_id)
+            if self.engine_history is not None:
+                self.engine_history.end_request(conversation.problem_id)
 
     def _stop(self, req_id: str) -> None:
         """Show the drafter a request's end."""

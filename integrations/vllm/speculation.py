@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rollout_spec.budget.decide import Budget
@@ -85,6 +85,13 @@ class Speculation:
             return {str(key): int(value) for key, value in named.items()}
 
         return self._ask(summary) or {}
+
+    def expect(self, requests: Iterable[Any]) -> None:
+        """Requests are scheduled for the first time: their prompts are read now, and their problems' history can be.
+
+        Args:
+            requests: vLLM's `NewRequestData`.
+        """
 
     def exchange_history(self) -> None:
         """Hand over what has ended and take in what ended elsewhere. Called while the device computes."""

@@ -1103,6 +1103,26 @@ def test_history_counts_the_requests_that_are_live_of_each_problem(tmp_path):
     assert rollouts_in(tmp_path) == [[5], [5], [5, 5], [6]]
 
 
+def test_a_problems_history_is_read_while_the_prompt_is_read(tmp_path):
+    session = with_folder(tmp_path, budget=False)
+    requests = {name: a_request((1, 2)) for name in "ab"} | {"c": a_request((3, 4))}
+    scheduled = [SimpleNamespace(req_id=name, **vars(request)) for name, request in requests.items()]
+    embedded = SimpleNamespace(**{**vars(scheduled[0]), "req_id": "d", "prompt_token_ids": None})
+    one, two = (problem_of_prompt(prompt) for prompt in ((1, 2), (3, 4)))
+    for _ in range(2):  # in vLLM's V2 runner again after a preemption
+        session.expect([*scheduled, embedded])
+        assert live_in_history(session) == {one: 2, two: 1}
+    advance(session, {"a": [5]}, requests=requests)
+    session.expect(scheduled[:1])
+    assert live_in_history(session) == {one: 2, two: 1}
+    session.end_missing({"a": requests["a"], "c": requests["c"]})  # a client has left before the first token
+    assert live_in_history(session) == {one: 1, two: 1}
+    advance(session, {"a": [5], "c": [6]}, requests=requests)
+    session.end_missing({})
+    assert (live_in_history(session), session._expected) == ({}, {})
+    session.close()
+
+
 @pytest.mark.parametrize("keep", [True, False])
 def test_history_counts_no_request_that_has_ended_in_whatever_way(tmp_path, nine_stops, keep):
     session = with_folder(tmp_path, budget=False)
