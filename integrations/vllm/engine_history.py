@@ -86,7 +86,6 @@ class EngineHistory:
         self._roots = roots
         self._model_config = vllm_config.model_config
         self._known_by_text: set[int] = set()  # ids of problems
-        self._finds_by_text = True
         self._recorded: list[Rollout] = []
         self._share = share_from_first_rank
         self._queue: deque[Rollout] = deque()  # to be taken in by the next steps
@@ -220,7 +219,7 @@ class EngineHistory:
             if self._share is not None:
                 raise
             logger.warning("history: recordings of text are not used, as there is no tokenizer here: %s", error)
-            self._finds_by_text, self._known_by_text = False, set()
+            self._known_by_text = set()
             return None
         return problem_id if problem_id in self._known_by_text else None
 

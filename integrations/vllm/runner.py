@@ -25,7 +25,6 @@ class RunnerAdapter:
         stats: This engine's counters.
         num_wanted_drafts: How many draft tokens of each request the next step will verify, where the drafter does not
             say it: vLLM decides it by the number of requests when this step is scheduled.
-
         warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
 
     Args:

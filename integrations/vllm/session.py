@@ -28,7 +28,7 @@ from rollout_spec.integrations.vllm.problems import has_tenant, recognise
 from rollout_spec.integrations.vllm.request_options import request_options
 from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.report.stats import SpeculationStats
-from rollout_spec.types import Drafts
+from rollout_spec.types import Drafts, Int32Array
 
 logger = logging.getLogger(__name__)
 
@@ -187,12 +187,12 @@ class DraftingSession(Speculation):
         for request in requests:
             is_known = request.req_id in self.live or request.req_id in self._expected
             if not is_known and request.prompt_token_ids is not None:  # a prompt of embeddings has no history
-                self._expected[request.req_id] = self._recognise(request)
+                prompt = np.array(request.prompt_token_ids, np.int32)
+                self._expected[request.req_id] = self._recognise(request, prompt)
 
-    def _recognise(self, request: Any) -> Conversation:
+    def _recognise(self, request: Any, prompt: Int32Array) -> Conversation:
         """Find a new request's problem; what others have said of it is read from now on."""
         by_text = None if self.engine_history is None else self.engine_history.problem_by_text
-        prompt = np.array(request.prompt_token_ids, np.int32)
         conversation = recognise(self.roots, request, prompt, by_text)
         if self.engine_history is not None:
             self.engine_history.begin_request(conversation.problem_id)
@@ -345,7 +345,7 @@ class DraftingSession(Speculation):
 
     def _start(self, req_id: str, request: Any) -> LiveRequest:
         params, prompt = request.sampling_params, np.array(request.prompt_token_ids, np.int32)
-        conversation = self._expected.pop(req_id, None) or self._recognise(request)
+        conversation = self._expected.pop(req_id, None) or self._recognise(request, prompt)
         is_seeded = params.temperature > 0 and self._config.verify == "sample"
         more: dict[str, Any] = {"num_known": conversation.num_known, "isolated": has_tenant(request)}
         self.drafter.start_request(

@@ -15,7 +15,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from rollout_spec.features.format import LOGPROB_STEP, TOP_TOKENS, unpack
-from rollout_spec.history.partitions import path_of, problem_ids
+from rollout_spec.history.partitions import path_of, sizes_by_problem
 from rollout_spec.history.recordings import exported_line
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.history.shards import Entry, Origin, ShardError, ShardInfo, by_version, read_shard, write_shard
@@ -48,11 +48,10 @@ class Contents:
 
     def __init__(self, storage: ShardStorage, problem_id: int | None = None) -> None:
         self._storage = storage
-        self._sizes = {
-            f"{path_of(problem)}/{name}": size
-            for problem in (problem_ids(storage) if problem_id is None else [problem_id])
-            for name, size in storage.folder(path_of(problem)).sizes().items()
-        }
+        folders = sizes_by_problem(storage)
+        if problem_id is not None:
+            folders = iter([(path_of(problem_id), storage.folder(path_of(problem_id)).sizes())])
+        self._sizes = {f"{path}/{name}": size for path, sizes in folders for name, size in sizes.items()}
         self.num_bytes = sum(self._sizes.values())
         self.refused: dict[str, str] = {}
 

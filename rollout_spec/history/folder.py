@@ -23,7 +23,7 @@ import weakref
 import zipfile
 import zlib
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -152,9 +152,7 @@ class HistoryFolder:
         self._lock = threading.RLock()  # of what the engine's calls and the thread both change
         self._has_failed = False
         self._warned_of: set[int | type[Exception] | None] = set()  # numbers of errors, or what has none
-        self._next_check = (
-            time.monotonic() + SECONDS_PER_CHECK
-        )  # of whether the history must be tidied, by `time.monotonic`
+        self._next_check = time.monotonic() + SECONDS_PER_CHECK  # whether the history must be tidied
         self._woken = threading.Event()
         self._is_stopping = False
         self._thread: threading.Thread | None = None
@@ -176,7 +174,7 @@ class HistoryFolder:
         with self._timed():
             found: list[Rollout] = []
             try:
-                self.newest_version = self._read_version()
+                self.newest_version = self._read_version_patiently()
                 self.by_text = problems_by_text(self._storage)
                 earlier = shards_of_earlier_versions(self._storage)
                 if earlier:
@@ -322,7 +320,8 @@ class HistoryFolder:
 
     def _try(self, work: Callable[[], None]) -> None:
         try:
-            work()
+            with self._timed():
+                work()
         except Exception:  # must end neither the run nor the thread
             if not self._has_failed:
                 self._has_failed = True
@@ -334,11 +333,10 @@ class HistoryFolder:
         The thread's work: not to be called by others while it runs.
         """
         self._forget()
-        with self._timed():
-            self._write()
-            with self._lock:
-                for asked in self._asked.values():
-                    asked.in_exchanges = max(asked.in_exchanges - 1, 0)
+        self._write()
+        with self._lock:
+            for asked in self._asked.values():
+                asked.in_exchanges = max(asked.in_exchanges - 1, 0)
         self._read()
         if time.monotonic() >= self._next_check and not (self._tidying and self._tidying.is_alive()):
             self._next_check = time.monotonic() + SECONDS_PER_CHECK
@@ -367,20 +365,19 @@ class HistoryFolder:
         self._forget()
         with self._lock:
             due = [problem for problem, asked in self._asked.items() if asked.in_exchanges == 0]
-        with self._timed():
-            while due and self._inbox_tokens < MAX_WAITING_TOKENS:
-                some, due = due[: self._num_readers], due[self._num_readers :]
-                for problem_id, result in zip(some, self._look_at(some), strict=True):
-                    rollouts = [entry.rollout for entry in result.entries]
-                    self.stats.rollouts_read += len(rollouts)
-                    with self._lock:
-                        self._inbox.extend(rollouts)
-                        self._num_waiting[problem_id] += len(rollouts)
-                        self._inbox_tokens += sum(rollout.num_tokens for rollout in rollouts)
-                        asked = self._asked.get(problem_id)
-                        if asked is not None:
-                            asked.in_exchanges = 1 if rollouts else asked.pause
-                            asked.pause = 1 if rollouts else min(2 * asked.pause, LONGEST)
+        while due and self._inbox_tokens < MAX_WAITING_TOKENS:
+            some, due = due[: self._num_readers], due[self._num_readers :]
+            for problem_id, result in zip(some, self._look_at(some), strict=True):
+                rollouts = [entry.rollout for entry in result.entries]
+                self.stats.rollouts_read += len(rollouts)
+                with self._lock:
+                    self._inbox.extend(rollouts)
+                    self._num_waiting[problem_id] += len(rollouts)
+                    self._inbox_tokens += sum(rollout.num_tokens for rollout in rollouts)
+                    asked = self._asked.get(problem_id)
+                    if asked is not None:
+                        asked.in_exchanges = 1 if rollouts else asked.pause
+                        asked.pause = 1 if rollouts else min(2 * asked.pause, LONGEST)
 
     @property
     def _num_readers(self) -> int:
@@ -397,10 +394,7 @@ class HistoryFolder:
                 self._warn(error)
                 return Found([], 0, 0)
 
-        if len(problem_ids) == 1:
-            results = [look(problem_ids[0])]
-        else:
-            results = in_threads(look, problem_ids)
+        results = in_threads(look, problem_ids)
         self.stats.bytes_read += sum(result.num_bytes for result in results)
         self.stats.shards_refused += sum(result.num_refused for result in results)
         return results
@@ -450,8 +444,7 @@ class HistoryFolder:
     def _write_last(self) -> None:
         """Write what is left, at once."""
         self._next_write = 0.0
-        with self._timed():
-            self._write()
+        self._write()
 
     def _write_some(self, batches: list[tuple[ProblemShards, list[Entry]]]) -> OSError | MemoryError | None:
         """Write the oldest batches, at once where an answer takes long.
@@ -462,7 +455,7 @@ class HistoryFolder:
         Raises:
             OSError, MemoryError: another batch could not be written either.
         """
-        errors = in_threads(self._write_batch, batches) if len(batches) > 1 else [self._write_batch(batches[0])]
+        errors = in_threads(self._write_batch, batches)
         failed = [(error, batch) for error, batch in zip(errors, batches, strict=True) if error is not None]
         with self._lock:
             for _ in batches:
@@ -504,23 +497,22 @@ class HistoryFolder:
         except Exception:
             return False
 
-    def _read_version(self) -> int:
-        """The policy version of LEARNED; 0 if it is not known.
-
-        Raises:
-            OSError: the file system has failed several times: a run that began with version 0 would be taken for old.
-        """
-        pauses = [FIRST_PAUSE, 2 * FIRST_PAUSE]
-        while True:
+    def _read_version_patiently(self) -> int:
+        """`_read_version`, twice more where that fails: what a run says that begins with version 0 is taken for old."""
+        for pause in (FIRST_PAUSE, 2 * FIRST_PAUSE):
             try:
-                version = int(self._read_learned().get(VERSION, np.array(0)))
-                return version if 0 <= version < 2**31 else 0
-            except (ValueError, TypeError):
-                return 0
+                return self._read_version()
             except OSError:
-                if not pauses:
-                    raise
-                time.sleep(pauses.pop(0))
+                time.sleep(pause)
+        return self._read_version()
+
+    def _read_version(self) -> int:
+        """The policy version of LEARNED; 0 if it is not known. Raises OSError."""
+        try:
+            version = int(self._read_learned().get(VERSION, np.array(0)))
+        except (ValueError, TypeError):
+            return 0
+        return version if 0 <= version < 2**31 else 0
 
     def _read_learned(self) -> dict[str, NDArray]:
         """The arrays of LEARNED; empty if there are none, or damaged ones. Raises OSError."""
@@ -538,11 +530,11 @@ class HistoryFolder:
             learned, self._learned = self._learned, None
         if learned is None:
             return
-        learned[VERSION] = np.maximum(learned[VERSION], self._read_version())  # engines may count on their own
         file = io.BytesIO()
         about = np.array(json.dumps(self._origin.without_model()))
-        np.savez_compressed(file, allow_pickle=False, **{**learned, ORIGIN: about})
         try:
+            version = np.maximum(learned[VERSION], self._read_version())  # engines may count on their own
+            np.savez_compressed(file, allow_pickle=False, **{**learned, VERSION: version, ORIGIN: about})
             self._storage.write(LEARNED, file.getvalue())
         except OSError:
             with self._lock:
@@ -604,9 +596,10 @@ def _close_if_alive(folder: weakref.ref[HistoryFolder]) -> None:
         alive.close()
 
 
-def in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
     """Do something with each item in a thread of its own, and wait for all. What is raised first is raised here.
 
+    One item takes no thread.
     The threads are daemons: a process ends while one hangs in a file system. That of an executor would be waited for.
     """
 
@@ -616,6 +609,8 @@ def in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Re
         except BaseException as error:
             future.set_exception(error)
 
+    if len(items) == 1:
+        return [work(items[0])]
     futures: list[Future[Result]] = []
     for item in items:
         futures.append(Future())

@@ -19,7 +19,7 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 
 from rollout_spec.history.shards import Entry, Origin, ShardError, name_of, read_bytes, version_of, write_shard
-from rollout_spec.history.storage import ShardStorage
+from rollout_spec.history.storage import S3Storage, ShardStorage
 
 PROBLEMS, TEXTS, IMPORTS = "problems", "texts", "imports"
 
@@ -45,6 +45,17 @@ def problem_ids(storage: ShardStorage, groups: Iterable[str] | None = None) -> I
         for name in storage.folder(f"{PROBLEMS}/{group}").folders():
             if re.fullmatch("[0-9a-f]{16}", name):
                 yield int(name, 16)
+
+
+def sizes_by_problem(storage: ShardStorage) -> Iterator[tuple[str, dict[str, int]]]:
+    """(path of a problem's folder, `ShardStorage.sizes` there), of all problems, in as few requests as can be."""
+    if isinstance(storage, S3Storage):
+        for path, sizes in storage.folder(PROBLEMS).sizes_below():
+            yield f"{PROBLEMS}/{path}", sizes
+        return
+    for problem_id in problem_ids(storage):
+        path = path_of(problem_id)
+        yield path, storage.folder(path).sizes()
 
 
 def shards_of_earlier_versions(storage: ShardStorage) -> list[str]:

@@ -141,11 +141,8 @@ class ProblemShards:
                 break
         for writer, batch in found:
             self._seen[writer].add(batch)
-        is_one_of_many = secrets.SystemRandom().random() >= SHARE_OF_MERGES
-        if not is_one_of_many and len(small) < SHARDS_PER_MERGE:
-            small = self._read_small_again(sizes)
-        if not is_one_of_many and len(small) >= SHARDS_PER_MERGE:
-            self._merge(small)
+        if secrets.SystemRandom().random() < SHARE_OF_MERGES:
+            self._merge(small if len(small) >= SHARDS_PER_MERGE else self._read_small_again(sizes))
         entries = [entry for batch in found.values() for entry in batch]
         entries.sort(key=lambda entry: (entry.rollout.version, entry.writer, entry.batch))
         return Found(entries, num_bytes, num_refused)

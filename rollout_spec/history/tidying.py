@@ -7,9 +7,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
-from rollout_spec.history.partitions import IMPORTS, PROBLEMS, TEXTS, path_of, problem_ids
+from rollout_spec.history.partitions import IMPORTS, TEXTS, sizes_by_problem
 from rollout_spec.history.shards import version_of
-from rollout_spec.history.storage import S3Storage, ShardStorage
+from rollout_spec.history.storage import ShardStorage
 
 SECONDS_UNTIL_ABANDONED = 3600.0
 """What a killed process was writing is removed after so long."""
@@ -102,10 +102,5 @@ def prune_oldest(storage: ShardStorage, max_bytes: int, is_stopping: Callable[[]
 
 def _shards(storage: ShardStorage) -> Iterator[tuple[ShardStorage, dict[str, int]]]:
     """(a problem's folder, sizes of its shards by name), of each problem."""
-    if isinstance(storage, S3Storage):
-        for path, sizes in storage.folder(PROBLEMS).sizes_below():
-            yield storage.folder(f"{PROBLEMS}/{path}"), {n: size for n, size in sizes.items() if version_of(n) >= 0}
-        return
-    for problem_id in problem_ids(storage):
-        folder = storage.folder(path_of(problem_id))
-        yield folder, {name: size for name, size in folder.sizes().items() if version_of(name) >= 0}
+    for path, sizes in sizes_by_problem(storage):
+        yield storage.folder(path), {name: size for name, size in sizes.items() if version_of(name) >= 0}

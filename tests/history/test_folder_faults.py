@@ -428,6 +428,21 @@ def test_what_is_learned_while_the_thread_takes_something_older_is_written_later
     assert one.load_learned()["counts"].tolist() == [2]
 
 
+def test_what_was_learned_is_kept_where_the_version_in_the_folder_cannot_be_read(tmp_path, clock, monkeypatch):
+    one = open_folder(tmp_path)
+
+    def fail(storage, name):
+        raise OSError(errno.EIO, "Input/output error")
+
+    one.keep_learned({"counts": np.array([2])}, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "read", fail)
+        one.exchange()
+    clock[0] += LONGEST_PAUSE
+    one.exchange()
+    assert one.load_learned()["counts"].tolist() == [2]
+
+
 def test_what_could_not_be_written_of_what_was_learned_replaces_nothing_newer(tmp_path, clock, monkeypatch):
     one, original = open_folder(tmp_path), LocalStorage.write
 
