@@ -122,7 +122,7 @@ class Served:
             while events and count >= events[0].after:
                 name = events.pop(0).name
                 answer.count(name)
-                if name == "switch":
+                if name == "switch" and self._plan.speculates:
                     enabled = not enabled
                     self._rpc("rollout_spec", "set_enabled", enabled)
                 elif name == "vanish" and "history_dir" in self._plan.options:

@@ -20,7 +20,8 @@ Reported at the end: how memory, open files and the time of a round, over that w
 change from round to round, with the error of the slope. Where something is wrong, the options that ask the same again
 are printed.
 
-A CPU's engine has no sleep mode, so nothing sleeps. One reference engine lives beside all three lives.
+A CPU's engine has no sleep mode, so nothing sleeps. The engine without speculation is of the same kind, with as many
+ranks, and lives as long, so that its memory says what vLLM's own grows by.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from experiments.soak.served import Served
 from experiments.soak.workload import Kind, Workload, write_adapters, write_model
 from rollout_spec.history.partitions import path_of, problem_ids
 from rollout_spec.history.storage import open_storage
+from tests.integrations.draft_models import write_draft_model, write_eagle_head
 from tests.interpreter import run_as_python
 
 LORA = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 4, "max_lora_rank": 8}
@@ -68,7 +70,8 @@ class Setup:
 
     Attributes:
         share: Of a soak's time.
-        options: Fields of `RolloutSpecConfig` in each of its lives, on top of `history_dir`.
+        options: Fields of `RolloutSpecConfig` in each of its lives, on top of `history_dir`. The model of a
+            `speculative_config` is a folder beside the policy.
     """
 
     engine: type[Colocated] | type[Served]
@@ -81,32 +84,42 @@ class Setup:
 
 SMALL = {"max_history_tokens": 20_000}
 """So little that history is full, and the oldest goes, early in a life."""
+DRAFT_MODEL = {"method": "draft_model", "model": "draft", "num_speculative_tokens": 3}
+EAGLE = {"method": "eagle", "model": "eagle", "num_speculative_tokens": 3}
+LIVES = (0.2, 0.4, 0.4)
+"""Of a kind's time. Only the last two end in peace, and growth shows in many rounds."""
 SETUPS = {
     "colocated": Setup(
-        Colocated, Kind(adapters=True), 0.35,
+        Colocated, Kind(adapters=True), 0.40,
         ({"budget": False, "drafter_options": {"min_survival": 0.0, **SMALL}},
          {"drafter": "suffix", "drafter_options": SMALL}, {"drafter_options": SMALL}),
         LORA,
     ),
     "served": Setup(
-        Served, Kind(adapters=True), 0.25,
+        Served, Kind(adapters=True), 0.18,
         ({"drafter_options": SMALL}, {"budget": False, "drafter_options": {"min_survival": 0.0, **SMALL}},
          {"drafter": "ngram", "drafter_options": SMALL}),
         LORA,
     ),
     "ranks": Setup(
-        Colocated, Kind(), 0.15,
+        Colocated, Kind(), 0.18,
         ({"budget": False, "drafter_options": SMALL}, {"drafter_options": SMALL},
          {"drafter": "suffix", "drafter_options": SMALL}),
         {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"},
     ),
+    "model": Setup(
+        Colocated, Kind(), 0.09,
+        ({"speculative_config": DRAFT_MODEL, "budget": False, "drafter_options": SMALL},
+         {"speculative_config": EAGLE, "drafter_options": SMALL},
+         {"speculative_config": DRAFT_MODEL, "drafter_options": SMALL}),
+    ),
     "device": Setup(
-        Colocated, EMULATED, 0.15,
+        Colocated, EMULATED, 0.09,
         3 * ({"drafter": "device", "drafter_options": {"max_resident_tokens": 4000, **SMALL}},),
         FEW_BLOCKS, V2,
     ),
     "v2": Setup(
-        Colocated, EMULATED, 0.10,
+        Colocated, EMULATED, 0.06,
         ({"budget": False, "drafter_options": SMALL}, {"drafter_options": SMALL},
          {"drafter": "ngram", "drafter_options": SMALL}),
         FEW_BLOCKS, V2,
@@ -133,32 +146,31 @@ class Soak:
 
     def run(self, seconds: float, num_rounds: Sequence[float]) -> None:
         """Live three times, in so much time together, and in so many rounds each."""
-        arguments = {name: value for name, value in self._setup.arguments.items() if name != "tensor_parallel_size"}
-        reference = self._start({"speculation": False}, "reference", arguments)
         try:
-            reference.wait_until_ready()
-            for life in range(3):
-                self._live(life, reference, seconds / 3, num_rounds[life])
+            for life, share in enumerate(LIVES):
+                self._live(life, seconds * share, num_rounds[life])
         except BaseException:
             for engine in self._engines:
                 engine.stop(kill=True)
             raise
-        reference.stop()
 
-    def _start(self, options: dict[str, Any], name: str, arguments: dict[str, Any]) -> Colocated | Served:
-        is_reference = options.get("speculation") is False
+    def _start(self, options: dict[str, Any], name: str) -> Colocated | Served:
         environment = {**ENVIRONMENT, **self._setup.environment}
-        plan = Plan(str(self._model), str(self._folder / f"{name}.log"), options, arguments, environment)
-        self._engines.append((Colocated if is_reference else self._setup.engine)(plan))
+        plan = Plan(str(self._model), str(self._folder / f"{name}.log"), options, self._setup.arguments, environment)
+        self._engines.append(self._setup.engine(plan))
         return self._engines[-1]
 
-    def _live(self, life: int, reference: Colocated | Served, seconds: float, num_rounds: float) -> None:
+    def _live(self, life: int, seconds: float, num_rounds: float) -> None:
         options: dict[str, Any] = {"num_speculative_tokens": 4, **self._setup.options[life]}
+        if drafter := options.get("speculative_config"):
+            options["speculative_config"] = {**drafter, "model": str(self._model.parent / drafter["model"])}
         if life < 2:
             options |= {"history_dir": str(self._history), "max_history_dir_bytes": 1 << 20}
         num_damaged = self._damage() if life == 1 else 0
-        ours = self._start(options, f"life{life}", self._setup.arguments)
-        ours.wait_until_ready()
+        reference = self._start({"speculation": False}, f"reference{life}")
+        ours = self._start(options, f"life{life}")
+        for engine in (reference, ours):
+            engine.wait_until_ready()
         for values in self.usage.values():
             values.append([])
         self.rounds.append(0)
@@ -171,6 +183,7 @@ class Soak:
                 self.wrong.append(f"no shard was damaged: {before['folder']}")
         for name in ("rollouts_written", "rollouts_read", "rollouts_lost", "shards_refused"):
             self.counts[name] += int(before.get("folder", {}).get(name, 0))
+        reference.stop()
         ours.stop(kill=life == 0)
         self.counts["killed" if life == 0 else "ended"] += 1
 
@@ -269,6 +282,8 @@ def main() -> int:
     model = folder / "models" / "policy"
     write_model(model)
     write_adapters(model.parent)
+    write_draft_model(model, model.parent / DRAFT_MODEL["model"])
+    write_eagle_head(model, model.parent / EAGLE["model"])
     shares = sum(SETUPS[name].share for name in args.kinds)
     num_wrong = 0
     for name in args.kinds:
