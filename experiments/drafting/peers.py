@@ -10,6 +10,7 @@ Neither learns from outcomes or knows the noise. `ReferenceDrafter` is our devic
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import os
 import sys
 import types
@@ -110,6 +111,7 @@ def find_arctic() -> Any | None:
     if root and "arctic_inference" not in sys.modules:
         package = types.ModuleType("arctic_inference")  # its own __init__ patches vLLM
         package.__path__ = [str(Path(root) / "arctic_inference")]
+        package.__spec__ = importlib.machinery.ModuleSpec("arctic_inference", None, is_package=True)
         sys.modules["arctic_inference"] = package
     try:
         return importlib.import_module("arctic_inference.suffix_decoding.cache")

@@ -23,6 +23,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.drafting.peers import find_arctic
+
 MODES = ("none", "ngram", "ngram_gpu", "suffix", "model", "off", "all", "budget", "device")
 OURS = ("off", "all", "budget", "device")
 WORDS_ALONE = {"features": False}
@@ -61,6 +63,8 @@ def build_engine(
 
     if mode not in ("none", *OURS):
         repair_vllm_on_cpu()
+    if mode == "suffix":
+        find_arctic()
     defaults = {"dtype": "float32", "enforce_eager": True}
     return LLM(str(policy), **{**defaults, **mode_arguments(mode, k, **options or {}), **arguments})
 

@@ -1,23 +1,27 @@
-"""Budgets in a real engine: what they lose where drafts are useless, and what they gain where drafts are good.
+"""Whole engines, side by side: stock vLLM, its own drafters, and ours with good, useless and no drafts.
 
-    python -m experiments.engines.bench_budget POLICY_DIR [--batch 1 8 16 64] [--pairs 12] [--out FILE]
+    python -m experiments.engines.bench_engines POLICY_DIR [--batch 1 8 16 64] [--epochs 3] [--pairs 12] [--out FILE]
 
 POLICY_DIR is a policy that `make demo` or, with `--prompts real-policy`, `make real-policy` made. Engines in one
-process take turns on the same prompts and seeds. The demo's prompts are new in each turn; those of the real policy come
-from the few that it was trained on, so that earlier turns are to later ones what earlier epochs are in training.
+process take turns on the same prompts. A pair of turns has prompts of its own: the demo's are new, those of the real
+policy come from the few that it was trained on. With `--epochs` its prompts come again, with other noise, so that
+earlier epochs are to later ones what they are in training, but for new weights.
 
     stock       vLLM without speculation and without our sampler, its requests without seeds, which are slow there
-    off        speculation switched off: the same noise, no drafter
+    ngram, suffix
+               vLLM's own drafters, verified by its own code, requests without seeds; `suffix` needs Arctic Inference,
+               see `find_arctic` in drafting/peers.py
+    off        ours with speculation switched off: the same noise, no drafter
+    ours       the default drafter under its budget
+    ours, no budget
+               all of its drafts verified
     idle       a drafter that never drafts: what it costs the engine to call one
     wrong      a drafter that always drafts K tokens with high confidence, all of them wrong
     wrong, no budget
                the same, all of it verified
-    ours       the default drafter under its budget
-    ours, no budget
-               all of its drafts verified
 
-Gate: in float32 the rollouts of all engines but `stock` are the same; in bfloat16, where logits vary with the number of
-tokens in a step, how many are the same is reported. Reported: time per token of the first of `--engines` over that of
+Gate: in float32 the rollouts of all of ours are the same; in bfloat16, where logits vary with the number of tokens in a
+step, how many are the same is reported. Reported by epoch: time per token of the first of `--engines` over that of
 each, median over turns with a 95 % bootstrap interval.
 """
 
@@ -87,14 +91,19 @@ class Wrong(Idle):
 
 ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "stock": ("none", {}),
+    "ngram": ("ngram", {}),
+    "suffix": ("suffix", {}),
     "off": ("off", {}),
-    "idle": ("budget", {"drafter": "experiments.engines.bench_budget.Idle"}),
-    "wrong": ("budget", {"drafter": "experiments.engines.bench_budget.Wrong"}),
-    "wrong, no budget": ("all", {"drafter": "experiments.engines.bench_budget.Wrong"}),
     "ours": ("budget", {}),
     "ours, no budget": ("all", {}),
+    "idle": ("budget", {"drafter": "experiments.engines.bench_engines.Idle"}),
+    "wrong": ("budget", {"drafter": "experiments.engines.bench_engines.Wrong"}),
+    "wrong, no budget": ("all", {"drafter": "experiments.engines.bench_engines.Wrong"}),
 }
 """(mode, options of `build_engine`)."""
+VLLMS = ("stock", "ngram", "suffix")
+PICKED = ("stock", "ngram", "suffix", "off", "ours")
+"""Those that a user could pick."""
 
 
 def demo_prompts(policy: Path) -> Callable[[random.Random, int], list[Any]]:
@@ -125,24 +134,24 @@ def one_turn(
     make_prompts: Callable[[random.Random, int], list[Any]],
     batch: int,
     groups: int,
-    seed: int,
+    seeds: tuple[int, int],
     *,
     is_seeded: bool = True,
 ) -> tuple[float, list[list[int]]]:
     """(seconds per token, rollouts) of one rollout phase: `groups` times `batch` requests, GROUP_SIZE per prompt.
 
     Args:
-        seed: Decides the prompts, and the noise where requests have seeds.
+        seeds: Of the prompts, and of the noise where requests have seeds.
         is_seeded: Whether requests have seeds.
     """
     from vllm import SamplingParams
 
     group = min(GROUP_SIZE, batch)
-    different = make_prompts(random.Random(seed), groups * batch // group)
+    different = make_prompts(random.Random(seeds[0]), groups * batch // group)
     prompts = [prompt for prompt in different for _ in range(group)]
     params = [
         SamplingParams(
-            temperature=1.0, max_tokens=MAX_TOKENS, seed=seed * 10_000 + i if is_seeded else None, detokenize=False
+            temperature=1.0, max_tokens=MAX_TOKENS, seed=seeds[1] * 10_000 + i if is_seeded else None, detokenize=False
         )
         for i in range(len(prompts))
     ]
@@ -163,19 +172,44 @@ def interval(ratios: np.ndarray) -> tuple[float, float, float]:
     return float(np.median(ratios)), float(low), float(high)
 
 
+class Cell:
+    """What an engine did at a batch size in an epoch, over all pairs."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.identical = 0
+        self.rollouts = 0
+        self.stats: list[SpeculationStats] = []
+
+    def row(self, baseline: Cell) -> dict[str, Any]:
+        """Its figures. Tokens per step are those of requests."""
+        ratio, low, high = interval(np.array(baseline.times) / np.array(self.times))
+        row: dict[str, Any] = {"speedup": round(ratio, 4), "interval": [round(low, 4), round(high, 4)]}
+        if self.stats:
+            steps = max(sum(one.request_steps for one in self.stats), 1)
+            row |= {
+                "identical": self.identical, "rollouts": self.rollouts,
+                "tokens_per_step": round(sum(one.emitted_tokens for one in self.stats) / steps, 3),
+                "drafted_per_step": round(sum(one.draft_tokens for one in self.stats) / steps, 3),
+            }  # fmt: skip
+        return row
+
+
 def main() -> None:
     """Take turns and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("policy", type=Path)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 16, 64])
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--pairs", type=int, default=12)
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(PICKED))
     parser.add_argument("--prompts", choices=PROMPTS, default="demo")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--requests", type=int, default=8, help="in each turn, where the batch is smaller")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    if all(name == "stock" for name in args.engines):
+    ours = [name for name in args.engines if name not in VLLMS]
+    if not ours:
         parser.error("--engines needs one of ours")
     about = origin()
     sizes = {"max_num_seqs": max(args.batch), "max_model_len": 512, "num_gpu_blocks_override": 1200}
@@ -184,49 +218,44 @@ def main() -> None:
         mode, options = ENGINES[name]
         engines[name] = build_engine(args.policy, mode, K, options=options, dtype=args.dtype, **sizes)
     make_prompts = PROMPTS[args.prompts](args.policy)
-    reference = next(name for name in args.engines if name != "stock")
     baseline = args.engines[0]
 
-    def turn(name: str, batch: int, number: int) -> tuple[float, list[list[int]]]:
-        groups, seed = max(1, args.requests // batch), 1000 * batch + number
-        return one_turn(engines[name], make_prompts, batch, groups, seed, is_seeded=name != "stock")
+    def turn(name: str, batch: int, pair: int, epoch: int, cell: Cell) -> list[list[int]]:
+        groups, prompts = max(1, args.requests // batch), 1000 * batch + pair
+        llm, is_ours = engines[name], name in ours
+        before = command(llm, "stats") if is_ours else {}
+        seeds = prompts, 100 * prompts + epoch
+        seconds, rollouts = one_turn(llm, make_prompts, batch, groups, seeds, is_seeded=is_ours)
+        cell.times.append(seconds)
+        if is_ours:
+            cell.stats.append(SpeculationStats.between(before, command(llm, "stats")))
+        return rollouts
 
-    print(f"batch   engine            {baseline} / engine (95 %)     identical   tokens per step")
+    print(f"batch epoch   engine            {baseline} / engine (95 %)     identical   tokens per step (drafted)")
     for batch in args.batch:
-        times: dict[str, list[float]] = {name: [] for name in engines}
-        identical = {name: [0, 0] for name in engines}
         for name in engines:
-            turn(name, batch, 999)  # compiles, and teaches budgets the cost of this size
-        before = {name: command(llm, "stats") for name, llm in engines.items() if name != "stock"}
+            turn(name, batch, 999, 0, Cell())  # compiles, and teaches budgets the cost of this size
+        cells = {(epoch, name): Cell() for epoch in range(args.epochs) for name in engines}
         for pair in range(args.pairs):
             order = list(engines)[pair % len(engines) :] + list(engines)[: pair % len(engines)]
-            rollouts = {}
-            for name in order:
-                seconds, rollouts[name] = turn(name, batch, pair)
-                times[name].append(seconds)
-            for name, mine in rollouts.items():
-                identical[name][0] += sum(a == b for a, b in zip(mine, rollouts[reference], strict=True))
-                identical[name][1] += len(mine)
-        for name, llm in engines.items():
-            ratio, low, high = interval(np.array(times[baseline]) / np.array(times[name]))
-            same, total = identical[name]
-            row = {
-                "policy": args.prompts, "dtype": args.dtype, "batch": batch, "engine": name, "k": K,
-                "pairs": args.pairs, "baseline": baseline, "speedup": round(ratio, 4),
-                "interval": [round(low, 4), round(high, 4)],
+            for epoch in range(args.epochs):
+                rollouts = {name: turn(name, batch, pair, epoch, cells[epoch, name]) for name in order}
+                for name in ours:
+                    cell, mine = cells[epoch, name], rollouts[name]
+                    cell.identical += sum(a == b for a, b in zip(mine, rollouts[ours[0]], strict=True))
+                    cell.rollouts += len(mine)
+        for (epoch, name), cell in cells.items():
+            if args.dtype == "float32" and name in ours and cell.identical < 0.98 * cell.rollouts:
+                raise SystemExit(f"gate: {name}: only {cell.identical} of {cell.rollouts} are {ours[0]!r}'s rollouts")
+            row = cell.row(cells[epoch, baseline])
+            line = f"{batch:5d} {epoch:5d}   {name:17} {row['speedup']:.3f} ({row['interval']})"
+            if name in ours:
+                line += f"  {row['identical']}/{row['rollouts']}  {row['tokens_per_step']} ({row['drafted_per_step']})"
+            about_cell = {
+                "policy": args.prompts, "dtype": args.dtype, "batch": batch, "epochs": args.epochs, "epoch": epoch,
+                "engine": name, "k": K, "pairs": args.pairs, "baseline": baseline,
             }  # fmt: skip
-            line = f"{batch:5d}   {name:17} {ratio:.3f} ({low:.3f}-{high:.3f})"
-            if name != "stock":
-                if args.dtype == "float32" and same < 0.98 * total:
-                    raise SystemExit(f"gate: {name}: only {same} of {total} rollouts are those without speculation")
-                new = SpeculationStats.between(before[name], command(llm, "stats"))
-                per_step, drafted = new.tokens_per_step, new.draft_tokens / max(new.request_steps, 1)
-                row |= {
-                    "identical": same, "rollouts": total, "tokens_per_step": round(per_step, 3),
-                    "drafted_per_step": round(drafted, 3),
-                }  # fmt: skip
-                line += f"      {same}/{total}    {per_step:.2f} ({drafted:.1f})"
-            append(args.out, {"benchmark": "budget/engine", **row, **about})
+            append(args.out, {"benchmark": "engines", **about_cell, **row, **about})
             print(line, flush=True)
 
 
