@@ -85,6 +85,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m experiments.figures
 
 # Recorded rollouts for the drafters, e.g. make bench TRACES=~/traces; see rollout_spec/replay/traces.py for their columns.
 TRACES ?=
