@@ -92,12 +92,14 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from rollout_spec import __version__
+
 try:
     version("rollout-spec")
 except PackageNotFoundError:
-    folder = Path(sys.argv[1], "rollout_spec-0.1.0.dist-info")
+    folder = Path(sys.argv[1], f"rollout_spec-{__version__}.dist-info")
     folder.mkdir(exist_ok=True)
-    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: rollout-spec\nVersion: 0.1.0\n")
+    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: rollout-spec\nVersion: {__version__}\n")
     entry = "[vllm.general_plugins]\nrollout_spec = rollout_spec.integrations.vllm.plugin:register\n"
     (folder / "entry_points.txt").write_text(entry)
 PYTHON

@@ -12,7 +12,7 @@ from types import MappingProxyType, SimpleNamespace
 import numpy as np
 import pytest
 
-from rollout_spec import RolloutSpecConfig, checks, cli, engine_kwargs
+from rollout_spec import RolloutSpecConfig, __version__, checks, cli, engine_kwargs
 from rollout_spec.config import CONFIG_KEY
 from rollout_spec.imports import import_object
 from rollout_spec.integrations.vllm import configuration, log, plugin
@@ -369,12 +369,12 @@ def test_an_engine_says_what_it_has(options, is_v2, line):
         use_v2_model_runner=is_v2,
     )
     has_model = config.speculative_config is not None
-    assert describe_engine(vllm_config, config, has_model=has_model) == f"rollout_spec 0.1.0 is on: {line}"
+    assert describe_engine(vllm_config, config, has_model=has_model) == f"rollout_spec {__version__} is on: {line}"
 
 
 def test_command_line(capsys, tmp_path):
     with pytest.raises(SystemExit):
         cli.main(["--version"])
-    assert "rollout-spec 0.1.0" in capsys.readouterr().out
+    assert f"rollout-spec {__version__}" in capsys.readouterr().out
     assert cli.main(["demo", "--steps", "1", "--out", str(tmp_path)]) == 2
     assert "steps must be at least 2" in capsys.readouterr().err
