@@ -15,7 +15,8 @@ from rollout_spec.drafters.registry import REGISTRY
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "experiments/results/README.md", "tests/ptx/README.md")),
+    *sorted(ROOT.glob("*.md")),
+    *(ROOT / name for name in ("experiments/results/README.md", "tests/ptx/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
     *sorted((ROOT / "examples").glob("*.md")),
 ]
@@ -27,14 +28,17 @@ NAMES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py
 
 def anchors(page: Path) -> set[str]:
     """The anchors that GitHub gives to a page's headings."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)  # comments of code are none
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def broken_links(page: Path) -> list[str]:
     """The links of a page to files or headings that do not exist."""
     broken = []
-    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+    text = page.read_text()
+    targets = re.findall(r"\]\(([^)]+)\)", text) + re.findall(r"""\b(?:src|href|srcset)=["']([^"']+)""", text)
+    for target in targets:
         if target.startswith("http"):
             continue
         name, _, anchor = target.partition("#")
@@ -50,7 +54,9 @@ def missing_files(text: str) -> list[str]:
     A name without a folder may be in any; what `uv run` runs is a framework's.
     """
     paths = re.findall(rf"(?<![\w/.-])(?<!uv run )(?:{'|'.join(FOLDERS)})/[\w./-]*\w", text)
-    paths += [module.replace(".", "/") + ".py" for module in re.findall(r"\bpython3? -m\s+(experiments[\w.]+\w)", text)]
+    for module in re.findall(r"\bpython3? -m\s+(experiments[\w.]+\w)", text):
+        path = module.replace(".", "/")
+        paths.append(f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py")
     missing = [path for path in paths if not (ROOT / path).exists()]
     bare = re.findall(r"`(\w+\.py)`", text)
     return missing + [name for name in bare if name not in NAMES]
@@ -68,8 +74,12 @@ def test_what_a_page_names_exists(page):
 
 def test_a_wrong_name_is_found(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# A heading\n[a](#a-heading) [b](#another) [c](none.md) [d](https://example.org)\n")
+    page.write_text(
+        "# A heading\n[a](#a-heading) [b](#another) [c](none.md) [d](https://example.org)\n```\n# another\n```\n"
+    )
     assert broken_links(page) == ["#another", "none.md"]
+    page.write_text('<img src="none.png"> <a href="page.md">a</a>')
+    assert broken_links(page) == ["none.png"]
     text = "`experiments/none.py`, `drafters/base.py`, `base.py`, `none.py`, python -m experiments.none, `make test`"
     assert missing_files(text) == ["experiments/none.py", "experiments/none.py", "none.py"]
 

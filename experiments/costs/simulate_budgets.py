@@ -43,6 +43,7 @@ CURVES = {
     "7b": roofline("7b", 7.6e9, 1.5e-3),
     "flops": EngineCost("flops", SIZES, 1e-4 + 1e-3 * SIZES, 0.0, 20e-6),
 }
+TITLES = {"1.5b": "1.5B on an H200", "7b": "7B on an H200", "flops": "every token costs the same"}
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -63,12 +64,12 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             ]
             for policy, style in (("ours", "o-"), ("ours, new", "s:"), ("oracle", "k--")):
                 axes[line, column].plot([found[(*cell, policy)] for cell in cells], style, label=policy)
-            axes[line, column].plot(fixed, "x-", label="best fixed K in hindsight")
+            axes[line, column].plot(fixed, "x-", label="best fixed K of 1 to 16, in hindsight")
             axes[line, column].axhline(1, color="gray", lw=0.8)
             axes[line, column].grid(alpha=0.3)
             axes[line, column].set(ylim=(0, None))
             axes[line, 0].set(ylabel=f"speedup, {label}")
-        axes[0, column].set(title=f"{curve} (simulated)")
+        axes[0, column].set(title=f"{TITLES.get(curve, curve)} (simulated)")
         axes[1, column].set_xticks(range(len(cells)), [f"{name}, {batch}" for name, batch in cells], rotation=90)
     axes[0, 0].legend(fontsize="small")
     figure.savefig(path, dpi=110)

@@ -327,23 +327,27 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Bytes that one engine reads per token that it says, and its tokens per step, by the number of engines."""
     import matplotlib.pyplot as pyplot
 
-    figure, (traffic, speed) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    for routing, layout in itertools.product(ROUTINGS, ("by problem", "before")):
-        some = [r for r in rows if (r["routing"], r["layout"], r["transport"]) == (routing, layout, "folder")]
+    figure, (traffic, speed) = pyplot.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+    sent = {"sticky": "a problem to one engine", "groups": "whole groups to any", "rollouts": "each rollout to any"}
+    for layout, routing in itertools.product(("by problem", "before"), ROUTINGS):
+        wanted = (routing, layout, "folder")
+        some = [r for r in rows if (r["routing"], r["layout"], r["transport"]) == wanted and r["engines"] > 1]
         engines, line = [row["engines"] for row in some], "-" if layout == "by problem" else ":"
         color = f"C{ROUTINGS.index(routing)}"
-        label = f"{routing}, {layout}"
-        traffic.plot(engines, [max(row["bytes in per token"], 1) for row in some], line, color=color, label=label)
-        lost = [100 * (row["tokens_per_step"][-1] / row["all_at_once"][-1] - 1) for row in some]
-        speed.plot(engines, lost, line, color=color, label=label)
+        label = sent[routing] if layout == "by problem" else f"{sent[routing]}, all read all"
+        traffic.plot(engines, [row["bytes in per token"] for row in some], line, color=color, label=label)
+        share = [100 * row["tokens_per_step"][-1] / row["all_at_once"][-1] for row in some]
+        speed.plot(engines, share, line, color=color, label=label)
     for axes in (traffic, speed):
         axes.set_xscale("log", base=2)
         axes.set_xlabel("engines")
-    traffic.set_yscale("log")
-    traffic.set_ylabel("bytes read per token said")
-    traffic.legend(fontsize=8)
-    speed.set_ylabel("tokens per step, third epoch,\nagainst one engine that knows all (%)")
-    figure.savefig(path, dpi=120)
+        axes.grid(alpha=0.3)
+    traffic.set_yscale("symlog", linthresh=10)
+    traffic.set_ylim(bottom=-1)
+    traffic.set_ylabel("bytes read per generated token")
+    speed.set_ylabel("tokens per step in the third epoch,\n% of one engine's that sees all rollouts")
+    figure.legend(*traffic.get_legend_handles_labels(), ncols=2, loc="outside upper center", frameon=False)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:

@@ -70,7 +70,7 @@ def plot(steps: Sequence[dict[str, Any]], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     x = [step["step"] for step in steps]
-    figure, ((seconds, per_step), (reward, split)) = plt.subplots(2, 2, figsize=(10, 7), layout="constrained")
+    figure, ((seconds, per_step), (reward, split)) = plt.subplots(2, 2, figsize=(9, 6.4), layout="constrained")
     labels = {"stock": "stock vLLM", "off": "speculation off", "on": "speculation on"}
     for way, style in zip(WAYS, ("--", ":", "-"), strict=True):
         seconds.plot(x, [1e3 * step["seconds"][way] / step["tokens"][way] for step in steps], style, label=labels[way])
@@ -88,9 +88,10 @@ def plot(steps: Sequence[dict[str, Any]], path: Path) -> None:
     }
     split.stackplot(x, list(parts.values()), labels=list(parts), alpha=0.8)
     split.set(ylabel="seconds", xlabel="GRPO step", ylim=(0, None))
-    for axes in (seconds, split):
-        axes.legend(frameon=False)
+    above = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0), "columnspacing": 1.0, "fontsize": "small"}
+    for axes, columns in ((seconds, len(WAYS)), (split, len(parts))):
+        axes.legend(ncols=columns, frameon=False, **above)
     for axes in (seconds, per_step, reward, split):
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=150)
     plt.close(figure)

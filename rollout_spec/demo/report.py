@@ -105,21 +105,21 @@ def plot_report(report: dict[str, Any], path: Path) -> None:
 
     steps = report["steps"]
     x = [step["step"] for step in steps]
-    figure, (seconds, length, reward) = plt.subplots(3, 1, figsize=(7, 8), sharex=True, layout="constrained")
+    figure, (seconds, length, reward) = plt.subplots(3, 1, figsize=(7, 6.5), sharex=True, layout="constrained")
     labels = {"stock": "stock vLLM", "off": "speculation off", "on": "speculation on"}
     for way, style in zip(WAYS, ("--", ":", "-"), strict=True):
         milliseconds = [1e3 * step["seconds"][way] / step["tokens"][way] for step in steps]
         seconds.plot(x, milliseconds, style, label=labels[way])
-    seconds.set(ylabel="ms per generated token", ylim=(0, None))
+    seconds.set(ylabel="ms per\ngenerated token", ylim=(0, None))
     figure.suptitle("GRPO rollouts, same weights and seeds")
     seconds.legend(ncols=len(WAYS), loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
     length.plot(x, [step["mean_acceptance_length"] for step in steps], color="tab:green")
-    length.set(ylabel="mean acceptance length", ylim=(1, None))
+    length.set(ylabel="mean acceptance\nlength", ylim=(1, None))
     reward.plot(x, [step["reward"] for step in steps], color="tab:red")
     reward.set(ylabel="mean reward", xlabel="GRPO step", ylim=(0, None))
     for axes in (seconds, length, reward):
         axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
@@ -131,27 +131,27 @@ def plot_rollouts(report: dict[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     steps, seconds = report["steps"][1:], report["generation_seconds"]
-    figure, axes = plt.subplots(figsize=(8, 2.6), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7, 2.8), layout="constrained")
     for way, name, color, shift in (
         ("stock", "vLLM", "#b8b8b8", -0.2),
         ("on", "vLLM with rollout_spec", "#2a9d4a", 0.2),
     ):
         x = [step["step"] + shift for step in steps]
-        label = f"{name}: {seconds[way]:.1f} s"
+        label = f"{name}: {seconds[way]:.1f} s in all"
         axes.bar(x, [step["seconds"][way] for step in steps], width=0.4, color=color, label=label)
     axes.set_title(
         f"{report['generation_speedup']:.1f} times as fast; {report['rollouts_identical']} of "
         f"{report['rollouts_total']} rollouts identical with drafts and without",
         loc="left",
         fontweight="bold",
-        fontsize=11,
+        fontsize=10,
     )
     axes.set(xlabel="GRPO step", ylabel="seconds to sample\nthe step's rollouts")
     axes.margins(x=0.01)
     axes.set_ylim(top=1.25 * axes.get_ylim()[1])
     axes.legend(loc="upper right", ncols=2, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=200, bbox_inches="tight", pad_inches=0.1)
     plt.close(figure)
 
 
