@@ -28,8 +28,8 @@ def import_object(path: str, what: str) -> Any:
 
 
 def install(*extras: str) -> str:
-    """The command that installs extras of ours, for messages: from the checkout, as long as there is no release."""
-    return f"pip install -e '.[{','.join(extras)}]'"
+    """The command that installs extras of ours, for messages. It also works with an editable install."""
+    return f"pip install 'rollout-spec[{','.join(extras)}]'"
 
 
 def command_line() -> list[str]:

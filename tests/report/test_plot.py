@@ -224,6 +224,6 @@ def test_without_matplotlib_the_extra_is_named(report_path, capsys, monkeypatch)
     plot = report_path.with_name("a.png")
     error = refused(capsys, report_path, "--plot", plot)
     assert "--plot needs matplotlib" in error
-    assert "pip install -e '.[demo]'" in error
+    assert "pip install 'rollout-spec[demo]'" in error
     assert not plot.exists()
     assert cli.main(["doctor", str(report_path)]) == 0, "text needs none"

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from rollout_spec.noise import host as noise
 from rollout_spec.verify import kernel
 from rollout_spec.verify.draw import draw, finish
