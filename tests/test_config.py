@@ -14,7 +14,7 @@ import pytest
 
 from rollout_spec import RolloutSpecConfig, __version__, checks, cli, engine_kwargs
 from rollout_spec.config import CONFIG_KEY
-from rollout_spec.imports import import_object
+from rollout_spec.imports import command_line, import_object
 from rollout_spec.integrations.vllm import configuration, log, plugin
 from rollout_spec.integrations.vllm.log import describe_engine
 from rollout_spec.report.stats import SpeculationStats
@@ -379,3 +379,8 @@ def test_command_line(capsys, tmp_path):
     assert f"rollout-spec {__version__}" in capsys.readouterr().out
     assert cli.main(["demo", "--steps", "1", "--out", str(tmp_path)]) == 2
     assert "steps must be at least 2" in capsys.readouterr().err
+
+
+def test_what_made_a_report_is_told_without_folders_of_its_machine(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/home/me/bin/rollout-spec", "demo", "--out", "/home/me/demo", "some/folder"])
+    assert command_line() == ["rollout-spec", "demo", "--out", "demo", "some/folder"]

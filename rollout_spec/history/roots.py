@@ -260,7 +260,7 @@ class Roots:
         """Add a text, unless it is known, and forget the one that was not met for longest."""
         known = self._texts.get(text.whole)
         if known is not None:
-            known.is_stored |= text.is_stored
+            known.is_stored |= text.is_stored and text.problem_id == known.problem_id
             known.num_met += text.num_met
             self._touch(known)
             return

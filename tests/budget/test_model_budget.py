@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from rollout_spec.budget.model import STEPS_BETWEEN_TRIALS, ModelBudget
+from rollout_spec.budget.model import STEPS_BETWEEN_TRIALS, TRIAL_STEPS, ModelBudget
 
 
 def run(budget, num_requests, steps, with_model, without, noise=0.0, seed=0, told_every=1):
@@ -64,3 +64,16 @@ def test_the_same_observations_give_the_same_decisions():
         return taken
 
     assert decisions() == decisions()
+
+
+@pytest.mark.parametrize("num_late", [0, 5])
+def test_steps_of_the_way_that_was_left_are_not_counted(num_late):
+    """Tensor-parallel ranks may learn of them after they have decided otherwise."""
+    budget = ModelBudget()
+    for _ in range(6 * TRIAL_STEPS):
+        way = budget.wants_model(4)
+        budget.observe_step(4, 10 if way else 6, 1.25 if way else 1.0, uses_model=way)
+        if budget.wants_model(4) != way:
+            for _ in range(num_late):
+                budget.observe_step(4, 1000, 1.0, uses_model=way)
+    assert budget.speeds() == {4: (6.0, 8.0)}

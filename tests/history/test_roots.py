@@ -19,6 +19,8 @@ from rollout_spec.history.roots import (
     RUN,
     SLACK,
     Roots,
+    namespace_of,
+    root_of_prompt,
     texts_for,
 )
 
@@ -393,3 +395,11 @@ def test_the_filter_changes_nothing():
         assert len(roots) == 20
     assert answers[0] == answers[1] == answers[2]
     assert max(conversation.turn for conversation in answers[0]) > 3
+
+
+def test_what_was_said_for_another_problem_is_not_stored_for_the_one_that_a_later_turn_belongs_to():
+    roots = Roots()
+    later = [*ROOT, *ANSWER]
+    roots.add_root(9, root_of_prompt(ids(later)))  # another engine met the second turn first
+    roots.stop(roots.start(ids(ROOT), lambda: 1, namespace=namespace_of()), ids(ANSWER))
+    assert start(roots, [*later, *SAID], namespace=namespace_of())[:2] == (9, 0)

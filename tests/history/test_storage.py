@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout_spec.history.storage import UNFINISHED, LocalStorage, RemoteStorage, is_remote, open_storage
+from rollout_spec.history.storage import UNFINISHED, LocalStorage, RemoteStorage, S3Storage, is_remote, open_storage
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -278,3 +278,49 @@ def test_another_process_sees_the_files_of_a_shared_file_system(tmp_path):
     first.write("notes.txt", b"abc")
     first.write("below/b.parquet", b"abc")
     assert second.sizes() == {"a.parquet": 3}
+
+
+class Listed:
+    """A file system of s3fs that lists a bucket as S3 does, two names at a time.
+
+    Args:
+        sizes: Bytes of each object, by key.
+    """
+
+    def __init__(self, sizes):
+        self._sizes = sizes
+
+    def call_s3(self, method, *, Bucket, Prefix, Delimiter, ContinuationToken="0"):
+        assert (method, Bucket) == ("list_objects_v2", "bucket")
+        found = {}  # by key, a folder's ends with the delimiter; None: a folder
+        for key, size in sorted(self._sizes.items()):
+            if key.startswith(Prefix):
+                below, is_in_folder, _ = key.removeprefix(Prefix).partition(Delimiter or "\0")
+                found[f"{Prefix}{below}/" if is_in_folder else key] = None if is_in_folder else size
+        first = int(ContinuationToken)
+        some = list(found.items())[first : first + 2]
+        return {
+            "Contents": [{"Key": key, "Size": size} for key, size in some if size is not None],
+            "CommonPrefixes": [{"Prefix": key} for key, size in some if size is None],
+            "IsTruncated": first + 2 < len(found),
+            "NextContinuationToken": str(first + 2),
+        }
+
+
+def test_a_listing_of_a_bucket_has_all_that_is_in_a_folder_and_nothing_else():
+    """Keys only begin alike: `run2/` is no folder in `run/`."""
+    sizes = {
+        "run/a.parquet": 1, "run/notes.txt": 2, "run/problems/00/0/b.parquet": 3, "run/problems/00/0/c.parquet": 4,
+        "run/problems/01/1/d.parquet": 5, "run/problems/01/1/notes.txt": 6, "run/problems/02/2/notes.txt": 7,
+        "run/texts/e.parquet": 8, "run2/f.parquet": 9, "run2/problems/03/3/g.parquet": 10, "h.parquet": 11,
+    }  # fmt: skip
+    bucket = S3Storage(Listed(sizes), "bucket")
+    run = bucket.folder("run")
+    assert run.sizes() == {"a.parquet": 1}
+    assert run.folders() == ["problems", "texts"]
+    assert list(run.folder("problems").sizes_below()) == [
+        ("00/0", {"b.parquet": 3, "c.parquet": 4}),
+        ("01/1", {"d.parquet": 5}),
+    ]
+    assert (bucket.sizes(), bucket.folders()) == ({"h.parquet": 11}, ["run", "run2"])
+    assert run.folder("none").sizes() == {}

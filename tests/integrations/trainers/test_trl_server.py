@@ -9,6 +9,7 @@ import urllib.error
 import urllib.request
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,8 +22,10 @@ from safetensors.torch import save_file
 from transformers import AutoTokenizer
 from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
 
 from rollout_spec import RolloutSpecConfig, RolloutSpecGenerator
+from rollout_spec.integrations.trainers import trl
 from rollout_spec.integrations.trainers.controller import EngineController
 from rollout_spec.report import doctor
 from rollout_spec.report.stats import SpeculationStats
@@ -292,6 +295,22 @@ def test_a_server_without_speculation(tiny_model, tmp_path, answers, message):
     with answering(answer) as url, pytest.raises(RuntimeError, match=message) as raised:
         connect(url, tiny_model, tmp_path, num_speculative_tokens=6)
     check_command(str(raised.value), tiny_model, url, 6)
+
+
+def test_a_server_is_told_of_evaluations_alone(monkeypatch):
+    asked = []
+
+    def generate(generation, prompts, images=None):
+        asked.append(generation.generation_kwargs)
+
+    monkeypatch.setattr(VLLMGeneration, "generate", generate)
+    trl._hook_server_requests()
+    model = SimpleNamespace(training=True)
+    generation = SimpleNamespace(mode="server", model=model, generation_kwargs={"min_tokens": 1})
+    for model.training in (True, False, True):
+        VLLMGeneration.generate(generation, ["w1"])
+    told = {"min_tokens": 1, "vllm_xargs": {"rollout_spec_keep_in_history": False}}
+    assert asked == [{"min_tokens": 1}, told, {"min_tokens": 1}]
 
 
 def test_a_server_with_other_settings(tiny_model, tmp_path):

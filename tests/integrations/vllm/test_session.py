@@ -24,6 +24,7 @@ from rollout_spec.history.roots import Roots
 from rollout_spec.history.storage import open_storage
 from rollout_spec.integrations.vllm import commands
 from rollout_spec.integrations.vllm.problems import recognise
+from rollout_spec.integrations.vllm.request_options import with_tenant
 from rollout_spec.integrations.vllm.session import STEPS_PER_SHARING, DraftingSession
 from rollout_spec.report.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft
@@ -887,6 +888,19 @@ def test_problems_are_told_apart_by_all_that_shapes_their_outputs():
     assert problem(adapter="policy-v3") == problem(adapter="policy-v12") != problem(adapter="other-v3")
 
 
+def test_recordings_of_text_are_of_no_tenant_adapter_or_image():
+    def problem(**changes):
+        request = a_request(ROOT)
+        request.sampling_params.extra_args = with_tenant(None, changes.get("salt"))
+        request.lora_request = SimpleNamespace(lora_name="x") if changes.get("adapter") else None
+        if changes.get("image"):
+            request.mm_features = [SimpleNamespace(identifier="i", mm_position=SimpleNamespace(offset=0))]
+        return recognise(Roots(), request, np.array(ROOT, np.int32), lambda prompt: 9).problem_id
+
+    assert problem() == 9
+    assert 9 not in (problem(salt="a"), problem(adapter=True), problem(image=True))
+
+
 # -- conversations ---------------------------------------------------------------------------------------------------
 
 ROOT, ANSWER = list(range(20)), [40, 41, 42, 43]
@@ -1076,6 +1090,18 @@ def test_prompts_of_embeddings_keep_no_complete_batch_waiting(tmp_path, names):
     assert session.drafter.history_summary()["rollouts"] == 1
     session.close()
     assert rollouts_in(tmp_path) == [[9]]
+
+
+@pytest.mark.parametrize("extra_args", [{}, {"rollout_spec": {"problem_id": 7}}])
+def test_only_first_turns_have_a_root_by_which_others_recognise_their_prompt(tmp_path, extra_args):
+    session, first, second = with_folder(tmp_path, budget=False), [30, 31, 32, 33], [36, 31]
+    say(session, "a", ROOT, first, **extra_args)
+    say(session, "a2", [*ROOT, *first, *ANSWER], second, **extra_args)
+    session.close()
+    found = {tuple(r.tokens.tolist()): r.root for r in each_once(Contents(open_storage(str(tmp_path))))}
+    assert found.keys() == {tuple(first), tuple(second)}
+    assert found[tuple(first)].length == len(ROOT)
+    assert found[tuple(second)] is None
 
 
 def live_in_history(session):
