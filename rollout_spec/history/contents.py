@@ -174,6 +174,7 @@ def plan_pruning(
     max_bytes: int | None = None,
     keep_versions: int | None = None,
     problem_id: int | None = None,
+    writer: int | None = None,
 ) -> Pruning:
     """What has to go. Shards that cannot be used are left alone.
 
@@ -181,18 +182,20 @@ def plan_pruning(
         max_bytes: So many bytes may stay; the oldest rollouts go first.
         keep_versions: So many policy versions stay, the newest that there are.
         problem_id: The problem whose rollouts go.
+        writer: The writer whose rollouts go.
     """
     places = []
     for name, size, _, entries in contents:
         num_tokens = sum(entry.rollout.tokens.size for entry in entries)
-        for row, (writer, batch, rollout) in enumerate(entries):
-            tokens = rollout.tokens.size
+        for row, entry in enumerate(entries):
+            rollout, tokens = entry.rollout, entry.rollout.tokens.size
             share = size * tokens / num_tokens
-            places.append(_Place(rollout.version, writer, batch, name, row, rollout.problem_id, tokens, share))
+            place = _Place(rollout.version, entry.writer, entry.batch, name, row, rollout.problem_id, tokens, share)
+            places.append(place)
     places.sort()
     versions = sorted({place.version for place in places}, reverse=True)
     oldest = versions[:keep_versions][-1] if versions and keep_versions is not None else 0
-    is_out = [place.version < oldest or place.problem_id == problem_id for place in places]
+    is_out = [place.version < oldest or place.problem_id == problem_id or place.writer == writer for place in places]
     if max_bytes is not None:
         too_many = sum(place.num_bytes for place, out in zip(places, is_out, strict=True) if not out) - max_bytes
         for i, place in enumerate(places):

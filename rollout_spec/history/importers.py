@@ -13,6 +13,7 @@ import numpy as np
 
 from rollout_spec.checks import first_line
 from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.history.contents import Contents, plan_pruning, prune
 from rollout_spec.history.partitions import IMPORTS, write_rollouts
 from rollout_spec.history.recordings import Bad, Content, Messages, Recorded, Recording, not_empty
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
@@ -186,7 +187,8 @@ def import_recordings(
     Args:
         storage: None: nothing is written, to see what cannot be used.
         origin: What the rollouts come from.
-        again: Write also what was imported before. Readers take each batch once.
+        again: Write also what was imported before, in place of what is left of it: readers take each batch once, and
+            only one of two shards that have some of it.
         on_bad: Called for each line that is left out.
         on_batch: Called after each batch of a recording.
 
@@ -211,7 +213,10 @@ def import_recordings(
 
     for recording in recordings:
         writer = recording.writer(origin)
-        last, batch = max(done.get(writer, -1), -1 if storage is None or again else _last_batch(storage, writer)), -1
+        last, batch = max(done.get(writer, -1), -1 if storage is None else _last_batch(storage, writer)), -1
+        if storage is not None and again and last >= 0 and writer not in done:
+            prune(storage, plan_pruning(Contents(storage), writer=writer))
+            last = -1
         for batch, records in enumerate(_batches(recording)):
             if batch <= last:
                 continue

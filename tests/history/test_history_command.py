@@ -234,6 +234,19 @@ def test_prune_by_versions_and_problem(folder, capsys):
     assert len(versions(folder)) == 4
 
 
+@pytest.mark.parametrize("first_token", range(8))  # which decides in what order shards are read
+def test_what_was_pruned_can_be_imported_again_and_what_stayed_is_there_once(tmp_path, first_token):
+    rows = [{"prompt_token_ids": [1, 2], "token_ids": [first_token, i], "step": i} for i in range(4)]
+    recording, folder = tmp_path / "rows.jsonl", tmp_path / "history"
+    recording.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert history("import", recording, "--into", folder) == 0
+    assert history("prune", folder, "--keep-versions", 2) == 0
+    assert versions(folder) == [2, 3]
+    for _ in range(2):
+        assert history("import", recording, "--into", folder, "--again") == 0
+        assert versions(folder) == [0, 1, 2, 3]
+
+
 def test_prune_by_bytes(folder, capsys):
     size = sum(path.stat().st_size for path in shards_in(folder))
     assert history("prune", folder, "--max-bytes", size) == 0
