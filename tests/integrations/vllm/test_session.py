@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import pickle
 import time
@@ -946,6 +947,7 @@ def test_ended_requests_take_no_more_memory_once_history_is_full(drafter):
             requests = {str(i): a_request(prompts[i]) for i in range(start, start + 32)}
             advance(session, {req_id: [1, 2, 3] for req_id in requests}, requests=requests)
             advance(session, {}, ended=requests)
+        gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
     serve(0, 32)  # compiles
