@@ -41,8 +41,8 @@ def sentences() -> list[tuple[str, str]]:
             "docs/guarantees.md",
             f"In {sum(row['minutes'] for row in soak):.0f} minutes with V1, V2, the device drafter, model drafters, a "
             f"server and two ranks, none of {rollouts:,} rollouts ({steps:,} steps) differed from an engine with "
-            f"`speculation=False`. V2's engines, whose kernels were emulated, took {of_v2:,} of these steps. In over 200 "
-            f"rounds each an engine in V1 grew by {grown[0]} kB per round with a folder and by {grown[2]} without, the "
-            f"engine without speculation beside it by {grown[1]} and {grown[3]}.",
+            f"`speculation=False`. V2's engines, whose kernels were emulated, took {of_v2:,} of these steps. In over "
+            f"200 rounds each an engine in V1 grew by {grown[0]} kB per round with a folder and by {grown[2]} without, "
+            f"the engine without speculation beside it by {grown[1]} and {grown[3]}.",
         ),
     ]
