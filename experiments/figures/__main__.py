@@ -5,8 +5,8 @@
 
 A table is found by its first line. Whole lines are compared, so a figure that no row gives is an error, as is a table
 of measurements that is not listed in tables.py. Where the code that a row measures has changed since the row's commit,
-the page says so right after the table. Of the sentences only those of `sentences` are compared; the others repeat
-figures of the tables, or name the rows that they are of.
+the page says so right after the table, which only a clone with all commits can tell. Of the sentences only those of
+`sentences` are compared; the others repeat figures of the tables, or name the rows that they are of.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable
 
 from experiments.figures.sentences import sentences
-from experiments.figures.tables import NOTE, PAGES, ROOT, Table, note_of_age, tables
+from experiments.figures.tables import NOTE, PAGES, ROOT, Table, has_all_commits, note_of_age, tables
 
 
 def replaced(text: str, table: Table) -> str:
@@ -29,11 +29,12 @@ def replaced(text: str, table: Table) -> str:
         raise ValueError(f"{table.page} has no table {table.header}")
     first = lines.index(table.header) + 2
     end = next((i for i in range(first, len(lines)) if not lines[i].startswith("|")), len(lines))
-    rest = lines[end:]
-    if rest[1:2] and rest[1].startswith(NOTE):
-        rest = rest[2:]
-    old = table.old_commits()
-    note = ["", note_of_age(old)] if old else []
+    rest, note = lines[end:], []
+    if has_all_commits():
+        if rest[1:2] and rest[1].startswith(NOTE):
+            rest = rest[2:]
+        old = table.old_commits()
+        note = ["", note_of_age(old)] if old else []
     return "\n".join([*lines[:first], *table.lines(), *note, *rest]) + "\n"
 
 

@@ -74,15 +74,24 @@ class Table:
         return [f"| {' | '.join(cells)} |" for cells in self.cells(self.rows)]
 
     def old_commits(self) -> list[str]:
-        """Commits of the rows after which what they measure has changed. Empty without git."""
+        """Commits of the rows after which what they measure has changed."""
         commits = dict.fromkeys(row["git"].removesuffix("-dirty") for row in self.rows)
         return [commit for commit in commits if has_changed(commit, self.measures)]
 
 
+def git(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """What git says in this repository."""
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=False, capture_output=True, text=True)
+
+
+def has_all_commits() -> bool:
+    """Whether this is a whole repository: not a copy of its files, and no shallow clone."""
+    return git("rev-parse", "--is-shallow-repository").stdout.strip() == "false"
+
+
 def has_changed(commit: str, paths: Sequence[str]) -> bool:
     """Whether files have changed since a commit; True if there is no such commit."""
-    command = ["git", "diff", "--quiet", commit, "--", *paths]
-    return subprocess.run(command, cwd=ROOT, check=False, capture_output=True).returncode != 0
+    return git("diff", "--quiet", commit, "--", *paths).returncode != 0
 
 
 def note_of_age(commits: Sequence[str]) -> str:

@@ -30,6 +30,7 @@ def changed(monkeypatch):
     """Commits after which code has changed."""
     commits: set[str] = set()
     monkeypatch.setattr(tables, "has_changed", lambda commit, paths: commit in commits)
+    monkeypatch.setattr(pages, "has_all_commits", lambda: True)
     return commits
 
 
@@ -49,6 +50,14 @@ def test_old_rows_are_said_to_be_old_and_new_ones_are_not(changed):
     assert pages.replaced(PAGE, a_table()) == old == pages.replaced(old, a_table())
     changed.clear()
     assert pages.replaced(old, a_table()) == PAGE
+
+
+def test_without_all_commits_notes_of_age_stay_as_they_are(changed, monkeypatch):
+    monkeypatch.setattr(pages, "has_all_commits", lambda: False)
+    changed.add("abc")
+    old = PAGE.replace("\n\nMore", "\n\nMeasured with earlier code (xyz).\n\nMore")
+    assert pages.replaced(PAGE, a_table()) == PAGE
+    assert pages.replaced(old, a_table()) == old
 
 
 def test_the_commit_of_a_row_that_was_measured_with_uncommitted_changes_counts(changed):
