@@ -198,7 +198,7 @@ class Verification:
 
 def engine_config(k: int, size: int, **drafter_options: Any) -> Any:
     """The parts of vLLM's configuration that proposers read."""
-    config = RolloutSpecConfig(num_speculative_tokens=k, drafter_options=drafter_options)
+    config = RolloutSpecConfig(num_speculative_tokens=k, drafter="history", drafter_options=drafter_options)
     return SimpleNamespace(
         additional_config={"rollout_spec": config.to_dict()},
         model_config=SimpleNamespace(
