@@ -75,7 +75,8 @@ def main() -> int:
     for page, sentence in sentences():
         if sentence not in " ".join((ROOT / page).read_text().split()):
             wrong.append(f"{page} does not say: {sentence}")
-    print(*wrong, sep="\n")
+    for complaint in wrong:
+        print(complaint)
     return int(bool(wrong))
 
 
