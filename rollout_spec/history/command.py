@@ -141,8 +141,9 @@ def _import(args: argparse.Namespace) -> int:
                 done[recording.path] = recording.position
                 bar.update(sum(done.values()) - bar.n)
 
-            again = {"again": args.again, "on_batch": on_batch, **callbacks}
-            return import_recordings(recordings, converter, storage, origin, **again)
+            return import_recordings(
+                recordings, converter, storage, origin, again=args.again, on_batch=on_batch, **callbacks
+            )
 
     if args.strict and walk(None, on_bad=on_bad).bad:
         raise ValueError(f"nothing was imported: {num_bad:,} lines cannot be used")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,7 +174,7 @@ def plan_pruning(
     max_bytes: int | None = None,
     keep_versions: int | None = None,
     problem_id: int | None = None,
-    writer: int | None = None,
+    writers: Collection[int] = (),
 ) -> Pruning:
     """What has to go. Shards that cannot be used are left alone.
 
@@ -182,7 +182,7 @@ def plan_pruning(
         max_bytes: So many bytes may stay; the oldest rollouts go first.
         keep_versions: So many policy versions stay, the newest that there are.
         problem_id: The problem whose rollouts go.
-        writer: The writer whose rollouts go.
+        writers: Those whose rollouts go.
     """
     places = []
     for name, size, _, entries in contents:
@@ -195,7 +195,7 @@ def plan_pruning(
     places.sort()
     versions = sorted({place.version for place in places}, reverse=True)
     oldest = versions[:keep_versions][-1] if versions and keep_versions is not None else 0
-    is_out = [place.version < oldest or place.problem_id == problem_id or place.writer == writer for place in places]
+    is_out = [place.version < oldest or place.problem_id == problem_id or place.writer in writers for place in places]
     if max_bytes is not None:
         too_many = sum(place.num_bytes for place, out in zip(places, is_out, strict=True) if not out) - max_bytes
         for i, place in enumerate(places):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -188,20 +188,27 @@ def import_recordings(
         storage: None: nothing is written, to see what cannot be used.
         origin: What the rollouts come from.
         again: Write also what was imported before, in place of what is left of it: readers take each batch once, and
-            only one of two shards that have some of it.
+            from one shard. Where it is interrupted, the same without `again` goes on.
         on_bad: Called for each line that is left out.
         on_batch: Called after each batch of a recording.
 
     Raises:
         OSError: history cannot be written, or a file can no longer be read.
+        ValueError: with `again`, another process removes shards.
     """
     started = time.perf_counter()
     report = ImportReport()
     done: dict[int, int] = {}  # the last batch that is or will be written, by writer
     waiting: list[Entry] = []  # batches of small files, which are written together
+    met: set[int] = set()
+    replaced: set[int] = set()  # writers of which earlier imports may be there
 
     def write() -> None:
         if storage is not None and waiting:
+            old = replaced & {entry.writer for entry in waiting}
+            if old:
+                _remove(storage, old)
+                replaced.difference_update(old)
             report.num_bytes += write_rollouts(storage, waiting, origin)
             for writer, batch in done.items():
                 storage.folder(IMPORTS).write(f"{writer:016x}", str(batch).encode())
@@ -213,10 +220,12 @@ def import_recordings(
 
     for recording in recordings:
         writer = recording.writer(origin)
-        last, batch = max(done.get(writer, -1), -1 if storage is None else _last_batch(storage, writer)), -1
-        if storage is not None and again and last >= 0 and writer not in done:
-            prune(storage, plan_pruning(Contents(storage), writer=writer))
-            last = -1
+        if again and storage is not None and writer not in met:
+            replaced.add(writer)
+        met.add(writer)
+        last, batch = done.get(writer, -1), -1
+        if storage is not None and writer not in replaced:
+            last = max(last, _last_batch(storage, writer))
         for batch, records in enumerate(_batches(recording)):
             if batch <= last:
                 continue
@@ -261,6 +270,19 @@ def _num_tokens(content: Content) -> int:
         return content.size
     text = content if isinstance(content, str) else json.dumps(content, default=str)
     return len(text) // CHARACTERS_PER_TOKEN + 1
+
+
+def _remove(storage: ShardStorage, writers: Collection[int]) -> None:
+    """Remove what these writers have imported. From then on nothing is known of them."""
+    with storage.tidying() as is_ours:
+        if not is_ours:
+            raise ValueError("another process removes shards; try again")
+        for writer in writers:
+            storage.folder(IMPORTS).write(f"{writer:016x}", b"-1")
+        while (
+            pruning := plan_pruning(Contents(storage), writers=writers)
+        ).rollouts:  # again if engines merge meanwhile
+            prune(storage, pruning)
 
 
 def _last_batch(storage: ShardStorage, writer: int) -> int:

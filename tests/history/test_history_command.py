@@ -247,6 +247,31 @@ def test_what_was_pruned_can_be_imported_again_and_what_stayed_is_there_once(tmp
         assert versions(folder) == [0, 1, 2, 3]
 
 
+def test_an_import_that_is_repeated_and_interrupted_can_be_continued(tmp_path, monkeypatch, capsys):
+    files, folder = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"], tmp_path / "history"
+    for token, file in enumerate(files):  # rollouts of one problem, whose shard both share
+        rows = [{"prompt_token_ids": [1, 2], "token_ids": [token, i], "step": i} for i in range(4)]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert history("import", *files, "--into", folder) == 0
+    assert history("prune", folder, "--keep-versions", 2) == 0
+
+    def fail(*arguments):
+        raise OSError("disk full")
+
+    monkeypatch.setattr("rollout_spec.history.importers.write_rollouts", fail)
+    assert history("import", files[0], "--into", folder, "--again") == 2
+    assert versions(folder) == [2, 3], "of the other file"
+    monkeypatch.undo()
+    assert history("import", files[0], "--into", folder) == 0
+    assert versions(folder) == [0, 1, 2, 2, 3, 3]
+
+
+def test_a_repeated_import_of_what_cannot_be_used_removes_nothing(tmp_path, folder, recording, capsys):
+    recording.write_text("{\n")
+    assert history("import", recording, "--into", folder, "--again") == 2
+    assert len(versions(folder)) == 12
+
+
 def test_prune_by_bytes(folder, capsys):
     size = sum(path.stat().st_size for path in shards_in(folder))
     assert history("prune", folder, "--max-bytes", size) == 0
