@@ -95,7 +95,8 @@ def mode_arguments(mode: str, k: int, **options: Any) -> dict[str, Any]:
     if mode == "none":
         return {}
     if mode in ("ngram", "ngram_gpu"):
-        return {"speculative_config": {"method": mode, "num_speculative_tokens": k, "prompt_lookup_max": 4}}
+        lookup = {"prompt_lookup_min": 2, "prompt_lookup_max": 5}
+        return {"speculative_config": {"method": mode, "num_speculative_tokens": k, **lookup}}
     if mode == "suffix":
         return {"speculative_config": {"method": mode, "num_speculative_tokens": k}}
     if mode == "model":

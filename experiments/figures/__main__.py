@@ -19,7 +19,7 @@ import sys
 from collections.abc import Iterable
 
 from experiments.figures.sentences import sentences
-from experiments.figures.tables import NOTE, PAGES, ROOT, Table, has_all_commits, note_of_age, tables
+from experiments.figures.tables import NOTE, PAGES, ROOT, Table, has_all_commits, note_of_age, old_commits, tables
 
 
 def replaced(text: str, table: Table) -> str:
@@ -33,7 +33,7 @@ def replaced(text: str, table: Table) -> str:
     if has_all_commits():
         if rest[1:2] and rest[1].startswith(NOTE):
             rest = rest[2:]
-        old = table.old_commits()
+        old = old_commits(table.rows, table.measures)
         note = ["", note_of_age(old)] if old else []
     return "\n".join([*lines[:first], *table.lines(), *note, *rest]) + "\n"
 
@@ -72,9 +72,12 @@ def main() -> int:
             f"{page}: no rows are listed in experiments/figures/tables.py for {line}"
             for line in unknown_tables(page, listed)
         ]
-    for page, sentence in sentences():
-        if sentence not in " ".join((ROOT / page).read_text().split()):
-            wrong.append(f"{page} does not say: {sentence}")
+    for said in sentences():
+        old = old_commits(said.rows, said.measures) if has_all_commits() else []
+        text = f"{said.text} {note_of_age(old)}" if old else said.text
+        if text not in " ".join((ROOT / said.page).read_text().split()):
+            wrong.append(f"{said.page} does not say: {text}")
+    wrong += [f"{table.page}: no rows for {table.header}" for table in made if not table.rows]
     for complaint in wrong:
         print(complaint)
     return int(bool(wrong))

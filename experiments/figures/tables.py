@@ -21,7 +21,12 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"
 DRAFTING = ("drafters/host", "rollout_spec/features", "rollout_spec/noise", "rollout_spec/replay")
 VERIFYING = ("rollout_spec/verify", "rollout_spec/features", "rollout_spec/noise")
-ENGINE = ("drafters", "integrations/vllm", "rollout_spec/budget", "rollout_spec/jit", *VERIFYING)
+ENGINE = (
+    "drafters", "integrations/vllm", "rollout_spec/budget", "rollout_spec/drafting.py", "rollout_spec/history/roots.py",
+    "rollout_spec/jit", *VERIFYING,
+)  # fmt: skip
+SHARED = ("folder", "partitions", "problem", "roots", "shards", "storage")
+SHARED_HISTORY = tuple(f"rollout_spec/history/{name}.py" for name in SHARED)
 
 
 def read(name: str, **fields: Any) -> Rows:
@@ -35,8 +40,14 @@ def one(rows: Iterable[Row], **fields: Any) -> Row:
     return [row for row in rows if all(row.get(field) == value for field, value in fields.items())][-1]
 
 
+def newest(rows: Rows) -> Rows:
+    """Those of the last commit that any of these was measured with."""
+    return [row for row in rows if row["git"] == rows[-1]["git"]]
+
+
 def spread(row: Row) -> str:
-    """A speedup and its interval."""
+    """A speedup and its interval. Rollouts of ours that differ are no figures for the docs."""
+    assert row.get("identical") == row.get("rollouts") or row["dtype"] != "float32"
     return f"{row['speedup']:.2f} ({row['interval'][0]:.2f}–{row['interval'][1]:.2f})"
 
 
@@ -73,10 +84,11 @@ class Table:
         """What the page has below the table's two first lines."""
         return [f"| {' | '.join(cells)} |" for cells in self.cells(self.rows)]
 
-    def old_commits(self) -> list[str]:
-        """Commits of the rows after which what they measure has changed."""
-        commits = dict.fromkeys(row["git"].removesuffix("-dirty") for row in self.rows)
-        return [commit for commit in commits if has_changed(commit, self.measures)]
+
+def old_commits(rows: Rows, paths: Sequence[str]) -> list[str]:
+    """Commits of rows after which these files and folders have changed."""
+    commits = dict.fromkeys(row["git"].removesuffix("-dirty") for row in rows)
+    return [commit for commit in commits if has_changed(commit, paths)]
 
 
 def git(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -308,7 +320,9 @@ def features(rows: Rows) -> list[list[str]]:
 
 def readme(rows: Rows) -> list[list[str]]:
     """What a visitor sees first."""
-    demos = sorted(row["generation_speedup"] for row in rows if row["benchmark"] == "demo")
+    runs = [row for row in rows if row["benchmark"] == "demo"]
+    demos = sorted(row["generation_speedup"] for row in runs)
+    identical, total = (sum(row[name] for row in runs) for name in ("rollouts_identical", "rollouts_total"))
     real = one(rows, benchmark="real_policy/run")
     last = max(row["epoch"] for row in rows if row["benchmark"] == "engines")
 
@@ -321,15 +335,14 @@ def readme(rows: Rows) -> list[list[str]]:
         for name in ("ours, shared", "Arctic")
     }
     ours, arctic = (f"{min(values):.2f} to {max(values):.2f}" for values in per_step.values())
-    total = one(rows, benchmark="demo")["rollouts_total"]
     return [
         [
             "GRPO demo's rollouts, against stock vLLM", "two-layer Llama, batch 16",
             f"{demos[len(demos) // 2]:.2f} times as fast, {demos[0]:.2f} to {demos[-1]:.2f} in {len(demos)} runs; "
-            f"{total} of {total} rollouts identical",
+            f"{identical:,} of {total:,} rollouts identical",
         ],
         [
-            f"[The same prompts](docs/benchmarks.md#engines), {ORDINALS[last]} epoch, against stock vLLM",
+            f"[Prompts that come a {ORDINALS[last]} time](docs/benchmarks.md#engines), against stock vLLM",
             "two-layer Llama, batch 1 / 16 / 64",
             f"{by_batch('ours')} times as fast; vLLM's `ngram` {by_batch('ngram')}, its `suffix` {by_batch('suffix')}",
         ],
@@ -364,7 +377,7 @@ def tables() -> list[Table]:
     return [
         Table(
             "README.md", "| What | Ran on | Result |",
-            [*read("bench_demo"), *demo_engines, *run, *quality], readme, ENGINE,
+            [*newest(read("bench_demo")), *demo_engines, *run, *quality], readme, ENGINE,
         ),
         Table(
             BENCHMARKS, f"| requests | epoch | {columns} |",
@@ -404,7 +417,7 @@ def tables() -> list[Table]:
         ),
         Table(
             BENCHMARKS, "| requests | V1 | V1, device | V2 | V2, device | vLLM's `ngram` | `suffix` (Arctic) |",
-            [row for row in host if row["git"] == host[-1]["git"]], host_path, ENGINE,
+            newest(host), host_path, ENGINE,
         ),
         Table(
             BENCHMARKS, "| vocabulary | requests, K | ours | with features | vLLM |",
@@ -415,11 +428,12 @@ def tables() -> list[Table]:
             "| A router sends | Bytes read per generated token, 2 to 1,024 engines | if all read all "
             "| Tokens per step in epochs 1 to 3, relative to one engine that sees all rollouts "
             "| if all read all, 1,024 engines |",
-            read("fleet_simulated"), fleet, ("rollout_spec/history", *DRAFTING),
+            read("fleet_simulated"), fleet, (*SHARED_HISTORY, *DRAFTING),
         ),
         Table(
             "docs/history.md", "| Engines | alone | with a folder | one engine instead |",
-            [row for row in read("bench_shared_history") if row.get("engines")], shared_history, ENGINE,
+            [row for row in read("bench_shared_history") if row.get("engines")],
+            shared_history, (*SHARED_HISTORY, *ENGINE),
         ),
         Table(
             "docs/model-drafters.md",

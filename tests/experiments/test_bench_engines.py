@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
 
-from experiments.engines.bench_engines import interval
+from experiments.engines.bench_engines import GROUP_SIZE, interval, one_turn
 from rollout_spec.demo.policy import build_model, build_tokenizer
 from tests.conftest import environment_for_a_process
 
@@ -24,6 +25,27 @@ def test_an_interval_holds_the_median_of_ratios():
     median, low, high = interval(np.array([2.0, 2.2, 1.9, 2.1, 2.0, 9.0]))
     assert low <= median <= high
     assert 1.9 <= median <= 2.2
+
+
+class Engine:
+    """Keeps what it is asked, and says one token."""
+
+    def __init__(self):
+        self.asked = []
+
+    def generate(self, prompts, params, use_tqdm):
+        self.asked += [(prompt, param.seed) for prompt, param in zip(prompts, params, strict=True)]
+        return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1])]) for _ in prompts]
+
+
+def test_epochs_have_the_same_prompts_with_other_noise():
+    engine = Engine()
+    for epoch in (0, 1):
+        one_turn(engine, lambda rng, count: [rng.random() for _ in range(count)], 32, 1, (7, 700 + epoch))
+    first, second = engine.asked[:32], engine.asked[32:]
+    assert [prompt for prompt, _ in first] == [prompt for prompt, _ in second]
+    assert len({prompt for prompt, _ in first}) == 32 // GROUP_SIZE
+    assert len({seed for _, seed in engine.asked}) == 64
 
 
 @pytest.mark.engine

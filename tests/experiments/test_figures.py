@@ -62,7 +62,7 @@ def test_without_all_commits_notes_of_age_stay_as_they_are(changed, monkeypatch)
 
 def test_the_commit_of_a_row_that_was_measured_with_uncommitted_changes_counts(changed):
     changed.add("abc")
-    assert a_table(rows=[{"git": "abc-dirty", "requests": 1, "speedup": 2.5}]).old_commits() == ["abc"]
+    assert tables.old_commits([{"git": "abc-dirty"}], ("src",)) == ["abc"]
 
 
 def test_code_has_changed_since_a_commit_that_is_not_known():
