@@ -3,8 +3,8 @@
     python -m experiments.engines.bench_demo [--runs 3] [--keep]
 
 Runs `rollout-spec demo` with one seed and one warm-started policy: rollouts are the same, while times, and with them
-how much is drafted, differ. A row per run is appended to `experiments/results/bench_demo.jsonl`. `--keep` makes the median
-run's report and pictures those of the docs.
+how much is drafted, differ. A row per run is appended to `experiments/results/bench_demo.jsonl`. `--keep` makes the
+median run's report and pictures those of the docs.
 
 Gate: all rollouts are identical with speculation on and off.
 """

@@ -43,8 +43,8 @@ def sentences() -> list[Said]:
             f"In {len(demos)} runs {same:,} of {total:,} rollouts are identical with speculation on and off. "
             f"Generation is {median['generation_speedup']:.2f} times as fast as stock vLLM in the median run, "
             f"{speedups[0]} to {speedups[1]} in all, and {median['generation_speedup_own_off']:.2f} times as our "
-            f"engine without drafts, with {median['mean_acceptance_length']:.2f} tokens per drafted step; the first step is left out. "
-            f"Log-probabilities differ from the trainer's by at most {error:.1e}.",
+            f"engine without drafts, with {median['mean_acceptance_length']:.2f} tokens per drafted step; the first "
+            f"step is left out. Log-probabilities differ from the trainer's by at most {error:.1e}.",
             demos,
         ),
         Said(
