@@ -322,6 +322,8 @@ NONSENSE = [
 
 @pytest.mark.parametrize(("arguments", "message"), NONSENSE, ids=lambda value: "")
 def test_options_with_values_that_are_none(arguments, message, capsys, traces, tmp_path):
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
     report = tmp_path / "report.json"
     report.write_text(json.dumps(a_report()))
     before = sorted(tmp_path.rglob("*"))
