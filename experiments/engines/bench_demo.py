@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from experiments.engines.build import ROOT
-from experiments.rows import append, origin
+from experiments.rows import RESULTS, append, origin
 
-RESULTS = ROOT / "experiments" / "results"
 KEPT = {
     "report.json": RESULTS / "demo_cpu.json",
     "report.png": RESULTS / "demo_cpu.png",

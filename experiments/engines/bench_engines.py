@@ -39,7 +39,7 @@ from typing import Any
 import numpy as np
 
 from experiments.drafting.peers import StatelessDrafter
-from experiments.engines.build import build_engine, command
+from experiments.engines.build import OURS, build_engine, command
 from experiments.rows import append, origin
 from rollout_spec.demo.run import ENVIRONMENT
 from rollout_spec.drafters.host import step
@@ -102,7 +102,6 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "wrong, no budget": ("all", {"drafter": "experiments.engines.bench_engines.Wrong"}),
 }
 """(mode, options of `build_engine`)."""
-VLLMS = ("stock", "ngram", "suffix")
 REFERENCE = "off"
 PICKED = ("stock", "ngram", "suffix", "off", "ours")
 """Those that a user could pick."""
@@ -210,7 +209,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=8, help="in each turn, where the batch is smaller")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    ours = [name for name in args.engines if name not in VLLMS]
+    ours = [name for name in args.engines if ENGINES[name][0] in OURS]
     if REFERENCE not in ours:
         parser.error(f"--engines needs {REFERENCE!r}, with which rollouts are compared")
     about = origin()

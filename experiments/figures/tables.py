@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from experiments.real_policy.report import summarise
+from experiments.rows import RESULTS
 
 NOTE = "Measured with earlier code"
 Row = dict[str, Any]
 Rows = list[Row]
 
 ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / "experiments" / "results"
 DRAFTING = ("drafters/host", "rollout_spec/features", "rollout_spec/noise", "rollout_spec/replay")
 VERIFYING = ("rollout_spec/verify", "rollout_spec/features", "rollout_spec/noise")
 ENGINE = (

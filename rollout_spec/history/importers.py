@@ -279,9 +279,8 @@ def _remove(storage: ShardStorage, writers: Collection[int]) -> None:
             raise ValueError("another process removes shards; try again")
         for writer in writers:
             storage.folder(IMPORTS).write(f"{writer:016x}", b"-1")
-        while (
-            pruning := plan_pruning(Contents(storage), writers=writers)
-        ).rollouts:  # again if engines merge meanwhile
+        # More than once where engines merge meanwhile: shards that they have replaced are not there to be pruned.
+        while (pruning := plan_pruning(Contents(storage), writers=writers)).rollouts:
             prune(storage, pruning)
 
 
