@@ -95,9 +95,9 @@ def test_a_slow_stage_takes_no_other_stages_time(tmp_path):
     finished = run_stages(out, "check", "verify", LIMIT="12", PYTHON=python)
     assert finished.returncode == 1
     assert summary_of(out) == [("check", "time"), ("verify", "ok")]
-    limits = re.findall(r"^== \w+, at most (\d+) s$", finished.stdout, re.MULTILINE)
-    assert int(limits[0]) == 12 * 130 // 210
-    assert int(limits[0]) + int(limits[1]) <= 12
+    first, second = map(int, re.findall(r"^== \w+, at most (\d+) s$", finished.stdout, re.MULTILINE))
+    assert first <= 12 * 130 // 210  # less where a second or more has passed before the first stage
+    assert first + second <= 12
 
 
 def test_what_is_not_reached_in_time_is_said(tmp_path):
