@@ -30,13 +30,14 @@ from typing import Any
 
 from rollout_spec import checks
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
+from rollout_spec.files import write_whole
 from rollout_spec.integrations.trainers.logprob_check import LogprobCheck
 from rollout_spec.integrations.trainers.server import ServedEngine, ServerError
 from rollout_spec.integrations.vllm import step_sizes
 from rollout_spec.integrations.vllm.cpu_fixes import plain_weights
 from rollout_spec.integrations.vllm.request_options import without_history
 from rollout_spec.noise.host import derive_seed
-from rollout_spec.report.doctor import read_report
+from rollout_spec.report.reading import read_report
 from rollout_spec.report.stats import Progress, SpeculationStats
 
 logger = logging.getLogger(__name__)
@@ -459,10 +460,9 @@ class EngineController:
             What was written; None if it could not be.
         """
         try:
+            report = {**self.report(), **about}
             path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished, report = path.with_suffix(".tmp"), {**self.report(), **about}
-            unfinished.write_text(json.dumps(report) + "\n")
-            unfinished.replace(path)
+            write_whole(path, json.dumps(report) + "\n")
             return report
         except (OSError, TypeError, ValueError) as error:  # must not end the run; no answer of a server is an OSError
             logger.warning("the report for rollout-spec doctor could not be written: %s", error)

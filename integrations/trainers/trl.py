@@ -30,7 +30,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.trainers.controller import EngineController
 from rollout_spec.integrations.vllm.log import say
 from rollout_spec.integrations.vllm.request_options import KEEP_IN_HISTORY
-from rollout_spec.report.doctor import summary
+from rollout_spec.report.explain import summary
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """`rollout-spec doctor REPORT`: what to do about a run, by rules; and what one run did differently from another.
 
-The numbers are those of `doctor.py`.
+The numbers are those of `measures.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS
-from rollout_spec.report.doctor import MIN_STEPS, SizeGroup, acceptance_by_position, percent, saving, size_groups, table
+from rollout_spec.report.explain import percent, table
+from rollout_spec.report.measures import MIN_STEPS, SizeGroup, acceptance_by_position, saving, size_groups
 
 ENOUGH_STEPS = 200
 """With fewer steps nothing is advised but to generate more."""
@@ -140,7 +141,7 @@ def compare(reports: tuple[dict[str, Any], dict[str, Any]], names: tuple[str, st
     """How two runs differ, for example one with and one without speculation, as text.
 
     Args:
-        reports: As `doctor.read_report` returns them.
+        reports: As `reading.read_report` returns them.
         names: What to call them.
 
     Raises:

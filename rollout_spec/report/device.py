@@ -11,7 +11,7 @@ import torch
 
 from rollout_spec.drafters.device import self_check as drafter_check
 from rollout_spec.drafters.device.drafter import DeviceDrafter
-from rollout_spec.report.doctor import table
+from rollout_spec.report.explain import table
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import self_check
 from rollout_spec.verify.self_check import Setting, describe

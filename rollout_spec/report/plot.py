@@ -1,7 +1,7 @@
-"""`rollout-spec doctor REPORT --plot FILE`: what `doctor.explain` says of a run, as one figure of four panels.
+"""`rollout-spec doctor REPORT --plot FILE`: what `explain.py` says of a run, as one figure of four panels.
 
-The numbers are those of `doctor.py`; a panel whose numbers a report lacks says why. matplotlib is imported late: it is
-an optional dependency, and only `figure` itself is used, so that no state of pyplot is touched.
+The numbers are those of `measures.py`; a panel whose numbers a report lacks says why. matplotlib is imported late: it
+is an optional dependency, and only `figure` itself is used, so that no state of pyplot is touched.
 """
 
 from __future__ import annotations
@@ -12,8 +12,14 @@ import textwrap
 from typing import Any
 
 from rollout_spec.imports import install
-from rollout_spec.report import doctor
-from rollout_spec.report.doctor import SizeGroup
+from rollout_spec.report.explain import headline, why_no_sizes
+from rollout_spec.report.measures import (
+    SizeGroup,
+    acceptance_by_position,
+    acceptance_by_source,
+    size_groups,
+    time_parts,
+)
 from rollout_spec.report.stats import Progress
 
 BLUE, ORANGE, GREY = "#0072B2", "#D55E00", "#6B6B6B"
@@ -28,7 +34,7 @@ def render(report: dict[str, Any], file_format: str) -> bytes:
     """Draw a report.
 
     Args:
-        report: As `doctor.read_report` returns it.
+        report: As `reading.read_report` returns it.
         file_format: The file name's extension, without the dot.
 
     Returns:
@@ -54,7 +60,7 @@ def draw(report: dict[str, Any]) -> Any:
     """Draw a report as a `matplotlib.figure.Figure`, whose axes have the panels' names as labels.
 
     Args:
-        report: As `doctor.read_report` returns it.
+        report: As `reading.read_report` returns it.
 
     Raises:
         ImportError: matplotlib is missing; the message names the extra.
@@ -67,7 +73,7 @@ def draw(report: dict[str, Any]) -> Any:
 
     layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12, wspace=0.03, hspace=0.03)
     figure = Figure(figsize=(13, 9), layout=layout)
-    lines = [textwrap.fill(line, 150) for line in doctor.headline(report).split("\n")]
+    lines = [textwrap.fill(line, 150) for line in headline(report).split("\n")]
     figure.suptitle("\n".join(lines), fontsize=10.5, linespacing=1.4)
     grid = figure.add_gridspec(2, 2)
     _draw_time(figure.add_subplot(grid[0, 0], label="time"), report["stats"])
@@ -96,7 +102,7 @@ def _say(axes: Any, message: str) -> None:
 
 
 def _draw_time(axes: Any, stats: dict[str, Any]) -> None:
-    parts = doctor.time_parts(stats)
+    parts = time_parts(stats)
     total = sum(parts.values())
     is_whole = "drafting" in parts
     _begin(axes, "Where the time of a step goes", "x")
@@ -140,7 +146,7 @@ def _draw_progress(axes: Any, report: dict[str, Any]) -> None:
 
 def _draw_positions(axes: Any, stats: dict[str, Any]) -> None:
     _begin(axes, "Drafts accepted, by position", "y")
-    rows = doctor.acceptance_by_position(stats)
+    rows = acceptance_by_position(stats)
     if not rows:
         _say(axes, "No draft was verified.")
         return
@@ -155,7 +161,7 @@ def _draw_positions(axes: Any, stats: dict[str, Any]) -> None:
 
 def _draw_sources(axes: Any, report: dict[str, Any]) -> None:
     _begin(axes, "… and by source", "x")
-    rows = doctor.acceptance_by_source(report["sources"])
+    rows = acceptance_by_source(report["sources"])
     if not rows:
         _say(axes, "The drafter does not say where drafts came from, or the target reached none.")
         return
@@ -169,9 +175,9 @@ def _draw_sources(axes: Any, report: dict[str, Any]) -> None:
 
 def _draw_speedup(axes: Any, report: dict[str, Any]) -> None:
     _begin(axes, "Speedup over steps without drafts, by number of requests", "y")
-    groups = doctor.size_groups(report)[::-1]  # the fewest requests to the left
+    groups = size_groups(report)[::-1]  # the fewest requests to the left
     if not groups:
-        _say(axes, doctor.why_no_sizes(report) or "This engine was built without speculation.")
+        _say(axes, why_no_sizes(report) or "This engine was built without speculation.")
         return
     if all(math.isnan(group.undrafted) for group in groups):
         reason = "without a budget none is taken" if report["budget"] is None else "none was measured"

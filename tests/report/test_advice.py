@@ -8,7 +8,7 @@ import pytest
 
 from rollout_spec import cli
 from rollout_spec.report.advice import advice, compare
-from rollout_spec.report.doctor import BY_BATCH
+from rollout_spec.report.reading import BY_BATCH
 from rollout_spec.report.stats import Progress, SpeculationStats
 from tests.report.test_doctor import a_report
 

@@ -24,7 +24,10 @@ from rollout_spec.jit import cache
 from rollout_spec.jit.cache import Folder
 from rollout_spec.replay.cost import EngineCost, read_cost
 from rollout_spec.replay.engine import Learned, run_phase
-from rollout_spec.report import doctor
+from rollout_spec.report.explain import explain, summary
+from rollout_spec.report.installation import _check_compiler, check_installation
+from rollout_spec.report.measures import engine_cost, size_groups
+from rollout_spec.report.reading import BY_BATCH, STATS_NUMBERS, read_report
 from rollout_spec.report.stats import Progress, SpeculationStats
 from rollout_spec.types import CONFIDENCE_LIMITS
 from tests.replay.test_simulated_engine import phase_requests
@@ -58,7 +61,7 @@ def a_report(**changed):
 
 
 def test_size_groups_compare_each_size_of_step_with_the_same_tokens_without_drafts():
-    many, one = doctor.size_groups(a_report())
+    many, one = size_groups(a_report())
     assert (many.requests, many.steps, many.tokens, many.draft_tokens, many.asked) == (64, 10, 640, 0, 10)
     assert many.without == pytest.approx(10 * 0.018)
     assert (one.requests, one.steps, one.tokens, one.draft_tokens, one.asked) == (1, 100, 200, 400, 100)
@@ -69,14 +72,14 @@ def test_size_groups_compare_each_size_of_step_with_the_same_tokens_without_draf
 def test_what_is_known_of_a_part_is_said_of_that_part():
     report = a_report()
     report["budget"]["undrafted_of_sizes"][-1] = None  # of 64 requests
-    text = " ".join(doctor.explain(report).split())
+    text = " ".join(explain(report).split())
     assert "Where it is known, 45.5 % of the time, speculation saved about 0.60 s: 1.60 times as fast" in text
     assert "64.0 10 0.00 1.00 0.20 ? ?" in text
     assert "nothing to verify" not in text
 
 
 def test_the_report_is_explained():
-    text = " ".join(doctor.explain(a_report(global_step=7, num_processes=4)).split())
+    text = " ".join(explain(a_report(global_step=7, num_processes=4)).split())
     # Steps that read prompts are part of the time, and not of the size groups.
     for line in (
         "Up to step 7, the first of 4 processes: ",
@@ -119,47 +122,47 @@ def test_outcomes_by_age_in_reports_of_older_versions_are_left_out(tmp_path, cap
 def test_steps_in_which_nothing_was_emitted_are_left_out():
     """Of requests that were complete already. They may be all the steps of a size, or of the run."""
     report = a_report()
-    for name, value in zip(doctor.BY_BATCH, (2, 8, 0, 0, 0.1, 0, 0.0), strict=True):
+    for name, value in zip(BY_BATCH, (2, 8, 0, 0, 0.1, 0, 0.0), strict=True):
         assert report["stats"][name][2] == 0
         report["stats"][name][2] = value
     report["budget"]["undrafted_of_sizes"][2] = 0.01
-    assert doctor.size_groups(report) == doctor.size_groups(a_report())
-    assert doctor.explain(report) == doctor.explain(a_report())
+    assert size_groups(report) == size_groups(a_report())
+    assert explain(report) == explain(a_report())
     report["stats"]["tokens_by_batch"] = [0] * len(report["stats"]["tokens_by_batch"])
-    assert "what speculation saved is not known" in doctor.explain(report)
-    assert doctor.summary(report).endswith("what that saved is not measured here")
+    assert "what speculation saved is not known" in explain(report)
+    assert summary(report).endswith("what that saved is not measured here")
 
 
 def test_the_report_in_one_line():
-    assert doctor.summary(a_report()) == (
+    assert summary(a_report()) == (
         "1.14 tokens per request and step, 25.0 % of 400 drafted tokens accepted; by estimate, for 54.5 % of the time, "
         "it saved about 0.58 s: 1.48 times as fast as steps of this engine without drafts"
     )
-    unknown = doctor.summary(a_report(budget=None))
+    unknown = summary(a_report(budget=None))
     assert unknown.endswith("25.0 % of 400 drafted tokens accepted; what that saved is not measured here")
     off = SpeculationStats()
     off.record([0], [0])
-    line = doctor.summary(a_report(stats=off.to_dict(), budget=None, sources={}))
+    line = summary(a_report(stats=off.to_dict(), budget=None, sources={}))
     assert line == "1.00 tokens per request and step, no draft verified"
 
 
 def test_what_is_not_known_is_not_made_up():
-    text = doctor.explain(a_report(budget=None))
+    text = explain(a_report(budget=None))
     assert "?" in text
     for claim in ("Calibration", "speculation saved", "nothing to verify", "all drafts were right"):
         assert claim not in text
     assert "no step without drafts is taken" in text
-    assert doctor.explain(a_report(stats=SpeculationStats().to_dict())) == "Nothing has been generated yet."
+    assert explain(a_report(stats=SpeculationStats().to_dict())) == "Nothing has been generated yet."
     off = SpeculationStats(forward_seconds=3.0, verify_seconds=1.0)
     off.record([0], [0])
     for k in (0, 8):
-        text = doctor.explain(a_report(stats=off.to_dict(), budget=None, sources={}, num_speculative_tokens=k))
+        text = explain(a_report(stats=off.to_dict(), budget=None, sources={}, num_speculative_tokens=k))
         assert "75.0 %" in text
         assert "scheduling and other is not" in text
         assert ("lives on the device" in text) == (k > 0)
     prompts = SpeculationStats(step_seconds=5.0, forward_seconds=3.0)
     prompts.record([0], [0])
-    text = doctor.explain(a_report(stats=prompts.to_dict(), budget=None, sources={}))
+    text = explain(a_report(stats=prompts.to_dict(), budget=None, sources={}))
     assert "No step without prompts was seen" in text
 
 
@@ -216,10 +219,10 @@ def test_of_a_simulated_engine_the_truth_is_found(name):
     drafter = partial(build_drafter, "suffix", max_draft_tokens=8)
     phase = run_phase(phase_requests(12, 16, 200), drafter, policy, cost, num_speculative_tokens=8, batch=64)
     report = commands.report(policy, policy.stats)
-    found = doctor.size_groups(report)
+    found = size_groups(report)
     assert sum(p.seconds for p in found) == pytest.approx(phase.seconds)
     assert sum(p.without for p in found) == pytest.approx(policy.without, rel=0.1)
-    measured = doctor.engine_cost(report)
+    measured = engine_cost(report)
     for n in (4, 32, 64, 128):
         assert measured.step(n) == pytest.approx(cost.step(n), rel=0.15)
     assert measured.drafted_seconds == pytest.approx(5e-4, abs=3e-4)
@@ -233,7 +236,7 @@ def test_the_answer_of_a_server_is_read_as_it_came(tmp_path):
     """As `curl` saves it, with one report per rank."""
     path = tmp_path / "report.json"
     path.write_text(json.dumps({"results": [a_report(), a_report()]}))
-    assert doctor.read_report(path) == a_report()
+    assert read_report(path) == a_report()
 
 
 def served(status, body):
@@ -301,7 +304,7 @@ def _without(report, *path):
 
 def _fields(report):
     """Paths to what a report needs; reports of older versions lack `history`."""
-    of_stats = [*doctor.STATS_NUMBERS, *doctor.BY_BATCH, "drafted_per_position", "accepted_per_position"]
+    of_stats = [*STATS_NUMBERS, *BY_BATCH, "drafted_per_position", "accepted_per_position"]
     return [
         *((name,) for name in report if name not in ("format", "history")),
         *(("stats", name) for name in of_stats),
@@ -380,7 +383,7 @@ def test_a_report_with_every_field_is_read(tmp_path):
         old, a_report(), a_report(budget=None), a_report(budget=unknown, sources={}), a_report(progress=progress),
     ):  # fmt: skip
         path.write_text(json.dumps(report))
-        assert doctor.read_report(path) == report
+        assert read_report(path) == report
 
 
 def test_a_curve_that_cannot_be_written_is_refused_before_anything_is_explained(tmp_path, capsys):
@@ -410,7 +413,7 @@ def test_the_place_of_compiled_code_is_shown_and_the_remedy(monkeypatch, folder,
     monkeypatch.delenv("NUMBA_CACHE_DIR", raising=False)
     if chosen:
         monkeypatch.setenv("NUMBA_CACHE_DIR", chosen)
-    lines = dict(map(reversed, doctor._check_compiler()))
+    lines = dict(map(reversed, _check_compiler()))
     (line,) = (line for line in lines if said in line)
     assert lines[line] == ("ok" if sound else "problem")
     assert lines.get("NUMBA_CACHE_DIR=/dev/null/cache cannot be written") == ("problem" if chosen else None)
@@ -444,7 +447,7 @@ def test_bins_end_where_their_limits_say():
 
 
 def faults():
-    return [line for verdict, line in doctor.check_installation() if verdict == "problem"]
+    return [line for verdict, line in check_installation() if verdict == "problem"]
 
 
 def test_a_sound_installation(capsys):

@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from rollout_spec import cli
-from rollout_spec.report import doctor, plot
+from rollout_spec.report import plot
+from rollout_spec.report.explain import headline
 from rollout_spec.report.stats import Progress, SpeculationStats
 from tests.report.test_doctor import a_report
 
@@ -57,7 +58,7 @@ def test_a_report_is_drawn():
     """The numbers are those of `test_doctor.test_the_report_is_explained`."""
     report = a_report(global_step=15, num_processes=4, progress=the_progress(1.25, 2, 1.75))
     figure = plot.draw(report)
-    assert figure.get_suptitle() == doctor.headline(report)
+    assert figure.get_suptitle() == headline(report)
     assert "Up to step 15, the first of 4 processes: " in figure.get_suptitle()
     found = panels(report)
     assert all(axes.get_title(loc="left") and axes.get_xlabel() for axes in found.values())

@@ -16,7 +16,8 @@ from trl import GRPOTrainer, RLOOConfig, RLOOTrainer
 from vllm import SamplingParams
 
 from rollout_spec import RolloutSpecGenerator
-from rollout_spec.report import doctor
+from rollout_spec.report.explain import explain
+from rollout_spec.report.reading import read_report
 from rollout_spec.report.stats import Progress, ProgressPoint
 from tests.integrations.engines import build
 from tests.integrations.trainers import FP32, make_trainer
@@ -65,8 +66,8 @@ def test_grpo_with_speculation(tiny_model, tmp_path, monkeypatch):
     assert [entry["rollout_spec/tokens"] for entry in logs] == said, "what was sampled past an end does not count"
     assert all(entry["rollout_spec/generation_seconds"] > 0 for entry in logs)
     assert all(entry["rollout_spec/drafter_errors"] == 0 for entry in logs)
-    report = doctor.read_report(tmp_path / "rollout_spec.json")
-    assert "Where the time of a step goes" in doctor.explain(report)
+    report = read_report(tmp_path / "rollout_spec.json")
+    assert "Where the time of a step goes" in explain(report)
     assert report["progress"]["global_step"] == [entry["step"] for entry in logs] == [1, 2, 3]
     assert sum(report["progress"]["emitted_tokens"]) == stats["emitted_tokens"]
     assert len(lines) == 1

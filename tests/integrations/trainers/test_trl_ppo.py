@@ -17,7 +17,8 @@ from rollout_spec import RolloutSpecGenerator
 from rollout_spec.integrations.trainers.ppo import logits_from
 from rollout_spec.integrations.vllm.request_options import request_options
 from rollout_spec.noise.host import derive_seed
-from rollout_spec.report import doctor
+from rollout_spec.report.explain import explain
+from rollout_spec.report.reading import read_report
 from tests.conftest import VOCAB_SIZE
 
 pytestmark = pytest.mark.engine
@@ -126,7 +127,7 @@ def test_ppo_with_speculation(tiny_model, tmp_path, temperature):
     sent = [params for sampling_params, _, _ in generator.seen for params in sampling_params]
     assert len({params.seed for params in sent}) == len(sent) == 24
     assert sent[16].seed == derive_seed(3, 1, 2, 0, 0, 0), "of the run, its first training and the third step"
-    assert "Where the time of a step goes" in doctor.explain(doctor.read_report(tmp_path / "rollout_spec.json"))
+    assert "Where the time of a step goes" in explain(read_report(tmp_path / "rollout_spec.json"))
 
 
 def test_whole_trainings_are_the_same(tiny_model, tmp_path):

@@ -27,7 +27,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from rollout_spec import RolloutSpecConfig, RolloutSpecGenerator
 from rollout_spec.integrations.trainers import trl
 from rollout_spec.integrations.trainers.controller import EngineController
-from rollout_spec.report import doctor
+from rollout_spec.report.explain import explain
+from rollout_spec.report.reading import read_report
 from rollout_spec.report.stats import SpeculationStats
 from tests.conftest import free_port
 from tests.integrations.engines import own_processes
@@ -167,9 +168,9 @@ def test_grpo(server, tiny_model, tmp_path, monkeypatch):
     assert versions == [0, 1, 2], "the server has the first weights already"
     accepted = sum(entry["rollout_spec/accepted_tokens"] for entry in logs)
     assert accepted == stats["accepted_tokens"] - before["accepted_tokens"] > 0
-    report = doctor.read_report(tmp_path / "rollout_spec.json")
+    report = read_report(tmp_path / "rollout_spec.json")
     assert report["progress"]["global_step"] == [1, 2, 3]
-    assert "Where the time of a step goes" in doctor.explain(report)
+    assert "Where the time of a step goes" in explain(report)
 
 
 class Weights:
@@ -253,7 +254,7 @@ def test_async_grpo(server, tiny_model, tmp_path, monkeypatch):
     assert logs
     assert sum(entry["rollout_spec/accepted_tokens"] for entry in logs) > 0
     assert stats["policy_version"] - before["policy_version"] >= 3
-    assert doctor.read_report(tmp_path / "rollout_spec.json")["num_speculative_tokens"] == 4
+    assert read_report(tmp_path / "rollout_spec.json")["num_speculative_tokens"] == 4
 
 
 # -- what must not pass silently -------------------------------------------------------------------------------------

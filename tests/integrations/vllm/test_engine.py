@@ -19,7 +19,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm import runner_v1
 from rollout_spec.noise import host as noise
-from rollout_spec.report import doctor
+from rollout_spec.report.explain import explain
 from rollout_spec.types import Draft
 from tests.distributions import matches_distribution
 from tests.integrations.engines import (
@@ -449,7 +449,7 @@ def test_a_budget_changes_no_rollout(tiny_model, off, reference_model, drafter):
     report = llm.collective_rpc("rollout_spec", args=("report",))[0]
     assert json.loads(json.dumps(report)) == report
     assert report["stats"]["draft_tokens"] == stats["draft_tokens"]
-    text = doctor.explain(report)
+    text = explain(report)
     assert "forward pass" in text
     assert "Calibration" in text
     assert "Where it is known" in text
