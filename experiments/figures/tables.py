@@ -85,10 +85,13 @@ class Table:
         return [f"| {' | '.join(cells)} |" for cells in self.cells(self.rows)]
 
 
-def old_commits(rows: Rows, paths: Sequence[str]) -> list[str]:
-    """Commits of rows after which these files and folders have changed."""
-    commits = dict.fromkeys(row["git"].removesuffix("-dirty") for row in rows)
-    return [commit for commit in commits if has_changed(commit, paths)]
+def old_commits(rows: Rows, paths: tuple[str, ...]) -> list[str]:
+    """Commits of rows after which these files and folders have changed. Replays of drafts measure DRAFTING alone."""
+    measured = dict.fromkeys(
+        (row["git"].removesuffix("-dirty"), DRAFTING if row["benchmark"].startswith("draft/") else paths)
+        for row in rows
+    )
+    return list(dict.fromkeys(commit for commit, code in measured if has_changed(commit, code)))
 
 
 def git(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -312,8 +315,8 @@ def features(rows: Rows) -> list[list[str]]:
     lines = []
     for target, label in TARGETS.items():
         row = one(rows, target=target)
-        gain, low, high = row["both_over_words"]
-        per_step = [f"{row['tokens_per_step'][way]:.2f}" for way in ("words", "both", "tree")]
+        gain, low, high = row["gains"]["features / words"]
+        per_step = [f"{row['tokens_per_step'][way]:.2f}" for way in ("words", "features", "tree")]
         lines.append([label, *per_step, f"{gain:.2f} ({low:.2f}–{high:.2f})"])
     return lines
 
@@ -368,10 +371,14 @@ PAGES = ("README.md", BENCHMARKS, "docs/history.md", "docs/model-drafters.md", "
 def tables() -> list[Table]:
     """All of them."""
     host = read("bench_host", benchmark="host", k=8, trace="rg_llama_math.parquet")
-    quality = read("bench_draft", benchmark="draft/quality", regime="inflight")
+    quality = [
+        row
+        for row in read("bench_draft", benchmark="draft/quality", regime="inflight")
+        if row["drafter"] in DRAFTERS[:4]
+    ]
     demo_engines = read("bench_engines", benchmark="engines", policy="demo")
     real_engines = read("bench_engines", benchmark="engines", policy="real-policy")
-    both = read("bench_features", history=16, k=8, drafter="mixture", similarity=0.4, coupled=True)
+    gains = read("bench_features", history=16, k=8, drafter="history")
     run = read("real_policy/run_features", benchmark="real_policy/run")
     columns = " | ".join(f"`{name}`" if name in ("ngram", "suffix") else name for name in PICKED[1:])
     return [
@@ -394,7 +401,7 @@ def tables() -> list[Table]:
         ),
         Table(
             BENCHMARKS, '| set | vLLM n-gram | Arctic | `"suffix"` | `"history"` |',
-            [row for row in quality if row["drafter"] in DRAFTERS[:4]], drafts, DRAFTING,
+            quality, drafts, DRAFTING,
         ),
         Table(
             BENCHMARKS, '| | vLLM n-gram | Arctic | `"suffix"` | `"history"` | `"ngram"` |',
@@ -443,6 +450,6 @@ def tables() -> list[Table]:
         ),
         Table(
             "docs/target-features.md", "| rollouts | words | features | tree | features / words |",
-            both, features, DRAFTING,
+            gains, features, DRAFTING,
         ),
     ]  # fmt: skip
