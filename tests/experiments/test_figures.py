@@ -14,7 +14,7 @@ PAGE = f"# Page\n\n{HEADER}\n|---|---|\n| 1 | 2.50 |\n\nMore.\n"
 
 
 def a_table(**changes):
-    rows = [{"git": "abc", "requests": 1, "speedup": 2.5}]
+    rows = [{"benchmark": "engines", "git": "abc", "requests": 1, "speedup": 2.5}]
     table = tables.Table(
         "page.md",
         HEADER,
@@ -62,7 +62,13 @@ def test_without_all_commits_notes_of_age_stay_as_they_are(changed, monkeypatch)
 
 def test_the_commit_of_a_row_that_was_measured_with_uncommitted_changes_counts(changed):
     changed.add("abc")
-    assert tables.old_commits([{"git": "abc-dirty"}], ("src",)) == ["abc"]
+    assert tables.old_commits([{"benchmark": "demo", "git": "abc-dirty"}], ("src",)) == ["abc"]
+
+
+def test_a_replay_of_drafts_is_as_old_as_the_code_of_replays(monkeypatch):
+    monkeypatch.setattr(tables, "has_changed", lambda commit, paths: "engine" in paths)
+    rows = [{"benchmark": name, "git": name[:5]} for name in ("demo", "draft/quality", "engines", "demo")]
+    assert tables.old_commits(rows, ("engine",)) == ["demo", "engin"]
 
 
 def test_code_has_changed_since_a_commit_that_is_not_known():
