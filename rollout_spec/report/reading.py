@@ -61,7 +61,11 @@ def ask_for_report(url: str) -> dict[str, Any]:
         server = ServedEngine(url, RolloutSpecConfig(), "MODEL")
     except ValueError as error:
         raise ValueError(f"--url: {error}") from None
-    return _checked(server.collective_rpc("rollout_spec", ("report",))[0], url)
+    try:
+        report = server.collective_rpc("rollout_spec", ("report",))[0]
+    except ImportError as error:
+        raise ImportError(f"--url asks with requests ({error}): pip install requests") from error
+    return _checked(report, url)
 
 
 def _checked(report: Any, source: Path | str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
+import sys
 import threading
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -285,6 +286,12 @@ def test_what_is_no_url_is_refused(capsys, tmp_path):
     assert "--url: base_url must be a URL such as http://localhost:8000" in capsys.readouterr().err
     assert cli.main(["doctor", "--url", "http://127.0.0.1:9"]) == 2
     assert "does not answer" in capsys.readouterr().err
+
+
+def test_what_asks_a_server_may_be_missing(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "requests", None)
+    assert cli.main(["doctor", "--url", "http://127.0.0.1:9"]) == 2
+    assert capsys.readouterr().err.endswith(": pip install requests\n")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"stats": {}}', '{"format": 0}'])
