@@ -33,7 +33,7 @@ def replaced(text: str, table: Table) -> str:
     if has_all_commits():
         if rest[1:2] and rest[1].startswith(NOTE):
             rest = rest[2:]
-        old = old_commits(table.rows, table.measures)
+        old = old_commits(table.rows)
         note = ["", note_of_age(old)] if old else []
     return "\n".join([*lines[:first], *table.lines(), *note, *rest]) + "\n"
 
@@ -73,7 +73,7 @@ def main() -> int:
             for line in unknown_tables(page, listed)
         ]
     for said in sentences():
-        old = old_commits(said.rows, said.measures) if has_all_commits() else []
+        old = old_commits(said.rows) if has_all_commits() else []
         text = f"{said.text} {note_of_age(old)}" if old else said.text
         if text not in " ".join((ROOT / said.page).read_text().split()):
             wrong.append(f"{said.page} does not say: {text}")

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from experiments.figures.tables import BENCHMARKS, ENGINE, Rows, newest, read
+from experiments.figures.tables import BENCHMARKS, Rows, newest, read
 
 
 @dataclass(frozen=True)
 class Said:
-    """Sentences that a page must have, however its lines are broken. `rows` and `measures` as in `Table`."""
+    """Sentences that a page must have, however its lines are broken. `rows` as in `Table`."""
 
     page: str
     text: str
     rows: Rows
-    measures: tuple[str, ...] = ENGINE
 
 
 def kilobytes(slope: list[float]) -> str:

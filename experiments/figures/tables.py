@@ -27,6 +27,24 @@ ENGINE = (
 )  # fmt: skip
 SHARED = ("folder", "partitions", "problem", "roots", "shards", "storage")
 SHARED_HISTORY = tuple(f"rollout_spec/history/{name}.py" for name in SHARED)
+MEASURES = {
+    "budget/simulated": ("rollout_spec/budget", *DRAFTING),
+    "demo": ENGINE,
+    "draft/cost": DRAFTING,
+    "draft/quality": DRAFTING,
+    "engines": ENGINE,
+    "features": DRAFTING,
+    "history/fleet": (*SHARED_HISTORY, *DRAFTING),
+    "host": ENGINE,
+    "model_drafters": ENGINE,
+    "modes/simulated": ("rollout_spec/budget", *DRAFTING),
+    "real_policy/run": ENGINE,
+    "real_policy/step": ENGINE,
+    "shared_history": (*SHARED_HISTORY, *ENGINE),
+    "soak": ENGINE,
+    "verify": VERIFYING,
+}
+"""Files and folders whose code the rows of a benchmark measure."""
 
 
 def read(name: str, **fields: Any) -> Rows:
@@ -71,27 +89,22 @@ class Table:
         header: Its first line.
         rows: That it is made of.
         cells: Its lines from the third on, cell by cell.
-        measures: Files and folders whose code the rows measure.
     """
 
     page: str
     header: str
     rows: Rows
     cells: Callable[[Rows], list[list[str]]]
-    measures: tuple[str, ...]
 
     def lines(self) -> list[str]:
         """What the page has below the table's two first lines."""
         return [f"| {' | '.join(cells)} |" for cells in self.cells(self.rows)]
 
 
-def old_commits(rows: Rows, paths: tuple[str, ...]) -> list[str]:
-    """Commits of rows after which these files and folders have changed. Replays of drafts measure DRAFTING alone."""
-    measured = dict.fromkeys(
-        (row["git"].removesuffix("-dirty"), DRAFTING if row["benchmark"].startswith("draft/") else paths)
-        for row in rows
-    )
-    return list(dict.fromkeys(commit for commit, code in measured if has_changed(commit, code)))
+def old_commits(rows: Rows) -> list[str]:
+    """Commits of rows after which the code that they measure has changed."""
+    measured = dict.fromkeys((row["git"].removesuffix("-dirty"), row["benchmark"]) for row in rows)
+    return list(dict.fromkeys(commit for commit, name in measured if has_changed(commit, MEASURES[name])))
 
 
 def git(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -384,72 +397,72 @@ def tables() -> list[Table]:
     return [
         Table(
             "README.md", "| What | Ran on | Result |",
-            [*newest(read("bench_demo")), *demo_engines, *run, *quality], readme, ENGINE,
+            [*newest(read("bench_demo")), *demo_engines, *run, *quality], readme,
         ),
         Table(
             BENCHMARKS, f"| requests | epoch | {columns} |",
-            [row for row in demo_engines if row["epochs"] > 1], engines, ENGINE,
+            [row for row in demo_engines if row["epochs"] > 1], engines,
         ),
         Table(
-            BENCHMARKS, f"| requests, real model | epoch | {columns} |", real_engines, engines, ENGINE,
+            BENCHMARKS, f"| requests, real model | epoch | {columns} |", real_engines, engines,
         ),
         Table(
             BENCHMARKS,
             "| epoch | mean reward | tokens per step | acceptance rate | time per token, stock vLLM / ours "
             "| ours, drafts off / on |",
-            read("real_policy/run_features", benchmark="real_policy/step"), real_policy_epochs, ENGINE,
+            read("real_policy/run_features", benchmark="real_policy/step"), real_policy_epochs,
         ),
         Table(
             BENCHMARKS, '| set | vLLM n-gram | Arctic | `"suffix"` | `"history"` |',
-            quality, drafts, DRAFTING,
+            quality, drafts,
         ),
         Table(
             BENCHMARKS, '| | vLLM n-gram | Arctic | `"suffix"` | `"history"` | `"ngram"` |',
-            read("bench_draft", benchmark="draft/cost", set="rg_llama_math", batch=64), drafting_cost, DRAFTING,
+            read("bench_draft", benchmark="draft/cost", set="rg_llama_math", batch=64), drafting_cost,
         ),
         Table(
             BENCHMARKS, "| cost of a step | against no drafts | against the best of K = 0 to 16 | against all drafts |",
             [row for row in read("budget_simulated") if row["policy"] in BUDGETED],
-            budgets, ("rollout_spec/budget", *DRAFTING),
+            budgets,
         ),
         Table(
             BENCHMARKS, "| requests | no drafts, of a drafter | drafts that are always wrong | ours |",
-            [row for row in demo_engines if row["baseline"] == "off"], wrong_drafts, ENGINE,
+            [row for row in demo_engines if row["baseline"] == "off"], wrong_drafts,
         ),
         Table(
             BENCHMARKS,
             "| requests | 1.5B: device, K = 8 | 1.5B: by requests | 1.5B: host, budget "
             "| 8B: device, K = 8 | 8B: by requests | 8B: host, budget |",
-            read("modes_simulated", benchmark="modes/simulated"), modes, ("rollout_spec/budget", *DRAFTING),
+            read("modes_simulated", benchmark="modes/simulated"), modes,
         ),
         Table(
             BENCHMARKS, "| requests | V1 | V1, device | V2 | V2, device | vLLM's `ngram` | `suffix` (Arctic) |",
-            newest(host), host_path, ENGINE,
+            newest(host), host_path,
         ),
         Table(
             BENCHMARKS, "| vocabulary | requests, K | ours | with features | vLLM |",
-            read("bench_verify"), verifier, VERIFYING,
+            read("bench_verify"), verifier,
         ),
         Table(
             "docs/history.md",
             "| A router sends | Bytes read per generated token, 2 to 1,024 engines | if all read all "
             "| Tokens per step in epochs 1 to 3, relative to one engine that sees all rollouts "
             "| if all read all, 1,024 engines |",
-            read("fleet_simulated"), fleet, (*SHARED_HISTORY, *DRAFTING),
+            read("fleet_simulated"), fleet,
         ),
         Table(
             "docs/history.md", "| Engines | alone | with a folder | one engine instead |",
             [row for row in read("bench_shared_history") if row.get("engines")],
-            shared_history, (*SHARED_HISTORY, *ENGINE),
+            shared_history,
         ),
         Table(
             "docs/model-drafters.md",
             "| T | Drafter, 3 tokens | vLLM, greedy | vLLM, `probabilistic` | with our noise "
             "| history alone, K = 8 | both, K = 8 |",
-            read("bench_model_drafters", train_steps=500, model_k=3), model_drafters, ENGINE,
+            read("bench_model_drafters", train_steps=500, model_k=3), model_drafters,
         ),
         Table(
             "docs/target-features.md", "| rollouts | words | features | tree | features / words |",
-            gains, features, DRAFTING,
+            gains, features,
         ),
     ]  # fmt: skip

@@ -20,7 +20,6 @@ def a_table(**changes):
         HEADER,
         rows,
         lambda rows: [[str(row["requests"]), f"{row['speedup']:.2f}"] for row in rows],
-        ("src",),
     )
     return dataclasses.replace(table, **changes)
 
@@ -62,13 +61,13 @@ def test_without_all_commits_notes_of_age_stay_as_they_are(changed, monkeypatch)
 
 def test_the_commit_of_a_row_that_was_measured_with_uncommitted_changes_counts(changed):
     changed.add("abc")
-    assert tables.old_commits([{"benchmark": "demo", "git": "abc-dirty"}], ("src",)) == ["abc"]
+    assert tables.old_commits([{"benchmark": "demo", "git": "abc-dirty"}]) == ["abc"]
 
 
 def test_a_replay_of_drafts_is_as_old_as_the_code_of_replays(monkeypatch):
-    monkeypatch.setattr(tables, "has_changed", lambda commit, paths: "engine" in paths)
+    monkeypatch.setattr(tables, "has_changed", lambda commit, paths: "rollout_spec/jit" in paths)
     rows = [{"benchmark": name, "git": name[:5]} for name in ("demo", "draft/quality", "engines", "demo")]
-    assert tables.old_commits(rows, ("engine",)) == ["demo", "engin"]
+    assert tables.old_commits(rows) == ["demo", "engin"]
 
 
 def test_code_has_changed_since_a_commit_that_is_not_known():
