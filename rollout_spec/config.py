@@ -25,6 +25,8 @@ PROPOSER_PATH = "rollout_spec.RolloutSpecProposer"
 """What vLLM's `speculative_config` names as its custom proposer."""
 MODEL_METHODS = ("draft_model", "eagle", "eagle3", "mtp")
 """vLLM's speculative methods that draft with a model and can draft beside history."""
+DEFAULT_TOKENS, DEFAULT_RECURRENT_TOKENS = 8, 3
+"""K where none is given: of most models, and of those with recurrent layers, whose requests hold K + 1 states each."""
 AUTO = "auto"
 """The value of `RolloutSpecConfig.drafter` that names no drafter."""
 
@@ -41,8 +43,8 @@ class RolloutSpecConfig:
     """Settings of the drafter and the verifier of one engine.
 
     Attributes:
-        num_speculative_tokens: K, the most tokens drafted per request and step. `from_dict` takes it from
-            `speculative_config` where that is given and this is not.
+        num_speculative_tokens: K, the most tokens drafted per request and step. None: 8, or 3 for a model with
+            recurrent layers; `from_dict` takes it from `speculative_config` where that is given and this is not.
         drafter: `"history"`, `"suffix"`, `"ngram"`, `"lookahead"`, `"device"`, or the dotted path of a class that
             implements `rollout_spec.drafters.base.Drafter`. `"auto"`: `"device"` in vLLM's V2 runner on an NVIDIA GPU
             with asynchronous scheduling, unless the engine is data-parallel, `budget` is False, `drafter_options` are
@@ -81,7 +83,7 @@ class RolloutSpecConfig:
         ValueError, TypeError: a value is out of range or of the wrong type.
     """
 
-    num_speculative_tokens: int = 8
+    num_speculative_tokens: int | None = None
     drafter: str = AUTO
     drafter_options: Mapping[str, Any] = field(default_factory=dict)
     verify: VerifyMethod = "sample"
@@ -101,10 +103,10 @@ class RolloutSpecConfig:
                 f"num_speculative_tokens must be from 1 to {MAX_SPECULATIVE_TOKENS}, got 0; to switch speculation off "
                 "use speculation=False"
             )
+        if self.num_speculative_tokens is not None:
+            name, k = "num_speculative_tokens", self.num_speculative_tokens
+            self._set(num_speculative_tokens=checks.integer(name, k, 1, MAX_SPECULATIVE_TOKENS))
         self._set(
-            num_speculative_tokens=checks.integer(
-                "num_speculative_tokens", self.num_speculative_tokens, 1, MAX_SPECULATIVE_TOKENS
-            ),
             drafter=self._checked_drafter(),
             drafter_options=checks.plain("drafter_options", self.drafter_options),
             verify=checks.choice("verify", self.verify, get_args(VerifyMethod)),
@@ -121,8 +123,8 @@ class RolloutSpecConfig:
         if self.speculative_config is not None:
             self._check_model(self.speculative_config)
         if self.num_model_draft_tokens is not None:
-            name, k = "num_model_draft_tokens", self.num_speculative_tokens
-            self._set(num_model_draft_tokens=checks.integer(name, self.num_model_draft_tokens, 1, k))
+            name, k = "num_model_draft_tokens", self.num_model_draft_tokens
+            self._set(num_model_draft_tokens=checks.integer(name, k, 1, self.max_draft_tokens))
         if self.history_dir is not None:
             self._check_history(self.history_dir)
 
@@ -177,8 +179,14 @@ class RolloutSpecConfig:
         num_model = checks.integer("speculative_config['num_speculative_tokens']", model["num_speculative_tokens"], 1)
         if self.num_speculative_tokens_per_batch_size is not None:
             raise ValueError("give num_speculative_tokens_per_batch_size in speculative_config, and not beside it")
+        self._set(num_speculative_tokens=self.max_draft_tokens)
         if self.num_model_draft_tokens is None:
-            self._set(num_model_draft_tokens=min(num_model, self.num_speculative_tokens))
+            self._set(num_model_draft_tokens=min(num_model, self.max_draft_tokens))
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """K. An engine's configuration settles what None means for its model."""
+        return self.num_speculative_tokens or DEFAULT_TOKENS
 
     @property
     def drafts_on_host(self) -> bool:
@@ -204,11 +212,7 @@ class RolloutSpecConfig:
             if not isinstance(entry, Sequence) or len(entry) != 3:
                 raise TypeError(f"{name} must be a list of (first, last, K), got {checks.shown(entry)}")
             first, last, k = (checks.integer(f"each number in {name}", n) for n in entry)
-            if (
-                not previous < first <= last
-                or not 0 <= k <= self.num_speculative_tokens
-                or (not previous and first > 1)
-            ):
+            if not previous < first <= last or not 0 <= k <= self.max_draft_tokens or (not previous and first > 1):
                 raise ValueError(
                     f"{name} must be rising ranges from 1 on, with K up to num_speculative_tokens, got "
                     f"{checks.shown(ranges)}"
@@ -269,7 +273,7 @@ class RolloutSpecConfig:
             method: dict[str, Any] = {"method": "custom_class", "model": PROPOSER_PATH}
             if self.speculative_config is not None:
                 method = dict(self.speculative_config)
-            kwargs["speculative_config"] = {**method, "num_speculative_tokens": self.num_speculative_tokens}
+            kwargs["speculative_config"] = {**method, "num_speculative_tokens": self.max_draft_tokens}
         return kwargs
 
 

@@ -157,7 +157,7 @@ MODEL = {"method": "mtp", "num_speculative_tokens": 3}
 # -- options of an engine ----------------------------------------------------------------------------------------------
 
 CONFIG = {
-    "num_speculative_tokens": Argument(is_int, (1, 128, np.int32(8))),
+    "num_speculative_tokens": Argument(nothing_or(is_int), (None, 1, 128, np.int32(8))),
     "drafter": Argument(
         lambda value: isinstance(value, str), ("auto", "history", "suffix", "ngram", "lookahead", "device")
     ),

@@ -254,7 +254,7 @@ def a_server_engine(**methods):
             speculative_config=None,
             scheduler_config=SimpleNamespace(async_scheduling=True),
             use_v2_model_runner=True,
-            model_config=SimpleNamespace(served_model_name="policy"),
+            model_config=SimpleNamespace(served_model_name="policy", seed=0),
         )
         self.output_processor = SimpleNamespace(add_request=None, request_states={})
 

@@ -28,13 +28,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollout_spec import checks
+from rollout_spec import __version__, checks
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
 from rollout_spec.files import write_whole
 from rollout_spec.integrations.trainers.logprob_check import LogprobCheck
 from rollout_spec.integrations.trainers.server import ServedEngine, ServerError
 from rollout_spec.integrations.vllm import step_sizes
+from rollout_spec.integrations.vllm.configuration import config_of, has_model_drafter
 from rollout_spec.integrations.vllm.cpu_fixes import plain_weights
+from rollout_spec.integrations.vllm.log import describe_engine
 from rollout_spec.integrations.vllm.request_options import without_history
 from rollout_spec.noise.host import derive_seed
 from rollout_spec.report.reading import read_report
@@ -102,7 +104,7 @@ class EngineController:
         self._is_evaluation = False  # the present interval
         self._untaken: dict[bool, _Interval] = {}  # intervals since the last log of each kind, added up
         self._progress = Progress()
-        self._is_served = False
+        self._served: dict[str, Any] = {}  # a server's settings
         self._is_unanswered = False  # the last question to a server, which was said in the log
 
     # -- what the trainer says ---------------------------------------------------------------------------------------
@@ -214,7 +216,7 @@ class EngineController:
             and not self._llm_kwargs.get("max_num_batched_tokens")
         ):
             merged["max_num_batched_tokens"] = step_sizes.max_num_batched_tokens(
-                kwargs["max_num_batched_tokens"], merged.get("max_num_seqs"), self.config.num_speculative_tokens
+                kwargs["max_num_batched_tokens"], merged.get("max_num_seqs"), self.config.max_draft_tokens
             )
         merged["additional_config"] = {
             **(kwargs.get("additional_config") or {}),
@@ -304,7 +306,7 @@ class EngineController:
                 f"the drafter of the vLLM server at {base_url} has raised, and stays off: its log has the cause. "
                 f"{llm.how_to_start()}"
             )
-        self.llm, self._is_served = llm, True
+        self.llm, self._served = llm, served
         if self.config.speculation:
             self._command("set_enabled", self._enabled)
 
@@ -398,6 +400,17 @@ class EngineController:
         """The report for `rollout-spec doctor`: that of `rollout_spec.integrations.vllm.commands`, and `Progress`."""
         return {**self._command("report"), "progress": self._progress.to_dict()}
 
+    def describe_engine(self) -> str:
+        """What speculation the engine has, in one line."""
+        if self._served:
+            k = self._served["num_speculative_tokens"] if self._served["speculation"] else 0
+            drafts = f"up to {k} draft tokens per request and step, drafted by {self._served['drafter']!r}"
+            return f"rollout_spec {__version__} is on in {self.llm.base_url}: {drafts if k else 'no drafts'}"
+        vllm_config = self.llm.llm_engine.vllm_config
+        config = config_of(vllm_config)
+        assert config is not None, "the engine was built with its settings"
+        return describe_engine(vllm_config, config, has_model=has_model_drafter(vllm_config))
+
     def take_metrics(self) -> dict[str, float]:
         """`rollout_spec/*` metrics since the last call; empty when nothing was generated since.
 
@@ -412,7 +425,7 @@ class EngineController:
             return {}
         new = interval.stats
         metrics = {
-            "tokens": new.emitted_tokens if self._is_served else interval.tokens,
+            "tokens": new.emitted_tokens if self._served else interval.tokens,
             "mean_acceptance_length": new.mean_acceptance_length,
             "acceptance_rate": new.acceptance_rate,
             "draft_tokens": new.draft_tokens,
@@ -426,7 +439,7 @@ class EngineController:
             "drafter_mbytes": now["drafter_bytes"] / 1e6,
             "policy_version": now["policy_version"],
         }
-        if not self._is_served:
+        if not self._served:
             metrics["generation_seconds"] = interval.seconds
         if not evaluating:
             self._progress.add(self._step + 1, new, round(interval.seconds, 6))

@@ -23,12 +23,12 @@ from typing import Any
 
 import wrapt
 from accelerate.utils import broadcast_object_list
+from tqdm.auto import tqdm
 from transformers import Trainer, TrainerCallback
 
 from rollout_spec.checks import did_you_mean
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.trainers.controller import EngineController
-from rollout_spec.integrations.vllm.log import say
 from rollout_spec.integrations.vllm.request_options import KEEP_IN_HISTORY
 from rollout_spec.report.explain import summary
 
@@ -117,6 +117,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         replica = args.process_index // getattr(args, "vllm_tensor_parallel_size", 1)
         autocast = "bfloat16" if getattr(args, "bf16", False) else "float16" if getattr(args, "fp16", False) else None
         self.begin_run(seed=args.seed, replica=replica, model=model, autocast_dtype=autocast)
+        _warn_of_truncation(args)
         if server_url is not None:
             self._has_server = True
             if self._keeps_history_beside_checkpoints:
@@ -148,7 +149,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             raise errors[0]
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Begin a training.
+        """Begin a training, and say what speculation the engine has.
 
         Raises:
             RuntimeError: the trainer's engine was not built through this callback.
@@ -160,6 +161,8 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             )
         self.begin_training()
         self._is_summarised = False
+        if state.is_world_process_zero:
+            tell(self.describe_engine())
         if state.global_step:  # resumed from a checkpoint
             self.resume_progress(Path(args.output_dir) / REPORT_NAME, state.global_step)
 
@@ -189,7 +192,12 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # a server's may be of any kind
                 logger.warning("the report in %s has no summary: %r", path, error)
             else:
-                say(f"rollout_spec: after {state.global_step} training steps {line}; more in {path}")
+                tell(f"rollout_spec: after {state.global_step} training steps {line}; more in {path}")
+
+
+def tell(line: str) -> None:
+    """Write a line where transformers writes a trainer's logs: TRL lets vLLM say errors only, and so our own lines."""
+    tqdm.write(line)
 
 
 def _server_url(args: Any) -> str | None:
@@ -294,6 +302,26 @@ def _warn_of_split_groups(args: Any) -> None:
         warnings.warn(
             f"each engine generates {rollouts} rollouts per step, which is no multiple of num_generations={group}: "
             "groups are split between engines, and siblings in different engines cannot help each other",
+            stacklevel=2,
+        )
+
+
+def _warn_of_truncation(args: Any) -> None:
+    """Warn where a trainer takes log-probabilities of a truncated distribution for those of the policy."""
+    given = {name: getattr(args, name, None) for name in ("top_p", "top_k", "min_p")}
+    given.update(
+        {name: value for name, value in (getattr(args, "generation_kwargs", None) or {}).items() if name in given}
+    )
+    is_off = {"top_p": lambda p: p >= 1, "top_k": lambda k: k <= 0, "min_p": lambda p: p <= 0}
+    truncated = [f"{name}={value}" for name, value in given.items() if value is not None and not is_off[name](value)]
+    # Of the engine's log-probabilities, GRPO corrects by them, and asynchronous trainers know no others.
+    takes_them = getattr(args, "vllm_importance_sampling_correction", not hasattr(args, "use_vllm"))
+    if truncated and takes_them:
+        warnings.warn(
+            f"{' and '.join(truncated)}: the engine's log-probabilities are those of the tokens that are left, and the "
+            "trainer's of the whole vocabulary, so importance ratios are biased and may be clipped to no gradient "
+            "(huggingface/trl#6789). Sample with top_p=1, top_k=0 and min_p=None, or set "
+            "vllm_importance_sampling_correction=False",
             stacklevel=2,
         )
 

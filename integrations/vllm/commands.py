@@ -58,6 +58,8 @@ def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
     if name == "config":
         return config.to_dict()
     if name == "stats":
+        if speculation is not None:
+            speculation.check_model()
         return {
             **stats.to_dict(),
             "drafter_bytes": speculation.memory_bytes() if speculation is not None else 0,

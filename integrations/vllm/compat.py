@@ -69,6 +69,14 @@ def ignored_sampler_option(vllm_config: Any) -> str | None:
     return None
 
 
+def mixes_recurrent_states(version_tuple: tuple[Any, ...]) -> bool:
+    """Whether a step without a draft, after one that accepted some, reads a recurrent layer's state of another token.
+
+    So it is in both runners up to 0.31. With 0.32 as the oldest version, this can go.
+    """
+    return (0, 0) < tuple(int(part) for part in version_tuple[:2]) < (0, 32)
+
+
 def verifies_adaptively(speculative_config: Any) -> bool:
     """Whether V2 cuts drafts by their confidence, as it can from 0.28 on.
 

@@ -11,6 +11,7 @@ from typing import Any
 from rollout_spec.config import (
     AUTO,
     CONFIG_KEY,
+    DEFAULT_RECURRENT_TOKENS,
     MODEL_METHODS,
     PROPOSER_PATH,
     RolloutSpecConfig,
@@ -46,10 +47,12 @@ def need_all_hooks() -> None:
 
 
 def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
-    """The settings that an engine asks for, or None when it does not ask for us. The drafter is never `"auto"`.
+    """The settings that an engine asks for, or None when it does not ask for us.
 
-    What `"auto"` stands for is decided once (`settle_drafter`), as vLLM's processes do not all see the same: those of
-    data-parallel engines believe to be alone.
+    The drafter is never `"auto"`, and K is a number.
+
+    What they are where the user leaves them open is decided once (`settle`), as vLLM's processes do not all see the
+    same: those of data-parallel engines believe to be alone.
 
     Raises:
         ValueError, TypeError: an unknown or misspelt key or a bad value, or the settings disagree with the engine's
@@ -64,13 +67,16 @@ def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     return config
 
 
-def settle_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
-    """Write into vLLM's configuration which drafter an engine has; all its processes get that."""
+def settle(vllm_config: Any, config: RolloutSpecConfig) -> None:
+    """Write into vLLM's configuration which drafter and which K an engine has; all its processes get that."""
+    if config.speculation:
+        vllm_config.speculative_config.num_speculative_tokens = config.num_speculative_tokens
     additional = vllm_config.additional_config
     if not isinstance(additional, dict):  # vLLM takes objects, too
         return
     ours = additional.get(CONFIG_KEY) or config.to_dict()
-    vllm_config.additional_config = {**additional, CONFIG_KEY: {**ours, "drafter": config.drafter}}
+    settled = {"drafter": config.drafter, "num_speculative_tokens": config.num_speculative_tokens}
+    vllm_config.additional_config = {**additional, CONFIG_KEY: {**ours, **settled}}
 
 
 def _best_drafter(vllm_config: Any, config: RolloutSpecConfig) -> str:
@@ -125,6 +131,17 @@ def _fits_on_device(vllm_config: Any, config: RolloutSpecConfig) -> bool:
     return bool(num_bytes <= min(MAX_DEVICE_BYTES, MAX_DEVICE_SHARE * device_bytes()))
 
 
+def is_recurrent(vllm_config: Any) -> bool:
+    """Whether some of the model's layers keep a state that each token changes, such as Mamba's and gated DeltaNet's."""
+    model = vllm_config.model_config
+    return bool(model.is_hybrid or model.is_attention_free)
+
+
+def repeats_seeds(vllm_config: Any) -> bool:
+    """Whether the seeds of requests without one follow from the engine's, because the user has chosen it."""
+    return bool(vllm_config.model_config.seed != 0 and vllm_config.parallel_config.data_parallel_size == 1)
+
+
 def has_model_drafter(vllm_config: Any) -> bool:
     """Whether vLLM drafts with a model of its own that can draft beside history."""
     speculative = vllm_config.speculative_config
@@ -148,7 +165,7 @@ def read_config(vllm_config: Any) -> RolloutSpecConfig | None:
             return None
         return RolloutSpecConfig(num_speculative_tokens=speculative.num_speculative_tokens)
     has_model = has_model_drafter(vllm_config)
-    if has_model and isinstance(values, Mapping) and values.get("speculation", True):
+    if speculative is not None and isinstance(values, Mapping) and values.get("speculation", True):
         values = {"num_speculative_tokens": speculative.num_speculative_tokens, **values}
     config = RolloutSpecConfig.from_dict(values)
     proposes |= has_model
@@ -168,6 +185,10 @@ def read_config(vllm_config: Any) -> RolloutSpecConfig | None:
         )
     if config.num_model_draft_tokens is not None and not has_model:
         raise ValueError("num_model_draft_tokens is set, but the engine has no model drafter: remove it")
+    if config.num_speculative_tokens is None:
+        k = speculative.num_speculative_tokens
+        k = min(k, DEFAULT_RECURRENT_TOKENS) if is_recurrent(vllm_config) else k
+        return dataclasses.replace(config, num_speculative_tokens=k)
     if speculative.num_speculative_tokens != config.num_speculative_tokens:
         raise ValueError(
             f"num_speculative_tokens is {speculative.num_speculative_tokens} in speculative_config and "
@@ -208,6 +229,11 @@ def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
         raise ValueError(
             "rollout_spec does not support prefill context parallelism, under which a rank has the states of some of a "
             "step's tokens only: set prefill_context_parallel_size=1"
+        )
+    if config.speculation and is_recurrent(vllm_config) and compat.mixes_recurrent_states(vllm.__version_tuple__):
+        raise ValueError(
+            f"vLLM {vllm.__version__} samples models with recurrent layers wrongly where it speculates, whatever "
+            "drafts, and says nothing (vllm-project/vllm#39273): install vLLM 0.32 or newer, or set speculation=False"
         )
     if has_model_drafter(vllm_config):
         check_model_drafter(vllm_config, config)

@@ -60,13 +60,13 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         self.model = compat.speculator_model()
         self.from_history = self
         self.stats = SpeculationStats()
-        self.num_speculative_tokens = config.num_speculative_tokens
+        self.num_speculative_tokens = config.max_draft_tokens
         self.keeps_rates = self.enable_adaptive_verification = compat.verifies_adaptively(speculative)
         self.drafter = DeviceDrafter(
             max_requests=vllm_config.scheduler_config.max_num_seqs,
             max_model_len=vllm_config.model_config.max_model_len,
             device=device,
-            max_draft_tokens=config.num_speculative_tokens,
+            max_draft_tokens=config.max_draft_tokens,
             use_noise=config.verify == "sample",
             **config.drafter_options,
         )
@@ -76,7 +76,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
             self.engine_history = EngineHistory(config, vllm_config, self.drafter, self.roots, share)
         self.draft_token_confidence_probs = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs,
-            config.num_speculative_tokens,
+            config.max_draft_tokens,
             dtype=torch.float32,
             device=device,
         )

@@ -16,7 +16,7 @@ from rollout_spec.integrations.vllm.configuration import (
     is_a100,
     is_ours,
     read_config,
-    settle_drafter,
+    settle,
 )
 from rollout_spec.integrations.vllm.environment import MODELS, VARIABLE, ask_for_speculation
 from rollout_spec.integrations.vllm.log import without_untrue_warnings
@@ -50,7 +50,7 @@ def complete_config(original: Callable[..., None], self: Any) -> None:
     """Check what an engine asks for, and schedule synchronously where the drafter is on the host only."""
     config = config_of(self)
     if config is not None:
-        settle_drafter(self, config)
+        settle(self, config)
     if config is not None and has_model_drafter(self):
         prepare_model_drafter(self, log.say)
     elif config is not None and config.drafts_on_device and self.use_v2_model_runner:
@@ -75,7 +75,7 @@ def _prepare_device_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None
     ranges = config.num_speculative_tokens_per_batch_size
     if ranges is None and config.budget and vllm_config.parallel_config.data_parallel_size == 1:
         cheap = step_sizes.CHEAP_TOKENS_A100 if is_a100() else step_sizes.CHEAP_TOKENS
-        ranges = step_sizes.affordable_ranges(config.num_speculative_tokens, cheap)
+        ranges = step_sizes.affordable_ranges(config.max_draft_tokens, cheap)
     if ranges is not None and speculative.num_speculative_tokens_per_batch_size is None:
         speculative.num_speculative_tokens_per_batch_size = list(ranges)
 

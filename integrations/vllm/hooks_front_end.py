@@ -21,6 +21,7 @@ from rollout_spec.integrations.vllm.configuration import (
     check_engine,
     config_of,
     has_model_drafter,
+    repeats_seeds,
 )
 from rollout_spec.integrations.vllm.copies import warn_of_copies
 from rollout_spec.integrations.vllm.request_options import request_options, with_plain_options, with_tenant
@@ -36,6 +37,7 @@ def init_input_processor(original: Callable[..., None], self: Any, vllm_config: 
     config = config_of(vllm_config)
     self._rollout_spec_seeds = None
     self._rollout_spec_is_v1 = config is not None and not vllm_config.use_v2_model_runner
+    self._rollout_spec_speculates = config is not None and config.speculation
     self._rollout_spec_tenants = TenantWatch(ignores_tenants=config is not None and config.ignore_cache_salt)
     if config is not None:
         check_engine(vllm_config, config)
@@ -52,7 +54,7 @@ def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     if self._rollout_spec_seeds is None or params is None:
         return request
     try:  # an error raised here fails this request alone
-        _check_request(params, self._rollout_spec_is_v1)
+        _check_request(params, is_v1=self._rollout_spec_is_v1, speculates=self._rollout_spec_speculates)
         # A new dict: that of vLLM's copy of the parameters may be the caller's.
         params.extra_args = with_tenant(params.extra_args, self._rollout_spec_tenants.cache_salt_of(request))
     except (TypeError, ValueError) as error:
@@ -86,8 +88,14 @@ class TenantWatch:
         return salt
 
 
-def _check_request(params: Any, is_v1: bool) -> None:
+def _check_request(params: Any, *, is_v1: bool, speculates: bool) -> None:
     """Raise ValueError or TypeError if our samplers do not support a request's options, or ours are wrong."""
+    if is_v1 and speculates and params.thinking_token_budget is not None:
+        raise ValueError(
+            "where vLLM's V1 model runner speculates, it ends the thinking of other requests than those whose "
+            "thinking_token_budget is used up (vllm-project/vllm#39573): remove thinking_token_budget, use the V2 "
+            "runner (VLLM_USE_V2_MODEL_RUNNER=1), or set speculation=False"
+        )
     if is_v1 and params.logprob_token_ids:
         raise ValueError("rollout_spec cannot score logprob_token_ids in the V1 model runner: remove them")
     if params.seed is not None:
@@ -110,17 +118,17 @@ def _request_error() -> type[ValueError]:
 
 
 class _SeedSource:
-    """Seeds for requests that come without one.
+    """Seeds for requests that come without one, by the request's number and a key.
 
-    Each engine has a random key, so that engines and restarts differ. Under the external launcher every
-    tensor-parallel rank has a front end of its own, and all must draw the same seeds: there the key is the engine's
-    seed and its data-parallel rank.
+    The key of most engines is random, so that engines and restarts differ. It is the engine's seed where the user has
+    chosen one, and under the external launcher, where every tensor-parallel rank has a front end of its own and all
+    must draw the same seeds. vLLM's default is 0, and data-parallel engines share a seed: neither is a choice.
     """
 
     def __init__(self, vllm_config: Any) -> None:
-        parallel = vllm_config.parallel_config
-        if parallel.distributed_executor_backend == "external_launcher":
-            self._key = f"{vllm_config.model_config.seed}/{parallel.data_parallel_rank}"
+        parallel, seed = vllm_config.parallel_config, vllm_config.model_config.seed
+        if repeats_seeds(vllm_config) or parallel.distributed_executor_backend == "external_launcher":
+            self._key = f"{seed}/{parallel.data_parallel_rank}/{parallel._api_process_rank}"
         else:
             self._key = os.urandom(16).hex()
         self._numbers = itertools.count(1)  # a server processes requests in several threads
@@ -141,6 +149,12 @@ def init_engine(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
     if config is None:
         return
     log.say(log.describe_engine(self.vllm_config, config, has_model=has_model_drafter(self.vllm_config)))
+    if repeats_seeds(self.vllm_config):
+        seed = self.vllm_config.model_config.seed
+        log.say(
+            f"rollout_spec: requests without a seed get theirs from the engine's, {seed}, and their number: another "
+            "engine with this seed, or this one after a restart, repeats these rollouts"
+        )
     warn_of_copies(self.output_processor)
     if config.speculation:
         from rollout_spec.integrations.vllm.stop_strings import end_outputs_at_stop_strings

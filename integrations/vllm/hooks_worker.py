@@ -9,6 +9,8 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from rollout_spec.integrations.vllm import log
+
 if TYPE_CHECKING:
     from rollout_spec.integrations.vllm.runner import RunnerAdapter
 
@@ -34,11 +36,14 @@ def _warming_up(worker: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compare the model's parameters from now on."""
+    """Compare the model's parameters from now on, and say what its recurrent states take."""
     result = original(self, *args, **kwargs)
     adapter = _adapter_of(self)
     if adapter is not None:
         adapter.weights.watch(self.model_runner.get_model())
+        remark = log.describe_states(self.model_runner.get_kv_cache_spec().values())
+        if remark is not None and self.rank == 0:
+            log.say(remark)
     return result
 
 

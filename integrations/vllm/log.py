@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,7 +43,7 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig, *, has_model: b
         drafters = [repr(config.drafter)]
         drafters += [f"the model of {vllm_config.speculative_config.method!r}"] if has_model else []
         ranges = getattr(vllm_config.speculative_config, "num_speculative_tokens_per_batch_size", None) or ()
-        most = ranges[0][2] if ranges else config.num_speculative_tokens
+        most = ranges[0][2] if ranges else config.max_draft_tokens
         k = f"up to {most} draft tokens per request and step"
         fewer = [f"{k_of_range} from {first} requests on" for first, _, k_of_range in ranges[1:]]
         parts.append(f"{', '.join([k, *fewer])}, drafted by {' and '.join(drafters)}")
@@ -63,6 +63,24 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig, *, has_model: b
     parts.append(f"{scheduling} scheduling in the {'V2' if is_v2 else 'V1'} model runner")
     line = f"rollout_spec {__version__} is on: {'; '.join(parts)}"
     return f"{line}. Not here: {', '.join(lacks)}" if lacks else line
+
+
+def describe_states(specs: Iterable[Any]) -> str | None:
+    """What drafts cost a model with recurrent layers in memory, in one line; None without either.
+
+    Args:
+        specs: vLLM's `KVCacheSpec` of each layer.
+    """
+    recurrent = [spec for spec in specs if getattr(spec, "num_speculative_blocks", 0)]
+    if not recurrent:
+        return None
+    num_states = 1 + recurrent[0].num_speculative_blocks
+    mib = sum(spec.page_size_bytes for spec in recurrent) / 2**20
+    return (
+        f"rollout_spec: each request holds {num_states} states of its recurrent layers instead of 1, one more for each "
+        f"token that may be drafted: {num_states * mib:.1f} MiB on each rank instead of {mib:.1f}. If that leaves room "
+        "for too few requests, lower num_speculative_tokens"
+    )
 
 
 @contextmanager

@@ -62,13 +62,13 @@ def check_model_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
         )
     num_model = num_model_tokens(config)
     uses_modules = getattr(speculative, "use_multi_module_mtp", None)
-    if num_model != config.num_speculative_tokens and uses_modules is not None and uses_modules():
+    if num_model != config.max_draft_tokens and uses_modules is not None and uses_modules():
         raise ValueError(
             f"a model with several MTP modules drafts as many tokens as the engine verifies: num_speculative_tokens="
-            f"{config.num_speculative_tokens} and {num_model} of the model must be equal"
+            f"{config.max_draft_tokens} and {num_model} of the model must be equal"
         )
 
 
 def num_model_tokens(config: RolloutSpecConfig) -> int:
     """How many tokens an engine's model drafts for each request."""
-    return config.num_model_draft_tokens or config.num_speculative_tokens
+    return config.num_model_draft_tokens or config.max_draft_tokens

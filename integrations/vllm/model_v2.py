@@ -53,7 +53,7 @@ class ModelSpeculation:
         """Called once, in place of a constructor."""
         config = config_of(vllm_config)
         assert config is not None
-        self.num_speculative_tokens = config.num_speculative_tokens
+        self.num_speculative_tokens = config.max_draft_tokens
         self.num_speculative_steps = num_model_tokens(config)
         self.from_history = DeviceSpeculator(vllm_config, device)
         self.stats, self.from_history.keeps_rates = self.from_history.stats, True
@@ -63,7 +63,7 @@ class ModelSpeculation:
         num_requests = vllm_config.scheduler_config.max_num_seqs
         self._probabilities = torch.ones(num_requests, self.num_speculative_tokens, dtype=torch.float32, device=device)
         self.draft_token_confidence_probs = torch.zeros_like(self._probabilities)
-        self._choice = DeviceChoice(num_requests, config.num_speculative_tokens, self.num_speculative_steps, device)
+        self._choice = DeviceChoice(num_requests, config.max_draft_tokens, self.num_speculative_steps, device)
         self.from_history.choice = self._choice
         # Ranks round sums differently, and must choose the same draft.
         self._from_first_rank = broadcasting_from_first_rank(vllm_config, device)

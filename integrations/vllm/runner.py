@@ -38,7 +38,7 @@ class RunnerAdapter:
         self, runner: Any, config: RolloutSpecConfig, speculation: Speculation | None, stats: SpeculationStats
     ) -> None:
         self.stats = stats
-        self.num_wanted_drafts = config.num_speculative_tokens
+        self.num_wanted_drafts = config.max_draft_tokens
         self.clock = StepClock(runner.device, stats)
         self.weights = WeightWatch(agreeing_on_any(runner.vllm_config))
         self._runner = runner

@@ -187,7 +187,7 @@ class RunnerAdapterV1(RunnerAdapter):
             hidden=hidden if self.wants_features else None,
             after_difference=self.wants_rejected_targets,
             # Not the longest draft of the step: each width is another variant of the kernel.
-            max_draft_tokens=self._config.num_speculative_tokens if metadata is not None else 0,
+            max_draft_tokens=self._config.max_draft_tokens if metadata is not None else 0,
         )
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
         is_counted = ~discarded[: len(batch.req_ids)]
@@ -273,9 +273,6 @@ class RunnerAdapterV1(RunnerAdapter):
             return sampler.apply_logits_processors(processed, sampling, False)
         # Pretend that every request has one more draft token, so that its bonus row is processed like the others: by
         # itself vLLM masks stop tokens in bonus rows until a step begins after min_tokens.
-        holder = sampling.thinking_budget_state_holder
-        if holder is not None and holder.has_tracked_requests():
-            holder.update_state(sampling.output_token_ids, sampling.spec_token_ids, repeat_indices=None)
         drafts = sampling.spec_token_ids
         one_more = replace(sampling, spec_token_ids=[[*tokens, 0] for tokens in drafts] if drafts else drafts)
         counts = SimpleNamespace(num_draft_tokens=[count + 1 for count in metadata.num_draft_tokens])

@@ -214,7 +214,7 @@ class VerifyingSampler:
         self.features: torch.Tensor | None = None
         self._adapter = adapter
         self._config = config
-        self._num_speculative_tokens = config.num_speculative_tokens
+        self._num_speculative_tokens = config.max_draft_tokens
         self._own_processors = compat.has_own_processors(inner)
         self._needs_vllm: np.ndarray = np.zeros(inner.sampling_states.max_num_reqs, bool)
         self._min_tokens: np.ndarray = np.zeros(self._needs_vllm.size, np.int64)
@@ -478,7 +478,7 @@ class HistorySpeculator(BaseSpeculator):
         index_late = device.type != "cpu"
         self.session = DraftingSession(config, vllm_config, self.stats, share, index_late=index_late)
         self.num_draft_tokens: dict[str, int] = {}
-        self._num_speculative_tokens = config.num_speculative_tokens
+        self._num_speculative_tokens = config.max_draft_tokens
         self._device = device
         self._runner: Any = None
         self._adapter: Any = None

@@ -94,12 +94,12 @@ class DraftingSession(Speculation):
         has_model: bool = False,
         index_late: bool = False,
     ) -> None:
-        options = {"max_draft_tokens": config.num_speculative_tokens} if config.drafter in DRAFTERS else {}
+        options = {"max_draft_tokens": config.max_draft_tokens} if config.drafter in DRAFTERS else {}
         drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
         self.budget = Budget() if config.budget else None
         self.drafting = Drafting(
             drafter,
-            config.num_speculative_tokens,
+            config.max_draft_tokens,
             max_model_len=int(vllm_config.model_config.max_model_len),
             vocab_size=int(vllm_config.model_config.get_vocab_size()),
             budget=self.budget,
@@ -115,7 +115,7 @@ class DraftingSession(Speculation):
         self._expected: dict[str, Conversation] = {}  # of requests whose prompts are being read
         self.follows_all = True
         self.broken = False
-        self.num_speculative_tokens = config.num_speculative_tokens
+        self.num_speculative_tokens = config.max_draft_tokens
         self._config = config
         self._stats = stats
         self._uses_model = True  # in this step

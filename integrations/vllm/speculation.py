@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rollout_spec.budget.decide import Budget
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 
+logger = logging.getLogger(__name__)
+
 MODEL = "model"
 """The model's drafts, among the sources of drafted tokens."""
+WRONG_TOKENS = 200
+"""A model drafter of which so many tokens in a row were wrong has not the weights that it should have."""
 
 
 class Speculation:
@@ -30,6 +35,8 @@ class Speculation:
     budget: Budget | None = None
     num_speculative_tokens: int
     enabled: bool = True
+    _model_counts = 0, 0  # as the policy version began
+    _has_lost_model = False
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """Call the drafter; None if it cannot answer."""
@@ -46,11 +53,31 @@ class Speculation:
     def begin_policy_version(self, version: int) -> None:
         """Tell whatever learns that weights have changed."""
         if self.choice is not None:
+            self.check_model()
             self.choice.begin_policy_version()
+            self._model_counts = self.choice.model_counts()
         self._ask(lambda: self.drafter.begin_policy_version(version))
         history = self.engine_history
         if history is not None:
             self._ask(lambda: history.begin_policy_version(version))
+
+    def check_model(self) -> None:
+        """Say once if nothing was right that a model has drafted since the policy version began. Waits for the device.
+
+        Its drafts cost time then, and nobody would notice: rollouts are the same.
+        """
+        if self.choice is None or self._has_lost_model:
+            return
+        reached, right = (now - then for now, then in zip(self.choice.model_counts(), self._model_counts, strict=True))
+        if reached >= WRONG_TOKENS and right <= 0:
+            self._has_lost_model = True
+            logger.error(
+                "none of the last %d tokens that the model drafter drafted was right, so it has lost its weights, or "
+                "has those of another model: vLLM discards them at sleep level 2 and does not load them again "
+                "(vllm-project/vllm#52479). Use llm.sleep(level=1), load the drafter's weights after waking up, or "
+                "leave speculative_config out",
+                reached,
+            )
 
     def end_missing(self, requests: Mapping[str, Any]) -> None:
         """End the requests that vLLM no longer has; of some ends only the next step would tell.

@@ -39,7 +39,7 @@ def check_kernels(config: RolloutSpecConfig, runner: Any, *, features: bool) -> 
         return Usable(True, True)
     started, vllm_config = time.perf_counter(), runner.vllm_config
     model = vllm_config.model_config
-    vocab_size, k = int(model.get_vocab_size()), config.num_speculative_tokens if config.speculation else 0
+    vocab_size, k = int(model.get_vocab_size()), config.max_draft_tokens if config.speculation else 0
     verdict = self_check.check(
         self_check.Setting(
             device=runner.device,

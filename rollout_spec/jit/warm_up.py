@@ -110,7 +110,7 @@ class _NoDrafts:
 
 def _draft(config: RolloutSpecConfig, has_model: bool) -> None:
     """Two requests from start to stop; one rollout is kept, the other removed."""
-    k, is_ours = config.num_speculative_tokens, config.drafter in DRAFTERS
+    k, is_ours = config.max_draft_tokens, config.drafter in DRAFTERS
     options = {"max_draft_tokens": k, **config.drafter_options}
     drafter: Any = build_drafter(config.drafter, **options) if is_ours else _NoDrafts()
     budget = Budget() if config.budget else None
@@ -166,7 +166,7 @@ def warm_up_kernels(
     kernel.gather_layout(zeros, zeros.long(), zeros, zeros, zeros, zeros, zeros, zeros.float(), zeros.long())
     # Triton tells strides and sizes apart that 16 divides. vLLM cuts logits off a matrix of padded width.
     padded_size = -(-vocab_size // 64) * 64
-    drafted = (0, config.num_speculative_tokens) if config.speculation else (0,)
+    drafted = (0, config.max_draft_tokens) if config.speculation else (0,)
     modes = (None, *(mode for mode in get_args(LogprobsMode) if mode == logprobs_mode))
     if draws:
         logits = torch.zeros(1, padded_size, dtype=dtype, device=device)[:, :vocab_size]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +30,7 @@ pytestmark = pytest.mark.engine
 def test_grpo_with_speculation(tiny_model, tmp_path, monkeypatch):
     """Rollouts, metrics, policy versions, the log-probability check and switching, in one run."""
     seen, lines = [], []
-    monkeypatch.setattr("rollout_spec.integrations.trainers.trl.say", lines.append)
+    monkeypatch.setattr("rollout_spec.integrations.trainers.trl.tell", lines.append)
 
     class Recording(RolloutSpecGenerator):
         def generate(self, prompts, sampling_params, *args, **kwargs):
@@ -70,8 +71,9 @@ def test_grpo_with_speculation(tiny_model, tmp_path, monkeypatch):
     assert "Where the time of a step goes" in explain(report)
     assert report["progress"]["global_step"] == [entry["step"] for entry in logs] == [1, 2, 3]
     assert sum(report["progress"]["emitted_tokens"]) == stats["emitted_tokens"]
-    assert len(lines) == 1
-    assert f"after 3 training steps {stats['tokens_per_step']:.2f} tokens per request and step" in lines[0]
+    assert len(lines) == 2
+    assert "is on: up to 4 draft tokens per request and step, drafted by 'history'" in lines[0]
+    assert f"after 3 training steps {stats['tokens_per_step']:.2f} tokens per request and step" in lines[1]
     # What TRL itself sees: log-probabilities that its own forward pass confirms.
     assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logs)
     drafter.check_integrity()
@@ -257,7 +259,8 @@ def test_a_resumed_training_goes_on_with_the_series_of_its_report(tmp_path):
     for global_step, expected in ((1, [1]), (0, []), (2, [1, 2])):
         generator = RolloutSpecGenerator()
         generator.llm = SimpleNamespace(collective_rpc=lambda *_, **__: [{}])
-        args, state = SimpleNamespace(output_dir=str(tmp_path)), SimpleNamespace(global_step=global_step)
+        args = SimpleNamespace(output_dir=str(tmp_path))
+        state = SimpleNamespace(global_step=global_step, is_world_process_zero=False)
         generator.on_train_begin(args, state, None)
         assert generator.report()["progress"]["global_step"] == expected
 
@@ -282,7 +285,8 @@ def test_each_engine_of_a_data_parallel_trainer_has_seeds_of_its_own(ranks_per_e
 def test_each_training_says_once_what_speculation_does(tmp_path, monkeypatch, max_steps, said_at):
     """Not in its first steps, unless it has no others, and not in evaluations."""
     said = []
-    monkeypatch.setattr("rollout_spec.integrations.trainers.trl.say", said.append)
+    monkeypatch.setattr("rollout_spec.integrations.trainers.trl.tell", said.append)
+    monkeypatch.setattr(RolloutSpecGenerator, "describe_engine", lambda self: "it is on")
     generator = RolloutSpecGenerator()
     generator.llm = SimpleNamespace(collective_rpc=lambda *_, **__: [a_report()])
     args = SimpleNamespace(output_dir=str(tmp_path), world_size=1)
@@ -292,15 +296,36 @@ def test_each_training_says_once_what_speculation_does(tmp_path, monkeypatch, ma
         for state.global_step in range(1, max_steps + 1):
             generator.evaluating = state.global_step == 3
             generator.on_log(args, state, None)
-    assert [line[: line.index(" tokens per")] for line in said] == [
+    assert said[::2] == ["it is on"] * 2
+    assert [line[: line.index(" tokens per")] for line in said[1::2]] == [
         f"rollout_spec: after {step} training steps 1.14" for step in said_at
     ]
+
+
+@pytest.mark.parametrize(
+    ("settings", "warns"),
+    [
+        ({"top_p": 0.9}, "top_p=0.9:"),
+        ({"top_k": 50, "generation_kwargs": {"min_p": 0.1}}, "top_k=50 and min_p=0.1:"),
+        ({"top_k": 50, "vllm_importance_sampling_correction": False}, None),
+        ({"top_p": 0.9, "generation_kwargs": {"top_p": 1.0}}, None),
+        ({}, None),
+    ],
+)
+def test_log_probabilities_of_a_truncated_distribution_are_warned_of(tiny_model, tmp_path, settings, warns):
+    """Once, when the trainer is made."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(tiny_model, tmp_path, [RolloutSpecGenerator(llm_kwargs=FP32)], **settings)
+    said = [str(warning.message) for warning in caught if "importance ratios are biased" in str(warning.message)]
+    assert len(said) == (warns is not None)
+    assert warns is None or said[0].startswith(warns)
 
 
 @pytest.mark.parametrize("fault", ["no step_seconds", "no draft_tokens", "unequal columns"])
 def test_a_report_that_cannot_be_summarised_does_not_end_a_training(tmp_path, monkeypatch, caplog, fault):
     said, report = [], a_report()
-    monkeypatch.setattr("rollout_spec.integrations.trainers.trl.say", said.append)
+    monkeypatch.setattr("rollout_spec.integrations.trainers.trl.tell", said.append)
     if fault == "no step_seconds":
         report["stats"]["step_seconds"] = 0
     elif fault == "no draft_tokens":

@@ -274,7 +274,7 @@ def check_command(message, tiny_model, url, k):
     options = dict(zip(words[4::2], words[5::2], strict=True))
     assert options["--port"] == url.rpartition(":")[2]
     config = RolloutSpecConfig.from_dict(json.loads(options["--additional-config"])["rollout_spec"])
-    assert config.num_speculative_tokens == k
+    assert config.max_draft_tokens == k
     assert json.loads(options["--speculative-config"]) == config.engine_kwargs()["speculative_config"]
 
 

@@ -23,6 +23,7 @@ def a_speculation(calls, budget=None):
         set_enabled=lambda enabled: calls.append(("set_enabled", enabled)),
         memory_bytes=lambda: 123,
         num_live_requests=lambda: 2,
+        check_model=lambda: None,
         source_counts=lambda: {"own": [3, 1]},
         history_summary=lambda: {"requests": 7},
         engine_history=None,

@@ -181,3 +181,21 @@ def test_what_an_mtp_drafter_shares_is_the_target(drafters, reference_model):
     assert changed(target, dict(runner.model.named_parameters())) == {"lm_head.weight"}
     runner.model.load_weights([("lm_head.weight", head / 2)])  # the target after the drafter: right again
     compare(pair, reference_model, 6)
+
+
+def test_a_drafter_that_has_lost_its_weights_is_reported(drafters, caplog):
+    """As after sleep level 2: each of its tokens costs time, and no rollout shows it."""
+    pair = build_pair(drafters, "draft_model")
+    params = {"temperature": 0.0, "ignore_eos": True, "logit_bias": {0: -100.0}}  # what a model of zeros says
+    for llm in pair:
+        generate(llm, mixed_params(6, 7, max_tokens=16, **params))
+    stats_of(pair[0])
+    assert "lost its weights" not in caplog.text
+    for parameter in runner_of(pair[0]).get_draft_model().parameters():
+        parameter.data.zero_()
+    pair[0].collective_rpc("rollout_spec", args=("begin_policy_version", 1))
+    for seed in range(8, 20):
+        ours, plain = (generate(llm, mixed_params(6, seed, max_tokens=16, **params)) for llm in pair)
+        assert [list(output.token_ids) for output in ours] == [list(output.token_ids) for output in plain]
+        stats_of(pair[0])
+    assert caplog.text.count("so it has lost its weights") == 1

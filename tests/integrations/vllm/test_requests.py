@@ -12,6 +12,7 @@ from vllm.v1.request import RequestStatus
 
 from rollout_spec import engine_kwargs
 from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.integrations.vllm import log
 from rollout_spec.integrations.vllm.request_options import RequestOptions, request_options, without_history
 from tests.integrations.engines import (
     assert_same,
@@ -149,6 +150,31 @@ def test_several_samples_per_request(on, off):
     for a, b in zip(ours, plain, strict=True):
         assert [list(x.token_ids) for x in a.outputs] == [list(y.token_ids) for y in b.outputs]
         assert len({tuple(x.token_ids) for x in a.outputs}) > 1
+
+
+def test_an_engine_with_a_seed_repeats_itself(tiny_model, monkeypatch):
+    """With drafts and without, as stock vLLM does; vLLM's default is 0, which nobody chose."""
+    said = []
+    monkeypatch.setattr(log, "say", said.append)
+
+    def outputs(options, **engine):
+        llm = build(tiny_model, **options, **engine)
+        params = [SamplingParams(max_tokens=30, ignore_eos=True) for _ in range(4)]
+        return [tuple(output.token_ids) for output in generate(llm, params, [[1, 4, 9]] * 4)]
+
+    on, off = verify_all(num_speculative_tokens=4), engine_kwargs(speculation=False)
+    first, again, without, other = (
+        outputs(on, seed=42),
+        outputs(on, seed=42),
+        outputs(off, seed=42),
+        outputs(on, seed=7),
+    )
+    assert first == again == without
+    assert sum("requests without a seed get theirs from the engine's, 42" in line for line in said) == 3
+    assert len({*first, *other}) == 8
+    said.clear()
+    assert len({*outputs(on), *outputs(on, seed=0)}) == 8
+    assert not any("without a seed" in line for line in said)
 
 
 def test_requests_of_one_problem_share_history(on):
