@@ -103,9 +103,16 @@ def _warm_start(policy_dir: Path, seed: int, console: Any) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
     unfinished = policy_dir.with_suffix(".tmp")
+    console.print("Policy: supervised warm start, which takes three minutes or so on two cores ...")
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("Warm start (supervised)", total=STEPS)
-        stats = warm_start(unfinished, seed=seed, progress=lambda step, loss: progress.update(task, completed=step))
+
+        def show(step: int, loss: float) -> None:
+            progress.update(task, completed=step)
+            if not console.is_terminal and step % (STEPS // 10) == 0:  # a file or a pipe, where no bar is drawn
+                console.print(f"  step {step} of {STEPS}, loss {loss:.3f}")
+
+        stats = warm_start(unfinished, seed=seed, progress=show)
     torch.set_num_threads(threads)
     unfinished.rename(policy_dir)
     console.print(

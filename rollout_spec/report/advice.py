@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
-import numpy as np
-
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS
 from rollout_spec.report.explain import percent, table
 from rollout_spec.report.measures import MIN_STEPS, SizeGroup, acceptance_by_position, saving, size_groups
@@ -54,30 +52,15 @@ def _advice(report: dict[str, Any]) -> list[str]:
 
 def _noise(report: dict[str, Any]) -> list[str]:
     """Of the sizes of step that other work held up the one that lost most time to it."""
-    held_up = []
-    for group in size_groups(report):
-        fast = group.steps * _fast_step(report, group)
-        if group.steps >= MIN_STEPS and group.seconds > NOISY * fast:  # not where it is NaN
-            held_up.append((group.seconds - fast, fast, group))
+    held_up = [g for g in size_groups(report) if g.steps >= MIN_STEPS and (g.delay > NOISY or g.is_noisy)]
     if not held_up:
         return []
-    _, fast, group = max(held_up, key=lambda lost: lost[0])
+    group = max(held_up, key=lambda group: group.seconds - group.typical)
     return [
         f"Run it again on a quiet machine before believing any time: {group.steps:,} steps of {group.requests:.1f} "
-        f"requests took {group.seconds:.1f} s, {fast:.1f} s at the pace of the fastest ones. Other work held them "
-        "up, or compilation; drafting is part of both times."
+        f"requests took {group.seconds:.1f} s, {group.typical:.1f} s at the pace of the fastest ones. Other work held "
+        "them up, or compilation; drafting is part of both times."
     ]
-
-
-def _fast_step(report: dict[str, Any], group: SizeGroup) -> float:
-    """Seconds of a step like the group's by the fastest that were measured, with drafting; NaN if it is not known."""
-    budget, tokens = report["budget"], group.requests + group.draft_tokens / group.steps
-    if budget is None:
-        return math.nan
-    sizes, seconds = budget["drafted" if group.draft_tokens else "undrafted"]
-    if not sizes or not sizes[0] / 2 <= tokens <= 2 * sizes[-1]:
-        return math.nan
-    return float(np.interp(tokens, sizes, seconds)) + group.draft_seconds / group.steps
 
 
 def _history_counts(report: dict[str, Any]) -> tuple[float, float]:

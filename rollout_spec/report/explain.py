@@ -32,7 +32,9 @@ def summary(report: dict[str, Any]) -> str:
     line += f", {percent(stats['acceptance_rate'])} of {stats['draft_tokens']:,} drafted tokens accepted"
     if gained is None:
         return f"{line}; what that saved is not measured here"
-    share = percent(gained.compared / stats["step_seconds"])
+    if gained.is_noisy:
+        return f"{line}; what that saved {gained}"
+    share = percent(gained.took / stats["step_seconds"])
     return f"{line}; by estimate, for {share} of the time, it {gained} as steps of this engine without drafts"
 
 
@@ -144,7 +146,7 @@ def _table_by_size(groups: list[SizeGroup]) -> str:
     rows = []
     for group in groups:
         per_request = group.steps * group.requests
-        known = not math.isnan(group.undrafted)
+        known = not math.isnan(group.speedup)
         rows.append(
             [
                 f"{group.requests:.1f}",
@@ -152,16 +154,18 @@ def _table_by_size(groups: list[SizeGroup]) -> str:
                 f"{group.draft_tokens / per_request:.2f}",
                 f"{group.tokens / per_request:.2f}",
                 f"{group.seconds:.2f}",
+                f"{group.typical:.2f}" if known else "?",
                 f"{group.without:.2f}" if known else "?",
-                f"{group.speedup:.2f}" if known else "?",
+                ("noise" if group.is_noisy else f"{group.speedup:.2f}") if known else "?",
             ]
         )
-    heads = ["requests", "steps", "verified", "emitted", "seconds", "without", "speedup"]
+    heads = ["requests", "steps", "verified", "emitted", "seconds", "quiet", "without", "speedup"]
     return (
         "By number of requests in a step, prompts apart\n"
         f"{table(heads, rows)}\n"
-        "  verified, emitted: tokens per request and step. without: estimated seconds of the same tokens in this\n"
-        "  engine's steps without drafts, '?' where none was measured"
+        "  verified, emitted: tokens per request and step. quiet: seconds at the pace of the fastest of these steps.\n"
+        "  without: of the same tokens in this engine's steps without drafts, at their fastest pace; '?' where none\n"
+        "  was measured. speedup: without / quiet; 'noise' where other work cost more than drafts changed"
     )
 
 
@@ -173,9 +177,11 @@ def _limits(report: dict[str, Any]) -> str:
     lines = []
     gained = saving(report)
     if gained is not None:
+        share = f"{percent(gained.took / stats['step_seconds'])} of the time"
         lines.append(
-            f"Where it is known, {percent(gained.compared / stats['step_seconds'])} of the time, speculation "
-            f"{gained}\n"
+            f"What speculation saved where it is known, {share}, {gained}."
+            if gained.is_noisy
+            else f"Where it is known, {share}, speculation {gained}\n"
             "as this engine's steps without drafts. Without speculation an engine may also schedule asynchronously\n"
             "and run full CUDA graphs, which only a run with speculation=False can tell."
         )
@@ -184,7 +190,7 @@ def _limits(report: dict[str, Any]) -> str:
     gains = {"drafting took no time": sum(group.draft_seconds for group in groups)}
     if len(known) == len(groups):
         gains["drafted tokens cost nothing to verify"] = sum(
-            max(group.seconds - group.draft_seconds - group.steps * group.undrafted, 0.0) for group in known
+            max(group.typical - group.draft_seconds - group.steps * group.undrafted, 0.0) for group in known
         )
     try:
         cost = engine_cost(report)

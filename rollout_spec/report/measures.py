@@ -6,6 +6,7 @@ A report is as `reading.read_report` returns it.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,16 +29,32 @@ class SizeGroup(NamedTuple):
     draft_seconds: float
     asked: int  # steps in which the drafter was asked
     undrafted: float  # seconds of such a step without drafts; NaN if it is not known
+    typical: float  # seconds that the steps take where nothing else holds them up; NaN if it is not known
 
     @property
     def without(self) -> float:
-        """Seconds that the same tokens would have taken in steps without drafts."""
+        """Seconds that the same tokens would have taken in steps without drafts, where nothing holds them up."""
         return self.tokens / self.requests * self.undrafted
 
     @property
     def speedup(self) -> float:
-        """Over steps without drafts; NaN if it is not known."""
-        return self.without / self.seconds
+        """Over steps without drafts, where nothing holds up either; NaN if it is not known."""
+        return self.without / self.typical
+
+    @property
+    def delay(self) -> float:
+        """How many times as long the steps took as where nothing holds them up; NaN if it is not known."""
+        return self.seconds / self.typical
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether other work changed the steps' time by more than drafts did."""
+        return hides(self.delay, self.speedup)
+
+
+def hides(delay: float, speedup: float) -> bool:
+    """Whether a delay by other work is larger than what drafts gained or cost. False where either is NaN."""
+    return delay > max(speedup, 1 / max(speedup, 1e-9))
 
 
 def size_groups(report: dict[str, Any]) -> list[SizeGroup]:
@@ -49,29 +66,58 @@ def size_groups(report: dict[str, Any]) -> list[SizeGroup]:
     for steps, requests, tokens, drafted, seconds, draft_seconds, asked, cost in zip(*columns, undrafted, strict=True):
         if steps and tokens:
             known = math.nan if cost is None else cost
-            found.append(SizeGroup(requests / steps, steps, tokens, drafted, seconds, draft_seconds, asked, known))
+            step = _typical_step(budget, requests / steps, drafted / steps, known)
+            typical = steps * step + draft_seconds
+            counts = steps, tokens, drafted, seconds, draft_seconds, asked
+            found.append(SizeGroup(requests / steps, *counts, known, typical))
     return found[::-1]
 
 
+def _typical_step(budget: Mapping[str, Any], requests: float, drafted: float, undrafted: float) -> float:
+    """Seconds of a step without drafting, from the costs that the budget measured; NaN if they are not known.
+
+    Both costs, with and without drafts, are those of steps that nothing held up, so that they can be compared.
+    """
+    if not drafted:
+        return undrafted
+    sizes, seconds = budget.get("drafted", ((), ()))
+    tokens = requests + drafted
+    if not len(sizes) or not sizes[0] / 2 <= tokens <= 2 * sizes[-1]:
+        return math.nan
+    return float(np.interp(tokens, sizes, seconds))
+
+
 def with_known_cost(groups: list[SizeGroup]) -> list[SizeGroup]:
-    """Those whose steps' cost without drafts is known."""
-    return [group for group in groups if not math.isnan(group.undrafted)]
+    """Those of which it is known what their steps cost, with drafts and without."""
+    return [group for group in groups if not math.isnan(group.speedup)]
 
 
 class Saving(NamedTuple):
     """What speculation is estimated to have saved, in steps without prompts whose cost without drafts was measured."""
 
-    seconds: float  # negative: it cost time
-    compared: float  # seconds that these steps took
+    without: float  # seconds of the same tokens without drafts, where nothing holds steps up
+    typical: float  # of these steps
+    took: float  # what they did take
 
     @property
     def speedup(self) -> float:
         """Over steps without drafts."""
-        return (self.compared + self.seconds) / self.compared
+        return self.without / self.typical
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether other work changed the time by more than drafts did."""
+        return hides(self.took / self.typical, self.speedup)
 
     def __str__(self) -> str:
-        word = "saved" if self.seconds >= 0 else "cost"
-        return f"{word} about {abs(self.seconds):.2f} s: {self.speedup:.2f} times as fast"
+        if self.is_noisy:
+            return (
+                "is too noisy to say: its steps took "
+                f"{self.took / self.typical:.1f} times as long as the fastest of their size, which is more than what "
+                "drafts can have changed"
+            )
+        word = "saved" if self.speedup >= 1 else "cost"
+        return f"{word} about {abs(self.without - self.typical):.2f} s: {self.speedup:.2f} times as fast"
 
 
 def saving(report: dict[str, Any]) -> Saving | None:
@@ -79,7 +125,7 @@ def saving(report: dict[str, Any]) -> Saving | None:
     known = with_known_cost(size_groups(report))
     if not known:
         return None
-    return Saving(sum(group.without - group.seconds for group in known), sum(group.seconds for group in known))
+    return Saving(*(sum(times) for times in zip(*((g.without, g.typical, g.seconds) for g in known), strict=True)))
 
 
 def time_parts(stats: dict[str, Any]) -> dict[str, float]:

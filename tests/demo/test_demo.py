@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
 from pathlib import Path
@@ -11,11 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
+pytest.importorskip("rich")
+
+from rich.console import Console
 
 from rollout_spec.demo import task
 from rollout_spec.demo.policy import build_model, build_tokenizer
 from rollout_spec.demo.report import plot_rollouts
-from rollout_spec.demo.warm_start import trace_batches, warm_start
+from rollout_spec.demo.run import _warm_start
+from rollout_spec.demo.warm_start import STEPS, trace_batches, warm_start
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -78,6 +83,23 @@ def test_warm_start_writes_a_policy(tmp_path):
     for options in ({"steps": 0}, {"batch_size": 0}):
         with pytest.raises(ValueError, match="at least 1"):
             warm_start(tmp_path, **options)
+
+
+def test_a_piped_demo_says_how_far_it_is(tmp_path, monkeypatch):
+    """Where no bar is drawn, the warm start would be silent for minutes."""
+    lines_before_the_end = []
+
+    def stub(path, *, seed, progress):
+        path.mkdir()
+        for step in range(1, STEPS + 1):
+            progress(step, 1.0)
+        lines_before_the_end.extend(written.getvalue().splitlines())
+        return {"parameters": 1.0, "tokens": 1.0, "seconds": 1.0, "loss": 1.0}
+
+    written = io.StringIO()
+    monkeypatch.setattr("rollout_spec.demo.warm_start.warm_start", stub)
+    _warm_start(tmp_path / "policy", 0, Console(file=written))
+    assert sum(f"of {STEPS}, loss 1.000" in line for line in lines_before_the_end) >= 10
 
 
 def test_labels_leave_out_prompts_and_padding():

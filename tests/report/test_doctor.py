@@ -95,8 +95,8 @@ def test_the_report_is_explained():
         "off by 25.0 points on average",
         "     1            8.00",
         "     5                         9.00",
-        "64.0     10      0.00     1.00     0.20     0.18     0.90",
-        "1.0    100      4.00     2.00     1.00     1.60     1.60",
+        "64.0     10      0.00     1.00     0.20     0.20     0.18     0.90",
+        "1.0    100      4.00     2.00     1.00     1.00     1.60     1.60",
         "Where it is known, 54.5 % of the time, speculation saved about 0.58 s: 1.48 times as fast",
         "What limits these steps, 54.5 % of the time, at most",
         "drafting took no time: 0.12 s less, 1.11 times as fast",
@@ -145,6 +145,21 @@ def test_the_report_in_one_line():
     off.record([0], [0])
     line = summary(a_report(stats=off.to_dict(), budget=None, sources={}))
     assert line == "1.00 tokens per request and step, no draft verified"
+
+
+def test_a_busy_machine_is_not_blamed_on_drafts():
+    """Steps without drafts cannot have been slowed by any, and what took longer by chance is no cost of drafts."""
+    report = a_report()
+    report["stats"]["seconds_by_batch"] = [seconds * 20 for seconds in report["stats"]["seconds_by_batch"]]
+    many, one = size_groups(report)
+    assert (many.speedup, one.speedup) == (pytest.approx(0.9), pytest.approx(1.6))
+    assert many.is_noisy
+    assert one.is_noisy
+    assert "it saved" not in summary(report)
+    assert "what that saved is too noisy to say: its steps took 20.0 times as long" in summary(report)
+    text = " ".join(explain(report).split())
+    assert "64.0 10 0.00 1.00 4.00 0.20 0.18 noise" in text
+    assert "of the time, is too noisy to say: its steps took 20.0 times as long as the fastest" in text
 
 
 def test_what_is_not_known_is_not_made_up():
