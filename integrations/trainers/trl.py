@@ -31,10 +31,10 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.trainers.controller import EngineController
 from rollout_spec.integrations.vllm.request_options import KEEP_IN_HISTORY
 from rollout_spec.report.explain import summary
+from rollout_spec.report.reading import REPORT_NAME
 
 logger = logging.getLogger(__name__)
 
-REPORT_NAME = "rollout_spec.json"
 HISTORY_NAME = "rollout_spec_history"
 STEPS_BEFORE_SUMMARY = 3
 """Training steps after which the log says what speculation does: at first there is little history."""

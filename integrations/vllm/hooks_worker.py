@@ -47,12 +47,14 @@ def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: An
     return result
 
 
-def add_lora(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def add_lora(original: Callable[..., Any], self: Any, lora_request: Any) -> Any:
     """Begin a policy version: what is loaded is not among the model's parameters."""
     adapter = _adapter_of(self)
     if adapter is not None:
         adapter.weights.announce()
-    return original(self, *args, **kwargs)
+        if lora_request is not None:
+            adapter.adapters.add(lora_request.lora_int_id)
+    return original(self, lora_request)
 
 
 def determine_available_memory(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,7 @@ class RunnerAdapter:
         stats: This engine's counters.
         num_wanted_drafts: How many draft tokens of each request the next step will verify, where the drafter does not
             say it: vLLM decides it by the number of requests when this step is scheduled.
+        adapters: Ids of the LoRA adapters that were loaded, by a command or for a request.
         warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
 
     Args:
@@ -41,6 +42,7 @@ class RunnerAdapter:
         self.num_wanted_drafts = config.max_draft_tokens
         self.clock = StepClock(runner.device, stats)
         self.weights = WeightWatch(agreeing_on_any(runner.vllm_config))
+        self.adapters: set[int] = set()
         self._runner = runner
         self._config = config
         self._speculation = speculation
@@ -115,6 +117,10 @@ class RunnerAdapter:
     def on_scheduled(self, scheduled: Any) -> None:
         """Called after `begin_step` with vLLM's `SchedulerOutput`."""
         self.num_wanted_drafts = scheduled.num_spec_tokens_to_schedule
+        for request in scheduled.scheduled_new_reqs:
+            if request.lora_request is not None and request.lora_request.lora_int_id not in self.adapters:
+                self.adapters.add(request.lora_request.lora_int_id)
+                self.weights.announce()
         if self._speculation is not None and not self.warming_up:
             self._speculation.expect(scheduled.scheduled_new_reqs)
 

@@ -92,7 +92,8 @@ class Speculation:
 
     def memory_bytes(self) -> int:
         """Bytes that the drafter holds; 0 if it does not say."""
-        return self._ask(lambda: int(self.drafter.memory_bytes() or 0)) or 0
+        memory_bytes = getattr(self.drafter, "memory_bytes", lambda: 0)
+        return self._ask(lambda: int(memory_bytes() or 0)) or 0
 
     def source_counts(self) -> dict[str, list[int]]:
         """By source, [drafted tokens that the target reached, those that were right]; empty if it has no sources."""

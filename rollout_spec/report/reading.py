@@ -13,6 +13,8 @@ from rollout_spec.files import read_json
 from rollout_spec.report.stats import REPORT_FORMAT, ProgressPoint
 from rollout_spec.types import CONFIDENCE_LIMITS
 
+REPORT_NAME = "rollout_spec.json"
+"""What a trainer's callback calls the report in its output folder."""
 BY_BATCH = tuple(
     f"{name}_by_batch" for name in ("steps", "requests", "tokens", "draft_tokens", "seconds", "draft_seconds", "asked")
 )
@@ -35,10 +37,14 @@ STATS_NUMBERS = (
 def read_report(path: Path) -> dict[str, Any]:
     """Read a report, or a server's answer to the command 'report', which has one per rank, all alike.
 
+    Args:
+        path: A trainer's output folder stands for the report in it.
+
     Raises:
         ValueError: it is not a report, or one of another format, or a field is missing or of the wrong type.
         OSError: the file cannot be read.
     """
+    path = path / REPORT_NAME if path.is_dir() else path
     try:
         report = read_json(path)
     except ValueError as error:

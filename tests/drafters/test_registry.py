@@ -69,7 +69,7 @@ def test_drafters_by_path():
         ("treee", {}, r"unknown drafter 'treee': use one of \["),
         ("no.such.Drafter", {}, "cannot be imported"),
         ("rollout_spec.drafters.host.history.Nothing", {}, "cannot be imported"),
-        ("suffix", {"depth": 3}, "'suffix' does not take these options"),
+        ("suffix", {"depth": 3}, "'suffix' does not take these drafter_options"),
         ("history", {"max_draft_tokens": 0}, "max_draft_tokens"),
         ("device", {}, "'device' runs on the device, where the engine makes it"),
     ],
@@ -118,15 +118,22 @@ def test_options_that_can_be_taken(name, options):
     [
         ("devise", {}, "unknown drafter 'devise'.*'device', 'history', 'lookahead', 'ngram', 'suffix'"),
         ("no.such.Drafter", {}, "cannot be imported"),
-        ("history", {"depth": 3}, "'history' does not take these options.*depth"),
+        ("history", {"depth": 3}, "'history' does not take these drafter_options.*depth"),
         ("history", {"recency": 2}, "recency must be in"),
         ("history", {"signatures": False}, "signatures and distributions are one option now: features"),
         ("suffix", {"features": True, "distributions": False}, "are one option now: features"),
         pytest.param("device", {"recency": 2}, "recency must be in", marks=needs_triton),
         pytest.param(
-            "device", {"max_requests": 8}, "'device' does not take these options.*max_requests", marks=needs_triton
+            "device",
+            {"max_requests": 8},
+            "'device' does not take these drafter_options.*max_requests",
+            marks=needs_triton,
         ),
-        ("rollout_spec.drafters.host.history.HistoryDrafter", {"depth": 3}, "does not take these options.*depth"),
+        (
+            "rollout_spec.drafters.host.history.HistoryDrafter",
+            {"depth": 3},
+            "does not take these drafter_options.*depth",
+        ),
     ],
 )
 def test_options_that_cannot(name, options, message):

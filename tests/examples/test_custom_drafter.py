@@ -59,7 +59,7 @@ def test_confidence_follows_what_was_accepted():
 def test_misuse_raises():
     with pytest.raises(ValueError, match="context_length must be at least 1, got 0"):
         build_drafter(NAME, context_length=0)
-    with pytest.raises(ValueError, match="does not take these options"):
+    with pytest.raises(ValueError, match="does not take these drafter_options"):
         check_options(NAME, {"length": 3})
     drafter = build_drafter(NAME)
     for call in (drafter.stop_request, lambda req_id: drafter.extend(req_id, [1])):

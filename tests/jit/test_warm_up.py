@@ -156,7 +156,7 @@ def test_torchs_defaults_do_not_matter():
 
 
 def test_options_that_the_drafter_does_not_take_raise():
-    with pytest.raises(ValueError, match="does not take these options"):
+    with pytest.raises(ValueError, match="does not take these drafter_options"):
         warm_up(RolloutSpecConfig(drafter="history", drafter_options={"dept": 3}))
 
 

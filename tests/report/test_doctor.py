@@ -147,6 +147,14 @@ def test_the_report_in_one_line():
     assert line == "1.00 tokens per request and step, no draft verified"
 
 
+def test_a_trainers_folder_stands_for_the_report_in_it(tmp_path, capsys):
+    assert cli.main(["doctor", str(tmp_path)]) == 2
+    assert "No such file or directory" in capsys.readouterr().err
+    (tmp_path / "rollout_spec.json").write_text(json.dumps(a_report()))
+    assert cli.main(["doctor", str(tmp_path)]) == 0
+    assert "tokens in 110 engine steps" in capsys.readouterr().out
+
+
 def test_a_busy_machine_is_not_blamed_on_drafts():
     """Steps without drafts cannot have been slowed by any, and what took longer by chance is no cost of drafts."""
     report = a_report()

@@ -321,8 +321,14 @@ def test_an_engine_takes_one_drafter(name):
     ours = {name: engine_kwargs()[name]}
     with pytest.raises(ValueError, match=f"{name}.* is set by llm_kwargs and by EngineController"):
         EngineController(RolloutSpecConfig(), llm_kwargs=ours).engine_kwargs({})
+
     with pytest.raises(ValueError, match=f"{name}.* is set by the trainer and by EngineController"):
         EngineController(RolloutSpecConfig()).engine_kwargs(ours)
+
+
+def test_arguments_that_vllm_does_not_take_are_named():
+    with pytest.raises(ValueError, match="takes no 'max_num_sequences'; did you mean 'max_num_seqs'"):
+        EngineController(RolloutSpecConfig(), llm_kwargs={"max_num_sequences": 8}).engine_kwargs({})
 
 
 def test_an_engine_without_the_plugin():

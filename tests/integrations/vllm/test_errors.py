@@ -23,12 +23,25 @@ OPTIONS = engine_kwargs(num_speculative_tokens=4)
 PROPOSER = OPTIONS["speculative_config"]
 
 
+def unchecked(**options):
+    """Arguments as those write them who do not call `engine_kwargs`, which would refuse these options."""
+    return {
+        "speculative_config": {**PROPOSER, "num_speculative_tokens": 8},
+        "additional_config": {"rollout_spec": options},
+    }
+
+
 @pytest.mark.parametrize(
     ("kwargs", "error", "message"),
     [
-        (engine_kwargs(drafter_options={"min_surival": 0.1}), ValueError, "min_surival"),
-        (engine_kwargs(drafter_options={"min_survival": 2}), ValueError, r"min_survival must be in \[0, 1\), got 2"),
-        (engine_kwargs(drafter="tests.adversaries.SameToken", drafter_options={"size": 2}), ValueError, "'size'"),
+        (unchecked(drafter_options={"min_surival": 0.1}), ValueError, "min_surival"),
+        (unchecked(drafter_options={"min_survival": 2}), ValueError, r"min_survival must be in \[0, 1\), got 2"),
+        (unchecked(drafter="tests.adversaries.SameToken", drafter_options={"size": 2}), ValueError, "'size'"),
+        (
+            unchecked(drafter="tests.adversaries.NoDrafter"),
+            ValueError,
+            "lacks extend, propose, begin_policy_version: it",
+        ),
         (engine_kwargs(drafter="tests.adversaries.RaisesWhenBuilt"), TypeError, "has no len"),
         ({**OPTIONS, "additional_config": {"rollout_spec": True}}, TypeError, "must be a dict"),
         ({"additional_config": {"rolout_spec": {}}}, ValueError, "did you mean 'rollout_spec'"),
@@ -46,6 +59,34 @@ def test_errors_name_their_cause(tiny_model, kwargs, error, message):
         build(tiny_model, **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"drafter_options": {"min_surival": 0.1}},
+            "'history' does not take these drafter_options.* mean 'min_survival'",
+        ),
+        ({"drafter_options": {"max_resident_token": 1}, "drafter": "device"}, "mean 'max_resident_tokens'"),
+        ({"drafter_options": {"min_survival": 2}}, r"min_survival must be in \[0, 1\), got 2"),
+        ({"drafter": "tests.adversaries.NoDrafter"}, "lacks extend, propose, begin_policy_version: it needs"),
+        ({"drafter": "tests.adversaries.Nowhere"}, "cannot be imported"),
+    ],
+)
+def test_what_is_known_before_an_engine_is_built_is_said_then(options, message):
+    with pytest.raises(ValueError, match=message):
+        engine_kwargs(**options)
+    engine_kwargs(drafter_options={"max_resident_tokens": 4096})  # of the one that "auto" takes on a GPU
+
+
+def test_five_methods_are_enough_for_a_drafter(tiny_model, off):
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=4, drafter="tests.adversaries.FiveMethods"))
+    params = mixed_params(6, 5, max_tokens=20)
+    assert [o.token_ids for o in generate(llm, params)] == [o.token_ids for o in generate(off, params)]
+    stats = stats_of(llm)
+    assert (stats["drafter_errors"], stats["drafter_bytes"]) == (0, 0)
+    assert stats["draft_tokens"] > 0
+
+
 @pytest.mark.parametrize(("field", "named"), [("pipeline", "pipeline"), ("prefill_context", "prefill context")])
 def test_parallelism_that_is_not_supported(field, named):
     """Nor can it be tried on a CPU."""
@@ -59,9 +100,10 @@ def test_parallelism_that_is_not_supported(field, named):
 
 def test_vllm_that_will_not_load_the_plugin(monkeypatch):
     """The engine would run without speculation, or with drafts that are not verified, without a word."""
-    monkeypatch.setenv("VLLM_PLUGINS", "other")
-    with pytest.raises(ValueError, match="VLLM_PLUGINS=other keeps vLLM from loading"):
-        engine_kwargs()
+    for value, remedy in (("other", "add rollout_spec to it"), ("other, rollout_spec", "remove the spaces")):
+        monkeypatch.setenv("VLLM_PLUGINS", value)
+        with pytest.raises(ValueError, match=f"VLLM_PLUGINS='{value}' keeps vLLM from loading .*: {remedy}"):
+            engine_kwargs()
     monkeypatch.setenv("VLLM_PLUGINS", "other,rollout_spec")
     assert engine_kwargs(num_speculative_tokens=4)["additional_config"] == OPTIONS["additional_config"]
 

@@ -293,3 +293,25 @@ def test_the_same_weights_again_leave_the_acceptance_as_it_was(tiny_model, monke
     counts, version = counts_of_epochs(tiny_model, change)
     assert version == 1
     assert counts[3] < undisturbed[0][3], "a version has begun, and has no history"
+
+
+@pytest.mark.engine
+def test_an_adapter_begins_a_version_when_it_is_loaded(tiny_model, tmp_path):
+    """By a request or by a command, and once: it is a new policy."""
+    from peft import LoraConfig, get_peft_model
+    from vllm.lora.request import LoRARequest
+
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), LoraConfig(r=8, target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path)
+    llm = build(tiny_model, enable_lora=True, max_lora_rank=8, **verify_all(num_speculative_tokens=4))
+    loaded = [LoRARequest(f"policy-v{number}", number, str(tmp_path)) for number in (1, 2, 3)]
+
+    def version(request=None):
+        prompts = [{"prompt_token_ids": [1, 4, 9]}]
+        for _ in range(2):  # a version begins with the next step
+            llm.generate(prompts, mixed_params(1, max_tokens=4), lora_request=request, use_tqdm=False)
+        return stats_of(llm)["policy_version"]
+
+    assert [version(request) for request in (None, loaded[0], None, loaded[0], loaded[1])] == [0, 1, 1, 1, 2]
+    llm.llm_engine.add_lora(loaded[2])
+    assert version(loaded[2]) == 3
