@@ -9,6 +9,7 @@ import vllm
 from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs
+from rollout_spec.integrations.vllm import log
 from tests.integrations.engines import build, generate, stats_of
 from tests.recurrent import drafter
 
@@ -56,9 +57,12 @@ def test_drafts_of_any_length(model, off, pattern):
     assert stats_of(llm)["rejected_tokens" if pattern == "wrong" else "accepted_tokens"] > 20
 
 
-def test_history_and_its_budget(model, off):
+def test_history_and_its_budget(model, off, monkeypatch):
     """With what a user gets: the second epoch is drafted from the first, and some steps have no draft."""
+    said = []
+    monkeypatch.setattr(log, "say", said.append)
     llm = build_recurrent(model, **engine_kwargs(drafter="history"))
+    assert sum("holds 4 states of its recurrent layers instead of 1" in line for line in said) == 1
     check(llm, off)
     check(llm, off)
     assert stats_of(llm)["accepted_tokens"] > 20
