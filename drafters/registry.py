@@ -107,11 +107,10 @@ def find_drafter(name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Check a drafter's options before an engine is built with it; of a user's own the options' names and its methods.
+    """Check a drafter's options before an engine is built with it; of a user's own drafter only the options' names.
 
     Raises:
-        ValueError: no such drafter, the path does not import, or an option is unknown, missing or out of range, or a
-            user's own class lacks methods.
+        ValueError: no such drafter, the path does not import, or an option is unknown, missing or out of range.
     """
     name = current_name(name)
     factory, implied = find_drafter(name)
@@ -120,8 +119,6 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     _check_names(name, checker, {**implied, **options})
     if entry is not None:
         checker(**{**implied, **options})
-    elif inspect.isclass(factory):  # of other callables only the result tells
-        _check_methods(name, factory)
 
 
 def has_options(name: str, options: Iterable[str]) -> bool:

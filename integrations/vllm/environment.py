@@ -111,7 +111,8 @@ def ask_for_speculation(engine_args: Any, log: Callable[[str], None]) -> bool:
         engine_args.additional_config = {**additional, **ours["additional_config"]}
         engine_args.speculative_config = ours.get("speculative_config")
         if config.speculation:
-            how = f"at most {config.max_draft_tokens} draft tokens"
+            k = config.num_speculative_tokens
+            how = "drafts" if k is None else f"at most {k} draft tokens"
             if theirs is not None:
                 how = f"a drafter from history beside its {theirs['method']!r}"
         else:

@@ -120,8 +120,8 @@ def _request_error() -> type[ValueError]:
 class _SeedSource:
     """Seeds for requests that come without one, by the request's number and a key.
 
-    The key of most engines is random, so that engines and restarts differ. It is the engine's seed where the user has
-    chosen one, and under the external launcher, where every tensor-parallel rank has a front end of its own and all
+    The key of most engines is random, so that engines and restarts differ. It is the engine's seed where one
+    was chosen, and under the external launcher, where every tensor-parallel rank has a front end of its own and all
     must draw the same seeds. vLLM's default is 0, and data-parallel engines share a seed: neither is a choice.
     """
 

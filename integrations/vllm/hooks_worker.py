@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rollout_spec.integrations.vllm import log
+from rollout_spec.integrations.vllm.configuration import is_recurrent
 
 if TYPE_CHECKING:
     from rollout_spec.integrations.vllm.runner import RunnerAdapter
@@ -36,31 +37,31 @@ def _warming_up(worker: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compare the model's parameters from now on, and say what its recurrent states take."""
+    """Compare the model's parameters from now on."""
     result = original(self, *args, **kwargs)
     adapter = _adapter_of(self)
     if adapter is not None:
         adapter.weights.watch(self.model_runner.get_model())
-        remark = log.describe_states(self.model_runner.get_kv_cache_spec().values())
-        if remark is not None and self.rank == 0:
-            log.say(remark)
     return result
 
 
 def add_lora(original: Callable[..., Any], self: Any, lora_request: Any) -> Any:
-    """Begin a policy version: what is loaded is not among the model's parameters."""
+    """Begin a policy version."""
     adapter = _adapter_of(self)
     if adapter is not None:
-        adapter.weights.announce()
-        if lora_request is not None:
-            adapter.adapters.add(lora_request.lora_int_id)
+        adapter.on_adapter(lora_request)
     return original(self, lora_request)
 
 
 def determine_available_memory(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Ignore made-up requests: from vLLM 0.33 on V2 samples for them here."""
+    """Ignore made-up requests, as from vLLM 0.33 on V2 samples for them here, and say what recurrent states take."""
     with _warming_up(self):
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+    if _adapter_of(self) is not None and self.rank == 0 and is_recurrent(self.vllm_config):
+        remark = log.describe_states(self.model_runner.get_kv_cache_spec().values(), self.vllm_config)
+        if remark is not None:
+            log.say(remark)
+    return result
 
 
 def compile_or_warm_up_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

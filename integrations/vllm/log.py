@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -65,21 +66,21 @@ def describe_engine(vllm_config: Any, config: RolloutSpecConfig, *, has_model: b
     return f"{line}. Not here: {', '.join(lacks)}" if lacks else line
 
 
-def describe_states(specs: Iterable[Any]) -> str | None:
+def describe_states(specs: Iterable[Any], vllm_config: Any) -> str | None:
     """What drafts cost a model with recurrent layers in memory, in one line; None without either.
 
     Args:
-        specs: vLLM's `KVCacheSpec` of each layer.
+        specs: vLLM's `KVCacheSpec` of each layer, as they are once it has aligned the sizes of their blocks.
     """
-    recurrent = [spec for spec in specs if getattr(spec, "num_speculative_blocks", 0)]
-    if not recurrent:
+    with_drafts = [spec for spec in specs if getattr(spec, "num_speculative_blocks", 0)]
+    if not with_drafts:
         return None
-    num_states = 1 + recurrent[0].num_speculative_blocks
-    mib = sum(spec.page_size_bytes for spec in recurrent) / 2**20
+    without = [dataclasses.replace(spec, num_speculative_blocks=0) for spec in with_drafts]
+    now, before = (sum(s.max_memory_usage_bytes(vllm_config) for s in some) / 2**20 for some in (with_drafts, without))
     return (
-        f"rollout_spec: each request holds {num_states} states of its recurrent layers instead of 1, one more for each "
-        f"token that may be drafted: {num_states * mib:.1f} MiB on each rank instead of {mib:.1f}. If that leaves room "
-        "for too few requests, lower num_speculative_tokens"
+        f"rollout_spec: each request holds {with_drafts[0].num_speculative_blocks} more states of its recurrent layers "
+        f"as it may have so many drafted tokens: {now:.1f} MiB on each rank instead of {before:.1f}. If that leaves "
+        "room for too few requests, lower num_speculative_tokens"
     )
 
 

@@ -25,7 +25,7 @@ class RunnerAdapter:
         stats: This engine's counters.
         num_wanted_drafts: How many draft tokens of each request the next step will verify, where the drafter does not
             say it: vLLM decides it by the number of requests when this step is scheduled.
-        adapters: Ids of the LoRA adapters that were loaded, by a command or for a request.
+        adapters: Paths of the LoRA adapters that were loaded, by a command or for a request, by vLLM's number.
         warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
 
     Args:
@@ -42,7 +42,7 @@ class RunnerAdapter:
         self.num_wanted_drafts = config.max_draft_tokens
         self.clock = StepClock(runner.device, stats)
         self.weights = WeightWatch(agreeing_on_any(runner.vllm_config))
-        self.adapters: set[int] = set()
+        self.adapters: dict[int, str] = {}
         self._runner = runner
         self._config = config
         self._speculation = speculation
@@ -118,11 +118,16 @@ class RunnerAdapter:
         """Called after `begin_step` with vLLM's `SchedulerOutput`."""
         self.num_wanted_drafts = scheduled.num_spec_tokens_to_schedule
         for request in scheduled.scheduled_new_reqs:
-            if request.lora_request is not None and request.lora_request.lora_int_id not in self.adapters:
-                self.adapters.add(request.lora_request.lora_int_id)
-                self.weights.announce()
+            lora = request.lora_request
+            if lora is not None and self.adapters.get(lora.lora_int_id) != lora.lora_path:
+                self.on_adapter(lora)
         if self._speculation is not None and not self.warming_up:
             self._speculation.expect(scheduled.scheduled_new_reqs)
+
+    def on_adapter(self, lora_request: Any) -> None:
+        """A LoRA adapter is loaded, which is a new policy and not among the model's parameters."""
+        self.adapters[lora_request.lora_int_id] = lora_request.lora_path
+        self.weights.announce()
 
     def on_forward(self) -> None:
         """Called when the model has run, before anything is sampled."""

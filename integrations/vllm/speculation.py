@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 MODEL = "model"
 """The model's drafts, among the sources of drafted tokens."""
 WRONG_TOKENS = 200
-"""A model drafter of which so many tokens in a row were wrong has not the weights that it should have."""
+"""A model drafter of whose last tokens so many were judged, and none was right, has not the weights that it should."""
 
 
 class Speculation:
@@ -35,7 +35,6 @@ class Speculation:
     budget: Budget | None = None
     num_speculative_tokens: int
     enabled: bool = True
-    _model_counts = 0, 0  # as the policy version began
     _has_lost_model = False
 
     def _ask(self, call: Callable[[], Any]) -> Any:
@@ -55,28 +54,26 @@ class Speculation:
         if self.choice is not None:
             self.check_model()
             self.choice.begin_policy_version()
-            self._model_counts = self.choice.model_counts()
         self._ask(lambda: self.drafter.begin_policy_version(version))
         history = self.engine_history
         if history is not None:
             self._ask(lambda: history.begin_policy_version(version))
 
     def check_model(self) -> None:
-        """Say once if nothing was right that a model has drafted since the policy version began. Waits for the device.
+        """Say once if nothing is right that a model drafts: its drafts cost time, and no rollout shows it.
 
-        Its drafts cost time then, and nobody would notice: rollouts are the same.
+        What was right long ago counts less and less, so a loss in the middle of a run is said many policy versions
+        later. Waits for the device.
         """
         if self.choice is None or self._has_lost_model:
             return
-        reached, right = (now - then for now, then in zip(self.choice.model_counts(), self._model_counts, strict=True))
-        if reached >= WRONG_TOKENS and right <= 0:
+        reached, right = self.choice.model_counts()
+        if reached >= WRONG_TOKENS and right == 0:
             self._has_lost_model = True
             logger.error(
-                "none of the last %d tokens that the model drafter drafted was right, so it has lost its weights, or "
-                "has those of another model: vLLM discards them at sleep level 2 and does not load them again "
-                "(vllm-project/vllm#52479). Use llm.sleep(level=1), load the drafter's weights after waking up, or "
-                "leave speculative_config out",
-                reached,
+                "no token that the model drafter drafts is right, so it has lost its weights, or has those of another "
+                "model: vLLM discards them at sleep level 2 and does not load them again (vllm-project/vllm#52479). "
+                "Use llm.sleep(level=1), load the drafter's weights after waking up, or leave speculative_config out"
             )
 
     def end_missing(self, requests: Mapping[str, Any]) -> None:

@@ -12,12 +12,19 @@ from typing import Any
 
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS
 from rollout_spec.report.explain import percent, table
-from rollout_spec.report.measures import MIN_STEPS, SizeGroup, acceptance_by_position, saving, size_groups
+from rollout_spec.report.measures import (
+    MIN_STEPS,
+    SizeGroup,
+    acceptance_by_position,
+    saving,
+    size_groups,
+    with_known_cost,
+)
 
 ENOUGH_STEPS = 200
 """With fewer steps nothing is advised but to generate more."""
-NOISY = 2.0
-"""Steps that took so many times as long as the fastest ones of their size were held up by other work."""
+HELD_UP = 2.0
+"""Steps that took so many times as long as fast ones of their size were held up by other work."""
 UNEQUAL = 1.3
 """Two runs whose steps without drafts differ by this factor did not have the same machine to themselves."""
 LOSS = 0.95
@@ -52,13 +59,14 @@ def _advice(report: dict[str, Any]) -> list[str]:
 
 def _noise(report: dict[str, Any]) -> list[str]:
     """Of the sizes of step that other work held up the one that lost most time to it."""
-    held_up = [g for g in size_groups(report) if g.steps >= MIN_STEPS and (g.delay > NOISY or g.is_noisy)]
-    if not held_up:
+    held_up = [g for g in size_groups(report) if g.steps >= MIN_STEPS and g.seconds > HELD_UP * g.typical]
+    gained = saving(report)
+    if not held_up and (gained is None or not gained.is_noisy):
         return []
-    group = max(held_up, key=lambda group: group.seconds - group.typical)
+    group = max(held_up or with_known_cost(size_groups(report)), key=lambda group: group.seconds - group.typical)
     return [
         f"Run it again on a quiet machine before believing any time: {group.steps:,} steps of {group.requests:.1f} "
-        f"requests took {group.seconds:.1f} s, {group.typical:.1f} s at the pace of the fastest ones. Other work held "
+        f"requests took {group.seconds:.1f} s, and {group.typical:.1f} s at the pace of fast ones. Other work held "
         "them up, or compilation; drafting is part of both times."
     ]
 

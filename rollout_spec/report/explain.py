@@ -163,9 +163,9 @@ def _table_by_size(groups: list[SizeGroup]) -> str:
     return (
         "By number of requests in a step, prompts apart\n"
         f"{table(heads, rows)}\n"
-        "  verified, emitted: tokens per request and step. quiet: seconds at the pace of the fastest of these steps.\n"
-        "  without: of the same tokens in this engine's steps without drafts, at their fastest pace; '?' where none\n"
-        "  was measured. speedup: without / quiet; 'noise' where other work cost more than drafts changed"
+        "  verified, emitted: tokens per request and step. quiet: seconds if all had been as fast as the fastest\n"
+        "  tenth. without: seconds of the same tokens in such steps without drafts; '?' where none was measured.\n"
+        "  speedup: without / quiet; 'noise' where other work cost more than drafts changed"
     )
 
 

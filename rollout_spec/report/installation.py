@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import rollout_spec
+from rollout_spec.config import plugin_fault
 from rollout_spec.imports import INSTALL_VLLM, install
 from rollout_spec.integrations.vllm import environment
 from rollout_spec.jit import cache
@@ -31,13 +32,8 @@ def check_installation() -> Iterator[tuple[Verdict, str]]:
         yield "problem", "vLLM's entry point is missing: reinstall rollout-spec"
     else:
         yield _imports("vLLM's entry point", entries[0].load)
-    chosen = os.environ.get("VLLM_PLUGINS")
-    if chosen is None:
-        yield "ok", "vLLM loads all plugins"
-    else:
-        loaded = "rollout_spec" in chosen.split(",")
-        remedy = "" if loaded else ": it must contain rollout_spec, or be unset"
-        yield _ok_if(loaded), f"VLLM_PLUGINS={chosen}{remedy}"
+    fault = plugin_fault()
+    yield _ok_if(fault is None), fault or "vLLM loads the plugin"
     try:
         wanted = environment.read()
     except ValueError as error:

@@ -14,6 +14,8 @@ import numpy as np
 from rollout_spec.replay.cost import EngineCost
 from rollout_spec.report.reading import BY_BATCH
 
+NOISY = 1.5
+"""Steps that took so many times as long as fast ones of their size were held up by other work."""
 MIN_STEPS = 8
 """A size group with fewer steps is not taken for the best rate of tokens per second: it may be chance."""
 
@@ -29,32 +31,33 @@ class SizeGroup(NamedTuple):
     draft_seconds: float
     asked: int  # steps in which the drafter was asked
     undrafted: float  # seconds of such a step without drafts; NaN if it is not known
-    typical: float  # seconds that the steps take where nothing else holds them up; NaN if it is not known
+    typical: float  # seconds of as many fast steps like them, and of their drafting; NaN if it is not known
 
     @property
     def without(self) -> float:
-        """Seconds that the same tokens would have taken in steps without drafts, where nothing holds them up."""
+        """Seconds of the same tokens in fast steps without drafts."""
         return self.tokens / self.requests * self.undrafted
 
     @property
     def speedup(self) -> float:
-        """Over steps without drafts, where nothing holds up either; NaN if it is not known."""
+        """Of fast steps over fast steps without drafts; NaN if it is not known."""
         return self.without / self.typical
 
     @property
-    def delay(self) -> float:
-        """How many times as long the steps took as where nothing holds them up; NaN if it is not known."""
-        return self.seconds / self.typical
-
-    @property
     def is_noisy(self) -> bool:
-        """Whether other work changed the steps' time by more than drafts did."""
-        return hides(self.delay, self.speedup)
+        """See `is_noisy`. Where nothing was verified, drafts cannot have changed a step's time."""
+        return self.draft_tokens > 0 and is_noisy(self.seconds, self.typical, self.without)
 
 
-def hides(delay: float, speedup: float) -> bool:
-    """Whether a delay by other work is larger than what drafts gained or cost. False where either is NaN."""
-    return delay > max(speedup, 1 / max(speedup, 1e-9))
+def is_noisy(took: float, typical: float, without: float) -> bool:
+    """Whether other work changed the time of some steps, and by more than drafts did. False where one is not known.
+
+    Args:
+        took: Seconds that they took.
+        typical: That fast steps like them take.
+        without: That fast steps without drafts take for the same tokens.
+    """
+    return took / typical > max(NOISY, without / typical, typical / without)
 
 
 def size_groups(report: dict[str, Any]) -> list[SizeGroup]:
@@ -76,7 +79,7 @@ def size_groups(report: dict[str, Any]) -> list[SizeGroup]:
 def _typical_step(budget: Mapping[str, Any], requests: float, drafted: float, undrafted: float) -> float:
     """Seconds of a step without drafting, from the costs that the budget measured; NaN if they are not known.
 
-    Both costs, with and without drafts, are those of steps that nothing held up, so that they can be compared.
+    Both costs, with and without drafts, are those of fast steps (`StepCost`), so that they can be compared.
     """
     if not drafted:
         return undrafted
@@ -95,9 +98,9 @@ def with_known_cost(groups: list[SizeGroup]) -> list[SizeGroup]:
 class Saving(NamedTuple):
     """What speculation is estimated to have saved, in steps without prompts whose cost without drafts was measured."""
 
-    without: float  # seconds of the same tokens without drafts, where nothing holds steps up
-    typical: float  # of these steps
-    took: float  # what they did take
+    without: float  # seconds of the same tokens in fast steps without drafts
+    typical: float  # of as many fast steps like these
+    took: float  # of these
 
     @property
     def speedup(self) -> float:
@@ -106,15 +109,14 @@ class Saving(NamedTuple):
 
     @property
     def is_noisy(self) -> bool:
-        """Whether other work changed the time by more than drafts did."""
-        return hides(self.took / self.typical, self.speedup)
+        """See `is_noisy`."""
+        return is_noisy(self.took, self.typical, self.without)
 
     def __str__(self) -> str:
         if self.is_noisy:
             return (
-                "is too noisy to say: its steps took "
-                f"{self.took / self.typical:.1f} times as long as the fastest of their size, which is more than what "
-                "drafts can have changed"
+                f"is too noisy to say: steps took {self.took / self.typical:.1f} times as long as fast ones of their "
+                "size, and drafts changed less"
             )
         word = "saved" if self.speedup >= 1 else "cost"
         return f"{word} about {abs(self.without - self.typical):.2f} s: {self.speedup:.2f} times as fast"

@@ -7,17 +7,18 @@ import os
 import pytest
 import vllm
 from vllm import SamplingParams
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm import log
-from tests.integrations.engines import build, generate, stats_of
+from tests.integrations.engines import build, generate, runner_of, stats_of
 from tests.recurrent import drafter
 
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(vllm.__version_tuple__[:2] < (0, 32), reason="refused: this vLLM mixes up recurrent states"),
 ]
-only_v2 = pytest.mark.skipif(os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0", reason="needs the V2 runner")
+only_v2 = pytest.mark.skipif(os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1", reason="needs the V2 runner")
 
 K = 4
 PREFIX = [4 + i * i % 60 for i in range(280)]
@@ -62,7 +63,11 @@ def test_history_and_its_budget(model, off, monkeypatch):
     said = []
     monkeypatch.setattr(log, "say", said.append)
     llm = build_recurrent(model, **engine_kwargs(drafter="history"))
-    assert sum("holds 4 states of its recurrent layers instead of 1" in line for line in said) == 1
+    line = next(line for line in said if "holds 3 more states of its recurrent layers" in line)
+    specs = runner_of(llm).get_kv_cache_spec().values()
+    held = sum(s.max_memory_usage_bytes(llm.llm_engine.vllm_config) for s in specs if isinstance(s, MambaSpec))
+    assert f"{held / 2**20:.1f} MiB on each rank" in line
+    assert held >= 4 * sum(s.page_size_bytes for s in specs if isinstance(s, MambaSpec))
     check(llm, off)
     check(llm, off)
     assert stats_of(llm)["accepted_tokens"] > 20

@@ -68,7 +68,6 @@ def test_errors_name_their_cause(tiny_model, kwargs, error, message):
         ),
         ({"drafter_options": {"max_resident_token": 1}, "drafter": "device"}, "mean 'max_resident_tokens'"),
         ({"drafter_options": {"min_survival": 2}}, r"min_survival must be in \[0, 1\), got 2"),
-        ({"drafter": "tests.adversaries.NoDrafter"}, "lacks extend, propose, begin_policy_version: it needs"),
         ({"drafter": "tests.adversaries.Nowhere"}, "cannot be imported"),
     ],
 )

@@ -5,17 +5,20 @@ Their rollouts are in `tests/recurrent`.
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
 
+import torch
 import vllm
 from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from rollout_spec import engine_kwargs
-from rollout_spec.config import PROPOSER_PATH
+from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.integrations.vllm import log
 from rollout_spec.integrations.vllm.configuration import check_engine, config_of
 from tests.recurrent.models import MODELS
@@ -60,12 +63,21 @@ def test_refused_beside_a_model_drafter_too(recurrent, monkeypatch):
 def test_they_have_few_draft_tokens_unless_told_otherwise(recurrent, tiny_model):
     """Each is a state more of each request."""
     proposer = {"method": "custom_class", "model": PROPOSER_PATH, "num_speculative_tokens": 6}
+    draft_model = {"method": "draft_model", "model": str(recurrent)}
+    additional = {"additional_config": engine_kwargs()["additional_config"]}
     for model, arguments, k in (
         (recurrent, engine_kwargs(), 3),
         (tiny_model, engine_kwargs(), 8),
         (recurrent, engine_kwargs(num_speculative_tokens=8), 8),
         (recurrent, {"speculative_config": proposer, "additional_config": {"rollout_spec": {}}}, 6),
         (recurrent, {"speculative_config": proposer}, 6),
+        (recurrent, {"speculative_config": proposer, **additional}, 6),
+        (recurrent, engine_kwargs(drafter="device", num_speculative_tokens_per_batch_size=[(1, 4, 7), (5, 64, 0)]), 7),
+        (
+            recurrent,
+            RolloutSpecConfig(speculative_config={**draft_model, "num_speculative_tokens": 2}).engine_kwargs(),
+            2,
+        ),
     ):
         vllm_config = make(model, **arguments)
         assert config_of(vllm_config).num_speculative_tokens == k
@@ -75,9 +87,16 @@ def test_they_have_few_draft_tokens_unless_told_otherwise(recurrent, tiny_model)
 
 
 def test_what_their_states_take_is_said():
-    spec = SimpleNamespace(page_size_bytes=3 << 20, num_speculative_blocks=3)
-    said = log.describe_states([spec, SimpleNamespace(page_size_bytes=1), spec])
-    assert "holds 4 states of its recurrent layers instead of 1" in said
-    assert "24.0 MiB on each rank instead of 6.0" in said
-    assert log.describe_states([SimpleNamespace(page_size_bytes=1)]) is None
-    assert log.describe_states([SimpleNamespace(page_size_bytes=1, num_speculative_blocks=0)]) is None
+    spec = MambaSpec(
+        block_size=16,
+        shapes=((256, 1024),),
+        dtypes=(torch.float32,),
+        page_size_padded=3 << 20,
+        num_speculative_blocks=3,
+    )
+    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="none"))
+    said = log.describe_states([spec, SimpleNamespace(), spec], vllm_config)
+    assert "holds 3 more states of its recurrent layers" in said
+    assert "24.0 MiB on each rank instead of 6.0" in said, "with what vLLM adds to align them"
+    assert log.describe_states([SimpleNamespace()], vllm_config) is None
+    assert log.describe_states([dataclasses.replace(spec, num_speculative_blocks=0)], vllm_config) is None

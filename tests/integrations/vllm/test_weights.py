@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -173,7 +175,7 @@ class Extension:
     def update_weights_of_an_adapter(self):
         """As verl, whose worker loads an adapter in the method that loads weights. Here none is loaded."""
         self.model_runner.add_lora = lambda request: True
-        self.add_lora(None)
+        self.add_lora(SimpleNamespace(lora_int_id=1, lora_path="x"))
 
 
 @pytest.mark.engine
