@@ -40,8 +40,10 @@ def worker_of(llm):
 class Worker:
     """Profiles memory as vLLM 0.33 does on a GPU: its requests have no seeds."""
 
+    rank = 0
+
     def __init__(self, runner):
-        self.model_runner = runner
+        self.model_runner, self.vllm_config = runner, runner.vllm_config
 
     def load_model(self):
         """Not called: the runner has its model."""

@@ -775,6 +775,9 @@ class Listener:
     def stop_request(self, req_id, *, keep=True):
         pass
 
+    def begin_policy_version(self, version):
+        pass
+
 
 class CuriousListener(Listener):
     """Wants to know all that a target says."""
