@@ -404,7 +404,10 @@ def test_invalid_logits_raise(tiny_model):
             "did you mean 'num_speculative_tokens'",
         ),
         ({"additional_config": {"rollout_spec": {}}}, "speculative_config is missing"),
-        (engine_kwargs(drafter="no.such.module.Drafter"), "cannot be imported"),
+        (
+            {**engine_kwargs(), "additional_config": {"rollout_spec": {"drafter": "no.such.module.Drafter"}}},
+            "cannot be imported",
+        ),
         (
             {**engine_kwargs(), "additional_config": {"rollout_spec": {"drafter": "suffixx"}}},
             "unknown drafter 'suffixx'.*did you mean 'suffix'",
