@@ -9,11 +9,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollout_spec import __version__, serve
+from rollout_spec import __version__, doctor
 from rollout_spec.files import check_writable
 from rollout_spec.history import command as history
 from rollout_spec.replay import arguments
-from rollout_spec.report import doctor
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -65,10 +64,7 @@ def _run(argv: Sequence[str] | None) -> int:
         commands.add_parser("doctor", help="check the installation, or explain where a run's time goes")
     )
     history.add_arguments(commands.add_parser("history", help="import rollouts as history, look at it, prune it"))
-    serve.add_arguments(commands.add_parser("serve", help="vLLM's server with speculation: vLLM's own arguments"))
     args = parser.parse_args(argv)
-    if args.command == "serve":
-        return serve.run(args)
     if args.command == "doctor":
         return doctor.run(args)
     if args.command == "history":

@@ -17,9 +17,8 @@ PLACEHOLDER_TOKEN_ID = -1
 """Pads `VerifyResult.output_token_ids` after a request's last emitted token, as in vLLM."""
 
 NUM_CONFIDENCE_BINS = 16
-CONFIDENCE_LIMITS = tuple(((i + 1) / NUM_CONFIDENCE_BINS) ** 2 for i in range(NUM_CONFIDENCE_BINS))
-"""Upper ends of the bins in which a drafter's confidence is compared with what was accepted: finer towards 0, where
-budgets decide whether a drafted token is worth its cost."""
+"""A drafter's confidence is compared with what was accepted in so many bins. Bin i, from 0, ends at ((i + 1) / 16)^2:
+finer towards 0, where budgets decide whether a drafted token is worth its cost."""
 
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]

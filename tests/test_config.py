@@ -17,7 +17,7 @@ from rollout_spec.config import CONFIG_KEY
 from rollout_spec.imports import command_line, import_object
 from rollout_spec.integrations.vllm import configuration, log, plugin
 from rollout_spec.integrations.vllm.log import describe_engine
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 
 NOISE_ONLY = engine_kwargs(speculation=False)["additional_config"]
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
@@ -139,8 +139,8 @@ def test_no_second_identity():
 
 
 def test_import_object():
-    assert import_object("rollout_spec.report.stats.SpeculationStats", "thing") is SpeculationStats
-    for path in ("no_such_module.Name", "rollout_spec.report.stats.Nothing"):
+    assert import_object("rollout_spec.stats.SpeculationStats", "thing") is SpeculationStats
+    for path in ("no_such_module.Name", "rollout_spec.stats.Nothing"):
         with pytest.raises(ValueError, match="thing .* cannot be imported"):
             import_object(path, "thing")
 

@@ -12,7 +12,7 @@ import pyarrow.parquet as parquet
 import pytest
 
 from tests.conftest import environment_for_a_process
-from tests.report.test_doctor import a_report
+from tests.test_doctor import a_report
 
 ROOT = Path(__file__).parent.parent
 

@@ -41,7 +41,7 @@ from experiments.rows import append, origin, quantiles
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.vllm import plugin
 from rollout_spec.noise import host as noise
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import reference
 from rollout_spec.verify.api import verify_rows

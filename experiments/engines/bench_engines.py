@@ -46,7 +46,7 @@ from rollout_spec.drafters.host import step
 from rollout_spec.drafters.host.requests import RequestTable
 from rollout_spec.drafters.host.step import Learned, Sampled
 from rollout_spec.jit.reference import Reference
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)

@@ -31,7 +31,7 @@ kernels (`--batch-invariant`).
 Reported by batch, phase and mode: seconds, also relative to `none`; the tail, seconds in which less than a quarter of
 the requests were left; p20/p50/p80 of the milliseconds between steps; tokens per second; tokens per request and step;
 microseconds of the host per request and step that our drafter took; the share of steps that were too large for a CUDA
-graph; and, by `budget`, the report with the measured cost of steps, for `rollout-spec doctor` and its --engine-cost.
+graph; and, by `budget`, the report with the measured cost of steps, for `rollout-spec doctor`.
 The states of a model with made-up weights say little, so features show what they cost here, not what they are worth.
 Each cell is run once: differences of some percent mean nothing. An engine that fails or runs out of time leaves the
 rows of the phases that it has finished.

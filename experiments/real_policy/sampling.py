@@ -15,7 +15,7 @@ from experiments.real_policy.tasks import TASKS, Problem, reward
 from experiments.real_policy.warm_up import prompt_token_ids
 from rollout_spec.demo.paired import GPU_MEMORY_UTILIZATION, first_difference
 from rollout_spec.noise.host import derive_seed
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 
 PROMPTS_PER_TASK = 2
 MAX_NUM_SEQS = 24

@@ -35,7 +35,7 @@ from experiments.soak.workload import MAX_MODEL_LEN, Request, Round
 
 
 class Served:
-    """`rollout-spec serve`, with a client for each request."""
+    """vLLM's server, which `ROLLOUT_SPEC` asks to speculate, with a client for each request."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
@@ -43,8 +43,8 @@ class Served:
         self._version = 0
         self._log = open(plan.log, "a")  # noqa: SIM115 (as long as the server)
         models = Path(plan.model).parent
-        command = [sys.executable, "-m", "rollout_spec.cli", "serve", "--options", json.dumps(dict(plan.options))]
-        command += [plan.model, "--host", "127.0.0.1", "--port", str(self._port)]
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", plan.model]
+        command += ["--host", "127.0.0.1", "--port", str(self._port)]
         for name, value in plan.engine_arguments().items():
             flag = "--" + name.replace("_", "-")
             command += [flag] if value is True else [flag, str(value)]
@@ -52,6 +52,7 @@ class Served:
             command.append("--lora-modules")
             command += [f"{name}={models / name.replace('-v', '-')}" for name in ADAPTER_NAMES]
         environment = {**os.environ, **plan.environment, **SEARCH_PATH, "VLLM_SERVER_DEV_MODE": "1"}
+        environment["ROLLOUT_SPEC"] = json.dumps(dict(plan.options))
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log, env=environment)
 
     def wait_until_ready(self) -> None:

@@ -41,8 +41,7 @@ from rollout_spec.integrations.vllm.cpu_fixes import plain_weights
 from rollout_spec.integrations.vllm.log import describe_engine
 from rollout_spec.integrations.vllm.request_options import without_history
 from rollout_spec.noise.host import derive_seed
-from rollout_spec.report.reading import read_report
-from rollout_spec.report.stats import Progress, SpeculationStats
+from rollout_spec.stats import SpeculationStats
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +104,6 @@ class EngineController:
         self._interval = _Interval()
         self._is_evaluation = False  # the present interval
         self._untaken: dict[bool, _Interval] = {}  # intervals since the last log of each kind, added up
-        self._progress = Progress()
         self._served: dict[str, Any] = {}  # a server's settings
         self._is_unanswered = False  # the last question to a server, which was said in the log
 
@@ -130,32 +128,9 @@ class EngineController:
         self._autocast_dtype = autocast_dtype
 
     def begin_training(self) -> None:
-        """Begin a training: call it once per `train()` of the trainer. A resumed run counts from 1 again.
-
-        The report's series over the training begins anew; see `resume_progress`.
-        """
+        """Begin a training: call it once per `train()` of the trainer. A resumed run counts from 1 again."""
         self._num_trainings += 1
         self._num_generations = 0
-        self._progress = Progress()
-
-    def resume_progress(self, path: Path, global_step: int) -> None:
-        """Go on with the series over the training that the report of an interrupted run holds, if there is one.
-
-        Call it after `begin_training`. A report that cannot be read is left out, with a warning.
-
-        Args:
-            path: The report's, as for `write_report`.
-            global_step: The training goes on after this step; what the report has of later ones was lost.
-        """
-        try:
-            columns = read_report(path).get("progress")
-        except FileNotFoundError:
-            return
-        except (OSError, ValueError) as error:  # must not end the run
-            logger.warning("the report's series over the training begins anew: %s", error)
-            return
-        if columns is not None:
-            self._progress = Progress.from_dict(columns, up_to=global_step)
 
     def begin_step(self, step: int, model: Any = None) -> None:
         """Begin a training step. Seeds derive from its number; `model`, if given, replaces that of `begin_run`."""
@@ -402,8 +377,9 @@ class EngineController:
         return result
 
     def report(self) -> dict[str, Any]:
-        """The report for `rollout-spec doctor`: that of `rollout_spec.integrations.vllm.commands`, and `Progress`."""
-        return {**self._command("report"), "progress": self._progress.to_dict()}
+        """The report for `rollout-spec doctor`; see `rollout_spec.integrations.vllm.commands`."""
+        result: dict[str, Any] = self._command("report")
+        return result
 
     def describe_engine(self) -> str:
         """What speculation the engine has, in one line."""
@@ -420,12 +396,10 @@ class EngineController:
         """`rollout_spec/*` metrics since the last call; empty when nothing was generated since.
 
         While an evaluation is generated, or has just been, they are those of evaluations, otherwise of the training.
-        Those of evaluations stay out of the report's series over the training.
         """
         if self.llm is None or not self._end_interval():
             return {}
-        evaluating = self.is_evaluating()
-        interval, now = self._untaken.pop(evaluating, None), self._seen
+        interval, now = self._untaken.pop(self.is_evaluating(), None), self._seen
         if interval is None or not interval.stats.steps:
             return {}
         new = interval.stats
@@ -446,8 +420,6 @@ class EngineController:
         }
         if not self._served:
             metrics["generation_seconds"] = interval.seconds
-        if not evaluating:
-            self._progress.add(self._step + 1, new, round(interval.seconds, 6))
         return {f"rollout_spec/{name}": float(value) for name, value in metrics.items()}
 
     def begin_generation(self) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 import time
 from typing import Any
 from urllib.parse import urlparse
 
 from rollout_spec.checks import shown
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.serve import shell_command
+from rollout_spec.integrations.vllm.environment import VARIABLE
 
 RPC_SECONDS = 60.0
 """The longest that one command may take; the server answers between two steps."""
@@ -106,6 +108,12 @@ class ServedEngine:
 
     def how_to_start(self) -> str:
         """A sentence with the command that starts such a server."""
+        defaults = RolloutSpecConfig().to_dict()
+        options = {name: value for name, value in self._config.to_dict().items() if value != defaults[name]}
+        variable = f"{VARIABLE}={shlex.quote(json.dumps(options))}"
         port = urlparse(self.base_url).port  # of what stands before the server nothing is known
-        command = shell_command(self._model, [] if port is None else ["--port", str(port)], self._config)
-        return f"Start it with these arguments, besides those that the trainer's library asks for:\n{command}"
+        arguments = shlex.quote(self._model) + (f" --port {port}" if port else "")
+        return (
+            "Start it with these arguments, besides those that the trainer's library asks for:\n"
+            f"VLLM_SERVER_DEV_MODE=1 {variable} vllm serve {arguments}"
+        )

@@ -6,7 +6,7 @@ gets our arguments, every other engine is built as before. Works for all trainer
 OnlineDPO and others. PPOTrainer builds none, so `rollout_spec.integrations.trainers.ppo` does.
 
 Trainers that generate on a vLLM server, with `vllm_mode="server"` or as AsyncGRPO, speculate if the server does:
-`rollout-spec serve MODEL` starts one. There the callback makes sure of that and brings the server's metrics.
+`ROLLOUT_SPEC='{}' vllm serve MODEL` starts one. There the callback makes sure of that and brings the server's metrics.
 """
 
 from __future__ import annotations
@@ -28,10 +28,9 @@ from transformers import Trainer, TrainerCallback
 
 from rollout_spec.checks import did_you_mean
 from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.doctor import REPORT_NAME, summary
 from rollout_spec.integrations.trainers.controller import EngineController
 from rollout_spec.integrations.vllm.request_options import KEEP_IN_HISTORY
-from rollout_spec.report.explain import summary
-from rollout_spec.report.reading import REPORT_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -163,8 +162,6 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         self._is_summarised = False
         if state.is_world_process_zero:
             tell(self.describe_engine())
-        if state.global_step:  # resumed from a checkpoint
-            self.resume_progress(Path(args.output_dir) / REPORT_NAME, state.global_step)
 
     def is_evaluating(self) -> bool:
         """As TRL's trainers themselves find out."""

@@ -12,7 +12,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.imports import installed_versions
 from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.integrations.vllm.weights import WeightWatch
-from rollout_spec.report.stats import REPORT_FORMAT, SpeculationStats
+from rollout_spec.stats import REPORT_FORMAT, SpeculationStats
 
 COMMANDS = {
     "config": (0, 0),

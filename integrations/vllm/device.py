@@ -27,7 +27,7 @@ from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.request_options import request_options
 from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.integrations.vllm.stop_strings import StopStringSearch
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 
 
 class DeviceSpeculator(Speculation, BaseSpeculator):

@@ -13,7 +13,7 @@ from rollout_spec.integrations.vllm.device_io import StepClock
 from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank
 from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.integrations.vllm.weights import WeightWatch
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 
 
 class RunnerAdapter:

@@ -38,7 +38,7 @@ from rollout_spec.integrations.vllm.sampling import (
     verifier_scores,
 )
 from rollout_spec.integrations.vllm.session import DraftingSession
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.layout import Layout, lay_out, lay_out_inputs

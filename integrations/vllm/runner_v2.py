@@ -45,7 +45,7 @@ from rollout_spec.integrations.vllm.sampling import (
     verifier_scores,
 )
 from rollout_spec.integrations.vllm.session import DraftingSession
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array, SamplingBatch, VerifyResult
 from rollout_spec.verify import kernel
 from rollout_spec.verify.layout import Layout

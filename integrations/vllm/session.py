@@ -27,7 +27,7 @@ from rollout_spec.integrations.vllm.live_requests import LiveRequest, end_of, en
 from rollout_spec.integrations.vllm.problems import has_tenant, recognise
 from rollout_spec.integrations.vllm.request_options import request_options
 from rollout_spec.integrations.vllm.speculation import Speculation
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Drafts, Int32Array
 
 logger = logging.getLogger(__name__)
@@ -438,11 +438,11 @@ class DraftingSession(Speculation):
         took = now - last
         self._stats.record_time(
             took,
-            num_requests=num_requests,
+            requests=num_requests,
             draft_tokens=num_draft_tokens,
             tokens=num_emitted,
             draft_seconds=self.drafting.seconds,
-            reads_prompts=num_prompt_tokens > 0,
+            has_prompts=num_prompt_tokens > 0,
         )
         if self.budget is None:
             return

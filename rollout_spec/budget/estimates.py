@@ -120,7 +120,7 @@ def _position_bin(position: int) -> int:
 
 @inlined(allocates=False)
 def _confidence_bin(confidence: float) -> int:
-    """See CONFIDENCE_LIMITS."""
+    """See NUM_CONFIDENCE_BINS."""
     return min(int(math.sqrt(confidence) * NUM_CONFIDENCE_BINS), NUM_CONFIDENCE_BINS - 1)
 
 

@@ -14,7 +14,7 @@ from rollout_spec.integrations.trainers.logprob_check import logprob_errors
 from rollout_spec.integrations.trainers.trl import RolloutSpecGenerator
 from rollout_spec.integrations.vllm.cpu_fixes import plain_weights
 from rollout_spec.noise.torch import gumbel
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 
 WAYS = ("stock", "off", "on")
 """Stock vLLM without speculation; our engine with it switched off; our engine with it."""

@@ -1,4 +1,4 @@
-"""The time of an engine's steps as a curve over their tokens. `rollout-spec doctor` writes measured curves."""
+"""The time of an engine's steps as a curve over their tokens."""
 
 from __future__ import annotations
 

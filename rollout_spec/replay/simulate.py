@@ -16,7 +16,7 @@ import numpy as np
 
 from rollout_spec.drafters.base import Drafter, tell_outcomes
 from rollout_spec.replay.traces import Problem, Rollout
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Int32Array
 
 Regime = Literal["own", "finished", "inflight", "epoch"]

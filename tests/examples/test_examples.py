@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
-from rollout_spec.config import RolloutSpecConfig
+from rollout_spec.integrations.vllm.environment import read
 from tests.conftest import environment_for_a_process, free_port
 
 pytestmark = pytest.mark.engine
@@ -46,7 +46,6 @@ def test_vllm_offline(tiny_model):
 
 def test_the_commands_of_the_server_are_the_configuration():
     text = (ROOT / "examples/serve.md").read_text()
-    additional = json.loads(re.search(r"--additional-config '(.*?)'", text, re.DOTALL).group(1))
-    speculative = json.loads(re.search(r"--speculative-config '(.*?)'", text, re.DOTALL).group(1))
-    config = RolloutSpecConfig.from_dict(additional["rollout_spec"])
-    assert config.engine_kwargs()["speculative_config"] == speculative
+    variables = re.findall(r"^ROLLOUT_SPEC='(.*?)'", text, re.MULTILINE)
+    found = [read({"ROLLOUT_SPEC": value}).config.num_speculative_tokens for value in variables]
+    assert found == [16, None]

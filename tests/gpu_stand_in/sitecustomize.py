@@ -14,16 +14,17 @@ show_vllm_a_backend()
 
 def check_the_cpu(doctor):
     """`doctor --device` on the CPU, in sizes that take seconds there."""
+    check_device = doctor.check_device
 
-    def print_device():
+    def check_cpu():
         import torch
 
-        from rollout_spec.report import device
+        from rollout_spec.verify.self_check import Setting
 
-        return device.run(torch.device("cpu"), vocab_size=64, sizes=(1, 2))
+        return check_device(Setting(torch.device("cpu"), 64, torch.bfloat16, 8, hidden=(64, torch.bfloat16)), 2)
 
-    doctor._print_device = print_device
+    doctor.check_device = check_cpu
 
 
 wrapt.register_post_import_hook(lambda platform: schedule_as_on_gpus(), "vllm.platforms.cpu")
-wrapt.register_post_import_hook(check_the_cpu, "rollout_spec.report.doctor")
+wrapt.register_post_import_hook(check_the_cpu, "rollout_spec.doctor")

@@ -18,7 +18,7 @@ START_SECONDS = 240
 
 
 class Server:
-    """`rollout-spec serve` on this machine. Vocabulary and weights are the tiny model's.
+    """A server that `ROLLOUT_SPEC` asks to speculate. Vocabulary and weights are the tiny model's.
 
     Args:
         log: The file that gets what it prints.
@@ -40,8 +40,8 @@ class Server:
             "logprobs-mode": "processed_logprobs",
             **dict(arguments),
         }
-        command = [sys.executable, "-m", "rollout_spec.cli", "serve", "--options", json.dumps(options), str(model)]
-        command.append("--enforce-eager")
+        # The CPU build's `vllm serve` does not start: it looks for the version of the CUDA build.
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--enforce-eager"]
         for name, value in given.items():
             command += [f"--{name}", str(value)]
         self._log = log
@@ -49,7 +49,12 @@ class Server:
             command,
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
-            env=environment_for_a_process(VLLM_SERVER_DEV_MODE="1", VLLM_LOGGING_LEVEL="INFO", **dict(environment)),
+            env=environment_for_a_process(
+                ROLLOUT_SPEC=json.dumps(options),
+                VLLM_SERVER_DEV_MODE="1",
+                VLLM_LOGGING_LEVEL="INFO",
+                **dict(environment),
+            ),
         )
         started = time.monotonic()
         while not self._is_up():

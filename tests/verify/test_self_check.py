@@ -11,13 +11,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from rollout_spec import cli
+from rollout_spec import cli, doctor
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device import self_check as drafter_check
 from rollout_spec.drafters.device.drafter import DeviceDrafter
 from rollout_spec.jit.warm_up import warm_up_kernels
-from rollout_spec.report import device as doctor_device
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import agreement, kernel, reference, self_check
 from rollout_spec.verify.agreement import Batch, Disagreement
@@ -389,23 +388,11 @@ def test_the_doctor_says_that_there_is_no_gpu(capsys):
     assert "no GPU on this machine" in capsys.readouterr().err
 
 
-def test_the_doctor_checks_nothing_but_this_machine(capsys):
-    assert cli.main(["doctor", "--device", "report.json"]) == 2
-    assert "leave out" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("is_sound", [True, False])
-def test_the_doctor_prints_verdicts_and_times(is_sound, capsys, monkeypatch, plant):
-    monkeypatch.setattr(doctor_device, "REPEATS", 2)
-    monkeypatch.setattr(doctor_device, "K", K)
-    monkeypatch.setattr(doctor_device, "HIDDEN", SETTING.hidden)
+def test_the_doctor_prints_verdicts(is_sound, capsys, plant):
     if not is_sound:
         plant(kernels, "draft", wrong_draft)
-    assert doctor_device.run(CPU, vocab_size=VOCAB, sizes=(1, 3)) == int(not is_sound)
+    assert doctor.check_device(SETTING, max_requests=3) == int(not is_sound)
     printed = capsys.readouterr().out
     assert printed.count("ok ") == 2 + is_sound
     assert ("problem  the device drafter: for 2 requests, request 0" in printed) != is_sound
-    heads, *rows = printed.splitlines()[-3:]
-    assert heads.split()[0] == "rows,"
-    assert [row.split()[0] for row in rows] == ["1", "3"]
-    assert all(len(row.split()) == 4 for row in rows)

@@ -13,8 +13,7 @@ pytest.importorskip("torch")
 from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.integrations.trainers import logprob_check
 from rollout_spec.integrations.trainers.controller import EngineController
-from rollout_spec.report.stats import Progress, SpeculationStats
-from tests.report.test_doctor import a_report
+from rollout_spec.stats import SpeculationStats
 
 
 class Params:
@@ -207,40 +206,8 @@ def test_a_report_is_written(tmp_path):
     controller, _ = an_attached_controller()
     path = tmp_path / "new" / "report.json"
     controller.write_report(path, global_step=4)
-    progress = Progress().to_dict()
-    assert json.loads(path.read_text()) == {"format": 1, "global_step": 4, "progress": progress}
+    assert json.loads(path.read_text()) == {"format": 1, "global_step": 4}
     assert list(path.parent.iterdir()) == [path]
-
-
-def generate_steps(controller, llm, steps):
-    """As many rollouts in each step as its number, counted from 1."""
-    for step in steps:
-        controller.begin_step(step)
-        llm.generate(["a"] * (step + 1))
-        controller.take_metrics()
-
-
-def test_the_report_has_a_series_over_the_training_without_evaluations():
-    controller, llm = an_attached_controller()
-    controller.begin_training()
-    generate_steps(controller, llm, range(2))
-    controller.evaluating = True
-    llm.generate(["a"] * 7)
-    assert controller.take_metrics()["rollout_spec/tokens"] == 14
-    controller.evaluating = False
-    generate_steps(controller, llm, range(2, 4))
-    progress = controller.report()["progress"]
-    assert all(seconds > 0 for seconds in progress.pop("generation_seconds"))
-    assert progress == {
-        "global_step": [1, 2, 3, 4],
-        "num_logs": [1, 1, 1, 1],
-        "request_steps": [1, 2, 3, 4],
-        "emitted_tokens": [2, 4, 6, 8],
-        "draft_tokens": [1, 2, 3, 4],
-        "accepted_tokens": [1, 2, 3, 4],
-    }
-    controller.begin_training()
-    assert controller.report()["progress"] == Progress().to_dict()
 
 
 def test_an_evaluation_between_two_logs_takes_nothing_of_the_training():
@@ -261,40 +228,7 @@ def test_an_evaluation_between_two_logs_takes_nothing_of_the_training():
         assert metrics["rollout_spec/tokens"] == 2 * rollouts
         assert metrics["rollout_spec/draft_tokens"] == rollouts
         assert metrics["rollout_spec/generation_seconds"] > 0
-    assert controller.report()["progress"]["emitted_tokens"] == [20]
     assert controller.take_metrics() == {}
-
-
-def test_a_resumed_run_goes_on_with_the_series(tmp_path, caplog):
-    """After a checkpoint of step 3, though the interrupted run had come to step 5."""
-    path = tmp_path / "report.json"
-    controller, llm = an_attached_controller()
-    controller.begin_training()
-    generate_steps(controller, llm, range(5))
-    path.write_text(json.dumps(a_report(progress=controller.report()["progress"])))
-    resumed, llm = an_attached_controller()
-    resumed.begin_training()
-    resumed.resume_progress(path, 3)
-    generate_steps(resumed, llm, range(3, 6))
-    progress = resumed.report()["progress"]
-    assert progress["global_step"] == [1, 2, 3, 4, 5, 6]
-    assert progress["emitted_tokens"] == [2, 4, 6, 8, 10, 12]
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("content", [None, json.dumps(a_report()), "{", json.dumps(a_report(progress={}))])
-def test_a_resumed_run_without_an_earlier_series_begins_one(tmp_path, caplog, content):
-    """There is no report, an older version's, a torn one, one with a series of another kind."""
-    path = tmp_path / "report.json"
-    if content is not None:
-        path.write_text(content)
-    controller, llm = an_attached_controller()
-    controller.begin_training()
-    controller.resume_progress(path, 3)
-    generate_steps(controller, llm, range(3, 4))
-    assert controller.report()["progress"]["global_step"] == [4]
-    is_damaged = content not in (None, json.dumps(a_report()))
-    assert ("the report's series over the training begins anew" in caplog.text) == is_damaged
 
 
 def test_a_report_that_cannot_be_written_ends_no_run(tmp_path, caplog):

@@ -12,7 +12,7 @@ from rollout_spec.budget.decide import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.vllm.commands import EngineParts, run_command
 from rollout_spec.integrations.vllm.weights import WeightWatch
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 
 
 def a_speculation(calls, budget=None):

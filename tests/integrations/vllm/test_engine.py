@@ -17,9 +17,9 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from rollout_spec import engine_kwargs
+from rollout_spec.doctor import explain
 from rollout_spec.integrations.vllm import runner_v1
 from rollout_spec.noise import host as noise
-from rollout_spec.report.explain import explain
 from rollout_spec.types import Draft
 from tests.distributions import matches_distribution
 from tests.integrations.engines import (

@@ -18,7 +18,7 @@ from rollout_spec import RolloutSpecConfig
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.integrations.vllm import runner_v1
 from rollout_spec.integrations.vllm.runner_v1 import RolloutSpecProposer, RunnerAdapterV1, Verification
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 from rollout_spec.verify.api import verify_rows
 from tests.integrations.vllm.test_session import (
     CuriousListener,

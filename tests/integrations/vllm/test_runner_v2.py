@@ -22,7 +22,7 @@ if lacks_v2_interfaces(vllm.__version_tuple__):
 
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.integrations.vllm import runner_v2
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import VerifyResult
 from tests.integrations.vllm.test_session import CuriousListener, a_listening_session, a_request
 

@@ -27,7 +27,7 @@ from rollout_spec.integrations.vllm import commands
 from rollout_spec.integrations.vllm.problems import recognise
 from rollout_spec.integrations.vllm.request_options import with_tenant
 from rollout_spec.integrations.vllm.session import STEPS_PER_SHARING, DraftingSession
-from rollout_spec.report.stats import SpeculationStats
+from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft
 from tests.drafters.recorder import positions_of
 

@@ -104,7 +104,7 @@ def test_a_rank_that_is_slow(tiny_model, off, reference_model):
         reports = ask(llm, "report")
     assert counts(first) == counts(second)
     assert reports[0]["budget"] == reports[1]["budget"]
-    assert second["draft_seconds"] >= 0.01 * sum(second["asked_by_batch"]) > 0, "it slept in each of these steps"
+    assert second["draft_seconds"] > 2 * first["draft_seconds"] > 0, "it slept in each step"
 
 
 def test_the_ranks_choose_the_same_drafts_beside_a_model(tiny_model, tmp_path, off, reference_model):

@@ -1,0 +1,376 @@
+"""`rollout-spec doctor`: checks the installation, or explains on one page where a run's time went and what to do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import logging
+import math
+import re
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+import rollout_spec
+from rollout_spec.checks import shown
+from rollout_spec.config import MAX_SPECULATIVE_TOKENS, RolloutSpecConfig, plugin_fault
+from rollout_spec.files import read_json
+from rollout_spec.imports import INSTALL_VLLM, install
+from rollout_spec.integrations.vllm import environment
+from rollout_spec.integrations.vllm.compat import check_version
+from rollout_spec.jit import cache
+from rollout_spec.stats import REPORT_FORMAT
+
+if TYPE_CHECKING:
+    from rollout_spec.verify.self_check import Setting
+
+REPORT_NAME = "rollout_spec.json"  # what a trainer's callback calls the report in its output folder
+PACKAGES = (  # name, what needs it if it may be absent, what to do if it cannot be used
+    ("numba", "", "reinstall rollout-spec"),
+    ("pyarrow", f"history_dir and replays need it: {install('history')}", f"reinstall it: {install('history')}"),
+    ("torch", "engines need it, and vLLM brings it", INSTALL_VLLM),
+    ("transformers", "engines need it, and vLLM brings it", "pip uninstall torchvision torchaudio torchcodec"),
+    ("vllm", f"engines need it: {INSTALL_VLLM}", INSTALL_VLLM),
+    ("trl", f"trainers need it: {install('trl')}", install("trl")),
+)
+NOISY = 1.5  # times as long as fast steps of their size: other work changed the steps' time
+HELD_UP = 2.0  # likewise: it held them up, whatever drafts changed
+ENOUGH_STEPS, ENOUGH_STEPS_OF_A_SIZE = 200, 8  # fewer are too few to judge by
+LOSS = 0.95  # below this speedup drafts did not pay
+LONG_DRAFTING = 0.15  # share of the time from which on drafting on the host is worth avoiding
+RARELY, OFTEN = 0.1, 0.5  # accepted shares: below the one drafts are too long, above the other too short
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Declare the command's options."""
+    one = parser.add_mutually_exclusive_group()
+    one.add_argument("report", nargs="?", type=Path, help="a run's report, or the folder of the trainer that wrote it")
+    one.add_argument("--url", metavar="http://HOST:PORT", help="ask a running server for its report")
+    one.add_argument("--device", action="store_true", help="check the kernels on this machine's GPU")
+
+
+def run(args: Namespace) -> int:
+    """Check or explain, and print. Returns the exit code: 1 if a check finds a fault, 2 for bad input."""
+    if args.device:
+        return check_device()
+    source = args.url if args.report is None else args.report
+    if source is None:
+        return check_installation()
+    try:
+        report = read_report(source)
+    except (ImportError, OSError, ValueError) as error:
+        return _refuse(str(error))
+    try:
+        page = explain(report).encode(errors="replace").decode()  # a damaged file may hold half of a character
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        return _refuse(f"the report of {source} is damaged: {error!r}")
+    print(page)
+    return 0
+
+
+def _refuse(reason: str) -> int:
+    print("rollout-spec:", " ".join(reason.splitlines()), file=sys.stderr)
+    return 2
+
+
+def check_installation() -> int:
+    """Print what is ok, what is a problem, and what is absent, which is no fault. Returns 1 if there is a problem."""
+    verdicts = set()
+    for verdict, line in look_around():
+        verdicts.add(verdict)
+        print(f"{verdict:8} {line}")
+    print("There are problems." if "problem" in verdicts else "All is well.")
+    return int("problem" in verdicts)
+
+
+def look_around() -> Iterator[tuple[str, str]]:
+    """(verdict, what was found and what to do) of all that speculation needs."""
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # what it says while it is imported is no part of this
+    yield "ok", f"rollout-spec {rollout_spec.__version__}, Python {sys.version.split()[0]}"
+    entries = importlib.metadata.entry_points(group="vllm.general_plugins")
+    yield _tried(
+        "vLLM's entry point", lambda: f"is {entries['rollout_spec'].load().__module__}", "reinstall rollout-spec"
+    )
+    fault = plugin_fault()
+    yield "problem" if fault else "ok", fault or "vLLM loads the plugin"
+    yield _tried(environment.VARIABLE, lambda: f"is {'set' if environment.read() else 'not set'}", "correct it")
+    folder = cache.find_folder()
+    if folder is None:
+        yield "problem", f"no folder can be written, so each process compiles the drafters anew: {cache.REMEDY}"
+    else:
+        warning = f", which may be gone after a restart: {cache.REMEDY}" if folder.is_temporary else ""
+        yield "ok", f"compiled drafters are kept in {folder.path}{warning}"
+    for package, needed_by, remedy in PACKAGES:
+        if needed_by and importlib.util.find_spec(package) is None:
+            yield "absent", f"{package}; {needed_by}"
+            continue
+        verdict, line = _tried(package, partial(_version_of, package), remedy)
+        yield verdict, line
+        if verdict == "problem":  # those that follow import it, and would be reported for its fault
+            break
+
+
+def _tried(what: str, check: Callable[[], str], remedy: str) -> tuple[str, str]:
+    try:
+        return "ok", f"{what} {check()}"
+    except Exception as error:  # builds that do not fit each other fail in many ways
+        return "problem", f"{what} cannot be used ({type(error).__name__}: {str(error)[:200]}): {remedy}"
+
+
+def _version_of(package: str) -> str:
+    """Import a package as far as engines and trainers do. Raises whatever keeps it from being used."""
+    module = importlib.import_module(package)
+    version = str(module.__version__)
+    if package == "torch":
+        return f"{version}, {module.cuda.get_device_name() if module.cuda.is_available() else 'no GPU'}"
+    if package == "transformers":
+        importlib.import_module("transformers.modeling_utils")
+    if package == "vllm":
+        assert module.LLM  # is imported by being asked for
+        check_version(module.__version_tuple__, version)
+    if package == "trl":
+        release = tuple(map(int, re.findall(r"\d+", version)[:2]))
+        if release < (1, 16) and release != (1, 12):
+            raise RuntimeError(f"{version} is not 1.16 or newer, nor 1.12, which has PPOTrainer")
+    return version
+
+
+def check_device(setting: Setting | None = None, max_requests: int = 512) -> int:
+    """Compare a GPU's kernels with their references, as engines do at their start, and print where they differ.
+
+    The model is by default one of Qwen's larger ones. Returns the exit code: 1 if something differs, 2 without a GPU.
+    """
+    torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
+    if setting is None and (torch is None or not torch.cuda.is_available()):
+        return _refuse("torch finds no GPU on this machine, and on a CPU no kernels run")
+    from rollout_spec.drafters.device import self_check as drafter_check
+    from rollout_spec.verify import self_check
+
+    if setting is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+        setting = self_check.Setting(device, 151_936, torch.bfloat16, 8, hidden=(4096, torch.bfloat16))
+    print(self_check.describe(setting.device))
+    _, verification, features = self_check.check(setting)
+    limits = {"num_speculative_tokens": setting.num_speculative_tokens, "vocab_size": setting.vocab_size}
+    drafter = drafter_check.check(setting.device, max_requests=max_requests, **limits, use_noise=True, options={})
+    faults = {"verification": verification, "features": features, "the device drafter": drafter}
+    for name, fault in faults.items():
+        print(f"problem  {name}: {fault}" if fault else f"ok       {name}")
+    return int(any(faults.values()))
+
+
+def read_report(source: Path | str) -> dict[str, Any]:
+    """The report in a file or in a trainer's folder, or, by its URL, of a server with VLLM_SERVER_DEV_MODE=1.
+
+    Raises OSError if it cannot be had, ValueError if it is no report of this format, ImportError without requests.
+    """
+    if isinstance(source, str):
+        from rollout_spec.integrations.trainers.server import ServedEngine
+
+        answers = ServedEngine(source, RolloutSpecConfig(), "MODEL").collective_rpc("rollout_spec", ("report",))
+    else:
+        try:
+            content = read_json(source / REPORT_NAME if source.is_dir() else source)
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+        answers = content.get("results", [content])  # a server's answer has one report for each rank
+    report = answers[0] if isinstance(answers, list) and answers else None
+    if not isinstance(report, dict) or "format" not in report:
+        raise ValueError(f"{source} has no report of rollout_spec")
+    if report["format"] != REPORT_FORMAT:
+        raise ValueError(f"{source} has a report of format {shown(report['format'])}, and {REPORT_FORMAT} is read here")
+    return report
+
+
+class Group(NamedTuple):
+    """Steps without prompts of about as many requests; all fields are sums over them, so groups can be added."""
+
+    steps: int
+    requests: int
+    tokens: int
+    draft_tokens: int
+    seconds: float
+    draft_seconds: float
+    quiet: float  # seconds if all steps had been as fast as the fastest tenth; NaN if that is not known
+    without: float  # seconds of the same tokens in such steps without drafts; likewise
+
+    @property
+    def speedup(self) -> float:
+        """Of fast steps over fast steps without drafts; NaN if it is not known."""
+        return self.without / self.quiet
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether other work changed the steps' time, and by more than drafts did. False where that is not known."""
+        return self.draft_tokens > 0 and self.seconds / self.quiet > max(NOISY, self.speedup, 1 / self.speedup)
+
+
+def size_groups(report: dict[str, Any]) -> list[Group]:
+    """A run's steps by powers of two of their number of requests, most first; none in which nothing was emitted."""
+    names = "steps", "requests", "tokens", "draft_tokens", "seconds", "draft_seconds"
+    columns = [report["stats"][f"{name}_by_batch"] for name in names]
+    # The budget's costs are those of fast steps, with and without drafts, so that they can be compared.
+    budget = report["budget"] or {"undrafted_of_sizes": (), "drafted": ((), ())}
+    groups = []
+    for *sums, undrafted in zip_longest(*columns, budget["undrafted_of_sizes"]):
+        steps, requests, tokens, draft_tokens, _, draft_seconds = sums
+        if steps and tokens:
+            undrafted = math.nan if undrafted is None else undrafted
+            size = (requests + draft_tokens) / steps
+            step = _seconds_of_step(size, *budget["drafted"]) if draft_tokens else undrafted
+            quiet = steps * step + draft_seconds
+            groups.append(Group._make([*sums, quiet, tokens * steps / requests * undrafted]))
+    return groups[::-1]
+
+
+def _seconds_of_step(size: float, sizes: Sequence[float], seconds: Sequence[float]) -> float:
+    """Of a step of so many tokens, by those that were measured; NaN if it is far from all of them."""
+    if not sizes or not sizes[0] / 2 <= size <= 2 * sizes[-1]:
+        return math.nan
+    return float(np.interp(size, sizes, seconds))
+
+
+def saving(groups: Sequence[Group]) -> Group | None:
+    """The sum of the groups whose times are known with and without drafts."""
+    known = [group for group in groups if not math.isnan(group.speedup)]
+    return Group._make(map(sum, zip(*known, strict=True))) if known else None
+
+
+def summary(report: dict[str, Any]) -> str:
+    """How speculation has done since the engine started, in one line."""
+    stats, whole = report["stats"], saving(size_groups(report))
+    said = f"{stats['tokens_per_step']:.2f} tokens per request and step"
+    if not stats["draft_tokens"]:
+        return f"{said}, no draft verified"
+    said += f", {stats['acceptance_rate']:.1%} of {stats['draft_tokens']:,} drafted tokens accepted"
+    if whole is None:
+        return f"{said}; what that saved is not known: no budget has taken steps without drafts to compare with"
+    if whole.is_noisy:
+        times = f"steps took {whole.seconds / whole.quiet:.1f} times as long as fast ones of their size"
+        return f"{said}; what that saved is too noisy to say: {times}, and drafts changed less"
+    verb = "saved" if whole.speedup >= 1 else "cost"
+    return (
+        f"{said}; by estimate, for {whole.seconds / stats['step_seconds']:.1%} of the time, it {verb} about "
+        f"{abs(whole.without - whole.quiet):.2f} s: {whole.speedup:.2f} times as fast as steps of this engine without "
+        "drafts"
+    )
+
+
+def explain(report: dict[str, Any]) -> str:
+    """What speculation did for a run, and what to do about it, as one page of text."""
+    stats = report["stats"]
+    if not stats["steps"]:
+        return "Nothing has been generated yet."
+    made_by = [report["device"], *(f"{name} {version}" for name, version in report["versions"].items())]
+    if "global_step" in report:
+        made_by.append(f"up to step {report['global_step']}, process 1 of {report['num_processes']}")
+    head = f"{', '.join(made_by)}\n{stats['emitted_tokens']:,} tokens in {stats['steps']:,} steps: {summary(report)}"
+    parts = [head, _times(stats)]
+    title = "Drafted tokens by where they came from, those that the target reached, verified or not"
+    rows = [[name, f"{n:,}", f"{right / n:.1%}"] for name, (n, right) in report["sources"].items() if n]
+    parts.append(_table(title, ["source", "tokens", "right"], rows))
+    title = "Verified tokens by position in the draft"
+    pairs = zip_longest(stats["drafted_per_position"], stats["accepted_per_position"], fillvalue=0)
+    rows = [[f"{i}", f"{n:,}", f"{accepted / n:.1%}"] for i, (n, accepted) in enumerate(pairs, 1)]
+    parts.append(_table(title, ["position", "tokens", "accepted"], rows))
+    parts.append(_sizes(size_groups(report)))
+    parts.append("\n  - ".join(["What to do", *(list(advice(report)) or ["Nothing: leave it as it is."])]))
+    return "\n\n".join(filter(None, parts))
+
+
+def _times(stats: dict[str, Any]) -> str:
+    times = {"target's forward pass": stats["forward_seconds"], "verification": stats["verify_seconds"]}
+    title = "Where the time of a step goes"
+    if stats["step_seconds"]:  # only a drafter on the host sees steps end
+        times["drafting"] = stats["draft_seconds"]
+        times["scheduling and other"] = stats["step_seconds"] - sum(times.values())
+    else:
+        title += ", as far as it was seen"
+    total = sum(times.values())
+    rows = [[name, f"{seconds:.2f}", f"{seconds / total:.1%}"] for name, seconds in times.items() if total]
+    title += f": {1e3 * total / max(stats['emitted_tokens'], 1):.3f} ms per token"
+    return _table(title, ["", "seconds", "share"], rows)
+
+
+def _sizes(groups: Sequence[Group]) -> str:
+    title = (
+        "By number of requests in a step, prompts apart (verified, emitted: per request; quiet: seconds at the pace\n"
+        "of the fastest tenth; without: of the same tokens without drafts; noise: other work cost more than drafts did)"
+    )
+    heads = ["requests", "steps", "verified", "emitted", "seconds", "quiet", "without", "speedup"]
+    rows = []
+    for group in groups:
+        per_request = group.draft_tokens / group.requests, group.tokens / group.requests
+        numbers = *per_request, group.seconds, group.quiet, group.without, group.speedup
+        cells = ["?" if math.isnan(number) else f"{number:.2f}" for number in numbers]
+        if group.is_noisy:
+            cells[-1] = "noise"
+        rows.append([f"{group.requests / group.steps:.1f}", f"{group.steps:,}", *cells])
+    return _table(title, heads, rows)
+
+
+def _table(title: str, heads: list[str], rows: list[list[str]]) -> str:
+    """A table under its title; nothing without rows."""
+    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    lines = ["  ".join(["", *(cell.rjust(n) for cell, n in zip(row, widths, strict=True))]) for row in [heads, *rows]]
+    return "\n".join([title, *lines]) if rows else ""
+
+
+def advice(report: dict[str, Any]) -> Iterator[str]:
+    """What to do about a run, by rules."""
+    stats, groups = report["stats"], size_groups(report)
+    if stats["drafter_errors"]:
+        yield "Look for the drafter's exception in the log. Drafting stays off until the engine is built again."
+        return
+    if not report["num_speculative_tokens"]:
+        yield "This engine does not speculate. Compare its ms per token with those of one that does."
+        return
+    whole = saving(groups)
+    held_up = [g for g in groups if g.steps >= ENOUGH_STEPS_OF_A_SIZE and g.seconds > HELD_UP * g.quiet]
+    is_busy = bool(held_up) or (whole is not None and whole.is_noisy)
+    if is_busy:
+        worst = max(held_up or groups, key=lambda g: np.nan_to_num(g.seconds - g.quiet))
+        yield (
+            f"Run it again on a quiet machine: {worst.steps:,} steps of {worst.requests / worst.steps:.1f} requests "
+            f"took {worst.seconds:.1f} s, and {worst.quiet:.1f} s at the pace of fast ones. Other work held them up, "
+            "or compilation."
+        )
+    num_steps = sum(group.steps for group in groups) or stats["steps"]
+    if num_steps < ENOUGH_STEPS:
+        yield f"Generate more: {num_steps} steps are too few to judge by, {ENOUGH_STEPS} are the least."
+        return
+    history = report.get("history", {})
+    requests, known = history.get("requests", 0), history.get("requests_with_history", 0)
+    is_new = known < requests / 2
+    if is_new:
+        yield f"Wait an epoch: only {known:,} of {requests:,} requests had a prompt that the engine had seen before."
+        yield "Group requests: sample each prompt several times in one engine; give variants of it one problem_id."
+    if requests and not history.get("folder") and (is_new or report.get("num_processes", 1) > 1):
+        yield "Set history_dir: engines share what was said, and a run that resumes has what earlier ones said."
+    if whole is not None and whole.speedup < LOSS and not is_new and not is_busy:
+        yield f"Try speculation=False and compare the ms per token: it made steps {whole.speedup:.2f} times as fast."
+    drafting = sum(group.draft_seconds for group in groups) / (sum(group.seconds for group in groups) or 1)
+    if drafting > LONG_DRAFTING and not is_busy and not report["device"].endswith("CPU"):
+        yield f'Try drafter="device", in the V2 runner: drafting on the host took {drafting:.1%} of the time.'
+    yield from _about_length(report)
+
+
+def _about_length(report: dict[str, Any]) -> Iterator[str]:
+    """Advice on K, from what was verified at each position of the drafts."""
+    k, drafted = report["num_speculative_tokens"], report["stats"]["drafted_per_position"]
+    pairs = zip_longest(report["stats"]["accepted_per_position"], drafted, fillvalue=0)
+    shares = [accepted / n for accepted, n in pairs]
+    last_good = max((position for position, share in enumerate(shares, 1) if share >= RARELY), default=1)
+    late = sum(drafted[last_good:]) / (sum(drafted) or 1)
+    # A budget verifies only what pays, and that may be accepted rarely where verifying costs next to nothing.
+    if report["budget"] is None and late > RARELY:
+        yield f"Lower num_speculative_tokens to {last_good}: {late:.1%} of the verified tokens were later, few right."
+    elif len(drafted) == k < MAX_SPECULATIVE_TOKENS and drafted[-1] >= ENOUGH_STEPS and shares[-1] >= OFTEN:
+        more = min(2 * k, MAX_SPECULATIVE_TOKENS)
+        yield f"Raise num_speculative_tokens to {more}: {shares[-1]:.1%} of {drafted[-1]:,} drafts of {k} were right."

@@ -1,0 +1,137 @@
+"""Counters of one engine's speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate, zip_longest
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+REPORT_FORMAT = 2  # version of the reports that `rollout-spec doctor` reads
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """What happened since the engine started. All fields only grow.
+
+    Attributes:
+        steps, request_steps: Engine steps in which our verifier sampled, and the requests of each, summed.
+        num_drafts: Request-steps with at least one drafted token.
+        draft_tokens, accepted_tokens: Verified and accepted drafted tokens.
+        emitted_tokens: Tokens that requests got, accepted ones included. Only a drafter on the host knows where they
+            end; without one, or while it is switched off, what was sampled past the end counts, too. With
+            `history_dir`, so does what vLLM samples past a stop string once all requests of the batch are complete.
+        drafter_errors: Exceptions that the drafter raised; the first one switches it off.
+        draft_seconds: Time on the host for learning outcomes, drafting, and deciding how much is verified.
+        index_seconds: Time on the host for indexing what was sampled while the device computed.
+        forward_seconds, verify_seconds: Time of the target's forward passes and of verification, on the device.
+        step_seconds: Time of whole steps, scheduling included; 0 without a drafter on the host, which sees them end.
+        drafted_per_position, accepted_per_position: Verified and accepted tokens by position in the draft.
+        ..._by_batch: By floor(log2) of a step's number of requests: the steps in which no prompt was read and some
+            request had been in an earlier step; their requests, verified draft tokens, emitted tokens and seconds, and
+            the seconds that drafting took.
+    """
+
+    steps: int = 0
+    request_steps: int = 0
+    num_drafts: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    emitted_tokens: int = 0
+    drafter_errors: int = 0
+    draft_seconds: float = 0.0
+    index_seconds: float = 0.0
+    forward_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    step_seconds: float = 0.0
+    drafted_per_position: list[int] = field(default_factory=list)
+    accepted_per_position: list[int] = field(default_factory=list)
+    steps_by_batch: list[int] = field(default_factory=list)
+    requests_by_batch: list[int] = field(default_factory=list)
+    draft_tokens_by_batch: list[int] = field(default_factory=list)
+    tokens_by_batch: list[int] = field(default_factory=list)
+    seconds_by_batch: list[float] = field(default_factory=list)
+    draft_seconds_by_batch: list[float] = field(default_factory=list)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted tokens / drafts: tokens per draft, the recovered or bonus token included."""
+        return 1 + self.accepted_tokens / self.num_drafts if self.num_drafts else 1.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted / drafted tokens; 0 when nothing was drafted."""
+        return self.accepted_tokens / self.draft_tokens if self.draft_tokens else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Emitted tokens per request-step, steps without a draft included."""
+        return self.emitted_tokens / self.request_steps if self.request_steps else 0.0
+
+    def record(self, num_draft_tokens: ArrayLike, num_accepted: ArrayLike) -> None:
+        """Count one step's outcome: integers [B], one entry per request that our verifier sampled."""
+        drafted, accepted = (np.asarray(values).tolist() for values in (num_draft_tokens, num_accepted))
+        self.steps += 1
+        self.request_steps += len(drafted)
+        self.num_drafts += len(drafted) - drafted.count(0)
+        self.draft_tokens += _count_positions(drafted, self.drafted_per_position)
+        num_accepted_tokens = _count_positions(accepted, self.accepted_per_position)
+        self.accepted_tokens += num_accepted_tokens
+        self.emitted_tokens += num_accepted_tokens + len(accepted)
+
+    def record_time(
+        self, seconds: float, *, requests: int, draft_tokens: int, tokens: int, draft_seconds: float, has_prompts: bool
+    ) -> None:
+        """Count the time of one step, in which so many `requests` emitted `tokens`; `has_prompts`: and read prompts."""
+        self.step_seconds += seconds
+        if has_prompts:
+            return
+        octave = requests.bit_length() - 1
+        for counts, value in (
+            (self.steps_by_batch, 1),
+            (self.requests_by_batch, requests),
+            (self.draft_tokens_by_batch, draft_tokens),
+            (self.tokens_by_batch, tokens),
+            (self.seconds_by_batch, seconds),
+            (self.draft_seconds_by_batch, draft_seconds),
+        ):
+            counts[:] = _sum(counts, [0] * octave + [value])
+
+    @classmethod
+    def between(cls, earlier: Mapping[str, Any], later: Mapping[str, Any]) -> SpeculationStats:
+        """What happened between two `to_dict` results of one engine."""
+        return cls(**{name: _sum(later[name], earlier[name], -1) for name in cls.__slots__})
+
+    def __add__(self, other: SpeculationStats) -> SpeculationStats:
+        """What happened in two intervals together."""
+        return SpeculationStats(**{name: _sum(getattr(self, name), getattr(other, name)) for name in self.__slots__})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Counters and derived rates as plain data."""
+        return {
+            **asdict(self),
+            "rejected_tokens": self.draft_tokens - self.accepted_tokens,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "tokens_per_step": self.tokens_per_step,
+        }
+
+
+def _sum(a: Any, b: Any, sign: int = 1) -> Any:
+    """a + sign * b, entry by entry where they are lists; the shorter one ends with zeros."""
+    if isinstance(a, list):
+        return [x + sign * y for x, y in zip_longest(a, b, fillvalue=0)]
+    return a + sign * b
+
+
+def _count_positions(lengths: list[int], counts: list[int]) -> int:
+    """Add to counts[j] how many of the lengths exceed j. Returns their sum."""
+    by_length = [0] * (max(lengths, default=0) + 1)
+    for length in lengths:
+        by_length[length] += 1
+    longer = list(accumulate(by_length[:0:-1]))[::-1]
+    counts[:] = _sum(counts, longer)
+    return sum(longer)

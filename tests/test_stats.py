@@ -1,0 +1,82 @@
+"""Counters of speculation."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rollout_spec.stats import SpeculationStats
+
+
+def test_rates_of_steps_without_requests_and_without_drafts():
+    for num_requests in (0, 2):
+        stats = SpeculationStats()
+        stats.record([0] * num_requests, [0] * num_requests)
+        assert (stats.steps, stats.request_steps, stats.num_drafts, stats.draft_tokens) == (1, num_requests, 0, 0)
+        assert (stats.acceptance_rate, stats.mean_acceptance_length) == (0.0, 1.0)
+        assert (stats.tokens_per_step, stats.accepted_per_position) == (min(num_requests, 1), [])
+
+
+def test_positions_count_the_drafts_that_got_that_far():
+    stats = SpeculationStats()
+    stats.record([4, 4, 4, 0], [4, 0, 2, 0])
+    stats.record([1], [1])
+    assert stats.accepted_per_position == [3, 2, 1, 1]
+    assert stats.drafted_per_position == [4, 3, 3, 3]
+    assert sum(stats.drafted_per_position) == stats.draft_tokens
+    assert sum(stats.accepted_per_position) == stats.accepted_tokens == 7
+    assert stats.to_dict()["rejected_tokens"] == 13 - 7
+    assert stats.mean_acceptance_length == pytest.approx(1 + 7 / 4)
+    assert stats.emitted_tokens == 7 + 5
+
+
+def test_dictionaries_are_plain_snapshots():
+    stats = SpeculationStats()
+    stats.record([2], [2])
+    snapshot = stats.to_dict()
+    stats.record([2], [1])
+    assert json.loads(json.dumps(snapshot))["accepted_per_position"] == [1, 1]
+
+
+def test_what_happened_between():
+    stats = SpeculationStats(draft_seconds=1.0)
+    start = stats.to_dict()
+    stats.record([3, 1], [1, 1])
+    stats.drafter_errors += 2
+    stats.draft_seconds += 0.5
+    middle = stats.to_dict()
+    stats.record([3], [3])
+    end = stats.to_dict()
+    first, second = SpeculationStats.between(start, middle), SpeculationStats.between(middle, end)
+    assert (first.drafter_errors, first.draft_seconds, first.accepted_per_position) == (2, 0.5, [2])
+    assert second.accepted_per_position == [1, 1, 1]
+    assert second.acceptance_rate == 1.0
+    assert SpeculationStats.between(end, end) == SpeculationStats(
+        drafted_per_position=[0, 0, 0], accepted_per_position=[0, 0, 0]
+    )
+    for name in ("steps", "request_steps", "draft_tokens", "accepted_tokens", "emitted_tokens"):
+        assert getattr(first, name) + getattr(second, name) == getattr(stats, name)
+
+
+def test_times_by_batch():
+    stats = SpeculationStats()
+    for requests, prompts in ((1, False), (3, False), (2, False), (64, True)):
+        stats.record_time(
+            0.5, requests=requests, draft_tokens=4, tokens=2 * requests, draft_seconds=0.1, has_prompts=prompts
+        )
+    assert stats.step_seconds == 2.0
+    assert (stats.steps_by_batch, stats.requests_by_batch) == ([1, 2], [1, 5])
+    assert (stats.draft_tokens_by_batch, stats.tokens_by_batch) == ([4, 8], [2, 10])
+    assert (stats.seconds_by_batch, stats.draft_seconds_by_batch) == ([0.5, 1.0], [0.1, 0.2])
+
+
+def test_intervals_add_up():
+    """Also where the later one has longer drafts or larger batches."""
+    whole, parts = SpeculationStats(), []
+    for size in (1, 2, 5):
+        before = whole.to_dict()
+        whole.record([size] * size, [size - 1] * size)
+        whole.record_time(0.5, requests=size, draft_tokens=size, tokens=2, draft_seconds=0.1, has_prompts=False)
+        parts.append(SpeculationStats.between(before, whole.to_dict()))
+    assert sum(parts, SpeculationStats()).to_dict() == whole.to_dict()
