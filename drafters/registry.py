@@ -6,13 +6,13 @@ Classes are imported only when they are used: those on the host need numba, thos
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollout_spec.checks import did_you_mean, shown
-from rollout_spec.imports import import_object
 
 if TYPE_CHECKING:
     from rollout_spec.drafters.base import Drafter
@@ -98,9 +98,9 @@ def find_drafter(name: str) -> tuple[Any, dict[str, Any]]:
     name = current_name(name)
     entry = REGISTRY.get(name)
     if entry is not None:
-        return import_object(entry.path, "drafter"), dict(entry.implied)
+        return _imported(entry.path), dict(entry.implied)
     check_name(name)
-    factory = import_object(name, "drafter")
+    factory = _imported(name)
     if not callable(factory):
         raise ValueError(f"drafter {name!r} must be a class, got {shown(factory)}")
     return factory, {}
@@ -115,7 +115,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     name = current_name(name)
     factory, implied = find_drafter(name)
     entry = REGISTRY.get(name)
-    checker = import_object(entry.checker, "drafter") if entry is not None else factory
+    checker = _imported(entry.checker) if entry is not None else factory
     _check_names(name, checker, {**implied, **options})
     if entry is not None:
         checker(**{**implied, **options})
@@ -123,7 +123,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
 
 def has_options(name: str, options: Iterable[str]) -> bool:
     """Whether a drafter in `REGISTRY` has options of all these names."""
-    return set(options) <= set(inspect.signature(import_object(REGISTRY[name].checker, "drafter")).parameters)
+    return set(options) <= set(inspect.signature(_imported(REGISTRY[name].checker)).parameters)
 
 
 def check_keeps_history(name: str) -> None:
@@ -193,3 +193,14 @@ def _check_names(name: str, function: Any, options: Mapping[str, Any]) -> None:
         if set(unknown) & OLD_SWITCHES and "features" in signature.parameters:
             hint = "; signatures and distributions are one option now: features"
         raise ValueError(f"drafter {name!r} does not take these drafter_options: {error}{hint}") from error
+
+
+def _imported(path: str) -> Any:
+    """What a dotted path names. Raises ValueError with the reason, and where there is no such module the remedy."""
+    module_name, _, name = path.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module_name), name)
+    except (ImportError, AttributeError) as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and f"{path}.".startswith(f"{error.name}.")
+        hint = "; its folder must be on the PYTHONPATH of every process of the engine" if is_missing else ""
+        raise ValueError(f"drafter {path!r} cannot be imported: {error}{hint}") from error

@@ -1,30 +1,12 @@
-"""Importing objects by dotted path, what a report was made by, and how to install packages that are missing."""
+"""Packages: how to install what is missing, which versions there are, and the command that runs."""
 
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-
-def import_object(path: str, what: str) -> Any:
-    """Import `package.module.Name`.
-
-    Raises:
-        ValueError: the module does not import or has no such name; the message begins with `what`, and where there is
-            no such module it ends with the remedy.
-    """
-    module_name, _, name = path.rpartition(".")
-    try:
-        return getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
-        is_missing = isinstance(error, ModuleNotFoundError) and f"{path}.".startswith(f"{error.name}.")
-        hint = "; its folder must be on the PYTHONPATH of every process of the engine" if is_missing else ""
-        raise ValueError(f"{what} {path!r} cannot be imported: {error}{hint}") from error
 
 
 def install(*extras: str) -> str:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from rollout_spec import __version__, cli
-from rollout_spec.files import check_writable
 from rollout_spec.replay.simulate import REGIMES
 from rollout_spec.replay.traces import FEATURE_COLUMNS, REQUIRED_COLUMNS
 from tests.test_doctor import a_report
@@ -83,15 +82,3 @@ def test_doctor_needs_no_numba(tmp_path):
 def test_a_demo_that_cannot_be_written_does_not_start(capsys):
     assert cli.main(["demo", "--out", "/dev/null/demo"]) == 2
     assert capsys.readouterr().err.startswith("rollout-spec: --out: ")
-
-
-def test_looking_whether_a_file_can_be_written_changes_nothing(tmp_path):
-    new, old = tmp_path / "new", tmp_path / "old"
-    old.write_text("content")
-    for path in (new, old):
-        check_writable(path)
-    assert not new.exists()
-    assert old.read_text() == "content"
-    for path in (tmp_path, tmp_path / "none" / "file"):
-        with pytest.raises(OSError):
-            check_writable(path)

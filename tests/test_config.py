@@ -14,10 +14,9 @@ import pytest
 
 from rollout_spec import RolloutSpecConfig, __version__, checks, cli, engine_kwargs
 from rollout_spec.config import CONFIG_KEY
-from rollout_spec.imports import command_line, import_object
+from rollout_spec.imports import command_line
 from rollout_spec.integrations.vllm import configuration, log, plugin
 from rollout_spec.integrations.vllm.log import describe_engine
-from rollout_spec.stats import SpeculationStats
 
 NOISE_ONLY = engine_kwargs(speculation=False)["additional_config"]
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
@@ -136,13 +135,6 @@ def test_no_second_identity():
     code = "import sys; sys.path.insert(0, '.'); import drafters"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "import this package as rollout_spec.drafters" in result.stderr
-
-
-def test_import_object():
-    assert import_object("rollout_spec.stats.SpeculationStats", "thing") is SpeculationStats
-    for path in ("no_such_module.Name", "rollout_spec.stats.Nothing"):
-        with pytest.raises(ValueError, match="thing .* cannot be imported"):
-            import_object(path, "thing")
 
 
 def test_ranges_survive_the_way_through_json():
