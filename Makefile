@@ -25,7 +25,7 @@ install-cpu:
 
 .PHONY: install-cpu demo real-policy test test-all test-fast timings test-vllm test-recurrent test-oldest test-ppo test-frameworks check bench clean
 demo: $(READY)
-	$(BIN)/rollout-spec demo
+	$(BIN)/python -m examples.demo
 
 # Hours on a few cores; the same command continues where it was interrupted.
 real-policy: $(REAL_POLICY)

@@ -7,10 +7,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rollout_spec import __version__, doctor
-from rollout_spec.files import check_writable
 from rollout_spec.history import command as history
 from rollout_spec.replay import arguments
 
@@ -53,10 +51,6 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="rollout-spec", description="Lossless speculation for RL rollouts.")
     parser.add_argument("--version", action="version", version=f"rollout-spec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    demo = commands.add_parser("demo", help="train a small policy with GRPO, without and with speculation")
-    demo.add_argument("--out", type=Path, default=Path("demo"), help="where the report goes (default: demo)")
-    demo.add_argument("--steps", type=int, default=24, help="GRPO steps (default: 24)")
-    demo.add_argument("--seed", type=int, default=0, help="of problems, weights and rollouts (default: 0)")
     arguments.add_arguments(
         commands.add_parser("replay", help="replay recorded rollouts through a drafter, without a model")
     )
@@ -69,26 +63,9 @@ def _run(argv: Sequence[str] | None) -> int:
         return doctor.run(args)
     if args.command == "history":
         return history.run(args)
-    # Imported late: they need numba, whose import takes long.
-    if args.command == "replay":
-        from rollout_spec.replay import command
+    from rollout_spec.replay import command  # needs numba, whose import takes long
 
-        return command.run(args)
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        check_writable(args.out / "report.json")
-    except OSError as error:
-        print(f"rollout-spec: --out: {error}", file=sys.stderr)
-        return 2
-
-    from rollout_spec.demo.run import run_demo
-
-    try:
-        run_demo(args.out, steps=args.steps, seed=args.seed)
-    except (ImportError, ValueError) as error:
-        print(f"rollout-spec: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return command.run(args)
 
 
 if __name__ == "__main__":

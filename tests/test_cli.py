@@ -50,7 +50,7 @@ def test_every_command_is_in_the_docs(capsys):
         cli.main(["--help"])
     listed = re.search(r"\{([a-z,]+)\}", capsys.readouterr().out)
     commands = listed[1].split(",")
-    assert {"demo", "history"} <= set(commands)
+    assert {"doctor", "history"} <= set(commands)
     table = (DOCS / "configuration.md").read_text()
     assert [name for name in commands if f"| `rollout-spec {name}" not in table] == []
 
@@ -77,8 +77,3 @@ def test_doctor_needs_no_numba(tmp_path):
     assert "problem  numba cannot be used" in done.stdout
     assert "compiled drafters are kept in" in done.stdout
     assert "Traceback" not in done.stderr
-
-
-def test_a_demo_that_cannot_be_written_does_not_start(capsys):
-    assert cli.main(["demo", "--out", "/dev/null/demo"]) == 2
-    assert capsys.readouterr().err.startswith("rollout-spec: --out: ")

@@ -15,11 +15,9 @@ PACKAGES = ("rollout_spec", "drafters", "integrations")
 
 BROUGHT = {
     "accelerate": "trl",
-    "datasets": "trl",
     "llvmlite": "numba",
     "prometheus_client": "vllm",
     "requests": "vllm",
-    "tokenizers": "vllm",
     "torch": "vllm",
     "transformers": "vllm",
     "triton": "torch",
@@ -87,7 +85,7 @@ def test_what_is_not_declared_is_brought_by_what_is(name):
 
 
 def test_commands_that_install_an_extra_name_one(project):
-    docs = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/*")]
+    docs = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("examples/**/*.py")]
     for path in [*docs, *(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))]:
         pattern = r"install [^\n`]*'(?:\.|rollout-spec)\[([\w,-]+)\]'|\binstall\((.*?)\)"
         for extras in re.findall(pattern, path.read_text()):

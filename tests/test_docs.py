@@ -54,7 +54,7 @@ def missing_files(text: str) -> list[str]:
     A name without a folder may be in any; what `uv run` runs is a framework's.
     """
     paths = re.findall(rf"(?<![\w/.-])(?<!uv run )(?:{'|'.join(FOLDERS)})/[\w./-]*\w", text)
-    for module in re.findall(r"\bpython3? -m\s+(experiments[\w.]+\w)", text):
+    for module in re.findall(r"\bpython3? -m\s+((?:examples|experiments)[\w.]+\w)", text):
         path = module.replace(".", "/")
         paths.append(f"{path}/__main__.py" if (ROOT / path).is_dir() else f"{path}.py")
     missing = [path for path in paths if not (ROOT / path).exists()]

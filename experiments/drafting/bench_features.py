@@ -116,9 +116,8 @@ def demo_problems(
     import torch
     from transformers import AutoModelForCausalLM
 
-    from rollout_spec.demo.policy import build_tokenizer
-    from rollout_spec.demo.task import make_problem, prompt_text
-    from rollout_spec.demo.warm_start import warm_start
+    from examples.demo.policy import build_tokenizer, warm_start
+    from examples.demo.task import make_prompt
 
     if not directory.exists():
         print(f"training the demo's policy into {directory} (a few minutes)")
@@ -127,7 +126,7 @@ def demo_problems(
     rng, count = random.Random(7), num_history + num_tests
     problems = []
     for i in range(num_prompts):
-        prompt = tokenizer(prompt_text(make_problem(rng)))["input_ids"]
+        prompt = tokenizer(make_prompt(rng))["input_ids"]
         seeds = [derive_seed("bench_features", i, k) for k in range(count)]
         past, feed, sampled = None, torch.tensor(prompt).repeat(count, 1), []
         with torch.inference_mode():

@@ -2,9 +2,9 @@
 
     python -m experiments.engines.bench_demo [--runs 3] [--keep]
 
-Runs `rollout-spec demo` with one seed and one warm-started policy: rollouts are the same, while times, and with them
-how much is drafted, differ. A row per run is appended to `experiments/results/bench_demo.jsonl`. `--keep` makes the
-median run's report and pictures those of the docs.
+Runs `python -m examples.demo --own-off` with one seed and one warm-started policy: rollouts are the same, while times,
+and with them how much is drafted, differ. A row per run is appended to `experiments/results/bench_demo.jsonl`. `--keep`
+makes the median run's report and pictures those of the docs.
 
 Gate: all rollouts are identical with speculation on and off.
 """
@@ -44,7 +44,8 @@ def main() -> None:
         out = Path(temporary, "demo")
         found: list[tuple[float, Path]] = []
         for run in range(args.runs):
-            subprocess.run([sys.executable, "-m", "rollout_spec.cli", "demo", "--out", str(out)], check=True)
+            command = [sys.executable, "-m", "examples.demo", "--own-off", "--out", str(out)]
+            subprocess.run(command, check=True, cwd=ROOT)
             kept = Path(shutil.copytree(out, Path(temporary, f"run{run}")))
             report: dict[str, Any] = json.loads((kept / "report.json").read_text())
             if report["rollouts_identical"] != report["rollouts_total"]:

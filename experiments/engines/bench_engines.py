@@ -38,10 +38,10 @@ from typing import Any
 
 import numpy as np
 
+from examples.demo import ENVIRONMENT
 from experiments.drafting.peers import StatelessDrafter
 from experiments.engines.build import OURS, build_engine, command
 from experiments.rows import append, origin
-from rollout_spec.demo.run import ENVIRONMENT
 from rollout_spec.drafters.host import step
 from rollout_spec.drafters.host.requests import RequestTable
 from rollout_spec.drafters.host.step import Learned, Sampled
@@ -109,9 +109,9 @@ PICKED = ("stock", "ngram", "suffix", "off", "ours")
 
 def demo_prompts(policy: Path) -> Callable[[random.Random, int], list[Any]]:
     """Fresh problems of the demo's task."""
-    from rollout_spec.demo.task import make_problem, prompt_text
+    from examples.demo.task import make_prompt
 
-    return lambda rng, count: [prompt_text(make_problem(rng)) for _ in range(count)]
+    return lambda rng, count: [make_prompt(rng) for _ in range(count)]
 
 
 def real_prompts(policy: Path) -> Callable[[random.Random, int], list[Any]]:

@@ -35,13 +35,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from examples.demo import ENVIRONMENT
+from examples.demo.policy import build_tokenizer, warm_start
+from examples.demo.task import make_prompt
 from experiments.engines.build import Runs, build_engine, command, write_result
 from experiments.engines.trained_drafters import run_target, save, train
 from experiments.rows import append, origin
-from rollout_spec.demo.policy import build_tokenizer
-from rollout_spec.demo.run import ENVIRONMENT
-from rollout_spec.demo.task import make_problem, prompt_text
-from rollout_spec.demo.warm_start import warm_start
 from rollout_spec.noise.host import derive_seed, gumbel
 
 METHODS = ("draft_model", "eagle", "mtp")
@@ -65,7 +64,7 @@ def held_out_prompts() -> list[list[int]]:
     rng, tokenizer = random.Random("bench_model_drafters"), build_tokenizer()
     prompts: dict[str, None] = {}  # keeps the order and drops repeats
     while len(prompts) < HELD_OUT:
-        prompts[prompt_text(make_problem(rng))] = None
+        prompts[make_prompt(rng)] = None
     return [tokenizer.encode(prompt) for prompt in prompts]
 
 
@@ -155,9 +154,7 @@ def prepare_models(args: argparse.Namespace, methods: Sequence[str]) -> tuple[An
     tokenizer = build_tokenizer()
     if not args.policy.exists():
         print(f"training the demo's policy into {args.policy} (some minutes)", flush=True)
-        unfinished = args.policy.with_suffix(".tmp")
-        warm_start(unfinished)
-        unfinished.rename(args.policy)
+        warm_start(args.policy)
     policy = LlamaForCausalLM.from_pretrained(args.policy, dtype=torch.float32).eval()
     rows = []
     for method in methods:

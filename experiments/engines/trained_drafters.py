@@ -30,7 +30,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
 )
 
-from rollout_spec.demo.warm_start import IGNORED_LABEL, learning_rate_factor, trace_batches
+from examples.demo.policy import IGNORED_LABEL, learning_rate_factor, trace_batches
 
 Method = Literal["draft_model", "eagle", "mtp"]
 Batches = Iterator[tuple[Tensor, Tensor]]

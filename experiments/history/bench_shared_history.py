@@ -2,8 +2,8 @@
 
     python -m experiments.history.bench_shared_history [--policy demo/policy-v1-seed0] [--engines 2] [--out FILE]
 
-Each engine has a process of its own, on the demo's policy, which `rollout-spec demo` trains first. Groups of rollouts
-of the same problems are generated with the same seeds in all modes, so all sample the same rollouts: that is the gate.
+Each engine has a process of its own, on the demo's policy, which `make demo` trains first. Groups of rollouts of the
+same problems are generated with the same seeds in all modes, so all sample the same rollouts: that is the gate.
 
     epoch 0   every group is split: each engine gets its share of the rollouts
     epoch 1   each engine gets its share of the prompts, whole groups
@@ -26,11 +26,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from examples.demo import ENVIRONMENT
+from examples.demo.policy import build_tokenizer
+from examples.demo.task import make_prompt
 from experiments.engines.build import build_engine, command
 from experiments.rows import append, origin
-from rollout_spec.demo.policy import build_tokenizer
-from rollout_spec.demo.run import ENVIRONMENT
-from rollout_spec.demo.task import make_problem, prompt_text
 from rollout_spec.noise.host import derive_seed
 
 MODES = ("alone", "shared", "one")
@@ -40,7 +40,7 @@ MAX_TOKENS = 384
 def prompts_of(number: int) -> list[list[int]]:
     rng, tokenizer, prompts = random.Random("bench_shared_history"), build_tokenizer(), {}
     while len(prompts) < number:
-        prompts[prompt_text(make_problem(rng))] = None
+        prompts[make_prompt(rng)] = None
     return [tokenizer.encode(prompt) for prompt in prompts]
 
 

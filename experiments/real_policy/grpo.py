@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -12,10 +10,10 @@ from typing import Any
 
 import torch
 
+from examples.demo.paired import GPU_MEMORY_UTILIZATION, PairedGenerator
 from experiments.real_policy.recording import compute_features, row_of, write_rows
 from experiments.real_policy.tasks import TASKS, Problem, make_problem, reward
 from experiments.real_policy.warm_up import prompt_token_ids
-from rollout_spec.demo.paired import GPU_MEMORY_UTILIZATION, PairedGenerator, StepRecord, build_stock_engine
 
 STEPS = 40
 PROMPTS_PER_TASK = 6
@@ -50,7 +48,7 @@ class RecordingGenerator(PairedGenerator):
         problems: By prompt token ids.
         tokenizer: Decodes rollouts for the reward.
         steps_per_epoch: Of the training.
-        build_stock: Makes the stock engine.
+        stock: See `PairedGenerator`.
         on_record: Called with each step's line.
         **options: See `RolloutSpecGenerator`.
     """
@@ -61,11 +59,11 @@ class RecordingGenerator(PairedGenerator):
         problems: dict[tuple[int, ...], Problem],
         tokenizer: Any,
         steps_per_epoch: int,
-        build_stock: Callable[[], Any],
+        stock: dict[str, Any],
         on_record: Callable[[dict[str, Any]], None],
         **options: Any,
     ) -> None:
-        super().__init__(build_stock, self._keep_record, **options)
+        super().__init__(stock, self._keep_record, **options)
         self._folder = out_dir / "rollouts"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._steps_file = out_dir / STEPS_FILE
@@ -123,11 +121,10 @@ class RecordingGenerator(PairedGenerator):
         self._recording_seconds = time.perf_counter() - started
         return max(errors)
 
-    def _keep_record(self, record: StepRecord) -> None:
+    def _keep_record(self, record: dict[str, Any]) -> None:
         """Write a step's line, once its reward is known."""
         everything = time.perf_counter() - self._step_started
-        line = dataclasses.asdict(record) | {
-            "divergences": [dataclasses.asdict(d) for d in self.divergences if d.step == record.step],
+        line = record | {
             "recording_seconds": self._recording_seconds,
             "training_seconds": everything - self._generating_seconds,
             # The first one of a process: caches fill, and the drafter has no history.
@@ -176,7 +173,7 @@ def train(
         {tuple(prompt_token_ids(tokenizer, problem.question)): problem for problem in problems},
         tokenizer,
         epoch_steps,
-        functools.partial(build_stock_engine, model_dir, MAX_MODEL_LEN, max_num_seqs, **engine),
+        {"model": str(model_dir), "max_model_len": MAX_MODEL_LEN, "max_num_seqs": max_num_seqs, **engine},
         on_record,
         llm_kwargs=engine,
         num_speculative_tokens=NUM_SPECULATIVE_TOKENS,

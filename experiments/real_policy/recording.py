@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rollout_spec.demo.warm_start import pad
+from examples.demo.policy import pad
 from rollout_spec.features.format import SIGNATURE_WORDS
 from rollout_spec.features.torch import pack_signatures
 

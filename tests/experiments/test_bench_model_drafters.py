@@ -14,9 +14,8 @@ pytest.importorskip("tokenizers")
 import torch
 from safetensors.torch import load_file
 
+from examples.demo.policy import build_model, build_tokenizer, trace_batches
 from experiments.engines import bench_model_drafters, trained_drafters
-from rollout_spec.demo.policy import build_model, build_tokenizer
-from rollout_spec.demo.warm_start import trace_batches
 from rollout_spec.noise import host as noise
 
 VOCABULARY = 6

@@ -75,7 +75,7 @@ def test_held_prompts():
 
 @pytest.fixture(scope="module")
 def tiny_model():
-    from rollout_spec.demo.policy import build_model, build_tokenizer
+    from examples.demo.policy import build_model, build_tokenizer
 
     return build_model(build_tokenizer(), seed=0).float()
 

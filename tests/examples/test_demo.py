@@ -1,0 +1,184 @@
+"""The demo's task, policy and picture; the demo itself is run by `make demo`."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples.demo.__main__ import main
+from examples.demo.policy import (
+    IGNORED_LABEL,
+    build_model,
+    build_tokenizer,
+    learning_rate_factor,
+    trace_batches,
+    warm_start,
+)
+from examples.demo.task import OPERATORS, VOCABULARY, expressions, make_prompt, parse_prompt, reward, trace_text, word
+
+FIXED = settings(deadline=None, derandomize=True)
+SEEDS = st.integers(0, 2**32 - 1)
+PROMPT = "numbers 7 3 5 target 22 :"
+TOKENIZER = build_tokenizer()
+
+
+@FIXED
+@given(SEEDS)
+def test_a_trace_is_true_and_rewarded_exactly_when_it_claims_a_hit(seed):
+    rng = random.Random(seed)
+    prompt = make_prompt(rng)
+    numbers, _ = parse_prompt(prompt)
+    assert len(set(numbers)) == 3
+    trace = trace_text(prompt, rng)
+    assert ("answer" in trace) != trace.endswith(" stop")
+    assert reward(prompt, trace) == float("answer" in trace)
+    tries = [words.split() for words in trace.split("try ")[1:]]
+    assert len({tuple(words) for words in tries}) == len(tries)
+    for words in tries:
+        for i in (i for i, text in enumerate(words) if text == "="):
+            assert words[i + 1] == word(OPERATORS[words[i - 2]](int(words[i - 3]), int(words[i - 1])))
+
+
+@FIXED
+@given(SEEDS)
+def test_the_tokenizer_knows_every_word_and_round_trips(seed):
+    rng = random.Random(seed)
+    prompt = make_prompt(rng)
+    text = f"{prompt} {trace_text(prompt, rng)}"
+    ids = TOKENIZER.encode(text)
+    assert len(ids) == len(text.split())
+    assert TOKENIZER.unk_token_id not in ids
+    assert TOKENIZER.decode(ids) == text
+    assert TOKENIZER.decode([*ids, TOKENIZER.eos_token_id], skip_special_tokens=True) == text
+
+
+def test_problems_and_their_lengths_differ():
+    rng = random.Random(0)
+    prompts = [make_prompt(rng) for _ in range(500)]
+    assert len(set(prompts)) > 400
+    lengths = sorted(len(trace_text(prompt, rng).split()) for prompt in prompts)
+    assert lengths[50] < 60
+    assert 220 < lengths[450] < lengths[-1] <= 368
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("answer ( 5 * 3 ) + 7", 1.0),
+        ("try 3 - 7 = out no answer 7 + ( 3 * 5 )", 1.0),
+        ("answer ( 7 * 3 ) - 5", 0.5 * (1 - 6 / 20)),
+        ("answer ( 7 + 3 ) - 5", 0.5 * (1 - 17 / 20)),
+        ("answer ( 7 * 5 ) * 3", 0.0),  # misses by more than the scale
+        ("", 0.0),
+        ("stop", 0.0),
+        ("( 5 * 3 ) + 7", 0.0),
+        ("answer ( 5 * 3 ) + 7 try", 0.0),
+        ("answer answer ( 5 * 3 ) + 7", 0.0),
+        ("answer ( 7 + 3 ) * 5 answer ( 5 * 3 ) + 7", 0.0),
+        ("answer ( 5 * 3 + 7", 0.0),
+        ("answer ( 5 * 3 ) / 7", 0.0),
+        ("answer ( 9 + 9 ) + 4", 0.0),
+    ],
+)
+def test_reward_of_an_answer(completion, expected):
+    assert reward(PROMPT, completion) == pytest.approx(expected)
+
+
+@FIXED
+@given(SEEDS, st.data())
+def test_changing_a_number_of_the_answer_forfeits_the_reward(seed, data):
+    prompt = make_prompt(random.Random(seed))
+    numbers, target = parse_prompt(prompt)
+    words = next(answer.split() for answer, _, value, _ in expressions(numbers) if value == target)
+    assert reward(prompt, f"answer {' '.join(words)}") == 1.0
+    place = data.draw(st.sampled_from([i for i, text in enumerate(words) if text.isdecimal()]))
+    other = data.draw(st.sampled_from(VOCABULARY))
+    assume(other != words[place])
+    words[place] = other
+    assert reward(prompt, f"answer {' '.join(words)}") == 0.0
+
+
+def test_weights_depend_on_the_seed_alone():
+    state = torch.random.get_rng_state()
+    first, again, other = (build_model(TOKENIZER, seed).lm_head.weight for seed in (1, 1, 2))
+    assert first.equal(again)
+    assert not first.equal(other)
+    assert torch.random.get_rng_state().equal(state)
+
+
+def test_batches_label_the_completion_and_its_end():
+    input_ids, labels = next(trace_batches(TOKENIZER, random.Random(0), batch_size=4))
+    assert input_ids.shape == labels.shape
+    for ids, wanted in zip(input_ids, labels, strict=True):
+        learned = wanted != IGNORED_LABEL
+        assert ids[learned].equal(wanted[learned])
+        assert learned[7]
+        assert not learned[:7].any()
+        assert wanted[learned][-1] == TOKENIZER.eos_token_id
+        assert (ids[learned.nonzero()[-1] + 1 :] == TOKENIZER.pad_token_id).all()
+
+
+def test_the_learning_rate_warms_up_and_ends_near_zero():
+    factors = [learning_rate_factor(step, 100) for step in range(100)]
+    assert factors[4] == 1.0
+    assert factors[:5] == sorted(factors[:5])
+    assert factors[4:] == sorted(factors[4:], reverse=True)
+    assert 0.0 < factors[-1] < 0.01
+
+
+def test_a_piped_warm_start_says_how_far_it_is_and_writes_the_same_policy_again(tmp_path, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))  # shows only what was flushed, as a pipe
+    for name in "ab":
+        warm_start(tmp_path / name, seed=5, steps=10, batch_size=4)
+    lines = written.getvalue().decode().splitlines()
+    assert [line.partition(",")[0] for line in lines] == [f"  step {step} of 10" for step in range(1, 11)] * 2
+    assert float(lines[9].split()[-1]) < float(lines[0].split()[-1])
+    saved, repeated = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab")
+    for weight, twin in zip(saved.parameters(), repeated.parameters(), strict=True):
+        assert weight.equal(twin)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "a")
+    assert tokenizer.padding_side == "left"
+    assert tokenizer.get_vocab() == TOKENIZER.get_vocab()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "1"], "--steps must be at least 2"),
+        (["--seed", "-1"], "--seed fit in 32 bits"),
+        (["--out", "/dev/null/demo"], "--out: "),
+        ([], "pip install 'rollout-spec[demo]', and vLLM: "),
+    ],
+)
+def test_what_would_fail_late_is_refused_at_once(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("examples.demo.__main__.ENVIRONMENT", {})
+    monkeypatch.setitem(sys.modules, "trl", None)  # as if it were not installed
+    monkeypatch.setattr(sys, "argv", ["demo", "--out", str(tmp_path), *options])
+    with pytest.raises(SystemExit):
+        main()
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_pictures_are_drawn_from_a_report(tmp_path):
+    pytest.importorskip("matplotlib")
+    from examples.demo.report import plot_report, plot_rollouts
+
+    recorded = json.loads((Path(__file__).parents[2] / "experiments/results/demo_cpu.json").read_text())
+    plot_rollouts(recorded, tmp_path / "rollouts.png")
+    plot_report(recorded, ("stock", "on"), tmp_path / "report.png")
+    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("rollouts.png", "report.png"))
