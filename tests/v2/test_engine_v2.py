@@ -27,7 +27,6 @@ from tests.integrations.engines import (
     switching_off_and_on,
     verify_all,
 )
-from tests.interpreter import run_as_python
 
 pytestmark = pytest.mark.engine
 
@@ -330,20 +329,3 @@ def test_a_budget_changes_no_rollout(tiny_model, off, reference_model):
     stats = stats_of(llm)
     assert stats["drafter_errors"] == 0
     check_times(stats)
-
-
-@pytest.mark.skipif(
-    vllm.__version_tuple__[:2] < (0, 31) and run_as_python(), reason="the interpreter cannot run vLLM's own noise"
-)
-def test_the_benchmarks_v2_pair_passes_its_gate(off):
-    """`experiments/costs/bench_verify.py` compares these two on a GPU; here both run once, on the same inputs."""
-    from experiments.costs import bench_verify
-
-    cell = {**bench_verify.BASE, "batch": 4, "k": 3, "vocab": 40, "ragged": True, "temperature": 0.6}
-    case = bench_verify.Case(torch.device("cpu"), **cell)
-    ours, theirs = case.make_v2()
-    mine, vllms = ours(), theirs()
-    case.gate(case.ours_v1().output_token_ids, mine.sampled_token_ids)
-    assert mine.num_sampled.shape == vllms.num_sampled.shape
-    assert mine.logprobs_tensors.logprobs.shape == vllms.logprobs_tensors.logprobs.shape
-    assert bool((mine.num_sampled > 1).any())
