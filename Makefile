@@ -40,13 +40,12 @@ timings:
 	head -q -n 150 .timings/v1.txt .timings/v2.txt .timings/exhaustive.txt > .timings/all.txt
 	mv .timings/all.txt tests/TIMINGS.txt
 
-# What `make test` leaves out: servers, signals, benchmarks, a short run of the real policy; more random lives of
-# engines; and the tests of kernels again. `make test` emulates compiled kernels in one order, for Hopper. Here they are
-# also watched for races, compiled for Ampere, and run as Python by Triton's interpreter. See tests/ptx/README.md.
+# What `make test` leaves out: servers, signals, more random lives of engines, and the tests of kernels again. `make
+# test` emulates compiled kernels in one order, for Hopper. Here they are also watched for races, compiled for Ampere,
+# and run as Python by Triton's interpreter. See tests/ptx/README.md.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 KERNEL_TESTS := tests/verify tests/drafters/device tests/drafters/model
 test-all: $(READY)
-	-$(MAKE) $(REAL_POLICY)  # without a C compiler the tests of it are skipped
 	$(PYTEST) -m exhaustive --timings .timings/exhaustive.txt
 	FUZZING=5 $(PYTEST) tests/drafters/host tests/drafters/test_isolation.py tests/integrations/vllm/test_engine_life.py
 	FUZZING=5 VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/v2/test_engine_life_v2.py
@@ -98,7 +97,7 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m experiments.figures
+	$(BIN)/python -m experiments.check_figures
 
 # Recorded rollouts for the drafters, e.g. make bench TRACES=~/traces; see rollout_spec/replay/traces.py for their columns.
 TRACES ?=
@@ -106,7 +105,7 @@ RESULTS := experiments/results
 bench: export PYTHONPATH = .
 bench: $(READY)
 	$(BIN)/python -m experiments.costs.bench_verify --out $(RESULTS)/bench_verify.jsonl
-	$(BIN)/python -m experiments.drafting.bench_features --drafters history ngram --policy demo/policy-v1-seed0 \
+	$(BIN)/python -m experiments.drafting.bench_features --drafters history ngram \
 		--out $(RESULTS)/bench_features.jsonl $(wildcard $(RESULTS)/real_policy/samples-*.parquet) \
 		--epochs $(RESULTS)/real_policy/rollouts.parquet
 	test -z '$(TRACES)' || $(BIN)/python -m experiments.drafting.bench_draft $(TRACES) --out $(RESULTS)/bench_draft.jsonl

@@ -8,7 +8,6 @@
 #   doctor                                   what `rollout-spec doctor --device` says
 #   start-1.5b                               engines with 1 and 64 requests, and each line that waits for the device
 #   phase-1.5b:none,device:64                whole rollout phases, also phase-7b
-#   invariant                                rollouts with and without drafts in bf16
 #   model-1.5b                               an EAGLE head in vLLM's way, and beside history
 #   forward-1.5b                             without vLLM: the cost of a step, for replay --engine-cost
 # Environment variables:
@@ -50,7 +49,7 @@ share_of() {
         verify) echo 80 ;;
         start) echo 240 ;;
         forward) echo 60 ;;
-        phase | model | invariant) echo 500 ;;
+        phase | model) echo 500 ;;
     esac
 }
 
@@ -61,14 +60,14 @@ small() {
         check) echo --device cpu --trials 9 --vocab 40 ;;
         device) echo --device cpu --trials 1 --batch 2 --resident 3000 --length 24 --repeats 1 ;;
         verify) echo --cells 2 --repeats 1 ;;
-        start | phase | model | invariant) echo --dtype float32 --eager --batch 2 ;;
+        start | phase | model) echo --dtype float32 --eager --batch 2 ;;
     esac
 }
 
 left=0
 for stage in "${stages[@]}"; do
     case $stage in
-        check | doctor | device | device-words | verify | invariant | invariant:?* | start-?* | phase-?* | model-?* | forward-?*) ;;
+        check | doctor | device | device-words | verify | start-?* | phase-?* | model-?* | forward-?*) ;;
         *)
             echo "unknown stage $stage" >&2
             exit 2
@@ -142,10 +141,6 @@ for stage in "${stages[@]}"; do
         model-*)
             command=("${phases[@]}" --shape "${kind#*-}")
             modes=${modes:-none,eagle-stock,eagle-history} batches=${batches:-8,64}
-            ;;
-        invariant)
-            command=("${phases[@]}" --shape "$shape" --free --batch-invariant)
-            modes=${modes:-off,all,device} batches=${batches:-8,64}
             ;;
         forward-*) command=(-m experiments.costs.bench_forward --shape "${kind#*-}" --cost "$out/cost-${kind#*-}.json") ;;
     esac

@@ -33,7 +33,6 @@ from experiments.check_gpu import no_waiting
 from experiments.drafting.peers import ReferenceDrafter
 from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, origin, quantiles
-from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.features.format import Features, pack
 
@@ -51,17 +50,9 @@ class Batch:
     """An engine's side of a drafter: requests of `batch / GROUP` problems in flight, and their history."""
 
     def __init__(
-        self,
-        device: torch.device,
-        batch: int,
-        resident: int,
-        k: int,
-        *,
-        length: int,
-        seed: int = 0,
-        vocab: int = VOCAB,
-        features: bool = True,
-    ) -> None:
+        self, device: torch.device, batch: int, resident: int, k: int, *, length: int, seed: int = 0,
+        vocab: int = VOCAB, features: bool = True,
+    ) -> None:  # fmt: skip
         rng = np.random.default_rng(seed)
         self.rng, self.vocab = rng, vocab
         num_problems = -(-batch // GROUP)
@@ -253,7 +244,6 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=60, help="up to 100: the texts end")
     parser.add_argument("--no-features", dest="features", action="store_false", help="from words alone")
     parser.add_argument("--trials", type=int, default=30, help="of the gate")
-    parser.add_argument("--tile", type=int, nargs="+", default=[kernels.TILE], help="tokens per tile of the scan")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args()
@@ -266,27 +256,25 @@ def main() -> None:
     about = origin(torch.cuda.get_device_name() if on_gpu else None)
     flush = torch.empty((256 << 20) * on_gpu, dtype=torch.int8, device=device)
     columns = "graph us   cold us   launched us" if on_gpu else "launched us"
-    print(f"batch   resident  tile   {columns}   drafted per request")
-    for tile in args.tile:
-        kernels.TILE = tile
-        for resident in args.resident:
-            for size in args.batch:
-                batch = Batch(device, size, resident, args.k, length=args.length, features=args.features)
-                times = {}
-                if on_gpu:
-                    replay = check_graph(batch)
-                    times["graph"] = quantiles(time_us(replay, device, args.repeats))
-                    times["cold"] = quantiles(time_us(replay, device, args.repeats, flush.zero_))
-                times["launched"] = quantiles(time_us(batch.step, device, args.repeats))
-                rates = batch.step()[1]
-                drafted = float((rates > 0).float().sum(1).mean())
-                assert float((rates[:, 0] > 0).float().mean()) > 0.5, "most requests have nothing to draft"
-                figures = {"batch": size, "resident": batch.resident, "tile": tile, "k": args.k, "drafted": drafted}
-                figures["features"] = args.features
-                for name, us in times.items():
-                    append(args.out, {"benchmark": "device", **figures, "mode": name, "us": us, **about})
-                p50 = [f"{us[1]:9.1f}" for us in times.values()]
-                print(f"{size:5d} {batch.resident:10d} {tile:5d} {'  '.join(p50)}   {drafted:6.2f}", flush=True)
+    print(f"batch   resident   {columns}   drafted per request")
+    for resident in args.resident:
+        for size in args.batch:
+            batch = Batch(device, size, resident, args.k, length=args.length, features=args.features)
+            times = {}
+            if on_gpu:
+                replay = check_graph(batch)
+                times["graph"] = quantiles(time_us(replay, device, args.repeats))
+                times["cold"] = quantiles(time_us(replay, device, args.repeats, flush.zero_))
+            times["launched"] = quantiles(time_us(batch.step, device, args.repeats))
+            rates = batch.step()[1]
+            drafted = float((rates > 0).float().sum(1).mean())
+            assert float((rates[:, 0] > 0).float().mean()) > 0.5, "most requests have nothing to draft"
+            figures = {"batch": size, "resident": batch.resident, "k": args.k, "drafted": drafted}
+            figures["features"] = args.features
+            for name, us in times.items():
+                append(args.out, {"benchmark": "device", **figures, "mode": name, "us": us, **about})
+            p50 = [f"{us[1]:9.1f}" for us in times.values()]
+            print(f"{size:5d} {batch.resident:10d} {'  '.join(p50)}   {drafted:6.2f}", flush=True)
 
 
 if __name__ == "__main__":

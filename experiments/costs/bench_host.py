@@ -8,9 +8,9 @@ of eight per problem while there are enough problems; those of the first epoch a
 makes room for the next one. vLLM's own proposers follow the same rollouts in the same process: `ngram` and, where
 arctic-inference is found (see `peers.find_arctic`), `suffix` with the same history. `indexing late` indexes new
 tokens while the forward pass would run, as on a GPU, which is reported apart (`hidden_us`). Where the recording has
-what the target saw (`rollout_spec.features`), the adapters hand it on with the tokens; `no features` does without.
+what the target saw (`rollout_spec.features`), the adapters hand it on with the tokens.
 
-Reported: p20/p50/p80 over the steps of the microseconds per request (per step at one request), and how they divide.
+Reported: p20/p50/p80 over the steps of the microseconds per request (per step at one request).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
 from experiments.drafting.peers import find_arctic
-from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, origin, quantiles
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.drafters.host.threads import usable_threads
@@ -52,16 +51,7 @@ GROUP = 8
 MAX_MODEL_LEN = 4096
 VOCAB_SIZE = 1 << 18
 """Above every token of the recordings."""
-CONTESTANTS = [
-    "ours",
-    "ours, no features",
-    "ours, indexing late",
-    "ours V2",
-    "ours V2, no features",
-    "ours V2, indexing late",
-    "ngram",
-    "suffix",
-]
+CONTESTANTS = ["ours", "ours, indexing late", "ours V2", "ours V2, indexing late", "ngram", "suffix"]
 SKIPPED_STEPS = 8
 """The first steps read prompts and load compiled code."""
 
@@ -95,18 +85,14 @@ class Runner:
         self.discard_request_mask = SimpleNamespace(np=np.zeros(size, bool))
         self.query_start_loc = SimpleNamespace(np=np.zeros(size + 1, np.int32))
         self.positions = torch.zeros(size * (k + 1), dtype=torch.int64)
-        empty = SimpleNamespace(all=[])
-        self.input_batch = SimpleNamespace(
-            req_ids=[],
-            req_id_to_index={},
-            logitsprocs=empty,
-            num_tokens_no_spec=np.zeros(size, np.int32),
-            num_prompt_tokens=np.zeros(size, np.int32),
-            token_ids_cpu=np.zeros((size, MAX_MODEL_LEN), np.int32),
-            sampling_metadata=SimpleNamespace(
-                all_greedy=False, temperature=torch.ones(size), top_k=None, top_p=None, max_num_logprobs=None
-            ),
+        sampling = SimpleNamespace(
+            all_greedy=False, temperature=torch.ones(size), top_k=None, top_p=None, max_num_logprobs=None
         )
+        self.input_batch = SimpleNamespace(
+            req_ids=[], req_id_to_index={}, logitsprocs=SimpleNamespace(all=[]), sampling_metadata=sampling,
+            num_tokens_no_spec=np.zeros(size, np.int32), num_prompt_tokens=np.zeros(size, np.int32),
+            token_ids_cpu=np.zeros((size, MAX_MODEL_LEN), np.int32),
+        )  # fmt: skip
 
     def add(self, row: int, request: Live) -> None:
         """Put a request in a row, whose request has ended."""
@@ -175,36 +161,25 @@ class Verification:
             self.sampled.append(left[: count + 1])
             targets += left + [0] * (len(draft) + 1 - len(left))
             if request.features is not None:
-                features += [
-                    request.features[said : said + len(left)],
-                    no_features(len(draft) + 1 - len(left)),
-                ]
+                features += [request.features[said : said + len(left)], no_features(len(draft) + 1 - len(left))]
         size, width = len(drafts), max(self.num_draft_tokens, default=0) + 1
         output = torch.full((size, width), PLACEHOLDER_TOKEN_ID, dtype=torch.int32)
         for row, tokens in enumerate(self.sampled):
             output[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
-        self.result = VerifyResult(
-            output,
-            torch.tensor(accepted, dtype=torch.int32),
-            torch.tensor(targets),
-            None,
-            None,
-            torch.zeros(size).int(),
-            torch.zeros(size).int(),
-        )
+        zeros = torch.zeros(size, dtype=torch.int32)
+        num_accepted = torch.tensor(accepted, dtype=torch.int32)
+        self.result = VerifyResult(output, num_accepted, torch.tensor(targets), None, None, zeros, zeros.clone())
         self.features = torch.from_numpy(np.concatenate(features)) if features else None
         self.metadata = SpecDecodeMetadata.make_dummy(drafts, runner.device) if any(drafts) else None
 
 
-def engine_config(k: int, size: int, **drafter_options: Any) -> Any:
+def engine_config(k: int, size: int) -> Any:
     """The parts of vLLM's configuration that proposers read."""
-    config = RolloutSpecConfig(num_speculative_tokens=k, drafter="history", drafter_options=drafter_options)
+    config = RolloutSpecConfig(num_speculative_tokens=k, drafter="history")
     return SimpleNamespace(
         additional_config={"rollout_spec": config.to_dict()},
         model_config=SimpleNamespace(
-            max_model_len=MAX_MODEL_LEN,
-            get_vocab_size=lambda: VOCAB_SIZE,
-            get_hidden_size=lambda: 64,
+            max_model_len=MAX_MODEL_LEN, get_vocab_size=lambda: VOCAB_SIZE, get_hidden_size=lambda: 64,
             dtype=torch.float32,
         ),
         scheduler_config=SimpleNamespace(
@@ -213,45 +188,17 @@ def engine_config(k: int, size: int, **drafter_options: Any) -> Any:
         parallel_config=SimpleNamespace(tensor_parallel_size=1, world_size=1),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
         speculative_config=SimpleNamespace(
-            model=PROPOSER_PATH,
-            method="custom_class",
-            prompt_lookup_min=2,
-            prompt_lookup_max=5,
-            num_speculative_tokens=k,
-            suffix_decoding_max_tree_depth=24,
-            suffix_decoding_max_cached_requests=10_000,
-            suffix_decoding_max_spec_factor=1.0,
-            suffix_decoding_min_token_prob=0.1,
+            model=PROPOSER_PATH, method="custom_class", num_speculative_tokens=k, prompt_lookup_min=2,
+            prompt_lookup_max=5, suffix_decoding_max_tree_depth=24, suffix_decoding_max_cached_requests=10_000,
+            suffix_decoding_max_spec_factor=1.0, suffix_decoding_min_token_prob=0.1,
         ),
-    )
+    )  # fmt: skip
 
 
-class Stopwatch:
-    """Adds up the seconds spent in some functions, by name, the functions that they call excluded."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._inner = [0.0]
-
-    def wrap(self, owner: Any, method: str, name: str) -> None:
-        """Time `owner.method` under `name`."""
-        call = getattr(owner, method)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            started = time.perf_counter()
-            self._inner.append(0.0)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                took = time.perf_counter() - started
-                self.seconds[name] = self.seconds.get(name, 0.0) + took - self._inner.pop()
-                self._inner[-1] += took
-
-        setattr(owner, method, timed)
-
-
-def prepare(session: DraftingSession, history: list[tuple[Problem, Rollout]]) -> Stopwatch:
-    """Show a session's drafter the history, and time its parts."""
+def prepare(session: DraftingSession, history: list[tuple[Problem, Rollout]], *, index_late: bool) -> None:
+    """Show a session's drafter the history."""
+    if index_late:
+        session.drafting.index_late()
     drafter: Any = session.drafter
     for number, (_, rollout) in enumerate(history):
         drafter.start_request(str(number), rollout.prompt)
@@ -264,24 +211,13 @@ def prepare(session: DraftingSession, history: list[tuple[Problem, Rollout]]) ->
         observe_step(num_tokens, STEP_SECONDS + TOKEN_SECONDS * num_tokens + kwargs["draft_seconds"], **kwargs)
 
     budget.observe_step = observe_modelled_step
-    watch = Stopwatch()
-    for owner, methods, name in (
-        (drafter, ("start_request", "stop_request", "learn_step", "propose_rows", "update_index"), "drafter"),
-        (budget, ("wants_drafts", "costs", "note", "observe_step"), "budget"),
-        (session, ("follow", "draft"), "session"),
-    ):
-        for method in methods:
-            watch.wrap(owner, method, name)
-    return watch
 
 
 class Ours:
     """Our V1 adapter and proposer."""
 
-    def __init__(
-        self, runner: Runner, k: int, history: list[tuple[Problem, Rollout]], *, index_late: bool, **options: Any
-    ) -> None:
-        config = engine_config(k, len(runner.discard_request_mask.np), **options)
+    def __init__(self, runner: Runner, k: int, history: list[tuple[Problem, Rollout]], *, index_late: bool) -> None:
+        config = engine_config(k, len(runner.discard_request_mask.np))
         runner.vllm_config = config  # type: ignore[attr-defined]
         runner.drafter = runner_v1.RolloutSpecProposer(config)  # type: ignore[attr-defined]
         self.adapter = runner_v1.RunnerAdapterV1(
@@ -289,9 +225,7 @@ class Ours:
         )
         runner.rollout_spec = self.adapter  # type: ignore[attr-defined]
         self.runner, self.session = runner, runner.drafter.session  # type: ignore[attr-defined]
-        if index_late:
-            self.session.drafting.index_late()
-        self.watch = prepare(self.session, history)
+        prepare(self.session, history, index_late=index_late)
 
     def on_requests_changed(self) -> None:
         """A request has ended and another begins."""
@@ -318,21 +252,17 @@ class Ours:
 class OursV2:
     """Our speculator for the V2 runner, whose drafts go to the scheduler as lists, too."""
 
-    def __init__(
-        self, runner: Runner, k: int, history: list[tuple[Problem, Rollout]], *, index_late: bool, **options: Any
-    ) -> None:
-        config = engine_config(k, len(runner.discard_request_mask.np), **options)
+    def __init__(self, runner: Runner, k: int, history: list[tuple[Problem, Rollout]], *, index_late: bool) -> None:
+        config = engine_config(k, len(runner.discard_request_mask.np))
         self.speculator = runner_v2.HistorySpeculator(config, torch.device("cpu"))
         self.runner, self.session = runner, self.speculator.session
-        if index_late:
-            self.session.drafting.index_late()
         clock = SimpleNamespace(started=0.0)
         self.adapter = SimpleNamespace(
             requests=runner.requests, requests_have_changed=True, clock=clock, wants_rejected_targets=False
         )
         self.sampler = SimpleNamespace(outcome=None)
         self.speculator.bind(runner, self.adapter, self.sampler)  # type: ignore[arg-type]
-        self.watch = prepare(self.session, history)
+        prepare(self.session, history, index_late=index_late)
 
     def on_requests_changed(self) -> None:
         """A request has ended and another begins."""
@@ -366,7 +296,6 @@ class Stock:
 
     def __init__(self, propose: Callable[[list[list[int]]], list[list[int]]]) -> None:
         self.propose = propose
-        self.watch = Stopwatch()
 
     def on_requests_changed(self) -> None:
         """A request has ended and another begins."""
@@ -383,8 +312,7 @@ def make(name: str, runner: Runner, k: int, history: list[tuple[Problem, Rollout
     size = len(runner.discard_request_mask.np)
     batch = runner.input_batch
     if name.startswith("ours"):
-        options = WORDS_ALONE if "no features" in name else {}
-        return (OursV2 if "V2" in name else Ours)(runner, k, history, index_late="late" in name, **options)
+        return (OursV2 if "V2" in name else Ours)(runner, k, history, index_late="late" in name)
     if name == "ngram":
         ngram = NgramProposer(engine_config(k, size))
         return Stock(lambda sampled: ngram.propose(k, sampled, batch.num_tokens_no_spec, batch.token_ids_cpu))
@@ -423,12 +351,9 @@ def measure(
                 drafts[row] = []
                 count += 1
                 contestant.on_requests_changed()
-        if step == SKIPPED_STEPS:
-            contestant.watch.seconds.clear()
-        parts, started = dict(contestant.watch.seconds), time.perf_counter()
+        started = time.perf_counter()
         contestant.begin()
         hidden.append(time.perf_counter() - started)
-        contestant.watch.seconds = parts
         verification = Verification(runner, drafts)
         runner.schedule(verification.num_draft_tokens)
         started = time.perf_counter()
@@ -442,13 +367,10 @@ def measure(
             drafted += sum(verification.num_draft_tokens)
             accepted += int(verification.result.num_accepted.sum())
     per_request = 1e6 / size
-    parts_us = {part: round(seconds * per_request / steps, 2) for part, seconds in contestant.watch.seconds.items()}
-    rest = float(np.mean(times)) * per_request - sum(parts_us.values())
     return {
         "us_per_request": quantiles([t * per_request for t in times]),
         "hidden_us": quantiles([t * per_request for t in hidden[SKIPPED_STEPS:]]),
         "num_threads": usable_threads() if name.startswith("ours") else 1,
-        "parts_us_mean": {**parts_us, "adapter": round(rest, 2)} if parts_us else {},
         "drafted": drafted,
         "accepted": accepted,
         "tokens_per_step": round(1 + accepted / (steps * size), 3),
@@ -470,7 +392,7 @@ def main(argv: list[str] | None = None) -> None:
     problems = read_traces(args.trace)
     warm_up(RolloutSpecConfig())
     about = {**origin(), "trace": args.trace.name, "history": args.history, "steps": args.steps}
-    print("batch  K  proposer               us/request p20    p50    p80  hidden  tokens/step  of which, on average")
+    print("batch  K  proposer               us/request p20    p50    p80  hidden  tokens/step")
     for k in args.k:
         for size in args.batch:
             for name in args.contestants:
@@ -479,11 +401,9 @@ def main(argv: list[str] | None = None) -> None:
                     continue
                 append(args.out, {"benchmark": "host", "batch": size, "k": k, "proposer": name, **figures, **about})
                 low, middle, high = figures["us_per_request"]
-                parts = ", ".join(f"{part} {us}" for part, us in figures["parts_us_mean"].items())
                 print(
                     f"{size:5d} {k:2d}  {name:22} {low:14.1f} {middle:6.1f} {high:6.1f}  "
-                    f"{figures['hidden_us'][1]:6.1f}  "
-                    f"{figures['tokens_per_step']:11.2f}  {parts}",
+                    f"{figures['hidden_us'][1]:6.1f}  {figures['tokens_per_step']:11.2f}",
                     flush=True,
                 )
 

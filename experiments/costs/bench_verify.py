@@ -51,24 +51,13 @@ BASE = {
     "batch": 256, "k": 8, "vocab": 151_936, "temperature": 1.0, "top_p": 1.0, "logprobs": True, "ragged": False,
     "logits": "peaked", "dtype": "bfloat16",
 }  # fmt: skip
+CHANGES = ({"temperature": 0.0}, {"temperature": 0.6}, {"top_p": 0.95}, {"temperature": 0.6, "top_p": 0.95},
+           {"logprobs": False}, {"ragged": True}, {"vocab": 32_000}, {"logits": "flat"})  # fmt: skip
 GPU_CELLS = [
     *({"batch": batch, "k": k} for batch in (1, 64, 512) for k in (0, 8)),  # first what matters most: time may run out
     *({"batch": batch, "k": k} for batch in (16, 256) for k in (0, 4, 8, 16)),
     *({"batch": batch, "k": k} for batch in (1, 64, 512) for k in (4, 16)),
-    *(
-        {"batch": batch, **change}
-        for batch in (256, 16)
-        for change in (
-            {"temperature": 0.0},
-            {"temperature": 0.6},
-            {"top_p": 0.95},
-            {"temperature": 0.6, "top_p": 0.95},
-            {"logprobs": False},
-            {"ragged": True},
-            {"vocab": 32_000},
-            {"logits": "flat"},
-        )
-    ),
+    *({"batch": batch, **change} for batch in (256, 16) for change in CHANGES),
 ]
 CPU_CELLS = [
     {"batch": batch, "k": k, "vocab": vocab, "dtype": dtype, **change}
@@ -90,19 +79,9 @@ class Case:
     """One cell's inputs, for every verifier."""
 
     def __init__(
-        self,
-        device: torch.device,
-        *,
-        batch: int,
-        k: int,
-        vocab: int,
-        temperature: float,
-        top_p: float,
-        logprobs: bool,
-        ragged: bool,
-        logits: str,
-        dtype: str,
-    ) -> None:
+        self, device: torch.device, *, batch: int, k: int, vocab: int, temperature: float, top_p: float,
+        logprobs: bool, ragged: bool, logits: str, dtype: str,
+    ) -> None:  # fmt: skip
         self.device, self.batch, self.k, self.logprobs = device, batch, k, logprobs
         self.temperature, self.top_p = temperature, top_p
         rng = np.random.default_rng(0)
@@ -160,22 +139,14 @@ class Case:
 
         size, vocab = self.batch, self.logits.shape[1]
         states = RequestState(
-            max_num_reqs=size,
-            max_model_len=POSITION + self.k + 8,
-            max_num_batched_tokens=len(self.logits),
-            num_speculative_steps=max(self.k, 1),
-            vocab_size=vocab,
-            device=self.device,
-        )
+            max_num_reqs=size, max_model_len=POSITION + self.k + 8, max_num_batched_tokens=len(self.logits),
+            num_speculative_steps=max(self.k, 1), vocab_size=vocab, device=self.device,
+        )  # fmt: skip
         values = {
-            "vllm_config": SimpleNamespace(reasoning_config=None),
-            "max_num_reqs": size,
-            "vocab_size": vocab,
-            "device": self.device,
-            "req_states": states,
-            "logprobs_mode": "processed_logprobs",
+            "vllm_config": SimpleNamespace(reasoning_config=None), "max_num_reqs": size, "vocab_size": vocab,
+            "device": self.device, "req_states": states, "logprobs_mode": "processed_logprobs",
             "num_speculative_tokens": self.k + 1,
-        }
+        }  # fmt: skip
         accepted = inspect.signature(SamplerV2).parameters
         inner = SamplerV2(**{name: value for name, value in values.items() if name in accepted})
         config = RolloutSpecConfig(num_speculative_tokens=max(self.k, 1))
@@ -236,24 +207,15 @@ class Case:
     def make_v1(self) -> Callable[[], Any]:
         """vLLM's V1 rejection sampler; its sampler where there are no drafts."""
         empty = torch.empty(0, device=self.device)
+        is_random = self.temperature > 0
         sampling = SamplingMetadata(
-            temperature=self.rows.temperature if self.temperature > 0 else None,
-            all_greedy=self.temperature == 0,
-            all_random=self.temperature > 0,
-            top_p=self.rows.top_p if self.temperature > 0 else None,
-            top_k=None,
-            generators={},
-            max_num_logprobs=0 if self.logprobs else None,
-            no_penalties=True,
-            prompt_token_ids=None,
-            frequency_penalties=empty,
-            presence_penalties=empty,
-            repetition_penalties=empty,
-            output_token_ids=[[] for _ in range(self.batch)],
-            allowed_token_ids_mask=None,
-            bad_words_token_ids={},
+            temperature=self.rows.temperature if is_random else None, all_greedy=not is_random, all_random=is_random,
+            top_p=self.rows.top_p if is_random else None, top_k=None, generators={},
+            max_num_logprobs=0 if self.logprobs else None, no_penalties=True, prompt_token_ids=None,
+            frequency_penalties=empty, presence_penalties=empty, repetition_penalties=empty,
+            output_token_ids=[[] for _ in range(self.batch)], allowed_token_ids_mask=None, bad_words_token_ids={},
             logitsprocs=LogitsProcessors(),
-        )
+        )  # fmt: skip
         sampler = Sampler(logprobs_mode="processed_logprobs")
         if self.k == 0:
             return lambda: sampler(self.scratch, sampling)

@@ -62,8 +62,8 @@ earlier features, and the two of today's."""
 CORES = 0.5
 """Time on a GPU server's idle cores as a share of that: an estimate."""
 VLLM_STEP, VLLM_REQUEST = 0.35e-3, 28e-6
-"""Scheduling, input preparation and output processing: bench_host.jsonl, `host/vllm`, two runs, 0.32 and 0.36 ms for
-one request, and 23 to 32 us more for each."""
+"""Scheduling, input preparation and output processing, measured in vLLM 0.31 twice: 0.32 and 0.36 ms for one request,
+and 23 to 32 us more for each."""
 HOST_DRAFT_CALL, HOST_DRAFT_REQUEST = 160e-6, 10.5e-6
 """bench_host.jsonl, `ours V2, indexing late`, K = 8 of 4e77bbd: 170 us for one request, 13.8 for each of 64, 10.9 of
 256. What is indexed while the device computes is not in it."""

@@ -1,14 +1,12 @@
 """Our drafters and other people's (`peers.py`) on recorded rollouts, in one process.
 
-    python -m experiments.drafting.bench_draft TRACES_DIR [--sections quality cost scale] [--out FILE.jsonl]
+    python -m experiments.drafting.bench_draft TRACES_DIR [--sections quality cost] [--out FILE.jsonl]
 
 - quality: tokens per step and drafted tokens per step, K = 16, per-problem history, in the four replay regimes.
   `ours at Arctic's count` is ours at the lowest threshold with which it drafts no more than Arctic. `device` is the
   device drafter's reference; `bench_device.py` times the kernels.
 - cost: microseconds per request-step of index and draft at batch 64 with a warm history, drafters alternating and
   repeated; bytes per history token; seconds to build a million tokens.
-- scale: our cost with 10^4 to 10^7 history tokens (recorded rollouts, repeated as new problems with renumbered tokens),
-  at batch 64.
 
 The gate of every section: each drafter emits the same recorded tokens, and ours passes its integrity check.
 """
@@ -17,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,11 +27,11 @@ from experiments.rows import append, origin
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.replay.simulate import REGIMES, Regime, ReplayResult, Request, replay, replay_steadily
-from rollout_spec.replay.traces import Problem, Rollout, read_traces
+from rollout_spec.replay.traces import Problem, read_traces
 
 K = 16
 BATCH = 64
-SECTIONS = ("quality", "cost", "scale")
+SECTIONS = ("quality", "cost")
 
 
 class Recorded(NamedTuple):
@@ -219,55 +217,6 @@ def build(make: Callable[[], Drafter], history: Sequence[Problem]) -> tuple[floa
     return time.perf_counter() - started, drafter
 
 
-def scale_up(bench: Bench, directory: Path, sizes: Sequence[int]) -> None:
-    """Our cost against the size of the history: ever more problems of 16 rollouts, 64 live requests of 64 problems."""
-    recorded = read_traces(directory / "rg_llama_math.parquet")
-    print("| history tokens | drafter | index µs | draft µs | both | bytes per token |")
-    print("|---|---|---|---|---|---|")
-    for label in ("ours", "ours, shared", "ours, n-gram"):
-        tiny = Problem("warm-up", recorded[0].rollouts[:2])
-        drafter = build(DRAFTERS[label], [tiny])[1]
-        replay_steadily([Request(tiny, rollout) for rollout in tiny.rollouts], drafter, batch=1)
-        for size in sizes:
-            problems, tokens = [], 0
-            for problem in endless(recorded):
-                problems.append(problem)
-                tokens += sum(r.tokens.size for r in problem.rollouts[:16])
-                if tokens >= size:
-                    break
-            history = [Problem(p.prompt_id, p.rollouts[:16]) for p in problems]
-            drafter = build(partial(DRAFTERS[label], max_history_tokens=1 << 26), history)[1]
-            picked = [problems[i] for i in np.linspace(0, len(problems) - 1, BATCH).astype(int)]
-            live = [Problem(p.prompt_id, [p.rollouts[16 + i % (len(p.rollouts) - 16)]]) for i, p in enumerate(picked)]
-            bench.replay(live[:2], lambda drafter=drafter: drafter, "own")
-            row = bench.replay(live, lambda drafter=drafter: drafter, "epoch", max_samples=1).to_dict()
-            both = row["index_us_per_request_step"] + row["draft_us_per_request_step"]
-            each = drafter.memory_bytes() / tokens
-            print(
-                f"| {tokens:,} | {label} | {row['index_us_per_request_step']:.1f} | "
-                f"{row['draft_us_per_request_step']:.1f} | {both:.1f} | {each:.0f} |",
-                flush=True,
-            )
-            kept = {key: value for key, value in row.items() if key.startswith(COST_FIELDS)}
-            bench.row("scale", drafter=label, **{**kept, "history_tokens": tokens, "bytes_per_history_token": each})
-
-
-def endless(recorded: Sequence[Problem]) -> Iterator[Problem]:
-    """The recorded problems, then again and again as new problems with renumbered tokens."""
-    copy = 0
-    while True:
-        for problem in recorded:
-
-            def renumber(tokens: np.ndarray, copy: int = copy) -> np.ndarray:
-                return ((tokens.astype(np.int64) * (2 * copy + 1) + 7919 * copy) % 131_072).astype(np.int32)
-
-            yield Problem(
-                f"{problem.prompt_id}#{copy}",
-                [Rollout(i, 0, renumber(r.prompt), renumber(r.tokens), r.runs) for i, r in enumerate(problem.rollouts)],
-            )
-        copy += 1
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", type=Path, help="directory of Parquet files of recorded rollouts")
@@ -276,7 +225,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--drafters", nargs="*", choices=DRAFTERS, default=list(DRAFTERS), help="for quality")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the prompts, for quality")
     parser.add_argument("--repeats", type=int, default=5, help="of the cost section")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[10**4, 10**5, 10**6, 10**7])
     parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
     if not HAS_ARCTIC:
@@ -291,8 +239,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             [name for name in args.sets if name in ("rg_llama_math", "codet_codegen16b")],
             args.repeats,
         )
-    if "scale" in args.sections:
-        scale_up(bench, args.traces, args.sizes)
 
 
 if __name__ == "__main__":

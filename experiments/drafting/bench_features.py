@@ -2,13 +2,11 @@
 
     python -m experiments.drafting.bench_features experiments/results/real_policy/samples-*.parquet
     python -m experiments.drafting.bench_features --epochs experiments/results/real_policy/rollouts.parquet
-    python -m experiments.drafting.bench_features --policy demo/policy-v1-seed0
 
 Rollouts with their noise: recordings (see real_policy/recording.py for the columns), of which H rollouts of each prompt
 are history and the last `--tests` are drafted for; `--epochs`, those of a training run, of which every epoch is drafted
-for from all before it, and the last one also from one earlier epoch alone; and samples of the demo's policy, made here
-(`--policy`, trained when missing), which have no features. Compared, in tokens per step, at equal K, with no limit on
-survival:
+for from all before it, and the last one also from one earlier epoch alone. Compared, in tokens per step, at equal K,
+with no limit on survival:
 
 - most probable: from words, each drafted token the most probable one;
 - words: chosen with the request's noise;
@@ -23,8 +21,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +32,6 @@ from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, origin
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.noise.host import derive_seed, gumbel
 from rollout_spec.replay.simulate import replay
 from rollout_spec.replay.traces import Problem, Rollout, read_traces
 
@@ -107,42 +103,6 @@ def by_epoch(problems: Sequence[Problem]) -> Iterator[tuple[dict[str, int], list
         yield {"epoch": epoch}, select(epoch, {e for e in epochs if e < epoch})
     for epoch in reversed(epochs[:-1]):
         yield {"epoch": epochs[-1], "age": epochs[-1] - epoch}, select(epochs[-1], {epoch})
-
-
-def demo_problems(
-    directory: Path, num_prompts: int, num_history: int, num_tests: int, max_tokens: int
-) -> list[Problem]:
-    """Rollouts of the demo's policy at temperature 1, sampled with the project's noise in float32."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from examples.demo.policy import build_tokenizer, warm_start
-    from examples.demo.task import make_prompt
-
-    if not directory.exists():
-        print(f"training the demo's policy into {directory} (a few minutes)")
-        warm_start(directory)
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval(), build_tokenizer()
-    rng, count = random.Random(7), num_history + num_tests
-    problems = []
-    for i in range(num_prompts):
-        prompt = tokenizer(make_prompt(rng))["input_ids"]
-        seeds = [derive_seed("bench_features", i, k) for k in range(count)]
-        past, feed, sampled = None, torch.tensor(prompt).repeat(count, 1), []
-        with torch.inference_mode():
-            for t in range(max_tokens):
-                step = model(input_ids=feed, past_key_values=past, use_cache=True)
-                past, last = step.past_key_values, torch.log_softmax(step.logits[:, -1].double(), -1).numpy()
-                noise = gumbel(np.array(seeds)[:, None], len(prompt) - 1 + t, np.arange(last.shape[1]))
-                sampled.append((last + noise).argmax(1))
-                feed = torch.tensor(sampled[-1])[:, None]
-        rollouts = []
-        for k, text in enumerate(np.stack(sampled, 1).astype(np.int32)):
-            ends = np.flatnonzero(text == tokenizer.eos_token_id)
-            text = text[: ends[0] + 1] if ends.size else text
-            rollouts.append(Rollout(k, int(k >= num_history), np.array(prompt, np.int32), text, (text.size,), seeds[k]))
-        problems.append(Problem(f"demo/{i}", rollouts))
-    return problems
 
 
 # -- the tree on the history's blended counts ------------------------------------------------------------------------
@@ -264,28 +224,14 @@ def ratio_with_interval(new: np.ndarray, old: np.ndarray) -> tuple[float, float,
     return float(ratio(np.arange(len(new)))), float(low), float(high)
 
 
-class Source(NamedTuple):
-    """What is drafted for."""
-
-    target: dict[str, Any]
-    problems: Callable[[], list[Problem]]
-    has_features: bool = True
-    has_tree: bool = True
-
-
-def sources(args: argparse.Namespace) -> Iterator[Source]:
-    """Everything that the arguments name."""
+def sources(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Problem], bool]]:
+    """(which rollouts, their problems, whether a tree drafts for them, too) of everything that the arguments name."""
     for path in args.recorded:
         for h in args.history:
-            target = {"target": path.stem, "history": h}
-            yield Source(target, lambda path=path, h=h: recorded_problems(path, args.prompts, h, args.tests))  # type: ignore[misc]
+            yield {"target": path.stem, "history": h}, recorded_problems(path, args.prompts, h, args.tests), True
     for path in args.epochs:
         for which, problems in by_epoch(read_traces(path, max_prompts=args.prompts)):
-            yield Source({"target": path.stem, **which}, lambda problems=problems: problems, has_tree=False)  # type: ignore[misc]
-    for h in args.history if args.policy else ():
-        sizes = min(args.prompts, 10), h, args.tests, args.max_tokens
-        target = {"target": "demo policy", "history": h}
-        yield Source(target, lambda sizes=sizes: demo_problems(args.policy, *sizes), has_features=False)  # type: ignore[misc]
+            yield {"target": path.stem, **which}, problems, False
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -293,12 +239,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recorded", type=Path, nargs="*", help="Parquet files of rollouts with noise and features")
     parser.add_argument("--epochs", type=Path, nargs="*", default=[], help="the same, of a training run")
-    parser.add_argument("--policy", type=Path, help="folder of the demo's policy; trained there when missing")
     parser.add_argument("--history", type=int, nargs="*", default=[4, 16])
     parser.add_argument("-k", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--tests", type=int, default=8)
-    parser.add_argument("--prompts", type=int, default=1000, help="at most; 10 of the demo's policy")
-    parser.add_argument("--max-tokens", type=int, default=256, help="of the demo policy's rollouts")
+    parser.add_argument("--prompts", type=int, default=1000, help="at most")
     parser.add_argument("--drafters", nargs="*", choices=DRAFTERS, default=["history"])
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
     parser.add_argument("--no-tree", action="store_true")
@@ -307,18 +251,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     about = {**origin(), "tests": args.tests}
     print("| target | drafter | K | " + " | ".join([*args.variants, "tree", *(f"{a} / {b}" for a, b in GAINS)]) + " |")
     print("|---" * (4 + len(args.variants) + len(GAINS)) + "|")
-    for source in sources(args):
-        problems = source.problems()
+    for target, problems, has_tree in sources(args):
         for k in args.k:
             of_tree = None
-            if source.has_tree and not args.no_tree:
+            if has_tree and not args.no_tree:
                 of_tree = np.array([tree_counts(problem, k) for problem in problems])
             for name in args.drafters:
                 found: dict[str, np.ndarray] = {} if of_tree is None else {"tree": of_tree}
                 errors = {}
                 for label in args.variants:
-                    if label != "features" or source.has_features:
-                        found[label], errors[label] = measure(problems, name, k, VARIANTS[label])
+                    found[label], errors[label] = measure(problems, name, k, VARIANTS[label])
                 totals = {int(counts[:, 0].sum()) for counts in found.values()}
                 if len(totals) > 1:
                     raise SystemExit(f"gate: different numbers of tokens were emitted: {totals}")
@@ -329,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     if {new, old} <= found.keys()
                 }
                 row = {
-                    "benchmark": "features", **source.target, "drafter": name, "k": k, "prompts": len(problems),
+                    "benchmark": "features", **target, "drafter": name, "k": k, "prompts": len(problems),
                     "tokens_per_step": rates, "calibration_error": errors, "gains": gains, **about,
                 }  # fmt: skip
                 append(args.out, row)
@@ -337,8 +279,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 for new, old in GAINS:
                     gain = gains.get(f"{new} / {old}")
                     cells.append("" if gain is None else f"{gain[0]:.3f} ({gain[1]:.3f}–{gain[2]:.3f})")
-                where = ", ".join(f"{key} {value}" for key, value in source.target.items() if key != "target")
-                print("|", " | ".join([f"{source.target['target']}, {where}", name, str(k), *cells]), "|", flush=True)
+                where = ", ".join(f"{key} {value}" for key, value in target.items() if key != "target")
+                print("|", " | ".join([f"{target['target']}, {where}", name, str(k), *cells]), "|", flush=True)
 
 
 if __name__ == "__main__":

@@ -115,15 +115,14 @@ def demo_prompts(policy: Path) -> Callable[[random.Random, int], list[Any]]:
 
 
 def real_prompts(policy: Path) -> Callable[[random.Random, int], list[Any]]:
-    """Problems that the real policy was trained on, the held ones left out."""
+    """Problems that the real policy was trained on."""
     from transformers import AutoTokenizer
 
     from experiments.real_policy.grpo import training_problems
     from experiments.real_policy.warm_up import prompt_token_ids
 
     tokenizer = AutoTokenizer.from_pretrained(policy)
-    questions = [problem.question for problem in training_problems() if not problem.held]
-    prompts = [{"prompt_token_ids": prompt_token_ids(tokenizer, question)} for question in questions]
+    prompts = [{"prompt_token_ids": prompt_token_ids(tokenizer, problem.question)} for problem in training_problems()]
     return lambda rng, count: rng.sample(prompts, count)
 
 

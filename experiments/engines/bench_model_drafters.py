@@ -1,11 +1,11 @@
 """History, model drafters and both, on a policy and draft models that were really trained, counted in vLLM's engine.
 
-    python -m experiments.engines.bench_model_drafters [--modes none history greedy:eagle] [--out FILE]
+    python -m experiments.engines.bench_model_drafters [--modes none history greedy:mtp] [--out FILE]
 
 The policy is the demo's (`--policy`, trained when missing: two minutes). From the same warm-start texts this trains a
-small separate model, an EAGLE head and an MTP layer (see trained_drafters.py), some minutes each on one core, and keeps
-them in `--models`. Their training leaves out the problems that are measured. Groups of rollouts of the same problems
-are then generated in several epochs with new seeds, in fp32 on the CPU engine, each mode in a process of its own:
+small separate model and an MTP layer (see trained_drafters.py), some minutes each on one core, and keeps them in
+`--models`. Their training leaves out the problems that are measured. Groups of rollouts of the same problems are then
+generated in several epochs with new seeds, in fp32 on the CPU engine, each mode in a process of its own:
 
     none                  no speculation, our sampler: whose rollouts all modes with its noise must repeat
     history               our drafter on earlier rollouts, no model
@@ -13,8 +13,8 @@ are then generated in several epochs with new seeds, in fp32 on the CPU engine, 
     probabilistic:METHOD  vLLM's own, drafts sampled, rejection sampling (`draft_sample_method="probabilistic"`)
     both:METHOD           history and the draft model, whose drafts are drawn with the target's noise
 
-with METHOD one of draft_model, eagle and mtp. Printed: request-steps (how often a request was in an engine step that
-sampled for it) and tokens per request-step, by epoch.
+with METHOD draft_model or mtp. Printed: request-steps (how often a request was in an engine step that sampled for it)
+and tokens per request-step, by epoch.
 
 Gates, before any figure of a mode: its rollouts are what the policy samples under their noise, but for tokens whose
 choice was within GAP. vLLM's own modes have other noise; their rollouts' log-probability must be what samples of the
@@ -43,7 +43,7 @@ from experiments.engines.trained_drafters import run_target, save, train
 from experiments.rows import append, origin
 from rollout_spec.noise.host import derive_seed, gumbel
 
-METHODS = ("draft_model", "eagle", "mtp")
+METHODS = ("draft_model", "mtp")
 MODES = (
     "none",
     "history",
@@ -79,7 +79,7 @@ def build(mode: str, args: argparse.Namespace) -> Any:
     """The engine of a mode."""
     kind, _, method = mode.partition(":")
     own = {"method": method, "num_speculative_tokens": args.model_k}
-    if method in ("draft_model", "eagle"):
+    if method == "draft_model":
         own["model"] = str(model_folder(args, method))
     mode_of_engine, options = {
         "none": ("off", {}),

@@ -21,12 +21,8 @@ Each mode has an engine in a process of its own: those of build.py, and
                  history: what a step costs more
 
 For each batch size there are two phases: the first meets the problems for the first time; the second, after new
-weights, has that history and samples other rollouts of the same problems, or with `--again` the same ones: perfect
-drafts. A queue is a batch larger than `--max-seqs`. The gate: every rollout is the recorded one.
-
-With `--free` nothing is recorded: ours sample random text from the same seeds, and how many rollouts differ from those
-of `off`, and from which token on, is reported. In bf16 logits vary with the batch, except with vLLM's batch-invariant
-kernels (`--batch-invariant`).
+weights, has that history and samples other rollouts of the same problems. A queue is a batch larger than `--max-seqs`.
+The gate: every rollout is the recorded one.
 
 Reported by batch, phase and mode: seconds, also relative to `none`; the tail, seconds in which less than a quarter of
 the requests were left; p20/p50/p80 of the milliseconds between steps; tokens per second; tokens per request and step;
@@ -284,11 +280,11 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
     from vllm import SamplingParams
 
     recorded = read_recorded(args.rollouts)
-    phases = {(b, name): Phase(recorded, b, 0 if args.again else n) for b in batches for n, name in enumerate(PHASES)}
+    phases = {(b, name): Phase(recorded, b, n) for b in batches for n, name in enumerate(PHASES)}
     rollouts = [rollout for phase in phases.values() for rollout in phase.rollouts]
     end = end_token(rollouts)
     limit = max(rollout.tokens.size for rollout in rollouts)
-    has_noise = args.free or all(rollout.seed is not None for rollout in rollouts)
+    has_noise = all(rollout.seed is not None for rollout in rollouts)
     llm = build(
         args, mode, has_noise, max_num_seqs=args.max_seqs,
         max_model_len=max(prompt_of(rollout).size for rollout in rollouts) + limit + args.k + 1,
@@ -296,15 +292,14 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
     engine = llm.llm_engine
     runner = engine.model_executor.driver_worker.model_runner
     warm_ups = {batch: made_up(batch, SHAPES[args.shape][-1]) for batch in batches}
-    if not args.free:
-        Scripts(runner, [*rollouts, *(rollout for made in warm_ups.values() for rollout in made)], max(end, 0))
+    Scripts(runner, [*rollouts, *(rollout for made in warm_ups.values() for rollout in made)], max(end, 0))
     watch = Watch(llm, runner)
 
     def generate(rollouts: list[Rollout], problems: list[int], first_script: int) -> Any:
         prompts = [{"prompt_token_ids": prompt_of(rollout).tolist()} for rollout in rollouts]
         params = []
         for script, (rollout, problem) in enumerate(zip(rollouts, problems, strict=True), first_script):
-            ends = int(rollout.tokens[-1]) == end and not args.free
+            ends = int(rollout.tokens[-1]) == end
             ours = {"rollout_spec": {"problem_id": problem}} if mode in SEEDED else {}
             seed = (script if rollout.seed is None else rollout.seed) if mode in SEEDED else None
             params.append(
@@ -332,7 +327,7 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
         ended = time.perf_counter()
         said = [list(output.outputs[0].token_ids) for output in outputs]
         for i, (tokens, rollout) in enumerate(zip(said, phase.rollouts, strict=True)):
-            if len(tokens) != rollout.tokens.size if args.free else tokens != rollout.tokens.tolist():
+            if tokens != rollout.tokens.tolist():
                 raise SystemExit(f"gate: {mode}: request {i} of {batch} is not the recorded rollout")
         num_tokens = sum(map(len, said))
         result = {
@@ -351,22 +346,10 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
                 / max(after["draft_tokens"] - before["draft_tokens"], 1),
                 3,
             )
-        if args.free:
-            result["rollouts"] = said
         results.append(result)
         if mode == "budget" and len(results) == len(phases):
             result["report"] = command(llm, "report")
         write_result(args.result, results)
-
-
-def partings(rollouts: list[list[int]], others: list[list[int]]) -> tuple[int, float | None]:
-    """(how many rollouts differ, the median of the first tokens that do)."""
-    at = [
-        next(i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y)
-        for a, b in zip(rollouts, others, strict=True)
-        if a != b
-    ]
-    return len(at), float(np.median(at)) if at else None
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -377,7 +360,6 @@ def describe(row: dict[str, Any]) -> str:
         f"{row['batch']:8d} {row['phase']:8} {row['mode']:13} {row['seconds']:8.3f} {speedup} "
         f"{row['tail_seconds']:8.3f} {row['tokens_per_second']:9.0f} {row['tokens_per_step']:7.2f} "
         f"{row['verified_per_step']:8.2f} {host} {row['steps_without_graph']:8.2f}"
-        + (f"  {row['parted']} ({row['parted_at']})" if "parted" in row else "")
     )
 
 
@@ -391,14 +373,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--rollouts", default=str(ROLLOUTS), help="a Parquet file, see rollout_spec/replay/traces.py")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--max-seqs", type=int, help="default: the largest batch, at most 256")
-    parser.add_argument("--again", action="store_true", help="the second phase samples the first one's rollouts")
-    parser.add_argument("--free", action="store_true", help="sample random text: do rollouts differ from those of off?")
-    parser.add_argument("--batch-invariant", action="store_true", help="vLLM's kernels that are")
     add_arguments(parser, MODES)
     parser.set_defaults(modes=list(DEFAULT_MODES))
     args = parser.parse_args(argv)
-    if args.free and not {*args.modes} <= {*SEEDED}:
-        parser.error(f"--free compares ours alone: --modes must be of {', '.join(SEEDED)}")
     if args.only:
         run_mode(args, args.only, args.batch)
         return
@@ -408,10 +385,7 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("no batch size is left")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     about = {"benchmark": "phase", "shape": args.shape, "rollouts": Path(args.rollouts).name, **origin(device)}
-    about |= {"batch_invariant": args.batch_invariant, "again": args.again, "free": args.free}
-    environment = {"VLLM_BATCH_INVARIANT": "1"} if args.batch_invariant else {}
     baseline: dict[tuple[int, str], float] = {}
-    undrafted: dict[tuple[int, str], list[list[int]]] = {}
     rows: list[dict[str, Any]] = []
     runs = Runs("experiments.engines.bench_phase", argv, args.logs, args.seconds)
     with tempfile.TemporaryDirectory() as folder:
@@ -423,13 +397,8 @@ def main(argv: list[str] | None = None) -> None:
                 print(name, flush=True)
                 again = ["--only", mode, "--model", folder, "--batch", *map(str, batches)]
                 again += ["--max-seqs", str(args.max_seqs or min(max(sizes), 256))]
-                for row in runs.run(name, *again, environment=environment) or []:
+                for row in runs.run(name, *again) or []:
                     cell = row["batch"], row["phase"]
-                    rollouts = row.pop("rollouts", None)
-                    if mode == "off" and rollouts is not None:
-                        undrafted[cell] = rollouts
-                    elif cell in undrafted:
-                        row["parted"], row["parted_at"] = partings(rollouts, undrafted[cell])
                     if mode == "none":
                         baseline[cell] = row["seconds"]
                     if cell in baseline:

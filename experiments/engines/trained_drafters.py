@@ -1,14 +1,13 @@
-"""Small draft models for a Llama policy: a separate model, an EAGLE head and an MTP layer, trained on its traces.
+"""Small draft models for a Llama policy: a separate model and an MTP layer, trained on its traces.
 
-All three learn the policy's distribution of the next token (cross entropy with its probabilities) on the texts of the
-demo's warm start, and are saved as vLLM reads them: `method="draft_model"`, `"eagle"` and `"mtp"`.
+Both learn the policy's distribution of the next token (cross entropy with its probabilities) on the texts of the demo's
+warm start, and are saved as vLLM reads them: `method="draft_model"` and `"mtp"`.
 
-A head (EAGLE or MTP) has one decoder layer. At position t it sees the embedding of token t + 1 and the hidden state
-from which the policy's lm_head computes the logits of token t + 1, and gives a hidden state from which the same lm_head
-computes the logits of token t + 2. vLLM hands a head what its target's `forward` returns: a Llama's hidden states after
-the final norm (`vllm/model_executor/models/llama.py`), so an EAGLE head's are these, and a MiMo's before it, which
-applies the norm in `compute_logits` (`mimo.py`). To draft further tokens the head sees its own hidden state in place of
-the policy's, one position on.
+An MTP layer is one decoder layer. At position t it sees the embedding of token t + 1 and the hidden state from which
+the policy's lm_head computes the logits of token t + 1, and gives a hidden state from which the same lm_head computes
+the logits of token t + 2. vLLM hands it what its target's `forward` returns: a MiMo's states before the final norm,
+which it applies in `compute_logits` (`vllm/model_executor/models/mimo.py`). To draft further tokens the layer sees its
+own hidden state in place of the policy's, one position on.
 """
 
 from __future__ import annotations
@@ -32,24 +31,19 @@ from transformers.models.llama.modeling_llama import (
 
 from examples.demo.policy import IGNORED_LABEL, learning_rate_factor, trace_batches
 
-Method = Literal["draft_model", "eagle", "mtp"]
+Method = Literal["draft_model", "mtp"]
 Batches = Iterator[tuple[Tensor, Tensor]]
 """(input_ids, labels), both int64 [B, L], as `trace_batches` yields them."""
 
 TRAINED_DEPTH = 3
-"""Tokens in a row that a head learns to draft."""
+"""Tokens in a row that an MTP layer learns to draft."""
 
 
 class TargetOutput(NamedTuple):
-    """What a policy says of texts: hidden states before and after its final norm [B, L, H], and logits [B, L, V]."""
+    """What a policy says of texts: hidden states before its final norm [B, L, H], and logits [B, L, V]."""
 
-    before_norm: Tensor
-    after_norm: Tensor
+    hidden_states: Tensor
     logits: Tensor
-
-    def hidden_states(self, method: Method) -> Tensor:
-        """Those that vLLM hands to a head."""
-        return self.before_norm if method == "mtp" else self.after_norm
 
 
 @torch.no_grad()
@@ -58,25 +52,21 @@ def run_target(target: LlamaForCausalLM, input_ids: Tensor) -> TargetOutput:
     seen: list[Tensor] = []
     hook = target.model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     try:
-        after_norm = target.model(input_ids=input_ids, use_cache=False).last_hidden_state
+        normed = target.model(input_ids=input_ids, use_cache=False).last_hidden_state
     finally:
         hook.remove()
-    return TargetOutput(seen[0], after_norm, target.lm_head(after_norm))
+    return TargetOutput(seen[0], target.lm_head(normed))
 
 
-# -- heads -----------------------------------------------------------------------------------------------------------
+# -- the layer ---------------------------------------------------------------------------------------------------------
 
 
-class Head(nn.Module):
-    """An EAGLE head or an MTP layer (MiMo's) for a Llama policy, with the same computation as vLLM's.
+class MtpLayer(nn.Module):
+    """An MTP layer (MiMo's) for a Llama policy, with the same computation as vLLM's."""
 
-    EAGLE's layer has no norm before its attention and none at its end; MiMo's also norms both inputs.
-    """
-
-    def __init__(self, config: LlamaConfig, method: Literal["eagle", "mtp"]) -> None:
+    def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         size, head_dim = config.hidden_size, config.head_dim
-        self.method = method
         self.head_dim = head_dim
         self.project = nn.Linear(2 * size, size, bias=False)
         self.q_proj = nn.Linear(size, config.num_attention_heads * head_dim, bias=False)
@@ -86,33 +76,26 @@ class Head(nn.Module):
         self.queries_per_key = config.num_attention_heads // config.num_key_value_heads
         self.mlp = LlamaMLP(config)
         self.rotary = LlamaRotaryEmbedding(config)
-        norms = ["post_attention_layernorm"]
-        if method == "mtp":
-            norms += ["token_layernorm", "hidden_layernorm", "input_layernorm", "final_layernorm"]
-        self.norms = nn.ModuleDict({name: LlamaRMSNorm(size, eps=config.rms_norm_eps) for name in norms})
+        norms = ("token", "hidden", "input", "post_attention", "final")
+        self.norms = nn.ModuleDict({f"{name}_layernorm": LlamaRMSNorm(size, eps=config.rms_norm_eps) for name in norms})
 
     def forward(self, embeddings: Tensor, hidden_states: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
         """One more drafted token for a draft that starts at each position.
 
         Args:
             embeddings: [B, T, H], at t of token t + 1.
-            hidden_states: [B, T, H]: the policy's in the first pass, then this head's, one position on.
+            hidden_states: [B, T, H]: the policy's in the first pass, then this layer's, one position on.
             cache: Keys and values [B, heads, T, head_dim] of the earlier passes. This pass's are appended.
 
         Returns:
             [B, T, H].
         """
-        if self.method == "eagle":
-            x = self.project(torch.cat((embeddings, hidden_states), -1))
-            attended = x
-        else:
-            embeddings = torch.cat((torch.zeros_like(embeddings[:, :1]), embeddings[:, 1:]), 1)  # as vLLM's mimo_mtp
-            embeddings = self.norms["token_layernorm"](embeddings)
-            x = self.project(torch.cat((self.norms["hidden_layernorm"](hidden_states), embeddings), -1))
-            attended = self.norms["input_layernorm"](x)
-        x = x + self._attend(attended, cache)
+        embeddings = torch.cat((torch.zeros_like(embeddings[:, :1]), embeddings[:, 1:]), 1)  # as vLLM's mimo_mtp
+        embeddings = self.norms["token_layernorm"](embeddings)
+        x = self.project(torch.cat((self.norms["hidden_layernorm"](hidden_states), embeddings), -1))
+        x = x + self._attend(self.norms["input_layernorm"](x), cache)
         x = x + self.mlp(self.norms["post_attention_layernorm"](x))
-        return x if self.method == "eagle" else self.norms["final_layernorm"](x)
+        return self.norms["final_layernorm"](x)
 
     def _attend(self, x: Tensor, cache: list[tuple[Tensor, Tensor]]) -> Tensor:
         """The draft that starts at s is at t = s + d in pass d: it sees pass 0 up to s, then pass i at s + i."""
@@ -143,10 +126,10 @@ class Head(nn.Module):
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
-def head_hidden_states(
-    head: Head, embed: nn.Module, input_ids: Tensor, hidden_states: Tensor, depth: int
+def layer_hidden_states(
+    layer: MtpLayer, embed: nn.Module, input_ids: Tensor, hidden_states: Tensor, depth: int
 ) -> list[Tensor]:
-    """What a head says at every position of texts, for drafts whose earlier tokens are the text's.
+    """What the layer says at every position of texts, for drafts whose earlier tokens are the text's.
 
     Args:
         input_ids: int64 [B, L].
@@ -160,7 +143,7 @@ def head_hidden_states(
     cache: list[tuple[Tensor, Tensor]] = []
     out = []
     for _ in range(depth):
-        out.append(head(embeddings, hidden, cache))
+        out.append(layer(embeddings, hidden, cache))
         hidden = torch.cat((hidden_states[:, :1], out[-1][:, :-1]), 1)
     return out
 
@@ -174,11 +157,10 @@ def soft_cross_entropy(logits: Tensor, target_logits: Tensor, labels: Tensor) ->
     return -(target_logits[use].softmax(-1) * logits[use].log_softmax(-1)).sum(-1).mean()
 
 
-def head_loss(head: Head, target: LlamaForCausalLM, input_ids: Tensor, labels: Tensor) -> Tensor:
+def layer_loss(layer: MtpLayer, target: LlamaForCausalLM, input_ids: Tensor, labels: Tensor) -> Tensor:
     """Mean over `TRAINED_DEPTH` drafted tokens in a row."""
     seen = run_target(target, input_ids)
-    hidden_states = seen.hidden_states(head.method)
-    states = head_hidden_states(head, target.model.embed_tokens, input_ids, hidden_states, TRAINED_DEPTH)
+    states = layer_hidden_states(layer, target.model.embed_tokens, input_ids, seen.hidden_states, TRAINED_DEPTH)
     losses = [
         soft_cross_entropy(target.lm_head(state[:, :-1]), seen.logits[:, 1:-1], labels[:, 2:]) for state in states
     ]
@@ -229,7 +211,7 @@ def build(target: LlamaForCausalLM, method: Method, seed: int) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if method != "draft_model":
-            return Head(config, method)
+            return MtpLayer(config)
         size = config.hidden_size // 2
         small = {
             "hidden_size": size, "intermediate_size": config.intermediate_size // 2, "num_hidden_layers": 1,
@@ -256,7 +238,7 @@ def train(
     """
     target.requires_grad_(False)
     model = build(target, method, seed).train()
-    loss = draft_model_loss if method == "draft_model" else head_loss
+    loss = draft_model_loss if method == "draft_model" else layer_loss
     batches = without_prompts(trace_batches(tokenizer, random.Random(f"{seed}/{method}"), batch_size), held_out)
     losses = fit(model, lambda ids, labels: loss(model, target, ids, labels), batches, steps, peak_learning_rate)
     return model.eval(), losses
@@ -275,24 +257,21 @@ def save(model: nn.Module, target: LlamaForCausalLM, tokenizer: PreTrainedTokeni
     if isinstance(model, LlamaForCausalLM):
         model.save_pretrained(folder)
         return
-    assert isinstance(model, Head)
+    assert isinstance(model, MtpLayer)
     config = {**target.config.to_dict(), "dtype": "float32"}
-    weights = {checkpoint_name(model.method, name): weight for name, weight in model.state_dict().items()}
-    if model.method == "eagle":
-        config |= {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
-    else:
-        config |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
-        weights = with_biases(dict(target.state_dict()) | weights)
+    config |= {"architectures": ["MiMoForCausalLM"], "model_type": "qwen2", "num_nextn_predict_layers": 1}
+    weights = {checkpoint_name(name): weight for name, weight in model.state_dict().items()}
+    weights = with_biases(dict(target.state_dict()) | weights)
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     contiguous = {name: weight.detach().contiguous() for name, weight in weights.items()}
     save_file(contiguous, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def checkpoint_name(method: str, name: str) -> str:
-    """What checkpoints for vLLM call the weight that `Head` calls `name`."""
-    layer = "layers.0." if method == "eagle" else "model.mtp_layers.0."
+def checkpoint_name(name: str) -> str:
+    """What checkpoints for vLLM call the weight that `MtpLayer` calls `name`."""
+    layer = "model.mtp_layers.0."
     if name == "project.weight":
-        return "fc.weight" if method == "eagle" else f"{layer}input_proj.weight"
+        return f"{layer}input_proj.weight"
     if name.split(".")[0] in ("q_proj", "k_proj", "v_proj", "o_proj"):
         return f"{layer}self_attn.{name}"
     return layer + name.removeprefix("norms.")

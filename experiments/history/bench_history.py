@@ -1,17 +1,13 @@
-"""What history costs outside of the engine's steps.
+"""What an engine with `history_dir` does when it starts, for `--tokens` and ten times as many.
 
-    python -m experiments.history.bench_history [--only import] [--tokenizer NAME_OR_PATH] --out FILE
+    python -m experiments.history.bench_history [--tokenizer NAME_OR_PATH] --out FILE
 
 Rollouts are made of real text, the source files of Python's standard library, in slices of 500 tokens: sixteen to a
-prompt, which is a slice too. Without `--tokenizer` a token is a byte, and recordings of text are left out.
+prompt, which is a slice too. Without `--tokenizer` a token is a byte.
 
-- `import`: tokens per second of `rollout-spec history import`, by kind of recording, reading, tokenizing, writing and
-  fsync included; and the bytes per token that it leaves on disk. Gate: history holds exactly the recorded tokens.
-- `start`: what an engine with `history_dir` does when it starts, for `--tokens` and ten times as many: seconds to read
-  the folder, and to index it in the drafter; bytes per token on disk and in memory, with what the target saw at each
-  token (random bits here, which nothing compresses) and without. Once each. Gate: the drafter holds all of it.
-
-Reported: p20/p50/p80 over the repetitions, after one that is not counted.
+Reported, once each: seconds to read the folder, and to index it in the drafter; bytes per token on disk and in memory,
+with what the target saw at each token (random bits here, which nothing compresses) and without. Gate: the drafter holds
+all of it.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import json
 import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +25,7 @@ import numpy as np
 import torch
 
 from experiments.engines.build import WORDS_ALONE
-from experiments.rows import append, origin, quantiles
+from experiments.rows import append, origin
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.device.drafter import DeviceDrafter
@@ -52,11 +48,6 @@ class Texts(NamedTuple):
     tokenizer: Any
     """None: tokens are bytes."""
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the completions."""
-        return sum(map(len, self.completions))
-
 
 def real_texts(num_tokens: int, tokenizer: Any) -> Texts:
     """Rollouts of about so many tokens."""
@@ -71,77 +62,6 @@ def real_texts(num_tokens: int, tokenizer: Any) -> Texts:
     slices = [tokens[i : i + LENGTH] for i in range(0, int(wanted), LENGTH)]
     prompts, completions = slices[:: SAMPLES + 1], [s for i, s in enumerate(slices) if i % (SAMPLES + 1)]
     return Texts([prompts[i // SAMPLES] for i in range(len(completions))], completions, tokenizer)
-
-
-def write_ids(texts: Texts, path: Path) -> None:
-    """JSONL of token ids."""
-    with path.open("w") as file:
-        for prompt, completion in zip(texts.prompts, texts.completions, strict=True):
-            file.write(json.dumps({"prompt_token_ids": prompt, "token_ids": completion, "step": 1}) + "\n")
-
-
-def decoded(texts: Texts) -> Iterator[tuple[str, str]]:
-    """(prompt, completion) as text without special tokens."""
-    for both in zip(texts.prompts, texts.completions, strict=True):
-        prompt, completion = (texts.tokenizer.decode(ids, skip_special_tokens=True) for ids in both)
-        yield prompt, completion
-
-
-def write_verl(texts: Texts, path: Path) -> None:
-    """JSONL as verl dumps it."""
-    with path.open("w") as file:
-        for prompt, completion in decoded(texts):
-            row = {"input": prompt, "output": completion, "gts": None, "score": 1.0, "step": 1}
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def write_trl(texts: Texts, path: Path) -> None:
-    """Parquet as TRL logs it."""
-    import pyarrow as arrow
-    import pyarrow.parquet as parquet
-
-    prompts, completions = zip(*decoded(texts), strict=True)
-    size = len(prompts)
-    columns = {"step": [1] * size, "prompt": prompts, "completion": completions, "reward": [1.0] * size}
-    parquet.write_table(arrow.table({**columns, "advantage": [0.5] * size}), path)
-
-
-def measure_import(args: argparse.Namespace, tokenizer: Any) -> Iterator[dict[str, Any]]:
-    """Import each kind of recording."""
-    from rollout_spec.history.contents import Contents, each_once
-    from rollout_spec.history.importers import Converter, import_recordings
-    from rollout_spec.history.recordings import Recording
-    from rollout_spec.history.shards import Origin
-    from rollout_spec.history.storage import LocalStorage
-
-    kinds: dict[str, Callable[[Texts, Path], None]] = {"JSONL of token ids": write_ids}
-    if tokenizer is not None:
-        kinds.update({"JSONL of text": write_verl, "Parquet of text": write_trl})
-    texts = real_texts(args.tokens, tokenizer)
-    for kind, write in kinds.items():
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "recording"
-            write(texts, path)
-            per_second = []
-            for repetition in range(args.repetitions + 1):
-                storage = LocalStorage(Path(folder) / str(repetition))
-                report = import_recordings([Recording(path)], Converter(tokenizer), storage, Origin())
-                if repetition:
-                    per_second.append(report.tokens / report.seconds)
-            rollouts = sorted(each_once(Contents(storage)), key=lambda rollout: rollout.tokens.tolist())
-            found = [rollout.tokens.tolist() for rollout in rollouts]
-            if kind == "JSONL of token ids":
-                assert found == sorted(texts.completions), "history does not hold what was recorded"
-            else:
-                assert sorted(map(tokenizer.decode, found)) == sorted(completion for _, completion in decoded(texts))
-            yield {
-                "measurement": "import",
-                "input": kind,
-                "tokens": report.tokens,
-                "input_bytes": path.stat().st_size,
-                "tokens_per_second": quantiles(per_second),
-                "bytes_per_token": round(report.num_bytes / report.tokens, 3),
-            }
 
 
 def measure_start(args: argparse.Namespace, tokenizer: Any) -> Iterator[dict[str, Any]]:
@@ -201,19 +121,10 @@ def drafters(num_tokens: int, *, has_features: bool) -> Iterator[tuple[str, Any]
     )
 
 
-MEASUREMENTS: dict[str, Callable[[argparse.Namespace, Any], Iterator[dict[str, Any]]]] = {
-    "import": measure_import,
-    "start": measure_start,
-}
-"""Each gives rows, which `main` prints and writes."""
-
-
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=MEASUREMENTS, action="append", help="may be repeated")
     parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--tokenizer", metavar="NAME_OR_PATH")
     parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
@@ -222,10 +133,9 @@ def main(argv: list[str] | None = None) -> None:
         from transformers import AutoTokenizer
 
         tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, model_max_length=10**9)
-    for name in args.only or MEASUREMENTS:
-        for row in MEASUREMENTS[name](args, tokenizer):
-            append(args.out, {"benchmark": "history", **row, **origin(packages=("pyarrow", "transformers"))})
-            print(json.dumps(row), flush=True)
+    for row in measure_start(args, tokenizer):
+        append(args.out, {"benchmark": "history", **row, **origin(packages=("pyarrow", "transformers"))})
+        print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

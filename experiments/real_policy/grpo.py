@@ -160,6 +160,7 @@ def train(
     """
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+    from transformers.trainer_utils import get_last_checkpoint
     from trl import GRPOConfig, GRPOTrainer
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
@@ -220,16 +221,4 @@ def train(
         callbacks=[generator],
     )
     trainer.remove_callback(PrinterCallback)
-    trainer.train(resume_from_checkpoint=last_checkpoint(out_dir))
-
-
-def last_checkpoint(out_dir: Path) -> str | None:
-    """TRL's newest checkpoint that is complete; None if there is none."""
-    folders = sorted(out_dir.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
-    for folder in folders:
-        try:
-            json.loads((folder / "trainer_state.json").read_text())  # written last
-        except (OSError, json.JSONDecodeError):
-            continue
-        return str(folder)
-    return None
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(out_dir) if out_dir.exists() else None)

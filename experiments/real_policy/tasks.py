@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 ANSWER = "Answer:"
 """Begins the last line of a solution; the verifier sees what follows it."""
-HELD_PERCENT = 30
-"""Share of the prompts whose rollouts are kept apart, to judge later what was chosen on the others."""
 
 
 class Problem(NamedTuple):
@@ -21,17 +18,6 @@ class Problem(NamedTuple):
     question: str
     solution: str
     """A worked solution that ends with the answer's line."""
-
-    @property
-    def task(self) -> str:
-        """The name of its task."""
-        return task_of(self.prompt_id)
-
-    @property
-    def held(self) -> bool:
-        """Whether its rollouts are kept apart: decided by a hash of the question."""
-        digest = hashlib.blake2b(self.question.encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") % 100 < HELD_PERCENT
 
 
 class Task(NamedTuple):
@@ -102,17 +88,6 @@ def make_problem(task: str, seed: int, number: int) -> Problem:
     entry = _dataset(task, seed)[number]
     solution = f"{TASKS[task].solve(entry)}\n{ANSWER} {entry['answer']}"
     return Problem(f"{task}/{seed}/{number}", entry["question"].strip(), solution)
-
-
-def task_of(prompt_id: str) -> str:
-    """The name of the task that a problem's id begins with."""
-    return prompt_id.split("/")[0]
-
-
-def problem_of(prompt_id: str) -> Problem:
-    """The problem of an id."""
-    task, seed, number = prompt_id.split("/")
-    return make_problem(task, int(seed), int(number))
 
 
 def reward(prompt_id: str, completion: str) -> float:

@@ -1,0 +1,120 @@
+"""Each figure in a table of README or docs has its row in `experiments/results`: part of `make check`.
+
+Below a table its page names the commits that the rows were measured at.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from experiments.rows import RESULTS
+
+Rows = list[dict[str, Any]]
+PAGES = ("README.md", "docs/benchmarks.md", "docs/history.md", "docs/model-drafters.md", "docs/target-features.md")
+LABELS = {"", "What", "Ran on", "requests", "requests, real model", "requests, K", "epoch", "set", "cost of a step",
+          "vocabulary", "Engines", "T", "Drafter, 3 tokens", "rollouts"}  # fmt: skip
+NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?")
+
+
+def read(name: str, **wanted: Any) -> Rows:
+    """The rows of a file that have these values, oldest first."""
+    rows = [json.loads(line) for line in (RESULTS / f"{name}.jsonl").read_text().splitlines()]
+    return [row for row in rows if all(row.get(field) == value for field, value in wanted.items())]
+
+
+def fields(rows: Rows, *names: str) -> list[float]:
+    """The numbers in these fields, which may be lists and dicts of numbers."""
+    return [float(number) for row in rows for name in names for number in NUMBER.findall(json.dumps(row[name]))]
+
+
+def budgets(rows: Rows) -> Iterator[float]:
+    """Lowest and highest speedup of each cost curve: against no drafts, the best fixed K, and all drafts."""
+    cells: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in rows:
+        cells.setdefault((row["curve"], row["set"], row["batch"]), {"K=0": 1.0})[row["policy"]] = row["speedup"]
+    for curve in {curve for curve, *_ in cells}:
+        mine = [speedups for cell, speedups in cells.items() if cell[0] == curve]
+        best = [max(value for policy, value in of.items() if policy.startswith("K=")) for of in mine]
+        for bases in ([1.0] * len(best), best, [of["all drafts"] for of in mine]):
+            ratios = [of["ours"] / base for of, base in zip(mine, bases, strict=True)]
+            yield from (min(ratios), max(ratios))
+
+
+def modes(rows: Rows) -> Iterator[float]:
+    """Each mode's geometric mean by number of requests, and its lowest cell."""
+    for mode in {(row["model"], row["policy"]) for row in rows}:
+        mine = [row for row in rows if (row["model"], row["policy"]) == mode]
+        for batch in {row["batch"] for row in mine}:
+            yield float(np.exp(np.mean([np.log(row["speedup"]) for row in mine if row["batch"] == batch])))
+        yield min(row["speedup"] for row in mine)
+
+
+def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
+    """(how a table's first line begins, its rows, what figures they give)."""
+    demos, engines = read("bench_demo"), read("bench_engines", policy="demo")
+    run = read("real_policy/run_features", benchmark="real_policy/run")
+    ordinary = ("vLLM n-gram", "Arctic", "ours", "ours, shared")
+    drafts = [row for row in read("bench_draft", regime="inflight") if row["drafter"] in ordinary]
+    features = read("bench_features", history=16, k=8, drafter="history")
+    for start, rows, names in (
+        ("| requests | epoch ", [row for row in engines if row["epochs"] > 1], ("speedup", "interval")),
+        ("| requests, real model ", read("bench_engines", policy="real-policy"), ("speedup", "interval")),
+        ("| requests | no drafts", [row for row in engines if row["baseline"] == "off"], ("speedup", "interval")),
+        ("| set | ", drafts, ("tokens_per_step", "drafted_per_step")),
+        ("| requests | V1 ", read("bench_host", k=8, trace="rg_llama_math.parquet"), ("us_per_request",)),
+        ("| vocabulary ", read("bench_verify"), ("ours", "features", "vllm_v1")),
+        ("| Engines | alone ", [row for row in read("bench_shared_history") if "engines" in row], ("tokens_per_step",)),
+        ("| rollouts | words ", features, ("tokens_per_step", "gains")),
+    ):
+        yield start, rows, fields(rows, *names)
+    first = [len(demos), *(sum(fields(demos, name)) for name in ("rollouts_identical", "rollouts_total"))]
+    first += [*fields(demos, "generation_speedup"), *fields(engines, "speedup"), *fields(drafts, "tokens_per_step")]
+    first += fields(run, "stock_over_on_per_token", "identical", "rollouts")
+    yield "| What | Ran on ", [*demos, *engines, *run, *drafts], first
+    rows = read("real_policy/run_features", benchmark="real_policy/epoch")
+    rates = [100 * row["accepted_tokens"] / row["draft_tokens"] for row in rows]
+    others = fields(rows, "reward", "tokens_per_step", "stock_over_on_per_token", "off_over_on")
+    yield "| epoch | mean reward ", rows, [*rates, *others]
+    rows = read("bench_draft", benchmark="draft/cost", set="rg_llama_math", batch=64)
+    us = [row["index_us_per_request_step"] + row["draft_us_per_request_step"] for row in rows]
+    yield "| | vLLM n-gram ", rows, [*us, *fields(rows, "bytes_per_history_token")]
+    rows = [row for row in read("bench_model_drafters", train_steps=500, model_k=3) if "request_steps" in row]
+    of_all_epochs = [sum(row["tokens"]) / sum(row["request_steps"]) for row in rows]
+    yield "| T | Drafter", rows, [*of_all_epochs, *fields(rows, "tokens_per_step")]
+    rows = [row for row in read("budget_simulated") if re.match("K=|all drafts|ours$", row["policy"])]
+    yield "| cost of a step ", rows, budgets(rows)
+    rows = read("modes_simulated", benchmark="modes/simulated")
+    yield "| requests | 1.5B", rows, modes(rows)
+
+
+def missing(table: str, figures: list[float]) -> list[str]:
+    """The numbers of a table that are none of these rounded to as many digits, those of labels left out."""
+    header, _, *lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines())
+    cells = [cell for line in lines for name, cell in zip(header, line, strict=True) if name not in LABELS]
+    shown = NUMBER.findall(" ".join(cells))
+    return [text for text in shown if text not in {f"{one:,.{len(text.partition('.')[2])}f}" for one in figures}]
+
+
+def main() -> int:
+    """Print what no row gives; returns 1 where there is something."""
+    known, wrong = {start: (rows, list(figures)) for start, rows, figures in tables()}, []
+    for page in PAGES:
+        for table, below in re.findall(r"\n\n((?:\|.*\n)+)(?:\n(.*))?", (RESULTS.parents[1] / page).read_text()):
+            start = next((start for start in known if table.startswith(start)), "")
+            rows, figures = known.pop(start, ([], []))
+            wrong += [f"{page}: no row gives {text}" for text in missing(table, figures) if start or "." in text]
+            note = f"Measured at {', '.join(dict.fromkeys(row['git'].removesuffix('-dirty') for row in rows))}."
+            if start and below != note:
+                wrong.append(f"{page}: below {start} it does not say: {note}")
+    wrong += [f"there is no table {start}" for start in known]
+    print("\n".join(wrong) or "each figure in a table has its row")
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
