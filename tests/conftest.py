@@ -81,15 +81,12 @@ with contextlib.suppress(importlib.metadata.PackageNotFoundError):
 VOCAB_SIZE = 24
 
 
-@pytest.fixture(scope="session")
-def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def write_tiny_model(path: Path) -> None:
     """A random Llama with a small vocabulary and sharp enough logits that drafts are accepted and rejected."""
-    pytest.importorskip("vllm")
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    path = tmp_path_factory.mktemp("tiny-model")
     words = ["<pad>", "<bos>", "<eos>", "<unk>", *(f"w{i}" for i in range(VOCAB_SIZE - 4))]
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -124,6 +121,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             if parameter.dim() > 1:
                 parameter.mul_(3.0)
     model.save_pretrained(path)
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the model that `write_tiny_model` writes."""
+    pytest.importorskip("vllm")
+    path = tmp_path_factory.mktemp("tiny-model")
+    write_tiny_model(path)
     return path
 
 
