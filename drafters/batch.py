@@ -56,6 +56,11 @@ class _OneByOne:
         del self._req_ids[row]
         self.table.stop(row)
 
+    def extend(self, req_id: str, new_token_ids: Tokens, *features: Features) -> None:
+        row, extend = self.row_of(req_id), cast(Any, self._drafter.extend)
+        extend(req_id, new_token_ids, *features)
+        self.table.arrays.num_tokens[row] += len(new_token_ids)
+
     def row_of(self, req_id: str) -> int:
         if req_id not in self._rows:
             raise ValueError(f"request {req_id!r} is not live: start_request comes first")

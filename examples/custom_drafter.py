@@ -19,8 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollout_spec.drafters.base import Drafter, Tokens
-from rollout_spec.replay.simulate import replay
-from rollout_spec.replay.traces import Problem, Rollout
+from rollout_spec.replay import Rollout, replay
 from rollout_spec.types import Draft, Int32Array
 
 
@@ -99,28 +98,29 @@ class RepeatDrafter:
         return []
 
 
-def make_rollouts(seed: int = 0) -> list[Problem]:
-    """Rollouts in which every other sentence is copied from the prompt, as in code or arithmetic."""
+def make_rollouts(seed: int = 0) -> list[list[Rollout]]:
+    """Each problem's rollouts, in which every other sentence is copied from the prompt, as in code or arithmetic."""
     rng = np.random.default_rng(seed)
     problems = []
     for number in range(4):
         sentences = rng.integers(0, 1000, (5, 12), np.int32)
         prompt = sentences.ravel()
         rollouts = []
-        for sample in range(3):
+        for _ in range(3):
             pieces = [
                 piece for which in rng.integers(0, 5, 8) for piece in (rng.integers(0, 1000, 6), sentences[which])
             ]
             tokens = np.concatenate(pieces).astype(np.int32)
-            rollouts.append(Rollout(sample, 0, prompt, tokens, (tokens.size,)))
-        problems.append(Problem(f"problem {number}", rollouts))
+            rollouts.append(Rollout(number, prompt, tokens))
+        problems.append(rollouts)
     return problems
 
 
 def main() -> None:
     drafter: Drafter = RepeatDrafter()
-    stats = replay(make_rollouts(), lambda: drafter, "inflight", num_speculative_tokens=8).stats
-    print(f"{stats.tokens_per_step:.2f} tokens per step, {stats.acceptance_rate:.0%} of drafted tokens accepted")
+    figures = replay(make_rollouts(), drafter, "inflight", num_speculative_tokens=8).to_dict()
+    rate = figures["acceptance_rate"]
+    print(f"{figures['tokens_per_step']:.2f} tokens per step, {rate:.0%} of drafted tokens accepted")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@
 #   start-1.5b                               engines with 1 and 64 requests, and each line that waits for the device
 #   phase-1.5b:none,device:64                whole rollout phases, also phase-7b
 #   model-1.5b                               an EAGLE head in vLLM's way, and beside history
-#   forward-1.5b                             without vLLM: the cost of a step, for replay --engine-cost
+#   forward-1.5b                             without vLLM: the cost of a step, for simulate_budgets --curve
 # Environment variables:
 #   LIMIT      seconds for all stages, 560 unless set: they leave room in a machine's ten minutes to unpack vLLM. Each
 #              stage has its share of what is left, so none takes another's time. What is not reached is not run.

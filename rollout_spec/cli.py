@@ -7,10 +7,10 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from rollout_spec import __version__, doctor
 from rollout_spec.history import command as history
-from rollout_spec.replay import arguments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,9 +51,14 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="rollout-spec", description="Lossless speculation for RL rollouts.")
     parser.add_argument("--version", action="version", version=f"rollout-spec {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
-    arguments.add_arguments(
-        commands.add_parser("replay", help="replay recorded rollouts through a drafter, without a model")
+    replay = commands.add_parser("replay", help="how many tokens per step drafts would give on recorded rollouts")
+    replay.add_argument(
+        "paths", nargs="+", metavar="PATH", help="a folder of history, or files that `history import` reads"
     )
+    replay.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="the model's tokenizer; text needs it")
+    replay.add_argument("--drafter", default="history", help="one of the built-in drafters, or a dotted path")
+    replay.add_argument("-k", "--num-speculative-tokens", type=int, default=16, metavar="K")
+    replay.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     doctor.add_arguments(
         commands.add_parser("doctor", help="check the installation, or explain where a run's time goes")
     )
@@ -63,9 +68,9 @@ def _run(argv: Sequence[str] | None) -> int:
         return doctor.run(args)
     if args.command == "history":
         return history.run(args)
-    from rollout_spec.replay import command  # needs numba, whose import takes long
+    from rollout_spec.replay import run  # needs numba, whose import takes long
 
-    return command.run(args)
+    return run(args)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
 """Speculative decoding of any target: the whole system on one page.
 
 The engine's model runners do the same around vLLM's forward pass: they call the same verifier, `verify`, and the same
-drafting, `Drafting.learn` and `Drafting.draft`.
+drafting, `Drafting.draft` and `Drafting.learn`. In `replay.py` recorded rollouts are the target, and `estimate.py` adds
+up what the steps would cost on a GPU.
 """
 
 from __future__ import annotations
@@ -9,44 +10,46 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from rollout_spec.budget.decide import Budget
-from rollout_spec.drafters.base import Drafter
-from rollout_spec.drafters.host.step import Sampled
+from rollout_spec.drafters.base import Drafter, Tokens
+from rollout_spec.drafters.host.step import NO_FEATURES, Learned, Sampled
 from rollout_spec.drafting import Drafting
-from rollout_spec.types import Drafts, Float32Array, SamplingBatch
-from rollout_spec.verify.api import verify
+from rollout_spec.features.format import Features
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, SamplingBatch
 from rollout_spec.verify.reference import VerifyMethod
 
 LogitsFunction = Callable[[list[list[int]]], Float32Array]
 """contexts (token lists) -> next-token logits, float32 [len(contexts), vocabulary]."""
-MAX_MODEL_LEN = VOCAB_SIZE = 1 << 31
-"""No bounds: the target says nothing of itself."""
+UNLIMITED = 1 << 31
+"""Output tokens, where nothing bounds them; tokens of a vocabulary and of a context that nothing is known of."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class RequestState:
     """A request while it is decoded.
 
     Attributes:
         token_ids: Prompt and output so far.
         num_prompt_tokens: How many of `token_ids` are the prompt.
-        seed: Of the request's noise (see `rollout_spec.noise`).
+        seed: Of the request's noise (see `rollout_spec.noise`); None: it is not known.
         max_tokens: Output tokens after which the request ends.
         stop_token_id: Token that ends the request, or None.
+        problem_id: As for `Drafter.start_request`.
     """
 
     req_id: str
     token_ids: list[int]
     num_prompt_tokens: int
-    seed: int
-    max_tokens: int
+    seed: int | None
+    max_tokens: int = UNLIMITED
     temperature: float = 1.0
     stop_token_id: int | None = None
+    problem_id: int | None = None
     logprobs: list[float] = field(default_factory=list)
 
     @property
@@ -55,87 +58,204 @@ class RequestState:
         return self.token_ids[self.num_prompt_tokens :]
 
 
-def decode_step(
-    requests: Sequence[RequestState],
-    rows: NDArray[np.int64],
-    drafts: Drafts,
-    drafting: Drafting,
-    target: LogitsFunction,
-    *,
-    method: VerifyMethod = "sample",
-) -> Drafts:
-    """Advance every request by one step.
+class Targets(NamedTuple):
+    """What the target samples in a step: for each request one row per drafted position, and one after them. N rows."""
+
+    token_ids: NDArray[np.int64]
+    """int64 [N]. PLACEHOLDER_TOKEN_ID where the target has no sample: after the first difference from a draft, and
+    after its end."""
+    logprobs: Float32Array | None = None
+    """float32 [N]."""
+    features: Features = NO_FEATURES
+    """int64 [N, FEATURE_WORDS], what the target saw at these rows; of length 0 where it is not known."""
+
+
+SampleFunction = Callable[[Sequence[RequestState], list[list[int]]], Targets]
+"""(requests, each one's draft) -> what the target samples."""
+
+
+class StepCounts(NamedTuple):
+    """What a step of B requests did, int64 [B] each. Request i drafted in row `rows[i]` of `drafter.table`."""
+
+    rows: NDArray[np.int64]
+    drafted: NDArray[np.int64]
+    accepted: NDArray[np.int64]
+    emitted: NDArray[np.int64]
+
+
+class Decoder:
+    """Decodes requests together. Call `start` for new ones at any time, and `step` while there are `live` ones.
+
+    Attributes:
+        live: The requests that are not complete, in the order in which they started.
+        drafting: The drafter and its budget.
+        index_seconds: How long the drafter has taken for everything but drafts.
 
     Args:
-        requests: None of them complete; they are mutated.
-        rows: int64 [B], theirs in `drafting.drafter.table`.
-        drafts: For this step.
-
-    Returns:
-        The drafts for the next step. No request is drafted for that is complete now.
-
-    Raises:
-        FloatingPointError: a row of logits holds NaN or +inf, or only -inf. No token is committed then.
-
-    Cost: one `target` call with sum(drafts.lengths + 1) contexts.
+        sample: The target.
+        knows_noise: Whether the requests' seeds tell the drafter the noise that the target samples with.
+        budget: Decides how much of each draft is verified; the caller tells it what steps take. None: all of it.
     """
-    started = time.perf_counter()
 
-    # 1. One forward pass over every drafted position and the one after it.
-    drafted = [tokens[:length] for tokens, length in zip(drafts.token_ids.tolist(), drafts.lengths, strict=True)]
-    contexts = [
-        r.token_ids + tokens[:n] for r, tokens in zip(requests, drafted, strict=True) for n in range(len(tokens) + 1)
-    ]
-    logits = target(contexts)
-
-    # 2. Verify: sample the target at every position with its request's noise; accept drafts while they equal that.
-    result = verify(
-        torch.from_numpy(logits),
-        torch.tensor([token for tokens in drafted for token in tokens], dtype=torch.int32),
-        torch.from_numpy(np.cumsum(drafts.lengths)),
-        SamplingBatch(
-            temperature=torch.tensor([r.temperature for r in requests], dtype=torch.float32),
-            seeds=torch.tensor([r.seed for r in requests]),
-            positions=torch.tensor([len(r.token_ids) - 1 for r in requests]),
-        ),
-        method=method,
-        logprobs_mode="processed_logprobs",
-        after_difference=drafting.wants_rejected_targets,
-    )
-    if num_invalid := int(result.num_invalid_rows.sum()):
-        raise FloatingPointError(
-            f"{num_invalid} rows of logits are NaN, +inf or all -inf, and nothing can be sampled from them"
+    def __init__(
+        self,
+        drafter: Drafter,
+        sample: SampleFunction,
+        num_speculative_tokens: int,
+        *,
+        knows_noise: bool = True,
+        budget: Budget | None = None,
+    ) -> None:
+        self.drafting = Drafting(
+            drafter, num_speculative_tokens, max_model_len=UNLIMITED, vocab_size=UNLIMITED, budget=budget
         )
+        self.live: list[RequestState] = []
+        self.index_seconds = 0.0
+        self._sample, self._knows_noise = sample, knows_noise
+        self._wants_features = bool(getattr(drafter, "wants_features", False))
+        self._room: dict[str, int] = {}  # tokens to draft for a request at most; none for its last token
 
-    # 3. Learn: what became of the drafts, and the tokens up to each request's end.
-    num_accepted, first = result.num_accepted.numpy().astype(np.int64), np.array([len(r.token_ids) for r in requests])
-    starts = np.concatenate(([0], np.cumsum(drafts.lengths + 1)))
-    sampled = Sampled(
-        rows,
-        np.arange(rows.size),
-        result.output_token_ids.numpy(),
-        first,
-        (first + num_accepted + 1).astype(np.int32),
-        drafts.lengths,
-        num_accepted,
-        starts,
-    )
-    learned = drafting.learn(sampled, result.target_token_ids.numpy() if drafting.wants_rejected_targets else None)
-    num_kept = drafting.drafter.table.arrays.num_tokens[rows] - first
-    for i, (request, n) in enumerate(zip(requests, num_kept.tolist(), strict=True)):
-        request.token_ids.extend(result.output_token_ids[i, :n].tolist())
-        request.logprobs.extend(result.logprobs[starts[i] : starts[i] + n].tolist())
+    def start(self, request: RequestState) -> None:
+        """Begin a request. Its first token comes with the prompt and is not drafted.
 
-    # 4. Draft for the next step, as much as pays, which the time of this one helps to tell.
-    if drafting.budget is not None:
-        drafting.budget.observe_step(
-            len(contexts),
-            time.perf_counter() - started + drafting.seconds,
-            drafted=bool(drafts.lengths.any()),
-            num_asked=drafting.num_asked,
-            draft_seconds=drafting.seconds,
+        Raises:
+            FloatingPointError: as `step`.
+        """
+        started, drafter, r = time.perf_counter(), self.drafting.drafter, request
+        seed = r.seed if self._knows_noise and r.temperature > 0 else None
+        drafter.start_request(r.req_id, r.token_ids[: r.num_prompt_tokens], problem_id=r.problem_id, seed=seed)
+        stops = [] if r.stop_token_id is None else [r.stop_token_id]
+        drafter.table.limit(drafter.row_of(r.req_id), max_tokens=r.max_tokens, min_tokens=0, stop_token_ids=stops)
+        self.index_seconds += time.perf_counter() - started
+        self.live.append(r)
+        self._advance([r], [[]])
+
+    def step(self, max_draft_tokens: int = UNLIMITED) -> StepCounts:
+        """Advance every request by a token or more; drafts have at most `max_draft_tokens` tokens.
+
+        Raises:
+            FloatingPointError: a row of logits holds NaN or +inf, or only -inf. No token is committed then.
+        """
+        # 1. Draft, as much as pays.
+        room = np.array([self._room.get(r.req_id, 0) for r in self.live])
+        chosen = np.flatnonzero(np.minimum(room, max_draft_tokens) > 0)
+        limits = Learned(chosen, np.minimum(room, max_draft_tokens)[chosen], len(self.live), 0, 0, 0)
+        token_ids, lengths = self.drafting.draft(self._rows(self.live), limits, num_tokens=len(self.live))
+        drafts = [tokens[:n] for tokens, n in zip(token_ids.tolist(), lengths.tolist(), strict=True)]
+        return self._advance(list(self.live), drafts)
+
+    def _advance(self, requests: list[RequestState], drafts: list[list[int]]) -> StepCounts:
+        # 2. Sample the target at every drafted position and the one after it: one forward pass.
+        targets = self._sample(requests, drafts)
+
+        # 3. Verify: accept drafts while they equal what the target samples. Its next token comes on top.
+        size, longest = len(requests), max(map(len, drafts)) + 1
+        drafted = np.array([len(draft) for draft in drafts])
+        starts = np.concatenate(([0], np.cumsum(drafted + 1)))
+        accepted, emitted = np.zeros(size, np.int64), np.zeros(size, np.int64)
+        output = np.full((size, longest), PLACEHOLDER_TOKEN_ID, np.int32)
+        for i, draft in enumerate(drafts):
+            sampled = targets.token_ids[starts[i] : starts[i + 1]]
+            n = accepted[i] = np.cumprod(sampled[:-1] == draft).sum()
+            emitted[i] = n + (sampled[n] != PLACEHOLDER_TOKEN_ID)  # a recording may end with an accepted token
+            output[i, : emitted[i]] = sampled[: emitted[i]]
+
+        # 4. Learn: what became of the drafts, and the tokens up to each request's end.
+        rows, first = self._rows(requests), np.array([len(r.token_ids) for r in requests])
+        started, drafting = time.perf_counter(), self.drafting
+        learned = drafting.learn(
+            Sampled(
+                rows, np.arange(size), output, first, (first + emitted).astype(np.int32), drafted, emitted - 1, starts,
+                targets.features if self._wants_features else NO_FEATURES,
+            ),
+            targets.token_ids if drafting.wants_rejected_targets else None,
+        )  # fmt: skip
+        self.index_seconds += time.perf_counter() - started
+        table = drafting.drafter.table.arrays
+        kept, is_complete = (table.num_tokens[rows] - first).tolist(), table.is_complete[rows].tolist()
+        for i, request in enumerate(requests):
+            request.token_ids.extend(output[i, : kept[i]].tolist())
+            if targets.logprobs is not None:
+                request.logprobs.extend(targets.logprobs[starts[i] : starts[i] + kept[i]].tolist())
+            self._room[request.req_id] = 0
+            if is_complete[i]:
+                self.stop(request)
+        for i, room in zip(learned.chosen.tolist(), learned.room.tolist(), strict=True):
+            self._room[requests[i].req_id] = room
+        return StepCounts(rows, drafted, accepted, emitted)
+
+    def observe_step(self, counts: StepCounts, seconds: float, draft_seconds: float) -> None:
+        """Tell the budget what the last step took, with drafting, and what that took."""
+        if self.drafting.budget is not None:
+            num_draft_tokens = int(counts.drafted.sum())
+            self.drafting.budget.observe_step(
+                counts.rows.size + num_draft_tokens,
+                seconds,
+                drafted=num_draft_tokens > 0,
+                num_asked=self.drafting.num_asked,
+                draft_seconds=draft_seconds,
+            )
+
+    def extend(self, request: RequestState, token_ids: Tokens, features: Features | None = None) -> None:
+        """Append tokens to a live request that were not sampled in a step, such as an environment's answer."""
+        started, drafter = time.perf_counter(), self.drafting.drafter
+        if features is not None and self._wants_features:
+            extend: Any = drafter.extend
+            extend(request.req_id, token_ids, features)
+        else:
+            drafter.extend(request.req_id, token_ids)
+        self.index_seconds += time.perf_counter() - started
+        request.token_ids.extend(map(int, token_ids))
+
+    def stop(self, request: RequestState, *, keep: bool = True) -> None:
+        """End a live request. `keep`: as for `Drafter.stop_request`."""
+        started = time.perf_counter()
+        self.drafting.drafter.stop_request(request.req_id, keep=keep)
+        self.index_seconds += time.perf_counter() - started
+        self.live.remove(request)
+        self._room.pop(request.req_id, None)
+
+    def _rows(self, requests: Sequence[RequestState]) -> NDArray[np.int64]:
+        return np.array([self.drafting.drafter.row_of(r.req_id) for r in requests], np.int64)
+
+
+class LogitsTarget:
+    """A function's logits as a target: samples them with each request's noise, as an engine's verifier does."""
+
+    def __init__(self, logits: LogitsFunction, method: VerifyMethod = "sample") -> None:
+        self._logits, self._method = logits, method
+
+    def __call__(self, requests: Sequence[RequestState], drafts: list[list[int]]) -> Targets:
+        """See `SampleFunction`. Cost: one call with sum(len(draft) + 1) contexts.
+
+        Raises:
+            FloatingPointError: a row of logits holds NaN or +inf, or only -inf.
+        """
+        import torch  # replays do without it
+
+        from rollout_spec.verify.api import verify
+
+        contexts = [
+            r.token_ids + draft[:n] for r, draft in zip(requests, drafts, strict=True) for n in range(len(draft) + 1)
+        ]
+        result = verify(
+            torch.from_numpy(self._logits(contexts)),
+            torch.tensor([token for draft in drafts for token in draft], dtype=torch.int32),
+            torch.tensor([len(draft) for draft in drafts]).cumsum(0),
+            SamplingBatch(
+                temperature=torch.tensor([r.temperature for r in requests], dtype=torch.float32),
+                seeds=torch.tensor([r.seed for r in requests]),
+                positions=torch.tensor([len(r.token_ids) - 1 for r in requests]),
+            ),
+            method=self._method,
+            logprobs_mode="processed_logprobs",
+            after_difference=True,
         )
-    return drafting.draft(rows, learned, num_tokens=learned.num_live)
+        if num_invalid := int(result.num_invalid_rows.sum()):
+            raise FloatingPointError(
+                f"{num_invalid} rows of logits are NaN, +inf or all -inf, and nothing can be sampled from them"
+            )
+        return Targets(result.target_token_ids.numpy(), result.logprobs.numpy())
 
 
 def generate(
@@ -152,25 +272,15 @@ def generate(
     Args:
         budget: Decides how much of each draft is verified, and learns from the steps. None: all of it.
     """
-    drafting = Drafting(
-        drafter, num_speculative_tokens, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, budget=budget
-    )
-    drafter, table = drafting.drafter, drafting.drafter.table
+    sample, knows_noise = LogitsTarget(target, method), method == "sample"
+    decoder = Decoder(drafter, sample, num_speculative_tokens, knows_noise=knows_noise, budget=budget)
     for request in requests:
-        seed = request.seed if request.temperature > 0 and method == "sample" else None
-        drafter.start_request(request.req_id, request.token_ids[: request.num_prompt_tokens], seed=seed)
-        stops = [] if request.stop_token_id is None else [request.stop_token_id]
-        table.limit(drafter.row_of(request.req_id), max_tokens=request.max_tokens, min_tokens=0, stop_token_ids=stops)
-    live, steps = [request for request in requests if request.max_tokens > 0], 0
-    drafts = drafting.no_drafts(len(live))
-    while live:
-        rows = np.array([drafter.row_of(request.req_id) for request in live])
-        drafts = decode_step(live, rows, drafts, drafting, target, method=method)
+        if request.max_tokens > 0:
+            decoder.start(request)
+    steps = 1
+    while decoder.live:
+        started = time.perf_counter()
+        counts = decoder.step()
+        decoder.observe_step(counts, time.perf_counter() - started, decoder.drafting.seconds)
         steps += 1
-        is_live = ~table.arrays.is_complete[rows]
-        for request, goes_on in zip(live, is_live, strict=True):
-            if not goes_on:
-                drafter.stop_request(request.req_id)
-        live = [request for request, goes_on in zip(live, is_live, strict=True) if goes_on]
-        drafts = Drafts(drafts.token_ids[is_live], drafts.lengths[is_live])
     return steps

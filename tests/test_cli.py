@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 
 from rollout_spec import __version__, cli
-from rollout_spec.replay.simulate import REGIMES
-from rollout_spec.replay.traces import FEATURE_COLUMNS, REQUIRED_COLUMNS
 from tests.test_doctor import a_report
 
 WITHOUT_NUMBA = """
@@ -53,17 +51,6 @@ def test_every_command_is_in_the_docs(capsys):
     assert {"doctor", "history"} <= set(commands)
     table = (DOCS / "configuration.md").read_text()
     assert [name for name in commands if f"| `rollout-spec {name}" not in table] == []
-
-
-def test_what_a_replay_reads_and_prints_is_explained(capsys):
-    docs = (DOCS / "history.md").read_text().partition("## Replay your own rollouts")[2].partition("\n## ")[0]
-    names = (*REQUIRED_COLUMNS, *FEATURE_COLUMNS, "epoch", "gen_runs", "seed", *REGIMES)
-    assert [name for name in names if f"`{name}`" not in docs] == []
-    with pytest.raises(SystemExit):
-        cli.main(["replay", "--help"])
-    said = " ".join(capsys.readouterr().out.split())
-    for explained in (*(f"{regime}: " for regime in REGIMES), "noise: ", "limit: "):
-        assert explained in said
 
 
 def test_doctor_needs_no_numba(tmp_path):

@@ -1,12 +1,12 @@
-"""What a step costs on a GPU where vLLM is missing: a model's forward pass by its tokens, for `replay --engine-cost`.
+"""What a step costs on a GPU where vLLM is missing: a model's forward pass by its tokens, as `estimate.py` reads it.
 
     python -m experiments.costs.bench_forward --shape 1.5b --batch 64 --cost FILE.json [--out FILE.jsonl]
 
 A transformer of the given shape with random weights, in CUDA graphs where there are any: `batch` requests with a
 context of `--context` tokens each, of which 1 to K + 1 are computed, and our verifier over their logits. A cost curve
-through these points, `FILE.json`, is what `rollout-spec replay ROLLOUTS --engine-cost FILE.json --batch 64` simulates
-rollout phases with. An engine's step takes longer, by its scheduler and its host's work; ratios between curves of this
-kind are what it is for. Medians of `--repeats` runs, in milliseconds.
+through these points, `FILE.json`, is what `simulate_budgets --curve FILE.json` simulates rollout phases with. An
+engine's step takes longer, by its scheduler and its host's work; ratios between curves of this kind are what it is for.
+Medians of `--repeats` runs, in milliseconds.
 """
 
 from __future__ import annotations

@@ -35,13 +35,14 @@ from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 from experiments.drafting.peers import find_arctic
 from experiments.rows import append, origin, quantiles
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
+from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.host.threads import usable_threads
 from rollout_spec.features.format import no_features
+from rollout_spec.history.traces import read_traces
 from rollout_spec.integrations.vllm import runner_v1, runner_v2
 from rollout_spec.integrations.vllm.session import DraftingSession
 from rollout_spec.jit.warm_up import warm_up
-from rollout_spec.replay.simulate import show
-from rollout_spec.replay.traces import Problem, Rollout, read_traces
+from rollout_spec.replay import Rollout, add_rollout, by_problem
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
 
 STEP_SECONDS, TOKEN_SECONDS = 8e-3, 2e-6
@@ -59,12 +60,12 @@ SKIPPED_STEPS = 8
 class Live:
     """A request that follows a recorded rollout."""
 
-    def __init__(self, req_id: str, problem: Problem, rollout: Rollout, seed: int) -> None:
-        self.req_id, self.tokens, self.features = req_id, rollout.tokens, rollout.features
-        self.prompt_token_ids = rollout.prompt.tolist()
+    def __init__(self, req_id: str, rollout: Rollout, seed: int) -> None:
+        self.req_id, self.tokens, self.features = req_id, rollout.token_ids, rollout.features
+        self.prompt_token_ids = rollout.prompt_token_ids.tolist()
         self.output_token_ids: list[int] = []
         self.sampling_params = SamplingParams(
-            temperature=1.0, seed=seed, max_tokens=int(rollout.tokens.size), extra_args=None, logprobs=0
+            temperature=1.0, seed=seed, max_tokens=int(rollout.token_ids.size), extra_args=None, logprobs=0
         )
         self.lora_request, self.mm_features = None, []
 
@@ -123,15 +124,15 @@ class Runner:
             self.requests[batch.req_ids[row]].output_token_ids.extend(tokens)
 
 
-def rollouts_of(problems: list[Problem], size: int) -> tuple[list[tuple[Problem, Rollout]], Iterator[Any]]:
+def rollouts_of(problems: list[list[Rollout]], size: int) -> tuple[list[Rollout], Iterator[Rollout]]:
     """(history, newest last; live rollouts in the order in which they start)."""
     chosen = problems[: max(1, size // GROUP)]
-    first = min(rollout.epoch for problem in chosen for rollout in problem.rollouts)
-    history = [(p, r) for p in chosen for r in p.rollouts if r.epoch == first]
-    live = [[(p, r) for r in p.rollouts if r.epoch > first and r.tokens.size > 16] for p in chosen]
+    first = min(rollout.policy_version for problem in chosen for rollout in problem)
+    history = [r for p in chosen for r in p if r.policy_version == first]
+    live = [[r for r in p if r.policy_version > first and r.token_ids.size > 16] for p in chosen]
     group = -(-size // len(chosen))
 
-    def in_order() -> Iterator[tuple[Problem, Rollout]]:
+    def in_order() -> Iterator[Rollout]:
         start = 0
         while True:
             for of_problem in live:
@@ -195,15 +196,13 @@ def engine_config(k: int, size: int) -> Any:
     )  # fmt: skip
 
 
-def prepare(session: DraftingSession, history: list[tuple[Problem, Rollout]], *, index_late: bool) -> None:
+def prepare(session: DraftingSession, history: list[Rollout], *, index_late: bool) -> None:
     """Show a session's drafter the history."""
     if index_late:
         session.drafting.index_late()
     drafter: Any = session.drafter
-    for number, (_, rollout) in enumerate(history):
-        drafter.start_request(str(number), rollout.prompt)
-        show(drafter, str(number), rollout, 0, rollout.tokens.size)
-        drafter.stop_request(str(number))
+    for rollout in history:
+        add_rollout(drafter, rollout._replace(problem_id=problem_of_prompt(rollout.prompt_token_ids)))
     budget: Any = session.budget
     observe_step = budget.observe_step
 
@@ -216,7 +215,7 @@ def prepare(session: DraftingSession, history: list[tuple[Problem, Rollout]], *,
 class Ours:
     """Our V1 adapter and proposer."""
 
-    def __init__(self, runner: Runner, k: int, history: list[tuple[Problem, Rollout]], *, index_late: bool) -> None:
+    def __init__(self, runner: Runner, k: int, history: list[Rollout], *, index_late: bool) -> None:
         config = engine_config(k, len(runner.discard_request_mask.np))
         runner.vllm_config = config  # type: ignore[attr-defined]
         runner.drafter = runner_v1.RolloutSpecProposer(config)  # type: ignore[attr-defined]
@@ -252,7 +251,7 @@ class Ours:
 class OursV2:
     """Our speculator for the V2 runner, whose drafts go to the scheduler as lists, too."""
 
-    def __init__(self, runner: Runner, k: int, history: list[tuple[Problem, Rollout]], *, index_late: bool) -> None:
+    def __init__(self, runner: Runner, k: int, history: list[Rollout], *, index_late: bool) -> None:
         config = engine_config(k, len(runner.discard_request_mask.np))
         self.speculator = runner_v2.HistorySpeculator(config, torch.device("cpu"))
         self.runner, self.session = runner, self.speculator.session
@@ -307,7 +306,7 @@ class Stock:
         """vLLM's sampler is not on the way from sampled tokens to drafts."""
 
 
-def make(name: str, runner: Runner, k: int, history: list[tuple[Problem, Rollout]]) -> Any:
+def make(name: str, runner: Runner, k: int, history: list[Rollout]) -> Any:
     """A contestant; None where it is not installed."""
     size = len(runner.discard_request_mask.np)
     batch = runner.input_batch
@@ -319,15 +318,15 @@ def make(name: str, runner: Runner, k: int, history: list[tuple[Problem, Rollout
     if find_arctic() is None:
         return None
     suffix = SuffixDecodingProposer(engine_config(k, size))
-    for number, (_, rollout) in enumerate(history):
-        suffix.suffix_cache.start_request(f"history {number}", rollout.prompt)
-        suffix.suffix_cache.add_active_response(f"history {number}", rollout.tokens.tolist())
+    for number, rollout in enumerate(history):
+        suffix.suffix_cache.start_request(f"history {number}", rollout.prompt_token_ids)
+        suffix.suffix_cache.add_active_response(f"history {number}", rollout.token_ids.tolist())
         suffix.suffix_cache.stop_request(f"history {number}")
     return Stock(lambda sampled: suffix.propose(k, batch, sampled))
 
 
 def measure(
-    name: str, problems: list[Problem], size: int, k: int, steps: int, num_history: int
+    name: str, problems: list[list[Rollout]], size: int, k: int, steps: int, num_history: int
 ) -> dict[str, Any] | None:
     """One cell: figures of `steps` steps of `size` requests."""
     runner = Runner(size, k)
@@ -345,9 +344,9 @@ def measure(
         for row in range(size):
             full = row < len(runner.input_batch.req_ids)
             if not full or not runner.requests[runner.input_batch.req_ids[row]].left.size:
-                problem, rollout = next(live)
+                rollout = next(live)
                 seed = count if rollout.seed is None else rollout.seed
-                runner.add(row, Live(f"r{count}", problem, rollout, seed))
+                runner.add(row, Live(f"r{count}", rollout, seed))
                 drafts[row] = []
                 count += 1
                 contestant.on_requests_changed()
@@ -380,7 +379,7 @@ def measure(
 def main(argv: list[str] | None = None) -> None:
     """Measure every cell and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path, help="recorded rollouts of two epochs or more; see replay/traces.py")
+    parser.add_argument("trace", type=Path, help="recorded rollouts of two epochs or more; see history/traces.py")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256, 1024])
     parser.add_argument("--k", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--steps", type=int, default=60)
@@ -389,7 +388,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    problems = read_traces(args.trace)
+    problems = by_problem(read_traces(args.trace))
     warm_up(RolloutSpecConfig())
     about = {**origin(), "trace": args.trace.name, "history": args.history, "steps": args.steps}
     print("batch  K  proposer               us/request p20    p50    p80  hidden  tokens/step")

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from experiments.rows import append, origin
-from rollout_spec.replay.cost import EngineCost
+from rollout_spec.estimate import EngineCost
 
 Mode = Literal["none", "device", "host"]
 MODES: tuple[Mode, ...] = get_args(Mode)

@@ -19,7 +19,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
@@ -27,12 +28,13 @@ from typing import Any
 
 from experiments.costs.gpus import CORES, SHAPES, step_cost
 from experiments.rows import append, origin
+from rollout_spec.budget.decide import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
+from rollout_spec.estimate import EngineCost, Step, by_ranges, simulate, sum_up
+from rollout_spec.history.traces import read_traces
 from rollout_spec.integrations.vllm.step_sizes import affordable_ranges
-from rollout_spec.replay.engine import MIN_SURVIVAL, Learned, Phase, Ranges, run_phase
-from rollout_spec.replay.simulate import Request, remember, split
-from rollout_spec.replay.traces import Problem, Rollout, read_traces
+from rollout_spec.replay import Rollout, add_rollout, by_problem, split
 
 BENCHMARK = "modes/simulated"
 K = 8
@@ -51,11 +53,11 @@ VARIANTS = (
 )  # fmt: skip
 
 
-def filled(earlier: Sequence[tuple[Problem, Sequence[Rollout]]], min_survival: float) -> Drafter:
+def filled(earlier: Sequence[Rollout], **options: Any) -> Drafter:
     """A new drafter that knows the earlier rollouts."""
-    drafter = build_drafter("suffix", max_draft_tokens=K, min_survival=min_survival)
-    for problem, rollouts in earlier:
-        remember(drafter, problem, rollouts)
+    drafter = build_drafter("suffix", max_draft_tokens=K, **options)
+    for rollout in earlier:
+        add_rollout(drafter, rollout)
     if earlier:
         drafter.begin_policy_version(1)
     return drafter
@@ -79,9 +81,8 @@ def main() -> None:
     about = origin("simulated H100, estimates")
     for name in args.sets:
         path = next(folder / f"{name}.parquet" for folder in args.traces if (folder / f"{name}.parquet").exists())
-        problems = read_traces(path, max_prompts=256)
-        parts = [(problem, *split(problem, "epoch", max_samples=SAMPLES, max_history=HISTORY)) for problem in problems]
-        requests = [Request(problem, rollout) for problem, _, live in parts for rollout in live]
+        parts = [split(problem, "epoch") for problem in by_problem(read_traces(path))[:256]]
+        requests = [rollout for _, live in parts for rollout in live[:SAMPLES]]
         for batch in args.batch:
             if len(requests) < batch:
                 print(f"{name}: fewer than {batch} rollouts", flush=True)
@@ -89,8 +90,8 @@ def main() -> None:
             phase = requests[: min(max(32, 2 * batch), 512)]
             others = (requests[len(phase) :] + phase)[: len(phase) // 2]
             for history in (False, True):
-                known = {problem.problem_id for problem, _ in [*phase, *others]} if history else set()
-                earlier = [(problem, old) for problem, old, _ in parts if problem.problem_id in known]
+                known = {rollout.problem_id for rollout in [*phase, *others]} if history else set()
+                earlier = [old for part, _ in parts for old in part[:HISTORY] if old.problem_id in known]
                 about_cell = {"benchmark": BENCHMARK, "set": name, "history": history, "batch": batch}
                 for row in cell(phase, others, earlier, batch, args.schedules, host=not args.no_host):
                     append(args.out, {**about_cell, **row, **about})
@@ -98,40 +99,54 @@ def main() -> None:
 
 
 def cell(
-    phase: Sequence[Request],
-    others: Sequence[Request],
-    earlier: Sequence[tuple[Problem, Sequence[Rollout]]],
+    phase: Sequence[Rollout],
+    others: Sequence[Rollout],
+    earlier: Sequence[Rollout],
     batch: int,
     schedules: Sequence[str],
     *,
     host: bool,
 ) -> Iterator[dict[str, Any]]:
     """A row for each model and policy."""
-    run = partial(run_phase, num_speculative_tokens=K, batch=batch)
-    taken: dict[tuple[int, ...], tuple[Ranges, Phase]] = {}  # by K for each number of requests: many are alike
+    run = partial(simulate, num_speculative_tokens=K, batch=batch)
+    taken: dict[tuple[int, ...], list[Step]] = {}  # by K for each number of requests: many are alike
+    undrafted, no_drafts = (0,) * batch, by_ranges(SCHEDULES["none"])
     for label in dict.fromkeys(["none", *schedules]):
-        policy = Ranges(SCHEDULES[label])
-        key = tuple(policy.k(n) for n in range(1, batch + 1))
+        policy = by_ranges(SCHEDULES[label])
+        key = tuple(policy(n) for n in range(1, batch + 1))
         if key not in taken:
-            taken[key] = policy, run(phase, partial(filled, earlier, 0.0), policy, step_cost("8b", "device"))
-        policy, result = taken[key]
+            taken[key] = list(run(phase, filled(earlier, min_survival=0.0), policy, step_cost("8b", "device")))
         for model in SHAPES:
             times = {}
             for name, gpu, cores in VARIANTS:
-                none = taken[(0,) * batch][0].seconds(step_cost(model, "none", gpu, cores))
-                times[name] = none, none if label == "none" else policy.seconds(step_cost(model, "device", gpu, cores))
-            yield summary(model, label, result, times)
+                none = device_seconds(taken[undrafted], no_drafts, step_cost(model, "none", gpu, cores))
+                ours = device_seconds(taken[key], policy, step_cost(model, "device", gpu, cores))
+                times[name] = none, none if label == "none" else ours
+            yield summary(model, label, taken[key], times)
     if host:
         for model in SHAPES:
-            cost, budget = step_cost(model, "host"), Learned()
-            run(others, partial(filled, earlier, MIN_SURVIVAL), budget, cost)
-            result = run(phase, partial(filled, earlier, MIN_SURVIVAL), budget, cost)
-            none = taken[(0,) * batch][0].seconds(step_cost(model, "none"))
-            yield summary(model, "host", result, {"speedup": (none, result.seconds)})
+            cost, budget = step_cost(model, "host"), Budget()
+            list(run(others, filled(earlier), budget, cost))
+            steps = list(run(phase, filled(earlier), budget, cost))
+            none = device_seconds(taken[undrafted], no_drafts, step_cost(model, "none"))
+            yield summary(model, "host", steps, {"speedup": (none, sum_up(steps).seconds)})
 
 
-def summary(model: str, policy: str, result: Phase, times: dict[str, tuple[float, float]]) -> dict[str, Any]:
+def device_seconds(steps: Sequence[Step], policy: Callable[[int], int], cost: EngineCost) -> float:
+    """What steps take if every request has K draft tokens: the device's drafts are not cut.
+
+    As K does not depend on what steps cost, one simulation tells the time on any curve.
+    """
+    total = 0.0
+    for size, num_steps in Counter(step.num_requests for step in steps).items():
+        k = policy(size)
+        total += num_steps * (cost.whole_step(size, size * k) + cost.drafting(size) * (k > 0))
+    return total
+
+
+def summary(model: str, policy: str, steps: Sequence[Step], times: dict[str, tuple[float, float]]) -> dict[str, Any]:
     """What a row says of a policy. `times` are (without drafts, with the policy) by VARIANTS."""
+    result = sum_up(steps)
     return {
         "model": model, "policy": policy, "seconds": round(times["speedup"][1], 4),
         "tokens_per_step": round(1 + result.accepted / max(result.tokens - result.accepted, 1), 3),

@@ -26,8 +26,18 @@ from experiments.drafting import peers
 from experiments.rows import append, origin
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.replay.simulate import REGIMES, Regime, ReplayResult, Request, replay, replay_steadily
-from rollout_spec.replay.traces import Problem, read_traces
+from rollout_spec.history.traces import read_traces
+from rollout_spec.loop import Decoder
+from rollout_spec.replay import (
+    REGIMES,
+    RecordedTarget,
+    Regime,
+    ReplayResult,
+    Rollout,
+    add_rollout,
+    by_problem,
+    replay,
+)
 
 K = 16
 BATCH = 64
@@ -79,31 +89,23 @@ class Bench:
         """Keep one row."""
         append(self._out, {"benchmark": f"draft/{section}", **figures, **self._about})
 
-    def replay(self, problems: list[Problem], make: Callable[[], Drafter], regime: Regime, **kwargs: Any) -> Any:
+    def replay(self, problems: list[list[Rollout]], drafter: Drafter, regime: Regime, **kwargs: Any) -> ReplayResult:
         """Replay, and check the drafter afterwards."""
-        made: list[Drafter] = []
-
-        def remember() -> Drafter:
-            made.append(make())
-            return made[0]
-
-        result: ReplayResult = replay(
-            problems, remember, regime, **{"num_speculative_tokens": K, "batch": BATCH, **kwargs}
-        )
-        made[0].check_integrity()
+        result = replay(problems, drafter, regime, **{"num_speculative_tokens": K, "batch": BATCH, **kwargs})
+        drafter.check_integrity()
         return result
 
 
-def load(directory: Path, name: str, scale: float) -> tuple[list[Problem], dict[str, int]]:
-    """A set's problems, and replay's limits on samples."""
+def load(directory: Path, name: str, scale: float) -> tuple[list[list[Rollout]], dict[str, int]]:
+    """A set's problems, and replay's limit on samples."""
     prompts, samples = SETS.get(name, Recorded(100, 16))
-    problems = read_traces(directory / f"{name}.parquet", max_prompts=max(1, round(prompts * scale)))
-    return problems, {"max_samples": samples, "max_history": samples}
+    problems = by_problem(read_traces(directory / f"{name}.parquet"))[: max(1, round(prompts * scale))]
+    return problems, {"max_samples": samples}
 
 
 def drafted(result: ReplayResult) -> float:
     """Drafted tokens per step."""
-    return result.stats.draft_tokens / max(result.stats.request_steps, 1)
+    return result.draft_tokens / max(result.request_steps, 1)
 
 
 # -- sections --------------------------------------------------------------------------------------------------------
@@ -118,28 +120,27 @@ def quality(bench: Bench, directory: Path, names: Sequence[str], scale: float, d
     for name in names:
         problems, limits = load(directory, name, scale)
         for regime in REGIMES:
-            if regime == "epoch" and min(len(p.rollouts) for p in problems) < 2:
+            if regime == "epoch" and min(map(len, problems)) < 2:
                 continue
             results = {}
             for label in drafters:
-                results[label] = bench.replay(problems, DRAFTERS[label], regime, **limits)
+                results[label] = bench.replay(problems, DRAFTERS[label](), regime, **limits)
             if with_arctic:
                 results["ours at Arctic's count"] = at_count(bench, problems, regime, limits, results["Arctic"])
-            totals = {result.stats.emitted_tokens for result in results.values()}
+            totals = {result.emitted_tokens for result in results.values()}
             assert len(totals) == 1, f"drafters emitted different numbers of tokens: {totals}"
             for label, result in results.items():
-                figures = {key: value for key, value in result.to_dict().items() if key != "calibration"}
-                bench.row("quality", set=name, regime=regime, drafter=label, **figures)
-            cells = [f"{r.stats.tokens_per_step:.3f} ({drafted(r):.1f})" for r in results.values()]
+                bench.row("quality", set=name, regime=regime, drafter=label, **result.to_dict())
+            cells = [f"{r.emitted_tokens / r.request_steps:.3f} ({drafted(r):.1f})" for r in results.values()]
             print(f"| {name} | {regime} | " + " | ".join(cells) + " |", flush=True)
 
 
-def at_count(bench: Bench, problems: list[Problem], regime: Regime, limits: Any, peer: ReplayResult) -> Any:
+def at_count(bench: Bench, problems: list[list[Rollout]], regime: Regime, limits: Any, peer: ReplayResult) -> Any:
     """Ours at the lowest threshold with which it drafts no more than the peer, bisected to 1/128."""
     low, high, best = 0.0, 1.0, None
     for _ in range(7):
         threshold = (low + high) / 2
-        result = bench.replay(problems, partial(ours, "suffix", min_survival=threshold), regime, **limits)
+        result = bench.replay(problems, ours("suffix", min_survival=threshold), regime, **limits)
         if drafted(result) <= drafted(peer):
             high, best = threshold, result
         else:
@@ -156,15 +157,13 @@ def cost(bench: Bench, directory: Path, names: Sequence[str], repeats: int) -> N
     for name in names:
         problems, limits = load(directory, name, 1.0)
         history, live = warm(problems[: 1 + 2 * BATCH // limits["max_samples"]])
-        tokens = sum(r.tokens.size for p in history for r in p.rollouts) + sum(
-            p.rollouts[0].prompt.size for p in history
-        )
+        tokens = sum(r.token_ids.size for p in history for r in p) + sum(p[0].prompt_token_ids.size for p in history)
         runs: dict[str, list[dict[str, Any]]] = {label: [] for label in timed}
         for _ in range(repeats + 1):  # the first one compiles
             for label, make in timed.items():
                 seconds, drafter = build(make, history)
                 size = drafter.memory_bytes()
-                row = replay_steadily(live, drafter, num_speculative_tokens=K, batch=BATCH).to_dict()
+                row = replay_steadily(live, drafter, BATCH).to_dict()
                 row["build_seconds_per_million_tokens"] = 1e6 * seconds / tokens
                 row["history_tokens"], row["bytes_per_history_token"] = tokens, size / tokens
                 runs[label].append(row)
@@ -192,27 +191,35 @@ def cost(bench: Bench, directory: Path, names: Sequence[str], repeats: int) -> N
 COST_FIELDS = ("index_us", "draft_us", "bytes", "build", "drafted", "history", "tokens_per_step", "request_steps")
 
 
-def warm(problems: list[Problem]) -> tuple[list[Problem], list[Request]]:
+def replay_steadily(rollouts: Sequence[Rollout], drafter: Drafter, batch: int) -> ReplayResult:
+    """Replay with a full batch throughout: continuous batching that ends when fewer rollouts are left."""
+    target, result = RecordedTarget(), ReplayResult()
+    decoder = Decoder(drafter, target, K, knows_noise=False)
+    waiting = list(reversed(rollouts))
+    while len(decoder.live) + len(waiting) >= batch:
+        while len(decoder.live) < batch:
+            decoder.start(target.request(waiting.pop()))
+        result.add(decoder.step(), decoder, target)
+        target.settle(decoder)
+    result.index_seconds = decoder.index_seconds
+    return result
+
+
+def warm(problems: list[list[Rollout]]) -> tuple[list[list[Rollout]], list[Rollout]]:
     """(history: the first half of each problem's rollouts; requests: the others, shuffled)."""
-    history, live = [], []
-    for problem in problems:
-        half = len(problem.rollouts) // 2
-        history.append(Problem(problem.prompt_id, problem.rollouts[:half]))
-        live += [Request(problem, rollout) for rollout in problem.rollouts[half:]]
+    history = [problem[: len(problem) // 2] for problem in problems]
+    live = [r for problem in problems for r in problem[len(problem) // 2 :] if r.token_ids.size > 1]
     order = np.random.default_rng(0).permutation(len(live))
     return history, [live[i] for i in order]
 
 
-def build(make: Callable[[], Drafter], history: Sequence[Problem]) -> tuple[float, Drafter]:
+def build(make: Callable[[], Drafter], history: Sequence[Sequence[Rollout]]) -> tuple[float, Drafter]:
     """(seconds to build it, a drafter that holds the history)."""
     drafter = make()
     started = time.perf_counter()
     for problem in history:
-        for i, rollout in enumerate(problem.rollouts):
-            req_id = f"{problem.prompt_id}/earlier/{i}"
-            drafter.start_request(req_id, rollout.prompt, problem_id=problem.problem_id)
-            drafter.extend(req_id, rollout.tokens)
-            drafter.stop_request(req_id)
+        for rollout in problem:
+            add_rollout(drafter, rollout._replace(features=None))
     drafter.begin_policy_version(1)
     return time.perf_counter() - started, drafter
 

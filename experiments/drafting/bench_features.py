@@ -32,8 +32,8 @@ from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, origin
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.replay.simulate import replay
-from rollout_spec.replay.traces import Problem, Rollout, read_traces
+from rollout_spec.history.traces import read_traces
+from rollout_spec.replay import Rollout, by_problem, replay
 
 ORDER = 12
 """Longest context of the tree's blended counts."""
@@ -58,7 +58,10 @@ GAINS = (("words", "most probable"), ("features", "words"), ("features", "tree")
 """(new, old)."""
 
 
-# -- rollouts: history is epoch 0, what is drafted for epoch 1 --------------------------------------------------------
+# -- rollouts: history is version 0, what is drafted for version 1 ----------------------------------------------------
+
+Problem = list[Rollout]
+"""The rollouts of a problem."""
 
 
 def recorded_problems(path: Path, num_prompts: int, num_history: int, num_tests: int) -> list[Problem]:
@@ -67,22 +70,20 @@ def recorded_problems(path: Path, num_prompts: int, num_history: int, num_tests:
     Raises:
         ValueError: the recording has no noise, or too few rollouts of a prompt.
     """
-    problems = read_traces(path, max_prompts=num_prompts)
-    for problem in problems:
-        if any(rollout.seed is None for rollout in problem.rollouts):
+    problems = by_problem(read_traces(path))[:num_prompts]
+    for number, problem in enumerate(problems, 1):
+        if any(rollout.seed is None for rollout in problem):
             raise ValueError(f"{path} was recorded without noise: it has no column of seeds")
-        if len(problem.rollouts) < num_history + num_tests:
+        if len(problem) < num_history + num_tests:
             raise ValueError(
-                f"{path} has {len(problem.rollouts)} rollouts of {problem.prompt_id}: too few for --history "
-                f"{num_history} and --tests {num_tests}"
+                f"{path} has {len(problem)} rollouts of problem {number}: too few for --history {num_history} and "
+                f"--tests {num_tests}"
             )
     return [
-        problem._replace(
-            rollouts=[
-                *(rollout._replace(epoch=0) for rollout in problem.rollouts[:num_history]),
-                *(rollout._replace(epoch=1) for rollout in problem.rollouts[-num_tests:]),
-            ]
-        )
+        [
+            *(rollout._replace(policy_version=0) for rollout in problem[:num_history]),
+            *(rollout._replace(policy_version=1) for rollout in problem[-num_tests:]),
+        ]
         for problem in problems
     ]
 
@@ -93,12 +94,12 @@ def by_epoch(problems: Sequence[Problem]) -> Iterator[tuple[dict[str, int], list
     def select(tests: int, history: set[int]) -> list[Problem]:
         epochs = dict.fromkeys(history, 0) | {tests: 1}
         chosen = [
-            p._replace(rollouts=[r._replace(epoch=epochs[r.epoch]) for r in p.rollouts if r.epoch in epochs])
+            [r._replace(policy_version=epochs[r.policy_version]) for r in p if r.policy_version in epochs]
             for p in problems
         ]
-        return [p for p in chosen if {r.epoch for r in p.rollouts} == {0, 1}]
+        return [p for p in chosen if {r.policy_version for r in p} == {0, 1}]
 
-    epochs = sorted({r.epoch for p in problems for r in p.rollouts})
+    epochs = sorted({r.policy_version for p in problems for r in p})
     for epoch in epochs[1:]:
         yield {"epoch": epoch}, select(epoch, {e for e in epochs if e < epoch})
     for epoch in reversed(epochs[:-1]):
@@ -112,11 +113,11 @@ class Counts:
     """Blended counts of a history, by the match length of a context at every position of its texts."""
 
     def __init__(self, rollouts: Sequence[Rollout]) -> None:
-        texts = [np.concatenate((r.prompt, r.tokens, [-1])) for r in rollouts]
+        texts = [np.concatenate((r.prompt_token_ids, r.token_ids, [-1])) for r in rollouts]
         self._text = np.concatenate(texts)
         # The prompt's own continuations count once; every rollout's contexts reach back into it.
         hidden = [
-            np.arange(t.size) < (r.prompt.size if i else 1)
+            np.arange(t.size) < (r.prompt_token_ids.size if i else 1)
             for i, (t, r) in enumerate(zip(texts, rollouts, strict=True))
         ]
         self._next = np.append(np.where(np.concatenate(hidden), -1, self._text)[1:], -1)
@@ -155,13 +156,13 @@ class Counts:
 
 def tree_counts(problem: Problem, k: int) -> tuple[int, int]:
     """(emitted tokens, steps) of what is drafted for with a best-first tree of K nodes."""
-    history = Counts([r for r in problem.rollouts if r.epoch == 0])
+    history = Counts([r for r in problem if r.policy_version == 0])
     tokens = steps = 0
-    for rollout in (r for r in problem.rollouts if r.epoch == 1):
-        text, at = rollout.tokens, 1  # the prefill gives the first token
+    for rollout in (r for r in problem if r.policy_version == 1):
+        text, prompt, at = rollout.token_ids, rollout.prompt_token_ids, 1  # the prefill gives the first token
         while at < text.size:
-            known = history.with_own(rollout.prompt, text[:at])
-            lengths = known.match(np.concatenate((rollout.prompt, text[:at])))
+            known = history.with_own(prompt, text[:at])
+            lengths = known.match(np.concatenate((prompt, text[:at])))
             # (−probability, tie, depth, is on the true path, match lengths)
             heap: list[tuple[float, int, int, int, bool, np.ndarray]] = []
             serial = 0
@@ -204,10 +205,10 @@ def measure(problems: Sequence[Problem], name: str, k: int, variant: Variant) ->
     """
     drafter = make(name, k, variant.options)
     results = [
-        replay([p], lambda: drafter, "epoch", num_speculative_tokens=k, noise=variant.knows_noise) for p in problems
+        replay([p], drafter, "epoch", num_speculative_tokens=k, knows_noise=variant.knows_noise) for p in problems
     ]
     table = sum(result.reliability for result in results)
-    counts = np.array([[r.stats.emitted_tokens, r.stats.request_steps] for r in results])
+    counts = np.array([[r.emitted_tokens, r.request_steps] for r in results])
     return counts, float(np.abs(table[:, 1] - table[:, 2]).sum() / max(table[:, 0].sum(), 1))
 
 
@@ -230,7 +231,7 @@ def sources(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Pro
         for h in args.history:
             yield {"target": path.stem, "history": h}, recorded_problems(path, args.prompts, h, args.tests), True
     for path in args.epochs:
-        for which, problems in by_epoch(read_traces(path, max_prompts=args.prompts)):
+        for which, problems in by_epoch(by_problem(read_traces(path))[: args.prompts]):
             yield {"target": path.stem, **which}, problems, False
 
 

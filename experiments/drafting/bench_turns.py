@@ -36,8 +36,9 @@ from experiments.rows import append, origin, quantiles
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt, tell_outcomes
 from rollout_spec.history.roots import Conversation, Roots
-from rollout_spec.replay.simulate import Cursor
-from rollout_spec.replay.traces import Problem, Rollout, read_traces
+from rollout_spec.history.traces import read_traces
+from rollout_spec.replay import Rollout, by_problem
+from rollout_spec.types import Int32Array
 
 K = 16
 BATCH = 64
@@ -60,36 +61,74 @@ class Turn(NamedTuple):
 class Sample(NamedTuple):
     """A recorded conversation."""
 
-    problem: Problem
     rollout: Rollout  # its first tokens of later turns count as given
     turns: list[Turn]
 
 
-def samples_of(problem: Problem) -> list[Sample]:
+def samples_of(problem: Sequence[Rollout]) -> list[Sample]:
     """A problem's conversations, without what the environment says at the end of some."""
     samples = []
-    for rollout in problem.rollouts:
+    for rollout in problem:
         ends = np.cumsum(rollout.runs).tolist()
         turns = [Turn(end - run, end) for run, end in zip(rollout.runs[::2], ends[::2], strict=True) if run]
         runs = [turns[0].end]
         for before, turn in itertools.pairwise(turns):
             runs += [turn.first + 1 - before.end, turn.end - turn.first - 1]
         one_prompt = rollout._replace(
-            prompt=problem.rollouts[0].prompt, tokens=rollout.tokens[: turns[-1].end], runs=tuple(runs)
+            prompt_token_ids=problem[0].prompt_token_ids,
+            token_ids=rollout.token_ids[: turns[-1].end],
+            runs=tuple(runs),
         )
-        samples.append(Sample(problem, one_prompt, turns))
+        samples.append(Sample(one_prompt, turns))
     return samples
+
+
+class Cursor:
+    """Where a replayed request stands in its recording."""
+
+    def __init__(self, rollout: Rollout) -> None:
+        self._tokens = rollout.token_ids
+        self._ends = list(itertools.accumulate(rollout.runs))
+        self._at = 0
+        self._run = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether the whole recording has been replayed."""
+        return self._at >= self._tokens.size
+
+    @property
+    def num_said(self) -> int:
+        """Tokens that are committed, the environment's included."""
+        return self._at
+
+    def expected(self, n: int) -> Int32Array:
+        """The next recorded tokens, at most n and not beyond the end of the generated run."""
+        return self._tokens[self._at : min(self._at + n, self._ends[self._run])]
+
+    def num_agreeing(self, draft: Int32Array) -> int:
+        """How many first tokens of a draft are the recorded ones."""
+        expected = self.expected(len(draft))
+        return int(np.cumprod(draft[: expected.size] == expected).sum())
+
+    def advance(self, n: int) -> None:
+        """Commit n generated tokens, fewer at the end of the run, and the environment's run after it."""
+        self._at = min(self._at + n, self._ends[self._run])
+        while self._run + 1 < len(self._ends) and self._at == self._ends[self._run]:
+            if self._run % 2 == 0:  # a generated run has ended: the environment's follows at once
+                self._at = self._ends[self._run + 1]
+            self._run += 1
 
 
 class Speaker:
     """A conversation in flight: passes on to a drafter what was said, in one of the ways."""
 
     def __init__(self, name: str, sample: Sample, drafter: Any, way: Way, roots: Roots) -> None:
-        self.cursor = Cursor(sample.problem, sample.rollout)
+        self.cursor = Cursor(sample.rollout)
         self._name, self._sample, self._drafter, self._way, self._roots = name, sample, drafter, way, roots
         self._turn = 0
         self._conversation: Conversation | None = None
-        self._start(sample.rollout.prompt)
+        self._start(sample.rollout.prompt_token_ids)
         self.advance(1)
 
     @property
@@ -99,7 +138,7 @@ class Speaker:
 
     def advance(self, count: int) -> None:
         """Say so many more tokens, and what the environment answers."""
-        said, tokens = self.cursor.num_said, self._sample.rollout.tokens
+        said, tokens = self.cursor.num_said, self._sample.rollout.token_ids
         self.cursor.advance(count)
         if self._way != "one request":
             turns = self._sample.turns
@@ -108,7 +147,7 @@ class Speaker:
                 self.stop()
                 self._turn += 1
                 said = turns[self._turn].first
-                self._start(np.concatenate((self._sample.rollout.prompt, tokens[:said])))
+                self._start(np.concatenate((self._sample.rollout.prompt_token_ids, tokens[:said])))
         self._drafter.extend(self.req_id, tokens[said : self.cursor.num_said])
 
     def _start(self, prompt: np.ndarray) -> None:
@@ -126,7 +165,7 @@ class Speaker:
         """The request that is in flight ends."""
         if self._conversation is not None:
             turn = self._sample.turns[self._turn]
-            self._roots.stop(self._conversation, self._sample.rollout.tokens[turn.first : turn.end])
+            self._roots.stop(self._conversation, self._sample.rollout.token_ids[turn.first : turn.end])
         self._drafter.stop_request(self.req_id)
 
 
@@ -158,7 +197,7 @@ def _has_ended(speaker: Speaker) -> bool:
     return speaker.cursor.done
 
 
-def waves(problems: Sequence[Problem], part: slice, batch: int) -> Iterator[list[Sample]]:
+def waves(problems: Sequence[Sequence[Rollout]], part: slice, batch: int) -> Iterator[list[Sample]]:
     """Some of each problem's samples, together with those of other problems, `batch` at most."""
     wave: list[Sample] = []
     for problem in problems:
@@ -170,10 +209,10 @@ def waves(problems: Sequence[Problem], part: slice, batch: int) -> Iterator[list
     yield wave
 
 
-def measure(problems: Sequence[Problem], make: Callable[[], Any], way: Way, regime: str) -> dict[str, Any]:
+def measure(problems: Sequence[Sequence[Rollout]], make: Callable[[], Any], way: Way, regime: str) -> dict[str, Any]:
     """What a drafter gains in one way, and what it holds at the end."""
     drafter, roots = make(), Roots()
-    half = len(problems[0].rollouts) // 2
+    half = len(problems[0]) // 2
     parts = [slice(None)] if regime == "inflight" else [slice(half), slice(half, None)]
     num_started, started = 0, time.perf_counter()
     for epoch, part in enumerate(parts):
@@ -219,7 +258,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, help="how many problems; default: all")
     parser.add_argument("--out", type=Path, help="JSONL file to append rows to")
     args = parser.parse_args()
-    problems = read_traces(args.traces, max_prompts=args.prompts)
+    problems = by_problem(read_traces(args.traces))[: args.prompts]
     about = origin()
     sizes = {"num_texts": 50_000, "num_tokens": 8_000}
     microseconds = recognition_us(**sizes)

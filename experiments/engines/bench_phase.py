@@ -60,8 +60,9 @@ from experiments.engines.build import (
     write_result,
 )
 from experiments.rows import append, origin, quantiles
+from rollout_spec.history.traces import read_traces
 from rollout_spec.integrations.vllm.device_io import to_device
-from rollout_spec.replay.traces import Problem, Rollout, read_traces
+from rollout_spec.replay import Rollout, by_problem
 
 WORDS = "-words"
 """End of the names of modes without features."""
@@ -86,7 +87,7 @@ SCRIPT = "recorded_rollout"
 """Key of `SamplingParams.extra_args` under which a request says which rollout it is."""
 
 
-def fits(recorded: list[Problem], batch: int) -> bool:
+def fits(recorded: list[list[Rollout]], batch: int) -> bool:
     """Whether there are rollouts for both phases of a batch size."""
     try:
         return all(Phase(recorded, batch, number) for number in range(len(PHASES)))
@@ -100,7 +101,7 @@ def made_up(batch: int, vocab: int) -> list[Rollout]:
     rng = np.random.default_rng(batch)
     prompt = rng.integers(3, vocab, 32).astype(np.int32)
     texts = rng.integers(3, vocab, (batch, WARM_UP_TOKENS)).astype(np.int32)
-    return [Rollout(i, 0, prompt, text, (WARM_UP_TOKENS,)) for i, text in enumerate(texts)]
+    return [Rollout(0, prompt, text) for text in texts]
 
 
 class Phase:
@@ -111,12 +112,12 @@ class Phase:
         problems: A number for each one's problem, the same in both phases of a batch size and in no other.
     """
 
-    def __init__(self, recorded: list[Problem], batch: int, number: int) -> None:
+    def __init__(self, recorded: list[list[Rollout]], batch: int, number: int) -> None:
         group = max(min(GROUP, batch), -(-batch // len(recorded)))
         self.rollouts: list[Rollout] = []
         self.problems: list[int] = []
         for index, problem in enumerate(recorded[: -(-batch // group)]):
-            chosen = problem.rollouts[number * group : (number + 1) * group]
+            chosen = problem[number * group : (number + 1) * group]
             if len(chosen) < group:
                 raise ValueError(f"{batch} requests need {2 * group} rollouts of each of {len(recorded)} problems")
             self.rollouts += chosen[: batch - len(self.rollouts)]
@@ -134,7 +135,7 @@ class Scripts:
     def __init__(self, runner: Any, rollouts: list[Rollout], end: int) -> None:
         self._runner = runner
         self._end = end
-        texts = [np.concatenate((prompt_of(rollout), rollout.tokens)) for rollout in rollouts]
+        texts = [np.concatenate((prompt_of(rollout), rollout.token_ids)) for rollout in rollouts]
         table = np.full((len(texts) + 1, max(map(len, texts)) + 256), end, np.int64)
         for row, text in enumerate(texts):
             table[row, : len(text)] = text
@@ -188,21 +189,21 @@ class Scripts:
         return sample
 
 
-def read_recorded(path: str) -> list[Problem]:
+def read_recorded(path: str) -> list[list[Rollout]]:
     """The problems all of whose rollouts say something.
 
     Raises:
         ValueError: an environment has given some of the tokens, which no phase can repeat.
     """
-    recorded = [problem for problem in read_traces(path) if all(r.tokens.size for r in problem.rollouts)]
-    if any(len(rollout.runs) > 1 for problem in recorded for rollout in problem.rollouts):
+    recorded = [p for p in by_problem(read_traces(path)) if all(r.token_ids.size for r in p)]
+    if any(len(rollout.runs) > 1 for problem in recorded for rollout in problem):
         raise ValueError(f"{path}: an environment has given some of the tokens, which no phase can repeat")
     return recorded
 
 
 def prompt_of(rollout: Rollout) -> np.ndarray:
     """A recording may have no prompt, and vLLM takes none that is empty."""
-    return rollout.prompt if rollout.prompt.size else np.zeros(1, np.int32)
+    return rollout.prompt_token_ids if rollout.prompt_token_ids.size else np.zeros(1, np.int32)
 
 
 class Watch:
@@ -254,8 +255,8 @@ class Watch:
 
 def end_token(rollouts: list[Rollout]) -> int:
     """The token with which rollouts end and which occurs nowhere else; -1 if there is none."""
-    last = Counter(int(rollout.tokens[-1]) for rollout in rollouts if rollout.tokens.size)
-    inside = {int(token) for rollout in rollouts for token in rollout.tokens[:-1]}
+    last = Counter(int(rollout.token_ids[-1]) for rollout in rollouts if rollout.token_ids.size)
+    inside = {int(token) for rollout in rollouts for token in rollout.token_ids[:-1]}
     return next((token for token, _ in last.most_common() if token not in inside), -1)
 
 
@@ -283,7 +284,7 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
     phases = {(b, name): Phase(recorded, b, n) for b in batches for n, name in enumerate(PHASES)}
     rollouts = [rollout for phase in phases.values() for rollout in phase.rollouts]
     end = end_token(rollouts)
-    limit = max(rollout.tokens.size for rollout in rollouts)
+    limit = max(rollout.token_ids.size for rollout in rollouts)
     has_noise = all(rollout.seed is not None for rollout in rollouts)
     llm = build(
         args, mode, has_noise, max_num_seqs=args.max_seqs,
@@ -299,12 +300,12 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
         prompts = [{"prompt_token_ids": prompt_of(rollout).tolist()} for rollout in rollouts]
         params = []
         for script, (rollout, problem) in enumerate(zip(rollouts, problems, strict=True), first_script):
-            ends = int(rollout.tokens[-1]) == end
+            ends = int(rollout.token_ids[-1]) == end
             ours = {"rollout_spec": {"problem_id": problem}} if mode in SEEDED else {}
             seed = (script if rollout.seed is None else rollout.seed) if mode in SEEDED else None
             params.append(
                 SamplingParams(
-                    temperature=1.0, seed=seed, max_tokens=limit if ends else rollout.tokens.size,
+                    temperature=1.0, seed=seed, max_tokens=limit if ends else rollout.token_ids.size,
                     stop_token_ids=[end] if ends else None, ignore_eos=True, logprobs=0, detokenize=False,
                     extra_args={SCRIPT: script, **ours},
                 )
@@ -327,7 +328,7 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
         ended = time.perf_counter()
         said = [list(output.outputs[0].token_ids) for output in outputs]
         for i, (tokens, rollout) in enumerate(zip(said, phase.rollouts, strict=True)):
-            if tokens != rollout.tokens.tolist():
+            if tokens != rollout.token_ids.tolist():
                 raise SystemExit(f"gate: {mode}: request {i} of {batch} is not the recorded rollout")
         num_tokens = sum(map(len, said))
         result = {
@@ -370,7 +371,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run all modes and print a table."""
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollouts", default=str(ROLLOUTS), help="a Parquet file, see rollout_spec/replay/traces.py")
+    parser.add_argument("--rollouts", default=str(ROLLOUTS), help="a Parquet file, see rollout_spec/history/traces.py")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--max-seqs", type=int, help="default: the largest batch, at most 256")
     add_arguments(parser, MODES)

@@ -247,7 +247,7 @@ def export_lines(rollouts: Iterable[Rollout], path: Path) -> int:
 
 
 def export_traces(contents: Contents, path: Path) -> tuple[int, int, bool]:
-    """Write a Parquet file for `rollout-spec replay`: see `rollout_spec.replay.traces`. Prompts are their ends alone.
+    """Write a Parquet file for `rollout-spec replay`: see `rollout_spec.history.traces`. Prompts are their ends alone.
 
     Isolated rollouts are left out: a replay knows no tenants, and imported traces serve every request.
 

@@ -25,7 +25,6 @@ from rollout_spec.features.format import FEATURE_WORDS, Features
 from rollout_spec.files import naming
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
 from rollout_spec.history.shards import Origin
-from rollout_spec.replay.traces import REQUIRED_COLUMNS, read_traces
 from rollout_spec.types import Int32Array
 
 MAX_LINE_BYTES = 1 << 28
@@ -108,7 +107,7 @@ class Recording:
             raise ValueError(f"{path}: this is UTF-16; JSONL is UTF-8")
         columns = _columns(path) if self._is_parquet else []
         if format == "auto":
-            has_traces = all(name in columns for name in REQUIRED_COLUMNS)
+            has_traces = {"prompt_id", "sample_id", "prompt_tokens", "completion_tokens"} <= set(columns)
             format = "jsonl" if not self._is_parquet else "traces" if has_traces else "trl"
         self.format = format
         if self._is_parquet != (format in ("trl", "traces")):
@@ -194,21 +193,21 @@ class Recording:
             yield Bad(number + 1, f"the file is damaged from here on: {first_line(error)}")
 
     def _traces(self) -> Iterator[Recorded | Bad]:
-        number = 0
+        from rollout_spec.history.traces import read_traces  # imports numba
+
         try:
-            problems = read_traces(self.path)
+            rollouts = read_traces(self.path)
         except (ValueError, OSError) as error:
             yield Bad(1, first_line(error).removeprefix(f"{self.path}: "))
             return
-        for problem in problems:
-            for rollout in problem.rollouts:
-                number += 1
-                try:
-                    version = _version(rollout.epoch)
-                    prompt, tokens = not_empty(rollout.prompt, "prompt"), not_empty(rollout.tokens, "completion")
-                    yield Recorded(number, prompt, tokens, version, features=rollout.features)
-                except ValueError as error:
-                    yield Bad(number, f"{first_line(error)} (prompt {problem.prompt_id!r})")
+        for number, rollout in enumerate(rollouts, 1):
+            try:
+                version = _version(rollout.policy_version)
+                prompt = not_empty(rollout.prompt_token_ids, "prompt")
+                tokens = not_empty(rollout.token_ids, "completion")
+                yield Recorded(number, prompt, tokens, version, features=rollout.features)
+            except ValueError as error:
+                yield Bad(number, first_line(error))
 
 
 def _columns(path: Path) -> list[str]:

@@ -19,7 +19,7 @@ from rollout_spec.history.partitions import path_of, problem_ids, problems_by_te
 from rollout_spec.history.rollout import Rollout, Root
 from rollout_spec.history.shards import Entry, Origin, read_shard, write_shard
 from rollout_spec.history.storage import LocalStorage, open_storage
-from rollout_spec.replay.traces import read_traces
+from rollout_spec.history.traces import read_traces
 from tests.history.made_up import chat_tokenizer, plain, stored
 from tests.test_cli import run_without_numba
 
@@ -385,20 +385,19 @@ def test_an_export_can_be_replayed(tmp_path, capsys):
     made = a_history(tmp_path / "a", features)
     path = tmp_path / "traces.parquet"
     assert history("export", tmp_path / "a", path) == 0
-    (problem,) = read_traces(path)
-    assert problem.prompt_id == "f" * 16
-    assert [(r.sample_id, r.epoch) for r in problem.rollouts] == [(0, 5), (1, 6)]
-    for rollout, expected in zip(problem.rollouts, made, strict=True):
-        assert rollout.prompt.tolist() == expected.context.tolist()
-        assert rollout.tokens.tolist() == expected.tokens.tolist()
+    rollouts = read_traces(path)
+    assert [r.policy_version for r in rollouts] == [5, 6]
+    for rollout, expected in zip(rollouts, made, strict=True):
+        assert rollout.prompt_token_ids.tolist() == expected.context.tolist()
+        assert rollout.token_ids.tolist() == expected.tokens.tolist()
         assert rollout.features.tolist() == features.tolist()
     a_history(tmp_path / "b")
     assert history("export", tmp_path / "b", path) == 0
     assert "without what the target saw" in capsys.readouterr().out
-    assert read_traces(path)[0].rollouts[0].features is None
+    assert read_traces(path)[0].features is None
     assert main(["replay", str(path), "-k", "4"]) == 0
-    rows = [line.split()[1] for line in capsys.readouterr().out.splitlines()]
-    assert rows == ["regime", "own", "finished", "inflight", "epoch"]
+    rows = [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert rows == ["own", "finished", "inflight", "epoch"]
 
 
 def test_what_tenants_said_is_no_replay(tmp_path, capsys):
@@ -411,14 +410,14 @@ def test_what_tenants_said_is_no_replay(tmp_path, capsys):
     assert history("export", tmp_path / "a", path) == 0
     assert "1 rollouts" in (said := capsys.readouterr().out)
     assert "1 of requests with a cache_salt are left out" in said
-    assert len(read_traces(path)[0].rollouts) == 1
+    assert len(read_traces(path)) == 1
 
 
 def test_tokens_of_which_nothing_is_known_are_exported_as_improbable(tmp_path):
     a_history(tmp_path / "a", no_features(2))
     path = tmp_path / "traces.parquet"
     assert history("export", tmp_path / "a", path) == 0
-    _, _, codes = unpack(read_traces(path)[0].rollouts[0].features)
+    _, _, codes = unpack(read_traces(path)[0].features)
     assert (codes == MAX_CODE).all()
 
 

@@ -1,0 +1,150 @@
+"""The simulated engine: what a phase takes for a policy of draft lengths and a cost curve."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollout_spec.budget.decide import Budget
+from rollout_spec.drafters import build_drafter
+from rollout_spec.estimate import EngineCost, by_ranges, read_cost, simulate, sum_up
+from rollout_spec.replay import Rollout, by_problem
+
+FLAT = EngineCost("flat", np.array([1.0, 2.0]), np.array([1.0, 1.0]), 0.0, 0.0)
+STEEP = EngineCost("steep", np.array([1.0, 2.0]), np.array([1.0, 2.0]), 0.0, 0.0)
+# Like the demo's policy on a CPU, where the first step of each number of tokens takes 9 ms longer.
+COLD = EngineCost("cold", np.array([1.0, 16.0, 144.0]), np.array([2.6e-3, 4.8e-3, 7e-3]), 0.0, 2e-5, 2e-4, 9e-3)
+RECORDED = Path(__file__).parents[1] / "experiments" / "results" / "real_policy" / "rollouts.parquet"
+
+
+def phase_rollouts(num_problems=3, samples=6, tokens=120, seed=0):
+    """Rollouts of a problem that are mostly alike, of different lengths."""
+    rng = np.random.default_rng(seed)
+    rollouts = []
+    for number in range(num_problems):
+        base = rng.integers(0, 200, tokens)
+        for _ in range(samples):
+            text = np.where(rng.random(tokens) < 0.15, rng.integers(0, 200, tokens), base)
+            text = text[: int(rng.integers(tokens // 2, tokens))].astype(np.int32)
+            rollouts.append(Rollout(number, np.array([number, 7], np.int32), text))
+    return rollouts
+
+
+def fixed(k):
+    return lambda num_requests: k
+
+
+def run(policy, cost, rollouts, batch=4, k=4):
+    drafter = build_drafter("suffix", max_draft_tokens=k)
+    return list(simulate(rollouts, drafter, policy, cost, num_speculative_tokens=k, batch=batch))
+
+
+def phase(*args, **kwargs):
+    return sum_up(run(*args, **kwargs))
+
+
+def test_without_drafts_a_phase_takes_its_steps():
+    rollouts = phase_rollouts()
+    result, sizes = phase(fixed(0), FLAT, rollouts, batch=len(rollouts)), [r.token_ids.size for r in rollouts]
+    assert result.steps == result.seconds == max(sizes) - 1  # the first token comes with the prompt
+    assert result.tokens == sum(sizes)
+    assert result.drafted == 0
+
+
+def test_the_budget_pays_where_tokens_are_free_and_stays_out_where_they_are_not():
+    rollouts, others = phase_rollouts(), phase_rollouts(seed=1)
+    for cost in (FLAT, STEEP):
+        budget = Budget()
+        run(budget, cost, others, batch=6)
+        ours, none, *always = (phase(p, cost, rollouts, batch=6) for p in (budget, *map(fixed, (0, 1, 2, 4))))
+        assert {result.tokens for result in (ours, none, *always)} == {none.tokens}
+        if cost is FLAT:
+            assert ours.seconds < 0.8 * none.seconds
+            assert ours.seconds < 1.1 * min(result.seconds for result in always)
+        else:
+            assert ours.seconds < 1.02 * none.seconds
+            assert always[-1].seconds > 1.2 * none.seconds
+
+
+def test_a_step_takes_what_its_requests_cost_and_no_less_than_the_host():
+    cost = STEEP._replace(drafted_seconds=0.5, request_seconds=10.0, host_seconds=30.0, host_request_seconds=2.0)
+    steps = [cost.whole_step(1, 0), cost.whole_step(4, 0), cost.whole_step(4, 8)]
+    assert steps == [32, 4 + 40, 12 + 40 + 0.5]
+    assert cost._replace(draft_call_seconds=3.0, draft_seconds=0.5).drafting(4) == 5
+
+
+def test_drafting_and_first_steps_of_a_size_take_longer():
+    rollouts = phase_rollouts()
+    plain, dear = (phase(fixed(4), FLAT._replace(drafted_seconds=s), rollouts) for s in (0.0, 0.5))
+    assert plain.steps == dear.steps
+    assert plain.seconds < dear.seconds <= 1.5 * plain.seconds
+    for k in (0, 4):
+        for step in run(fixed(k), FLAT._replace(draft_seconds=0.1), rollouts, batch=2):
+            assert step.draft_seconds == pytest.approx(0.1 * step.num_requests * (k > 0))
+    warm, cold = (phase(fixed(0), STEEP._replace(cold_seconds=s), rollouts, batch=1) for s in (0.0, 5.0))
+    assert cold.seconds == pytest.approx(warm.seconds + 5.0)
+
+
+def test_ranges_draft_by_the_number_of_requests():
+    k = by_ranges([(1, 2, 4), (3, 4, 2), (6, 8, 0)])
+    assert [k(n) for n in range(1, 11)] == [4, 4, 2, 2, 0, 0, 0, 0, 0, 0]
+    assert by_ranges([(1, 2, 4)])(1000) == 4, "the last range has no upper end"
+    steps = run(k, FLAT, phase_rollouts(), batch=6)
+    assert all(step.num_draft_tokens <= step.num_requests * k(step.num_requests) for step in steps)
+
+
+def test_tails():
+    rollouts = phase_rollouts(1, 10, 50)  # one after the other: what is left at the end is known
+    lengths = [rollout.token_ids.size for rollout in rollouts]
+    result = phase(fixed(0), FLAT, rollouts, batch=1)
+    assert result.seconds == sum(lengths) - 10
+    assert result.tail_seconds == lengths[-1] - 1
+    # All but the first token of each rollout take a step.
+    said = np.delete(np.arange(1, sum(lengths) + 1), np.cumsum([0, *lengths[:-1]]))
+    assert result.token_tail_seconds == np.count_nonzero(said >= 0.9 * sum(lengths)) - 1
+
+
+def test_rollouts_of_one_token_take_no_step():
+    rollouts = phase_rollouts(1, 3, 30)
+    short = [rollout._replace(token_ids=rollout.token_ids[:1]) for rollout in rollouts]
+    assert run(fixed(0), FLAT, short) == []
+    assert phase(fixed(4), FLAT, short + rollouts).tokens == 3 + sum(r.token_ids.size for r in rollouts)
+
+
+class Disturbed(Budget):
+    """Is told longer times than the steps took, as where other processes work on the machine."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self._slowdowns = iter(np.exp(np.abs(np.random.default_rng(seed).normal(0, 0.15, 4096))))
+
+    def observe_step(self, num_tokens, seconds, *, draft_seconds=0.0, **kwargs):
+        slow = next(self._slowdowns)
+        super().observe_step(num_tokens, seconds * slow, draft_seconds=draft_seconds * slow, **kwargs)
+
+
+@pytest.mark.parametrize(("batch", "least_speedup"), [(1, 1.3), (16, 1.3), (64, 1.0)])
+def test_first_phases_with_cold_sizes_are_alike(batch, least_speedup):
+    """A new engine, eight times with other noise. Fixed K = 8 is slower than no drafts at 16 and 64 requests."""
+    pytest.importorskip("pyarrow")
+    from rollout_spec.history.traces import read_traces
+
+    rollouts = [r for p in by_problem(read_traces(RECORDED))[:8] for r in p[:16]][: 16 if batch == 1 else None]
+    phases = [phase(Disturbed(seed), COLD, rollouts, batch, 8).seconds for seed in range(8)]
+    assert phase(fixed(0), COLD, rollouts, batch, 8).seconds / max(phases) > least_speedup
+    assert max(phases) / min(phases) < 1.2
+
+
+def test_curves_are_checked_and_go_on_as_their_upper_half(tmp_path):
+    path = tmp_path / "cost.json"
+    for tokens, seconds in (([1, 1], [1, 2]), ([1, 2], [2, 1]), ([1], [1]), (None, [1, 2])):
+        path.write_text(json.dumps({"name": "x", "tokens": tokens, "seconds": seconds}))
+        with pytest.raises(ValueError, match=r"cost\.json"):
+            read_cost(path)
+    values = {"name": "x", "tokens": [1, 10, 20, 30], "seconds": [1, 1, 2, 2], "drafted_seconds": 0.1}
+    path.write_text(json.dumps(values))
+    cost = read_cost(path)
+    assert (cost.step(15), cost.step(50), cost.drafted_seconds) == (1.5, pytest.approx(3.0), 0.1)

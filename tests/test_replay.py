@@ -1,0 +1,200 @@
+"""Replays: recorded rollouts as a target, what a request drafts from, what is counted, and what is read."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from rollout_spec.cli import main
+from rollout_spec.drafters import build_drafter
+from rollout_spec.features.format import unpack
+from rollout_spec.noise.host import gumbel
+from rollout_spec.replay import REGIMES, Rollout, by_problem, read_rollouts, replay, split, waves
+from rollout_spec.types import Draft
+from tests.adversaries import Adversary
+
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+PROMPT = np.array([1, 2], np.int32)
+ROW = {"prompt_id": "a", "sample_id": 0, "prompt_tokens": [1, 2], "completion_tokens": [3, 4]}
+SEEN = {"top_ids": [7] * 6, "top_logprobs": [-0.5] * 6, "signatures": bytes(range(32))}
+
+
+def a_problem(number=0, samples=3, versions=1, size=40):
+    """Every rollout says the same fresh tokens."""
+    text = np.arange(100, 100 + size, dtype=np.int32)
+    return [Rollout(number, PROMPT, text, version, seed=k) for version in range(versions) for k in range(samples)]
+
+
+def table(path, rows):
+    parquet.write_table(arrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+class Recorder(Adversary):
+    """Drafts the next token, a wrong one and a third one, and keeps what it is told."""
+
+    def __init__(self, wants_features=False):
+        super().__init__()
+        self.wants_features = wants_features
+        self.seeds, self.versions, self.outcomes, self.features = [], [], [], []
+
+    def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
+        super().start_request(req_id, prompt_token_ids, problem_id=problem_id, seed=seed)
+        self.seeds.append(seed)
+
+    def extend(self, req_id, new_token_ids, *features):
+        super().extend(req_id, new_token_ids)
+        self.features += [unpack(seen)[0][:, 0].tolist() == list(new_token_ids) for seen in features]
+
+    def propose(self, req_ids, max_tokens):
+        confidence = np.array([0.95, 0.55, 0.15], np.float32)
+        said = [len(self._outputs[req_id]) for req_id in req_ids]
+        return [Draft(np.array([100 + n, 3, 102 + n], np.int32), confidence) for n in said]
+
+    def observe(self, req_ids, target_token_ids, num_accepted):
+        self.outcomes += [(len(t), int(n)) for t, n in zip(target_token_ids, num_accepted, strict=True)]
+
+    def begin_policy_version(self, version):
+        self.versions.append(version)
+
+
+def test_rollouts_are_split_by_version_or_in_halves():
+    one, two = a_problem(), a_problem(versions=2)
+    assert [split(one, "inflight"), split(two, "inflight")] == [([], one), ([], two[3:])]
+    assert [split(one, "epoch"), split(two, "epoch")] == [(one[:1], one[1:]), (two[:3], two[3:])]
+
+
+@pytest.mark.parametrize(
+    ("regime", "expected"),
+    [
+        ("own", ["00", "01", "10", "11", "12", "20"]),
+        ("finished", ["00 10", "01 11", "12", "20"]),
+        ("inflight", ["00 01", "10 11 12 20"]),
+    ],
+)
+def test_waves(regime, expected):
+    problems = [a_problem(0, 2), a_problem(1, 3), a_problem(2, 1)]
+    found = waves(problems, regime, 4 if regime == "inflight" else 2)
+    assert [" ".join(f"{r.problem_id}{r.seed}" for r in wave) for wave in found] == expected
+
+
+def test_regimes_see_what_they_may():
+    """All say the same distinct tokens: a request can draft them only from another rollout."""
+    steps = {}
+    for regime in REGIMES:
+        drafter = build_drafter("suffix", max_draft_tokens=4, min_survival=0.0)
+        steps[regime] = replay([a_problem(samples=4)], drafter, regime, num_speculative_tokens=4).request_steps
+        drafter.check_integrity()
+    assert steps["own"] == steps["inflight"] == 4 * 39  # nothing to draft from; siblings say the same at the same time
+    assert steps["finished"] == 39 + 3 * 8  # the first sample is alone
+    assert steps["epoch"] == 2 * 8  # half of the samples are history
+    other = [r._replace(token_ids=r.token_ids + 100) for r in a_problem(samples=2)]
+    unseen = replay([a_problem(samples=2) + other], build_drafter("suffix"), "epoch")
+    assert unseen.request_steps == 2 * 39, "an epoch does not see itself"
+
+
+@pytest.mark.parametrize("drafter", ["adversary", "history"])
+@pytest.mark.parametrize("regime", REGIMES)
+def test_any_drafter_emits_the_recording(regime, drafter):
+    """An environment gives some tokens: at once, after the run before them."""
+    rng = np.random.default_rng(0)
+    runs = [(20, 15, 5), (40,), (), (1, 2, 0, 3, 30, 4)]
+    problems = [
+        [Rollout(n, PROMPT, rng.integers(0, 9, 40).astype(np.int32), version, runs[k]) for version in (0, 1)]
+        for n in range(3)
+        for k in range(4)
+    ]
+    made = Adversary(9) if drafter == "adversary" else build_drafter("history", max_draft_tokens=5)
+    result = replay(problems, made, regime, num_speculative_tokens=5)
+    assert result.emitted_tokens == 12 * 39 - 3 * (15 + 2 + 3 + 4)
+    if drafter == "adversary":
+        assert sorted(made.finished[-12:]) == sorted(problem[1].token_ids.tolist() for problem in problems)
+
+
+def test_what_was_accepted_is_counted_by_confidence():
+    """After the first token, 8 more in steps of two: three are drafted, and two where the recording ends."""
+    drafter = Recorder()
+    result = replay([a_problem(samples=1, size=9)], drafter, "own", num_speculative_tokens=3)
+    assert (result.request_steps, result.accepted_tokens, result.emitted_tokens) == (4, 4, 8)
+    expected = np.zeros((10, 3))
+    expected[9], expected[5], expected[1] = (4, 3.8, 4), (4, 2.2, 0), (3, 0.45, 0)
+    np.testing.assert_allclose(result.reliability, expected, rtol=1e-6)
+    assert drafter.outcomes == [(2, 1)] * 4
+    # A recording that ends with an accepted token: that one is then the target's own.
+    result = replay([a_problem(samples=1, size=8)], drafter := Recorder(), "own", num_speculative_tokens=3)
+    assert drafter.outcomes == [(2, 1)] * 3 + [(1, 0)]
+    assert (result.accepted_tokens, result.emitted_tokens) == (4, 7)
+
+
+def test_the_drafter_is_told_seeds_versions_and_features(tmp_path):
+    replay([a_problem(versions=2)], drafter := Recorder(), "epoch", num_speculative_tokens=3, knows_noise=True)
+    assert drafter.seeds == [None] * 3 + [0, 1, 2]  # earlier rollouts are text
+    assert (drafter.versions, drafter.features) == ([1], [])
+    signatures = np.array([[10, 0], [11, 0], [100, 0], [101, 0], [102, 0]], np.uint64).tobytes()
+    row = {**ROW, "completion_tokens": [10, 11, 100, 101, 102], "gen_runs": [2, 1, 2], "signatures": signatures}
+    row |= {"top_ids": [7] * 20, "top_logprobs": [-0.5] * 20}
+    (rollout,) = read_rollouts(table(tmp_path / "x.parquet", [row]))
+    assert unpack(rollout.features)[0][:, 0].tolist() == [10, 11, 0, 101, 102], "the target saw no given tokens"
+    replay([[rollout]], drafter := Recorder(True), "own", num_speculative_tokens=3)
+    assert drafter.features == [True, True, False, True, True]  # the given token alone has none
+
+
+def test_recorded_seeds_are_the_noise(tmp_path, capsys):
+    """A policy that says one of two tokens at each position, each with probability 1/2, as its noise decides."""
+    rows = []
+    for k in range(48):
+        pairs = [[10 + 2 * j, 11 + 2 * j] for j in range(60)]
+        text = [pair[int(np.argmax(gumbel(1000 + k, 1 + j, pair)))] for j, pair in enumerate(pairs)]
+        rows.append({**ROW, "sample_id": k, "epoch": int(k >= 40), "completion_tokens": text, "seed": 1000 + k})
+    out = tmp_path / "x.json"
+    assert main(["replay", table(tmp_path / "x.parquet", rows), "--json", str(out), "-k", "8"]) == 0
+    found = {(row["regime"], row["noise"]): row["tokens_per_step"] for row in json.loads(out.read_text())}
+    assert found["epoch", True] > 1.3 * found["epoch", False]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == [r for r in REGIMES for _ in "12"]
+
+
+def test_what_a_user_has_is_read(tmp_path, capsys):
+    lines = [{"prompt_ids": [1, 2] * 40, "completion_ids": [3, 4], "step": k // 2} for k in range(4)]
+    (tmp_path / "ids.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"prompt_ids": [1]}]))
+    rollouts = read_rollouts(str(tmp_path / "ids.jsonl"))
+    assert "1 left out" in capsys.readouterr().err
+    assert [r.policy_version for r in rollouts] == [0, 0, 1, 1]
+    assert all(r.prompt_token_ids.tolist() == [1, 2] * 40 and r.token_ids.tolist() == [3, 4] for r in rollouts)
+    assert main(["history", "import", str(tmp_path / "ids.jsonl"), "--into", str(tmp_path / "history")]) == 0
+    kept = read_rollouts(str(tmp_path / "history"))
+    assert [(r.problem_id, r.policy_version) for r in kept] == [(r.problem_id, r.policy_version) for r in rollouts]
+    assert len(by_problem([*rollouts, *kept])) == 1
+    assert main(["replay", str(tmp_path / "history"), "-k", "4"]) == 0
+
+
+def test_logs_of_text_need_a_tokenizer(tmp_path, capsys):
+    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "one": 1, "two": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path / "words")
+    trl = table(tmp_path / "trl.parquet", [{"step": 3, "prompt": "one", "completion": "two one", "advantage": 0.1}])
+    (tmp_path / "verl.jsonl").write_text(json.dumps({"input": "one", "output": "two one", "step": 3}))
+    for path in (trl, str(tmp_path / "verl.jsonl")):
+        ((_, prompt, tokens, version, *_),) = read_rollouts(path, str(tmp_path / "words"))
+        assert (prompt.tolist(), tokens.tolist(), version) == ([1], [2, 1], 3)
+        assert main(["replay", path]) == 2
+        assert "needs --tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"prompt_id": None}, {"sample_id": "x"}, {"prompt_tokens": "abc"}, {"prompt_tokens": [0.5]}, {"seed": "x"},
+        {"completion_tokens": [-1]}, {"completion_tokens": [2**31]}, {"completion_tokens": [1, None]},
+        {"gen_runs": [1]}, {"gen_runs": [3, -1]}, {"gen_runs": [None, 2]}, {**SEEN, "top_ids": None},
+        {**SEEN, "signatures": bytes(31)}, {**SEEN, "top_ids": [7] * 5}, {**SEEN, "top_logprobs": [float("nan")] * 6},
+    ],
+)  # fmt: skip
+def test_recordings_that_are_wrong_are_refused_in_one_line(wrong, tmp_path, capsys):
+    path = table(tmp_path / "x.parquet", [{**ROW, **wrong}])
+    assert main(["replay", path]) == 2
+    assert [path in line for line in capsys.readouterr().err.splitlines()] == [True]
