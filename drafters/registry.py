@@ -136,15 +136,7 @@ def check_keeps_history(name: str) -> None:
     if name in REGISTRY:
         missing = ["history"] if REGISTRY[name].implied.get("own_only") else []
     else:
-        methods = (
-            "max_history_tokens",
-            "record_rollouts",
-            "take_recorded",
-            "add_rollouts",
-            "knows",
-            "learned",
-            "learn",
-        )
+        methods = ("max_history_tokens", "record_rollouts", "take_recorded", "add_rollouts", "knows")
         missing = [method for method in methods if not hasattr(find_drafter(name)[0], method)]
     if missing:
         raise ValueError(f"history_dir is set, but drafter {name!r} has no {', '.join(missing)}")

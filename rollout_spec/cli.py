@@ -57,7 +57,7 @@ def _run(argv: Sequence[str] | None) -> int:
     )
     replay.add_argument("--tokenizer", metavar="NAME_OR_PATH", help="the model's tokenizer; text needs it")
     replay.add_argument("--drafter", default="history", help="one of the built-in drafters, or a dotted path")
-    replay.add_argument("-k", "--num-speculative-tokens", type=int, default=16, metavar="K")
+    replay.add_argument("-k", "--num-speculative-tokens", type=int, default=8, metavar="K")
     replay.add_argument("--json", type=Path, metavar="FILE", help="write the figures there, too")
     doctor.add_arguments(
         commands.add_parser("doctor", help="check the installation, or explain where a run's time goes")

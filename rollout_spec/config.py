@@ -19,7 +19,7 @@ from rollout_spec.drafters.registry import (
     has_options,
     runs_on_device,
 )
-from rollout_spec.history.storage import open_storage
+from rollout_spec.history.folder import open_folder
 from rollout_spec.imports import install
 
 MAX_SPECULATIVE_TOKENS = 128
@@ -82,8 +82,6 @@ class RolloutSpecConfig:
         history_dir: A folder, or a URL that fsspec knows, that keeps history: of earlier runs, and of other engines
             that use it at the same time (see docs/history.md). None: history ends with the engine, which has it alone.
         max_history_dir_bytes: Bound on the files in `history_dir`. The oldest policy versions go first.
-        history_dir_features: Whether `history_dir` also keeps what the target saw at each token, 32 of 33 bytes. False:
-            other engines and later runs draft from words alone.
         ignore_cache_salt: Whether requests share history whatever their `cache_salt` is. False: requests with different
             salts, or with and without one, are kept apart (see docs/guarantees.md).
 
@@ -102,7 +100,6 @@ class RolloutSpecConfig:
     num_model_draft_tokens: int | None = None
     history_dir: str | None = None
     max_history_dir_bytes: int = 4 << 30
-    history_dir_features: bool = True
     ignore_cache_salt: bool = False
 
     def __post_init__(self) -> None:
@@ -122,7 +119,6 @@ class RolloutSpecConfig:
             budget=checks.switch("budget", self.budget),
             ignore_cache_salt=checks.switch("ignore_cache_salt", self.ignore_cache_salt),
             max_history_dir_bytes=checks.integer("max_history_dir_bytes", self.max_history_dir_bytes, 1),
-            history_dir_features=checks.switch("history_dir_features", self.history_dir_features),
         )
         if "max_draft_tokens" in self.drafter_options and self.drafter in (AUTO, *REGISTRY):
             raise ValueError("drafter_options must not set max_draft_tokens: set num_speculative_tokens")
@@ -164,11 +160,11 @@ class RolloutSpecConfig:
         self._set(history_dir=path)
         if not self.speculation:
             raise ValueError("history_dir is set, but the engine keeps no history: it has speculation=False")
-        if importlib.util.find_spec("pyarrow") is None:
-            raise ValueError(f"history_dir needs pyarrow: {install('history')}")
+        if None in map(importlib.util.find_spec, ("pyarrow", "fsspec")):
+            raise ValueError(f"history_dir needs pyarrow and fsspec: {install('history')}")
         if self.drafter != AUTO:
             check_keeps_history(self.drafter)
-        open_storage(path)
+        open_folder(path)
 
     def _check_model(self, model: Any) -> None:
         if not isinstance(model, Mapping):

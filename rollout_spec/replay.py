@@ -60,29 +60,27 @@ def read_rollouts(source: str, tokenizer: str | None = None) -> list[Rollout]:
         ValueError: nothing in it can be used, or text comes without the model's tokenizer.
     """
     from rollout_spec.history.command import load_tokenizer
-    from rollout_spec.history.contents import Contents, each_once
-    from rollout_spec.history.importers import Converter
-    from rollout_spec.history.recordings import Bad, Recorded, Recording
-    from rollout_spec.history.storage import open_storage
-    from rollout_spec.history.traces import read_traces
+    from rollout_spec.history.folder import HistoryFolder, Origin
+    from rollout_spec.history.logs import read
+    from rollout_spec.history.traces import has_trace_columns, read_traces
 
+    found, bad = [], []
     if "://" in source or Path(source).is_dir():
-        contents = Contents(open_storage(source))
-        found = [(kept, kept.context) for kept in each_once(contents)]
-        bad = [f"{name}: {reason}" for name, reason in contents.refused.items()]
-    elif (recording := Recording(Path(source))).format == "traces":
+        folder = HistoryFolder(source, Origin())
+        for file in sorted(folder.files()):
+            try:
+                found += [(kept, kept.context) for kept in folder.rollouts(file)]
+            except ValueError as error:
+                bad.append(f"{file.path}: {error}")
+    elif has_trace_columns(source):
         return read_traces(source)
     else:
-        converter, records = Converter(load_tokenizer(tokenizer)[0]), list(recording)
-        converter.check(recording)
-        good = [record for record in records if isinstance(record, Recorded)]
-        converted = list(converter.convert(good))
-        bad = [f"{source}:{b.where}: {b.reason}" for b in (*records, *converted) if isinstance(b, Bad)]
-        found = [
-            (kept, record.prompt if isinstance(record.prompt, np.ndarray) else kept.context)
-            for record, kept in zip(good, converted, strict=True)
-            if not isinstance(kept, Bad)
-        ]
+        log = read(
+            Path(source),
+            None if tokenizer is None else load_tokenizer(tokenizer),
+            lambda number, reason: bad.append(f"{source}:{number}: {reason}"),
+        )
+        found = list(log)
     if not found:
         raise ValueError(bad[0] if bad else f"{source}: no rollouts")
     if bad:

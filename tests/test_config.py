@@ -50,11 +50,10 @@ def test_options_of_configuration_libraries():
         (
             {"history_dir": "x", "drafter": "examples.custom_drafter.RepeatDrafter"},
             ValueError,
-            "has no max_history_tokens, record_rollouts, take_recorded, add_rollouts, knows, learned, learn",
+            "has no max_history_tokens, record_rollouts, take_recorded, add_rollouts, knows",
         ),
         ({"history_dir": "nowhere://x"}, ValueError, "history_dir 'nowhere://x' cannot be used"),
         ({"max_history_dir_bytes": 0}, ValueError, "max_history_dir_bytes must be at least 1, got 0"),
-        ({"history_dir_features": "no"}, TypeError, "history_dir_features must be"),
         ({"verify": "ratio"}, ValueError, "verify"),
         ({"speculation": 1}, TypeError, "speculation"),
         ({"speculative_config": "mtp"}, TypeError, "speculative_config must be a dict"),
@@ -92,7 +91,9 @@ def test_a_folder_for_history(monkeypatch, tmp_path):
     assert RolloutSpecConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert not (tmp_path / "history").exists(), "made by the engine, once there is something to keep"
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"history_dir needs pyarrow: pip install 'rollout-spec\[history\]'"):
+    with pytest.raises(
+        ValueError, match=r"history_dir needs pyarrow and fsspec: pip install 'rollout-spec\[history\]'"
+    ):
         RolloutSpecConfig(history_dir="history")
 
 

@@ -10,6 +10,8 @@ import pytest
 from rollout_spec.cli import main
 from rollout_spec.drafters import build_drafter
 from rollout_spec.features.format import unpack
+from rollout_spec.history.folder import HistoryFolder, Origin
+from rollout_spec.history.logs import read
 from rollout_spec.noise.host import gumbel
 from rollout_spec.replay import REGIMES, Rollout, by_problem, read_rollouts, replay, split, waves
 from rollout_spec.types import Draft
@@ -164,7 +166,10 @@ def test_what_a_user_has_is_read(tmp_path, capsys):
     assert "1 left out" in capsys.readouterr().err
     assert [r.policy_version for r in rollouts] == [0, 0, 1, 1]
     assert all(r.prompt_token_ids.tolist() == [1, 2] * 40 and r.token_ids.tolist() == [3, 4] for r in rollouts)
-    assert main(["history", "import", str(tmp_path / "ids.jsonl"), "--into", str(tmp_path / "history")]) == 0
+    folder = HistoryFolder(str(tmp_path / "history"), Origin())
+    logged = [rollout for rollout, _ in read(tmp_path / "ids.jsonl", None, lambda number, reason: None)]
+    folder.write(logged[:2])
+    folder.write(logged[2:])
     kept = read_rollouts(str(tmp_path / "history"))
     assert [(r.problem_id, r.policy_version) for r in kept] == [(r.problem_id, r.policy_version) for r in rollouts]
     assert len(by_problem([*rollouts, *kept])) == 1

@@ -59,7 +59,7 @@ class Archived:
     copied: torch.cuda.Event | None
     """Recorded after the copy from the device; None where there is none."""
     isolated: bool = False
-    """See `Rollout.isolated`."""
+    """Whether it is for no other engine."""
     is_taken: bool = False
     """Whether `take_copy` has seen the copy arrive. One that ended elsewhere needs none."""
 

@@ -227,7 +227,7 @@ class DeviceDrafter:
             problem_id: Requests with the same id share history. None: the hash of the prompt; an empty prompt has no
                 problem.
             version: For a request that was preempted, the policy version that it started under. None: the present one.
-            isolated: Noted in its rollout for drafters that draft from other problems, which this one does not.
+            isolated: Leave its rollout out of `take_recorded`. This drafter drafts from no other problem anyway.
 
         Raises:
             ValueError: the slot is taken.
@@ -311,22 +311,12 @@ class DeviceDrafter:
         is_here = problem is not None and (problem.num_live > 0 or bool(problem.pieces))
         return is_here or self._archive.knows(problem_id)
 
-    def learned(self) -> dict[str, NDArray]:
-        """What outcomes have taught so far, by name, for `learn`. Waits for the device."""
-        return {"counters": self._all_counters.cpu().numpy()}
-
-    def learn(self, learned: Mapping[str, NDArray]) -> None:
-        """Go on from what an earlier drafter has learned. What is of another shape is left out."""
-        counters = learned.get("counters")
-        if counters is not None and counters.shape == self._all_counters.shape and counters.dtype == np.int32:
-            self._all_counters.copy_(torch.from_numpy(counters))
-
     def record_rollouts(self) -> None:
         """From now on remember which rollouts ended and stay in the history, for `take_recorded`."""
         self._archive.record()
 
     def take_recorded(self, *, wait: bool = False) -> list[Rollout]:
-        """The rollouts that have ended and have arrived on the host since the last call.
+        """The rollouts that have ended and have arrived on the host since the last call, without isolated ones.
 
         Args:
             wait: Wait for those that have ended and are still being copied.
@@ -334,10 +324,9 @@ class DeviceDrafter:
         recorded = []
         for archived in self._archive.take_recorded(wait=wait):
             tokens, features, size, version = archived.read()  # of which `size` are the prompt's
-            if tokens.size > size:
+            if tokens.size > size and not archived.isolated:
                 known = features[size:] if self.wants_features else None
-                rollout = Rollout(archived.problem_id, version, tokens[:size], tokens[size:], known)
-                recorded.append(rollout._replace(isolated=archived.isolated))
+                recorded.append(Rollout(archived.problem_id, version, tokens[:size], tokens[size:], known))
         return recorded
 
     def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:

@@ -466,7 +466,7 @@ class HistoryDrafter:
     def take_recorded(self, *, wait: bool = False) -> list[Rollout]:
         """The rollouts that have ended since the last call, in this order; none before `record_rollouts`.
 
-        Those without a problem id are left out.
+        Those without a problem id, and isolated ones, are left out.
 
         Args:
             wait: Makes no difference: what has ended is on the host.
@@ -506,17 +506,6 @@ class HistoryDrafter:
     def knows(self, problem_id: int) -> bool:
         """Whether there is any history of a problem, or a request of it is live."""
         return problem_id in self._problems
-
-    def learned(self) -> dict[str, NDArray]:
-        """What outcomes have taught so far, by name, for `learn`."""
-        return {name: getattr(self._calibration, name).copy() for name in LEARNED}
-
-    def learn(self, learned: Mapping[str, NDArray]) -> None:
-        """Go on from what an earlier drafter has learned. What is missing or of another shape is left out."""
-        for name in LEARNED:
-            ours, theirs = getattr(self._calibration, name), learned.get(name)
-            if theirs is not None and theirs.shape == ours.shape and theirs.dtype == ours.dtype:
-                ours[...] = theirs
 
     def begin_policy_version(self, version: int) -> None:
         version = checks.integer("version", version)
@@ -649,8 +638,8 @@ class HistoryDrafter:
             problem = self._problem(rollout.problem_id)
             context, prompt = rollout.context, None
             if context.size:
-                prompt = self._prompt(problem, context, context.size, rollout.isolated)
-            document = self._new_rollout(problem, prompt, version, rollout.isolated)
+                prompt = self._prompt(problem, context, context.size, isolated=False)
+            document = self._new_rollout(problem, prompt, version, isolated=False)
             self._finished.append(_Request(-1, document, problem, version, prompt))
             documents.append(document)
             pieces.append(rollout.tokens)
@@ -686,15 +675,14 @@ class HistoryDrafter:
     def _record(self, request: _Request) -> None:
         """Copy a rollout for `take_recorded`."""
         problem_id = self._problem_ids.get(request.problem)
-        if problem_id is None:
+        if problem_id is None or self._store.arrays.documents[request.document, ISOLATED]:
             return
         assert self._recorded is not None
         tokens, features = self._store.read(request.document)
         if tokens.size:
             last = request.prompt.documents[-1] if request.prompt else -1
             context = self._store.text_before_end(last, vote.MAX_DEPTH) if last >= 0 else tokens[:0]
-            isolated = bool(self._store.arrays.documents[request.document, ISOLATED])
-            self._recorded.append(Rollout(problem_id, request.version, context, tokens, features, isolated=isolated))
+            self._recorded.append(Rollout(problem_id, request.version, context, tokens, features))
 
     def _remove(self, request: _Request) -> None:
         """Take a rollout out of the index, and its prompt if no other rollout has the same."""

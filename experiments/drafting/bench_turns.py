@@ -35,7 +35,7 @@ from experiments.drafting.peers import ReferenceDrafter
 from experiments.rows import append, origin, quantiles
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt, tell_outcomes
-from rollout_spec.history.roots import Conversation, Roots
+from rollout_spec.history.problems import Conversation, Problems
 from rollout_spec.history.traces import read_traces
 from rollout_spec.replay import Rollout, by_problem
 from rollout_spec.types import Int32Array
@@ -123,7 +123,7 @@ class Cursor:
 class Speaker:
     """A conversation in flight: passes on to a drafter what was said, in one of the ways."""
 
-    def __init__(self, name: str, sample: Sample, drafter: Any, way: Way, roots: Roots) -> None:
+    def __init__(self, name: str, sample: Sample, drafter: Any, way: Way, roots: Problems) -> None:
         self.cursor = Cursor(sample.rollout)
         self._name, self._sample, self._drafter, self._way, self._roots = name, sample, drafter, way, roots
         self._turn = 0
@@ -154,7 +154,7 @@ class Speaker:
         known: dict[str, int] = {}
         problem_id = problem_of_prompt(prompt)
         if self._way == "roots":
-            self._conversation = self._roots.start(prompt, lambda: problem_id)
+            self._conversation = self._roots.start(prompt)
             assert self._conversation.problem_id is not None
             problem_id = self._conversation.problem_id
             if hasattr(self._drafter, "output_of"):
@@ -169,7 +169,7 @@ class Speaker:
         self._drafter.stop_request(self.req_id)
 
 
-def speak(samples: Sequence[Sample], drafter: Any, way: Way, roots: Roots, first: int) -> np.ndarray:
+def speak(samples: Sequence[Sample], drafter: Any, way: Way, roots: Problems, first: int) -> np.ndarray:
     """Conversations in lock step, until all have ended. Requests' names begin with numbers from `first` on.
 
     Returns:
@@ -211,7 +211,7 @@ def waves(problems: Sequence[Sequence[Rollout]], part: slice, batch: int) -> Ite
 
 def measure(problems: Sequence[Sequence[Rollout]], make: Callable[[], Any], way: Way, regime: str) -> dict[str, Any]:
     """What a drafter gains in one way, and what it holds at the end."""
-    drafter, roots = make(), Roots()
+    drafter, roots = make(), Problems()
     half = len(problems[0]) // 2
     parts = [slice(None)] if regime == "inflight" else [slice(half), slice(half, None)]
     num_started, started = 0, time.perf_counter()
@@ -237,15 +237,15 @@ def measure(problems: Sequence[Sequence[Rollout]], make: Callable[[], Any], way:
 
 def recognition_us(num_texts: int, num_tokens: int, repeats: int = 300) -> list[float]:
     """Microseconds in which a prompt is recognised that continues one of many known texts: p20, p50, p80."""
-    rng, roots = np.random.default_rng(0), Roots()
+    rng, roots = np.random.default_rng(0), Problems()
     known = rng.integers(0, 50_000, (num_texts, 64)).astype(np.int32)
-    for i, first in enumerate(known):
-        roots.start(first, lambda i=i: i)  # type: ignore[misc]
+    for first in known:
+        roots.start(first)
     took = []
     for first in known[-repeats:]:
         prompt = np.concatenate((first, rng.integers(0, 50_000, num_tokens - first.size).astype(np.int32)))
         started = time.perf_counter()
-        found = roots.start(prompt, lambda: None)
+        found = roots.start(prompt)
         took.append(1e6 * (time.perf_counter() - started))
         assert found.num_known == first.size, "the known text was not recognised"
     return quantiles(took)

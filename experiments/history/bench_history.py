@@ -17,6 +17,7 @@ import json
 import sysconfig
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,11 +31,8 @@ from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.device.drafter import DeviceDrafter
 from rollout_spec.features.format import FEATURE_WORDS
-from rollout_spec.history.folder import HistoryFolder
-from rollout_spec.history.partitions import write_rollouts
+from rollout_spec.history.folder import HistoryFolder, Origin
 from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout
-from rollout_spec.history.shards import Entry, Origin
-from rollout_spec.history.storage import open_storage
 
 SAMPLES, LENGTH = 16, 500
 
@@ -72,7 +70,7 @@ def measure_start(args: argparse.Namespace, tokenizer: Any) -> Iterator[dict[str
             num_tokens, num_bytes = write_history(folder, sources, times, has_features=has_features)
             for name, drafter in drafters(num_tokens, has_features=has_features):
                 started = time.perf_counter()
-                rollouts = HistoryFolder(folder, Origin(), max_bytes=1 << 40).load(2 * num_tokens)
+                rollouts = HistoryFolder(folder, Origin()).load(2 * num_tokens)
                 read = time.perf_counter()
                 before = drafter.memory_bytes()
                 drafter.add_rollouts(rollouts)
@@ -93,19 +91,20 @@ def measure_start(args: argparse.Namespace, tokenizer: Any) -> Iterator[dict[str
 
 def write_history(folder: str, texts: Texts, times: int, *, has_features: bool) -> tuple[int, int]:
     """Write the texts so many times, as different problems with other tokens. Returns (tokens, bytes on disk)."""
-    rng, storage, num_tokens, num_bytes = np.random.default_rng(0), open_storage(folder), 0, 0
+    rng, history, num_tokens = np.random.default_rng(0), HistoryFolder(folder, Origin()), 0
     vocab_size = 256 if texts.tokenizer is None else len(texts.tokenizer)
     for part in range(times):
-        entries = []
+        problems: defaultdict[int, list[Rollout]] = defaultdict(list)
         for prompt, completion in zip(texts.prompts, texts.completions, strict=True):
             # Another alphabet for each part, so that their texts have as much in common as different texts do.
             context, tokens = ((np.array(ids, np.int32) + 31 * part) % vocab_size for ids in (prompt, completion))
             features = rng.integers(-(2**62), 2**62, (tokens.size, FEATURE_WORDS)) if has_features else None
             rollout = Rollout(problem_of_prompt(context), part, context[-CONTEXT_TOKENS:], tokens, features)
-            entries.append(Entry(1, part, rollout))
+            problems[rollout.problem_id].append(rollout)
             num_tokens += tokens.size
-        num_bytes += write_rollouts(storage, entries, Origin())
-    return num_tokens, num_bytes
+        for rollouts in problems.values():
+            history.write(rollouts)
+    return num_tokens, history.stats.bytes_written
 
 
 def drafters(num_tokens: int, *, has_features: bool) -> Iterator[tuple[str, Any]]:

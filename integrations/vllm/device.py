@@ -17,14 +17,13 @@ import torch
 from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
-from rollout_spec.history.roots import Roots, texts_for
+from rollout_spec.history.problems import Problems
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.live_requests import ends_with_stop_token, trim_at_end
-from rollout_spec.integrations.vllm.problems import has_tenant, recognise
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
-from rollout_spec.integrations.vllm.request_options import request_options
+from rollout_spec.integrations.vllm.request_options import request_options, tenant_of
 from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.integrations.vllm.stop_strings import StopStringSearch
 from rollout_spec.stats import SpeculationStats
@@ -42,7 +41,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         drafter: A `DeviceDrafter`. Its memory is allocated here, so level-2 sleep does not discard it. From 0.27 on
             vLLM counts it when it measures what is left for the KV cache; in 0.26 `gpu_memory_utilization` must leave
             room.
-        roots: By what the requests' problems are recognised. Only prompts are: outputs stay on the device.
+        problems: Knows prompts only: outputs stay on the device.
         keeps_rates: Whether `draft_token_confidence_probs` is filled.
         draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification and for a choice between drafts.
     """
@@ -70,10 +69,10 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
             use_noise=config.verify == "sample",
             **config.drafter_options,
         )
-        self.roots = Roots(texts_for(self.drafter.max_history_tokens))
+        self.problems = Problems(self.drafter.max_history_tokens)
         if config.history_dir is not None:
             share = sharing_from_first_rank(vllm_config)
-            self.engine_history = EngineHistory(config, vllm_config, self.drafter, self.roots, share)
+            self.engine_history = EngineHistory(config, vllm_config, self.drafter, self.problems, share)
         self.draft_token_confidence_probs = torch.zeros(
             vllm_config.scheduler_config.max_num_seqs,
             config.max_draft_tokens,
@@ -135,16 +134,13 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
                 self._preempt(req_id)
             prompt, problem_id = np.array(request.prompt_token_ids or (), np.int32), None
             if request.prompt_token_ids is not None:  # a prompt of embeddings has no history
-                by_text = None if self.engine_history is None else self.engine_history.problem_by_text
-                problem_id = recognise(self.roots, request, prompt, by_text).problem_id
+                problem_id = self.begin_conversation(request, prompt).problem_id
             if self.engine_history is not None:
-                self.engine_history.begin_request(problem_id)
                 self._problems[req_id] = problem_id
             req_idx = self._req_indices[req_id] = self._runner.req_states.req_id_to_index[req_id]
             version = self._versions.pop(req_id, None)
-            self.drafter.start_request(
-                req_idx, prompt, problem_id=problem_id, version=version, isolated=has_tenant(request)
-            )
+            isolated = tenant_of(request.sampling_params.extra_args) is not None
+            self.drafter.start_request(req_idx, prompt, problem_id=problem_id, version=version, isolated=isolated)
 
     def on_finish_requests(self, finished: Iterable[tuple[str, Any]], preempted: Iterable[str]) -> None:
         """Requests leave the runner.

@@ -1,37 +1,39 @@
-"""Joins an engine's drafter to a folder of history: what ends here is written, what ended elsewhere is drafted from."""
+"""The history that an engine has in common with other engines and with earlier runs, in a folder.
+
+A thread reads and writes the folder's files, so that no decode step waits for one. The first tensor-parallel rank alone
+has it; the others get from that rank what it has read, so that all ranks draft alike.
+"""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from multiprocessing.pool import ThreadPool
 from typing import Any, Protocol
 
-from numpy.typing import NDArray
-
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.history.folder import HistoryFolder, pop_first
-from rollout_spec.history.rollout import Rollout, Root
-from rollout_spec.history.roots import Roots
-from rollout_spec.history.shards import Origin
-from rollout_spec.history.text import fingerprint, text_key
+from rollout_spec.history.exchange import FolderThread, pop_first
+from rollout_spec.history.folder import HistoryFolder, Origin, fingerprint
+from rollout_spec.history.problems import Problems
+from rollout_spec.history.rollout import Rollout
 from rollout_spec.integrations.vllm.ranks import is_first_rank
-from rollout_spec.types import Int32Array
 
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS_PER_STEP = 4096
 """So many tokens of other engines' rollouts are taken in by a step where few wait, but at least one rollout."""
 STEPS_TO_TAKE = 64
-"""Where many wait, as when a batch of new problems begins, a step takes one part in so many of them."""
-SAMPLED_TOKENS = 2_000_000
-"""Most tokens of some problems' rollouts that an engine takes in when it starts."""
+"""A backlog, as when a batch of new problems begins, is spread over so many steps."""
+LOADED_TOKENS = 2_000_000
+"""Most tokens of the newest rollouts that an engine takes in when it starts."""
 STEPS_PER_FORGETTING = 1024
 """How often the folder is told of which problems nothing is left."""
 STEPS_PER_SHARING = 16
 """Tensor-parallel ranks take over what the first rank has read once in this many steps."""
+MAX_AHEAD = 16
+"""Engines of one training are less apart in their policy versions."""
 
 
 class HistoryKeeper(Protocol):
@@ -55,20 +57,12 @@ class HistoryKeeper(Protocol):
     def begin_policy_version(self, version: int) -> None:
         """Announce that requests started from now on are sampled by a new policy."""
 
-    def learned(self) -> dict[str, NDArray]:
-        """What outcomes have taught so far, by name."""
-
-    def learn(self, learned: Mapping[str, NDArray]) -> None:
-        """Go on from what an earlier drafter has learned."""
-
 
 class EngineHistory:
-    """The history that an engine has in common with others and with earlier runs.
-
-    The first rank alone reads and writes; the others get from it what it has read, so that all ranks draft alike.
+    """See the module's docstring.
 
     Args:
-        roots: By what the engine recognises problems; learns those of rollouts that are taken in.
+        problems: By what the engine recognises problems; learns the roots of rollouts that are taken in.
         share_from_first_rank: As for `DraftingSession`.
     """
 
@@ -77,165 +71,126 @@ class EngineHistory:
         config: RolloutSpecConfig,
         vllm_config: Any,
         drafter: HistoryKeeper,
-        roots: Roots,
+        problems: Problems,
         share_from_first_rank: Callable[[Any], Any] | None,
     ) -> None:
         assert config.history_dir is not None
-        self._version = 0
-        self._drafter = drafter
-        self._roots = roots
-        self._model_config = vllm_config.model_config
-        self._known_by_text: set[int] = set()  # ids of problems
-        self._recorded: list[Rollout] = []
-        self._share = share_from_first_rank
+        self._version, self._drafter, self._problems, self._share = 0, drafter, problems, share_from_first_rank
         self._queue: deque[Rollout] = deque()  # to be taken in by the next steps
         self._live: Counter[int] = Counter()  # requests by problem
-        self._per_step = 0  # tokens of it that the next steps take in
+        self._per_step = 0  # tokens of the queue that each of these steps takes in
         self._num_steps = 0
-        self._is_closed = False
-        self._folder: HistoryFolder | None = None
-        self._loading: Future[list[Rollout]] | None = None
+        self._is_ahead = False  # whether rollouts of much newer versions were read
+        self._thread: FolderThread | None = None
         if is_first_rank(vllm_config):
             origin = origin_of(vllm_config.model_config)
-            self._folder = HistoryFolder(
-                config.history_dir,
-                origin,
-                max_bytes=config.max_history_dir_bytes,
-                features=config.history_dir_features,
-            )
-            executor = ThreadPoolExecutor(1, "rollout_spec history")
-            max_tokens = min(drafter.max_history_tokens, SAMPLED_TOKENS)
-            self._loading = executor.submit(self._folder.load, max_tokens)
-            executor.shutdown(wait=False)
+            folder = HistoryFolder(config.history_dir, origin, max_bytes=config.max_history_dir_bytes)
+            self._thread = FolderThread(folder)
+            self._pool = ThreadPool(1)  # whose thread does not keep a process from ending
+            self._loading = self._pool.apply_async(folder.load, [min(drafter.max_history_tokens, LOADED_TOKENS)])
 
     def load(self) -> int:
-        """Take in some of what the folder holds. Called on all ranks once the engine is built; waits for the files.
+        """Take in the newest rollouts. Called on all ranks once the engine is built; waits for the files.
 
         Returns:
             The policy version to go on from.
         """
         rollouts: list[Rollout] = []
-        learned: dict[str, NDArray] = {}
-        if self._folder is not None and self._loading is not None:
+        if self._thread is not None:
             try:
-                rollouts, learned = self._loading.result(), self._folder.load_learned()
+                rollouts = self._loading.get()
             except Exception:  # must not keep an engine from starting
                 logger.exception("history: what the folder holds could not be loaded; this run begins without it")
-            self._version, self._known_by_text = self._folder.newest_version, self._folder.by_text
-            self._loading = None
+            self._pool.close()
+            self._version = self._thread.folder.newest_version
         if self._share is not None:
-            shared = self._share((rollouts, learned, self._version, self._known_by_text))
-            rollouts, learned, self._version, self._known_by_text = shared
+            rollouts, self._version = self._share((rollouts, self._version))
         self._drafter.begin_policy_version(self._version)
         self._add(rollouts)
-        self._drafter.learn(learned)
         self._drafter.record_rollouts()
-        if self._folder is not None:
-            self._folder.start()
-            weakref.finalize(self, self._folder.close)  # where nobody calls `close`, as at the end of a script
+        if self._thread is not None:
+            self._thread.start()
+            weakref.finalize(self, self._thread.close)  # where nobody calls `close`, as at the end of a script
         return self._version
 
     def begin_policy_version(self, version: int) -> None:
         """The drafter has been told of a new version."""
         self._version = version
-        if self._folder is not None:
-            self._folder.keep_learned(self._drafter.learned(), version)
 
     def begin_request(self, problem_id: int | None) -> None:
         """A request begins: what others have said of its problem is read now. Called before the drafter is told."""
-        if self._folder is None or problem_id is None:
+        if self._thread is None or problem_id is None:
             return
         self._live[problem_id] += 1
         if self._live[problem_id] == 1:
-            self._folder.watch(problem_id, is_known=self._drafter.knows(problem_id))
+            is_queued = any(rollout.problem_id == problem_id for rollout in self._queue)
+            self._thread.watch(problem_id, is_known=is_queued or self._drafter.knows(problem_id))
 
     def end_request(self, problem_id: int | None) -> None:
         """A request has ended."""
-        if self._folder is None or problem_id is None:
+        if self._thread is None or problem_id is None:
             return
         self._live[problem_id] -= 1
         if self._live[problem_id] <= 0:
             del self._live[problem_id]
-            self._folder.unwatch(problem_id)
+            self._thread.unwatch(problem_id)
 
     def end_requests(self) -> None:
         """No more is wanted: the drafter has raised."""
-        self._live.clear()
-        if self._folder is not None:
-            self._folder.unwatch_all()
+        for problem_id in list(self._live):
+            self._live[problem_id] = 1
+            self.end_request(problem_id)
 
     def exchange(self) -> None:
         """Hand over what has ended, and take in some of what has come. Called once per step; reads no file."""
         self._hand_over()
         self._num_steps += 1
-        if self._share is None:
-            steps = 1
-        else:
-            steps = STEPS_PER_SHARING if self._num_steps % STEPS_PER_SHARING == 0 else 0
-        if steps and not self._queue:
+        steps = 1 if self._share is None else STEPS_PER_SHARING
+        if self._num_steps % steps == 0 and not self._queue:
             received: list[Rollout] = []
-            if self._folder is not None:
-                per_step = max(MAX_TOKENS_PER_STEP, self._folder.num_waiting_tokens // STEPS_TO_TAKE)
-                received = self._folder.take(steps * per_step)
-            if self._share is not None:
-                received = self._share(received)
-            self._queue.extend(received)
-            self._per_step = -(-sum(rollout.num_tokens for rollout in received) // steps)
+            if self._thread is not None:
+                per_step = max(MAX_TOKENS_PER_STEP, self._thread.num_waiting_tokens // STEPS_TO_TAKE)
+                received = self._thread.take(steps * per_step)
+            self._queue.extend(received if self._share is None else self._share(received))
+            self._per_step = -(-sum(rollout.num_tokens for rollout in self._queue) // steps)
         if self._queue:
             self._add(pop_first(self._queue, max(self._per_step, MAX_TOKENS_PER_STEP)))
-        if self._folder is not None and self._num_steps % STEPS_PER_FORGETTING == 0:
-            self._folder.keep_only(self._drafter.knows)
+        if self._thread is not None and self._num_steps % STEPS_PER_FORGETTING == 0:
+            queued = {rollout.problem_id for rollout in self._queue}
+            self._thread.keep_only(lambda problem: problem in queued or self._drafter.knows(problem))
 
-    def record(self, root: Root | None) -> None:
-        """Note the prompt of what has been recorded since the last call. Others get the root of their problem."""
-        self._recorded += [rollout._replace(root=root) for rollout in self._drafter.take_recorded()]
+    def stats(self) -> dict[str, float]:
+        """What went through the folder, on the first rank; empty elsewhere."""
+        return self._thread.stats() if self._thread is not None else {}
+
+    def close(self) -> None:
+        """Write what has ended, and stop. Called when the worker shuts down; a second call does nothing."""
+        if self._thread is not None and not self._thread.is_closed:
+            try:
+                self._hand_over(wait=True)
+            finally:
+                self._thread.close()
 
     def _hand_over(self, *, wait: bool = False) -> None:
-        try:
-            for rollout in self._drafter.take_recorded(wait=wait):
-                self._recorded.append(rollout._replace(root=self._roots.root_of(rollout.problem_id)))
-        finally:  # the drafter may be a user's own
-            recorded, self._recorded = self._recorded, []
-            if self._folder is not None and recorded:
-                self._folder.add(recorded)
+        recorded = self._drafter.take_recorded(wait=wait)
+        if self._thread is not None and recorded:
+            root_of = self._problems.root_of
+            self._thread.add([rollout._replace(root=root_of(rollout.problem_id)) for rollout in recorded])
 
     def _add(self, rollouts: Sequence[Rollout]) -> None:
         self._drafter.add_rollouts(rollouts)
         for rollout in rollouts:
             if rollout.root is not None:
-                self._roots.add_root(rollout.problem_id, rollout.root)
-
-    def problem_by_text(self, prompt_token_ids: Int32Array) -> int | None:
-        """The problem of a prompt of which history has recordings as text; None if it has none. O(prompt).
-
-        Raises:
-            Exception: what the tokenizer's own code raises, under tensor parallelism: the ranks must agree.
-        """
-        if not self._known_by_text:
-            return None
-        try:
-            problem_id = text_key(_tokenizer(self._model_config), prompt_token_ids)
-        except Exception as error:
-            if self._share is not None:
-                raise
-            logger.warning("history: recordings of text are not used, as there is no tokenizer here: %s", error)
-            self._known_by_text = set()
-            return None
-        return problem_id if problem_id in self._known_by_text else None
-
-    def stats(self) -> dict[str, float]:
-        """`FolderStats` of the first rank; empty elsewhere."""
-        return self._folder.stats.to_dict() if self._folder is not None else {}
-
-    def close(self) -> None:
-        """Write what has ended, and stop. Called when the worker shuts down; a second call does nothing."""
-        if self._folder is not None and not self._is_closed:
-            self._is_closed = True
-            try:
-                self._hand_over(wait=True)
-                self._folder.keep_learned(self._drafter.learned(), self._version)
-            finally:
-                self._folder.close()
+                self._problems.add_root(rollout.problem_id, rollout.root)
+        newest = max((rollout.version for rollout in rollouts), default=0)
+        if newest > self._version + MAX_AHEAD and not self._is_ahead:
+            self._is_ahead = True
+            logger.warning(
+                "history: rollouts of policy version %d were read, and this engine is at %d: another training writes "
+                "to the same folder, whose rollouts count as newer. Give each training a folder of its own",
+                newest,
+                self._version,
+            )
 
 
 def origin_of(model_config: Any) -> Origin:
@@ -243,23 +198,12 @@ def origin_of(model_config: Any) -> Origin:
     text = model_config.hf_text_config
     size, layers = model_config.get_hidden_size(), getattr(text, "num_hidden_layers", None)
     states = f"{text.model_type}, {layers} layers of {size}"
-    return Origin(_fingerprint(model_config), model_config.get_vocab_size(), model_config.model, states)
+    tokenizer = None
+    if not model_config.skip_tokenizer_init:
+        from vllm.tokenizers import cached_tokenizer_from_config
 
-
-def _fingerprint(model_config: Any) -> str | None:
-    """Of the tokenizer's vocabulary; None where this process cannot load one."""
-    if model_config.skip_tokenizer_init:
-        return None
-    try:
-        vocabulary = _tokenizer(model_config).get_vocab()
-    except Exception as error:  # whatever a tokenizer's own code raises
-        logger.warning("history: the tokenizer cannot be loaded here, so shards are not checked for it: %s", error)
-        return None
-    return fingerprint(vocabulary)
-
-
-def _tokenizer(model_config: Any) -> Any:
-    """The engine's. Raises whatever its own code raises."""
-    from vllm.tokenizers import cached_tokenizer_from_config
-
-    return cached_tokenizer_from_config(model_config)
+        try:
+            tokenizer = fingerprint(cached_tokenizer_from_config(model_config).get_vocab())
+        except Exception as error:  # whatever a tokenizer's own code raises
+            logger.warning("history: without the tokenizer files are not checked for it: %s", error)
+    return Origin(tokenizer, model_config.get_vocab_size(), model_config.model, states)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.history.roots import Conversation
+from rollout_spec.history.problems import Conversation
 
 if TYPE_CHECKING:
     from rollout_spec.integrations.vllm.stop_strings import StopStringSearch

@@ -20,15 +20,13 @@ from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.host.step import Learned, Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
-from rollout_spec.history.rollout import Root
-from rollout_spec.history.roots import Conversation, Roots, texts_for
+from rollout_spec.history.problems import Conversation, Problems
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.live_requests import LiveRequest, end_of, ends_with_stop_token, trim_at_end
-from rollout_spec.integrations.vllm.problems import has_tenant, recognise
-from rollout_spec.integrations.vllm.request_options import request_options
+from rollout_spec.integrations.vllm.request_options import request_options, tenant_of
 from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import Drafts, Int32Array
+from rollout_spec.types import Drafts
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +66,6 @@ class DraftingSession(Speculation):
     Attributes: those of `Speculation`, and
         drafting: The drafter and its budget, step by step.
         live: The requests that the drafter serves, by id, until `follow` finds that they have ended.
-        roots: By what their problems are recognised.
         follows_all: Whether the last call of `follow` gave every request a row.
         broken: Whether the drafter has raised, after which nothing is indexed or drafted.
 
@@ -110,7 +107,7 @@ class DraftingSession(Speculation):
         self.drafter, self.choice = self.drafting.drafter, self.drafting.choice
         # A user's own may lack some: it stores every turn's whole prompt, or keeps problems apart.
         self._keywords = {"num_known", "isolated"} & inspect.signature(drafter.start_request).parameters.keys()
-        self.roots = Roots(texts_for(getattr(drafter, "max_history_tokens", None)))
+        self.problems = Problems(getattr(drafter, "max_history_tokens", None))
         self.live: dict[str, LiveRequest] = {}
         self._expected: dict[str, Conversation] = {}  # of requests whose prompts are being read
         self.follows_all = True
@@ -136,7 +133,7 @@ class DraftingSession(Speculation):
         self._unshared: list[_Step] = []  # steps that the budget has not been told
         if config.history_dir is not None:
             keeper: Any = drafter  # `registry.check_keeps_history` has made sure
-            self.engine_history = EngineHistory(config, vllm_config, keeper, self.roots, share_from_first_rank)
+            self.engine_history = EngineHistory(config, vllm_config, keeper, self.problems, share_from_first_rank)
 
     def follow(self, req_ids: list[str], requests: Mapping[str, Any], *, has_changed: bool) -> NDArray[np.int64]:
         """Begin the requests that are new in a step, and end those that have ended. Called once before `draft`.
@@ -188,15 +185,7 @@ class DraftingSession(Speculation):
             is_known = request.req_id in self.live or request.req_id in self._expected
             if not is_known and request.prompt_token_ids is not None:  # a prompt of embeddings has no history
                 prompt = np.array(request.prompt_token_ids, np.int32)
-                self._expected[request.req_id] = self._recognise(request, prompt)
-
-    def _recognise(self, request: Any, prompt: Int32Array) -> Conversation:
-        """Find a new request's problem; what others have said of it is read from now on."""
-        by_text = None if self.engine_history is None else self.engine_history.problem_by_text
-        conversation = recognise(self.roots, request, prompt, by_text)
-        if self.engine_history is not None:
-            self.engine_history.begin_request(conversation.problem_id)
-        return conversation
+                self._expected[request.req_id] = self.begin_conversation(request, prompt)
 
     def draft(
         self,
@@ -345,9 +334,12 @@ class DraftingSession(Speculation):
 
     def _start(self, req_id: str, request: Any) -> LiveRequest:
         params, prompt = request.sampling_params, np.array(request.prompt_token_ids, np.int32)
-        conversation = self._expected.pop(req_id, None) or self._recognise(request, prompt)
+        conversation = self._expected.pop(req_id, None) or self.begin_conversation(request, prompt)
         is_seeded = params.temperature > 0 and self._config.verify == "sample"
-        more: dict[str, Any] = {"num_known": conversation.num_known, "isolated": has_tenant(request)}
+        more: dict[str, Any] = {
+            "num_known": conversation.num_known,
+            "isolated": tenant_of(params.extra_args) is not None,
+        }
         self.drafter.start_request(
             req_id,
             prompt,
@@ -375,20 +367,13 @@ class DraftingSession(Speculation):
     def _stop(self, req_id: str) -> None:
         """Show the drafter a request's end."""
         live = self.live[req_id]
-        options = request_options(live.request.sampling_params.extra_args)
-        keep = options.keep_in_history
+        keep = request_options(live.request.sampling_params.extra_args).keep_in_history
         if keep and "num_known" in self._keywords:
             drafter: Any = self.drafter
-            self.roots.stop(live.conversation, drafter.output_of(req_id))
+            self.problems.stop(live.conversation, drafter.output_of(req_id))
         self.drafter.stop_request(req_id, keep=keep)
         if self.engine_history is not None:
-            problem_id, _, turn, length, state = live.conversation
-            root = None
-            if problem_id is not None and turn == 0:
-                # A problem that the caller names may have several first prompts.
-                root = self.roots.root_of(problem_id) if options.problem_id is None else Root(length, state)
-            self.engine_history.record(root)
-            self.engine_history.end_request(problem_id)
+            self.engine_history.end_request(live.conversation.problem_id)
         del self.live[req_id]
         self._stop_strings_by_row.pop(live.row, None)
 

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rollout_spec.budget.decide import Budget
+from rollout_spec.history.problems import Conversation, Problems
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
+from rollout_spec.integrations.vllm.request_options import request_options, tenant_of
+from rollout_spec.noise.host import derive_seed
+from rollout_spec.types import Int32Array
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +28,7 @@ class Speculation:
     Attributes:
         drafter: From history.
         choice: Chooses between its drafts and those of a model; None where there is no model.
+        problems: By what the problems of requests are recognised.
         engine_history: Keeps history beyond this engine; None without `history_dir`.
         budget: Decides how much of each draft is verified. None: all of it.
         num_speculative_tokens: K, the most tokens drafted per request and step.
@@ -31,6 +37,7 @@ class Speculation:
 
     drafter: Any
     choice: Any = None
+    problems: Problems
     engine_history: EngineHistory | None = None
     budget: Budget | None = None
     num_speculative_tokens: int
@@ -110,6 +117,33 @@ class Speculation:
             return {str(key): int(value) for key, value in named.items()}
 
         return self._ask(summary) or {}
+
+    def begin_conversation(self, request: Any, prompt_token_ids: Int32Array) -> Conversation:
+        """Find a new request's problem; what others have said of it is read from now on.
+
+        Conversations with different LoRA adapters or images are different. An adapter's versions are one adapter, as
+        those of a policy are one policy. Requests with different `cache_salt`s have no problem in common.
+
+        Args:
+            prompt_token_ids: int32 [n], the request's.
+
+        Raises:
+            ValueError: the request's own options are wrong.
+        """
+        extra_args = request.sampling_params.extra_args
+        given, tenant = request_options(extra_args).problem_id, tenant_of(extra_args)
+        # TRL's AsyncGRPO publishes each version of its adapter under a name of its own, which ends in -v and a number.
+        adapter = "" if request.lora_request is None else re.sub(r"-v\d+$", "", request.lora_request.lora_name)
+        told_apart = tenant, given, adapter if given is None else ""
+        images = [(int(image.mm_position.offset), str(image.identifier)) for image in request.mm_features or ()]
+        model = "" if told_apart == (None, None, "") else repr(told_apart)
+        conversation = self.problems.start(prompt_token_ids, model=model, images=images)
+        if given is not None:
+            named = given if tenant is None else derive_seed("cache_salt", tenant, given)
+            conversation = conversation._replace(problem_id=named)
+        if self.engine_history is not None:
+            self.engine_history.begin_request(conversation.problem_id)
+        return conversation
 
     def expect(self, requests: Iterable[Any]) -> None:
         """Requests are scheduled for the first time: their prompts are read now, and their problems' history can be.

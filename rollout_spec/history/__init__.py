@@ -1,7 +1,6 @@
 """History that outlives the engine: which problem a rollout is of, and the folder that keeps and shares rollouts.
 
-`rollout.py` says what is kept of a rollout, `roots.py` which problem a prompt belongs to, `shards.py` and `storage.py`
-how files hold rollouts, `folder.py` how an engine writes and reads them while it runs, `tidying.py` how they are merged
-and deleted. `recordings.py`, `importers.py`, `contents.py` and `command.py` are the command `rollout-spec history`;
-`text.py` serves recordings without token ids.
+`rollout.py` says what is kept of a rollout, `problems.py` which problem a prompt belongs to. `folder.py` has the files,
+and `exchange.py` the thread that reads and writes them for an engine. `logs.py` reads what others have written,
+`traces.py` what benchmarks have recorded, and `command.py` is `rollout-spec history`.
 """

@@ -1,628 +1,410 @@
-"""One engine's end of a history that engines share: it writes its own rollouts, and reads those of others as it needs.
+"""A folder in which history lasts, and which engines share.
 
-Each problem's shards have a folder of their own. An engine reads what others have said of a problem when it is asked
-for that problem, and looks for more while requests of it are live. So what it reads does not grow with the number of
-engines, but with what it is asked. When it starts it also reads some other problems, from which requests draft where
-their own has nothing. A thread reads and writes, so that no decode step waits for a file.
+Each problem has a folder in it, named by its id, with Parquet files of ended rollouts, `<version>-<id>.parquet`, where
+the version is the policy's and the id a hash of the content. A file is written once, as a whole, and never changed. So
+engines need not know of each other, may be killed at any moment, and read only what they are asked for; a file that is
+lost or damaged costs drafts, and never a token. Where the folder is too large, the oldest versions go first, whoever
+deletes them.
+
+The folder is a local one, or one of any file system of fsspec, such as s3://bucket/history.
 """
 
 from __future__ import annotations
 
-import atexit
-import concurrent.futures.thread  # noqa: F401 - before `start` registers for the exit: who is last is called first
 import contextlib
-import errno
-import io
+import hashlib
 import json
 import logging
 import os
 import random
-import threading
+import re
+import secrets
 import time
-import weakref
-import zipfile
-import zlib
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass
-from itertools import islice
-from typing import TypeVar
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.pool import ThreadPool
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from rollout_spec.history.partitions import (
-    groups_of,
-    path_of,
-    problem_ids,
-    problems_by_text,
-    shards_of_earlier_versions,
-)
-from rollout_spec.history.problem import FIRST_PAUSE, Found, ProblemShards, longer
-from rollout_spec.history.rollout import Rollout
-from rollout_spec.history.shards import Entry, Origin, encode, release_memory
-from rollout_spec.history.storage import LocalStorage, ShardStorage, open_storage
-from rollout_spec.history.tidying import tidy_if_due
+from rollout_spec.checks import first_line
+from rollout_spec.features.format import FEATURE_WORDS
+from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout, Root
 
 logger = logging.getLogger(__name__)
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
-
-LEARNED, ORIGIN, VERSION = "learned.npz", "origin", "version"
-"""What drafters have learned from outcomes; the last engine that writes it wins. Two of its arrays say of what, and at
-which policy version."""
-SECONDS_LOCAL, SECONDS_REMOTE = 0.25, 5.0
-"""Between two exchanges with a folder, and with one of another file system of fsspec. What is asked for is read at
-once."""
-LONGEST = 4
-"""A problem of which nothing new has come is looked at in every second exchange, then once in so many: within 1.25
-seconds, and within 25 on a remote file system."""
-READERS_REMOTE = 16
-"""Problems of a remote file system that are read at once: an answer takes long, and little work."""
-SECONDS_PER_CHECK = 20.0
-"""How often it is asked whether the history must be tidied."""
-MAX_WAITING_TOKENS = 1_000_000
-"""Of other engines' rollouts that the engine has not taken. No more are read until it has."""
+FORMAT = 2
+"""Raised when files of older code can no longer be read."""
+METADATA_KEY = b"rollout_spec.history"
 MAX_PROBLEM_TOKENS = 262_144
-"""Of one problem, newest policy versions first, that one look reads: a group of 16 in each of 30 epochs, 512 each."""
-MAX_UNWRITTEN_TOKENS = 5_000_000
-"""Of its own rollouts that have not been tried to be written, and as many of those where that failed: up to 36 bytes
-each. A healthy folder never has so many. The oldest are dropped."""
-SECONDS_TO_CLOSE = 10.0
+"""Of one problem, newest policy versions first, that an engine reads: a group of 16 in each of 30 epochs, 512 each."""
+READERS = 16
+"""Files of a remote file system that are read at once: an answer takes long, and little work."""
+CHECKS_PER_BOUND = 16
+"""While the files of a full folder's size are written, by all engines together, about so many times it is listed and
+pruned: each byte has the same chance to be followed by that."""
+UNFINISHED_SECONDS = 3600.0
+"""What a killed process was writing is removed after that."""
+S3_OPTIONS = {"max_concurrency": 1, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
+"""Of s3fs. With more requests at once it asks for a file's size before it reads it. It tries five times itself, and
+botocore would try each of these five times: a store that throttles would get 25 requests for one."""
+_NAME = re.compile(r"([0-9a-f]{16})/(\d{10})-[0-9a-f]{16}\.parquet")
+_UNFINISHED = re.compile(r"\.[0-9a-f]{16}")
+MAX_SAID = 20
+"""Reasons for which files are left out are named up to so many."""
+
+
+class Origin(NamedTuple):
+    """What a file's rollouts come from. None: not known, which fits everything."""
+
+    tokenizer: str | None = None
+    """`fingerprint` of the tokenizer's vocabulary."""
+    vocab_size: int | None = None
+    """Tokens that the model knows: perhaps more than the tokenizer has. Files with others are refused."""
+    model: str | None = None
+    """The model's name, for people."""
+    states: str | None = None
+    """Tells apart models whose hidden states cannot be compared."""
+
+    def check(self, theirs: Origin) -> None:
+        """Raise ValueError if rollouts of another origin cannot be used here."""
+        if None not in (self.tokenizer, theirs.tokenizer) and self.tokenizer != theirs.tokenizer:
+            raise ValueError(f"it is of another tokenizer (model {theirs.model}): {theirs.tokenizer}")
+
+
+def fingerprint(vocabulary: Mapping[str, int]) -> str:
+    """128 bits that are equal for equal vocabularies, by token."""
+    digest = hashlib.blake2b(digest_size=16)
+    for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
+        digest.update(f"{number} {token}\n".encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
+# -- one file --------------------------------------------------------------------------------------------------------
+
+
+def encode(rollouts: Sequence[Rollout], origin: Origin) -> bytes:
+    """The bytes of a file with these rollouts, at least one. O(tokens)."""
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    lists = arrow.list_(arrow.int32())
+    roots = [rollout.root for rollout in rollouts]
+    packed_features = [None if r.features is None else r.features.astype("<i8").tobytes() for r in rollouts]
+    columns = {
+        "context": arrow.array([rollout.context for rollout in rollouts], lists),
+        "tokens": arrow.array([rollout.tokens for rollout in rollouts], lists),
+        "features": arrow.array(packed_features, arrow.binary()),
+        "root_length": arrow.array([None if root is None else root.length for root in roots], arrow.int64()),
+        "root_hash": arrow.array([None if root is None else root.whole for root in roots], arrow.uint64()),
+    }
+    about = json.dumps({"format": FORMAT, "origin": origin._asdict()})
+    table = arrow.table(columns, metadata={METADATA_KEY: about})
+    out = arrow.BufferOutputStream()
+    parquet.write_table(table, out, compression="zstd", use_dictionary=False, write_page_checksum=True)
+    data: bytes = out.getvalue().to_pybytes()
+    return data
+
+
+def decode(data: bytes, problem_id: int, version: int, origin: Origin) -> list[Rollout]:
+    """The rollouts of a file. Features of a model with other states are left out. O(tokens).
+
+    Args:
+        origin: What they are to be used with.
+
+    Raises:
+        ValueError: the file is damaged, of another format or another origin; the message does not name it.
+    """
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    try:
+        file = parquet.ParquetFile(arrow.BufferReader(data), page_checksum_verification=True)
+        about = json.loads((file.schema_arrow.metadata or {}).get(METADATA_KEY, b"{}"))
+        if about.get("format") != FORMAT:
+            raise ValueError(f"its format is {about.get('format')!r}, and this version of rollout-spec reads {FORMAT}")
+        theirs = Origin(**about["origin"])
+        origin.check(theirs)
+        # Not by threads of Arrow's pools: they could let go of these bytes, which are Python's, while the interpreter
+        # ends, and that aborts the process.
+        table = file.read(use_threads=False)
+        has_states = None in (origin.states, theirs.states) or origin.states == theirs.states
+        contexts, texts = _arrays(table["context"], origin), _arrays(table["tokens"], origin)
+        others = (table[name].to_pylist() for name in ("features", "root_length", "root_hash"))
+        rollouts = []
+        for context, tokens, packed, length, whole in zip(contexts, texts, *others, strict=True):
+            if not tokens.size or context.size > CONTEXT_TOKENS:
+                raise ValueError(f"a rollout has {tokens.size} tokens after {context.size} of its prompt")
+            features = None
+            if packed is not None and has_states:
+                features = np.frombuffer(packed, "<i8").reshape(tokens.size, FEATURE_WORDS).astype(np.int64)
+            root = None if length is None else Root(length, whole)
+            rollouts.append(Rollout(problem_id, version, context, tokens, features, root))
+        return rollouts
+    except (arrow.ArrowException, OSError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(first_line(error)) from error
+
+
+def _arrays(column: Any, origin: Origin) -> list[Any]:
+    """int32 arrays, one per row of a column of token lists."""
+    import pyarrow as arrow
+
+    lists = arrow.concat_arrays(column.chunks)
+    offsets, tokens = lists.offsets.to_numpy(), lists.values.to_numpy()
+    tokens = tokens[offsets[0] : offsets[-1]]
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < (origin.vocab_size or 2**31):
+        raise ValueError(f"it holds tokens outside of the vocabulary of {origin.vocab_size or 2**31}")
+    return np.split(tokens, offsets[1:-1] - offsets[0])
+
+
+# -- the folder ------------------------------------------------------------------------------------------------------
 
 
 @dataclass
 class FolderStats:
-    """What went through a folder, in this engine.
-
-    Attributes:
-        rollouts_written, bytes_written: Its own, merging not counted.
-        rollouts_read, bytes_read: Of earlier runs and of other engines.
-        rollouts_waiting: Could not be written yet, and will be tried again.
-        rollouts_lost: Were never written: too many waited, the engine ended before the folder could be written, or no
-            shard can hold them.
-        shards_refused: Shards that were damaged or of another tokenizer.
-        seconds: Time that its thread was busy.
-    """
+    """What went through a folder, in this process."""
 
     rollouts_written: int = 0
     bytes_written: int = 0
     rollouts_read: int = 0
     bytes_read: int = 0
-    rollouts_waiting: int = 0
-    rollouts_lost: int = 0
-    shards_refused: int = 0
-    seconds: float = 0.0
-
-    def to_dict(self) -> dict[str, float]:
-        """Plain data."""
-        return asdict(self)
+    files_refused: int = 0
+    """Those that were damaged or of another tokenizer."""
 
 
-@dataclass(slots=True)
-class _Asked:
-    """When a problem is looked at next that requests are live of."""
+class Found(NamedTuple):
+    """A file of a folder."""
 
-    in_exchanges: int = 0  # 0: in this one
-    pause: int = 1  # exchanges until the next look, if this one finds nothing
+    version: int
+    problem_id: int
+    path: str
+    size: int
 
 
 class HistoryFolder:
-    """See the module's docstring. Calls under `called by the engine` but `load` do not touch files.
+    """See the module's docstring. Each method raises OSError where the folder cannot be used.
+
+    Different problems may be read and written by different threads at once.
 
     Args:
         url: A path, or a URL that fsspec knows.
-        origin: What this engine's rollouts come from.
-        max_bytes: Bound on all problems' shards. The oldest policy versions go first.
-        features: Whether to write what the target saw.
+        origin: What the rollouts that are written come from, and what those that are read are used with.
+        max_bytes: Bound on all files. None: there is none.
 
     Attributes:
-        stats: What went through the folder.
+        is_remote: Whether files come over a network that fsspec knows of.
         newest_version: The newest policy version that `load` found; 0 before.
-        by_text: Problems that are told by their prompts' text, which `load` found.
+        stats: What went through the folder.
 
     Raises:
-        ValueError: as `open_storage`.
+        ValueError: fsspec knows no such file system, or cannot use it.
     """
 
-    def __init__(self, url: str, origin: Origin, *, max_bytes: int, features: bool = True) -> None:
-        self.stats = FolderStats()
-        self.newest_version = 0
-        self.by_text: set[int] = set()
-        self._storage: ShardStorage = open_storage(url)
-        self._is_remote = not isinstance(self._storage, LocalStorage)
-        self._origin = origin
-        self._url = url
+    def __init__(self, url: str, origin: Origin, *, max_bytes: int | None = None) -> None:
+        self.url, self.origin, self.newest_version, self.stats = url, origin, 0, FolderStats()
+        self._fs, self._root = open_folder(url)
+        self.is_remote = not _is_local(self._fs)
         self._max_bytes = max_bytes
-        self._features = features
-        self._problems: dict[int, ProblemShards] = {}  # the thread's
-        self._asked: dict[int, _Asked] = {}  # requests are live of these
-        self._to_forget: set[int] = set()  # problems of which the engine has nothing any more
-        self._outbox: deque[Rollout] = deque()
-        self._outbox_tokens = 0
-        self._unwritten: deque[tuple[ProblemShards, list[Entry]]] = deque()  # what could not be written, oldest first
-        self._pause = 0.0  # seconds from the last write that failed to the next; 0: it did not fail
-        self._next_write = 0.0  # by `time.monotonic`
-        self._inbox: deque[Rollout] = deque()
-        self._inbox_tokens = 0
-        self._num_waiting: Counter[int] = Counter()  # rollouts of it, by problem
-        self._learned: dict[str, NDArray] | None = None
-        self._lock = threading.RLock()  # of what the engine's calls and the thread both change
-        self._has_failed = False
-        self._warned_of: set[int | type[Exception] | None] = set()  # numbers of errors, or what has none
-        self._next_check = time.monotonic() + SECONDS_PER_CHECK  # whether the history must be tidied
-        self._woken = threading.Event()
-        self._is_stopping = False
-        self._thread: threading.Thread | None = None
-        self._tidying: threading.Thread | None = None
-        self._is_closed = False
-        self._process = os.getpid()
-
-    # -- called by the engine ----------------------------------------------------------------------------------------
+        self._seen: defaultdict[int, set[str]] = defaultdict(set)  # files that were read or written, by problem
+        self._said: set[str] = set()  # reasons that a warning has named
 
     def load(self, max_tokens: int) -> list[Rollout]:
-        """Read what an engine needs before it is asked for anything: some problems, chosen at random, as far as
-        `max_tokens` go, and what `newest_version` and `by_text` say.
+        """Read the newest files, as far as `max_tokens` go, and find `newest_version`. Oldest policy versions first."""
+        files = sorted(self.files(), reverse=True)
+        self.newest_version = files[0].version if files else 0
+        read: list[list[Rollout]] = []
+        with ThreadPool(READERS if self.is_remote else 1) as pool:
+            while files and max_tokens > 0:
+                some, files = files[:READERS], files[READERS:]
+                read += pool.map(self._read, some, 1)
+                max_tokens -= sum(rollout.num_tokens for rollouts in read[-len(some) :] for rollout in rollouts)
+        return [rollout for rollouts in reversed(read) for rollout in rollouts]
 
-        Shards that cannot be used are left out, each with a warning.
+    def read(self, problem_id: int) -> list[Rollout]:
+        """A problem's rollouts in files that were neither read nor written here. Oldest policy versions first."""
+        files = list(self.files(problem_id))
+        self._seen[problem_id] &= {file.path for file in files}  # without those that were pruned
+        new = [file for file in files if file.path not in self._seen[problem_id]]
+        read: list[list[Rollout]] = []
+        num_tokens = 0
+        for file in sorted(new, reverse=True):
+            if num_tokens >= MAX_PROBLEM_TOKENS:
+                self._seen[problem_id].add(file.path)
+                continue
+            read.append(self._read(file))
+            num_tokens += sum(rollout.num_tokens for rollout in read[-1])
+        return [rollout for rollouts in reversed(read) for rollout in rollouts]
+
+    def write(self, rollouts: Sequence[Rollout]) -> int:
+        """Write rollouts of one problem and version, at least one, as a file. Returns its bytes."""
+        problem_id, version = rollouts[0].problem_id, rollouts[0].version
+        data = encode(rollouts, self.origin)
+        # Named by its content: what is imported twice, or written again after an answer that was lost, is there once.
+        name = hashlib.blake2b(data, digest_size=8).hexdigest()
+        path = f"{self._root}/{problem_id:016x}/{version:010d}-{name}.parquet"
+        self._put(path, data)
+        self._seen[problem_id].add(path)
+        self.stats.rollouts_written += len(rollouts)
+        self.stats.bytes_written += len(data)
+        return len(data)
+
+    def prune_by_chance(self, num_bytes: int) -> None:
+        """Prune to `max_bytes`, by a chance that grows with the bytes that were written."""
+        if self._max_bytes is not None and random.random() < num_bytes * CHECKS_PER_BOUND / self._max_bytes:
+            self.prune(max_bytes=self._max_bytes)
+
+    def problems(self) -> list[int]:
+        """Those of which something was read or written."""
+        return list(self._seen)
+
+    def forget(self, problem_id: int) -> None:
+        """Read again what was read or written of a problem, if it is asked for: the engine has nothing of it left."""
+        self._seen.pop(problem_id, None)
+
+    def files(self, problem_id: int | None = None) -> Iterator[Found]:
+        """A problem's files, or all, in no order. An object store lists 1,000 of them per request."""
+        below = self._root if problem_id is None else f"{self._root}/{problem_id:016x}"
+        with _raising_os_errors(), contextlib.suppress(FileNotFoundError):
+            for path, size in self._find(below):
+                match = _NAME.fullmatch(path.removeprefix(f"{self._root}/"))
+                if match and int(match[2]) < 2**31:
+                    yield Found(int(match[2]), int(match[1], 16), path, size)
+
+    def _find(self, below: str) -> Iterator[tuple[str, int]]:
+        """(path, size) of all files in a folder and in its folders."""
+        if self.is_remote:
+            self._fs.invalidate_cache()
+            for path, about in self._fs.find(below, detail=True).items():
+                yield path, about["size"]
+            return
+        with contextlib.suppress(FileNotFoundError), os.scandir(below) as entries:  # faster than fsspec's
+            for entry in entries:
+                if entry.is_dir():
+                    yield from self._find(entry.path)
+                else:
+                    with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+                        yield entry.path, entry.stat().st_size
+
+    def rollouts(self, file: Found) -> list[Rollout]:
+        """A file's. Raises ValueError as `decode`, and FileNotFoundError where it is gone."""
+        with _raising_os_errors():
+            data = self._fs.cat_file(file.path)
+        self.stats.bytes_read += len(data)
+        return decode(data, file.problem_id, file.version, self.origin)
+
+    def prune(
+        self, *, max_bytes: int | None = None, keep_versions: int | None = None, dry_run: bool = False
+    ) -> list[Found]:
+        """Delete files of the oldest policy versions until the others have at most so many bytes, or versions.
 
         Returns:
-            The rollouts, oldest policy versions first.
+            Those that were deleted, or would be. Two processes that prune at once delete the same ones.
         """
-        with self._timed():
-            found: list[Rollout] = []
-            try:
-                self.newest_version = self._read_version_patiently()
-                self.by_text = problems_by_text(self._storage)
-                earlier = shards_of_earlier_versions(self._storage)
-                if earlier:
-                    logger.warning(
-                        "history: %d shards in %s, such as %s, are of an earlier version of rollout-spec and are not "
-                        "used. `rollout-spec history convert %s` converts them",
-                        len(earlier), self._url, earlier[0], self._url,
-                    )  # fmt: skip
-                groups = groups_of(self._storage)
-                random.SystemRandom().shuffle(groups)  # a trainer may have seeded the other one
-                problems = problem_ids(self._storage, groups)
-                while max_tokens > 0 and (some := list(islice(problems, self._num_readers))):
-                    for result in self._look_at(some):
-                        found += [entry.rollout for entry in result.entries]
-                        max_tokens -= sum(entry.rollout.num_tokens for entry in result.entries)
-            except OSError as error:
-                self._warn(error)
-            found.sort(key=lambda rollout: rollout.version)
-            self.stats.rollouts_read += len(found)
-            self.newest_version = max([self.newest_version, *(rollout.version for rollout in found[-1:])])
-            return found
+        files = sorted(self.files(), reverse=True)
+        newest = sorted({file.version for file in files}, reverse=True)[:keep_versions]
+        kept = num_bytes = 0
+        while kept < len(files) and files[kept].version >= newest[-1]:
+            num_bytes += files[kept].size
+            if max_bytes is not None and num_bytes > max_bytes:
+                break
+            kept += 1
+        if not dry_run:
+            self._delete([file.path for file in reversed(files[kept:])])  # who is killed here leaves no gap
+            self._remove_unfinished()
+        return files[kept:]
 
-    def load_learned(self) -> dict[str, NDArray]:
-        """What the last engine to use the folder had learned from outcomes; empty if that is not known."""
+    def _delete(self, paths: Sequence[str]) -> None:
+        """Delete files, some of which may be gone."""
+        if self.is_remote:
+            for i in range(0, len(paths), 1000):  # which S3 deletes by one request
+                with _raising_os_errors(), contextlib.suppress(FileNotFoundError):
+                    self._fs.rm(list(paths[i : i + 1000]))
+            return
+        for path in paths:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def _read(self, file: Found) -> list[Rollout]:
+        """A file's rollouts; none where it cannot be used, which is said once for each reason."""
+        rollouts: list[Rollout] = []
         try:
-            learned = self._read_learned()
-        except OSError as error:
-            self._warn(error)
-            return {}
-        learned.pop(VERSION, None)
-        origin = learned.pop(ORIGIN, None)
-        is_ours = origin is not None and origin.tolist() == json.dumps(self._origin.without_model())
-        return learned if is_ours else {}
-
-    def keep_learned(self, learned: Mapping[str, NDArray], version: int) -> None:
-        """Write soon what this engine has learned, and which policy version it has."""
-        with self._lock:
-            self._learned = {**learned, VERSION: np.array(version)}
-
-    def start(self) -> None:
-        """Begin to write and to read. What is left when the process ends is written, if nobody calls `close`."""
-        if self._is_remote:
-            # Not by `atexit`: executors refuse work by then, and asyncio asks for addresses of hosts in one.
-            register = getattr(threading, "_register_atexit", atexit.register)
-            register(_close_if_alive, weakref.ref(self))
-        self._thread = threading.Thread(target=self._run, name="rollout_spec history", daemon=True)
-        self._thread.start()
-
-    def watch(self, problem_id: int, *, is_known: bool) -> None:
-        """Requests of a problem begin: read at once what there is of it, and look for more until `unwatch`.
-
-        Args:
-            is_known: Whether the engine has any history of it. Otherwise also what was read earlier is read again.
-        """
-        with self._lock:
-            self._asked[problem_id] = _Asked()
-            if not is_known:
-                self._to_forget.add(problem_id)
-        self._woken.set()
-
-    def unwatch(self, problem_id: int) -> None:
-        """The last request of a problem has ended."""
-        with self._lock:
-            self._asked.pop(problem_id, None)
-
-    def unwatch_all(self) -> None:
-        """Nothing more is wanted."""
-        with self._lock:
-            self._asked.clear()
-
-    def keep_only(self, is_known: Callable[[int], bool]) -> None:
-        """Forget what was read of problems of which the engine has no history any more."""
-        with self._lock:
-            self._to_forget.update(
-                problem for problem in list(self._problems) if problem not in self._asked and not is_known(problem)
-            )
-
-    def add(self, rollouts: Iterable[Rollout]) -> None:
-        """Write rollouts soon."""
-        with self._lock:
-            for rollout in rollouts:
-                self._outbox.append(rollout if self._features else rollout._replace(features=None))
-                self._outbox_tokens += rollout.num_tokens
-            while self._outbox_tokens > MAX_UNWRITTEN_TOKENS:  # the thread hangs in a file system, or has to wait
-                self._outbox_tokens -= self._outbox.popleft().num_tokens
-                self.stats.rollouts_lost += 1
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        """Of rollouts that have come and were not taken."""
-        return self._inbox_tokens
-
-    def take(self, max_tokens: int = MAX_WAITING_TOKENS) -> list[Rollout]:
-        """The first of the other engines' rollouts that have come, with `max_tokens` together, but at least one."""
-        if not self._inbox:
+            rollouts = self.rollouts(file)
+        except FileNotFoundError:  # pruned meanwhile
             return []
-        with self._lock:
-            rollouts = pop_first(self._inbox, max_tokens)
-            self._num_waiting.subtract(rollout.problem_id for rollout in rollouts)
-            self._inbox_tokens -= sum(rollout.num_tokens for rollout in rollouts)
+        except (OSError, ValueError) as error:
+            if str(error) not in self._said and len(self._said) < MAX_SAID:
+                self._said.add(str(error))
+                logger.warning("history: %s is left out, as are others for this reason: %s", file.path, error)
+            if isinstance(error, OSError):  # it may be read another time
+                return []
+            self.stats.files_refused += 1
+        self._seen[file.problem_id].add(file.path)
+        self.stats.rollouts_read += len(rollouts)
         return rollouts
 
-    def close(self) -> None:
-        """Write what is left, and stop. Waits SECONDS_TO_CLOSE at most for the thread, which writes it.
-
-        A second call does nothing. Nor does one in a fork: rollouts are the parent's, and its thread may hold the lock.
-        One in the thread itself, where a dropped engine may be collected as garbage, lets it end by itself.
-        """
-        if self._is_closed or os.getpid() != self._process:
-            return
-        self._is_closed = self._is_stopping = True
-        self._woken.set()
-        if self._thread is threading.current_thread():
-            return
-        try:
-            if self._thread is None:
-                self._write_last()
-            else:
-                self._thread.join(SECONDS_TO_CLOSE)
-        finally:
-            num_left = self._count_unwritten()
-            self.stats.rollouts_lost += num_left
-            self.stats.rollouts_waiting = 0
-            if num_left:
-                logger.warning("history: %d rollouts could not be written to %s", num_left, self._url)
-
-    # -- the thread --------------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        seconds = SECONDS_REMOTE if self._is_remote else SECONDS_LOCAL
-        due = time.monotonic() + seconds
-        while not self._is_stopping:
-            self._woken.wait(max(due - time.monotonic(), 0.0))
-            self._woken.clear()
-            if self._is_stopping:
-                break
-            if time.monotonic() >= due:
-                self._try(self.exchange)
-                due = time.monotonic() + seconds
-            else:
-                self._try(self._read)
-        self._try(self._write_last)
-
-    def _try(self, work: Callable[[], None]) -> None:
-        try:
-            with self._timed():
-                work()
-        except Exception:  # must end neither the run nor the thread
-            if not self._has_failed:
-                self._has_failed = True
-                logger.exception("history: what goes through %s may be incomplete. This is said once", self._url)
-
-    def exchange(self) -> None:
-        """Write and read once, and tidy now and then. OSError is warned of.
-
-        The thread's work: not to be called by others while it runs.
-        """
-        self._forget()
-        self._write()
-        with self._lock:
-            for asked in self._asked.values():
-                asked.in_exchanges = max(asked.in_exchanges - 1, 0)
-        self._read()
-        if time.monotonic() >= self._next_check and not (self._tidying and self._tidying.is_alive()):
-            self._next_check = time.monotonic() + SECONDS_PER_CHECK
-            # It may take minutes, in which rollouts are to be written and read.
-            self._tidying = threading.Thread(target=self.tidy, name="rollout_spec tidying", daemon=True)
-            self._tidying.start()
-            release_memory()
-
-    def tidy(self) -> None:
-        """Delete the oldest policy versions until the bound holds, unless another engine has seen to it lately."""
-        try:
-            tidy_if_due(self._storage, self._max_bytes, lambda: self._is_stopping)
-        except OSError as error:
-            self._warn(error)
-
-    def _forget(self) -> None:
-        """Forget what was read of problems of which the engine has nothing, unless it is yet to take what was read."""
-        with self._lock:
-            self._num_waiting = +self._num_waiting
-            for problem_id in self._to_forget - self._num_waiting.keys():
-                self._problems.pop(problem_id, None)
-            self._to_forget.clear()
-
-    def _read(self) -> None:
-        """Look at the problems that were asked for since the last look, and at those that are due."""
-        self._forget()
-        with self._lock:
-            due = [problem for problem, asked in self._asked.items() if asked.in_exchanges == 0]
-        while due and self._inbox_tokens < MAX_WAITING_TOKENS:
-            some, due = due[: self._num_readers], due[self._num_readers :]
-            for problem_id, result in zip(some, self._look_at(some), strict=True):
-                rollouts = [entry.rollout for entry in result.entries]
-                self.stats.rollouts_read += len(rollouts)
-                with self._lock:
-                    self._inbox.extend(rollouts)
-                    self._num_waiting[problem_id] += len(rollouts)
-                    self._inbox_tokens += sum(rollout.num_tokens for rollout in rollouts)
-                    asked = self._asked.get(problem_id)
-                    if asked is not None:
-                        asked.in_exchanges = 1 if rollouts else asked.pause
-                        asked.pause = 1 if rollouts else min(2 * asked.pause, LONGEST)
-
-    @property
-    def _num_readers(self) -> int:
-        return READERS_REMOTE if self._is_remote else 1
-
-    def _look_at(self, problem_ids: list[int]) -> list[Found]:
-        """What is new of some problems."""
-
-        def look(problem_id: int) -> Found:
-            shards = self._shards_of(problem_id)
+    def _put(self, path: str, data: bytes) -> None:
+        """Write a file, which is there as a whole or not at all."""
+        folder = path.rpartition("/")[0]
+        with _raising_os_errors():
+            if not self.is_remote:
+                os.makedirs(folder, exist_ok=True)
+                unfinished = f"{folder}/.{secrets.token_hex(8)}"
+                try:
+                    with open(unfinished, "wb") as file:
+                        file.write(data)
+                    os.replace(unfinished, path)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        os.unlink(unfinished)
+                    raise
+                return
             try:
-                return shards.read_new(MAX_PROBLEM_TOKENS)
-            except OSError as error:
-                self._warn(error)
-                return Found([], 0, 0)
+                self._fs.pipe_file(path, data)
+            except FileNotFoundError:
+                if "s3" in self._fs.protocol:  # s3fs would make a bucket, perhaps of a misspelt name
+                    raise
+                self._fs.makedirs(folder, exist_ok=True)
+                self._fs.pipe_file(path, data)
 
-        results = in_threads(look, problem_ids)
-        self.stats.bytes_read += sum(result.num_bytes for result in results)
-        self.stats.shards_refused += sum(result.num_refused for result in results)
-        return results
-
-    def _shards_of(self, problem_id: int) -> ProblemShards:
-        shards = self._problems.get(problem_id)
-        if shards is None:
-            path = path_of(problem_id)
-            shards = ProblemShards(self._storage.folder(path), self._origin, f"{self._url}/{path}")
-            with self._lock:  # `keep_only` iterates over them
-                self._problems[problem_id] = shards
-        return shards
-
-    def _write(self) -> None:
-        """Write what has come. What cannot be written now is kept, and tried again after a pause."""
-        if time.monotonic() < self._next_write:
-            self.stats.rollouts_waiting = self._count_unwritten()
+    def _remove_unfinished(self) -> None:
+        """Remove what processes have left that were killed while they wrote."""
+        if self.is_remote:
             return
-        with self._lock:
-            outbox, self._outbox, self._outbox_tokens = self._outbox, deque(), 0
-            by_problem: defaultdict[int, list[Rollout]] = defaultdict(list)
-            for rollout in outbox:
-                by_problem[rollout.problem_id].append(rollout)
-            for problem_id, rollouts in by_problem.items():
-                shards = self._shards_of(problem_id)
-                self._unwritten.append((shards, shards.new_batch(rollouts)))
-        try:
-            left, failed = len(self._unwritten), None
-            while left:
-                some = [self._unwritten[at] for at in range(min(left, self._num_readers))]
-                failed = self._write_some(some) or failed
-                left -= len(some)
-                if self._woken.is_set() and not self._is_stopping:  # prompts are being read now
-                    self._woken.clear()
-                    self._read()
-            if failed is not None:
-                raise failed
-            self._write_learned()
-            self._pause = 0.0
-        except (OSError, MemoryError) as error:
-            self._warn(error)
-            self._pause = longer(self._pause)
-            self._next_write = time.monotonic() + self._pause
-            self._drop_oldest()
-        self.stats.rollouts_waiting = self._count_unwritten()
-
-    def _write_last(self) -> None:
-        """Write what is left, at once."""
-        self._next_write = 0.0
-        self._write()
-
-    def _write_some(self, batches: list[tuple[ProblemShards, list[Entry]]]) -> OSError | MemoryError | None:
-        """Write the oldest batches, at once where an answer takes long.
-
-        Returns:
-            Why a problem's folder could not be written; its batch is the last one now.
-
-        Raises:
-            OSError, MemoryError: another batch could not be written either.
-        """
-        errors = in_threads(self._write_batch, batches)
-        failed = [(error, batch) for error, batch in zip(errors, batches, strict=True) if error is not None]
-        with self._lock:
-            for _ in batches:
-                self._unwritten.popleft()
-            self._unwritten.extend(batch for error, batch in failed if _is_of_one_folder(error))
-            self._unwritten.extendleft(batch for error, batch in reversed(failed) if not _is_of_one_folder(error))
-        for error, _ in failed:
-            if not _is_of_one_folder(error):
-                raise error
-        return failed[0][0] if failed else None
-
-    def _write_batch(self, batch: tuple[ProblemShards, list[Entry]]) -> OSError | MemoryError | None:
-        """Write a shard of a batch, without the rollouts that no shard can hold, which leave the batch."""
-        shards, entries = batch
-        try:
-            size = shards.write(entries)
-        except (OSError, MemoryError) as error:
-            return error
-        except Exception as error:  # these rollouts can never be written together
-            left = [entry for entry in entries if self._can_be_written(entry)]
-            if len(left) == len(entries):  # it is no single one's fault
-                left = []
-            with self._lock:
-                self.stats.rollouts_lost += len(entries) - len(left)
-                entries[:] = left
-            self._warn_of_lost(error)
-            return self._write_batch(batch) if left else None
-        with self._lock:
-            self.stats.rollouts_written += len(entries)
-            self.stats.bytes_written += size
-        return None
-
-    def _can_be_written(self, entry: Entry) -> bool:
-        try:
-            encode([entry], self._origin)
-            return True
-        except (OSError, MemoryError):
-            raise
-        except Exception:
-            return False
-
-    def _read_version_patiently(self) -> int:
-        """`_read_version`, twice more where that fails: what a run says that begins with version 0 is taken for old."""
-        for pause in (FIRST_PAUSE, 2 * FIRST_PAUSE):
-            try:
-                return self._read_version()
-            except OSError:
-                time.sleep(pause)
-        return self._read_version()
-
-    def _read_version(self) -> int:
-        """The policy version of LEARNED; 0 if it is not known. Raises OSError."""
-        try:
-            version = int(self._read_learned().get(VERSION, np.array(0)))
-        except (ValueError, TypeError):
-            return 0
-        return version if 0 <= version < 2**31 else 0
-
-    def _read_learned(self) -> dict[str, NDArray]:
-        """The arrays of LEARNED; empty if there are none, or damaged ones. Raises OSError."""
-        try:
-            with np.load(io.BytesIO(self._storage.read(LEARNED)), allow_pickle=False) as arrays:
-                return dict(arrays)
-        except FileNotFoundError:
-            return {}
-        except (ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-            logger.warning("history: %s in %s is left out: %s", LEARNED, self._url, error)
-            return {}
-
-    def _write_learned(self) -> None:
-        with self._lock:
-            learned, self._learned = self._learned, None
-        if learned is None:
-            return
-        file = io.BytesIO()
-        about = np.array(json.dumps(self._origin.without_model()))
-        try:
-            version = np.maximum(learned[VERSION], self._read_version())  # engines may count on their own
-            np.savez_compressed(file, allow_pickle=False, **{**learned, VERSION: version, ORIGIN: about})
-            self._storage.write(LEARNED, file.getvalue())
-        except OSError:
-            with self._lock:
-                self._learned = self._learned or learned
-            raise
-
-    def _count_unwritten(self) -> int:
-        with self._lock:  # where the thread is stuck, `close` counts, and the thread may go on at any moment
-            return len(self._outbox) + sum(len(entries) for _, entries in self._unwritten)
-
-    def _drop_oldest(self) -> None:
-        """Drop batches that could not be written, until those that are left, but at least one, are within the bound."""
-        num_tokens = [sum(entry.rollout.num_tokens for entry in entries) for _, entries in self._unwritten]
-        while len(num_tokens) > 1 and sum(num_tokens) > MAX_UNWRITTEN_TOKENS:
-            num_tokens.pop(0)
-            with self._lock:
-                self.stats.rollouts_lost += len(self._unwritten.popleft()[1])
-
-    # -- what goes wrong ---------------------------------------------------------------------------------------------
-
-    def _warn_of_lost(self, error: Exception) -> None:
-        if type(error) not in self._warned_of:
-            self._warned_of.add(type(error))
-            logger.warning(
-                "history: rollouts that no shard can hold are not written to %s: %r. `rollouts_lost` counts them; this "
-                "is said once",
-                self._url,
-                error,
-            )
-
-    def _warn(self, error: OSError | MemoryError) -> None:
-        number = error.errno if isinstance(error, OSError) else type(error)
-        if number not in self._warned_of:
-            self._warned_of.add(number)
-            logger.warning(
-                "history: %s cannot be used as it should: %s. Rollouts go on; what cannot be written or read now is "
-                "tried again. This is said once",
-                self._url,
-                str(error) or repr(error),
-            )
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.stats.seconds += time.perf_counter() - started
+        for path, _ in self._find(self._root):
+            folder, _, name = path.removeprefix(f"{self._root}/").rpartition("/")
+            if _UNFINISHED.fullmatch(name) and re.fullmatch("[0-9a-f]{16}", folder):
+                with contextlib.suppress(OSError):
+                    if os.stat(path).st_mtime < time.time() - UNFINISHED_SECONDS:
+                        os.unlink(path)
 
 
-def _is_of_one_folder(error: OSError | MemoryError) -> bool:
-    """Whether others may be written, as where another user's engine has made the folder."""
-    numbers = (errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOTDIR, errno.EISDIR)
-    return isinstance(error, OSError) and error.errno in numbers
+def open_folder(url: str) -> tuple[Any, str]:
+    """fsspec's file system for a path or a URL, and the path on it. Touches no file.
 
-
-def _close_if_alive(folder: weakref.ref[HistoryFolder]) -> None:
-    if (alive := folder()) is not None:
-        alive.close()
-
-
-def in_threads(work: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-    """Do something with each item in a thread of its own, and wait for all. What is raised first is raised here.
-
-    One item takes no thread.
-    The threads are daemons: a process ends while one hangs in a file system. That of an executor would be waited for.
+    Raises:
+        ValueError: fsspec knows no such file system, or cannot use it.
     """
+    import fsspec
 
-    def run(item: Item, future: Future[Result]) -> None:
-        try:
-            future.set_result(work(item))
-        except BaseException as error:
-            future.set_exception(error)
-
-    if len(items) == 1:
-        return [work(items[0])]
-    futures: list[Future[Result]] = []
-    for item in items:
-        futures.append(Future())
-        threading.Thread(target=run, args=(item, futures[-1]), name="rollout_spec history", daemon=True).start()
-    return [future.result() for future in futures]
+    try:
+        options = {"use_listings_cache": False, **(S3_OPTIONS if url.startswith(("s3://", "s3a://")) else {})}
+        fs, path = fsspec.core.url_to_fs(url, **options)
+    except (ImportError, TypeError, ValueError) as error:
+        raise ValueError(f"history_dir {url!r} cannot be used: {error}") from error
+    return fs, path.rstrip("/")
 
 
-def pop_first(waiting: deque[Rollout], max_tokens: int) -> list[Rollout]:
-    """Take as many from the left as have at most `max_tokens` together, but at least one if there is any."""
-    some: list[Rollout] = []
-    left = max_tokens
-    while waiting and (not some or waiting[0].num_tokens <= left):
-        left -= waiting[0].num_tokens
-        some.append(waiting.popleft())
-    return some
+def _is_local(fs: Any) -> bool:
+    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
+
+
+@contextlib.contextmanager
+def _raising_os_errors() -> Iterator[None]:
+    """Raise OSError for whatever a file system's own code raises: each has other exceptions."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

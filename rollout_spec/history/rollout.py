@@ -12,7 +12,7 @@ CONTEXT_TOKENS = 32
 
 
 class Root(NamedTuple):
-    """By what a prompt is recognised at the beginning of a later one; see `rollout_spec.history.roots`."""
+    """By what a prompt is recognised at the beginning of a later one; see `rollout_spec.history.problems`."""
 
     length: int
     """Its tokens."""
@@ -34,13 +34,7 @@ class Rollout(NamedTuple):
     features: Features | None = None
     """int64 [n, FEATURE_WORDS], what the target saw at each token; None: not known."""
     root: Root | None = None
-    """Its prompt; None: it is a later turn's, or not known."""
-    by_text: bool = False
-    """Whether the problem is told by its prompt's text, as token ids were not recorded."""
-    reward: float | None = None
-    """Its reward, where that is known."""
-    isolated: bool = False
-    """Whether it is for its own problem only: requests of other problems must not draft from it."""
+    """The prompt that its conversation begins with; None: the caller has named the problem, or it is not known."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Parquet files of rollouts with all that is known of their sampling, as benchmarks and `history export` write them.
+"""Parquet files of rollouts with all that is known of their sampling, as benchmarks write them.
 
 A row's columns are
 
@@ -24,6 +24,17 @@ from rollout_spec.checks import first_line
 from rollout_spec.features.format import SIGNATURE_WORDS, TOP_TOKENS, Features, pack, take
 from rollout_spec.replay import Rollout
 from rollout_spec.types import Int32Array
+
+
+def has_trace_columns(path: str | Path) -> bool:
+    """Whether a file is Parquet with the columns above. Raises OSError where it cannot be read."""
+    with Path(path).open("rb") as file:
+        if file.read(4) != b"PAR1":
+            return False
+    try:
+        return {"prompt_id", "sample_id"} <= set(parquet.read_schema(path).names)
+    except (arrow.ArrowException, UnicodeDecodeError):
+        return False
 
 
 def read_traces(path: str | Path) -> list[Rollout]:

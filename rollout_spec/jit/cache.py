@@ -38,8 +38,6 @@ SOURCES = (
     "drafters/model/choice.py",
     "features/format.py",
     "features/torch.py",
-    "history/rollout.py",
-    "history/roots.py",
     "jit/compiler.py",
     "jit/reference.py",
     "noise/host.py",

@@ -19,7 +19,6 @@ from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.host.step import Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
-from rollout_spec.history.roots import Roots
 from rollout_spec.jit import cache
 from rollout_spec.types import Draft, Int32Array, SamplingBatch
 from rollout_spec.verify.api import verify_rows
@@ -53,11 +52,8 @@ def warm_up(
         ValueError: the drafter does not take its options.
     """
     with _reporting(log):
-        if config.speculation:
-            roots, token = Roots(), np.zeros(1, np.int32)
-            roots.stop(roots.start(token, lambda: 0), token)
-            if config.drafts_on_host:
-                _draft(config, has_model)
+        if config.speculation and config.drafts_on_host:
+            _draft(config, has_model)
         if torch.device(device).type == "cpu":
             _verify(config)
 

@@ -82,9 +82,9 @@ def drafts_of(make, watched, calls, is_foreign):
             given_isolated = {"isolated": isolated} if "isolated" in takes else {}
             coupled = seed if seed % 2 else None
             drafter.start_request(str(number), text, problem_id=problem_id, seed=coupled, **given_isolated)
-        elif what == "add" and hasattr(drafter, "add_rollouts"):
+        elif what == "add" and not isolated and hasattr(drafter, "add_rollouts"):
             context, tokens = np.array(text[:4], np.int32), np.array(text[4:], np.int32)
-            drafter.add_rollouts([Rollout(problem_id, version, context, tokens, isolated=isolated)])
+            drafter.add_rollouts([Rollout(problem_id, version, context, tokens)])
         elif what == "version":
             version += 1
             drafter.begin_policy_version(version)
@@ -138,14 +138,15 @@ def test_without_isolation_other_problems_are_drafted_from(index):
 
 
 @pytest.mark.parametrize("index", ["suffix", "ngram"])
-def test_rollouts_that_are_recorded_stay_isolated(index):
+def test_isolated_rollouts_are_not_recorded(index):
     drafter = HistoryDrafter(index, shared=True)
     drafter.record_rollouts()
     for number, isolated in enumerate((True, False)):
         drafter.start_request("r", [1, 2], problem_id=7, isolated=isolated)
         drafter.extend("r", [3, 4, number])
         drafter.stop_request("r")
-    assert [rollout.isolated for rollout in drafter.take_recorded()] == [True, False]
+    (recorded,) = drafter.take_recorded()
+    assert recorded.tokens.tolist() == [3, 4, 1]
     drafter.check_integrity()
 
 

@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from rollout_spec.history.roots import Roots
+from rollout_spec.history.problems import Problems
 from rollout_spec.noise import host as noise
 from tests.conftest import VOCAB_SIZE
 from tests.drafters.recorder import FUZZING
@@ -475,7 +475,7 @@ class Watch:
         if not took_part:
             return
         session.drafter.check_integrity()
-        check_roots(session.roots)
+        check_problems(session.problems)
         assert session.live.keys() <= set(self._requests)
         assert session.live.keys() == session.drafter._live.keys()
         rows = [live.row for live in session.live.values()]
@@ -509,19 +509,19 @@ class Watch:
         self._stopped.clear()
 
 
-def check_roots(roots: Roots) -> None:
+def check_problems(problems: Problems) -> None:
     """The known texts are found by their hashes."""
-    assert len(roots) <= roots._max_texts
-    for whole, text in roots._texts.items():
+    assert len(problems) <= problems._max_texts
+    for whole, text in problems._texts.items():
         assert text.whole == whole
         assert 0 <= text.num_known <= text.length
-    for head, text in roots._heads.items():
+    for head, text in problems._heads.items():
         assert text.head == head
-        assert roots._texts[text.whole] is text
-    for problem_id, text in roots._roots.items():
+        assert problems._texts[text.whole] is text
+    for problem_id, text in problems._roots.items():
         assert text.is_root
         assert text.problem_id == problem_id
-        assert roots._texts[text.whole] is text
+        assert problems._texts[text.whole] is text
 
 
 def run(new_life: Callable[[], EngineLife], *, num_lives: int, num_events: int) -> None:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from tests.history.made_up import rollouts_in
 from tests.integrations.engines import (
     PLAIN,
     assert_same,
@@ -18,7 +19,6 @@ from tests.integrations.engines import (
     stats_of,
     verify_all,
 )
-from tests.integrations.vllm.test_engine_history import rollouts_in
 
 pytestmark = pytest.mark.engine
 
@@ -71,7 +71,7 @@ def test_history_counts_the_requests_that_are_live_across_preemptions(tiny_model
     few_blocks = {"block_size": 32, "num_gpu_blocks_override": 5, "enable_prefix_caching": False}
     llm = build(tiny_model, max_num_seqs=6, **few_blocks, **options)
     speculation, preempted = speculation_of(llm), count_preemptions(llm)
-    live, folder = speculation.engine_history._live, speculation.engine_history._folder
+    live, thread = speculation.engine_history._live, speculation.engine_history._thread
     counted, exchange = [], speculation.engine_history.exchange
 
     def exchange_and_count():
@@ -79,7 +79,7 @@ def test_history_counts_the_requests_that_are_live_across_preemptions(tiny_model
         counted.append(live.total())
         begun = speculation._req_indices if on_device else {*speculation.live, *speculation._expected}
         assert live.total() == len(begun)
-        assert folder._asked.keys() == live.keys()
+        assert thread._watched.keys() == live.keys()
 
     speculation.engine_history.exchange = exchange_and_count
     params = mixed_params(4, 9, temperature=1.0, max_tokens=30, ignore_eos=True, **PLAIN)
@@ -91,7 +91,7 @@ def test_history_counts_the_requests_that_are_live_across_preemptions(tiny_model
     assert llm.llm_engine.has_unfinished_requests() is False
     speculation.close()
     assert not live
-    assert not folder._asked
+    assert not thread._watched
     assert sorted(r.tokens.tolist() for r in rollouts_in(tmp_path)) == sorted(said)
 
 

@@ -843,17 +843,3 @@ def test_what_is_being_copied_is_recorded_by_who_waits_for_it():
     recorded = drafter.take_recorded(wait=True)
     assert [rollout.tokens.tolist() for rollout in recorded] == [[2, 3, 4]] * 2
     assert drafter.take_recorded(wait=True) == []
-
-
-def test_learned_rates_go_on_in_another_drafter():
-    first, second = Engine(), Engine()
-    request = first.start([0, 1] * 10)
-    for _ in range(3):
-        first.propose()
-        first.commit(request, [0, 1])
-    learned = first.drafter.learned()
-    assert learned["counters"].any()
-    second.drafter.learn({"counters": learned["counters"][1:]})
-    assert not second.drafter.learned()["counters"].any(), "of another shape"
-    second.drafter.learn(learned)
-    assert (second.drafter.learned()["counters"] == learned["counters"]).all()

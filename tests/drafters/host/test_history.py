@@ -1187,21 +1187,3 @@ def test_a_later_turn_stores_only_what_is_new(index):
     recorder.check()
     with pytest.raises(ValueError, match="num_known must be from 0 to the prompt's 2 tokens, got 3"):
         recorder.drafter.start_request("a", [1, 2], num_known=3)
-
-
-@both_indexes
-def test_what_was_learned_goes_on_in_another_drafter(index):
-    first, second = make(index), make(index)
-    first.start("a", [0, 1] * 10)
-    for _ in range(5):
-        first.extend("a", first.draft("a"))
-    learned = first.drafter.learned()
-    assert learned["coarse"].any()
-    assert learned.keys() == {"coarse", "fine", "by_inverse_temperature"}, "what is only counted is not handed on"
-    second.drafter.learn({"by_source": np.ones((len(vote.SOURCES), 2), np.int64)})
-    assert not any(any(counts) for counts in second.drafter.source_counts().values())
-    second.drafter.learn({name: array[:1] for name, array in learned.items()})
-    assert not any(array.any() for array in second.drafter.learned().values()), "of another shape"
-    second.drafter.learn(learned)
-    again = second.drafter.learned()
-    assert all((again[name] == array).all() for name, array in learned.items())

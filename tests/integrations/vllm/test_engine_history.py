@@ -17,9 +17,8 @@ from transformers import AutoTokenizer
 
 from rollout_spec import RolloutSpecGenerator, engine_kwargs
 from rollout_spec.cli import main
-from rollout_spec.history.contents import Contents, each_once
-from rollout_spec.history.storage import open_storage
 from tests.conftest import environment_for_a_process
+from tests.history import made_up
 from tests.integrations.engines import (
     assert_same,
     build,
@@ -45,8 +44,7 @@ def history(llm):
 
 
 def rollouts_in(folder):
-    rollouts = each_once(Contents(open_storage(folder)))
-    return sorted(rollouts, key=lambda r: (r.version, r.problem_id, r.tokens.tolist()))
+    return sorted(made_up.rollouts_in(folder), key=lambda r: (r.version, r.problem_id, r.tokens.tolist()))
 
 
 def accepted(llm, params):
@@ -124,7 +122,7 @@ def test_another_engine_recognises_the_conversation_at_its_second_turn(tiny_mode
     assert history(other)["problems"] == 1
 
 
-def test_recordings_of_text_are_found_by_the_prompts_text(tiny_model, tmp_path, capsys):
+def test_imported_text_is_found_by_its_prompt(tiny_model, tmp_path, capsys):
     lines = [{"prompt": "w1 w2 w3", "completion": " ".join(["w4 w5 w6 w7"] * 8), "step": 3}] * 2
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
     folder = str(tmp_path / "history")
@@ -138,9 +136,7 @@ def test_recordings_of_text_are_found_by_the_prompts_text(tiny_model, tmp_path, 
     assert history(llm)["requests_with_history"] == 2
     assert stats_of(llm)["policy_version"] == 3
     session_of(llm).engine_history.close()
-    kept = rollouts_in(folder)
-    assert len({rollout.problem_id for rollout in kept}) == 2
-    assert sum(rollout.by_text for rollout in kept) == 2
+    assert len({rollout.problem_id for rollout in rollouts_in(folder)}) == 2
 
 
 def test_evaluations_leave_nothing_in_the_folder(tiny_model, tmp_path):
@@ -172,12 +168,11 @@ def test_a_folder_that_cannot_be_used_costs_a_warning_and_not_the_run(tiny_model
     assert np.isfinite(history(llm)["folder"]["seconds"])
 
 
-@pytest.mark.parametrize("method", ["take_recorded", "learned"])
-def test_a_drafter_that_raises_in_the_end_keeps_nothing_from_being_written(tiny_model, tmp_path, monkeypatch, method):
+def test_a_drafter_that_raises_in_the_end_keeps_nothing_from_being_written(tiny_model, tmp_path, monkeypatch):
     llm = build(tiny_model, **engine_kwargs(history_dir=str(tmp_path / "history")))
     generate(llm, mixed_params(3))
     session = session_of(llm)
-    monkeypatch.setattr(session.drafter, method, lambda **options: 1 / 0)
+    monkeypatch.setattr(session.drafter, "take_recorded", lambda **options: 1 / 0)
     session.close()
     assert len(rollouts_in(tmp_path / "history")) == 3
     assert session.broken
@@ -188,7 +183,7 @@ def test_a_drafter_that_raises_when_a_version_begins_ends_speculation_and_not_th
 ):
     llm = build(tiny_model, **engine_kwargs(history_dir=str(tmp_path / "history")))
     generate(llm, mixed_params(3))
-    monkeypatch.setattr(session_of(llm).drafter, "learned", lambda: 1 / 0)
+    monkeypatch.setattr(session_of(llm).drafter, "begin_policy_version", lambda version: 1 / 0)
     llm.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
     assert len(generate(llm, mixed_params(3, 2))) == 3
     assert stats_of(llm)["drafter_errors"] == 1

@@ -30,7 +30,7 @@ def live(model, off, *, num_lives: int, **options) -> None:
     """Let a new engine live some lives."""
     on = build(model, **SMALL, **engine_kwargs(num_speculative_tokens=5, **options))
     session, preempted = runner_of(on).drafter.session, count_preemptions(on)
-    session.roots._max_texts = 60
+    session.problems._max_texts = 60
     watch, weights = Watch(session, runner_of(on).requests), Weights(on, off)
 
     def new_life() -> EngineLife:

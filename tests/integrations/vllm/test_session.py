@@ -20,16 +20,14 @@ from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import no_features
-from rollout_spec.history.contents import Contents, each_once
-from rollout_spec.history.roots import Roots
-from rollout_spec.history.storage import open_storage
+from rollout_spec.history.problems import Problems, root_of_prompt
 from rollout_spec.integrations.vllm import commands
-from rollout_spec.integrations.vllm.problems import recognise
-from rollout_spec.integrations.vllm.request_options import with_tenant
 from rollout_spec.integrations.vllm.session import STEPS_PER_SHARING, DraftingSession
+from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft
 from tests.drafters.recorder import positions_of
+from tests.history.made_up import rollouts_in
 
 
 class Outcome(NamedTuple):
@@ -877,9 +875,10 @@ def test_problems_are_told_apart_by_all_that_shapes_their_outputs():
         request.mm_features = [
             SimpleNamespace(identifier=image, mm_position=SimpleNamespace(offset=i)) for i, image in enumerate(images)
         ]
-        return recognise(roots, request, np.array(prompt, np.int32)).problem_id
+        return speculation.begin_conversation(request, np.array(prompt, np.int32)).problem_id
 
-    roots = Roots()
+    speculation = Speculation()
+    speculation.problems = Problems()
     assert problem() == problem_of_prompt([1, 2, 3])
     assert problem([]) is None
     assert problem([], adapter="x") is not None
@@ -890,19 +889,6 @@ def test_problems_are_told_apart_by_all_that_shapes_their_outputs():
     assert len(set(ids)) == len(ids)
     assert ids == [problem(**variant) for variant in variants]
     assert problem(adapter="policy-v3") == problem(adapter="policy-v12") != problem(adapter="other-v3")
-
-
-def test_recordings_of_text_are_of_no_tenant_adapter_or_image():
-    def problem(**changes):
-        request = a_request(ROOT)
-        request.sampling_params.extra_args = with_tenant(None, changes.get("salt"))
-        request.lora_request = SimpleNamespace(lora_name="x") if changes.get("adapter") else None
-        if changes.get("image"):
-            request.mm_features = [SimpleNamespace(identifier="i", mm_position=SimpleNamespace(offset=0))]
-        return recognise(Roots(), request, np.array(ROOT, np.int32), lambda prompt: 9).problem_id
-
-    assert problem() == 9
-    assert 9 not in (problem(salt="a"), problem(adapter=True), problem(image=True))
 
 
 # -- conversations ---------------------------------------------------------------------------------------------------
@@ -964,7 +950,7 @@ def test_ended_requests_take_no_more_memory_once_history_is_full(drafter):
     num_kept = session.drafter.history_summary()["rollouts"]
     for prompt in prompts[len(prompts) - num_kept :]:
         later = np.array([*prompt, 1, 2, 3, *ANSWER], np.int32)
-        assert recognise(session.roots, a_request(later), later).problem_id == problem_of_prompt(prompt)
+        assert session.begin_conversation(a_request(later), later).problem_id == problem_of_prompt(prompt)
 
 
 def test_rollouts_that_are_not_kept_are_not_taken_for_known():
@@ -981,8 +967,8 @@ def test_a_named_problem_is_kept_apart_and_its_turns_are_known_too():
     stored = session.drafter._store.num_tokens
     say(session, "b", [*ROOT, 30], [31, 32])
     assert set(session.drafter._problems) == {7, problem_of_prompt([*ROOT, 30])}
-    assert session.roots.root_of(7) is None
-    assert session.roots.root_of(problem_of_prompt([*ROOT, 30])).length == 21
+    assert session.problems.root_of(7) is None
+    assert session.problems.root_of(problem_of_prompt([*ROOT, 30])).length == 21
     say(session, "a2", [*ROOT, 30, 31, 32, 33, *ANSWER], [30], rollout_spec_problem_id=7)
     assert set(session.drafter._problems) == {7, problem_of_prompt([*ROOT, 30])}
     assert session.drafter._store.num_tokens == stored + 21 + 2 + 24 + len(ANSWER) + 1
@@ -1041,9 +1027,9 @@ def with_folder(folder, **options):
     return session
 
 
-def rollouts_in(folder):
+def said_in(folder):
     """The tokens of each rollout in a folder that sessions have closed."""
-    return sorted(rollout.tokens.tolist() for rollout in each_once(Contents(open_storage(str(folder)))))
+    return sorted(rollout.tokens.tolist() for rollout in rollouts_in(folder))
 
 
 def test_a_request_that_runs_on_past_its_stop_string_is_one_rollout(tmp_path, nine_stops):
@@ -1061,7 +1047,7 @@ def test_a_request_that_runs_on_past_its_stop_string_is_one_rollout(tmp_path, ni
     assert session.drafter.history_summary()["rollouts"] == 1
     session.drafter.check_integrity()
     session.close()
-    assert rollouts_in(tmp_path) == [[4, 5, 6, 9]]
+    assert said_in(tmp_path) == [[4, 5, 6, 9]]
 
 
 def test_an_id_that_comes_again_right_after_its_batch_is_another_request(tmp_path):
@@ -1095,25 +1081,24 @@ def test_prompts_of_embeddings_keep_no_complete_batch_waiting(tmp_path, names):
     advance(session, tokens, requests=requests)
     assert session.drafter.history_summary()["rollouts"] == 1
     session.close()
-    assert rollouts_in(tmp_path) == [[9]]
+    assert said_in(tmp_path) == [[9]]
 
 
 @pytest.mark.parametrize("extra_args", [{}, {"rollout_spec": {"problem_id": 7}}])
-def test_only_first_turns_have_a_root_by_which_others_recognise_their_prompt(tmp_path, extra_args):
+def test_rollouts_have_the_root_by_which_others_recognise_their_prompt(tmp_path, extra_args):
     session, first, second = with_folder(tmp_path, budget=False), [30, 31, 32, 33], [36, 31]
     say(session, "a", ROOT, first, **extra_args)
     say(session, "a2", [*ROOT, *first, *ANSWER], second, **extra_args)
     session.close()
-    found = {tuple(r.tokens.tolist()): r.root for r in each_once(Contents(open_storage(str(tmp_path))))}
-    assert found.keys() == {tuple(first), tuple(second)}
-    assert found[tuple(first)].length == len(ROOT)
-    assert found[tuple(second)] is None
+    found = {tuple(r.tokens.tolist()): r.root for r in rollouts_in(tmp_path)}
+    root = None if extra_args else root_of_prompt(np.array(ROOT, np.int32))  # who names the problem will name it again
+    assert found == {tuple(first): root, tuple(second): root}
 
 
 def live_in_history(session):
     """How many requests the history counts, by problem. Of the same problems the folder is looked at."""
     history = session.engine_history
-    assert history._folder._asked.keys() == history._live.keys()
+    assert history._thread._watched.keys() == history._live.keys()
     return dict(history._live)
 
 
@@ -1132,7 +1117,7 @@ def test_history_counts_the_requests_that_are_live_of_each_problem(tmp_path):
     session.end_missing({})
     assert live_in_history(session) == {}
     session.close()
-    assert rollouts_in(tmp_path) == [[5], [5], [5, 5], [6]]
+    assert said_in(tmp_path) == [[5], [5], [5, 5], [6]]
 
 
 def test_a_problems_history_is_read_while_the_prompt_is_read(tmp_path):

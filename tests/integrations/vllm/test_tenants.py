@@ -12,12 +12,14 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 
-from rollout_spec.history.roots import Roots
+from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.history.problems import Problems
 from rollout_spec.integrations.vllm.hooks_front_end import TenantWatch
-from rollout_spec.integrations.vllm.problems import has_tenant, recognise
 from rollout_spec.integrations.vllm.request_options import TENANT, request_options, tenant_of, with_tenant
+from rollout_spec.integrations.vllm.speculation import Speculation
+from tests.history.made_up import rollouts_in
 from tests.integrations.engines import build, runner_of, verify_all
-from tests.integrations.vllm.test_engine_history import history, rollouts_in, session_of
+from tests.integrations.vllm.test_engine_history import history, session_of
 
 pytestmark = pytest.mark.engine
 
@@ -93,9 +95,15 @@ def lora(request, name):
     return request
 
 
+def a_speculation():
+    speculation = Speculation()
+    speculation.problems = Problems()
+    return speculation
+
+
 def test_every_tenant_has_its_own_problems():
-    """The same prompt or the same `problem_id`, adapter and text known by recordings: never the same problem."""
-    roots, ids = Roots(), []
+    """The same prompt or the same `problem_id` and adapter: never the same problem."""
+    speculation, ids = a_speculation(), []
     for salt in (*SALTS, "7"):
         some = [
             request_of(salt),
@@ -103,31 +111,30 @@ def test_every_tenant_has_its_own_problems():
             request_of(salt, PROMPT[::-1], problem_id=7),
             lora(request_of(salt), "cache_salt"),
         ]
-        first, *more = (recognise(roots, *request, lambda tokens: 99).problem_id for request in some)
+        first, *more = (speculation.begin_conversation(*request).problem_id for request in some)
         ids += [first, more[0], more[2]]
         assert more[0] == more[1]
-        assert [has_tenant(request) for request, _ in some] == [salt is not None] * 4
-        assert first == recognise(roots, *request_of(salt)).problem_id
-    assert ids[:2] == [99, 7], "without a salt as ever"
+        assert first == speculation.begin_conversation(*request_of(salt)).problem_id
+    assert ids[:2] == [problem_of_prompt(PROMPT), 7], "without a salt as ever"
     assert len(set(ids)) == len(ids)
     assert all(0 <= number < 2**64 for number in ids)
-    assert recognise(Roots(), *request_of("tenant-a", [])).problem_id is None
+    assert a_speculation().begin_conversation(*request_of(None, [])).problem_id is None
 
 
 @pytest.mark.parametrize("options", [{}, {"problem_id": 7}])
 def test_conversations_go_on_within_a_tenant(options):
-    roots = Roots()
+    speculation = a_speculation()
     said = np.array([5, 6, 7], np.int32)
     for number, salt in enumerate(SALTS):
-        first = recognise(roots, *request_of(salt, **options))
-        assert (first.turn, first.num_known) == (0, 0)
-        roots.stop(first, said)
+        first = speculation.begin_conversation(*request_of(salt, **options))
+        assert (first.is_first, first.num_known) == (True, 0)
+        speculation.problems.stop(first, said)
         for other in SALTS[: number + 1]:
-            later = recognise(roots, *request_of(other, [*PROMPT, *said, 9 + number], **options))
-            assert (later.turn, later.num_known) == (1, 23)
+            later = speculation.begin_conversation(*request_of(other, [*PROMPT, *said, 9 + number], **options))
+            assert (later.is_first, later.num_known) == (False, 23)
         assert later.problem_id == first.problem_id
-    stranger = recognise(roots, *request_of("tenant-c", [*PROMPT, *said, 1], **options))
-    assert (stranger.turn, stranger.num_known) == (0, 0)
+    stranger = speculation.begin_conversation(*request_of("tenant-c", [*PROMPT, *said, 1], **options))
+    assert (stranger.is_first, stranger.num_known) == (True, 0)
 
 
 # -- engines ---------------------------------------------------------------------------------------------------------
@@ -200,26 +207,13 @@ def test_a_drafter_of_ones_own_need_not_know(tiny_model):
     assert runner_of(llm).drafter.session.enabled
 
 
-def test_a_folder_gives_back_to_the_same_tenant_only(tiny_model, tmp_path):
+def test_a_folder_gets_nothing_of_a_tenant(tiny_model, tmp_path):
     options = verify_all(**OPTIONS, history_dir=str(tmp_path))
     first = build(tiny_model, **options)
-    prompts = [PROMPT, PROMPT[1:], PROMPT[2:]]
-    ask(first, [*prompts, PROMPT], [*SALTS, "tenant-a"])
+    ask(first, [PROMPT, PROMPT[1:], PROMPT[2:], PROMPT], [*SALTS, "tenant-a"])
     session_of(first).engine_history.close()
-    rollouts = rollouts_in(tmp_path)
-    assert sorted(rollout.isolated for rollout in rollouts) == [False, True, True, True]
-    assert all(b"tenant-" not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-
+    (rollout,) = rollouts_in(tmp_path)
+    assert rollout.problem_id == problem_of_prompt([PROMPT, PROMPT[1:], PROMPT[2:]][SALTS.index(None)])
     second = build(tiny_model, **options)
-    assert history(second)["rollouts"] == 4
-    new = [22, *PROMPT]  # of which nobody has said anything, but it ends as other prompts do
-    assert found(second, lambda: ask(second, [new], ["tenant-b"])) == [0, 0, 0]
-    assert found(second, lambda: ask(second, [[23, *PROMPT]], [None]))[2] > 0
-    for prompt, salt in zip(prompts, SALTS, strict=True):
-        for other in {*SALTS, "tenant-c"} - {salt}:
-            if (prompt, other) != (PROMPT, "tenant-a"):  # who has asked this, too
-                assert found(second, lambda p=prompt, s=other: ask(second, [p], [s], **NOT_KEPT))[:2] == [0, 0]
-        known, of_problem, _ = found(second, lambda p=prompt, s=salt: ask(second, [p], [s], **NOT_KEPT))
-        assert known == 1
-        assert of_problem > 0
+    assert history(second)["rollouts"] == 1
     session_of(second).engine_history.close()

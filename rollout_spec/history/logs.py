@@ -1,0 +1,158 @@
+"""Logs of rollouts that others have written: JSONL of token ids, TRL's `log_completions`, verl's `rollout_data_dir`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollout_spec.checks import first_line, shown
+from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.history.problems import root_of_prompt
+from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout
+from rollout_spec.types import Int32Array
+
+COLUMNS = (
+    ("prompt_token_ids", "token_ids"),  # vLLM's names, and `history export`'s
+    ("prompt_ids", "completion_ids"),  # TRL's
+    ("prompt_tokens", "completion_tokens"),
+    ("prompt", "completion"),  # TRL's log_completions: text or messages
+    ("input", "output"),  # verl's rollout_data_dir: text
+)
+"""Names of prompt and completion. The first pair that a line has counts, so token ids before text."""
+VERSION_COLUMNS = ("version", "policy_version", "step", "epoch")
+
+
+def read(
+    path: Path, tokenizer: Any, on_bad: Callable[[int, str], object], *, version: int | None = None
+) -> Iterator[tuple[Rollout, Int32Array]]:
+    """The rollouts of a log with their whole prompts, int32, in its order, a line or row at a time.
+
+    Prompts that are messages are rendered by the tokenizer's chat template, and text is tokenized as it is. Where that
+    gives other tokens than the engine's, a rollout serves other problems only.
+
+    Args:
+        path: Parquet, JSONL or gzipped JSONL.
+        tokenizer: Of transformers. None: only token ids can be read, and are not checked.
+        on_bad: Called with the number, from 1, of each line that cannot be used, and the reason. It is left out.
+        version: Of all rollouts. None: each line's own, otherwise 0.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    vocab_size = 2**31 if tokenizer is None else len(tokenizer)
+    for number, row in _rows(path, on_bad):
+        try:
+            prompt, tokens = _tokens(row, tokenizer)
+            for what, ids in (("prompt", prompt), ("completion", tokens)):
+                if not ids.size:
+                    raise ValueError(f"the {what} is empty")
+                if not 0 <= ids.min() <= ids.max() < vocab_size:
+                    raise ValueError(f"the {what} has tokens {ids.min()} to {ids.max()}, and there are {vocab_size}")
+            given, known = row.get("problem_id"), _version(row) if version is None else version
+            if given is not None and not (type(given) is int and 0 <= given < 2**64):
+                raise ValueError(f"problem_id must be an integer of 64 bits, got {shown(given)}")
+            problem_id, root = (problem_of_prompt(prompt), root_of_prompt(prompt)) if given is None else (given, None)
+            yield Rollout(problem_id, known, prompt[-CONTEXT_TOKENS:].copy(), tokens, root=root), prompt
+        except ValueError as error:
+            on_bad(number, first_line(error))
+
+
+def _rows(path: Path, on_bad: Callable[[int, str], object]) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open("rb") as file:
+        magic = file.read(4)
+    if magic == b"PAR1":
+        yield from _parquet_rows(path, on_bad)
+        return
+    with gzip.open(path, "rb") if magic[:2] == b"\x1f\x8b" else path.open("rb") as file:
+        number = 0
+        try:
+            for number, line in enumerate(file, 1):
+                try:
+                    row = json.loads(line.decode("utf-8-sig")) if line.strip() else None
+                    if row is not None and not isinstance(row, dict):
+                        raise ValueError(f"it must be an object, got {type(row).__name__}")
+                except (ValueError, RecursionError) as error:
+                    on_bad(number, first_line(error))
+                    continue
+                if row is not None:
+                    yield number, row
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:  # as where its process was killed
+            on_bad(number + 1, first_line(error))
+
+
+def _parquet_rows(path: Path, on_bad: Callable[[int, str], object]) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow as arrow
+    import pyarrow.parquet as parquet
+
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=256):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield number, row
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        on_bad(number + 1, f"this is no whole Parquet file: {first_line(error)}")
+
+
+def _tokens(row: dict[str, Any], tokenizer: Any) -> tuple[Int32Array, Int32Array]:
+    """(prompt, completion) of a row. Raises ValueError."""
+    names = next((names for names in COLUMNS if all(row.get(name) is not None for name in names)), None)
+    if names is None:
+        known = ", ".join(" and ".join(names) for names in COLUMNS)
+        raise ValueError(f"no prompt and completion under one of these pairs of names: {known}")
+    prompt, completion = (row[name] for name in names)
+    if tokenizer is None and not all(map(_is_token_ids, (prompt, completion))):
+        raise ValueError("text needs --tokenizer NAME_OR_PATH")
+    if _is_messages(completion):
+        before = _render(tokenizer, prompt, add_generation_prompt=True) if _is_messages(prompt) else None
+        if before is None:
+            raise ValueError("a completion of messages needs a prompt of messages")
+        whole = _render(tokenizer, prompt + completion)
+        if not whole.startswith(before):
+            raise ValueError("the chat template renders the prompt in another way before its completion")
+        completion = whole.removeprefix(before)
+    if _is_messages(prompt):
+        prompt = _render(tokenizer, prompt, add_generation_prompt=True)
+    return _encode(tokenizer, prompt), _encode(tokenizer, completion)
+
+
+def _encode(tokenizer: Any, text: Any) -> Int32Array:
+    """Token ids as an array, or text's. Raises ValueError."""
+    if isinstance(text, str):
+        text = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if not _is_token_ids(text):
+        raise ValueError(f"it must be text, messages or a list of token ids, got {shown(text)}")
+    try:
+        return np.array(text, np.int32)
+    except OverflowError as error:
+        raise ValueError(f"token ids have 31 bits, got {min(text)} to {max(text)}") from error
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(token) is int for token in value)  # a bool is an int
+
+
+def _is_messages(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
+
+
+def _render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
+    messages = [{k: v for k, v in message.items() if v is not None} for message in messages]  # Parquet adds fields
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
+    except Exception as error:  # whatever a template raises
+        raise ValueError(f"the tokenizer's chat template cannot render it: {first_line(error)}") from error
+
+
+def _version(row: dict[str, Any]) -> int:
+    value = next((row[name] for name in VERSION_COLUMNS if row.get(name) is not None), 0)
+    if type(value) not in (int, float) or not 0 <= value < 2**31 or value != int(value):
+        raise ValueError(f"the policy version must be an integer of 31 bits, got {shown(value)}")
+    return int(value)

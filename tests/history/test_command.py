@@ -1,0 +1,145 @@
+"""`rollout-spec history`."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+from rollout_spec.cli import main
+from rollout_spec.history import command
+from rollout_spec.history.folder import HistoryFolder
+from tests.history.made_up import ORIGIN, rollout, rollouts_in
+from tests.history.test_logs import IDS, Tokenizer, read_all, write_lines
+
+
+@pytest.fixture
+def history(tmp_path, monkeypatch, capsys):
+    """Runs a command and returns (exit status, what it printed, its errors)."""
+    tokenizer = Tokenizer()
+    tokenizer.get_vocab = lambda: {f"w{i}": i for i in range(100)}
+    monkeypatch.setattr(command, "load_tokenizer", lambda name: tokenizer)
+
+    def run(*arguments):
+        status = main(["history", *map(str, arguments)])
+        return status, *capsys.readouterr()
+
+    return run
+
+
+def test_logs_become_history_and_are_there_once_if_they_are_imported_again(history, tmp_path):
+    first = write_lines(tmp_path / "first.jsonl", [{**IDS, "step": i // 2} for i in range(6)])
+    second = write_lines(tmp_path / "second.jsonl", [{"input": "w1 w2", "output": "w3 w4", "step": 1}, "bad"])
+    for _ in range(2):
+        status, out, err = history("import", first, second, "--into", tmp_path / "a run", "--tokenizer", "x")
+        assert status == 0
+        assert out.startswith("7 rollouts of 2 problems, 14 tokens, ")
+        assert "1 lines left out" in out
+        assert err.startswith(f"{second}:2: Expecting value")
+    kept = rollouts_in(tmp_path / "a run")
+    assert sorted((r.version, r.tokens.tolist()) for r in kept) == [
+        (0, [8, 9]), (0, [8, 9]), (1, [3, 4]), (1, [8, 9]), (1, [8, 9]), (2, [8, 9]), (2, [8, 9]),
+    ]  # fmt: skip
+    origin = ORIGIN._replace(tokenizer="another", vocab_size=100)
+    assert HistoryFolder(str(tmp_path / "a run"), origin).load(100) == []
+
+
+def test_two_tokenizers_are_not_mixed(history, tmp_path):
+    HistoryFolder(str(tmp_path / "h"), ORIGIN).write([rollout(1)])
+    log = write_lines(tmp_path / "log.jsonl", [IDS])
+    status, _, err = history("import", log, "--into", tmp_path / "h", "--tokenizer", "x")
+    assert status == 2
+    assert "another tokenizer" in err
+    assert len(rollouts_in(tmp_path / "h")) == 1
+
+
+def test_large_logs_are_written_in_parts(history, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "BATCH_TOKENS", 20)
+    log = write_lines(tmp_path / "log.jsonl", [{**IDS, "token_ids": [i]} for i in range(50)])
+    assert history("import", log, "--into", tmp_path / "h", "--tokenizer", "x", "--version", 9)[0] == 0
+    kept = rollouts_in(tmp_path / "h")
+    assert sorted(r.tokens[0] for r in kept) == list(range(50))
+    assert {r.version for r in kept} == {9}
+    assert len(list((tmp_path / "h").rglob("*.parquet"))) > 5
+
+
+def test_stats_prune_and_export(history, tmp_path):
+    folder = HistoryFolder(str(tmp_path / "h"), ORIGIN)
+    for version in range(4):
+        folder.write([rollout(version, version=version), rollout(10 + version, version=version)])
+    (tmp_path / "h" / f"{7:016x}").mkdir()
+    (tmp_path / "h" / f"{7:016x}" / f"{2:010d}-{0:016x}.parquet").write_bytes(b"damaged")
+    status, out, err = history("stats", tmp_path / "h")
+    assert status == 0
+    assert out.startswith("8 rollouts of 2 problems, 40 tokens; 5 files of ")
+    assert [line.split() for line in out.splitlines()[2:]] == [[f"{v}", "2", "10"] for v in (3, 2, 1, 0)]
+    assert "cannot be used" in err
+
+    status, out, _ = history("prune", tmp_path / "h", "--keep-versions", 2, "--dry-run")
+    assert (status, len(rollouts_in_all(tmp_path / "h"))) == (0, 5)
+    assert out.startswith("would remove 2 of 5 files")
+    assert history("prune", tmp_path / "h", "--keep-versions", 2)[1].startswith("removed 2 of 5 files")
+    status, _, err = history("prune", tmp_path / "h", "--max-bytes", "1B")
+    assert status == 2
+    assert "nothing would be left" in err
+
+    status, _, err = history("export", tmp_path / "h", tmp_path / "out.jsonl")
+    assert status == 0
+    assert "is left out" in err
+    exported, bad = read_all(tmp_path / "out.jsonl")
+    assert bad == []
+    assert sorted((r.version, int(r.tokens[0]), r.problem_id) for r in exported) == [
+        (2, 2, 1), (2, 12, 1), (3, 3, 1), (3, 13, 1),
+    ]  # fmt: skip
+    assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0]).keys() == {
+        "problem_id", "version", "prompt_token_ids", "token_ids",
+    }  # fmt: skip
+    assert history("prune", tmp_path / "h", "--max-bytes", "1B", "--yes")[0] == 0
+    assert rollouts_in_all(tmp_path / "h") == []
+
+
+def rollouts_in_all(path):
+    return list(path.rglob("*.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["stats", "HERE/nothing"], "there is no history here"),
+        (["stats", "nowhere://x"], "cannot be used"),
+        (["export", "HERE/nothing", "HERE/out"], "there is no history here"),
+        (["prune", "HERE/nothing"], "prune needs --max-bytes or --keep-versions"),
+        (["prune", "HERE", "--max-bytes", "7 apples"], "'7 apples' is no size, such as 500MB or 2GB"),
+        (["prune", "HERE", "--keep-versions", "0"], "'0' is no integer in [1, 2^31)"),
+        (["import", "HERE/none", "--into", "HERE/h", "--tokenizer", "x"], "No such file"),
+        (["import", "HERE/empty", "--into", "HERE/h", "--tokenizer", "x"], "nothing was imported"),
+        (["import", "HERE/empty", "--into", "HERE/h"], "--tokenizer"),
+        (["import", "HERE", "--into", "HERE/h", "--tokenizer", "x"], "Is a directory"),
+        (["show", "HERE"], "invalid choice: 'show'"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_status_2(history, tmp_path, capsys, arguments, message):
+    (tmp_path / "empty").write_text("")
+    try:
+        status, _, err = history(*(word.replace("HERE", str(tmp_path)) for word in arguments))
+    except SystemExit as error:
+        status, err = error.code, capsys.readouterr().err.splitlines()[-1] + "\n"
+    assert status == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "h").exists()
+
+
+def test_a_tokenizer_that_is_not_there(tmp_path, capsys):
+    arguments = ["import", "x", "--into", str(tmp_path), "--tokenizer", str(tmp_path / "none")]
+    assert main(["history", *arguments]) == 2
+    assert "--tokenizer" in capsys.readouterr().err
+
+
+def test_without_pyarrow_the_command_names_the_remedy(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert main(["history", "stats", str(tmp_path)]) == 2
+    assert "pip install 'rollout-spec[history]'" in capsys.readouterr().err

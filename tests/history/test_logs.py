@@ -1,0 +1,160 @@
+"""Logs that others have written become rollouts; what cannot be used is named by its line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyarrow")
+
+import pyarrow
+import pyarrow.parquet as parquet
+
+from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.history.logs import read
+from rollout_spec.history.problems import Problems
+from rollout_spec.history.rollout import CONTEXT_TOKENS
+
+
+class Tokenizer:
+    """Words `w<id>`; messages are rendered with the role's number first, and an answer is asked for by w90."""
+
+    def __len__(self):
+        return 100
+
+    def __call__(self, text, add_special_tokens, verbose):
+        assert add_special_tokens is False
+        return {"input_ids": [int(word[1:]) for word in text.split()]}
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt=False):
+        roles = {"user": "w91", "assistant": "w90", "tool": "w92"}
+        words = [f"{roles[message['role']]} {message['content']}" for message in messages]
+        return " ".join(words + (["w90"] if add_generation_prompt else []))
+
+
+def write_lines(path, rows):
+    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return path
+
+
+def write_parquet(path, rows):
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return path
+
+
+def read_all(path, tokenizer=None, **options):
+    bad = []
+    found = list(read(path, tokenizer, lambda *about: bad.append(about), **options))
+    assert all(rollout.context.tolist() == prompt[-CONTEXT_TOKENS:].tolist() for rollout, prompt in found)
+    return [rollout for rollout, _ in found], bad
+
+
+IDS = {"prompt_token_ids": [5, 6, 7], "token_ids": [8, 9]}
+USER = [{"role": "user", "content": "w5 w6"}]
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "tokens", "version"),
+    [
+        (IDS, [5, 6, 7], [8, 9], 0),
+        ({"prompt_ids": [5], "completion_ids": [8], "step": 4}, [5], [8], 4),
+        ({**IDS, "prompt": "w1", "completion": "w2", "version": 3.0}, [5, 6, 7], [8, 9], 3),
+        ({"input": "w5 w6", "output": "w8 w9", "step": 2, "score": 1.0}, [5, 6], [8, 9], 2),  # verl
+        ({"prompt": "w5", "completion": "w8", "step": 7, "advantage": 0.1}, [5], [8], 7),  # TRL
+        ({"prompt": USER, "completion": [{"role": "assistant", "content": "w8 w9"}]}, [91, 5, 6, 90], [8, 9], 0),
+        (
+            {"prompt": USER, "completion": [{"role": "assistant", "content": "w8"}, {"role": "tool", "content": "w9"}]},
+            [91, 5, 6, 90],
+            [8, 92, 9],
+            0,
+        ),
+    ],
+)
+@pytest.mark.parametrize("kind", ["jsonl", "gzip", "parquet"])
+def test_logs_of_frameworks_are_read(tmp_path, row, prompt, tokens, version, kind):
+    path = tmp_path / "log"
+    if kind == "parquet":
+        write_parquet(path, [row, row])
+    else:
+        write_lines(path, [row, "", row])
+        if kind == "gzip":
+            path.write_bytes(gzip.compress(path.read_bytes()))
+    rollouts, bad = read_all(path, Tokenizer())
+    assert bad == []
+    assert len(rollouts) == 2
+    for rollout in rollouts:
+        assert (rollout.tokens.tolist(), rollout.version) == (tokens, version)
+        assert rollout.context.tolist() == prompt[-CONTEXT_TOKENS:]
+        assert rollout.problem_id == problem_of_prompt(prompt)
+        assert rollout.tokens.dtype == rollout.context.dtype == np.int32
+
+
+def test_an_engine_recognises_the_prompts(tmp_path):
+    prompt = list(range(40))
+    (rollout,), _ = read_all(write_lines(tmp_path / "log", [{"prompt_token_ids": prompt, "token_ids": [8]}]))
+    problems = Problems()
+    problems.add_root(rollout.problem_id, rollout.root)
+    later = np.array([*prompt, 8, 50, 51], np.int32)
+    assert problems.start(later).problem_id == rollout.problem_id
+
+
+def test_a_problem_may_be_named_and_a_version_given(tmp_path):
+    path = write_lines(tmp_path / "log", [{**IDS, "problem_id": 2**64 - 1, "step": 3}])
+    (rollout,), _ = read_all(path, version=5)
+    assert (rollout.problem_id, rollout.version, rollout.root) == (2**64 - 1, 5, None)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("[1]", "must be an object, got list"),
+        ({"prompt_token_ids": [1]}, "no prompt and completion under one of these pairs of names: prompt_token_ids and"),
+        ({**IDS, "token_ids": []}, "the completion is empty"),
+        ({**IDS, "prompt_token_ids": []}, "the prompt is empty"),
+        ({**IDS, "token_ids": [1, 100]}, "the completion has tokens 1 to 100, and there are 100"),
+        ({**IDS, "prompt_token_ids": [-1]}, "the prompt has tokens -1 to -1"),
+        ({**IDS, "token_ids": [2**31]}, "token ids have 31 bits"),
+        ({**IDS, "token_ids": [True]}, "must be text, messages or a list of token ids"),
+        ({**IDS, "token_ids": 7}, "must be text, messages or a list of token ids"),
+        ({**IDS, "step": -1}, "policy version must be an integer of 31 bits, got -1"),
+        ({**IDS, "step": 1.5}, "policy version must be an integer"),
+        ({**IDS, "step": math.inf}, "policy version must be an integer"),
+        ({**IDS, "problem_id": 2**64}, "problem_id must be an integer of 64 bits"),
+        ({"prompt": USER, "completion": [{"role": "nobody", "content": ""}]}, "chat template cannot render it"),
+        ({"prompt": "w5", "completion": [{"role": "user", "content": ""}]}, "needs a prompt of messages"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named_and_left_out(tmp_path, row, reason):
+    rollouts, bad = read_all(write_lines(tmp_path / "log", [IDS, row, IDS]), Tokenizer())
+    assert len(rollouts) == 2
+    ((number, said),) = bad
+    assert number == 2
+    assert reason in said
+
+
+def test_text_needs_a_tokenizer(tmp_path):
+    rollouts, bad = read_all(write_lines(tmp_path / "log", [{"prompt": "a", "completion": "b"}, IDS]))
+    assert len(rollouts) == 1
+    assert bad == [(1, "text needs --tokenizer NAME_OR_PATH")]
+
+
+def test_a_log_that_ends_in_the_middle_gives_what_there_is(tmp_path):
+    path = write_lines(tmp_path / "log", [IDS] * 1000)
+    path.write_bytes(path.read_bytes()[:-9])
+    rollouts, bad = read_all(path)
+    assert (len(rollouts), [number for number, _ in bad]) == (999, [1000])
+    path.write_bytes(gzip.compress(b"\n".join([json.dumps(IDS).encode()] * 1000))[:-20])
+    rollouts, bad = read_all(path)
+    assert len(bad) == 1
+    path = write_parquet(path, [IDS])
+    path.write_bytes(path.read_bytes()[:-3])
+    rollouts, ((_, reason),) = read_all(path)
+    assert rollouts == []
+    assert reason.startswith("this is no whole Parquet file")
+    path.write_bytes(gzip.compress(json.dumps(IDS).encode())[:12] + b"damaged" * 9)
+    assert len(read_all(path)[1]) == 1

@@ -1,0 +1,279 @@
+"""Which problem a prompt belongs to, against a list of texts that is searched token by token."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.history import problems as module
+from rollout_spec.history.problems import (
+    MAX_LONGER,
+    MAX_TEXTS,
+    MIN_LONGER,
+    MIN_TEXTS,
+    MIN_TOKENS,
+    SLACK,
+    Problems,
+    root_of_prompt,
+)
+from rollout_spec.history.rollout import Root
+
+
+def ids(tokens):
+    return np.array(tokens, np.int32)
+
+
+def begin(problems, prompt, **options):
+    return problems.start(ids(prompt), **options)
+
+
+def start(problems, prompt, **options):
+    """(problem, known tokens, whether it begins the conversation) of a prompt."""
+    return tuple(begin(problems, prompt, **options)[:3])
+
+
+def text(seed, size):
+    return np.random.default_rng(seed).integers(0, 1000, size).tolist()
+
+
+ROOT, SAID, ANSWER = text(0, 40), text(1, 10), text(2, 20)
+PROBLEM = problem_of_prompt(ROOT)
+
+
+class NaiveProblems:
+    """The known texts in a list, the one that was met last at its end, with what a prompt equal to each gets."""
+
+    def __init__(self, max_texts):
+        self.max_texts = max_texts
+        self.texts = []  # dicts
+        self.born = 0
+
+    def start(self, prompt):
+        size = len(prompt)
+        if not size:
+            return None, 0, False
+        equal = [t for t in self.texts if t["tokens"] == prompt]
+        if equal:
+            equal[0]["met"] += 1
+            return self.move(equal[0])["answer"]
+        best, agreeing = None, 0
+        for t in sorted(self.texts, key=lambda t: t["born"]):
+            length = len(t["tokens"])
+            head = length - SLACK if t["has_head"] else 0
+            for known, is_enough in ((head, t["ended"] or size >= length + MIN_LONGER), (length, True)):
+                begins = known >= MIN_TOKENS and prompt[:known] == t["tokens"][:known] and not self.is_shared(t)
+                if begins and is_enough and known >= agreeing:
+                    whole_is_as_long = best is not None and known == agreeing == len(best["tokens"])
+                    best, agreeing = (best if whole_is_as_long else t), known
+        if best is None:
+            answer = problem_of_prompt(prompt), 0, True
+        else:
+            best["longer"] += 1
+            self.move(best)
+            answer = best["answer"][0], agreeing, False
+        self.add(prompt, answer, ended=False, has_head=size > SLACK)
+        return answer
+
+    def stop(self, prompt, answer, output):
+        if prompt and output:
+            tokens = prompt + output
+            self.add(tokens, (answer[0], len(tokens), False), ended=True, has_head=len(output) > SLACK)
+
+    def is_shared(self, text):
+        return text["longer"] >= module.MAX_LONGER * text["met"]
+
+    def move(self, text):
+        self.texts.remove(text)
+        self.texts.append(text)
+        return text
+
+    def add(self, tokens, answer, **about):
+        equal = [t for t in self.texts if t["tokens"] == tokens]
+        if equal:
+            self.move(equal[0])["met"] += 1
+            return
+        self.born += 1
+        self.texts.append({"tokens": tokens, "answer": answer, "born": self.born, "met": 1, "longer": 0, **about})
+        # A head is known of its newest text only, also when that one is forgotten.
+        for t in self.texts[:-1]:
+            if about["has_head"] and t["has_head"] and t["tokens"][:-SLACK] == tokens[:-SLACK]:
+                t["has_head"] = False
+        del self.texts[: -self.max_texts]
+
+
+@pytest.mark.parametrize("max_longer", [1, MAX_LONGER])
+@settings(deadline=None, max_examples=50, derandomize=True)
+@given(data=st.data())
+def test_it_finds_what_a_search_token_by_token_finds(max_longer, data):
+    """Conversations over an alphabet of two tokens, whose prompts are cut, changed at their end, continued or new."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_LONGER", max_longer)
+        patch.setattr(module, "MIN_TEXTS", data.draw(st.sampled_from([3, 8, 1000])))
+        problems, naive = Problems(0), NaiveProblems(module.MIN_TEXTS)
+        pool = [[]]
+        for _ in range(data.draw(st.integers(1, 20))):
+            beginning = data.draw(st.sampled_from(pool))
+            beginning = beginning[: len(beginning) - data.draw(st.integers(0, 6))]
+            prompt = beginning + data.draw(st.lists(st.integers(0, 1), max_size=24))
+            conversation, answer = begin(problems, prompt), naive.start(prompt)
+            assert tuple(conversation[:3]) == answer
+            assert conversation.length == len(prompt)
+            if data.draw(st.booleans()):
+                output = data.draw(st.lists(st.integers(0, 1), max_size=20))
+                problems.stop(conversation, ids(output))
+                naive.stop(prompt, answer, output)
+                pool.append(prompt + output)
+            pool.append(prompt)
+            assert len(problems) == len(naive.texts)
+
+
+def test_every_turn_belongs_to_the_first_prompts_problem_and_only_its_end_is_new():
+    problems = Problems()
+    assert start(problems, ROOT) == (PROBLEM, 0, True)
+    conversation = begin(problems, ROOT)  # a sibling
+    assert conversation[:3] == (PROBLEM, 0, True)
+    problems.stop(conversation, ids(SAID))
+    second = ROOT + SAID + ANSWER
+    conversation = begin(problems, second)
+    assert conversation[:3] == (PROBLEM, len(ROOT + SAID), False)
+    assert start(problems, second) == (PROBLEM, len(ROOT + SAID), False)  # a sibling that said the same
+    problems.stop(conversation, ids(SAID))
+    assert start(problems, second + SAID + [5]) == (PROBLEM, len(second + SAID), False)
+    assert start(problems, second + SAID) == (PROBLEM, len(second + SAID), False)  # resumed, with nothing added
+    assert start(problems, text(7, 40)) == (problem_of_prompt(text(7, 40)), 0, True)
+
+
+@pytest.mark.parametrize("num_dropped", range(SLACK + 2))
+@pytest.mark.parametrize("num_thought", [0, 100])
+def test_a_template_may_drop_a_prompts_last_tokens(num_dropped, num_thought):
+    """And what was thought after them."""
+    problems, kept = Problems(), ROOT[: len(ROOT) - num_dropped]
+    problems.stop(begin(problems, ROOT), ids(text(100, 200)))
+    prompt = kept + text(100, 200)[num_thought:] + ANSWER
+    found = start(problems, prompt)
+    if num_dropped > SLACK:
+        assert found == (problem_of_prompt(prompt), 0, True)
+    elif num_dropped:
+        assert found == (PROBLEM, len(ROOT) - SLACK, False)
+    else:
+        assert found == (PROBLEM, len(ROOT) + (0 if num_thought else 200), False)
+
+
+def test_prompts_of_one_length_that_differ_at_their_end_are_different_problems():
+    problems = Problems()
+    for i in range(10):
+        assert start(problems, [*ROOT, i]) == (problem_of_prompt([*ROOT, i]), 0, True)
+
+
+@pytest.mark.parametrize("num_requests", [1, 3])
+@pytest.mark.parametrize("output", [[], [2000]])
+def test_a_system_prompt_joins_few_conversations(num_requests, output):
+    """Also where it ended with the token that all of them go on with. Other engines are told nothing of it."""
+    problems, system = Problems(), text(0, 60)
+    for _ in range(num_requests):
+        problems.stop(begin(problems, system), ids(output))
+    prompts = [[*system, 2000, *text(100 + i, 10)] for i in range(500)]
+    found = [begin(problems, prompt).problem_id for prompt in prompts]
+    num_joined = MAX_LONGER * num_requests * (1 + len(output))
+    assert found[:num_joined] == [problem_of_prompt(system)] * num_joined
+    assert found[num_joined:] == [problem_of_prompt(prompt) for prompt in prompts[num_joined:]]
+    assert problems.root_of(problem_of_prompt(system)) is None
+    assert [begin(problems, prompt).problem_id for prompt in prompts] == found
+    assert start(problems, system) == (problem_of_prompt(system), 0, True)
+
+
+def test_a_prompt_begins_as_many_others_as_it_has_rollouts():
+    """Where templates leave out what was thought, only the prompt begins its rollouts' next turns."""
+    problems = Problems()
+    for epoch in range(20):
+        for _ in range(8):
+            problems.stop(begin(problems, ROOT), ids(SAID))
+        for i in range(8):
+            found = start(problems, ROOT + text(1000 + 8 * epoch + i, 30))
+            assert found == (PROBLEM, len(ROOT), False)
+    assert problems.root_of(PROBLEM) is not None
+
+
+@pytest.mark.parametrize("size", [1, MIN_TOKENS - 1, MIN_TOKENS])
+def test_a_short_prompt_begins_no_conversation_but_is_found_again(size):
+    problems, short = Problems(), text(4, size)
+    assert start(problems, short) == start(problems, short) == (problem_of_prompt(short), 0, True)
+    longer = short + ANSWER
+    assert start(problems, longer)[0] == problem_of_prompt(short if size >= MIN_TOKENS else longer)
+
+
+def test_an_empty_prompt_has_no_problem():
+    problems = Problems()
+    conversation = begin(problems, [])
+    assert conversation[:3] == (None, 0, False)
+    problems.stop(conversation, ids(SAID))
+    assert len(problems) == 0
+
+
+def test_models_do_not_share_texts():
+    problems = Problems()
+    start(problems, ROOT)
+    others = [start(problems, ROOT + ANSWER, model=model) for model in ("a", "b")]
+    assert len({PROBLEM, *(problem for problem, _, _ in others)}) == 3
+    assert [known for _, known, _ in others] == [0, 0]
+    assert start(problems, ROOT + ANSWER + SAID, model="b") == (others[1][0], len(ROOT + ANSWER), False)
+    assert start(problems, [], model="a")[0] is not None
+
+
+def test_images_count_as_far_as_a_text_reaches():
+    first = [(3, "one"), (20, "two")]
+    for images, is_found in [
+        (first, True),
+        (first[::-1], True),
+        ([*first, (len(ROOT), "three")], True),  # shown later
+        (first[:1], False),
+        ([(3, "two"), (20, "one")], False),
+        ([(4, "one"), (20, "two")], False),
+        ([], False),
+    ]:
+        problems = Problems()
+        problem = begin(problems, ROOT, images=first).problem_id
+        assert problem != PROBLEM
+        assert (start(problems, ROOT + SAID + ANSWER, images=images)[:2] == (problem, len(ROOT))) == is_found
+
+
+def test_roots_are_told_to_another_engine_which_has_their_tokens_not():
+    here, there = Problems(), Problems()
+    start(here, ROOT)
+    root = here.root_of(PROBLEM)
+    assert root == root_of_prompt(ids(ROOT))
+    for _ in range(2):
+        there.add_root(PROBLEM, root)
+    assert len(there) == 1
+    assert there.root_of(PROBLEM) == root
+    assert start(there, ROOT + SAID + ANSWER) == (PROBLEM, 0, False)
+    assert start(there, ROOT) == (PROBLEM, 0, True)
+    assert start(there, ROOT + ANSWER) == (PROBLEM, len(ROOT), False)  # since it has been prompted here
+    assert here.root_of(problem_of_prompt(ANSWER)) is None
+
+
+def test_the_texts_met_last_stay(monkeypatch):
+    monkeypatch.setattr(module, "MIN_TEXTS", 3)
+    problems, prompts = Problems(0), [text(10 + i, 20) for i in range(4)]
+    for prompt in [*prompts[:3], prompts[0], prompts[3]]:
+        start(problems, prompt)
+    assert len(problems) == 3
+    assert problems.root_of(problem_of_prompt(prompts[1])) is None
+    for i in (0, 2, 3):
+        assert problems.root_of(problem_of_prompt(prompts[i])) == root_of_prompt(ids(prompts[i]))
+
+
+@pytest.mark.parametrize(("most", "known"), [(0, MIN_TEXTS), (64_000, 2000), (8_000_000, MAX_TEXTS), (None, MAX_TEXTS)])
+def test_as_many_texts_are_known_as_the_history_can_hold(most, known):
+    problems = Problems(most)
+    for i in range(min(known, 2000) + 10):
+        start(problems, [i])
+    assert len(problems) == (known if known <= 2000 else 2010)
+
+
+def test_hashes_are_the_same_in_every_release():
+    """They are kept in files and told to other engines."""
+    assert root_of_prompt(np.arange(40, dtype=np.int32)) == Root(40, 4042750780303318157)
