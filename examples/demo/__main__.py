@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo import ENVIRONMENT, task
-from rollout_spec.files import check_writable
 from rollout_spec.imports import INSTALL_VLLM, command_line, install
 
 NUM_PROBLEMS, GROUP_SIZE, BATCH_SIZE, MAX_MODEL_LEN = 12, 8, 16, 448
@@ -42,7 +41,7 @@ def main() -> None:
     ways = ("stock", "off", "on") if args.own_off else ("stock", "on")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        check_writable(args.out / "report.json")
+        (args.out / "report.json").open("a").close()
     except OSError as error:
         parser.error(f"--out: {error}")
     for name, value in ENVIRONMENT.items():

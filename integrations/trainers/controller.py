@@ -24,6 +24,7 @@ import functools
 import inspect
 import json
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +33,6 @@ from typing import Any
 
 from rollout_spec import __version__, checks
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
-from rollout_spec.files import write_whole
 from rollout_spec.integrations.trainers.logprob_check import LogprobCheck
 from rollout_spec.integrations.trainers.server import ServedEngine, ServerError
 from rollout_spec.integrations.vllm import step_sizes
@@ -452,7 +452,9 @@ class EngineController:
         try:
             report = {**self.report(), **about}
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(report) + "\n")
+            unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+            unfinished.write_text(json.dumps(report) + "\n")
+            unfinished.replace(path)
             return report
         except (OSError, TypeError, ValueError) as error:  # must not end the run; no answer of a server is an OSError
             logger.warning("the report for rollout-spec doctor could not be written: %s", error)

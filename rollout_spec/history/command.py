@@ -10,7 +10,6 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollout_spec.files import writing
 from rollout_spec.imports import install
 
 if TYPE_CHECKING:  # what a command imports takes long, and `--help` does not need it
@@ -190,7 +189,7 @@ def _prune(args: argparse.Namespace) -> None:
 
 def _export(args: argparse.Namespace) -> None:
     folder = _open(args.dir)
-    with writing(args.file) as unfinished, unfinished.open("w") as out:
+    with args.file.open("w") as out:
         for file in sorted(folder.files()):
             try:
                 rollouts = folder.rollouts(file)
