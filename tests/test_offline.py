@@ -94,7 +94,7 @@ def test_drafters_stay_on_this_machine():
     assert attempts_of(DRAFTERS) == []
 
 
-def test_so_do_the_commands(tmp_path):
+def test_so_do_the_commands(tiny_model, tmp_path):
     report, traces, history = tmp_path / "report.json", tmp_path / "rollouts.parquet", tmp_path / "history"
     report.write_text(json.dumps(a_report()))
     rows = [
@@ -105,9 +105,9 @@ def test_so_do_the_commands(tmp_path):
     commands = [
         ["doctor", report],
         ["replay", traces],
-        ["history", "import", traces, "--into", history],
+        ["history", "import", traces, "--into", history, "--tokenizer", tiny_model],
         ["history", "stats", history],
-        ["history", "show", history],
+        ["history", "export", history, tmp_path / "out.jsonl"],
     ]
     assert attempts_of(COMMANDS, json.dumps([[str(part) for part in command] for command in commands])) == []
 

@@ -14,6 +14,7 @@ import json
 import os
 import random
 import sys
+import tempfile
 import time
 import warnings
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
@@ -41,7 +42,7 @@ def main() -> None:
     ways = ("stock", "off", "on") if args.own_off else ("stock", "on")
     try:
         args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "report.json").open("a").close()
+        tempfile.TemporaryFile(dir=args.out).close()
     except OSError as error:
         parser.error(f"--out: {error}")
     for name, value in ENVIRONMENT.items():

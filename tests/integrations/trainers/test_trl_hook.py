@@ -302,16 +302,14 @@ def test_log_probabilities_of_a_truncated_distribution_are_warned_of(tiny_model,
     assert warns is None or said[0].startswith(warns)
 
 
-@pytest.mark.parametrize("fault", ["no step_seconds", "no draft_tokens", "unequal columns"])
+@pytest.mark.parametrize("fault", ["no step_seconds", "no draft_tokens"])
 def test_a_report_that_cannot_be_summarised_does_not_end_a_training(tmp_path, monkeypatch, caplog, fault):
     said, report = [], a_report()
     monkeypatch.setattr("rollout_spec.integrations.trainers.trl.tell", said.append)
     if fault == "no step_seconds":
         report["stats"]["step_seconds"] = 0
-    elif fault == "no draft_tokens":
-        del report["stats"]["draft_tokens"]
     else:
-        report["stats"]["tokens_by_batch"].append(1)
+        del report["stats"]["draft_tokens"]
     generator = RolloutSpecGenerator()
     generator.llm = SimpleNamespace(collective_rpc=lambda *_, **__: [report])
     args = SimpleNamespace(output_dir=str(tmp_path), world_size=1)
