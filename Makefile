@@ -109,8 +109,6 @@ bench: $(READY)
 		--out $(RESULTS)/bench_features.jsonl $(wildcard $(RESULTS)/real_policy/samples-*.parquet) \
 		--epochs $(RESULTS)/real_policy/rollouts.parquet
 	test -z '$(TRACES)' || $(BIN)/python -m experiments.drafting.bench_draft $(TRACES) --out $(RESULTS)/bench_draft.jsonl
-	test -z '$(TRACES)' || $(BIN)/python -m experiments.drafting.bench_turns $(TRACES)/tau_airline_gpt4o.parquet \
-		--drafters history suffix ngram --out $(RESULTS)/bench_turns.jsonl
 
 clean:
 	rm -rf .timings .venv .venv-vllm-* .venv-oldest .venv-ppo .venv-frameworks build *.egg-info
