@@ -18,7 +18,7 @@ from rollout_spec.history.folder import HistoryFolder
 from tests.history.made_up import ORIGIN, rollout
 
 ORIGIN_OF_NUMBERS = ORIGIN._replace(vocab_size=2**31 - 1)
-PROBLEMS, KEPT_VERSIONS, SECONDS_PER_VERSION = 4, 6, 1.0
+PROBLEMS, KEPT_VERSIONS, SECONDS_PER_VERSION, NUM_ROUNDS = 4, 6, 1.0, 20
 
 
 def made(number, problem, version):
@@ -68,8 +68,8 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rounds", [3, pytest.param(20, marks=pytest.mark.exhaustive)])
-def test_killed_at_any_moment(tmp_path, num_rounds):
+@pytest.mark.exhaustive
+def test_killed_at_any_moment(tmp_path):
     path, began = tmp_path / "a history", time.time()
     root, starts = Path(__file__).parents[2], Counter()
 
@@ -88,7 +88,7 @@ def test_killed_at_any_moment(tmp_path, num_rounds):
         deadline = time.monotonic() + 60
         while not all((tmp_path / f"{role}.0.log").exists() for role in roles) and time.monotonic() < deadline:
             time.sleep(0.1)
-        for _ in range(num_rounds):
+        for _ in range(NUM_ROUNDS):
             time.sleep(2)
             for role in random.sample(roles, 3):
                 assert running[role].poll() is None, (tmp_path / f"{role}.err").read_text()

@@ -88,6 +88,7 @@ class Extension:
         self.model_runner.model.lm_head.weight.data += amount if self.rank == rank else 0
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_slow(tiny_model, off, reference_model):
     """Each rank has a budget, which learns from the first rank's times: with their own they would draft differently."""
     options = engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.SlowOnTheSecondRank")
@@ -101,6 +102,7 @@ def test_a_rank_that_is_slow(tiny_model, off, reference_model):
     assert second["draft_seconds"] > 2 * first["draft_seconds"] > 0, "it slept in each step"
 
 
+@pytest.mark.exhaustive
 def test_the_ranks_choose_the_same_drafts_beside_a_model(tiny_model, tmp_path, off, reference_model):
     speculative = {"method": "eagle", "model": str(write_eagle_head(tiny_model, tmp_path / "eagle"))}
     options = engine_kwargs(num_speculative_tokens=K, speculative_config={**speculative, "num_speculative_tokens": 2})
@@ -115,6 +117,7 @@ def test_the_ranks_choose_the_same_drafts_beside_a_model(tiny_model, tmp_path, o
     assert reports[0]["sources"]["model"][1] > 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rank", ["First", "Second"])
 def test_a_drafter_that_raises_on_one_rank(tiny_model, rank, capfd):
     options = verify_all(num_speculative_tokens=K, drafter=f"tests.adversaries.RaisesOnThe{rank}Rank")
