@@ -143,14 +143,6 @@ class BatchDrafter(Drafter, Protocol):
         """`propose` for these requests, int64 [R], at most room[i] tokens each: fills `Requests.history`."""
 
 
-def tell_outcomes(
-    drafter: Drafter, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array
-) -> None:
-    """`Drafter.observe`, if the drafter has it."""
-    if hasattr(drafter, "observe"):
-        drafter.observe(req_ids, target_token_ids, num_accepted)
-
-
 def problem_of_prompt(prompt_token_ids: Tokens) -> int:
     """The problem id of requests that name none: a hash of the prompt, in [0, 2**64)."""
     digest = hashlib.blake2b(np.asarray(prompt_token_ids, np.int32).tobytes(), digest_size=8).digest()
