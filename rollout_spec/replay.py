@@ -67,11 +67,8 @@ def read_rollouts(source: str, tokenizer: str | None = None) -> list[Rollout]:
     found, bad = [], []
     if "://" in source or Path(source).is_dir():
         folder = HistoryFolder(source, Origin())
-        for file in sorted(folder.files()):
-            try:
-                found += [(kept, kept.context) for kept in folder.rollouts(file)]
-            except ValueError as error:
-                bad.append(f"{file.path}: {error}")
+        kept = folder.all_rollouts(lambda path, reason: bad.append(f"{path}: {reason}"))
+        found = [(rollout, rollout.context) for rollout in kept]
     elif has_trace_columns(source):
         return read_traces(source)
     else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from rollout_spec.imports import install
 
 if TYPE_CHECKING:  # what a command imports takes long, and `--help` does not need it
-    from rollout_spec.history.folder import HistoryFolder
+    from rollout_spec.history.folder import Found, HistoryFolder
     from rollout_spec.history.rollout import Rollout
 
 BATCH_TOKENS = 4_000_000
@@ -138,29 +138,23 @@ def _write(folder: HistoryFolder, waiting: dict[tuple[int, int], list[Rollout]])
     waiting.clear()
 
 
-def _open(url: str) -> HistoryFolder:
-    """A folder with history. Raises ValueError where there is none."""
+def _open(url: str) -> tuple[HistoryFolder, list[Found]]:
+    """A folder with history, and its files. Raises ValueError where there are none."""
     from rollout_spec.history.folder import HistoryFolder, Origin
 
     folder = HistoryFolder(url, Origin())
-    if next(folder.files(), None) is None:
+    files = list(folder.files())
+    if not files:
         raise ValueError(f"{url}: there is no history here")
-    return folder
+    return folder, files
 
 
 def _stats(args: argparse.Namespace) -> None:
-    folder = _open(args.dir)
-    files = list(folder.files())
+    folder, files = _open(args.dir)
     rollouts, tokens = Counter[int](), Counter[int]()
-    for file in files:
-        try:
-            for rollout in folder.rollouts(file):
-                rollouts[file.version] += 1
-                tokens[file.version] += rollout.tokens.size
-        except FileNotFoundError:  # pruned meanwhile
-            continue
-        except ValueError as error:
-            print(f"{file.path} cannot be used: {error}", file=sys.stderr)
+    for rollout in folder.all_rollouts(lambda path, why: print(f"{path} cannot be used: {why}", file=sys.stderr)):
+        rollouts[rollout.version] += 1
+        tokens[rollout.version] += rollout.tokens.size
     print(
         f"{rollouts.total():,} rollouts of {len({file.problem_id for file in files}):,} problems, {tokens.total():,} "
         f"tokens; {len(files):,} files of {sum(file.size for file in files):,} bytes"
@@ -173,9 +167,8 @@ def _stats(args: argparse.Namespace) -> None:
 def _prune(args: argparse.Namespace) -> None:
     if args.max_bytes is None and args.keep_versions is None:
         raise ValueError("prune needs --max-bytes or --keep-versions")
-    folder = _open(args.dir)
+    folder, files = _open(args.dir)
     limits = {"max_bytes": args.max_bytes, "keep_versions": args.keep_versions}
-    files = list(folder.files())
     gone = folder.prune(**limits, dry_run=True)
     what = f"{len(gone):,} of {len(files):,} files, {sum(file.size for file in gone):,} bytes"
     if args.dry_run:
@@ -188,21 +181,13 @@ def _prune(args: argparse.Namespace) -> None:
 
 
 def _export(args: argparse.Namespace) -> None:
-    folder = _open(args.dir)
+    folder, _ = _open(args.dir)
     with args.file.open("w") as out:
-        for file in sorted(folder.files()):
-            try:
-                rollouts = folder.rollouts(file)
-            except FileNotFoundError:  # pruned meanwhile
-                continue
-            except ValueError as error:
-                print(f"{file.path} is left out: {error}", file=sys.stderr)
-                continue
-            for rollout in rollouts:
-                row = {
-                    "problem_id": rollout.problem_id,
-                    "version": rollout.version,
-                    "prompt_token_ids": rollout.context.tolist(),
-                    "token_ids": rollout.tokens.tolist(),
-                }
-                print(json.dumps(row), file=out)
+        for rollout in folder.all_rollouts(lambda path, why: print(f"{path} is left out: {why}", file=sys.stderr)):
+            row = {
+                "problem_id": rollout.problem_id,
+                "version": rollout.version,
+                "prompt_token_ids": rollout.context.tolist(),
+                "token_ids": rollout.tokens.tolist(),
+            }
+            print(json.dumps(row), file=out)

@@ -21,7 +21,7 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple
@@ -264,9 +264,12 @@ class HistoryFolder:
 
     def files(self, problem_id: int | None = None) -> Iterator[Found]:
         """A problem's files, or all, in no order. An object store lists 1,000 of them per request."""
-        below = self._root if problem_id is None else f"{self._root}/{problem_id:016x}"
+        return self._named(self._find(self._root if problem_id is None else f"{self._root}/{problem_id:016x}"))
+
+    def _named(self, found: Iterable[tuple[str, int]]) -> Iterator[Found]:
+        """Those of (path, size) that are files of rollouts."""
         with _raising_os_errors(), contextlib.suppress(FileNotFoundError):
-            for path, size in self._find(below):
+            for path, size in found:
                 match = _NAME.fullmatch(path.removeprefix(f"{self._root}/"))
                 if match and int(match[2]) < 2**31:
                     yield Found(int(match[2]), int(match[1], 16), path, size)
@@ -286,6 +289,20 @@ class HistoryFolder:
                     with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
                         yield entry.path, entry.stat().st_size
 
+    def all_rollouts(self, on_bad: Callable[[str, str], object]) -> Iterator[Rollout]:
+        """Those of all files, oldest policy versions first.
+
+        Args:
+            on_bad: Called with the path of each file that cannot be used, and the reason.
+        """
+        for file in sorted(self.files()):
+            try:
+                yield from self.rollouts(file)
+            except FileNotFoundError:  # pruned meanwhile
+                continue
+            except ValueError as error:
+                on_bad(file.path, str(error))
+
     def rollouts(self, file: Found) -> list[Rollout]:
         """A file's. Raises ValueError as `decode`, and FileNotFoundError where it is gone."""
         with _raising_os_errors():
@@ -301,7 +318,10 @@ class HistoryFolder:
         Returns:
             Those that were deleted, or would be. Two processes that prune at once delete the same ones.
         """
-        files = sorted(self.files(), reverse=True)
+        everything: list[tuple[str, int]] = []
+        with _raising_os_errors(), contextlib.suppress(FileNotFoundError):
+            everything += self._find(self._root)
+        files = sorted(self._named(everything), reverse=True)
         newest = sorted({file.version for file in files}, reverse=True)[:keep_versions]
         kept = num_bytes = 0
         while kept < len(files) and files[kept].version >= newest[-1]:
@@ -311,7 +331,7 @@ class HistoryFolder:
             kept += 1
         if not dry_run:
             self._delete([file.path for file in reversed(files[kept:])])  # who is killed here leaves no gap
-            self._remove_unfinished()
+            self._remove_unfinished(path for path, _ in everything)
         return files[kept:]
 
     def _delete(self, paths: Sequence[str]) -> None:
@@ -367,11 +387,11 @@ class HistoryFolder:
                 self._fs.makedirs(folder, exist_ok=True)
                 self._fs.pipe_file(path, data)
 
-    def _remove_unfinished(self) -> None:
-        """Remove what processes have left that were killed while they wrote."""
+    def _remove_unfinished(self, paths: Iterable[str]) -> None:
+        """Remove those of some files that processes have left that were killed while they wrote."""
         if self.is_remote:
             return
-        for path, _ in self._find(self._root):
+        for path in paths:
             folder, _, name = path.removeprefix(f"{self._root}/").rpartition("/")
             if _UNFINISHED.fullmatch(name) and re.fullmatch("[0-9a-f]{16}", folder):
                 with contextlib.suppress(OSError):
