@@ -13,8 +13,8 @@ from rollout_spec.features.format import unpack
 from rollout_spec.history.folder import HistoryFolder, Origin
 from rollout_spec.history.logs import read
 from rollout_spec.noise.host import gumbel
-from rollout_spec.replay import REGIMES, Rollout, by_problem, read_rollouts, replay, split, waves
-from rollout_spec.types import Draft
+from rollout_spec.replay import REGIMES, RecordedTarget, Rollout, by_problem, read_rollouts, replay, split, waves
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft
 from tests.adversaries import Adversary
 
 arrow = pytest.importorskip("pyarrow")
@@ -157,6 +157,13 @@ def test_recorded_seeds_are_the_noise(tmp_path, capsys):
     found = {(row["regime"], row["noise"]): row["tokens_per_step"] for row in json.loads(out.read_text())}
     assert found["epoch", True] > 1.3 * found["epoch", False]
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[2:]] == [r for r in REGIMES for _ in "12"]
+
+
+def test_nothing_is_known_after_a_difference():
+    """A drafter that learns from what a target says of rejected drafts would be told too much."""
+    target = RecordedTarget()
+    request = target.request(Rollout(1, np.array([9], np.int32), np.array([5, 6, 7, 8], np.int32)))
+    assert target([request], [[5, 1, 7]]).token_ids.tolist() == [5, 6, PLACEHOLDER_TOKEN_ID, PLACEHOLDER_TOKEN_ID]
 
 
 def test_what_a_user_has_is_read(tmp_path, capsys):
