@@ -65,8 +65,8 @@ OTHER := .venv-vllm-$(VERSION)
 test-vllm:
 	test -n '$(VERSION)'
 	test -e $(OTHER)/.ready || tests/vllm_environment.sh $(VERSION) $(OTHER)
-	$(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/integrations $(KERNEL_TESTS) tests/ptx
-	VLLM_USE_V2_MODEL_RUNNER=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/v2
+	$(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/integrations tests/runners $(KERNEL_TESTS) tests/ptx
+	VLLM_USE_V2_MODEL_RUNNER=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/v2 tests/runners
 
 # Models with recurrent layers, which earlier releases of vLLM sample wrongly with drafts.
 RECURRENT_VERSION ?= 0.32.0

@@ -13,7 +13,7 @@ speculation.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -101,6 +101,7 @@ class RunnerAdapterV2(RunnerAdapter):
         if self.host_speculator is None and self.speculator is not None:
             self._device_speculator = self.speculator.from_history
         self._requests: dict[str, Any] = {}
+        self._scheduled_drafts: Mapping[str, Any] = {}  # of this step, by request
         speculation = self.host_speculator.session if self.host_speculator is not None else self._device_speculator
         stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
         super().__init__(runner, config, speculation, stats)
@@ -153,6 +154,15 @@ class RunnerAdapterV2(RunnerAdapter):
             runner.rejection_sampler = sampler
         if self.speculator is not None:
             self.speculator.bind(runner, self, sampler)
+            map_adapters = runner.lora_state.make_lora_inputs
+            runner.lora_state.make_lora_inputs = lambda req_ids, *args: self._with_adapters_of_rows(
+                req_ids, *map_adapters(req_ids, *args)
+            )
+
+    def _with_adapters_of_rows(self, req_ids: Sequence[str], adapters: Any, *more: Any) -> tuple[Any, ...]:
+        """vLLM's V2 runner names an adapter per request for the LM head, which has a row per drafted token as well."""
+        counts = [1 + len(self._scheduled_drafts.get(req_id, ())) for req_id in req_ids]
+        return tuple(np.repeat(adapters, counts).tolist()), *more
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up."""
@@ -169,6 +179,7 @@ class RunnerAdapterV2(RunnerAdapter):
 
     def on_add_requests(self, scheduler_output: Any) -> None:
         """Called with every step's schedule, before it runs."""
+        self._scheduled_drafts = scheduler_output.scheduled_spec_decode_tokens
         if not self.warming_up and scheduler_output.scheduled_new_reqs:
             self._requests.update((request.req_id, request) for request in scheduler_output.scheduled_new_reqs)
             self.requests_have_changed = True

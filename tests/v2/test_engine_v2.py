@@ -96,13 +96,6 @@ def test_the_drafter_is_told_what_the_target_saw(tiny_model, reference_model):
     assert now[1] > 3
 
 
-def test_truncation_and_several_logprobs(off, adversarial, reference_model):
-    params = mixed_params(8, 2, max_tokens=12, logprobs=2)
-    prompts = prompts_of(params)
-    expected = generate(off, params, prompts)
-    assert_same(generate(adversarial, params, prompts), expected, prompts, params, reference_model)
-
-
 @pytest.mark.parametrize("max_rows", [None, 1, 7])
 def test_what_vllm_processes_is_verified_with_the_same_noise(stock, adversarial, max_rows, monkeypatch):
     """Penalties, banned words and biases depend on the drafts before a position; vLLM applies them, we sample.

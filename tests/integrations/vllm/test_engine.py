@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 
 import numpy as np
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 from vllm import SamplingParams
-from vllm.sampling_params import StructuredOutputsParams
 
 from rollout_spec import engine_kwargs
 from rollout_spec.doctor import explain
@@ -27,7 +25,6 @@ from tests.integrations.engines import (
     build,
     check_features,
     check_times,
-    count_preemptions,
     generate,
     history_of,
     indexing_late,
@@ -128,23 +125,6 @@ def test_up_to_the_models_length(adversarial, on, off, reference_model):
     assert {len(p) + len(o.token_ids) for p, o in zip(prompts, plain, strict=True)} == {128}
     for llm in (adversarial, on):
         assert_same(generate(llm, params, prompts), plain, prompts, params, reference_model)
-
-
-def test_preempted_requests_keep_their_noise(tiny_model, off, reference_model):
-    """A cache that holds a fraction of the batch forces preemption and recomputation."""
-    small = build(
-        tiny_model,
-        block_size=32,
-        num_gpu_blocks_override=9,
-        enable_prefix_caching=False,
-        **verify_all(num_speculative_tokens=5, drafter="tests.adversaries.Adversary"),
-    )
-    preempted = count_preemptions(small)
-    params = mixed_params(8, 9, max_tokens=100, ignore_eos=True)
-    prompts = [[1, 4 + i % 3, 9] * 5 for i in range(8)]
-    ours = generate(small, params, prompts)
-    assert preempted
-    assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
 
 
 def test_history_holds_the_rollouts_as_trimmed(adversarial, off, monkeypatch):
@@ -326,20 +306,6 @@ def test_what_vllm_processes_is_verified_with_the_same_noise(on, adversarial, of
             assert list(a.token_ids) == list(b.token_ids), p
             for x, y in zip(a.logprobs, b.logprobs, strict=True):
                 assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
-
-
-def test_grammars_are_followed_with_the_same_noise(on, off):
-    """The mask of a drafted position depends on the drafts before it; drafts that break the grammar are cut."""
-    grammar = StructuredOutputsParams(regex="(w1|w2|w3)((w4|w5)(w6|w7))+")
-    params = mixed_params(
-        16, 23, temperature=1.0, max_tokens=30, top_k=0, top_p=1.0, min_p=0.0, structured_outputs=grammar
-    )
-    before = stats_of(on)["accepted_tokens"]
-    ours, plain = generate(on, params), generate(off, params)
-    for a, b in zip(ours, plain, strict=True):
-        assert list(a.token_ids) == list(b.token_ids)
-        assert re.match("w[123](w[45]w[67])*(w[45])?$", a.text.replace(" ", ""))
-    assert stats_of(on)["accepted_tokens"] > before
 
 
 @pytest.mark.parametrize("name", ["on", "off"])

@@ -142,16 +142,6 @@ def test_an_aborted_rollout_goes_on_where_it_was(on, off):
     assert stats_of(on)["live_requests"] == 0
 
 
-def test_several_samples_per_request(on, off):
-    params = mixed_params(3, 23, max_tokens=30, n=4, temperature=1.0)
-    prompts = prompts_of(params)
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    ours, plain = (llm.generate(requests, params, use_tqdm=False) for llm in (on, off))
-    for a, b in zip(ours, plain, strict=True):
-        assert [list(x.token_ids) for x in a.outputs] == [list(y.token_ids) for y in b.outputs]
-        assert len({tuple(x.token_ids) for x in a.outputs}) > 1
-
-
 def test_an_engine_with_a_seed_repeats_itself(tiny_model, monkeypatch):
     """With drafts and without, as stock vLLM does; vLLM's default is 0, which nobody chose."""
     said = []
