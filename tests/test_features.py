@@ -105,7 +105,6 @@ def test_small_vocabularies_have_fewer_tokens_to_keep(verify):
     assert codes[0].tolist() == [1 + round(np.log(2) / LOGPROB_STEP)] * 2 + [0] * (TOP_TOKENS - 2)
 
 
-@verifiers
 @pytest.mark.parametrize(
     ("options", "kept"),
     [
@@ -117,10 +116,10 @@ def test_small_vocabularies_have_fewer_tokens_to_keep(verify):
         ({"min_p": torch.tensor([0.5])}, [0.5, 0.3]),
     ],
 )
-def test_tokens_that_are_cut_off_are_not_kept(verify, options, kept):
+def test_tokens_that_are_cut_off_are_not_kept(options, kept):
     """The others share the whole probability."""
     logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log()
-    _, ids, codes = computed(verify, torch.ones(1, 4), logits, torch.ones(1), **options)
+    _, ids, codes = computed(verify_on_host, torch.ones(1, 4), logits, torch.ones(1), **options)
     probability = decoded_probabilities()[codes[0]]
     assert ids[0, : len(kept)].tolist() == [1, 3, 0][: len(kept)]
     whole = 1.0 if "top_k" in options and len(kept) == TOP_TOKENS else sum(kept)

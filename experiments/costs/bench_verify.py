@@ -40,11 +40,12 @@ from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from experiments.rows import append, origin, quantiles
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.vllm import plugin
+from rollout_spec.integrations.vllm.sampling import keep_broken, truncate
 from rollout_spec.noise import host as noise
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import reference
-from rollout_spec.verify.api import verify_rows
+from rollout_spec.verify.api import processed_rows, verify_rows
 from rollout_spec.verify.layout import lay_out
 
 BASE = {
@@ -119,10 +120,14 @@ class Case:
     # -- ours --------------------------------------------------------------------------------------------------------
 
     def ours_v1(self, **options: Any) -> Any:
-        """As `RunnerAdapterV1` calls it."""
+        """As `RunnerAdapterV1` calls it: where tokens are removed, after vLLM's code for that."""
         mode = "processed_logprobs" if self.logprobs else None
-        layout = lay_out(self.cu, self.drafts, self.rows)
-        return verify_rows(self.logits, layout, self.rows, logprobs_mode=mode, max_draft_tokens=self.k, **options)
+        rows, logits, is_truncated = self.rows, self.logits, self.rows.top_p is not None
+        layout = lay_out(self.cu, self.drafts, processed_rows(rows) if is_truncated else rows)
+        if is_truncated:
+            logits = truncate(logits.to(torch.float32, copy=True), rows, layout.request)
+            rows, logits = processed_rows(rows), keep_broken(logits, self.logits)
+        return verify_rows(logits, layout, rows, logprobs_mode=mode, max_draft_tokens=self.k, **options)
 
     def with_features(self) -> Any:
         """`ours_v1`, and the features of the emitted tokens."""

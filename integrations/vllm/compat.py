@@ -203,7 +203,7 @@ def has_own_processors(sampler: Any) -> bool:
 
 
 def apply_sampling_params(sampler: Any, logits: Any, input_batch: Any, position: Any) -> Any:
-    """V2's own processing of logits without top-k and top-p; float32 [N, V]. `logits` stay as they are.
+    """V2's own processing of logits, float32 [N, V]. `logits` stay as they are.
 
     0.26 works in place, so it gets a copy; so does 0.27, which has the same signature. 0.28 added the argument
     `idx_mapping`, 0.31 `seq_lens_upper_bound_np`. With 0.31 as the oldest version, call the sampler with all of them.
@@ -228,7 +228,6 @@ def apply_sampling_params(sampler: Any, logits: Any, input_batch: Any, position:
         "input_ids": input_batch.input_ids[input_batch.logits_indices],
         "expanded_local_pos": input_batch.expanded_local_pos,
         "seq_lens_upper_bound_np": input_batch.seq_lens_cpu_upper_bound.numpy(),
-        "skip_top_k_top_p": True,
     }
     return sampler.apply_sampling_params(**{name: value for name, value in values.items() if name in accepted})
 

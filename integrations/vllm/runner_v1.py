@@ -30,19 +30,22 @@ from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (
     compile_kernels,
+    is_truncated,
+    keep_broken,
     needs_processing,
     raise_if_broken,
     refuse_own_processors,
     require_seed,
+    scaled,
     scored_tokens,
+    truncate,
     verifier_scores,
 )
 from rollout_spec.integrations.vllm.session import DraftingSession
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
-from rollout_spec.verify.api import verify_rows
+from rollout_spec.verify.api import processed_rows, verify_rows
 from rollout_spec.verify.layout import Layout, lay_out, lay_out_inputs
-from rollout_spec.verify.vectorised import process
 
 MAX_COPIED_WIDTH = 64
 """Most log-probabilities of a row that are copied to the host together with all else, 8 bytes each."""
@@ -169,14 +172,18 @@ class RunnerAdapterV1(RunnerAdapter):
         batch = self._describe_batch(sampling)
         self.count_last_verification()
         num_draft_tokens = metadata.num_draft_tokens if metadata is not None else [0] * len(batch.req_ids)
-        rows, layout = batch.rows, self._lay_out(metadata, batch)
         below = [r for r in batch.below_min_tokens if len(r.output_token_ids) < r.sampling_params.min_tokens]
         batch.below_min_tokens[:] = below
-        processed = logits
-        if batch.needs_processing or below:
+        is_processed = batch.needs_processing or bool(below)
+        rows, processed = processed_rows(batch.rows) if is_processed else batch.rows, logits
+        layout = self._lay_out(metadata, rows)
+        if is_processed:
             processed = self._process(logits, metadata, sampling)
+            if not sampling.all_greedy:
+                processed = truncate(processed, batch.rows, layout.request)
+            processed = keep_broken(processed, logits)
         mode = self._runner.sampler.logprobs_mode
-        scored_here = verifier_scores(mode, sampling.max_num_logprobs, processed is not logits)
+        scored_here = verifier_scores(mode, sampling.max_num_logprobs, is_processed)
         hidden, self._hidden = self._hidden, None
         result = verify_rows(
             processed,
@@ -207,7 +214,7 @@ class RunnerAdapterV1(RunnerAdapter):
                 tensors = LogprobsTensors(tokens.int(), logprobs, result.ranks)
             else:
                 tokens = result.target_token_ids.clamp(min=0)
-                scores = logits.float() if is_raw else process(processed.float(), rows, layout.request.long())
+                scores = logits.float() if is_raw else scaled(processed, layout.temperature)
                 matrix = scores.log_softmax(-1) if mode.endswith("_logprobs") else scores
                 tensors = self._runner.sampler.gather_logprobs(matrix, sampling.max_num_logprobs, tokens)
             if metadata is not None:
@@ -228,7 +235,7 @@ class RunnerAdapterV1(RunnerAdapter):
         if self.model_drafter is not None:
             first_positions = layout.position.index_select(0, layout.starts[:-1])
             next_positions = first_positions + result.num_accepted + 1
-            self.model_drafter.begin_step(rows.temperature, rows.seeds, next_positions)
+            self.model_drafter.begin_step(batch.rows.temperature, rows.seeds, next_positions)
         if session is not None:
             session.update_index()  # before anything waits for the device; `propose` reads the outcome
         elif not self._runner.use_async_scheduling:
@@ -311,8 +318,8 @@ class RunnerAdapterV1(RunnerAdapter):
         features = seen[0].reshape(-1, FEATURE_WORDS) if seen else NO_FEATURES
         return Verification(verified, accepted, starts, targets, features)
 
-    def _lay_out(self, metadata: Any, batch: _Batch) -> Layout:
-        runner, size = self._runner, len(batch.req_ids)
+    def _lay_out(self, metadata: Any, rows: SamplingBatch) -> Layout:
+        runner, size = self._runner, rows.temperature.shape[0]
         if metadata is None:
             num_draft_tokens, device = 0, runner.device
             drafted = torch.empty(0, dtype=torch.int32, device=device)
@@ -322,9 +329,9 @@ class RunnerAdapterV1(RunnerAdapter):
             drafted, cu_num_draft_tokens = metadata.draft_token_ids, metadata.cu_num_draft_tokens
         input_ends = runner.query_start_loc.np[1 : size + 1]
         if runner.device.type == "cpu":
-            return lay_out_inputs(cu_num_draft_tokens, drafted, batch.rows, runner.positions, input_ends)
+            return lay_out_inputs(cu_num_draft_tokens, drafted, rows, runner.positions, input_ends)
         first_inputs = upload(input_ends - 1 - num_draft_tokens, runner.device)
-        rows = replace(batch.rows, positions=runner.positions.index_select(0, first_inputs))
+        rows = replace(rows, positions=runner.positions.index_select(0, first_inputs))
         return lay_out(cu_num_draft_tokens, drafted, rows)
 
     def _describe_batch(self, sampling: Any) -> _Batch:
@@ -367,7 +374,7 @@ class RunnerAdapterV1(RunnerAdapter):
             if now is before:
                 continue
             require_seed(now, f"request {req_ids[row]}")
-            processes = needs_processing(now, now.min_tokens)
+            processes = needs_processing(now, now.min_tokens) or is_truncated(now)
             self._rows[row] = now.seed, now.min_p, processes, bool(now.min_tokens), bool(now.logit_bias)
             known[row] = now
 

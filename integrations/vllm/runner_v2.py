@@ -30,26 +30,27 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.features.format import FEATURE_WORDS
-from rollout_spec.integrations.vllm import compat, portions
+from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.device_io import HostCopy, upload
-from rollout_spec.integrations.vllm.portions import verify_in_portions
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (
     compile_kernels,
+    is_truncated,
+    keep_broken,
     needs_processing,
     raise_if_broken,
     require_seed,
+    scaled,
     scored_tokens,
     verifier_scores,
 )
 from rollout_spec.integrations.vllm.session import DraftingSession
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array, SamplingBatch, VerifyResult
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array, VerifyResult
 from rollout_spec.verify import kernel
 from rollout_spec.verify.layout import Layout
-from rollout_spec.verify.vectorised import process
 
 
 class _Verified(NamedTuple):
@@ -65,15 +66,11 @@ class _Asked(NamedTuple):
     """What the requests of a step ask of sampling."""
 
     req_indices: np.ndarray  # integer [B]
-    has_top_k: bool
-    has_top_p: bool
-    has_min_p: bool
     is_below_min_tokens: bool
     is_processed: bool  # vLLM's own processors come before the verifier
     num_logprobs: int  # most probable tokens besides the sampled one; -1: nothing is scored
     num_custom_ids: int  # tokens that requests name to be scored, at most
     scored_here: bool  # by the verifier; where other tokens than the sampled one are scored, by vLLM's code
-    reads_processed: bool  # vLLM's code scores processed logits
 
 
 class _Uncounted(NamedTuple):
@@ -247,7 +244,8 @@ class VerifyingSampler:
         params = compat.sampling_params_argument(args, kwargs)
         if not self._adapter.warming_up:
             require_seed(params, "a request")
-        self._needs_vllm[req_idx] = self._own_processors or needs_processing(params, params.min_tokens)
+        processes = needs_processing(params, params.min_tokens) or is_truncated(params)
+        self._needs_vllm[req_idx] = self._own_processors or processes
         self._min_tokens[req_idx], self._num_steps[req_idx] = params.min_tokens, 0
         self._asked = None
         return self.inner.add_request(req_idx, *args, **kwargs)
@@ -272,23 +270,22 @@ class VerifyingSampler:
         asked = self._what_is_asked(input_batch.idx_mapping_np)
         is_serving = input_batch.req_ids[0] in self._adapter.requests  # neither a dummy run nor a warm-up
         hidden = self._adapter.take_hidden(input_batch) if is_serving else None
-        rows, layout = self._rows(asked), self._lay_out(input_batch, invalid_drafts)
-        max_draft_tokens = self._num_speculative_tokens if input_batch.num_draft_tokens > 0 else 0
-
-        def verify(*part: Any) -> tuple[VerifyResult, torch.Tensor, Layout]:
-            return self._verify(asked, rows, max_draft_tokens, *part)
-
-        is_large = asked.is_processed and logits.numel() > portions.MAX_PROCESSED
-        # A user's own processors are called once per step.
-        needs_whole = asked.reads_processed or self._own_processors or self.enable_adaptive_verification
-        if is_large and not needs_whole:
-            result = verify_in_portions(logits, input_batch, layout, hidden, lambda *part: verify(*part)[0])
-            verified = logits
-        else:
-            result, verified, layout = verify(logits, input_batch, layout, hidden)
+        layout, verified = self._lay_out(input_batch, invalid_drafts), logits
+        if asked.is_processed:
+            verified = self._process(logits, input_batch, layout)
+            layout = layout._replace(temperature=(layout.temperature != 0).float())
+        result = kernel.verify_rows(
+            verified,
+            layout,
+            method=self._config.verify,
+            logprobs_mode=self.inner.logprobs_mode if asked.scored_here else None,
+            hidden=hidden,
+            after_difference=self._adapter.wants_rejected_targets,
+            max_draft_tokens=self._num_speculative_tokens if input_batch.num_draft_tokens > 0 else 0,
+        )
         tensors = None
         if asked.num_logprobs >= 0 or asked.num_custom_ids:
-            tensors = self._logprobs(asked, rows, result, logits, verified, input_batch, layout)
+            tensors = self._logprobs(asked, result, logits, verified, input_batch, layout)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             result.num_accepted + 1,
             input_batch.seq_lens,
@@ -314,40 +311,21 @@ class VerifyingSampler:
     def _what_is_asked(self, req_indices: np.ndarray) -> _Asked:
         if self._asked is not None and np.array_equal(self._asked.req_indices, req_indices):
             return self._asked
-        states, mode = self.inner.sampling_states, self.inner.logprobs_mode
         is_below = self._num_steps[req_indices] < self._min_tokens[req_indices]
         is_processed = bool((self._needs_vllm[req_indices] | is_below).any())
-        num_logprobs = states.max_num_logprobs(req_indices)
+        num_logprobs = self.inner.sampling_states.max_num_logprobs(req_indices)
         num_custom_ids = self.inner.logprob_token_ids_state.max_num_token_ids(req_indices)
-        scored_here = not num_custom_ids and verifier_scores(mode, num_logprobs, is_processed)
-        scores_all = num_logprobs > 0 or num_custom_ids > 0 or (num_logprobs == 0 and not scored_here)
+        scored_here = not num_custom_ids and verifier_scores(self.inner.logprobs_mode, num_logprobs, is_processed)
         asked = _Asked(
             req_indices=req_indices.copy(),
-            has_top_k=bool(np.any(states.top_k.np[req_indices] != states.vocab_size)),
-            has_top_p=bool(np.any(states.top_p.np[req_indices] < 1)),
-            has_min_p=bool(np.any(states.min_p.np[req_indices] > 0)),
             is_below_min_tokens=bool(is_below.any()),
             is_processed=is_processed,
             num_logprobs=num_logprobs,
             num_custom_ids=num_custom_ids,
             scored_here=scored_here,
-            reads_processed=scores_all and not mode.startswith("raw_"),
         )
         self._asked = None if asked.is_below_min_tokens else asked  # who is no longer below stays so
         return asked
-
-    def _rows(self, asked: _Asked) -> SamplingBatch:
-        """The sampling parameters, as tensors over all requests, indexed by the requests' state indices."""
-        states = self.inner.sampling_states  # its tensors change place when requests come
-        temperature = states.temperature.gpu
-        return SamplingBatch(
-            temperature=(temperature != 0).float() if asked.is_processed else temperature,
-            seeds=states.seeds.gpu,
-            positions=None,
-            top_k=states.top_k.gpu if asked.has_top_k else None,
-            top_p=states.top_p.gpu if asked.has_top_p else None,
-            min_p=states.min_p.gpu if asked.has_min_p and not asked.is_processed else None,
-        )
 
     def _lay_out(self, input_batch: Any, invalid_drafts: torch.Tensor | None) -> Layout:
         layout = kernel.gather_layout(
@@ -365,45 +343,14 @@ class VerifyingSampler:
             layout.draft[:-1].masked_fill_(invalid_drafts[1:], PLACEHOLDER_TOKEN_ID)
         return layout
 
-    def _verify(
-        self,
-        asked: _Asked,
-        rows: SamplingBatch,
-        max_draft_tokens: int,
-        logits: torch.Tensor,
-        input_batch: Any,
-        layout: Layout,
-        hidden: torch.Tensor | None,
-    ) -> tuple[VerifyResult, torch.Tensor, Layout]:
-        """(what became of the drafts, the logits that were verified, their layout)."""
-        if asked.is_processed:
-            logits = self._process(logits, input_batch, layout)
-            layout = layout._replace(temperature=(layout.temperature != 0).float())
-        result = kernel.verify_rows(
-            logits,
-            layout,
-            rows,
-            method=self._config.verify,
-            logprobs_mode=self.inner.logprobs_mode if asked.scored_here else None,
-            hidden=hidden,
-            after_difference=self._adapter.wants_rejected_targets,
-            max_draft_tokens=max_draft_tokens,
-        )
-        return result, logits, layout
-
     def _process(self, logits: torch.Tensor, input_batch: Any, layout: Layout) -> torch.Tensor:
-        """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, temperature, min-p."""
-        processed: torch.Tensor = compat.apply_sampling_params(self.inner, logits, input_batch, layout.position)
-        return processed
-
-    def _scores(self, logits: torch.Tensor, layout: Layout, rows: SamplingBatch) -> torch.Tensor:
-        """Processed logits of every token, float32 [N, V]."""
-        return process(logits.float(), rows, layout.request.long())
+        """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, temperature, truncation."""
+        processed = compat.apply_sampling_params(self.inner, logits, input_batch, layout.position)
+        return keep_broken(processed, logits)
 
     def _logprobs(
         self,
         asked: _Asked,
-        rows: SamplingBatch,
         result: VerifyResult,
         raw: torch.Tensor,
         verified: torch.Tensor,
@@ -424,7 +371,7 @@ class VerifyingSampler:
             tokens, logprobs = scored_tokens(result, verified, temperature, asked.num_logprobs)
             return LogprobsTensors(tokens, logprobs, result.ranks, **{field: starts})
         tensors: LogprobsTensors = compute_topk_scores(
-            raw if mode.startswith("raw_") else self._scores(verified, layout, rows),
+            raw if mode.startswith("raw_") else scaled(verified, layout.temperature),
             max(asked.num_logprobs, 0),
             result.target_token_ids.clamp(min=0),
             starts,

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.jit.warm_up import warm_up_kernels
-from rollout_spec.types import VerifyResult
+from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify.reference import GREEDY_TEMPERATURE
 
 
@@ -51,6 +52,41 @@ def needs_processing(params: Any, num_output_tokens: int = 0) -> bool:
         or params.min_tokens > num_output_tokens
         or params.thinking_token_budget is not None
     )
+
+
+def is_truncated(params: Any) -> bool:
+    """Whether a request is sampled with top-k, top-p or min-p; vLLM has reset those of greedy ones."""
+    return bool(params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+
+def truncate(logits: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
+    """Temperature, min-p, top-k and top-p as V2's sampler applies them, whose code for the latter two is V1's.
+
+    Args:
+        logits: float32 [N, V], may be changed.
+        rows: One entry per request.
+        request: integer [N], each row's index into the fields of `rows`.
+    """
+    request = request.long()
+    temperature = rows.temperature[request, None]
+    logits.div_(torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature))
+    if rows.min_p is not None:
+        least = logits.amax(-1, keepdim=True) + rows.min_p[request, None].log()
+        logits.masked_fill_(logits < least, -torch.inf)
+    top_k, top_p = (None if limits is None else limits[request] for limits in (rows.top_k, rows.top_p))
+    truncated: Tensor = apply_top_k_top_p(logits, top_k, top_p)
+    return truncated
+
+
+def keep_broken(processed: Tensor, logits: Tensor) -> Tensor:
+    """`processed` with a NaN in each row whose `logits` hold NaN or +inf: vLLM's processors on a GPU remove those."""
+    processed[:, 0].masked_fill_(~(logits.amax(-1) < torch.inf), torch.nan)
+    return processed
+
+
+def scaled(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Logits over temperature, float32 [N, V]; those of greedy rows as they are. `temperature`: float32 [N]."""
+    return logits.float() / torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[:, None]
 
 
 def refuse_own_processors(processors: Iterable[Any]) -> None:
@@ -106,7 +142,7 @@ def scored_tokens(
     highest, likeliest = logits.max(1, keepdim=True)
     excess = highest.float() - logits.gather(1, tokens).float()
     if temperature is not None:
-        excess = excess / torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[:, None]
+        excess = scaled(excess, temperature)
     return torch.cat((tokens, likeliest), 1), torch.cat((logprobs, (logprobs + excess).clamp(max=0.0)), 1)
 
 

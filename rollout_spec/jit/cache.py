@@ -46,7 +46,6 @@ SOURCES = (
     "verify/cpu.py",
     "verify/layout.py",
     "verify/reference.py",
-    "verify/vectorised.py",
 )
 """The modules that define compiled functions, and those of ours that they import."""
 COMPILERS = ("numba", "llvmlite", "numpy")

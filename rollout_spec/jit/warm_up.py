@@ -146,8 +146,8 @@ def warm_up_kernels(
 ) -> None:
     """Compile every variant of the verifier's kernels that an engine may launch, or load them from Triton's cache.
 
-    With and without drafts, log-probabilities and truncation, for logits as the model gives them and for those that
-    vLLM has processed. 20 variants, with ratio tests 28, with features four more: a second or so each the first time.
+    With and without drafts and log-probabilities, for logits as the model gives them and for those that vLLM has
+    processed. 14 variants, with features two more: a second or so each the first time.
 
     Args:
         dtype: Of the model's logits.
@@ -167,21 +167,20 @@ def warm_up_kernels(
     if draws:
         logits = torch.zeros(1, padded_size, dtype=dtype, device=device)[:, :vocab_size]
         kernel.draw(logits, zeros.float(), zeros.long(), zeros.long())
-    for num_drafts, mode, truncates, is_processed in itertools.product(drafted, modes, (False, True), (False, True)):
+    for num_drafts, mode, is_processed in itertools.product(drafted, modes, (False, True)):
+        if is_processed and mode == "raw_logprobs":
+            continue  # vLLM's code scores the raw logits
         rows = num_drafts + 1
         if is_processed:
             logits = torch.zeros(rows, vocab_size, dtype=torch.float32, device=device)
         else:
             logits = torch.zeros(rows, padded_size, dtype=dtype, device=device)[:, :vocab_size]
         one = torch.ones(1, dtype=torch.int32, device=device)
-        batch = SamplingBatch(
-            temperature=one.float(), seeds=one.long(), positions=one.long(), top_k=one if truncates else None
-        )
+        batch = SamplingBatch(temperature=one.float(), seeds=one.long(), positions=one.long())
         drafts = torch.zeros(num_drafts, dtype=torch.int32, device=device)
         kernel.verify_rows(
             logits,
             kernel.lay_out(num_drafts * one, drafts, batch),
-            batch,
             method=config.verify,
             logprobs_mode=mode,
             hidden=None if hidden is None else torch.zeros(rows, hidden[0], dtype=hidden[1], device=device),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, get_args
 
 import numpy as np
@@ -13,6 +14,7 @@ from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify import cpu, vectorised
 from rollout_spec.verify.layout import Layout, lay_out
 from rollout_spec.verify.reference import GREEDY_TEMPERATURE, LogprobsMode, VerifyMethod
+from rollout_spec.verify.vectorised import cuts, process
 
 MAX_DRAFT_TOKENS = 1 << 16
 """Bound on what a caller may say of the longest draft: the output has as many columns."""
@@ -62,8 +64,8 @@ def verify(
         max_draft_tokens: The longest draft, if the caller knows it; otherwise it is read from the device.
 
     Returns:
-        A `VerifyResult` on the logits' device. Nothing is copied to the host if `max_draft_tokens` is given. O(N V),
-        but with top-k or top-p 10 to 20 times as much on GPUs (a search) and O(N V log V) elsewhere (a sort).
+        A `VerifyResult` on the logits' device. Nothing is copied to the host if `max_draft_tokens` is given. O(N V);
+        with top-k or top-p O(N V log V), a sort.
 
     Raises:
         ValueError: shapes do not fit, a mode is unknown, or draft probabilities are given to `"sample"`, which would
@@ -106,21 +108,46 @@ def verify_rows(
         hidden: float [N, H], the states that the logits were computed from: asks for `VerifyResult.features`.
         max_draft_tokens: At least the longest draft.
     """
+    if layout.seed is not None and cuts(rows):
+        is_raw = logprobs_mode == "raw_logprobs"
+        result = verify_rows(
+            process(target_logits.float(), rows, layout.request.long()),
+            layout._replace(temperature=(layout.temperature >= GREEDY_TEMPERATURE).float()),
+            processed_rows(rows),
+            method=method,
+            draft_probs=draft_probs,
+            logprobs_mode=None if is_raw else logprobs_mode,
+            hidden=hidden,
+            after_difference=after_difference,
+            max_draft_tokens=max_draft_tokens,
+        )
+        return _with_raw_logprobs(result, target_logits) if is_raw else result
     more: dict[str, Any] = {
         "logprobs_mode": logprobs_mode, "after_difference": after_difference, "max_draft_tokens": max_draft_tokens,
     }  # fmt: skip
     if target_logits.is_cuda and layout.request.shape[0]:
         from rollout_spec.verify import kernel  # brings triton, which machines without a GPU may lack
 
-        return kernel.verify_rows(
-            target_logits, layout, rows, method=method, draft_probs=draft_probs, hidden=hidden, **more
-        )
+        return kernel.verify_rows(target_logits, layout, method=method, draft_probs=draft_probs, hidden=hidden, **more)
     if method == "sample" and not target_logits.is_cuda:
-        return cpu.verify_rows(target_logits, layout, rows, hidden=hidden, **more)
+        return cpu.verify_rows(target_logits, layout, hidden=hidden, **more)
     result = vectorised.verify_rows(target_logits, layout, rows, method=method, draft_probs=draft_probs, **more)
     if hidden is None:
         return result
-    return result._replace(features=cpu.pack_features(target_logits, layout, rows, hidden))
+    return result._replace(features=cpu.pack_features(target_logits, layout, hidden))
+
+
+def processed_rows(rows: SamplingBatch) -> SamplingBatch:
+    """How to sample from logits that temperature, top-k, top-p and min-p were applied to."""
+    is_sampled = (rows.temperature >= GREEDY_TEMPERATURE).float()
+    return replace(rows, temperature=is_sampled, top_k=None, top_p=None, min_p=None)
+
+
+def _with_raw_logprobs(result: VerifyResult, logits: Tensor) -> VerifyResult:
+    """The result with log-probabilities and ranks under `logits`, float [N, V]."""
+    scores = logits.float()
+    chosen = scores.gather(1, result.target_token_ids.clamp(min=0)[:, None])
+    return result._replace(logprobs=chosen[:, 0] - scores.logsumexp(-1), ranks=(scores >= chosen).sum(-1))
 
 
 def _check(

@@ -1,9 +1,9 @@
 """Sample-and-compare on CPUs in one compiled pass: what fused kernels do on a GPU.
 
-Same tokens as `reference`, bit for bit where no top-k, top-p or min-p is asked for (those are applied by `vectorised`
-first, with torch's softmax). Each request's rows are read up to its first difference. A row comes from memory once, and
-the loops over it run in SIMD lanes: noise is hashed for every token, and its logarithms are taken only for the few
-tokens that can still win. The features of the distribution are made of the maxima that sampling needs anyway.
+Same tokens as `reference`, bit for bit. Each request's rows are read up to its first difference. A row comes from
+memory once, and the loops over it run in SIMD lanes: noise is hashed for every token, and its logarithms are taken only
+for the few tokens that can still win. The features of the distribution are made of the maxima that sampling needs
+anyway.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ from rollout_spec.features.format import FEATURE_WORDS, LOGPROB_STEP, MAX_CODE, 
 from rollout_spec.features.torch import pack_signatures
 from rollout_spec.jit.compiler import inlined, njit
 from rollout_spec.noise.host import DOMAIN_TARGET, finish_hashes_nb, gumbel_from_hash_nb, row_state_nb, token_keys
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
 from rollout_spec.verify.layout import Layout
 from rollout_spec.verify.reference import GREEDY_TEMPERATURE, LogprobsMode
-from rollout_spec.verify.vectorised import cuts, process
 
 CHUNK = 64
 """Tokens of the vocabulary of which only the largest logit is kept, and of three chunks all."""
@@ -255,10 +254,10 @@ def _widen(narrow, row):
 
 @njit(nogil=True, allocates=False)
 def _verify(
-    logits, scored, narrow, starts, temperature, seed, position, draft, score_scale, keys, want_logprobs, want_features,
+    logits, narrow, starts, temperature, seed, position, draft, score_scale, keys, want_logprobs, want_features,
     after_difference, scratch, output, num_accepted, targets, logprobs, ranks, features, num_invalid, num_broken,
 ):  # fmt: skip
-    """Fill the outputs. See `VerifyResult` for the shapes, and `verify_rows` for `logits`, `scored` and `narrow`."""
+    """Fill the outputs. See `VerifyResult` for the shapes, and `verify_rows` for `logits` and `narrow`."""
     hashes, bounds, chunk_maxima, near, widened = scratch
     for request in range(num_accepted.size):
         alive = True
@@ -287,9 +286,6 @@ def _verify(
             if want_features:
                 _pack_distribution(row_logits, chunk_maxima, temperature[row], near, features[row, SIGNATURE_WORDS:])
             if want_logprobs:
-                if scored.size:
-                    likeliest, _ = _highest(scored[row], chunk_maxima)
-                    row_logits = scored[row]
                 logprobs[row], ranks[row] = _score_row(row_logits, score_scale[row], likeliest, token)
             alive = token == draft[row]
             num_accepted[request] += alive
@@ -311,27 +307,21 @@ def _scratch(vocab_size: int) -> tuple[NDArray[Any], ...]:
 def verify_rows(
     target_logits: Tensor,
     layout: Layout,
-    rows: SamplingBatch,
     *,
     logprobs_mode: LogprobsMode | None = None,
     hidden: Tensor | None = None,
     after_difference: bool = False,
     max_draft_tokens: int,
 ) -> VerifyResult:
-    """`rollout_spec.verify.api.verify_rows` with `method="sample"` for tensors on the CPU."""
+    """`rollout_spec.verify.api.verify_rows` with `method="sample"` for tensors on the CPU; nothing is truncated."""
     num_rows, vocab_size = target_logits.shape
     num_requests = layout.starts.shape[0] - 1
-    narrow, scored = np.empty((0, vocab_size), np.uint16), np.empty((0, vocab_size), np.float32)
-    is_cut = _is_cut(layout, rows)
-    if target_logits.dtype == torch.bfloat16 and not is_cut:  # widened row by row
-        narrow, logits = target_logits.detach().contiguous().view(torch.uint16).numpy(), scored
-        temperature = layout.temperature.numpy()
+    narrow, logits = np.empty((0, vocab_size), np.uint16), np.empty((0, vocab_size), np.float32)
+    if target_logits.dtype == torch.bfloat16:  # widened row by row
+        narrow = target_logits.detach().contiguous().view(torch.uint16).numpy()
     else:
-        raw = target_logits.detach().float()
-        logits, temperature = _process(raw, layout, rows)
-        if is_cut and logprobs_mode == "raw_logprobs":
-            scored = raw.contiguous().numpy()
-    score_scale = np.ones(num_rows, np.float32)
+        logits = target_logits.detach().float().contiguous().numpy()
+    temperature, score_scale = layout.temperature.numpy(), np.ones(num_rows, np.float32)
     if logprobs_mode == "processed_logprobs":
         score_scale = np.where(temperature < GREEDY_TEMPERATURE, np.float32(1.0), temperature)
     features = np.zeros((0 if hidden is None else num_rows, FEATURE_WORDS), np.int64)
@@ -343,7 +333,6 @@ def verify_rows(
     wanted = logprobs_mode is not None
     _verify(
         logits,
-        scored,
         narrow,
         layout.starts.numpy(),
         temperature,
@@ -388,12 +377,12 @@ def _pack_distributions(logits, temperature, scratch, features):  # type: ignore
             _pack_distribution(logits[row], chunk_maxima, temperature[row], near, features[row, SIGNATURE_WORDS:])
 
 
-def pack_features(target_logits: Tensor, layout: Layout, rows: SamplingBatch, hidden: Tensor) -> Tensor:
+def pack_features(target_logits: Tensor, layout: Layout, hidden: Tensor) -> Tensor:
     """The features of all rows, as `verify_rows` computes them for those that are emitted: int64 [N, FEATURE_WORDS]."""
-    logits, temperature = _process(target_logits.detach().float(), layout, rows)
+    logits = target_logits.detach().float().contiguous().numpy()
     features = np.zeros((hidden.shape[0], FEATURE_WORDS), np.int64)
     _sign(features, hidden, np.ones(hidden.shape[0], np.bool_))
-    _pack_distributions(logits, temperature, _scratch(logits.shape[1]), features)
+    _pack_distributions(logits, layout.temperature.numpy(), _scratch(logits.shape[1]), features)
     return torch.from_numpy(features)
 
 
@@ -404,18 +393,3 @@ def _sign(features: NDArray[np.int64], hidden: Tensor, is_wanted: NDArray[np.boo
     else:
         rows = np.flatnonzero(is_wanted)
         features[rows, :SIGNATURE_WORDS] = pack_signatures(hidden[torch.from_numpy(rows)]).numpy()
-
-
-def _is_cut(layout: Layout, rows: SamplingBatch) -> bool:
-    """Whether logits go through `process`, which leaves those of greedy requests as they are."""
-    return layout.seed is not None and cuts(rows)
-
-
-def _process(raw: Tensor, layout: Layout, rows: SamplingBatch) -> tuple[Any, Any]:
-    """(float32 [N, V], C-contiguous; the temperatures to apply to them, float32 [N])."""
-    temperature = layout.temperature.numpy()
-    if not _is_cut(layout, rows):
-        return raw.contiguous().numpy(), temperature
-    # Rows that are not greedy come back scaled.
-    scaled = process(raw, rows, layout.request.long()).contiguous().numpy()
-    return scaled, np.where(temperature < GREEDY_TEMPERATURE, np.float32(0.0), np.float32(1.0))

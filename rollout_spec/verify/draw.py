@@ -39,7 +39,7 @@ def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) 
         rows = SamplingBatch(temperature, seeds, positions)
         no_drafts = torch.zeros(logits.shape[0], dtype=torch.int32)
         layout = lay_out(no_drafts, torch.empty(0, dtype=torch.int32), rows)
-        result = cpu.verify_rows(logits, layout, rows, logprobs_mode="processed_logprobs", max_draft_tokens=0)
+        result = cpu.verify_rows(logits, layout, logprobs_mode="processed_logprobs", max_draft_tokens=0)
         tokens, logprobs = result.target_token_ids, result.logprobs
     return finish(tokens, logprobs)
 

@@ -9,8 +9,9 @@
 4. Where features are asked for, `_features_kernel` packs the projections of hidden states, and reads the three tiles of
    each emitted row that hold its most probable tokens, which the scan's maxima tell.
 
-`rollout_spec.verify.truncate` finds the cuts of top-k, top-p and min-p beforehand. Nothing waits for the device, so all
-of it can be captured in CUDA graphs; nothing of the vocabulary's size is written.
+Nothing is truncated: whoever samples with top-k, top-p or min-p hands over logits that are -inf where tokens were
+removed. Nothing waits for the device, so all of it can be captured in CUDA graphs; nothing of the vocabulary's size is
+written.
 
 Arithmetic per token. A token can win only if its noise reaches best - x / T, that is, if its hash is at most
 2**32 exp(x / T - best). So a tile's smallest hash is compared with what the tile's largest logit allows; if it passes,
@@ -42,8 +43,6 @@ from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify import reference
 from rollout_spec.verify.layout import Layout
 from rollout_spec.verify.reference import LogprobsMode, VerifyMethod
-from rollout_spec.verify.truncate import find_cutoffs
-from rollout_spec.verify.vectorised import cuts
 
 ROWS, BLOCK = 2, 512
 """Logits rows per program of the scan, which share the tokens' keys, and tokens per tile: 32 logits per thread."""
@@ -160,12 +159,6 @@ def _gather_layout_kernel(
 
 
 @triton.jit
-def _is_cut(x, token, cutoff, cut_token):
-    """Whether truncation removes a token. NaN stays, so that the row is found to be invalid."""
-    return (x < cutoff) | ((x == cutoff) & (token > cut_token))
-
-
-@triton.jit
 def _load_temperature(temperature_ptr, row, is_row):
     """(temperature, whether greedy) of each row; a greedy row's temperature is 1."""
     temperature = tl.load(temperature_ptr + row, mask=is_row, other=1.0)
@@ -188,8 +181,6 @@ def _scan_kernel(
     seed_ptr,  # int64 [N], None: all greedy
     position_ptr,  # int64 [N]
     draft_ptr,  # int32 [N]
-    cutoff_ptr,  # float32 [N], None: nothing is cut
-    cut_token_ptr,  # int32 [N]
     score_ptr,  # the fields of `Parts`, [N, splits]
     token_ptr,
     high_ptr,
@@ -214,9 +205,6 @@ def _scan_kernel(
     draft = tl.load(draft_ptr + row, mask=is_row, other=-1)
     is_token = (draft >= 0) & (draft < vocab_size) & is_row
     logits_ptr += row * logits_stride  # [ROWS]
-    if cutoff_ptr is not None:
-        cutoff = tl.load(cutoff_ptr + row, mask=is_row, other=0.0)
-        cut_token = tl.load(cut_token_ptr + row, mask=is_row, other=0)
 
     best_score = tl.full([ROWS], float("-inf"), tl.float32)
     best_token = tl.full([ROWS], 0x7FFFFFFF, tl.int32)
@@ -227,8 +215,6 @@ def _scan_kernel(
         if not EXCLUDE_DRAFT:
             # The draft is probably the winner: its score is a bound from the start.
             drafted = tl.load(logits_ptr + draft, mask=is_token, other=float("-inf")).to(tl.float32)
-            if cutoff_ptr is not None:
-                drafted = tl.where(_is_cut(drafted, draft, cutoff, cut_token), float("-inf"), drafted)
             g = gumbel(finish_hash(unfinished_hash(state, token_key(draft.to(tl.uint32)))))
             best_score = drafted / temperature + tl.where(is_greedy, 0.0, g)
             best_token = tl.where(is_token, draft, best_token)
@@ -247,8 +233,6 @@ def _scan_kernel(
             base = tl.where(new_high == float("-inf"), 0.0, new_high)
             raw_mass = raw_mass * tl.exp2(raw_high - base) + tl.sum(tl.exp2(x * LOG2E - base[:, None]), axis=1)
             raw_high = new_high
-        if cutoff_ptr is not None:
-            x = tl.where(_is_cut(x, token[None, :], cutoff[:, None], cut_token[:, None]), float("-inf"), x)
         tile_x = tl.max(x, axis=1)
         tl.store(tile_high_ptr + start // BLOCK * ROWS + tl.arange(0, ROWS), tile_x)
         tile_high = tile_x * scale
@@ -276,8 +260,6 @@ def _scan_kernel(
                     reaches |= ~is_greedy & (tl.max(excess, axis=1) >= 0.0)
         if tl.max(reaches.to(tl.int32), axis=0) > 0:
             x = _load_tile(logits_ptr, token, is_row, vocab_size)  # again: held, it would take registers from all tiles
-            if cutoff_ptr is not None:
-                x = tl.where(_is_cut(x, token[None, :], cutoff[:, None], cut_token[:, None]), float("-inf"), x)
             score = x / temperature[:, None]
             if seed_ptr is not None:
                 h = finish_hash(unfinished_hash(state[:, None], token_key(token.to(tl.uint32))[None, :]))
@@ -313,8 +295,6 @@ def _accept_kernel(
     seed_ptr,  # int64 [N] or None
     position_ptr,  # int64 [N]
     draft_ptr,  # int32 [N]
-    cutoff_ptr,  # float32 [N] or None
-    cut_token_ptr,
     draft_probs_ptr,  # [D, V], None: point-mass drafts
     draft_probs_stride,
     score_ptr,  # the fields of `Parts`
@@ -383,10 +363,6 @@ def _accept_kernel(
     is_token = is_draft & (draft >= 0) & (draft < vocab_size)
     if REJECTION:
         x = tl.load(logits_ptr + row * logits_stride + draft, mask=is_token, other=float("-inf")).to(tl.float32)
-        if cutoff_ptr is not None:
-            cutoff = tl.load(cutoff_ptr + row, mask=is_row, other=0.0)
-            cut_token = tl.load(cut_token_ptr + row, mask=is_row, other=0)
-            x = tl.where(_is_cut(x, draft, cutoff, cut_token), float("-inf"), x)
         p = tl.exp2(x * scale - high) / mass  # exactly 1 where nothing else can be drawn: the scan rounds likewise
         q = tl.full([WIDTH], 1.0, tl.float32)
         if draft_probs_ptr is not None:
@@ -448,8 +424,6 @@ def _rank_kernel(
     logits_stride,
     starts_ptr,  # int32 [B + 1]
     num_accepted_ptr,  # int32 [B]
-    cutoff_ptr,  # float32 [N] or None
-    cut_token_ptr,
     target_ptr,  # int64 [N]
     rank_ptr,  # int64 [N], added to
     vocab_size,
@@ -472,8 +446,6 @@ def _rank_kernel(
                 token = offset + tl.arange(0, BLOCK)
                 x = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
                 is_above = (x >= chosen) & (token < vocab_size)
-                if cutoff_ptr is not None:
-                    is_above = is_above & ~_is_cut(x, token, tl.load(cutoff_ptr + row), tl.load(cut_token_ptr + row))
                 count += is_above.to(tl.int32)
             tl.atomic_add(rank_ptr + row, tl.sum(count).to(tl.int64), sem="relaxed")
 
@@ -487,8 +459,6 @@ def _residual_kernel(
     seed_ptr,  # int64 [N]
     position_ptr,  # int64 [N]
     draft_ptr,  # int32 [N]
-    cutoff_ptr,  # float32 [N] or None
-    cut_token_ptr,
     draft_probs_ptr,  # [D, V]
     draft_probs_stride,
     joined_high_ptr,  # float32 [N]
@@ -520,9 +490,6 @@ def _residual_kernel(
         for start in range(first, tl.minimum(first + tokens_per_split, vocab_size), BLOCK):
             token = start + tl.arange(0, BLOCK)
             x = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-            if cutoff_ptr is not None:
-                cut = _is_cut(x, token, tl.load(cutoff_ptr + row), tl.load(cut_token_ptr + row))
-                x = tl.where(cut, float("-inf"), x)
             q = tl.load(draft_probs_ptr + token, mask=token < vocab_size, other=0.0).to(tl.float32)
             weight = tl.exp2(x * scale - high) / mass - q
             g = gumbel(finish_hash(unfinished_hash(state, token_key(token.to(tl.uint32)))))
@@ -584,8 +551,6 @@ def _features_kernel(
     starts_ptr,  # int32 [B + 1]
     num_accepted_ptr,  # int32 [B]
     temperature_ptr,  # float32 [N]
-    cutoff_ptr,  # float32 [N] or None
-    cut_token_ptr,
     tile_high_ptr,  # float32 [ceil(N / ROWS), tiles, ROWS], of the scan
     high_ptr,  # float32 [N]: `Parts.high` and `Parts.mass` of whole rows
     mass_ptr,
@@ -621,9 +586,6 @@ def _features_kernel(
                 highs = tl.where(tile == at, float("-inf"), highs)
             logits_ptr += row * logits_stride
             x = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-            if cutoff_ptr is not None:
-                cut = _is_cut(x, token, tl.load(cutoff_ptr + row), tl.load(cut_token_ptr + row))
-                x = tl.where(cut, float("-inf"), x)
             temperature, _ = _load_temperature(temperature_ptr, row, True)
             scale = (1.0 / temperature) * LOG2E
             place = tl.arange(0, 2)
@@ -724,7 +686,6 @@ def gather_layout(
 def verify_rows(
     target_logits: Tensor,
     layout: Layout,
-    rows: SamplingBatch,
     *,
     method: VerifyMethod = "sample",
     draft_probs: Tensor | None = None,
@@ -736,17 +697,14 @@ def verify_rows(
 ) -> VerifyResult:
     """See `rollout_spec.verify.api.verify_rows`.
 
-    Of `rows` only `top_k`, `top_p` and `min_p` are read; `layout.request` may point into larger ones than [B].
-    `with_ranks`: whether log-probabilities come with ranks, for which the rows of emitted tokens are read again.
+    Nothing is truncated; `layout.request` is not read. `with_ranks`: whether log-probabilities come with ranks, for
+    which the rows of emitted tokens are read again.
     """
     logits = target_logits if target_logits.stride(1) == 1 else target_logits.contiguous()
     if draft_probs is not None and draft_probs.stride(1) != 1:
         draft_probs = draft_probs.contiguous()
     num_rows, vocab_size = logits.shape
     num_requests, device = layout.starts.shape[0] - 1, logits.device
-    cutoffs: tuple[Tensor | None, Tensor | None] = (None, None)
-    if layout.seed is not None and cuts(rows):
-        cutoffs = find_cutoffs(logits, layout.request, layout.temperature, rows)
     raw = logprobs_mode == "raw_logprobs"
     rejection = method == "rejection"
 
@@ -768,7 +726,6 @@ def verify_rows(
         layout.seed,
         layout.position,
         layout.draft,
-        *cutoffs,
         *parts,
         tile_high,
         num_rows,
@@ -804,7 +761,6 @@ def verify_rows(
         layout.seed,
         layout.position,
         layout.draft,
-        *(cutoffs if rejection else (None, None)),  # otherwise not needed, and a variant less
         draft_probs,
         probs_stride,
         *parts,
@@ -826,7 +782,7 @@ def verify_rows(
         SPLITS=min(SPLITS, max(1, MAX_JOINED // padded_width)),
     )
     if resample:
-        _resample(logits, layout, cutoffs, draft_probs, joined, num_accepted, output, targets, logprobs, raw)
+        _resample(logits, layout, draft_probs, joined, num_accepted, output, targets, logprobs, raw)
     if ranks is not None and not with_ranks:
         ranks = None
     if ranks is not None:
@@ -836,7 +792,6 @@ def verify_rows(
             logits.stride(0),
             layout.starts,
             num_accepted,
-            *((None, None) if raw else cutoffs),
             targets,
             ranks,
             vocab_size,
@@ -854,7 +809,6 @@ def verify_rows(
             layout.starts,
             num_accepted,
             layout.temperature,
-            *cutoffs,
             tile_high,
             *joined,
             features,
@@ -872,8 +826,7 @@ def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) 
     starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     nothing = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
     layout = Layout(starts, starts[:-1], temperature.float(), seeds, positions.long(), nothing)
-    rows = SamplingBatch(temperature, seeds, None)
-    result = verify_rows(logits, layout, rows, logprobs_mode="processed_logprobs", with_ranks=False, max_draft_tokens=0)
+    result = verify_rows(logits, layout, logprobs_mode="processed_logprobs", with_ranks=False, max_draft_tokens=0)
     return result.target_token_ids, result.logprobs
 
 
@@ -888,7 +841,6 @@ def _split(vocab_size: int, num_programs: int) -> tuple[int, int]:
 def _resample(
     logits: Tensor,
     layout: Layout,
-    cutoffs: tuple[Tensor | None, Tensor | None],
     draft_probs: Tensor | None,
     joined: list[Tensor],
     num_accepted: Tensor,
@@ -911,7 +863,6 @@ def _resample(
         layout.seed,
         layout.position,
         layout.draft,
-        *cutoffs,
         draft_probs,
         draft_probs.stride(0),
         *joined,

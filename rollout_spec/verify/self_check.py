@@ -94,25 +94,23 @@ def _cases(setting: Setting, rng: np.random.Generator) -> Iterator[_Case]:
         (cut, sorted({0, k}), modes, (k, 0, 1, 2, 3, 1, 2, 3), {1: -np.inf, 5: np.nan, 6: np.inf}),
     )
     for vocab_size, limits, some_modes, lengths, broken in shapes:
-        variants = itertools.product(limits, some_modes, (False, True), (False, True))
-        for num_drafts, mode, truncates, is_processed in variants:
+        for num_drafts, mode, is_processed in itertools.product(limits, some_modes, (False, True)):
             cut_lengths = np.minimum(lengths, num_drafts)
-            batch = random_batch(rng, cut_lengths, vocab_size, truncates=truncates, has_ties=is_processed)
+            batch = random_batch(rng, cut_lengths, vocab_size, has_ties=is_processed)
             for request, value in broken.items():
                 tokens = slice(None) if value == -np.inf else rng.integers(vocab_size)
                 batch.logits[batch.request_rows(request)[0], tokens] = value
             share_right = np.repeat(np.resize((1.0, 0.0, 0.7), len(lengths)), cut_lengths)
             is_right = rng.random(share_right.size) < share_right
             dtype = "float32" if is_processed else str(setting.dtype).removeprefix("torch.")
-            cuts = "with" if truncates else "without"
-            name = f"{vocab_size} {dtype} logits, up to {num_drafts} drafts, {cuts} truncation, {mode or 'no logprobs'}"
+            name = f"{vocab_size} {dtype} logits, up to {num_drafts} drafts, {mode or 'no logprobs'}"
             yield _Case(name, batch, is_right, is_processed, mode, num_drafts)
 
 
 def random_batch(
-    rng: np.random.Generator, lengths: Sequence[int] | NDArray[Any], vocab_size: int, *, truncates: bool, has_ties: bool
+    rng: np.random.Generator, lengths: Sequence[int] | NDArray[Any], vocab_size: int, *, has_ties: bool
 ) -> Batch:
-    """Requests with so many drafted tokens, all of them 0, of mixed temperatures and limits."""
+    """Requests with so many drafted tokens, all of them 0, of mixed temperatures."""
     size = len(lengths)
     logits = rng.standard_normal((int(np.sum(lengths)) + size, vocab_size), np.float32)
     logits *= np.float32(rng.choice([0.1, 2.0, 5.0]))
@@ -124,9 +122,6 @@ def random_batch(
         temperature=rng.choice([0.0, 0.6, 1.0, 1.5], size).astype(np.float32),
         seeds=rng.integers(-(2**63), 2**63 - 1, size),
         positions=rng.integers(0, 40_000, size),
-        top_k=rng.choice([0, 1, 20, 50], size).astype(np.int32) if truncates else None,
-        top_p=rng.choice([0.5, 0.95, 1.0], size).astype(np.float32) if truncates else None,
-        min_p=rng.choice([0.0, 0.05], size).astype(np.float32) if truncates else None,
     )
     cu = np.cumsum(lengths).astype(np.int32)
     return Batch(logits, np.zeros(int(cu[-1]), np.int32), cu, rows)
@@ -171,7 +166,7 @@ def verify(
     logits: torch.Tensor, drafts: torch.Tensor, cu: torch.Tensor, rows: SamplingBatch, **options: Any
 ) -> VerifyResult:
     """The kernels, on whatever device."""
-    return kernel.verify_rows(logits, kernel.lay_out(cu, drafts, rows), rows, **options)
+    return kernel.verify_rows(logits, kernel.lay_out(cu, drafts, rows), **options)
 
 
 def device_name(device: torch.device) -> str:

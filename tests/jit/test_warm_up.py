@@ -69,17 +69,16 @@ def run_a_session(config):
         session.drafter.stop_request(next(iter(session.live)), keep=False)
         assert not session.broken
     for temperature in (0.0, 1.0):
-        for truncated in (False, True):
+        for dtype in (torch.float32, torch.bfloat16):
             for lengths in ([0], [2, 0, 3]):
                 size = len(lengths)
                 rows = SamplingBatch(
                     torch.full((size,), temperature),
                     torch.arange(size) if temperature else None,
                     torch.arange(size),
-                    *((torch.full((size,), 5, dtype=torch.int32), torch.full((size,), 0.9)) if truncated else ()),
                 )
                 cu = torch.tensor(np.cumsum(lengths), dtype=torch.int32)
-                logits = torch.randn(sum(lengths) + size, 50, dtype=torch.bfloat16 if truncated else torch.float32)
+                logits = torch.randn(sum(lengths) + size, 50, dtype=dtype)
                 for mode in (None, "raw_logprobs", "processed_logprobs"):
                     drafts = torch.arange(sum(lengths), dtype=torch.int32)
                     verify(logits, drafts, cu, rows, method=config.verify, logprobs_mode=mode)

@@ -18,7 +18,7 @@ from tests.interpreter import run_as_python
 from tests.ptx import machine
 from tests.ptx.machine import Counts, Fault, changed_settings
 from tests.ptx.mutants import changed_copy
-from tests.verify.batches import assert_agrees, kernel_verify, on_batches
+from tests.verify.batches import assert_agrees, kernel_verify, verify_by
 
 pytestmark = pytest.mark.skipif(run_as_python(), reason="compiles the kernels")
 
@@ -37,9 +37,6 @@ def verify_all_ways(verify, logits, probs):
         temperature=torch.ones(3),
         seeds=torch.arange(3),
         positions=torch.arange(3),
-        top_k=torch.tensor([50, 20, VOCAB], dtype=torch.int32),
-        top_p=torch.tensor([0.9, 0.95, 1.0]),
-        min_p=torch.zeros(3),
     )
     drafts = cu = torch.tensor([1, 2, 3], dtype=torch.int32)
     results = [
@@ -74,7 +71,7 @@ def test_rows_far_apart(near):
 
 def test_an_offset_of_32_bits_is_caught(near, tmp_path):
     changed = changed_copy(kernel, tmp_path, "tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0) * ROWS")
-    changed_verify = on_batches(changed.verify_rows, changed.lay_out)
+    changed_verify = verify_by(changed)
     assert verify_all_ways(changed_verify, *near) == verify_all_ways(kernel_verify, *near)
     with pytest.raises(Fault, match="_scan_kernel: address outside of every tensor"):
         verify_all_ways(changed_verify, far_apart(near[0]), near[1])

@@ -12,7 +12,7 @@ from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.model.choice_device import DeviceChoice
 from rollout_spec.features.format import encode_logprobs, unpack
 from rollout_spec.types import SamplingBatch
-from rollout_spec.verify import kernel, reference, truncate
+from rollout_spec.verify import kernel, reference
 from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.vectorised import process
 from tests.drafters.device.test_device import Engine, K
@@ -21,7 +21,7 @@ from tests.interpreter import run_as_python
 from tests.ptx import driver
 from tests.ptx.machine import Fault, changed_settings
 from tests.ptx.mutants import barriers_of, changed_copy, without_instruction
-from tests.verify.batches import as_torch, assert_agrees, kernel_verify, on_batches
+from tests.verify.batches import as_torch, assert_agrees, kernel_verify, on_batches, verify_by
 
 pytestmark = pytest.mark.skipif(run_as_python(), reason="compiles the kernels")
 
@@ -29,20 +29,18 @@ METHODS = ("sample", "rejection", "dense", "dense")
 
 
 def batch(seed):
-    """Drafts, half of which are accepted, in rows of several splits and tiles, some greedy and some truncated."""
+    """Drafts, half of which are accepted, in rows of several splits and tiles, some greedy, some with masks."""
     rng = np.random.default_rng(seed)
     lengths, vocab_size = np.array([2, 0, 2]), 300
     cu = lengths.cumsum().astype(np.int32)
     logits = (rng.standard_normal((7, vocab_size)) * 3).astype(np.float32)
     if seed % 2:
-        logits = np.round(logits)  # ties, also where a row is cut
+        logits = np.round(logits)  # ties
+    logits[:, 1:][rng.random((7, vocab_size - 1)) < np.linspace(0, 0.9, 7)[:, None]] = -np.inf
     rows = SamplingBatch(
         temperature=np.array([1.0, 0.0, 0.7], np.float32),
         seeds=rng.integers(0, 2**62, 3),
         positions=rng.integers(0, 99, 3),
-        top_k=np.array([50, 0, 300], np.int32),
-        top_p=np.array([0.9, 1.0, 0.95], np.float32),
-        min_p=np.array([0.0, 0.0, 0.01], np.float32),
     )
     drafts = rng.integers(0, vocab_size, 4).astype(np.int32)
     samples = reference.verify(logits, drafts, cu, rows, after_difference=True).target_token_ids
@@ -105,13 +103,12 @@ def drafting(**options):
 def small_tiles(monkeypatch):
     monkeypatch.setattr(kernel, "BLOCK", 64)
     monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 8)
-    monkeypatch.setattr(truncate, "BLOCK", 256)
     monkeypatch.setattr(kernels, "TILE", 16)
     monkeypatch.setattr(kernels, "NEW_TOKENS", 16)
     monkeypatch.setattr(kernels, "TARGET_PROGRAMS", 16)
 
 
-OF_VERIFIER = {"_accept_kernel", "_residual_kernel", "_cutoff_kernel", "_features_kernel"}
+OF_VERIFIER = {"_accept_kernel", "_residual_kernel", "_features_kernel"}
 OF_DRAFTER = {"_scan_kernel", "_draft_kernel"}
 
 
@@ -129,8 +126,7 @@ def test_a_barrier_that_is_missing_is_caught(prepared, options, name):
     """All but those that order nothing, without which any order of warps and blocks gives the right result.
 
     Triton 3.6 and 3.7 emit more of them. With 3.9 they are each program's first, before anything was stored, and those
-    before a store of what is there already or to memory that nothing has read since the barrier before: two in the sum
-    over ties of `_cutoff_kernel`, where each warp stores the total that the count of the ties, just before, left; in
+    before a store of what is there already or to memory that nothing has read since the barrier before: in
     `_draft_kernel` those around the maximum of scores, which the argmax before has left, and the ones after an argmax,
     which reads indexes last, while the next reduction begins where the values were.
     """
@@ -197,4 +193,4 @@ def test_a_wrong_mask_or_bound_is_caught(old, new, tmp_path, monkeypatch):
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(-77))
     with pytest.raises((Fault, AssertionError)), changed_settings(check_races=True):
-        work(on_batches(changed.verify_rows, changed.lay_out))
+        work(verify_by(changed))

@@ -9,7 +9,8 @@ from triton.runtime.errors import InterpreterError
 from vllm import SamplingParams
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm import portions, runner_v2
+from rollout_spec.integrations.vllm import runner_v2
+from rollout_spec.integrations.vllm.sampling import scaled
 from tests.integrations.engines import (
     PLAIN,
     assert_same,
@@ -96,18 +97,26 @@ def test_the_drafter_is_told_what_the_target_saw(tiny_model, reference_model):
     assert now[1] > 3
 
 
-@pytest.mark.parametrize("max_rows", [None, 1, 7])
-def test_what_vllm_processes_is_verified_with_the_same_noise(stock, adversarial, max_rows, monkeypatch):
-    """Penalties, banned words and biases depend on the drafts before a position; vLLM applies them, we sample.
+@pytest.mark.parametrize("num_logprobs", [0, 2])
+@pytest.mark.parametrize("mode", ["raw_logprobs", "processed_logprobs"])
+def test_truncated_requests_are_sampled_as_by_stock_vllm(stock, off, adversarial, num_logprobs, mode, monkeypatch):
+    """Tokens, log-probabilities and ranks, of greedy requests and of those that are not truncated, too."""
+    params = mixed_params(8, 2, max_tokens=12, logprobs=num_logprobs)
+    prompts, said = prompts_of(params), []
+    for llm in (stock, off, adversarial):
+        sampler = runner_of(llm).sampler
+        monkeypatch.setattr(getattr(sampler, "inner", sampler), "logprobs_mode", mode)
+        said.append(generate(llm, params, prompts))
+    for ours in said[1:]:
+        for a, b in zip(ours, said[0], strict=True):
+            assert list(a.token_ids) == list(b.token_ids)
+            for x, y in zip(a.logprobs, b.logprobs, strict=True):
+                assert {token: v.rank for token, v in x.items()} == {token: v.rank for token, v in y.items()}
+                assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
 
-    Also some requests at a time, so that vLLM's copies of the logits are bounded.
-    """
-    rows_at_once, sampler = [], runner_of(adversarial).sampler
-    process = sampler._process
-    monkeypatch.setattr(sampler, "_process", lambda x, *args: rows_at_once.append(len(x)) or process(x, *args))
-    if max_rows is not None:
-        vocab_size = adversarial.llm_engine.model_config.get_vocab_size()
-        monkeypatch.setattr(portions, "MAX_PROCESSED", max_rows * vocab_size)
+
+def test_what_vllm_processes_is_verified_with_the_same_noise(stock, adversarial):
+    """Penalties, banned words and biases depend on the drafts before a position; vLLM applies them, we sample."""
     params = mixed_params(6, 3, max_tokens=14, logprobs=0, **PLAIN)
     params[0].repetition_penalty = 1.3
     params[1].presence_penalty = 0.7
@@ -120,17 +129,16 @@ def test_what_vllm_processes_is_verified_with_the_same_noise(stock, adversarial,
         assert list(a.token_ids) == list(b.token_ids), p
         for x, y in zip(a.logprobs, b.logprobs, strict=True):
             assert [v.logprob for v in x.values()] == pytest.approx([v.logprob for v in y.values()], abs=1e-4)
-    assert max(rows_at_once) > 7 if max_rows is None else max(rows_at_once) <= max(max_rows, K + 1)
 
 
 def test_what_frameworks_send_stays_on_the_fast_path(stock, on, adversarial, monkeypatch):
     """At least one token, and the most probable token besides; vLLM's own code copies all logits for that."""
     params = mixed_params(4, 9, max_tokens=14, logprobs=1, min_tokens=2, **PLAIN)
     processed, scored = [], []
+    monkeypatch.setattr(runner_v2, "scaled", lambda *args: scored.append(1) or scaled(*args))
     for llm in (on, adversarial):
         sampler = runner_of(llm).sampler
         monkeypatch.setattr(sampler, "_process", lambda *args, f=sampler._process: processed.append(1) or f(*args))
-        monkeypatch.setattr(sampler, "_scores", lambda *args, f=sampler._scores: scored.append(1) or f(*args))
     prompts = prompts_of(params)
     plain = generate(stock, params, prompts)
     for llm in (on, adversarial):

@@ -17,7 +17,7 @@ from rollout_spec import engine_kwargs
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.model import choice_device
 from rollout_spec.integrations.vllm.plugin import HOOKS
-from rollout_spec.verify import kernel, truncate
+from rollout_spec.verify import kernel
 from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import build, generate, mixed_params, prompts_of, runner_of, stats_of, verify_all
 from tests.launches import Kernel, recorded_variants
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.engine
 K = 4
 KERNELS = {
     value.__name__
-    for module in (kernel, truncate, kernels, choice_device)
+    for module in (kernel, kernels, choice_device)
     for value in vars(module).values()
     if isinstance(value, Kernel)
 }
@@ -117,7 +117,7 @@ def test_nothing_is_compiled_while_the_engine_serves(tiny_model, options, monkey
         worker.compile_or_warm_up_model()  # what a GPU's worker does in any version
         with runner_of(llm).rollout_spec.warm_up():
             run_mixed_prefill_decode_warmup(runner_of(llm), worker.execute_model, worker.sample_tokens, 8)
-    assert not {"_scan_kernel", "_accept_kernel", "_rank_kernel", "_cutoff_kernel"} - {name for name, *_ in compiled}
+    assert not {"_scan_kernel", "_accept_kernel", "_rank_kernel"} - {name for name, *_ in compiled}
     with recorded_variants() as launched:
         for seed, fixed in enumerate(
             (

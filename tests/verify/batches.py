@@ -31,11 +31,18 @@ def on_batches(verify_rows, lay_out=lay_out):
     return verify
 
 
+def verify_by(module):
+    """`module`'s kernels, with the arguments of `rollout_spec.verify.api.verify`, also on the CPU; no truncation."""
+    return on_batches(
+        lambda logits, layout, rows, **options: module.verify_rows(logits, layout, **options), module.lay_out
+    )
+
+
 def kernel_verify(*args, **options):
-    """The kernels, with the arguments of `rollout_spec.verify.api.verify`, also on the CPU."""
+    """`verify_by` the package's kernels."""
     from rollout_spec.verify import kernel  # brings triton
 
-    return on_batches(kernel.verify_rows, kernel.lay_out)(*args, **options)
+    return verify_by(kernel)(*args, **options)
 
 
 @st.composite
@@ -84,19 +91,18 @@ def batches(draw, truncation: bool = True):
 
 
 def many_requests():
-    """A batch in which every mixture of temperature and truncation occurs, and about half of the drafts are right."""
+    """Requests of three temperatures with removed tokens, about half of whose drafts are right."""
     rng = np.random.default_rng(0)
     num_requests, vocab_size = 30, 33
     lengths = rng.integers(0, 4, num_requests)
     cu = np.cumsum(lengths).astype(np.int32)
     logits = np.round(rng.standard_normal((lengths.sum() + num_requests, vocab_size)) * 4).astype(np.float32) / 2
+    logits[rng.random(logits.shape) < rng.choice([0.0, 0.5, 0.9], (len(logits), 1))] = -np.inf
+    logits[:, 0] = 0.0
     rows = SamplingBatch(
         temperature=rng.choice([0.0, 0.5, 1.7], num_requests).astype(np.float32),
         seeds=rng.integers(-(2**63), 2**63 - 1, num_requests),
         positions=rng.integers(0, 10_000, num_requests),
-        top_k=rng.choice([0, 3, 12], num_requests).astype(np.int32),
-        top_p=rng.choice([0.8, 1.0], num_requests).astype(np.float32),
-        min_p=rng.choice([0.0, 0.05], num_requests).astype(np.float32),
     )
     drafts = rng.integers(0, vocab_size, lengths.sum()).astype(np.int32)
     samples = reference.verify(logits, drafts, cu, rows, after_difference=True).target_token_ids

@@ -77,22 +77,19 @@ def launch_all() -> None:
 
     batch, drafts, vocab = 3, 6, 5000
     cases = (
-        # dtype, log-probabilities, truncation, method, all greedy
-        (torch.bfloat16, "processed_logprobs", False, "sample", False),
-        (torch.bfloat16, "raw_logprobs", True, "sample", False),
-        (torch.float32, "processed_logprobs", True, "rejection", False),
-        (torch.float16, "raw_logprobs", False, "dense", False),
-        (torch.float32, None, True, "dense", False),
-        (torch.bfloat16, None, False, "sample", True),
+        # dtype, log-probabilities, method, all greedy
+        (torch.bfloat16, "processed_logprobs", "sample", False),
+        (torch.bfloat16, "raw_logprobs", "sample", False),
+        (torch.float32, "processed_logprobs", "rejection", False),
+        (torch.float16, "raw_logprobs", "dense", False),
+        (torch.float32, None, "dense", False),
+        (torch.bfloat16, None, "sample", True),
     )
-    for dtype, mode, truncate, method, greedy in cases:
+    for dtype, mode, method, greedy in cases:
         rows = SamplingBatch(
             temperature=torch.ones(batch),
             seeds=None if greedy else torch.arange(batch),
             positions=torch.arange(batch),
-            top_k=torch.ones(batch, dtype=torch.int32) if truncate else None,
-            top_p=torch.ones(batch) if truncate else None,
-            min_p=torch.ones(batch) if truncate else None,
         )
         kernel_verify(
             torch.zeros(batch + drafts, vocab, dtype=dtype),

@@ -104,14 +104,13 @@ def test_it_covers_all_kinds_of_rows():
     """Accepted and rejected drafts, greedy and sampled, cut, broken and empty rows, of the engine's vocabulary, too."""
     seen = set()
     for case in self_check._cases(SETTING._replace(vocab_size=5000), np.random.default_rng(0)):
-        vocab_size, name = case.batch.logits.shape[1], case.name
+        vocab_size = case.batch.logits.shape[1]
         assert vocab_size == 5000 or vocab_size - 2049 < 16
         assert vocab_size % 16 == 5000 % 16
         samples = reference.verify(*case.batch, after_difference=True).target_token_ids
         batch = self_check.with_drafts(case.batch, samples, case.is_right)
         result = reference.verify(*batch)
         lengths = np.diff(batch.cu, prepend=0)
-        seen |= {(vocab_size == 5000, kind) for kind in ("with truncation", "without truncation") if kind in name}
         for found, kind in (
             (lengths[lengths > 0] == result.num_accepted[lengths > 0], "all accepted"),
             (result.num_accepted[lengths > 0] == 0, "none accepted"),
@@ -121,7 +120,7 @@ def test_it_covers_all_kinds_of_rows():
             (result.num_invalid_rows > result.num_broken_rows, "empty"),
         ):
             seen |= {(vocab_size == 5000, kind)} if np.any(found) else set()
-    kinds = ["with truncation", "without truncation", "all accepted", "none accepted", "greedy", "sampled", "broken"]
+    kinds = ["all accepted", "none accepted", "greedy", "sampled", "broken"]
     assert seen == {(is_whole, kind) for is_whole in (True, False) for kind in kinds} | {(False, "empty")}
 
 
@@ -157,7 +156,7 @@ def test_a_fault_in_verification_is_found(plant, change, said):
     plant(kernel, "verify_rows", change)
     verdict = self_check.check(SETTING)
     assert said in verdict.verification
-    assert verdict.verification.startswith(f"{VOCAB} bfloat16 logits, up to {K} drafts, without truncation")
+    assert verdict.verification.startswith(f"{VOCAB} bfloat16 logits, up to {K} drafts")
 
 
 @pytest.mark.parametrize(

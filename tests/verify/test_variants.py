@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.jit.warm_up import warm_up_kernels
 from rollout_spec.types import SamplingBatch
-from rollout_spec.verify import kernel, truncate
+from rollout_spec.verify import kernel
 from tests.launches import recorded_variants
 from tests.verify.batches import kernel_verify
 
@@ -24,7 +24,6 @@ def few_programs(monkeypatch):
     monkeypatch.setattr(kernel, "ROWS", 8)
     monkeypatch.setattr(kernel, "BLOCK", 32)  # five splits of a row at most, fewer where there are more rows
     monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 8)
-    monkeypatch.setattr(truncate, "BLOCK", 1024)
 
 
 def random_call(rng, config, vocab_size, dtype, hidden_size):
@@ -36,17 +35,10 @@ def random_call(rng, config, vocab_size, dtype, hidden_size):
         logits = torch.zeros(num_rows, -(-vocab_size // 64) * 64, dtype=dtype)[:, :vocab_size]
     else:  # processed by vLLM
         logits = torch.zeros(num_rows, vocab_size)
-    truncation = {
-        "top_k": torch.full((size,), 5, dtype=torch.int32),
-        "top_p": torch.full((size,), 0.9),
-        "min_p": torch.full((size,), 0.1),
-    }
-    chosen = {name: values for name, values in truncation.items() if rng.integers(2)} if rng.integers(2) else {}
     rows = SamplingBatch(
         torch.from_numpy(rng.choice([0.0, 1.0], size).astype(np.float32)),
         torch.from_numpy(rng.integers(0, 9, size)),
         torch.from_numpy(rng.integers(0, 9, size)),
-        **chosen,
     )
     kernel_verify(
         logits,
@@ -83,5 +75,4 @@ def test_the_warm_up_compiles_every_variant_that_an_engine_launches(method, voca
     compiled = {variant for variant in compiled if variant[0] != "_gather_layout_kernel"}
     assert launched <= compiled
     assert len(launched) > 0.8 * len(compiled)
-    # With ratio tests the accept kernel reads the cuts of top-k, top-p and min-p, too.
-    assert len(compiled) == {"sample": 19, "rejection": 27}[method] + (4 if hidden_size else 0)
+    assert len(compiled) == (15 if hidden_size else 13)

@@ -34,7 +34,8 @@ VOCAB_SIZE = 10
 
 def params(**values):
     """A greedy request's."""
-    neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0, "min_p": 0.0}
+    neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "min_tokens": 0}
+    neutral |= {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     neutral |= dict.fromkeys(("bad_words", "allowed_token_ids", "logit_bias", "thinking_token_budget"))
     return SimpleNamespace(**{"seed": 1, **neutral, **values})
 
