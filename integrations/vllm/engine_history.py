@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 from multiprocessing.pool import ThreadPool
 from typing import Any, Protocol
 
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.history.exchange import FolderThread, pop_first
+from rollout_spec.history.exchange import FolderThread
 from rollout_spec.history.folder import HistoryFolder, Origin, fingerprint
 from rollout_spec.history.problems import Problems
 from rollout_spec.history.rollout import Rollout
@@ -22,18 +22,13 @@ from rollout_spec.integrations.vllm.ranks import is_first_rank
 
 logger = logging.getLogger(__name__)
 
-MAX_TOKENS_PER_STEP = 4096
-"""So many tokens of other engines' rollouts are taken in by a step where few wait, but at least one rollout."""
-STEPS_TO_TAKE = 64
-"""A backlog, as when a batch of new problems begins, is spread over so many steps."""
-LOADED_TOKENS = 2_000_000
-"""Most tokens of the newest rollouts that an engine takes in when it starts."""
-STEPS_PER_FORGETTING = 1024
-"""How often the folder is told of which problems nothing is left."""
+MAX_TOKENS_PER_STEP = 16_384
+"""A step takes in so many tokens of other engines' rollouts, but at least one rollout: all at once would stall."""
 STEPS_PER_SHARING = 16
 """Tensor-parallel ranks take over what the first rank has read once in this many steps."""
-MAX_AHEAD = 16
-"""Engines of one training are less apart in their policy versions."""
+MAX_TOKENS_PER_SHARING = 65_536
+LOADED_TOKENS = 2_000_000
+"""Most tokens of the newest rollouts that an engine takes in when it starts."""
 
 
 class HistoryKeeper(Protocol):
@@ -75,12 +70,9 @@ class EngineHistory:
         share_from_first_rank: Callable[[Any], Any] | None,
     ) -> None:
         assert config.history_dir is not None
-        self._version, self._drafter, self._problems, self._share = 0, drafter, problems, share_from_first_rank
-        self._queue: deque[Rollout] = deque()  # to be taken in by the next steps
+        self._drafter, self._problems, self._share = drafter, problems, share_from_first_rank
         self._live: Counter[int] = Counter()  # requests by problem
-        self._per_step = 0  # tokens of the queue that each of these steps takes in
         self._num_steps = 0
-        self._is_ahead = False  # whether rollouts of much newer versions were read
         self._thread: FolderThread | None = None
         if is_first_rank(vllm_config):
             origin = origin_of(vllm_config.model_config)
@@ -96,26 +88,23 @@ class EngineHistory:
             The policy version to go on from.
         """
         rollouts: list[Rollout] = []
+        version = 0
         if self._thread is not None:
             try:
                 rollouts = self._loading.get()
             except Exception:  # must not keep an engine from starting
                 logger.exception("history: what the folder holds could not be loaded; this run begins without it")
             self._pool.close()
-            self._version = self._thread.folder.newest_version
+            version = self._thread.folder.newest_version
         if self._share is not None:
-            rollouts, self._version = self._share((rollouts, self._version))
-        self._drafter.begin_policy_version(self._version)
+            rollouts, version = self._share((rollouts, version))
+        self._drafter.begin_policy_version(version)
         self._add(rollouts)
         self._drafter.record_rollouts()
         if self._thread is not None:
             self._thread.start()
             weakref.finalize(self, self._thread.close)  # where nobody calls `close`, as at the end of a script
-        return self._version
-
-    def begin_policy_version(self, version: int) -> None:
-        """The drafter has been told of a new version."""
-        self._version = version
+        return version
 
     def begin_request(self, problem_id: int | None) -> None:
         """A request begins: what others have said of its problem is read now. Called before the drafter is told."""
@@ -123,8 +112,7 @@ class EngineHistory:
             return
         self._live[problem_id] += 1
         if self._live[problem_id] == 1:
-            is_queued = any(rollout.problem_id == problem_id for rollout in self._queue)
-            self._thread.watch(problem_id, is_known=is_queued or self._drafter.knows(problem_id))
+            self._thread.watch(problem_id, is_known=self._drafter.knows(problem_id))
 
     def end_request(self, problem_id: int | None) -> None:
         """A request has ended."""
@@ -145,19 +133,10 @@ class EngineHistory:
         """Hand over what has ended, and take in some of what has come. Called once per step; reads no file."""
         self._hand_over()
         self._num_steps += 1
-        steps = 1 if self._share is None else STEPS_PER_SHARING
-        if self._num_steps % steps == 0 and not self._queue:
-            received: list[Rollout] = []
-            if self._thread is not None:
-                per_step = max(MAX_TOKENS_PER_STEP, self._thread.num_waiting_tokens // STEPS_TO_TAKE)
-                received = self._thread.take(steps * per_step)
-            self._queue.extend(received if self._share is None else self._share(received))
-            self._per_step = -(-sum(rollout.num_tokens for rollout in self._queue) // steps)
-        if self._queue:
-            self._add(pop_first(self._queue, max(self._per_step, MAX_TOKENS_PER_STEP)))
-        if self._thread is not None and self._num_steps % STEPS_PER_FORGETTING == 0:
-            queued = {rollout.problem_id for rollout in self._queue}
-            self._thread.keep_only(lambda problem: problem in queued or self._drafter.knows(problem))
+        if self._share is None:
+            self._add([] if self._thread is None else self._thread.take(MAX_TOKENS_PER_STEP))
+        elif self._num_steps % STEPS_PER_SHARING == 0:
+            self._add(self._share([] if self._thread is None else self._thread.take(MAX_TOKENS_PER_SHARING)))
 
     def stats(self) -> dict[str, float]:
         """What went through the folder, on the first rank; empty elsewhere."""
@@ -178,19 +157,11 @@ class EngineHistory:
             self._thread.add([rollout._replace(root=root_of(rollout.problem_id)) for rollout in recorded])
 
     def _add(self, rollouts: Sequence[Rollout]) -> None:
-        self._drafter.add_rollouts(rollouts)
+        if rollouts:
+            self._drafter.add_rollouts(rollouts)
         for rollout in rollouts:
             if rollout.root is not None:
                 self._problems.add_root(rollout.problem_id, rollout.root)
-        newest = max((rollout.version for rollout in rollouts), default=0)
-        if newest > self._version + MAX_AHEAD and not self._is_ahead:
-            self._is_ahead = True
-            logger.warning(
-                "history: rollouts of policy version %d were read, and this engine is at %d: another training writes "
-                "to the same folder, whose rollouts count as newer. Give each training a folder of its own",
-                newest,
-                self._version,
-            )
 
 
 def origin_of(model_config: Any) -> Origin:

@@ -62,9 +62,6 @@ class Speculation:
             self.check_model()
             self.choice.begin_policy_version()
         self._ask(lambda: self.drafter.begin_policy_version(version))
-        history = self.engine_history
-        if history is not None:
-            self._ask(lambda: history.begin_policy_version(version))
 
     def check_model(self) -> None:
         """Say once if nothing is right that a model drafts: its drafts cost time, and no rollout shows it.

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from multiprocessing.pool import ThreadPool
@@ -24,23 +24,23 @@ from rollout_spec.history.rollout import Rollout
 
 logger = logging.getLogger(__name__)
 
-SECONDS_LOCAL, SECONDS_REMOTE = 0.5, 5.0
-"""Until a problem is looked at again, twice as long each time that nothing new has come, up to 16 times as long."""
+SECONDS_LOCAL, SECONDS_REMOTE = 0.5, 10.0
+"""Until a problem is looked at again."""
 SECONDS_TO_WRITE = 30.0
 """Ended rollouts wait at most so long for the other requests of their problem, with which they are one file."""
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds until what could not be written is tried again; each time twice as many."""
+SECONDS_TO_RETRY = 10.0
+"""Until what could not be written is tried again."""
 MAX_WAITING_TOKENS = 1_000_000
 """Of rollouts that were read and the engine has not taken. No more are read until it has."""
 MAX_UNWRITTEN_TOKENS = 5_000_000
 """Of rollouts that could not be written, up to 36 bytes each. The oldest are dropped."""
-MAX_FAILURES = 3
-"""After so many groups that cannot be written, the others wait for the next attempt, too."""
 SECONDS_TO_CLOSE = 10.0
 
 
 @dataclass
-class _Unwritten:
+class _Group:
+    """Rollouts of one problem and policy version, to be written as one file."""
+
     since: float = field(default_factory=time.monotonic)
     rollouts: list[Rollout] = field(default_factory=list)
 
@@ -51,17 +51,16 @@ class FolderThread:
     def __init__(self, folder: HistoryFolder) -> None:
         self.folder = folder
         self.is_closed = False
-        self.num_waiting_tokens = 0
-        self._first_look = SECONDS_REMOTE if folder.is_remote else SECONDS_LOCAL
-        self._watched: dict[int, tuple[float, float]] = {}  # when a problem is looked at, and the pause after that
-        self._unwritten: dict[tuple[int, int], _Unwritten] = {}  # by problem and version, oldest first
-        self._num_unwritten_tokens = 0
-        self._inbox: deque[Rollout] = deque()
-        self._num_inbox: Counter[int] = Counter()  # its rollouts by problem
+        self._seconds_to_look = SECONDS_REMOTE if folder.is_remote else SECONDS_LOCAL
+        self._watched: dict[int, float] = {}  # when a problem is looked at
         self._to_forget: set[int] = set()
+        self._inbox: deque[Rollout] = deque()
+        self._num_waiting_tokens = 0  # of the inbox
+        self._groups: dict[tuple[int, int], _Group] = {}  # to be written, by problem and version, oldest first
+        self._num_unwritten_tokens = 0
         self._num_lost = 0
         self._seconds = 0.0
-        self._pause, self._next_write = 0.0, 0.0
+        self._next_write = 0.0
         self._warned_of: set[object] = set()
         self._lock = threading.Lock()
         self._woken = threading.Event()
@@ -85,8 +84,8 @@ class FolderThread:
             is_known: Whether the engine has any history of it. Otherwise also what was read earlier is read again.
         """
         with self._lock:
-            self._watched[problem_id] = 0.0, self._first_look
-            if not is_known and problem_id not in self._num_inbox:  # the engine is about to get these
+            self._watched[problem_id] = 0.0
+            if not is_known and all(rollout.problem_id != problem_id for rollout in self._inbox):
                 self._to_forget.add(problem_id)
         self._woken.set()
 
@@ -95,37 +94,30 @@ class FolderThread:
         with self._lock:
             self._watched.pop(problem_id, None)
 
-    def keep_only(self, is_known: Callable[[int], bool]) -> None:
-        """Forget what was read of problems of which the engine has no history any more."""
-        unknown = {problem for problem in self.folder.problems() if not is_known(problem)}
-        with self._lock:
-            self._to_forget |= unknown - self._watched.keys() - self._num_inbox.keys()
-
     def add(self, rollouts: Iterable[Rollout]) -> None:
         """Write rollouts soon."""
         with self._lock:
             for rollout in rollouts:
-                key = rollout.problem_id, rollout.version
-                self._unwritten.setdefault(key, _Unwritten()).rollouts.append(rollout)
+                self._groups.setdefault((rollout.problem_id, rollout.version), _Group()).rollouts.append(rollout)
                 self._num_unwritten_tokens += rollout.num_tokens
-            while self._num_unwritten_tokens > MAX_UNWRITTEN_TOKENS:
-                key = next(iter(self._unwritten))
-                self._remove(key, self._unwritten[key].rollouts[:1])
-                self._num_lost += 1
+            while self._num_unwritten_tokens > MAX_UNWRITTEN_TOKENS and len(self._groups) > 1:
+                oldest = self._groups.pop(next(iter(self._groups))).rollouts
+                self._num_unwritten_tokens -= _num_tokens(oldest)
+                self._num_lost += len(oldest)
 
     def take(self, max_tokens: int = MAX_WAITING_TOKENS) -> list[Rollout]:
         """The first rollouts that have come from elsewhere, with at most `max_tokens` together, but at least one."""
+        some: list[Rollout] = []
         with self._lock:
-            rollouts = pop_first(self._inbox, max_tokens)
-            self.num_waiting_tokens -= sum(rollout.num_tokens for rollout in rollouts)
-            self._num_inbox -= Counter(rollout.problem_id for rollout in rollouts)
-        return rollouts
+            while self._inbox and (not some or self._inbox[0].num_tokens <= max_tokens):
+                max_tokens -= self._inbox[0].num_tokens
+                some.append(self._inbox.popleft())
+            self._num_waiting_tokens -= _num_tokens(some)
+        return some
 
     def stats(self) -> dict[str, float]:
         """`FolderStats`, rollouts that wait to be written and that were lost, and seconds that the thread was busy."""
-        with self._lock:
-            waiting = sum(len(unwritten.rollouts) for unwritten in self._unwritten.values())
-        more = {"rollouts_waiting": waiting, "rollouts_lost": self._num_lost, "seconds": self._seconds}
+        more = {"rollouts_waiting": self._num_unwritten(), "rollouts_lost": self._num_lost, "seconds": self._seconds}
         return {**asdict(self.folder.stats), **more}
 
     def close(self) -> None:
@@ -144,11 +136,14 @@ class FolderThread:
             self._do(self._write)
         else:
             self._thread.join(SECONDS_TO_CLOSE)
-        with self._lock:
-            left = sum(len(unwritten.rollouts) for unwritten in self._unwritten.values())
+        left = self._num_unwritten()
         self._num_lost += left
         if left:
             logger.warning("history: %d rollouts could not be written to %s", left, self.folder.url)
+
+    def _num_unwritten(self) -> int:
+        with self._lock:
+            return sum(len(group.rollouts) for group in self._groups.values())
 
     # -- the thread --------------------------------------------------------------------------------------------------
 
@@ -176,8 +171,7 @@ class FolderThread:
                     str(error) or repr(error),
                     exc_info=None if isinstance(error, OSError) else error,
                 )
-        finally:
-            self._seconds += time.monotonic() - started
+        self._seconds += time.monotonic() - started
 
     def _write(self) -> None:
         now = time.monotonic()
@@ -186,104 +180,74 @@ class FolderThread:
         with self._lock:
             ready = [
                 key
-                for key, unwritten in self._unwritten.items()
-                if key[0] not in self._watched or now - unwritten.since > SECONDS_TO_WRITE or self.is_closed
+                for key, group in self._groups.items()
+                if key[0] not in self._watched or now - group.since > SECONDS_TO_WRITE or self.is_closed
             ]
-        errors: list[Exception] = []
-        num_bytes = 0
-        for some in self._parts(ready):
-            if len(errors) >= MAX_FAILURES and not self.is_closed:
-                break
-            for key, outcome in zip(some, self._try_each(self._write_group, some), strict=True):
-                if isinstance(outcome, Exception):
-                    errors.append(outcome)
-                    with self._lock:  # to the end: one that cannot be written must not keep others from it
-                        if key in self._unwritten:
-                            self._unwritten[key] = self._unwritten.pop(key)
-                else:
-                    num_bytes += outcome
-        if errors:
-            self._pause = min(2 * self._pause, LONGEST_PAUSE) or FIRST_PAUSE
-            self._next_write = time.monotonic() + self._pause
-            raise errors[0]
-        self._pause = 0.0
-        self.folder.prune_by_chance(num_bytes)
+        self._next_write = now + SECONDS_TO_RETRY
+        self._do_each(self._write_group, ready)
+        self._next_write = 0.0
 
-    def _write_group(self, key: tuple[int, int]) -> int:
-        """Write the rollouts of a problem and version. Returns how many bytes that took."""
+    def _write_group(self, key: tuple[int, int]) -> None:
         with self._lock:
-            rollouts = list(self._unwritten[key].rollouts) if key in self._unwritten else []
-        if not rollouts:  # dropped meanwhile
-            return 0
+            group = self._groups.get(key)
+            rollouts = [] if group is None else list(group.rollouts)
+        if group is None:  # dropped meanwhile
+            return
         num_bytes = self.folder.write(rollouts)
         with self._lock:
-            self._remove(key, rollouts)
-        return num_bytes
-
-    def _remove(self, key: tuple[int, int], rollouts: Sequence[Rollout]) -> None:
-        """These are no longer to be written."""
-        gone, unwritten = set(map(id, rollouts)), self._unwritten.get(key, _Unwritten())
-        self._num_unwritten_tokens -= sum(rollout.num_tokens for rollout in unwritten.rollouts if id(rollout) in gone)
-        unwritten.rollouts = [rollout for rollout in unwritten.rollouts if id(rollout) not in gone]
-        if not unwritten.rollouts:
-            self._unwritten.pop(key, None)
+            if self._groups.get(key) is group:
+                self._num_unwritten_tokens -= _num_tokens(rollouts)
+                del group.rollouts[: len(rollouts)]
+                if not group.rollouts:
+                    del self._groups[key]
+        self.folder.prune_by_chance(num_bytes)
 
     def _read(self) -> None:
         with self._lock:
-            to_forget, self._to_forget = self._to_forget - self._num_inbox.keys(), set()
+            to_forget, self._to_forget = self._to_forget, set()
             now = time.monotonic()
-            due = [problem for problem, (when, _) in self._watched.items() if when <= now]
+            due = [problem for problem, when in self._watched.items() if when <= now]
         for problem_id in to_forget:
             self.folder.forget(problem_id)
+        self._do_each(self._read_problem, due)
+
+    def _read_problem(self, problem_id: int) -> None:
+        if self.is_closed or self._num_waiting_tokens >= MAX_WAITING_TOKENS:
+            return
+        rollouts: list[Rollout] = []
+        try:
+            rollouts = self.folder.read(problem_id)
+        finally:
+            with self._lock:
+                self._inbox.extend(rollouts)
+                self._num_waiting_tokens += _num_tokens(rollouts)
+                if problem_id in self._watched:
+                    self._watched[problem_id] = time.monotonic() + self._seconds_to_look
+
+    def _do_each(self, work: Callable[[Any], None], items: Sequence[Any]) -> None:
+        """Do the work for each item, for READERS at once where the folder is remote. Raises the first error after."""
         errors: list[Exception] = []
-        for some in self._parts(due):
-            if self.num_waiting_tokens >= MAX_WAITING_TOKENS or self.is_closed:
-                break
-            for problem_id, outcome in zip(some, self._try_each(self.folder.read, some), strict=True):
-                rollouts = [] if isinstance(outcome, Exception) else outcome
-                if isinstance(outcome, Exception):
-                    errors.append(outcome)
-                with self._lock:
-                    self._inbox.extend(rollouts)
-                    self._num_inbox.update(rollout.problem_id for rollout in rollouts)
-                    self.num_waiting_tokens += sum(rollout.num_tokens for rollout in rollouts)
-                    if problem_id in self._watched:
-                        pause = self._first_look if rollouts else self._watched[problem_id][1]
-                        longer = min(2 * pause, 16 * self._first_look)
-                        self._watched[problem_id] = time.monotonic() + pause, longer
+
+        def attempt(item: Any) -> None:
+            try:
+                work(item)
+            except Exception as error:
+                errors.append(error)
+
+        if self.folder.is_remote and len(items) > 1:
+            with ThreadPool(min(READERS, len(items))) as pool:  # its threads do not keep a process from ending
+                pool.map(attempt, items, 1)
+        else:
+            for item in items:
+                attempt(item)
         if errors:
             raise errors[0]
 
-    def _parts(self, items: Sequence[Any]) -> Iterable[Sequence[Any]]:
-        """As many of the items at a time as are read or written at once."""
-        size = READERS if self.folder.is_remote else 1
-        return (items[i : i + size] for i in range(0, len(items), size))
 
-    def _try_each(self, work: Callable[[Any], Any], items: Sequence[Any]) -> list[Any]:
-        """What `work` returns for each item, or the exception that it raises."""
-
-        def attempt(item: Any) -> Any:
-            try:
-                return work(item)
-            except Exception as error:
-                return error
-
-        if len(items) == 1:
-            return [attempt(items[0])]
-        with ThreadPool(len(items)) as pool:  # its threads do not keep a process from ending
-            return pool.map(attempt, items, 1)
+def _num_tokens(rollouts: Iterable[Rollout]) -> int:
+    return sum(rollout.num_tokens for rollout in rollouts)
 
 
 def _close_if_alive(thread: weakref.ref[FolderThread]) -> None:
     if (alive := thread()) is not None:
         alive.close()
-
-
-def pop_first(waiting: deque[Rollout], max_tokens: int) -> list[Rollout]:
-    """Take as many from the left as have at most `max_tokens` together, but at least one if there is any."""
-    some: list[Rollout] = []
-    left = max_tokens
-    while waiting and (not some or waiting[0].num_tokens <= left):
-        left -= waiting[0].num_tokens
-        some.append(waiting.popleft())
-    return some

@@ -50,7 +50,7 @@ S3_OPTIONS = {"max_concurrency": 1, "config_kwargs": {"retries": {"total_max_att
 """Of s3fs. With more requests at once it asks for a file's size before it reads it. It tries five times itself, and
 botocore would try each of these five times: a store that throttles would get 25 requests for one."""
 _NAME = re.compile(r"([0-9a-f]{16})/(\d{10})-[0-9a-f]{16}\.parquet")
-_UNFINISHED = re.compile(r"\.[0-9a-f]{16}")
+_UNFINISHED = re.compile(r"[0-9a-f]{16}/\.[0-9a-f]{16}")
 MAX_SAID = 20
 """Reasons for which files are left out are named up to so many."""
 
@@ -204,9 +204,10 @@ class HistoryFolder:
     def __init__(self, url: str, origin: Origin, *, max_bytes: int | None = None) -> None:
         self.url, self.origin, self.newest_version, self.stats = url, origin, 0, FolderStats()
         self._fs, self._root = open_folder(url)
-        self.is_remote = not _is_local(self._fs)
+        protocols = self._fs.protocol
+        self.is_remote = "file" not in ((protocols,) if isinstance(protocols, str) else protocols)
         self._max_bytes = max_bytes
-        self._seen: defaultdict[int, set[str]] = defaultdict(set)  # files that were read or written, by problem
+        self._seen: defaultdict[int, set[int]] = defaultdict(set)  # hashes of paths read or written, by problem
         self._said: set[str] = set()  # reasons that a warning has named
 
     def load(self, max_tokens: int) -> list[Rollout]:
@@ -223,14 +224,12 @@ class HistoryFolder:
 
     def read(self, problem_id: int) -> list[Rollout]:
         """A problem's rollouts in files that were neither read nor written here. Oldest policy versions first."""
-        files = list(self.files(problem_id))
-        self._seen[problem_id] &= {file.path for file in files}  # without those that were pruned
-        new = [file for file in files if file.path not in self._seen[problem_id]]
+        new = [file for file in self.files(problem_id) if hash(file.path) not in self._seen[problem_id]]
         read: list[list[Rollout]] = []
         num_tokens = 0
         for file in sorted(new, reverse=True):
             if num_tokens >= MAX_PROBLEM_TOKENS:
-                self._seen[problem_id].add(file.path)
+                self._seen[problem_id].add(hash(file.path))
                 continue
             read.append(self._read(file))
             num_tokens += sum(rollout.num_tokens for rollout in read[-1])
@@ -244,7 +243,7 @@ class HistoryFolder:
         name = hashlib.blake2b(data, digest_size=8).hexdigest()
         path = f"{self._root}/{problem_id:016x}/{version:010d}-{name}.parquet"
         self._put(path, data)
-        self._seen[problem_id].add(path)
+        self._seen[problem_id].add(hash(path))
         self.stats.rollouts_written += len(rollouts)
         self.stats.bytes_written += len(data)
         return len(data)
@@ -253,10 +252,6 @@ class HistoryFolder:
         """Prune to `max_bytes`, by a chance that grows with the bytes that were written."""
         if self._max_bytes is not None and random.random() < num_bytes * CHECKS_PER_BOUND / self._max_bytes:
             self.prune(max_bytes=self._max_bytes)
-
-    def problems(self) -> list[int]:
-        """Those of which something was read or written."""
-        return list(self._seen)
 
     def forget(self, problem_id: int) -> None:
         """Read again what was read or written of a problem, if it is asked for: the engine has nothing of it left."""
@@ -331,7 +326,7 @@ class HistoryFolder:
             kept += 1
         if not dry_run:
             self._delete([file.path for file in reversed(files[kept:])])  # who is killed here leaves no gap
-            self._remove_unfinished(path for path, _ in everything)
+            self._delete([path for path, _ in everything if self._is_unfinished(path)])
         return files[kept:]
 
     def _delete(self, paths: Sequence[str]) -> None:
@@ -340,8 +335,7 @@ class HistoryFolder:
             for i in range(0, len(paths), 1000):  # which S3 deletes by one request
                 with _raising_os_errors(), contextlib.suppress(FileNotFoundError):
                     self._fs.rm(list(paths[i : i + 1000]))
-            return
-        for path in paths:
+        for path in () if self.is_remote else paths:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
@@ -359,7 +353,7 @@ class HistoryFolder:
             if isinstance(error, OSError):  # it may be read another time
                 return []
             self.stats.files_refused += 1
-        self._seen[file.problem_id].add(file.path)
+        self._seen[file.problem_id].add(hash(file.path))
         self.stats.rollouts_read += len(rollouts)
         return rollouts
 
@@ -387,16 +381,13 @@ class HistoryFolder:
                 self._fs.makedirs(folder, exist_ok=True)
                 self._fs.pipe_file(path, data)
 
-    def _remove_unfinished(self, paths: Iterable[str]) -> None:
-        """Remove those of some files that processes have left that were killed while they wrote."""
-        if self.is_remote:
-            return
-        for path in paths:
-            folder, _, name = path.removeprefix(f"{self._root}/").rpartition("/")
-            if _UNFINISHED.fullmatch(name) and re.fullmatch("[0-9a-f]{16}", folder):
-                with contextlib.suppress(OSError):
-                    if os.stat(path).st_mtime < time.time() - UNFINISHED_SECONDS:
-                        os.unlink(path)
+    def _is_unfinished(self, path: str) -> bool:
+        """Whether a process has left this file that was killed while it wrote."""
+        if self.is_remote or not _UNFINISHED.fullmatch(path.removeprefix(f"{self._root}/")):
+            return False
+        with contextlib.suppress(OSError):
+            return os.stat(path).st_mtime < time.time() - UNFINISHED_SECONDS
+        return False
 
 
 def open_folder(url: str) -> tuple[Any, str]:
@@ -413,10 +404,6 @@ def open_folder(url: str) -> tuple[Any, str]:
     except (ImportError, TypeError, ValueError) as error:
         raise ValueError(f"history_dir {url!r} cannot be used: {error}") from error
     return fs, path.rstrip("/")
-
-
-def _is_local(fs: Any) -> bool:
-    return "file" in ((fs.protocol,) if isinstance(fs.protocol, str) else fs.protocol)
 
 
 @contextlib.contextmanager

@@ -212,15 +212,6 @@ def test_a_file_that_cannot_be_read_now_keeps_no_other_from_being_read(tmp_path,
     assert numbers(other.read(1)) == [1, 3]
 
 
-def test_files_that_are_gone_are_forgotten(tmp_path):
-    one = open_again(tmp_path)
-    for version in range(30):
-        one.write([rollout(version, version=version)])
-        one.prune(keep_versions=2)
-    one.read(1)
-    assert len(one._seen[1]) == 2
-
-
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_what_cannot_be_written_raises_and_leaves_nothing(tmp_path, monkeypatch, error):
     one = open_again(tmp_path)

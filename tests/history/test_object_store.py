@@ -93,7 +93,7 @@ def test_a_bucket_that_is_not_there_is_not_made(store):
 @pytest.mark.parametrize("refusal", [(503, "SlowDown"), (403, "AccessDenied"), None])
 def test_what_fails_is_tried_again(store, monkeypatch, caplog, refusal):
     """Where the store refuses, and where it is not there."""
-    for name in ("SECONDS_REMOTE", "FIRST_PAUSE", "LONGEST_PAUSE"):
+    for name in ("SECONDS_REMOTE", "SECONDS_TO_RETRY"):
         monkeypatch.setattr(exchange, name, 0.05)
     one, other = FolderThread(open_again()), FolderThread(open_again())
     one.start(), other.start()

@@ -60,7 +60,7 @@ class Rank:
         thread = self.history._thread
         if thread is not None:
             with thread._lock:
-                thread._watched = dict.fromkeys(thread._watched, (0.0, 0.0))
+                thread._watched = dict.fromkeys(thread._watched, 0.0)
             thread._write()
             thread._read()
 
@@ -105,15 +105,15 @@ def ranks(monkeypatch):
         rank.history.close()
 
 
-@pytest.mark.parametrize("count", [1, 2])
-@pytest.mark.parametrize(("ours", "oldest", "newest"), [(0, 0, 0), (5, 3, 5), (7, 3, 7), (20, 3, 9)])
+@pytest.mark.parametrize(
+    ("count", "ours", "oldest", "newest"), [(1, 0, 0, 0), (1, 5, 3, 5), (2, 7, 3, 7), (2, 20, 3, 9)]
+)
 def test_rollouts_of_other_engines_have_the_versions_that_they_had_there(ranks, tmp_path, count, ours, oldest, newest):
     """Of a trainer's versions an engine may be told later than another one: what is newer counts as the present."""
     *here, sent = ranks(tmp_path, count)
     for rank in here:
         rank.history.load()
         rank.drafter.begin_policy_version(ours)
-        rank.history.begin_policy_version(ours)
     write(tmp_path, *(rollout(version, version) for version in (3, 5, 9)))
     for rank in here:
         assert rank.take(3, 5, 9) == [(3, 3), (5, 5), (9, 9)]
@@ -131,19 +131,11 @@ def test_an_engine_goes_on_from_the_newest_version_that_the_folder_has(ranks, tm
     assert ranks(tmp_path / "none")[0].history.load() == 0
 
 
-@pytest.mark.parametrize("version", [16, 17])
-def test_a_folder_of_another_training_is_said_once(ranks, tmp_path, caplog, version):
-    rank, _ = ranks(tmp_path)
-    rank.history.load()
-    write(tmp_path, rollout(1, version), rollout(2, version))
-    assert len(rank.take(1, 2)) == 2
-    assert sum("another training" in record.getMessage() for record in caplog.records) == (version > 16)
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_step_takes_in_some_of_what_has_come(ranks, tmp_path, monkeypatch, count):
     """All at once would make everyone wait for it."""
-    monkeypatch.setattr(engine_history, "MAX_TOKENS_PER_STEP", 10)
+    for name in ("MAX_TOKENS_PER_STEP", "MAX_TOKENS_PER_SHARING"):
+        monkeypatch.setattr(engine_history, name, 10)
     *here, _ = ranks(tmp_path, count)
     for rank in here:
         rank.history.load()
@@ -152,12 +144,9 @@ def test_a_step_takes_in_some_of_what_has_come(ranks, tmp_path, monkeypatch, cou
         here[0].history.begin_request(problem_id)
     here[0].look()
     for rank in here:
-        if count > 1:
-            for _ in range(STEPS_PER_SHARING - 1):
-                rank.history.exchange()
-            assert rank.taken == []
         for num_taken in (1, 2, 3, 3):
-            rank.history.exchange()
+            for _ in range(1 if count == 1 else STEPS_PER_SHARING):
+                rank.history.exchange()
             assert len(rank.taken) == num_taken
 
 
@@ -207,21 +196,6 @@ def test_what_a_drafter_has_dropped_is_read_again_when_its_problem_comes_back(ra
     assert rank.take(1) == []
 
 
-def test_problems_of_which_nothing_is_left_are_forgotten_now_and_then(ranks, tmp_path, monkeypatch):
-    """What was read of them would take memory for as long as the engine lives."""
-    monkeypatch.setattr(engine_history, "STEPS_PER_FORGETTING", 2 * STEPS_PER_SHARING)
-    rank, _ = ranks(tmp_path, drafter_options={"max_history_tokens": 4 * PAGE_TOKENS})
-    rank.history.load()
-    write(tmp_path, *map(rollout, range(20)))
-    for number in range(20):
-        assert rank.take(number) == [(number, 0)]
-    for _ in range(3):
-        rank.take()
-    kept = set(rank.history._thread.folder.problems())
-    assert kept == {number for number in range(20) if rank.drafter.knows(number)}
-    assert 0 < len(kept) < 20
-
-
 def test_what_ends_elsewhere_comes_while_a_request_is_live(ranks, tmp_path):
     """As when several engines generate a group of rollouts of one problem."""
     one, other = ranks(tmp_path)[0], ranks(tmp_path)[0]
@@ -240,24 +214,6 @@ def test_what_ends_elsewhere_comes_while_a_request_is_live(ranks, tmp_path):
     assert other.take() == []
     assert one.take() == [], "no request of it is live there"
     assert one.take(problem_id) == [(6, 0)]
-
-
-def test_a_rank_that_does_not_read_counts_no_requests(ranks, tmp_path):
-    first, other, sent = ranks(tmp_path, count=2)
-    for rank in (first, other):
-        rank.history.load()
-    sent.clear()
-    for rank in (first, other):
-        rank.history.begin_request(7)
-        rank.history.begin_request(None)
-        rank.history.end_request(None)
-    assert first.history._live == {7: 1}
-    assert not other.history._live
-    for rank in (first, other):
-        rank.history.end_request(7)
-        assert not rank.history._live
-    assert not first.history._thread._watched
-    assert not sent
 
 
 def test_what_waits_to_be_taken_in_is_not_read_again(ranks, tmp_path):
