@@ -37,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prune.add_argument("--max-bytes", type=_num_bytes, metavar="SIZE", help="what may stay, for example 2GB")
     prune.add_argument("--keep-versions", type=_count(1), metavar="N", help="policy versions that stay")
     prune.add_argument("--dry-run", action="store_true", help="only say what would go")
-    prune.add_argument("--yes", action="store_true", help="even if nothing is left")
     export = commands.add_parser("export", help="write a history as JSONL of token ids")
     for command in (stats, prune, export):
         command.add_argument("dir", metavar="DIR")
@@ -170,14 +169,12 @@ def _prune(args: argparse.Namespace) -> None:
     folder, files = _open(args.dir)
     limits = {"max_bytes": args.max_bytes, "keep_versions": args.keep_versions}
     gone = folder.prune(**limits, dry_run=True)
-    what = f"{len(gone):,} of {len(files):,} files, {sum(file.size for file in gone):,} bytes"
-    if args.dry_run:
-        print(f"would remove {what}")
-        return
-    if len(gone) == len(files) and not args.yes:
-        raise ValueError(f"nothing would be left of {args.dir}: say --yes if that is meant")
-    folder.prune(**limits)
-    print(f"removed {what}")
+    if len(gone) == len(files):
+        raise ValueError(f"nothing would be left of {args.dir}: if that is meant, delete the folder")
+    if not args.dry_run:
+        folder.prune(**limits)
+    said = "would remove" if args.dry_run else "removed"
+    print(f"{said} {len(gone):,} of {len(files):,} files, {sum(file.size for file in gone):,} bytes")
 
 
 def _export(args: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ COLUMNS = (
     ("prompt_token_ids", "token_ids"),  # vLLM's names, and `history export`'s
     ("prompt_ids", "completion_ids"),  # TRL's
     ("prompt_tokens", "completion_tokens"),
-    ("prompt", "completion"),  # TRL's log_completions: text or messages
+    ("prompt", "completion"),  # TRL's log_completions: text, or a prompt of messages
     ("input", "output"),  # verl's rollout_data_dir: text
 )
 """Names of prompt and completion. The first pair that a line has counts, so token ids before text."""
@@ -110,16 +110,12 @@ def _tokens(row: dict[str, Any], tokenizer: Any) -> tuple[Int32Array, Int32Array
     prompt, completion = (row[name] for name in names)
     if tokenizer is None and not all(map(_is_token_ids, (prompt, completion))):
         raise ValueError("text needs --tokenizer NAME_OR_PATH")
-    if _is_messages(completion):
-        before = _render(tokenizer, prompt, add_generation_prompt=True) if _is_messages(prompt) else None
-        if before is None:
-            raise ValueError("a completion of messages needs a prompt of messages")
-        whole = _render(tokenizer, prompt + completion)
-        if not whole.startswith(before):
-            raise ValueError("the chat template renders the prompt in another way before its completion")
-        completion = whole.removeprefix(before)
-    if _is_messages(prompt):
-        prompt = _render(tokenizer, prompt, add_generation_prompt=True)
+    if isinstance(prompt, list) and prompt and all(isinstance(message, dict) for message in prompt):
+        messages = [{k: v for k, v in message.items() if v is not None} for message in prompt]  # Parquet adds fields
+        try:
+            prompt = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        except Exception as error:  # whatever a template raises
+            raise ValueError(f"the tokenizer's chat template cannot render it: {first_line(error)}") from error
     return _encode(tokenizer, prompt), _encode(tokenizer, completion)
 
 
@@ -128,7 +124,7 @@ def _encode(tokenizer: Any, text: Any) -> Int32Array:
     if isinstance(text, str):
         text = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if not _is_token_ids(text):
-        raise ValueError(f"it must be text, messages or a list of token ids, got {shown(text)}")
+        raise ValueError(f"it must be text or a list of token ids, got {shown(text)}")
     try:
         return np.array(text, np.int32)
     except OverflowError as error:
@@ -137,18 +133,6 @@ def _encode(tokenizer: Any, text: Any) -> Int32Array:
 
 def _is_token_ids(value: Any) -> bool:
     return isinstance(value, list) and all(type(token) is int for token in value)  # a bool is an int
-
-
-def _is_messages(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(message, dict) for message in value)
-
-
-def _render(tokenizer: Any, messages: list[dict[str, Any]], **options: Any) -> str:
-    messages = [{k: v for k, v in message.items() if v is not None} for message in messages]  # Parquet adds fields
-    try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
-    except Exception as error:  # whatever a template raises
-        raise ValueError(f"the tokenizer's chat template cannot render it: {first_line(error)}") from error
 
 
 def _version(row: dict[str, Any]) -> int:
