@@ -39,10 +39,6 @@ MAX_TEXTS, MIN_TEXTS, TOKENS_PER_TEXT = 100_000, 1_000, 32
 """Texts are known for each so many tokens of history, within bounds: without rollouts a text is of no use. Those that
 were not met for longest are forgotten."""
 
-MET_MASK = np.uint64((1 << 22) - 1)
-"""By so many bits of their hashes most beginnings of a prompt are found to be new: at 100,000 texts to ask two dicts
-for each of 8,000 takes 7 ms."""
-
 
 class Conversation(NamedTuple):
     """What a request's prompt continues, if anything."""
@@ -81,8 +77,6 @@ class _Text:
 class Problems:
     """The known texts. The same calls give the same answers, in every process.
 
-    A prompt of n tokens takes O(n).
-
     Args:
         max_history_tokens: What the drafter's history holds at most. None: not known, as of a user's own drafter.
     """
@@ -93,8 +87,6 @@ class Problems:
         self._texts: OrderedDict[int, _Text] = OrderedDict()  # by `whole`, those met last at the end
         self._heads: dict[int, _Text] = {}  # the newest with this head
         self._roots: dict[int, _Text] = {}  # by problem id
-        self._is_met = np.zeros(int(MET_MASK) + 1, np.bool_)  # by the last bits of a hash: whether it may be known
-        self._num_forgotten = 0
 
     def start(
         self, prompt_token_ids: Int32Array, *, model: str = "", images: Sequence[tuple[int, str]] = ()
@@ -107,7 +99,7 @@ class Problems:
                 different ones are different.
             images: (position in the prompt, what tells the image apart) of each.
         """
-        size, salt = len(prompt_token_ids), _salt(model)
+        size, salt = len(prompt_token_ids), derive_seed(model) if model else 0
         if not size and not images and not model:
             return Conversation(None)
         hashes = _hashes(np.asarray(prompt_token_ids, np.int32), salt, 0)
@@ -136,11 +128,7 @@ class Problems:
         return Conversation(problem_id, num_known, found is None, size, whole)
 
     def stop(self, conversation: Conversation, output_token_ids: Int32Array) -> None:
-        """A request has ended and stays in the history: its prompt and output are a known text from now on.
-
-        Args:
-            output_token_ids: int32 [m].
-        """
+        """A request has ended and stays in the history: its prompt and output are a known text from now on."""
         problem_id, length, state = conversation.problem_id, conversation.length, conversation.state
         if problem_id is None or not len(output_token_ids):
             return
@@ -165,10 +153,10 @@ class Problems:
 
     def _find(self, hashes: NDArray[np.uint64]) -> tuple[_Text, int] | None:
         """The longest known text that begins a new prompt, and how many tokens it agrees with."""
-        size = hashes.size
-        for i in np.flatnonzero(self._is_met[hashes & MET_MASK])[::-1].tolist():
-            key, length = int(hashes[i]), i + 1
-            text = self._texts.get(key)
+        size, lengths = hashes.size, {key: length for length, key in enumerate(hashes.tolist(), 1)}
+        known = (lengths.keys() & self._texts.keys()) | (lengths.keys() & self._heads.keys())
+        for key in sorted(known, key=lengths.__getitem__, reverse=True):
+            length, text = lengths[key], self._texts.get(key)
             is_whole = text is not None and text.length == length
             text = text if is_whole else self._heads.get(key)
             if text is None or text.is_shared or length < MIN_TOKENS:
@@ -187,10 +175,8 @@ class Problems:
             self._texts.move_to_end(text.whole)
             return
         self._texts[text.whole] = text
-        self._is_met[text.whole & int(MET_MASK)] = True
         if text.head is not None:
             self._heads[text.head] = text
-            self._is_met[text.head & int(MET_MASK)] = True
         if text.is_root:
             self._roots[text.problem_id] = text
         if len(self._texts) > self._max_texts:
@@ -199,11 +185,6 @@ class Problems:
                 del self._heads[old.head]
             if old.is_root and self._roots.get(old.problem_id) is old:
                 del self._roots[old.problem_id]
-            self._num_forgotten += 1
-            if self._num_forgotten % self._max_texts == 0:
-                self._is_met[:] = False
-                for known_hash in (*self._texts, *self._heads):
-                    self._is_met[known_hash & int(MET_MASK)] = True
 
 
 def root_of_prompt(prompt_token_ids: Int32Array) -> Root:
@@ -213,10 +194,6 @@ def root_of_prompt(prompt_token_ids: Int32Array) -> Root:
         prompt_token_ids: int32 [n], not empty.
     """
     return Root(len(prompt_token_ids), int(_hashes(np.asarray(prompt_token_ids, np.int32), 0, 0)[-1]))
-
-
-def _salt(model: str) -> int:
-    return derive_seed(model) if model else 0
 
 
 def _hashes(tokens: Int32Array, state: int, position: int) -> NDArray[np.uint64]:
