@@ -13,17 +13,15 @@ synchronisation check).
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from experiments.rows import append, origin
+from experiments.rows import append, make_parser, origin
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.drafters.model.choice_device import DeviceChoice
 from rollout_spec.features.format import FEATURE_WORDS
@@ -73,11 +71,10 @@ def keep_busy(device: torch.device) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     """Check, and print one line per kind of check."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--trials", type=int, default=60)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, help="append a row to this file")
     args = parser.parse_args(argv)
     device = torch.device(args.device)
     rng = np.random.default_rng(0)

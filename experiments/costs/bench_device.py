@@ -8,10 +8,8 @@ one; the other resident tokens are earlier rollouts. A step adds three tokens to
 with made-up features: of each token three candidates, and states so similar that nearly all candidates are looked at.
 `--no-features` measures without them.
 
-The gate: on small random histories drafts equal those of `ReferenceDrafter` with rates within 0.2 %, except for at most
-one in a hundred, where rounding decides; no call waits for the device (torch's synchronisation check), nor do those
-that start and end requests; a step captured in a CUDA graph drafts the same as a launched one; most requests have
-drafts.
+The gate: the kernels pass the check that engines make at their start; a step captured in a CUDA graph drafts the same
+as a launched one and waits for nothing (torch's synchronisation check); most requests have drafts.
 
 Reported, p20/p50/p80 in microseconds: `graph`, a captured step replayed; `cold`, the same after 256 MB of other memory
 were written, as in a model's forward pass; `launched`, three Triton launches from Python. With `--device cpu`, where
@@ -20,19 +18,17 @@ were written, as in a model's forward pass; `launched`, three Triton launches fr
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from experiments.check_gpu import no_waiting
-from experiments.drafting.peers import ReferenceDrafter
 from experiments.engines.build import WORDS_ALONE
-from experiments.rows import append, origin, quantiles
+from experiments.rows import append, make_parser, origin, quantiles
+from rollout_spec.drafters.device import self_check
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.features.format import Features, pack
 
@@ -136,65 +132,6 @@ def random_features(rng: np.random.Generator, tokens: np.ndarray) -> Features:
     return pack(signatures, tops, np.log(np.tile([0.6, 0.2, 0.1], (tokens.size, 1))))
 
 
-def gate(device: torch.device, trials: int, k: int) -> None:
-    """Compare with the reference on small random histories. Raises AssertionError."""
-    num_compared, differing = 0, []
-    for trial in range(trials):
-        rng = np.random.default_rng(trial)
-        size, max_len = 4, 80
-        ours = DeviceDrafter(
-            max_requests=size, max_model_len=max_len, device=device, max_draft_tokens=k, max_resident_tokens=4096
-        )
-        reference = ReferenceDrafter(max_draft_tokens=k)
-        history = torch.zeros(size, max_len, dtype=torch.int32, device=device)
-        total_len = torch.zeros(size, dtype=torch.int32, device=device)
-        seeds = torch.arange(size, device=device) + 1000 * trial
-        temperature = torch.tensor([1.0, 1.0, 0.0, 0.7], device=device)
-        slots = torch.arange(size, dtype=torch.int32, device=device)
-        prompt = rng.integers(0, 3, 3).tolist()
-        started = 0
-        names: dict[int, str] = {}
-        for _ in range(6):
-            features = []
-            for slot in range(size):
-                if slot in names and rng.random() < 0.3:
-                    ended = [EndedRequest(slot, int(total_len[slot]))]
-                    with no_waiting(device):
-                        ours.stop_requests(ended)
-                    reference.stop_request(names.pop(slot))
-                if slot not in names:
-                    names[slot] = str(started)
-                    started += 1
-                    history[slot, :3] = torch.tensor(prompt, dtype=torch.int32)
-                    total_len[slot] = 3
-                    seed = int(seeds[slot]) if temperature[slot] > 0 else None
-                    with no_waiting(device):
-                        ours.start_request(slot, prompt)
-                    reference.start_request(names[slot], prompt, seed=seed)
-                new = rng.integers(0, 3, rng.integers(1, 8)).tolist()
-                start = int(total_len[slot])
-                history[slot, start : start + len(new)] = torch.tensor(new, dtype=torch.int32)
-                total_len[slot] += len(new)
-                features.append(random_features(rng, np.array(new)))
-                reference.extend(names[slot], new, features[-1])
-            num_sampled = torch.tensor([len(piece) for piece in features], dtype=torch.int32, device=device)
-            first_rows = num_sampled.cumsum(0).int() - num_sampled
-            rows = torch.from_numpy(np.concatenate(features)).to(device)
-            step = slots, num_sampled, history, total_len, seeds, temperature, rows, first_rows
-            with no_waiting(device):
-                drafts, rates = ours.propose(*step)
-            expected = reference.propose([names[slot] for slot in range(size)], np.full(size, k, np.int32))
-            for slot, draft in enumerate(expected):
-                n = len(draft.token_ids)
-                num_compared += 1
-                confidence = rates[slot].cpu().numpy().cumprod()[:n]
-                same = drafts[slot, :n].tolist() == draft.token_ids.tolist() and not (rates[slot, n:] > 0).any()
-                if not (same and np.allclose(confidence, draft.confidence, rtol=2e-3)):
-                    differing.append(f"trial {trial}, slot {slot}")
-        ours.check_integrity()
-    assert len(differing) <= num_compared / 100, f"{len(differing)} of {num_compared} drafts differ: {differing[:5]}"
-
-
 def check_graph(batch: Batch) -> Callable[[], Any]:
     """Check that a captured step drafts as a launched one and never waits; return what replays it.
 
@@ -236,21 +173,21 @@ def time_us(
 
 def main() -> None:
     """Check, measure and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 64, 512, 8], help="time may run out")
     parser.add_argument("--resident", nargs="+", type=int, default=[1_000_000, 100_000])
     parser.add_argument("-k", type=int, default=8)
     parser.add_argument("--length", type=int, default=1500, help="tokens of a rollout")
     parser.add_argument("--repeats", type=int, default=60, help="up to 100: the texts end")
     parser.add_argument("--no-features", dest="features", action="store_false", help="from words alone")
-    parser.add_argument("--trials", type=int, default=30, help="of the gate")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args()
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench_device needs a GPU; the tests run the kernels in Triton's interpreter")
-    gate(device, args.trials, args.k)
+    limits = {"max_requests": max(args.batch), "num_speculative_tokens": args.k, "vocab_size": VOCAB}
+    if fault := self_check.check(device, **limits, use_noise=True, options={}):
+        raise SystemExit(f"gate: {fault}")
     print(f"gate: {args.trials} random histories draft as the reference")
     on_gpu = device.type == "cuda"
     about = origin(torch.cuda.get_device_name() if on_gpu else None)

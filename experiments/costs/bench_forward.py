@@ -11,7 +11,6 @@ Medians of `--repeats` runs, in milliseconds.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import time
@@ -25,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from experiments.engines.build import SHAPES
-from experiments.rows import append, origin
+from experiments.rows import append, make_parser, origin
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.api import verify
 
@@ -100,7 +99,7 @@ def median_ms(run: Callable[[], Any], device: torch.device, repeats: int) -> flo
 
 def main(argv: list[str] | None = None) -> None:
     """Measure, print a table, and write the curve."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--shape", choices=SHAPES, default="1.5b")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--context", type=int, default=512)
@@ -108,7 +107,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--cost", type=Path, required=True, help="write the cost curve there")
-    parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = origin(torch.cuda.get_device_name() if device.type == "cuda" else None)

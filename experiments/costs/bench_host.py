@@ -15,7 +15,6 @@ Reported: p20/p50/p80 over the steps of the microseconds per request (per step a
 
 from __future__ import annotations
 
-import argparse
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
 from experiments.drafting.peers import find_arctic
-from experiments.rows import append, origin, quantiles
+from experiments.rows import append, make_parser, origin, quantiles
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.host.threads import usable_threads
@@ -378,14 +377,13 @@ def measure(
 
 def main(argv: list[str] | None = None) -> None:
     """Measure every cell and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("trace", type=Path, help="recorded rollouts of two epochs or more; see history/traces.py")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256, 1024])
     parser.add_argument("--k", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--history", type=int, default=450, help="finished rollouts known at the start")
     parser.add_argument("--contestants", nargs="+", default=CONTESTANTS)
-    parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     problems = by_problem(read_traces(args.trace))

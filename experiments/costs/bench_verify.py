@@ -15,12 +15,10 @@ what the target samples. Two cells have flat logits, the worst case for a scan t
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import os
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +35,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
-from experiments.rows import append, origin, quantiles
+from experiments.rows import append, make_parser, origin, quantiles
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.vllm import plugin
 from rollout_spec.integrations.vllm.sampling import keep_broken, truncate
@@ -324,8 +322,7 @@ def measure(case: Case, repeats: int) -> dict[str, list[float] | None]:
 
 def main(argv: list[str] | None = None) -> None:
     """Run the cells of this machine's device."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="append rows to this file")
+    parser = make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--cells", type=int, help="only the first ones")
     args = parser.parse_args(argv)

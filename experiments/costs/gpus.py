@@ -9,14 +9,12 @@ otherwise.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from experiments.rows import append, origin
+from experiments.rows import append, make_parser, origin
 from rollout_spec.estimate import EngineCost
 
 Mode = Literal["none", "device", "host"]
@@ -120,11 +118,10 @@ def step_cost(name: str, mode: Mode, gpu: str = "h100", cores: float = CORES) ->
 
 def main() -> None:
     """Print what steps take, in milliseconds: none, and K draft tokens for every request on the device and the host."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--gpus", nargs="+", choices=PEAKS, default=["h100"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 64, 96, 128, 256, 512])
     parser.add_argument("-k", nargs="+", type=int, default=[0, 1, 2, 4, 8])
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     about = origin("simulated GPU, estimates")
     for gpu, model, batch in itertools.product(args.gpus, SHAPES, args.batch):

@@ -16,14 +16,13 @@ The drafter's history is empty when a phase begins.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from experiments.rows import append, origin
+from experiments.rows import append, make_parser, origin
 from rollout_spec.budget.decide import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.estimate import EngineCost, Phase, read_cost, simulate, sum_up
@@ -74,7 +73,7 @@ def compare(
 
 def main() -> None:
     """Simulate every cell and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("traces", type=Path)
     parser.add_argument("--sets", nargs="+", default=["rg_llama_math", "codet_codegen16b", "r1v_grpo_log"])
     parser.add_argument("--prompts", type=int, default=12)
@@ -83,7 +82,6 @@ def main() -> None:
     parser.add_argument("--curves", nargs="+", default=list(CURVES))
     parser.add_argument("--curve", type=Path, nargs="*", default=[], help="measured curves")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES), help="besides none")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     about = origin()
     curves = [CURVES[name] for name in args.curves] + [read_cost(path) for path in args.curve]

@@ -16,7 +16,6 @@ recorded, the first half of a prompt's samples is the earlier one. Drafts are th
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 from collections import Counter
@@ -27,7 +26,7 @@ from statistics import geometric_mean
 from typing import Any
 
 from experiments.costs.gpus import CORES, SHAPES, step_cost
-from experiments.rows import append, origin
+from experiments.rows import append, make_parser, origin
 from rollout_spec.budget.decide import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
@@ -65,13 +64,12 @@ def filled(earlier: Sequence[Rollout], **options: Any) -> Drafter:
 
 def main() -> None:
     """Simulate every cell and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("traces", type=Path, nargs="*", help="folders in which the sets are")
     parser.add_argument("--sets", nargs="+", default=list(SETS))
     parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--no-host", action="store_true", help="without the drafter on the host")
-    parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path, help="sum up this file's rows instead")
     args = parser.parse_args()
     if args.table:

@@ -13,7 +13,6 @@ The gate of every section: each drafter emits the same recorded tokens, and ours
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from experiments.drafting import peers
-from experiments.rows import append, origin
+from experiments.rows import append, make_parser, origin
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.history.traces import read_traces
@@ -225,14 +224,13 @@ def build(make: Callable[[], Drafter], history: Sequence[Sequence[Rollout]]) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("traces", type=Path, help="directory of Parquet files of recorded rollouts")
     parser.add_argument("--sections", nargs="*", choices=SECTIONS, default=SECTIONS)
     parser.add_argument("--sets", nargs="*", default=list(SETS))
     parser.add_argument("--drafters", nargs="*", choices=DRAFTERS, default=list(DRAFTERS), help="for quality")
     parser.add_argument("--scale", type=float, default=1.0, help="share of the prompts, for quality")
     parser.add_argument("--repeats", type=int, default=5, help="of the cost section")
-    parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
     if not HAS_ARCTIC:
         print("Arctic Inference cannot be imported: left out (see peers.find_arctic)")

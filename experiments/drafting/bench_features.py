@@ -10,9 +10,7 @@ with no limit on survival:
 
 - most probable: from words, each drafted token the most probable one;
 - words: chosen with the request's noise;
-- features: with what the target saw, too: the default;
-- tree: a best-first tree of K nodes on blended counts of words (ORDER, KAPPA), of which the longest branch that the
-  target agrees with counts.
+- features: with what the target saw, too: the default.
 
 The gate: all variants emit the same number of tokens. Gains have 95 % bootstrap intervals over prompts.
 """
@@ -20,7 +18,6 @@ The gate: all variants emit the same number of tokens. Gains have 95 % bootstrap
 from __future__ import annotations
 
 import argparse
-import heapq
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,16 +26,12 @@ import numpy as np
 
 from experiments.drafting.peers import ReferenceDrafter
 from experiments.engines.build import WORDS_ALONE
-from experiments.rows import append, origin
+from experiments.rows import append, make_parser, origin
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.history.traces import read_traces
 from rollout_spec.replay import Rollout, by_problem, replay
 
-ORDER = 12
-"""Longest context of the tree's blended counts."""
-KAPPA = 0.3
-"""Weight of the shorter context in these counts."""
 DRAFTERS = ("history", "suffix", "ngram", "device")
 
 
@@ -54,7 +47,7 @@ VARIANTS = {
     "words": Variant(WORDS_ALONE, True),
     "features": Variant({}, True),
 }
-GAINS = (("words", "most probable"), ("features", "words"), ("features", "tree"))
+GAINS = (("words", "most probable"), ("features", "words"))
 """(new, old)."""
 
 
@@ -106,86 +99,6 @@ def by_epoch(problems: Sequence[Problem]) -> Iterator[tuple[dict[str, int], list
         yield {"epoch": epochs[-1], "age": epochs[-1] - epoch}, select(epochs[-1], {epoch})
 
 
-# -- the tree on the history's blended counts ------------------------------------------------------------------------
-
-
-class Counts:
-    """Blended counts of a history, by the match length of a context at every position of its texts."""
-
-    def __init__(self, rollouts: Sequence[Rollout]) -> None:
-        texts = [np.concatenate((r.prompt_token_ids, r.token_ids, [-1])) for r in rollouts]
-        self._text = np.concatenate(texts)
-        # The prompt's own continuations count once; every rollout's contexts reach back into it.
-        hidden = [
-            np.arange(t.size) < (r.prompt_token_ids.size if i else 1)
-            for i, (t, r) in enumerate(zip(texts, rollouts, strict=True))
-        ]
-        self._next = np.append(np.where(np.concatenate(hidden), -1, self._text)[1:], -1)
-
-    def with_own(self, prompt: np.ndarray, tokens: np.ndarray) -> Counts:
-        """These counts with a request's own text so far, whose last token has no continuation yet."""
-        new = Counts.__new__(Counts)
-        own = np.where(np.arange(prompt.size + tokens.size) < prompt.size, -1, np.concatenate((prompt, tokens)))
-        new._text = np.concatenate((self._text, prompt, tokens))
-        new._next = np.concatenate((self._next, own[1:], [-1]))
-        return new
-
-    def match(self, context: np.ndarray) -> np.ndarray:
-        """Match length of each position with the end of `context`, int64 [n]."""
-        lengths = np.zeros(self._text.size, np.int64)
-        for token in context[-ORDER:]:
-            lengths = self.advance(lengths, token)
-        return lengths
-
-    def advance(self, lengths: np.ndarray, token: int) -> np.ndarray:
-        """Match lengths after one more token of context."""
-        new = np.zeros_like(lengths)
-        new[1:] = lengths[:-1]
-        return np.where(self._text == token, np.minimum(new + 1, ORDER), 0)
-
-    def distribution(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids, probabilities): q_l = (c_l + KAPPA q_{l-1}) / (n_l + KAPPA)."""
-        at = np.flatnonzero((lengths > 0) & (self._next >= 0))
-        tokens, inverse = np.unique(self._next[at], return_inverse=True)
-        q = np.zeros(tokens.size)
-        for length in range(1, int(lengths[at].max(initial=0)) + 1):
-            c = np.bincount(inverse[lengths[at] >= length], minlength=tokens.size)
-            q = (c + KAPPA * q) / (c.sum() + (KAPPA if length > 1 else 0.0))
-        return tokens, q
-
-
-def tree_counts(problem: Problem, k: int) -> tuple[int, int]:
-    """(emitted tokens, steps) of what is drafted for with a best-first tree of K nodes."""
-    history = Counts([r for r in problem if r.policy_version == 0])
-    tokens = steps = 0
-    for rollout in (r for r in problem if r.policy_version == 1):
-        text, prompt, at = rollout.token_ids, rollout.prompt_token_ids, 1  # the prefill gives the first token
-        while at < text.size:
-            known = history.with_own(prompt, text[:at])
-            lengths = known.match(np.concatenate((prompt, text[:at])))
-            # (−probability, tie, depth, is on the true path, match lengths)
-            heap: list[tuple[float, int, int, int, bool, np.ndarray]] = []
-            serial = 0
-
-            expand: tuple[float, int, bool, np.ndarray] = (1.0, 0, True, lengths)
-            accepted = nodes = 0
-            while nodes < k:
-                reach, depth, agrees, lengths = expand
-                for token, q in zip(*known.distribution(lengths), strict=True):
-                    heapq.heappush(heap, (-reach * q, serial, depth, int(token), agrees, lengths))
-                    serial += 1
-                if not heap:
-                    break
-                reach, _, depth, token, agrees, lengths = heapq.heappop(heap)
-                nodes += 1
-                agrees = agrees and at + depth < text.size and token == text[at + depth]
-                accepted = max(accepted, depth + 1) if agrees else accepted
-                expand = (-reach, depth + 1, agrees, known.advance(lengths, token))
-            new = min(accepted + 1, text.size - at)
-            tokens, steps, at = tokens + new, steps + 1, at + new
-    return tokens, steps
-
-
 # -- measuring -------------------------------------------------------------------------------------------------------
 
 
@@ -225,19 +138,19 @@ def ratio_with_interval(new: np.ndarray, old: np.ndarray) -> tuple[float, float,
     return float(ratio(np.arange(len(new)))), float(low), float(high)
 
 
-def sources(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Problem], bool]]:
-    """(which rollouts, their problems, whether a tree drafts for them, too) of everything that the arguments name."""
+def sources(args: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Problem]]]:
+    """(which rollouts, their problems) of everything that the arguments name."""
     for path in args.recorded:
         for h in args.history:
-            yield {"target": path.stem, "history": h}, recorded_problems(path, args.prompts, h, args.tests), True
+            yield {"target": path.stem, "history": h}, recorded_problems(path, args.prompts, h, args.tests)
     for path in args.epochs:
         for which, problems in by_epoch(by_problem(read_traces(path))[: args.prompts]):
-            yield {"target": path.stem, **which}, problems, False
+            yield {"target": path.stem, **which}, problems
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure every cell and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("recorded", type=Path, nargs="*", help="Parquet files of rollouts with noise and features")
     parser.add_argument("--epochs", type=Path, nargs="*", default=[], help="the same, of a training run")
     parser.add_argument("--history", type=int, nargs="*", default=[4, 16])
@@ -246,19 +159,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=1000, help="at most")
     parser.add_argument("--drafters", nargs="*", choices=DRAFTERS, default=["history"])
     parser.add_argument("--variants", nargs="*", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--no-tree", action="store_true")
-    parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
     about = {**origin(), "tests": args.tests}
-    print("| target | drafter | K | " + " | ".join([*args.variants, "tree", *(f"{a} / {b}" for a, b in GAINS)]) + " |")
-    print("|---" * (4 + len(args.variants) + len(GAINS)) + "|")
-    for target, problems, has_tree in sources(args):
+    print("| target | drafter | K | " + " | ".join([*args.variants, *(f"{a} / {b}" for a, b in GAINS)]) + " |")
+    print("|---" * (3 + len(args.variants) + len(GAINS)) + "|")
+    for target, problems in sources(args):
         for k in args.k:
-            of_tree = None
-            if has_tree and not args.no_tree:
-                of_tree = np.array([tree_counts(problem, k) for problem in problems])
             for name in args.drafters:
-                found: dict[str, np.ndarray] = {} if of_tree is None else {"tree": of_tree}
+                found: dict[str, np.ndarray] = {}
                 errors = {}
                 for label in args.variants:
                     found[label], errors[label] = measure(problems, name, k, VARIANTS[label])
@@ -276,7 +184,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                     "tokens_per_step": rates, "calibration_error": errors, "gains": gains, **about,
                 }  # fmt: skip
                 append(args.out, row)
-                cells = [f"{rates[label]:.2f}" if label in rates else "" for label in (*args.variants, "tree")]
+                cells = [f"{rates[label]:.2f}" if label in rates else "" for label in args.variants]
                 for new, old in GAINS:
                     gain = gains.get(f"{new} / {old}")
                     cells.append("" if gain is None else f"{gain[0]:.3f} ({gain[1]:.3f}–{gain[2]:.3f})")

@@ -28,7 +28,6 @@ with a 95 % bootstrap interval.
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import time
@@ -41,7 +40,7 @@ import numpy as np
 from examples.demo import ENVIRONMENT
 from experiments.drafting.peers import StatelessDrafter
 from experiments.engines.build import OURS, build_engine, command
-from experiments.rows import append, origin
+from experiments.rows import append, make_parser, origin
 from rollout_spec.drafters.host import step
 from rollout_spec.drafters.host.requests import RequestTable
 from rollout_spec.drafters.host.step import Learned, Sampled
@@ -197,7 +196,7 @@ class Cell:
 
 def main() -> None:
     """Take turns and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("policy", type=Path)
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 16, 64])
     parser.add_argument("--epochs", type=int, default=1)
@@ -206,7 +205,6 @@ def main() -> None:
     parser.add_argument("--prompts", choices=PROMPTS, default="demo")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--requests", type=int, default=8, help="in each turn, where the batch is smaller")
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     ours = [name for name in args.engines if ENGINES[name][0] in OURS]
     if REFERENCE not in ours:

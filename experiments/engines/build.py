@@ -157,7 +157,6 @@ def add_arguments(parser: argparse.ArgumentParser, modes: Sequence[str]) -> None
     parser.add_argument("--eager", action="store_true", help="without CUDA graphs")
     parser.add_argument("--seconds", type=float, default=570, help="start no mode that could not end by then")
     parser.add_argument("--logs", type=Path, help="keep all that the engines print in this folder")
-    parser.add_argument("--out", type=Path, help="append rows to this file")
     parser.add_argument("--only", choices=modes, help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)

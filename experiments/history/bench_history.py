@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from experiments.engines.build import WORDS_ALONE
-from experiments.rows import append, origin
+from experiments.rows import append, make_parser, origin
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.device.drafter import DeviceDrafter
@@ -122,10 +122,9 @@ def drafters(num_tokens: int, *, has_features: bool) -> Iterator[tuple[str, Any]
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--tokenizer", metavar="NAME_OR_PATH")
-    parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args(argv)
     tokenizer = None
     if args.tokenizer is not None:

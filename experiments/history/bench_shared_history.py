@@ -23,14 +23,13 @@ import os
 import random
 import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 from examples.demo import ENVIRONMENT
 from examples.demo.policy import build_tokenizer
 from examples.demo.task import make_prompt
 from experiments.engines.build import build_engine, command
-from experiments.rows import append, origin
+from experiments.rows import append, make_parser, origin
 from rollout_spec.noise.host import derive_seed
 
 MODES = ("alone", "shared", "one")
@@ -115,7 +114,7 @@ def run_mode(mode: str, args: argparse.Namespace, history_dir: str | None) -> di
 
 def main() -> None:
     """Run the modes, check that they sampled the same, and write rows."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--policy", default="demo/policy-v1-seed0")
     parser.add_argument("--problems", type=int, default=12)
     parser.add_argument("--group", type=int, default=8)
@@ -123,7 +122,6 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--pause", type=float, default=1.0, help="seconds between batches")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     results = {}
     for mode in args.modes:

@@ -15,7 +15,6 @@ memory changes from round to round, with the error of the slope, also that of th
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import shutil
@@ -29,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.rows import append, origin
+from experiments.rows import append, make_parser, origin
 from experiments.soak.engines import Answer, Engine, Plan, Rollout
 from experiments.soak.workload import Request, Workload, write_adapters
 from rollout_spec.noise.host import gumbel
@@ -178,12 +177,11 @@ def slope(values: Sequence[float]) -> tuple[float, float] | None:
 
 def main() -> int:
     """Run the soak, print a row for each kind, and return 1 if anything was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--rounds", type=int, nargs=3, default=[sys.maxsize] * 3, help="at most, in each life")
-    parser.add_argument("--out", type=Path, help="append rows to this file")
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="soak-"))  # stays if anything is wrong
     model = folder / "models" / "policy"

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
     for path in sorted((ROOT / "experiments").rglob("*.py"))
-    if "ArgumentParser(" in path.read_text()
+    if "parse_args(" in path.read_text()
 ]
 
 
