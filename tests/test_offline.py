@@ -113,6 +113,7 @@ def test_so_do_the_commands(tiny_model, tmp_path):
 
 
 @pytest.mark.engine
+@pytest.mark.exhaustive
 def test_so_does_what_we_add_to_an_engine(tiny_model, tmp_path):
     """vLLM itself asks for this machine's address by a connection, and goes on without an answer."""
     ours = {"rollout_spec", "drafters", "integrations"}

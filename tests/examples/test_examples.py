@@ -38,6 +38,7 @@ def test_grpo_with_trl(tiny_model, tmp_path):
     assert json.loads((tmp_path / "rollout_spec.json").read_text())["global_step"] == 2
 
 
+@pytest.mark.exhaustive
 def test_vllm_offline(tiny_model):
     said = run("vllm_offline.py", "--model", tiny_model, "--dtype", "float32", "--group", 4, "--max-tokens", 40)
     same = int(re.search(r"(\d+) of 8 rollouts identical", said).group(1))

@@ -160,7 +160,7 @@ def in_engine(rng, table, some, moves, has_features):
 
 
 @pytest.mark.parametrize("kind", ["history", "one by one"])
-@examples(60)
+@examples(30)
 @given(
     some=st.lists(REQUEST, min_size=1, max_size=3),
     steps=st.lists(st.tuples(st.lists(MOVE, min_size=3, max_size=3), st.booleans()), min_size=1, max_size=5),

@@ -230,8 +230,14 @@ def rejecting(tiny_model):
 PARAMETERS = ({"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.9}, {"temperature": 1.2, "top_k": 5, "min_p": 0.05})
 
 
-@pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
-@pytest.mark.parametrize("name", ["constant", "rejecting", "off"])
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        pytest.param(name, parameters, marks=() if name == kind else pytest.mark.exhaustive, id=f"{name}-{parameters}")
+        for parameters, kind in zip(PARAMETERS, ("rejecting", "constant", "rejecting"), strict=True)
+        for name in ("constant", "rejecting", "off")
+    ],
+)
 def test_samples_follow_the_target(request, reference_model, name, parameters):
     tokens = sampled_pairs(request.getfixturevalue(name), **parameters)
     assert follows_target(tokens, reference_model, **parameters)
