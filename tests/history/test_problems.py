@@ -146,28 +146,6 @@ def test_every_turn_belongs_to_the_first_prompts_problem_and_only_its_end_is_new
     assert start(problems, text(7, 40)) == (problem_of_prompt(text(7, 40)), 0, True)
 
 
-@pytest.mark.parametrize("num_dropped", range(SLACK + 2))
-@pytest.mark.parametrize("num_thought", [0, 100])
-def test_a_template_may_drop_a_prompts_last_tokens(num_dropped, num_thought):
-    """And what was thought after them."""
-    problems, kept = Problems(), ROOT[: len(ROOT) - num_dropped]
-    problems.stop(begin(problems, ROOT), ids(text(100, 200)))
-    prompt = kept + text(100, 200)[num_thought:] + ANSWER
-    found = start(problems, prompt)
-    if num_dropped > SLACK:
-        assert found == (problem_of_prompt(prompt), 0, True)
-    elif num_dropped:
-        assert found == (PROBLEM, len(ROOT) - SLACK, False)
-    else:
-        assert found == (PROBLEM, len(ROOT) + (0 if num_thought else 200), False)
-
-
-def test_prompts_of_one_length_that_differ_at_their_end_are_different_problems():
-    problems = Problems()
-    for i in range(10):
-        assert start(problems, [*ROOT, i]) == (problem_of_prompt([*ROOT, i]), 0, True)
-
-
 @pytest.mark.parametrize("num_requests", [1, 3])
 @pytest.mark.parametrize("output", [[], [2000]])
 def test_a_system_prompt_joins_few_conversations(num_requests, output):
@@ -183,34 +161,6 @@ def test_a_system_prompt_joins_few_conversations(num_requests, output):
     assert problems.root_of(problem_of_prompt(system)) is None
     assert [begin(problems, prompt).problem_id for prompt in prompts] == found
     assert start(problems, system) == (problem_of_prompt(system), 0, True)
-
-
-def test_a_prompt_begins_as_many_others_as_it_has_rollouts():
-    """Where templates leave out what was thought, only the prompt begins its rollouts' next turns."""
-    problems = Problems()
-    for epoch in range(20):
-        for _ in range(8):
-            problems.stop(begin(problems, ROOT), ids(SAID))
-        for i in range(8):
-            found = start(problems, ROOT + text(1000 + 8 * epoch + i, 30))
-            assert found == (PROBLEM, len(ROOT), False)
-    assert problems.root_of(PROBLEM) is not None
-
-
-@pytest.mark.parametrize("size", [1, MIN_TOKENS - 1, MIN_TOKENS])
-def test_a_short_prompt_begins_no_conversation_but_is_found_again(size):
-    problems, short = Problems(), text(4, size)
-    assert start(problems, short) == start(problems, short) == (problem_of_prompt(short), 0, True)
-    longer = short + ANSWER
-    assert start(problems, longer)[0] == problem_of_prompt(short if size >= MIN_TOKENS else longer)
-
-
-def test_an_empty_prompt_has_no_problem():
-    problems = Problems()
-    conversation = begin(problems, [])
-    assert conversation[:3] == (None, 0, False)
-    problems.stop(conversation, ids(SAID))
-    assert len(problems) == 0
 
 
 def test_models_do_not_share_texts():
@@ -253,17 +203,6 @@ def test_roots_are_told_to_another_engine_which_has_their_tokens_not():
     assert start(there, ROOT) == (PROBLEM, 0, True)
     assert start(there, ROOT + ANSWER) == (PROBLEM, len(ROOT), False)  # since it has been prompted here
     assert here.root_of(problem_of_prompt(ANSWER)) is None
-
-
-def test_the_texts_met_last_stay(monkeypatch):
-    monkeypatch.setattr(module, "MIN_TEXTS", 3)
-    problems, prompts = Problems(0), [text(10 + i, 20) for i in range(4)]
-    for prompt in [*prompts[:3], prompts[0], prompts[3]]:
-        start(problems, prompt)
-    assert len(problems) == 3
-    assert problems.root_of(problem_of_prompt(prompts[1])) is None
-    for i in (0, 2, 3):
-        assert problems.root_of(problem_of_prompt(prompts[i])) == root_of_prompt(ids(prompts[i]))
 
 
 @pytest.mark.parametrize(("most", "known"), [(0, MIN_TEXTS), (64_000, 2000), (8_000_000, MAX_TEXTS), (None, MAX_TEXTS)])

@@ -241,26 +241,6 @@ def check_pool(drafter):
             ended.remove(text)
 
 
-def test_a_token_is_found_in_the_step_after_it_was_said():
-    """Siblings in flight learn from each other."""
-    engine = Engine()
-    one, other = engine.start([0, 1]), engine.start([0, 1])
-    engine.commit(one, [5, 6, 7, 8])
-    engine.commit(other, [5])
-    req_ids, drafts, rates, _ = engine.propose()
-    of_other = req_ids.index(other)
-    assert drafts[of_other].tolist()[:3] == [6, 7, 8]
-    assert (rates[of_other] > 0).tolist() == [True] * 3 + [False] * 2
-
-
-def test_an_own_match_reads_on_in_the_draft():
-    engine = Engine()
-    engine.start([1, 2, 3, 1, 2])
-    _, drafts, rates, _ = engine.propose()
-    assert drafts[0].tolist() == [3, 1, 2, 3, 1]
-    assert (rates > 0).all()
-
-
 def test_unfinished_prompts_get_no_draft():
     engine = Engine()
     engine.start([1, 2, 1])
@@ -299,24 +279,6 @@ def test_a_finished_rollout_ends_where_the_engine_ended_it():
 def archived(rollout):
     tokens, _, prompt_length, _ = rollout.read()
     return tokens[prompt_length:].tolist()
-
-
-def test_history_comes_back_from_the_host():
-    """A problem without live requests leaves the device, and is there again when it comes again."""
-    engine = Engine()
-    first = engine.start([0, 1])
-    engine.commit(first, [5, 6, 7])
-    engine.stop(first)
-    engine.drafter._evict_oldest()
-    assert engine.drafter._pool.gaps == [(0, 2000)]
-    engine.drafter.begin_policy_version(1)
-    engine.reference.begin_policy_version(1)
-    again = engine.start([0, 1])
-    engine.commit(again, [5])
-    engine.assert_same_drafts()
-    _, drafts, _, _ = engine.propose()
-    assert drafts[0].tolist()[:2] == [6, 7]
-    engine.drafter.check_integrity()
 
 
 def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
@@ -403,20 +365,6 @@ def test_full_counters_are_halved_when_a_request_ends():
         assert counters[:2].tolist() == [[vote.MAX_TRIALS // 2, 50], [vote.MAX_TRIALS - 1, 101]]
 
 
-def test_a_slot_that_changes_hands_shows_nobody_the_newcomers_text():
-    engine = Engine()
-    first, stays = engine.start([0, 1]), engine.start([0, 1])
-    engine.commit(first, [5, 6, 7])
-    engine.propose()
-    engine.stop(first)
-    newcomer = engine.start([2, 3])
-    engine.commit(newcomer, [9, 5, 8, 8])
-    engine.commit(stays, [9, 5])
-    engine.assert_same_drafts()
-    req_ids, drafts, _, _ = engine.propose()
-    assert drafts[req_ids.index(stays)].tolist()[:2] == [6, 7]
-
-
 def test_long_prompts_are_kept_as_far_as_contexts_reach():
     engine = Engine()
     prompt = list(range(100, 160))
@@ -446,17 +394,6 @@ def test_memory_is_bounded():
     assert drafts[0].tolist() == [11] * K
 
 
-def test_requests_that_end_together_may_push_each_other_out():
-    engine = Engine(max_problem_tokens=12)
-    requests = [engine.start([0]) for _ in range(3)]
-    for request in requests:
-        engine.commit(request, [1, 2, 3, 4, 5, 6])
-    engine.drafter.stop_requests([EndedRequest(engine.live[request], 7) for request in requests[:2]])
-    engine.drafter.check_integrity()
-    assert len(engine.drafter._archive.order) == 1
-    assert engine.drafter.dropped_tokens == 7
-
-
 def test_what_cannot_fit_pushes_nothing_out():
     engine = Engine(max_resident_tokens=48, max_problem_tokens=48)
     stays, request = engine.start([0]), engine.start([0])
@@ -483,18 +420,6 @@ def test_a_text_longer_than_its_row_stays_in_it():
     drafter.extend(torch.tensor([1, 0], dtype=torch.int32), history, total_len)
     assert drafter._text[MAX_LEN] == 0
     assert drafter._text[MAX_LEN - 1] == MAX_LEN - 1
-
-
-def test_a_newcomer_is_not_counted_for_its_predecessors_drafts():
-    """The slot's last drafts were never verified, and the next request begins with just those tokens."""
-    engine = Engine()
-    gone = engine.start([1, 2, 3, 1, 2])
-    _, drafts, _, _ = engine.propose()
-    engine.stop(gone)
-    newcomer = engine.start(drafts[0].tolist())
-    engine.commit(newcomer, [7])
-    assert not engine.drafter._all_counters.any()
-    assert not engine.reference.counters.fine.any()
 
 
 def test_warming_up_leaves_no_trace():

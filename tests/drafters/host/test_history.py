@@ -20,11 +20,11 @@ from rollout_spec.history.rollout import Rollout
 from rollout_spec.noise import host as noise
 from tests import naive
 from tests.drafters.device import reference
-from tests.drafters.recorder import SLOW, Recorder, examples, random_features
+from tests.drafters.recorder import FUZZING, SLOW, Recorder, examples, random_features
 
 K = 6
 LARGEST = 2**31 - 1
-RANDOM_OPERATIONS = int(os.environ.get("ROLLOUT_SPEC_RANDOM_OPERATIONS", 500 if SLOW else 20_000))
+RANDOM_OPERATIONS = int(os.environ.get("ROLLOUT_SPEC_RANDOM_OPERATIONS", 500 if SLOW else 6_000 * FUZZING))
 
 both_indexes = pytest.mark.parametrize("index", ["suffix", "ngram"])
 
@@ -42,39 +42,6 @@ def check_draft(draft, limit):
 
 
 # -- what requests see -----------------------------------------------------------------------------------------------
-
-
-@both_indexes
-def test_siblings_in_flight_are_visible_at_the_next_propose(index):
-    recorder = make(index)
-    recorder.start("a", [1, 2], [5, 6, 7, 8])
-    recorder.start("b", [1, 2], [5, 6])
-    assert recorder.draft("b", 2) == [7, 8]
-    recorder.extend("a", [9])
-    assert recorder.draft("b", 3) == [7, 8, 9]
-    recorder.stop("a")
-    assert recorder.draft("b", 3) == [7, 8, 9]
-
-
-@both_indexes
-def test_the_prompt_and_the_own_text_are_history(index):
-    recorder = make(index)
-    recorder.start("a", [3, 4, 5, 6, 7, 3, 4])
-    assert recorder.draft("a", 3) == [5, 6, 7]
-    recorder.extend("a", [8, 9, 1, 8])
-    assert recorder.draft("a", 2) == [9, 1]
-
-
-@both_indexes
-def test_problems_are_apart(index):
-    recorder = make(index)
-    recorder.start("a", [1, 2], [5, 6, 7, 8, 9])
-    recorder.start("b", [3, 4], [5, 6, 7, 8])
-    recorder.start("c", [1, 2], [5, 6, 7, 8], problem_id=99)  # the same prompt
-    assert recorder.draft("b") == recorder.draft("c") == []
-    recorder.start("d", [8, 8], [9, 8, 1, 6], problem_id=99)  # another prompt
-    assert recorder.draft("d", 2) == [7, 8]
-    recorder.check()
 
 
 @both_indexes
@@ -118,30 +85,6 @@ def test_requests_on_their_own_see_nothing_else(index):
 
 
 @both_indexes
-@pytest.mark.parametrize("shared", [False, True])
-def test_rollouts_taken_back_leave_no_trace(index, shared):
-    recorder = make(index, shared=shared)
-    recorder.start("a", [1, 2, 3, 4], [5, 6, 7, 8])
-    recorder.drafter._flush()
-    recorder.stop("a", keep=False)
-    assert recorder.drafter._store.num_used_pages == 0
-    recorder.check()
-    recorder.start("b", [1, 2, 3, 4], [5, 6])
-    recorder.start("c", [9, 1, 2, 3, 4], [5, 6])
-    recorder.stop("c", keep=False)
-    assert recorder.draft("b") == []
-
-
-@both_indexes
-def test_a_rollout_that_stops_right_after_extending_is_kept_whole(index):
-    recorder = make(index)
-    recorder.start("a", [1, 2], [5, 6, 7])
-    recorder.stop("a")
-    recorder.start("b", [1, 2])
-    assert recorder.draft("b", 3) == [5, 6, 7]
-
-
-@both_indexes
 def test_requests_without_prompt_have_a_problem_of_their_own(index):
     recorder = make(index)
     recorder.start("a", [], [5, 6, 7])
@@ -152,21 +95,6 @@ def test_requests_without_prompt_have_a_problem_of_their_own(index):
     assert recorder.draft("d", 1) == [7]
     for name in "abcd":
         recorder.stop(name)
-    recorder.check()
-
-
-@both_indexes
-def test_empty_rollouts(index):
-    recorder = make(index)
-    for name, prompt in (("a", []), ("b", [1, 2, 1])):
-        recorder.start(name, prompt)
-        recorder.extend(name, [])
-        assert recorder.draft(name, 1) == prompt[1:2]
-        recorder.stop(name)
-        recorder.check()
-    recorder.start("c", [1, 2, 1], [])
-    assert recorder.draft("c", 1) == [2]
-    recorder.stop("c", keep=False)
     recorder.check()
 
 
@@ -246,40 +174,6 @@ def test_batches_write_to_the_right_rows(index):
     recorder.extend("r0", [200, 300])
     assert recorder.drafter._calibration.coarse[..., 0].sum() == 2
     assert recorder.drafter._calibration.coarse[..., 1].sum() == 1
-
-
-@both_indexes
-@pytest.mark.parametrize("limit", [-1, 0, 1, 3, K, 100])
-def test_drafts_are_at_most_as_long_as_asked_for(index, limit):
-    recorder = make(index)
-    recorder.start("a", [1], list(range(2, 30)))
-    recorder.start("b", [1], seed=3)
-    (draft,) = recorder.propose("b", limit=limit)
-    check_draft(draft, min(limit, K))
-    assert draft.token_ids.tolist() == list(range(2, 2 + max(0, min(limit, K))))
-
-
-def random_calls(index, shared):
-    """Drafts of a run with several requests, outcomes and policies."""
-    rng = np.random.default_rng(5)
-    recorder, drafts = make(index, shared=shared, max_history_tokens=400), []
-    for i in range(30):
-        recorder.start(str(i), [1, 2, i % 3], rng.integers(0, 4, 30), seed=i if i % 2 else None)
-        if i % 3 == 2:
-            recorder.stop(str(i - 1), keep=bool(i % 2))
-        if i % 10 == 9:
-            recorder.drafter.begin_policy_version(i)
-        (draft,) = recorder.propose(str(i))
-        check_draft(draft, K)
-        drafts.append((draft.token_ids.tolist(), draft.confidence.tolist()))
-        recorder.extend(str(i), rng.integers(0, 4, len(draft.token_ids) + 1))
-    return drafts
-
-
-@both_indexes
-@pytest.mark.parametrize("shared", [False, True])
-def test_the_same_calls_give_the_same_drafts(index, shared):
-    assert random_calls(index, shared) == random_calls(index, shared)
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -465,25 +359,6 @@ def test_drafts_follow_texts_whose_pages_lie_apart():
 
 
 @both_indexes
-def test_the_more_frequent_continuation_is_drafted(index):
-    recorder = make(index)
-    for i, token in enumerate([6, 7, 7, 6, 7]):
-        recorder.start(str(i), [1, 2], [5, token])
-        recorder.stop(str(i))
-    recorder.start("r", [1, 2], [5])
-    assert recorder.draft("r", 1) == [7]
-
-
-def test_a_longer_match_outweighs_a_few_shorter_ones():
-    recorder = make()
-    recorder.start("long", [1, 2, 3, 4], [5, 6], problem_id=7)
-    for i in range(2):
-        recorder.start(str(i), [8, 9], [5, 7], problem_id=7)
-    recorder.start("r", [1, 2, 3, 4], [5], problem_id=7)
-    assert recorder.draft("r", 1) == [6]
-
-
-@both_indexes
 def test_the_noise_decides_where_history_is_undecided(index):
     """Over many seeds, both continuations come about as often as in history: what the coupled choice is for."""
     recorder = make(index, inverse_temperature=1.0)
@@ -515,25 +390,6 @@ def test_without_a_seed_the_noise_decides_nothing_after_a_request_with_one():
         recorder.stop("r", keep=False)
 
 
-@both_indexes
-def test_newer_policies_weigh_more(index):
-    def favourite(recency):
-        recorder = make(index, recency=recency)
-        for i in range(3):
-            recorder.start(f"old{i}", [1, 2], [5, 6])
-            recorder.stop(f"old{i}")
-        for version in range(1, 200):
-            recorder.drafter.begin_policy_version(version)
-        recorder.start("new", [1, 2], [5, 7])
-        recorder.start("r", [1, 2], [5])
-        recorder.check()
-        return recorder.draft("r", 1)
-
-    assert favourite(1.0) == [6]
-    assert favourite(0.97) == [7]
-    assert favourite(1e-9) == [7]
-
-
 @pytest.mark.parametrize("version", [300, 40_000, 10**9, LARGEST])
 def test_a_run_may_resume_at_any_version(version):
     recorder = make(recency=0.9)
@@ -559,25 +415,6 @@ def drafted_once(recorder, known, said, then, *, limit=K, seed=None):
     for req_id in "rh":
         recorder.stop(req_id, keep=False)
     return draft
-
-
-@both_indexes
-@pytest.mark.parametrize("seed", [None, 3])
-def test_drafts_that_keep_failing_are_cut(index, seed):
-    recorder = make(index, min_survival=0.2)
-    drafts = [drafted_once(recorder, [5, 6, 7, 8] * 10, [5, 6], [99], seed=seed) for _ in range(100)]
-    confidence = [draft.confidence[0] if draft.confidence.size else 0.0 for draft in drafts]
-    end = confidence.index(0.0)
-    assert end > 0
-    assert (np.diff(confidence[:end]) <= 1e-6).all()
-
-
-@both_indexes
-def test_drafts_that_keep_succeeding_gain_confidence(index):
-    recorder = make(index)
-    drafts = [drafted_once(recorder, [5, 6, 7, 8], [5], [6, 7, 8], limit=2) for _ in range(201)]
-    assert (drafts[-1].confidence > drafts[0].confidence).all()
-    assert drafts[-1].confidence[1] > 0.95
 
 
 def test_confidence_follows_the_rate_of_acceptance():
@@ -769,43 +606,6 @@ def test_live_requests_stay_whatever_the_bound():
     assert not recorder.drafter._finished
     recorder.extend("live", [20])
     assert recorder.draft("live", 2) == [21, 22]
-    recorder.check()
-
-
-@pytest.mark.parametrize("versions", [0, 1, 2])
-def test_rollouts_of_old_versions_are_dropped(versions):
-    recorder = make(max_history_versions=versions)
-    for version in range(5):
-        recorder.drafter.begin_policy_version(version)
-        recorder.check()
-        recorder.start(str(version), [1, 2], [version])
-        recorder.stop(str(version))
-        kept = [request.version for request in recorder.drafter._finished]
-        assert kept == list(range(max(0, version - versions), version + 1))
-
-
-def test_a_rollout_that_finishes_late_is_as_old_as_its_policy():
-    recorder = make(max_history_versions=1)
-    recorder.start("slow", [1, 2], [5, 6])
-    recorder.drafter.begin_policy_version(1)
-    recorder.start("quick", [1, 2], [7, 8])
-    recorder.stop("quick")
-    recorder.stop("slow")
-    assert sorted(request.version for request in recorder.drafter._finished) == [0, 1]
-    recorder.drafter.begin_policy_version(2)
-    assert [request.version for request in recorder.drafter._finished] == [1]
-    recorder.check()
-
-
-def test_a_rollout_of_a_dropped_version_is_not_kept():
-    recorder = make(max_history_versions=1)
-    for name in ("first", "second"):
-        recorder.start(name, [1, 2], [5, 6])
-    recorder.drafter.begin_policy_version(2)
-    recorder.start("new", [1, 2], [5, 6])
-    for name in ("new", "first", "second"):
-        recorder.stop(name)
-    assert [request.version for request in recorder.drafter._finished] == [2]
     recorder.check()
 
 
@@ -1002,13 +802,13 @@ class LifeCycle(RuleBasedStateMachine):
     def new_policy(self, step):
         self.version += step
         self.recorder.drafter.begin_policy_version(self.version)
-        assert all(kept.version >= self.version - self.MAX_VERSIONS for kept in self.recorder.drafter._finished)
 
     @invariant()
     def everything_is_in_its_place(self):
         self.recorder.check()
         drafter = self.recorder.drafter
         assert not drafter._finished or drafter._store.num_used_pages <= self.MAX_PAGES
+        assert all(kept.version >= self.version - self.MAX_VERSIONS for kept in drafter._finished)
         for problem in {text.problem for text in self.recorder.texts().values()}:
             for context in ([0], [1, 2], [2, 0, 1, 0]):
                 if self.INDEX == "suffix":

@@ -107,21 +107,6 @@ def test_engines_of_a_node_draft_from_each_others_rollouts(tiny_model, tmp_path)
     assert len(rollouts_in(tmp_path)) == 12 + num_others
 
 
-def test_another_engine_recognises_the_conversation_at_its_second_turn(tiny_model, tmp_path):
-    options = verify_all(num_speculative_tokens=4, history_dir=str(tmp_path))
-    params = mixed_params(2, 1, temperature=1.0, max_tokens=20, min_tokens=20)
-    prompt = list(range(4, 22))
-    one = build(tiny_model, **options)
-    said = generate(one, params, [prompt, prompt])
-    session_of(one).engine_history.close()
-    assert all(rollout.root is not None for rollout in rollouts_in(tmp_path))
-    other = build(tiny_model, **options)
-    second = [*prompt, *said[0].token_ids, 5, 6, 7]
-    generate(other, mixed_params(1, 2), [second])
-    assert history(other)["requests_with_history"] == 1
-    assert history(other)["problems"] == 1
-
-
 def test_imported_text_is_found_by_its_prompt(tiny_model, tmp_path, capsys):
     lines = [{"prompt": "w1 w2 w3", "completion": " ".join(["w4 w5 w6 w7"] * 8), "step": 3}] * 2
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
@@ -137,13 +122,6 @@ def test_imported_text_is_found_by_its_prompt(tiny_model, tmp_path, capsys):
     assert stats_of(llm)["policy_version"] == 3
     session_of(llm).engine_history.close()
     assert len({rollout.problem_id for rollout in rollouts_in(folder)}) == 2
-
-
-def test_evaluations_leave_nothing_in_the_folder(tiny_model, tmp_path):
-    llm = build(tiny_model, **engine_kwargs(history_dir=str(tmp_path / "history")))
-    generate(llm, mixed_params(3, extra_args={"rollout_spec": {"keep_in_history": False}}))
-    session_of(llm).engine_history.close()
-    assert rollouts_in(tmp_path / "history") == []
 
 
 def test_closing_waits_for_what_is_still_being_copied(tiny_model, tmp_path, monkeypatch):
@@ -176,17 +154,6 @@ def test_a_drafter_that_raises_in_the_end_keeps_nothing_from_being_written(tiny_
     session.close()
     assert len(rollouts_in(tmp_path / "history")) == 3
     assert session.broken
-
-
-def test_a_drafter_that_raises_when_a_version_begins_ends_speculation_and_not_the_run(
-    tiny_model, tmp_path, monkeypatch
-):
-    llm = build(tiny_model, **engine_kwargs(history_dir=str(tmp_path / "history")))
-    generate(llm, mixed_params(3))
-    monkeypatch.setattr(session_of(llm).drafter, "begin_policy_version", lambda version: 1 / 0)
-    llm.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
-    assert len(generate(llm, mixed_params(3, 2))) == 3
-    assert stats_of(llm)["drafter_errors"] == 1
 
 
 def test_a_resumed_trainer_drafts_from_what_was_sampled_before(tiny_model, tmp_path):

@@ -15,7 +15,6 @@ import pytest
 
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.budget.estimates import Survival
-from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
@@ -192,10 +191,6 @@ def test_every_kept_token_comes_with_the_features_of_its_row(drafter):
             assert [word for name, _, found in listener.extended if name == req_id for word in found] == words
 
 
-def test_without_a_budget_all_of_a_draft_is_verified():
-    assert run(a_session(budget=False), 12, a_request())[-1] == [1, 2, 3, 1]
-
-
 def test_steps_are_timed_and_ranks_share_what_they_took():
     asked = []
 
@@ -319,67 +314,6 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
     assert (session.enabled, session._stats.drafter_errors) == (False, 1)
 
 
-@pytest.mark.parametrize(
-    "draft",
-    [
-        Draft(np.array([1], np.int32), np.array([], np.float32)),
-        Draft(np.array([1], np.int32), np.array([np.inf], np.float32)),
-        Draft(np.array([1], np.int32), np.array([np.nan], np.float32)),
-        Draft([1], np.array([0.5], np.float32)),
-        Draft(np.array([1.0]), np.array([0.5], np.float32)),
-        Draft(np.array([99], np.int32), np.array([0.5], np.float32)),
-        Draft(np.array([1] * 9, np.int32), np.full(9, 0.5, np.float32)),
-    ],
-)
-def test_what_cannot_be_verified_is_refused(draft):
-    session, drafter = a_listening_session()
-    drafter.propose = lambda req_ids, room: [draft] * len(req_ids)
-    assert run(session, 3, a_request()) == [[]] * 3
-    assert not session.enabled
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "nothing", "a generator", "text", "a number", "too few", "none of some", "wide tokens", "real tokens",
-        "negative tokens", "tokens in rows", "too many", "NaN", "more than certain", "no confidence",
-    ],
-)  # fmt: skip
-def test_drafts_that_are_none_end_speculation(fault):
-    faulty = {"method": "propose", "fault": fault, "calls": (1, 100)}
-    session = a_session(drafter="tests.adversaries.Faulty", drafter_options=faulty, budget=False)
-    assert run(session, 10, a_request()) == [[]] * 10
-    assert (session.enabled, session._stats.drafter_errors) == (False, 1)
-
-
-@pytest.mark.parametrize(
-    ("field", "change"),
-    [
-        ("lengths", -9),
-        ("lengths", 9),
-        ("lengths", 2**40),
-        ("tokens", -100),
-        ("tokens", 50),
-        ("confidence", np.nan),
-        ("confidence", -2),
-        ("confidence", 2),
-    ],
-)
-def test_drafts_of_a_batch_that_are_none_end_speculation(field, change):
-    session = a_session(budget=False)
-    propose = session.drafter.propose_rows
-    assert any(run(session, 8, a_request()))
-
-    def garbled(*args):
-        propose(*args)
-        array = getattr(requests_of(session).history, field)
-        array += np.array(change, array.dtype)
-
-    session.drafter.propose_rows = garbled
-    assert run(session, 10, a_request()) == [[]] * 10
-    assert (session.enabled, session._stats.drafter_errors) == (False, 1)
-
-
 @pytest.mark.parametrize("method", ["memory_bytes", "source_counts", "history_summary"])
 @pytest.mark.parametrize(
     "fault", ["raises", "a generator", "text", "a number", "values that are none", "values that are no numbers"]
@@ -452,25 +386,6 @@ def test_prompts_in_a_step_are_counted_by_their_tokens():
     assert session._stats.steps_by_batch == []
     advance(session, {"a": [1]})
     assert (session._stats.steps_by_batch, session._stats.tokens_by_batch) == ([1], [1])
-
-
-def test_prompts_now_and_then_do_not_end_speculation(monkeypatch):
-    """A long prompt in every tenth step: sizes between those with and without one never occur."""
-    session, request = a_session(max_step_tokens=8192, max_model_len=20_000), a_request()
-    request.sampling_params.max_tokens = 10_000
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    asked, drafts, said = [], {}, 0
-    for n in range(400):
-        clock[0] += 0.06 if n % 10 == 0 else 0.01
-        new = [1 + (said + i) % 3 for i in range(1 + min(map(len, drafts.values()), default=0))]
-        said += len(new)
-        outcomes = {req_id: Outcome(new, len(new) - 1, len(draft)) for req_id, draft in drafts.items() if draft}
-        tokens = {f"r{i}": new for i in range(16)}
-        size = 16 + sum(map(len, drafts.values())) + (1000 if n % 10 == 0 else 0)
-        drafts = advance(session, tokens, outcomes, step_tokens=size, requests=dict.fromkeys(tokens, request))
-        asked.append(session.drafting.num_asked > 0)
-    assert sum(asked[100:]) > 250
 
 
 @pytest.mark.parametrize(
@@ -654,32 +569,6 @@ def test_a_drafter_s_time_is_part_of_the_step(monkeypatch):
     assert session._stats.draft_seconds < session._stats.step_seconds
 
 
-def test_drafts_that_never_come_true_stop_being_asked_for(monkeypatch):
-    """Steps take the same with and without drafts, and the drafter is sure of them; what is counted says otherwise."""
-    ticks = itertools.count()
-    monkeypatch.setattr(time, "perf_counter", lambda: 1e-3 * next(ticks))
-    session, request = a_session(max_model_len=10_000), a_request()
-    request.sampling_params.max_tokens = 10_000
-    guesses = []
-    propose = session.drafter.propose_rows
-
-    def spy(rows, room):
-        propose(rows, room)
-        drafts = requests_of(session).history
-        guesses.append(int(drafts.tokens[rows[0], 0]) if drafts.lengths[rows[0]] else 1)
-
-    session.drafter.propose_rows = spy
-    drafts, token = {}, 1
-    for n in range(1700):
-        if n == 1500:
-            asked_early = len(guesses)
-        size = len(drafts.get("a", []))
-        drafts = advance(session, {"a": [token]}, {"a": size}, requests={"a": request})
-        token = 1 + (guesses[-1] if guesses else 1) % 3  # anything but what was guessed
-    assert guesses
-    assert len(guesses) - asked_early < 60
-
-
 def test_drafts_leave_room_in_the_step():
     """The scheduler would hold requests back: 62 prompt tokens a step leave room for one draft."""
     session, request = a_session(), a_request()
@@ -739,16 +628,6 @@ def test_a_request_is_not_cut_at_stop_strings_of_an_ended_one_that_had_its_row(n
     assert known(session, "b") == (len(second.prompt_token_ids) + 2, False)
 
 
-def test_a_stop_token_before_min_tokens_ends_nothing():
-    session, request = a_session(), a_request()
-    request.sampling_params.eos_token_id, request.sampling_params.min_tokens = 9, 4
-    for tokens in ([9, 9], [9]):
-        advance(session, {"a": tokens}, requests={"a": request})
-    assert known(session, "a") == (len(request.prompt_token_ids) + 3, False)
-    advance(session, {"a": [9, 9]}, requests={"a": request})
-    assert known(session, "a") == (len(request.prompt_token_ids) + 4, True)
-
-
 class Listener:
     """A drafter that keeps what it is told, and drafts as many sevens as it may."""
 
@@ -796,16 +675,6 @@ def test_the_drafter_learns_from_every_draft_that_the_target_went_past(kind):
     assert drafter.observed == []
     advance(session, {"a": [7, 9], "b": [5], "new": [4]}, {"a": Outcome([7, 9, 6], 1, 2)})
     assert drafter.observed == [{"a": ([7, 9, 6] if kind is CuriousListener else [7, 9], 1), "b": ([5], 0)}]
-
-
-def test_drafts_of_before_it_was_switched_off_are_forgotten():
-    session, drafter = a_listening_session()
-    advance(session, {"a": [1]})
-    session.enabled = False
-    advance(session, {"a": [2]})
-    session.enabled = True
-    advance(session, {"a": [3]})
-    assert drafter.observed == []
 
 
 def test_the_budget_learns_of_each_draft_what_was_verified_and_accepted(monkeypatch):
@@ -980,32 +849,6 @@ def test_a_drafter_with_the_old_signature_is_told_no_known_tokens():
     say(session, "a2", [*ROOT, 30, 31, *ANSWER], [30, 31])
     assert not session.broken
     assert session._stats.drafter_errors == 0
-
-
-@pytest.mark.parametrize("name", ["history", "suffix", "ngram", "lookahead"])
-def test_a_drafter_that_is_told_the_hash_of_a_prompt_drafts_as_if_it_had_computed_it(name):
-    """Requests of three prompts and of none, in two groups, over two policy versions."""
-    prompts = [[1, 2, 3], [1, 2, 4], [], [5, 6]]
-    drafts = []
-    for is_told in (False, True):
-        drafter, rng = build_drafter(name, max_draft_tokens=4), np.random.default_rng(0)
-        drafts.append([])
-        for version in (1, 2):
-            req_ids = [f"{version}/{i}" for i in range(2 * len(prompts))]
-            for i, req_id in enumerate(req_ids):
-                prompt = prompts[i // 2]
-                problem_id = problem_of_prompt(prompt) if is_told and prompt else None
-                drafter.start_request(req_id, np.array(prompt, np.int32), problem_id=problem_id, seed=i)
-            for _ in range(40):
-                for req_id in req_ids:
-                    drafter.extend(req_id, rng.integers(0, 4, 2).tolist())
-                proposed = drafter.propose(req_ids, np.full(len(req_ids), 4, np.int32))
-                drafts[-1] += [(d.token_ids.tolist(), d.confidence.tolist()) for d in proposed]
-            for req_id in req_ids:
-                drafter.stop_request(req_id)
-            drafter.begin_policy_version(version)
-    assert drafts[0] == drafts[1]
-    assert any(tokens for tokens, _ in drafts[0])
 
 
 @pytest.mark.parametrize("budget", [False, True])
@@ -1207,17 +1050,6 @@ def test_history_is_verified_where_it_promises_more_and_both_are_graded():
     session.set_enabled(False)
     assert not session.wants_model(1)
     assert advance(session, {"a": [15]}, requests={"a": request}, model=wrong) == {"a": []}
-
-
-def test_steps_are_compared_with_and_without_the_model():
-    session = a_session(has_model=True)
-    request, taken = a_request((7, 8)), []
-    for n in range(200):
-        wanted = session.wants_model(1)
-        taken.append(wanted)
-        advance(session, {"a": [n % 40]}, requests={"a": request}, model=of_model([1, 2]) if wanted else None)
-    assert taken[:17] == [True] * 17
-    assert {True, False} <= set(taken)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6])

@@ -122,15 +122,6 @@ def test_rollouts_of_other_engines_have_the_versions_that_they_had_there(ranks, 
         assert (summary["rollouts"], summary["oldest_version"], summary["newest_version"]) == (3, oldest, newest)
 
 
-def test_an_engine_goes_on_from_the_newest_version_that_the_folder_has(ranks, tmp_path):
-    write(tmp_path / "rollouts", rollout(1, 2), rollout(2, 6), rollout(3, 4))
-    *both, sent = ranks(tmp_path / "rollouts", count=2)
-    assert [rank.history.load() for rank in both] == [6, 6]
-    assert [rank.drafter.history_summary()["rollouts"] for rank in both] == [3, 3]
-    assert not sent
-    assert ranks(tmp_path / "none")[0].history.load() == 0
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_step_takes_in_some_of_what_has_come(ranks, tmp_path, monkeypatch, count):
     """All at once would make everyone wait for it."""
@@ -194,26 +185,6 @@ def test_what_a_drafter_has_dropped_is_read_again_when_its_problem_comes_back(ra
     assert rank.take(1) == [(1, 0)]
     assert rank.drafter.knows(1)
     assert rank.take(1) == []
-
-
-def test_what_ends_elsewhere_comes_while_a_request_is_live(ranks, tmp_path):
-    """As when several engines generate a group of rollouts of one problem."""
-    one, other = ranks(tmp_path)[0], ranks(tmp_path)[0]
-    for rank in (one, other):
-        rank.history.load()
-        problem_id = begins(rank)
-    for rank in (one, other):
-        assert rank.take() == []
-    ends(one, [8, 9], problem_id)
-    one.history.exchange()
-    one.look()
-    assert other.drafter.knows(problem_id)
-    assert other.take() == [(8, 0)]
-    ends(other, [6, 7], problem_id)
-    other.history.exchange()
-    assert other.take() == []
-    assert one.take() == [], "no request of it is live there"
-    assert one.take(problem_id) == [(6, 0)]
 
 
 def test_what_waits_to_be_taken_in_is_not_read_again(ranks, tmp_path):
