@@ -69,7 +69,6 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=list(SETS))
     parser.add_argument("--batch", nargs="+", type=int, default=list(BATCHES))
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
-    parser.add_argument("--no-host", action="store_true", help="without the drafter on the host")
     parser.add_argument("--table", type=Path, help="sum up this file's rows instead")
     args = parser.parse_args()
     if args.table:
@@ -91,7 +90,7 @@ def main() -> None:
                 known = {rollout.problem_id for rollout in [*phase, *others]} if history else set()
                 earlier = [old for part, _ in parts for old in part[:HISTORY] if old.problem_id in known]
                 about_cell = {"benchmark": BENCHMARK, "set": name, "history": history, "batch": batch}
-                for row in cell(phase, others, earlier, batch, args.schedules, host=not args.no_host):
+                for row in cell(phase, others, earlier, batch, args.schedules):
                     append(args.out, {**about_cell, **row, **about})
                 print(*about_cell.values(), flush=True)
 
@@ -102,8 +101,6 @@ def cell(
     earlier: Sequence[Rollout],
     batch: int,
     schedules: Sequence[str],
-    *,
-    host: bool,
 ) -> Iterator[dict[str, Any]]:
     """A row for each model and policy."""
     run = partial(simulate, num_speculative_tokens=K, batch=batch)
@@ -121,13 +118,12 @@ def cell(
                 ours = device_seconds(taken[key], policy, step_cost(model, "device", gpu, cores))
                 times[name] = none, none if label == "none" else ours
             yield summary(model, label, taken[key], times)
-    if host:
-        for model in SHAPES:
-            cost, budget = step_cost(model, "host"), Budget()
-            list(run(others, filled(earlier), budget, cost))
-            steps = list(run(phase, filled(earlier), budget, cost))
-            none = device_seconds(taken[undrafted], no_drafts, step_cost(model, "none"))
-            yield summary(model, "host", steps, {"speedup": (none, sum_up(steps).seconds)})
+    for model in SHAPES:
+        cost, budget = step_cost(model, "host"), Budget()
+        list(run(others, filled(earlier), budget, cost))
+        steps = list(run(phase, filled(earlier), budget, cost))
+        none = device_seconds(taken[undrafted], no_drafts, step_cost(model, "none"))
+        yield summary(model, "host", steps, {"speedup": (none, sum_up(steps).seconds)})
 
 
 def device_seconds(steps: Sequence[Step], policy: Callable[[int], int], cost: EngineCost) -> float:

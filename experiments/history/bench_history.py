@@ -1,9 +1,9 @@
 """What an engine with `history_dir` does when it starts, for `--tokens` and ten times as many.
 
-    python -m experiments.history.bench_history [--tokenizer NAME_OR_PATH] --out FILE
+    python -m experiments.history.bench_history --tokenizer NAME_OR_PATH --out FILE
 
 Rollouts are made of real text, the source files of Python's standard library, in slices of 500 tokens: sixteen to a
-prompt, which is a slice too. Without `--tokenizer` a token is a byte.
+prompt, which is a slice too.
 
 Reported, once each: seconds to read the folder, and to index it in the drafter; bytes per token on disk and in memory,
 with what the target saw at each token (random bits here, which nothing compresses) and without. Gate: the drafter holds
@@ -18,12 +18,13 @@ import sysconfig
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoTokenizer
 
 from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, make_parser, origin
@@ -37,14 +38,8 @@ from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout
 SAMPLES, LENGTH = 16, 500
 
 
-class Texts(NamedTuple):
-    """Rollouts of real text."""
-
-    prompts: list[list[int]]
-    """One per rollout."""
-    completions: list[list[int]]
-    tokenizer: Any
-    """None: tokens are bytes."""
+Texts = Sequence[tuple[list[int], list[int]]]
+"""Prompt and completion of each rollout."""
 
 
 def real_texts(num_tokens: int, tokenizer: Any) -> Texts:
@@ -53,13 +48,12 @@ def real_texts(num_tokens: int, tokenizer: Any) -> Texts:
     tokens: list[int] = []
     for path in sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py")):
         if "site-packages" not in path.parts:
-            text = path.read_text(errors="replace")
-            tokens += text.encode() if tokenizer is None else tokenizer.encode(text, add_special_tokens=False)
+            tokens += tokenizer.encode(path.read_text(errors="replace"), add_special_tokens=False)
         if len(tokens) >= wanted:
             break
     slices = [tokens[i : i + LENGTH] for i in range(0, int(wanted), LENGTH)]
     prompts, completions = slices[:: SAMPLES + 1], [s for i, s in enumerate(slices) if i % (SAMPLES + 1)]
-    return Texts([prompts[i // SAMPLES] for i in range(len(completions))], completions, tokenizer)
+    return [(prompts[i // SAMPLES], completion) for i, completion in enumerate(completions)]
 
 
 def measure_start(args: argparse.Namespace, tokenizer: Any) -> Iterator[dict[str, Any]]:
@@ -67,7 +61,7 @@ def measure_start(args: argparse.Namespace, tokenizer: Any) -> Iterator[dict[str
     sources = real_texts(args.tokens, tokenizer)
     for times, has_features in ((1, False), (1, True), (10, False), (10, True)):
         with tempfile.TemporaryDirectory() as folder:
-            num_tokens, num_bytes = write_history(folder, sources, times, has_features=has_features)
+            num_tokens, num_bytes = write_history(folder, sources, times, len(tokenizer), has_features=has_features)
             for name, drafter in drafters(num_tokens, has_features=has_features):
                 started = time.perf_counter()
                 rollouts = HistoryFolder(folder, Origin()).load(2 * num_tokens)
@@ -89,13 +83,12 @@ def measure_start(args: argparse.Namespace, tokenizer: Any) -> Iterator[dict[str
                 }
 
 
-def write_history(folder: str, texts: Texts, times: int, *, has_features: bool) -> tuple[int, int]:
+def write_history(folder: str, texts: Texts, times: int, vocab_size: int, *, has_features: bool) -> tuple[int, int]:
     """Write the texts so many times, as different problems with other tokens. Returns (tokens, bytes on disk)."""
     rng, history, num_tokens = np.random.default_rng(0), HistoryFolder(folder, Origin()), 0
-    vocab_size = 256 if texts.tokenizer is None else len(texts.tokenizer)
     for part in range(times):
         problems: defaultdict[int, list[Rollout]] = defaultdict(list)
-        for prompt, completion in zip(texts.prompts, texts.completions, strict=True):
+        for prompt, completion in texts:
             # Another alphabet for each part, so that their texts have as much in common as different texts do.
             context, tokens = ((np.array(ids, np.int32) + 31 * part) % vocab_size for ids in (prompt, completion))
             features = rng.integers(-(2**62), 2**62, (tokens.size, FEATURE_WORDS)) if has_features else None
@@ -124,13 +117,9 @@ def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
     parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, default=1_000_000)
-    parser.add_argument("--tokenizer", metavar="NAME_OR_PATH")
+    parser.add_argument("--tokenizer", required=True, metavar="NAME_OR_PATH")
     args = parser.parse_args(argv)
-    tokenizer = None
-    if args.tokenizer is not None:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, model_max_length=10**9)
+    tokenizer = AutoTokenizer.from_pretrained(args.tokenizer, model_max_length=10**9)
     for row in measure_start(args, tokenizer):
         append(args.out, {"benchmark": "history", **row, **origin(packages=("pyarrow", "transformers"))})
         print(json.dumps(row), flush=True)
