@@ -29,6 +29,8 @@ STEPS_PER_SHARING = 16
 MAX_TOKENS_PER_SHARING = 65_536
 LOADED_TOKENS = 2_000_000
 """Most tokens of the newest rollouts that an engine takes in when it starts."""
+MAX_AHEAD = 16
+"""Engines of one training are less apart in their policy versions."""
 
 
 class HistoryKeeper(Protocol):
@@ -73,6 +75,8 @@ class EngineHistory:
         self._drafter, self._problems, self._share = drafter, problems, share_from_first_rank
         self._live: Counter[int] = Counter()  # requests by problem
         self._num_steps = 0
+        self._version = 0  # of the last rollout that ended here
+        self._is_ahead = False  # whether rollouts of much newer versions were read
         self._thread: FolderThread | None = None
         if is_first_rank(vllm_config):
             origin = origin_of(vllm_config.model_config)
@@ -88,7 +92,7 @@ class EngineHistory:
             The policy version to go on from.
         """
         rollouts: list[Rollout] = []
-        version = 0
+        version = self._version
         if self._thread is not None:
             try:
                 rollouts = self._loading.get()
@@ -98,6 +102,7 @@ class EngineHistory:
             version = self._thread.folder.newest_version
         if self._share is not None:
             rollouts, version = self._share((rollouts, version))
+        self._version = version
         self._drafter.begin_policy_version(version)
         self._add(rollouts)
         self._drafter.record_rollouts()
@@ -152,6 +157,7 @@ class EngineHistory:
 
     def _hand_over(self, *, wait: bool = False) -> None:
         recorded = self._drafter.take_recorded(wait=wait)
+        self._version = max((rollout.version for rollout in recorded), default=self._version)
         if self._thread is not None and recorded:
             root_of = self._problems.root_of
             self._thread.add([rollout._replace(root=root_of(rollout.problem_id)) for rollout in recorded])
@@ -162,6 +168,14 @@ class EngineHistory:
         for rollout in rollouts:
             if rollout.root is not None:
                 self._problems.add_root(rollout.problem_id, rollout.root)
+        newest = max((rollout.version for rollout in rollouts), default=0)
+        if newest > self._version + MAX_AHEAD and not self._is_ahead:
+            self._is_ahead = True
+            logger.warning(
+                "history: rollouts of policy version %d were read, and this engine is at %d: another training writes "
+                "to the same folder, whose rollouts count as newer. Give each training a folder of its own",
+                newest, self._version,
+            )  # fmt: skip
 
 
 def origin_of(model_config: Any) -> Origin:

@@ -226,3 +226,12 @@ def test_an_engine_that_is_dropped_ends_its_thread_which_writes_what_there_is(tm
     running.join(60)
     assert not running.is_alive()
     assert thread.folder.stats.rollouts_written == 1
+
+
+@pytest.mark.parametrize("version", [16, 17])
+def test_a_folder_of_another_training_is_said_once(ranks, tmp_path, caplog, version):
+    rank, _ = ranks(tmp_path)
+    rank.history.load()
+    write(tmp_path, rollout(1, version), rollout(2, version))
+    assert len(rank.take(1, 2)) == 2
+    assert sum("another training" in record.getMessage() for record in caplog.records) == (version > 16)
