@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import json
 import logging
 import math
 import re
@@ -11,15 +12,19 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from http.client import HTTPException
 from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.error import HTTPError
+from urllib.parse import urlsplit
+from urllib.request import Request, urlopen
 
 import numpy as np
 
 import rollout_spec
 from rollout_spec.checks import shown
-from rollout_spec.config import MAX_SPECULATIVE_TOKENS, RolloutSpecConfig, plugin_fault
+from rollout_spec.config import MAX_SPECULATIVE_TOKENS, plugin_fault
 from rollout_spec.files import read_json
 from rollout_spec.imports import INSTALL_VLLM, install
 from rollout_spec.integrations.vllm import environment
@@ -64,7 +69,7 @@ def run(args: Namespace) -> int:
         return check_installation()
     try:
         report = read_report(source)
-    except (ImportError, OSError, ValueError) as error:
+    except (OSError, ValueError) as error:
         return _refuse(str(error))
     try:
         page = explain(report).encode(errors="replace").decode()  # a damaged file may hold half of a character
@@ -168,12 +173,10 @@ def check_device(setting: Setting | None = None, max_requests: int = 512) -> int
 def read_report(source: Path | str) -> dict[str, Any]:
     """The report in a file or in a trainer's folder, or, by its URL, of a server with VLLM_SERVER_DEV_MODE=1.
 
-    Raises OSError if it cannot be had, ValueError if it is no report of this format, ImportError without requests.
+    Raises OSError if it cannot be had, ValueError if it is no report of this format.
     """
     if isinstance(source, str):
-        from rollout_spec.integrations.trainers.server import ServedEngine
-
-        answers = ServedEngine(source, RolloutSpecConfig(), "MODEL").collective_rpc("rollout_spec", ("report",))
+        answers = _ask(source)
     else:
         try:
             content = read_json(source / REPORT_NAME if source.is_dir() else source)
@@ -186,6 +189,28 @@ def read_report(source: Path | str) -> dict[str, Any]:
     if report["format"] != REPORT_FORMAT:
         raise ValueError(f"{source} has a report of format {shown(report['format'])}, and {REPORT_FORMAT} is read here")
     return report
+
+
+def _ask(url: str) -> Any:
+    """What a server answers when it is asked for its report. Raises as `read_report`."""
+    try:
+        is_url = urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).hostname)
+    except ValueError:  # of brackets
+        is_url = False
+    if not is_url:
+        raise ValueError(f"--url must be a URL such as http://localhost:8000, got {shown(url)}")
+    body = json.dumps({"method": "rollout_spec", "args": ["report"]}).encode()
+    request = Request(f"{url.rstrip('/')}/collective_rpc", body, {"Content-Type": "application/json"})
+    try:
+        with urlopen(request, timeout=60) as response:
+            return json.load(response)["results"]
+    except HTTPError as error:
+        lacks = "VLLM_SERVER_DEV_MODE=1" if error.code in (404, 405) else "rollout_spec, or cannot answer"
+        raise ConnectionError(f"the vLLM server at {url} runs without {lacks}: {error}") from error
+    except (OSError, HTTPException) as error:
+        raise ConnectionError(f"the vLLM server at {url} does not answer: {error}") from error
+    except (LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"what answers at {url} is no vLLM server") from error
 
 
 class Group(NamedTuple):

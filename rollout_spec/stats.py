@@ -105,10 +105,6 @@ class SpeculationStats:
         """What happened between two `to_dict` results of one engine."""
         return cls(**{name: _sum(later[name], earlier[name], -1) for name in cls.__slots__})
 
-    def __add__(self, other: SpeculationStats) -> SpeculationStats:
-        """What happened in two intervals together."""
-        return SpeculationStats(**{name: _sum(getattr(self, name), getattr(other, name)) for name in self.__slots__})
-
     def to_dict(self) -> dict[str, Any]:
         """Counters and derived rates as plain data."""
         return {

@@ -140,12 +140,6 @@ CALLS = [
     (lambda: controller().begin_run(seed=0, replica=-1), "replica must be at least 0, got -1"),
     (lambda: controller().begin_step(-1), "step must be at least 0, got -1"),
     (lambda: setattr(controller(), "enabled", 1), "enabled must be a bool, got 1"),
-    (lambda: controller().connect(None, model="m", timeout=1), "base_url must be a string, got None"),
-    (lambda: controller().connect("localhost:8000", model="m", timeout=1), "base_url must be a URL such as"),
-    (lambda: controller().connect("http://[::1", model="m", timeout=1), "base_url must be a URL such as"),
-    (lambda: controller().connect("http://localhost", model="m", timeout="1"), "timeout must be a number, got '1'"),
-    (lambda: controller().connect("http://localhost", model="m", timeout=NAN), "timeout must be a number from 0 on"),
-    (lambda: generator(llm_kwarg={}), "takes no 'llm_kwarg'; did you mean 'llm_kwargs'"),
     (lambda: generator(logprob_tolerance=NAN), "logprob_tolerance must be at least 0, got nan"),
     # Requests, commands and the environment variable of an engine.
     (lambda: request_options([]), "extra_args must be a dict, got []"),

@@ -5,13 +5,16 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import io
 import json
+from email.message import Message
 from pathlib import Path
 from types import SimpleNamespace
+from urllib.error import HTTPError
 
 import pytest
 
-from rollout_spec import cli
+from rollout_spec import cli, doctor
 from rollout_spec.budget.decide import Budget
 from rollout_spec.budget.estimates import MIN_OBSERVATIONS
 from rollout_spec.doctor import advice, explain, look_around, summary
@@ -216,18 +219,22 @@ def test_other_files_are_refused(tmp_path, capsys, content, message):
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (404, b"", "it runs without VLLM_SERVER_DEV_MODE=1"),
+        (404, b"", "runs without VLLM_SERVER_DEV_MODE=1"),
         (500, b"this engine runs\nwithout rollout_spec", "runs without rollout_spec, or cannot answer"),
-        (200, b"<html>", "is no vLLM server: '<html>'"),
-        (200, b'{"results": []}', "is no vLLM server"),
+        (200, b"<html>", "is no vLLM server"),
+        (200, b'{"results": []}', "has no report of rollout_spec"),
         (200, b'{"results": ["None"]}', "has no report of rollout_spec"),
     ],
 )
 def test_other_servers_are_refused(monkeypatch, capsys, status, body, message):
-    requests = pytest.importorskip("requests")
-    url, answer = "http://127.0.0.1:9", requests.Response()
-    answer.status_code, answer._content = status, body
-    monkeypatch.setattr(requests, "post", lambda *_, **__: answer)
+    url = "http://127.0.0.1:9"
+
+    def answer(*_, **__):
+        if status != 200:
+            raise HTTPError(url, status, "", Message(), None)
+        return io.BytesIO(body)
+
+    monkeypatch.setattr(doctor, "urlopen", answer)
     code, _, said = asked(capsys, "--url", url)
     assert (code, said.count("\n"), url in said, message in said) == (2, 1, True, True)
 

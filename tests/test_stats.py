@@ -73,10 +73,10 @@ def test_times_by_batch():
 
 def test_intervals_add_up():
     """Also where the later one has longer drafts or larger batches."""
-    whole, parts = SpeculationStats(), []
+    whole = SpeculationStats()
     for size in (1, 2, 5):
-        before = whole.to_dict()
-        whole.record([size] * size, [size - 1] * size)
-        whole.record_time(0.5, requests=size, draft_tokens=size, tokens=2, draft_seconds=0.1, has_prompts=False)
-        parts.append(SpeculationStats.between(before, whole.to_dict()))
-    assert sum(parts, SpeculationStats()).to_dict() == whole.to_dict()
+        before, part = whole.to_dict(), SpeculationStats()
+        for stats in (whole, part):
+            stats.record([size] * size, [size - 1] * size)
+            stats.record_time(0.5, requests=size, draft_tokens=size, tokens=2, draft_seconds=0.125, has_prompts=False)
+        assert SpeculationStats.between(before, whole.to_dict()) == part

@@ -20,7 +20,8 @@ from vllm import LLM, SamplingParams
 
 from rollout_spec.integrations.trainers.trl import RolloutSpecGenerator, generator_of
 
-_rollouts: weakref.WeakSet[PPORollouts] = weakref.WeakSet()  # their trainers keep them
+_rollouts: weakref.WeakValueDictionary[int, PPORollouts] = weakref.WeakValueDictionary()
+"""By the id of their policy. Their trainers keep them."""
 
 
 def hook(module: Any) -> None:
@@ -33,18 +34,15 @@ def hook(module: Any) -> None:
         construct(trainer, *args, **kwargs)
         generator = generator_of(trainer)
         if generator is not None:
-            rollouts = PPORollouts(trainer, generator)
+            rollouts = _rollouts[id(trainer.policy_model)] = PPORollouts(trainer, generator)
             trainer.add_callback(rollouts)
-            for older in [older for older in _rollouts if older.policy is rollouts.policy]:
-                _rollouts.discard(older)
-            _rollouts.add(rollouts)
 
     @functools.wraps(generate)
     def batch_generation(model: Any, queries: Any, batch_size: int, pad_token_id: int, generation_config: Any) -> Any:
-        for rollouts in _rollouts:
-            if rollouts.policy is model:
-                return rollouts.generate(queries, pad_token_id, generation_config)
-        return generate(model, queries, batch_size, pad_token_id, generation_config)
+        rollouts = _rollouts.get(id(model))  # which keep their policy, so that no other model has its id
+        if rollouts is None:
+            return generate(model, queries, batch_size, pad_token_id, generation_config)
+        return rollouts.generate(queries, pad_token_id, generation_config)
 
     @functools.wraps(complete)
     def generate_completions(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -63,11 +61,7 @@ def hook(module: Any) -> None:
 
 
 class PPORollouts(TrainerCallback):
-    """The rollouts of one PPOTrainer, from an engine in each of its processes.
-
-    Raises:
-        ValueError: the policy's weights cannot be given to an engine, or `generator` has an engine already.
-    """
+    """The rollouts of one PPOTrainer, from an engine in each of its processes."""
 
     def __init__(self, trainer: Any, generator: RolloutSpecGenerator) -> None:
         self.policy = trainer.policy_model
@@ -116,9 +110,6 @@ class PPORollouts(TrainerCallback):
 
         Returns:
             (queries and padded responses, int64 [B, L + T]; logits of the responses, float32 [B, T, vocabulary]).
-
-        Raises:
-            ValueError: the engine has no room for a query and `max_new_tokens`.
         """
         llm, step = self._generator.llm, self._trainer.state.global_step
         if step != self._step:

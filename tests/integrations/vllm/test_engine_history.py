@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 from transformers import AutoTokenizer
 
-from rollout_spec import RolloutSpecGenerator, engine_kwargs
+from rollout_spec import engine_kwargs
 from rollout_spec.cli import main
 from tests.conftest import environment_for_a_process
 from tests.history import made_up
@@ -168,11 +168,6 @@ def test_a_resumed_trainer_drafts_from_what_was_sampled_before(tiny_model, tmp_p
     make_trainer(tiny_model, tmp_path, [resumed], max_steps=1)
     assert history(resumed.llm)["rollouts"] == len(texts) == 16
     assert stats_of(resumed.llm)["policy_version"] >= 1
-
-
-def test_beside_the_checkpoints_of_a_server_is_nowhere(tiny_model, tmp_path):
-    with pytest.raises(ValueError, match="history_dir=True is for an engine that the trainer builds"):
-        make_trainer(tiny_model, tmp_path, [RolloutSpecGenerator(history_dir=True)], vllm_mode="server")
 
 
 SCRIPT = """
