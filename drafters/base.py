@@ -43,9 +43,9 @@ class Drafter(Protocol):
                 known, as for greedy requests and most recordings; the drafter then proposes what is most probable.
 
         A drafter is given two more keywords if its signature names them. `num_known` (int): how many of the prompt's
-        first tokens the problem's history has from earlier turns. `isolated` (bool): the request has a `cache_salt`, so
-        it must not be drafted from the text of other problems, nor they from its own. A drafter that keeps problems
-        apart need not take that one.
+        first tokens the problem's history has from earlier turns. `own_only` (bool): it is
+        drafted from its own text alone, and nothing else from that. A drafter that does not take it gets a problem id
+        that no other request has instead, and is told not to keep the rollout.
 
         Raises:
             ValueError: `req_id` is live already, a token is negative, or `seed` does not fit in 64 bits.

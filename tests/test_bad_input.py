@@ -245,7 +245,7 @@ CALLS_OF_A_DRAFTER = [
     (lambda d: d.start_request("new", [1], problem_id="x"), "problem_id must be an int, got 'x'"),
     (lambda d: d.start_request("new", [1], seed=2**63), "seed must fit in 64 bits, got 9223372036854775808"),
     (lambda d: d.start_request("new", [1, 2, 3], num_known=4), "num_known must be from 0 to the prompt's 3 tokens"),
-    (lambda d: d.start_request("new", [1], isolated=1), "isolated must be a bool, got 1"),
+    (lambda d: d.start_request("new", [1], own_only=1), "own_only must be a bool, got 1"),
     (lambda d: d.extend("b", [1]), "request 'b' is not live: start_request comes first"),
     (lambda d: d.extend("a", 3), "new_token_ids must be one-dimensional integers of at most 31 bits"),
     (lambda d: d.extend("a", [2**31]), "new_token_ids must be one-dimensional integers of at most 31 bits"),

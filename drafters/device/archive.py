@@ -58,8 +58,6 @@ class Archived:
     fields: Tensor  # int64 [4]: its row in the table of documents
     copied: torch.cuda.Event | None
     """Recorded after the copy from the device; None where there is none."""
-    isolated: bool = False
-    """Whether it is for no other engine."""
     is_taken: bool = False
     """Whether `take_copy` has seen the copy arrive. One that ended elsewhere needs none."""
 

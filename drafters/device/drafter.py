@@ -104,7 +104,6 @@ class _Live:
     version: int
     order: int
     """Requests started before it."""
-    isolated: bool
 
 
 class _Retired(NamedTuple):
@@ -219,7 +218,7 @@ class DeviceDrafter:
         *,
         problem_id: int | None = None,
         version: int | None = None,
-        isolated: bool = False,
+        own_only: bool = False,
     ) -> None:
         """Begin a request in a slot. Its tokens are read from the engine's own copy, by `propose` or `extend`.
 
@@ -227,15 +226,17 @@ class DeviceDrafter:
             problem_id: Requests with the same id share history. None: the hash of the prompt; an empty prompt has no
                 problem.
             version: For a request that was preempted, the policy version that it started under. None: the present one.
-            isolated: Leave its rollout out of `take_recorded`. This drafter drafts from no other problem anyway.
+            own_only: Draft for it from its own text alone. End it with `keep=False`.
 
         Raises:
             ValueError: the slot is taken.
         """
         if slot in self._live:
             raise ValueError(f"slot {slot} is taken")
-        if problem_id is None:
-            problem_id = problem_of_prompt(prompt_token_ids) if len(prompt_token_ids) else NO_PROBLEM - slot
+        if own_only or (problem_id is None and not len(prompt_token_ids)):
+            problem_id = NO_PROBLEM - slot
+        elif problem_id is None:
+            problem_id = problem_of_prompt(prompt_token_ids)
         problem = self._problems.get(problem_id)
         self._num_requests += 1
         self._num_known_requests += self.knows(problem_id)
@@ -248,7 +249,7 @@ class DeviceDrafter:
         problem.num_live += 1
         problem.members.insert(0, slot)
         version = self._version if version is None else version
-        live = _Live(problem, len(prompt_token_ids), version, self._num_started, isolated)
+        live = _Live(problem, len(prompt_token_ids), version, self._num_started)
         self._live[slot] = live
         self._num_started += 1
         self._changed_problems[problem.row] = problem
@@ -316,7 +317,7 @@ class DeviceDrafter:
         self._archive.record()
 
     def take_recorded(self, *, wait: bool = False) -> list[Rollout]:
-        """The rollouts that have ended and have arrived on the host since the last call, without isolated ones.
+        """The rollouts that have ended and have arrived on the host since the last call.
 
         Args:
             wait: Wait for those that have ended and are still being copied.
@@ -324,7 +325,7 @@ class DeviceDrafter:
         recorded = []
         for archived in self._archive.take_recorded(wait=wait):
             tokens, features, size, version = archived.read()  # of which `size` are the prompt's
-            if tokens.size > size and not archived.isolated:
+            if tokens.size > size:
                 known = features[size:] if self.wants_features else None
                 recorded.append(Rollout(archived.problem_id, version, tokens[:size], tokens[size:], known))
         return recorded
@@ -700,7 +701,7 @@ class DeviceDrafter:
                 capacity = tokens.numel()
                 problem_id = live.problem.problem_id
                 texts = tokens, features, fields
-                self._archive.add(Archived(problem_id, live.order, capacity, *texts, copied, live.isolated))
+                self._archive.add(Archived(problem_id, live.order, capacity, *texts, copied))
 
     def _upload(self, problem: _Problem) -> None:
         """Bring a problem's newest rollouts from the host, on a stream of its own."""

@@ -36,7 +36,6 @@ from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER, new_pool
 from rollout_spec.drafters.host.requests import UNLIMITED, RequestTable
 from rollout_spec.drafters.host.step import NO_FEATURES, HistoryState, Learned, Sampled, StepOptions
 from rollout_spec.drafters.host.store import (
-    ISOLATED,
     LENGTH,
     MAX_PAGES,
     PAGE_TOKENS,
@@ -44,6 +43,7 @@ from rollout_spec.drafters.host.store import (
     PROMPT,
     ROLLOUT,
     TextStore,
+    is_private,
 )
 from rollout_spec.drafters.host.threads import MAX_THREADS, share_out, usable_threads
 from rollout_spec.drafters.host.vote import INVERSE_TEMPERATURES, SOURCES
@@ -79,8 +79,8 @@ class _Prompt:
 
     documents: list[int]
     """Tokens that are context only and not indexed, if any, then the others, if any."""
-    key: tuple[int, int, int, bool]
-    """Its problem, a 64-bit hash of its tokens, how many of them are not indexed, and whether it is isolated."""
+    key: tuple[int, int, int]
+    """Its problem, a 64-bit hash of its tokens, and how many of them are not indexed."""
     users: int = 0
 
 
@@ -100,8 +100,8 @@ class HistoryDrafter:
 
     Args:
         index: `"suffix"` finds every earlier occurrence, longest matches first; `"ngram"` the newest ones.
-        own_only: Draft for a request from its own text only.
-        shared: Also draft from the rollouts of other problems, isolated ones excepted.
+        own_only: Draft for every request from its own text alone.
+        shared: Also draft from the rollouts of other problems.
         lookahead: Also draft from what the target sampled after rejected drafts (see `lookahead.py`).
         max_draft_tokens: Longest draft, K.
         min_survival: A draft ends where the estimated probability of reaching and accepting a token falls below this.
@@ -203,7 +203,7 @@ class HistoryDrafter:
         no_counts = np.zeros((0, 0, 0)), np.zeros((0, 0))
         self._options = Reference(StepOptions(max_draft_tokens, UNLIMITED, False, *no_counts))
         self._live: dict[str, _Request] = {}
-        self._prompts: dict[tuple[int, int, int, bool], _Prompt] = {}
+        self._prompts: dict[tuple[int, int, int], _Prompt] = {}
         self._problems: dict[int, int] = {}  # number in the store by problem id
         self._problem_ids: dict[int, int] = {}
         self._problem_users: dict[int, int] = {}
@@ -231,14 +231,14 @@ class HistoryDrafter:
         problem_id: int | None = None,
         seed: int | None = None,
         num_known: int = 0,
-        isolated: bool = False,
+        own_only: bool = False,
     ) -> None:
         """As `Drafter.start_request`.
 
         Args:
             num_known: How many of the prompt's first tokens the problem's history has from earlier turns of the
                 conversation. They are not stored again, unless all of the problem is gone.
-            isolated: Draft for it from its own problem only, and for other problems nothing from it.
+            own_only: Draft for it from its own text alone, and for no other request from that. It is not kept.
         """
         if not isinstance(req_id, str):
             raise TypeError(f"req_id must be a string, got {checks.shown(req_id)}")
@@ -249,23 +249,23 @@ class HistoryDrafter:
         if problem_id is not None:
             problem_id = checks.integer("problem_id", problem_id, 0, 2**64 - 1)
         num_known = checks.integer("num_known", num_known)
-        isolated = checks.switch("isolated", isolated)
+        own_only = checks.switch("own_only", own_only) or self._own_only
         prompt_tokens = _as_array("prompt_token_ids", prompt_token_ids)
         if not 0 <= num_known <= len(prompt_tokens):
             raise ValueError(f"num_known must be from 0 to the prompt's {len(prompt_tokens)} tokens, got {num_known}")
-        if self._own_only:
+        if own_only:
             problem_id = None
         elif problem_id is None and prompt_tokens:
             problem_id = problem_of_prompt(np.frombuffer(prompt_tokens, np.int32))
         if problem_id not in self._problems:
             num_known = 0
-        problem = self._problem(problem_id)
+        problem = self._problem(problem_id, own_only=own_only)
         self._num_requests += 1
         self._num_known_requests += self._problem_users[problem] > 1
         prompt = None
         if prompt_tokens:
-            prompt = self._prompt(problem, np.frombuffer(prompt_tokens, np.int32), num_known, isolated)
-        document = self._new_rollout(problem, prompt, self._version, isolated)
+            prompt = self._prompt(problem, np.frombuffer(prompt_tokens, np.int32), num_known)
+        document = self._new_rollout(problem, prompt, self._version)
         row = self.table.start(len(prompt_tokens), seed, document)
         self._live[req_id] = _Request(row, document, problem, self._version, prompt)
 
@@ -439,7 +439,7 @@ class HistoryDrafter:
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         live = self._request(req_id)
-        keep = checks.switch("keep", keep) and not self._own_only and live.version >= self._oldest_version
+        keep = checks.switch("keep", keep) and not is_private(live.problem) and live.version >= self._oldest_version
         del self._live[req_id]
         self.table.stop(live.row)
         if keep and self._recorded is not None:
@@ -466,7 +466,7 @@ class HistoryDrafter:
     def take_recorded(self, *, wait: bool = False) -> list[Rollout]:
         """The rollouts that have ended since the last call, in this order; none before `record_rollouts`.
 
-        Those without a problem id, and isolated ones, are left out.
+        Those without a problem id are left out.
 
         Args:
             wait: Makes no difference: what has ended is on the host.
@@ -582,11 +582,15 @@ class HistoryDrafter:
             raise TypeError(f"req_ids must be a list of strings, got {checks.shown(req_ids)}")
         return np.array([self._request(req_id).row for req_id in req_ids], np.int64)
 
-    def _problem(self, problem_id: int | None) -> int:
-        """Count one more user of a problem and return its number. None: a new problem without an id."""
+    def _problem(self, problem_id: int | None, *, own_only: bool = False) -> int:
+        """Count one more user of a problem and return its number. None: a new problem without an id.
+
+        Args:
+            own_only: Whether a new problem is private.
+        """
         number = None if problem_id is None else self._problems.get(problem_id)
         if number is None:
-            number = self._next_problem
+            number = 2 * self._next_problem + own_only
             self._next_problem += 1  # never used again: the lookahead pool may hold entries of an old number
             self._problem_users[number] = 0
             if problem_id is not None:
@@ -595,27 +599,25 @@ class HistoryDrafter:
         self._problem_users[number] += 1
         return number
 
-    def _prompt(self, problem: int, tokens: Int32Array, num_known: int, isolated: bool) -> _Prompt:
+    def _prompt(self, problem: int, tokens: Int32Array, num_known: int) -> _Prompt:
         """A problem's prompt, with one more user. Its first `num_known` tokens are not indexed."""
-        key = (problem, hash(tokens.tobytes()), num_known, isolated)
+        key = (problem, hash(tokens.tobytes()), num_known)
         prompt = self._prompts.get(key)
         if prompt is None:
             prompt = self._prompts[key] = _Prompt([], key)
             context = -1
             for part, is_indexed in ((tokens[:num_known][-vote.MAX_DEPTH :], False), (tokens[num_known:], True)):
                 if part.size:
-                    context = self._store.new_document(
-                        problem, PROMPT, self._version, context=context, isolated=isolated
-                    )
+                    context = self._store.new_document(problem, PROMPT, self._version, context=context)
                     prompt.documents.append(context)
                     self._append(np.array([context]), part, np.array([0, part.size]), is_indexed=is_indexed)
         prompt.users += 1
         return prompt
 
-    def _new_rollout(self, problem: int, prompt: _Prompt | None, version: int, isolated: bool) -> int:
+    def _new_rollout(self, problem: int, prompt: _Prompt | None, version: int) -> int:
         """A document for a rollout that follows a prompt."""
         context = prompt.documents[-1] if prompt else -1
-        return self._store.new_document(problem, ROLLOUT, version, context=context, isolated=isolated)
+        return self._store.new_document(problem, ROLLOUT, version, context=context)
 
     @property
     def _oldest_version(self) -> int:
@@ -638,8 +640,8 @@ class HistoryDrafter:
             problem = self._problem(rollout.problem_id)
             context, prompt = rollout.context, None
             if context.size:
-                prompt = self._prompt(problem, context, context.size, isolated=False)
-            document = self._new_rollout(problem, prompt, version, isolated=False)
+                prompt = self._prompt(problem, context, context.size)
+            document = self._new_rollout(problem, prompt, version)
             self._finished.append(_Request(-1, document, problem, version, prompt))
             documents.append(document)
             pieces.append(rollout.tokens)
@@ -675,7 +677,7 @@ class HistoryDrafter:
     def _record(self, request: _Request) -> None:
         """Copy a rollout for `take_recorded`."""
         problem_id = self._problem_ids.get(request.problem)
-        if problem_id is None or self._store.arrays.documents[request.document, ISOLATED]:
+        if problem_id is None:
             return
         assert self._recorded is not None
         tokens, features = self._store.read(request.document)

@@ -10,13 +10,13 @@ from numpy.typing import NDArray
 from rollout_spec.drafters.host import ngram, suffix
 from rollout_spec.drafters.host.store import (
     INDEXED,
-    ISOLATED,
     LENGTH,
     PROBLEM,
     after,
     append_token,
     before,
     clear_document,
+    is_private,
     last_position,
     read_back,
     step_back,
@@ -38,7 +38,7 @@ class Index(NamedTuple):
     """What finds positions in the store. Unused parts have size 0."""
 
     tree: Tree  # of each problem apart
-    shared: Tree  # of all problems together, without isolated documents
+    shared: Tree  # of all problems together, without private ones
     buckets: NDArray[np.uint32]  # [power of two, WAYS] n-gram table, newest first
 
 
@@ -61,7 +61,7 @@ class DrafterSettings(NamedTuple):
 @inlined(allocates=False)
 def _uses_shared(store, settings, document):
     """Whether a document is drafted from in other problems, and they in it."""
-    return settings.use_shared and store.documents[document, ISOLATED] == 0
+    return settings.use_shared and not is_private(store.documents[document, PROBLEM])
 
 
 @inlined(allocates=False)

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from rollout_spec.drafters.host.store import (
     DOCUMENT,
-    ISOLATED,
     LENGTH,
     PAGE_BITS,
     PAGE_MASK,
@@ -22,6 +21,7 @@ from rollout_spec.drafters.host.store import (
     START,
     before,
     compare_context,
+    is_private,
     problem_of,
     read_back,
 )
@@ -107,7 +107,7 @@ def gather(store, buckets, problem, text, end, order, excluded_problem, position
         theirs = store.documents[document, PROBLEM]
         if (problem >= 0 and theirs != problem) or theirs == excluded_problem:
             continue
-        if problem < 0 and store.documents[document, ISOLATED] != 0:
+        if problem < 0 and is_private(theirs):
             continue  # an entry of a removed rollout, whose page is now another's
         if store.pages[position >> PAGE_BITS, START] + (position & PAGE_MASK) >= store.documents[document, LENGTH]:
             continue  # a page that was used before and is not written this far yet

@@ -35,11 +35,10 @@ NUM_FREE_PAGES, NUM_TOKENS = range(2)
 # one, -1 where there is none; the document's next page, -1 where there is none; the index in the document of the page's
 # first token. What is read of a page together is in one line of the processor's cache.
 DOCUMENT, BACK, NEXT, START = range(4)
-# Columns of `documents`: the problem, -1 where there is no document; PROMPT or ROLLOUT; the policy version; the
-# first position, -1 of an empty document; the last position, of an empty rollout its prompt's, -1 where there is none;
-# its tokens; how many of them, the first ones, the index knows; 1 where no text may pass between it and other problems,
-# otherwise 0.
-PROBLEM, KIND, VERSION, FIRST, LAST, LENGTH, INDEXED, ISOLATED = range(8)
+# Columns of `documents`: the problem (see `is_private`), -1 where there is no document; PROMPT or ROLLOUT; the policy
+# version; the first position, -1 of an empty document; the last position, of an empty rollout its prompt's, -1 where
+# there is none; its tokens; how many of them, the first ones, the index knows.
+PROBLEM, KIND, VERSION, FIRST, LAST, LENGTH, INDEXED = range(7)
 PROMPT, ROLLOUT = range(2)
 
 
@@ -48,10 +47,16 @@ class TextArrays(NamedTuple):
 
     tokens: Int32Array  # [P * PAGE_TOKENS]
     pages: Int32Array  # [P, 4] see DOCUMENT
-    documents: Int32Array  # [D, 8] see PROBLEM
+    documents: Int32Array  # [D, 7] see PROBLEM
     free_pages: Int32Array  # [P] stack
     counts: NDArray[np.int64]  # [2] see NUM_FREE_PAGES
     features: Features  # [P * PAGE_TOKENS, FEATURE_WORDS] of the tokens; of length 0 before any are given
+
+
+@inlined(allocates=False)
+def is_private(problem):
+    """Whether a problem's text is for the request alone that has said it. The numbers of such problems are odd."""
+    return problem & 1 == 1
 
 
 @inlined(allocates=False)
@@ -204,7 +209,7 @@ class TextStore:
         self.arrays = TextArrays(
             tokens=np.zeros(pages * PAGE_TOKENS, np.int32),
             pages=np.full((pages, 4), -1, np.int32),
-            documents=np.full((documents, 8), -1, np.int32),
+            documents=np.full((documents, 7), -1, np.int32),
             free_pages=np.arange(pages - 1, -1, -1, dtype=np.int32),
             counts=np.array([pages, 0], np.int64),
             features=no_features(0),
@@ -226,7 +231,7 @@ class TextStore:
         """Tokens of all documents."""
         return int(self.arrays.counts[NUM_TOKENS])
 
-    def new_document(self, problem: int, kind: int, version: int, *, context: int = -1, isolated: bool = False) -> int:
+    def new_document(self, problem: int, kind: int, version: int, *, context: int = -1) -> int:
         """Begin an empty document whose first token follows the last one of document `context` (-1: nothing)."""
         if not self._free_documents:
             size = len(self.arrays.documents)
@@ -239,7 +244,6 @@ class TextStore:
         arrays.documents[document, FIRST] = -1
         arrays.documents[document, LAST] = arrays.documents[context, LAST] if context >= 0 else -1
         arrays.documents[document, LENGTH] = arrays.documents[document, INDEXED] = 0
-        arrays.documents[document, ISOLATED] = isolated
         return document
 
     def reserve(self, num_pages: int) -> bool:

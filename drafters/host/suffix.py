@@ -26,13 +26,13 @@ from numpy.typing import NDArray
 from rollout_spec.drafters.host.store import (
     DOCUMENT,
     INDEXED,
-    ISOLATED,
     LAST,
     PAGE_BITS,
     PROBLEM,
     TextArrays,
     before,
     compare_context,
+    is_private,
     order_hash,
     problem_of,
     read_back,
@@ -325,7 +325,7 @@ def check_integrity(store: TextArrays, tree: Tree, *, is_shared: bool) -> None:
     assert used == tree.counts[0], "number of roots"
     expected = set()
     for document in np.flatnonzero(store.documents[:, PROBLEM] >= 0).tolist():
-        if is_shared and store.documents[document, ISOLATED]:
+        if is_shared and is_private(int(store.documents[document, PROBLEM])):
             continue
         position = int(store.documents[document, LAST])
         for _ in range(int(store.documents[document, INDEXED])):

@@ -23,7 +23,7 @@ from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.live_requests import ends_with_stop_token, trim_at_end
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
-from rollout_spec.integrations.vllm.request_options import request_options, tenant_of
+from rollout_spec.integrations.vllm.request_options import request_options
 from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.integrations.vllm.stop_strings import StopStringSearch
 from rollout_spec.stats import SpeculationStats
@@ -139,8 +139,8 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
                 self._problems[req_id] = problem_id
             req_idx = self._req_indices[req_id] = self._runner.req_states.req_id_to_index[req_id]
             version = self._versions.pop(req_id, None)
-            isolated = tenant_of(request.sampling_params.extra_args) is not None
-            self.drafter.start_request(req_idx, prompt, problem_id=problem_id, version=version, isolated=isolated)
+            own_only = request_options(request.sampling_params.extra_args).own_only
+            self.drafter.start_request(req_idx, prompt, problem_id=problem_id, version=version, own_only=own_only)
 
     def on_finish_requests(self, finished: Iterable[tuple[str, Any]], preempted: Iterable[str]) -> None:
         """Requests leave the runner.

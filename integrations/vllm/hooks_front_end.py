@@ -24,7 +24,7 @@ from rollout_spec.integrations.vllm.configuration import (
     repeats_seeds,
 )
 from rollout_spec.integrations.vllm.copies import warn_of_copies
-from rollout_spec.integrations.vllm.request_options import request_options, with_plain_options, with_tenant
+from rollout_spec.integrations.vllm.request_options import RequestOptions, request_options, with_plain_options
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def init_input_processor(original: Callable[..., None], self: Any, vllm_config: 
     self._rollout_spec_seeds = None
     self._rollout_spec_is_v1 = config is not None and not vllm_config.use_v2_model_runner
     self._rollout_spec_speculates = config is not None and config.speculation
-    self._rollout_spec_tenants = TenantWatch(ignores_tenants=config is not None and config.ignore_cache_salt)
+    self._rollout_spec_ignores_salts = config is not None and config.ignore_cache_salt
     if config is not None:
         check_engine(vllm_config, config)
         if config.speculation:
@@ -48,48 +48,37 @@ def init_input_processor(original: Callable[..., None], self: Any, vllm_config: 
 
 
 def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Check a request's options, note its tenant, and give it a seed if it has none."""
+    """Check a request's options, and give it a seed if it has none."""
     request = original(self, *args, **kwargs)
     params = request.sampling_params
     if self._rollout_spec_seeds is None or params is None:
         return request
     try:  # an error raised here fails this request alone
-        _check_request(params, is_v1=self._rollout_spec_is_v1, speculates=self._rollout_spec_speculates)
-        # A new dict: that of vLLM's copy of the parameters may be the caller's.
-        params.extra_args = with_tenant(params.extra_args, self._rollout_spec_tenants.cache_salt_of(request))
+        options = _check_request(params, is_v1=self._rollout_spec_is_v1, speculates=self._rollout_spec_speculates)
     except (TypeError, ValueError) as error:
         raise _request_error()(str(error)) from error
+    if request.cache_salt and not self._rollout_spec_ignores_salts:
+        _tell_of_salts()
+        options = options._replace(own_only=True, keep_in_history=False)
+    if options.own_only or any(str(key).startswith(CONFIG_KEY) for key in params.extra_args or ()):
+        # A new dict: that of vLLM's copy of the parameters may be the caller's.
+        params.extra_args = with_plain_options(params.extra_args or {}, options)
     if params.seed is None:
         params.seed = self._rollout_spec_seeds.next()
     return request
 
 
-class TenantWatch:
-    """Says which tenant a request is of, and once that there are several.
-
-    A tenant is a cache_salt. Some trainers take policy versions for it, and no history would outlive a version.
-    """
-
-    def __init__(self, *, ignores_tenants: bool) -> None:
-        self._ignores_tenants = ignores_tenants
-        self._first: str | None = None
-        self._has_warned = False
-
-    def cache_salt_of(self, request: Any) -> str | None:
-        """The cache_salt of an `EngineCoreRequest`; None: it has none, or they are ignored."""
-        salt = None if self._ignores_tenants else request.cache_salt or None
-        self._first = self._first or salt
-        if salt is not None and salt != self._first and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "requests have different cache_salt, so they share no history: if these are no tenants but, say, "
-                "policy versions, set ignore_cache_salt=True"
-            )
-        return salt
+@functools.cache
+def _tell_of_salts() -> None:
+    """Say once that salts cost drafts: some trainers take policy versions for them."""
+    logger.warning(
+        "requests with a cache_salt are drafted from their own text alone, and leave no history: if these salts keep "
+        "nobody apart but are, say, policy versions, set ignore_cache_salt=True"
+    )
 
 
-def _check_request(params: Any, *, is_v1: bool, speculates: bool) -> None:
-    """Raise ValueError or TypeError if our samplers do not support a request's options, or ours are wrong."""
+def _check_request(params: Any, *, is_v1: bool, speculates: bool) -> RequestOptions:
+    """Our options of a request. Raises ValueError or TypeError if one is wrong, or our samplers lack one of vLLM's."""
     if is_v1 and speculates and params.thinking_token_budget is not None:
         raise ValueError(
             "where vLLM's V1 model runner speculates, it ends the thinking of other requests than those whose "
@@ -101,9 +90,7 @@ def _check_request(params: Any, *, is_v1: bool, speculates: bool) -> None:
     if params.seed is not None:
         params.seed = checks.integer("seed", params.seed)
         checks.integer("seed + n - 1", params.seed + (params.n or 1) - 1)  # vLLM gives sample i the seed + i
-    options = request_options(params.extra_args)
-    if any(str(key).startswith(CONFIG_KEY) for key in params.extra_args or ()):
-        params.extra_args = with_plain_options(params.extra_args, options)
+    return request_options(params.extra_args)
 
 
 @functools.cache

@@ -7,7 +7,6 @@ only: `"vllm_xargs": {"rollout_spec_problem_id": 7}`.
 from __future__ import annotations
 
 import difflib
-import hashlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -19,9 +18,7 @@ from rollout_spec.config import CONFIG_KEY
 MAX_PROBLEM_ID = 2**64 - 1
 KEEP_IN_HISTORY = f"{CONFIG_KEY}_keep_in_history"
 """The flat key of `RequestOptions.keep_in_history`."""
-TENANT = f"{CONFIG_KEY}_tenant"
-"""The flat key under which the front end tells the workers, which do not get `cache_salt`, a hash of it."""
-_EXAMPLES = {"problem_id": 7, "keep_in_history": False}
+_EXAMPLES = {"problem_id": 7, "keep_in_history": False, "own_only": True}
 
 
 class RequestOptions(NamedTuple):
@@ -31,6 +28,9 @@ class RequestOptions(NamedTuple):
     """Requests with the same number share history. None: the first prompt of the conversation decides."""
     keep_in_history: bool = True
     """Whether the rollout stays in the history once it has ended. It is drafted for in either case."""
+    own_only: bool = False
+    """Whether it is drafted from its own text alone, and no other request from that: it has a `cache_salt`. The front
+    end says so, as workers do not get the salt."""
 
 
 def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
@@ -49,7 +49,7 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
     flat = {f"{CONFIG_KEY}_{name}": name for name in RequestOptions._fields}
     known = (CONFIG_KEY, *flat, *RequestOptions._fields)
     for key in map(str, extra_args):
-        if key in (CONFIG_KEY, TENANT) or key in flat:
+        if key == CONFIG_KEY or key in flat:
             continue
         near = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
         if near or key.startswith(CONFIG_KEY):
@@ -68,7 +68,7 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
             f"keys such as {CONFIG_KEY}_problem_id"
         )
     if unknown := sorted(str(key) for key in options if key not in RequestOptions._fields):
-        names = " and ".join(map(repr, RequestOptions._fields))
+        names = ", ".join(map(repr, RequestOptions._fields))
         hint = did_you_mean(unknown[0], RequestOptions._fields)
         raise ValueError(f'unknown key {unknown[0]!r} in extra_args["{CONFIG_KEY}"]: there are {names}{hint}')
     given = {}
@@ -84,11 +84,13 @@ def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:
         except (TypeError, ValueError) as error:
             message = f"problem_id must be an integer from 0 to 2^64 - 1, got {shown(given['problem_id'])}"
             raise ValueError(message) from error
-    if "keep_in_history" in given:
-        keep = given["keep_in_history"]
-        if not isinstance(keep, bool | np.bool_ | int | float) or keep not in (True, False):  # 1 and 0 over HTTP
-            raise ValueError(f"keep_in_history must be true or false, got {shown(keep)}")
-        given["keep_in_history"] = bool(keep)
+    for name in given.keys() - {"problem_id"}:
+        value = given[name]
+        if not isinstance(value, bool | np.bool_ | int | float) or value not in (True, False):  # 1 and 0 over HTTP
+            raise ValueError(f"{name} must be true or false, got {shown(value)}")
+        given[name] = bool(value)
+    if given.get("own_only"):
+        given["keep_in_history"] = False
     return RequestOptions(**given)
 
 
@@ -97,25 +99,6 @@ def with_plain_options(extra_args: Mapping[str, Any], options: RequestOptions) -
     flat = {f"{CONFIG_KEY}_{name}" for name in RequestOptions._fields}
     others = {key: value for key, value in extra_args.items() if key not in flat}
     return {**others, CONFIG_KEY: {name: value for name, value in options._asdict().items() if value is not None}}
-
-
-def with_tenant(extra_args: Mapping[str, Any] | None, cache_salt: str | None) -> dict[str, Any] | None:
-    """`extra_args` with a one-way hash of the request's salt, 64 bits; as they are where there is no salt.
-
-    Raises:
-        ValueError: the caller has set our key, by which he could pretend to have another's salt.
-    """
-    if extra_args and TENANT in extra_args:
-        raise ValueError(f"{TENANT} in extra_args is rollout_spec's own: remove it, and give the request a cache_salt")
-    if not cache_salt:  # to vLLM, too, an empty one is none
-        return None if extra_args is None else dict(extra_args)
-    digest = hashlib.blake2b(str(cache_salt).encode("utf-8", "surrogatepass"), digest_size=8, person=b"cache_salt")
-    return {**(extra_args or {}), TENANT: int.from_bytes(digest.digest(), "little")}
-
-
-def tenant_of(extra_args: Mapping[str, Any] | None) -> int | None:
-    """The hash of a request's `cache_salt`, as `with_tenant` has noted it; None: it has none."""
-    return extra_args.get(TENANT) if extra_args else None
 
 
 def without_history(extra_args: Mapping[str, Any] | None) -> Any:

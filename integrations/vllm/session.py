@@ -23,8 +23,9 @@ from rollout_spec.drafting import Drafting
 from rollout_spec.history.problems import Conversation, Problems
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.live_requests import LiveRequest, end_of, ends_with_stop_token, trim_at_end
-from rollout_spec.integrations.vllm.request_options import request_options, tenant_of
+from rollout_spec.integrations.vllm.request_options import request_options
 from rollout_spec.integrations.vllm.speculation import Speculation
+from rollout_spec.noise.host import derive_seed
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Drafts
 
@@ -106,7 +107,7 @@ class DraftingSession(Speculation):
             self.drafting.index_late()
         self.drafter, self.choice = self.drafting.drafter, self.drafting.choice
         # A user's own may lack some: it stores every turn's whole prompt, or keeps problems apart.
-        self._keywords = {"num_known", "isolated"} & inspect.signature(drafter.start_request).parameters.keys()
+        self._keywords = {"num_known", "own_only"} & inspect.signature(drafter.start_request).parameters.keys()
         self.problems = Problems(getattr(drafter, "max_history_tokens", None))
         self.live: dict[str, LiveRequest] = {}
         self._expected: dict[str, Conversation] = {}  # of requests whose prompts are being read
@@ -336,14 +337,14 @@ class DraftingSession(Speculation):
         params, prompt = request.sampling_params, np.array(request.prompt_token_ids, np.int32)
         conversation = self._expected.pop(req_id, None) or self.begin_conversation(request, prompt)
         is_seeded = params.temperature > 0 and self._config.verify == "sample"
-        more: dict[str, Any] = {
-            "num_known": conversation.num_known,
-            "isolated": tenant_of(params.extra_args) is not None,
-        }
+        problem_id, own_only = conversation.problem_id, request_options(params.extra_args).own_only
+        if own_only and "own_only" not in self._keywords:
+            problem_id = derive_seed("own_only", req_id)  # without one it would be the prompt's
+        more: dict[str, Any] = {"num_known": conversation.num_known, "own_only": own_only}
         self.drafter.start_request(
             req_id,
             prompt,
-            problem_id=conversation.problem_id,
+            problem_id=problem_id,
             seed=params.seed if is_seeded else None,
             **{name: more[name] for name in self._keywords},
         )

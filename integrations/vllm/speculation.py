@@ -10,8 +10,7 @@ from typing import Any
 from rollout_spec.budget.decide import Budget
 from rollout_spec.history.problems import Conversation, Problems
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
-from rollout_spec.integrations.vllm.request_options import request_options, tenant_of
-from rollout_spec.noise.host import derive_seed
+from rollout_spec.integrations.vllm.request_options import request_options
 from rollout_spec.types import Int32Array
 
 logger = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ class Speculation:
         """Find a new request's problem; what others have said of it is read from now on.
 
         Conversations with different LoRA adapters or images are different. An adapter's versions are one adapter, as
-        those of a policy are one policy. Requests with different `cache_salt`s have no problem in common.
+        those of a policy are one policy. A request that is drafted from its own text alone has no problem.
 
         Args:
             prompt_token_ids: int32 [n], the request's.
@@ -128,16 +127,18 @@ class Speculation:
             ValueError: the request's own options are wrong.
         """
         extra_args = request.sampling_params.extra_args
-        given, tenant = request_options(extra_args).problem_id, tenant_of(extra_args)
+        options = request_options(extra_args)
+        if options.own_only:
+            return Conversation(None, length=len(prompt_token_ids))
+        given = options.problem_id
         # TRL's AsyncGRPO publishes each version of its adapter under a name of its own, which ends in -v and a number.
         adapter = "" if request.lora_request is None else re.sub(r"-v\d+$", "", request.lora_request.lora_name)
-        told_apart = tenant, given, adapter if given is None else ""
+        told_apart = given, adapter if given is None else ""
         images = [(int(image.mm_position.offset), str(image.identifier)) for image in request.mm_features or ()]
-        model = "" if told_apart == (None, None, "") else repr(told_apart)
+        model = "" if told_apart == (None, "") else repr(told_apart)
         conversation = self.problems.start(prompt_token_ids, model=model, images=images)
         if given is not None:
-            named = given if tenant is None else derive_seed("cache_salt", tenant, given)
-            conversation = conversation._replace(problem_id=named)
+            conversation = conversation._replace(problem_id=given)
         if self.engine_history is not None:
             self.engine_history.begin_request(conversation.problem_id)
         return conversation

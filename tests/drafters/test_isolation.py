@@ -1,13 +1,11 @@
-"""What one tenant's requests are drafted does not depend on what the requests of others say.
+"""Drafts of a request that has its own text alone do not depend on what others say, nor theirs on what it says.
 
-Two drafters are given the same calls, but for the text of all other tenants: in one it is much like the tenant's own,
+Two drafters are given the same calls, but for the text of all but those who are watched: in one it is much like theirs,
 in the other it has no token in common with it. Lengths are the same, and so is where everything lies in memory: the
 drafts must be equal to the bit. Outcomes of the others' drafts are left out, as what is learned from them is for all.
 """
 
 from __future__ import annotations
-
-import inspect
 
 import numpy as np
 import pytest
@@ -17,96 +15,72 @@ from hypothesis import strategies as st
 from rollout_spec.drafters.host import ngram
 from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.drafters.host.store import FIRST
-from rollout_spec.history.rollout import Rollout
-from tests.drafters.device.reference import ReferenceDrafter
 from tests.drafters.recorder import examples, random_features
 
 K = 5
-TENANTS = [None, "a", "b"]
-"""The first is the requests without a salt."""
-PROBLEMS = 2
-"""Of each tenant."""
-
-
-def history(index, **options):
-    def make():
-        drafter = HistoryDrafter(index, max_draft_tokens=K, min_survival=0.0, num_threads=1, **options)
-        if index == "ngram":  # in a small table the others' text takes the places of entries
-            drafter._index = drafter._index._replace(buckets=ngram.new_buckets(1 << 17))
-        return drafter
-
-    return make
-
-
 DRAFTERS = {
-    "history": history("suffix", shared=True),
-    "history, little memory": history("suffix", shared=True, max_history_tokens=300, lookahead=True),
-    "suffix": history("suffix"),
-    "ngram": history("ngram"),
-    "ngram, shared, little memory": history("ngram", shared=True, max_history_tokens=300),
-    "device": lambda: ReferenceDrafter(max_draft_tokens=K),
+    "history": {"shared": True},
+    "history, little memory": {"shared": True, "max_history_tokens": 300, "lookahead": True},
+    "suffix": {},
+    "ngram": {"index": "ngram"},
+    "ngram, shared, little memory": {"index": "ngram", "shared": True, "max_history_tokens": 300},
 }
 
 
 @st.composite
 def streams(draw):
-    """The tenant that is watched, and calls: (what, tenant, problem, numbers that say more)."""
-    numbers = st.integers(0, 2**32)
-    what = st.sampled_from(["start", "start", "extend", "extend", "extend", "stop", "drop", "add", "version"])
-    call = st.tuples(what, st.sampled_from(TENANTS), st.integers(0, PROBLEMS - 1), numbers)
-    return draw(st.sampled_from(TENANTS)), draw(st.lists(call, min_size=10, max_size=60))
+    """Who is watched, None for all who share, or a number among the others; calls: (what, shares, problem, seed)."""
+    what = st.sampled_from(["start", "start", "extend", "extend", "extend", "stop", "drop", "version"])
+    call = st.tuples(what, st.booleans(), st.integers(0, 1), st.integers(0, 2**32))
+    return draw(st.sampled_from([None, 0, 1])), draw(st.lists(call, min_size=10, max_size=60))
 
 
-def text_of(rng, tenant, watched, is_foreign):
-    """Two words and their parts, again and again: all tenants say the same, unless the others' text is foreign."""
+def text_of(rng, owner, is_foreign):
+    """Two words and their parts, again and again: all say the same, unless the text is foreign."""
     words = [[1, 2, 3, 4, 5, 6], [3, 4, 1, 2, 6, 6]]
     parts = [words[rng.integers(2)][rng.integers(3) :] for _ in range(rng.integers(1, 8))]
     tokens = [token for part in parts for token in part]
-    own_end = [10 + TENANTS.index(tenant)]  # what only this tenant says
-    return [token + 100 * (is_foreign and tenant != watched) for token in tokens + own_end + tokens[:3]]
+    own_end = [10 if owner is None else 11 + owner]  # what only this owner says
+    return [token + 100 * is_foreign for token in tokens + own_end + tokens[:3]]
 
 
-def drafts_of(make, watched, calls, is_foreign):
-    """What the watched tenant's requests are drafted after each call."""
-    drafter = make()
-    takes = inspect.signature(drafter.start_request).parameters
-    live, drafts, version = {}, [], 0
-    for number, (what, tenant, problem, seed) in enumerate(calls):
-        rng = np.random.default_rng(seed)
-        text = text_of(rng, tenant, watched, is_foreign)
-        problem_id, isolated = 10 * TENANTS.index(tenant) + problem, tenant is not None
-        of_tenant = [req_id for req_id, owner in live.items() if owner == tenant]
-        req_id = of_tenant[seed % len(of_tenant)] if of_tenant else None
+def drafts_of(options, watched, calls, others_are_foreign):
+    """What those who are watched are drafted after each call."""
+    drafter = HistoryDrafter(max_draft_tokens=K, min_survival=0.0, num_threads=1, **options)
+    if "index" in options:  # in a small table the others' text takes the places of entries
+        drafter._index = drafter._index._replace(buckets=ngram.new_buckets(1 << 17))
+    live, drafts, num_alone = {}, [], 0
+    for number, (what, shares, problem_id, seed) in enumerate(calls):
+        rng, req_id = np.random.default_rng(seed), str(number)
         if what == "start":
-            live[str(number)] = tenant
-            given_isolated = {"isolated": isolated} if "isolated" in takes else {}
-            coupled = seed if seed % 2 else None
-            drafter.start_request(str(number), text, problem_id=problem_id, seed=coupled, **given_isolated)
-        elif what == "add" and not isolated and hasattr(drafter, "add_rollouts"):
-            context, tokens = np.array(text[:4], np.int32), np.array(text[4:], np.int32)
-            drafter.add_rollouts([Rollout(problem_id, version, context, tokens)])
+            live[req_id] = None if shares else num_alone
+            num_alone += not shares
+        elif live:
+            req_id = list(live)[seed % len(live)]
+        owner = live.get(req_id)
+        text = text_of(rng, owner, others_are_foreign and owner != watched)
+        if what == "start":
+            seed = seed if seed % 2 else None
+            drafter.start_request(req_id, text, problem_id=problem_id, seed=seed, own_only=not shares)
         elif what == "version":
-            version += 1
-            drafter.begin_policy_version(version)
-        elif req_id is not None and what == "extend":
-            features = random_features(rng, text) if seed % 3 == 0 else None
-            drafter.extend(req_id, text, features)
-        elif req_id is not None and what in ("stop", "drop"):
+            drafter.begin_policy_version(number)
+        elif req_id in live and what == "extend":
+            drafter.extend(req_id, text, random_features(rng, text) if seed % 3 == 0 else None)
+        elif req_id in live:
             drafter.stop_request(req_id, keep=what == "stop")
             del live[req_id]
         own = [req_id for req_id, owner in live.items() if owner == watched]
         found = drafter.propose(own, np.full(len(own), K, np.int32)) if own else []
         drafts += [(draft.token_ids.tolist(), draft.confidence.tolist()) for draft in found]
-        targets = [[*draft.token_ids.tolist(), 7] for draft in found]
-        accepted = [len(tokens) // 2 for tokens, _ in found]
         if own:
-            drafter.observe(own, targets, np.array(accepted, np.int32))
+            targets = [[*draft.token_ids.tolist(), 7] for draft in found]
+            drafter.observe(own, targets, np.array([len(tokens) // 2 for tokens in targets], np.int32))
     drafter.check_integrity()
     return drafts
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_a_tenants_drafts_do_not_depend_on_what_others_say(name):
+def test_no_text_passes_between_a_request_on_its_own_and_others(name):
     num_drafted = []
 
     @examples(40)
@@ -115,8 +89,6 @@ def test_a_tenants_drafts_do_not_depend_on_what_others_say(name):
         watched, calls = stream
         alike, foreign = (drafts_of(DRAFTERS[name], watched, calls, is_foreign) for is_foreign in (False, True))
         assert alike == foreign
-        others = {10 + i for i, tenant in enumerate(TENANTS) if tenant != watched}
-        assert not others & {token for tokens, _ in alike for token in tokens}
         num_drafted.append(sum(len(tokens) for tokens, _ in alike))
 
     run()
@@ -124,45 +96,35 @@ def test_a_tenants_drafts_do_not_depend_on_what_others_say(name):
 
 
 @pytest.mark.parametrize("index", ["suffix", "ngram"])
-def test_without_isolation_other_problems_are_drafted_from(index):
+def test_others_are_drafted_from_where_no_request_is_on_its_own(index):
     """The text of `text_of` is such that a leak would show."""
-    for isolated in (False, True):
+    for own_only in (False, True):
         drafter = HistoryDrafter(index, shared=True, min_survival=0.0)
-        drafter.start_request("other", [9], problem_id=1, isolated=isolated)
+        drafter.record_rollouts()
+        drafter.start_request("other", [9], problem_id=1, own_only=own_only)
         drafter.extend("other", [1, 2, 3, 4, 5, 6, 10])
-        for number, is_alone in enumerate((isolated, not isolated)):
-            drafter.start_request(str(number), [8], problem_id=2 + number, isolated=is_alone)
+        for number, problem_id in enumerate((1, 2)):
+            drafter.start_request(str(number), [8], problem_id=problem_id)
             drafter.extend(str(number), [3, 4, 5, 6])
-        drafts = drafter.propose(["0", "1"], np.full(2, 4, np.int32))
-        assert [draft.token_ids.tolist() for draft in drafts] == [[] if isolated else [10], []]
-
-
-@pytest.mark.parametrize("index", ["suffix", "ngram"])
-def test_isolated_rollouts_are_not_recorded(index):
-    drafter = HistoryDrafter(index, shared=True)
-    drafter.record_rollouts()
-    for number, isolated in enumerate((True, False)):
-        drafter.start_request("r", [1, 2], problem_id=7, isolated=isolated)
-        drafter.extend("r", [3, 4, number])
-        drafter.stop_request("r")
-    (recorded,) = drafter.take_recorded()
-    assert recorded.tokens.tolist() == [3, 4, 1]
-    drafter.check_integrity()
+        drafts = drafter.propose(["0", "1"], np.full(2, 1, np.int32))
+        assert [draft.token_ids.tolist() for draft in drafts] == [[] if own_only else [10]] * 2
+        drafter.stop_request("other")
+        assert len(drafter.take_recorded()) == drafter.history_summary()["rollouts"] == (not own_only)
 
 
 def test_a_page_that_was_anothers_is_not_drafted_from():
-    """Entries of the n-gram table outlive their rollouts, and an isolated one may get the place of one that was not."""
+    """Entries of the n-gram table outlive their rollouts, and one on its own may get the place of one that was not."""
     drafter = HistoryDrafter("ngram", shared=True, min_survival=0.0)
     said = [1, 2, 3, 4, 5, 6]
     places = []
-    for isolated in (False, True):
-        drafter.start_request("gone", [], problem_id=1, isolated=isolated)
+    for own_only in (False, True):
+        drafter.start_request("gone", [], problem_id=1, own_only=own_only)
         drafter.extend("gone", said)
         places.append(drafter.output_of("gone").size and int(drafter._store.arrays.documents[:, FIRST].max()))
         drafter.start_request("later", [8], problem_id=2)
         drafter.extend("later", said[:4])
         (draft,) = drafter.propose(["later"], np.array([2], np.int32))
-        assert draft.token_ids.tolist() == ([] if isolated else [5, 6])
+        assert draft.token_ids.tolist() == ([] if own_only else [5, 6])
         for req_id in ("later", "gone"):
             drafter.stop_request(req_id, keep=False)
     assert places[0] == places[1]

@@ -721,16 +721,15 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own():
         assert (summary["rollouts"], summary["tokens"], summary["requests_with_history"]) == (1, 7, 1 - is_live)
 
 
-def test_isolated_rollouts_are_not_recorded():
+def test_a_request_on_its_own_has_a_problem_that_nobody_else_has():
     engine = Engine()
-    engine.drafter.record_rollouts()
-    for slot, isolated in enumerate((True, False)):
-        engine.drafter.start_request(slot, [1, 2], problem_id=7, isolated=isolated)
-        engine.history[slot, :4], engine.total_len[slot] = torch.tensor([1, 2, 3, slot]), 4
-        engine.drafter.extend(torch.tensor([slot], dtype=torch.int32), engine.history, engine.total_len)
-    engine.drafter.stop_requests([EndedRequest(slot, 4) for slot in range(2)])
-    (recorded,) = engine.drafter.take_recorded(wait=True)
-    assert recorded.tokens.tolist() == [3, 1]
+    for slot, own_only in enumerate((True, True, False)):
+        engine.drafter.start_request(slot, [1, 2], problem_id=7, own_only=own_only)
+    problems = {slot: live.problem for slot, live in engine.drafter._live.items()}
+    assert [problem.members for problem in problems.values()] == [[0], [1], [2]]
+    engine.drafter.stop_requests([EndedRequest(slot, 4, keep=False) for slot in range(2)])
+    assert list(engine.drafter._problems) == [7]
+    engine.drafter.check_integrity()
 
 
 def test_nothing_is_recorded_before_it_is_wanted():

@@ -55,11 +55,11 @@ def test_shared_history_is_seen_across_problems(index):
 
 
 @both_indexes
-def test_an_isolated_requests_prompt_is_its_own(index):
-    """Also where another request of the problem, which is not isolated, has the same."""
+def test_the_prompt_of_a_request_on_its_own_is_its_own(index):
+    """Also where another request, which is not on its own, has the same."""
     recorder = make(index, shared=True)
-    for name in ("open", "isolated"):
-        recorder.start(name, [1, 2, 3, 4, 5, 6], problem_id=7, isolated=name == "isolated")
+    for name in ("open", "alone"):
+        recorder.start(name, [1, 2, 3, 4, 5, 6], problem_id=7, own_only=name == "alone")
     recorder.start("other", [9, 1, 2, 3, 4], problem_id=8)
     assert recorder.draft("other", 2) == [5, 6]
     recorder.stop("open", keep=False)

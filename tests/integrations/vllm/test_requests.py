@@ -73,6 +73,7 @@ def test_bad_options_are_refused(extra_args, message):
         ({"rollout_spec": {"keep_in_history": False}}, (None, False)),
         ({"rollout_spec_keep_in_history": 0, "rollout_spec": {"problem_id": 7}}, (7, False)),
         ({"rollout_spec_keep_in_history": 1.0}, ()),
+        ({"rollout_spec": {"own_only": True}}, (None, False, True)),
     ],
 )
 def test_options_that_callers_give(extra_args, options):

@@ -110,24 +110,6 @@ def test_doctor_asks_a_running_server(server, capsys):
     assert "tokens in" in capsys.readouterr().out
 
 
-def test_tenants_share_no_history(server):
-    """By `cache_salt`; none can pretend to be another."""
-    greedy = {"prompt": list(range(4, 24)), "temperature": 0, "max_tokens": 20, "ignore_eos": True}
-    for expected in (0, 1):
-        for salt in ({}, {"cache_salt": "tenant-a"}, {"cache_salt": "tenant-b"}):
-            before = server.command("history")["requests_with_history"]
-            server.complete(**greedy, **salt)
-            assert server.command("history")["requests_with_history"] - before == expected
-            server.complete(max_tokens=1)  # in whose step the other's end is seen
-    for body in (
-        {"vllm_xargs": {"rollout_spec_tenant": 1}},
-        {"vllm_xargs": {"rollout_spec_tenant": 1}, "cache_salt": "tenant-b"},
-    ):
-        status, text = server.post("/v1/completions", {"prompt": PROMPT, **body})
-        assert status == 400, text
-        assert "rollout_spec's own" in text
-
-
 def wait_until(holds):
     """The server counts, and notices that a client has hung up, some time after it has answered."""
     deadline = time.monotonic() + 60
