@@ -113,23 +113,22 @@ def plain(name: str, value: Mapping[Any, Any]) -> dict[str, Any]:
     for key in value:
         if not isinstance(key, str):
             raise TypeError(f"{name} must have strings as keys, got {shown(key)}")
-    copied = {}
-    for key, item in value.items():
-        try:
-            copied[str(key)] = _plain(item)
-            json.dumps(copied[key])
-        except (TypeError, ValueError, RecursionError) as error:
-            raise TypeError(f"{name}[{key!r}] must be plain data, as JSON can hold, got {shown(item)}") from error
+    try:
+        copied: dict[str, Any] = json.loads(json.dumps(dict(value), default=_plain))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"{name} must be plain data, as JSON can hold, got {shown(value)}: {error}") from error
     return copied
 
 
 def _plain(value: Any) -> Any:
-    """A copy with dicts and lists for other mappings and sequences, such as those of configuration libraries."""
+    """A dict or a list for other mappings and sequences, such as those of configuration libraries."""
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
-        return [_plain(item) for item in value]
-    return value.item() if isinstance(value, np.generic) else value
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray):
+        return list(value)
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{shown(value)} is not")
 
 
 def did_you_mean(value: object, known: Iterable[str]) -> str:

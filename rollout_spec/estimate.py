@@ -108,7 +108,7 @@ requests, 0 to switch drafts off."""
 
 
 def by_ranges(ranges: Sequence[tuple[int, int, int]]) -> Callable[[int], int]:
-    """K by requests as `RolloutSpecConfig.num_speculative_tokens_per_batch_size` says it.
+    """K by requests as vLLM's `num_speculative_tokens_per_batch_size` says it.
 
     Args:
         ranges: (first, last, K), rising; K = 0 in between. The last range has no upper end.

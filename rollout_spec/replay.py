@@ -23,7 +23,6 @@ from rollout_spec.config import MAX_SPECULATIVE_TOKENS
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.drafters.host.step import NO_FEATURES
-from rollout_spec.drafters.registry import current_name
 from rollout_spec.features.format import Features, no_features
 from rollout_spec.imports import install
 from rollout_spec.loop import Decoder, RequestState, StepCounts, Targets
@@ -274,9 +273,8 @@ def run(args: Namespace) -> int:
             raise ImportError(f"recordings are read with pyarrow: {install('replay')}")
         if not 1 <= k <= MAX_SPECULATIVE_TOKENS:
             raise ValueError(f"-k must be between 1 and {MAX_SPECULATIVE_TOKENS} (vLLM's limit), got {k}")
-        name = current_name(args.drafter)
-        options = {"max_draft_tokens": k} if name in DRAFTERS else {}
-        build_drafter(name, **options)
+        options = {"max_draft_tokens": k} if args.drafter in DRAFTERS else {}
+        build_drafter(args.drafter, **options)
         rollouts = [rollout for path in args.paths for rollout in read_rollouts(path, args.tokenizer)]
     except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"rollout-spec replay: {error}", file=sys.stderr)
@@ -285,7 +283,7 @@ def run(args: Namespace) -> int:
     print(f"{len(rollouts):,} rollouts of {len(problems):,} problems")
     print("drafts from  noise  tokens/step  drafted/step  accepted")
     for regime, knows_noise in itertools.product(REGIMES, (False, True) if has_seeds else (False,)):
-        drafter = build_drafter(name, **options)
+        drafter = build_drafter(args.drafter, **options)
         result = replay(problems, drafter, regime, num_speculative_tokens=k, knows_noise=knows_noise)
         rows.append(row := {"regime": regime, "noise": knows_noise, **result.to_dict()})
         figures = f"{row['tokens_per_step']:11.3f}  {row['drafted_per_step']:12.2f}  {row['acceptance_rate']:8.1%}"

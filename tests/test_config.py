@@ -26,22 +26,26 @@ def test_options_of_configuration_libraries():
     """Their mappings and sequences are no dicts and lists; numbers may be NumPy's."""
     nested = MappingProxyType({"a": MappingProxyType({"b": UserList([np.int64(1), "c"])})})
     assert checks.plain("options", nested) == {"a": {"b": [1, "c"]}}
-    assert RolloutSpecConfig(drafter_options=MappingProxyType({"recency": np.float64(0.5)})).drafter_options == {
-        "recency": 0.5
-    }
+    options = RolloutSpecConfig(drafter_options=MappingProxyType({"max_history_tokens": np.int64(5)})).drafter_options
+    assert options == {"max_history_tokens": 5}
 
 
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"num_speculative_tokens": 0}, ValueError, "from 1 to 128, got 0; to switch speculation off"),
+        ({"num_speculative_tokens": 0}, ValueError, "from 1 to 128, got 0"),
         ({"num_speculative_tokens": 129}, ValueError, "from 1 to 128"),
         ({"num_speculative_tokens": 4.0}, TypeError, "must be an int"),
         ({"num_speculative_tokens": True}, TypeError, "must be an int"),
         ({"num_spec_tokens": 4}, ValueError, "unknown rollout_spec config key 'num_spec_tokens'"),
         ({"drafter": 3}, TypeError, "drafter"),
         ({"drafter": "devise"}, ValueError, "'device', 'history', 'lookahead', .*; did you mean 'device'?"),
-        ({"drafter_options": {"max_draft_tokens": 3}}, ValueError, "max_draft_tokens: set num_speculative_tokens"),
+        (
+            {"num_model_draft_tokens": 4},
+            ValueError,
+            "'num_model_draft_tokens': set num_speculative_tokens in spec",
+        ),
+        ({"drafter_options": {"max_draft_tokens": 3}}, ValueError, "drafter_options are features, max_history_tokens"),
         ({"drafter_options": [1]}, TypeError, "drafter_options"),
         ({"history_dir": 7}, TypeError, "history_dir must be a path or a URL, got 7"),
         ({"history_dir": ""}, TypeError, "history_dir must be a path or a URL"),
@@ -57,16 +61,14 @@ def test_options_of_configuration_libraries():
         ({"verify": "ratio"}, ValueError, "verify"),
         ({"speculation": 1}, TypeError, "speculation"),
         ({"speculative_config": "mtp"}, TypeError, "speculative_config must be a dict"),
-        ({"speculative_config": {"method": "mtp"}}, ValueError, "must say num_speculative_tokens"),
+        (
+            {"speculative_config": {"method": "mtp"}},
+            TypeError,
+            "num_speculative_tokens in speculative_config must be an",
+        ),
         ({"speculative_config": {**MTP, "method": "ngram"}}, ValueError, "'ngram', which cannot draft beside history"),
         ({"speculative_config": MTP, "speculation": False}, ValueError, "remove one of them"),
-        ({"speculative_config": MTP, "num_model_draft_tokens": 5}, ValueError, "num_model_draft_tokens"),
-        (
-            {"speculative_config": MTP, "drafter": "device", "num_speculative_tokens_per_batch_size": [(1, 2, 1)]},
-            ValueError,
-            "in speculative_config",
-        ),
-        ({"drafter": "none"}, ValueError, "vLLM's own speculative_config without rollout_spec; or leave drafter out"),
+        ({"budget": 1}, TypeError, "budget must be a bool"),
     ],
 )
 def test_bad_options(options, error, message):
@@ -75,7 +77,7 @@ def test_bad_options(options, error, message):
 
 
 def test_round_trip():
-    config = RolloutSpecConfig(num_speculative_tokens=3, drafter_options={"recency": 0.9})
+    config = RolloutSpecConfig(num_speculative_tokens=3, drafter_options={"features": False})
     assert RolloutSpecConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     kwargs = config.engine_kwargs()
     assert kwargs["speculative_config"]["num_speculative_tokens"] == 3
@@ -136,43 +138,6 @@ def test_no_second_identity():
     code = "import sys; sys.path.insert(0, '.'); import drafters"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "import this package as rollout_spec.drafters" in result.stderr
-
-
-def test_ranges_survive_the_way_through_json():
-    ranges = [(1, 16, 4), (17, 64, 0)]
-    kwargs = engine_kwargs(drafter="device", num_speculative_tokens=4, num_speculative_tokens_per_batch_size=ranges)
-    config = json.loads(json.dumps(kwargs["additional_config"][CONFIG_KEY]))
-    assert RolloutSpecConfig.from_dict(config).num_speculative_tokens_per_batch_size == ((1, 16, 4), (17, 64, 0))
-
-
-@pytest.mark.parametrize(
-    ("ranges", "error"),
-    [
-        ([], TypeError),
-        ("1", TypeError),
-        ([(1, 2)], TypeError),
-        ([(1, 2, "3")], TypeError),
-        ([(2, 4, 3)], ValueError),
-        ([(1, 4, 9)], ValueError),
-        ([(1, 4, -1)], ValueError),
-        ([(1, 4, 3), (4, 8, 2)], ValueError),
-        ([(3, 2, 1)], ValueError),
-    ],
-)
-def test_ranges_of_batch_sizes(ranges, error):
-    with pytest.raises(error, match="num_speculative_tokens_per_batch_size"):
-        engine_kwargs(drafter="device", num_speculative_tokens=8, num_speculative_tokens_per_batch_size=ranges)
-
-
-def test_a_budget_is_given_or_not():
-    with pytest.raises(TypeError, match="budget must be a bool"):
-        engine_kwargs(budget=1)
-
-
-@pytest.mark.parametrize("drafter", ["auto", "history"])
-def test_drafters_on_the_host_give_each_request_its_own_k(drafter):
-    with pytest.raises(ValueError, match=f"is for drafter='device', and the drafter is '{drafter}': one on the host"):
-        engine_kwargs(drafter=drafter, num_speculative_tokens_per_batch_size=[(1, 4, 2)])
 
 
 def test_versions():
@@ -334,7 +299,7 @@ def test_a_servers_commands_are_checked_however_they_are_given(monkeypatch):
             "scheduling, logprob_token_ids and logits processors of your own",
         ),
         (
-            {"drafter": "device", "num_speculative_tokens_per_batch_size": [(1, 32, 7), (33, 96, 2), (97, 97, 0)]},
+            {"drafter": "device"},
             True,
             "up to 7 draft tokens per request and step, 2 from 33 requests on, 0 from 97 requests on, drafted by "
             "'device'; all are verified; history ends with the engine; asynchronous scheduling in the V2 model runner. "
@@ -358,11 +323,10 @@ def test_a_servers_commands_are_checked_however_they_are_given(monkeypatch):
 )
 def test_an_engine_says_what_it_has(options, is_v2, line):
     config = RolloutSpecConfig.from_dict(options)
+    ranges = [(1, 32, 7), (33, 96, 2), (97, 97, 0)] if "from 33 requests on" in line else None
     vllm_config = SimpleNamespace(
         scheduler_config=SimpleNamespace(async_scheduling=not config.drafts_on_host),
-        speculative_config=SimpleNamespace(
-            method="mtp", num_speculative_tokens_per_batch_size=config.num_speculative_tokens_per_batch_size
-        ),
+        speculative_config=SimpleNamespace(method="mtp", num_speculative_tokens_per_batch_size=ranges),
         use_v2_model_runner=is_v2,
     )
     has_model = config.speculative_config is not None

@@ -159,10 +159,16 @@ class DeviceDrafter:
         max_problem_tokens: int = 131_072,
         max_history_tokens: int = 64_000_000,
     ) -> None:
-        limits = max_resident_tokens, max_problem_tokens, max_history_tokens
-        check_options(recency, inverse_temperature, *limits, features)
+        checks.number("recency", recency, lambda value: 0 < value <= 1, "in (0, 1]")
+        if inverse_temperature is not None:
+            checks.number(
+                "inverse_temperature", inverse_temperature, lambda value: 0 < value < math.inf, "positive and finite"
+            )
+        checks.integer("max_resident_tokens", max_resident_tokens, 1)
+        checks.integer("max_problem_tokens", max_problem_tokens, 1)
+        checks.integer("max_history_tokens", max_history_tokens, 1)
         self.dropped_tokens = 0
-        self.wants_features = features
+        self.wants_features = checks.switch("features", features)
         self._device = device
         self._max_model_len = max_model_len
         self._use_noise = use_noise
@@ -776,28 +782,3 @@ class DeviceDrafter:
         if self._device.type == "cuda":  # pageable memory would make the copy wait
             tensor = tensor.pin_memory()
         return tensor.to(self._device, non_blocking=True)
-
-
-def check_options(
-    recency: float = RECENCY,
-    inverse_temperature: float | None = None,
-    max_resident_tokens: int = 1,
-    max_problem_tokens: int = 1,
-    max_history_tokens: int = 1,
-    features: bool = True,
-) -> None:
-    """Check the options that a user can set (see `DeviceDrafter`), before any memory is taken.
-
-    Raises:
-        ValueError: one is out of range.
-        TypeError: one has the wrong type.
-    """
-    checks.number("recency", recency, lambda value: 0 < value <= 1, "in (0, 1]")
-    if inverse_temperature is not None:
-        checks.number(
-            "inverse_temperature", inverse_temperature, lambda value: 0 < value < math.inf, "positive and finite"
-        )
-    checks.switch("features", features)
-    checks.integer("max_resident_tokens", max_resident_tokens, 1)
-    checks.integer("max_problem_tokens", max_problem_tokens, 1)
-    checks.integer("max_history_tokens", max_history_tokens, 1)

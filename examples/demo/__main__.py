@@ -95,7 +95,6 @@ def train(policy_dir: Path, args: Namespace, on_record: Callable[[dict[str, Any]
         on_record,
         llm_kwargs=engine,
         num_speculative_tokens=8,
-        drafter_options={"min_survival": 0.05},  # the drafter's default is 0.01
     )
     config = GRPOConfig(
         output_dir=str(args.out / "trainer"), max_steps=args.steps, seed=args.seed, use_cpu=True, bf16=False,

@@ -60,6 +60,7 @@ from experiments.engines.build import (
     write_result,
 )
 from experiments.rows import append, make_parser, origin, quantiles
+from rollout_spec.drafters.registry import HISTORY_DRAFTER
 from rollout_spec.history.traces import read_traces
 from rollout_spec.integrations.vllm.device_io import to_device
 from rollout_spec.replay import Rollout, by_problem
@@ -270,9 +271,10 @@ def build(args: argparse.Namespace, mode: str, has_noise: bool, **arguments: Any
         options = {**({} if stock else options), "speculative_config": head}
         return build_engine(args.model, "model" if stock else "budget", EAGLE_TOKENS, options=options, **arguments)
     base = mode.removesuffix(WORDS)
-    # Two versions of history at most, so that each batch size begins without any.
-    of_drafter = {} if base == "device" else {"max_history_versions": 1}
-    options["drafter_options"] = of_drafter if base == mode else {**WORDS_ALONE, **of_drafter}
+    options["drafter_options"] = {} if base == mode else dict(WORDS_ALONE)
+    if base in ("all", "budget"):  # two versions of history at most, so that each batch size begins without any
+        options["drafter"] = HISTORY_DRAFTER
+        options["drafter_options"] |= {"shared": True, "max_draft_tokens": args.k, "max_history_versions": 1}
     return build_engine(args.model, base, args.k, options=options, **arguments)
 
 

@@ -31,6 +31,7 @@ import numpy as np
 from experiments.rows import append, make_parser, origin
 from experiments.soak.engines import Answer, Engine, Plan, Rollout
 from experiments.soak.workload import Request, Workload, write_adapters
+from rollout_spec.drafters.registry import HISTORY_DRAFTER
 from rollout_spec.noise.host import gumbel
 from tests.conftest import VOCAB_SIZE, write_tiny_model
 
@@ -38,10 +39,11 @@ LORA = {"enable_lora": True, "max_loras": 2, "max_cpu_loras": 4, "max_lora_rank"
 RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
 SMALL = {"max_history_tokens": 20_000}
 """So little that history is full, and the oldest goes, early in a life."""
-EVERY_DRAFT = {"budget": False, "drafter_options": {"min_survival": 0.0, **SMALL}}
+ARGUMENTS = {"shared": True, "max_draft_tokens": 4, "min_survival": 0.0, **SMALL}
+EVERY_DRAFT = {"budget": False, "drafter": HISTORY_DRAFTER, "drafter_options": ARGUMENTS}
 BUDGET = {"drafter_options": SMALL}
 SUFFIX, NGRAM = {"drafter": "suffix", **BUDGET}, {"drafter": "ngram", **BUDGET}
-DEVICE = {"drafter": "device", "drafter_options": {"max_resident_tokens": 4000, **SMALL}}
+DEVICE = {"drafter": "device", "drafter_options": {"max_resident_tokens": 4000}}
 LIVES = (0.2, 0.4, 0.4)
 """Of a kind's time."""
 CLOSE, NEAR = 1e-3, 2e-3

@@ -184,8 +184,11 @@ def read_config(vllm_config: Any) -> RolloutSpecConfig | None:
             f"speculative_config uses {speculative.method!r} and additional_config asks for {CONFIG_KEY}: of vLLM's "
             f"own drafters only {', '.join(MODEL_METHODS)} can draft beside history, remove one of the two"
         )
-    if config.num_model_draft_tokens is not None and not has_model:
-        raise ValueError("num_model_draft_tokens is set, but the engine has no model drafter: remove it")
+    if config.speculative_config is not None and not has_model:
+        raise ValueError(
+            f"additional_config[{CONFIG_KEY!r}] has the speculative_config of a model, but the engine's is another: "
+            "pass both as rollout_spec.engine_kwargs() does"
+        )
     if config.num_speculative_tokens is None:
         k = speculative.num_speculative_tokens
         if k == DEFAULT_TOKENS and is_recurrent(vllm_config):  # as `RolloutSpecConfig.engine_kwargs` has put it there

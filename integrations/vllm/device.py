@@ -2,9 +2,9 @@
 
 vLLM keeps asynchronous scheduling for one of its own drafters without a model, `ngram_gpu`. An engine with the device
 drafter asks for that one (`hooks_config`), and gets this speculator in its place. Nothing here waits for the device. A
-step is scheduled before the last one's tokens are known, so every request has the same number of draft tokens, which
-`num_speculative_tokens_per_batch_size` says; vLLM's adaptive verification, where it is switched on, cuts them by their
-confidences.
+step is scheduled before the last one's tokens are known, so every request has the same number of draft tokens, by
+vLLM's `num_speculative_tokens_per_batch_size`; vLLM's adaptive verification, where it is switched on, cuts them by
+their confidences.
 """
 
 from __future__ import annotations

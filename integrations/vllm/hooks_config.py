@@ -72,12 +72,11 @@ def _prepare_device_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None
     """Let vLLM schedule asynchronously, and fewer draft tokens where more requests run."""
     speculative = vllm_config.speculative_config
     speculative.method = ASYNC_METHOD
-    ranges = config.num_speculative_tokens_per_batch_size
-    if ranges is None and config.budget and vllm_config.parallel_config.data_parallel_size == 1:
+    is_given = speculative.num_speculative_tokens_per_batch_size is not None
+    if config.budget and vllm_config.parallel_config.data_parallel_size == 1 and not is_given:
         cheap = step_sizes.CHEAP_TOKENS_A100 if is_a100() else step_sizes.CHEAP_TOKENS
         ranges = step_sizes.affordable_ranges(config.max_draft_tokens, cheap)
-    if ranges is not None and speculative.num_speculative_tokens_per_batch_size is None:
-        speculative.num_speculative_tokens_per_batch_size = list(ranges)
+        speculative.num_speculative_tokens_per_batch_size = ranges
 
 
 def set_cudagraph_sizes(original: Callable[..., None], self: Any) -> None:

@@ -48,8 +48,6 @@ def check_model_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
             f"speculative_config sets rejection_sample_method={method!r}, but rollout_spec verifies in its own way: "
             "remove it, and see the option verify"
         )
-    if config.num_speculative_tokens_per_batch_size is not None:
-        raise ValueError("give num_speculative_tokens_per_batch_size in speculative_config, beside the model's method")
     if config.drafts_on_host and is_v2:
         raise ValueError(
             f"drafter={config.drafter!r} is on the host, and in vLLM's V2 model runner a model drafts beside a drafter "
@@ -60,15 +58,10 @@ def check_model_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
             f"drafter={config.drafter!r} is on the host and gives each request its own K: leave "
             "num_speculative_tokens_per_batch_size out of speculative_config"
         )
-    num_model = num_model_tokens(config)
+    num_model = config.num_model_draft_tokens
     uses_modules = getattr(speculative, "use_multi_module_mtp", None)
     if num_model != config.max_draft_tokens and uses_modules is not None and uses_modules():
         raise ValueError(
             f"a model with several MTP modules drafts as many tokens as the engine verifies: num_speculative_tokens="
             f"{config.max_draft_tokens} and {num_model} of the model must be equal"
         )
-
-
-def num_model_tokens(config: RolloutSpecConfig) -> int:
-    """How many tokens an engine's model drafts for each request."""
-    return config.num_model_draft_tokens or config.max_draft_tokens

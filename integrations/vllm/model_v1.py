@@ -17,7 +17,6 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.integrations.vllm.configuration import has_model_drafter
 from rollout_spec.integrations.vllm.device_io import HostCopy
-from rollout_spec.integrations.vllm.model_drafters import num_model_tokens
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
 from rollout_spec.verify.draw import draw
 
@@ -45,7 +44,7 @@ class ModelDrafter:
 
     def __init__(self, proposer: Any, runner: Any, config: RolloutSpecConfig) -> None:
         self.wants_model: Callable[[int], bool] = lambda num_requests: True
-        self.num_model_tokens = num_model_tokens(config)
+        self.num_model_tokens = config.num_model_draft_tokens
         self._is_coupled = config.verify == "sample"
         self._proposer = proposer
         self._runner = runner

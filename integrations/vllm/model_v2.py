@@ -17,7 +17,6 @@ from rollout_spec.drafters.model.choice_device import DeviceChoice
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.device import DeviceSpeculator
-from rollout_spec.integrations.vllm.model_drafters import num_model_tokens
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
 from rollout_spec.verify import kernel
 from rollout_spec.verify.draw import finish
@@ -54,7 +53,7 @@ class ModelSpeculation:
         config = config_of(vllm_config)
         assert config is not None
         self.num_speculative_tokens = config.max_draft_tokens
-        self.num_speculative_steps = num_model_tokens(config)
+        self.num_speculative_steps = config.num_model_draft_tokens
         self.from_history = DeviceSpeculator(vllm_config, device)
         self.stats, self.from_history.keeps_rates = self.from_history.stats, True
         self._has_room = self.num_speculative_steps < self.num_speculative_tokens

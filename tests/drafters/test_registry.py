@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import inspect
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -32,30 +29,6 @@ def test_options_override_what_the_name_implies():
     assert build_drafter("history", shared=False)._settings.use_shared is False
     find_drafter("history")[1]["shared"] = None
     assert DRAFTERS["history"]["shared"] is True
-
-
-def test_an_old_name_is_the_present_drafter_with_one_warning_per_process():
-    program = """
-import warnings
-from rollout_spec import engine_kwargs
-from rollout_spec.cli import main
-from rollout_spec.drafters import build_drafter, check_options, find_drafter
-from rollout_spec.drafters.registry import check_keeps_history
-
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    assert build_drafter("mixture", max_draft_tokens=2)._settings.use_shared
-    assert find_drafter("mixture") == find_drafter("history")
-    check_options("mixture", {"recency": 0.5})
-    check_keeps_history("mixture")
-    assert engine_kwargs(drafter="mixture")["additional_config"]["rollout_spec"]["drafter"] == "history"
-    assert main(["replay", "/nonexistent.parquet", "--drafter", "mixture"]) == 2
-(warning,) = [str(w.message) for w in caught if "mixture" in str(w.message)]
-assert warning == "drafter 'mixture' is called 'history' now: the old name will go in a later release", warning
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "nonexistent.parquet" in done.stderr, "the name was no obstacle"
 
 
 def test_drafters_by_path():
@@ -104,8 +77,9 @@ def test_the_device_drafter_has_a_name_too():
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("history", {"recency": 0.5, "shared": False}),
-        pytest.param("device", {"recency": 0.5, "max_problem_tokens": 9}, marks=needs_triton),
+        ("history", {"max_history_tokens": 9, "features": False}),
+        ("lookahead", {"features": False}),
+        ("device", {"max_resident_tokens": 9, "features": True}),
         ("rollout_spec.drafters.host.history.HistoryDrafter", {"index": "ngram"}),
     ],
 )
@@ -118,17 +92,13 @@ def test_options_that_can_be_taken(name, options):
     [
         ("devise", {}, "unknown drafter 'devise'.*'device', 'history', 'lookahead', 'ngram', 'suffix'"),
         ("no.such.Drafter", {}, "cannot be imported"),
-        ("history", {"depth": 3}, "'history' does not take these drafter_options.*depth"),
-        ("history", {"recency": 2}, "recency must be in"),
-        ("history", {"signatures": False}, "signatures and distributions are one option now: features"),
-        ("suffix", {"features": True, "distributions": False}, "are one option now: features"),
-        pytest.param("device", {"recency": 2}, "recency must be in", marks=needs_triton),
-        pytest.param(
-            "device",
-            {"max_requests": 8},
-            "'device' does not take these drafter_options.*max_requests",
-            marks=needs_triton,
+        (
+            "history",
+            {"min_survival": 0.1},
+            "'history' does not take 'min_survival': drafter_options are features, max_h",
         ),
+        ("history", {"max_history_tokens": 0}, "max_history_tokens must be at least 1"),
+        ("device", {"max_requests": 8}, "'device' does not take 'max_requests': drafter_options are features, max_res"),
         (
             "rollout_spec.drafters.host.history.HistoryDrafter",
             {"depth": 3},
@@ -139,12 +109,3 @@ def test_options_that_can_be_taken(name, options):
 def test_options_that_cannot(name, options, message):
     with pytest.raises(ValueError, match=message):
         check_options(name, options)
-
-
-@needs_triton
-def test_every_option_of_the_device_drafter_is_checked():
-    from rollout_spec.drafters.device import drafter as device
-
-    of_the_engine = {"max_requests", "max_model_len", "device", "max_draft_tokens", "use_noise"}
-    options = inspect.signature(device.DeviceDrafter).parameters.keys() - of_the_engine
-    assert options == inspect.signature(device.check_options).parameters.keys()

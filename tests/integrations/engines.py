@@ -13,6 +13,7 @@ import vllm
 from vllm import LLM, SamplingParams
 
 from rollout_spec import engine_kwargs
+from rollout_spec.drafters.registry import HISTORY_DRAFTER
 from rollout_spec.features.format import SIGNATURE_BITS, TOP_TOKENS, decoded_probabilities, unpack
 from rollout_spec.features.torch import pack_signatures
 from rollout_spec.noise import host as noise
@@ -59,6 +60,12 @@ def build(model, *, max_num_seqs=32, **kwargs):
 def verify_all(**options):
     """Arguments of an engine that verifies every draft, however bad it is."""
     return engine_kwargs(budget=False, **options)
+
+
+def every_draft(k, **options):
+    """Options of an engine whose drafter on the host ends no draft early, however likely it is to be rejected."""
+    arguments = {"shared": True, "max_draft_tokens": k, "min_survival": 0.0, **options}
+    return {"num_speculative_tokens": k, "drafter": HISTORY_DRAFTER, "drafter_options": arguments}
 
 
 def runner_of(llm):

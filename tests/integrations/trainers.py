@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
 from rollout_spec import RolloutSpecGenerator
+from tests.integrations.engines import every_draft
 
 FP32 = {"dtype": "float32", "enforce_eager": True, "num_gpu_blocks_override": 300}
 ENGINES = []
@@ -31,9 +32,8 @@ class Compared(RolloutSpecGenerator):
         super().__init__(
             llm_kwargs=FP32,
             **{
-                "num_speculative_tokens": 4,
                 "budget": False,
-                "drafter_options": {"min_survival": 0.0},
+                **every_draft(4),
                 **options,
             },
         )

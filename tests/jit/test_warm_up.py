@@ -17,6 +17,7 @@ from rollout_spec.jit.warm_up import warm_up
 
 ROOT = Path(__file__).parents[2]
 
+MTP = {"method": "mtp", "num_speculative_tokens": 2}
 CONFIGS = {
     "history": {"drafter": "history"},
     "options": {
@@ -27,7 +28,7 @@ CONFIGS = {
     "ngram": {"drafter": "ngram", "budget": False, "drafter_options": {"shared": True}},
     "lookahead": {"drafter": "lookahead"},
     "rejection": {"drafter": "suffix", "verify": "rejection"},
-    "model": {"drafter": "history", "num_speculative_tokens": 5, "num_model_draft_tokens": 2},
+    "model": {"drafter": "history", "num_speculative_tokens": 5, "speculative_config": MTP},
     "off": {"speculation": False},
 }
 
@@ -44,9 +45,9 @@ def run_a_session(config):
         session = a_session(
             drafter=config.drafter, num_speculative_tokens=config.num_speculative_tokens, verify=config.verify,
             budget=config.budget, drafter_options=config.drafter_options,
-            has_model=bool(config.num_model_draft_tokens),
+            has_model=config.speculative_config is not None,
         )  # fmt: skip
-        model = of_model(*[[1, 2]] * 4) if config.num_model_draft_tokens else None
+        model = of_model(*[[1, 2]] * 4) if config.speculative_config else None
         rng = np.random.default_rng(0)
         drafted = {}
         for turn in range(3):
@@ -87,7 +88,7 @@ def run_a_session(config):
 def check(name):
     """In a process that has compiled nothing yet."""
     config, lines = RolloutSpecConfig(**CONFIGS[name]), []
-    warm_up(config, has_model=config.num_model_draft_tokens is not None, log=lines.append)
+    warm_up(config, has_model=config.speculative_config is not None, log=lines.append)
     known = {function: list(function.signatures) for function in jit.dispatchers()}
     assert any(known.values())
     run_a_session(config)

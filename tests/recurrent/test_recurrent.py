@@ -97,15 +97,10 @@ def test_prefix_caching(model, off):
 def test_the_device_drafter_stops_as_a_batch_grows(model, off, after):
     """Its K falls to 0 where requests that have accepted drafts get company."""
     ranges = [(1, 2, K), (3, 64, 0)]
-    llm = build_recurrent(
-        model,
-        **engine_kwargs(
-            num_speculative_tokens=K,
-            drafter="device",
-            num_speculative_tokens_per_batch_size=ranges,
-            drafter_options={"max_resident_tokens": 4096},
-        ),
-    )
+    options = {"num_speculative_tokens": K, "drafter": "device", "drafter_options": {"max_resident_tokens": 4096}}
+    arguments = engine_kwargs(**options)
+    arguments["speculative_config"]["num_speculative_tokens_per_batch_size"] = ranges
+    llm = build_recurrent(model, **arguments)
 
     def staggered(llm, params, prompts):
         engine, outputs, step = llm.llm_engine, {}, 0

@@ -18,7 +18,7 @@ from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, S
 
 from rollout_spec import engine_kwargs
 from rollout_spec.noise import host as noise
-from tests.integrations.engines import build, stats_of, verify_all
+from tests.integrations.engines import build, every_draft, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
 
@@ -94,10 +94,9 @@ KINDS = ("greedy", "sampled")
 
 @pytest.fixture(scope="module")
 def engines(tiny_model):
-    options = {"num_speculative_tokens": 3, "drafter_options": {"min_survival": 0.0}}
     named = {
         "without drafts": engine_kwargs(speculation=False),
-        "history": verify_all(**options),
+        "history": verify_all(**every_draft(3)),
         "adversary": verify_all(num_speculative_tokens=3, drafter="tests.adversaries.Adversary"),
         "vLLM's own": {},
     }

@@ -17,6 +17,7 @@ from tests.integrations.engines import (
     assert_same,
     build,
     count_preemptions,
+    every_draft,
     generate,
     mixed_params,
     prompts_of,
@@ -30,7 +31,7 @@ pytestmark = pytest.mark.engine
 IS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 RESIDENT = {"max_resident_tokens": 4096}
 DRAFTING = {
-    "history": verify_all(num_speculative_tokens=4, drafter_options={"min_survival": 0.0}),
+    "history": verify_all(**every_draft(4)),
     "adversary": verify_all(num_speculative_tokens=4, drafter="tests.adversaries.Adversary"),
     "device": engine_kwargs(num_speculative_tokens=4, drafter="device", drafter_options=RESIDENT),
 }

@@ -51,8 +51,7 @@ def make(tiny_model, monkeypatch):
         ({"most_bytes": 1 << 27, "options": {"drafter_options": {"features": False}}}, "device"),
         ({"most_bytes": 1 << 27, "options": {"drafter_options": {"max_resident_tokens": 100_000}}}, "device"),
         ({"options": {"budget": False}}, "history"),
-        ({"options": {"drafter_options": {"recency": 0.9, "features": False}}}, "device"),
-        ({"options": {"drafter_options": {"min_survival": 0.1}}}, "history"),
+        ({"options": {"drafter_options": {"max_history_tokens": 1000}}}, "history"),
         ({"options": {"drafter": "ngram"}}, "ngram"),
         ({"options": {"drafter": "device"}, "gpu": False}, "device"),
     ],
@@ -64,11 +63,6 @@ def test_the_drafter_of_an_engine(make, situation, expected):
     check_engine(vllm_config, config)
     assert vllm_config.scheduler_config.async_scheduling is (expected == "device")
     assert (vllm_config.speculative_config.num_speculative_tokens_per_batch_size is not None) is (expected == "device")
-
-
-def test_misspelt_options_are_named(make):
-    with pytest.raises(ValueError, match="did you mean 'recency'"):
-        check_engine(vllm_config := make({"drafter_options": {"recencyy": 1.0}}), config_of(vllm_config))
 
 
 def test_an_engine_keeps_its_drafter_when_its_configuration_is_completed_again(make):
@@ -94,9 +88,6 @@ def test_draft_tokens_follow_the_batch_size(make, tiny_model):
     speculative = make(max_num_seqs=256, is_a100=True).speculative_config
     of_batch = build_dynamic_sd_schedule_lookup(speculative.num_speculative_tokens_per_batch_size, 256, 8)
     assert [of_batch[size] for size in (1, 18, 19, 36, 37, 72, 73, 256)] == [7, 7, 3, 3, 1, 1, 0, 0]
-    given_ranges = [(1, 4, 8), (5, 64, 1)]
-    speculative = make({"drafter": "device", "num_speculative_tokens_per_batch_size": given_ranges}).speculative_config
-    assert speculative.num_speculative_tokens_per_batch_size == given_ranges
     theirs = EngineArgs(
         model=str(tiny_model), dtype="float32", additional_config={"rollout_spec": {"drafter": "device"}},
         speculative_config={

@@ -7,6 +7,7 @@ import torch
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from rollout_spec import engine_kwargs
+from rollout_spec.config import PROPOSER_PATH
 from rollout_spec.integrations.vllm.device import DeviceSpeculator
 from tests.integrations.engines import (
     PLAIN,
@@ -114,7 +115,7 @@ def test_what_vllm_processes_is_verified_with_the_same_noise(stock, device):
 
 def test_a_pool_that_is_too_small_changes_no_token(tiny_model, stock, reference_model):
     """Rollouts are pushed out, uploaded and evicted while others decode."""
-    llm = build_on_device(tiny_model, options={"max_resident_tokens": 64, "max_problem_tokens": 40})
+    llm = build_on_device(tiny_model, options={"max_resident_tokens": 64})
     for seed in (4, 5):
         params = mixed_params(7, seed, temperature=1.0, max_tokens=2 + seed, ignore_eos=True, **PLAIN)
         prompts = prompts_of(params)
@@ -175,7 +176,9 @@ def test_what_the_check_at_start_switches_off_changes_no_rollout(part, tiny_mode
 
 def test_slots_follow_the_batch_size(tiny_model, stock, reference_model):
     """No slots for four or more requests, K for fewer: vLLM's schedule, which it has in every version."""
-    llm = build_on_device(tiny_model, num_speculative_tokens_per_batch_size=[(1, 3, K), (4, 6, 0)])
+    ranges = {"num_speculative_tokens_per_batch_size": [(1, 3, K), (4, 6, 0)]}
+    proposer = {"model": PROPOSER_PATH, "num_speculative_tokens": K, **ranges}
+    llm = build_on_device(tiny_model, engine={"speculative_config": proposer})
     lengths = {}
     sampler = runner_of(llm).sampler
     original = sampler._book
@@ -227,5 +230,5 @@ def test_drafts_for_rejection_sampling_ignore_the_noise(tiny_model):
 def test_unknown_options_are_refused(tiny_model):
     with pytest.raises(ValueError, match="min_survival"):
         build_on_device(tiny_model, options={"min_survival": 0.1})
-    with pytest.raises(ValueError, match="max_problem_tokens"):
-        build_on_device(tiny_model, options={"max_problem_tokens": 0})
+    with pytest.raises(ValueError, match="max_resident_tokens"):
+        build_on_device(tiny_model, options={"max_resident_tokens": 0})

@@ -18,6 +18,7 @@ from tests.integrations.engines import (
     check_features,
     check_times,
     count_preemptions,
+    every_draft,
     generate,
     history_of,
     indexing_late,
@@ -41,7 +42,7 @@ def off(tiny_model):
 
 @pytest.fixture(scope="module")
 def on(tiny_model):
-    return build(tiny_model, **verify_all(num_speculative_tokens=K, drafter_options={"min_survival": 0.0}))
+    return build(tiny_model, **verify_all(**every_draft(K)))
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +83,7 @@ def test_same_rollouts_as_stock_vllm(stock, off, on, adversarial, reference_mode
 
 
 def test_the_drafter_is_told_what_the_target_saw(tiny_model, reference_model):
-    llm = build(tiny_model, **verify_all(num_speculative_tokens=K, drafter_options={"min_survival": 0.0}))
+    llm = build(tiny_model, **verify_all(**every_draft(K)))
     generate(llm, mixed_params(6, 3, temperature=0.7, max_tokens=24, **PLAIN))
     generate(llm, mixed_params(1, temperature=0.7, max_tokens=2, **PLAIN))  # the others' end is noticed with this
     assert stats_of(llm)["accepted_tokens"] > 5

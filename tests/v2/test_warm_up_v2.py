@@ -96,7 +96,7 @@ def test_vllms_own_profiling_as_on_a_gpu(tiny_model, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        verify_all(num_speculative_tokens=K, drafter_options={"min_survival": 0.0}),
+        verify_all(num_speculative_tokens=K),
         verify_all(num_speculative_tokens=K, drafter="device"),
         engine_kwargs(speculation=False),
         "model",

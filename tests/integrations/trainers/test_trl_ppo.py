@@ -19,6 +19,7 @@ from rollout_spec.integrations.trainers.ppo import logits_from
 from rollout_spec.integrations.vllm.request_options import request_options
 from rollout_spec.noise.host import derive_seed
 from tests.conftest import VOCAB_SIZE
+from tests.integrations.engines import every_draft
 
 pytestmark = pytest.mark.engine
 
@@ -32,7 +33,7 @@ class Recording(RolloutSpecGenerator):
     """Generates everything once more without drafts."""
 
     def __init__(self, **kwargs):
-        defaults = {"num_speculative_tokens": 4, "budget": False, "drafter_options": {"min_survival": 0.0}}
+        defaults = {"budget": False, **every_draft(4)}
         super().__init__(**{"llm_kwargs": FP32, **defaults, **kwargs})
         self.seen = []
 

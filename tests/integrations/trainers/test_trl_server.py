@@ -20,13 +20,13 @@ from rollout_spec import RolloutSpecGenerator
 from rollout_spec.integrations.trainers.server import ServerCounters
 from rollout_spec.integrations.trainers.trl import _server_url
 from tests.conftest import free_port
-from tests.integrations.engines import own_processes
+from tests.integrations.engines import every_draft, own_processes
 from tests.integrations.server import Server
 from tests.integrations.trainers import make_trainer
 
 pytestmark = pytest.mark.engine
 
-OPTIONS = {"num_speculative_tokens": 4, "budget": False, "drafter_options": {"min_survival": 0.0}}
+OPTIONS = {"budget": False, **every_draft(4)}
 
 
 @contextmanager

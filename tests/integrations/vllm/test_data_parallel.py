@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from tests.integrations.engines import own_processes
+from tests.integrations.engines import every_draft, own_processes
 from tests.integrations.server import PROMPT, Server
 
 pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, own_processes]
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, own_processes]
 
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
-    options = {"num_speculative_tokens": 4, "budget": False, "drafter_options": {"min_survival": 0.0}}
+    options = {"budget": False, **every_draft(4)}
     log = tmp_path_factory.mktemp("data-parallel") / "log"
     server = Server(tiny_model, log, **options, arguments={"data-parallel-size": 2})
     yield server

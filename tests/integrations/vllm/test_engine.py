@@ -25,6 +25,7 @@ from tests.integrations.engines import (
     build,
     check_features,
     check_times,
+    every_draft,
     generate,
     history_of,
     indexing_late,
@@ -41,7 +42,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def on(tiny_model):
-    return build(tiny_model, **verify_all(num_speculative_tokens=5, drafter_options={"min_survival": 0.0}))
+    return build(tiny_model, **verify_all(**every_draft(5)))
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_same_rollouts_with_and_without_speculation(on, adversarial, off, refere
 
 def test_the_drafter_is_told_what_the_target_saw(tiny_model, reference_model):
     """Prompts come in chunks and requests wait for a place, so that steps mix them."""
-    options = verify_all(num_speculative_tokens=5, drafter_options={"min_survival": 0.0})
+    options = verify_all(**every_draft(5))
     llm = build(tiny_model, max_num_seqs=6, max_num_batched_tokens=24, enable_chunked_prefill=True, **options)
     params = mixed_params(16, 3, temperature=0.7, top_k=0, top_p=1.0, min_p=0.0)
     generate(llm, params, [[1, *range(4, 4 + 7 * (i % 3)), 9] for i in range(16)])
@@ -74,7 +75,7 @@ def test_the_drafter_is_told_what_the_target_saw(tiny_model, reference_model):
 
 def test_what_was_sampled_while_it_was_off_is_unknown(tiny_model, off, reference_model):
     """Switched off and on again within the rollouts: before and after, features are those of their own tokens."""
-    llm = build(tiny_model, **verify_all(num_speculative_tokens=5, drafter_options={"min_survival": 0.0}))
+    llm = build(tiny_model, **verify_all(**every_draft(5)))
     params = mixed_params(6, 3, temperature=0.7, top_k=0, top_p=1.0, min_p=0.0, max_tokens=40, ignore_eos=True)
     prompts = prompts_of(params)
     ours = switching_off_and_on(llm, params, prompts, [range(4, 9), range(15, 17)])

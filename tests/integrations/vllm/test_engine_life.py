@@ -10,7 +10,7 @@ from rollout_spec import engine_kwargs
 from tests.conftest import VOCAB_SIZE
 from tests.integrations import engine_life
 from tests.integrations.engine_life import EngineLife, Watch, Weights
-from tests.integrations.engines import build, count_preemptions, runner_of, stats_of
+from tests.integrations.engines import build, count_preemptions, every_draft, runner_of, stats_of
 
 pytestmark = pytest.mark.engine
 
@@ -23,12 +23,12 @@ def off(tiny_model):
     return build(tiny_model, max_logprobs=VOCAB_SIZE, **engine_kwargs(speculation=False))
 
 
-HISTORY = {"min_survival": 0.0, "max_history_tokens": 2000, "max_history_versions": 3}
+HISTORY = every_draft(5, max_history_tokens=2000, max_history_versions=3)
 
 
 def live(model, off, *, num_lives: int, **options) -> None:
     """Let a new engine live some lives."""
-    on = build(model, **SMALL, **engine_kwargs(num_speculative_tokens=5, **options))
+    on = build(model, **SMALL, **engine_kwargs(budget=False, **HISTORY, **options))
     session, preempted = runner_of(on).drafter.session, count_preemptions(on)
     session.problems._max_texts = 60
     watch, weights = Watch(session, runner_of(on).requests), Weights(on, off)
@@ -46,9 +46,9 @@ def live(model, off, *, num_lives: int, **options) -> None:
 
 
 def test_any_life_gives_the_same_rollouts(tiny_model, off):
-    live(tiny_model, off, num_lives=10, budget=False, drafter_options=HISTORY)
+    live(tiny_model, off, num_lives=10)
 
 
 def test_so_does_one_whose_history_goes_to_a_folder(tiny_model, off, tmp_path):
     """A batch that is complete ends at once there."""
-    live(tiny_model, off, num_lives=5, budget=False, history_dir=str(tmp_path), drafter_options=HISTORY)
+    live(tiny_model, off, num_lives=5, history_dir=str(tmp_path))

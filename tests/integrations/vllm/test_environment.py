@@ -106,7 +106,7 @@ def test_history_joins_a_frameworks_own_drafter_with_a_model(tiny_model, monkeyp
     config = configuration(tiny_model, speculative_config=theirs)
     assert said[0].endswith("a drafter from history beside its 'draft_model'")
     assert config.speculative_config.num_speculative_tokens == 6
-    assert config.additional_config["rollout_spec"]["num_model_draft_tokens"] == 2
+    assert config.additional_config["rollout_spec"]["speculative_config"]["num_speculative_tokens"] == 2
 
 
 def test_a_framework_may_leave_it_to_the_checkpoint_how_much_is_drafted():
@@ -117,9 +117,8 @@ def test_a_framework_may_leave_it_to_the_checkpoint_how_much_is_drafted():
         "speculative_config": {"method": "mtp"},
     }
     assert request.beside({"method": "ngram", "num_speculative_tokens": 2}) is None
-    ranges = read({VARIABLE: '{"drafter": "device", "num_speculative_tokens_per_batch_size": [[1, 2, 3]]}'})
-    with pytest.raises(ValueError, match="ROLLOUT_SPEC, beside the engine's speculative_config: give num_spec"):
-        ranges.beside({"method": "mtp", "num_speculative_tokens": 3})
+    with pytest.raises(ValueError, match="ROLLOUT_SPEC, beside the engine's speculative_config: .* be at least 1"):
+        request.beside({"method": "mtp", "num_speculative_tokens": 0})
 
 
 @pytest.mark.engine

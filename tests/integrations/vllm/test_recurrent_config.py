@@ -72,7 +72,6 @@ def test_they_have_few_draft_tokens_unless_told_otherwise(recurrent, tiny_model)
         (recurrent, {"speculative_config": proposer, "additional_config": {"rollout_spec": {}}}, 6),
         (recurrent, {"speculative_config": proposer}, 6),
         (recurrent, {"speculative_config": proposer, **additional}, 6),
-        (recurrent, engine_kwargs(drafter="device", num_speculative_tokens_per_batch_size=[(1, 4, 7), (5, 64, 0)]), 7),
         (
             recurrent,
             RolloutSpecConfig(speculative_config={**draft_model, "num_speculative_tokens": 2}).engine_kwargs(),

@@ -18,6 +18,7 @@ from tests.integrations.engines import (
     assert_same,
     build,
     count_preemptions,
+    every_draft,
     generate,
     mixed_params,
     prompts_of,
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture(scope="module")
 def on(tiny_model):
-    return build(tiny_model, **verify_all(num_speculative_tokens=4, drafter_options={"min_survival": 0.0}))
+    return build(tiny_model, **verify_all(**every_draft(4)))
 
 
 BAD_OPTIONS = [

@@ -17,6 +17,7 @@ from tests.integrations.engines import (
     PLAIN,
     assert_same,
     build,
+    every_draft,
     generate,
     mixed_params,
     prompts_of,
@@ -100,7 +101,7 @@ def count_calls(monkeypatch, owner, name):
 @pytest.mark.engine
 def test_what_frameworks_send_stays_on_the_fast_path(tiny_model, reference_model, monkeypatch):
     """The most probable token besides (SkyRL, open-instruct), and at least one token (OpenRLHF)."""
-    options = verify_all(num_speculative_tokens=4, drafter_options={"min_survival": 0.0})
+    options = verify_all(**every_draft(4))
     on, off = build(tiny_model, **options), build(tiny_model, **engine_kwargs(speculation=False))
     stock = build(tiny_model)
     runner = runner_of(on)
@@ -119,7 +120,7 @@ def test_what_frameworks_send_stays_on_the_fast_path(tiny_model, reference_model
 
 @pytest.mark.engine
 def test_minimum_lengths_hold_and_then_cost_nothing(tiny_model, monkeypatch):
-    llm = build(tiny_model, **verify_all(num_speculative_tokens=4, drafter_options={"min_survival": 0.0}))
+    llm = build(tiny_model, **verify_all(**every_draft(4)))
     off = build(tiny_model, **engine_kwargs(speculation=False))
     steps = count_calls(monkeypatch, runner_of(llm).rollout_spec, "sample")
     processed = count_calls(monkeypatch, runner_of(llm).rollout_spec, "_process")

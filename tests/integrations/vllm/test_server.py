@@ -14,7 +14,7 @@ from vllm.config import ObservabilityConfig
 
 from rollout_spec import cli, engine_kwargs
 from rollout_spec.integrations.vllm import metrics
-from tests.integrations.engines import build, generate, mixed_params, own_processes
+from tests.integrations.engines import build, every_draft, generate, mixed_params, own_processes
 from tests.integrations.server import PROMPT, Server
 from tests.integrations.vllm.test_stop_strings import stopping_params
 
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, own_processes]
 
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
-    options = {"num_speculative_tokens": 6, "budget": False, "drafter_options": {"min_survival": 0.0}}
+    options = {"budget": False, **every_draft(6)}
     server = Server(
         tiny_model, tmp_path_factory.mktemp("server") / "log", arguments=PER_REQUEST,
         environment={"VLLM_LOG_STATS_INTERVAL": "0.5"}, **options,

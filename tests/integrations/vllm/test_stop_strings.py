@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from rollout_spec.noise import host as noise
-from tests.integrations.engines import build, generate, runner_of, stats_of, verify_all
+from tests.integrations.engines import build, every_draft, generate, runner_of, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
 
@@ -22,7 +22,7 @@ STOPS = (["w7"], ["w3 w", "zz"], ["9"], ["w1", "w11 w"])
 
 @pytest.fixture(scope="module")
 def on(tiny_model):
-    return build(tiny_model, **verify_all(num_speculative_tokens=6, drafter_options={"min_survival": 0.0}))
+    return build(tiny_model, **verify_all(**every_draft(6)))
 
 
 def stopping_params(count=24, **fixed):
@@ -107,7 +107,7 @@ def test_what_is_counted_ends_there_too(tiny_model, off):
     llm = build(
         tiny_model,
         disable_log_stats=False,
-        **verify_all(num_speculative_tokens=6, drafter_options={"min_survival": 0.0}),
+        **verify_all(**every_draft(6)),
     )
     prompts = [[1, 4, 9]] * 24
     for _ in range(2):

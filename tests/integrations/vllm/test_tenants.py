@@ -45,8 +45,8 @@ def test_a_salted_request_shares_nothing(tiny_model, tmp_path):
     assert again[1][0] > 0
     assert ask(llm, "a", [3, *PROMPT])[1] == [0, 0], "a prompt that ends as others"
     session_of(llm).engine_history.close()
-    assert {rollout.problem_id == 7 for rollout in rollouts_in(tmp_path)} == {False, True}
-    assert history(llm)["rollouts"] == len(rollouts_in(tmp_path)) == 3
+    assert [rollout.problem_id == 7 for rollout in rollouts_in(tmp_path)].count(True) == 1
+    assert (history(llm)["rollouts"], len(rollouts_in(tmp_path))) == (3, 2), "one was said twice"
 
 
 @pytest.mark.parametrize("drafter", ["auto", "tests.adversaries.Adversary"])

@@ -18,6 +18,7 @@ from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import (
     assert_same,
     build,
+    every_draft,
     generate,
     mixed_params,
     own_processes,
@@ -59,7 +60,7 @@ EXTENSION = {"worker_extension_cls": "tests.integrations.vllm.test_tensor_parall
 
 def test_the_ranks_agree_and_the_rollouts_are_those_of_one_rank(tiny_model, off, reference_model):
     """Also about when a version begins: if one rank's weights have changed."""
-    options = engine_kwargs(num_speculative_tokens=K, drafter_options={"min_survival": 0.0})
+    options = engine_kwargs(**every_draft(K))
     with two_ranks(tiny_model, **EXTENSION, **options) as llm:
         check_rollouts(llm, off, reference_model, 1)
         ask(llm, "set_enabled", False)

@@ -18,7 +18,16 @@ from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.integrations.trainers.controller import EngineController
 from rollout_spec.integrations.vllm.hooks_worker import loads_weights
 from rollout_spec.integrations.vllm.weights import WeightWatch, checksum
-from tests.integrations.engines import build, generate, mixed_params, prompts_of, runner_of, stats_of, verify_all
+from tests.integrations.engines import (
+    build,
+    every_draft,
+    generate,
+    mixed_params,
+    prompts_of,
+    runner_of,
+    stats_of,
+    verify_all,
+)
 
 LOADING = [
     "load_weights", "reload_weights", "update_weights", "start_weight_update", "finish_weight_update",
@@ -223,8 +232,7 @@ def counts_of_epochs(tiny_model, between, *, midway=False):
         midway: Call it again while these requests are in flight.
     """
     # Of a version that ends nothing is left, so that drafts of the second time show whether one has begun.
-    options = {"num_speculative_tokens": 4, "drafter_options": {"max_history_versions": 0}}
-    controller = EngineController(RolloutSpecConfig(budget=False, **options))
+    controller = EngineController(RolloutSpecConfig(budget=False, **every_draft(4, max_history_versions=0)))
     llm = build(
         tiny_model,
         worker_extension_cls="tests.integrations.vllm.test_weights.Extension",
