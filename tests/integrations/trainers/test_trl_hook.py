@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from rollout_spec import RolloutSpecGenerator
 from rollout_spec.doctor import explain, read_report
 from rollout_spec.integrations.trainers.trl import _warn_of_truncation
-from tests.integrations.engines import build, every_draft
+from tests.integrations.engines import build
 from tests.integrations.trainers import FP32, Compared, make_trainer
 
 pytestmark = pytest.mark.engine
