@@ -23,7 +23,7 @@ from rollout_spec.drafters.host.store import (
 )
 from rollout_spec.drafters.host.suffix import Tree
 from rollout_spec.drafters.host.vote import MAX_CANDIDATES, MAX_DEPTH
-from rollout_spec.jit.compiler import inlined, njit
+from rollout_spec.jit.compiler import njit
 from rollout_spec.types import Float32Array
 
 MAX_OWN_CANDIDATES = 24
@@ -58,13 +58,13 @@ class DrafterSettings(NamedTuple):
     probability: Float32Array  # [MAX_CODE + 1] see `features.decoded_probabilities`
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _uses_shared(store, settings, document):
     """Whether a document is drafted from in other problems, and they in it."""
     return settings.use_shared and not is_private(store.documents[document, PROBLEM])
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _index_position(store, index, settings, problem, use_shared, position, context, size):
     """Index a position as the continuation of its context."""
     if settings.use_tree:
@@ -79,7 +79,7 @@ def _index_position(store, index, settings, problem, use_shared, position, conte
                 ngram.insert(index.buckets, key, position, context, size, order)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def append_features(store, position, features, row):
     """Keep what the target saw at a token, features[row]; row -1: it is not known."""
     if store.features.shape[0] > 0:
@@ -153,7 +153,7 @@ def remove_document(history, document, text):
     clear_document(store, document)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def gather(store, index, settings, document, text, end, positions, lengths, path):
     """Fill `positions` and `lengths` with earlier continuations of text[:end]. Returns their number."""
     problem, all_problems, no_problem = np.int64(store.documents[document, PROBLEM]), np.int64(-1), np.int64(-2)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters.host.ngram import hash_context
-from rollout_spec.jit.compiler import inlined
+from rollout_spec.jit.compiler import njit
 from rollout_spec.types import Int32Array
 
 LOOKAHEAD_ORDER = 3
@@ -37,7 +37,7 @@ def new_pool(num_entries: int) -> Pool:
     return Pool(keys=np.zeros(num_entries, np.uint64), tokens=np.full(num_entries, -1, np.int32))
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def find(pool, problem, text, end):
     """The token that followed the last LOOKAHEAD_ORDER tokens of text[:end], -1: none known."""
     if end < LOOKAHEAD_ORDER:
@@ -47,7 +47,7 @@ def find(pool, problem, text, end):
     return pool.tokens[entry] if pool.keys[entry] == key else -1
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def insert(pool, problem, text, end, token):
     """Remember that `token` followed the last LOOKAHEAD_ORDER tokens of text[:end]."""
     if end >= LOOKAHEAD_ORDER:

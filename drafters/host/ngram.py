@@ -25,7 +25,7 @@ from rollout_spec.drafters.host.store import (
     problem_of,
     read_back,
 )
-from rollout_spec.jit.compiler import inlined, njit
+from rollout_spec.jit.compiler import njit
 
 WAYS = 8
 """Positions per bucket: half a cache line."""
@@ -46,13 +46,13 @@ def new_buckets(num_entries: float) -> NDArray[np.uint32]:
     return np.full((size, WAYS), np.uint32(0xFFFFFFFF))
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def has_room(buckets, num_tokens):
     """Whether the table is large enough for so many tokens."""
     return buckets.size >= num_tokens * TABLE_ENTRIES_PER_TOKEN
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def hash_context(problem, text, end, order):
     """64-bit FNV-like hash of the last `order` tokens of text[:end] and the problem."""
     mixed = (np.uint64(problem + 1) << np.uint64(8)) ^ np.uint64(order)
@@ -62,13 +62,13 @@ def hash_context(problem, text, end, order):
     return mixed
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _tag(mixed):
     """The hash's part that an entry keeps, 0 to 62: 63 is an empty entry's."""
     return np.uint32(min(mixed & np.uint64(63), np.uint64(62)))
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def insert(buckets, problem, position, text, end, order):
     """Put a position in front of the bucket of its context; the oldest of a full bucket is forgotten. O(WAYS)."""
     mixed = hash_context(problem, text, end, order)
@@ -79,7 +79,7 @@ def insert(buckets, problem, position, text, end, order):
     bucket[0] = np.uint32((tag << np.uint32(POSITION_BITS)) | np.uint32(position))
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def gather(store, buckets, problem, text, end, order, excluded_problem, positions, lengths, count):
     """Collect positions whose context shares at least `order` tokens with text[:end], newest first.
 

@@ -58,7 +58,7 @@ from rollout_spec.drafters.host.voting import (
     weigh,
 )
 from rollout_spec.features.format import Features, no_features
-from rollout_spec.jit.compiler import inlined, njit
+from rollout_spec.jit.compiler import njit
 from rollout_spec.jit.reference import Reference
 from rollout_spec.types import Int32Array
 
@@ -129,7 +129,7 @@ class Learned(NamedTuple):
     """Of these, those that requests keep."""
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _num_kept(requests, row, tokens, first, num_new):
     """How many of a request's new tokens there are up to where the scheduler will end it. Notes whether it does."""
     num_output = requests.num_tokens[row] - requests.num_prompt_tokens[row]
@@ -146,7 +146,7 @@ def _num_kept(requests, row, tokens, first, num_new):
     return kept
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _grade(drafts, calibration, row, tokens, first, size):
     """Learn from a draft of history up to its first difference from the request's next tokens."""
     if drafts.is_cut[row]:
@@ -172,7 +172,7 @@ def _grade(drafts, calibration, row, tokens, first, size):
     drafts.lengths[row], drafts.is_cut[row] = 0, False
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _grade_model(requests, row, tokens, first, size, counts):
     """Learn from a model's draft up to its first difference from the request's next tokens."""
     for depth in range(min(requests.model_tokens.shape[1], size)):
@@ -185,7 +185,7 @@ def _grade_model(requests, row, tokens, first, size, counts):
     requests.model_tokens[row, 0] = -1
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _has_room(history, num_tokens, num_pieces, index_now):
     """Whether so many more tokens in so many pieces can be stored, and indexed at once if asked."""
     store, index, settings = history.store, history.lookup, history.settings

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.drafters.host.vote import MAX_DEPTH
 from rollout_spec.features.format import Features, no_features
-from rollout_spec.jit.compiler import inlined, njit
+from rollout_spec.jit.compiler import njit
 from rollout_spec.types import Int32Array
 
 PAGE_BITS = 5
@@ -53,13 +53,13 @@ class TextArrays(NamedTuple):
     features: Features  # [P * PAGE_TOKENS, FEATURE_WORDS] of the tokens; of length 0 before any are given
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def is_private(problem):
     """Whether a problem's text is for the request alone that has said it. The numbers of such problems are odd."""
     return problem & 1 == 1
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def before(pages, position):
     """Position of the token before, -1 when there is none."""
     if position & PAGE_MASK:
@@ -67,7 +67,7 @@ def before(pages, position):
     return np.int64(pages[position >> PAGE_BITS, BACK])
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def step_back(pages, position, steps):
     """Position `steps` tokens before, -1 when there is none."""
     while position >= 0:
@@ -79,19 +79,19 @@ def step_back(pages, position, steps):
     return np.int64(-1)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def last_position(store, document):
     """A document's last position; of an empty rollout its prompt's last one, -1 when there is none."""
     return np.int64(store.documents[document, LAST])
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def problem_of(store, position):
     """The problem of the document that a position belongs to."""
     return np.int64(store.documents[store.pages[position >> PAGE_BITS, DOCUMENT], PROBLEM])
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def read_back(store, position, text, end):
     """Copy the tokens that end at `position` to text[:end]. Returns how many there were, at most `end`."""
     tokens, pages = store.tokens, store.pages
@@ -104,12 +104,6 @@ def read_back(store, position, text, end):
 
 
 @njit(allocates=False)
-def _copy_back(store, position, text):
-    """`read_back` for Python: inlined functions that it calls are compiled anew in every process."""
-    return read_back(store, position, text, text.size)
-
-
-@inlined(allocates=False)
 def after(pages, position):
     """Position of the token after one that is not its document's last."""
     if (position & PAGE_MASK) != PAGE_MASK:
@@ -117,7 +111,7 @@ def after(pages, position):
     return np.int64(pages[position >> PAGE_BITS, NEXT]) << PAGE_BITS
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def append_token(store, document, token):
     """Store a token behind a document's last one and return its position."""
     last = last_position(store, document)
@@ -143,7 +137,7 @@ def append_token(store, document, token):
     return position
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def clear_document(store, document):
     """Free a document's pages and forget it."""
     if store.documents[document, LENGTH] > 0:
@@ -161,13 +155,13 @@ def clear_document(store, document):
     store.documents[document, PROBLEM] = -1
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def order_hash(token):
     """A hash by which tokens, and positions of equal contexts, are ordered: no real text degenerates the tree."""
     return (np.uint64(token) * np.uint64(0x9E3779B1)) & np.uint64(0xFFFFFFFF)  # numba widens uint32 products
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def compare_context(tokens, pages, node, text, end, known):
     """Compare the context of `node` with text[:end], from the last token backwards.
 
@@ -287,7 +281,7 @@ class TextStore:
     def text_before_end(self, document: int, size: int) -> Int32Array:
         """The last `size` tokens of a document and of what it continues, or fewer if there are no more."""
         text = np.empty(size, np.int32)
-        found = _copy_back(self.arrays, self.arrays.documents[document, LAST], text)
+        found = read_back(self.arrays, self.arrays.documents[document, LAST], text, text.size)
         return text[size - found :]
 
     def read(self, document: int) -> tuple[Int32Array, Features | None]:

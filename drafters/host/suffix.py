@@ -38,7 +38,7 @@ from rollout_spec.drafters.host.store import (
     read_back,
 )
 from rollout_spec.drafters.host.vote import ENOUGH_CANDIDATES, MAX_DEPTH
-from rollout_spec.jit.compiler import inlined, njit, prefetch
+from rollout_spec.jit.compiler import njit, prefetch
 from rollout_spec.types import Int32Array
 
 MAX_WALK = 96
@@ -80,7 +80,7 @@ def new_path() -> Path:
     return Path(*(np.empty(MAX_WALK, np.int32) for _ in Path._fields))
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def has_room(store, tree, num_new):
     """Whether the tree has room for every position of the store and `num_new` more roots."""
     is_large = (tree.counts[0] + tree.counts[1] + num_new) * 4 <= tree.roots.size * 3
@@ -104,7 +104,7 @@ def reserve(store: TextArrays, tree: Tree, num_new: int, *, is_shared: bool) -> 
     return tree
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _find_root(store, roots, problem, token):
     """Entry of the root for (problem, last token), or the empty one where it belongs. Problem -1: all together."""
     mask = roots.size - 1
@@ -126,7 +126,7 @@ def _find_root(store, roots, problem, token):
         entry = (entry + 1) & mask
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _fetch_children(tokens, children, node, known):
     """Load what comparing the children of a node will read, before it is known which of them is next."""
     for side in range(2):
@@ -135,7 +135,7 @@ def _fetch_children(tokens, children, node, known):
         prefetch(children, 2 * child)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def insert(store, tree, problem, position, text, end):
     """Make `position`, whose context is text[:end], the root of its tree; the old tree is split into its two subtrees.
 
@@ -167,7 +167,7 @@ def insert(store, tree, problem, position, text, end):
     children[larger, larger_side] = -1
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def remove(store, tree, problem, position, text):
     """Take a position out of its tree, wherever it is. Expected O(log n)."""
     tokens, pages, children, roots = store.tokens, store.pages, tree.children, tree.roots
@@ -223,7 +223,7 @@ def _rehash(store, tree, is_shared, old_roots):
             tree.counts[0] += 1
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def gather(store, tree, problem, excluded_problem, text, end, first, limit, positions, lengths, path):
     """Collect continuations of the longest matches of text[:end].
 

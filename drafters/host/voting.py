@@ -47,7 +47,7 @@ from rollout_spec.drafters.host.vote import (
     UNKNOWN_DISAGREEMENT,
 )
 from rollout_spec.features.format import FEATURE_WORDS, MAX_CODE, SIGNATURE_BITS, SIGNATURE_WORDS, TOP_TOKENS
-from rollout_spec.jit.compiler import inlined
+from rollout_spec.jit.compiler import njit
 from rollout_spec.noise.host import gumbel_nb
 from rollout_spec.types import Float32Array, Int32Array
 
@@ -100,7 +100,7 @@ def new_scratch(max_tokens):
     )
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def bin_of_length(length):
     length_bin = 0
     for edge in LENGTH_EDGES:
@@ -108,13 +108,13 @@ def bin_of_length(length):
     return length_bin
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def bin_of_probability(probability):
     distance = max(1.0 - probability, MIN_DISTANCE_FROM_ONE)
     return min(int(-BINS_PER_HALVING * np.log2(distance)), NUM_PROBABILITY_BINS - 1)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _distance_bin(distance):
     distance_bin = 0
     for edge in DISTANCE_EDGES:
@@ -122,7 +122,7 @@ def _distance_bin(distance):
     return distance_bin
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected):
     """Probability that a drafted token is accepted: its fine cell's rate, whose prior is the coarse cell's."""
     coarse = calibration.coarse[coupled, probability_bin, length_bin]
@@ -131,14 +131,14 @@ def rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected
     return (fine[1] + FINE_PRIOR * rate) / (fine[0] + FINE_PRIOR)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def decay(cell):
     """Let the outcomes so far count for less, so that the cell is tried again."""
     cell[0] *= DECAY
     cell[1] *= DECAY
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def best_inverse_temperature(by_inverse_temperature):
     """The exponent that would have been right most often."""
     best, most = 1.0, -1.0
@@ -149,7 +149,7 @@ def best_inverse_temperature(by_inverse_temperature):
     return best
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def weigh(store, settings, document, offset, count, positions, weights, origin_bins):
     """Give each candidate its weight, and its origin bin: where it comes from and how far from `offset` it lies."""
     problem = store.documents[document, PROBLEM]
@@ -172,7 +172,7 @@ def weigh(store, settings, document, offset, count, positions, weights, origin_b
         weights[i] = settings.decay[age] * settings.preference[source, distance_bin]
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _count_bits(word):
     """How many bits of a uint64 are set."""
     word = word - ((word >> np.uint64(1)) & np.uint64(0x5555555555555555))
@@ -181,7 +181,7 @@ def _count_bits(word):
     return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _num_differing(features, a, b):
     """Bits in which the signatures at two positions differ, -1 where either is not known."""
     known_a, known_b, differing = np.int64(0), np.int64(0), np.int64(0)
@@ -192,7 +192,7 @@ def _num_differing(features, a, b):
     return differing if known_a != 0 and known_b != 0 else np.int64(-1)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def compare_states(store, settings, document, depth, count, positions, lengths, weights, origin_bins, differing):
     """Weigh candidates by how similar the target's state was to its last known one in this document.
 
@@ -221,7 +221,7 @@ def compare_states(store, settings, document, depth, count, positions, lengths, 
     return kept
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def blend(store, settings, count, positions, lengths, weights, by_length, share, found, mass):
     """Probability of each next token: q_l = (c_l + BLEND q_{l-1}) / (n_l + BLEND) over match lengths l.
 
@@ -268,7 +268,7 @@ def blend(store, settings, count, positions, lengths, weights, by_length, share,
     return num_found, longest, min(left, 1.0)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _remembered(features, position, rank):
     """(token, code of its log-probability) of the rank-th most probable token at a position; see `features`."""
     word = features[position, SIGNATURE_WORDS + (rank >> 1)]
@@ -276,7 +276,7 @@ def _remembered(features, position, rank):
     return np.int32((word >> 32 * (rank & 1)) & 0x7FFFFFFF), (codes >> 8 * rank) & MAX_CODE
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _add(token, weight, num_found, found, mass):
     """Add to a token's probability. Returns the number of tokens found."""
     at = 0
@@ -289,7 +289,7 @@ def _add(token, weight, num_found, found, mass):
     return num_found
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def blend_in(token, weight, num_found, found, mass):
     """Give `token` this much of the probability and the others the rest. Returns the number of tokens found."""
     at = num_found
@@ -304,7 +304,7 @@ def blend_in(token, weight, num_found, found, mass):
     return num_found
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def draw_noise(seed, position, num_found, found, mass, noise, alternatives):
     """Replace `mass` by its logarithm, fill `noise`, and note what each exponent would choose."""
     for i in range(num_found):
@@ -318,7 +318,7 @@ def draw_noise(seed, position, num_found, found, mass, noise, alternatives):
         alternatives[a] = found[best]
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def choose(num_found, mass, inverse_temperature, noise):
     """(index of the best token, lead of its score over the next one's). inverse_temperature 0: the most probable."""
     best, best_score, second_score = 0, -np.inf, -np.inf
@@ -331,7 +331,7 @@ def choose(num_found, mass, inverse_temperature, noise):
     return best, best_score - second_score
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def advance(store, token, count, positions, lengths, weights, origin_bins):
     """Keep the candidates whose token is `token`, moved on by one. Returns their number."""
     tokens, alive = store.tokens, 0
@@ -347,7 +347,7 @@ def advance(store, token, count, positions, lengths, weights, origin_bins):
     return alive
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def count_outcome(cell, hit):
     """Count an outcome."""
     if cell[0] >= MAX_TRIALS:

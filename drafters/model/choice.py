@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.drafters.host.requests import NO_TOKEN, RequestTable
 from rollout_spec.drafters.host.vote import VERSION_DECAY
-from rollout_spec.jit.compiler import inlined, njit
+from rollout_spec.jit.compiler import njit
 from rollout_spec.types import Float32Array, Int32Array
 
 POSITION_EDGES = (0, 1, 3)
@@ -84,7 +84,7 @@ class DraftChoice:
         return round(reached), round(right)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _cell(is_sampled: bool, position: int, probability: float) -> int:
     """Index into the counters."""
     position_bin = 0

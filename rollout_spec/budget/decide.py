@@ -29,7 +29,7 @@ from rollout_spec.budget.estimates import (
     Survival,
     predict_survival,
 )
-from rollout_spec.jit.compiler import inlined, njit
+from rollout_spec.jit.compiler import njit
 
 NUM_BINS = 1024
 """Draft tokens whose survival differs by less than one part of so many are worth the same."""
@@ -48,7 +48,7 @@ def new_bins() -> Floats:
     return np.empty((2, NUM_BINS))
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def allocate(survival: Floats, starts: Ints, value: float, cost: Floats, bins: Floats, taken: Ints) -> float:
     """How many tokens of each draft to verify: those that lower the expected time most. O(D + NUM_BINS).
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.jit.compiler import inlined, njit
+from rollout_spec.jit.compiler import njit
 from rollout_spec.types import NUM_CONFIDENCE_BINS, Draft
 
 Floats = NDArray[np.float64]
@@ -110,7 +110,7 @@ class Survival:
         return np.stack((verified, confidence / some, accepted / some), 1)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _position_bin(position: int) -> int:
     index = 0
     for limit in POSITION_LIMITS:
@@ -118,19 +118,19 @@ def _position_bin(position: int) -> int:
     return index
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _confidence_bin(confidence: float) -> int:
     """See NUM_CONFIDENCE_BINS."""
     return min(int(math.sqrt(confidence) * NUM_CONFIDENCE_BINS), NUM_CONFIDENCE_BINS - 1)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _weight(cell: Floats, step: int) -> float:
     """See UNTRIED_STEPS."""
     return min(UNTRIED_STEPS / max(step - cell[3], 1.0), 1.0)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def predict_survival(confidence: Any, starts: Ints, counts: Floats, step: int, predicted: Floats) -> None:
     """Probability of each draft token to be reached and accepted, never rising along a draft. O(D).
 
@@ -156,7 +156,7 @@ def predict_survival(confidence: Any, starts: Ints, counts: Floats, step: int, p
             predicted[j] = least
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def count_verified(confidence: Any, num_verified: int, num_accepted: int, step: int, counts: Floats) -> None:
     """`Survival.observe` for one draft, whose tokens have this confidence, float32 [n]."""
     for j in range(min(num_verified, confidence.size)):  # vLLM may verify padding
@@ -340,7 +340,7 @@ def _measure(
             mine[TOKENS], mine[SECONDS] = this[0], this[1]
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _draw(known: Floats, now: int, above: int, n: int, curve: Floats) -> int:
     """Add the sizes of more than `above` tokens to a curve of `n`. Sizes rise, costs never fall.
 
@@ -370,7 +370,7 @@ def _draw(known: Floats, now: int, above: int, n: int, curve: Floats) -> int:
     return end
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _interpolate(wanted: float, at: int, n: int, curve: Floats) -> float:
     """Seconds of `wanted` tokens, if `at` of a curve's `n` sizes have less. Beyond them, by the average slope."""
     first, last = (at - 1, at) if 0 < at < n else (0, n - 1)
@@ -378,7 +378,7 @@ def _interpolate(wanted: float, at: int, n: int, curve: Floats) -> float:
     return curve[1, near] + _slope(first, last, curve) * (wanted - curve[0, near])
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _slope(first: int, last: int, curve: Floats) -> float:
     """Seconds per token, 0 from a size to itself."""
     return (curve[1, last] - curve[1, first]) / (curve[0, last] - curve[0, first]) if first < last else 0.0

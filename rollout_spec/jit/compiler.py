@@ -1,31 +1,46 @@
-"""`njit` for this package: numba's, with a cache that notices every changed source and that is optional.
+"""`njit` for this package: numba's, whose cache also notices changes in functions that the cached one calls.
 
-`jit_cache` says where compiled code is kept, and why numba's own cache is not enough.
+numba's cache looks at the file of the cached function only. So its folder is named by a digest of all our files and of
+the settings that change the code. numba itself tells versions of numba, of Python and processors apart.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
+import glob
 import hashlib
-import pickle
-import secrets
-import warnings
-from collections.abc import Callable
+import os
+import shutil
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numba
+import numpy as np
 from llvmlite import ir
-from numba.core import caching, cgutils, codegen, compiler, types
+from numba.core import caching, cgutils, types
 from numba.core.registry import CPUDispatcher
 from numba.extending import intrinsic
 
-from rollout_spec.jit import cache
-
-DIGEST_BYTES = 16
+MAX_AGE = 30 * 24 * 3600.0
+"""Seconds after which the folder of another digest is removed if no process has used it."""
+SETTINGS = ("NUMBA_BOUNDSCHECK", "NUMBA_DEBUGINFO", "NUMBA_OPT")
+REMEDY = "set the environment variable NUMBA_CACHE_DIR to a folder that can be written"
 
 _dispatchers: list[Any] = []
+
+
+class Folder(NamedTuple):
+    """Where compiled code is kept."""
+
+    path: Path
+    is_temporary: bool
+    """Whether it may be gone after a restart."""
 
 
 def njit(
@@ -50,29 +65,32 @@ def njit(
     compiled = numba.njit(no_cfunc_wrapper=True, **options)(function)
     if isinstance(compiled, CPUDispatcher):
         _dispatchers.append(compiled)
-        folder = _folder() if cache else None
+        folder = find_folder() if cache else None
         if folder is not None:
-            compiled._cache = _Cache(function)  # what numba's enable_caching() does
+            compiled._cache = _make_cache(function, folder.path)  # as numba's enable_caching() does
     return compiled
 
 
-def inlined(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Compile a function into each compiled function that calls it.
+def _make_cache(function: Callable[..., Any], folder: Path) -> _Cache:
+    before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+    try:
+        return _Cache(function)
+    finally:
+        numba.config.CACHE_DIR = before
 
-    It is optimised and turned into machine code there only, so that it takes a fraction of what `njit` takes. Python
-    may call it, too, and then compiles it once more.
 
-    Args:
-        **options: `njit`'s and numba's.
-    """
-    if function is None:
-        return functools.partial(inlined, **options)
-    compiled = njit(
-        function, cache=False, forceinline=True, no_cpython_wrapper=True, pipeline_class=_InlinedCompiler, **options
-    )
-    if isinstance(compiled, CPUDispatcher):
-        compiled.__class__ = _Inlined
-    return compiled
+class _Cache(caching.FunctionCache):
+    """numba's, with one writer at a time: two at once could give two signatures' code the same file."""
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        with contextlib.suppress(OSError), open(Path(self.cache_path, "lock"), "w") as lock:  # e.g. the disk is full
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            super().save_overload(sig, data)
+
+
+def dispatchers() -> list[Any]:
+    """All functions that `njit` was given so far, as numba's dispatchers."""
+    return list(_dispatchers)
 
 
 def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
@@ -96,152 +114,57 @@ def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
 prefetch: Any = (lambda array, index: None) if numba.config.DISABLE_JIT else intrinsic(_prefetch)
 
 
-def dispatchers() -> list[Any]:
-    """All functions that `njit` was given so far, as numba's dispatchers."""
-    return list(_dispatchers)
+@functools.cache
+def digest() -> str:
+    """Names our files and what else compiled code depends on."""
+    package = Path(__file__).parents[1]
+    known = hashlib.blake2b(digest_size=10)
+    for name in sorted(glob.glob("**/*.py", root_dir=package, recursive=True)):  # follows a checkout's links
+        known.update(name.encode() + Path(package, name).read_bytes())
+    known.update(repr((np.__version__, [os.environ.get(name) for name in SETTINGS])).encode())
+    return known.hexdigest()
+
+
+def _roots() -> Iterator[tuple[Path, bool]]:
+    """Folders for the digests' folders, best first, and whether they are temporary."""
+    if chosen := os.environ.get("NUMBA_CACHE_DIR"):
+        yield Path(chosen, "rollout_spec"), False
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    if os.path.isabs(cache):  # a process may have no home
+        yield Path(cache, "rollout_spec"), False
+    with contextlib.suppress(FileNotFoundError):  # raised if no temporary folder can be written
+        yield Path(tempfile.gettempdir(), f"rollout_spec-{os.getuid()}"), True
 
 
 @functools.cache
-def _folder() -> Path | None:
-    folder = cache.find_folder()
-    if folder is None:
-        _warn("no folder for compiled code can be written, so every process compiles the drafters again")
-        return None
-    if folder.is_temporary:
-        _warn(f"compiled code is kept in {folder.path}, which may be gone after a restart")
-    elif folder.passed_over is not None:
-        _warn(f"compiled code is kept in {folder.path}, because {folder.passed_over} cannot be written")
-    return folder.path
+def find_folder() -> Folder | None:
+    """The folder for this digest, made if it is missing; None if no folder can be written.
 
-
-@functools.cache  # once per message
-def _warn(message: str) -> None:
-    warnings.warn(f"rollout_spec: {message}: {cache.REMEDY}", RuntimeWarning, stacklevel=2)
-
-
-class _Inlined(CPUDispatcher):
-    """A compiled function without a wrapper for Python; the first call from Python compiles one with it."""
-
-    def __call__(self, *args: Any) -> Any:
-        return self._callable(*args)
-
-    @functools.cached_property
-    def _callable(self) -> Any:
-        return numba.njit(self.py_func)
-
-    def add_overload(self, cres: Any) -> None:
-        self.overloads[tuple(cres.signature.args)] = cres  # numba would tell Python's calls where the code is
-
-
-class _InlinedCompiler(compiler.Compiler):
-    """numba's compiler, less the machine code."""
-
-    def compile_extra(self, func: Callable[..., Any]) -> Any:
-        self.state.library = _InlinedCode(self.state.targetctx.codegen(), func.__qualname__)
-        self.state.flags.no_compile = True
-        result = super().compile_extra(func)._replace(entry_point=object())  # a key: calls of the function look it up
-        self.state.targetctx.insert_user_function(result.entry_point, result.fndesc, [result.library])
-        return result
-
-
-class _InlinedCode(codegen.JITCodeLibrary):
-    """Code that is linked into its callers', and optimised together with it."""
-
-    def _optimize_final_module(self) -> None:
-        pass
-
-    def _finalize_final_module(self) -> None:
-        self._finalized = True
-
-
-class _Locator(caching._CacheLocator):
-    """Tells numba where a function's code is kept, and what it depends on."""
-
-    def __init__(self, function: Callable[..., Any], path: str) -> None:
-        self._py_file = path  # numba's warnings name it
-        self._function = function
-
-    @classmethod
-    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _Locator:
-        return cls(py_func, py_file)
-
-    def get_cache_path(self) -> str:
-        return str(_folder())
-
-    def get_source_stamp(self) -> str:
-        return cache.digest()
-
-    def get_disambiguator(self) -> str:
-        return f"{self._function.__module__}-{self._function.__code__.co_firstlineno}"
-
-
-class _Results(caching.CompileResultCacheImpl):
-    _locator_classes = (_Locator,)
-
-
-class _Cache(caching.FunctionCache):
-    """numba's cache of one function; where files cannot be read or written, the function is compiled again.
-
-    numba keeps an index of a function's signatures and processors, which processes that compile at once would change
-    without a lock. Here every signature and processor has a file of its own.
+    In this order: `$NUMBA_CACHE_DIR/rollout_spec`, the user's cache folder, a temporary folder that only the user can
+    write to. Folders of other digests that have not been used for MAX_AGE are removed whenever one is made.
     """
-
-    _impl_class = _Results
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        target_context.refresh()
-        self._select_file(sig, target_context.codegen())
-        return super().load_overload(sig, target_context)
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        self._select_file(sig, data.codegen)
+    for root, is_temporary in _roots():
+        path = root / digest()
         try:
-            super().save_overload(sig, data)
-        except OSError as error:
-            _warn(f"compiled code cannot be kept ({error.strerror})")
-
-    def _select_file(self, sig: Any, codegen: Any) -> None:
-        key = hashlib.blake2b(repr(self._index_key(sig, codegen)).encode(), digest_size=16).hexdigest()
-        self._cache_file = _CodeFile(Path(self.cache_path, f"{self._impl.filename_base}-{key}.nbc"))
-
-
-class _CodeFile:
-    """The code of one signature, after a digest of it and of the file's name: damaged code could crash the process.
-
-    It takes the place of numba's `IndexDataCacheFile`, whose keys it does not need.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def load(self, key: Any) -> Any:
-        """What was saved; None if there is nothing, or if it is damaged."""
-        try:
-            data = self._path.read_bytes()
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if is_temporary and not _is_private(root):
+                continue
+            is_new = not path.exists()
+            path.mkdir(exist_ok=True)
+            tempfile.TemporaryFile(dir=path).close()
         except OSError:
-            return None
-        digest, code = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
-        return pickle.loads(code) if digest == self._digest(code) else None
+            continue
+        for other in root.iterdir() if is_new else ():
+            with contextlib.suppress(OSError):  # another process may be doing the same
+                if time.time() - other.stat().st_mtime > MAX_AGE:
+                    shutil.rmtree(other, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            os.utime(path)
+        return Folder(path, is_temporary)
+    return None
 
-    def flush(self) -> None:
-        """Forget what is there: the function is compiled anew."""
-        self._path.unlink(missing_ok=True)
 
-    def save(self, key: Any, data: Any) -> None:
-        """Replace what is there. Other processes find the old code or the new, as a whole.
-
-        Raises:
-            OSError: it cannot be written.
-        """
-        code = caching.dumps(data)
-        unfinished = self._path.with_name(f"{self._path.name}.{secrets.token_hex(8)}")
-        try:
-            unfinished.write_bytes(self._digest(code) + code)
-            unfinished.replace(self._path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
-            raise
-
-    def _digest(self, code: bytes) -> bytes:
-        return hashlib.blake2b(self._path.name.encode() + code, digest_size=DIGEST_BYTES).digest()
+def _is_private(root: Path) -> bool:
+    """Whether only this user can put files there: code in a cache is executed, and anybody can write to /tmp."""
+    status = root.lstat()
+    return status.st_uid == os.getuid() and stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077

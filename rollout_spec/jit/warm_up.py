@@ -19,7 +19,7 @@ from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.host.step import Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
-from rollout_spec.jit import cache
+from rollout_spec.jit.compiler import REMEDY, find_folder
 from rollout_spec.types import Draft, Int32Array, SamplingBatch
 from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.layout import lay_out
@@ -82,10 +82,13 @@ class _Listener(event.Listener):
         is_ours = event.data["dispatcher"].py_func.__module__.startswith("rollout_spec.")
         if self.started is None and is_ours:
             self.started = time.perf_counter()
-            folder = cache.find_folder()
-            often = "once per installation"
-            if folder is None or folder.is_temporary:
-                often = "in every process" if folder is None else "whenever the temporary folder is new"
+            folder = find_folder()
+            if folder is None:
+                often = f"in every process ({REMEDY})"
+            elif folder.is_temporary:
+                often = f"whenever {folder.path} is gone ({REMEDY})"
+            else:
+                often = "once per installation"
             self._log(f"rollout_spec: compiling drafter and verifier, {often}; this takes up to {USUAL_SECONDS} s")
 
     def on_end(self, event: Any) -> None:

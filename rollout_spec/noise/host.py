@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rollout_spec.checks import integer, shown, shown_array
-from rollout_spec.jit.compiler import inlined
+from rollout_spec.jit.compiler import njit
 
 DOMAIN_TARGET = 0
 """Stream of the target's sample at each position; drafters may look at it. The same as vLLM's fp32 noise."""
@@ -199,7 +199,7 @@ def token_keys(tokens: ArrayLike) -> UInt32Array:
 # (NUMBA_DISABLE_JIT=1); the low 32 bits are the same.
 
 
-@inlined
+@njit
 def _mix_nb(state, word):  # type: ignore[no-untyped-def]
     word = (word * C1) & MASK
     word = ((word << 15) | (word >> 17)) & MASK
@@ -208,7 +208,7 @@ def _mix_nb(state, word):  # type: ignore[no-untyped-def]
     return (state * 5 + ADD) & MASK
 
 
-@inlined
+@njit
 def row_state_nb(seed, position, domain):  # type: ignore[no-untyped-def]
     """State after seed and position, an integer below 2**32. Compute it once for many tokens of one position."""
     seed = int(seed)
@@ -217,7 +217,7 @@ def row_state_nb(seed, position, domain):  # type: ignore[no-untyped-def]
     return _mix_nb(h, int(position) & MASK)
 
 
-@inlined
+@njit
 def finish_hash_nb(row_state, token):  # type: ignore[no-untyped-def]
     """The hash, an integer below 2**32, from `row_state_nb` and a token."""
     h = _mix_nb(row_state, int(token) & MASK) ^ LENGTH
@@ -228,20 +228,20 @@ def finish_hash_nb(row_state, token):  # type: ignore[no-untyped-def]
     return h ^ (h >> 16)
 
 
-@inlined
+@njit
 def gumbel_from_hash_nb(h):  # type: ignore[no-untyped-def]
     """float32 Gumbel noise of one hash (an integer below 2**32)."""
     u = min(float(np.float32((h + 0.5) * 2.0**-32)), MAX_UNIFORM)
     return np.float32(-math.log(-math.log1p(-u)))
 
 
-@inlined
+@njit
 def gumbel_nb(seed, position, token, domain=DOMAIN_TARGET):  # type: ignore[no-untyped-def]
     """Scalar `gumbel` for compiled code. int64 in, float32 out (called from Python: a float with that value)."""
     return gumbel_from_hash_nb(finish_hash_nb(row_state_nb(seed, position, domain), token))
 
 
-@inlined
+@njit
 def finish_hashes_nb(row_state, keys, hashes):  # type: ignore[no-untyped-def]
     """`finish_hash_nb` for many tokens of one row, about 0.5 ns each.
 
@@ -261,7 +261,7 @@ def finish_hashes_nb(row_state, keys, hashes):  # type: ignore[no-untyped-def]
         hashes[i] = h ^ (h >> np.uint32(16))
 
 
-@inlined
+@njit
 def uniforms_from_hashes_nb(hashes, uniforms):  # type: ignore[no-untyped-def]
     """`uniform_from_hash`. hashes: uint32 [n]; uniforms: float32 [n], written."""
     for i in range(hashes.shape[0]):

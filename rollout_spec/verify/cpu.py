@@ -20,7 +20,7 @@ from torch import Tensor
 
 from rollout_spec.features.format import FEATURE_WORDS, LOGPROB_STEP, MAX_CODE, SIGNATURE_WORDS, TOP_TOKENS
 from rollout_spec.features.torch import pack_signatures
-from rollout_spec.jit.compiler import inlined, njit
+from rollout_spec.jit.compiler import njit
 from rollout_spec.noise.host import DOMAIN_TARGET, finish_hashes_nb, gumbel_from_hash_nb, row_state_nb, token_keys
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
 from rollout_spec.verify.layout import Layout
@@ -49,19 +49,19 @@ def _keys(vocab_size: int) -> NDArray[np.uint32]:
     return token_keys(np.arange(vocab_size))
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _as_ordered(bits):
     """The bits of a float32 as an int32 that compares like the float, and back: its maxima are taken in SIMD lanes."""
     return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _order(value):
     """`_as_ordered` of a float32, of which -0.0 is 0.0."""
     return _as_ordered(np.float32(value + np.float32(0.0)).view(np.int32))
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _noise_bound(h):
     """No less than the Gumbel noise of hash `h`.
 
@@ -72,7 +72,7 @@ def _noise_bound(h):
     return np.float32(NOISE_BOUND_START - np.float32(u.view(np.int32)) * NOISE_BOUND_SLOPE)
 
 
-@inlined(allocates=False, fastmath={"contract"})
+@njit(allocates=False, fastmath={"contract"})
 def _exp(x):
     """exp of a float32 of at most 0, to two units in the last place; the polynomial is the one of Cephes' expf."""
     x = np.float32(max(x, MIN_EXPONENT))
@@ -90,7 +90,7 @@ def _exp(x):
     return np.int32(p.view(np.int32) + power).view(np.float32)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _highest(logits, chunk_maxima):
     """(first token of the largest logit, whether the row has a distribution: no NaN or +inf, not only -inf). O(V).
 
@@ -113,7 +113,7 @@ def _highest(logits, chunk_maxima):
     return token, largest <= LARGEST_BITS and math.isfinite(logits[token])
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _is_broken(logits):
     """Whether a logit is NaN or +inf."""
     broken = False
@@ -122,7 +122,7 @@ def _is_broken(logits):
     return broken
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _bound_scores(logits, temperature, hashes, bounds):
     """Fill `bounds` with what the scores of a block's tokens cannot exceed. Returns the largest."""
     highest = np.int32(-(2**31))
@@ -133,7 +133,7 @@ def _bound_scores(logits, temperature, hashes, bounds):
     return np.int32(_as_ordered(highest)).view(np.float32)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _sample_row(logits, temperature, state, keys, hashes, bounds):
     """First token of the largest logits / temperature + noise. O(V)."""
     best_token, best = 0, np.float32(-np.inf)
@@ -151,7 +151,7 @@ def _sample_row(logits, temperature, state, keys, hashes, bounds):
     return best_token
 
 
-@inlined(allocates=False, fastmath={"contract", "reassoc"})
+@njit(allocates=False, fastmath={"contract", "reassoc"})
 def _score_block(logits, scale, highest, chosen):
     """(sum of exp(logits / scale - highest), tokens with logits / scale >= chosen)."""
     total, rank = np.float32(0.0), np.int32(0)
@@ -162,7 +162,7 @@ def _score_block(logits, scale, highest, chosen):
     return total, rank
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _score_row(logits, scale, likeliest, token):
     """(log-probability of `token` under logits / scale, tokens at least as probable). O(V)."""
     highest, chosen = np.float32(logits[likeliest] / scale), np.float32(logits[token] / scale)
@@ -174,7 +174,7 @@ def _score_row(logits, scale, likeliest, token):
     return np.float32(np.float64(chosen) - highest - math.log(total)), rank
 
 
-@inlined(allocates=False, fastmath={"contract", "reassoc"})
+@njit(allocates=False, fastmath={"contract", "reassoc"})
 def _sum_maxima(chunk_maxima, scale, highest):
     """Sum of exp(maximum / scale - highest)."""
     total = np.float32(0.0)
@@ -184,7 +184,7 @@ def _sum_maxima(chunk_maxima, scale, highest):
     return total
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _largest_three(values):
     """Indices of the three largest values, of equal ones the first; -1 where there are fewer. O(n)."""
     a = b = c = -1
@@ -209,7 +209,7 @@ def _largest_three(values):
     return a, b, c
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _pack_distribution(logits, chunk_maxima, temperature, near, words):
     """Fill the words of the features that hold the most probable tokens. O(V / CHUNK).
 
@@ -245,7 +245,7 @@ def _pack_distribution(logits, chunk_maxima, temperature, near, words):
             words[1] |= code << np.int64(32 + 8 * place)
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _widen(narrow, row):
     """bfloat16, as uint16, to float32."""
     for i in range(row.size):

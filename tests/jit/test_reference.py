@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from numba.core.errors import TypingError
 
-from rollout_spec.jit.compiler import inlined, njit
+from rollout_spec.jit.compiler import njit
 from rollout_spec.jit.reference import Reference
 
 INTERPRETED = bool(numba.config.DISABLE_JIT)
@@ -49,7 +49,7 @@ def a_tuple(size=3):
     )
 
 
-@inlined(allocates=False)
+@njit(allocates=False)
 def _sum(array):
     total = 0.0
     for value in array.flat:
