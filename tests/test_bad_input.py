@@ -27,7 +27,6 @@ from rollout_spec.integrations.vllm.commands import EngineParts, run_command
 from rollout_spec.integrations.vllm.request_options import request_options
 from rollout_spec.integrations.vllm.weights import WeightWatch
 from rollout_spec.noise import host as noise
-from rollout_spec.noise import torch as noise_torch
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.api import verify
@@ -61,15 +60,6 @@ def command(*words):
 
 def variable(text):
     return environment.read({"ROLLOUT_SPEC": text})
-
-
-def gumbel(**changed):
-    return noise.gumbel(**{"seeds": 3, "positions": [4, 5], "tokens": 6, "domain": 0, **changed})
-
-
-def gumbel_of_tensors(**changed):
-    seeds, positions = torch.tensor([3, 4]), torch.tensor([5, 6])
-    return noise_torch.gumbel(**{"seeds": seeds, "positions": positions, "tokens": 7, **changed})
 
 
 def check(logits=None, drafts=None, cu=None, rows=None, **more):
@@ -164,18 +154,6 @@ CALLS = [
     (lambda: variable('{"budget": "no"}'), "ROLLOUT_SPEC: budget must be a bool, got 'no'"),
     (lambda: variable('{"num_speculative_tokens": 0}'), "ROLLOUT_SPEC: num_speculative_tokens must be from 1 to 128"),
     # Noise.
-    (lambda: gumbel(seeds=True), "seeds must be integers of 64 bits, got bool []"),
-    (lambda: gumbel(seeds=2**64), "seeds must be integers of 64 bits, got object []"),
-    (lambda: gumbel(positions=[0.5]), "positions must be integers of 64 bits, got float64 [1]"),
-    (lambda: gumbel(positions=[[1], [2, 3]]), "positions must be integers, got [[1], [2, 3]]"),
-    (lambda: gumbel(positions=np.array([1, 2, 3]), tokens=[1, 2]), "shapes of seeds, positions and tokens must"),
-    (lambda: gumbel(tokens=np.array(["a"])), "tokens must be integers of 64 bits, got <U1 [1]"),
-    (lambda: gumbel(domain=0.0), "domain must be an int, got 0.0"),
-    (lambda: gumbel_of_tensors(seeds=torch.tensor([1, 2, 3])), "positions must have shape [N] like seeds [3], got [2]"),
-    (lambda: gumbel_of_tensors(positions=[5, 6]), "positions must be an int64 tensor, got [5, 6]"),
-    (lambda: gumbel_of_tensors(tokens=-1), "tokens must be a vocabulary size from 1 to 2^31 - 1, got -1"),
-    (lambda: gumbel_of_tensors(tokens=torch.tensor([0.5])), "tokens must be an int or a tensor, int32 or int64, got"),
-    (lambda: gumbel_of_tensors(tokens=2**31), "tokens must be a vocabulary size from 1 to 2^31 - 1, got 2147483648"),
     (lambda: noise.derive_seed("run", None), "parts of derive_seed must be integers and strings, got NoneType None"),
     (lambda: noise.derive_seed(True), "parts of derive_seed must be integers and strings, got bool True"),
     # Verification.
@@ -286,8 +264,6 @@ def test_a_call_of_a_drafter_that_is_refused_changes_nothing(call, message):
         lambda: controller(logprob_tolerance=INF).begin_step(np.int64(3)),
         lambda: request_options({"rollout_spec": {"problem_id": np.uint64(2**64 - 1), "keep_in_history": 1.0}}),
         lambda: variable("{}"),
-        lambda: gumbel(seeds=bytearray(b"a"), positions=np.array([3, 4], np.uint8), tokens=np.arange(6)[::3][:1]),
-        lambda: gumbel_of_tensors(tokens=torch.tensor([0, 6]), domain=np.int64(1)),
         lambda: check(logits=torch.zeros(5, 10, dtype=torch.bfloat16)[:, ::2], drafts=torch.arange(6)[::2]),
         lambda: check(drafts=torch.tensor([-1, 2**40, 5]), cu=torch.tensor([0, 3], dtype=torch.int32)),
         lambda: check(rows={"temperature": torch.tensor([1e-9, 1e30]), "positions": torch.tensor([-1, 2**62])}),

@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rollout_spec.checks import integer, shown, shown_array
+from rollout_spec.checks import shown
 from rollout_spec.jit.compiler import njit
 
 DOMAIN_TARGET = 0
@@ -92,28 +92,21 @@ def derive_seed(*parts: int | str) -> int:
 # ---------------------------------------------------------------------------------------------------------- NumPy
 
 
-def _as_int64(values: ArrayLike, name: str) -> NDArray[np.int64]:
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError, RuntimeError):  # lists of different lengths, tensors on a device
-        raise TypeError(f"{name} must be integers, got {shown(values)}") from None
-    if array.dtype.kind not in "iu":
-        raise TypeError(f"{name} must be integers of 64 bits, got {shown_array(array)}")
-    return array.astype(np.int64, copy=False)
-
-
-def _low_word(values: NDArray[np.int64]) -> UInt32Array:
-    return (values & MASK).astype(np.uint32)
+def _low_word(values: ArrayLike) -> UInt32Array:
+    return (np.asarray(values, np.int64) & MASK).astype(np.uint32)
 
 
 def _rotl(x: Any, bits: int) -> Any:
     return (x << np.uint32(bits)) | (x >> np.uint32(32 - bits))
 
 
+def _key(word: Any) -> Any:
+    """What a word adds to murmur3's state. uint32 arrays, wrapping."""
+    return _rotl(word * np.uint32(C1), 15) * np.uint32(C2)
+
+
 def _mix(state: Any, word: Any) -> Any:
-    """One murmur3 round. uint32 arrays, wrapping."""
-    word = _rotl(word * np.uint32(C1), 15) * np.uint32(C2)
-    return _rotl(state ^ word, 13) * np.uint32(5) + np.uint32(ADD)
+    return _rotl(state ^ _key(word), 13) * np.uint32(5) + np.uint32(ADD)
 
 
 def hash32(seeds: ArrayLike, positions: ArrayLike, tokens: ArrayLike, domain: int = DOMAIN_TARGET) -> UInt32Array:
@@ -128,27 +121,12 @@ def hash32(seeds: ArrayLike, positions: ArrayLike, tokens: ArrayLike, domain: in
     Returns:
         uint32, shape of the three broadcast together. The work before the token is done on the shape of seeds and
         positions: pass `seeds[:, None], positions[:, None], np.arange(vocab_size)`.
-
-    Raises:
-        TypeError: an argument does not hold integers.
-        ValueError: shapes do not broadcast.
     """
-    seed = _as_int64(seeds, "seeds")
-    position = _low_word(_as_int64(positions, "positions"))
-    token = _low_word(_as_int64(tokens, "tokens"))
-    domain = integer("domain", domain)
-    try:
-        np.broadcast_shapes(seed.shape, position.shape, token.shape)
-    except ValueError:
-        raise ValueError(
-            "shapes of seeds, positions and tokens must broadcast, got "
-            f"{list(seed.shape)}, {list(position.shape)} and {list(token.shape)}"
-        ) from None
     with np.errstate(over="ignore"):  # NumPy reports wrapping of 0-d arrays, not of others
-        h = _mix(np.uint32(domain & MASK), _low_word(seed))
-        h = _mix(h, _low_word(seed >> 32))
-        h = _mix(h, position)
-        h = _mix(h, token) ^ np.uint32(LENGTH)
+        h = _mix(np.uint32(domain), _low_word(seeds))
+        h = _mix(h, _low_word(np.asarray(seeds, np.int64) >> 32))
+        h = _mix(h, _low_word(positions))
+        h = _mix(h, _low_word(tokens)) ^ np.uint32(LENGTH)
         h ^= h >> np.uint32(16)
         h = h * np.uint32(FMIX1)
         h ^= h >> np.uint32(13)
@@ -172,26 +150,21 @@ def gumbel_from_uniform(uniforms: NDArray[np.float32]) -> NDArray[np.float32]:
 def uniform32(
     seeds: ArrayLike, positions: ArrayLike, tokens: ArrayLike, domain: int = DOMAIN_TARGET
 ) -> NDArray[np.float32]:
-    """Uniform noise in (0, 1], float32. Arguments, broadcasting and errors as `hash32`."""
+    """Uniform noise in (0, 1], float32. Arguments and broadcasting as `hash32`."""
     return uniform_from_hash(hash32(seeds, positions, tokens, domain))
 
 
 def gumbel(
     seeds: ArrayLike, positions: ArrayLike, tokens: ArrayLike, domain: int = DOMAIN_TARGET
 ) -> NDArray[np.float32]:
-    """Gumbel(0, 1) noise in [MIN_GUMBEL, MAX_GUMBEL], float32. Arguments, broadcasting and errors as `hash32`."""
+    """Gumbel(0, 1) noise in [MIN_GUMBEL, MAX_GUMBEL], float32. Arguments and broadcasting as `hash32`."""
     return gumbel_from_uniform(uniform32(seeds, positions, tokens, domain))
 
 
 def token_keys(tokens: ArrayLike) -> UInt32Array:
-    """murmur3's part that depends on the token alone, for `finish_hashes_nb`. uint32, shape of `tokens`.
-
-    Raises:
-        TypeError: `tokens` does not hold integers.
-    """
+    """murmur3's part that depends on the token alone, for `finish_hashes_nb`. uint32, shape of `tokens`."""
     with np.errstate(over="ignore"):
-        words = _low_word(_as_int64(tokens, "tokens"))
-        return np.asarray(_rotl(words * np.uint32(C1), 15) * np.uint32(C2), dtype=np.uint32)
+        return np.asarray(_key(_low_word(tokens)), dtype=np.uint32)
 
 
 # ---------------------------------------------------------------------------------------------------------- numba
@@ -218,17 +191,6 @@ def row_state_nb(seed, position, domain):  # type: ignore[no-untyped-def]
 
 
 @njit
-def finish_hash_nb(row_state, token):  # type: ignore[no-untyped-def]
-    """The hash, an integer below 2**32, from `row_state_nb` and a token."""
-    h = _mix_nb(row_state, int(token) & MASK) ^ LENGTH
-    h ^= h >> 16
-    h = (h * FMIX1) & MASK
-    h ^= h >> 13
-    h = (h * FMIX2) & MASK
-    return h ^ (h >> 16)
-
-
-@njit
 def gumbel_from_hash_nb(h):  # type: ignore[no-untyped-def]
     """float32 Gumbel noise of one hash (an integer below 2**32)."""
     u = min(float(np.float32((h + 0.5) * 2.0**-32)), MAX_UNIFORM)
@@ -238,12 +200,17 @@ def gumbel_from_hash_nb(h):  # type: ignore[no-untyped-def]
 @njit
 def gumbel_nb(seed, position, token, domain=DOMAIN_TARGET):  # type: ignore[no-untyped-def]
     """Scalar `gumbel` for compiled code. int64 in, float32 out (called from Python: a float with that value)."""
-    return gumbel_from_hash_nb(finish_hash_nb(row_state_nb(seed, position, domain), token))
+    h = _mix_nb(row_state_nb(seed, position, domain), int(token) & MASK) ^ LENGTH
+    h ^= h >> 16
+    h = (h * FMIX1) & MASK
+    h ^= h >> 13
+    h = (h * FMIX2) & MASK
+    return gumbel_from_hash_nb(h ^ (h >> 16))
 
 
 @njit
 def finish_hashes_nb(row_state, keys, hashes):  # type: ignore[no-untyped-def]
-    """`finish_hash_nb` for many tokens of one row, about 0.5 ns each.
+    """The hashes of many tokens of one row, from `row_state_nb`: about 0.5 ns each.
 
     row_state: integer below 2**32; keys: uint32 [n] from `token_keys`; hashes: uint32 [n], written.
     """
@@ -259,13 +226,3 @@ def finish_hashes_nb(row_state, keys, hashes):  # type: ignore[no-untyped-def]
         h = np.uint32(h ^ (h >> np.uint32(13)))
         h = np.uint32(h * np.uint32(FMIX2))
         hashes[i] = h ^ (h >> np.uint32(16))
-
-
-@njit
-def uniforms_from_hashes_nb(hashes, uniforms):  # type: ignore[no-untyped-def]
-    """`uniform_from_hash`. hashes: uint32 [n]; uniforms: float32 [n], written."""
-    for i in range(hashes.shape[0]):
-        h = hashes[i]
-        high = np.float32(np.int32(h >> np.uint32(16))) * np.float32(2.0**-16)
-        low = (np.float32(np.int32(h & np.uint32(0xFFFF))) + np.float32(0.5)) * np.float32(2.0**-32)
-        uniforms[i] = high + low
