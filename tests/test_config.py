@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import pytest
 from rollout_spec import RolloutSpecConfig, __version__, checks, cli, engine_kwargs
 from rollout_spec.config import CONFIG_KEY
 from rollout_spec.imports import command_line
-from rollout_spec.integrations.vllm import configuration, log, plugin
+from rollout_spec.integrations.vllm import configuration, plugin
 from rollout_spec.integrations.vllm.log import describe_engine
 
 NOISE_ONLY = engine_kwargs(speculation=False)["additional_config"]
@@ -165,7 +164,6 @@ class Changed:
 def no_hook_is_missing(monkeypatch):
     """Until the test ends, whatever was found before."""
     monkeypatch.setattr(configuration, "missing", [])
-    monkeypatch.setattr(configuration, "missing_optional", [])
 
 
 @pytest.mark.parametrize("lacks", ["sample_tokens", "GPUModelRunner"])
@@ -204,88 +202,6 @@ def test_a_hook_may_fail_in_any_way_that_a_changed_vllm_has(monkeypatch, error):
     asking = SimpleNamespace(additional_config=NOISE_ONLY, speculative_config=None)
     with pytest.raises(RuntimeError, match=r"in vllm\.runners, it is gone\. Install"):
         configuration.config_of(asking)
-
-
-def a_server_engine(**methods):
-    """Stands for vLLM's `AsyncLLM`, of an engine that asks for us without speculation, with our hooks."""
-
-    def init(self):
-        self.vllm_config = SimpleNamespace(
-            additional_config=NOISE_ONLY,
-            speculative_config=None,
-            scheduler_config=SimpleNamespace(async_scheduling=True),
-            use_v2_model_runner=True,
-            model_config=SimpleNamespace(served_model_name="policy", seed=0),
-        )
-        self.output_processor = SimpleNamespace(add_request=None, request_states={})
-
-    return type("AsyncLLM", (), {"__init__": init, **methods})
-
-
-def with_hooks(monkeypatch, engine):
-    """The engine's class after vLLM's import."""
-    no_hook_is_missing(monkeypatch)
-    monkeypatch.setattr(plugin, "_registered", False)
-    hooks = []
-    monkeypatch.setattr(plugin.wrapt, "register_post_import_hook", lambda hook, name: hooks.append((hook, name)))
-    plugin.register()
-    for hook, name in hooks:
-        if name == "vllm.v1.engine.async_llm":
-            hook(SimpleNamespace(__name__=name, AsyncLLM=engine))
-    return engine
-
-
-async def log_stats(self):
-    return "logged"
-
-
-async def newer_rpc(self, method, timeout=None, args=(), kwargs=None, deadline=None):
-    """As in a vLLM that has another parameter."""
-    return method, args, deadline
-
-
-def test_servers_lose_metrics_and_checks_of_commands_where_vllm_has_changed(monkeypatch):
-    pytest.importorskip("vllm")
-    said = []
-    monkeypatch.setattr(log, "say", said.append)
-    with_hooks(monkeypatch, a_server_engine())()
-    assert len(said) == 2
-    assert "do_log_stats" in said[1]
-    assert "collective_rpc" in said[1]
-    said.clear()
-    complete = with_hooks(monkeypatch, a_server_engine(do_log_stats=log_stats, collective_rpc=newer_rpc))
-    complete()
-    assert len(said) == 1
-    assert not hasattr(complete.__init__.__wrapped__, "__wrapped__"), "one wrapper"
-
-
-def test_a_server_engine_that_builds_itself_in_another_way_is_not_touched(monkeypatch):
-    class Own(with_hooks(monkeypatch, a_server_engine(do_log_stats=log_stats, collective_rpc=newer_rpc))):
-        def __init__(self):
-            pass
-
-    asyncio.run(Own().do_log_stats())
-    assert asyncio.run(Own().collective_rpc("sleep", 3, ("a",), deadline=5)) == ("sleep", ("a",), 5)
-    assert asyncio.run(Own().collective_rpc("rollout_spec", args=("nonsense",))) == (
-        "rollout_spec",
-        ("nonsense",),
-        None,
-    )
-
-
-def test_a_servers_commands_are_checked_however_they_are_given(monkeypatch):
-    pytest.importorskip("vllm")
-    engine = with_hooks(monkeypatch, a_server_engine(do_log_stats=log_stats, collective_rpc=newer_rpc))()
-    assert asyncio.run(engine.collective_rpc("rollout_spec", None, ("stats",), deadline=5)) == (
-        "rollout_spec",
-        ("stats",),
-        5,
-    )
-    for arguments, named in (((None, ("nonsense",)), {}), ((), {"args": ("nonsense",), "deadline": 5})):
-        with pytest.raises(ValueError, match="command must be one of"):
-            asyncio.run(engine.collective_rpc("rollout_spec", *arguments, **named))
-    with pytest.raises(ValueError, match="command is missing"):
-        asyncio.run(engine.collective_rpc("rollout_spec"))
 
 
 @pytest.mark.parametrize(

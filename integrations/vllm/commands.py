@@ -41,8 +41,8 @@ class EngineParts(NamedTuple):
 def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
     """Run a command: `config`, `stats`, `history`, `report`, `set_enabled` or `begin_policy_version`.
 
-    `set_enabled` takes a bool. `begin_policy_version` takes nothing, and a version begins with the next step if the
-    model's parameters have changed; or a number of versions, which begin in any case, and older history goes sooner.
+    `set_enabled` takes a bool. `begin_policy_version` takes how many versions begin with the next step, 1 if it is left
+    out; more make older history go sooner.
 
     Returns:
         `config`: `RolloutSpecConfig.to_dict`. `stats`: `SpeculationStats.to_dict`, `drafter_bytes`,
@@ -54,7 +54,7 @@ def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
         RuntimeError: `set_enabled(True)` after the drafter has raised.
     """
     config, speculation, stats, weights = engine
-    check_command(name, *args, speculates=speculation is not None)
+    _check(name, args, speculates=speculation is not None)
     if name == "config":
         return config.to_dict()
     if name == "stats":
@@ -71,31 +71,18 @@ def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
     if name == "report":
         return report(speculation, stats)
     if name == "begin_policy_version":
-        if not args:
-            return weights.mark()
-        return weights.announce(int(args[0]))
+        return weights.announce(*map(int, args))
     assert speculation is not None
     return speculation.set_enabled(bool(args[0]))
 
 
-def check_command(*command: Any, speculates: bool) -> None:
-    """Check a command's name and arguments; a server does so before it asks its engine.
-
-    Args:
-        *command: As for `run_command`.
-        speculates: Whether the engine was built with speculation.
-
-    Raises:
-        ValueError, TypeError: as for `run_command`, or there is no command.
-    """
-    if not command:
-        raise ValueError(f"the rollout_spec command is missing: args must begin with one of {tuple(COMMANDS)}")
-    name, *args = command
+def _check(name: Any, args: tuple[Any, ...], *, speculates: bool) -> None:
+    """Raise ValueError or TypeError as `run_command` does."""
     name = checks.choice("the rollout_spec command", name, COMMANDS)
     least, most = COMMANDS[name]
     if not least <= len(args) <= most:
         expected = f"{least} argument(s)" if least == most else f"from {least} to {most} arguments"
-        raise ValueError(f"{name} takes {expected}, got {checks.shown(tuple(args))}")
+        raise ValueError(f"{name} takes {expected}, got {checks.shown(args)}")
     if name == "begin_policy_version" and args:
         checks.integer("begin_policy_version: how many versions begin", args[0], 1, MAX_BEGUN)
     if name == "set_enabled":

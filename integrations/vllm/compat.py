@@ -84,15 +84,6 @@ def verifies_adaptively(speculative_config: Any) -> bool:
     return bool(getattr(speculative_config, "enable_adaptive_verification", False))
 
 
-def keep_compile_cache(speculative_config: Any) -> None:
-    """Let vLLM use its compilation cache where our speculator takes the place of `ngram_gpu`.
-
-    Up to 0.31 vLLM switches the cache off for `ngram_gpu`; 0.32 does so in V1 only. With 0.32 as the oldest version,
-    this can go.
-    """
-    object.__setattr__(speculative_config, "use_ngram_gpu", lambda: False)
-
-
 # -- the front end ---------------------------------------------------------------------------------------------------
 
 

@@ -32,8 +32,6 @@ MAX_DEVICE_BYTES, MAX_DEVICE_SHARE = 2 << 30, 0.025
 
 missing: list[str] = []
 """What the hooks did not find in this vLLM, a sentence for each."""
-missing_optional: list[str] = []
-"""The same of hooks without which engines that ask for us work, too."""
 
 
 def need_all_hooks() -> None:

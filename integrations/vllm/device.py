@@ -55,7 +55,6 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         config = config_of(vllm_config)
         assert config is not None
         speculative = vllm_config.speculative_config
-        compat.keep_compile_cache(speculative)
         self.model = compat.speculator_model()
         self.from_history = self
         self.stats = SpeculationStats()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Callable
-from contextvars import ContextVar
 from typing import Any
 
-from rollout_spec.config import AUTO, CONFIG_KEY, RolloutSpecConfig
+from rollout_spec.config import AUTO, RolloutSpecConfig
 from rollout_spec.integrations.vllm import compat, log, step_sizes
 from rollout_spec.integrations.vllm.configuration import (
     config_of,
@@ -19,13 +17,10 @@ from rollout_spec.integrations.vllm.configuration import (
     settle,
 )
 from rollout_spec.integrations.vllm.environment import MODELS, VARIABLE, ask_for_speculation
-from rollout_spec.integrations.vllm.log import without_untrue_warnings
 from rollout_spec.integrations.vllm.model_drafters import prepare_model_drafter
 
 ASYNC_METHOD = "ngram_gpu"
 """vLLM's drafter without a model beside which it schedules asynchronously. In V2 ours takes its place."""
-_looks_up_compiled: ContextVar[bool] = ContextVar("_looks_up_compiled", default=False)
-"""Whether vLLM is looking for the model in its compilation cache."""
 
 
 def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,12 +33,6 @@ def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **
             raise
         remedy = f'{VARIABLE} asks for speculation in this engine: its "{MODELS}" can leave it out'
         raise ValueError(f"{error}\n{remedy}") from error
-
-
-def complete_speculative_config(original: Callable[..., None], self: Any) -> None:
-    """Keep warnings about custom proposers out of the log of our engines."""
-    with without_untrue_warnings(is_ours(self)):
-        original(self)
 
 
 def complete_config(original: Callable[..., None], self: Any) -> None:
@@ -64,8 +53,7 @@ def complete_config(original: Callable[..., None], self: Any) -> None:
         # vLLM decides by the runner and the method, and from 0.33 on leaves it on in V2, where every request
         # would then be scheduled with K draft tokens, whatever the drafter says.
         self.scheduler_config.async_scheduling = False
-    with without_untrue_warnings(config is not None and not has_model_drafter(self)):
-        original(self)
+    original(self)
 
 
 def _prepare_device_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
@@ -88,27 +76,6 @@ def set_cudagraph_sizes(original: Callable[..., None], self: Any) -> None:
     remark = step_sizes.add_graphs(self, functools.partial(original, self))
     if remark is not None:
         log.say(remark)
-
-
-def look_up_compiled(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Mark what vLLM does to find the compiled model, or to compile it. Two places, which share nothing else."""
-    before = _looks_up_compiled.set(True)
-    try:
-        return original(*args, **kwargs)
-    finally:
-        _looks_up_compiled.reset(before)
-
-
-def compute_hash(original: Callable[..., str], self: Any, *args: Any, **kwargs: Any) -> str:
-    """Find the compiled model again when only our options have changed, which change nothing in its graph.
-
-    vLLM asks for the hash elsewhere, too: the memory that it has measured depends on our options.
-    """
-    additional = self.additional_config
-    if _looks_up_compiled.get() and isinstance(additional, dict) and CONFIG_KEY in additional:
-        self = copy.copy(self)
-        self.additional_config = {key: value for key, value in additional.items() if key != CONFIG_KEY}
-    return original(self, *args, **kwargs)
 
 
 def v2_unsupported_features(original: Callable[..., list[str]], self: Any) -> list[str]:

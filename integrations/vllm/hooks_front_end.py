@@ -1,21 +1,20 @@
-"""Hooks of vLLM's front end: its requests, its engines, and a server's metrics and commands.
+"""Hooks of vLLM's front end: its requests and its engines.
 
 Each hook is called as `(original, self, ...)` in place of the method.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
+import functools
 import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
 from rollout_spec import checks
-from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
-from rollout_spec.integrations.vllm import configuration, log
+from rollout_spec.config import CONFIG_KEY
+from rollout_spec.integrations.vllm import log
 from rollout_spec.integrations.vllm.configuration import (
     MARK,
     check_engine,
@@ -23,7 +22,6 @@ from rollout_spec.integrations.vllm.configuration import (
     has_model_drafter,
     repeats_seeds,
 )
-from rollout_spec.integrations.vllm.copies import warn_of_copies
 from rollout_spec.integrations.vllm.request_options import RequestOptions, request_options, with_plain_options
 
 logger = logging.getLogger(__name__)
@@ -53,10 +51,8 @@ def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     params = request.sampling_params
     if self._rollout_spec_seeds is None or params is None:
         return request
-    try:  # an error raised here fails this request alone
-        options = _check_request(params, is_v1=self._rollout_spec_is_v1, speculates=self._rollout_spec_speculates)
-    except (TypeError, ValueError) as error:
-        raise _request_error()(str(error)) from error
+    # An error raised here fails this request alone, and is a bad request to vLLM's servers.
+    options = _check_request(params, is_v1=self._rollout_spec_is_v1, speculates=self._rollout_spec_speculates)
     if request.cache_salt and not self._rollout_spec_ignores_salts:
         _tell_of_salts()
         options = options._replace(own_only=True, keep_in_history=False)
@@ -93,17 +89,6 @@ def _check_request(params: Any, *, is_v1: bool, speculates: bool) -> RequestOpti
     return request_options(params.extra_args)
 
 
-@functools.cache
-def _request_error() -> type[ValueError]:
-    """The exception for a bad request: a ValueError that vLLM's servers answer with status 400."""
-    from vllm.exceptions import VLLMValidationError
-
-    class RequestError(VLLMValidationError, ValueError):
-        """A request that rollout_spec refuses."""
-
-    return RequestError
-
-
 class _SeedSource:
     """Seeds for requests that come without one, by the request's number and a key.
 
@@ -130,7 +115,7 @@ class _SeedSource:
 
 
 def init_engine(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """Say what speculation an engine has, warn of copies, and end outputs at stop strings if it speculates."""
+    """Say what speculation an engine has, and end outputs at stop strings if it speculates."""
     original(self, *args, **kwargs)
     config = config_of(self.vllm_config)
     if config is None:
@@ -142,53 +127,7 @@ def init_engine(original: Callable[..., None], self: Any, *args: Any, **kwargs: 
             f"rollout_spec: requests without a seed get theirs from the engine's, {seed}, and their number: another "
             "engine with this seed, or this one after a restart, repeats these rollouts"
         )
-    warn_of_copies(self.output_processor)
     if config.speculation:
         from rollout_spec.integrations.vllm.stop_strings import end_outputs_at_stop_strings
 
         end_outputs_at_stop_strings(self.output_processor)
-
-
-def init_server_engine(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
-    """As `init_engine`, with metrics."""
-    init_engine(original, self, *args, **kwargs)
-    if config_of(self.vllm_config) is None:
-        return
-    # Of several front ends of one engine the first one counts, as the others' counters are added to its own.
-    if not kwargs.get("client_index"):
-        from rollout_spec.integrations.vllm.metrics import ServerMetrics
-
-        self._rollout_spec_metrics = ServerMetrics(self.vllm_config.model_config.served_model_name)
-    if configuration.missing_optional:
-        names = "; ".join(configuration.missing_optional)
-        log.say(f"rollout_spec: some metrics, checks or savings of time are off with this vLLM: {names}")
-
-
-async def log_server_stats(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Bring our metrics up to date whenever vLLM logs its own."""
-    result = await original(self, *args, **kwargs)
-    metrics = getattr(self, "_rollout_spec_metrics", None)
-    if metrics is not None:
-        metrics.refresh(self.collective_rpc)
-    return result
-
-
-async def check_server_command(original: Callable[..., Any], self: Any, method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Check commands in the front end, too: an error of the worker reaches an HTTP client as an internal one."""
-    vllm_config = getattr(self, "vllm_config", None) if method == CONFIG_KEY else None
-    config = config_of(vllm_config) if vllm_config is not None else None
-    if config is not None:
-        given = inspect.signature(original).bind(self, method, *args, **kwargs).arguments
-        if not given.get("kwargs"):
-            _check_command(given.get("args", ()), config)
-    return await original(self, method, *args, **kwargs)
-
-
-def _check_command(command: Any, config: RolloutSpecConfig) -> None:
-    """Raise the exception for a bad request if a command is wrong."""
-    from rollout_spec.integrations.vllm.commands import check_command
-
-    try:
-        check_command(*command, speculates=config.speculation)
-    except (TypeError, ValueError) as error:
-        raise _request_error()(str(error)) from error

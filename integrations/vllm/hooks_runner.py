@@ -14,7 +14,6 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import runs_on_device
 from rollout_spec.integrations.vllm import compat, log, step_sizes
 from rollout_spec.integrations.vllm.configuration import check_environment, config_of, has_model_drafter
-from rollout_spec.integrations.vllm.log import without_untrue_warnings
 from rollout_spec.integrations.vllm.ranks import end_if_unheard
 
 # -- both runners ----------------------------------------------------------------------------------------------------
@@ -52,8 +51,7 @@ def _init(
 ) -> None:
     self.rollout_spec = None
     config = config_of(vllm_config)
-    with without_untrue_warnings(config is not None):
-        original(self, vllm_config, *args, **kwargs)
+    original(self, vllm_config, *args, **kwargs)
     if config is not None:
         check_environment(config)
         _warm_up(config, self.device, has_model=has_model_drafter(vllm_config))

@@ -37,7 +37,7 @@ def _warming_up(worker: Any) -> contextlib.AbstractContextManager[None]:
 
 
 def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
-    """Compare the model's parameters from now on."""
+    """Notice from now on that the model loads weights."""
     result = original(self, *args, **kwargs)
     adapter = _adapter_of(self)
     if adapter is not None:
@@ -85,7 +85,7 @@ def getattr_of_wrapper(original: Callable[..., Any], self: Any, name: str) -> An
     if loads_weights(name):
         adapter = _adapter_of(vars(self).get("worker"))
         if adapter is not None:
-            adapter.weights.mark()
+            adapter.weights.announce()
     return original(self, name)
 
 

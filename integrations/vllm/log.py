@@ -1,28 +1,14 @@
-"""What we say in vLLM's log, and which warnings of vLLM's are untrue for engines of ours and not shown for them.
-
-`docs/troubleshooting.md` explains the warnings that remain.
-"""
+"""What we say in vLLM's log."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any
 
 from rollout_spec import __version__
 from rollout_spec.config import RolloutSpecConfig
-
-UNTRUE = (
-    # Which interface it is depends on the version of vLLM, and `compat.py` says which versions were tested.
-    ("vllm.config.speculative", "Using a custom class-based proposer backend."),
-    # Drafts from history take nothing from what a step may have. `step_sizes` says where that is too little.
-    ("vllm.config.vllm", "max_num_scheduled_tokens is set to"),
-    # Both work: the verifier applies the one, our V1 adapter the other.
-    ("vllm.v1.sample.logits_processor", "min_p and logit_bias parameters won't work with speculative decoding."),
-)
-"""(logger, how the message begins)."""
 
 
 def say(message: str) -> None:
@@ -82,35 +68,3 @@ def describe_states(specs: Iterable[Any], vllm_config: Any) -> str | None:
         f"as it may have so many drafted tokens: {now:.1f} MiB on each rank instead of {before:.1f}. If that leaves "
         "room for too few requests, lower num_speculative_tokens"
     )
-
-
-@contextmanager
-def without_untrue_warnings(is_ours: bool) -> Iterator[None]:
-    """Keep the warnings of `UNTRUE` out of the log while an engine of ours is built inside.
-
-    vLLM says some of them once per process, and counts one that was kept out as said.
-
-    Args:
-        is_ours: False: nothing is kept out.
-    """
-    filters = []
-    for name, beginning in UNTRUE if is_ours else ():
-        logger, is_true = logging.getLogger(name), _Unless(beginning)
-        logger.addFilter(is_true)
-        filters.append((logger, is_true))
-    try:
-        yield
-    finally:
-        for logger, is_true in filters:
-            logger.removeFilter(is_true)
-
-
-class _Unless(logging.Filter):
-    """Lets all messages through but those with this beginning."""
-
-    def __init__(self, beginning: str) -> None:
-        super().__init__()
-        self._beginning = beginning
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not record.getMessage().startswith(self._beginning)

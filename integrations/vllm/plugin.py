@@ -8,7 +8,6 @@ An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our p
 from __future__ import annotations
 
 import functools
-import inspect
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ class Hook(NamedTuple):
     function: Callable[..., Any]
     """Takes the original, and then the original's arguments."""
     is_needed: bool = True
-    """Whether engines that ask for us fail where this vLLM has no such method. Otherwise they say what they lack."""
+    """Whether engines that ask for us fail where this vLLM has no such method."""
 
     def apply(self, module: Any) -> None:
         """Replace the original. Raises AttributeError if there is none, and TypeError if it cannot be replaced."""
@@ -38,23 +37,15 @@ class Hook(NamedTuple):
 
 
 def _wrapped(original: Any, function: Callable[..., Any]) -> Any:
-    if inspect.iscoroutinefunction(function):
-
-        @functools.wraps(original)
-        async def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return await function(original, *args, **kwargs)
-    else:
-
-        @functools.wraps(original)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs)
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
 
     return wrapper
 
 
 _config = "vllm.config.vllm", "VllmConfig"
 _inputs = "vllm.v1.engine.input_processor", "InputProcessor"
-_server = "vllm.v1.engine.async_llm", "AsyncLLM"
 _runner_v1 = "vllm.v1.worker.gpu_model_runner", "GPUModelRunner"
 _runner_v2 = "vllm.v1.worker.gpu.model_runner", "GPUModelRunner"
 _graphs_v2 = "vllm.v1.worker.gpu.cudagraph_utils", "ModelCudaGraphManager"
@@ -64,20 +55,14 @@ _wrapper = "vllm.v1.worker.worker_base", "WorkerWrapperBase"
 
 HOOKS = (
     Hook("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", hooks_config.create_engine_config),
-    Hook("vllm.config.speculative", "SpeculativeConfig", "__post_init__", hooks_config.complete_speculative_config),
     Hook(*_config, "__post_init__", hooks_config.complete_config),
     Hook(*_config, "_set_cudagraph_sizes", hooks_config.set_cudagraph_sizes),
     Hook(*_config, "_get_v2_model_runner_unsupported_features", hooks_config.v2_unsupported_features),
-    Hook(*_config, "compute_hash", hooks_config.compute_hash),
-    Hook("vllm.compilation.backends", "VllmBackend", "__call__", hooks_config.look_up_compiled, is_needed=False),
-    Hook("vllm.compilation.caching", None, "aot_compile_hash_factors", hooks_config.look_up_compiled, is_needed=False),
     Hook("vllm.sampling_params", "SamplingParams", "_validate_spec_decode", hooks_config.validate_sampling_params),
     Hook(*_inputs, "__init__", hooks_front_end.init_input_processor),
     Hook(*_inputs, "process_inputs", hooks_front_end.process_inputs),
     Hook("vllm.v1.engine.llm_engine", "LLMEngine", "__init__", hooks_front_end.init_engine),
-    Hook(*_server, "__init__", hooks_front_end.init_server_engine),
-    Hook(*_server, "do_log_stats", hooks_front_end.log_server_stats, is_needed=False),
-    Hook(*_server, "collective_rpc", hooks_front_end.check_server_command, is_needed=False),
+    Hook("vllm.v1.engine.async_llm", "AsyncLLM", "__init__", hooks_front_end.init_engine),
     Hook(*_runner_v1, "__init__", hooks_runner.init_v1),
     Hook(*_runner_v1, "execute_model", hooks_runner.execute_model),
     Hook(*_runner_v1, "sample_tokens", hooks_runner.sample_tokens),
@@ -139,10 +124,9 @@ def install_or_note(change: Callable[[Any], None], module: Any, *, is_needed: bo
     try:
         change(module)
     except (AttributeError, ImportError, TypeError) as error:  # a name or module is missing, or cannot be replaced
-        found = configuration.missing if is_needed else configuration.missing_optional
         what = f"in {module.__name__}, {error}"
-        if what not in found:  # a class that is missing lacks all its methods
-            found.append(what)
+        if is_needed and what not in configuration.missing:  # a class that is missing lacks all its methods
+            configuration.missing.append(what)
         if os.environ.get(VARIABLE):  # the hook may be the one that would have read it
             configuration.need_all_hooks()
 

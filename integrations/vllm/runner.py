@@ -10,7 +10,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features.torch import prepare
 from rollout_spec.integrations.vllm.commands import EngineParts, run_command
 from rollout_spec.integrations.vllm.device_io import StepClock
-from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank
+from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
 from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.integrations.vllm.weights import WeightWatch
 from rollout_spec.stats import SpeculationStats
@@ -41,7 +41,7 @@ class RunnerAdapter:
         self.stats = stats
         self.num_wanted_drafts = config.max_draft_tokens
         self.clock = StepClock(runner.device, stats)
-        self.weights = WeightWatch(agreeing_on_any(runner.vllm_config))
+        self.weights = WeightWatch()
         self.adapters: dict[int, str] = {}
         self._runner = runner
         self._config = config
@@ -125,7 +125,7 @@ class RunnerAdapter:
             self._speculation.expect(scheduled.scheduled_new_reqs)
 
     def on_adapter(self, lora_request: Any) -> None:
-        """A LoRA adapter is loaded, which is a new policy and not among the model's parameters."""
+        """A LoRA adapter is loaded, which is a new policy."""
         self.adapters[lora_request.lora_int_id] = lora_request.lora_path
         self.weights.announce()
 

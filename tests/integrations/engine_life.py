@@ -35,9 +35,8 @@ NUM_LIVES = int(os.environ.get("ENGINE_LIVES", "0"))
 MAX_PROMPT = 90
 LAST = [1, 4, 9], SamplingParams(max_tokens=2, seed=1, extra_args={"rollout_spec": {"keep_in_history": False}})
 """A request with which the others' end is noticed."""
-CHANGED = ("announced", "marked", "loaded", "unsaid")
-"""How an engine hears of new weights: a version is announced, or found by the checksum of the model's parameters that
-the front end's mark or vLLM's own loading of weights asks for; or nobody says anything."""
+CHANGED = ("announced", "loaded", "unsaid")
+"""How an engine hears of new weights: a version is announced, vLLM loads weights itself, or nobody says anything."""
 
 SAMPLING = {
     "temperature": st.sampled_from([0.0, 0.5, 1.0, 1.3]),
@@ -224,8 +223,7 @@ class EngineLife(RuleBasedStateMachine):
         self._conversations: list[list[int]] = []
         self._clear()
         self._version = stats_of(on)["policy_version"]
-        self._seen_variant = 0  # the last that was made a version
-        self._num_announced, self._is_marked = 0, False
+        self._has_new_weights = False
 
     # -- what can happen ---------------------------------------------------------------------------------------------
 
@@ -301,14 +299,10 @@ class EngineLife(RuleBasedStateMachine):
         assert self.off.llm_engine.reset_prefix_cache()
         self.weights.change(variant)
         if how == "announced":
-            self.on.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
-            self._num_announced = 1
-        elif how == "marked":
             self.on.collective_rpc("rollout_spec", args=("begin_policy_version",))
-            self._is_marked = True
         elif how == "loaded":
             runner_of(self.on).model.load_weights([])
-            self._is_marked = True
+        self._has_new_weights |= how != "unsaid"
 
     @rule()
     def finish(self) -> None:
@@ -346,10 +340,8 @@ class EngineLife(RuleBasedStateMachine):
 
     def _step(self) -> None:
         self._look_at_scheduler()
-        if self._num_announced or self._is_marked:
-            is_new = self.weights.variant != self._seen_variant
-            self._version += max(self._num_announced, is_new)
-            self._seen_variant, self._num_announced, self._is_marked = self.weights.variant, 0, False
+        self._version += self._has_new_weights
+        self._has_new_weights = False
         before = stats_of(self.on)
         stepped = list(self.waiting.values())
         num_known = sum(len(rollout.sampled) for rollout in stepped)

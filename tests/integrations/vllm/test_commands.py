@@ -6,7 +6,6 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from torch import nn
 
 from rollout_spec.budget.decide import Budget
 from rollout_spec.config import RolloutSpecConfig
@@ -39,7 +38,7 @@ def run(speculation, name, *args, stats=None, weights=None):
 def test_stats_are_the_counters_and_the_drafter_s_memory():
     stats, weights = SpeculationStats(), WeightWatch()
     stats.record([3], [2])
-    weights.mark()
+    weights.announce()
     weights.begin_step()
     found = run(a_speculation([]), "stats", stats=stats, weights=weights)
     assert (found["draft_tokens"], found["accepted_tokens"], found["drafter_bytes"]) == (3, 2, 123)
@@ -80,9 +79,6 @@ def test_new_weights_that_are_announced_begin_a_version_with_the_next_step():
     for speculation in (None, a_speculation([])):
         run(speculation, "begin_policy_version", weights=weights)
     assert [weights.begin_step(), weights.begin_step()] == [1, None]
-    weights.watch(nn.Linear(2, 2))
-    run(None, "begin_policy_version", weights=weights)
-    assert weights.begin_step() is None, "the parameters have not changed"
     run(None, "begin_policy_version", 2, weights=weights)
     assert weights.begin_step() == 3
 

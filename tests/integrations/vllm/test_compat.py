@@ -145,12 +145,6 @@ def test_options_that_our_sampler_would_ignore(name):
     assert compat.ignored_sampler_option(config) == name
 
 
-def test_vllm_keeps_its_compile_cache():
-    speculative = SimpleNamespace(use_ngram_gpu=lambda: True)
-    compat.keep_compile_cache(speculative)
-    assert speculative.use_ngram_gpu() is False
-
-
 class Lazy:
     """Stands for llvmlite's library handle, which has something for every name."""
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
 
-import vllm
 
 from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
@@ -199,44 +197,3 @@ def test_asynchronous_scheduling_with_a_drafter_on_the_host(tiny_model):
     """vLLM itself refuses it in some versions and runners, by the drafter's method and without a remedy."""
     with pytest.raises(ValueError, match='leave async_scheduling .* out, or use drafter="device"'):
         build(tiny_model, **OPTIONS, async_scheduling=True)
-
-
-class Theirs:
-    """A proposer of vLLM's that is none of ours."""
-
-    def __init__(self, vllm_config):
-        pass
-
-    def load_model(self, model):
-        pass
-
-    def propose(self, sampled_token_ids, *args, **kwargs):
-        return [[] for _ in sampled_token_ids]
-
-
-@pytest.fixture
-def vllms_warnings(monkeypatch):
-    """What vLLM warns of from here on, as its log would show it."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("vllm")
-    monkeypatch.setattr(logger, "handlers", [handler])
-    monkeypatch.setattr(logger, "level", logging.WARNING)
-    monkeypatch.setattr(vllm.logger, "_configure_vllm_root_logger", lambda *_: None)  # engines do so anew
-    logger.manager._clear_cache()
-    yield said
-    logger.manager._clear_cache()
-
-
-def test_vllm_does_not_warn_of_what_works(tiny_model, vllms_warnings):
-    """It says some things once per process, and here anew."""
-    of_others = {"method": "custom_class", "model": f"{__name__}.Theirs", "num_speculative_tokens": 3}
-    untrue = ("min_p and logit_bias", "max_num_scheduled_tokens is set", "Using a custom class-based proposer")
-    for ours, options in ((True, OPTIONS), (False, {"speculative_config": of_others})):
-        vllm.logger._print_warning_once.cache_clear()
-        vllms_warnings.clear()
-        build(tiny_model, **options)
-        assert vllms_warnings, "others are shown"
-        shown = [any(line.startswith(beginning) for line in vllms_warnings) for beginning in untrue]
-        assert shown == [not ours] * 3

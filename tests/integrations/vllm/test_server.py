@@ -13,7 +13,6 @@ pytest.importorskip("vllm")
 from vllm.config import ObservabilityConfig
 
 from rollout_spec import cli, engine_kwargs
-from rollout_spec.integrations.vllm import metrics
 from tests.integrations.engines import build, every_draft, generate, mixed_params, own_processes
 from tests.integrations.server import PROMPT, Server
 from tests.integrations.vllm.test_stop_strings import stopping_params
@@ -30,8 +29,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, own_processes]
 def server(tiny_model, tmp_path_factory):
     options = {"budget": False, **every_draft(6)}
     server = Server(
-        tiny_model, tmp_path_factory.mktemp("server") / "log", arguments=PER_REQUEST,
-        environment={"VLLM_LOG_STATS_INTERVAL": "0.5"}, **options,
+        tiny_model, tmp_path_factory.mktemp("server") / "log", arguments=PER_REQUEST, **options
     )  # fmt: skip
     yield server
     server.stop()
@@ -90,20 +88,6 @@ def test_a_bad_request_gets_the_error_and_nobody_else_notices(server):
     assert stats["drafter_errors"] == 0
 
 
-def test_a_bad_command_gets_the_error_as_a_bad_request(server):
-    for args, message in (
-        (["nonsense"], "the rollout_spec command must be one of ('config', 'stats', "),
-        ([], "args must begin with one of ('config', "),
-        (["stats", 1], "stats takes 0 argument(s)"),
-        (["set_enabled", "false"], "set_enabled: its argument must be a bool"),
-        (["begin_policy_version", 0], "must be from 1 to"),
-    ):
-        status, text = server.post("/collective_rpc", {"method": "rollout_spec", "args": args})
-        assert (status, "stack trace" in text) == (400, False), text
-        assert message in text
-    server.command("set_enabled", True)
-
-
 def test_doctor_asks_a_running_server(server, capsys):
     server.complete(max_tokens=40, ignore_eos=True)
     assert cli.main(["doctor", "--url", server.url]) == 0
@@ -134,22 +118,6 @@ def test_vllms_own_metrics_are_right(server):
         expected = 12 * 60 if counter is None else ours[counter] - ours_before[counter]
         wait_until(lambda name=name, expected=expected: server.metric(name) - before[name] == expected)
         assert expected > 0
-
-
-def test_our_metrics_are_those_of_the_engine(server):
-    server.complete(max_tokens=40, ignore_eos=True)
-    server.complete(max_tokens=40, ignore_eos=True)
-    names = {name: f"{name}_total" for name in metrics.COUNTERS} | {name: f"history_{name}" for name in metrics.GAUGES}
-
-    def shown():
-        return {name: server.metric(shown_name, owner="rollout_spec") for name, shown_name in names.items()}
-
-    def counted():
-        values = {**server.stats(), **server.command("history")}
-        return {name: values[name] for name in names}
-
-    wait_until(lambda: shown() == counted())
-    assert min(value for name, value in shown().items() if name != "drafter_errors") > 0
 
 
 @pytest.mark.skipif(not PER_REQUEST, reason="this vLLM does not count per request")
