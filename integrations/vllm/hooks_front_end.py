@@ -5,8 +5,8 @@ Each hook is called as `(original, self, ...)` in place of the method.
 
 from __future__ import annotations
 
-import itertools
 import functools
+import itertools
 import logging
 import os
 from collections.abc import Callable
