@@ -22,8 +22,8 @@ class SpeculationStats:
         num_drafts: Request-steps with at least one drafted token.
         draft_tokens, accepted_tokens: Verified and accepted drafted tokens.
         emitted_tokens: Tokens that requests got, accepted ones included. Only a drafter on the host knows where they
-            end; without one, or while it is switched off, what was sampled past the end counts, too. With
-            `history_dir`, so does what vLLM samples past a stop string once all requests of the batch are complete.
+            end; without one, or while it is switched off, what was sampled past the end counts, too, and
+            what was past a stop string always does.
         drafter_errors: Exceptions that the drafter raised; the first one switches it off.
         draft_seconds: Time on the host for learning outcomes, drafting, and deciding how much is verified.
         index_seconds: Time on the host for indexing what was sampled while the device computed.

@@ -21,11 +21,9 @@ from rollout_spec.history.problems import Problems
 from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
-from rollout_spec.integrations.vllm.live_requests import ends_with_stop_token, trim_at_end
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.request_options import request_options
 from rollout_spec.integrations.vllm.speculation import Speculation
-from rollout_spec.integrations.vllm.stop_strings import StopStringSearch
 from rollout_spec.stats import SpeculationStats
 
 
@@ -80,7 +78,6 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         )
         self._device = device
         self._is_asynchronous = vllm_config.scheduler_config.async_scheduling
-        self._model_config = vllm_config.model_config
         self._is_warm = False
         self._req_indices: dict[str, int] = {}
         self._problems: dict[str, int | None] = {}  # of the same requests, with a history that lasts
@@ -96,9 +93,8 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         if self.engine_history is not None:
             try:
                 # Without a further step vLLM does not say which requests have ended in the last one.
-                requests = {req_id: self._runner.rollout_spec.requests.get(req_id) for req_id in self._req_indices}
-                ended = [(req_id, request) for req_id, request in requests.items() if self._has_ended(req_id, request)]
-                self.on_finish_requests(ended, ())
+                requests = self._runner.rollout_spec.requests
+                self.on_finish_requests([item for item in requests.items() if item[0] in self._req_indices], ())
             finally:  # also after an error of the device
                 super().close()
 
@@ -212,7 +208,6 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
 
     def _ended(self, req_idx: int, request: Any) -> EndedRequest:
         states, params = self._runner.req_states, request.sampling_params
-        has_text = params.stop and request.prompt_token_ids is not None  # a prompt of embeddings has no history
         # vLLM's count on the host is one step old; all drafts of that step may have been accepted.
         computed = int(states.num_computed_tokens_np[req_idx]) + self.num_speculative_tokens + 1
         stops = [params.eos_token_id, *(params.stop_token_ids or ())]
@@ -221,37 +216,6 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
             length=max(computed, int(states.prefill_len.np[req_idx])) + 1,
             stop_token_ids=sorted({int(token) for token in stops if token is not None}),
             min_tokens=params.min_tokens,
-            max_tokens=self._num_until_stop_string(req_idx, request) if has_text else params.max_tokens,
+            max_tokens=params.max_tokens,
             keep=request_options(params.extra_args).keep_in_history,
         )
-
-    def _has_ended(self, req_id: str, request: Any) -> bool:
-        """Whether a request's text has reached its end. Waits for the device."""
-        if request is None or request.prompt_token_ids is None:  # a prompt of embeddings has no history
-            return False
-        req_idx, params = self._req_indices[req_id], request.sampling_params
-        output = self._output_of(req_idx, request)
-        return (
-            len(output) >= params.max_tokens
-            or len(request.prompt_token_ids) + len(output) >= self._model_config.max_model_len
-            or ends_with_stop_token(output, params)
-            or (bool(params.stop) and self._num_until_stop_string(req_idx, request) < params.max_tokens)
-        )
-
-    def _output_of(self, req_idx: int, request: Any) -> list[int]:
-        """A request's output up to its stop token or `max_tokens`. Waits for the device."""
-        states = self._runner.req_states
-        first, length = len(request.prompt_token_ids), int(states.total_len.gpu[req_idx])
-        return trim_at_end(states.all_token_ids.gpu[req_idx, first:length].tolist(), 0, request.sampling_params)
-
-    def _num_until_stop_string(self, req_idx: int, request: Any) -> int:
-        """Output tokens after which a request with stop strings ends, which only the host can find out.
-
-        Reading the text makes the engine wait for the device, once for each of these requests.
-        """
-        params = request.sampling_params
-        output = self._output_of(req_idx, request)
-        num_kept = StopStringSearch(self._model_config, request).find(
-            output, ends_with_stop_token=ends_with_stop_token(output, params)
-        )
-        return int(params.max_tokens) if num_kept is None else num_kept

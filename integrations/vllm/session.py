@@ -6,7 +6,7 @@ import inspect
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,6 @@ from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
 from rollout_spec.history.problems import Conversation, Problems
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
-from rollout_spec.integrations.vllm.live_requests import LiveRequest, end_of, ends_with_stop_token, trim_at_end
 from rollout_spec.integrations.vllm.request_options import request_options
 from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.noise.host import derive_seed
@@ -45,6 +44,25 @@ def graph_sizes(vllm_config: Any) -> tuple[int, ...]:
     if compilation.cudagraph_mode is None or compilation.cudagraph_mode.mixed_mode().name == "NONE":
         return ()
     return tuple(compilation.cudagraph_capture_sizes or ())
+
+
+class LiveRequest(NamedTuple):
+    """A request that the drafter serves."""
+
+    row: int
+    """Its row in the drafter's table."""
+    conversation: Conversation
+    """What its prompt continues."""
+    request: Any
+    """vLLM's."""
+
+
+def _end_of(params: Any) -> dict[str, Any]:
+    """Where the scheduler ends a request, for `RequestTable.limit`."""
+    stops = list(params.stop_token_ids or ())
+    if params.eos_token_id is not None:
+        stops.append(params.eos_token_id)
+    return {"max_tokens": params.max_tokens, "min_tokens": params.min_tokens, "stop_token_ids": stops}
 
 
 class _Step(NamedTuple):
@@ -124,12 +142,9 @@ class DraftingSession(Speculation):
         self._max_step_tokens = int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
         self._followed: list[str] = []  # the last step's requests
         self._rows = np.zeros(0, np.int64)  # theirs
-        self._stop_strings_by_row: dict[int, LiveRequest] = {}  # the requests that have any
         self._follows_any = False  # whether any of them has a row
         self._has_resumed = False  # whether any of them was in an earlier step, too
-        self._ended: dict[str, LiveRequest] = {}  # by `_end_with_the_batch`, and vLLM still has them
         self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # read in each of the last steps
-        self._finds_stop_strings = True
         self._last_call: float | None = None  # when `draft` was called last
         self._unshared: list[_Step] = []  # steps that the budget has not been told
         if config.history_dir is not None:
@@ -146,8 +161,7 @@ class DraftingSession(Speculation):
             has_changed: Whether requests may have come, ended or got another prompt since the last call.
 
         Returns:
-            int64 [len(req_ids)], the requests' rows; -1 for prompts of embeddings, for requests that vLLM goes on with
-            though a stop string has completed them, and once the drafter has raised.
+            int64 [len(req_ids)], the requests' rows; -1 for prompts of embeddings, and once the drafter has raised.
 
         Raises:
             Exception: as `draft`.
@@ -159,12 +173,6 @@ class DraftingSession(Speculation):
         self._has_resumed = any(req_id in self.live for req_id in req_ids)
         try:
             self._stop_missing(requests)
-            self._ended = {  # without other requests of the same id, and streaming sessions with a longer prompt
-                req_id: live
-                for req_id, live in self._ended.items()
-                if requests.get(req_id) is live.request
-                and len(requests[req_id].prompt_token_ids) == live.conversation.length
-            }
             self._rows = np.array([self._row(req_id, requests[req_id]) for req_id in req_ids], np.int64)
             self._followed = list(req_ids)
             self.follows_all, self._follows_any = bool((self._rows >= 0).all()), bool((self._rows >= 0).any())
@@ -220,8 +228,6 @@ class DraftingSession(Speculation):
             self.budget.cost.pad_to(graph_sizes(self._vllm_config))
         started = time.perf_counter()
         try:
-            if self._stop_strings_by_row:
-                self._end_at_stop_strings(sampled)
             learned = self.drafting.learn(sampled, targets)
             self._stats.emitted_tokens -= learned.num_sampled - learned.num_emitted  # all were counted
             self._time_step(started, began, num_tokens, sampled.rows.size, learned)
@@ -266,6 +272,8 @@ class DraftingSession(Speculation):
     def close(self) -> None:
         """See `Speculation`. Also once the drafter has raised."""
         try:
+            if self.engine_history is not None and not self.broken:
+                self._stop_missing({})  # the last step may have ended them, which only a further one would say
             super().close()
         except Exception as error:
             self._switch_off(error)
@@ -324,7 +332,7 @@ class DraftingSession(Speculation):
 
     def _row(self, req_id: str, request: Any) -> int:
         """A request's row. Shows the drafter a new request."""
-        if request.prompt_token_ids is None or req_id in self._ended:  # a prompt of embeddings has no history
+        if request.prompt_token_ids is None:  # a prompt of embeddings has no history
             return -1
         live = self.live.get(req_id)
         if live is not None and live.conversation.length != len(request.prompt_token_ids):
@@ -350,11 +358,9 @@ class DraftingSession(Speculation):
         )
         live = LiveRequest(self.drafter.row_of(req_id), conversation, request)
         table = self.drafter.table
-        table.limit(live.row, **end_of(params))
+        table.limit(live.row, **_end_of(params))
         table.arrays.is_sampled[live.row] = params.temperature > 0
         self.live[req_id] = live
-        if params.stop:
-            self._stop_strings_by_row[live.row] = live
         return live
 
     def _stop_missing(self, requests: Mapping[str, Any]) -> None:
@@ -376,7 +382,6 @@ class DraftingSession(Speculation):
         if self.engine_history is not None:
             self.engine_history.end_request(live.conversation.problem_id)
         del self.live[req_id]
-        self._stop_strings_by_row.pop(live.row, None)
 
     def _end_with_the_batch(self) -> None:
         """Hand over a batch's last rollouts where all are complete: the engine's next step may be long in coming."""
@@ -387,26 +392,9 @@ class DraftingSession(Speculation):
             return
         for req_id in self._followed:
             if req_id in self.live:
-                # Until the front end has told the engine of a stop string, the engine goes on with the request.
-                self._ended[req_id] = self.live[req_id]
                 self._stop(req_id)
         self._followed, self._rows = [], np.zeros(0, np.int64)
         self.engine_history.exchange()
-
-    def _end_at_stop_strings(self, sampled: Sampled) -> None:
-        """Let requests end where a stop string is complete, which only their texts tell."""
-        requests = self.drafter.table.arrays
-        for row, batch_row in zip(sampled.rows.tolist(), sampled.batch_rows.tolist(), strict=True):
-            live = self._stop_strings_by_row.get(row)
-            if live is None or requests.is_complete[row]:
-                continue
-            first = sampled.first[batch_row]
-            new = sampled.token_ids[batch_row, requests.num_tokens[row] - first : sampled.lengths[batch_row] - first]
-            num_before = int(requests.num_tokens[row] - requests.num_prompt_tokens[row])
-            tokens = trim_at_end(new.tolist(), num_before, live.request.sampling_params)
-            num_kept = self._find_stop_string(live, tokens, num_before) if tokens else None
-            if num_kept is not None:
-                requests.max_tokens[row] = num_before + num_kept
 
     def _time_step(self, now: float, began: float, num_tokens: int, num_requests: int, learned: Learned) -> None:
         """Count the time of the step that has ended, from the last call to this one, and tell it to the budget.
@@ -470,23 +458,3 @@ class DraftingSession(Speculation):
                     step.num_requests, step.num_emitted, step.seconds, uses_model=step.uses_model
                 )
         self._unshared = []
-
-    def _find_stop_string(self, live: LiveRequest, tokens: Sequence[int], num_before: int) -> int | None:
-        """How many of a request's new tokens end with a stop string's completion; None: no stop string found."""
-        if not self._finds_stop_strings:
-            return None
-        try:
-            if live.stop_search is None:
-                from rollout_spec.integrations.vllm.stop_strings import (
-                    StopStringSearch,  # imports vLLM and its tokenizers
-                )
-
-                live.stop_search = StopStringSearch(self._vllm_config.model_config, live.request)
-            stops = ends_with_stop_token(tokens, live.request.sampling_params, num_before)
-            return live.stop_search.find(tokens, ends_with_stop_token=stops)
-        except Exception:  # e.g. a tokenizer that only the front end can load
-            if self._share_from_first_rank is not None:  # the other ranks would draft differently
-                raise
-            self._finds_stop_strings = False
-            logger.exception("stop strings cannot be found here: the history may hold some tokens past them")
-            return None

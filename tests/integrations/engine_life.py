@@ -472,7 +472,6 @@ class Watch:
         assert session.live.keys() == session.drafter._live.keys()
         rows = [live.row for live in session.live.values()]
         assert len(set(rows)) == len(rows)
-        assert set(session._stop_strings_by_row) <= set(rows)
         assert session.num_live_requests() <= len(rows)
         requests = session.drafter.table.arrays
         for req_id in session.live.keys() & set(life.scheduler.requests):
@@ -484,7 +483,6 @@ class Watch:
     def check_end(self, life: EngineLife) -> None:
         """All have ended: the drafter was told of each once, and what it had said."""
         assert len(self.session.live) <= 1, "only the last request's end is still unknown"
-        assert len(self.session._stop_strings_by_row) == 0
         for rollout in life.rollouts[:-1]:
             options = (rollout.params.extra_args or {}).get("rollout_spec", {})
             said, keep = self._stopped.pop(rollout.inner_id, ([], options.get("keep_in_history", True)))

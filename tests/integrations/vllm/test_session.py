@@ -337,41 +337,6 @@ def test_a_session_that_goes_on_with_a_longer_prompt_is_a_new_request():
     session.drafter.check_integrity()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_tokenizer_that_cannot_be_loaded_ends_no_speculation(monkeypatch, ranks):
-    """Perhaps only the front end can load it. Under tensor parallelism it raises: ranks would draft differently."""
-    stop_strings = pytest.importorskip("rollout_spec.integrations.vllm.stop_strings")
-
-    def missing(*args):
-        raise OSError("no such tokenizer")
-
-    monkeypatch.setattr(stop_strings, "StopStringSearch", missing)
-    session, request = a_session((lambda values: values) if ranks == 2 else None, budget=False), a_request()
-    request.sampling_params.stop = ["x"]
-    if ranks == 2:
-        with pytest.raises(OSError, match="no such tokenizer"):
-            run(session, 6, request)
-    else:
-        assert any(run(session, 12, request))
-        assert session._stats.drafter_errors == 0
-
-
-class SearchForNine:
-    """In place of a `StopStringSearch`: token 9 completes the stop string."""
-
-    def __init__(self, model_config, request):
-        pass
-
-    def find(self, token_ids, *, ends_with_stop_token):
-        return token_ids.index(9) + 1 if 9 in token_ids else None
-
-
-@pytest.fixture
-def nine_stops(monkeypatch):
-    stop_strings = pytest.importorskip("rollout_spec.integrations.vllm.stop_strings")
-    monkeypatch.setattr(stop_strings, "StopStringSearch", SearchForNine)
-
-
 def num_timed(session):
     return session.budget.cost._now
 
@@ -447,23 +412,22 @@ def test_slots_and_tokens_are_booked_to_the_step_that_computed_them():
     assert np.subtract(after, before).tolist() == [4, 3, 1]
 
 
-def test_tokens_past_a_requests_end_are_not_counted(nine_stops):
-    """By length, by a stop token, and by a stop string, after which behind a server further steps come."""
+def test_tokens_past_a_requests_end_are_not_counted():
+    """By length and by a stop token."""
     session, stats = a_session(budget=False), SpeculationStats()
     session._stats = stats
-    requests = {name: a_request((7, i)) for i, name in enumerate("lts")}
+    requests = {name: a_request((7, i)) for i, name in enumerate("lt")}
     requests["l"].sampling_params.max_tokens = 3
     requests["t"].sampling_params.eos_token_id = 9
-    requests["s"].sampling_params.stop = ["x"]
     counted = []
     for tokens in ([1, 2], [1, 9, 2, 3], [4]):
-        stats.record([3] * 3, [len(tokens) - 1] * 3)
+        stats.record([3] * 2, [len(tokens) - 1] * 2)
         new = Outcome(tokens, len(tokens) - 1, 3)
         advance(session, dict.fromkeys(requests, tokens), dict.fromkeys(requests, new), requests=requests)
         counted.append(stats.emitted_tokens)
-    assert counted == [6, 11, 11]
-    assert sum(stats.tokens_by_batch) == 5, "the first step is not timed"
-    assert stats.accepted_tokens == 12
+    assert counted == [4, 7, 7]
+    assert sum(stats.tokens_by_batch) == 3, "the first step is not timed"
+    assert stats.accepted_tokens == 8
 
 
 def test_a_request_that_takes_an_ended_ones_row_in_the_same_step_has_nothing_of_its():
@@ -504,7 +468,7 @@ def test_rejected_targets_reach_a_drafter_that_looks_ahead():
     assert set(session.drafter._pool.tokens) == {-1, 34, 35, 36}
 
 
-def test_tokens_that_were_sampled_while_drafting_was_off_are_counted_once(nine_stops):
+def test_tokens_that_were_sampled_while_drafting_was_off_are_counted_once():
     session, request = a_session(budget=False), a_request()
     advance(session, {"a": [1]}, requests={"a": request})
     before = session._stats.emitted_tokens
@@ -602,30 +566,6 @@ def test_the_history_ends_where_the_request_does(params, sampled, kept):
         assert not any(advance(session, {"a": tokens}, requests={"a": request}).values())
         assert output_of(session, "a") == kept
         assert known(session, "a") == (len(request.prompt_token_ids) + len(kept), True)
-
-
-@pytest.mark.parametrize(("params", "kept"), [({}, [4, 5, 6, 9]), ({"max_tokens": 3}, [4, 5, 6])])
-def test_the_history_ends_at_stop_strings(nine_stops, params, kept):
-    """A step can sample past one, and behind a server further steps do. Another end may come first."""
-    session, request, other = a_session(), a_request(), a_request()
-    request.sampling_params.stop = ["x"]
-    vars(request.sampling_params).update(params)
-    for tokens in ([4, 5], [6, 9, 7, 8], [3], [9]):
-        advance(session, {"b": tokens, "a": tokens}, requests={"a": request, "b": other})
-    assert output_of(session, "a") == kept
-    assert known(session, "a") == (len(request.prompt_token_ids) + len(kept), True)
-    assert output_of(session, "b") == [4, 5, 6, 9, 7, 8, 3, 9]
-
-
-def test_a_request_is_not_cut_at_stop_strings_of_an_ended_one_that_had_its_row(nine_stops):
-    session, first, second = a_session(), a_request(), a_request()
-    first.sampling_params.stop = ["x"]
-    advance(session, {"a": [4]}, requests={"a": first})
-    row = session.live["a"].row
-    advance(session, {}, ended=["a"])
-    advance(session, {"b": [9, 5]}, requests={"b": second})
-    assert session.live["b"].row == row
-    assert known(session, "b") == (len(second.prompt_token_ids) + 2, False)
 
 
 class Listener:
@@ -875,24 +815,6 @@ def said_in(folder):
     return sorted(rollout.tokens.tolist() for rollout in rollouts_in(folder))
 
 
-def test_a_request_that_runs_on_past_its_stop_string_is_one_rollout(tmp_path, nine_stops):
-    """Behind a server the engine goes on with it for some steps, until the front end has told that it has ended."""
-    session, request = with_folder(tmp_path, budget=False), a_request()
-    request.sampling_params.stop = ["x"]
-    requests = {"a": request}
-    advance(session, {"a": [4, 5]}, requests=requests)
-    assert advance(session, {"a": [6, 9, 7]}, requests=requests) == {"a": []}
-    assert session.drafter.history_summary()["rollouts"] == 1, "at once: no further step may come"
-    for _ in range(2):
-        assert not any(advance(session, {"a": [8]}, requests=requests).values())
-    assert not session.live
-    advance(session, {"b": [1]}, ended=["a"])
-    assert session.drafter.history_summary()["rollouts"] == 1
-    session.drafter.check_integrity()
-    session.close()
-    assert said_in(tmp_path) == [[4, 5, 6, 9]]
-
-
 def test_an_id_that_comes_again_right_after_its_batch_is_another_request(tmp_path):
     session, request = with_folder(tmp_path, budget=False), a_request()
     request.sampling_params.max_tokens = 1
@@ -984,18 +906,18 @@ def test_a_problems_history_is_read_while_the_prompt_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [True, False])
-def test_history_counts_no_request_that_has_ended_in_whatever_way(tmp_path, nine_stops, keep):
+def test_history_counts_no_request_that_has_ended_in_whatever_way(tmp_path, keep):
     session = with_folder(tmp_path, budget=False)
     requests = {name: a_request((1, 2)) for name in "abcde"}
     for request in requests.values():
         request.sampling_params.extra_args = {"rollout_spec": {"keep_in_history": keep}}
-    requests["a"].sampling_params.stop = ["x"]
+    requests["a"].sampling_params.eos_token_id = 9
     requests["b"].sampling_params.eos_token_id = 8
     requests["c"].sampling_params.max_tokens = 1
     requests["e"].prompt_token_ids = None
     advance(session, {"a": [9], "b": [8], "c": [4]}, requests=requests)  # all are complete
     assert live_in_history(session) == {}
-    advance(session, {"a": [7], "d": [4], "e": [4]}, requests=requests)  # one runs on past its stop string
+    advance(session, {"d": [4], "e": [4]}, requests=requests)
     assert live_in_history(session) == {problem_of_prompt((1, 2)): 1}
     requests["d"].prompt_token_ids = [1, 2, 4, 5]  # a streaming session goes on
     advance(session, {"d": [4]}, requests=requests)

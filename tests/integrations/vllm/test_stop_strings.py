@@ -12,7 +12,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from rollout_spec.noise import host as noise
-from tests.integrations.engines import build, every_draft, generate, runner_of, stats_of, verify_all
+from tests.integrations.engines import build, every_draft, generate, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
 
@@ -63,20 +63,8 @@ def test_output_ends_with_the_token_that_completes_the_stop_string(on, off):
     ours = generate(on, params)
     after = stats_of(on)
     assert after["accepted_tokens"] - before["accepted_tokens"] > 100
-    assert after["emitted_tokens"] - before["emitted_tokens"] == sum(len(output.token_ids) for output in ours)
     assert after["live_requests"] == 0
     assert [summary(output) for output in ours] == expected
-
-
-def test_history_ends_there_too(tiny_model):
-    llm = build(tiny_model, **verify_all(num_speculative_tokens=6, drafter="tests.adversaries.Adversary"))
-    drafter = runner_of(llm).drafter.session.drafter
-    drafter.finished.clear()
-    outputs = generate(llm, stopping_params(), [[1, 4, 9]] * 24)
-    generate(llm, [SamplingParams(max_tokens=2, ignore_eos=True)])  # ended requests are noticed one step later
-    kept = [tuple(tokens) for tokens in drafter.finished]
-    assert all(tuple(output.token_ids) in kept for output in outputs)
-    assert all(live.stop_search is None for live in runner_of(llm).drafter.session.live.values())
 
 
 def test_streamed_pieces_add_up_to_the_same_rollout(on, off):

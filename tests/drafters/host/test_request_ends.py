@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from rollout_spec.drafters.host import step
 from rollout_spec.drafters.host.requests import RequestTable
 from rollout_spec.drafters.host.step import Sampled, StepOptions
-from rollout_spec.integrations.vllm.live_requests import end_of, ends_with_stop_token, trim_at_end
 from rollout_spec.jit.reference import Reference
 
 K, MAX_MODEL_LEN = 3, 8
@@ -20,9 +19,16 @@ PARAMS = st.builds(
     lambda **params: SimpleNamespace(**params),
     max_tokens=st.integers(1, 7),
     min_tokens=st.integers(0, 4),
-    eos_token_id=st.sampled_from([None, 1]),
-    stop_token_ids=st.sampled_from([None]) | st.lists(st.integers(0, 2), max_size=3),
+    stop_token_ids=st.lists(st.integers(0, 2), max_size=3),
 )
+
+
+def trim_at_end(token_ids, params):
+    """Output tokens up to the one at which the scheduler ends the request."""
+    for count, token in enumerate(token_ids, 1):
+        if count >= params.max_tokens or (token in params.stop_token_ids and count >= params.min_tokens):
+            return list(token_ids[:count])
+    return list(token_ids)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -32,7 +38,7 @@ def test_requests_advance_to_where_the_scheduler_ends_them(requests, data):
     table = RequestTable(K)
     for num_prompt_tokens, params in requests:
         row = table.start(num_prompt_tokens)
-        table.limit(row, **end_of(params))
+        table.limit(row, **vars(params))
     said = [[] for _ in requests]
     for _ in range(3):
         rows = np.array(data.draw(st.lists(st.sampled_from(range(len(requests))), unique=True)), np.int64)
@@ -60,14 +66,14 @@ def test_requests_advance_to_where_the_scheduler_ends_them(requests, data):
         live, emitted, rooms = 0, 0, {}
         for i, row in enumerate(rows):
             num_prompt_tokens, params = requests[row]
-            expected = trim_at_end([*said[row], *new[i]], 0, params)
+            expected = trim_at_end([*said[row], *new[i]], params)
             num_kept = len(expected) - len(said[row])
             assert table.arrays.num_tokens[row] - before[i] == num_kept
             emitted += max(num_kept - (len(new[i]) - num_accepted[i] - 1), 0)
             said[row] = expected
             assert table.arrays.num_tokens[row] == num_prompt_tokens + len(expected)
             # A request that has not ended goes on with any token but those that end it.
-            goes_on = trim_at_end([*expected, 9, 9], 0, params) != expected
+            goes_on = trim_at_end([*expected, 9, 9], params) != expected
             assert bool(table.arrays.is_complete[row]) == (not goes_on)
             live += goes_on
             left = params.max_tokens - len(expected)
@@ -75,12 +81,3 @@ def test_requests_advance_to_where_the_scheduler_ends_them(requests, data):
                 rooms[i] = min(K, left - 1, MAX_MODEL_LEN - num_prompt_tokens - len(expected) - 1)
         assert (num_live, num_emitted) == (live, emitted)
         assert dict(zip(*out[:, :num_chosen].tolist(), strict=True)) == rooms
-
-
-def test_a_last_stop_token_ends_a_request_that_has_enough_tokens():
-    params = SimpleNamespace(eos_token_id=1, stop_token_ids=[5], min_tokens=3)
-    assert not ends_with_stop_token([], params)
-    assert not ends_with_stop_token([7, 5], params)
-    assert ends_with_stop_token([7, 5], params, num_before=1)
-    assert ends_with_stop_token([7, 5, 1], params)
-    assert not ends_with_stop_token([5, 1, 7], params)
