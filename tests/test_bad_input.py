@@ -110,6 +110,7 @@ CALLS = [
     (lambda: build_drafter("history", num_threads=0.5), "num_threads must be an int, got 0.5"),
     (lambda: build_drafter("suffix", index="tree"), "index must be one of ('suffix', 'ngram'), got 'tree'"),
     (lambda: build_drafter("suffix", shared=np.int64(1)), "shared must be a bool, got"),
+    (lambda: build_drafter("suffix", own_only=True, shared=True), "own_only and shared exclude each other"),
     (lambda: build_drafter("history", max_draft_tokens=10**9), "max_draft_tokens must be from 1 to 65536, got"),
     (lambda: build_drafter("histori"), "did you mean 'history'?"),
     (lambda: build_drafter("device"), "drafter 'device' runs on the device, where the engine makes it"),

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from rollout_spec.drafters.host import history, store, vote, voting
-from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.drafters.host.index import gather
 from rollout_spec.drafters.host.store import NEXT, PAGE_TOKENS, VERSION
 from rollout_spec.drafters.host.vote import BLEND, MAX_DEPTH, NUM_DISTANCE_BINS
@@ -670,29 +669,6 @@ def test_the_same_version_again_forgets_nothing():
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"index": "tree"}, "index must be one of .*'suffix', 'ngram'.*, got 'tree'"),
-        ({"own_only": True, "shared": True}, "own_only and shared exclude each other"),
-        ({"max_draft_tokens": 0}, "max_draft_tokens must be from 1 to 65536, got 0"),
-        ({"min_survival": 1.0}, r"min_survival must be in \[0, 1\), got 1.0"),
-        ({"min_survival": -0.1}, r"min_survival must be in \[0, 1\)"),
-        ({"min_survival": float("nan")}, r"min_survival must be in \[0, 1\)"),
-        ({"inverse_temperature": 0}, "inverse_temperature must be positive and finite, got 0"),
-        ({"inverse_temperature": float("nan")}, "inverse_temperature must be positive and finite"),
-        ({"inverse_temperature": float("inf")}, "inverse_temperature must be positive and finite"),
-        ({"recency": 0.0}, r"recency must be in \(0, 1\], got 0.0"),
-        ({"recency": 1.5}, r"recency must be in \(0, 1\], got 1.5"),
-        ({"max_history_tokens": 0}, "max_history_tokens must be at least 1, got 0"),
-        ({"max_history_versions": -1}, "max_history_versions must be at least 0, got -1"),
-    ],
-)
-def test_options_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
-        HistoryDrafter(**options)
 
 
 BAD_CALLS = {
