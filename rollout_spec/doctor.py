@@ -9,13 +9,14 @@ import logging
 import math
 import re
 import sys
+import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from http.client import HTTPException
-from itertools import zip_longest
+from itertools import product, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import Request, urlopen
@@ -31,9 +32,6 @@ from rollout_spec.integrations.vllm import environment
 from rollout_spec.integrations.vllm.compat import check_version
 from rollout_spec.jit import compiler
 from rollout_spec.stats import REPORT_FORMAT
-
-if TYPE_CHECKING:
-    from rollout_spec.verify.self_check import Setting
 
 REPORT_NAME = "rollout_spec.json"  # what a trainer's callback calls the report in its output folder
 PACKAGES = (  # name, what needs it if it may be absent, what to do if it cannot be used
@@ -146,28 +144,38 @@ def _version_of(package: str) -> str:
     return version
 
 
-def check_device(setting: Setting | None = None, max_requests: int = 512) -> int:
-    """Compare a GPU's kernels with their references, as engines do at their start, and print where they differ.
+def check_device(device: Any = None, vocab_size: int = 151_936) -> int:
+    """Check the verifier's kernels on a GPU, as engines do at their start, and print how long a verification takes.
 
-    The model is by default one of Qwen's larger ones. Returns the exit code: 1 if something differs, 2 without a GPU.
+    The vocabulary is by default Qwen's. Returns the exit code: 1 if something is wrong, 2 without a GPU.
     """
     torch: Any = importlib.import_module("torch") if importlib.util.find_spec("torch") else None
-    if setting is None and (torch is None or not torch.cuda.is_available()):
+    if device is None and (torch is None or not torch.cuda.is_available()):
         return _refuse("torch finds no GPU on this machine, and on a CPU no kernels run")
-    from rollout_spec.drafters.device import self_check as drafter_check
-    from rollout_spec.verify import self_check
+    import triton
 
-    if setting is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-        setting = self_check.Setting(device, 151_936, torch.bfloat16, 8, hidden=(4096, torch.bfloat16))
-    print(self_check.describe(setting.device))
-    _, verification, features = self_check.check(setting)
-    limits = {"num_speculative_tokens": setting.num_speculative_tokens, "vocab_size": setting.vocab_size}
-    drafter = drafter_check.check(setting.device, max_requests=max_requests, **limits, use_noise=True, options={})
-    faults = {"verification": verification, "features": features, "the device drafter": drafter}
-    for name, fault in faults.items():
-        print(f"problem  {name}: {fault}" if fault else f"ok       {name}")
-    return int(any(faults.values()))
+    from rollout_spec.verify import self_check
+    from rollout_spec.verify.api import verify
+    from rollout_spec.verify.reference import VerifyMethod
+
+    device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device
+    print(f"{name}, Triton {triton.__version__}, torch {torch.__version__}")
+    faults = []
+    for method, dtype in product(get_args(VerifyMethod), (torch.bfloat16, torch.float16, torch.float32)):
+        fault = self_check.find_fault(
+            device, vocab_size=vocab_size, dtype=dtype, num_speculative_tokens=8, method=method
+        )
+        faults += [] if fault is None else [fault]
+        print(f"problem  {method}: {fault}" if fault else f"ok       {method}, {dtype}")
+    batch = self_check.random_batch(torch.Generator(device), [3] * 32, vocab_size, torch.bfloat16, 0.5)
+    seconds = []
+    for _ in range(20):
+        started = time.perf_counter()
+        verify(*batch, logprobs_mode="processed_logprobs", max_draft_tokens=3).num_accepted.cpu()  # waits for it
+        seconds.append(time.perf_counter() - started)
+    print(f"{1e6 * min(seconds):.0f} us for 32 requests with 3 drafts each, {vocab_size:,} tokens, bfloat16")
+    return int(bool(faults))
 
 
 def read_report(source: Path | str) -> dict[str, Any]:

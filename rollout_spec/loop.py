@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,9 @@ from rollout_spec.drafters.host.step import NO_FEATURES, Learned, Sampled
 from rollout_spec.drafting import Drafting
 from rollout_spec.features.format import Features
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, SamplingBatch
-from rollout_spec.verify.reference import VerifyMethod
+
+if TYPE_CHECKING:
+    from rollout_spec.verify.reference import VerifyMethod  # brings torch
 
 LogitsFunction = Callable[[list[list[int]]], Float32Array]
 """contexts (token lists) -> next-token logits, float32 [len(contexts), vocabulary]."""

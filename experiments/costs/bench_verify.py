@@ -237,10 +237,10 @@ class Case:
         count = min(self.batch, 3)
         end = int(self.starts[count])
         arrays = (getattr(self.rows, name) for name in SamplingBatch.__slots__)
-        rows = SamplingBatch(*(None if a is None else a[:count].cpu().numpy() for a in arrays))
+        rows = SamplingBatch(*(None if a is None else a[:count] for a in arrays))
+        found = reference.verify(self.logits[:end], self.drafts[: end - count], self.cu[:count], rows)
+        expected = found.output_token_ids.cpu().numpy()
         logits = self.logits[:end].float().cpu().numpy()
-        drafts = self.drafts[: end - count].cpu().numpy()
-        expected = reference.verify(logits, drafts, self.cu[:count].cpu().numpy(), rows).output_token_ids
         for output in outputs:
             got = output[:count].cpu().numpy()[:, : expected.shape[1]]
             for request, j in zip(*np.nonzero((got != expected) & (expected >= 0)), strict=True):

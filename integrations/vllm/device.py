@@ -34,7 +34,6 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
     while nothing is drafted.
 
     Attributes: those of `Speculation`, and
-        is_usable: Whether its kernels drafted what they should before the engine served. Otherwise none is launched.
         num_given_tokens: With how many tokens the drafts begin that it continues for another drafter; 0: it does not.
         drafter: A `DeviceDrafter`. Its memory is allocated here, so level-2 sleep does not discard it. From 0.27 on
             vLLM counts it when it measures what is left for the KV cache; in 0.26 `gpu_memory_utilization` must leave
@@ -46,7 +45,6 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
 
     supports_mm_inputs = False
     draft_logits = None
-    is_usable = True
     num_given_tokens = 0
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
@@ -98,14 +96,6 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
             finally:  # also after an error of the device
                 super().close()
 
-    def give_up(self) -> None:
-        """See `Speculation`."""
-        self.enabled = self.is_usable = False
-
-    def set_enabled(self, enabled: bool) -> None:
-        """See `Speculation`."""
-        super().set_enabled(enabled and self.is_usable)
-
     def num_live_requests(self) -> int:
         """Requests whose end the drafter has not seen; preempted ones are not counted."""
         return len(self._req_indices)
@@ -121,8 +111,6 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
 
     def on_requests_added(self, requests: Iterable[Any]) -> None:
         """Requests were scheduled for the first time or after a preemption; this step begins to read their prompts."""
-        if not self.is_usable:
-            return
         for request in sorted(requests, key=lambda request: request.req_id):  # all ranks in the same order
             req_id = request.req_id
             if req_id in self._req_indices:  # a streaming session continues with a longer prompt
@@ -170,7 +158,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         **kwargs: Any,
     ) -> torch.Tensor:
         """Draft for the next step: int64 [B, K]. See vLLM for the arguments."""
-        if self._runner is None or not self.is_usable:
+        if self._runner is None:
             return self._no_drafts(input_batch.num_reqs)
         states, sampling = self._runner.req_states, self._runner.sampler.sampling_states
         req_indices = input_batch.idx_mapping[: input_batch.num_reqs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,8 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features.torch import prepare
 from rollout_spec.integrations.vllm.commands import EngineParts, run_command
 from rollout_spec.integrations.vllm.device_io import StepClock
-from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
+from rollout_spec.integrations.vllm.log import say
+from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank
 from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.integrations.vllm.weights import WeightWatch
 from rollout_spec.stats import SpeculationStats
@@ -80,19 +82,34 @@ class RunnerAdapter:
         raise NotImplementedError
 
     def check_kernels(self) -> None:
-        """Called once they are compiled; switches off what disagrees with its reference.
+        """Called once they are compiled. On a CPU nothing is checked.
 
         Raises:
-            RuntimeError: verification does.
+            RuntimeError: verification disagrees with its reference, on any tensor-parallel rank.
         """
-        if self._runner.device.type == "cpu":
+        device, vllm_config, started = self._runner.device, self._runner.vllm_config, time.perf_counter()
+        if device.type == "cpu":
             return
-        from rollout_spec.integrations.vllm.start_check import check_kernels  # imports triton
+        from rollout_spec.verify import self_check  # imports triton
 
-        usable = check_kernels(self._config, self._runner, features=self._drafter_wants_features)
-        self._drafter_wants_features &= usable.features
-        if self._speculation is not None and not usable.device_drafter:
-            self._speculation.give_up()
+        model = vllm_config.model_config
+        fault = self_check.find_fault(
+            device,
+            vocab_size=int(model.get_vocab_size()),
+            dtype=getattr(model, "head_dtype", model.dtype),
+            num_speculative_tokens=self._config.max_draft_tokens if self._config.speculation else 0,
+            method=self._config.verify,
+            logprobs_mode=str(model.logprobs_mode),
+        )
+        is_true_on_any = agreeing_on_any(vllm_config) or bool
+        if is_true_on_any(fault is not None):
+            raise RuntimeError(
+                f"rollout_spec: verification on {device} differs from its reference: "
+                f"{fault or 'another tensor-parallel rank says how'}. This engine would sample wrongly and does not "
+                "start. Please report this line, with the output of `rollout-spec doctor --device`, in the "
+                "repository's issues"
+            )
+        say(f"rollout_spec: the verifier agrees with its reference ({time.perf_counter() - started:.1f} s)")
 
     def warm_up(self) -> contextlib.AbstractContextManager[None]:
         """Wrap what vLLM does with made-up requests. Those of V1 do not reach our sampler."""

@@ -51,10 +51,6 @@ class Speculation:
         """Draft from now on, or no longer."""
         self.enabled = bool(enabled)
 
-    def give_up(self) -> None:
-        """Draft nothing in this engine, whatever `set_enabled` says. Called before the first request."""
-        raise NotImplementedError
-
     def begin_policy_version(self, version: int) -> None:
         """Tell whatever learns that weights have changed."""
         if self.choice is not None:

@@ -1,1 +1,1 @@
-"""Lossless verification of drafts: `reference` is the truth in NumPy, `kernel` runs on GPUs, `cpu` elsewhere."""
+"""Lossless verification of drafts: `reference` is the truth in torch, `kernel` runs on GPUs, `cpu` elsewhere."""

@@ -4,8 +4,7 @@
    split among programs where rows are few.
 2. `_accept_kernel`: joins the splits, compares each row's token with its draft and cuts each request's tokens after
    the first difference.
-3. Where log-probabilities are asked for, `_rank_kernel` reads the rows of emitted tokens again. Where drafts come with
-   probabilities, `_residual_kernel` reads each request's first rejected row again.
+3. Where log-probabilities are asked for, `_rank_kernel` reads the rows of emitted tokens again.
 4. Where features are asked for, `_features_kernel` packs the projections of hidden states, and reads the three tiles of
    each emitted row that hold its most probable tokens, which the scan's maxima tell.
 
@@ -61,13 +60,11 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PLACEHOLDER = tl.constexpr(-1)
 HASH_BITS = tl.constexpr(32.0)
-TINY = tl.constexpr(2e-38)  # a smaller constant is no normal float32, and Triton 3.6 makes it a float64
 FEATURE_WORDS = tl.constexpr(format.FEATURE_WORDS)
 SIGNATURE_WORDS = tl.constexpr(format.SIGNATURE_WORDS)
 TOP_TOKENS = tl.constexpr(format.TOP_TOKENS)
 LOGPROB_STEP, MAX_CODE = tl.constexpr(format.LOGPROB_STEP), tl.constexpr(format.MAX_CODE)
 DOMAIN_ACCEPT = tl.constexpr(noise.DOMAIN_ACCEPT)
-DOMAIN_RESIDUAL = tl.constexpr(noise.DOMAIN_RESIDUAL)
 
 
 class Parts(NamedTuple):
@@ -295,8 +292,6 @@ def _accept_kernel(
     seed_ptr,  # int64 [N] or None
     position_ptr,  # int64 [N]
     draft_ptr,  # int32 [N]
-    draft_probs_ptr,  # [D, V], None: point-mass drafts
-    draft_probs_stride,
     score_ptr,  # the fields of `Parts`
     token_ptr,
     high_ptr,
@@ -364,17 +359,12 @@ def _accept_kernel(
     if REJECTION:
         x = tl.load(logits_ptr + row * logits_stride + draft, mask=is_token, other=float("-inf")).to(tl.float32)
         p = tl.exp2(x * scale - high) / mass  # exactly 1 where nothing else can be drawn: the scan rounds likewise
-        q = tl.full([WIDTH], 1.0, tl.float32)
-        if draft_probs_ptr is not None:
-            # Each earlier request has one row more than drafts.
-            at = (row - index) * draft_probs_stride + draft
-            q = tl.load(draft_probs_ptr + at, mask=is_token, other=1.0).to(tl.float32)
         matches = token == draft
         if seed_ptr is not None:
             seed = tl.load(seed_ptr + row, mask=is_row, other=0)
             position = tl.load(position_ptr + row, mask=is_row, other=0)
             h = unfinished_hash(row_state(seed, position, DOMAIN_ACCEPT), token_key(tl.zeros([WIDTH], tl.uint32)))
-            passes = (p > 0.0) & (uniform(finish_hash(h)) * q <= p)
+            passes = (p > 0.0) & (uniform(finish_hash(h)) <= p)
             # Only the draft can be drawn: the residual is empty.
             passes |= (best_score == float("-inf")) & (p > 0.0)
             matches = tl.where(is_greedy, matches, passes)
@@ -448,99 +438,6 @@ def _rank_kernel(
                 is_above = (x >= chosen) & (token < vocab_size)
                 count += is_above.to(tl.int32)
             tl.atomic_add(rank_ptr + row, tl.sum(count).to(tl.int64), sem="relaxed")
-
-
-@triton.jit
-def _residual_kernel(
-    logits_ptr,  # [N, V]
-    logits_stride,
-    starts_ptr,  # int32 [B + 1]
-    temperature_ptr,  # float32 [N]
-    seed_ptr,  # int64 [N]
-    position_ptr,  # int64 [N]
-    draft_ptr,  # int32 [N]
-    draft_probs_ptr,  # [D, V]
-    draft_probs_stride,
-    joined_high_ptr,  # float32 [N]
-    joined_mass_ptr,  # float32 [N]
-    num_accepted_ptr,  # int32 [B]
-    score_ptr,  # float32 [B, splits], written
-    token_ptr,  # int32 [B, splits], written
-    vocab_size,
-    tokens_per_split,
-    BLOCK: tl.constexpr,
-):
-    """Sample max(p - q, 0) at each request's first rejected row; score -inf without such a row or with no residual."""
-    index = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    row = tl.load(starts_ptr + index).to(tl.int64) + tl.load(num_accepted_ptr + index)
-    temperature = tl.load(temperature_ptr + row)
-    best_score = float("-inf")
-    best_token = 0x7FFFFFFF
-    draft = tl.load(draft_ptr + row)
-    is_token = (row < tl.load(starts_ptr + index + 1) - 1) & (draft >= 0) & (draft < vocab_size)
-    if is_token & (temperature >= GREEDY):
-        logits_ptr += row * logits_stride
-        draft_probs_ptr += (row - index) * draft_probs_stride  # each earlier request has one row more than drafts
-        high = tl.load(joined_high_ptr + row)
-        mass = tl.load(joined_mass_ptr + row)
-        scale = (1.0 / temperature) * LOG2E
-        state = row_state(tl.load(seed_ptr + row), tl.load(position_ptr + row), DOMAIN_RESIDUAL)
-        first = split * tokens_per_split
-        for start in range(first, tl.minimum(first + tokens_per_split, vocab_size), BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            x = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-            q = tl.load(draft_probs_ptr + token, mask=token < vocab_size, other=0.0).to(tl.float32)
-            weight = tl.exp2(x * scale - high) / mass - q
-            g = gumbel(finish_hash(unfinished_hash(state, token_key(token.to(tl.uint32)))))
-            score = tl.where(weight > 0.0, tl.log(tl.maximum(weight, TINY)) + g, float("-inf"))
-            tile_best, at = tl.max(score, axis=0, return_indices=True)
-            if tile_best > best_score:
-                best_score = tile_best
-                best_token = start + at
-    tl.store(score_ptr + index * tl.num_programs(1) + split, best_score)
-    tl.store(token_ptr + index * tl.num_programs(1) + split, best_token)
-
-
-@triton.jit(do_not_specialize=["num_splits", "width"])
-def _recover_kernel(
-    logits_ptr,  # [N, V]
-    logits_stride,
-    starts_ptr,  # int32 [B + 1]
-    temperature_ptr,  # float32 [N]
-    num_accepted_ptr,  # int32 [B]
-    score_ptr,  # float32 [B, splits]
-    token_ptr,  # int32 [B, splits]
-    output_ptr,  # int32 [B, width], changed, and the two below
-    target_ptr,  # int64 [N]
-    logprob_ptr,  # float32 [N] or None
-    num_splits,
-    width,
-    RAW: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    """Replace the scan's samples, which are the target's own, by the residual's."""
-    index = tl.program_id(0).to(tl.int64)
-    num_accepted = tl.load(num_accepted_ptr + index)
-    row = tl.load(starts_ptr + index).to(tl.int64) + num_accepted
-    split = tl.arange(0, SPLITS)
-    score = tl.load(score_ptr + index * num_splits + split, mask=split < num_splits, other=float("-inf"))
-    tokens = tl.load(token_ptr + index * num_splits + split, mask=split < num_splits, other=0x7FFFFFFF)
-    best = tl.max(score, axis=0)
-    before = tl.load(target_ptr + row)
-    if (best > float("-inf")) & (before >= 0):
-        token = tl.min(tl.where(score == best, tokens, 0x7FFFFFFF), axis=0)
-        tl.store(output_ptr + index * width + num_accepted, token)
-        tl.store(target_ptr + row, token.to(tl.int64))
-        if logprob_ptr is not None:
-            # Both tokens' log-probabilities differ as their logits do.
-            scale = 1.0
-            if not RAW:
-                temperature = tl.load(temperature_ptr + row)
-                scale = tl.where(temperature < GREEDY, 1.0, temperature)
-            x = tl.load(logits_ptr + row * logits_stride + token).to(tl.float32)
-            x_before = tl.load(logits_ptr + row * logits_stride + before).to(tl.float32)
-            tl.store(logprob_ptr + row, tl.load(logprob_ptr + row) + (x - x_before) / scale)
 
 
 @triton.jit
@@ -688,7 +585,6 @@ def verify_rows(
     layout: Layout,
     *,
     method: VerifyMethod = "sample",
-    draft_probs: Tensor | None = None,
     logprobs_mode: LogprobsMode | None = None,
     with_ranks: bool = True,
     hidden: Tensor | None = None,
@@ -701,8 +597,6 @@ def verify_rows(
     which the rows of emitted tokens are read again.
     """
     logits = target_logits if target_logits.stride(1) == 1 else target_logits.contiguous()
-    if draft_probs is not None and draft_probs.stride(1) != 1:
-        draft_probs = draft_probs.contiguous()
     num_rows, vocab_size = logits.shape
     num_requests, device = layout.starts.shape[0] - 1, logits.device
     raw = logprobs_mode == "raw_logprobs"
@@ -732,7 +626,7 @@ def verify_rows(
         vocab_size,
         tokens_per_split,
         DOMAIN=noise.DOMAIN_RESIDUAL if rejection else noise.DOMAIN_TARGET,
-        EXCLUDE_DRAFT=rejection and draft_probs is None,
+        EXCLUDE_DRAFT=rejection,
         RAW=raw,
         ROWS=ROWS,
         BLOCK=BLOCK,
@@ -750,9 +644,7 @@ def verify_rows(
     wanted = logprobs_mode is not None
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=device) if wanted else None
     ranks = torch.empty(num_rows, dtype=torch.int64, device=device) if wanted else None
-    resample = rejection and draft_probs is not None and layout.seed is not None
     joined = [torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2)]
-    probs_stride = draft_probs.stride(0) if draft_probs is not None else 0
     _accept_kernel[(num_requests,)](
         logits,
         logits.stride(0),
@@ -761,8 +653,6 @@ def verify_rows(
         layout.seed,
         layout.position,
         layout.draft,
-        draft_probs,
-        probs_stride,
         *parts,
         output,
         num_accepted,
@@ -781,8 +671,6 @@ def verify_rows(
         WIDTH=padded_width,
         SPLITS=min(SPLITS, max(1, MAX_JOINED // padded_width)),
     )
-    if resample:
-        _resample(logits, layout, draft_probs, joined, num_accepted, output, targets, logprobs, raw)
     if ranks is not None and not with_ranks:
         ranks = None
     if ranks is not None:
@@ -836,57 +724,3 @@ def _split(vocab_size: int, num_programs: int) -> tuple[int, int]:
     wanted = min(num_tiles, triton.cdiv(TARGET_PROGRAMS, num_programs))
     tiles = triton.cdiv(num_tiles, wanted)
     return tiles * BLOCK, triton.cdiv(num_tiles, tiles)
-
-
-def _resample(
-    logits: Tensor,
-    layout: Layout,
-    draft_probs: Tensor | None,
-    joined: list[Tensor],
-    num_accepted: Tensor,
-    output: Tensor,
-    targets: Tensor,
-    logprobs: Tensor | None,
-    raw: bool,
-) -> None:
-    """Sample the residual at each request's first rejected row; changes `output`, `targets` and `logprobs` there."""
-    assert draft_probs is not None
-    vocab_size, num_requests = logits.shape[1], layout.starts.shape[0] - 1
-    tokens_per_split, num_splits = _split(vocab_size, num_requests)
-    scores = torch.empty(num_requests, num_splits, dtype=torch.float32, device=logits.device)
-    tokens = torch.empty(num_requests, num_splits, dtype=torch.int32, device=logits.device)
-    _residual_kernel[(num_requests, num_splits)](
-        logits,
-        logits.stride(0),
-        layout.starts,
-        layout.temperature,
-        layout.seed,
-        layout.position,
-        layout.draft,
-        draft_probs,
-        draft_probs.stride(0),
-        *joined,
-        num_accepted,
-        scores,
-        tokens,
-        vocab_size,
-        tokens_per_split,
-        BLOCK=BLOCK,
-        num_warps=4,
-    )
-    _recover_kernel[(num_requests,)](
-        logits,
-        logits.stride(0),
-        layout.starts,
-        layout.temperature,
-        num_accepted,
-        scores,
-        tokens,
-        output,
-        targets,
-        logprobs,
-        num_splits,
-        output.shape[1],
-        RAW=raw,
-        SPLITS=triton.next_power_of_2(num_splits),
-    )

@@ -1,18 +1,23 @@
-"""Verification, row by row in NumPy: what every faster implementation must agree with.
+"""Verification as its formulas say it, in torch on any device: what every faster implementation must agree with.
 
 A *row* is one position's target logits; a request's rows are its drafted positions and then the bonus position. The
 *recovered* token is the one emitted at the first difference, the *bonus* token the one after a fully accepted draft.
+Shapes: N rows, V tokens, B requests, D drafted tokens. Only `lay_out` and `verify` wait for the device.
+
+Ratio tests run here on CPUs, and on any device where drafts come with probabilities.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
-from rollout_spec.noise import host as noise
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, Int32Array, SamplingBatch, VerifyResult
+from rollout_spec.noise.host import DOMAIN_ACCEPT, DOMAIN_RESIDUAL, DOMAIN_TARGET
+from rollout_spec.noise.torch import gumbel, uniform32
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
+from rollout_spec.verify.layout import Layout
 
 GREEDY_TEMPERATURE = 1e-5
 """Temperatures below this are greedy, as in vLLM."""
@@ -24,167 +29,190 @@ VerifyMethod = Literal["sample", "rejection"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 
-class _Row(NamedTuple):
-    """Which request and position a row belongs to, its draft token, and its sampling parameters."""
-
-    request: int
-    position: int
-    draft: int  # drafted token, PLACEHOLDER_TOKEN_ID at the bonus position
-    draft_index: int  # index into the drafted tokens, -1 at the bonus position
-    temperature: float
-    seed: int
-    top_k: int
-    top_p: float
-    min_p: float
-
-    @property
-    def greedy(self) -> bool:
-        return self.temperature < GREEDY_TEMPERATURE
-
-
 def verify(
-    target_logits: Float32Array,
-    draft_token_ids: Int32Array,
-    cu_num_draft_tokens: NDArray[Any],
+    target_logits: Tensor, draft_token_ids: Tensor, cu_num_draft_tokens: Tensor, rows: SamplingBatch, **options: Any
+) -> VerifyResult:
+    """Verify a batch of drafts; the arguments are those of `rollout_spec.verify.api.verify`, and are not checked."""
+    layout = lay_out(cu_num_draft_tokens, draft_token_ids, rows)
+    if options.get("max_draft_tokens") is None:
+        options["max_draft_tokens"] = max([1, *torch.diff(layout.starts).tolist()]) - 1
+    return verify_rows(target_logits, layout, rows, **options)
+
+
+def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
+    """See `rollout_spec.verify.layout.lay_out`."""
+    ends = cu_num_draft_tokens.long()
+    num_rows = torch.diff(ends, prepend=ends.new_zeros(1)) + 1
+    starts = torch.cat((ends.new_zeros(1), num_rows.cumsum(0)))
+    request = torch.arange(ends.shape[0], device=ends.device).repeat_interleave(num_rows)
+    offset = torch.arange(request.shape[0], device=ends.device) - starts[request]
+    draft, given = torch.full_like(request, PLACEHOLDER_TOKEN_ID), draft_token_ids.long()
+    is_draft = offset < num_rows[request] - 1
+    draft[is_draft] = torch.where((given >= 0) & (given < 2**31), given, PLACEHOLDER_TOKEN_ID)
+    return Layout(
+        starts=starts.int(),
+        request=request.int(),
+        temperature=rows.temperature.float()[request],
+        seed=None if rows.seeds is None else rows.seeds[request],
+        position=rows.positions.long()[request] + offset,
+        draft=draft.int(),
+    )
+
+
+def verify_rows(
+    target_logits: Tensor,
+    layout: Layout,
     rows: SamplingBatch,
     *,
+    max_draft_tokens: int,
     method: VerifyMethod = "sample",
-    draft_probs: Float32Array | None = None,
+    draft_probs: Tensor | None = None,
     logprobs_mode: LogprobsMode | None = None,
     after_difference: bool = False,
 ) -> VerifyResult:
-    """Verify a batch of drafts; the arguments are those of `rollout_spec.verify.api.verify`, as NumPy arrays.
+    """See `rollout_spec.verify.api.verify_rows`; without features."""
+    raw = target_logits.float()
+    processed = process(raw, rows, layout.request.long())
+    if method == "sample":
+        targets = sample(processed, layout)
+    else:
+        targets = rejection_sample(processed, layout, draft_probs)
+    targets = torch.where(raw.amax(-1).isfinite(), targets, PLACEHOLDER_TOKEN_ID)  # NaN wins a maximum
+    result = accept(targets, raw, layout, max_draft_tokens)
+    if method == "rejection" or not after_difference:
+        emitted = torch.where(is_emitted(layout, result.num_accepted), targets, PLACEHOLDER_TOKEN_ID)
+        result = result._replace(target_token_ids=emitted)
+    if logprobs_mode is None:
+        return result
+    logprobs, ranks = score(raw if logprobs_mode == "raw_logprobs" else processed, targets)
+    return result._replace(logprobs=logprobs, ranks=ranks)
 
-    O(N * V log V).
+
+def sample(processed: Tensor, layout: Layout) -> Tensor:
+    """The target's own token at each row, int64 [N]: argmax of logits plus noise, an exact sample (Gumbel-max)."""
+    return with_noise(processed, layout, DOMAIN_TARGET).argmax(-1)
+
+
+def rejection_sample(processed: Tensor, layout: Layout, draft_probs: Tensor | None = None) -> Tensor:
+    """Accept a row's draft with probability min(1, p / q), else sample the residual max(p - q, 0): int64 [N].
+
+    Leviathan et al., arXiv:2211.17192, algorithm 1. `draft_probs` float [D, V]; None: q is 1 at the draft. The noise
+    comes from streams that drafters do not use, so drafts may depend on the request's other noise.
     """
-    num_requests = len(cu_num_draft_tokens)
-    num_draft_tokens = np.diff(cu_num_draft_tokens, prepend=0)
-    width = int(num_draft_tokens.max(initial=0)) + 1
-    output = np.full((num_requests, width), PLACEHOLDER_TOKEN_ID, np.int32)
-    num_accepted = np.zeros(num_requests, np.int32)
-    targets = np.full(len(target_logits), PLACEHOLDER_TOKEN_ID, np.int64)
-    logprobs = np.zeros(len(target_logits), np.float32)
-    ranks = np.ones(len(target_logits), np.int64)
-    num_invalid_rows, num_broken_rows = np.zeros((2, num_requests), np.int32)
-    starts = np.concatenate(([0], np.cumsum(num_draft_tokens + 1)))
-    for request in range(num_requests):
-        alive = True
-        for j, row in enumerate(range(starts[request], starts[request + 1])):
-            if not alive and not after_difference:
-                break
-            place = _place(request, j, row, int(num_draft_tokens[request]), draft_token_ids, rows)
-            raw = np.asarray(target_logits[row], np.float32)
-            processed = process_row(raw, place)
-            if not _has_distribution(raw):
-                token = PLACEHOLDER_TOKEN_ID
-                num_invalid_rows[request] += alive
-                num_broken_rows[request] += alive and not np.isneginf(np.max(raw))
-            elif method == "sample":
-                token = sample_row(processed, place)
-            else:
-                probs = None if draft_probs is None or place.draft_index < 0 else draft_probs[place.draft_index]
-                token = rejection_sample_row(processed, place, probs) if alive else PLACEHOLDER_TOKEN_ID
-            if token != PLACEHOLDER_TOKEN_ID:
-                targets[row] = token
-                scores = log_softmax(processed if logprobs_mode == "processed_logprobs" else raw)
-                logprobs[row], ranks[row] = scores[token], int((scores >= scores[token]).sum())
-            if alive:
-                output[request, j] = token
-                alive = token != PLACEHOLDER_TOKEN_ID and token == place.draft
-                num_accepted[request] += alive
-    wanted = logprobs_mode is not None
-    return VerifyResult(
-        output,
-        num_accepted,
-        targets,
-        logprobs if wanted else None,
-        ranks if wanted else None,
-        num_invalid_rows,
-        num_broken_rows,
+    if layout.seed is None:
+        return processed.argmax(-1)
+    p = processed.softmax(-1)
+    # Neither the bonus position nor a draft outside the vocabulary: there p is sampled.
+    is_draft = ((layout.draft >= 0) & (layout.draft < p.shape[1]))[:, None]
+    draft = layout.draft.long().clamp(0, p.shape[1] - 1)[:, None]
+    if draft_probs is None or draft_probs.shape[0] == 0:
+        q = torch.zeros_like(p).scatter(1, draft, 1.0)
+    else:
+        owner, _ = _places(layout)  # each earlier request has one row more than drafts
+        row = torch.arange(p.shape[0], device=p.device)
+        q = draft_probs[(row - owner).clamp(max=draft_probs.shape[0] - 1)].float()
+    p_draft, q_draft = p.gather(1, draft), q.gather(1, draft)
+    u = uniform32(layout.seed, layout.position, draft.new_zeros(1), domain=DOMAIN_ACCEPT)
+    accepts = is_draft & (p_draft > 0) & (u * q_draft <= p_draft)
+    weights = torch.where(is_draft, residual(p, q), p)
+    recovered = with_noise(weights.log(), layout, DOMAIN_RESIDUAL).argmax(-1)
+    tokens = torch.where(accepts[:, 0], draft[:, 0], recovered)
+    return torch.where(layout.temperature < GREEDY_TEMPERATURE, processed.argmax(-1), tokens)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """max(p - q, 0), not normalised; p itself where the two are equal up to rounding and every sample of p is right."""
+    rest = (p - q).clamp(min=0)
+    return torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+
+
+def with_noise(scores: Tensor, layout: Layout, domain: int) -> Tensor:
+    """Scores [N, V] plus the Gumbel noise of each row that is not greedy."""
+    if layout.seed is None:
+        return scores
+    noise = gumbel(layout.seed, layout.position, scores.shape[1], domain=domain)
+    return scores + noise.masked_fill_((layout.temperature < GREEDY_TEMPERATURE)[:, None], 0.0)
+
+
+def accept(targets: Tensor, raw: Tensor, layout: Layout, max_draft_tokens: int) -> VerifyResult:
+    """Cut each request's tokens after the first one that is not its draft.
+
+    Args:
+        targets: int64 [N], the target's tokens, the placeholder where a row has no distribution.
+        raw: float32 [N, V], which says whether it is broken there.
+    """
+    owner, offset = _places(layout)
+    shape = layout.starts.shape[0] - 1, max_draft_tokens + 1
+    output = targets.new_full(shape, PLACEHOLDER_TOKEN_ID)
+    output[owner, offset] = targets
+    matches = targets.new_zeros(shape)
+    matches[owner, offset] = ((targets == layout.draft) & (targets >= 0)).long()
+    num_accepted = matches.cumprod(1).sum(1)
+    is_kept = torch.arange(shape[1], device=targets.device) <= num_accepted[:, None]
+    output = torch.where(is_kept, output, PLACEHOLDER_TOKEN_ID)
+
+    highest = raw.amax(-1)
+    is_invalid = is_emitted(layout, num_accepted) & (targets < 0)
+    is_broken = is_invalid & ~highest.isfinite() & (highest != float("-inf"))
+    num_invalid, num_broken = (
+        torch.zeros_like(num_accepted).index_add_(0, owner, wrong.long()) for wrong in (is_invalid, is_broken)
     )
+    return VerifyResult(output.int(), num_accepted.int(), targets, None, None, num_invalid.int(), num_broken.int())
 
 
-def sample_row(processed: Float32Array, row: _Row) -> int:
-    """The target's own token: argmax of logits plus the request's noise, an exact sample (Gumbel-max)."""
-    if row.greedy:
-        return int(np.argmax(processed))
-    tokens = np.arange(len(processed))
-    return int(np.argmax(processed + noise.gumbel(row.seed, row.position, tokens)))
+def score(scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """(log-probability float32 [N], rank int64 [N]) of one token per row: how many tokens are at least as probable."""
+    chosen = scores.gather(1, tokens.clamp(min=0)[:, None])
+    return chosen[:, 0] - scores.logsumexp(-1), (scores >= chosen).sum(-1)
 
 
-def rejection_sample_row(processed: Float32Array, row: _Row, draft_probs: Float32Array | None) -> int:
-    """Accept the draft with probability min(1, p / q), else sample the residual max(p - q, 0).
-
-    Leviathan et al., arXiv:2211.17192, algorithm 1. `draft_probs` float [V]; None: q is 1 at the draft. The noise comes
-    from streams that drafters do not use, so drafts may depend on the request's other noise.
-    """
-    if row.greedy:
-        return int(np.argmax(processed))
-    p = np.exp(log_softmax(processed).astype(np.float64))
-    weights = p
-    if 0 <= row.draft < len(p):  # neither the bonus position nor a draft outside the vocabulary
-        is_draft = np.arange(len(p)) == row.draft
-        q = is_draft.astype(np.float64) if draft_probs is None else np.asarray(draft_probs, np.float64)
-        u = float(noise.uniform32(row.seed, row.position, 0, noise.DOMAIN_ACCEPT))
-        if p[row.draft] > 0 and u * q[row.draft] <= p[row.draft]:
-            return row.draft
-        residual = np.maximum(p - q, 0)
-        weights = residual if residual.any() else p  # p == q up to rounding: every sample of p is right
-    tokens = np.arange(len(p))
-    with np.errstate(divide="ignore"):
-        return int(np.argmax(np.log(weights) + noise.gumbel(row.seed, row.position, tokens, noise.DOMAIN_RESIDUAL)))
+def _places(layout: Layout) -> tuple[Tensor, Tensor]:
+    """(request of the batch, place among its rows) of each row, int64 [N]."""
+    row, starts = torch.arange(layout.draft.shape[0], device=layout.draft.device), layout.starts.long()
+    owner = torch.bucketize(row, starts[1:], right=True)
+    return owner, row - starts[owner]
 
 
-def process_row(logits: Float32Array, row: _Row) -> Float32Array:
+def is_emitted(layout: Layout, num_accepted: Tensor) -> Tensor:
+    """Which rows' tokens are a request's accepted drafts or the one after them, bool [N]."""
+    owner, offset = _places(layout)
+    return offset <= num_accepted[owner]
+
+
+def cuts(rows: SamplingBatch) -> bool:
+    """Whether top-k, top-p or min-p may remove tokens."""
+    return rows.top_k is not None or rows.top_p is not None or rows.min_p is not None
+
+
+def process(raw: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
     """Temperature, min-p, top-k, top-p, in vLLM's order (`vllm/v1/sample/sampler.py`); removed tokens get -inf.
 
     Where equal logits straddle the cut, the lowest token ids are kept: exactly k tokens, or the smallest nucleus.
-    (vLLM's Triton kernel does the same; its torch version keeps all ties for top-k and the last ones for top-p.) A
-    greedy row stays as it is: vLLM resets its other parameters.
+    (vLLM's Triton kernel does the same; its torch version keeps all ties for top-k and the last ones for top-p.)
+    Greedy rows stay as they are: vLLM resets their other parameters.
+
+    Args:
+        raw: float32 [N, V]; returned itself if all rows are greedy.
+        rows: One entry per request.
+        request: int64 [N], each row's index into the fields of `rows`.
     """
-    if row.greedy or not _has_distribution(logits):
-        return logits
-    x = logits / np.float32(row.temperature)
-    if row.min_p > 0:
-        probs = np.exp(log_softmax(x))
-        x = np.where(probs < row.min_p * probs.max(), -np.inf, x)
-    x = x.astype(np.float32)
-    if not 0 < row.top_k < len(x) and row.top_p >= 1:
+    if rows.seeds is None:
+        return raw
+    temperature = rows.temperature.float()[request, None]
+    is_greedy = temperature < GREEDY_TEMPERATURE
+    x = raw / torch.where(is_greedy, 1.0, temperature)
+    if not cuts(rows):
         return x
-    descending = np.argsort(-x, kind="stable")
-    if 0 < row.top_k < len(x):
-        x[descending[row.top_k :]] = -np.inf
-    if row.top_p < 1:
-        probs = np.exp(log_softmax(x).astype(np.float64))[descending]
-        before = np.cumsum(probs) - probs
-        x[descending[1:][before[1:] >= row.top_p * (1 - MASS_TOLERANCE)]] = -np.inf
-    return x
-
-
-def log_softmax(logits: Float32Array) -> Float32Array:
-    """float32 log-probabilities of one row; -inf stays -inf."""
-    x = logits.astype(np.float64) - float(np.max(logits))
-    return np.asarray((x - np.log(np.exp(x).sum())).astype(np.float32))
-
-
-def _has_distribution(logits: Float32Array) -> bool:
-    return bool(np.isfinite(np.max(logits)))  # NaN wins every maximum
-
-
-def _place(request: int, j: int, row: int, num_drafts: int, draft_token_ids: Int32Array, rows: SamplingBatch) -> _Row:
-    def value(name: str, default: float) -> Any:
-        values = getattr(rows, name)
-        return default if values is None else values[request]
-
-    draft_index = row - request if j < num_drafts else -1  # each earlier request has one row more than drafts
-    return _Row(
-        request=request,
-        position=int(rows.positions[request]) + j,
-        draft=int(draft_token_ids[draft_index]) if draft_index >= 0 else PLACEHOLDER_TOKEN_ID,
-        draft_index=draft_index,
-        temperature=float(rows.temperature[request]),
-        seed=int(value("seeds", 0)),
-        top_k=int(value("top_k", 0)),
-        top_p=float(value("top_p", 1.0)),
-        min_p=float(value("min_p", 0.0)),
-    )
+    if rows.min_p is not None:
+        threshold = x.amax(-1, keepdim=True) + rows.min_p.float()[request, None].log()  # log(0) removes nothing
+        x = x.masked_fill(x < threshold, float("-inf"))
+    kept, order = x.sort(dim=-1, descending=True, stable=True)
+    if rows.top_k is not None:
+        top_k = rows.top_k[request, None]
+        kept = kept.masked_fill((torch.arange(x.shape[1], device=x.device) >= top_k) & (top_k > 0), float("-inf"))
+    if rows.top_p is not None:
+        top_p, probs = rows.top_p.float()[request, None], kept.softmax(-1)
+        is_outside = (probs.cumsum(-1) - probs >= top_p * (1 - MASS_TOLERANCE)) & (top_p < 1)
+        is_outside[:, 0] = False
+        kept = kept.masked_fill(is_outside, float("-inf"))
+    return torch.where(is_greedy, raw, x.scatter(1, order, kept))

@@ -31,7 +31,7 @@ def far_apart(logits: torch.Tensor) -> torch.Tensor:
     return far.copy_(logits)
 
 
-def verify_all_ways(verify, logits, probs):
+def verify_all_ways(verify, logits):
     """Three requests with a draft each, of which all kernels of verification run."""
     rows = SamplingBatch(
         temperature=torch.ones(3),
@@ -47,7 +47,6 @@ def verify_all_ways(verify, logits, probs):
             cu,
             rows,
             method="rejection",
-            draft_probs=probs,
             logprobs_mode="processed_logprobs",
             max_draft_tokens=1,
         ),
@@ -59,25 +58,22 @@ def verify_all_ways(verify, logits, probs):
 
 @pytest.fixture(scope="module")
 def near():
-    generator = torch.Generator().manual_seed(0)
-    probs = torch.softmax(torch.randn(3, VOCAB, generator=generator), 1)
-    return (torch.randn(6, VOCAB, generator=generator) * 3).bfloat16(), probs
+    return (torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(0)) * 3).bfloat16()
 
 
 def test_rows_far_apart(near):
-    logits, probs = near
-    assert verify_all_ways(kernel_verify, far_apart(logits), far_apart(probs)) == verify_all_ways(kernel_verify, *near)
+    assert verify_all_ways(kernel_verify, far_apart(near)) == verify_all_ways(kernel_verify, near)
 
 
 def test_an_offset_of_32_bits_is_caught(near, tmp_path):
     changed = changed_copy(kernel, tmp_path, "tl.program_id(0).to(tl.int64) * ROWS", "tl.program_id(0) * ROWS")
     changed_verify = verify_by(changed)
-    assert verify_all_ways(changed_verify, *near) == verify_all_ways(kernel_verify, *near)
+    assert verify_all_ways(changed_verify, near) == verify_all_ways(kernel_verify, near)
     with pytest.raises(Fault, match="_scan_kernel: address outside of every tensor"):
-        verify_all_ways(changed_verify, far_apart(near[0]), near[1])
+        verify_all_ways(changed_verify, far_apart(near))
 
 
-@pytest.mark.parametrize("method", ["sample", "rejection", "dense"])
+@pytest.mark.parametrize("method", ["sample", "rejection"])
 def test_broken_logits_among_lanes_and_tiles(method):
     """NaN and infinities anywhere in some rows, at the size of tiles that engines use."""
     rng = np.random.default_rng(0)

@@ -153,27 +153,6 @@ def test_switched_off_it_goes_on_listening(device, stock):
     assert set(texts_of(drafter_of(device))) >= set(ours)
 
 
-@pytest.mark.parametrize("part", ["features", "drafter"])
-def test_what_the_check_at_start_switches_off_changes_no_rollout(part, tiny_model, stock, reference_model):
-    """A drafter stays off whatever a trainer asks, and keeps nothing."""
-    llm = build_on_device(tiny_model)
-    if part == "features":
-        runner_of(llm).rollout_spec._drafter_wants_features = False
-    else:
-        runner_of(llm).speculator.give_up()
-        llm.collective_rpc("rollout_spec", args=("set_enabled", True))
-    params = mixed_params(8, 5, max_tokens=8, logprobs=0, **PLAIN)
-    prompts = prompts_of(params)
-    for _ in range(2):
-        ours = generate(llm, params, prompts)
-        assert_same(ours, generate(stock, params, prompts), prompts, params, reference_model)
-    generate(llm, mixed_params(1, 12, max_tokens=2, ignore_eos=True, **PLAIN))
-    rollouts, stats = rollouts_of(drafter_of(llm)), stats_of(llm)
-    assert not any(features.any() for _, _, features in rollouts)
-    assert (len(rollouts), stats["live_requests"]) == ((16, 1) if part == "features" else (0, 0))
-    assert (sum(n for n, _ in drafter_of(llm).source_counts().values()) > 0) == (part == "features")
-
-
 def test_slots_follow_the_batch_size(tiny_model, stock, reference_model):
     """No slots for four or more requests, K for fewer: vLLM's schedule, which it has in every version."""
     ranges = {"num_speculative_tokens_per_batch_size": [(1, 3, K), (4, 6, 0)]}

@@ -11,13 +11,33 @@ from rollout_spec.verify import reference
 from rollout_spec.verify.layout import lay_out
 
 LOGPROBS_MODES = (None, "raw_logprobs", "processed_logprobs")
-METHODS = ("sample", "rejection", "dense")
-"""`dense`: rejection sampling of drafts that come with probabilities."""
+METHODS = ("sample", "rejection")
 
 
 def as_torch(rows: SamplingBatch) -> SamplingBatch:
     fields = (getattr(rows, name) for name in SamplingBatch.__slots__)
     return SamplingBatch(*(None if values is None else torch.from_numpy(values) for values in fields))
+
+
+def oracle(logits, drafts, cu, rows, **options):
+    """The reference's result for NumPy arrays."""
+    return reference.verify(*map(torch.from_numpy, (logits, drafts, cu)), as_torch(rows), **options)
+
+
+def right_drafts(logits, cu, rows):
+    """int32 [D]: what the target samples at the drafted positions."""
+    targets = oracle(
+        logits, np.zeros(len(logits) - len(cu), np.int32), cu, rows, after_difference=True
+    ).target_token_ids
+    return np.delete(targets.numpy(), cu + np.arange(len(cu))).astype(np.int32)
+
+
+def probabilities(logits, **parameters):
+    """float64 [V] of one row at a temperature, or truncated."""
+    temperature = np.array([parameters.pop("temperature", 1.0)], np.float32)
+    zero, limits = np.zeros(1, np.int64), {name: np.array([value]) for name, value in parameters.items()}
+    rows = as_torch(SamplingBatch(temperature, zero, zero, **limits))
+    return reference.process(torch.from_numpy(logits)[None], rows, torch.zeros(1).long())[0].double().softmax(0).numpy()
 
 
 def on_batches(verify_rows, lay_out=lay_out):
@@ -77,10 +97,7 @@ def batches(draw, truncation: bool = True):
     cu = np.cumsum(lengths).astype(np.int32)
     drafts = rng.integers(0, vocab_size, num_drafts).astype(np.int32)
     if draw(st.booleans()):  # drafts that are accepted
-        wish = reference.verify(logits, drafts, cu, rows, after_difference=True).target_token_ids
-        is_draft = np.ones(len(logits), bool)
-        is_draft[cu + np.arange(num_requests)] = False
-        drafts = wish[is_draft].astype(np.int32)
+        drafts = right_drafts(logits, cu, rows)
     if draw(st.booleans()):  # rows without a distribution
         for _ in range(draw(st.integers(1, 3))):
             logits[rng.integers(len(logits)), rng.integers(vocab_size)] = rng.choice([np.nan, np.inf])
@@ -105,17 +122,7 @@ def many_requests():
         positions=rng.integers(0, 10_000, num_requests),
     )
     drafts = rng.integers(0, vocab_size, lengths.sum()).astype(np.int32)
-    samples = reference.verify(logits, drafts, cu, rows, after_difference=True).target_token_ids
-    wish = np.delete(samples, cu + np.arange(num_requests))
-    return logits, np.where(rng.random(drafts.size) < 0.5, wish, drafts).astype(np.int32), cu, rows
-
-
-def probabilities_of_drafts(logits, cu):
-    """float32 [D, V] of a drafter near the target: what samples of the residual are, those of the target seldom are."""
-    rng = np.random.default_rng(0)
-    target = torch.from_numpy(np.delete(logits, cu + np.arange(len(cu)), axis=0)).softmax(-1).numpy()
-    noise = rng.dirichlet(np.ones(logits.shape[1]), len(target))
-    return np.where(np.isfinite(target), 0.8 * target + 0.2 * noise, noise).astype(np.float32)
+    return logits, np.where(rng.random(drafts.size) < 0.5, right_drafts(logits, cu, rows), drafts), cu, rows
 
 
 def assert_agrees(
@@ -123,26 +130,19 @@ def assert_agrees(
 ) -> None:
     """`run`, a verifier with the arguments of `rollout_spec.verify.api.verify`, gives the reference's result."""
     logits, drafts, cu, rows = batch
-    kwargs = {"method": "rejection" if method == "dense" else method, "logprobs_mode": mode}
-    kwargs["after_difference"] = after_difference
-    given = torch.from_numpy(logits.copy()).to(dtype)
-    seen = given.float().numpy()
-    probs = probabilities_of_drafts(seen, cu) if method == "dense" else None
-    expected = reference.verify(seen, drafts, cu, rows, draft_probs=probs, **kwargs)
-    kwargs["draft_probs"] = None if probs is None else torch.from_numpy(probs)
-    got = run(given, torch.from_numpy(drafts), torch.from_numpy(cu), as_torch(rows), **kwargs)
+    options = {"method": method, "logprobs_mode": mode, "after_difference": after_difference}
+    given = torch.from_numpy(logits).to(dtype, copy=True)
+    seen = given.float().numpy().copy()
+    expected = oracle(seen, drafts, cu, rows, **options)
+    got = run(given, torch.from_numpy(drafts), torch.from_numpy(cu), as_torch(rows), **options)
     np.testing.assert_array_equal(given.float().numpy(), seen, "logits were changed")
-    np.testing.assert_array_equal(got.output_token_ids.numpy(), expected.output_token_ids)
-    np.testing.assert_array_equal(got.num_accepted.numpy(), expected.num_accepted)
-    np.testing.assert_array_equal(got.target_token_ids.numpy(), expected.target_token_ids)
-    np.testing.assert_array_equal(got.num_invalid_rows.numpy(), expected.num_invalid_rows)
-    np.testing.assert_array_equal(got.num_broken_rows.numpy(), expected.num_broken_rows)
+    for name in ("output_token_ids", "num_accepted", "target_token_ids", "num_invalid_rows", "num_broken_rows"):
+        np.testing.assert_array_equal(getattr(got, name).numpy(), getattr(expected, name).numpy(), name)
     if mode is None:
         assert got.logprobs is None
         assert got.ranks is None
         return
-    lengths = np.diff(cu, prepend=0) + 1
-    offset = np.concatenate([np.arange(n) for n in lengths])
-    emitted = (offset <= np.repeat(expected.num_accepted, lengths)) & (expected.target_token_ids >= 0)
-    np.testing.assert_allclose(got.logprobs.numpy()[emitted], expected.logprobs[emitted], atol=2e-5)
-    np.testing.assert_array_equal(got.ranks.numpy()[emitted], expected.ranks[emitted])
+    layout = reference.lay_out(torch.from_numpy(cu), torch.from_numpy(drafts), as_torch(rows))
+    emitted = reference.is_emitted(layout, expected.num_accepted) & (expected.target_token_ids >= 0)
+    np.testing.assert_allclose(got.logprobs[emitted].numpy(), expected.logprobs[emitted].numpy(), atol=2e-5)
+    np.testing.assert_array_equal(got.ranks[emitted].numpy(), expected.ranks[emitted].numpy())

@@ -81,8 +81,7 @@ def launch_all() -> None:
         (torch.bfloat16, "processed_logprobs", "sample", False),
         (torch.bfloat16, "raw_logprobs", "sample", False),
         (torch.float32, "processed_logprobs", "rejection", False),
-        (torch.float16, "raw_logprobs", "dense", False),
-        (torch.float32, None, "dense", False),
+        (torch.float16, "raw_logprobs", "rejection", False),
         (torch.bfloat16, None, "sample", True),
     )
     for dtype, mode, method, greedy in cases:
@@ -96,8 +95,7 @@ def launch_all() -> None:
             torch.zeros(drafts, dtype=torch.int32),
             torch.tensor([2, 4, 6], dtype=torch.int32),
             rows,
-            method="rejection" if method == "dense" else method,
-            draft_probs=torch.zeros(drafts, vocab) if method == "dense" else None,
+            method=method,
             logprobs_mode=mode,
             hidden=torch.zeros(batch + drafts, 64, dtype=dtype),
         )

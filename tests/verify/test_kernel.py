@@ -1,4 +1,4 @@
-"""The Triton kernels, compiled and emulated, against the reference; and compiled for Hopper."""
+"""The Triton kernels, compiled and emulated, and the CPU path against the reference; and compiled for Hopper."""
 
 from __future__ import annotations
 
@@ -23,10 +23,21 @@ from rollout_spec.noise import triton as noise_triton
 from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
+from rollout_spec.verify.api import verify
 from tests.interpreter import run_as_python
-from tests.verify.batches import LOGPROBS_MODES, METHODS, assert_agrees, batches, kernel_verify, many_requests
+from tests.verify.batches import (
+    LOGPROBS_MODES,
+    METHODS,
+    assert_agrees,
+    batches,
+    kernel_verify,
+    many_requests,
+    oracle,
+    right_drafts,
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled: experiments/check_gpu.py")
+runs = pytest.mark.parametrize("run", [verify, kernel_verify], ids=["cpu", "kernel"])
 
 
 @pytest.fixture(autouse=True)
@@ -54,18 +65,18 @@ def small_tiles(monkeypatch):
     st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
     st.booleans(),
 )
-def test_kernels_agree_with_the_reference(batch, method, mode, dtype, after_difference):
-    assert_agrees(kernel_verify, batch, method, mode, dtype, after_difference=after_difference)
+@runs
+def test_agreement_with_the_reference(run, batch, method, mode, dtype, after_difference):
+    assert_agrees(run, batch, method, mode, dtype, after_difference=after_difference)
 
 
-@pytest.mark.parametrize(
-    ("method", "mode"),
-    [(method, "processed_logprobs") for method in METHODS] + [("dense", "raw_logprobs")],
-)
-def test_many_requests_agree_with_the_reference(method, mode, monkeypatch):
+@runs
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("mode", LOGPROBS_MODES)
+def test_many_requests_agree_with_the_reference(run, method, mode, monkeypatch):
     """Enough of them that residuals are drawn from at each temperature, with few tokens removed and with many."""
     monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 32)
-    assert_agrees(kernel_verify, many_requests(), method, mode)
+    assert_agrees(run, many_requests(), method, mode)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 1023])
@@ -82,8 +93,7 @@ def test_odd_vocabularies_and_long_drafts(vocab_size, accept, monkeypatch):
     )
     drafts = np.zeros(20, np.int32)
     if accept:
-        wish = reference.verify(logits, drafts, cu, rows, after_difference=True).target_token_ids
-        drafts = np.delete(wish, cu + np.arange(4)).astype(np.int32)
+        drafts = right_drafts(logits, cu, rows)
     assert_agrees(kernel_verify, (logits, drafts, cu, rows), "sample", "processed_logprobs")
 
 
@@ -172,13 +182,9 @@ def test_rows_that_point_into_larger_tensors():
     assert layout.position.tolist() == [9, 10, 11, 20, 21]
     got = kernel.verify_rows(logits, layout, max_draft_tokens=2)
     order = [3, 1]
-    expected = reference.verify(
-        logits.numpy(),
-        np.array([8, 6, 5], np.int32),
-        np.array([2, 3]),
-        SamplingBatch(states.temperature.numpy()[order], states.seeds.numpy()[order], np.array([9, 20])),
-    )
-    np.testing.assert_array_equal(got.output_token_ids.numpy(), expected.output_token_ids)
+    rows = SamplingBatch(states.temperature[order], states.seeds[order], torch.tensor([9, 20]))
+    expected = reference.verify(logits, torch.tensor([8, 6, 5]), torch.tensor([2, 3]), rows)
+    assert torch.equal(got.output_token_ids, expected.output_token_ids)
 
 
 def test_placeholders_of_a_step_within_the_prompt_are_no_drafts():
@@ -241,7 +247,7 @@ def test_a_bound_that_is_slightly_too_tight_is_caught(level, margin, slack, monk
     monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 1)  # all of a row in one program, as with many rows
     batch = barely_won_rows(level, margin)
     assert 10 < len(batch[0]) < 40
-    assert (reference.verify(*batch).target_token_ids == 8).all()
+    assert (oracle(*batch).target_token_ids == 8).all()
     assert_agrees(kernel_verify, batch, "sample", None)
     monkeypatch.setattr(kernel, "HASH_BITS", tl.constexpr(32.0 - 2 * slack))
     with pytest.raises(AssertionError):
@@ -256,7 +262,7 @@ def test_every_launch_compiles_for_hopper():
     environment["PYTHONPATH"] = str(script.parents[2])
     result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
-    for name in ("_scan", "_accept", "_rank", "_residual", "_recover", "_layout", "_gather_layout"):
+    for name in ("_scan", "_accept", "_rank", "_layout", "_gather_layout"):
         assert f"{name}_kernel:" in result.stdout
 
 

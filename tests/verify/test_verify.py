@@ -1,4 +1,4 @@
-"""The verifiers against each other, against plain sampling, and against the distribution itself."""
+"""The reference against plain sampling, vLLM and the distribution itself; the CPU path and the kernels against it."""
 
 from __future__ import annotations
 
@@ -9,34 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout_spec.noise import host as noise
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch
-from rollout_spec.verify import reference, vectorised
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
+from rollout_spec.verify import reference
 from rollout_spec.verify.api import verify
 from tests.distributions import matches_distribution
-from tests.verify.batches import LOGPROBS_MODES, METHODS, as_torch, assert_agrees, batches, many_requests, on_batches
+from tests.verify.batches import as_torch, batches, oracle, probabilities
 
-unchecked = on_batches(vectorised.verify_rows)
-
-
-@settings(max_examples=150, deadline=None, derandomize=True)
-@given(
-    batches(),
-    st.sampled_from(METHODS),
-    st.sampled_from(LOGPROBS_MODES),
-    st.booleans(),
-    st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
-    st.booleans(),
-)
-def test_implementations_agree_with_the_reference(batch, method, mode, vectorise, dtype, after_difference):
-    run = unchecked if vectorise else verify
-    assert_agrees(run, batch, method, mode, dtype, after_difference=after_difference)
-
-
-@pytest.mark.parametrize("run", [verify, unchecked], ids=["api", "vectorised"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("mode", LOGPROBS_MODES)
-def test_many_requests_agree_with_the_reference(run, method, mode):
-    assert_agrees(run, many_requests(), method, mode)
+runs = pytest.mark.parametrize("run", [verify, reference.verify], ids=["cpu", "reference"])
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -47,7 +26,7 @@ def test_output_does_not_depend_on_the_drafts(batch):
     A row without a distribution ends the prefix without a token.
     """
     logits, drafts, cu, rows = batch
-    result = reference.verify(logits, drafts, cu, rows)
+    result = VerifyResult(*(None if values is None else values.numpy() for values in oracle(logits, drafts, cu, rows)))
     start = 0
     for request, end in enumerate(cu + np.arange(len(cu)) + 1):
         emitted = result.output_token_ids[request]
@@ -55,7 +34,7 @@ def test_output_does_not_depend_on_the_drafts(batch):
         for j, token in enumerate(emitted):
             alone = SamplingBatch(*(v if v is None else v[request : request + 1] for v in _fields(rows)))
             alone = SamplingBatch(alone.temperature, alone.seeds, alone.positions + j, *_fields(alone)[3:])
-            plain = reference.verify(logits[start + j : start + j + 1], drafts[:0], np.zeros(1, np.int32), alone)
+            plain = oracle(logits[start + j : start + j + 1], drafts[:0], np.zeros(1, np.int32), alone)
             assert token == plain.output_token_ids[0, 0]
         last = result.target_token_ids[start + result.num_accepted[request]]
         assert len(emitted) == result.num_accepted[request] + (last != PLACEHOLDER_TOKEN_ID)
@@ -78,15 +57,15 @@ def test_truncation_is_vllms():
     request = torch.arange(64)
     ones, zeros = torch.ones(64), torch.zeros(64, dtype=torch.int64)
     for top_k, top_p in ((k, None), (None, p), (k, p)):
-        ours = vectorised.process(logits, SamplingBatch(ones, zeros, zeros, top_k=top_k, top_p=top_p), request)
+        ours = reference.process(logits, SamplingBatch(ones, zeros, zeros, top_k=top_k, top_p=top_p), request)
         theirs = apply_top_k_top_p(logits.clone(), top_k, top_p)
         assert torch.equal(ours.isfinite(), theirs.isfinite())
-    ours = vectorised.process(logits, SamplingBatch(ones, zeros, zeros, min_p=p), request)
+    ours = reference.process(logits, SamplingBatch(ones, zeros, zeros, min_p=p), request)
     probs = logits.softmax(-1)
     assert torch.equal(ours.isfinite(), probs >= p[:, None] * probs.amax(-1, keepdim=True))
 
 
-@pytest.mark.parametrize("run", [verify, unchecked, None], ids=["api", "vectorised", "reference"])
+@runs
 def test_a_min_p_of_1_leaves_the_most_probable_tokens(run):
     """All of them, where several are: what is as probable as it must be is kept."""
     logits = np.tile(np.float32([1.0, 3.0, -np.inf, 3.0, 2.5]), (60, 1))
@@ -97,15 +76,12 @@ def test_a_min_p_of_1_leaves_the_most_probable_tokens(run):
         min_p=np.ones(60, np.float32),
     )
     drafts, cu = np.zeros(0, np.int32), np.zeros(60, np.int32)
-    if run is None:
-        result = reference.verify(logits, drafts, cu, rows)
-    else:
-        result = run(*map(torch.from_numpy, (logits, drafts, cu)), as_torch(rows))
+    result = run(*map(torch.from_numpy, (logits, drafts, cu)), as_torch(rows))
     assert not result.num_invalid_rows.any()
     assert set(result.output_token_ids[:, 0].tolist()) == {1, 3}
 
 
-@pytest.mark.parametrize("run", [verify, unchecked, None], ids=["api", "vectorised", "reference"])
+@runs
 @pytest.mark.parametrize("temperature", [0.0, 1e-6])
 @pytest.mark.parametrize("truncated", [False, True])
 def test_greedy_log_probabilities_are_those_of_temperature_1(run, temperature, truncated):
@@ -118,10 +94,7 @@ def test_greedy_log_probabilities_are_those_of_temperature_1(run, temperature, t
         top_k=np.array([1], np.int32) if truncated else None,
     )
     arguments = logits, np.zeros(0, np.int32), np.zeros(1, np.int32)
-    if run is None:
-        result = reference.verify(*arguments, rows, logprobs_mode="processed_logprobs")
-    else:
-        result = run(*map(torch.from_numpy, arguments), as_torch(rows), logprobs_mode="processed_logprobs")
+    result = run(*map(torch.from_numpy, arguments), as_torch(rows), logprobs_mode="processed_logprobs")
     assert result.output_token_ids.tolist() == [[1]]
     assert float(result.logprobs[0]) == pytest.approx(2 - np.log(np.exp([0, 1, 2]).sum()), abs=1e-5)
 
@@ -137,7 +110,7 @@ def target(seed: int) -> np.ndarray:
     return (np.random.default_rng(seed).standard_normal((VOCAB + 1, VOCAB)) * 1.5).astype(np.float32)
 
 
-def emitted_tokens(method, parameters, draft_of, run=unchecked, draft_probs=None, logits_seed=0):
+def emitted_tokens(method, parameters, draft_of, run=reference.verify, draft_probs=None, logits_seed=0):
     """First and second emitted token of many requests, each with one drafted token."""
     logits = target(logits_seed)
     n = NUM_SAMPLES
@@ -164,25 +137,14 @@ def emitted_tokens(method, parameters, draft_of, run=unchecked, draft_probs=None
     return result.output_token_ids.numpy(), drafts, float(result.num_accepted.float().mean())
 
 
-def processed_probabilities(logits: np.ndarray, parameters) -> np.ndarray:
-    rows = SamplingBatch(
-        temperature=np.array([parameters.get("temperature", 1.0)], np.float32),
-        seeds=np.zeros(1, np.int64),
-        positions=np.zeros(1, np.int64),
-        **{name: np.array([parameters[name]]) for name in ("top_k", "top_p", "min_p") if name in parameters},
-    )
-    row = reference._place(0, 0, 0, 0, np.zeros(0, np.int32), rows)
-    return np.exp(reference.log_softmax(reference.process_row(logits, row)).astype(float))
-
-
 def is_lossless(output, drafts, parameters, logits_seed=0) -> bool:
     """First tokens follow the target; second tokens do, given that the draft was accepted."""
     logits = target(logits_seed)
-    if not matches_distribution(output[:, 0], processed_probabilities(logits[VOCAB], parameters)):
+    if not matches_distribution(output[:, 0], probabilities(logits[VOCAB], **parameters)):
         return False
     for token in range(VOCAB):
         second = output[(drafts == token) & (output[:, 0] == token), 1]
-        if len(second) > 500 and not matches_distribution(second, processed_probabilities(logits[token], parameters)):
+        if len(second) > 500 and not matches_distribution(second, probabilities(logits[token], **parameters)):
             return False
     return True
 
@@ -226,12 +188,40 @@ def test_lossless(method, draft_of, parameters):
 def test_dense_draft_probabilities():
     output, drafts, accepted = emitted_tokens("rejection", {}, independent, draft_probs=HISTORY.astype(np.float32))
     assert is_lossless(output, drafts, {})
-    overlap = np.minimum(HISTORY, processed_probabilities(target(0)[VOCAB], {})).sum()
+    overlap = np.minimum(HISTORY, probabilities(target(0)[VOCAB])).sum()
     assert accepted == pytest.approx(overlap, abs=0.02), "Leviathan's acceptance probability is the overlap"
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.integers(0, 2**32), st.integers(1, 9), st.booleans())
+def test_accepted_and_recovered_tokens_add_up_to_the_target(seed, vocab_size, is_equal):
+    """min(p, q) of an accepted draft, and the residual with the probability that is left, are p."""
+    rng = np.random.default_rng(seed)
+    p, q = torch.from_numpy(rng.dirichlet(np.full(vocab_size, 0.5), 2)).split(1)
+    rest = reference.residual(p, p if is_equal else q)
+    accepted = torch.minimum(p, p if is_equal else q)
+    assert torch.allclose(accepted + (1 - accepted.sum()) * rest / rest.sum(), p, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(batches())
+def test_a_point_mass_is_a_dense_draft_of_one_token(batch):
+    logits, drafts, cu, rows = batch
+    drafts = drafts.clip(0, logits.shape[1] - 1)
+    one_hot = torch.eye(logits.shape[1])[torch.from_numpy(drafts).long()]
+    plain = oracle(logits, drafts, cu, rows, method="rejection", logprobs_mode="raw_logprobs")
+    dense = oracle(logits, drafts, cu, rows, method="rejection", logprobs_mode="raw_logprobs", draft_probs=one_hot)
+    assert all(torch.equal(a, b) for a, b in zip(plain[:3], dense[:3], strict=True))
+
+
+def test_the_public_verifier_takes_dense_draft_probabilities():
+    probs = HISTORY.astype(np.float32)
+    ours = emitted_tokens("rejection", {}, independent, run=verify, draft_probs=probs)
+    assert (ours[0] == emitted_tokens("rejection", {}, independent, draft_probs=probs)[0]).all()
+
+
 def test_point_mass_acceptance_is_the_drafts_probability():
-    p = processed_probabilities(target(0)[VOCAB], {})[2]
+    p = probabilities(target(0)[VOCAB])[2]
     for method in ("sample", "rejection"):
         assert emitted_tokens(method, {}, constant)[2] == pytest.approx(p, abs=0.02)
 
@@ -245,16 +235,16 @@ def test_coupled_drafts_are_accepted_more_often():
 # -- verifiers that are wrong on purpose must fail the same checks ---------------------------------------------------
 
 
-def test_recovering_from_the_target_is_caught(monkeypatch):
-    """The residual must leave the draft out: sampling it from p again favours the draft."""
-    scatter = torch.Tensor.scatter
-    monkeypatch.setattr(torch.Tensor, "scatter", lambda self, *a: self if a[-1] == 0.0 else scatter(self, *a))
-    output, drafts, _ = emitted_tokens("rejection", {}, constant)
+@pytest.mark.parametrize(("draft_of", "probs"), [(constant, None), (independent, HISTORY.astype(np.float32))])
+def test_recovering_from_the_target_is_caught(monkeypatch, draft_of, probs):
+    """The residual must leave out what drafts cover: sampling from p again favours the draft."""
+    monkeypatch.setattr(reference, "residual", lambda p, q: p)
+    output, drafts, _ = emitted_tokens("rejection", {}, draft_of, draft_probs=probs)
     assert not is_lossless(output, drafts, {})
 
 
 def test_accepting_everything_is_caught(monkeypatch):
-    monkeypatch.setattr(vectorised, "uniform32", lambda seeds, *a, **k: torch.full((len(seeds), 1), 1e-9))
+    monkeypatch.setattr(reference, "uniform32", lambda seeds, *a, **k: torch.full((len(seeds), 1), 1e-9))
     output, drafts, _ = emitted_tokens("rejection", {}, independent)
     assert not is_lossless(output, drafts, {})
 
@@ -262,7 +252,7 @@ def test_accepting_everything_is_caught(monkeypatch):
 @pytest.mark.parametrize("domain", ["DOMAIN_ACCEPT", "DOMAIN_RESIDUAL"])
 def test_sharing_the_drafters_noise_with_the_ratio_test_is_caught(monkeypatch, domain):
     """Coupled drafts depend on DOMAIN_TARGET; a ratio test that uses the same noise is biased."""
-    monkeypatch.setattr(noise, domain, noise.DOMAIN_TARGET)
+    monkeypatch.setattr(reference, domain, noise.DOMAIN_TARGET)
     output, drafts, _ = emitted_tokens("rejection", {}, coupled)
     assert not is_lossless(output, drafts, {})
 
@@ -272,9 +262,9 @@ def test_noise_at_the_wrong_position_is_caught():
 
     def one_position(logits, drafts, cu, rows, **kwargs):
         frozen = logits.clone()
-        result = unchecked(frozen, drafts, cu, rows, **kwargs)
+        result = reference.verify(frozen, drafts, cu, rows, **kwargs)
         second = SamplingBatch(rows.temperature, rows.seeds, rows.positions - 1)
-        shifted = unchecked(frozen, drafts, cu, second, after_difference=True, **kwargs)
+        shifted = reference.verify(frozen, drafts, cu, second, after_difference=True, **kwargs)
         output = result.output_token_ids.clone()
         output[:, 1] = torch.where(output[:, 1] >= 0, shifted.target_token_ids[1::2].int(), output[:, 1])
         return result._replace(output_token_ids=output)
@@ -288,7 +278,7 @@ def test_noise_at_the_wrong_position_is_caught():
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("method", ["sample", "rejection"])
-@pytest.mark.parametrize("run", [verify, unchecked])
+@runs
 def test_rows_without_a_distribution_are_counted_and_not_sampled(bad, method, run):
     logits = torch.zeros(4, 5)
     logits[[0, 2], 1] = 50.0  # so that both methods accept the drafts
@@ -302,7 +292,7 @@ def test_rows_without_a_distribution_are_counted_and_not_sampled(bad, method, ru
 
 
 @pytest.mark.parametrize("method", ["sample", "rejection"])
-@pytest.mark.parametrize("run", [verify, unchecked])
+@runs
 def test_an_invalid_bonus_row_is_not_an_accepted_draft(method, run):
     logits = torch.full((2, 3), -torch.inf)
     logits[0, 1] = 0.0
@@ -314,7 +304,7 @@ def test_an_invalid_bonus_row_is_not_an_accepted_draft(method, run):
 
 @pytest.mark.parametrize("draft", [PLACEHOLDER_TOKEN_ID, 4, 2**31 - 1])
 @pytest.mark.parametrize("method", ["sample", "rejection"])
-@pytest.mark.parametrize("run", [verify, unchecked])
+@runs
 def test_drafts_outside_the_vocabulary_are_rejected(run, method, draft):
     """The token in their place is sampled from the target; a row without a distribution does not accept padding."""
     logits = torch.zeros(200, 4)
@@ -335,38 +325,3 @@ def test_strided_and_half_precision_logits():
         got = verify(logits, drafts, cu, rows, logprobs_mode="raw_logprobs")
         assert torch.equal(got.target_token_ids, plain.target_token_ids)
         assert torch.equal(got.logprobs, plain.logprobs)
-
-
-def test_bad_arguments():
-    logits, none = torch.zeros(2, 3), torch.empty(0, dtype=torch.int32)
-    cu = torch.zeros(2, dtype=torch.int32)
-    rows = SamplingBatch(torch.ones(2), torch.arange(2), torch.arange(2))
-    cases = (
-        (TypeError, "target_logits", {"target_logits": logits.int()}),
-        (TypeError, "draft_token_ids", {"draft_token_ids": none.float()}),
-        (TypeError, "cu_num_draft_tokens", {"cu_num_draft_tokens": cu.float()}),
-        (ValueError, "target_logits", {"target_logits": torch.zeros(3, 3)}),
-        (ValueError, "target_logits", {"target_logits": torch.zeros(2, 0)}),
-        (ValueError, "rows.seeds", {"rows": SamplingBatch(torch.ones(2), torch.arange(3), torch.arange(2))}),
-        (ValueError, "rows.seeds", {"rows": SamplingBatch(torch.ones(2), None, torch.arange(2))}),
-        (ValueError, "rows.seeds", {"rows": SamplingBatch(torch.tensor([0.0, 1.0]), None, torch.arange(2))}),
-        (TypeError, "rows.seeds", {"rows": SamplingBatch(torch.ones(2), torch.ones(2), torch.arange(2))}),
-        (TypeError, "rows.temperature", {"rows": SamplingBatch(torch.arange(2), torch.arange(2), torch.arange(2))}),
-        (TypeError, "rows.positions", {"rows": SamplingBatch(torch.ones(2), torch.arange(2), torch.ones(2))}),
-        (ValueError, "cu_num_draft_tokens", {"cu_num_draft_tokens": torch.tensor([5, 0])}),
-        (ValueError, "cu_num_draft_tokens", {"cu_num_draft_tokens": torch.tensor([0, 3])}),
-        (
-            ValueError,
-            "max_draft_tokens",
-            {"draft_token_ids": none.new_zeros(1), "target_logits": torch.zeros(3, 3), "max_draft_tokens": 0}
-            | {"cu_num_draft_tokens": torch.tensor([1, 1])},
-        ),
-        (ValueError, "method", {"method": "greedy"}),
-        (ValueError, "logprobs_mode", {"logprobs_mode": "raw"}),
-        (ValueError, "draft_probs", {"draft_probs": torch.zeros(0, 3)}),
-        (ValueError, "draft_probs", {"draft_probs": torch.zeros(1, 3), "method": "rejection"}),
-    )
-    for error, name, changed in cases:
-        arguments = {"target_logits": logits, "draft_token_ids": none, "cu_num_draft_tokens": cu, "rows": rows}
-        with pytest.raises(error, match=name):
-            verify(**{**arguments, **changed})

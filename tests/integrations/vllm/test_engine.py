@@ -36,6 +36,7 @@ from tests.integrations.engines import (
     switching_off_and_on,
     verify_all,
 )
+from tests.verify.batches import probabilities
 
 pytestmark = pytest.mark.engine
 
@@ -191,20 +192,12 @@ def sampled_pairs(llm, seeded=True, **parameters):
 
 def follows_target(tokens, reference_model, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) -> bool:
     """First tokens, and second tokens given the three most frequent first ones, against the analytic softmax."""
-    from rollout_spec.types import SamplingBatch
-    from rollout_spec.verify import reference
-
-    rows = SamplingBatch(
-        *(np.array([v]) for v in (np.float32(temperature), 0, 0, top_k, np.float32(top_p), np.float32(min_p)))
-    )
+    limits = {"top_k": np.int32(top_k), "top_p": np.float32(top_p), "min_p": np.float32(min_p)}
 
     def matches(context, samples):
         with torch.no_grad():
             logits = reference_model(torch.tensor([context])).logits[0, -1].numpy()
-        row = reference._place(0, 0, 0, 0, np.zeros(0, np.int32), rows)
-        return matches_distribution(
-            samples, np.exp(reference.log_softmax(reference.process_row(logits, row)).astype(float))
-        )
+        return matches_distribution(samples, probabilities(logits, temperature=temperature, **limits))
 
     frequent = np.argsort(np.bincount(tokens[:, 0]))[::-1][:3]
     return matches(PROMPT, tokens[:, 0]) and all(

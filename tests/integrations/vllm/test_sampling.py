@@ -12,7 +12,7 @@ from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm.sampling import keep_broken, scored_tokens, truncate, verifier_scores
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.api import verify
-from rollout_spec.verify.vectorised import process
+from rollout_spec.verify.reference import process
 from tests.integrations.engines import (
     PLAIN,
     assert_same,
