@@ -30,7 +30,7 @@ from rollout_spec.files import read_json
 from rollout_spec.imports import INSTALL_VLLM, install
 from rollout_spec.integrations.vllm import environment
 from rollout_spec.integrations.vllm.compat import check_version
-from rollout_spec.jit import compiler
+from rollout_spec.jit import cache
 from rollout_spec.stats import REPORT_FORMAT
 
 REPORT_NAME = "rollout_spec.json"  # what a trainer's callback calls the report in its output folder
@@ -103,11 +103,11 @@ def look_around() -> Iterator[tuple[str, str]]:
     fault = plugin_fault()
     yield "problem" if fault else "ok", fault or "vLLM loads the plugin"
     yield _tried(environment.VARIABLE, lambda: f"is {'set' if environment.read() else 'not set'}", "correct it")
-    folder = compiler.find_folder()
+    folder = cache.find_folder()
     if folder is None:
-        yield "problem", f"no folder can be written, so each process compiles the drafters anew: {compiler.REMEDY}"
+        yield "problem", f"no folder can be written, so each process compiles the drafters anew: {cache.REMEDY}"
     else:
-        warning = f", which may be gone after a restart: {compiler.REMEDY}" if folder.is_temporary else ""
+        warning = f", which may be gone after a restart: {cache.REMEDY}" if folder.is_temporary else ""
         yield "ok", f"compiled drafters are kept in {folder.path}{warning}"
     for package, needed_by, remedy in PACKAGES:
         if needed_by and importlib.util.find_spec(package) is None:

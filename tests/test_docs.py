@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from pathlib import Path
 
 import pytest
 
 from rollout_spec import RolloutSpecConfig
-from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.drafters.registry import REGISTRY
 
 ROOT = Path(__file__).parent.parent
@@ -21,8 +19,6 @@ PAGES = [
     *sorted((ROOT / "examples").glob("*.md")),
 ]
 FOLDERS = ("rollout_spec", "drafters", "integrations", "experiments", "examples", "tests", "docs")
-IMPLIED = {"index", "own_only", "shared", "max_draft_tokens"}
-"""Arguments of `HistoryDrafter` that no user sets: a drafter's name, or K, implies them."""
 NAMES = {path.name for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
 
 
@@ -89,5 +85,5 @@ def test_every_option_and_drafter_is_in_the_docs():
     rows = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
     assert {field.name for field in dataclasses.fields(RolloutSpecConfig)} <= rows
     assert [name for name in REGISTRY if f'`"{name}"`' not in text] == []
-    options = set(inspect.signature(HistoryDrafter).parameters) - IMPLIED
+    options = {option for entry in REGISTRY.values() for option in entry.options}
     assert [name for name in options if f"`{name}`" not in text] == []

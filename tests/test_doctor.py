@@ -19,8 +19,8 @@ from rollout_spec.budget.decide import Budget
 from rollout_spec.budget.estimates import MIN_OBSERVATIONS
 from rollout_spec.doctor import advice, explain, look_around, summary
 from rollout_spec.integrations.vllm import commands
-from rollout_spec.jit import compiler
-from rollout_spec.jit.compiler import Folder
+from rollout_spec.jit import cache
+from rollout_spec.jit.cache import Folder
 from rollout_spec.stats import SpeculationStats
 
 
@@ -289,9 +289,9 @@ def importing(name, **module):
         (lambda m: m.setenv("ROLLOUT_SPEC", "{"), "problem", "ROLLOUT_SPEC cannot be used (ValueError: ROLLOUT_SP"),
         (lambda m: m.setenv("ROLLOUT_SPEC", "{}"), "ok", "ROLLOUT_SPEC is set"),
         (lambda m: m.setattr(importlib.metadata, "entry_points", lambda group: {}), "problem", "reinstall rollout"),
-        (lambda m: m.setattr(compiler, "find_folder", lambda: Folder(Path("/a/1"), False)), "ok", "are kept in /a/1"),
-        (lambda m: m.setattr(compiler, "find_folder", lambda: Folder(Path("/a/1"), True)), "ok", "set the environment"),
-        (lambda m: m.setattr(compiler, "find_folder", lambda: None), "problem", "anew: set the environment variable"),
+        (lambda m: m.setattr(cache, "find_folder", lambda: Folder(Path("/a/1"), False)), "ok", "are kept in /a/1"),
+        (lambda m: m.setattr(cache, "find_folder", lambda: Folder(Path("/a/1"), True)), "ok", "set the environment"),
+        (lambda m: m.setattr(cache, "find_folder", lambda: None), "problem", "anew: set the environment variable"),
         # Those that import what is broken are not blamed, too.
         (importing("transformers.modeling_utils"), "problem", "is broken): pip uninstall torchvision torchaudio"),
         (importing("vllm"), "problem", "vllm cannot be used (ImportError: vllm is broken): pip install"),

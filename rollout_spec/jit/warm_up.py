@@ -19,7 +19,7 @@ from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.host.step import Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
-from rollout_spec.jit.compiler import REMEDY, find_folder
+from rollout_spec.jit.cache import REMEDY, find_folder
 from rollout_spec.types import Draft, Int32Array, SamplingBatch
 from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.layout import lay_out

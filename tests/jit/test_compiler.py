@@ -15,6 +15,7 @@ import pytest
 
 import rollout_spec
 from rollout_spec.jit import compiler as jit
+from rollout_spec.jit.cache import find_folder
 
 PACKAGE = Path(rollout_spec.__file__).parent
 compiles = pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
@@ -101,6 +102,21 @@ def test_code_that_cannot_be_kept(tmp_path):
     assert double(7) == 14
 
 
+@compiles
+def test_damaged_code_is_compiled_again(tmp_path):
+    def double(x):
+        return 2 * x
+
+    for _ in range(2):
+        compiled = jit.njit(cache=False)(double)
+        compiled._cache = jit._make_cache(double, tmp_path)
+        assert compiled(7) == 14
+        kept = [path for path in tmp_path.rglob("*") if path.suffix in (".nbi", ".nbc")]
+        assert kept
+        for path in kept:
+            path.write_bytes(b"no pickle")
+
+
 def test_no_other_module_compiles_with_a_cache_of_its_own():
     for path in {*PACKAGE.glob("*/**/*.py"), *PACKAGE.glob("drafters/**/*.py")} - {PACKAGE / "jit/compiler.py"}:
         assert not re.search(r"from numba import|\b(numba|nb)\.(n?jit|vectorize|guvectorize)\b", path.read_text()), path
@@ -123,4 +139,4 @@ def test_a_temporary_folder_that_others_could_fill_is_not_used(monkeypatch, tmp_
         if os.getuid() != 0:
             pytest.skip("only root can give a folder away")
         os.chown(root, 12345, 12345)
-    assert jit.find_folder.__wrapped__() is None
+    assert find_folder.__wrapped__() is None

@@ -79,13 +79,13 @@ NAMES_0_31 = (*NAMES_0_28, "seq_lens_upper_bound_np")
 )
 def test_logits_are_processed_on_a_copy(names, in_place):
     def apply(**values):
-        assert set(values) == {*names, "skip_top_k_top_p"}
+        assert set(values) == set(names)
         assert values["input_ids"].tolist() == [6, 7]
         assert values["pos"].tolist() == [1, 2]
         logits = values["logits"] if in_place else values["logits"].float().clone()
         return logits.add_(1)
 
-    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in (*names, "skip_top_k_top_p")]
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     apply.__signature__ = inspect.Signature(parameters)
     logits = torch.zeros(2, 4, dtype=torch.bfloat16)
     processed = compat.apply_sampling_params(
