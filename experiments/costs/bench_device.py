@@ -8,7 +8,7 @@ one; the other resident tokens are earlier rollouts. A step adds three tokens to
 with made-up features: of each token three candidates, and states so similar that nearly all candidates are looked at.
 `--no-features` measures without them.
 
-The gate: the kernels pass the check that engines make at their start; a step captured in a CUDA graph drafts the same
+The gate: texts that repeat are drafted as they go on; a step captured in a CUDA graph drafts the same
 as a launched one and waits for nothing (torch's synchronisation check); most requests have drafts.
 
 Reported, p20/p50/p80 in microseconds: `graph`, a captured step replayed; `cold`, the same after 256 MB of other memory
@@ -25,10 +25,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from experiments.check_gpu import no_waiting
+from experiments.check_gpu import check_drafts, no_waiting
 from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, make_parser, origin, quantiles
-from rollout_spec.drafters.device import self_check
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.features.format import Features, pack
 
@@ -185,10 +184,7 @@ def main() -> None:
     device = torch.device(args.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench_device needs a GPU; the tests run the kernels in Triton's interpreter")
-    limits = {"max_requests": max(args.batch), "num_speculative_tokens": args.k, "vocab_size": VOCAB}
-    if fault := self_check.check(device, **limits, use_noise=True, options={}):
-        raise SystemExit(f"gate: {fault}")
-    print(f"gate: {args.trials} random histories draft as the reference")
+    check_drafts(device)  # the gate
     on_gpu = device.type == "cuda"
     about = origin(torch.cuda.get_device_name() if on_gpu else None)
     flush = torch.empty((256 << 20) * on_gpu, dtype=torch.int8, device=device)

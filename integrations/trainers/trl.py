@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerCallback
 
 from rollout_spec import __version__
 from rollout_spec.config import RolloutSpecConfig
-from rollout_spec.doctor import REPORT_NAME
+from rollout_spec.doctor import REPORT_NAME, summary
 from rollout_spec.integrations.trainers.controller import EngineController
 from rollout_spec.integrations.vllm.configuration import config_of, has_model_drafter
 from rollout_spec.integrations.vllm.log import describe_engine
@@ -33,6 +33,8 @@ from rollout_spec.integrations.vllm.log import describe_engine
 logger = logging.getLogger(__name__)
 
 HISTORY_NAME = "rollout_spec_history"
+STEPS_BEFORE_SUMMARY = 3
+"""Training steps after which the log says what speculation does: at first there is little history."""
 
 _awaiting_engine: ContextVar[RolloutSpecGenerator | None] = ContextVar("_awaiting_engine", default=None)
 """The callback of the trainer that is being made, until its engine is built or another trainer is made."""
@@ -63,6 +65,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         config = RolloutSpecConfig.from_dict(options)
         super().__init__(config, llm_kwargs=llm_kwargs, logprob_tolerance=logprob_tolerance)
         self._is_for_engine = bool(options or llm_kwargs)
+        self._is_summarised = False  # the training, in the log
         self._server_url: str | None = None
         self._server: Any = None  # its `ServerCounters`, on the rank that logs
         _hook_ppo()
@@ -130,6 +133,9 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
             unfinished.replace(path)
         except OSError as error:  # must not end the run
             logger.warning("the report for rollout-spec doctor could not be written: %s", error)
+        if not self._is_summarised and state.global_step >= min(STEPS_BEFORE_SUMMARY, state.max_steps):
+            self._is_summarised = True
+            tell(f"rollout_spec: after {state.global_step} training steps {summary(report)}; more in {path}")
 
 
 def tell(line: str) -> None:

@@ -48,7 +48,8 @@ def test_grpo_with_speculation(tiny_model, tmp_path, monkeypatch):
     assert all(entry["rollout_spec/drafter_errors"] == 0 for entry in logs)
     report = read_report(tmp_path / "rollout_spec.json")
     assert "Where the time of a step goes" in explain(report)
-    assert len(lines) == 1
+    assert len(lines) == 2
+    assert "rollout_spec: after 3 training steps" in lines[1]
     assert "is on: up to 4 draft tokens per request and step, drafted by 'history'" in lines[0]
     # What TRL itself sees: log-probabilities that its own forward pass confirms.
     assert all(entry["sampling/sampling_logp_difference/max"] < 1e-3 for entry in logs)
