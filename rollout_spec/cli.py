@@ -16,7 +16,7 @@ from rollout_spec.history import command as history
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0; 1 where `doctor` finds a fault, or `history import` leaves out most lines; 2 for bad input, with one line on
+    0; 1 where `doctor` finds a fault; 2 for bad input, with one line on
     stderr; after Ctrl-C, or where nobody reads on what is printed, what a shell gives to a command that was ended by
     the signal.
     """

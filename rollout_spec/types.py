@@ -1,6 +1,6 @@
 """The values that drafters, verifiers and the engine pass to each other.
 
-Arrays are NumPy in drafters and references, torch tensors in the engine's verifier; shapes and meanings are
+Arrays are NumPy in drafters on the host, torch tensors in verifiers; shapes and meanings are
 the same. B is the number of requests, D the number of drafted tokens of all requests, N = D + B the number of
 logits rows: each request's rows are its drafts' positions in order, then the bonus position.
 """

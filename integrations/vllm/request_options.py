@@ -29,8 +29,8 @@ class RequestOptions(NamedTuple):
     keep_in_history: bool = True
     """Whether the rollout stays in the history once it has ended. It is drafted for in either case."""
     own_only: bool = False
-    """Whether it is drafted from its own text alone, and no other request from that: it has a `cache_salt`. The front
-    end says so, as workers do not get the salt."""
+    """Whether it is drafted from its own text alone, and no other request from that. The front end sets it for
+    requests with a `cache_salt`, as workers do not get the salt."""
 
 
 def request_options(extra_args: Mapping[str, Any] | None) -> RequestOptions:

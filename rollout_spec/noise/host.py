@@ -8,7 +8,7 @@ Then `argmax_v(logit_v / T + g(seed, position, v))` is an exact sample of softma
 before the logits are. The formula is the one of vLLM's V2 model runner (0.31 and later,
 `vllm/v1/worker/gpu/sample/gumbel.py`); murmur3 is Austin Appleby's, in the public domain. Hash and uniform have the
 same bits here (numpy, numba) and in the torch and Triton twins. g has them in numpy and numba, which compute in float64
-and round once; float32 logarithms elsewhere differ by a few units in the last place (see `noise_torch`).
+and round once; float32 logarithms elsewhere differ by a few units in the last place (see `rollout_spec.noise.torch`).
 
 Position: the index, in prompt plus output, of the token that is fed in to produce the logits.
 

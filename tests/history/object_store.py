@@ -1,4 +1,4 @@
-"""An S3-compatible server on this machine: it counts requests by kind, and can be slow, refuse, hang and go away."""
+"""An S3-compatible server on this machine: it counts requests by kind, and can be slow, refuse and go away."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
@@ -32,20 +31,14 @@ class ObjectStore:
 
     Attributes:
         requests: Kind and path of each, as they came; the path of a LIST is its prefix.
-        num_bytes: Of bodies that came in and went out.
         seconds_per_answer: Each request waits for so long.
         refusal: (status, code) of the answer to every request; None: they are answered.
-        num_hanging: Requests that wait for `resume`.
     """
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str]] = []
-        self.num_bytes: Counter[str] = Counter()
         self.seconds_per_answer = 0.0
         self.refusal: tuple[int, str] | None = None
-        self.num_hanging = 0
-        self.answers = threading.Event()
-        self.answers.set()
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.backend_port = free.getsockname()[1]
@@ -64,11 +57,6 @@ class ObjectStore:
         """To be set as AWS_ENDPOINT_URL."""
         return f"http://127.0.0.1:{self._port}"
 
-    @property
-    def kinds(self) -> Counter[str]:
-        """Requests by kind."""
-        return Counter(kind for kind, _ in self.requests)
-
     def start(self) -> None:
         """Listen, again at the same port. What was stored is there."""
         handler = type("Handler", (_Handler,), {"store": self})
@@ -78,7 +66,6 @@ class ObjectStore:
 
     def stop(self) -> None:
         """Connections are refused from now on."""
-        self.resume()
         self._server.shutdown()
         self._server.server_close()
 
@@ -87,14 +74,6 @@ class ObjectStore:
         self.stop()
         self._process.terminate()
         self._process.wait()
-
-    def hang(self) -> None:
-        """Requests get no answer from now on."""
-        self.answers.clear()
-
-    def resume(self) -> None:
-        """Those that hang, and later ones, are answered."""
-        self.answers.set()
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -108,18 +87,12 @@ class _Handler(BaseHTTPRequestHandler):
         store, kind_and_path = self.store, _kind_of(self.command, self.path)
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         store.requests.append(kind_and_path)
-        store.num_bytes["in"] += len(body)
-        if not store.answers.is_set():
-            store.num_hanging += 1
-            store.answers.wait()
-            store.num_hanging -= 1
         time.sleep(store.seconds_per_answer)
         if store.refusal is not None:
             status, code = store.refusal
             headers, data = [("Content-Type", "application/xml")], _ERROR.format(code=code).encode()
         else:
             status, headers, data = self._ask_backend(body)
-        store.num_bytes["out"] += len(data)
         self.send_response(status)
         for name, value in headers:
             if name.lower() not in ("connection", "content-length", "date", "server", "transfer-encoding"):

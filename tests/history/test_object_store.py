@@ -49,7 +49,6 @@ def store(server, monkeypatch):
     server.requests.clear()
     yield server
     server.refusal, server.seconds_per_answer = None, 0.0
-    server.resume()
 
 
 def open_again(url=URL, **options):

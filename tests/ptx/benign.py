@@ -16,9 +16,6 @@ class Benign(NamedTuple):
 
 
 _READ_FIRST = "Every lane loads it, and lane 0 stores the new value after collectives that need what the lanes loaded."
-_STORED_BY_ONE = (
-    "A thread that loads the new value goes on as with the old one. Only thread 0 stores, after its own load."
-)
 BENIGN = (
     Benign(
         "_extend_kernel",
@@ -37,13 +34,5 @@ BENIGN = (
         "race within a warp",
         ("length = tl.load(documents_ptr + LENGTH)", "tl.store(documents_ptr + LENGTH"),
         _READ_FIRST,
-    ),
-    *(
-        Benign("_recover_kernel", f"race within a {who}", lines, _STORED_BY_ONE)
-        for who in ("block", "warp")
-        for lines in (
-            ("before = tl.load(target_ptr", "tl.store(target_ptr"),
-            ("tl.store(logprob_ptr + row, tl.load(logprob_ptr",),
-        )
     ),
 )

@@ -262,7 +262,7 @@ def test_every_launch_compiles_for_hopper():
     environment["PYTHONPATH"] = str(script.parents[2])
     result = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
-    for name in ("_scan", "_accept", "_rank", "_layout", "_gather_layout"):
+    for name in ("_scan", "_accept", "_rank", "_features", "_layout", "_gather_layout"):
         assert f"{name}_kernel:" in result.stdout
 
 

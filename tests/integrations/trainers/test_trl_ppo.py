@@ -26,7 +26,7 @@ pytestmark = pytest.mark.engine
 ENGINES = []
 FP32 = {"enforce_eager": True, "num_gpu_blocks_override": 300, "max_model_len": 64}
 QUERIES = ["w1 w2 w3", "w4 w5 w6 w7 w8", "w9", "w1 w2 w3 w4"]  # of different lengths, so that some are padded
-PAD, EOS = 0, 2
+PAD = 0
 
 
 class Recording(RolloutSpecGenerator):

@@ -1,4 +1,4 @@
-"""Rollouts with stop strings end where they end without speculation, for the caller and in the history."""
+"""Rollouts with stop strings end where they end without speculation."""
 
 from __future__ import annotations
 
