@@ -51,8 +51,10 @@ def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     params = request.sampling_params
     if self._rollout_spec_seeds is None or params is None:
         return request
-    # An error raised here fails this request alone, and is a bad request to vLLM's servers.
-    options = _check_request(params, is_v1=self._rollout_spec_is_v1, speculates=self._rollout_spec_speculates)
+    try:  # an error raised here fails this request alone
+        options = _check_request(params, is_v1=self._rollout_spec_is_v1, speculates=self._rollout_spec_speculates)
+    except (TypeError, ValueError) as error:
+        raise _request_error()(str(error)) from error
     if request.cache_salt and not self._rollout_spec_ignores_salts:
         _tell_of_salts()
         options = options._replace(own_only=True, keep_in_history=False)
@@ -87,6 +89,17 @@ def _check_request(params: Any, *, is_v1: bool, speculates: bool) -> RequestOpti
         params.seed = checks.integer("seed", params.seed)
         checks.integer("seed + n - 1", params.seed + (params.n or 1) - 1)  # vLLM gives sample i the seed + i
     return request_options(params.extra_args)
+
+
+@functools.cache
+def _request_error() -> type[ValueError]:
+    """The exception for a bad request: a ValueError that vLLM's servers answer with status 400."""
+    from vllm.exceptions import VLLMValidationError
+
+    class RequestError(VLLMValidationError, ValueError):
+        """A request that rollout_spec refuses."""
+
+    return RequestError
 
 
 class _SeedSource:
