@@ -90,7 +90,8 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         """See `Speculation`. Waits for the device."""
         if self.engine_history is not None:
             try:
-                # Without a further step vLLM does not say which requests have ended in the last one.
+                # Without a further step vLLM does not say which requests have ended in the last one. The others keep
+                # what they have said.
                 requests = self._runner.rollout_spec.requests
                 self.on_finish_requests([item for item in requests.items() if item[0] in self._req_indices], ())
             finally:  # also after an error of the device

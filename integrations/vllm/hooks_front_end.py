@@ -56,7 +56,8 @@ def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs
     except (TypeError, ValueError) as error:
         raise _request_error()(str(error)) from error
     if request.cache_salt and not self._rollout_spec_ignores_salts:
-        _tell_of_salts()
+        if self._rollout_spec_speculates:
+            _tell_of_salts()
         options = options._replace(own_only=True, keep_in_history=False)
     if options.own_only or any(str(key).startswith(CONFIG_KEY) for key in params.extra_args or ()):
         # A new dict: that of vLLM's copy of the parameters may be the caller's.

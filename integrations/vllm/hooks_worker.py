@@ -15,7 +15,10 @@ from rollout_spec.integrations.vllm.configuration import is_recurrent
 if TYPE_CHECKING:
     from rollout_spec.integrations.vllm.runner import RunnerAdapter
 
-NOT_LOADING = ("init_", "prepare_", "fetch_", "compute_", "get_", "check_", "supports_")
+NOT_LOADING = (
+    "init_", "prepare_", "fetch_", "compute_", "get_", "check_", "supports_", "save_", "export_", "offload_", "dump_",
+    "destroy_", "close_", "release_", "free_", "has_", "is_", "verify_", "log_",
+)  # fmt: skip
 """Beginnings of the names of workers' methods that do something else with weights."""
 
 

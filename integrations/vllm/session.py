@@ -273,7 +273,8 @@ class DraftingSession(Speculation):
         """See `Speculation`. Also once the drafter has raised."""
         try:
             if self.engine_history is not None and not self.broken:
-                self._stop_missing({})  # the last step may have ended them, which only a further one would say
+                # The last step may have ended requests, which only a further one would say; others keep what they said.
+                self._stop_missing({})
             super().close()
         except Exception as error:
             self._switch_off(error)

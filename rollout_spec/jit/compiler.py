@@ -61,26 +61,31 @@ def _make_cache(function: Callable[..., Any], folder: Path) -> _Cache:
 
 
 class _Cache(caching.FunctionCache):
-    """numba's, with one writer at a time: two at once could give two signatures' code the same file.
+    """numba's, locked: two writers at once could give two signatures' code the same file, and a reader the wrong one.
 
     What cannot be read is compiled again: files may be damaged, and signatures may name types of other programs.
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        try:
-            return super().load_overload(sig, target_context)
-        except Exception:  # unpickling raises whatever the bytes lead to
-            self._write(self.flush)
-            return None
+        load = super().load_overload
+
+        def load_or_empty() -> Any:
+            try:
+                return load(sig, target_context)
+            except Exception:  # unpickling raises whatever the bytes lead to
+                return self.flush()
+
+        return self._locked(load_or_empty)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         save = super().save_overload
-        self._write(lambda: save(sig, data))
+        self._locked(lambda: save(sig, data))
 
-    def _write(self, write: Callable[[], None]) -> None:
+    def _locked(self, work: Callable[[], Any]) -> Any:
         with contextlib.suppress(OSError), open(Path(self.cache_path, "lock"), "w") as lock:  # e.g. the disk is full
             fcntl.flock(lock, fcntl.LOCK_EX)
-            write()
+            return work()
+        return None
 
 
 def dispatchers() -> list[Any]:
