@@ -113,7 +113,7 @@ def test_ppo_with_speculation(tiny_model, tmp_path, temperature):
     for name in ("draft_tokens", "accepted_tokens"):
         assert sum(entry[f"rollout_spec/{name}"] for entry in logs) == stats[name]
     assert all(entry["rollout_spec/tokens"] == 8 * 24 for entry in logs), "without a stop token none ends early"
-    assert logs[-1]["rollout_spec/policy_version"] == 2, "the engine has the first weights already"
+    assert logs[-1]["rollout_spec/policy_version"] == 3
     assert generator.logprob_error[1] < 1e-4
     sent = [params for sampling_params, _, _ in generator.seen for params in sampling_params]
     assert len({params.seed for params in sent}) == len(sent) == 24
