@@ -52,7 +52,6 @@ test-all: $(READY)
 	KERNELS=races $(PYTEST) $(KERNEL_TESTS) tests/ptx
 	KERNELS_CAPABILITY=80 $(PYTEST) $(KERNEL_TESTS) tests/ptx
 	KERNELS=interpret $(PYTEST) $(KERNEL_TESTS)
-	KERNELS=interpret VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/v2/test_engine_v2.py tests/v2/test_device_v2.py
 	$(MAKE) test-recurrent
 
 # What needs neither an engine nor minutes.
