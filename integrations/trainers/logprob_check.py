@@ -82,8 +82,7 @@ def _why_not_comparable(model: Any, prompt: Any, output: Any, params: Any, mode:
         return "the trainer's model is not known"
     if mode not in ("raw_logprobs", "processed_logprobs"):
         return f"logprobs_mode={mode!r} gives none"
-    is_truncated = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
-    if mode == "processed_logprobs" and (is_truncated or needs_processing(params) or params.structured_outputs):
+    if mode == "processed_logprobs" and (needs_processing(params) or params.structured_outputs):
         return "penalties, masks, grammars, top-p, top-k or min-p change them in the engine"
     if not is_text:
         return "prompts have images, or other parts than text"

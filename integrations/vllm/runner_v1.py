@@ -30,7 +30,6 @@ from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (
     compile_kernels,
-    is_truncated,
     keep_broken,
     needs_processing,
     raise_if_broken,
@@ -374,7 +373,7 @@ class RunnerAdapterV1(RunnerAdapter):
             if now is before:
                 continue
             require_seed(now, f"request {req_ids[row]}")
-            processes = needs_processing(now, now.min_tokens) or is_truncated(now)
+            processes = needs_processing(now, now.min_tokens)
             self._rows[row] = now.seed, now.min_p, processes, bool(now.min_tokens), bool(now.logit_bias)
             known[row] = now
 

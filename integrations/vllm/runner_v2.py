@@ -37,7 +37,6 @@ from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (
     compile_kernels,
-    is_truncated,
     keep_broken,
     needs_processing,
     raise_if_broken,
@@ -244,7 +243,7 @@ class VerifyingSampler:
         params = compat.sampling_params_argument(args, kwargs)
         if not self._adapter.warming_up:
             require_seed(params, "a request")
-        processes = needs_processing(params, params.min_tokens) or is_truncated(params)
+        processes = needs_processing(params, params.min_tokens)
         self._needs_vllm[req_idx] = self._own_processors or processes
         self._min_tokens[req_idx], self._num_steps[req_idx] = params.min_tokens, 0
         self._asked = None

@@ -51,12 +51,10 @@ def needs_processing(params: Any, num_output_tokens: int = 0) -> bool:
         or params.logit_bias
         or params.min_tokens > num_output_tokens
         or params.thinking_token_budget is not None
+        or params.top_k > 0  # vLLM has reset these of greedy requests
+        or params.top_p < 1
+        or params.min_p > 0
     )
-
-
-def is_truncated(params: Any) -> bool:
-    """Whether a request is sampled with top-k, top-p or min-p; vLLM has reset those of greedy ones."""
-    return bool(params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
 
 
 def truncate(logits: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
@@ -68,8 +66,7 @@ def truncate(logits: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
         request: integer [N], each row's index into the fields of `rows`.
     """
     request = request.long()
-    temperature = rows.temperature[request, None]
-    logits.div_(torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature))
+    logits.div_(_divisors(rows.temperature[request]))
     if rows.min_p is not None:
         least = logits.amax(-1, keepdim=True) + rows.min_p[request, None].log()
         logits.masked_fill_(logits < least, -torch.inf)
@@ -86,7 +83,12 @@ def keep_broken(processed: Tensor, logits: Tensor) -> Tensor:
 
 def scaled(logits: Tensor, temperature: Tensor) -> Tensor:
     """Logits over temperature, float32 [N, V]; those of greedy rows as they are. `temperature`: float32 [N]."""
-    return logits.float() / torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[:, None]
+    return logits.float() / _divisors(temperature)
+
+
+def _divisors(temperature: Tensor) -> Tensor:
+    """What rows of these temperatures, float32 [N], are divided by: float32 [N, 1], 1 for greedy ones."""
+    return torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[:, None]
 
 
 def refuse_own_processors(processors: Iterable[Any]) -> None:

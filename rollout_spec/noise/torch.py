@@ -100,14 +100,6 @@ def uniform32(
     return uniform.add_(high.to(torch.float32), alpha=2.0**-16)
 
 
-def negative_gumbel(
-    seeds: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Tensor, *, domain: int = DOMAIN_TARGET
-) -> torch.Tensor:
-    """-`gumbel`, one pass cheaper: `logits - negative_gumbel(...)` are the scores. Arguments as `uniform32`."""
-    uniform = uniform32(seeds, positions, tokens, domain=domain)
-    return uniform.clamp_(max=MAX_UNIFORM).neg_().log1p_().neg_().log_()
-
-
 def gumbel(
     seeds: torch.Tensor, positions: torch.Tensor, tokens: int | torch.Tensor, *, domain: int = DOMAIN_TARGET
 ) -> torch.Tensor:
@@ -115,4 +107,5 @@ def gumbel(
 
     Within `GUMBEL_TOLERANCE` of the host's `gumbel`; on one device, the same bits whatever the other rows are.
     """
-    return negative_gumbel(seeds, positions, tokens, domain=domain).neg_()
+    uniform = uniform32(seeds, positions, tokens, domain=domain)
+    return uniform.clamp_(max=MAX_UNIFORM).neg_().log1p_().neg_().log_().neg_()

@@ -101,9 +101,3 @@ def _lay_out(  # type: ignore[no-untyped-def]
             row += 1
         first = cu_drafts[i]
     starts[cu_drafts.size] = row
-
-
-def offsets(layout: Layout) -> Tensor:
-    """int64 [N]: each row's place among its request's. Of layouts whose requests are numbered from 0 to B - 1."""
-    all_rows = torch.arange(layout.request.shape[0], device=layout.request.device)
-    return all_rows - layout.starts[layout.request.long()]

@@ -73,11 +73,7 @@ def verify_rows(
     """See `rollout_spec.verify.api.verify_rows`; without features."""
     raw = target_logits.float()
     processed = process(raw, rows, layout.request.long())
-    if method == "sample":
-        targets = sample(processed, layout)
-    else:
-        targets = rejection_sample(processed, layout, draft_probs)
-    targets = torch.where(raw.amax(-1).isfinite(), targets, PLACEHOLDER_TOKEN_ID)  # NaN wins a maximum
+    targets = target_tokens(raw, processed, layout, method, draft_probs)
     result = accept(targets, raw, layout, max_draft_tokens)
     if method == "rejection" or not after_difference:
         emitted = torch.where(is_emitted(layout, result.num_accepted), targets, PLACEHOLDER_TOKEN_ID)
@@ -86,6 +82,14 @@ def verify_rows(
         return result
     logprobs, ranks = score(raw if logprobs_mode == "raw_logprobs" else processed, targets)
     return result._replace(logprobs=logprobs, ranks=ranks)
+
+
+def target_tokens(
+    raw: Tensor, processed: Tensor, layout: Layout, method: VerifyMethod, draft_probs: Tensor | None = None
+) -> Tensor:
+    """The target's token at each row, int64 [N]; the placeholder where the row has no distribution."""
+    drawn = sample(processed, layout) if method == "sample" else rejection_sample(processed, layout, draft_probs)
+    return torch.where(raw.amax(-1).isfinite(), drawn, PLACEHOLDER_TOKEN_ID)  # NaN wins a maximum
 
 
 def sample(processed: Tensor, layout: Layout) -> Tensor:

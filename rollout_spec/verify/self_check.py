@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollout_spec.noise.host import DOMAIN_ACCEPT, DOMAIN_RESIDUAL, DOMAIN_TARGET
 from rollout_spec.noise.torch import uniform32
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch
+from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
 from rollout_spec.verify.layout import Layout
 from rollout_spec.verify.reference import LogprobsMode, VerifyMethod
@@ -90,8 +90,7 @@ def fault_of(batch: Batch, *, method: VerifyMethod, logprobs_mode: LogprobsMode 
     layout = reference.lay_out(cu, drafts, rows)
     tokens, raw = got.target_token_ids, logits.float()
     processed = reference.process(raw, rows, layout.request.long())
-    draws = reference.sample if method == "sample" else reference.rejection_sample
-    targets = torch.where(raw.amax(-1).isfinite(), draws(processed, layout), PLACEHOLDER_TOKEN_ID)
+    targets = reference.target_tokens(raw, processed, layout, method)
     expected = reference.accept(tokens, raw, layout, options["max_draft_tokens"])  # given the kernels' own tokens
     is_emitted = reference.is_emitted(layout, expected.num_accepted)
     is_wrong = (tokens != targets) & ~_is_close(processed, layout, tokens, targets, method)
