@@ -39,7 +39,7 @@ from rollout_spec.drafters.host.threads import usable_threads
 from rollout_spec.features.format import no_features
 from rollout_spec.history.traces import read_traces
 from rollout_spec.integrations.vllm import runner_v1, runner_v2
-from rollout_spec.integrations.vllm.session import DraftingSession
+from rollout_spec.integrations.vllm.session import HostSession
 from rollout_spec.jit.warm_up import warm_up
 from rollout_spec.replay import Rollout, add_rollout, by_problem
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
@@ -80,6 +80,7 @@ class Runner:
     def __init__(self, size: int, k: int) -> None:
         self.device = torch.device("cpu")
         self.requests: dict[str, Live] = {}
+        self.execute_model_state = None
         self.use_async_scheduling = False
         self.sampler = SimpleNamespace(logprobs_mode="raw_logprobs")
         self.discard_request_mask = SimpleNamespace(np=np.zeros(size, bool))
@@ -195,7 +196,7 @@ def engine_config(k: int, size: int) -> Any:
     )  # fmt: skip
 
 
-def prepare(session: DraftingSession, history: list[Rollout], *, index_late: bool) -> None:
+def prepare(session: HostSession, history: list[Rollout], *, index_late: bool) -> None:
     """Show a session's drafter the history."""
     if index_late:
         session.drafting.index_late()
@@ -221,17 +222,19 @@ class Ours:
         self.adapter = runner_v1.RunnerAdapterV1(
             runner, RolloutSpecConfig.from_dict(config.additional_config["rollout_spec"])
         )
-        runner.rollout_spec = self.adapter  # type: ignore[attr-defined]
-        self.runner, self.session = runner, runner.drafter.session  # type: ignore[attr-defined]
+        assert self.adapter.session is not None
+        self.runner, self.session = runner, self.adapter.session
         prepare(self.session, history, index_late=index_late)
 
-    def on_requests_changed(self) -> None:
-        """A request has ended and another begins."""
-        self.adapter.on_requests_changed()
-
-    def begin(self) -> None:
-        """The forward pass starts. What is done while a device computes is timed apart."""
+    def schedule(self, new: list[Live], finished: list[str]) -> None:
+        """A step is scheduled, and these requests come and have ended."""
         self.adapter.begin_step()
+        requests = {"scheduled_new_reqs": new, "finished_req_ids": finished, "preempted_req_ids": None}
+        self.adapter.on_scheduled(SimpleNamespace(num_spec_tokens_to_schedule=None, **requests))
+
+    def compute(self) -> None:
+        """What is done while a device computes is timed apart."""
+        self.adapter.on_forward()
         self.session.update_index()
 
     def sample(self, verification: Verification) -> None:
@@ -255,19 +258,20 @@ class OursV2:
         self.speculator = runner_v2.HistorySpeculator(config, torch.device("cpu"))
         self.runner, self.session = runner, self.speculator.session
         clock = SimpleNamespace(started=0.0)
-        self.adapter = SimpleNamespace(
-            requests=runner.requests, requests_have_changed=True, clock=clock, wants_rejected_targets=False
-        )
-        self.sampler = SimpleNamespace(outcome=None)
-        self.speculator.bind(runner, self.adapter, self.sampler)  # type: ignore[arg-type]
+        self.adapter = SimpleNamespace(clock=clock, wants_rejected_targets=False)
+        runner.sampler, runner.rollout_spec = SimpleNamespace(outcome=None), self.adapter  # type: ignore[attr-defined]
+        self.speculator.bind(runner)
+        self.new: list[Live] = []
         prepare(self.session, history, index_late=index_late)
 
-    def on_requests_changed(self) -> None:
-        """A request has ended and another begins."""
-        self.adapter.requests_have_changed = True
+    def schedule(self, new: list[Live], finished: list[str]) -> None:
+        """A step is scheduled, and these requests come and have ended."""
+        self.session.finish_requests(finished, ())
+        self.new = new
 
-    def begin(self) -> None:
-        """The forward pass starts. What is done while a device computes is timed apart."""
+    def compute(self) -> None:
+        """What is done while a device computes is timed apart."""
+        self.session.start_requests(self.new)
         self.session.update_index()
 
     def sample(self, verification: Verification) -> None:
@@ -276,14 +280,14 @@ class OursV2:
         positions = torch.from_numpy(batch.num_tokens_no_spec - 1).long()
         wanted = getattr(self.session.drafter, "wants_features", False)
         self.adapter.take_features = lambda: verification.features if wanted else None
-        self.sampler.outcome = runner_v2._Verified(list(batch.req_ids), starts, positions, verification.result)
+        self.runner.sampler.outcome = runner_v2._Verified(list(batch.req_ids), starts, positions, verification.result)
 
     def propose(self, sampled: list[list[int]]) -> list[list[int]]:
         """As the runner calls it, with the drafts as the scheduler gets them."""
         req_ids = self.runner.input_batch.req_ids
         num_tokens = int(self.runner.query_start_loc.np[len(sampled)])
         batch = SimpleNamespace(num_reqs=len(sampled), num_tokens=num_tokens)
-        num_sampled = self.sampler.outcome.result.num_accepted + 1
+        num_sampled = self.runner.sampler.outcome.result.num_accepted + 1
         drafts = self.speculator.propose(batch, None, None, None, None, num_sampled).tolist()
         lengths = self.speculator.num_draft_tokens
         return [tokens[: lengths.get(req_id, 0)] for req_id, tokens in zip(req_ids, drafts, strict=True)]
@@ -295,11 +299,11 @@ class Stock:
     def __init__(self, propose: Callable[[list[list[int]]], list[list[int]]]) -> None:
         self.propose = propose
 
-    def on_requests_changed(self) -> None:
-        """A request has ended and another begins."""
+    def schedule(self, new: list[Live], finished: list[str]) -> None:
+        """vLLM's proposers read from the runner who is there."""
 
-    def begin(self) -> None:
-        """The forward pass starts."""
+    def compute(self) -> None:
+        """The forward pass runs."""
 
     def sample(self, verification: Verification) -> None:
         """vLLM's sampler is not on the way from sampled tokens to drafts."""
@@ -340,18 +344,24 @@ def measure(
     hidden: list[float] = []
     drafted = accepted = 0
     for step in range(SKIPPED_STEPS + steps):
+        new: list[Live] = []
+        finished: list[str] = []
         for row in range(size):
             full = row < len(runner.input_batch.req_ids)
             if not full or not runner.requests[runner.input_batch.req_ids[row]].left.size:
                 rollout = next(live)
                 seed = count if rollout.seed is None else rollout.seed
-                runner.add(row, Live(f"r{count}", rollout, seed))
+                if full:
+                    finished.append(runner.input_batch.req_ids[row])
+                new.append(Live(f"r{count}", rollout, seed))
+                runner.add(row, new[-1])
                 drafts[row] = []
                 count += 1
-                contestant.on_requests_changed()
         started = time.perf_counter()
-        contestant.begin()
-        hidden.append(time.perf_counter() - started)
+        contestant.schedule(new, finished)
+        scheduling = time.perf_counter() - started
+        contestant.compute()
+        hidden.append(time.perf_counter() - started - scheduling)
         verification = Verification(runner, drafts)
         runner.schedule(verification.num_draft_tokens)
         started = time.perf_counter()
@@ -361,7 +371,7 @@ def measure(
         started = time.perf_counter()
         drafts = contestant.propose(verification.sampled)
         if step >= SKIPPED_STEPS:
-            times.append(time.perf_counter() - started + sampling)
+            times.append(time.perf_counter() - started + scheduling + sampling)
             drafted += sum(verification.num_draft_tokens)
             accepted += int(verification.result.num_accepted.sum())
     per_request = 1e6 / size

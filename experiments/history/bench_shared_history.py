@@ -48,15 +48,15 @@ def run_engine(pipe: Any, policy: str, history_dir: str | None) -> None:
     from vllm import SamplingParams
 
     llm = build_engine(policy, "all", options={"history_dir": history_dir}, max_model_len=448, max_num_seqs=32)
-    speculation = llm.llm_engine.model_executor.driver_worker.worker.model_runner.rollout_spec._speculation
-    exchange, longest = speculation.exchange_history, [0.0]
+    session = llm.llm_engine.model_executor.driver_worker.worker.model_runner.rollout_spec.session
+    exchange, longest = session.exchange_history, [0.0]
 
     def timed() -> None:
         started = time.perf_counter()
         exchange()
         longest[0] = max(longest[0], time.perf_counter() - started)
 
-    speculation.exchange_history = timed
+    session.exchange_history = timed
     while (batch := pipe.recv()) is not None:
         before = command(llm, "stats")
         params = [SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS, seed=seed) for _, seed in batch]

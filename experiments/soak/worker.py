@@ -24,9 +24,8 @@ class SoakWorker:
 
     def soak_check(self) -> dict[str, int]:
         """Check the drafter's structures. Returns how much state of requests is left. Raises AssertionError."""
-        session = self.model_runner.rollout_spec._speculation
+        session = self.model_runner.rollout_spec.session
         if session is None:
             return {"live": 0}
         session.drafter.check_integrity()
-        live = getattr(session, "live", None)  # a drafter on the device has no such
-        return {"live": session.num_live_requests() if live is None else len(live)}
+        return {"live": len(session.live)}

@@ -10,7 +10,7 @@ import torch
 from rollout_spec import checks
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.imports import installed_versions
-from rollout_spec.integrations.vllm.speculation import Speculation
+from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.integrations.vllm.weights import WeightWatch
 from rollout_spec.stats import REPORT_FORMAT, SpeculationStats
 
@@ -32,7 +32,7 @@ class EngineParts(NamedTuple):
     """What commands are about."""
 
     config: RolloutSpecConfig
-    speculation: Speculation | None
+    session: Session | None
     """None for an engine without speculation."""
     stats: SpeculationStats
     weights: WeightWatch
@@ -53,27 +53,27 @@ def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
         TypeError: the name or an argument has the wrong type.
         RuntimeError: `set_enabled(True)` after the drafter has raised.
     """
-    config, speculation, stats, weights = engine
-    _check(name, args, speculates=speculation is not None)
+    config, session, stats, weights = engine
+    _check(name, args, speculates=session is not None)
     if name == "config":
         return config.to_dict()
     if name == "stats":
-        if speculation is not None:
-            speculation.check_model()
+        if session is not None:
+            session.check_model()
         return {
             **stats.to_dict(),
-            "drafter_bytes": speculation.memory_bytes() if speculation is not None else 0,
-            "live_requests": speculation.num_live_requests() if speculation is not None else 0,
+            "drafter_bytes": session.memory_bytes() if session is not None else 0,
+            "live_requests": session.num_live_requests() if session is not None else 0,
             "policy_version": weights.version,
         }
     if name == "history":
-        return history(speculation)
+        return history(session)
     if name == "report":
-        return report(speculation, stats)
+        return report(session, stats)
     if name == "begin_policy_version":
         return weights.announce(*map(int, args))
-    assert speculation is not None
-    return speculation.set_enabled(bool(args[0]))
+    assert session is not None
+    return session.set_enabled(bool(args[0]))
 
 
 def _check(name: Any, args: tuple[Any, ...], *, speculates: bool) -> None:
@@ -91,7 +91,7 @@ def _check(name: Any, args: tuple[Any, ...], *, speculates: bool) -> None:
             raise ValueError("set_enabled: this engine was built with speculation=False")
 
 
-def history(speculation: Speculation | None) -> dict[str, Any]:
+def history(session: Session | None) -> dict[str, Any]:
     """What history holds, and what went through its folder.
 
     Returns:
@@ -99,17 +99,17 @@ def history(speculation: Speculation | None) -> dict[str, Any]:
         of these `requests_with_history`, whose problem was known; `folder`: see `FolderStats`, empty without a folder.
         Empty where nothing is kept.
     """
-    summary: dict[str, Any] = dict(speculation.history_summary()) if speculation is not None else {}
-    if speculation is not None and summary:
-        summary["bytes"] = speculation.memory_bytes()
-        summary["folder"] = speculation.engine_history.stats() if speculation.engine_history is not None else {}
+    summary: dict[str, Any] = dict(session.history_summary()) if session is not None else {}
+    if session is not None and summary:
+        summary["bytes"] = session.memory_bytes()
+        summary["folder"] = session.engine_history.stats() if session.engine_history is not None else {}
     return summary
 
 
-def report(speculation: Speculation | None, stats: SpeculationStats) -> dict[str, Any]:
+def report(session: Session | None, stats: SpeculationStats) -> dict[str, Any]:
     """The report that `rollout-spec doctor` explains, as plain data. Arguments as in `EngineParts`."""
-    sources = speculation.source_counts() if speculation is not None else {}
-    budget = speculation.budget if speculation is not None else None
+    sources = session.source_counts() if session is not None else {}
+    budget = session.budget if session is not None else None
     learned = None
     if budget is not None:
         sizes = zip(stats.requests_by_batch, stats.steps_by_batch, strict=True)
@@ -118,9 +118,9 @@ def report(speculation: Speculation | None, stats: SpeculationStats) -> dict[str
         "format": REPORT_FORMAT,
         "versions": installed_versions(REPORTED_VERSIONS),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
-        "num_speculative_tokens": speculation.num_speculative_tokens if speculation is not None else 0,
+        "num_speculative_tokens": session.num_speculative_tokens if session is not None else 0,
         "stats": stats.to_dict(),
         "sources": sources,
-        "history": history(speculation),
+        "history": history(session),
         "budget": learned,
     }

@@ -10,7 +10,7 @@ their confidences.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -23,17 +23,27 @@ from rollout_spec.integrations.vllm.configuration import config_of
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.request_options import request_options
-from rollout_spec.integrations.vllm.speculation import Speculation
+from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.stats import SpeculationStats
 
 
-class DeviceSpeculator(Speculation, BaseSpeculator):
+class _Live(NamedTuple):
+    """A request that has a place in the runner."""
+
+    req_idx: int
+    problem_id: int | None
+    params: Any
+    """Its `SamplingParams`."""
+
+
+class DeviceSpeculator(Session, BaseSpeculator):
     """vLLM's speculator around a `DeviceDrafter`.
 
     There is no budget: the scheduler must know before a step how many draft tokens each request has. History grows also
     while nothing is drafted.
 
-    Attributes: those of `Speculation`, and
+    Attributes: those of `Session`, and
+        session: Itself, as other speculators have one.
         num_given_tokens: With how many tokens the drafts begin that it continues for another drafter; 0: it does not.
         drafter: A `DeviceDrafter`. Its memory is allocated here, so level-2 sleep does not discard it. From 0.27 on
             vLLM counts it when it measures what is left for the KV cache; in 0.26 `gpu_memory_utilization` must leave
@@ -52,7 +62,7 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         assert config is not None
         speculative = vllm_config.speculative_config
         self.model = compat.speculator_model()
-        self.from_history = self
+        self.session = self
         self.stats = SpeculationStats()
         self.num_speculative_tokens = config.max_draft_tokens
         self.keeps_rates = self.enable_adaptive_verification = compat.verifies_adaptively(speculative)
@@ -77,29 +87,25 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         self._device = device
         self._is_asynchronous = vllm_config.scheduler_config.async_scheduling
         self._is_warm = False
-        self._req_indices: dict[str, int] = {}
-        self._problems: dict[str, int | None] = {}  # of the same requests, with a history that lasts
-        self._versions: dict[str, int] = {}
+        self.live = {}  # values are `_Live`
+        self._versions: dict[str, int] = {}  # of preempted requests
         self._runner: Any = None
 
-    def bind(self, runner: Any, adapter: Any, sampler: Any) -> None:
+    def bind(self, runner: Any) -> None:
         """Give the speculator the runner it serves."""
         self._runner = runner
 
     def close(self) -> None:
-        """See `Speculation`. Waits for the device."""
+        """See `Session`. Waits for the device."""
         if self.engine_history is not None:
             try:
-                # Without a further step vLLM does not say which requests have ended in the last one. The others keep
-                # what they have said.
-                requests = self._runner.rollout_spec.requests
-                self.on_finish_requests([item for item in requests.items() if item[0] in self._req_indices], ())
+                self.finish_requests(list(self.live), ())  # the last step may have ended some
             finally:  # also after an error of the device
                 super().close()
 
     def num_live_requests(self) -> int:
-        """Requests whose end the drafter has not seen; preempted ones are not counted."""
-        return len(self._req_indices)
+        """See `Session`; preempted ones are not counted."""
+        return len(self.live)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Part of vLLM's interface; our three kernel launches need no graph."""
@@ -110,39 +116,35 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
     def load_model(self, *args: Any) -> None:
         """Part of vLLM's interface; there is no model."""
 
-    def on_requests_added(self, requests: Iterable[Any]) -> None:
-        """Requests were scheduled for the first time or after a preemption; this step begins to read their prompts."""
-        for request in sorted(requests, key=lambda request: request.req_id):  # all ranks in the same order
-            req_id = request.req_id
-            if req_id in self._req_indices:  # a streaming session continues with a longer prompt
-                self._preempt(req_id)
+    def start_requests(self, requests: Iterable[Any]) -> None:
+        """See `Session`."""
+        requests = list(requests)
+        for request in requests:
+            if request.req_id in self.live:  # a streaming session goes on with a longer prompt
+                self._preempt(request.req_id)
+        for request in requests:
+            req_id, params = request.req_id, request.sampling_params
             prompt, problem_id = np.array(request.prompt_token_ids or (), np.int32), None
             if request.prompt_token_ids is not None:  # a prompt of embeddings has no history
                 problem_id = self.begin_conversation(request, prompt).problem_id
-            if self.engine_history is not None:
-                self._problems[req_id] = problem_id
-            req_idx = self._req_indices[req_id] = self._runner.req_states.req_id_to_index[req_id]
+            req_idx = self._runner.req_states.req_id_to_index[req_id]
+            self.live[req_id] = _Live(req_idx, problem_id, params)
             version = self._versions.pop(req_id, None)
-            own_only = request_options(request.sampling_params.extra_args).own_only
+            own_only = request_options(params.extra_args).own_only
             self.drafter.start_request(req_idx, prompt, problem_id=problem_id, version=version, own_only=own_only)
 
-    def on_finish_requests(self, finished: Iterable[tuple[str, Any]], preempted: Iterable[str]) -> None:
-        """Requests leave the runner.
-
-        Args:
-            finished: (id, vLLM's `NewRequestData`, None if it is not known) of each.
-            preempted: Their ids.
-        """
-        for req_id in sorted(preempted):
-            if req_id in self._req_indices:
+    def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
+        """See `Session`. The runner still has them."""
+        for req_id in sorted(preempted):  # all ranks in the same order
+            if req_id in self.live:
                 self._preempt(req_id)
         ended = []
-        for req_id, request in sorted(finished, key=lambda item: item[0]):
+        for req_id in sorted(finished):
             self._versions.pop(req_id, None)
-            req_idx = self._req_indices.pop(req_id, None)
-            if req_idx is not None:
-                ended.append(self._ended(req_idx, request))
-                self._end_in_history(req_id)
+            live = self.live.pop(req_id, None)
+            if live is not None:
+                ended.append(self._ended(live))
+                self._end_in_history(live)
         if ended:
             self.drafter.stop_requests(ended)
 
@@ -188,21 +190,22 @@ class DeviceSpeculator(Speculation, BaseSpeculator):
         return torch.zeros(num_requests, self.num_speculative_tokens, dtype=torch.int64, device=self._device)
 
     def _preempt(self, req_id: str) -> None:
-        self._versions[req_id] = self.drafter.preempt_request(self._req_indices.pop(req_id))
-        self._end_in_history(req_id)
+        live = self.live.pop(req_id)
+        self._versions[req_id] = self.drafter.preempt_request(live.req_idx)
+        self._end_in_history(live)
 
-    def _end_in_history(self, req_id: str) -> None:
+    def _end_in_history(self, live: _Live) -> None:
         if self.engine_history is not None:
-            self.engine_history.end_request(self._problems.pop(req_id))
+            self.engine_history.end_request(live.problem_id)
 
-    def _ended(self, req_idx: int, request: Any) -> EndedRequest:
-        states, params = self._runner.req_states, request.sampling_params
+    def _ended(self, live: _Live) -> EndedRequest:
+        states, params = self._runner.req_states, live.params
         # vLLM's count on the host is one step old; all drafts of that step may have been accepted.
-        computed = int(states.num_computed_tokens_np[req_idx]) + self.num_speculative_tokens + 1
+        computed = int(states.num_computed_tokens_np[live.req_idx]) + self.num_speculative_tokens + 1
         stops = [params.eos_token_id, *(params.stop_token_ids or ())]
         return EndedRequest(
-            req_idx,
-            length=max(computed, int(states.prefill_len.np[req_idx])) + 1,
+            live.req_idx,
+            length=max(computed, int(states.prefill_len.np[live.req_idx])) + 1,
             stop_token_ids=sorted({int(token) for token in stops if token is not None}),
             min_tokens=params.min_tokens,
             max_tokens=params.max_tokens,

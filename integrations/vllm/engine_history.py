@@ -60,7 +60,7 @@ class EngineHistory:
 
     Args:
         problems: By what the engine recognises problems; learns the roots of rollouts that are taken in.
-        share_from_first_rank: As for `DraftingSession`.
+        share_from_first_rank: As for `HostSession`.
     """
 
     def __init__(

@@ -101,27 +101,6 @@ def sample_v1(original: Callable[..., Any], self: Any, logits: Any, spec_decode_
     return self.rollout_spec.sample(logits, spec_decode_metadata)
 
 
-def update_states_v1(original: Callable[..., Any], self: Any, scheduler_output: Any) -> Any:
-    """Tell the adapter that requests come or have finished."""
-    if self.rollout_spec is not None:
-        for request in scheduler_output.scheduled_new_reqs:
-            _need_no_generator(request.sampling_params)
-        if scheduler_output.scheduled_new_reqs or scheduler_output.finished_req_ids:
-            self.rollout_spec.on_requests_changed()
-    return original(self, scheduler_output)
-
-
-def _need_no_generator(params: Any) -> None:
-    """Keep vLLM from making a torch generator for a request because it has a seed: our sampler uses none.
-
-    It would be made for every request, and on CPUs vLLM then fails where a prompt is read in several chunks.
-    """
-    from vllm.sampling_params import SamplingType
-
-    if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
-        params.__dict__["sampling_type"] = SamplingType.RANDOM  # the cached value of a property
-
-
 def input_fits_in_drafter_v1(original: Callable[..., Any], self: Any, common_attn_metadata: Any) -> bool:
     """Let our proposer cut its drafts near max_model_len itself.
 
@@ -198,22 +177,6 @@ def load_model_v2(original: Callable[..., Any], self: Any, *args: Any, **kwargs:
     if self.rollout_spec is not None:
         self.rollout_spec.take_over_sampling()
     return result
-
-
-def add_requests_v2(original: Callable[..., None], self: Any, scheduler_output: Any) -> None:
-    """Tell the adapter of new requests, before and after they get their indices."""
-    if self.rollout_spec is not None:
-        self.rollout_spec.on_add_requests(scheduler_output)
-    original(self, scheduler_output)
-    if self.rollout_spec is not None:
-        self.rollout_spec.on_requests_added(scheduler_output)
-
-
-def finish_requests_v2(original: Callable[..., None], self: Any, scheduler_output: Any) -> None:
-    """Tell the adapter of finished and preempted requests, before they lose their indices."""
-    if self.rollout_spec is not None:
-        self.rollout_spec.on_finish_requests(scheduler_output)
-    original(self, scheduler_output)
 
 
 def take_draft_token_ids_v2(original: Callable[..., Any], self: Any) -> Any:

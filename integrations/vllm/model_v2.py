@@ -41,9 +41,8 @@ class ModelSpeculation:
     """What is put before the class of vLLM's speculator.
 
     Attributes:
-        from_history: Drafts from history, and is what the engine's commands ask.
+        session: Drafts from history, and is what the engine's commands ask.
         num_speculative_tokens: K, the most tokens drafted per request and step.
-        stats: This engine's counters.
         num_speculative_steps: vLLM's name for how many tokens the model drafts.
         draft_token_confidence_probs: float32 [B, K], for vLLM's adaptive verification.
     """
@@ -54,24 +53,24 @@ class ModelSpeculation:
         assert config is not None
         self.num_speculative_tokens = config.max_draft_tokens
         self.num_speculative_steps = config.num_model_draft_tokens
-        self.from_history = DeviceSpeculator(vllm_config, device)
-        self.stats, self.from_history.keeps_rates = self.from_history.stats, True
+        self.session = DeviceSpeculator(vllm_config, device)
+        self.session.keeps_rates = True
         self._has_room = self.num_speculative_steps < self.num_speculative_tokens
-        self.from_history.num_given_tokens = self.num_speculative_steps if self._has_room else 0
+        self.session.num_given_tokens = self.num_speculative_steps if self._has_room else 0
         self._is_coupled = config.verify == "sample"
         num_requests = vllm_config.scheduler_config.max_num_seqs
         self._probabilities = torch.ones(num_requests, self.num_speculative_tokens, dtype=torch.float32, device=device)
         self.draft_token_confidence_probs = torch.zeros_like(self._probabilities)
         self._choice = DeviceChoice(num_requests, config.max_draft_tokens, self.num_speculative_steps, device)
-        self.from_history.choice = self._choice
+        self.session.choice = self._choice
         # Ranks round sums differently, and must choose the same draft.
         self._from_first_rank = broadcasting_from_first_rank(vllm_config, device)
         self._runner: Any = None
 
-    def bind(self, runner: Any, adapter: Any, sampler: Any) -> None:
+    def bind(self, runner: Any) -> None:
         """Give the speculator the runner it serves."""
         self._runner = runner
-        self.from_history.bind(runner, adapter, sampler)
+        self.session.bind(runner)
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """As vLLM's. The first of the model's passes reads as many tokens as the target's, of which there are K + 1."""
@@ -139,8 +138,8 @@ class ModelSpeculation:
             num_model = kwargs["num_speculative_tokens"] = min(num_model, kwargs["num_speculative_tokens"])
         state = input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled, *args
         model = super().propose(*state, dummy_run=dummy_run, **kwargs)  # type: ignore[misc]
-        history = self.from_history.propose(*state, dummy_run=dummy_run, **kwargs)
-        if self._runner is None or not self.from_history.enabled:
+        history = self.session.propose(*state, dummy_run=dummy_run, **kwargs)
+        if self._runner is None or not self.session.enabled:
             return history
         num_requests = input_batch.num_reqs
         slots = input_batch.idx_mapping[:num_requests]
@@ -171,13 +170,13 @@ class ModelSpeculation:
             states.all_token_ids.gpu,
             states.total_len.gpu,
             temperature,
-            (history, self.from_history.draft_token_confidence_probs),
+            (history, self.session.draft_token_confidence_probs),
             (model, self._probabilities),
         )
         # By `num_speculative_tokens_per_batch_size` a step may verify fewer tokens than the model can draft.
         if self._has_room and num_model == self.num_speculative_steps:
             seeds = self._runner.sampler.sampling_states.seeds.gpu
-            rest = self.from_history.drafter.continue_drafts(slots, is_model, model, seeds, temperature)
+            rest = self.session.drafter.continue_drafts(slots, is_model, model, seeds, temperature)
             for values, continued in zip((drafts, rates), rest, strict=True):
                 values[:, num_model:] = torch.where(is_model[:, None] > 0, continued, values[:, num_model:])
         self.draft_token_confidence_probs[:num_requests] = rates

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from rollout_spec.config import RolloutSpecConfig
@@ -13,43 +12,43 @@ from rollout_spec.integrations.vllm.commands import EngineParts, run_command
 from rollout_spec.integrations.vllm.device_io import StepClock
 from rollout_spec.integrations.vllm.log import say
 from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank
-from rollout_spec.integrations.vllm.speculation import Speculation
+from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.integrations.vllm.weights import WeightWatch
 from rollout_spec.stats import SpeculationStats
 
 
 class RunnerAdapter:
-    """Stands between one of vLLM's model runners, whose hooks call it, and the engine's drafter.
+    """Stands between one of vLLM's model runners, whose hooks call it, and the engine's session.
 
     Attributes:
+        session: None for an engine that samples with our noise only.
+        stats: This engine's counters.
         clock: Times the runner's steps.
         weights: Notices when the worker gets new ones.
-        stats: This engine's counters.
         num_wanted_drafts: How many draft tokens of each request the next step will verify, where the drafter does not
             say it: vLLM decides it by the number of requests when this step is scheduled.
         adapters: Paths of the LoRA adapters that were loaded, by a command or for a request, by vLLM's number.
+        scheduled: vLLM's `SchedulerOutput` of this step.
         warming_up: Whether vLLM is running made-up requests to compile its kernels, which are ignored.
 
     Args:
         runner: vLLM's `GPUModelRunner`.
-        speculation: None for an engine that samples with our noise only.
     """
 
+    scheduled: Any = None
     warming_up = False
 
-    def __init__(
-        self, runner: Any, config: RolloutSpecConfig, speculation: Speculation | None, stats: SpeculationStats
-    ) -> None:
-        self.stats = stats
+    def __init__(self, runner: Any, config: RolloutSpecConfig, session: Session | None) -> None:
+        self.session = session
+        self.stats = SpeculationStats() if session is None else session.stats
         self.num_wanted_drafts = config.max_draft_tokens
-        self.clock = StepClock(runner.device, stats)
+        self.clock = StepClock(runner.device, self.stats)
         self.weights = WeightWatch()
         self.adapters: dict[int, str] = {}
         self._runner = runner
         self._config = config
-        self._speculation = speculation
         # Read once: a user's own drafter could answer otherwise later, and on one rank only.
-        drafter = None if speculation is None else speculation.drafter
+        drafter = None if session is None else session.drafter
         self._drafter_wants_features = bool(getattr(drafter, "wants_features", False))
         self._drafter_wants_rejected = bool(getattr(drafter, "wants_rejected_targets", False))
         if self._drafter_wants_features:
@@ -58,11 +57,6 @@ class RunnerAdapter:
             # Ranks round sums differently.
             self._from_first_rank = broadcasting_from_first_rank(runner.vllm_config, runner.device)
 
-    @property
-    def requests(self) -> Mapping[str, Any]:
-        """vLLM's requests by id, all that have not ended; preempted ones stay."""
-        raise NotImplementedError
-
     def finish_counting(self) -> None:
         """Count the verifications that have not been counted, as reading them at once would wait for the device."""
         raise NotImplementedError
@@ -70,12 +64,12 @@ class RunnerAdapter:
     @property
     def wants_features(self) -> bool:
         """Whether what the target sees is of use to the drafter."""
-        return self._drafter_wants_features and self._speculation is not None and self._speculation.enabled
+        return self._drafter_wants_features and self.session is not None and self.session.enabled
 
     @property
     def wants_rejected_targets(self) -> bool:
         """Whether what the target samples after rejected drafts is of use to the drafter."""
-        return self._drafter_wants_rejected and self._speculation is not None and self._speculation.enabled
+        return self._drafter_wants_rejected and self.session is not None and self.session.enabled
 
     def compile_kernels(self) -> None:
         """Called before vLLM's own warm-up."""
@@ -119,27 +113,26 @@ class RunnerAdapter:
         """See `rollout_spec.integrations.vllm.commands.run_command`."""
         self.finish_counting()
         self.clock.read()
-        if self._speculation is not None:
-            self._speculation.end_missing(self.requests)
-        return run_command(EngineParts(self._config, self._speculation, self.stats, self.weights), name, *args)
+        return run_command(EngineParts(self._config, self.session, self.stats, self.weights), name, *args)
 
     def begin_step(self) -> None:
         """Called before every step runs."""
         version = self.weights.begin_step()
-        if version is not None and self._speculation is not None:
-            self._speculation.begin_policy_version(version)
-        if self._speculation is None or self._speculation.enabled:
+        if version is not None and self.session is not None:
+            self.session.begin_policy_version(version)
+        if self.session is None or self.session.enabled:
             self.clock.start()
 
     def on_scheduled(self, scheduled: Any) -> None:
-        """Called after `begin_step` with vLLM's `SchedulerOutput`."""
+        """Called after `begin_step` with vLLM's `SchedulerOutput`, before the runner looks at it."""
+        self.scheduled = scheduled
         self.num_wanted_drafts = scheduled.num_spec_tokens_to_schedule
         for request in scheduled.scheduled_new_reqs:
             lora = request.lora_request
             if lora is not None and self.adapters.get(lora.lora_int_id) != lora.lora_path:
                 self.on_adapter(lora)
-        if self._speculation is not None and not self.warming_up:
-            self._speculation.expect(scheduled.scheduled_new_reqs)
+        if self.session is not None and not self.warming_up:
+            self.session.finish_requests(scheduled.finished_req_ids, scheduled.preempted_req_ids or ())
 
     def on_adapter(self, lora_request: Any) -> None:
         """A LoRA adapter is loaded, which is a new policy."""
@@ -147,16 +140,17 @@ class RunnerAdapter:
         self.weights.announce()
 
     def on_forward(self) -> None:
-        """Called when the model has run, before anything is sampled."""
-        if self._speculation is not None:
-            self._speculation.exchange_history()
+        """Called when the model has been launched, before anything is sampled: the device computes."""
+        if self.session is not None and not self.warming_up:
+            self.session.start_requests(self.scheduled.scheduled_new_reqs)
+            self.session.exchange_history()
 
     def load_history(self) -> None:
         """Take in the history of earlier runs. Called once the engine is built, before its first request."""
-        if self._speculation is not None and self._speculation.engine_history is not None:
-            self.weights.version = self._speculation.engine_history.load()
+        if self.session is not None and self.session.engine_history is not None:
+            self.weights.version = self.session.engine_history.load()
 
     def close(self) -> None:
         """Called when the worker shuts down."""
-        if self._speculation is not None:
-            self._speculation.close()
+        if self.session is not None:
+            self.session.close()

@@ -1,14 +1,13 @@
 """Speculation in vLLM's V1 model runner: the proposer that vLLM calls, and the adapter that takes over sampling.
 
 One engine step: vLLM runs the target over every scheduled token and hands the logits to `RunnerAdapterV1.sample`, which
-verifies the drafts; after vLLM has recorded the sampled tokens it calls `RolloutSpecProposer.propose`, which tells the
-drafter what became of its drafts and what was sampled, and returns the next drafts. Where vLLM has a drafter with a
-model, it is called before that, and `RunnerAdapterV1.join_drafts` has our proposer choose between both.
+verifies the drafts; after vLLM has recorded the sampled tokens it calls `RolloutSpecProposer.propose`, and so
+`RunnerAdapterV1.draft`, which tells the session what became of its drafts and what was sampled, and returns the next
+drafts. Where vLLM has a drafter with a model, it is called before that, and `join_drafts` chooses between both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.sampling_params import SamplingType
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor
 
@@ -40,9 +40,8 @@ from rollout_spec.integrations.vllm.sampling import (
     truncate,
     verifier_scores,
 )
-from rollout_spec.integrations.vllm.session import DraftingSession
-from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import SamplingBatch
+from rollout_spec.integrations.vllm.session import HostSession
+from rollout_spec.types import SamplingBatch, VerifyResult
 from rollout_spec.verify.api import processed_rows, verify_rows
 from rollout_spec.verify.layout import Layout, lay_out, lay_out_inputs
 
@@ -99,7 +98,7 @@ class RunnerAdapterV1(RunnerAdapter):
     """Samples in place of vLLM's samplers, for one model runner.
 
     Attributes: those of `RunnerAdapter`, and
-        proposer: Drafts from history; None without speculation.
+        session: A `HostSession`; None without speculation.
         model_drafter: vLLM's own drafter with a model; None if there is none.
 
     Args:
@@ -115,21 +114,16 @@ class RunnerAdapterV1(RunnerAdapter):
         self._adds_biases = not any(isinstance(processor, LogitBiasLogitsProcessor) for processor in processors)
         self._hidden: torch.Tensor | None = None  # the states that the step's logits were computed from
         self.model_drafter: ModelDrafter | None = find_model_drafter(runner, config)
-        self.proposer: RolloutSpecProposer | None = getattr(runner, "drafter", None)
-        if self.model_drafter is not None:
-            self.proposer = RolloutSpecProposer(runner.vllm_config)
-        if self.proposer is not None:
-            self.proposer.bind(runner, self.model_drafter)
-            super().__init__(runner, config, self.proposer.session, self.proposer.stats)
-        else:
-            super().__init__(runner, config, None, SpeculationStats())
+        drafter = getattr(runner, "drafter", None)  # without speculation there is none
+        # Made here and not by the proposer, whose errors vLLM hides behind a hint of its own.
+        session = None if drafter is None else _make_session(runner, config, has_model=self.model_drafter is not None)
+        super().__init__(runner, config, session)
+        self.session: HostSession | None = session
+        if isinstance(drafter, RolloutSpecProposer):
+            drafter.adapter = self
+        if self.model_drafter is not None and session is not None:
+            self.model_drafter.wants_model = session.wants_model
         refuse_own_processors(processors)
-
-    @property
-    def requests(self) -> Mapping[str, Any]:
-        """See `RunnerAdapter`."""
-        requests: Mapping[str, Any] = self._runner.requests
-        return requests
 
     def finish_counting(self) -> None:
         """See `RunnerAdapter`."""
@@ -147,11 +141,13 @@ class RunnerAdapterV1(RunnerAdapter):
         state = self._runner.execute_model_state
         self._hidden = None if state is None else state.sample_hidden_states
 
-    def on_requests_changed(self) -> None:
-        """Called when a step's schedule brings new requests or says that some have finished."""
-        self._batch = None
-        if self.proposer is not None:
-            self.proposer.has_changed = True
+    def on_scheduled(self, scheduled: Any) -> None:
+        """See `RunnerAdapter`."""
+        super().on_scheduled(scheduled)
+        for request in scheduled.scheduled_new_reqs:
+            _need_no_generator(request.sampling_params)
+        if scheduled.scheduled_new_reqs or scheduled.finished_req_ids:
+            self._batch = None
 
     # -- sampling ----------------------------------------------------------------------------------------------------
 
@@ -163,24 +159,21 @@ class RunnerAdapterV1(RunnerAdapter):
             metadata: vLLM's `SpecDecodeMetadata`, None when nothing is drafted.
 
         Raises:
-            FloatingPointError: logits hold NaN or +inf. Where there is a drafter, `RolloutSpecProposer.propose` raises
-                it later in the step; under asynchronous scheduling the next step does.
+            FloatingPointError: logits hold NaN or +inf. Where there is a drafter, `draft` raises it later in the step;
+                under asynchronous scheduling the next step does.
         """
         self.clock.mark()
         sampling = self._runner.input_batch.sampling_metadata
         batch = self._describe_batch(sampling)
         self.count_last_verification()
         num_draft_tokens = metadata.num_draft_tokens if metadata is not None else [0] * len(batch.req_ids)
-        below = [r for r in batch.below_min_tokens if len(r.output_token_ids) < r.sampling_params.min_tokens]
-        batch.below_min_tokens[:] = below
-        is_processed = batch.needs_processing or bool(below)
-        rows, processed = processed_rows(batch.rows) if is_processed else batch.rows, logits
+        batch.below_min_tokens[:] = [
+            r for r in batch.below_min_tokens if len(r.output_token_ids) < r.sampling_params.min_tokens
+        ]
+        is_processed = batch.needs_processing or bool(batch.below_min_tokens)
+        rows = processed_rows(batch.rows) if is_processed else batch.rows
         layout = self._lay_out(metadata, rows)
-        if is_processed:
-            processed = self._process(logits, metadata, sampling)
-            if not sampling.all_greedy:
-                processed = truncate(processed, batch.rows, layout.request)
-            processed = keep_broken(processed, logits)
+        processed = self._process(logits, metadata, batch, layout) if is_processed else logits
         mode = self._runner.sampler.logprobs_mode
         scored_here = verifier_scores(mode, sampling.max_num_logprobs, is_processed)
         hidden, self._hidden = self._hidden, None
@@ -197,7 +190,7 @@ class RunnerAdapterV1(RunnerAdapter):
         )
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
         is_counted = ~discarded[: len(batch.req_ids)]
-        session = self.proposer.session if self.proposer is not None and self.proposer.session.enabled else None
+        session = self.session if self.session is not None and self.session.enabled else None
         wanted = [result.num_accepted, result.num_broken_rows]
         has_targets = session is not None and self.wants_rejected_targets
         if has_targets:
@@ -206,16 +199,7 @@ class RunnerAdapterV1(RunnerAdapter):
             wanted.append(self._from_first_rank(result.features))  # ranks round sums differently
         tensors = None
         if sampling.max_num_logprobs is not None:
-            is_raw = mode.startswith("raw_")
-            if scored_here:
-                temperature = None if is_raw else layout.temperature
-                tokens, logprobs = scored_tokens(result, processed, temperature, sampling.max_num_logprobs)
-                tensors = LogprobsTensors(tokens.int(), logprobs, result.ranks)
-            else:
-                tokens = result.target_token_ids.clamp(min=0)
-                scores = logits.float() if is_raw else scaled(processed, layout.temperature)
-                matrix = scores.log_softmax(-1) if mode.endswith("_logprobs") else scores
-                tensors = self._runner.sampler.gather_logprobs(matrix, sampling.max_num_logprobs, tokens)
+            tensors = self._logprobs(result, logits, processed, layout, sampling.max_num_logprobs, scored_here)
             if metadata is not None:
                 tensors = _pad_rows(tensors, num_draft_tokens, result.output_token_ids.shape[1])
         sampled = result.output_token_ids
@@ -236,13 +220,37 @@ class RunnerAdapterV1(RunnerAdapter):
             next_positions = first_positions + result.num_accepted + 1
             self.model_drafter.begin_step(batch.rows.temperature, rows.seeds, next_positions)
         if session is not None:
-            session.update_index()  # before anything waits for the device; `propose` reads the outcome
+            session.update_index()  # before anything waits for the device; `draft` reads the outcome
         elif not self._runner.use_async_scheduling:
             self.count_last_verification()
         if num_outputs:
             sampled, *scores = copy.read_tensors(num_outputs)
             tensors = LogprobsTensors(*scores) if scores else None
         return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
+
+    def _logprobs(
+        self,
+        result: VerifyResult,
+        raw: torch.Tensor,
+        verified: torch.Tensor,
+        layout: Layout,
+        num_logprobs: int,
+        scored_here: bool,
+    ) -> LogprobsTensors:
+        """The log-probabilities that requests ask for, of N rows.
+
+        Args:
+            raw, verified: float [N, V], the model's logits and those that the verifier got.
+            scored_here: Whether the verifier has computed them.
+        """
+        mode = self._runner.sampler.logprobs_mode
+        is_raw = mode.startswith("raw_")
+        if scored_here:
+            tokens, logprobs = scored_tokens(result, verified, None if is_raw else layout.temperature, num_logprobs)
+            return LogprobsTensors(tokens.int(), logprobs, result.ranks)
+        scores = raw.float() if is_raw else scaled(verified, layout.temperature)
+        matrix = scores.log_softmax(-1) if mode.endswith("_logprobs") else scores
+        return self._runner.sampler.gather_logprobs(matrix, num_logprobs, result.target_token_ids.clamp(min=0))
 
     def _is_read_at_once(self, output: list[torch.Tensor]) -> bool:
         """Whether vLLM only reads a step's tokens and log-probabilities, and they are few enough to come all at once.
@@ -255,34 +263,28 @@ class RunnerAdapterV1(RunnerAdapter):
         is_small = all(tensor.shape[-1] <= MAX_COPIED_WIDTH for tensor in output)
         return is_read and is_small and not runner.model_config.is_hybrid
 
-    def join_drafts(self) -> None:
-        """Called when vLLM has recorded the step's tokens, and its model has drafted: choose between the drafts."""
-        if self.model_drafter is None or self.proposer is None:
-            return
-        runner, num_requests = self._runner, len(self._runner.input_batch.req_ids)
-        drafts = self.proposer.draft(
-            ~runner.discard_request_mask.np[:num_requests],
-            runner.input_batch.num_tokens_no_spec,
-            runner.input_batch.token_ids_cpu,
-            self.model_drafter.take(num_requests),
-        )
-        runner._draft_token_ids = drafts
+    def _process(self, logits: torch.Tensor, metadata: Any, batch: _Batch, layout: Layout) -> torch.Tensor:
+        """vLLM's own processing of a copy of the logits, float32 [N, V].
 
-    def _process(self, logits: torch.Tensor, metadata: Any, sampling: Any) -> torch.Tensor:
-        """vLLM's own processing of a copy of the logits, float32 [N, V]: penalties, masks, biases."""
-        runner = self._runner
+        Penalties, masks and biases; where a request is sampled also temperature, min-p, top-k and top-p.
+        """
+        runner, sampling = self._runner, batch.sampling
         runner.input_batch.update_async_output_token_ids()
-        sampler, processed = runner.sampler, logits.to(torch.float32, copy=True)
+        processed = logits.to(torch.float32, copy=True)
         if self._adds_biases:  # first: vLLM, which does so without speculation only, does it before penalties
             self._add_biases(processed, metadata)
         if metadata is None:
-            return sampler.apply_logits_processors(processed, sampling, False)
-        # Pretend that every request has one more draft token, so that its bonus row is processed like the others: by
-        # itself vLLM masks stop tokens in bonus rows until a step begins after min_tokens.
-        drafts = sampling.spec_token_ids
-        one_more = replace(sampling, spec_token_ids=[[*tokens, 0] for tokens in drafts] if drafts else drafts)
-        counts = SimpleNamespace(num_draft_tokens=[count + 1 for count in metadata.num_draft_tokens])
-        return self._runner.rejection_sampler.apply_logits_processors(processed, one_more, counts)
+            processed = runner.sampler.apply_logits_processors(processed, sampling, False)
+        else:
+            # Pretend that every request has one more draft token, so that its bonus row is processed like the others:
+            # by itself vLLM masks stop tokens in bonus rows until a step begins after min_tokens.
+            drafts = sampling.spec_token_ids
+            one_more = replace(sampling, spec_token_ids=[[*tokens, 0] for tokens in drafts] if drafts else drafts)
+            counts = SimpleNamespace(num_draft_tokens=[count + 1 for count in metadata.num_draft_tokens])
+            processed = runner.rejection_sampler.apply_logits_processors(processed, one_more, counts)
+        if not sampling.all_greedy:
+            processed = truncate(processed, batch.rows, layout.request)
+        return keep_broken(processed, logits)
 
     def _add_biases(self, logits: torch.Tensor, metadata: Any) -> None:
         """Add requests' `logit_bias` to `logits`, float32 [N, V]."""
@@ -377,6 +379,84 @@ class RunnerAdapterV1(RunnerAdapter):
             self._rows[row] = now.seed, now.min_p, processes, bool(now.min_tokens), bool(now.logit_bias)
             known[row] = now
 
+    # -- drafting ----------------------------------------------------------------------------------------------------
+
+    def join_drafts(self) -> None:
+        """Called when vLLM has recorded the step's tokens, and its model has drafted: choose between the drafts."""
+        if self.model_drafter is None:
+            return
+        runner, num_requests = self._runner, len(self._runner.input_batch.req_ids)
+        is_sampled = ~runner.discard_request_mask.np[:num_requests]
+        runner._draft_token_ids = self.draft(is_sampled, self.model_drafter.take(num_requests))
+
+    def draft(self, is_sampled: NDArray[np.bool_], model: ModelDrafts | None = None) -> list[list[int]]:
+        """Draft for the next step. vLLM has recorded what this one has sampled.
+
+        Args:
+            is_sampled: bool [B], False for chunks of prompts.
+            model: What the model drafted for these requests, if there is one.
+
+        Returns:
+            Per row, at most num_speculative_tokens drafted tokens.
+
+        Raises:
+            FloatingPointError: the step's logits hold NaN or +inf.
+        """
+        session, size = self.session, is_sampled.size
+        assert session is not None
+        verification = self.count_last_verification()
+        if not session.enabled or verification is None:
+            session.pause()
+            if session.broken and model is not None:  # history is lost, the model is not
+                listed = zip(is_sampled.tolist(), model.token_ids.tolist(), strict=True)
+                return [tokens if sampled else [] for sampled, tokens in listed]
+            return [[] for _ in range(size)]
+        batch = self._runner.input_batch
+        batch_rows = np.flatnonzero(is_sampled)
+        rows = session.rows_of([batch.req_ids[row] for row in batch_rows.tolist()])
+        if not (rows >= 0).all():
+            batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
+        sampled = Sampled(
+            rows,
+            batch_rows,
+            batch.token_ids_cpu,
+            np.zeros(batch.num_tokens_no_spec.size, np.int64),
+            batch.num_tokens_no_spec,
+            verification.num_verified,
+            verification.num_accepted,
+            verification.starts,
+            verification.features,
+        )
+        if model is not None:
+            model = ModelDrafts(model.token_ids[batch_rows], model.probabilities[batch_rows])
+        drafts = session.draft(
+            sampled,
+            num_tokens=int(self._runner.query_start_loc.np[size]),
+            began=self.clock.started,
+            targets=verification.target_token_ids,
+            model=model,
+        )
+        proposed: list[list[int]] = [[] for _ in range(size)]
+        of_rows = zip(batch_rows.tolist(), drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
+        for row, tokens, length in of_rows:
+            proposed[row] = tokens[:length]
+        return proposed
+
+
+def _make_session(runner: Any, config: RolloutSpecConfig, *, has_model: bool) -> HostSession:
+    share = sharing_from_first_rank(runner.vllm_config)
+    index_late = runner.device.type != "cpu"
+    return HostSession(config, runner.vllm_config, share, has_model=has_model, index_late=index_late)
+
+
+def _need_no_generator(params: Any) -> None:
+    """Keep vLLM from making a torch generator for a request because it has a seed: our sampler uses none.
+
+    It would be made for every request, and on CPUs vLLM then fails where a prompt is read in several chunks.
+    """
+    if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
+        params.__dict__["sampling_type"] = SamplingType.RANDOM  # the cached value of a property
+
 
 def _pad_rows(tensors: Any, num_draft_tokens: list[int], width: int) -> Any:
     """Spread N rows over B * width rows: vLLM expects request b's row j at b * width + j."""
@@ -393,31 +473,21 @@ def _pad_rows(tensors: Any, num_draft_tokens: list[int], width: int) -> Any:
 
 
 class RolloutSpecProposer:
-    """vLLM's `custom_class` proposer around a `DraftingSession`. `speculative_config` names it by path.
-
-    vLLM tells a proposer neither which requests it drafts for nor when they end. Both are read from the runner: its
-    input batch maps rows to request ids, and a request has ended when the runner no longer knows it (a request that is
-    missing from one batch may be preempted).
+    """vLLM's `custom_class` proposer, which `speculative_config` names by path.
 
     Attributes:
-        has_changed: Whether requests have come or ended since the session was last told.
-        session: The drafting session, once `bind` was called.
-        stats: This engine's counters.
+        adapter: Drafts. Set by itself.
 
     Raises:
         ValueError: the configuration is wrong; see `config_of`.
     """
 
+    adapter: RunnerAdapterV1 | None = None
+
     def __init__(self, vllm_config: Any) -> None:
         config = config_of(vllm_config)
         if config is None or not config.speculation:
             raise ValueError("this engine does not ask for rollout_spec: use rollout_spec.engine_kwargs()")
-        self.stats = SpeculationStats()
-        self.has_changed = True
-        self.session: DraftingSession
-        self._config = config
-        self._vllm_config = vllm_config
-        self._runner: Any = None
 
     def load_model(self, model: Any) -> None:
         """Part of vLLM's interface; there is no model.
@@ -425,108 +495,17 @@ class RolloutSpecProposer:
         Raises:
             RuntimeError: the plugin is not loaded in this process.
         """
-        if self._runner is None:
+        if self.adapter is None:
             raise RuntimeError(
                 "the rollout_spec plugin is not loaded in this process, so drafts cannot be verified: check that the "
                 "VLLM_PLUGINS environment variable, if set, contains rollout_spec"
             )
 
-    def bind(self, runner: Any, model_drafter: ModelDrafter | None = None) -> None:
-        """Give the proposer the runner whose requests it serves, and make the drafter.
-
-        Args:
-            model_drafter: Drafts beside it.
-
-        The drafter is made here and not in the constructor, whose errors vLLM hides behind a hint of its own.
-        """
-        self._runner = runner
-        share = sharing_from_first_rank(self._vllm_config)
-        index_late = runner.device.type != "cpu"
-        has_model = model_drafter is not None
-        self.session = DraftingSession(
-            self._config, self._vllm_config, self.stats, share, has_model=has_model, index_late=index_late
-        )
-        if model_drafter is not None:
-            model_drafter.wants_model = self.session.wants_model
-
-    def propose(
-        self,
-        sampled_token_ids: list[list[int]],
-        num_tokens_no_spec: Any,
-        token_ids_cpu: Any,
-        slot_mappings: Any = None,
-    ) -> list[list[int]]:
-        """Draft for the next step.
+    def propose(self, sampled_token_ids: list[list[int]], *args: Any, **kwargs: Any) -> list[list[int]]:
+        """See `RunnerAdapterV1.draft`.
 
         Args:
             sampled_token_ids: Per row, the tokens sampled in this step; empty for rows that are not drafted for.
-            num_tokens_no_spec: int32 [max requests], tokens of each row, sampled ones included.
-            token_ids_cpu: int32 [max requests, max_model_len].
-            slot_mappings: Part of vLLM's interface; not used.
-
-        Returns:
-            Per row, at most num_speculative_tokens drafted tokens.
-
-        Raises:
-            FloatingPointError: the step's logits hold NaN or +inf.
         """
-        is_sampled = np.array([bool(tokens) for tokens in sampled_token_ids], np.bool_)
-        return self.draft(is_sampled, num_tokens_no_spec, token_ids_cpu)
-
-    def draft(
-        self,
-        is_sampled: NDArray[np.bool_],
-        num_tokens_no_spec: Any,
-        token_ids_cpu: Any,
-        model: ModelDrafts | None = None,
-    ) -> list[list[int]]:
-        """`propose`, beside a model.
-
-        Args:
-            is_sampled: bool [B], False for chunks of prompts.
-            model: What the model drafted for these requests.
-        """
-        size = is_sampled.size
-        verification = self._runner.rollout_spec.count_last_verification()
-        if not self.session.enabled or verification is None:
-            self.session.pause()
-            if self.session.broken and model is not None:  # history is lost, the model is not
-                listed = zip(is_sampled.tolist(), model.token_ids.tolist(), strict=True)
-                return [tokens if sampled else [] for sampled, tokens in listed]
-            return [[] for _ in range(size)]
-        req_ids = self._runner.input_batch.req_ids[:size]
-        batch_rows = np.flatnonzero(is_sampled)
-        if batch_rows.size < size:
-            req_ids = [req_ids[row] for row in batch_rows.tolist()]
-        rows = self.session.follow(req_ids, self._runner.requests, has_changed=self.has_changed)
-        self.has_changed = False
-        if not self.session.follows_all:
-            batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
-        sampled = Sampled(
-            rows,
-            batch_rows,
-            token_ids_cpu,
-            np.zeros(num_tokens_no_spec.size, np.int64),
-            num_tokens_no_spec,
-            verification.num_verified,
-            verification.num_accepted,
-            verification.starts,
-            verification.features,
-        )
-        if model is not None:
-            model = ModelDrafts(model.token_ids[batch_rows], model.probabilities[batch_rows])
-        drafts = self.session.draft(
-            sampled,
-            num_tokens=int(self._runner.query_start_loc.np[size]),
-            began=self._runner.rollout_spec.clock.started,
-            targets=verification.target_token_ids,
-            model=model,
-        )
-        listed = zip(drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
-        drafted = [tokens[:length] for tokens, length in listed]
-        if len(drafted) == size:
-            return drafted
-        proposed: list[list[int]] = [[] for _ in range(size)]
-        for row, tokens in zip(batch_rows.tolist(), drafted, strict=True):
-            proposed[row] = tokens
-        return proposed
+        assert self.adapter is not None
+        return self.adapter.draft(np.array([bool(tokens) for tokens in sampled_token_ids], np.bool_))

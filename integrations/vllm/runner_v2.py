@@ -13,7 +13,7 @@ speculation.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -45,8 +45,7 @@ from rollout_spec.integrations.vllm.sampling import (
     scored_tokens,
     verifier_scores,
 )
-from rollout_spec.integrations.vllm.session import DraftingSession
-from rollout_spec.stats import SpeculationStats
+from rollout_spec.integrations.vllm.session import HostSession
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array, VerifyResult
 from rollout_spec.verify import kernel
 from rollout_spec.verify.layout import Layout
@@ -86,26 +85,14 @@ class RunnerAdapterV2(RunnerAdapter):
     Attributes: those of `RunnerAdapter`, and
         speculator: A `HistorySpeculator`, a `DeviceSpeculator` or a `ModelSpeculation`; None for an engine without
             speculation, which samples with our noise only.
+        host_speculator: The same, if it is a `HistorySpeculator`.
     """
 
     def __init__(self, runner: Any, config: RolloutSpecConfig) -> None:
-        self.requests_have_changed = True
         self._hidden: torch.Tensor | None = None  # of the step's tokens
         self.speculator: Any = runner.speculator
         self.host_speculator = self.speculator if isinstance(self.speculator, HistorySpeculator) else None
-        self._device_speculator = None  # which drafts from history, beside a model or not
-        if self.host_speculator is None and self.speculator is not None:
-            self._device_speculator = self.speculator.from_history
-        self._requests: dict[str, Any] = {}
-        self._scheduled_drafts: Mapping[str, Any] = {}  # of this step, by request
-        speculation = self.host_speculator.session if self.host_speculator is not None else self._device_speculator
-        stats = self.speculator.stats if self.speculator is not None else SpeculationStats()
-        super().__init__(runner, config, speculation, stats)
-
-    @property
-    def requests(self) -> Mapping[str, Any]:
-        """vLLM's `NewRequestData` of each request that has not finished; preempted ones stay."""
-        return self._requests
+        super().__init__(runner, config, None if self.speculator is None else self.speculator.session)
 
     def finish_counting(self) -> None:
         """See `RunnerAdapter`."""
@@ -117,6 +104,11 @@ class RunnerAdapterV2(RunnerAdapter):
         state = self._runner.execute_model_state
         keeps = self.wants_features and not self.warming_up and state is not None
         self._hidden = state.hidden_states if keeps else None
+
+    def is_serving(self, req_ids: Sequence[str]) -> bool:
+        """Whether a batch is of the step that was scheduled, and no made-up one."""
+        scheduled = self.scheduled
+        return not self.warming_up and scheduled is not None and req_ids[0] in scheduled.num_scheduled_tokens
 
     def take_hidden(self, input_batch: Any) -> torch.Tensor | None:
         """The states that the step's logits were computed from, [N, hidden size]; None if features are not wanted."""
@@ -149,7 +141,7 @@ class RunnerAdapterV2(RunnerAdapter):
         if runner.rejection_sampler is not None:
             runner.rejection_sampler = sampler
         if self.speculator is not None:
-            self.speculator.bind(runner, self, sampler)
+            self.speculator.bind(runner)
             map_adapters = runner.lora_state.make_lora_inputs
             runner.lora_state.make_lora_inputs = lambda req_ids, *args: self._with_adapters_of_rows(
                 req_ids, *map_adapters(req_ids, *args)
@@ -157,7 +149,8 @@ class RunnerAdapterV2(RunnerAdapter):
 
     def _with_adapters_of_rows(self, req_ids: Sequence[str], adapters: Any, *more: Any) -> tuple[Any, ...]:
         """vLLM's V2 runner names an adapter per request for the LM head, which has a row per drafted token as well."""
-        counts = [1 + len(self._scheduled_drafts.get(req_id, ())) for req_id in req_ids]
+        drafts = self.scheduled.scheduled_spec_decode_tokens
+        counts = [1 + len(drafts.get(req_id, ())) for req_id in req_ids]
         return tuple(np.repeat(adapters, counts).tolist()), *more
 
     def compile_kernels(self) -> None:
@@ -172,25 +165,6 @@ class RunnerAdapterV2(RunnerAdapter):
             yield
         finally:
             self.warming_up = before
-
-    def on_add_requests(self, scheduler_output: Any) -> None:
-        """Called with every step's schedule, before it runs."""
-        self._scheduled_drafts = scheduler_output.scheduled_spec_decode_tokens
-        if not self.warming_up and scheduler_output.scheduled_new_reqs:
-            self._requests.update((request.req_id, request) for request in scheduler_output.scheduled_new_reqs)
-            self.requests_have_changed = True
-
-    def on_requests_added(self, scheduler_output: Any) -> None:
-        """Called once the runner has given the step's new requests their indices."""
-        if not self.warming_up and self._device_speculator is not None:
-            self._device_speculator.on_requests_added(scheduler_output.scheduled_new_reqs)
-
-    def on_finish_requests(self, scheduler_output: Any) -> None:
-        """Called with every step's schedule, before it runs. Preempted requests are not finished."""
-        finished = [(req_id, self._requests.pop(req_id, None)) for req_id in scheduler_output.finished_req_ids]
-        self.requests_have_changed |= bool(finished)
-        if self._device_speculator is not None:
-            self._device_speculator.on_finish_requests(finished, scheduler_output.preempted_req_ids or ())
 
     def cut_drafts(self, drafts: Any) -> Any:
         """Cut the scheduler's drafts to their own lengths; vLLM would verify K tokens for every request."""
@@ -267,7 +241,7 @@ class VerifyingSampler:
         self.read_counts()
         num_nans = get_num_nans(logits) if self.inner.compute_nans else None
         asked = self._what_is_asked(input_batch.idx_mapping_np)
-        is_serving = input_batch.req_ids[0] in self._adapter.requests  # neither a dummy run nor a warm-up
+        is_serving = self._adapter.is_serving(input_batch.req_ids)
         hidden = self._adapter.take_hidden(input_batch) if is_serving else None
         layout, verified = self._lay_out(input_batch, invalid_drafts), logits
         if asked.is_processed:
@@ -417,9 +391,10 @@ def _has_sampled(input_batch: Any) -> np.ndarray:
 
 
 class HistorySpeculator(BaseSpeculator):
-    """vLLM's speculator around a `DraftingSession`.
+    """vLLM's speculator around a `HostSession`.
 
     Attributes:
+        session: Drafts.
         num_draft_tokens: Length of each request's last draft, by id; requests without a draft may be missing.
     """
 
@@ -430,20 +405,16 @@ class HistorySpeculator(BaseSpeculator):
         config = config_of(vllm_config)
         assert config is not None
         self.model = compat.speculator_model()
-        self.stats = SpeculationStats()
         share = sharing_from_first_rank(vllm_config)
-        index_late = device.type != "cpu"
-        self.session = DraftingSession(config, vllm_config, self.stats, share, index_late=index_late)
+        self.session = HostSession(config, vllm_config, share, index_late=device.type != "cpu")
         self.num_draft_tokens: dict[str, int] = {}
         self._num_speculative_tokens = config.max_draft_tokens
         self._device = device
         self._runner: Any = None
-        self._adapter: Any = None
-        self._sampler: Any = None
 
-    def bind(self, runner: Any, adapter: RunnerAdapterV2, sampler: VerifyingSampler) -> None:
+    def bind(self, runner: Any) -> None:
         """Give the speculator the runner it serves."""
-        self._runner, self._adapter, self._sampler = runner, adapter, sampler
+        self._runner = runner
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Part of vLLM's interface; nothing runs in graphs."""
@@ -472,11 +443,12 @@ class HistorySpeculator(BaseSpeculator):
         """
         num_requests = input_batch.num_reqs
         drafts = np.zeros((num_requests, self._num_speculative_tokens), np.int64)
-        outcome, self._sampler.outcome = self._sampler.outcome, None
+        sampler = self._runner.sampler
+        outcome, sampler.outcome = sampler.outcome, None
         self.num_draft_tokens = {}
         if dummy_run or outcome is None:
             return upload(drafts, self._device)
-        features = self._adapter.take_features()
+        features = self._runner.rollout_spec.take_features()
         drafted = self._draft(outcome, num_sampled, int(input_batch.num_tokens), features)
         if drafted is None:
             return upload(drafts, self._device)
@@ -495,7 +467,8 @@ class HistorySpeculator(BaseSpeculator):
             (rows of the batch, int64 [R]; their drafts). None while the session is switched off.
         """
         result, starts, size = outcome.result, outcome.starts.astype(np.int64), len(outcome.req_ids)
-        wants_targets = self._adapter.wants_rejected_targets
+        session, adapter = self.session, self._runner.rollout_spec
+        wants_targets = adapter.wants_rejected_targets
         copy = HostCopy(
             (
                 result.output_token_ids,
@@ -507,23 +480,21 @@ class HistorySpeculator(BaseSpeculator):
                 *(() if features is None else (features,)),
             )
         )
-        self.session.update_index()
+        session.update_index()
         tokens, accepted, broken, num_new, positions, *more = copy.read()
         raise_if_broken(broken, outcome.req_ids)
         batch_rows = np.flatnonzero(num_new)  # not the chunks of prompts
         verified = np.diff(starts) - 1
-        self.stats.record(verified[batch_rows], accepted[batch_rows])
-        if not self.session.enabled:
-            self.session.pause()
+        session.stats.record(verified[batch_rows], accepted[batch_rows])
+        if not session.enabled:
+            session.pause()
             return None
-        req_ids = [outcome.req_ids[row] for row in batch_rows.tolist()]
-        rows = self.session.follow(req_ids, self._adapter.requests, has_changed=self._adapter.requests_have_changed)
-        self._adapter.requests_have_changed = False
-        if not self.session.follows_all:
+        rows = session.rows_of([outcome.req_ids[row] for row in batch_rows.tolist()])
+        if not (rows >= 0).all():
             batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
         texts = np.maximum(tokens, 0).astype(np.int32).reshape(size, -1)
         first = positions + 1
-        requests = self.session.drafter.table.arrays
+        requests = session.drafter.table.arrays
         missed = np.flatnonzero((requests.num_tokens[rows] < first[batch_rows]) & ~requests.is_complete[rows])
         if missed.size:  # drafting was off for some steps
             first, texts = self._with_missed_tokens(outcome, rows, batch_rows, missed, first, texts)
@@ -539,9 +510,7 @@ class HistorySpeculator(BaseSpeculator):
             starts,
             more[0].reshape(-1, FEATURE_WORDS) if more else NO_FEATURES,
         )
-        drafts = self.session.draft(
-            sampled, num_tokens=num_step_tokens, began=self._adapter.clock.started, targets=targets
-        )
+        drafts = session.draft(sampled, num_tokens=num_step_tokens, began=adapter.clock.started, targets=targets)
         return batch_rows, drafts
 
     def _with_missed_tokens(

@@ -1,12 +1,13 @@
-"""What vLLM's two model runners share: an engine's drafter, its budget, and their view of the requests."""
+"""What vLLM's two model runners and the engine's commands ask of a drafter: `Session`, on the host `HostSession`."""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,18 +24,162 @@ from rollout_spec.drafting import Drafting
 from rollout_spec.history.problems import Conversation, Problems
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.request_options import request_options
-from rollout_spec.integrations.vllm.speculation import Speculation
 from rollout_spec.noise.host import derive_seed
 from rollout_spec.stats import SpeculationStats
-from rollout_spec.types import Drafts
+from rollout_spec.types import Drafts, Int32Array
 
 logger = logging.getLogger(__name__)
 
+MODEL = "model"
+"""The model's drafts, among the sources of drafted tokens."""
+WRONG_TOKENS = 200
+"""A model drafter of whose last tokens so many were judged, and none was right, has not the weights that it should."""
 STEPS_PER_SHARING = 16
 """Tensor-parallel ranks take over the first rank's times once in this many steps, or at once where the budget waits for
 a step's time (`StepCost.is_awaited`)."""
 RECENT_STEPS = 16
 """The prompt tokens of the next step are predicted from those of this many last steps."""
+
+
+class Session:
+    """An engine's drafter from history, what chooses between its drafts and a model's, and the folder of its history.
+
+    The schedule says which requests are alive: each step calls `finish_requests` before it runs, and `start_requests`
+    and `exchange_history` while the device computes.
+
+    Attributes:
+        drafter: From history.
+        stats: This engine's counters.
+        live: The requests that the drafter serves, by id.
+        choice: Chooses between its drafts and those of a model; None where there is no model.
+        problems: By what the problems of requests are recognised.
+        engine_history: Keeps history beyond this engine; None without `history_dir`.
+        budget: Decides how much of each draft is verified. None: all of it.
+        num_speculative_tokens: K, the most tokens drafted per request and step.
+        enabled: Whether anything is drafted.
+    """
+
+    drafter: Any
+    stats: SpeculationStats
+    live: dict[str, Any]
+    choice: Any = None
+    problems: Problems
+    engine_history: EngineHistory | None = None
+    budget: Budget | None = None
+    num_speculative_tokens: int
+    enabled: bool = True
+    _has_lost_model = False
+
+    def start_requests(self, requests: Iterable[Any]) -> None:
+        """Requests were scheduled for the first time, after a preemption, or with a longer prompt.
+
+        Args:
+            requests: vLLM's `NewRequestData`.
+        """
+        raise NotImplementedError
+
+    def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
+        """Requests have ended, or lose their place in the runner for a while: their ids."""
+        raise NotImplementedError
+
+    def num_live_requests(self) -> int:
+        """Requests that have not ended, as far as is known."""
+        raise NotImplementedError
+
+    def set_enabled(self, enabled: bool) -> None:
+        """Draft from now on, or no longer."""
+        self.enabled = bool(enabled)
+
+    def begin_policy_version(self, version: int) -> None:
+        """Tell whatever learns that weights have changed."""
+        if self.choice is not None:
+            self.check_model()
+            self.choice.begin_policy_version()
+        self._ask(lambda: self.drafter.begin_policy_version(version))
+
+    def check_model(self) -> None:
+        """Say once if nothing is right that a model drafts: its drafts cost time, and no rollout shows it.
+
+        What was right long ago counts less and less, so a loss in the middle of a run is said many policy versions
+        later. Waits for the device.
+        """
+        if self.choice is None or self._has_lost_model:
+            return
+        reached, right = self.choice.model_counts()
+        if reached >= WRONG_TOKENS and right == 0:
+            self._has_lost_model = True
+            logger.error(
+                "no token that the model drafter drafts is right, so it has lost its weights, or has those of another "
+                "model: vLLM discards them at sleep level 2 and does not load them again (vllm-project/vllm#52479). "
+                "Use llm.sleep(level=1), load the drafter's weights after waking up, or leave speculative_config out"
+            )
+
+    def memory_bytes(self) -> int:
+        """Bytes that the drafter holds; 0 if it does not say."""
+        memory_bytes = getattr(self.drafter, "memory_bytes", lambda: 0)
+        return self._ask(lambda: int(memory_bytes() or 0)) or 0
+
+    def source_counts(self) -> dict[str, list[int]]:
+        """By source, [drafted tokens that the target reached, those that were right]; empty if it has no sources."""
+
+        def counts() -> dict[str, list[int]]:
+            named = self.drafter.source_counts() if hasattr(self.drafter, "source_counts") else {}
+            return {str(key): [int(value) for value in values] for key, values in (named or {}).items()}
+
+        model = {} if self.choice is None else {MODEL: list(self.choice.model_counts())}
+        return {**(self._ask(counts) or {}), **model}
+
+    def history_summary(self) -> dict[str, int]:
+        """What the drafter's history holds; empty if it does not say."""
+
+        def summary() -> dict[str, int]:
+            named = self.drafter.history_summary() if hasattr(self.drafter, "history_summary") else {}
+            return {str(key): int(value) for key, value in named.items()}
+
+        return self._ask(summary) or {}
+
+    def begin_conversation(self, request: Any, prompt_token_ids: Int32Array) -> Conversation:
+        """Find a new request's problem; what others have said of it is read from now on.
+
+        Conversations with different LoRA adapters or images are different. An adapter's versions are one adapter, as
+        those of a policy are one policy. A request that is drafted from its own text alone has no problem.
+
+        Args:
+            prompt_token_ids: int32 [n], the request's.
+
+        Raises:
+            ValueError: the request's own options are wrong.
+        """
+        extra_args = request.sampling_params.extra_args
+        options = request_options(extra_args)
+        if options.own_only:
+            return Conversation(None, length=len(prompt_token_ids))
+        given = options.problem_id
+        # TRL's AsyncGRPO publishes each version of its adapter under a name of its own, which ends in -v and a number.
+        adapter = "" if request.lora_request is None else re.sub(r"-v\d+$", "", request.lora_request.lora_name)
+        told_apart = given, adapter if given is None else ""
+        images = [(int(image.mm_position.offset), str(image.identifier)) for image in request.mm_features or ()]
+        model = "" if told_apart == (None, "") else repr(told_apart)
+        conversation = self.problems.start(prompt_token_ids, model=model, images=images)
+        if given is not None:
+            conversation = conversation._replace(problem_id=given)
+        if self.engine_history is not None:
+            self.engine_history.begin_request(conversation.problem_id)
+        return conversation
+
+    def exchange_history(self) -> None:
+        """Hand over what has ended and take in what ended elsewhere."""
+        if self.engine_history is not None:
+            self._ask(self.engine_history.exchange)
+
+    def close(self) -> None:
+        """The engine ends: write what has ended."""
+        if self.engine_history is not None:
+            self.engine_history.close()
+
+    def _ask(self, call: Callable[[], Any]) -> Any:
+        """Call the drafter; None if it cannot answer."""
+        return call()
 
 
 def graph_sizes(vllm_config: Any) -> tuple[int, ...]:
@@ -53,8 +198,8 @@ class LiveRequest(NamedTuple):
     """Its row in the drafter's table."""
     conversation: Conversation
     """What its prompt continues."""
-    request: Any
-    """vLLM's."""
+    params: Any
+    """Its `SamplingParams`."""
 
 
 def _end_of(params: Any) -> dict[str, Any]:
@@ -79,13 +224,11 @@ class _Step(NamedTuple):
     uses_model: bool
 
 
-class DraftingSession(Speculation):
-    """An engine's drafter and its budget, which outlive the batches: requests are told apart by their ids.
+class HostSession(Session):
+    """A drafter on the host and its budget, which outlive the batches: requests are told apart by their ids.
 
-    Attributes: those of `Speculation`, and
+    Attributes: those of `Session`, and
         drafting: The drafter and its budget, step by step.
-        live: The requests that the drafter serves, by id, until `follow` finds that they have ended.
-        follows_all: Whether the last call of `follow` gave every request a row.
         broken: Whether the drafter has raised, after which nothing is indexed or drafted.
 
     Args:
@@ -104,7 +247,6 @@ class DraftingSession(Speculation):
         self,
         config: RolloutSpecConfig,
         vllm_config: Any,
-        stats: SpeculationStats,
         share_from_first_rank: Callable[[Any], Any] | None = None,
         *,
         has_model: bool = False,
@@ -112,6 +254,7 @@ class DraftingSession(Speculation):
     ) -> None:
         options = {"max_draft_tokens": config.max_draft_tokens} if config.drafter in DRAFTERS else {}
         drafter = build_drafter(config.drafter, **{**options, **config.drafter_options})
+        self.stats = SpeculationStats()
         self.budget = Budget() if config.budget else None
         self.drafting = Drafting(
             drafter,
@@ -128,22 +271,18 @@ class DraftingSession(Speculation):
         self._keywords = {"num_known", "own_only"} & inspect.signature(drafter.start_request).parameters.keys()
         self.problems = Problems(getattr(drafter, "max_history_tokens", None))
         self.live: dict[str, LiveRequest] = {}
-        self._expected: dict[str, Conversation] = {}  # of requests whose prompts are being read
-        self.follows_all = True
         self.broken = False
         self.num_speculative_tokens = config.max_draft_tokens
         self._config = config
-        self._stats = stats
         self._uses_model = True  # in this step
         self._model_budget = ModelBudget() if has_model and config.budget else None
         self._share_from_first_rank = share_from_first_rank
         self._vllm_config = vllm_config
         scheduler = vllm_config.scheduler_config
         self._max_step_tokens = int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
-        self._followed: list[str] = []  # the last step's requests
-        self._rows = np.zeros(0, np.int64)  # theirs
-        self._follows_any = False  # whether any of them has a row
-        self._has_resumed = False  # whether any of them was in an earlier step, too
+        self._waiting: dict[str, Any] = {}  # scheduled requests that the drafter has not been shown
+        self._batch: tuple[list[str], NDArray[np.int64]] | None = None  # the last step's requests, and their rows
+        self._was_idle = True  # before this step
         self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # read in each of the last steps
         self._last_call: float | None = None  # when `draft` was called last
         self._unshared: list[_Step] = []  # steps that the budget has not been told
@@ -151,50 +290,83 @@ class DraftingSession(Speculation):
             keeper: Any = drafter  # `registry.check_keeps_history` has made sure
             self.engine_history = EngineHistory(config, vllm_config, keeper, self.problems, share_from_first_rank)
 
-    def follow(self, req_ids: list[str], requests: Mapping[str, Any], *, has_changed: bool) -> NDArray[np.int64]:
-        """Begin the requests that are new in a step, and end those that have ended. Called once before `draft`.
+    # -- which requests are alive ------------------------------------------------------------------------------------
 
-        Args:
-            req_ids: The step's requests that have sampled something.
-            requests: vLLM's requests by id, all that have not ended. A request has `prompt_token_ids`,
-                `sampling_params`, `lora_request` and `mm_features`.
-            has_changed: Whether requests may have come, ended or got another prompt since the last call.
+    def start_requests(self, requests: Iterable[Any]) -> None:
+        """See `Session`. While the session is not enabled, requests wait; those that have started stay.
 
-        Returns:
-            int64 [len(req_ids)], the requests' rows; -1 for prompts of embeddings, and once the drafter has raised.
-
-        Raises:
-            Exception: as `draft`.
+        Prompts of embeddings have no history and no drafts.
         """
-        self._has_resumed = self._follows_any
-        if not has_changed and req_ids == self._followed:
-            return self._rows
-        started = time.perf_counter()
-        self._has_resumed = any(req_id in self.live for req_id in req_ids)
-        try:
-            self._stop_missing(requests)
-            self._rows = np.array([self._row(req_id, requests[req_id]) for req_id in req_ids], np.int64)
-            self._followed = list(req_ids)
-            self.follows_all, self._follows_any = bool((self._rows >= 0).all()), bool((self._rows >= 0).any())
-        except Exception as error:
-            self._switch_off(error)
-            self.follows_all = self._follows_any = False
-            return np.full(len(req_ids), -1)
-        finally:
-            self._stats.draft_seconds += time.perf_counter() - started
-        return self._rows
+        self._waiting.update((request.req_id, request) for request in requests if request.prompt_token_ids is not None)
+        if self._waiting and self.enabled:
+            started = time.perf_counter()
+            self._ask(self._start_waiting)
+            self.stats.index_seconds += time.perf_counter() - started
 
-    def expect(self, requests: Iterable[Any]) -> None:
-        """See `Speculation`."""
-        if self.engine_history is not None and self.enabled:
-            self._ask(lambda: self._begin_in_history(requests))
+    def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
+        """See `Session`. Preempted requests keep their rows."""
+        for req_id in sorted(finished):  # all ranks in the same order
+            self._waiting.pop(req_id, None)
+            if req_id in self.live:
+                self._ask(lambda: self._stop(req_id))  # noqa: B023
+        self._was_idle |= not self.live
 
-    def _begin_in_history(self, requests: Iterable[Any]) -> None:
-        for request in requests:
-            is_known = request.req_id in self.live or request.req_id in self._expected
-            if not is_known and request.prompt_token_ids is not None:  # a prompt of embeddings has no history
-                prompt = np.array(request.prompt_token_ids, np.int32)
-                self._expected[request.req_id] = self.begin_conversation(request, prompt)
+    def rows_of(self, req_ids: list[str]) -> NDArray[np.int64]:
+        """The requests' rows in the drafter's table, int64 [len(req_ids)]; -1 for those that it does not serve."""
+        if self._batch is None or self._batch[0] != req_ids:
+            rows = [self.live[req_id].row if req_id in self.live else -1 for req_id in req_ids]
+            self._batch = list(req_ids), np.array(rows, np.int64)
+        return self._batch[1]
+
+    def num_live_requests(self) -> int:
+        """See `Session`; 0 once the drafter has raised."""
+        rows = [live.row for live in self.live.values()]
+        return 0 if self.broken else int(np.count_nonzero(~self.drafter.table.arrays.is_complete[rows]))
+
+    def _start_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        for request in waiting.values():
+            self._start(request)
+
+    def _start(self, request: Any) -> None:
+        """Show the drafter a request, if it is new."""
+        req_id, params, prompt = request.req_id, request.sampling_params, np.array(request.prompt_token_ids, np.int32)
+        if req_id in self.live:
+            if self.live[req_id].conversation.length == prompt.size:
+                return  # V2's scheduler starts preempted requests anew
+            self._stop(req_id)  # a streaming session goes on with a longer prompt: as good as a new request
+        conversation = self.begin_conversation(request, prompt)
+        is_seeded = params.temperature > 0 and self._config.verify == "sample"
+        problem_id, own_only = conversation.problem_id, request_options(params.extra_args).own_only
+        if own_only and "own_only" not in self._keywords:
+            problem_id = derive_seed("own_only", req_id)  # without one it would be the prompt's
+        more: dict[str, Any] = {"num_known": conversation.num_known, "own_only": own_only}
+        self.drafter.start_request(
+            req_id,
+            prompt,
+            problem_id=problem_id,
+            seed=params.seed if is_seeded else None,
+            **{name: more[name] for name in self._keywords},
+        )
+        row, table = self.drafter.row_of(req_id), self.drafter.table
+        table.limit(row, **_end_of(params))
+        table.arrays.is_sampled[row] = params.temperature > 0
+        self.live[req_id], self._batch = LiveRequest(row, conversation, params), None
+
+    def _stop(self, req_id: str) -> None:
+        """Show the drafter a request's end."""
+        live, self._batch = self.live.pop(req_id), None
+        arrays = self.drafter.table.arrays
+        has_output = arrays.num_tokens[live.row] > arrays.num_prompt_tokens[live.row]
+        keep = bool(has_output) and request_options(live.params.extra_args).keep_in_history
+        if keep and "num_known" in self._keywords:
+            drafter: Any = self.drafter
+            self.problems.stop(live.conversation, drafter.output_of(req_id))
+        self.drafter.stop_request(req_id, keep=keep)
+        if self.engine_history is not None:
+            self.engine_history.end_request(live.conversation.problem_id)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
 
     def draft(
         self,
@@ -208,6 +380,7 @@ class DraftingSession(Speculation):
         """Draft for the next step. Called once per step.
 
         Args:
+            sampled: What the step has sampled, of the requests that have rows.
             num_tokens: Tokens that the step computed, those of prompts among them.
             began: When it began, by `time.perf_counter`.
             targets: See `BatchDrafter.learn_step`.
@@ -221,15 +394,12 @@ class DraftingSession(Speculation):
             Exception: what the drafter raised, under tensor parallelism: the other ranks would go on drafting, and
                 sample other tokens than this one.
         """
-        if not self.enabled:  # as after an error in `follow`
-            self.pause()
-            return self.drafting.no_drafts(sampled.rows.size)
         if self.budget is not None and self._last_call is None:  # vLLM chooses the sizes after the session is made
             self.budget.cost.pad_to(graph_sizes(self._vllm_config))
         started = time.perf_counter()
         try:
             learned = self.drafting.learn(sampled, targets)
-            self._stats.emitted_tokens -= learned.num_sampled - learned.num_emitted  # all were counted
+            self.stats.emitted_tokens -= learned.num_sampled - learned.num_emitted  # all were counted
             self._time_step(started, began, num_tokens, sampled.rows.size, learned)
             # The median and not the mean: steps of the mean's size may never occur, so that their cost is not known.
             next_tokens = learned.num_live + (median(self._prompt_tokens) if self._prompt_tokens else 0)
@@ -246,7 +416,7 @@ class DraftingSession(Speculation):
             self._switch_off(error)
             return self.drafting.no_drafts(sampled.rows.size)
         finally:
-            self._stats.draft_seconds += time.perf_counter() - started
+            self.stats.draft_seconds += time.perf_counter() - started
 
     def wants_model(self, num_requests: int) -> bool:
         """Whether a model shall draft at the end of a step with so many requests."""
@@ -260,45 +430,32 @@ class DraftingSession(Speculation):
         if self.enabled:
             started = time.perf_counter()
             self._ask(self.drafter.update_index)
-            self._stats.index_seconds += time.perf_counter() - started
+            self.stats.index_seconds += time.perf_counter() - started
 
     def exchange_history(self) -> None:
-        """See `Speculation`."""
+        """See `Session`."""
         if self.engine_history is not None and self.enabled:
             started = time.perf_counter()
             super().exchange_history()
-            self._stats.index_seconds += time.perf_counter() - started
+            self.stats.index_seconds += time.perf_counter() - started
 
-    def close(self) -> None:
-        """See `Speculation`. Also once the drafter has raised."""
-        try:
-            if self.engine_history is not None and not self.broken:
-                # The last step may have ended requests, which only a further one would say; others keep what they said.
-                self._stop_missing({})
-            super().close()
-        except Exception as error:
-            self._switch_off(error)
+    def _end_with_the_batch(self) -> None:
+        """Hand over a batch's last rollouts where all are complete: the engine's next step may be long in coming."""
+        if self.engine_history is None or self._batch is None:
+            return
+        req_ids, rows = self._batch
+        rows = rows[rows >= 0]
+        if rows.size and self.drafter.table.arrays.is_complete[rows].all():
+            for req_id in [req_id for req_id in req_ids if req_id in self.live]:
+                self._stop(req_id)
+            self.engine_history.exchange()
+
+    # -- on and off --------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
         """In place of `draft` while the session is not enabled."""
         self._last_call = None
         self.drafter.table.forget_drafts()
-
-    def _switch_off(self, error: Exception) -> None:
-        """End speculation after the drafter, which may be a user's own, has raised: its errors must not end a run.
-
-        Raises:
-            Exception: `error`, under tensor parallelism.
-        """
-        if self._share_from_first_rank is not None:
-            raise error
-        self.enabled, self.broken = False, True
-        if self.engine_history is not None:
-            self.engine_history.end_requests()
-        self._stats.drafter_errors += 1
-        logger.error("the drafter raised: speculation is off from here on, sampling goes on unchanged", exc_info=error)
-
-    # -- commands from the front end ---------------------------------------------------------------------------------
 
     def set_enabled(self, enabled: bool) -> None:
         """Index and draft from now on, or no longer.
@@ -313,14 +470,15 @@ class DraftingSession(Speculation):
             )
         super().set_enabled(enabled)
 
-    def end_missing(self, requests: Mapping[str, Any]) -> None:
-        """See `Speculation`. Without a further step `follow` would not be told."""
-        self._ask(lambda: self._stop_missing(requests))
-
-    def num_live_requests(self) -> int:
-        """Requests that have not ended, as far as is known; 0 once the drafter has raised."""
-        rows = [live.row for live in self.live.values()]
-        return 0 if self.broken else int(np.count_nonzero(~self.drafter.table.arrays.is_complete[rows]))
+    def close(self) -> None:
+        """See `Session`. Also once the drafter has raised."""
+        try:
+            if self.engine_history is not None and not self.broken:
+                for req_id in list(self.live):  # the last step may have ended some; others keep what they said
+                    self._stop(req_id)
+            super().close()
+        except Exception as error:
+            self._switch_off(error)
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         """Call the drafter outside of `draft`. If it raises, switch it off and return None, as from then on."""
@@ -331,71 +489,21 @@ class DraftingSession(Speculation):
         except Exception as error:
             return self._switch_off(error)
 
-    def _row(self, req_id: str, request: Any) -> int:
-        """A request's row. Shows the drafter a new request."""
-        if request.prompt_token_ids is None:  # a prompt of embeddings has no history
-            return -1
-        live = self.live.get(req_id)
-        if live is not None and live.conversation.length != len(request.prompt_token_ids):
-            # A streaming session goes on with a longer prompt: as good as a new request.
-            self._stop(req_id)
-            live = None
-        return (live or self._start(req_id, request)).row
+    def _switch_off(self, error: Exception) -> None:
+        """End speculation after the drafter, which may be a user's own, has raised: its errors must not end a run.
 
-    def _start(self, req_id: str, request: Any) -> LiveRequest:
-        params, prompt = request.sampling_params, np.array(request.prompt_token_ids, np.int32)
-        conversation = self._expected.pop(req_id, None) or self.begin_conversation(request, prompt)
-        is_seeded = params.temperature > 0 and self._config.verify == "sample"
-        problem_id, own_only = conversation.problem_id, request_options(params.extra_args).own_only
-        if own_only and "own_only" not in self._keywords:
-            problem_id = derive_seed("own_only", req_id)  # without one it would be the prompt's
-        more: dict[str, Any] = {"num_known": conversation.num_known, "own_only": own_only}
-        self.drafter.start_request(
-            req_id,
-            prompt,
-            problem_id=problem_id,
-            seed=params.seed if is_seeded else None,
-            **{name: more[name] for name in self._keywords},
-        )
-        live = LiveRequest(self.drafter.row_of(req_id), conversation, request)
-        table = self.drafter.table
-        table.limit(live.row, **_end_of(params))
-        table.arrays.is_sampled[live.row] = params.temperature > 0
-        self.live[req_id] = live
-        return live
-
-    def _stop_missing(self, requests: Mapping[str, Any]) -> None:
-        for req_id in [req_id for req_id in self.live if req_id not in requests]:
-            self._stop(req_id)
-        for req_id in [req_id for req_id in self._expected if req_id not in requests]:
-            conversation = self._expected.pop(req_id)
-            if self.engine_history is not None:
-                self.engine_history.end_request(conversation.problem_id)
-
-    def _stop(self, req_id: str) -> None:
-        """Show the drafter a request's end."""
-        live = self.live[req_id]
-        keep = request_options(live.request.sampling_params.extra_args).keep_in_history
-        if keep and "num_known" in self._keywords:
-            drafter: Any = self.drafter
-            self.problems.stop(live.conversation, drafter.output_of(req_id))
-        self.drafter.stop_request(req_id, keep=keep)
+        Raises:
+            Exception: `error`, under tensor parallelism.
+        """
+        if self._share_from_first_rank is not None:
+            raise error
+        self.enabled, self.broken = False, True
         if self.engine_history is not None:
-            self.engine_history.end_request(live.conversation.problem_id)
-        del self.live[req_id]
+            self.engine_history.end_requests()
+        self.stats.drafter_errors += 1
+        logger.error("the drafter raised: speculation is off from here on, sampling goes on unchanged", exc_info=error)
 
-    def _end_with_the_batch(self) -> None:
-        """Hand over a batch's last rollouts where all are complete: the engine's next step may be long in coming."""
-        if self.engine_history is None:
-            return
-        rows = self._rows[self._rows >= 0]
-        if not rows.size or not self.drafter.table.arrays.is_complete[rows].all():
-            return
-        for req_id in self._followed:
-            if req_id in self.live:
-                self._stop(req_id)
-        self._followed, self._rows = [], np.zeros(0, np.int64)
-        self.engine_history.exchange()
+    # -- times -------------------------------------------------------------------------------------------------------
 
     def _time_step(self, now: float, began: float, num_tokens: int, num_requests: int, learned: Learned) -> None:
         """Count the time of the step that has ended, from the last call to this one, and tell it to the budget.
@@ -405,13 +513,14 @@ class DraftingSession(Speculation):
         """
         num_draft_tokens, num_emitted = learned.num_verified, learned.num_emitted
         last, self._last_call = self._last_call, now
+        was_idle, self._was_idle = self._was_idle, False
         num_prompt_tokens = max(num_tokens - num_requests - num_draft_tokens, 0)
         self._prompt_tokens.append(num_prompt_tokens)
-        if last is None or not self._has_resumed:
-            self._stats.step_seconds += now - began  # the engine may have been idle before
+        if last is None or was_idle or num_requests == 0:
+            self.stats.step_seconds += now - began
             return
         took = now - last
-        self._stats.record_time(
+        self.stats.record_time(
             took,
             requests=num_requests,
             draft_tokens=num_draft_tokens,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -450,13 +450,11 @@ class Watch:
     """Follows what a session on the host tells its drafter.
 
     Args:
-        session: The engine's `DraftingSession`.
-        requests: The runner's requests that have not ended, by id.
+        session: The engine's `HostSession`.
     """
 
-    def __init__(self, session: Any, requests: Mapping[str, Any]) -> None:
+    def __init__(self, session: Any) -> None:
         self.session = session
-        self._requests = requests
         self._stopped: dict[str, tuple[list[int], bool]] = {}  # (output, whether it is kept), by request
         stop_request = session.drafter.stop_request
 
@@ -474,7 +472,7 @@ class Watch:
             return
         session.drafter.check_integrity()
         check_problems(session.problems)
-        assert session.live.keys() <= set(self._requests)
+        assert session.live.keys() <= {*life.scheduler.requests, *life.scheduler.finished_req_ids}
         assert session.live.keys() == session.drafter._live.keys()
         rows = [live.row for live in session.live.values()]
         assert len(set(rows)) == len(rows)
@@ -491,8 +489,8 @@ class Watch:
         assert len(self.session.live) <= 1, "only the last request's end is still unknown"
         for rollout in life.rollouts[:-1]:
             options = (rollout.params.extra_args or {}).get("rollout_spec", {})
-            said, keep = self._stopped.pop(rollout.inner_id, ([], options.get("keep_in_history", True)))
-            assert keep == options.get("keep_in_history", True)
+            said, keep = self._stopped.pop(rollout.inner_id, ([], False))
+            assert keep == (bool(said) and options.get("keep_in_history", True))
             if rollout.was_drafting and rollout.is_whole:
                 assert said[: len(rollout.sampled)] == rollout.sampled
                 assert len(said) <= len(rollout.sampled) + rollout.max_surplus

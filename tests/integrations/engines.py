@@ -72,6 +72,11 @@ def runner_of(llm):
     return llm.llm_engine.model_executor.driver_worker.model_runner
 
 
+def session_of(llm):
+    """Of either runner."""
+    return runner_of(llm).rollout_spec.session
+
+
 @contextmanager
 def indexing_late(session, monkeypatch):
     """Let a session on a CPU index as on a device. Gives the tokens that each call of `update_index` finds waiting."""

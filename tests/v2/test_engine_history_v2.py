@@ -15,7 +15,7 @@ from tests.integrations.engines import (
     generate,
     mixed_params,
     prompts_of,
-    runner_of,
+    session_of,
     stats_of,
     verify_all,
 )
@@ -29,10 +29,6 @@ def history(llm):
     return llm.collective_rpc("rollout_spec", args=("history",))[0]
 
 
-def speculation_of(llm):
-    return runner_of(llm).rollout_spec._speculation
-
-
 @pytest.mark.parametrize("options", [{}, DEVICE], ids=["host", "device"])
 def test_history_lasts_and_is_shared(tiny_model, stock, reference_model, tmp_path, options):
     options = verify_all(num_speculative_tokens=3, history_dir=str(tmp_path), **options)
@@ -44,7 +40,7 @@ def test_history_lasts_and_is_shared(tiny_model, stock, reference_model, tmp_pat
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and history(engines[0])["folder"]["rollouts_written"] < 6:
         time.sleep(0.1)
-        speculation_of(engines[0]).exchange_history()  # the copies have arrived
+        session_of(engines[0]).exchange_history()  # the copies have arrived
     assert history(engines[1])["folder"]["rollouts_read"] == 0, "it was not asked for these problems"
     while time.monotonic() < deadline and history(engines[1])["folder"]["rollouts_read"] < 6:
         generate(engines[1], mixed_params(3, 7, max_tokens=2, **PLAIN))
@@ -56,7 +52,7 @@ def test_history_lasts_and_is_shared(tiny_model, stock, reference_model, tmp_pat
     second -= accepted
     assert second > 1.2 * first, "it drafts from what the other engine has said"
     for llm in engines:
-        speculation_of(llm).engine_history.close()
+        session_of(llm).engine_history.close()
     third = build(tiny_model, max_num_seqs=6, **options)
     assert history(third)["rollouts"] >= 12
     assert_same(generate(third, params), expected, prompts_of(params), params, reference_model)
@@ -66,22 +62,21 @@ def test_history_lasts_and_is_shared(tiny_model, stock, reference_model, tmp_pat
 @pytest.mark.parametrize("options", [{}, DEVICE], ids=["host", "device"])
 def test_history_counts_the_requests_that_are_live_across_preemptions(tiny_model, stock, tmp_path, options):
     """Otherwise the folder of a problem would be looked at for as long as the engine lives, or not at all."""
-    on_device = bool(options)
     options = verify_all(num_speculative_tokens=3, history_dir=str(tmp_path), **options)
     few_blocks = {"block_size": 32, "num_gpu_blocks_override": 5, "enable_prefix_caching": False}
     llm = build(tiny_model, max_num_seqs=6, **few_blocks, **options)
-    speculation, preempted = speculation_of(llm), count_preemptions(llm)
-    live, thread = speculation.engine_history._live, speculation.engine_history._thread
-    counted, exchange = [], speculation.engine_history.exchange
+    session, preempted = session_of(llm), count_preemptions(llm)
+    live, thread = session.engine_history._live, session.engine_history._thread
+    counted, exchange = [], session.engine_history.exchange
 
     def exchange_and_count():
         exchange()
         counted.append(live.total())
-        begun = speculation._req_indices if on_device else {*speculation.live, *speculation._expected}
+        begun = session.live
         assert live.total() == len(begun)
         assert thread._watched.keys() == live.keys()
 
-    speculation.engine_history.exchange = exchange_and_count
+    session.engine_history.exchange = exchange_and_count
     params = mixed_params(4, 9, temperature=1.0, max_tokens=30, ignore_eos=True, **PLAIN)
     prompts = [[1, 4 + i % 2, 9] * 5 for i in range(4)]
     said = [list(output.token_ids) for output in generate(llm, params, prompts)]
@@ -89,7 +84,7 @@ def test_history_counts_the_requests_that_are_live_across_preemptions(tiny_model
     assert said == [list(output.token_ids) for output in generate(stock, params, prompts)]
     assert 2 <= max(counted) <= 4
     assert llm.llm_engine.has_unfinished_requests() is False
-    speculation.close()
+    session.close()
     assert not live
     assert not thread._watched
     assert sorted(r.tokens.tolist() for r in rollouts_in(tmp_path)) == sorted(said)
@@ -107,7 +102,7 @@ def test_the_device_leaves_the_last_generation_behind_when_the_engine_ends(tiny_
     while sum(output.finished for output in last.values()) < 6:
         last |= {output.request_id: output for output in llm.llm_engine.step()}
     assert llm.llm_engine.has_unfinished_requests()
-    speculation_of(llm).close()
+    session_of(llm).close()
     kept = [r.tokens.tolist() for r in rollouts_in(tmp_path)]
     done = [output.outputs[0] for output in last.values() if output.finished]
     assert len(kept) == 13

@@ -8,7 +8,7 @@ from rollout_spec import engine_kwargs
 from tests.conftest import VOCAB_SIZE
 from tests.integrations import engine_life
 from tests.integrations.engine_life import EngineLife, Rollout, Watch, Weights
-from tests.integrations.engines import build, count_preemptions, every_draft, runner_of, stats_of
+from tests.integrations.engines import build, count_preemptions, every_draft, runner_of, session_of, stats_of
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
@@ -44,7 +44,7 @@ def test_any_life_gives_the_same_rollouts(tiny_model, off):
     options = every_draft(3, max_history_tokens=2000, max_history_versions=3)
     on = build(tiny_model, **SMALL, **engine_kwargs(budget=False, **options))
     preempted, weights = count_preemptions(on), Weights(on, off)
-    watch = Watch(runner_of(on).speculator.session, runner_of(on).rollout_spec.requests)
+    watch = Watch(session_of(on))
 
     def new_life() -> EngineLife:
         life = PlainLife(on, off, weights, watch.check, watch.check_end)

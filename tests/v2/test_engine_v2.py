@@ -25,6 +25,7 @@ from tests.integrations.engines import (
     mixed_params,
     prompts_of,
     runner_of,
+    session_of,
     stats_of,
     switching_off_and_on,
     verify_all,
@@ -62,7 +63,7 @@ def test_it_is_the_v2_runner(stock, on, off):
 def test_indexing_while_the_device_computes_changes_no_rollout(on, off, reference_model, monkeypatch):
     params = mixed_params(6, 5, max_tokens=24, **PLAIN)
     prompts = prompts_of(params)
-    with indexing_late(runner_of(on).speculator.session, monkeypatch) as indexed:
+    with indexing_late(session_of(on), monkeypatch) as indexed:
         got = generate(on, params, prompts)
     assert_same(got, generate(off, params, prompts), prompts, params, reference_model)
     assert sum(indexed) > 20
@@ -87,13 +88,13 @@ def test_the_drafter_is_told_what_the_target_saw(tiny_model, reference_model):
     generate(llm, mixed_params(6, 3, temperature=0.7, max_tokens=24, **PLAIN))
     generate(llm, mixed_params(1, temperature=0.7, max_tokens=2, **PLAIN))  # the others' end is noticed with this
     assert stats_of(llm)["accepted_tokens"] > 5
-    checked, unknown = check_features(history_of(runner_of(llm).speculator.session.drafter), reference_model, 0.7)
+    checked, unknown = check_features(history_of(session_of(llm).drafter), reference_model, 0.7)
     assert checked > 50
     assert unknown == 0
     params = mixed_params(3, 8, temperature=0.7, max_tokens=20, ignore_eos=True, **PLAIN)
     switching_off_and_on(llm, params, prompts_of(params), [range(4, 7)])
     generate(llm, mixed_params(1, temperature=0.7, max_tokens=2, **PLAIN))
-    now = check_features(history_of(runner_of(llm).speculator.session.drafter), reference_model, 0.7)
+    now = check_features(history_of(session_of(llm).drafter), reference_model, 0.7)
     assert now[0] > checked + 20
     assert now[1] > 3
 
@@ -192,13 +193,13 @@ def test_preempted_requests_keep_their_noise_and_their_history(tiny_model, off, 
     assert preempted
     assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
     generate(small, mixed_params(1, 12, max_tokens=2, ignore_eos=True))  # ended requests are noticed one step later
-    kept = [tuple(tokens) for tokens in runner_of(small).speculator.session.drafter.finished]
+    kept = [tuple(tokens) for tokens in session_of(small).drafter.finished]
     assert sorted(kept[:4]) == sorted(tuple(output.token_ids) for output in ours)
 
 
 def test_switched_on_in_the_middle_it_catches_up(adversarial, off, reference_model):
     """What was sampled while drafting was off is read back, so that the history has no holes."""
-    session = runner_of(adversarial).speculator.session
+    session = session_of(adversarial)
     params = mixed_params(3, 5, temperature=1.0, max_tokens=16, ignore_eos=True, **PLAIN)
     prompts = prompts_of(params)
     runner = runner_of(adversarial)
@@ -246,7 +247,7 @@ def test_rejection_sampling_runs_and_keeps_the_history_straight(tiny_model):
     outputs = generate(llm, mixed_params(4, 7, max_tokens=12, ignore_eos=True, **PLAIN))
     assert [len(output.token_ids) for output in outputs] == [12] * 4
     generate(llm, mixed_params(1, 12, max_tokens=2, ignore_eos=True))
-    kept = {tuple(tokens) for tokens in runner_of(llm).speculator.session.drafter.finished}
+    kept = {tuple(tokens) for tokens in session_of(llm).drafter.finished}
     assert all(tuple(output.token_ids) in kept for output in outputs)
 
 
@@ -324,7 +325,7 @@ def test_a_budget_changes_no_rollout(tiny_model, off, reference_model):
     params = mixed_params(6, 5, max_tokens=40, ignore_eos=True, **PLAIN)
     prompts = prompts_of(params)
     assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
-    session = runner_of(llm).rollout_spec.host_speculator.session
+    session = session_of(llm)
     tokens, _ = session.budget.cost.curve(drafted=False)
     assert tokens.size
     assert tokens.max() <= sum(map(len, prompts)) + len(prompts) * (K + 1)

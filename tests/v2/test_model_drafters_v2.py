@@ -73,7 +73,7 @@ def test_same_rollouts_with_the_model_with_history_and_with_both(drafters, stock
     speculator = runner_of(both).speculator
     assert isinstance(speculator, ModelSpeculation)
     assert isinstance(speculator, DraftModelSpeculator)
-    assert isinstance(speculator.from_history, DeviceSpeculator)
+    assert isinstance(speculator.session, DeviceSpeculator)
     for seed in (1, 2):
         params = mixed_params(6, seed, max_tokens=10, logprobs=0, **PLAIN)
         prompts = prompts_of(params)
@@ -92,7 +92,7 @@ def test_same_rollouts_with_the_model_with_history_and_with_both(drafters, stock
     (report,) = both.collective_rpc("rollout_spec", args=("report",))
     reached, right = report["sources"]["model"]
     assert 0 < right < reached
-    speculator.from_history.drafter.check_integrity()
+    speculator.session.drafter.check_integrity()
 
 
 @pytest.mark.skipif("draft_model" not in METHODS, reason="this release of V2 has no draft models")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rollout_spec.drafters.base import problem_of_prompt
-from tests.integrations.engines import FIRST_PROMPTS, PLAIN, build, converse, runner_of, verify_all
+from tests.integrations.engines import FIRST_PROMPTS, PLAIN, build, converse, runner_of, session_of, verify_all
 
 pytestmark = pytest.mark.engine
 
@@ -18,7 +18,7 @@ def test_later_turns_draft_from_earlier_ones(tiny_model, stock, reference_model)
     counts = converse(on, stock, reference_model, **SETTINGS)
     assert counts[0]["problem"][0] == 0  # nobody else has the same problem
     assert counts[2]["problem"][1] > counts[1]["problem"][1] > 0
-    drafter = runner_of(on).speculator.session.drafter
+    drafter = session_of(on).drafter
     drafter.check_integrity()
     assert set(drafter._problems) == PROBLEMS
 

@@ -33,7 +33,7 @@ def test_grpo_with_speculation(tiny_model, tmp_path, monkeypatch):
     seeds = [params.seed for sampling_params, _ in generator.generations for params in sampling_params]
     assert len(set(seeds)) == len(seeds) == 24
     assert generator.policy_version == 3
-    drafter = generator.llm.llm_engine.model_executor.driver_worker.model_runner.drafter.session.drafter
+    drafter = generator.llm.llm_engine.model_executor.driver_worker.model_runner.rollout_spec.session.drafter
     assert drafter._version == 3
     assert generator.logprob_error[1] < 1e-4
     logs = [entry for entry in trainer.state.log_history if "rollout_spec/tokens" in entry]

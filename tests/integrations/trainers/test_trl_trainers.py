@@ -31,7 +31,7 @@ EVALUATION = Dataset.from_dict({"prompt": ["w7 w8", "w9 w1 w2"]})
 
 
 def drafter_of(generator):
-    return generator.llm.llm_engine.model_executor.driver_worker.model_runner.drafter.session.drafter
+    return generator.llm.llm_engine.model_executor.driver_worker.model_runner.rollout_spec.session.drafter
 
 
 def check(trainer, generator, num_rollouts):

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 
-from tests.integrations.engines import build, generate, mixed_params, runner_of, stats_of, verify_all
+from tests.integrations.engines import build, generate, mixed_params, session_of, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
 
@@ -58,7 +58,7 @@ def test_seeds_of_requests(llm, seed):
 def test_numbers_of_numpy(llm):
     """They give the rollouts of Python's numbers, and reach a worker of another process as those."""
     seen = []
-    drafter = runner_of(llm).drafter.session.drafter
+    drafter = session_of(llm).drafter
     start_request = drafter.start_request
 
     def spy(*args, **options):

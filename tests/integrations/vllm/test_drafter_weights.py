@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 import torch
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm.speculation import Speculation
+from rollout_spec.integrations.vllm.session import Session
 from tests.conftest import VOCAB_SIZE
 from tests.integrations.draft_models import model_drafters
 from tests.integrations.engines import (
@@ -187,11 +187,11 @@ def test_what_an_mtp_drafter_shares_is_the_target(drafters, reference_model):
 
 def test_counters_that_are_halved_are_no_loss(caplog):
     """What was right long ago counts less, so both counters may fall while the model is right half of the time."""
-    speculation = Speculation()
+    session = Session()
     counts = [(0, 0), (4096, 2048), (2048, 1024), (2248, 900), (199, 0), (200, 1)]
-    speculation.choice = SimpleNamespace(model_counts=lambda: counts.pop(0))
+    session.choice = SimpleNamespace(model_counts=lambda: counts.pop(0))
     while counts:
-        speculation.check_model()
+        session.check_model()
     assert not caplog.records
 
 

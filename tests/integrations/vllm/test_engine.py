@@ -32,6 +32,7 @@ from tests.integrations.engines import (
     mixed_params,
     prompts_of,
     runner_of,
+    session_of,
     stats_of,
     switching_off_and_on,
     verify_all,
@@ -69,7 +70,7 @@ def test_the_drafter_is_told_what_the_target_saw(tiny_model, reference_model):
     generate(llm, params, [[1, *range(4, 4 + 7 * (i % 3)), 9] for i in range(16)])
     generate(llm, mixed_params(1, temperature=0.7, max_tokens=2))  # a request's end is noticed with the next step
     assert stats_of(llm)["accepted_tokens"] > 20
-    num_checked, num_unknown = check_features(history_of(runner_of(llm).drafter.session.drafter), reference_model, 0.7)
+    num_checked, num_unknown = check_features(history_of(session_of(llm).drafter), reference_model, 0.7)
     assert num_checked > 200
     assert num_unknown == 0
 
@@ -82,7 +83,7 @@ def test_what_was_sampled_while_it_was_off_is_unknown(tiny_model, off, reference
     ours = switching_off_and_on(llm, params, prompts, [range(4, 9), range(15, 17)])
     assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
     generate(llm, mixed_params(1, temperature=0.7, max_tokens=2))
-    num_checked, num_unknown = check_features(history_of(runner_of(llm).drafter.session.drafter), reference_model, 0.7)
+    num_checked, num_unknown = check_features(history_of(session_of(llm).drafter), reference_model, 0.7)
     assert num_checked > 60
     assert num_unknown > 20
 
@@ -100,7 +101,7 @@ def test_drafts_are_accepted_and_rejected(on, adversarial):
 def test_indexing_while_the_device_computes_changes_no_rollout(on, off, reference_model, monkeypatch):
     params = mixed_params(12, 5)
     prompts = prompts_of(params)
-    with indexing_late(runner_of(on).drafter.session, monkeypatch) as indexed:
+    with indexing_late(session_of(on), monkeypatch) as indexed:
         before = stats_of(on)
         assert_same(generate(on, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
     assert sum(indexed) > 100
@@ -138,7 +139,7 @@ def test_history_holds_the_rollouts_as_trimmed(adversarial, off, monkeypatch):
     texts = [list(output.token_ids) for output in generate(off, params)]
     # Ended requests are noticed one step later: only this one is left of those before.
     (before,) = generate(adversarial, mixed_params(1, 10, max_tokens=2, ignore_eos=True))
-    session = runner_of(adversarial).drafter.session
+    session = session_of(adversarial)
     drafter, seen = session.drafter._drafter, []  # behind the calls for batches
     request_of = {}  # each request's place, by its seed
 
@@ -411,7 +412,7 @@ def test_a_budget_changes_no_rollout(tiny_model, off, reference_model, drafter):
         params = mixed_params(12, 40 + seed, max_tokens=40, ignore_eos=True)
         prompts = prompts_of(params)
         assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
-    tokens, seconds = runner_of(llm).drafter.session.budget.cost.curve(drafted=False)
+    tokens, seconds = session_of(llm).budget.cost.curve(drafted=False)
     assert tokens.size
     assert (seconds > 0).all()
     stats = stats_of(llm)

@@ -26,17 +26,13 @@ from tests.integrations.engines import (
     mixed_params,
     own_processes,
     prompts_of,
-    runner_of,
+    session_of,
     stats_of,
     verify_all,
 )
 from tests.integrations.trainers import Compared, make_trainer
 
 pytestmark = pytest.mark.engine
-
-
-def session_of(llm):
-    return runner_of(llm).drafter.session
 
 
 def history(llm):

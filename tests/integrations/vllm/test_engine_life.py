@@ -10,7 +10,7 @@ from rollout_spec import engine_kwargs
 from tests.conftest import VOCAB_SIZE
 from tests.integrations import engine_life
 from tests.integrations.engine_life import EngineLife, Watch, Weights
-from tests.integrations.engines import build, count_preemptions, every_draft, runner_of, stats_of
+from tests.integrations.engines import build, count_preemptions, every_draft, session_of, stats_of
 
 pytestmark = pytest.mark.engine
 
@@ -29,9 +29,9 @@ HISTORY = every_draft(5, max_history_tokens=2000, max_history_versions=3)
 def live(model, off, *, num_lives: int, **options) -> None:
     """Let a new engine live some lives."""
     on = build(model, **SMALL, **engine_kwargs(budget=False, **HISTORY, **options))
-    session, preempted = runner_of(on).drafter.session, count_preemptions(on)
+    session, preempted = session_of(on), count_preemptions(on)
     session.problems._max_texts = 60
-    watch, weights = Watch(session, runner_of(on).requests), Weights(on, off)
+    watch, weights = Watch(session), Weights(on, off)
 
     def new_life() -> EngineLife:
         life = EngineLife(on, off, weights, watch.check, watch.check_end)

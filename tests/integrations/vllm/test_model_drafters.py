@@ -24,6 +24,7 @@ from tests.integrations.engines import (
     mixed_params,
     prompts_of,
     runner_of,
+    session_of,
     stats_of,
 )
 
@@ -186,7 +187,7 @@ def test_history_is_told_what_the_target_saw(drafters, reference_model):
     llm = build_beside(drafters, "eagle", num_speculative_tokens=5)
     generate(llm, mixed_params(12, 3, temperature=0.7, top_k=0, top_p=1.0, min_p=0.0))
     generate(llm, mixed_params(1, temperature=0.7, max_tokens=2))  # a request's end is noticed with the next step
-    drafter = runner_of(llm).rollout_spec.proposer.session.drafter
+    drafter = session_of(llm).drafter
     num_checked, num_unknown = check_features(history_of(drafter), reference_model, 0.7)
     assert num_checked > 100
     assert num_unknown == 0

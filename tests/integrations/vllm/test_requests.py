@@ -23,6 +23,7 @@ from tests.integrations.engines import (
     mixed_params,
     prompts_of,
     runner_of,
+    session_of,
     stats_of,
     verify_all,
 )
@@ -172,7 +173,7 @@ def test_an_engine_with_a_seed_repeats_itself(tiny_model, monkeypatch):
 def test_requests_of_one_problem_share_history(on):
     """Whatever their prompts are, and in both ways to say it."""
     seen = []
-    drafter = runner_of(on).drafter.session.drafter
+    drafter = session_of(on).drafter
     start_request = drafter.start_request
 
     def spy(req_id, prompt, *, problem_id=None, **options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import ClassVar
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -17,7 +17,7 @@ from vllm.v1.sample.rejection_sampler import RejectionSampler
 from rollout_spec import RolloutSpecConfig
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.integrations.vllm import runner_v1
-from rollout_spec.integrations.vllm.runner_v1 import RolloutSpecProposer, RunnerAdapterV1, Verification
+from rollout_spec.integrations.vllm.runner_v1 import RunnerAdapterV1, Verification
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.verify.api import verify_rows
 from tests.integrations.vllm.test_session import (
@@ -27,6 +27,7 @@ from tests.integrations.vllm.test_session import (
     a_session,
     advance,
     of_model,
+    schedule,
 )
 
 VOCAB_SIZE = 10
@@ -55,16 +56,14 @@ class Runner:
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(tensor_parallel_size=1), speculative_config=None
         )
-        self.drafter = SimpleNamespace(
+        self.drafter = object()
+        session = SimpleNamespace(
             stats=SpeculationStats(),
-            session=SimpleNamespace(
-                enabled=True,
-                drafter=SimpleNamespace(wants_rejected_targets=wants_rejected_targets),
-                set_enabled=lambda enabled: None,
-                update_index=Mock(),
-                end_missing=lambda requests: None,
-            ),
-            bind=lambda runner, model_drafter: None,
+            enabled=True,
+            drafter=SimpleNamespace(wants_rejected_targets=wants_rejected_targets),
+            set_enabled=lambda enabled: None,
+            update_index=Mock(),
+            finish_requests=lambda finished, preempted: None,
         )
         self.input_batch = SimpleNamespace(
             req_ids=[],
@@ -74,7 +73,8 @@ class Runner:
             ),
         )
         self.sampler = SimpleNamespace(logprobs_mode="raw_logprobs")
-        self.adapter = RunnerAdapterV1(self, RolloutSpecConfig(num_speculative_tokens=4))
+        with patch.object(runner_v1, "HostSession", lambda *args, **kwargs: session):
+            self.adapter = RunnerAdapterV1(self, RolloutSpecConfig(num_speculative_tokens=4))
         self.schedule(drafts, targets, discarded)
 
     def schedule(self, drafts, targets, discarded=()):
@@ -117,8 +117,8 @@ def test_every_request_gets_its_own_outcome():
     # As wide as K allows in every step, and not as the longest draft, for which kernels would be compiled again.
     assert runner.sample() == [[3, 9, -1, -1, -1], [2, -1, -1, -1, -1], [5, 6, 7, 4, -1], [1, -1, -1, -1, -1]]
     assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [0, 3, 4, 8, 10], None)
-    runner.drafter.session.update_index.assert_called_once_with()
-    stats = runner.drafter.stats
+    runner.adapter.session.update_index.assert_called_once_with()
+    stats = runner.adapter.stats
     assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 4, 3)
     assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (6, 4, 8)
     assert (stats.drafted_per_position, stats.accepted_per_position) == ([3, 2, 1], [2, 1, 1])
@@ -190,7 +190,7 @@ def test_a_step_waits_for_the_device_once(on_a_gpu, max_num_logprobs, is_hybrid)
         if on_device:
             runner.logits = runner.logits.as_subclass(OnDevice)
             OnDevice.waits.clear()
-            runner.drafter.session.update_index.side_effect = lambda: outputs.append(list(OnDevice.waits))
+            runner.adapter.session.update_index.side_effect = lambda: outputs.append(list(OnDevice.waits))
         output = runner.adapter.sample(runner.logits, runner.metadata)
         parsed, scores = RejectionSampler.parse_output(
             output.sampled_token_ids, VOCAB_SIZE, logprobs_tensors=output.logprobs_tensors
@@ -211,7 +211,7 @@ def test_chunks_of_prompts_are_not_counted():
     runner = Runner(DRAFTS, TARGETS, discarded={"a", "b"})
     runner.sample()
     told(runner)
-    stats = runner.drafter.stats
+    stats = runner.adapter.stats
     assert (stats.request_steps, stats.num_drafts) == (2, 2)
     assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (4, 3, 5)
 
@@ -220,12 +220,12 @@ def test_where_scheduling_is_asynchronous_the_last_step_is_counted_by_the_next_c
     """The buffers of the runner are the next step's by then."""
     runner = Runner(DRAFTS, TARGETS, discarded={"d"}, use_async_scheduling=True)
     runner.sample()
-    assert runner.drafter.stats.steps == 0
+    assert runner.adapter.stats.steps == 0
     runner.schedule({"b": [], "e": [1]}, {"b": [2], "e": [1, 2]})
     runner.sample()
-    assert runner.drafter.stats.draft_tokens == 5
+    assert runner.adapter.stats.draft_tokens == 5
     runner.adapter.command("set_enabled", False)
-    assert runner.drafter.stats.draft_tokens == 6
+    assert runner.adapter.stats.draft_tokens == 6
 
 
 def test_requests_that_change_rows_are_followed():
@@ -242,7 +242,9 @@ def described(runner, **requests):
     batch = runner.input_batch
     batch.req_ids = list(requests)
     runner.requests = {name: SimpleNamespace(sampling_params=p, output_token_ids=[]) for name, p in requests.items()}
-    runner.adapter.on_requests_changed()
+    new = [SimpleNamespace(sampling_params=params(sampling_type=None), lora_request=None)]
+    schedule = {"scheduled_new_reqs": new, "finished_req_ids": set(), "preempted_req_ids": None}
+    runner.adapter.on_scheduled(SimpleNamespace(num_spec_tokens_to_schedule=0, **schedule))
     return runner.adapter._describe_batch(batch.sampling_metadata)
 
 
@@ -287,37 +289,37 @@ VERIFIED = Verification(
     target_token_ids=np.array([24, 25, 3, 99, 9, 33]),
     features=np.repeat(np.arange(1, 7), FEATURE_WORDS).reshape(6, -1),
 )
-SAMPLED = [[24, 25], [], [9], [33]]
+IS_SAMPLED = np.array([True, False, True, True])
 NUM_TOKENS = np.array([6, 5, 3, 4, 0], np.int32)
 
 
-def proposer_of(session):
-    """A proposer that drafts for a batch of four, of which "a" has been drafted for before it said 21 to 25."""
+def adapter_of(session):
+    """One that drafts for a batch of four, of which "a" has been drafted for before it said 21 to 25."""
     requests = {"a": a_request([1, 2]), "chunk": a_request([1] * 9), "embedded": a_request(), "new": a_request([3, 4])}
     requests["embedded"].prompt_token_ids = None
+    schedule(session, requests)
     advance(session, {"a": [20]}, requests={"a": requests["a"]})
-    proposer = RolloutSpecProposer.__new__(RolloutSpecProposer)
-    proposer.session, proposer.has_changed = session, True
-    proposer._runner = SimpleNamespace(
-        requests={**requests, "waits": a_request([6])},
-        input_batch=SimpleNamespace(req_ids=["a", "chunk", "embedded", "new", "left over"]),
-        query_start_loc=SimpleNamespace(np=np.array([0, 3, 9, 10, 11, 99])),
-        rollout_spec=SimpleNamespace(clock=SimpleNamespace(started=0.0), count_last_verification=lambda: VERIFIED),
-    )
+    adapter = RunnerAdapterV1.__new__(RunnerAdapterV1)
+    adapter.session, adapter.clock = session, SimpleNamespace(started=0.0)
+    adapter.count_last_verification = lambda: VERIFIED
     tokens = np.full((5, 500), 49, np.int32)
     for row, text in zip(tokens, ([1, 2, 20, 21, 24, 25], [1] * 5, [0, 0, 9], [3, 4, 32, 33]), strict=False):
         row[: len(text)] = text
-    return proposer, tokens
+    adapter._runner = SimpleNamespace(
+        input_batch=SimpleNamespace(
+            req_ids=["a", "chunk", "embedded", "new", "left over"], token_ids_cpu=tokens, num_tokens_no_spec=NUM_TOKENS
+        ),
+        query_start_loc=SimpleNamespace(np=np.array([0, 3, 9, 10, 11, 99])),
+    )
+    return adapter
 
 
 def test_the_session_is_told_what_each_request_said_since_it_was_seen():
     """Rows of chunks and of prompts of embeddings are not drafted for."""
     session, drafter = a_listening_session(CuriousListener)
-    proposer, tokens = proposer_of(session)
-    drafts = proposer.propose(SAMPLED, NUM_TOKENS, tokens)
+    drafts = adapter_of(session).draft(IS_SAMPLED)
     assert drafts == [[7] * 4, [], [], [7] * 4]
-    assert not proposer.has_changed
-    assert list(session.live) == ["a", "new"]
+    assert list(session.live) == ["a", "chunk", "new"]
     assert drafter.extended[1:] == [("a", [21, 24, 25], [0, 1, 2]), ("new", [32, 33], [0, 6])]
     assert drafter.observed == [{"a": ([24, 25, 3], 1)}]
     assert list(session._prompt_tokens)[-1] == 7, "11 tokens of 2 requests with 2 drafted ones"
@@ -325,28 +327,25 @@ def test_the_session_is_told_what_each_request_said_since_it_was_seen():
 
 def test_a_switched_off_session_learns_nothing_until_it_is_on_again():
     session, drafter = a_listening_session(CuriousListener)
-    proposer, tokens = proposer_of(session)
+    adapter = adapter_of(session)
     session.enabled = False
-    assert proposer.propose(SAMPLED, NUM_TOKENS, tokens) == [[]] * 4
+    assert adapter.draft(IS_SAMPLED) == [[]] * 4
     assert len(drafter.extended) == 1
     session.enabled = True
-    assert proposer.propose(SAMPLED, NUM_TOKENS, tokens) == [[7] * 4, [], [], [7] * 4]
+    assert adapter.draft(IS_SAMPLED) == [[7] * 4, [], [], [7] * 4]
     assert [new for _, new, _ in drafter.extended[1:]] == [[21, 24, 25], [32, 33]]
     assert not drafter.observed, "the draft of before is forgotten"
 
 
 def test_the_models_drafts_are_those_of_the_same_requests():
     session = a_session(drafter="suffix", has_model=True, budget=False)
-    proposer, tokens = proposer_of(session)
+    adapter = adapter_of(session)
     model = of_model([30, 31], [32, 33], [34, 35], [36, 37])
-    is_sampled = np.array([True, False, True, True])
-    assert proposer.draft(is_sampled, NUM_TOKENS, tokens, model) == [[30, 31], [], [], [36, 37]]
+    assert adapter.draft(IS_SAMPLED, model) == [[30, 31], [], [], [36, 37]]
     session.drafter.learn_step = lambda *args: 1 / 0
-    assert proposer.draft(is_sampled, NUM_TOKENS, tokens, model) == [[]] * 4
+    assert adapter.draft(IS_SAMPLED, model) == [[]] * 4
     assert session.broken
-    assert proposer.draft(is_sampled, NUM_TOKENS, tokens, model) == [[30, 31], [], [34, 35], [36, 37]], (
-        "it drafts alone"
-    )
+    assert adapter.draft(IS_SAMPLED, model) == [[30, 31], [], [34, 35], [36, 37]], "it drafts alone"
 
 
 def test_rows_that_are_broken_are_named_by_their_request():
@@ -359,7 +358,7 @@ def test_rows_that_are_broken_are_named_by_their_request():
 
 def test_without_a_drafter_a_step_is_counted_at_its_end():
     runner = Runner(DRAFTS, TARGETS)
-    runner.drafter.session.enabled = False
+    runner.adapter.session.enabled = False
     runner.logits[4] = float("nan")
     with pytest.raises(FloatingPointError, match="1 rows .* request c"):
         runner.sample()

@@ -24,7 +24,7 @@ from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.integrations.vllm import runner_v2
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import VerifyResult
-from tests.integrations.vllm.test_session import CuriousListener, a_listening_session, a_request
+from tests.integrations.vllm.test_session import CuriousListener, a_listening_session, a_request, schedule
 
 # Four requests: "b" has no draft, "chunk" is in the middle of its prompt and what it samples is discarded.
 REQ_IDS = ["a", "b", "chunk", "c"]
@@ -53,7 +53,8 @@ def result_of(num_broken_rows=(0, 0, 0, 0)):
 def a_session_that_has_seen(**seen):
     """So many tokens of each request, all of which were drafted for."""
     session, drafter = a_listening_session(CuriousListener)
-    rows = session.follow(list(seen), {name: a_request(PROMPTS[name]) for name in seen}, has_changed=True)
+    schedule(session, {name: a_request(prompt) for name, prompt in PROMPTS.items()})
+    rows = session.rows_of(list(seen))
     requests = session.drafter.table.arrays
     requests.num_tokens[rows], requests.num_offered[rows] = list(seen.values()), 4
     return session, drafter
@@ -62,24 +63,20 @@ def a_session_that_has_seen(**seen):
 def speculator_of(session, result, features=None):
     """A speculator whose sampler has just verified the four requests."""
     speculator = runner_v2.HistorySpeculator.__new__(runner_v2.HistorySpeculator)
-    speculator.session, speculator.stats, speculator.num_draft_tokens = session, SpeculationStats(), {}
+    speculator.session, speculator.num_draft_tokens = session, {}
     speculator._num_speculative_tokens, speculator._device = 4, torch.device("cpu")
     runner = SimpleNamespace(
         req_states=SimpleNamespace(
             req_id_to_index={"c": 1},
             total_len=SimpleNamespace(gpu=torch.tensor([0, 14, 0, 0])),
             all_token_ids=SimpleNamespace(gpu=torch.arange(100).reshape(4, 25)),
-        )
+        ),
+        rollout_spec=SimpleNamespace(
+            wants_rejected_targets=True, clock=SimpleNamespace(started=0.0), take_features=lambda: features
+        ),
+        sampler=SimpleNamespace(outcome=runner_v2._Verified(REQ_IDS, STARTS, torch.tensor(FIRST_POSITIONS), result)),
     )
-    adapter = SimpleNamespace(
-        requests={req_id: a_request(prompt) for req_id, prompt in PROMPTS.items()},
-        requests_have_changed=True,
-        wants_rejected_targets=True,
-        clock=SimpleNamespace(started=0.0),
-        take_features=lambda: features,
-    )
-    outcome = runner_v2._Verified(REQ_IDS, STARTS, torch.tensor(FIRST_POSITIONS), result)
-    speculator.bind(runner, adapter, SimpleNamespace(outcome=outcome))
+    speculator.bind(runner)
     return speculator
 
 
@@ -100,11 +97,10 @@ def test_every_request_gets_its_own_outcome_and_chunks_of_prompts_none():
     assert drafter.observed == [{"a": ([3, 9, 1], 1), "c": ([5, 6, 7, 4], 3)}]
     assert drafter.limits == [{"a": 4, "b": 4, "c": 4}]
     assert list(session._prompt_tokens) == [12], "20 tokens of 3 requests with 5 drafted ones"
-    stats = speculator.stats
+    stats = session.stats
     assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 3, 2)
     assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (5, 4, 7)
     assert speculator.num_draft_tokens == {"a": 4, "b": 4, "c": 4}
-    assert not speculator._adapter.requests_have_changed
     assert propose(speculator) == [[0] * 4] * 4, "an outcome is told once"
     assert len(drafter.limits) == 1
     assert not speculator.num_draft_tokens
@@ -131,10 +127,11 @@ def test_of_a_request_that_goes_on_past_its_end_nothing_is_missed():
     assert [name for name, *_ in drafter.extended] == ["b", "c"]
 
 
-def test_prompts_of_embeddings_are_not_drafted_for():
+def test_requests_that_the_session_does_not_serve_are_not_drafted_for():
+    """As prompts of embeddings."""
     session, drafter = a_session_that_has_seen(c=10)
+    session.finish_requests(["a"], ())
     speculator = speculator_of(session, result_of())
-    speculator._adapter.requests["a"].prompt_token_ids = None
     assert propose(speculator) == [[0] * 4, [7] * 4, [0] * 4, [7] * 4]
     assert [(name, new) for name, new in drafter.extended] == [("b", [2]), ("c", [5, 6, 7, 4])]
     assert speculator.num_draft_tokens == {"b": 4, "c": 4}
@@ -147,10 +144,10 @@ def test_a_switched_off_session_counts_and_learns_nothing():
     assert propose(speculator) == [[0] * 4] * 4
     assert not drafter.extended
     assert (session.drafter.table.arrays.num_offered == -1).all(), "drafts of before are forgotten"
-    assert speculator.stats.draft_tokens == 5
+    assert session.stats.draft_tokens == 5
 
 
-@pytest.mark.parametrize("method", ["start_request", "extend", "propose", "observe"])
+@pytest.mark.parametrize("method", ["extend", "propose", "observe"])
 def test_a_drafter_that_raises_gives_no_drafts(method):
     session, drafter = a_session_that_has_seen(a=4, c=10)
     setattr(drafter, method, lambda *args, **options: 1 / 0)

@@ -21,9 +21,7 @@ from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import no_features
 from rollout_spec.history.problems import Problems, root_of_prompt
 from rollout_spec.integrations.vllm import commands
-from rollout_spec.integrations.vllm.session import STEPS_PER_SHARING, DraftingSession
-from rollout_spec.integrations.vllm.speculation import Speculation
-from rollout_spec.stats import SpeculationStats
+from rollout_spec.integrations.vllm.session import STEPS_PER_SHARING, HostSession, Session
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft
 from tests.drafters.recorder import positions_of
 from tests.history.made_up import rollouts_in
@@ -74,14 +72,12 @@ def a_session(
         scheduler_config=SimpleNamespace(max_num_scheduled_tokens=None, max_num_batched_tokens=max_step_tokens),
         compilation_config=SimpleNamespace(cudagraph_mode=None),
     )
-    return DraftingSession(
-        config,
-        engine,
-        SpeculationStats(),
-        share_from_first_rank,
-        has_model=has_model,
-        index_late=index_late,
-    )
+    return HostSession(config, engine, share_from_first_rank, has_model=has_model, index_late=index_late)
+
+
+def schedule(session, requests):
+    """Requests are scheduled, by name; again and again as after preemptions."""
+    session.start_requests([SimpleNamespace(**{**vars(request), "req_id": name}) for name, request in requests.items()])
 
 
 def advance(
@@ -92,15 +88,15 @@ def advance(
     The batch begins with a chunk of a prompt, of which the session is not to see anything. With features every row's
     first word is its target token, and its second one is 1. `model` is what a model drafts.
     """
+    session.finish_requests(ended, ())
+    requests = requests or {req_id: a_request((7, len(req_id))) for req_id in tokens}
+    schedule(session, {req_id: request for req_id, request in requests.items() if req_id in tokens})
     if not session.enabled:
         session.pause()
         return {req_id: [] for req_id in tokens}
     outcomes = {req_id: Outcome([0], 0, o) if isinstance(o, int) else o for req_id, o in (outcomes or {}).items() if o}
-    requests = requests or {req_id: a_request((7, len(req_id))) for req_id in tokens}
-    live = {req_id: live.request for req_id, live in session.live.items() if req_id not in ended}
-    followed = session.follow(list(tokens), {**live, **requests}, has_changed=True)
+    followed = session.rows_of(list(tokens))
     is_followed = followed >= 0
-    assert session.follows_all == is_followed.all()
     outcomes = [outcomes.get(req_id, Outcome(new[:1], 0, 0)) for req_id, new in tokens.items()]
     num_seen = np.zeros(followed.size, np.int64)
     if session.enabled:
@@ -267,9 +263,9 @@ def test_an_index_that_raises_ends_speculation_or_where_other_ranks_go_on_the_ru
     else:
         session.update_index()
         assert not session.enabled
-        assert session._stats.drafter_errors == 1
+        assert session.stats.drafter_errors == 1
         session.update_index()  # asks no more
-        assert session._stats.drafter_errors == 1
+        assert session.stats.drafter_errors == 1
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -304,14 +300,14 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
     drafts = go_through_a_life()
     if method not in ("stop_request", "output_of", "begin_policy_version"):
         assert not any(step.get("a") for step in drafts[1:])
-    assert (session.broken, session._stats.drafter_errors, session.num_live_requests()) == (True, 1, 0)
+    assert (session.broken, session.stats.drafter_errors, session.num_live_requests()) == (True, 1, 0)
     assert session.wants_model(1), "the model drafts alone"
     with pytest.raises(RuntimeError, match="its drafter has raised"):
         session.set_enabled(True)
     session.update_index()
-    session.end_missing({})
+    session.finish_requests(["a", "b"], ())
     session.close()
-    assert (session.enabled, session._stats.drafter_errors) == (False, 1)
+    assert (session.enabled, session.stats.drafter_errors) == (False, 1)
 
 
 @pytest.mark.parametrize("method", ["memory_bytes", "source_counts", "history_summary"])
@@ -322,7 +318,7 @@ def test_counts_that_are_none_end_speculation_and_not_the_run(method, fault):
     faulty = {"method": method, "fault": fault, "calls": (1, 100)}
     session = a_session(drafter="tests.adversaries.Faulty", drafter_options=faulty)
     assert not getattr(session, method)()
-    assert (session.enabled, session._stats.drafter_errors) == (False, 1)
+    assert (session.enabled, session.stats.drafter_errors) == (False, 1)
     assert not getattr(session, method)()
 
 
@@ -348,9 +344,9 @@ def test_prompts_in_a_step_are_counted_by_their_tokens():
     advance(session, {"a": [2]}, step_tokens=41)
     assert num_timed(session) == 1
     assert list(session._prompt_tokens) == [2, 40]
-    assert session._stats.steps_by_batch == []
+    assert session.stats.steps_by_batch == []
     advance(session, {"a": [1]})
-    assert (session._stats.steps_by_batch, session._stats.tokens_by_batch) == ([1], [1])
+    assert (session.stats.steps_by_batch, session.stats.tokens_by_batch) == ([1], [1])
 
 
 @pytest.mark.parametrize(
@@ -371,9 +367,9 @@ def test_the_time_between_two_generations_does_not_count():
     session = a_session()
     advance(session, {"a": [1]}, step_tokens=3)
     advance(session, {"a": [2]})
-    timed, seconds = num_timed(session), sum(session._stats.seconds_by_batch)
+    timed, seconds = num_timed(session), sum(session.stats.seconds_by_batch)
     advance(session, {"b": [3]}, ended=["a"])
-    assert (num_timed(session), sum(session._stats.seconds_by_batch)) == (timed, seconds)
+    assert (num_timed(session), sum(session.stats.seconds_by_batch)) == (timed, seconds)
     advance(session, {"b": [3]})
     assert num_timed(session) == timed + 1
 
@@ -382,7 +378,7 @@ def test_a_report_changes_nothing():
     session = a_session()
     run(session, 60, a_request())
     before = pickle.dumps(session.budget)
-    report = commands.report(session, session._stats)
+    report = commands.report(session, session.stats)
     assert report["budget"]["undrafted"][0]
     assert pickle.dumps(session.budget) == before
 
@@ -391,13 +387,13 @@ def test_the_time_in_which_it_was_switched_off_does_not_count():
     session = a_session()
     for _ in range(3):
         advance(session, {"a": [1]})
-    timed, seconds = num_timed(session), session._stats.step_seconds
+    timed, seconds = num_timed(session), session.stats.step_seconds
     session.enabled = False
     assert advance(session, {"a": [1]}) == {"a": []}
     session.enabled = True
     advance(session, {"a": [1]})
     assert num_timed(session) == timed
-    assert session._stats.step_seconds < seconds + 0.5
+    assert session.stats.step_seconds < seconds + 0.5
 
 
 def test_slots_and_tokens_are_booked_to_the_step_that_computed_them():
@@ -405,7 +401,7 @@ def test_slots_and_tokens_are_booked_to_the_step_that_computed_them():
     drafts = {}
     for n in range(12):
         drafts = advance(session, {"a": [1 + n % 3]}, {"a": len(drafts.get("a", []))})
-    stats = session._stats
+    stats = session.stats
     before = stats.draft_tokens_by_batch[0], stats.tokens_by_batch[0], stats.requests_by_batch[0]
     advance(session, {"a": [1, 2, 3]}, {"a": Outcome([1, 2, 3, 1, 2], 2, 4)}, step_tokens=5)
     after = stats.draft_tokens_by_batch[0], stats.tokens_by_batch[0], stats.requests_by_batch[0]
@@ -414,8 +410,8 @@ def test_slots_and_tokens_are_booked_to_the_step_that_computed_them():
 
 def test_tokens_past_a_requests_end_are_not_counted():
     """By length and by a stop token."""
-    session, stats = a_session(budget=False), SpeculationStats()
-    session._stats = stats
+    session = a_session(budget=False)
+    stats = session.stats
     requests = {name: a_request((7, i)) for i, name in enumerate("lt")}
     requests["l"].sampling_params.max_tokens = 3
     requests["t"].sampling_params.eos_token_id = 9
@@ -471,14 +467,14 @@ def test_rejected_targets_reach_a_drafter_that_looks_ahead():
 def test_tokens_that_were_sampled_while_drafting_was_off_are_counted_once():
     session, request = a_session(budget=False), a_request()
     advance(session, {"a": [1]}, requests={"a": request})
-    before = session._stats.emitted_tokens
-    session._stats.record([0], [0])
+    before = session.stats.emitted_tokens
+    session.stats.record([0], [0])
     advance(session, {"a": [2, 3, 4]}, requests={"a": request})  # two of them in earlier steps
-    assert session._stats.emitted_tokens == before + 1
+    assert session.stats.emitted_tokens == before + 1
 
 
 def test_requests_that_have_ended_are_not_live():
-    """Those that are complete, and those that vLLM no longer has, though no further step has come."""
+    """Those that are complete, and those that a schedule names."""
     session = a_session(budget=False)
     requests = {name: a_request() for name in "abc"}
     requests["a"].sampling_params.max_tokens = 2
@@ -486,11 +482,11 @@ def test_requests_that_have_ended_are_not_live():
     assert session.num_live_requests() == 3
     advance(session, {name: [2] for name in requests}, requests=requests)
     assert session.num_live_requests() == 2
-    session.end_missing({name: requests[name] for name in "ac"})
+    session.finish_requests(["b"], ())
     assert session.num_live_requests() == 1
     assert session.drafter.history_summary()["rollouts"] == 1
     advance(session, {"c": [1]}, ended=["a"], requests={"c": requests["c"]})
-    session.end_missing({})
+    session.finish_requests(["c"], ())
     assert session.num_live_requests() == 0
     session.drafter.check_integrity()
 
@@ -500,8 +496,8 @@ def test_a_drafter_that_has_raised_is_told_of_no_end():
     session = a_session(drafter="tests.adversaries.Faulty", drafter_options=faulty)
     advance(session, {"a": [1], "b": [1]})
     for _ in range(2):
-        session.end_missing({})
-        assert (session.broken, session._stats.drafter_errors, session.num_live_requests()) == (True, 1, 0)
+        session.finish_requests(["a", "b"], ())
+        assert (session.broken, session.stats.drafter_errors, session.num_live_requests()) == (True, 1, 0)
 
 
 @pytest.mark.parametrize("names", ["abcdefgh", "habcdefg"])
@@ -529,8 +525,8 @@ def test_a_drafter_s_time_is_part_of_the_step(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
     session = a_session(budget=False)
     run(session, 6, a_request())
-    assert sum(session._stats.draft_seconds_by_batch) > 0
-    assert session._stats.draft_seconds < session._stats.step_seconds
+    assert sum(session.stats.draft_seconds_by_batch) > 0
+    assert session.stats.draft_seconds < session.stats.step_seconds
 
 
 def test_drafts_leave_room_in_the_step():
@@ -684,10 +680,10 @@ def test_problems_are_told_apart_by_all_that_shapes_their_outputs():
         request.mm_features = [
             SimpleNamespace(identifier=image, mm_position=SimpleNamespace(offset=i)) for i, image in enumerate(images)
         ]
-        return speculation.begin_conversation(request, np.array(prompt, np.int32)).problem_id
+        return session.begin_conversation(request, np.array(prompt, np.int32)).problem_id
 
-    speculation = Speculation()
-    speculation.problems = Problems()
+    session = Session()
+    session.problems = Problems()
     assert problem() == problem_of_prompt([1, 2, 3])
     assert problem([]) is None
     assert problem([], adapter="x") is not None
@@ -788,7 +784,7 @@ def test_a_drafter_with_the_old_signature_is_told_no_known_tokens():
     say(session, "a", ROOT, [30, 31])
     say(session, "a2", [*ROOT, 30, 31, *ANSWER], [30, 31])
     assert not session.broken
-    assert session._stats.drafter_errors == 0
+    assert session.stats.drafter_errors == 0
 
 
 @pytest.mark.parametrize("budget", [False, True])
@@ -877,9 +873,9 @@ def test_history_counts_the_requests_that_are_live_of_each_problem(tmp_path):
     assert live_in_history(session) == {one: 3, two: 1}
     advance(session, {"a": [5]}, requests=requests)
     assert live_in_history(session) == {one: 3, two: 1}
-    session.end_missing({"a": requests["a"]})
+    session.finish_requests(["b", "c", "d"], ())
     assert live_in_history(session) == {one: 1}
-    session.end_missing({})
+    session.finish_requests(["a"], ())
     assert live_in_history(session) == {}
     session.close()
     assert said_in(tmp_path) == [[5], [5], [5, 5], [6]]
@@ -887,22 +883,23 @@ def test_history_counts_the_requests_that_are_live_of_each_problem(tmp_path):
 
 def test_a_problems_history_is_read_while_the_prompt_is_read(tmp_path):
     session = with_folder(tmp_path, budget=False)
-    requests = {name: a_request((1, 2)) for name in "ab"} | {"c": a_request((3, 4))}
-    scheduled = [SimpleNamespace(req_id=name, **vars(request)) for name, request in requests.items()]
-    embedded = SimpleNamespace(**{**vars(scheduled[0]), "req_id": "d", "prompt_token_ids": None})
+    requests = {name: a_request((1, 2)) for name in "ab"} | {"c": a_request((3, 4)), "d": a_request()}
+    requests["d"].prompt_token_ids = None
     one, two = (problem_of_prompt(prompt) for prompt in ((1, 2), (3, 4)))
+    session.set_enabled(False)
+    schedule(session, {"a": requests["a"]})
+    assert live_in_history(session) == {}
+    session.set_enabled(True)
     for _ in range(2):  # in vLLM's V2 runner again after a preemption
-        session.expect([*scheduled, embedded])
+        schedule(session, requests)
         assert live_in_history(session) == {one: 2, two: 1}
-    advance(session, {"a": [5]}, requests=requests)
-    session.expect(scheduled[:1])
-    assert live_in_history(session) == {one: 2, two: 1}
-    session.end_missing({"a": requests["a"], "c": requests["c"]})  # a client has left before the first token
+    session.finish_requests(["b"], ())  # a client has left before the first token
     assert live_in_history(session) == {one: 1, two: 1}
     advance(session, {"a": [5], "c": [6]}, requests=requests)
-    session.end_missing({})
-    assert (live_in_history(session), session._expected) == ({}, {})
+    session.finish_requests(["a", "c"], ())
+    assert live_in_history(session) == {}
     session.close()
+    assert said_in(tmp_path) == [[5], [6]]
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -923,7 +920,7 @@ def test_history_counts_no_request_that_has_ended_in_whatever_way(tmp_path, keep
     advance(session, {"d": [4]}, requests=requests)
     assert sum(live_in_history(session).values()) == 1
     advance(session, {"f": [4]}, ended="abcde")
-    session.end_missing({})
+    session.finish_requests(["f"], ())
     assert live_in_history(session) == {}
     session.close()
 

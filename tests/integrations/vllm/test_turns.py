@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from rollout_spec.drafters.base import problem_of_prompt
-from tests.integrations.engines import FIRST_PROMPTS, build, converse, runner_of, verify_all
+from tests.integrations.engines import FIRST_PROMPTS, build, converse, session_of, verify_all
 
 pytestmark = pytest.mark.engine
 
@@ -17,7 +17,7 @@ def test_later_turns_draft_from_earlier_ones(tiny_model, off, reference_model):
     counts = converse(on, off, reference_model)
     assert counts[0]["problem"][0] == 0  # nobody else has the same problem
     assert counts[2]["problem"][1] > counts[1]["problem"][1] > 0
-    session = runner_of(on).drafter.session
+    session = session_of(on)
     session.drafter.check_integrity()
     problems = {problem_of_prompt(prompt) for prompt in FIRST_PROMPTS}
     assert set(session.drafter._problems) == problems | {problem_of_prompt([1, 4, 9])}

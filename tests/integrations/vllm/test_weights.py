@@ -113,7 +113,7 @@ def test_each_update_begins_a_version(tiny_model, monkeypatch, options):
     assert seen[2][1] != before[1]
     assert seen[3][1] == before[1], "loaded again from its files, the model is the first one"
     if llm.llm_engine.vllm_config.speculative_config is not None:
-        assert runner.drafter.session.drafter._version == len(ways)
+        assert runner.rollout_spec.session.drafter._version == len(ways)
 
 
 @pytest.mark.engine
