@@ -28,8 +28,8 @@ from rollout_spec.checks import shown
 from rollout_spec.config import MAX_SPECULATIVE_TOKENS, plugin_fault
 from rollout_spec.files import read_json
 from rollout_spec.imports import INSTALL_VLLM, install
-from rollout_spec.integrations.vllm import environment
 from rollout_spec.integrations.vllm.compat import check_version
+from rollout_spec.integrations.vllm.config import VARIABLE, read_environment
 from rollout_spec.jit import cache
 from rollout_spec.stats import REPORT_FORMAT
 
@@ -102,7 +102,7 @@ def look_around() -> Iterator[tuple[str, str]]:
     )
     fault = plugin_fault()
     yield "problem" if fault else "ok", fault or "vLLM loads the plugin"
-    yield _tried(environment.VARIABLE, lambda: f"is {'set' if environment.read() else 'not set'}", "correct it")
+    yield _tried(VARIABLE, lambda: f"is {'set' if read_environment() else 'not set'}", "correct it")
     folder = cache.find_folder()
     if folder is None:
         yield "problem", f"no folder can be written, so each process compiles the drafters anew: {cache.REMEDY}"

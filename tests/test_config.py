@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections import UserList
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -14,10 +14,7 @@ import pytest
 from rollout_spec import RolloutSpecConfig, __version__, checks, cli, engine_kwargs
 from rollout_spec.config import CONFIG_KEY
 from rollout_spec.imports import command_line
-from rollout_spec.integrations.vllm import configuration, plugin
-from rollout_spec.integrations.vllm.log import describe_engine
 
-NOISE_ONLY = engine_kwargs(speculation=False)["additional_config"]
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 
 
@@ -148,105 +145,6 @@ def test_versions():
         check_version((0, 11, 0), "0.11.0")
     with pytest.warns(UserWarning, match="tested with vLLM up to"):
         check_version((0, 99, 0), "0.99.0")
-
-
-class Changed:
-    """Stands for a module of a vLLM in which a method that we replace has another name."""
-
-    class GPUModelRunner:
-        def __init__(self, vllm_config):
-            self.device = "cpu"
-
-        def execute_model(self):
-            return "executed"
-
-
-def no_hook_is_missing(monkeypatch):
-    """Until the test ends, whatever was found before."""
-    monkeypatch.setattr(configuration, "missing", [])
-
-
-@pytest.mark.parametrize("lacks", ["sample_tokens", "GPUModelRunner"])
-def test_a_vllm_that_has_changed_fails_only_engines_that_ask_for_us(monkeypatch, lacks):
-    no_hook_is_missing(monkeypatch)
-    hooks = [hook for hook in plugin.HOOKS if hook.module == "vllm.v1.worker.gpu_model_runner"]
-    if lacks == "GPUModelRunner":
-        module = SimpleNamespace(__name__="vllm.runners")
-    else:
-        runner = type("GPUModelRunner", (Changed.GPUModelRunner,), {})
-        module = SimpleNamespace(__name__="vllm.runners", GPUModelRunner=runner)
-    for hook in hooks:
-        plugin.install_or_note(hook.apply, module)
-    plain, asking = (SimpleNamespace(additional_config=more, speculative_config=None) for more in ({}, NOISE_ONLY))
-    assert configuration.config_of(plain) is None
-    message = rf"cannot work with this version of vLLM: in vllm.runners, .*{lacks}.*\. Install vLLM 0\.\d+ to 0\.\d+,"
-    with pytest.raises(RuntimeError, match=message):
-        configuration.config_of(asking)
-    if lacks == "sample_tokens":
-        assert runner(plain).execute_model() == "executed"
-        with pytest.raises(RuntimeError, match=message):
-            runner(asking)
-    monkeypatch.setenv("ROLLOUT_SPEC", "{}")
-    with pytest.raises(RuntimeError, match="unset ROLLOUT_SPEC"):
-        plugin.install_or_note(hooks[0].apply, SimpleNamespace(__name__="vllm.runners"))
-
-
-@pytest.mark.parametrize("error", [AttributeError, ImportError, TypeError])
-def test_a_hook_may_fail_in_any_way_that_a_changed_vllm_has(monkeypatch, error):
-    no_hook_is_missing(monkeypatch)
-
-    def hook(module):
-        raise error("it is gone")
-
-    plugin.install_or_note(hook, SimpleNamespace(__name__="vllm.runners"))
-    asking = SimpleNamespace(additional_config=NOISE_ONLY, speculative_config=None)
-    with pytest.raises(RuntimeError, match=r"in vllm\.runners, it is gone\. Install"):
-        configuration.config_of(asking)
-
-
-@pytest.mark.parametrize(
-    ("options", "is_v2", "line"),
-    [
-        (
-            {"num_speculative_tokens": 4, "drafter": "history"},
-            False,
-            "up to 4 draft tokens per request and step, drafted by 'history'; a budget decides how many are verified; "
-            "history ends with the engine; synchronous scheduling in the V1 model runner. Not here: asynchronous "
-            "scheduling, logprob_token_ids and logits processors of your own",
-        ),
-        (
-            {"drafter": "device"},
-            True,
-            "up to 7 draft tokens per request and step, 2 from 33 requests on, 0 from 97 requests on, drafted by "
-            "'device'; all are verified; history ends with the engine; asynchronous scheduling in the V2 model runner. "
-            "Not here: a budget",
-        ),
-        (
-            {"drafter": "device", "speculative_config": MTP},
-            True,
-            "up to 3 draft tokens per request and step, drafted by 'device' and the model of 'mtp'; all are verified; "
-            "history ends with the engine; asynchronous scheduling in the V2 model runner. Not here: a budget",
-        ),
-        (
-            {"drafter": "history", "history_dir": "/history", "budget": False, "verify": "rejection"},
-            True,
-            "up to 8 draft tokens per request and step, drafted by 'history'; all are verified; history in /history; "
-            "synchronous scheduling in the V2 model runner. Not here: asynchronous scheduling, rollouts that do not "
-            "depend on drafts",
-        ),
-        ({"speculation": False}, True, "no drafts (speculation=False); asynchronous scheduling in the V2 model runner"),
-    ],
-)
-def test_an_engine_says_what_it_has(options, is_v2, line):
-    config = RolloutSpecConfig.from_dict(options)
-    ranges = [(1, 32, 7), (33, 96, 2), (97, 97, 0)] if "from 33 requests on" in line else None
-    vllm_config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(async_scheduling=not config.drafts_on_host),
-        speculative_config=SimpleNamespace(method="mtp", num_speculative_tokens_per_batch_size=ranges),
-        use_v2_model_runner=is_v2,
-    )
-    has_model = config.speculative_config is not None
-    assert describe_engine(vllm_config, config, has_model=has_model) == f"rollout_spec {__version__} is on: {line}"
 
 
 def test_command_line(capsys):

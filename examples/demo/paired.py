@@ -11,7 +11,7 @@ import torch
 
 from rollout_spec.integrations.trainers.logprob_check import logprob_errors
 from rollout_spec.integrations.trainers.trl import RolloutSpecGenerator
-from rollout_spec.integrations.vllm.cpu_fixes import plain_weights
+from rollout_spec.integrations.vllm.compat import plain_weights
 from rollout_spec.noise.torch import gumbel
 from rollout_spec.stats import SpeculationStats
 

@@ -27,8 +27,8 @@ from rollout_spec import checks
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
 from rollout_spec.integrations.trainers import logprob_check
 from rollout_spec.integrations.vllm import step_sizes
-from rollout_spec.integrations.vllm.cpu_fixes import plain_weights
-from rollout_spec.integrations.vllm.request_options import without_history
+from rollout_spec.integrations.vllm.compat import plain_weights
+from rollout_spec.integrations.vllm.requests import without_history
 from rollout_spec.noise.host import derive_seed
 from rollout_spec.stats import SpeculationStats
 

@@ -27,8 +27,7 @@ from rollout_spec import __version__
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.doctor import REPORT_NAME, summary
 from rollout_spec.integrations.trainers.controller import EngineController
-from rollout_spec.integrations.vllm.configuration import config_of, has_model_drafter
-from rollout_spec.integrations.vllm.log import describe_engine
+from rollout_spec.integrations.vllm.config import config_of, describe_engine
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +104,7 @@ class RolloutSpecGenerator(EngineController, TrainerCallback):
         if self._server_url is None:
             vllm_config = self.llm.llm_engine.vllm_config
             config = config_of(vllm_config) or self.config
-            tell(describe_engine(vllm_config, config, has_model=has_model_drafter(vllm_config)))
+            tell(describe_engine(vllm_config, config))
         else:
             from rollout_spec.integrations.trainers.server import ServerCounters
 

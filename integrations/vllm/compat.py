@@ -3,8 +3,8 @@
 Each function names the versions concerned, and the oldest supported version with which it can be removed. Three
 differences need no function, because a signature takes both forms: `init_speculator` also gets the runner's request
 states from 0.32 on, a rejection sampler also gets `invalid_drafts` from 0.32 on, and `vllm.triton_utils.dispatcher`,
-whose hook is `cpu_fixes.survive_lazy_modules`, exists from 0.31 on. From 0.31 on V2's own
-noise equals ours; that of 0.26 to 0.30 is replaced by ours, with and without speculation.
+whose hook is `survive_lazy_modules`, exists from 0.31 on. From 0.31 on V2's own noise equals ours; that of 0.26 to 0.30
+is replaced by ours, with and without speculation.
 
 This module imports neither vLLM nor torch: the plugin is loaded in every process of every engine.
 """
@@ -14,6 +14,8 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from rollout_spec.imports import INSTALL_VLLM
@@ -234,3 +236,49 @@ def first_rows(input_batch: Any, *, on_device: bool) -> Any:
     if on_device and "cu_num_generated_tokens_tensor" in LogprobsTensors._fields:
         return input_batch.cu_num_logits.clone()
     return input_batch.cu_num_logits_np.tolist()
+
+
+# -- CPU engines -----------------------------------------------------------------------------------------------------
+
+
+def survive_lazy_modules(dispatcher: Any) -> None:
+    """Make the kernel registration of `vllm.triton_utils.dispatcher` skip objects whose `__dict__` is no dict.
+
+    It calls `vars()` on every object in every imported module. For llvmlite's library handle, which numba imports, it
+    gets something else than a dict, and the engine does not start.
+    """
+
+    def instance_dict(value: Any) -> Mapping[str, Any]:
+        try:  # without the object's own look-up: that of torch.distributed.reduce_op warns
+            attributes = object.__getattribute__(value, "__dict__")
+        except AttributeError:
+            return {}
+        return attributes if isinstance(attributes, Mapping) else {}
+
+    dispatcher.vars = instance_dict  # shadows the builtin in that module only
+
+
+@contextmanager
+def plain_weights() -> Iterator[None]:
+    """Make engines that are built inside keep their linear weights as loaded. Does nothing off the CPU platform.
+
+    On CPUs vLLM repacks linear weights and drops the originals, so `load_weights` fails, and with it every trainer's
+    weight synchronisation.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        yield
+        return
+    import torch
+    from vllm.model_executor.layers import utils
+
+    def keep(layer: Any, remove_weight: bool) -> None:
+        layer.cpu_linear = torch.nn.functional.linear
+
+    repack = utils.dispatch_cpu_unquantized_gemm
+    utils.dispatch_cpu_unquantized_gemm = keep
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = repack

@@ -1,10 +1,10 @@
 """The device drafter as a speculator of vLLM's V2 model runner.
 
 vLLM keeps asynchronous scheduling for one of its own drafters without a model, `ngram_gpu`. An engine with the device
-drafter asks for that one (`hooks_config`), and gets this speculator in its place. Nothing here waits for the device. A
-step is scheduled before the last one's tokens are known, so every request has the same number of draft tokens, by
-vLLM's `num_speculative_tokens_per_batch_size`; vLLM's adaptive verification, where it is switched on, cuts them by
-their confidences.
+drafter asks for that one (`hooks.complete_config`), and gets this speculator in its place. Nothing here waits for the
+device. A step is scheduled before the last one's tokens are known, so every request has the same number of draft
+tokens, by vLLM's `num_speculative_tokens_per_batch_size`; vLLM's adaptive verification, where it is switched on, cuts
+them by their confidences.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from vllm.v1.worker.gpu.spec_decode.speculator import BaseSpeculator
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
 from rollout_spec.history.problems import Problems
 from rollout_spec.integrations.vllm import compat
-from rollout_spec.integrations.vllm.configuration import config_of
+from rollout_spec.integrations.vllm.config import config_of
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
-from rollout_spec.integrations.vllm.request_options import request_options
+from rollout_spec.integrations.vllm.requests import request_options
 from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.stats import SpeculationStats
 

@@ -1,8 +1,8 @@
 """The plugin that vLLM loads in every process: a table of hooks, which act only on engines that ask for rollout_spec.
 
 An engine asks by `additional_config={"rollout_spec": {...}}` or by naming our proposer in its `speculative_config`
-(`rollout_spec.engine_kwargs()` gives both); the environment variable ROLLOUT_SPEC does so for all engines of a process
-(`environment.py`). `configuration.py` reads and checks what they ask for.
+(`rollout_spec.engine_kwargs()` gives both); the environment variable ROLLOUT_SPEC does so for all engines of a process.
+`config.py` reads and checks what they ask for. None of this imports vLLM or torch before vLLM does.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import wrapt
 
-from rollout_spec.integrations.vllm import configuration, hooks_config, hooks_front_end, hooks_runner, hooks_worker
-from rollout_spec.integrations.vllm.environment import VARIABLE
+from rollout_spec.integrations.vllm import compat, config, hooks
 
 
 class Hook(NamedTuple):
@@ -48,43 +47,41 @@ _config = "vllm.config.vllm", "VllmConfig"
 _inputs = "vllm.v1.engine.input_processor", "InputProcessor"
 _runner_v1 = "vllm.v1.worker.gpu_model_runner", "GPUModelRunner"
 _runner_v2 = "vllm.v1.worker.gpu.model_runner", "GPUModelRunner"
-_graphs_v2 = "vllm.v1.worker.gpu.cudagraph_utils", "ModelCudaGraphManager"
 _worker = "vllm.v1.worker.gpu_worker", "Worker"
 _cpu_worker = "vllm.v1.worker.cpu_worker", "CPUWorker"
 _wrapper = "vllm.v1.worker.worker_base", "WorkerWrapperBase"
 
 HOOKS = (
-    Hook("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", hooks_config.create_engine_config),
-    Hook(*_config, "__post_init__", hooks_config.complete_config),
-    Hook(*_config, "_set_cudagraph_sizes", hooks_config.set_cudagraph_sizes),
-    Hook(*_config, "_get_v2_model_runner_unsupported_features", hooks_config.v2_unsupported_features),
-    Hook("vllm.sampling_params", "SamplingParams", "_validate_spec_decode", hooks_config.validate_sampling_params),
-    Hook(*_inputs, "__init__", hooks_front_end.init_input_processor),
-    Hook(*_inputs, "process_inputs", hooks_front_end.process_inputs),
-    Hook("vllm.v1.engine.llm_engine", "LLMEngine", "__init__", hooks_front_end.init_engine),
-    Hook("vllm.v1.engine.async_llm", "AsyncLLM", "__init__", hooks_front_end.init_engine),
-    Hook(*_runner_v1, "__init__", hooks_runner.init_v1),
-    Hook(*_runner_v1, "execute_model", hooks_runner.execute_model),
-    Hook(*_runner_v1, "sample_tokens", hooks_runner.sample_tokens),
-    Hook(*_runner_v1, "_sample", hooks_runner.sample_v1),
-    Hook(*_runner_v1, "_input_fits_in_drafter", hooks_runner.input_fits_in_drafter_v1),
-    Hook(*_runner_v1, "_bookkeeping_sync", hooks_runner.bookkeeping_sync_v1),
-    Hook(*_runner_v2, "__init__", hooks_runner.init_v2),
-    Hook(*_runner_v2, "execute_model", hooks_runner.execute_model),
-    Hook(*_runner_v2, "sample_tokens", hooks_runner.sample_tokens),
-    Hook("vllm.v1.worker.gpu.model_runner", None, "init_speculator", hooks_runner.init_speculator_v2),
-    Hook(*_runner_v2, "initialize_kv_cache", hooks_runner.initialize_kv_cache_v2, is_needed=False),
-    Hook(*_graphs_v2, "__init__", hooks_runner.init_graphs_v2, is_needed=False),
-    Hook(*_runner_v2, "load_model", hooks_runner.load_model_v2),
-    Hook(*_runner_v2, "take_draft_token_ids", hooks_runner.take_draft_token_ids_v2),
-    Hook(*_worker, "load_model", hooks_worker.load_model),
-    Hook(*_worker, "add_lora", hooks_worker.add_lora),
-    Hook(*_worker, "determine_available_memory", hooks_worker.determine_available_memory),
-    Hook(*_worker, "compile_or_warm_up_model", hooks_worker.compile_or_warm_up_model),
-    Hook(*_cpu_worker, "determine_available_memory", hooks_worker.determine_available_memory),
-    Hook(*_cpu_worker, "compile_or_warm_up_model", hooks_worker.compile_or_warm_up_model),
-    Hook(*_wrapper, "shutdown", hooks_worker.shutdown_wrapper),
-    Hook(*_wrapper, "__getattr__", hooks_worker.getattr_of_wrapper),
+    Hook("vllm.engine.arg_utils", "EngineArgs", "create_engine_config", hooks.create_engine_config),
+    Hook(*_config, "__post_init__", hooks.complete_config),
+    Hook(*_config, "_set_cudagraph_sizes", hooks.set_cudagraph_sizes),
+    Hook(*_config, "_get_v2_model_runner_unsupported_features", hooks.v2_unsupported_features),
+    Hook("vllm.sampling_params", "SamplingParams", "_validate_spec_decode", hooks.validate_sampling_params),
+    Hook(*_inputs, "__init__", hooks.init_input_processor),
+    Hook(*_inputs, "process_inputs", hooks.process_inputs),
+    Hook("vllm.v1.engine.llm_engine", "LLMEngine", "__init__", hooks.init_engine),
+    Hook("vllm.v1.engine.async_llm", "AsyncLLM", "__init__", hooks.init_engine),
+    Hook(*_runner_v1, "__init__", hooks.init_runner),
+    Hook(*_runner_v1, "execute_model", hooks.execute_model),
+    Hook(*_runner_v1, "sample_tokens", hooks.sample_tokens),
+    Hook(*_runner_v1, "_sample", hooks.sample_v1),
+    Hook(*_runner_v1, "_input_fits_in_drafter", hooks.input_fits_in_drafter_v1),
+    Hook(*_runner_v1, "_bookkeeping_sync", hooks.bookkeeping_sync_v1),
+    Hook(*_runner_v2, "__init__", hooks.init_runner),
+    Hook(*_runner_v2, "execute_model", hooks.execute_model),
+    Hook(*_runner_v2, "sample_tokens", hooks.sample_tokens),
+    Hook("vllm.v1.worker.gpu.model_runner", None, "init_speculator", hooks.init_speculator_v2),
+    Hook(*_runner_v2, "initialize_kv_cache", hooks.initialize_kv_cache_v2, is_needed=False),
+    Hook(*_runner_v2, "load_model", hooks.load_model_v2),
+    Hook(*_runner_v2, "take_draft_token_ids", hooks.take_draft_token_ids_v2),
+    Hook(*_worker, "load_model", hooks.load_model),
+    Hook(*_worker, "add_lora", hooks.add_lora),
+    Hook(*_worker, "determine_available_memory", hooks.determine_available_memory),
+    Hook(*_worker, "compile_or_warm_up_model", hooks.compile_or_warm_up_model),
+    Hook(*_cpu_worker, "determine_available_memory", hooks.determine_available_memory),
+    Hook(*_cpu_worker, "compile_or_warm_up_model", hooks.compile_or_warm_up_model),
+    Hook(*_wrapper, "shutdown", hooks.shutdown_wrapper),
+    Hook(*_wrapper, "__getattr__", hooks.getattr_of_wrapper),
 )
 
 
@@ -94,8 +91,8 @@ def register() -> None:
     if _registered:
         return
     _registered = True
-    _after_import("vllm.triton_utils.dispatcher", _survive_lazy_modules)
-    _after_import("vllm.v1.worker.worker_base", hooks_worker.add_command)
+    _after_import("vllm.triton_utils.dispatcher", compat.survive_lazy_modules)
+    _after_import("vllm.v1.worker.worker_base", hooks.add_command)
     for hook in HOOKS:
         _after_import(hook.module, hook.apply, is_needed=hook.is_needed)
 
@@ -122,13 +119,7 @@ def install_or_note(change: Callable[[Any], None], module: Any, *, is_needed: bo
         change(module)
     except (AttributeError, ImportError, TypeError) as error:  # a name or module is missing, or cannot be replaced
         what = f"in {module.__name__}, {error}"
-        if is_needed and what not in configuration.missing:  # a class that is missing lacks all its methods
-            configuration.missing.append(what)
-        if os.environ.get(VARIABLE):  # the hook may be the one that would have read it
-            configuration.need_all_hooks()
-
-
-def _survive_lazy_modules(module: Any) -> None:
-    from rollout_spec.integrations.vllm.cpu_fixes import survive_lazy_modules  # imports torch
-
-    survive_lazy_modules(module)
+        if is_needed and what not in config.missing:  # a class that is missing lacks all its methods
+            config.missing.append(what)
+        if os.environ.get(config.VARIABLE):  # the hook may be the one that would have read it
+            config.need_all_hooks()

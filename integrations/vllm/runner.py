@@ -9,8 +9,8 @@ from typing import Any
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.features.torch import prepare
 from rollout_spec.integrations.vllm.commands import EngineParts, run_command
+from rollout_spec.integrations.vllm.config import say
 from rollout_spec.integrations.vllm.device_io import StepClock
-from rollout_spec.integrations.vllm.log import say
 from rollout_spec.integrations.vllm.ranks import agreeing_on_any, broadcasting_from_first_rank
 from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.integrations.vllm.weights import WeightWatch

@@ -23,9 +23,9 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.features.format import FEATURE_WORDS, Features
-from rollout_spec.integrations.vllm.configuration import config_of
+from rollout_spec.integrations.vllm.config import config_of
 from rollout_spec.integrations.vllm.device_io import HostCopy, to_device, upload
-from rollout_spec.integrations.vllm.model_v1 import ModelDrafter, find_model_drafter
+from rollout_spec.integrations.vllm.hybrid import ModelDrafter, find_model_drafter
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter
 from rollout_spec.integrations.vllm.sampling import (

@@ -31,7 +31,7 @@ from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.integrations.vllm import compat
-from rollout_spec.integrations.vllm.configuration import config_of
+from rollout_spec.integrations.vllm.config import config_of
 from rollout_spec.integrations.vllm.device_io import HostCopy, upload
 from rollout_spec.integrations.vllm.ranks import sharing_from_first_rank
 from rollout_spec.integrations.vllm.runner import RunnerAdapter

@@ -23,7 +23,7 @@ from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
 from rollout_spec.history.problems import Conversation, Problems
 from rollout_spec.integrations.vllm.engine_history import EngineHistory
-from rollout_spec.integrations.vllm.request_options import request_options
+from rollout_spec.integrations.vllm.requests import request_options
 from rollout_spec.noise.host import derive_seed
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import Drafts, Int32Array

@@ -13,6 +13,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rollout_spec.integrations.vllm import compat
+
 LARGEST = 2048
 """Larger steps keep a GPU busy for longer than launching their kernels takes, and their graphs would need memory."""
 CHEAP_TOKENS, CHEAP_TOKENS_A100 = 192, 144
@@ -104,23 +106,39 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     return f"{steps}: {'; '.join(remarks)}" if remarks else None
 
 
-def with_undrafted_steps(vllm_config: Any) -> Any:
-    """A configuration for which vLLM captures CUDA graphs of steps without drafts beside those with K for each request.
+def choose_graphs(runner: Any, *, drafts_on_host: bool) -> None:
+    """Let V2's whole decode steps replay CUDA graphs if requests have drafts of different lengths, or none.
 
-    It captures what a schedule by batch size may ask for, which from 0.29 on is looked up for batches that can occur.
-    So an engine for one request captures nothing more. The schedule is in a copy, as it would change what is scheduled.
+    vLLM captures those in which each has K draft tokens. A drafter on the host gives each request as many as are worth
+    verifying, and the kernels of all other steps' attention would be launched one by one.
+
+    Args:
+        runner: vLLM's, which has chosen what it will capture.
     """
-    speculative, most_requests = vllm_config.speculative_config, vllm_config.scheduler_config.max_num_seqs
-    if most_requests == 1:
-        return vllm_config
-    changed = copy.copy(vllm_config)
-    changed.speculative_config = copy.copy(speculative)
-    schedule = [(1, 1, 0), (2, most_requests, speculative.num_speculative_tokens)]
-    changed.speculative_config.num_speculative_tokens_per_batch_size = schedule
+    manager, vllm_config = runner.cudagraph_manager, runner.vllm_config
+    takes_any_lengths = drafts_on_host and compat.replays_any_lengths(runner)
+    if drafts_on_host:
+        if takes_any_lengths:
+            manager.varlen_decode = True
+        elif vllm_config.scheduler_config.max_num_seqs > 1:
+            manager.vllm_config = _with_undrafted_steps(vllm_config)
+        manager._candidates, manager._capture_descs = {}, {}
+        manager._init_candidates()
+        manager.vllm_config = vllm_config
+    if not takes_any_lengths:
+        _find_nearest_graphs(manager)
+
+
+def _with_undrafted_steps(vllm_config: Any) -> Any:
+    """A copy for which vLLM captures steps without drafts, too, as a schedule of K by batch size may ask for them."""
+    changed, speculative = copy.copy(vllm_config), copy.copy(vllm_config.speculative_config)
+    schedule = [(1, 1, 0), (2, vllm_config.scheduler_config.max_num_seqs, speculative.num_speculative_tokens)]
+    speculative.num_speculative_tokens_per_batch_size = schedule
+    changed.speculative_config = speculative
     return changed
 
 
-def find_nearest_graphs(manager: Any) -> None:
+def _find_nearest_graphs(manager: Any) -> None:
     """Let V2's manager of CUDA graphs find, for each number of tokens, the next larger graph of every kind.
 
     vLLM looks at the next captured number of tokens alone, which may have no graph for as many tokens per request: with
@@ -129,17 +147,14 @@ def find_nearest_graphs(manager: Any) -> None:
     """
     from vllm.config import CUDAGraphMode
 
-    kinds: defaultdict[Any, list[Any]] = defaultdict(list)
-    for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
-        for desc in manager._capture_descs.get(mode, ()):
-            kinds[dataclasses.replace(desc, num_tokens=0, num_reqs=None)].append(desc)
     manager._candidates = {}
-    for kind, descs in kinds.items():
-        first = 0
-        for desc in sorted(descs, key=lambda desc: desc.num_tokens):
-            for num_tokens in range(first, desc.num_tokens + 1):
+    first: defaultdict[Any, int] = defaultdict(int)  # number of tokens that a kind's next graph serves
+    for mode in (CUDAGraphMode.FULL, CUDAGraphMode.PIECEWISE):
+        for desc in sorted(manager._capture_descs.get(mode, ()), key=lambda desc: desc.num_tokens):
+            kind = dataclasses.replace(desc, num_tokens=0, num_reqs=None)
+            for num_tokens in range(first[kind], desc.num_tokens + 1):
                 manager._candidates.setdefault((num_tokens, kind.num_active_loras), []).append(desc)
-            first = desc.num_tokens + 1
+            first[kind] = desc.num_tokens + 1
 
 
 def max_num_batched_tokens(given: int, max_num_seqs: int | None, num_speculative_tokens: int) -> int:

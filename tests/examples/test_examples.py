@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
-from rollout_spec.integrations.vllm.environment import read
+from rollout_spec.integrations.vllm.config import read_environment
 from tests.conftest import environment_for_a_process, free_port
 
 pytestmark = pytest.mark.engine
@@ -48,5 +48,5 @@ def test_vllm_offline(tiny_model):
 def test_the_commands_of_the_server_are_the_configuration():
     text = (ROOT / "examples/serve.md").read_text()
     variables = re.findall(r"^ROLLOUT_SPEC='(.*?)'", text, re.MULTILINE)
-    found = [read({"ROLLOUT_SPEC": value}).config.num_speculative_tokens for value in variables]
+    found = [read_environment({"ROLLOUT_SPEC": value}).config.num_speculative_tokens for value in variables]
     assert found == [16, None]

@@ -34,7 +34,7 @@ def _version_of(name: str) -> str:
 
 
 def _keep_plain_weights(module: Any) -> None:
-    """As `cpu_fixes.plain_weights`, in each process: CPU engines take no new weights else."""
+    """As `compat.plain_weights`, in each process: CPU engines take no new weights else."""
 
     def keep(layer: Any, remove_weight: bool) -> None:
         import torch

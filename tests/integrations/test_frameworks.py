@@ -21,7 +21,7 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.plugins import load_general_plugins
 
 from rollout_spec import RolloutSpecConfig
-from rollout_spec.integrations.vllm.configuration import config_of
+from rollout_spec.integrations.vllm.config import config_of
 from tests.conftest import environment_for_a_process
 
 pytestmark = pytest.mark.slow

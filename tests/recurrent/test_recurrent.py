@@ -10,7 +10,7 @@ from vllm import SamplingParams
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm import log
+from rollout_spec.integrations.vllm import hooks
 from tests.integrations.engines import build, generate, runner_of, stats_of
 from tests.recurrent import drafter
 
@@ -61,7 +61,7 @@ def test_drafts_of_any_length(model, off, pattern):
 def test_history_and_its_budget(model, off, monkeypatch):
     """With what a user gets: the second epoch is drafted from the first, and some steps have no draft."""
     said = []
-    monkeypatch.setattr(log, "say", said.append)
+    monkeypatch.setattr(hooks, "say", said.append)
     llm = build_recurrent(model, **engine_kwargs(drafter="history"))
     line = next(line for line in said if "holds 3 more states of its recurrent layers" in line)
     specs = runner_of(llm).get_kv_cache_spec().values()

@@ -16,8 +16,9 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
 from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
-from rollout_spec.integrations.vllm import configuration, hooks_config, step_sizes
-from rollout_spec.integrations.vllm.configuration import check_engine, config_of
+from rollout_spec.integrations.vllm import config as engine_config
+from rollout_spec.integrations.vllm import hooks, step_sizes
+from rollout_spec.integrations.vllm.config import check_engine, config_of
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 
@@ -27,10 +28,10 @@ def make(tiny_model, monkeypatch):
     """A function that gives the configuration of an engine on a GPU, as vLLM's platform would report one."""
 
     def make(options=None, *, gpu=True, v2=True, most_bytes=1 << 30, gigabytes=80, is_a100=False, **arguments):
-        monkeypatch.setattr(configuration, "has_gpu", lambda: gpu)
-        monkeypatch.setattr(configuration, "device_bytes", lambda: gigabytes << 30)
-        monkeypatch.setattr(hooks_config, "is_a100", lambda: is_a100)
-        monkeypatch.setattr(configuration, "MAX_DEVICE_BYTES", most_bytes)
+        monkeypatch.setattr(engine_config, "has_gpu", lambda: gpu)
+        monkeypatch.setattr(engine_config, "device_bytes", lambda: gigabytes << 30)
+        monkeypatch.setattr(hooks, "is_a100", lambda: is_a100)
+        monkeypatch.setattr(engine_config, "MAX_DEVICE_BYTES", most_bytes)
         monkeypatch.setattr(VllmConfig, "use_v2_model_runner", v2)
         arguments = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 256, **arguments}
         return EngineArgs(model=str(tiny_model), **engine_kwargs(**(options or {})), **arguments).create_engine_config()
@@ -77,7 +78,7 @@ def test_all_processes_of_an_engine_have_the_same_drafter(make, monkeypatch, exp
     """Those of a data-parallel engine with a dense model are told that they are alone."""
     vllm_config = pickle.loads(pickle.dumps(make(data_parallel_size=2 if expected == "history" else 1)))
     vllm_config.parallel_config.data_parallel_size = 1
-    monkeypatch.setattr(configuration, "has_gpu", lambda: expected == "history")
+    monkeypatch.setattr(engine_config, "has_gpu", lambda: expected == "history")
     assert config_of(vllm_config).drafter == expected
 
 

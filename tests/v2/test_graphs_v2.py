@@ -13,7 +13,7 @@ from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 from vllm.v1.worker.gpu import cudagraph_utils
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm import hooks_runner, step_sizes
+from rollout_spec.integrations.vllm import hooks, step_sizes
 from tests.integrations.vllm.test_step_sizes import config_as_on_a_gpu
 
 
@@ -55,11 +55,12 @@ def captured(tiny_model, monkeypatch):
         )
 
         def initialize_kv_cache(runner):
-            return cudagraph_utils.ModelCudaGraphManager(
+            runner.cudagraph_manager = cudagraph_utils.ModelCudaGraphManager(
                 config, torch.device("cpu"), CUDAGraphMode.FULL_AND_PIECEWISE, decode_query_len=width
             )
 
-        manager = hooks_runner.initialize_kv_cache_v2(initialize_kv_cache, runner)
+        hooks.initialize_kv_cache_v2(initialize_kv_cache, runner)
+        manager = runner.cudagraph_manager
         assert manager.vllm_config is config
         assert getattr(config.speculative_config, "num_speculative_tokens_per_batch_size", None) == ranges
         return manager

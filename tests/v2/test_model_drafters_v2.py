@@ -9,7 +9,7 @@ from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm.device import DeviceSpeculator
-from rollout_spec.integrations.vllm.model_v2 import ModelSpeculation
+from rollout_spec.integrations.vllm.hybrid import ModelSpeculation
 from tests.integrations.draft_models import METHODS as ALL_METHODS
 from tests.integrations.draft_models import model_drafters
 from tests.integrations.engines import (

@@ -16,7 +16,7 @@ from trl.trainer.utils import selective_log_softmax
 from rollout_spec import RolloutSpecGenerator
 from rollout_spec.doctor import explain, read_report
 from rollout_spec.integrations.trainers.ppo import logits_from
-from rollout_spec.integrations.vllm.request_options import request_options
+from rollout_spec.integrations.vllm.requests import request_options
 from rollout_spec.noise.host import derive_seed
 from tests.conftest import VOCAB_SIZE
 from tests.integrations.engines import every_draft

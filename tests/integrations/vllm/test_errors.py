@@ -12,7 +12,7 @@ pytest.importorskip("vllm")
 from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.drafters import build_drafter
-from rollout_spec.integrations.vllm.configuration import check_engine
+from rollout_spec.integrations.vllm.config import check_engine
 from tests.integrations.engines import build, generate, mixed_params, runner_of, stats_of, verify_all
 
 pytestmark = pytest.mark.engine

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("vllm")
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm.model_v1 import ModelDrafter
+from rollout_spec.integrations.vllm.hybrid import ModelDrafter
 from rollout_spec.integrations.vllm.runner_v1 import RolloutSpecProposer
 from tests.conftest import VOCAB_SIZE
 from tests.integrations.draft_models import METHODS, model_drafters

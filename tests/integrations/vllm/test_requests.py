@@ -12,8 +12,8 @@ from vllm.v1.request import RequestStatus
 
 from rollout_spec import engine_kwargs
 from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.integrations.vllm import log
-from rollout_spec.integrations.vllm.request_options import RequestOptions, request_options, without_history
+from rollout_spec.integrations.vllm import hooks
+from rollout_spec.integrations.vllm.requests import RequestOptions, request_options, without_history
 from tests.integrations.engines import (
     assert_same,
     build,
@@ -148,7 +148,7 @@ def test_an_aborted_rollout_goes_on_where_it_was(on, off):
 def test_an_engine_with_a_seed_repeats_itself(tiny_model, monkeypatch):
     """With drafts and without, as stock vLLM does; vLLM's default is 0, which nobody chose."""
     said = []
-    monkeypatch.setattr(log, "say", said.append)
+    monkeypatch.setattr(hooks, "say", said.append)
 
     def outputs(options, **engine):
         llm = build(tiny_model, **options, **engine)

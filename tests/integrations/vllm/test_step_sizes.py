@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.integrations.trainers.controller import EngineController
-from rollout_spec.integrations.vllm import log, step_sizes
+from rollout_spec.integrations.vllm import hooks, step_sizes
 
 
 @given(st.integers(1, 9000), st.integers(2, 129), st.sampled_from([512, 1024]))
@@ -39,7 +39,7 @@ def test_graphs_cover_every_step_and_are_few(most_tokens, width, usual):
 def remarks(monkeypatch):
     """What is said in vLLM's log."""
     said = []
-    monkeypatch.setattr(log, "say", said.append)
+    monkeypatch.setattr(hooks, "say", said.append)
     return said
 
 

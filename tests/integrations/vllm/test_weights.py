@@ -12,7 +12,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm.hooks_worker import loads_weights
 from rollout_spec.integrations.vllm.weights import WeightWatch
 from tests.integrations.engines import (
     build,
@@ -22,22 +21,6 @@ from tests.integrations.engines import (
     stats_of,
     verify_all,
 )
-
-LOADING = [
-    "load_weights", "reload_weights", "update_weights", "start_weight_update", "finish_weight_update",
-    "update_weights_from_ipc", "update_weights_from_path", "update_weight", "update_weights_from_collective",
-    "update_weights_via_ipc_zmq", "skyrl_start_weight_update", "nccl_reshard_refit",
-]  # fmt: skip
-OTHERS = [
-    "supports_draft_weight_updates",
-    "init_weight_transfer_engine", "init_weight_update_group", "compute_weight_checksums", "get_weights_by_name",
-    "check_weights", "fetch_weights", "prepare_refit_info", "skyrl_sleep_for_weight_sync",
-    "execute_model", "sample_tokens", "sleep", "wake_up", "add_lora", "remove_lora", "rollout_spec",
-]  # fmt: skip
-
-
-def test_methods_that_load_weights_are_known_by_their_names():
-    assert [name for name in LOADING + OTHERS if loads_weights(name)] == LOADING
 
 
 def test_many_calls_between_two_steps_are_one_version():

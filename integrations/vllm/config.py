@@ -1,0 +1,453 @@
+"""What an engine asks for: read from vLLM's configuration or from ROLLOUT_SPEC, checked, and told in vLLM's log.
+
+The environment variable is for frameworks that pass nothing through to the engines that they build:
+ROLLOUT_SPEC='{"num_speculative_tokens": 8, "models": ["Qwen/*"]}' makes every engine of the process that generates ask
+for rollout_spec. Where the framework has set `speculative_config` itself, history drafts beside a drafter that has
+a model, and an engine with another drafter is left alone. Only the front end's process reads the variable.
+
+This module imports neither vLLM nor torch: the plugin is loaded in every process of every engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import fnmatch
+import json
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from rollout_spec import __version__
+from rollout_spec.checks import shown
+from rollout_spec.config import (
+    AUTO,
+    CONFIG_KEY,
+    DEFAULT_RECURRENT_TOKENS,
+    DEFAULT_TOKENS,
+    MODEL_METHODS,
+    PROPOSER_PATH,
+    RolloutSpecConfig,
+    drafts_with_model,
+)
+from rollout_spec.drafters import check_options
+from rollout_spec.drafters.registry import MAX_RESIDENT_TOKENS, has_options
+from rollout_spec.features.format import FEATURE_WORDS
+from rollout_spec.integrations.vllm import compat
+
+VARIABLE = "ROLLOUT_SPEC"
+MODELS = "models"
+"""The variable's key for shell patterns, of which one must match an engine's `model`."""
+MARK = "_rollout_spec"
+"""Attribute set on our engines' `speculative_config`, for checks that get only that."""
+MAX_DEVICE_BYTES, MAX_DEVICE_SHARE = 2 << 30, 0.025
+"""The most memory for texts with which `"auto"` drafts on the device, and the most of the device's."""
+
+missing: list[str] = []
+"""What the hooks did not find in this vLLM, a sentence for each."""
+
+
+def need_all_hooks() -> None:
+    """Raise RuntimeError if a hook did not fit."""
+    if missing:
+        raise RuntimeError(
+            f"rollout_spec cannot work with this version of vLLM: {'; '.join(missing)}. "
+            f"Install vLLM {compat.version_name(compat.OLDEST_VERSION)} to "
+            f"{compat.version_name(compat.NEWEST_VERSION)}, or build the engine without rollout_spec's "
+            f"options and unset {VARIABLE}."
+        )
+
+
+# -- what an engine asks for -----------------------------------------------------------------------------------------
+
+
+def config_of(vllm_config: Any) -> RolloutSpecConfig | None:
+    """The settings that an engine asks for, or None when it does not ask for us.
+
+    The drafter is never `"auto"`, and K is a number where there are drafts.
+
+    What they are where the user leaves them open is decided once (`settle`), as vLLM's processes do not all see the
+    same: those of data-parallel engines believe to be alone.
+
+    Raises:
+        ValueError, TypeError: an unknown or misspelt key or a bad value, or the settings disagree with the engine's
+            `speculative_config`.
+        RuntimeError: it asks for us, and this vLLM lacks something that we hook into.
+    """
+    config = read_config(vllm_config)
+    if config is not None:
+        need_all_hooks()
+        if config.drafter == AUTO:
+            return dataclasses.replace(config, drafter=_best_drafter(vllm_config, config))
+    return config
+
+
+def read_config(vllm_config: Any) -> RolloutSpecConfig | None:
+    """`config_of` for callers that must not ask which runner the engine has."""
+    additional = vllm_config.additional_config if isinstance(vllm_config.additional_config, dict) else {}
+    for key in additional:
+        if key != CONFIG_KEY and difflib.get_close_matches(str(key), (CONFIG_KEY,), cutoff=0.85):
+            raise ValueError(f"unknown key {key!r} in additional_config: did you mean {CONFIG_KEY!r}?")
+    values, speculative = additional.get(CONFIG_KEY), vllm_config.speculative_config
+    proposes, has_model = is_ours(speculative), has_model_drafter(vllm_config)
+    named = str(getattr(speculative, "model", ""))
+    if not proposes and named.startswith("rollout_spec."):
+        raise ValueError(f"speculative_config names the proposer {named!r}: did you mean {PROPOSER_PATH!r}?")
+    if values is None:
+        return RolloutSpecConfig(num_speculative_tokens=speculative.num_speculative_tokens) if proposes else None
+    if speculative is not None and isinstance(values, Mapping) and values.get("speculation", True):
+        values = {"num_speculative_tokens": speculative.num_speculative_tokens, **values}
+    config = RolloutSpecConfig.from_dict(values)
+    if not config.speculation:
+        if speculative is not None:
+            raise ValueError("speculation=False, but the engine has a speculative_config: remove one of them")
+        return config
+    if speculative is None:
+        raise ValueError(
+            f"additional_config[{CONFIG_KEY!r}] asks for speculation, but speculative_config is missing: "
+            "pass both, as rollout_spec.engine_kwargs() does"
+        )
+    if not proposes and not has_model:
+        raise ValueError(
+            f"speculative_config uses {speculative.method!r} and additional_config asks for {CONFIG_KEY}: of vLLM's "
+            f"own drafters only {', '.join(MODEL_METHODS)} can draft beside history, remove one of the two"
+        )
+    if config.speculative_config is not None and not has_model:
+        raise ValueError(
+            f"additional_config[{CONFIG_KEY!r}] has the speculative_config of a model, but the engine's is another: "
+            "pass both as rollout_spec.engine_kwargs() does"
+        )
+    k = speculative.num_speculative_tokens
+    if config.num_speculative_tokens is None:
+        if k == DEFAULT_TOKENS and is_recurrent(vllm_config):  # as `RolloutSpecConfig.engine_kwargs` has put it there
+            k = DEFAULT_RECURRENT_TOKENS
+        return dataclasses.replace(config, num_speculative_tokens=k)
+    if k != config.num_speculative_tokens:
+        raise ValueError(
+            f"num_speculative_tokens is {k} in speculative_config and {config.num_speculative_tokens} in "
+            f"additional_config[{CONFIG_KEY!r}]: make them equal"
+        )
+    return config
+
+
+def settle(vllm_config: Any, config: RolloutSpecConfig) -> None:
+    """Write into vLLM's configuration which drafter and which K an engine has; all its processes get that."""
+    if config.speculation:
+        vllm_config.speculative_config.num_speculative_tokens = config.num_speculative_tokens
+    additional = vllm_config.additional_config
+    if not isinstance(additional, dict):  # vLLM takes objects, too
+        return
+    ours = additional.get(CONFIG_KEY) or config.to_dict()
+    settled = {"drafter": config.drafter, "num_speculative_tokens": config.num_speculative_tokens}
+    vllm_config.additional_config = {**additional, CONFIG_KEY: {**ours, **settled}}
+
+
+def is_ours(speculative_config: Any) -> bool:
+    """Whether a `speculative_config` names our proposer or is marked as ours."""
+    if speculative_config is None:
+        return False
+    return speculative_config.model == PROPOSER_PATH or hasattr(speculative_config, MARK)
+
+
+def has_model_drafter(vllm_config: Any) -> bool:
+    """Whether vLLM drafts with a model of its own that can draft beside history."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method in MODEL_METHODS
+
+
+def is_recurrent(vllm_config: Any) -> bool:
+    """Whether some of the model's layers keep a state that each token changes, such as Mamba's and gated DeltaNet's."""
+    model = vllm_config.model_config
+    return bool(model.is_hybrid or model.is_attention_free)
+
+
+def repeats_seeds(vllm_config: Any) -> bool:
+    """Whether the seeds of requests without one follow from the engine's, as somebody has chosen it."""
+    return bool(vllm_config.model_config.seed != 0 and vllm_config.parallel_config.data_parallel_size == 1)
+
+
+# -- the drafter that `"auto"` stands for ----------------------------------------------------------------------------
+
+
+def _best_drafter(vllm_config: Any, config: RolloutSpecConfig) -> str:
+    """On GPUs the device's drafter, where vLLM lets K follow the number of requests and texts take little memory."""
+    if not vllm_config.use_v2_model_runner:
+        return "history"
+    if has_model_drafter(vllm_config):
+        return "device"
+    pays = has_gpu() and config.budget and has_options("device", config.drafter_options)
+    return "device" if pays and _follows_batch_size(vllm_config) and _fits_on_device(vllm_config, config) else "history"
+
+
+def _follows_batch_size(vllm_config: Any) -> bool:
+    """Whether vLLM lets K follow the number of requests: in V2 with asynchronous scheduling, of a single engine."""
+    from vllm.v1.executor.abstract import Executor
+
+    is_asynchronous = (
+        vllm_config.scheduler_config.async_scheduling is not False
+        and Executor.get_class(vllm_config).supports_async_scheduling()
+    )
+    return is_asynchronous and vllm_config.parallel_config.data_parallel_size == 1
+
+
+def _fits_on_device(vllm_config: Any, config: RolloutSpecConfig) -> bool:
+    """Whether the texts of all requests and of their history would take little of the device's memory."""
+    options = config.drafter_options
+    tokens = vllm_config.scheduler_config.max_num_seqs * vllm_config.model_config.max_model_len
+    tokens += options.get("max_resident_tokens", MAX_RESIDENT_TOKENS)
+    num_bytes = tokens * (4 + 8 * FEATURE_WORDS * bool(options.get("features", True)))
+    return bool(num_bytes <= min(MAX_DEVICE_BYTES, MAX_DEVICE_SHARE * device_bytes()))
+
+
+def has_gpu() -> bool:
+    """Whether vLLM's engines run on CUDA devices here. Our kernels have not been compiled for others."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cuda())
+
+
+def is_a100() -> bool:
+    """Whether the first device is an NVIDIA A100, or one that computes alike."""
+    from vllm.platforms import current_platform
+
+    capability = current_platform.get_device_capability()
+    return capability is not None and (capability.major, capability.minor) == (8, 0)
+
+
+def device_bytes() -> int:
+    """Memory of the first GPU."""
+    from vllm.platforms import current_platform
+
+    return int(current_platform.get_device_total_memory())
+
+
+# -- what is not supported -------------------------------------------------------------------------------------------
+
+
+def check_engine(vllm_config: Any, config: RolloutSpecConfig) -> None:
+    """Raise RuntimeError, ValueError or TypeError if an engine's configuration is not supported."""
+    import vllm
+
+    compat.check_version(vllm.__version_tuple__, vllm.__version__)
+    if vllm_config.model_config.runner_type != "generate":
+        raise ValueError("rollout_spec is for engines that generate, and this one pools: leave engine_kwargs() out")
+    if config.drafts_on_device and not vllm_config.use_v2_model_runner:
+        raise ValueError(
+            f"drafter={config.drafter!r} needs vLLM's V2 model runner, which this engine does not use: choose another "
+            "drafter, or set VLLM_USE_V2_MODEL_RUNNER=1, with which vLLM says what keeps it from V2"
+        )
+    if config.speculation:
+        check_options(config.drafter, config.drafter_options)
+    ignored = compat.ignored_sampler_option(vllm_config) if vllm_config.use_v2_model_runner else None
+    if ignored is not None:
+        raise ValueError(f"{ignored} would be ignored by rollout_spec's sampler: remove it")
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        raise ValueError("rollout_spec does not support pipeline parallelism: set pipeline_parallel_size=1")
+    if getattr(vllm_config.parallel_config, "prefill_context_parallel_size", 1) > 1:
+        raise ValueError(
+            "rollout_spec does not support prefill context parallelism, under which a rank has the states of some of a "
+            "step's tokens only: set prefill_context_parallel_size=1"
+        )
+    if config.speculation and is_recurrent(vllm_config) and compat.mixes_recurrent_states(vllm.__version_tuple__):
+        raise ValueError(
+            f"vLLM {vllm.__version__} samples models with recurrent layers wrongly where it speculates, whatever "
+            "drafts, and says nothing (vllm-project/vllm#39273): install vLLM 0.32 or newer, or set speculation=False"
+        )
+    if has_model_drafter(vllm_config):
+        _check_model_drafter(vllm_config, config)
+
+
+def _check_model_drafter(vllm_config: Any, config: RolloutSpecConfig) -> None:
+    """Raise ValueError if a drafter with a model (draft model, EAGLE heads, MTP layers) cannot draft beside history."""
+    speculative = vllm_config.speculative_config
+    for name, allowed, reason in (
+        ("parallel_drafting", False, "its drafts cannot be drawn with the target's noise"),
+        ("use_heterogeneous_vocab", False, "the noise belongs to tokens of the target's vocabulary"),
+        ("disable_padded_drafter_batch", False, "it drafts too late to be joined with history"),
+        ("rejection_sample_method", "standard", "it verifies in its own way, see the option verify"),
+    ):
+        value = getattr(speculative, name, allowed)
+        if value != allowed:
+            raise ValueError(
+                f"speculative_config sets {name}={value!r}, which rollout_spec does not support, as {reason}: remove it"
+            )
+    if config.drafts_on_host and vllm_config.use_v2_model_runner:
+        raise ValueError(
+            f"drafter={config.drafter!r} is on the host, and in vLLM's V2 model runner a model drafts beside a drafter "
+            "on the device only: leave drafter out, or unset VLLM_USE_V2_MODEL_RUNNER"
+        )
+    if getattr(speculative, "num_speculative_tokens_per_batch_size", None) is not None and config.drafts_on_host:
+        raise ValueError(
+            f"drafter={config.drafter!r} is on the host and gives each request its own K: leave "
+            "num_speculative_tokens_per_batch_size out of speculative_config"
+        )
+    num_model = config.num_model_draft_tokens
+    uses_modules = getattr(speculative, "use_multi_module_mtp", lambda: False)
+    if num_model != config.max_draft_tokens and uses_modules():
+        raise ValueError(
+            f"a model with several MTP modules drafts as many tokens as the engine verifies: num_speculative_tokens="
+            f"{config.max_draft_tokens} and {num_model} of the model must be equal"
+        )
+
+
+def check_environment(config: RolloutSpecConfig) -> None:
+    """Raise ValueError if vLLM's environment variables are such that the engine could not work.
+
+    Called in the worker: one of them replaces the front end, where the other checks are.
+    """
+    if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") != "0":
+        raise ValueError(
+            "VLLM_USE_RUST_FRONTEND replaces vLLM's Python front end, in which rollout_spec gives requests their seeds "
+            "and checks them: unset it"
+        )
+    if config.drafts_on_host and os.environ.get("VLLM_GPU_SYNC_CHECK", "").lower() == "error":
+        raise ValueError(
+            f"VLLM_GPU_SYNC_CHECK=error forbids to wait for the device, and drafter={config.drafter!r} waits for each "
+            'step\'s tokens: unset it, or use drafter="device"'
+        )
+
+
+# -- the environment variable ----------------------------------------------------------------------------------------
+
+
+class EnvironmentRequest(NamedTuple):
+    """What the variable asks for."""
+
+    config: RolloutSpecConfig
+    models: list[str]
+    """Shell patterns, of which one must match an engine's `model`; none: every model."""
+    options: dict[str, Any]
+    """What `config` was made from."""
+
+    def beside(self, theirs: Any) -> tuple[RolloutSpecConfig, dict[str, Any]] | None:
+        """How to join an engine whose framework has set `speculative_config`; None if it is to be left alone.
+
+        Returns:
+            (the settings, keyword arguments for the engine). Where the framework leaves it to the checkpoint how many
+            tokens are drafted, so do we.
+        """
+        if theirs is None:
+            return self.config, self.config.engine_kwargs()
+        method = theirs.get("method") if isinstance(theirs, Mapping) else None
+        if not drafts_with_model(method) or not self.config.speculation or self.config.speculative_config is not None:
+            return None
+        if type(theirs.get("num_speculative_tokens")) is not int:
+            options = {name: value for name, value in self.options.items() if name != "num_speculative_tokens"}
+            return self.config, {"additional_config": {CONFIG_KEY: options}, "speculative_config": theirs}
+        try:
+            config = RolloutSpecConfig.from_dict({**self.options, "speculative_config": dict(theirs)})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{VARIABLE}, beside the engine's speculative_config: {error}") from error
+        return config, config.engine_kwargs()
+
+
+def read_environment(environment: Mapping[str, str] = os.environ) -> EnvironmentRequest | None:
+    """What the variable asks for; None where it is not set, or empty.
+
+    Raises:
+        ValueError: it is no JSON object of options, or an option is unknown or out of range.
+    """
+    text = environment.get(VARIABLE, "").strip()
+    if not text:
+        return None
+    try:
+        options = json.loads(text)
+        if not isinstance(options, dict):
+            raise TypeError("it must be a JSON object")
+        models = options.pop(MODELS, [])
+        if not isinstance(models, list) or not all(isinstance(pattern, str) for pattern in models):
+            raise TypeError(f"{MODELS} must be a list of patterns, got {shown(models)}")
+        return EnvironmentRequest(RolloutSpecConfig.from_dict(options), models, options)
+    except (TypeError, ValueError, RecursionError) as error:
+        example = f"""{VARIABLE}='{{"num_speculative_tokens": 8, "{MODELS}": ["Qwen/*"]}}'"""
+        raise ValueError(f"{VARIABLE}: {error}. Got {text:.200}, an example is {example}") from error
+
+
+def ask_for_speculation(engine_args: Any) -> bool:
+    """Change vLLM's `EngineArgs` as the variable asks, and say in one line what was done. Returns whether it was.
+
+    Raises:
+        ValueError: the variable cannot be read, or the engine's `additional_config` is no dict.
+    """
+    request = read_environment()
+    additional = engine_args.additional_config or {}
+    asks_already = isinstance(additional, dict) and CONFIG_KEY in additional  # by itself, or was asked here before
+    if request is None or asks_already:
+        return False
+    theirs, joined, reason = engine_args.speculative_config, None, "it has a speculative_config of its own"
+    if request.models and not any(fnmatch.fnmatchcase(engine_args.model, pattern) for pattern in request.models):
+        reason = f"its name matches none of {request.models}"
+    elif engine_args.create_model_config().runner_type != "generate":
+        reason = "it does not generate"
+    elif not isinstance(additional, dict):
+        raise ValueError(f"{VARIABLE} needs a dict in additional_config to add to, got {additional!r}")
+    else:
+        joined = request.beside(theirs)
+    if joined is None:
+        say(f"{VARIABLE} leaves the engine of {engine_args.model} alone: {reason}")
+        return False
+    config, ours = joined
+    engine_args.additional_config = {**additional, **ours["additional_config"]}
+    engine_args.speculative_config = ours.get("speculative_config")
+    k = config.num_speculative_tokens
+    how = "our noise and no drafts"
+    if theirs is not None:
+        how = f"a drafter from history beside its {theirs['method']!r}"
+    elif config.speculation:
+        how = "drafts" if k is None else f"at most {k} draft tokens"
+    say(f"{VARIABLE} gives the engine of {engine_args.model} {how}")
+    return True
+
+
+# -- vLLM's log ------------------------------------------------------------------------------------------------------
+
+
+def say(message: str) -> None:
+    """One line in vLLM's log, which shows only what its own loggers say."""
+    logging.getLogger("vllm.plugins.rollout_spec").info("%s", message)
+
+
+def describe_engine(vllm_config: Any, config: RolloutSpecConfig) -> str:
+    """What speculation an engine has, and what it lacks, in one line. `vllm_config` is complete."""
+    parts, lacks = [], []
+    if config.speculation:
+        speculative = vllm_config.speculative_config
+        ranges = getattr(speculative, "num_speculative_tokens_per_batch_size", None) or ()
+        most = ranges[0][2] if ranges else config.max_draft_tokens
+        k = [f"up to {most} draft tokens per request and step"]
+        k += [f"{fewer} from {first} requests on" for first, _, fewer in ranges[1:]]
+        model = f" and the model of {speculative.method!r}" if has_model_drafter(vllm_config) else ""
+        parts.append(f"{', '.join(k)}, drafted by {config.drafter!r}{model}")
+        cuts = config.budget and config.drafts_on_host
+        parts.append("a budget decides how many are verified" if cuts else "all are verified")
+        parts.append(f"history in {config.history_dir}" if config.history_dir else "history ends with the engine")
+        lacks.append("asynchronous scheduling" if config.drafts_on_host else "a budget")
+        if config.verify == "rejection":
+            lacks.append("rollouts that do not depend on drafts")
+    else:
+        parts.append("no drafts (speculation=False)")
+    if not vllm_config.use_v2_model_runner:
+        lacks.append("logprob_token_ids and logits processors of your own")
+    scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
+    parts.append(f"{scheduling} scheduling in the {'V2' if vllm_config.use_v2_model_runner else 'V1'} model runner")
+    line = f"rollout_spec {__version__} is on: {'; '.join(parts)}"
+    return f"{line}. Not here: {', '.join(lacks)}" if lacks else line
+
+
+def describe_states(specs: Iterable[Any], vllm_config: Any) -> str | None:
+    """What drafts cost a model with recurrent layers in memory, in one line; None without either.
+
+    Args:
+        specs: vLLM's `KVCacheSpec` of each layer, as they are once it has aligned the sizes of their blocks.
+    """
+    with_drafts = [spec for spec in specs if getattr(spec, "num_speculative_blocks", 0)]
+    if not with_drafts:
+        return None
+    without = [dataclasses.replace(spec, num_speculative_blocks=0) for spec in with_drafts]
+    now, before = (sum(s.max_memory_usage_bytes(vllm_config) for s in some) / 2**20 for some in (with_drafts, without))
+    return (
+        f"rollout_spec: each request holds {with_drafts[0].num_speculative_blocks} more states of its recurrent layers "
+        f"as it may have so many drafted tokens: {now:.1f} MiB on each rank instead of {before:.1f}. If that leaves "
+        "room for too few requests, lower num_speculative_tokens"
+    )

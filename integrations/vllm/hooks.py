@@ -1,0 +1,386 @@
+"""The hooks of the table in `plugin.py`: what is called in place of vLLM's methods.
+
+Each is called as `(original, self, ...)`, in the order in which an engine lives: its configuration, its requests in the
+front end, its worker, and its model runner, whose events go to the engine's adapter (`runner_v1`, `runner_v2`).
+Adapters are imported only for engines that ask for us. A runner of any other engine has `rollout_spec = None`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from rollout_spec.config import AUTO
+from rollout_spec.drafters import runs_on_device
+from rollout_spec.integrations.vllm import compat, step_sizes
+from rollout_spec.integrations.vllm.config import (
+    MARK,
+    MODELS,
+    VARIABLE,
+    ask_for_speculation,
+    check_engine,
+    check_environment,
+    config_of,
+    describe_engine,
+    describe_states,
+    has_model_drafter,
+    is_a100,
+    is_ours,
+    is_recurrent,
+    read_config,
+    repeats_seeds,
+    say,
+    settle,
+)
+from rollout_spec.integrations.vllm.ranks import end_if_unheard
+from rollout_spec.integrations.vllm.requests import FrontEnd
+
+ASYNC_METHOD = "ngram_gpu"
+"""vLLM's drafter without a model beside which it schedules asynchronously. In V2 ours takes its place."""
+NOT_LOADING = (
+    "init_", "prepare_", "fetch_", "compute_", "get_", "check_", "supports_", "save_", "export_", "offload_", "dump_",
+    "destroy_", "close_", "release_", "free_", "has_", "is_", "verify_", "log_",
+)  # fmt: skip
+"""Beginnings of the names of workers' methods that do something else with weights."""
+
+
+# -- configuration ---------------------------------------------------------------------------------------------------
+
+
+def create_engine_config(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Let an engine ask for us where the environment variable says so."""
+    asked = ask_for_speculation(self)
+    try:
+        return original(self, *args, **kwargs)
+    except ValueError as error:
+        if not asked:
+            raise
+        remedy = f'{VARIABLE} asks for speculation in this engine: its "{MODELS}" can leave it out'
+        raise ValueError(f"{error}\n{remedy}") from error
+
+
+def complete_config(original: Callable[..., None], self: Any) -> None:
+    """Settle what an engine leaves open, and schedule synchronously where the drafter is on the host only."""
+    config, speculative = config_of(self), self.speculative_config
+    if config is not None:
+        settle(self, config)
+        if has_model_drafter(self):
+            if speculative.draft_sample_method != "greedy":  # vLLM would keep the drafts' probabilities for us
+                say(f"draft_sample_method={speculative.draft_sample_method!r} has no effect with rollout_spec")
+                speculative.draft_sample_method = "greedy"
+        elif config.drafts_on_device and self.use_v2_model_runner:
+            speculative.method = ASYNC_METHOD
+            is_given = speculative.num_speculative_tokens_per_batch_size is not None
+            if config.budget and self.parallel_config.data_parallel_size == 1 and not is_given:
+                cheap = step_sizes.CHEAP_TOKENS_A100 if is_a100() else step_sizes.CHEAP_TOKENS
+                ranges = step_sizes.affordable_ranges(config.max_draft_tokens, cheap)
+                speculative.num_speculative_tokens_per_batch_size = ranges
+        if config.drafts_on_host:
+            if self.scheduler_config.async_scheduling:
+                raise ValueError(
+                    f"drafter={config.drafter!r} lives on the host and needs each step's tokens there: leave "
+                    'async_scheduling (--async-scheduling) out, or use drafter="device", which needs the V2 runner'
+                )
+            # vLLM decides by the runner and the method, and from 0.33 on leaves it on in V2, where every request
+            # would then be scheduled with K draft tokens, whatever the drafter says.
+            self.scheduler_config.async_scheduling = False
+    original(self)
+
+
+def set_cudagraph_sizes(original: Callable[..., None], self: Any) -> None:
+    """Add the sizes of steps in which every request has a draft."""
+    config = config_of(self)
+    if config is None or not config.speculation:
+        original(self)
+        return
+    remark = step_sizes.add_graphs(self, functools.partial(original, self))
+    if remark is not None:
+        say(remark)
+
+
+def v2_unsupported_features(original: Callable[..., list[str]], self: Any) -> list[str]:
+    """Let vLLM choose the model runner that it would use without speculation, V2 where it can."""
+    import vllm
+
+    features, config = original(self), read_config(self)
+    if config is None:
+        return features
+    if compat.lacks_v2_interfaces(vllm.__version_tuple__):
+        return [*features, "rollout_spec before vLLM 0.26"]
+    if has_model_drafter(self):
+        if config.drafts_on_host and config.drafter != AUTO:
+            features.append(f"drafter={config.drafter!r}, which is on the host, beside a model drafter")
+    elif config.speculation:  # V2 knows no custom_class, and no ngram_gpu before vLLM 0.32: we bring our own speculator
+        method = self.speculative_config.method
+        features = [f for f in features if not ("specul" in f and method in f)]
+    return features
+
+
+def validate_sampling_params(original: Callable[..., None], self: Any, speculative_config: Any) -> None:
+    """Allow min-p, which our verifier handles, and logit bias, which our V1 adapter or vLLM's V2 applies."""
+    if not is_ours(speculative_config):
+        original(self, speculative_config)
+
+
+# -- front end -------------------------------------------------------------------------------------------------------
+
+
+def init_input_processor(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Check an engine's configuration, and what its requests get."""
+    config = config_of(vllm_config)
+    self.rollout_spec = None
+    if config is not None:
+        check_engine(vllm_config, config)
+        if config.speculation:
+            object.__setattr__(vllm_config.speculative_config, MARK, True)
+        self.rollout_spec = FrontEnd(vllm_config, config)
+    original(self, vllm_config, *args, **kwargs)
+
+
+def process_inputs(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Check a request's options, and give it a seed if it has none."""
+    request = original(self, *args, **kwargs)
+    if self.rollout_spec is not None and request.sampling_params is not None:
+        self.rollout_spec.prepare(request)
+    return request
+
+
+def init_engine(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    """Say what speculation an engine has, and end outputs at stop strings if it speculates."""
+    original(self, *args, **kwargs)
+    config = config_of(self.vllm_config)
+    if config is None:
+        return
+    say(describe_engine(self.vllm_config, config))
+    if repeats_seeds(self.vllm_config):
+        say(
+            f"rollout_spec: requests without a seed get theirs from the engine's, {self.vllm_config.model_config.seed},"
+            " and their number: another engine with this seed, or this one after a restart, repeats these rollouts"
+        )
+    if config.speculation:
+        from rollout_spec.integrations.vllm.stop_strings import end_outputs_at_stop_strings
+
+        end_outputs_at_stop_strings(self.output_processor)
+
+
+# -- workers; CPUWorker inherits from Worker -------------------------------------------------------------------------
+
+
+def loads_weights(method: str) -> bool:
+    """Whether a worker's method loads weights. Frameworks bring their own methods, whose names say what they do."""
+    is_loading = "weight" in method or "refit" in method
+    is_pause = "sleep" in method or "wake" in method
+    return is_loading and not is_pause and not method.startswith(NOT_LOADING)
+
+
+def _adapter_of(worker: Any) -> Any:
+    """The adapter of a worker's model runner; None for engines that do not ask for us."""
+    return getattr(getattr(worker, "model_runner", None), "rollout_spec", None)
+
+
+def _warming_up(worker: Any) -> contextlib.AbstractContextManager[None]:
+    adapter = _adapter_of(worker)
+    return adapter.warm_up() if adapter is not None else contextlib.nullcontext()  # type: ignore[no-any-return]
+
+
+def load_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Notice from now on that the model loads weights."""
+    result = original(self, *args, **kwargs)
+    adapter = _adapter_of(self)
+    if adapter is not None:
+        adapter.weights.watch(self.model_runner.get_model())
+    return result
+
+
+def add_lora(original: Callable[..., Any], self: Any, lora_request: Any) -> Any:
+    """Begin a policy version."""
+    adapter = _adapter_of(self)
+    if adapter is not None:
+        adapter.on_adapter(lora_request)
+    return original(self, lora_request)
+
+
+def determine_available_memory(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Ignore made-up requests, as from vLLM 0.33 on V2 samples for them here, and say what recurrent states take."""
+    with _warming_up(self):
+        result = original(self, *args, **kwargs)
+    if _adapter_of(self) is not None and self.rank == 0 and is_recurrent(self.vllm_config):
+        remark = describe_states(self.model_runner.get_kv_cache_spec().values(), self.vllm_config)
+        if remark is not None:
+            say(remark)
+    return result
+
+
+def compile_or_warm_up_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Compile and check our kernels before vLLM compiles its own, and take in history after that."""
+    adapter = _adapter_of(self)
+    if adapter is not None:  # first: jit_monitor_mode="error" forbids compilation once vLLM's own is done
+        adapter.compile_kernels()
+        adapter.check_kernels()
+    with _warming_up(self):
+        result = original(self, *args, **kwargs)
+    if adapter is not None:
+        adapter.load_history()
+    return result
+
+
+def getattr_of_wrapper(original: Callable[..., Any], self: Any, name: str) -> Any:
+    """Notice calls that load weights.
+
+    Every method that a front end calls by name is looked up here, those of worker extensions, too.
+    """
+    if loads_weights(name):
+        adapter = _adapter_of(vars(self).get("worker"))
+        if adapter is not None:
+            adapter.weights.announce()
+    return original(self, name)
+
+
+def shutdown_wrapper(original: Callable[..., None], self: Any) -> None:
+    """Write what has ended. A process that was forked by multiprocessing runs no exit handlers."""
+    adapter = _adapter_of(vars(self).get("worker"))
+    try:
+        if adapter is not None:
+            adapter.close()
+    finally:
+        original(self)
+
+
+def add_command(module: Any) -> None:
+    """Give vLLM's workers the method `rollout_spec`, for `llm.collective_rpc`. Takes vLLM's module, and no method."""
+
+    def rollout_spec(self: Any, command: str, *args: Any) -> Any:
+        """Run a command of the runner's adapter: `llm.collective_rpc("rollout_spec", args=("stats",))`."""
+        adapter = _adapter_of(self)
+        if adapter is None:
+            raise RuntimeError(
+                "this engine runs without rollout_spec: build it with rollout_spec.engine_kwargs(), and check that "
+                "the VLLM_PLUGINS environment variable, if set, contains rollout_spec"
+            )
+        return adapter.command(command, *args)
+
+    module.WorkerBase.rollout_spec = rollout_spec
+
+
+# -- both model runners ----------------------------------------------------------------------------------------------
+
+
+def init_runner(original: Callable[..., None], self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+    """Give a model runner its adapter, and compile what the engine will call on the host."""
+    self.rollout_spec = None
+    config = config_of(vllm_config)
+    original(self, vllm_config, *args, **kwargs)
+    if config is None:
+        return
+    check_environment(config)
+    from rollout_spec.jit.warm_up import warm_up
+
+    warm_up(config, device=self.device, has_model=has_model_drafter(vllm_config), log=say)
+    if vllm_config.use_v2_model_runner:
+        from rollout_spec.integrations.vllm.runner_v2 import RunnerAdapterV2
+
+        self.rollout_spec = RunnerAdapterV2(self, config)
+    else:
+        from rollout_spec.integrations.vllm.runner_v1 import RunnerAdapterV1
+
+        self.rollout_spec = RunnerAdapterV1(self, config)
+
+
+def execute_model(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Tell the adapter before a step and once the model has run."""
+    if self.rollout_spec is None:
+        return original(self, *args, **kwargs)
+    try:
+        scheduled = args[0] if args else kwargs["scheduler_output"]
+        self.rollout_spec.begin_step()
+        self.rollout_spec.on_scheduled(scheduled)
+        result = original(self, *args, **kwargs)
+        self.rollout_spec.on_forward()
+    except Exception as error:
+        end_if_unheard(self.vllm_config, error)
+        raise
+    return result
+
+
+def sample_tokens(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """End the engine where an error of one rank would be heard by nobody."""
+    try:
+        return original(self, *args, **kwargs)
+    except Exception as error:
+        if self.rollout_spec is not None:
+            end_if_unheard(self.vllm_config, error)
+        raise
+
+
+# -- V1 --------------------------------------------------------------------------------------------------------------
+
+
+def sample_v1(original: Callable[..., Any], self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+    """Sample in place of vLLM's samplers."""
+    if self.rollout_spec is None:
+        return original(self, logits, spec_decode_metadata)
+    return self.rollout_spec.sample(logits, spec_decode_metadata)
+
+
+def input_fits_in_drafter_v1(original: Callable[..., Any], self: Any, common_attn_metadata: Any) -> bool:
+    """Let our proposer cut its drafts near max_model_len itself.
+
+    There vLLM skips the proposer and verifies K zeros for every request instead.
+    """
+    if self.rollout_spec is None or self.rollout_spec.model_drafter is not None:
+        return bool(original(self, common_attn_metadata))
+    return common_attn_metadata is not None
+
+
+def bookkeeping_sync_v1(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Choose between the drafts of a model and of history, once vLLM has recorded a step's tokens."""
+    result = original(self, *args, **kwargs)
+    if self.rollout_spec is not None:
+        self.rollout_spec.join_drafts()
+    return result
+
+
+# -- V2 --------------------------------------------------------------------------------------------------------------
+
+
+def init_speculator_v2(original: Callable[..., Any], vllm_config: Any, device: Any, *args: Any) -> Any:
+    """Make our speculator in place of vLLM's. A function of vLLM's module, and no method."""
+    config = config_of(vllm_config)
+    if config is None:
+        return original(vllm_config, device, *args)
+    if has_model_drafter(vllm_config):
+        from rollout_spec.integrations.vllm.hybrid import make_model_speculator
+
+        return make_model_speculator(original(vllm_config, device, *args), vllm_config, device)
+    if runs_on_device(config.drafter):
+        from rollout_spec.integrations.vllm.device import DeviceSpeculator
+
+        return DeviceSpeculator(vllm_config, device)
+    from rollout_spec.integrations.vllm.runner_v2 import HistorySpeculator
+
+    return HistorySpeculator(vllm_config, device)
+
+
+def load_model_v2(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Replace the runner's samplers, once they exist."""
+    result = original(self, *args, **kwargs)
+    if self.rollout_spec is not None:
+        self.rollout_spec.take_over_sampling()
+    return result
+
+
+def initialize_kv_cache_v2(original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Choose which steps are captured in CUDA graphs, once vLLM has chosen."""
+    result = original(self, *args, **kwargs)
+    config = config_of(self.vllm_config)
+    if config is not None and config.speculation:
+        step_sizes.choose_graphs(self, drafts_on_host=config.drafts_on_host)
+    return result
+
+
+def take_draft_token_ids_v2(original: Callable[..., Any], self: Any) -> Any:
+    """Cut the scheduler's drafts to their own lengths."""
+    drafts = original(self)
+    return drafts if self.rollout_spec is None else self.rollout_spec.cut_drafts(drafts)

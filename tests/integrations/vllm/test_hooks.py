@@ -1,0 +1,85 @@
+"""Hooks that do not fit this vLLM, and the names of workers' methods."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from rollout_spec import engine_kwargs
+from rollout_spec.integrations.vllm import config, plugin
+from rollout_spec.integrations.vllm.config import config_of
+from rollout_spec.integrations.vllm.hooks import loads_weights
+
+NOISE_ONLY = engine_kwargs(speculation=False)["additional_config"]
+
+
+class Changed:
+    """Stands for a module of a vLLM in which a method that we replace has another name."""
+
+    class GPUModelRunner:
+        def __init__(self, vllm_config):
+            self.device = "cpu"
+
+        def execute_model(self):
+            return "executed"
+
+
+def no_hook_is_missing(monkeypatch):
+    """Until the test ends, whatever was found before."""
+    monkeypatch.setattr(config, "missing", [])
+
+
+@pytest.mark.parametrize("lacks", ["sample_tokens", "GPUModelRunner"])
+def test_a_vllm_that_has_changed_fails_only_engines_that_ask_for_us(monkeypatch, lacks):
+    no_hook_is_missing(monkeypatch)
+    hooks = [hook for hook in plugin.HOOKS if hook.module == "vllm.v1.worker.gpu_model_runner"]
+    if lacks == "GPUModelRunner":
+        module = SimpleNamespace(__name__="vllm.runners")
+    else:
+        runner = type("GPUModelRunner", (Changed.GPUModelRunner,), {})
+        module = SimpleNamespace(__name__="vllm.runners", GPUModelRunner=runner)
+    for hook in hooks:
+        plugin.install_or_note(hook.apply, module)
+    plain, asking = (SimpleNamespace(additional_config=more, speculative_config=None) for more in ({}, NOISE_ONLY))
+    assert config_of(plain) is None
+    message = rf"cannot work with this version of vLLM: in vllm.runners, .*{lacks}.*\. Install vLLM 0\.\d+ to 0\.\d+,"
+    with pytest.raises(RuntimeError, match=message):
+        config_of(asking)
+    if lacks == "sample_tokens":
+        assert runner(plain).execute_model() == "executed"
+        with pytest.raises(RuntimeError, match=message):
+            runner(asking)
+    monkeypatch.setenv("ROLLOUT_SPEC", "{}")
+    with pytest.raises(RuntimeError, match="unset ROLLOUT_SPEC"):
+        plugin.install_or_note(hooks[0].apply, SimpleNamespace(__name__="vllm.runners"))
+
+
+@pytest.mark.parametrize("error", [AttributeError, ImportError, TypeError])
+def test_a_hook_may_fail_in_any_way_that_a_changed_vllm_has(monkeypatch, error):
+    no_hook_is_missing(monkeypatch)
+
+    def hook(module):
+        raise error("it is gone")
+
+    plugin.install_or_note(hook, SimpleNamespace(__name__="vllm.runners"))
+    asking = SimpleNamespace(additional_config=NOISE_ONLY, speculative_config=None)
+    with pytest.raises(RuntimeError, match=r"in vllm\.runners, it is gone\. Install"):
+        config_of(asking)
+
+
+LOADING = [
+    "load_weights", "reload_weights", "update_weights", "start_weight_update", "finish_weight_update",
+    "update_weights_from_ipc", "update_weights_from_path", "update_weight", "update_weights_from_collective",
+    "update_weights_via_ipc_zmq", "skyrl_start_weight_update", "nccl_reshard_refit",
+]  # fmt: skip
+OTHERS = [
+    "supports_draft_weight_updates",
+    "init_weight_transfer_engine", "init_weight_update_group", "compute_weight_checksums", "get_weights_by_name",
+    "check_weights", "fetch_weights", "prepare_refit_info", "skyrl_sleep_for_weight_sync",
+    "execute_model", "sample_tokens", "sleep", "wake_up", "add_lora", "remove_lora", "rollout_spec",
+]  # fmt: skip
+
+
+def test_methods_that_load_weights_are_known_by_their_names():
+    assert [name for name in LOADING + OTHERS if loads_weights(name)] == LOADING
