@@ -47,7 +47,7 @@ def a_report(**changed):
         budget.observe_step(1, 0.008, drafted=False)
     stats.record_time(1.0, requests=9, draft_tokens=0, tokens=9, draft_seconds=0.0, has_prompts=True)
     stats.forward_seconds, stats.verify_seconds, stats.draft_seconds = 1.2, 0.1, 0.22
-    return {**json.loads(json.dumps(commands.report(session, stats))), **changed}
+    return {**json.loads(json.dumps(commands.report(commands.EngineParts(None, session, stats, None)))), **changed}
 
 
 def page(report):

