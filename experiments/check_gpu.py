@@ -27,8 +27,8 @@ from rollout_spec.features.format import FEATURE_WORDS, SIGNATURE_BITS, unpack
 from rollout_spec.integrations.vllm.device_io import HostCopy
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import cpu, kernel
-from rollout_spec.verify.api import verify
-from rollout_spec.verify.reference import lay_out
+from rollout_spec.verify.api import draw, verify_rows
+from rollout_spec.verify.layout import Layout, lay_out
 from rollout_spec.verify.self_check import Batch, fault_of, random_batch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -106,9 +106,8 @@ def check_features(batch: Batch, options: dict[str, Any]) -> int:
         result = kernel.verify_rows(logits, layout, **options)
     features = kernel.verify_rows(logits, layout, hidden=hidden, **options).features
     is_emitted = (result.target_token_ids >= 0).cpu()
-    on_host = SamplingBatch(rows.temperature.cpu(), rows.seeds.cpu(), rows.positions.cpu())
-    host_layout = lay_out(cu.cpu(), drafts.cpu(), on_host)
-    expected = cpu.pack_features(logits.cpu(), host_layout, hidden.cpu())
+    each = Layout.without_drafts(layout.temperature.cpu(), layout.seed.cpu(), layout.position.cpu())
+    expected = cpu.verify_rows(logits.cpu(), each, hidden=hidden.cpu(), max_draft_tokens=0).features
     ours, theirs = (unpack(found[is_emitted].numpy()) for found in (features.cpu(), expected))
     num_bits = sum(int(word).bit_count() for word in (ours[0] ^ theirs[0]).ravel())
     assert num_bits <= 0.01 * SIGNATURE_BITS * len(ours[0]) + 8, f"{num_bits} bits of {len(ours[0])} signatures differ"
@@ -219,7 +218,8 @@ def check_graph(vocab: int, device: torch.device) -> None:
     logits = torch.randn(40, vocab, device=device, dtype=torch.bfloat16)
 
     def run() -> Any:
-        return verify(logits, drafts, cu, rows, logprobs_mode="processed_logprobs", max_draft_tokens=4)
+        layout = lay_out(cu, drafts, rows)
+        return verify_rows(logits, layout, logprobs_mode="processed_logprobs", max_draft_tokens=4)
 
     run()
     torch.cuda.synchronize()
@@ -239,23 +239,25 @@ def check_model_drafts(vocab: int, device: torch.device) -> None:
     logits = torch.randn(size, vocab, device=device, dtype=torch.bfloat16)
     temperature, seeds = torch.ones(size, device=device), torch.arange(size, device=device)
     positions = torch.full((size,), 5, device=device)
-    kernel.draw(logits, temperature, seeds, positions)
+    draw(logits, temperature, seeds, positions)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        tokens, logprobs = kernel.draw(logits, temperature, seeds, positions)
+        tokens, probabilities = draw(logits, temperature, seeds, positions)
     logits.copy_(torch.randn_like(logits))
     graph.replay()
-    rows = SamplingBatch(temperature, seeds, positions)
-    nothing = torch.zeros(size, dtype=torch.int32, device=device)
-    target = verify(logits, nothing[:0], nothing, rows, logprobs_mode="processed_logprobs", max_draft_tokens=0)
+    layout = Layout.without_drafts(temperature, seeds, positions)
+    target = verify_rows(logits, layout, logprobs_mode="processed_logprobs", max_draft_tokens=0)
     assert torch.equal(tokens, target.target_token_ids)
-    assert torch.equal(logprobs, target.logprobs)
+    assert torch.equal(probabilities, target.logprobs.exp())
     chooser = DeviceChoice(size, k, k, device)
     texts = torch.zeros(size, 64, dtype=torch.int32, device=device)
-    slots, length = torch.arange(size, dtype=torch.int32, device=device), nothing + 9
+    slots, ones = (
+        torch.arange(size, dtype=torch.int32, device=device),
+        torch.ones(size, dtype=torch.int32, device=device),
+    )
     drafts, rates = torch.ones(size, k, dtype=torch.int64, device=device), torch.full((size, k), 0.1, device=device)
-    arguments = slots, nothing + 1, texts, length, temperature, (drafts, rates), (2 * drafts, 9 * rates)
+    arguments = slots, ones, texts, 9 * ones, temperature, (drafts, rates), (2 * drafts, 9 * rates)
     chooser.choose(*arguments)
     with no_waiting(device):
         chosen, *_ = chooser.choose(*arguments)

@@ -7,7 +7,7 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from rollout_spec import checks
 from rollout_spec.drafters.registry import (
@@ -19,6 +19,7 @@ from rollout_spec.drafters.registry import (
 )
 from rollout_spec.history.folder import open_folder
 from rollout_spec.imports import install
+from rollout_spec.types import VerifyMethod
 
 MAX_SPECULATIVE_TOKENS = 128
 """vLLM's own limit on draft tokens per request and step (`MAX_SPEC_LEN` of its rejection sampler)."""
@@ -41,8 +42,6 @@ GONE = {
     "num_model_draft_tokens": "set num_speculative_tokens in speculative_config",
 }
 """Options of earlier releases, and what to do instead."""
-
-VerifyMethod = Literal["sample", "rejection"]
 
 
 def drafts_with_model(method: object) -> bool:

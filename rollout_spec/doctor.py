@@ -32,6 +32,7 @@ from rollout_spec.integrations.vllm.compat import check_version
 from rollout_spec.integrations.vllm.config import VARIABLE, read_environment
 from rollout_spec.jit import cache
 from rollout_spec.stats import REPORT_FORMAT
+from rollout_spec.types import VerifyMethod
 
 REPORT_NAME = "rollout_spec.json"  # what a trainer's callback calls the report in its output folder
 PACKAGES = (  # name, what needs it if it may be absent, what to do if it cannot be used
@@ -155,8 +156,8 @@ def check_device(device: Any = None, vocab_size: int = 151_936) -> int:
     import triton
 
     from rollout_spec.verify import self_check
-    from rollout_spec.verify.api import verify
-    from rollout_spec.verify.reference import VerifyMethod
+    from rollout_spec.verify.api import verify_rows
+    from rollout_spec.verify.layout import lay_out
 
     device = torch.device("cuda", torch.cuda.current_device()) if device is None else device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device
@@ -168,11 +169,12 @@ def check_device(device: Any = None, vocab_size: int = 151_936) -> int:
         )
         faults += [] if fault is None else [fault]
         print(f"problem  {method}: {fault}" if fault else f"ok       {method}, {dtype}")
-    batch = self_check.random_batch(torch.Generator(device), [3] * 32, vocab_size, torch.bfloat16, 0.5)
+    logits, *drafts = self_check.random_batch(torch.Generator(device), [3] * 32, vocab_size, torch.bfloat16, 0.5)
     seconds = []
     for _ in range(20):
         started = time.perf_counter()
-        verify(*batch, logprobs_mode="processed_logprobs", max_draft_tokens=3).num_accepted.cpu()  # waits for it
+        result = verify_rows(logits, lay_out(*drafts), logprobs_mode="processed_logprobs", max_draft_tokens=3)
+        result.num_accepted.cpu()  # waits for it
         seconds.append(time.perf_counter() - started)
     print(f"{1e6 * min(seconds):.0f} us for 32 requests with 3 drafts each, {vocab_size:,} tokens, bfloat16")
     return int(bool(faults))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,10 +20,7 @@ from rollout_spec.drafters.base import Drafter, Tokens
 from rollout_spec.drafters.host.step import NO_FEATURES, Learned, Sampled
 from rollout_spec.drafting import Drafting
 from rollout_spec.features.format import Features
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, SamplingBatch
-
-if TYPE_CHECKING:
-    from rollout_spec.verify.reference import VerifyMethod  # brings torch
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Float32Array, SamplingBatch, VerifyMethod
 
 LogitsFunction = Callable[[list[list[int]]], Float32Array]
 """contexts (token lists) -> next-token logits, float32 [len(contexts), vocabulary]."""
@@ -253,7 +250,8 @@ class LogitsTarget:
             logprobs_mode="processed_logprobs",
             after_difference=True,
         )
-        if num_invalid := int(result.num_invalid_rows.sum()):
+        last = result.output_token_ids.gather(1, result.num_accepted.long()[:, None])
+        if num_invalid := int((last == PLACEHOLDER_TOKEN_ID).sum()):
             raise FloatingPointError(
                 f"{num_invalid} rows of logits are NaN, +inf or all -inf, and nothing can be sampled from them"
             )

@@ -8,13 +8,19 @@ logits rows: each request's rows are its drafts' positions in order, then the bo
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 PLACEHOLDER_TOKEN_ID = -1
 """Pads `VerifyResult.output_token_ids` after a request's last emitted token, as in vLLM."""
+
+GREEDY_TEMPERATURE = 1e-5
+"""Temperatures below this are greedy, as in vLLM."""
+
+VerifyMethod = Literal["sample", "rejection"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
 NUM_CONFIDENCE_BINS = 16
 """A drafter's confidence is compared with what was accepted in so many bins. Bin i, from 0, ends at ((i + 1) / 16)^2:
@@ -48,8 +54,7 @@ class SamplingBatch:
 
     Attributes:
         temperature: float32 [B]; 0 means greedy.
-        seeds: int64 [B], of the noise (see `rollout_spec.noise`). Ignored for greedy requests; None when all are
-            greedy.
+        seeds: int64 [B], of the noise (see `rollout_spec.noise`). Ignored for greedy requests.
         positions: int64 [B], input position of the request's first logits row: the index, in prompt plus output,
             of the token that was fed in to produce it. Row j of the request has position `positions + j`.
         top_k: int32 [B] or None; values < 1 or >= the vocabulary size keep every token.
@@ -81,11 +86,9 @@ class VerifyResult(NamedTuple):
     ranks: Any
     """int64 [N] or None: number of tokens at least as probable, itself included, as vLLM counts ranks;
     meaningless at rows whose token is not emitted."""
-    num_invalid_rows: Any
-    """int32 [B]: each request's emitted rows with no sample because a logit was NaN or +inf, or all were -inf: 0 or 1,
-    as nothing is emitted after such a row."""
     num_broken_rows: Any
-    """int32 [B]: of these, the rows where a logit was NaN or +inf, which no mask can do."""
+    """int32 [B]: each request's emitted rows with no sample because a logit was NaN or +inf, which no mask can do: 0 or
+    1, as nothing is emitted after a row without a sample. One whose logits are all -inf has none either."""
     features: Any = None
     """int64 [N, FEATURE_WORDS] or None: `rollout_spec.features` of the tokens sampled at these rows, if asked for;
     meaningless at rows whose token is not emitted."""

@@ -21,9 +21,8 @@ from rollout_spec.features.format import (
 )
 from rollout_spec.features.torch import pack_signatures
 from rollout_spec.types import SamplingBatch
-from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.cpu import CHUNK
-from tests.verify.batches import kernel_verify, on_batches
+from tests.verify.batches import verifiers, verify_on_host
 
 MATRIX = (1.1176220178604126, -1.3871248960494995, -0.6902609467506409, 2.365145683288574)
 """The first entries of `signature_matrix(2)`: signatures that were kept must keep their meaning."""
@@ -34,15 +33,11 @@ def bits(signatures):
     return np.unpackbits(signatures.view(np.uint8), axis=1, bitorder="little").astype(bool)
 
 
-verify_on_host = on_batches(verify_rows)
-verifiers = pytest.mark.parametrize("verify", [verify_on_host, kernel_verify], ids=["cpu", "kernel"])
-
-
-def computed(verify, hidden, logits, temperature, **options):
+def computed(verify, hidden, logits, temperature):
     """Features of rows that each have a request of their own."""
     size = len(hidden)
     zeros = torch.zeros(size, dtype=torch.int64)
-    rows = SamplingBatch(temperature, zeros, zeros, **options)
+    rows = SamplingBatch(temperature, zeros, zeros)
     nothing = torch.zeros(0, dtype=torch.int32)
     packed = verify(logits, nothing, zeros.int(), rows, hidden=hidden).features
     assert packed.shape == (size, FEATURE_WORDS)
@@ -105,28 +100,6 @@ def test_small_vocabularies_have_fewer_tokens_to_keep(verify):
     assert codes[0].tolist() == [1 + round(np.log(2) / LOGPROB_STEP)] * 2 + [0] * (TOP_TOKENS - 2)
 
 
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({"top_k": torch.tensor([2], dtype=torch.int32)}, [0.5, 0.3]),
-        ({"top_k": torch.tensor([0], dtype=torch.int32)}, [0.5, 0.3, 0.15]),
-        ({"top_p": torch.tensor([0.6])}, [0.5, 0.3]),
-        ({"top_p": torch.tensor([0.1])}, [0.5]),
-        ({"top_p": torch.tensor([0.9])}, [0.5, 0.3, 0.15]),
-        ({"min_p": torch.tensor([0.5])}, [0.5, 0.3]),
-    ],
-)
-def test_tokens_that_are_cut_off_are_not_kept(options, kept):
-    """The others share the whole probability."""
-    logits = torch.tensor([[0.15, 0.5, 0.05, 0.3]]).log()
-    _, ids, codes = computed(verify_on_host, torch.ones(1, 4), logits, torch.ones(1), **options)
-    probability = decoded_probabilities()[codes[0]]
-    assert ids[0, : len(kept)].tolist() == [1, 3, 0][: len(kept)]
-    whole = 1.0 if "top_k" in options and len(kept) == TOP_TOKENS else sum(kept)
-    assert probability[: len(kept)] == pytest.approx(np.array(kept) / whole, rel=0.04)
-    assert (probability[len(kept) :] == 0).all()
-
-
 @verifiers
 def test_numpy_packs_alike(verify):
     rng = np.random.default_rng(2)
@@ -158,14 +131,12 @@ def test_a_row_without_a_distribution_leaves_its_neighbours_alone(verify, bad):
     assert not found[2][::2].any()
 
 
-@pytest.mark.parametrize("truncates", [False, True])
-def test_ratio_tests_have_the_same_features(truncates):
+def test_ratio_tests_have_the_same_features():
     """Of emitted rows, which the others need not have."""
     rng = np.random.default_rng(4)
     logits, hidden = torch.from_numpy(rng.standard_normal((6, 300), np.float32)), torch.ones(6, 4)
     cu, drafts, zeros = torch.tensor([2, 3, 3]), torch.zeros(3, dtype=torch.int64), torch.zeros(3, dtype=torch.int64)
-    top_k = torch.tensor([2, 3, 300], dtype=torch.int32) if truncates else None
-    rows = SamplingBatch(torch.ones(3), zeros, zeros, top_k=top_k)
+    rows = SamplingBatch(torch.ones(3), zeros, zeros)
     first = torch.tensor([0, 3, 5])
     found = [
         verify_on_host(logits, drafts, cu, rows, method=method, hidden=hidden).features[first]

@@ -26,7 +26,8 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 from experiments.engines.build import SHAPES
 from experiments.rows import append, make_parser, origin
 from rollout_spec.types import SamplingBatch
-from rollout_spec.verify.api import verify
+from rollout_spec.verify.api import verify_rows
+from rollout_spec.verify.layout import lay_out
 
 
 class Model:
@@ -126,8 +127,8 @@ def main(argv: list[str] | None = None) -> None:
 
             def step(given: Tensor = given, drafts: Tensor = drafts, counts: Tensor = counts) -> Any:
                 logits = model(given)
-                most = given.shape[1] - 1
-                return verify(logits, drafts, counts, rows, logprobs_mode="processed_logprobs", max_draft_tokens=most)
+                layout, most = lay_out(counts, drafts, rows), given.shape[1] - 1
+                return verify_rows(logits, layout, logprobs_mode="processed_logprobs", max_draft_tokens=most)
 
             forward = median_ms(lambda given=given: model(given), device, args.repeats)  # type: ignore[misc]
             whole = median_ms(step, device, args.repeats)

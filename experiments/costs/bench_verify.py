@@ -43,7 +43,7 @@ from rollout_spec.noise import host as noise
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import reference
-from rollout_spec.verify.api import processed_rows, verify_rows
+from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.layout import lay_out
 
 BASE = {
@@ -66,7 +66,7 @@ CPU_CELLS = [
     for change in ({}, {"logprobs": False})
 ] + [
     {"batch": 16, "k": 8, "vocab": 49_152, "dtype": "float32", **change}
-    for change in ({"temperature": 0.0}, {"temperature": 0.6}, {"ragged": True}, {"logits": "flat"})
+    for change in ({"temperature": 0.0}, {"temperature": 0.6}, {"top_p": 0.95}, {"ragged": True}, {"logits": "flat"})
 ]
 HIDDEN_SIZE = 1536
 POSITION = 100
@@ -106,7 +106,7 @@ class Case:
         self.is_bonus[self.starts[1:] - 1] = True
         self.rows = SamplingBatch(
             temperature=torch.full((batch,), temperature, device=device),
-            seeds=torch.arange(batch, device=device) if temperature > 0 else None,
+            seeds=torch.arange(batch, device=device),
             positions=torch.full((batch,), POSITION, device=device),
             top_p=torch.full((batch,), top_p, device=device) if top_p < 1 else None,
         )
@@ -120,12 +120,11 @@ class Case:
     def ours_v1(self, **options: Any) -> Any:
         """As `RunnerAdapterV1` calls it: where tokens are removed, after vLLM's code for that."""
         mode = "processed_logprobs" if self.logprobs else None
-        rows, logits, is_truncated = self.rows, self.logits, self.rows.top_p is not None
-        layout = lay_out(self.cu, self.drafts, processed_rows(rows) if is_truncated else rows)
-        if is_truncated:
-            logits = truncate(logits.to(torch.float32, copy=True), rows, layout.request)
-            rows, logits = processed_rows(rows), keep_broken(logits, self.logits)
-        return verify_rows(logits, layout, rows, logprobs_mode=mode, max_draft_tokens=self.k, **options)
+        layout, logits = lay_out(self.cu, self.drafts, self.rows), self.logits
+        if self.rows.top_p is not None:
+            logits = truncate(logits.to(torch.float32, copy=True), self.rows, layout.request)
+            layout, logits = layout.of_processed(), keep_broken(logits, self.logits)
+        return verify_rows(logits, layout, logprobs_mode=mode, max_draft_tokens=self.k, **options)
 
     def with_features(self) -> Any:
         """`ours_v1`, and the features of the emitted tokens."""

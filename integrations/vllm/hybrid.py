@@ -25,7 +25,7 @@ from rollout_spec.integrations.vllm import compat
 from rollout_spec.integrations.vllm.config import config_of, has_model_drafter
 from rollout_spec.integrations.vllm.device_io import HostCopy
 from rollout_spec.integrations.vllm.ranks import broadcasting_from_first_rank
-from rollout_spec.verify.draw import draw
+from rollout_spec.verify.api import draw
 
 # -- V1 --------------------------------------------------------------------------------------------------------------
 
@@ -212,10 +212,13 @@ class ModelSpeculation:
             return super().sample_draft(  # type: ignore[misc,no-any-return]
                 hidden_states, positions, idx_mapping, temperature, seeds, draft_step, draft_logits, **step
             )
+        from rollout_spec.verify import kernel  # imports triton
+
         logits = compat.draft_logits_of(self, hidden_states, spec_step_idx)
         index = idx_mapping.clamp(min=0).long()
         next_positions = self._runner.req_states.total_len.gpu[index].long() - 1 + draft_step
-        tokens, probabilities = draw(logits, temperature[index], seeds[index], next_positions)
+        noise = temperature[index], seeds[index], next_positions
+        tokens, probabilities = draw(logits, *noise, verify_rows=kernel.verify_rows)
         self._probabilities[: tokens.shape[0]].index_copy_(1, draft_step.view(1), probabilities[:, None])
         return tokens
 

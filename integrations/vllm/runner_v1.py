@@ -35,15 +35,15 @@ from rollout_spec.integrations.vllm.sampling import (
     raise_if_broken,
     refuse_own_processors,
     require_seed,
-    scaled,
     scored_tokens,
     truncate,
     verifier_scores,
 )
 from rollout_spec.integrations.vllm.session import HostSession
 from rollout_spec.types import SamplingBatch, VerifyResult
-from rollout_spec.verify.api import processed_rows, verify_rows
-from rollout_spec.verify.layout import Layout, lay_out, lay_out_inputs
+from rollout_spec.verify.api import verify_rows
+from rollout_spec.verify.layout import Layout, lay_out
+from rollout_spec.verify.reference import scaled
 
 MAX_COPIED_WIDTH = 64
 """Most log-probabilities of a row that are copied to the host together with all else, 8 bytes each."""
@@ -171,16 +171,15 @@ class RunnerAdapterV1(RunnerAdapter):
             r for r in batch.below_min_tokens if len(r.output_token_ids) < r.sampling_params.min_tokens
         ]
         is_processed = batch.needs_processing or bool(batch.below_min_tokens)
-        rows = processed_rows(batch.rows) if is_processed else batch.rows
-        layout = self._lay_out(metadata, rows)
-        processed = self._process(logits, metadata, batch, layout) if is_processed else logits
+        layout, processed = self._lay_out(metadata, batch.rows), logits
+        if is_processed:
+            layout, processed = layout.of_processed(), self._process(logits, metadata, batch, layout.request)
         mode = self._runner.sampler.logprobs_mode
         scored_here = verifier_scores(mode, sampling.max_num_logprobs, is_processed)
         hidden, self._hidden = self._hidden, None
         result = verify_rows(
             processed,
             layout,
-            rows,
             method=self._config.verify,
             logprobs_mode=mode if scored_here else None,
             hidden=hidden if self.wants_features else None,
@@ -202,12 +201,10 @@ class RunnerAdapterV1(RunnerAdapter):
             tensors = self._logprobs(result, logits, processed, layout, sampling.max_num_logprobs, scored_here)
             if metadata is not None:
                 tensors = _pad_rows(tensors, num_draft_tokens, result.output_token_ids.shape[1])
-        sampled = result.output_token_ids
-        # A row without a sample emits token 0, as in vLLM. To ask a device whether there is one is to wait for it.
-        if logits.is_cuda or np.count_nonzero(result.num_invalid_rows.numpy()):
-            columns = torch.arange(sampled.shape[1], device=logits.device)
-            is_emitted = columns == result.num_accepted[:, None]
-            sampled = torch.where(is_emitted, sampled.clamp(min=0), sampled)
+        # A row without a sample emits token 0, as in vLLM.
+        columns = torch.arange(result.output_token_ids.shape[1], device=logits.device)
+        is_last = columns == result.num_accepted[:, None]
+        sampled = torch.where(is_last, result.output_token_ids.clamp(min=0), result.output_token_ids)
         output = [sampled, *(() if tensors is None else tensors[:3])]
         num_outputs = len(output) if self._is_read_at_once(output) else 0
         copy = HostCopy([*wanted, *output[:num_outputs]])
@@ -218,7 +215,7 @@ class RunnerAdapterV1(RunnerAdapter):
         if self.model_drafter is not None:
             first_positions = layout.position.index_select(0, layout.starts[:-1])
             next_positions = first_positions + result.num_accepted + 1
-            self.model_drafter.begin_step(batch.rows.temperature, rows.seeds, next_positions)
+            self.model_drafter.begin_step(batch.rows.temperature, batch.rows.seeds, next_positions)
         if session is not None:
             session.update_index()  # before anything waits for the device; `draft` reads the outcome
         elif not self._runner.use_async_scheduling:
@@ -263,10 +260,13 @@ class RunnerAdapterV1(RunnerAdapter):
         is_small = all(tensor.shape[-1] <= MAX_COPIED_WIDTH for tensor in output)
         return is_read and is_small and not runner.model_config.is_hybrid
 
-    def _process(self, logits: torch.Tensor, metadata: Any, batch: _Batch, layout: Layout) -> torch.Tensor:
+    def _process(self, logits: torch.Tensor, metadata: Any, batch: _Batch, request: torch.Tensor) -> torch.Tensor:
         """vLLM's own processing of a copy of the logits, float32 [N, V].
 
         Penalties, masks and biases; where a request is sampled also temperature, min-p, top-k and top-p.
+
+        Args:
+            request: integer [N], each row's request.
         """
         runner, sampling = self._runner, batch.sampling
         runner.input_batch.update_async_output_token_ids()
@@ -283,7 +283,7 @@ class RunnerAdapterV1(RunnerAdapter):
             counts = SimpleNamespace(num_draft_tokens=[count + 1 for count in metadata.num_draft_tokens])
             processed = runner.rejection_sampler.apply_logits_processors(processed, one_more, counts)
         if not sampling.all_greedy:
-            processed = truncate(processed, batch.rows, layout.request)
+            processed = truncate(processed, batch.rows, request)
         return keep_broken(processed, logits)
 
     def _add_biases(self, logits: torch.Tensor, metadata: Any) -> None:
@@ -328,10 +328,7 @@ class RunnerAdapterV1(RunnerAdapter):
         else:
             num_draft_tokens = metadata.num_draft_tokens
             drafted, cu_num_draft_tokens = metadata.draft_token_ids, metadata.cu_num_draft_tokens
-        input_ends = runner.query_start_loc.np[1 : size + 1]
-        if runner.device.type == "cpu":
-            return lay_out_inputs(cu_num_draft_tokens, drafted, rows, runner.positions, input_ends)
-        first_inputs = upload(input_ends - 1 - num_draft_tokens, runner.device)
+        first_inputs = upload(runner.query_start_loc.np[1 : size + 1] - 1 - num_draft_tokens, runner.device)
         rows = replace(rows, positions=runner.positions.index_select(0, first_inputs))
         return lay_out(cu_num_draft_tokens, drafted, rows)
 

@@ -41,7 +41,6 @@ from rollout_spec.integrations.vllm.sampling import (
     needs_processing,
     raise_if_broken,
     require_seed,
-    scaled,
     scored_tokens,
     verifier_scores,
 )
@@ -49,6 +48,7 @@ from rollout_spec.integrations.vllm.session import HostSession
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array, VerifyResult
 from rollout_spec.verify import kernel
 from rollout_spec.verify.layout import Layout
+from rollout_spec.verify.reference import scaled
 
 
 class _Verified(NamedTuple):
@@ -243,12 +243,12 @@ class VerifyingSampler:
         asked = self._what_is_asked(input_batch.idx_mapping_np)
         is_serving = self._adapter.is_serving(input_batch.req_ids)
         hidden = self._adapter.take_hidden(input_batch) if is_serving else None
-        layout, verified = self._lay_out(input_batch, invalid_drafts), logits
+        layout, processed = self._lay_out(input_batch, invalid_drafts), logits
         if asked.is_processed:
-            verified = self._process(logits, input_batch, layout)
-            layout = layout._replace(temperature=(layout.temperature != 0).float())
+            processed = self._process(logits, input_batch, layout)
+            layout = layout.of_processed()
         result = kernel.verify_rows(
-            verified,
+            processed,
             layout,
             method=self._config.verify,
             logprobs_mode=self.inner.logprobs_mode if asked.scored_here else None,
@@ -258,7 +258,7 @@ class VerifyingSampler:
         )
         tensors = None
         if asked.num_logprobs >= 0 or asked.num_custom_ids:
-            tensors = self._logprobs(asked, result, logits, verified, input_batch, layout)
+            tensors = self._logprobs(asked, result, logits, processed, input_batch, layout)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             result.num_accepted + 1,
             input_batch.seq_lens,
@@ -325,26 +325,26 @@ class VerifyingSampler:
         self,
         asked: _Asked,
         result: VerifyResult,
-        raw: torch.Tensor,
-        verified: torch.Tensor,
+        logits: torch.Tensor,
+        processed: torch.Tensor,
         input_batch: Any,
         layout: Layout,
     ) -> LogprobsTensors:
         """The log-probabilities that requests ask for.
 
         Args:
-            raw, verified: float [N, V], the model's logits and those that the verifier got.
+            logits, processed: float [N, V], the model's and those that the verifier got.
         """
         mode, starts = self.inner.logprobs_mode, None
-        if raw.shape[0] != asked.req_indices.size:
+        if logits.shape[0] != asked.req_indices.size:
             starts = compat.first_rows(input_batch, on_device=self.enable_adaptive_verification)
         if asked.scored_here:
             field = "cu_num_generated_tokens" + ("_tensor" if isinstance(starts, torch.Tensor) else "")
             temperature = None if mode.startswith("raw_") else layout.temperature
-            tokens, logprobs = scored_tokens(result, verified, temperature, asked.num_logprobs)
+            tokens, logprobs = scored_tokens(result, processed, temperature, asked.num_logprobs)
             return LogprobsTensors(tokens, logprobs, result.ranks, **{field: starts})
         tensors: LogprobsTensors = compute_topk_scores(
-            raw if mode.startswith("raw_") else scaled(verified, layout.temperature),
+            logits if mode.startswith("raw_") else scaled(processed, layout.temperature),
             max(asked.num_logprobs, 0),
             result.target_token_ids.clamp(min=0),
             starts,

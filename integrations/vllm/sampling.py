@@ -14,7 +14,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.jit.warm_up import warm_up_kernels
 from rollout_spec.types import SamplingBatch, VerifyResult
-from rollout_spec.verify.reference import GREEDY_TEMPERATURE
+from rollout_spec.verify.reference import divisors, scaled
 
 
 def compile_kernels(config: RolloutSpecConfig, runner: Any, *, features: bool, draws: bool = False) -> None:
@@ -66,7 +66,7 @@ def truncate(logits: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
         request: integer [N], each row's index into the fields of `rows`.
     """
     request = request.long()
-    logits.div_(_divisors(rows.temperature[request]))
+    logits.div_(divisors(rows.temperature[request]))
     if rows.min_p is not None:
         least = logits.amax(-1, keepdim=True) + rows.min_p[request, None].log()
         logits.masked_fill_(logits < least, -torch.inf)
@@ -79,16 +79,6 @@ def keep_broken(processed: Tensor, logits: Tensor) -> Tensor:
     """`processed` with a NaN in each row whose `logits` hold NaN or +inf: vLLM's processors on a GPU remove those."""
     processed[:, 0].masked_fill_(~(logits.amax(-1) < torch.inf), torch.nan)
     return processed
-
-
-def scaled(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Logits over temperature, float32 [N, V]; those of greedy rows as they are. `temperature`: float32 [N]."""
-    return logits.float() / _divisors(temperature)
-
-
-def _divisors(temperature: Tensor) -> Tensor:
-    """What rows of these temperatures, float32 [N], are divided by: float32 [N, 1], 1 for greedy ones."""
-    return torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[:, None]
 
 
 def refuse_own_processors(processors: Iterable[Any]) -> None:

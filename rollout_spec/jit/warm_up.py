@@ -20,10 +20,9 @@ from rollout_spec.drafters.host.step import Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
 from rollout_spec.jit.cache import REMEDY, find_folder
-from rollout_spec.types import Draft, Int32Array, SamplingBatch
-from rollout_spec.verify.api import verify_rows
+from rollout_spec.types import Draft, Int32Array, LogprobsMode, SamplingBatch
+from rollout_spec.verify.api import draw, verify_rows
 from rollout_spec.verify.layout import lay_out
-from rollout_spec.verify.reference import LogprobsMode
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +168,7 @@ def warm_up_kernels(
     modes = (None, *(mode for mode in get_args(LogprobsMode) if mode == logprobs_mode))
     if draws:
         logits = torch.zeros(1, padded_size, dtype=dtype, device=device)[:, :vocab_size]
-        kernel.draw(logits, zeros.float(), zeros.long(), zeros.long())
+        draw(logits, zeros.float(), zeros.long(), zeros, verify_rows=kernel.verify_rows)
     for num_drafts, mode, is_processed in itertools.product(drafted, modes, (False, True)):
         if is_processed and mode == "raw_logprobs":
             continue  # vLLM's code scores the raw logits
@@ -201,5 +200,5 @@ def _verify(config: RolloutSpecConfig) -> None:
         layout = lay_out(lengths, drafted, rows)
         hidden = torch.zeros(3, 8, dtype=torch.float32)
         verify_rows(
-            logits, layout, rows, method=config.verify, logprobs_mode="raw_logprobs", hidden=hidden, max_draft_tokens=1
+            logits, layout, method=config.verify, logprobs_mode="raw_logprobs", hidden=hidden, max_draft_tokens=1
         )

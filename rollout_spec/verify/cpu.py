@@ -22,9 +22,8 @@ from rollout_spec.features.format import FEATURE_WORDS, LOGPROB_STEP, MAX_CODE, 
 from rollout_spec.features.torch import pack_signatures
 from rollout_spec.jit.compiler import njit
 from rollout_spec.noise.host import DOMAIN_TARGET, finish_hashes_nb, gumbel_from_hash_nb, row_state_nb, token_keys
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, VerifyResult
+from rollout_spec.types import GREEDY_TEMPERATURE, PLACEHOLDER_TOKEN_ID, LogprobsMode, VerifyResult
 from rollout_spec.verify.layout import Layout
-from rollout_spec.verify.reference import GREEDY_TEMPERATURE, LogprobsMode
 
 CHUNK = 64
 """Tokens of the vocabulary of which only the largest logit is kept, and of three chunks all."""
@@ -92,7 +91,7 @@ def _exp(x):
 
 @njit(allocates=False)
 def _highest(logits, chunk_maxima):
-    """(first token of the largest logit, whether the row has a distribution: no NaN or +inf, not only -inf). O(V).
+    """(first token of the largest logit, whether one is NaN or +inf). O(V).
 
     Fills `chunk_maxima`, int32 [ceil(V / CHUNK)], with the largest logit of each chunk, by `_order`.
     """
@@ -110,16 +109,7 @@ def _highest(logits, chunk_maxima):
     token = best * CHUNK
     while token < logits.size - 1 and _order(logits[token]) != highest:
         token += 1
-    return token, largest <= LARGEST_BITS and math.isfinite(logits[token])
-
-
-@njit(allocates=False)
-def _is_broken(logits):
-    """Whether a logit is NaN or +inf."""
-    broken = False
-    for i in range(logits.size):
-        broken |= math.isnan(logits[i]) or logits[i] == np.inf
-    return broken
+    return token, largest > LARGEST_BITS or logits[token] == np.inf
 
 
 @njit(allocates=False)
@@ -188,29 +178,20 @@ def _sum_maxima(chunk_maxima, scale, highest):
 def _largest_three(values):
     """Indices of the three largest values, of equal ones the first; -1 where there are fewer. O(n)."""
     a = b = c = -1
-    for i in range(min(values.size, 3)):
+    for i in range(values.size):
+        if c >= 0 and values[i] <= values[c]:
+            continue
         if a < 0 or values[i] > values[a]:
             a, b, c = i, a, b
         elif b < 0 or values[i] > values[b]:
             b, c = i, b
         else:
             c = i
-    if values.size > 3:
-        third = values[c]
-        for i in range(3, values.size):
-            if values[i] > third:
-                if values[i] > values[a]:
-                    a, b, c = i, a, b
-                elif values[i] > values[b]:
-                    b, c = i, b
-                else:
-                    c = i
-                third = values[c]
     return a, b, c
 
 
 @njit(allocates=False)
-def _pack_distribution(logits, chunk_maxima, temperature, near, words):
+def _pack_distribution(logits, chunk_maxima, scale, top_logits, words):
     """Fill the words of the features that hold the most probable tokens. O(V / CHUNK).
 
     Their probabilities are slightly too large: of all chunks but the three with the largest logits, only the largest
@@ -218,11 +199,10 @@ def _pack_distribution(logits, chunk_maxima, temperature, near, words):
 
     Args:
         chunk_maxima: Of `_highest`, of a row that has a distribution.
-        temperature: That is sampled at; 0 as 1.
-        near: float32 [TOP_TOKENS * CHUNK], scratch.
+        scale: The temperature that is sampled at; 1 for greedy rows.
+        top_logits: float32 [TOP_TOKENS * CHUNK], scratch.
         words: int64 [2], filled.
     """
-    scale = np.float32(1.0) if temperature < GREEDY_TEMPERATURE else np.float32(temperature)
     chunks = _largest_three(chunk_maxima)
     highest = np.float32(np.int32(_as_ordered(chunk_maxima[chunks[0]])).view(np.float32) / scale)
     total = np.float64(_sum_maxima(chunk_maxima, scale, highest))
@@ -232,13 +212,13 @@ def _pack_distribution(logits, chunk_maxima, temperature, near, words):
             total -= _sum_maxima(chunk_maxima[chunk : chunk + 1], scale, highest)  # all of its tokens are counted below
         for i in range(CHUNK):
             token = chunk * CHUNK + i
-            near[k * CHUNK + i] = logits[token] if chunk >= 0 and token < logits.size else np.float32(-np.inf)
-    of_near, _ = _score_block(near, scale, highest, np.float32(np.inf))
-    shift = math.log(total + of_near)
+            top_logits[k * CHUNK + i] = logits[token] if chunk >= 0 and token < logits.size else np.float32(-np.inf)
+    of_top, _ = _score_block(top_logits, scale, highest, np.float32(np.inf))
+    shift = math.log(total + of_top)
     words[0] = words[1] = 0
-    for place, at in enumerate(_largest_three(near)):
-        if at >= 0 and near[at] > -np.inf:
-            logprob = np.float64(np.float32(near[at] / scale)) - highest - shift
+    for place, at in enumerate(_largest_three(top_logits)):
+        if at >= 0 and top_logits[at] > -np.inf:
+            logprob = np.float64(np.float32(top_logits[at] / scale)) - highest - shift
             code = np.int64(min(max(np.rint(1.0 - logprob / LOGPROB_STEP), 1.0), MAX_CODE))
             token = np.int64(chunks[at // CHUNK] * CHUNK + at % CHUNK)
             words[place // 2] |= token << np.int64(32 * (place % 2))
@@ -246,49 +226,55 @@ def _pack_distribution(logits, chunk_maxima, temperature, near, words):
 
 
 @njit(allocates=False)
-def _widen(narrow, row):
-    """bfloat16, as uint16, to float32."""
-    for i in range(row.size):
-        row[i] = np.int32(np.uint32(narrow[i]) << np.uint32(16)).view(np.float32)
+def _widen(bits, logits):
+    """Fill `logits`, float32 [V], from bfloat16, as uint16."""
+    for i in range(logits.size):
+        logits[i] = np.int32(np.uint32(bits[i]) << np.uint32(16)).view(np.float32)
 
 
 @njit(nogil=True, allocates=False)
 def _verify(
-    logits, narrow, starts, temperature, seed, position, draft, score_scale, keys, want_logprobs, want_features,
-    after_difference, scratch, output, num_accepted, targets, logprobs, ranks, features, num_invalid, num_broken,
+    all_logits, all_bits, starts, temperature, seed, position, draft, is_raw, keys, after_difference, scratch,
+    output, num_accepted, targets, num_broken, logprobs, ranks, features,
 ):  # fmt: skip
-    """Fill the outputs. See `VerifyResult` for the shapes, and `verify_rows` for `logits` and `narrow`."""
-    hashes, bounds, chunk_maxima, near, widened = scratch
+    """Fill the outputs. See `VerifyResult` for their shapes; the last three may be of length 0.
+
+    Args:
+        all_logits, all_bits: float32 [N, V], or bfloat16 as uint16; the other is of length 0.
+        is_raw: Whether log-probabilities are those of temperature 1.
+        scratch: Of `_scratch`.
+    """
+    hashes, bounds, chunk_maxima, top_logits, widened = scratch
     for request in range(num_accepted.size):
-        alive = True
+        is_accepted = True
         for row in range(starts[request], starts[request + 1]):
-            if not alive and not after_difference:
+            if not is_accepted and not after_difference:
                 break
-            if narrow.size:
-                _widen(narrow[row], widened)
-            row_logits = widened if narrow.size else logits[row]
-            likeliest, is_valid = _highest(row_logits, chunk_maxima)
+            if all_bits.size:
+                _widen(all_bits[row], widened)
+            logits = widened if all_bits.size else all_logits[row]
+            likeliest, is_broken = _highest(logits, chunk_maxima)
+            is_valid = not is_broken and logits[likeliest] > -np.inf
+            is_greedy = temperature[row] < GREEDY_TEMPERATURE
             token = likeliest
             if not is_valid:
                 token = PLACEHOLDER_TOKEN_ID
-            elif temperature[row] >= GREEDY_TEMPERATURE:
+            elif not is_greedy:
                 state = row_state_nb(seed[row], position[row], DOMAIN_TARGET)
-                token = _sample_row(row_logits, temperature[row], state, keys, hashes, bounds)
+                token = _sample_row(logits, temperature[row], state, keys, hashes, bounds)
             targets[row] = token
-            if not alive:
+            if not is_accepted:
                 continue
             output[request, row - starts[request]] = token
-            if not is_valid:
-                num_invalid[request] = 1
-                num_broken[request] = _is_broken(row_logits)
-                alive = False
-                continue
-            if want_features:
-                _pack_distribution(row_logits, chunk_maxima, temperature[row], near, features[row, SIGNATURE_WORDS:])
-            if want_logprobs:
-                logprobs[row], ranks[row] = _score_row(row_logits, score_scale[row], likeliest, token)
-            alive = token == draft[row]
-            num_accepted[request] += alive
+            if is_valid and features.size:
+                scale = np.float32(1.0) if is_greedy else temperature[row]
+                _pack_distribution(logits, chunk_maxima, scale, top_logits, features[row, SIGNATURE_WORDS:])
+            if is_valid and logprobs.size:
+                scale = np.float32(1.0) if is_greedy or is_raw else temperature[row]
+                logprobs[row], ranks[row] = _score_row(logits, scale, likeliest, token)
+            num_broken[request] = is_broken
+            is_accepted = is_valid and token == draft[row]
+            num_accepted[request] += is_accepted
 
 
 _of_thread = threading.local()
@@ -305,7 +291,7 @@ def _scratch(vocab_size: int) -> tuple[NDArray[Any], ...]:
 
 
 def verify_rows(
-    target_logits: Tensor,
+    logits: Tensor,
     layout: Layout,
     *,
     logprobs_mode: LogprobsMode | None = None,
@@ -313,46 +299,36 @@ def verify_rows(
     after_difference: bool = False,
     max_draft_tokens: int,
 ) -> VerifyResult:
-    """`rollout_spec.verify.api.verify_rows` with `method="sample"` for tensors on the CPU; nothing is truncated."""
-    num_rows, vocab_size = target_logits.shape
+    """`rollout_spec.verify.api.verify_rows` with `method="sample"` for tensors on the CPU."""
+    num_rows, vocab_size = logits.shape
     num_requests = layout.starts.shape[0] - 1
-    narrow, logits = np.empty((0, vocab_size), np.uint16), np.empty((0, vocab_size), np.float32)
-    if target_logits.dtype == torch.bfloat16:  # widened row by row
-        narrow = target_logits.detach().contiguous().view(torch.uint16).numpy()
+    all_logits, all_bits = np.empty((0, vocab_size), np.float32), np.empty((0, vocab_size), np.uint16)
+    if logits.dtype == torch.bfloat16:  # widened row by row
+        all_bits = logits.detach().contiguous().view(torch.uint16).numpy()
     else:
-        logits = target_logits.detach().float().contiguous().numpy()
-    temperature, score_scale = layout.temperature.numpy(), np.ones(num_rows, np.float32)
-    if logprobs_mode == "processed_logprobs":
-        score_scale = np.where(temperature < GREEDY_TEMPERATURE, np.float32(1.0), temperature)
-    features = np.zeros((0 if hidden is None else num_rows, FEATURE_WORDS), np.int64)
-    seed = layout.position if layout.seed is None else layout.seed  # of greedy rows it is not read
+        all_logits = logits.detach().float().contiguous().numpy()
+    num_scored = 0 if logprobs_mode is None else num_rows
     output = np.full((num_requests, max_draft_tokens + 1), PLACEHOLDER_TOKEN_ID, np.int32)
-    num_accepted, num_invalid, num_broken = np.zeros((3, num_requests), np.int32)
+    num_accepted, num_broken = np.zeros((2, num_requests), np.int32)
     targets = np.full(num_rows, PLACEHOLDER_TOKEN_ID, np.int64)
-    logprobs, ranks = np.zeros(num_rows, np.float32), np.ones(num_rows, np.int64)
-    wanted = logprobs_mode is not None
+    logprobs, ranks = np.zeros(num_scored, np.float32), np.ones(num_scored, np.int64)
+    features = np.zeros((0 if hidden is None else num_rows, FEATURE_WORDS), np.int64)
     _verify(
-        logits,
-        narrow,
+        all_logits,
+        all_bits,
         layout.starts.numpy(),
-        temperature,
-        seed.numpy(),
-        layout.position.numpy(),
-        layout.draft.numpy(),
-        score_scale,
+        *(field.numpy() for field in layout[2:]),
+        logprobs_mode == "raw_logprobs",
         _keys(vocab_size),
-        wanted,
-        hidden is not None,
         after_difference,
         _scratch(vocab_size),
         output,
         num_accepted,
         targets,
+        num_broken,
         logprobs,
         ranks,
         features,
-        num_invalid,
-        num_broken,
     )
     if hidden is not None:
         _sign(features, hidden, targets >= 0)
@@ -360,30 +336,11 @@ def verify_rows(
         torch.from_numpy(output),
         torch.from_numpy(num_accepted),
         torch.from_numpy(targets),
-        torch.from_numpy(logprobs) if wanted else None,
-        torch.from_numpy(ranks) if wanted else None,
-        torch.from_numpy(num_invalid),
+        None if logprobs_mode is None else torch.from_numpy(logprobs),
+        None if logprobs_mode is None else torch.from_numpy(ranks),
         torch.from_numpy(num_broken),
-        torch.from_numpy(features) if hidden is not None else None,
+        None if hidden is None else torch.from_numpy(features),
     )
-
-
-@njit(nogil=True, allocates=False)
-def _pack_distributions(logits, temperature, scratch, features):  # type: ignore[no-untyped-def]
-    _, _, chunk_maxima, near, _ = scratch
-    for row in range(features.shape[0]):
-        _, is_valid = _highest(logits[row], chunk_maxima)
-        if is_valid:
-            _pack_distribution(logits[row], chunk_maxima, temperature[row], near, features[row, SIGNATURE_WORDS:])
-
-
-def pack_features(target_logits: Tensor, layout: Layout, hidden: Tensor) -> Tensor:
-    """The features of all rows, as `verify_rows` computes them for those that are emitted: int64 [N, FEATURE_WORDS]."""
-    logits = target_logits.detach().float().contiguous().numpy()
-    features = np.zeros((hidden.shape[0], FEATURE_WORDS), np.int64)
-    _sign(features, hidden, np.ones(hidden.shape[0], np.bool_))
-    _pack_distributions(logits, layout.temperature.numpy(), _scratch(logits.shape[1]), features)
-    return torch.from_numpy(features)
 
 
 def _sign(features: NDArray[np.int64], hidden: Tensor, is_wanted: NDArray[np.bool_]) -> None:

@@ -8,21 +8,18 @@
 4. Where features are asked for, `_features_kernel` packs the projections of hidden states, and reads the three tiles of
    each emitted row that hold its most probable tokens, which the scan's maxima tell.
 
-Nothing is truncated: whoever samples with top-k, top-p or min-p hands over logits that are -inf where tokens were
-removed. Nothing waits for the device, so all of it can be captured in CUDA graphs; nothing of the vocabulary's size is
-written.
+Nothing waits for the device, so all of it can be captured in CUDA graphs; nothing of the vocabulary's size is written.
 
-Arithmetic per token. A token can win only if its noise reaches best - x / T, that is, if its hash is at most
-2**32 exp(x / T - best). So a tile's smallest hash is compared with what the tile's largest logit allows; if it passes,
-each hash with what its own logit allows; and only if one passes again are the noise's two logarithms taken. The draft's
-score is taken first: where the target samples the draft, the bound is tight from the first tile on.
+Arithmetic per token. A token can win only if its noise reaches best - logit / T, that is, if its hash is at most
+2**32 exp(logit / T - best). So a tile's smallest hash is compared with what the tile's largest logit allows; if it
+passes, each hash with what its own logit allows; and only if one passes again are the noise's two logarithms taken. The
+draft's score is taken first: where the target samples the draft, the bound is tight from the first tile on.
 
-Per token the common path takes 22 instructions (sm_90, bf16): 3 multiplications,
-3 shifts and 3 logical operations for the hash (murmur3's last step, which changes h by at most h / 2**16, is left to
-the exact evaluation), 3 for the token's key, which `ROWS` rows share, and the rest for conversion, maximum and sum of
-exponentials. Nearly 12 of them go to the integer pipe, 64 lanes per clock: 0.18 clocks per token and multiprocessor,
-2.9 TB/s of bf16 logits on an H200 at 1.98 GHz. Loads are vectorised only if 16 divides the vocabulary size, so pad it,
-as engines do.
+Per token the common path takes 22 instructions (sm_90, bf16): 3 multiplications, 3 shifts and 3 logical operations for
+the hash (murmur3's last step, which changes h by at most h / 2**16, is left to the exact evaluation), 3 for the token's
+key, which `ROWS` rows share, and the rest for conversion, maximum and sum of exponentials. Nearly 12 of them go to the
+integer pipe, 64 lanes per clock: 0.18 clocks per token and multiprocessor, 2.9 TB/s of bf16 logits on an H200 at
+1.98 GHz. Loads are vectorised only if 16 divides the vocabulary size, so pad it, as engines do.
 """
 
 from __future__ import annotations
@@ -38,10 +35,15 @@ from rollout_spec.features import format
 from rollout_spec.features.torch import project
 from rollout_spec.noise import host as noise
 from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash, uniform
-from rollout_spec.types import SamplingBatch, VerifyResult
-from rollout_spec.verify import reference
+from rollout_spec.types import (
+    GREEDY_TEMPERATURE,
+    PLACEHOLDER_TOKEN_ID,
+    LogprobsMode,
+    SamplingBatch,
+    VerifyMethod,
+    VerifyResult,
+)
 from rollout_spec.verify.layout import Layout
-from rollout_spec.verify.reference import LogprobsMode, VerifyMethod
 
 ROWS, BLOCK = 2, 512
 """Logits rows per program of the scan, which share the tokens' keys, and tokens per tile: 32 logits per thread."""
@@ -55,27 +57,30 @@ MAX_JOINED, SPLITS = 2048, 128
 """Partial results that the accept kernel holds at once, and the most of them per row. The latter is a constant: with
 the launch's own number of splits the kernel would be compiled again for each power of two."""
 
-GREEDY = tl.constexpr(reference.GREEDY_TEMPERATURE)
+GREEDY = tl.constexpr(GREEDY_TEMPERATURE)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-PLACEHOLDER = tl.constexpr(-1)
+PLACEHOLDER = tl.constexpr(PLACEHOLDER_TOKEN_ID)
+NO_TOKEN = tl.constexpr(0x7FFFFFFF)
+"""More than any token: of several that are equally probable, the least wins."""
 HASH_BITS = tl.constexpr(32.0)
 FEATURE_WORDS = tl.constexpr(format.FEATURE_WORDS)
 SIGNATURE_WORDS = tl.constexpr(format.SIGNATURE_WORDS)
 TOP_TOKENS = tl.constexpr(format.TOP_TOKENS)
 LOGPROB_STEP, MAX_CODE = tl.constexpr(format.LOGPROB_STEP), tl.constexpr(format.MAX_CODE)
-DOMAIN_ACCEPT = tl.constexpr(noise.DOMAIN_ACCEPT)
+DOMAIN_TARGET, DOMAIN_ACCEPT = tl.constexpr(noise.DOMAIN_TARGET), tl.constexpr(noise.DOMAIN_ACCEPT)
+DOMAIN_RESIDUAL = tl.constexpr(noise.DOMAIN_RESIDUAL)
 
 
 class Parts(NamedTuple):
-    """Partial results of the scan, [N, splits] each."""
+    """Partial results of the scan, [N, splits] each. Exponents are in units of ln 2."""
 
     score: Tensor  # float32, the largest logit / T + noise
     token: Tensor  # int32, its token
-    high: Tensor  # float32, the largest logit / T that may be drawn, in units of ln 2
-    mass: Tensor  # float32, sum of 2**(logit / (T ln 2) - high)
-    raw_high: Tensor  # float32, these two of all logits at T = 1; where not asked for, the same tensors as above
-    raw_mass: Tensor
+    high: Tensor  # float32, the largest exponent logit / T
+    mass: Tensor  # float32, sum of 2**(exponent - high)
+    unscaled_high: Tensor  # float32, these two at T = 1; where they are not asked for, the same tensors as above
+    unscaled_mass: Tensor
 
 
 @triton.jit(do_not_specialize=["num_requests"])
@@ -83,7 +88,7 @@ def _layout_kernel(
     cu_draft_ptr,  # integer [B], inclusive
     positions_ptr,  # integer [B]
     temperature_ptr,  # float [B]
-    seed_ptr,  # int64 [B] or None
+    seed_ptr,  # int64 [B]
     draft_ids_ptr,  # integer [D]
     starts_ptr,  # the fields of `Layout`, written
     row_request_ptr,
@@ -109,8 +114,7 @@ def _layout_kernel(
         draft = tl.where((draft >= 0) & (draft < 2147483648), draft, PLACEHOLDER).to(tl.int32)
         tl.store(row_request_ptr + first_row + j, request, mask=is_row)
         tl.store(row_temperature_ptr + first_row + j, tl.load(temperature_ptr + request).to(tl.float32), mask=is_row)
-        if seed_ptr is not None:
-            tl.store(row_seed_ptr + first_row + j, tl.load(seed_ptr + request), mask=is_row)
+        tl.store(row_seed_ptr + first_row + j, tl.load(seed_ptr + request), mask=is_row)
         tl.store(row_position_ptr + first_row + j, position + j, mask=is_row)
         tl.store(row_draft_ptr + first_row + j, draft, mask=is_row)
 
@@ -175,21 +179,20 @@ def _scan_kernel(
     logits_ptr,  # [N, V]
     logits_stride,
     temperature_ptr,  # float32 [N]
-    seed_ptr,  # int64 [N], None: all greedy
+    seed_ptr,  # int64 [N]
     position_ptr,  # int64 [N]
     draft_ptr,  # int32 [N]
     score_ptr,  # the fields of `Parts`, [N, splits]
     token_ptr,
     high_ptr,
     mass_ptr,
-    raw_high_ptr,
-    raw_mass_ptr,
-    tile_high_ptr,  # float32 [ceil(N / ROWS), tiles, ROWS]: the largest logit of each tile that may be drawn, written
+    unscaled_high_ptr,
+    unscaled_mass_ptr,
+    tile_max_ptr,  # float32 [ceil(N / ROWS), tiles, ROWS]: the largest logit of each tile, written
     num_rows,
     vocab_size,
     tokens_per_split,
-    DOMAIN: tl.constexpr,
-    EXCLUDE_DRAFT: tl.constexpr,  # sample what follows a rejected point-mass draft
+    REJECTION: tl.constexpr,  # sample what follows a rejected point-mass draft
     RAW: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -200,70 +203,69 @@ def _scan_kernel(
     temperature, is_greedy = _load_temperature(temperature_ptr, row, is_row)
     scale = (1.0 / temperature) * LOG2E
     draft = tl.load(draft_ptr + row, mask=is_row, other=-1)
-    is_token = (draft >= 0) & (draft < vocab_size) & is_row
     logits_ptr += row * logits_stride  # [ROWS]
 
     best_score = tl.full([ROWS], float("-inf"), tl.float32)
-    best_token = tl.full([ROWS], 0x7FFFFFFF, tl.int32)
-    if seed_ptr is not None:
-        seed = tl.load(seed_ptr + row, mask=is_row, other=0)
-        position = tl.load(position_ptr + row, mask=is_row, other=0)
-        state = row_state(seed, position, DOMAIN)
-        if not EXCLUDE_DRAFT:
-            # The draft is probably the winner: its score is a bound from the start.
-            drafted = tl.load(logits_ptr + draft, mask=is_token, other=float("-inf")).to(tl.float32)
-            g = gumbel(finish_hash(unfinished_hash(state, token_key(draft.to(tl.uint32)))))
-            best_score = drafted / temperature + tl.where(is_greedy, 0.0, g)
-            best_token = tl.where(is_token, draft, best_token)
+    best_token = tl.full([ROWS], NO_TOKEN, tl.int32)
+    seed = tl.load(seed_ptr + row, mask=is_row, other=0)
+    position = tl.load(position_ptr + row, mask=is_row, other=0)
+    if REJECTION:
+        state = row_state(seed, position, DOMAIN_RESIDUAL)
+    else:
+        state = row_state(seed, position, DOMAIN_TARGET)
+        # The draft is probably the winner: its score is a bound from the start.
+        is_token = (draft >= 0) & (draft < vocab_size) & is_row
+        drafted = tl.load(logits_ptr + draft, mask=is_token, other=float("-inf")).to(tl.float32)
+        g = gumbel(finish_hash(unfinished_hash(state, token_key(draft.to(tl.uint32)))))
+        best_score = drafted / temperature + tl.where(is_greedy, 0.0, g)
+        best_token = tl.where(is_token, draft, best_token)
 
     high = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.full([ROWS], 0.0, tl.float32)
-    raw_high = high
-    raw_mass = mass
+    unscaled_high = high
+    unscaled_mass = mass
     first = split * tokens_per_split
-    tile_high_ptr += tl.program_id(0).to(tl.int64) * ROWS * tl.cdiv(vocab_size, BLOCK)
+    tile_max_ptr += tl.program_id(0).to(tl.int64) * ROWS * tl.cdiv(vocab_size, BLOCK)
     for start in range(first, tl.minimum(first + tokens_per_split, vocab_size), BLOCK):
         token = start + tl.arange(0, BLOCK)  # [BLOCK]
-        x = _load_tile(logits_ptr, token, is_row, vocab_size)  # [ROWS, BLOCK]
+        logits = _load_tile(logits_ptr, token, is_row, vocab_size)  # [ROWS, BLOCK]
         if RAW:
-            new_high = tl.maximum(raw_high, tl.max(x, axis=1) * LOG2E)
+            new_high = tl.maximum(unscaled_high, tl.max(logits, axis=1) * LOG2E)
             base = tl.where(new_high == float("-inf"), 0.0, new_high)
-            raw_mass = raw_mass * tl.exp2(raw_high - base) + tl.sum(tl.exp2(x * LOG2E - base[:, None]), axis=1)
-            raw_high = new_high
-        tile_x = tl.max(x, axis=1)
-        tl.store(tile_high_ptr + start // BLOCK * ROWS + tl.arange(0, ROWS), tile_x)
-        tile_high = tile_x * scale
+            weight = tl.exp2(logits * LOG2E - base[:, None])
+            unscaled_mass = unscaled_mass * tl.exp2(unscaled_high - base) + tl.sum(weight, axis=1)
+            unscaled_high = new_high
+        tile_max = tl.max(logits, axis=1)
+        tl.store(tile_max_ptr + start // BLOCK * ROWS + tl.arange(0, ROWS), tile_max)
+        tile_high = tile_max * scale
         new_high = tl.maximum(high, tile_high)
         base = tl.where(new_high == float("-inf"), 0.0, new_high)
-        weight = tl.exp2(x * scale[:, None] - base[:, None])  # [ROWS, BLOCK]
+        weight = tl.exp2(logits * scale[:, None] - base[:, None])  # [ROWS, BLOCK]
         mass = mass * tl.exp2(high - base) + tl.sum(weight, axis=1)
         high = new_high
 
-        reaches = tile_x > best_score
-        if seed_ptr is not None:
-            # weight * limit is the largest hash with which a token still wins. The slack of 0.07 % covers what
-            # unfinished_hash leaves out (h ^ (h >> 16) differs from h by at most h / 2**16) and the rounding of what
-            # stands here; that of the scores grows with them.
-            slack = 1e-3 + 1e-6 * tl.abs(base)
-            limit = tl.exp2(tl.minimum(base - best_score * LOG2E + slack, 60.0) + HASH_BITS)
-            tile_limit = tl.exp2(tile_high - base) * limit
-            reaches = is_greedy & (tile_x >= best_score)
-            # Below 1/2 not even hash 0 wins.
-            if tl.max((~is_greedy & (tile_limit >= 0.5)).to(tl.int32), axis=0) > 0:
-                h = unfinished_hash(state[:, None], token_key(token.to(tl.uint32))[None, :])
-                may_reach = tl.min(h, axis=1).to(tl.float32) <= tile_limit
-                if tl.max((~is_greedy & may_reach).to(tl.int32), axis=0) > 0:
-                    excess = weight * limit[:, None] - h.to(tl.float32)
-                    reaches |= ~is_greedy & (tl.max(excess, axis=1) >= 0.0)
+        # weight * limit is the largest hash with which a token still wins. The slack of 0.07 % covers what
+        # unfinished_hash leaves out (h ^ (h >> 16) differs from h by at most h / 2**16) and the rounding of what stands
+        # here; that of the scores grows with them.
+        slack = 1e-3 + 1e-6 * tl.abs(base)
+        limit = tl.exp2(tl.minimum(base - best_score * LOG2E + slack, 60.0) + HASH_BITS)
+        tile_limit = tl.exp2(tile_high - base) * limit
+        reaches = is_greedy & (tile_max >= best_score)
+        # Below 1/2 not even hash 0 wins.
+        if tl.max((~is_greedy & (tile_limit >= 0.5)).to(tl.int32), axis=0) > 0:
+            h = unfinished_hash(state[:, None], token_key(token.to(tl.uint32))[None, :])
+            may_reach = tl.min(h, axis=1).to(tl.float32) <= tile_limit
+            if tl.max((~is_greedy & may_reach).to(tl.int32), axis=0) > 0:
+                excess = weight * limit[:, None] - h.to(tl.float32)
+                reaches |= ~is_greedy & (tl.max(excess, axis=1) >= 0.0)
         if tl.max(reaches.to(tl.int32), axis=0) > 0:
-            x = _load_tile(logits_ptr, token, is_row, vocab_size)  # again: held, it would take registers from all tiles
-            score = x / temperature[:, None]
-            if seed_ptr is not None:
-                h = finish_hash(unfinished_hash(state[:, None], token_key(token.to(tl.uint32))[None, :]))
-                score += tl.where(is_greedy[:, None], 0.0, gumbel(h))
-                if EXCLUDE_DRAFT:
-                    is_draft = (token[None, :] == draft[:, None]) & ~is_greedy[:, None]
-                    score = tl.where(is_draft, float("-inf"), score)
+            # Again: held, they would take registers from all tiles.
+            logits = _load_tile(logits_ptr, token, is_row, vocab_size)
+            h = finish_hash(unfinished_hash(state[:, None], token_key(token.to(tl.uint32))[None, :]))
+            score = logits / temperature[:, None] + tl.where(is_greedy[:, None], 0.0, gumbel(h))
+            if REJECTION:
+                is_draft = (token[None, :] == draft[:, None]) & ~is_greedy[:, None]
+                score = tl.where(is_draft, float("-inf"), score)
             # Which of NaN and a number is larger depends on their order here: lanes of a warp would find different
             # maxima and branch apart, which spoils the program's other rows. The row's mass shows that it is broken.
             score = tl.where(score == score, score, float("-inf"))
@@ -279,8 +281,72 @@ def _scan_kernel(
     tl.store(high_ptr + part, high, mask=is_row)
     tl.store(mass_ptr + part, mass, mask=is_row)
     if RAW:
-        tl.store(raw_high_ptr + part, raw_high, mask=is_row)
-        tl.store(raw_mass_ptr + part, raw_mass, mask=is_row)
+        tl.store(unscaled_high_ptr + part, unscaled_high, mask=is_row)
+        tl.store(unscaled_mass_ptr + part, unscaled_mass, mask=is_row)
+
+
+@triton.jit
+def _join_sums(high, mass, high_ptr, mass_ptr, part, is_part):
+    """Add splits' partial sums of exponentials to (high, mass), [WIDTH] each."""
+    highs = tl.load(high_ptr + part, mask=is_part, other=float("-inf"))
+    masses = tl.load(mass_ptr + part, mask=is_part, other=0.0)
+    new_high = tl.maximum(high, tl.max(highs, axis=1))
+    base = tl.where(new_high == float("-inf"), 0.0, new_high)
+    # Selected, so that the products are rounded before lanes add them up: within a fused multiply-add only one of two
+    # would be, and lanes would get sums that differ in their last bit.
+    masses = tl.where(is_part, masses * tl.exp2(highs - base[:, None]), 0.0)
+    return new_high, mass * tl.exp2(high - base) + tl.sum(masses, axis=1)
+
+
+@triton.jit
+def _join_splits(
+    score_ptr,  # the fields of `Parts`
+    token_ptr,
+    high_ptr,
+    mass_ptr,
+    unscaled_high_ptr,
+    unscaled_mass_ptr,
+    row,
+    is_row,
+    num_splits,
+    RAW: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """The fields of `Parts` of whole rows, [WIDTH] each. Of equal scores' tokens the first."""
+    best_score = tl.full([WIDTH], float("-inf"), tl.float32)
+    best_token = tl.full([WIDTH], NO_TOKEN, tl.int32)
+    high = tl.full([WIDTH], float("-inf"), tl.float32)
+    mass = tl.full([WIDTH], 0.0, tl.float32)
+    unscaled_high = high
+    unscaled_mass = mass
+    for first in range(0, num_splits, SPLITS):
+        split = first + tl.arange(0, SPLITS)
+        part = row[:, None] * num_splits + split[None, :]  # [WIDTH, SPLITS]
+        is_part = is_row[:, None] & (split < num_splits)[None, :]
+        score = tl.load(score_ptr + part, mask=is_part, other=float("-inf"))
+        top = tl.max(score, axis=1)
+        token = tl.load(token_ptr + part, mask=is_part, other=NO_TOKEN)
+        top_token = tl.min(tl.where(score == top[:, None], token, NO_TOKEN), axis=1)
+        better = (top > best_score) | ((top == best_score) & (top_token < best_token))
+        best_score = tl.where(better, top, best_score)
+        best_token = tl.where(better, top_token, best_token)
+        high, mass = _join_sums(high, mass, high_ptr, mass_ptr, part, is_part)
+        if RAW:
+            unscaled_high, unscaled_mass = _join_sums(
+                unscaled_high, unscaled_mass, unscaled_high_ptr, unscaled_mass_ptr, part, is_part
+            )
+    return best_score, best_token, high, mass, unscaled_high, unscaled_mass
+
+
+@triton.jit
+def _accepts(seed_ptr, position_ptr, row, is_row, p, best_score, WIDTH: tl.constexpr):
+    """The ratio test of point-mass drafts, which the target has with probability `p`: bool [WIDTH]."""
+    seed = tl.load(seed_ptr + row, mask=is_row, other=0)
+    position = tl.load(position_ptr + row, mask=is_row, other=0)
+    h = unfinished_hash(row_state(seed, position, DOMAIN_ACCEPT), token_key(tl.zeros([WIDTH], tl.uint32)))
+    # Without a score nothing but the draft can be drawn: the residual is empty.
+    return (p > 0.0) & ((uniform(finish_hash(h)) <= p) | (best_score == float("-inf")))
 
 
 @triton.jit(do_not_specialize=["num_splits", "width", "after_difference"])
@@ -289,18 +355,17 @@ def _accept_kernel(
     logits_stride,
     starts_ptr,  # int32 [B + 1]
     temperature_ptr,  # float32 [N]
-    seed_ptr,  # int64 [N] or None
+    seed_ptr,  # int64 [N]
     position_ptr,  # int64 [N]
     draft_ptr,  # int32 [N]
     score_ptr,  # the fields of `Parts`
     token_ptr,
     high_ptr,
     mass_ptr,
-    raw_high_ptr,
-    raw_mass_ptr,
+    unscaled_high_ptr,
+    unscaled_mass_ptr,
     output_ptr,  # int32 [B, width], written, and all below
     num_accepted_ptr,  # int32 [B]
-    num_invalid_ptr,  # int32 [B]
     num_broken_ptr,  # int32 [B]
     target_ptr,  # int64 [N]
     logprob_ptr,  # float32 [N] or None
@@ -322,63 +387,29 @@ def _accept_kernel(
     j = tl.arange(0, WIDTH)
     row = start.to(tl.int64) + j  # [WIDTH]
     is_row = j < num_rows
+    best_score, token, high, mass, unscaled_high, unscaled_mass = _join_splits(
+        score_ptr, token_ptr, high_ptr, mass_ptr, unscaled_high_ptr, unscaled_mass_ptr, row, is_row, num_splits,
+        RAW, WIDTH, SPLITS,
+    )  # fmt: skip
+    is_valid = (mass > 0.0) & (mass < float("inf"))  # of NaN or +inf the mass is NaN, of a row of -inf 0
+
     temperature, is_greedy = _load_temperature(temperature_ptr, row, is_row)
-    draft = tl.load(draft_ptr + row, mask=is_row, other=-1)
-
-    # Join the splits.
-    best_score = tl.full([WIDTH], float("-inf"), tl.float32)
-    token = tl.full([WIDTH], 0x7FFFFFFF, tl.int32)
-    high = tl.full([WIDTH], float("-inf"), tl.float32)
-    mass = tl.full([WIDTH], 0.0, tl.float32)
-    raw_high = high
-    raw_mass = mass
-    for first in range(0, num_splits, SPLITS):
-        split = first + tl.arange(0, SPLITS)
-        part = row[:, None] * num_splits + split[None, :]  # [WIDTH, SPLITS]
-        is_part = is_row[:, None] & (split < num_splits)[None, :]
-        score = tl.load(score_ptr + part, mask=is_part, other=float("-inf"))
-        top = tl.max(score, axis=1)
-        tokens = tl.load(token_ptr + part, mask=is_part, other=0x7FFFFFFF)
-        top_token = tl.min(tl.where(score == top[:, None], tokens, 0x7FFFFFFF), axis=1)
-        better = (top > best_score) | ((top == best_score) & (top_token < token))
-        best_score = tl.where(better, top, best_score)
-        token = tl.where(better, top_token, token)
-        high, mass = _join(high, mass, high_ptr, mass_ptr, part, is_part)
-        if RAW:
-            raw_high, raw_mass = _join(raw_high, raw_mass, raw_high_ptr, raw_mass_ptr, part, is_part)
-
-    # A NaN or +inf leaves a mass that is NaN, a row of -inf one of 0.
-    is_valid = (mass > 0.0) & (mass < float("inf"))
-    is_empty = mass == 0.0
-    if RAW:
-        is_valid = is_valid & (raw_mass > 0.0) & (raw_mass < float("inf"))
-        is_empty = is_empty & (raw_mass < float("inf")) | (raw_mass == 0.0)
     scale = (1.0 / temperature) * LOG2E
-    is_draft = j < num_rows - 1
-    is_token = is_draft & (draft >= 0) & (draft < vocab_size)
+    draft = tl.load(draft_ptr + row, mask=is_row, other=-1)
+    is_token = (j < num_rows - 1) & (draft >= 0) & (draft < vocab_size)
+    accepted = token == draft
     if REJECTION:
-        x = tl.load(logits_ptr + row * logits_stride + draft, mask=is_token, other=float("-inf")).to(tl.float32)
-        p = tl.exp2(x * scale - high) / mass  # exactly 1 where nothing else can be drawn: the scan rounds likewise
-        matches = token == draft
-        if seed_ptr is not None:
-            seed = tl.load(seed_ptr + row, mask=is_row, other=0)
-            position = tl.load(position_ptr + row, mask=is_row, other=0)
-            h = unfinished_hash(row_state(seed, position, DOMAIN_ACCEPT), token_key(tl.zeros([WIDTH], tl.uint32)))
-            passes = (p > 0.0) & (uniform(finish_hash(h)) <= p)
-            # Only the draft can be drawn: the residual is empty.
-            passes |= (best_score == float("-inf")) & (p > 0.0)
-            matches = tl.where(is_greedy, matches, passes)
-        accepted = is_token & matches & is_valid
-        token = tl.where(accepted, draft, token)
-    else:
-        accepted = is_token & (token == draft) & is_valid
+        logit = tl.load(logits_ptr + row * logits_stride + draft, mask=is_token, other=float("-inf")).to(tl.float32)
+        p = tl.exp2(logit * scale - high) / mass  # exactly 1 where nothing else can be drawn: the scan rounds likewise
+        accepted = tl.where(is_greedy, accepted, _accepts(seed_ptr, position_ptr, row, is_row, p, best_score, WIDTH))
+        token = tl.where(is_token & accepted, draft, token)
+    accepted = is_token & accepted & is_valid
     token = tl.where(is_valid, token, PLACEHOLDER)
     num_accepted = tl.min(tl.where(accepted, WIDTH, j), axis=0)
     is_emitted = is_row & (j <= num_accepted)
     tl.store(output_ptr + index * width + j, tl.where(is_emitted, token, PLACEHOLDER), mask=j < width)
     tl.store(num_accepted_ptr + index, num_accepted)
-    tl.store(num_invalid_ptr + index, tl.sum((is_emitted & ~is_valid).to(tl.int32), axis=0))
-    tl.store(num_broken_ptr + index, tl.sum((is_emitted & ~is_valid & ~is_empty).to(tl.int32), axis=0))
+    tl.store(num_broken_ptr + index, tl.sum((is_emitted & (mass != mass)).to(tl.int32), axis=0))
     target = tl.where(is_emitted, token, PLACEHOLDER)
     if not REJECTION:  # which samples nothing after the first difference
         target = tl.where(after_difference != 0, token, target)
@@ -386,26 +417,13 @@ def _accept_kernel(
     tl.store(joined_high_ptr + row, high, mask=is_row)
     tl.store(joined_mass_ptr + row, mass, mask=is_row)
     if logprob_ptr is not None:
-        x = tl.load(logits_ptr + row * logits_stride + token, mask=is_row & is_valid, other=0.0).to(tl.float32)
+        logit = tl.load(logits_ptr + row * logits_stride + token, mask=is_row & is_valid, other=0.0).to(tl.float32)
         if RAW:
-            logprob = x * LOG2E - raw_high - tl.log2(raw_mass)
+            logprob = logit * LOG2E - unscaled_high - tl.log2(unscaled_mass)
         else:
-            logprob = x * scale - high - tl.log2(mass)
+            logprob = logit * scale - high - tl.log2(mass)
         tl.store(logprob_ptr + row, tl.minimum(logprob, 0.0) * LN2, mask=is_row)
         tl.store(rank_ptr + row, tl.zeros([WIDTH], tl.int64), mask=is_row)
-
-
-@triton.jit
-def _join(high, mass, high_ptr, mass_ptr, part, is_part):
-    """Add splits' partial sums of exponentials to (high, mass), [WIDTH] each."""
-    highs = tl.load(high_ptr + part, mask=is_part, other=float("-inf"))
-    masses = tl.load(mass_ptr + part, mask=is_part, other=0.0)
-    new_high = tl.maximum(high, tl.max(highs, axis=1))
-    base = tl.where(new_high == float("-inf"), 0.0, new_high)
-    # Selected, so that the products are rounded before lanes add them up: within a fused multiply-add only one of two
-    # would be, and lanes would get sums that differ in their last bit.
-    masses = tl.where(is_part, masses * tl.exp2(highs - base[:, None]), 0.0)
-    return new_high, mass * tl.exp2(high - base) + tl.sum(masses, axis=1)
 
 
 @triton.jit
@@ -434,8 +452,8 @@ def _rank_kernel(
             first = tl.program_id(2) * tokens_per_split
             for offset in range(first, tl.minimum(first + tokens_per_split, vocab_size), BLOCK):
                 token = offset + tl.arange(0, BLOCK)
-                x = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-                is_above = (x >= chosen) & (token < vocab_size)
+                logits = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+                is_above = (logits >= chosen) & (token < vocab_size)
                 count += is_above.to(tl.int32)
             tl.atomic_add(rank_ptr + row, tl.sum(count).to(tl.int64), sem="relaxed")
 
@@ -448,7 +466,7 @@ def _features_kernel(
     starts_ptr,  # int32 [B + 1]
     num_accepted_ptr,  # int32 [B]
     temperature_ptr,  # float32 [N]
-    tile_high_ptr,  # float32 [ceil(N / ROWS), tiles, ROWS], of the scan
+    tile_max_ptr,  # float32 [ceil(N / ROWS), tiles, ROWS], of the scan
     high_ptr,  # float32 [N]: `Parts.high` and `Parts.mass` of whole rows
     mass_ptr,
     features_ptr,  # int64 [N, FEATURE_WORDS], written for the rows of emitted tokens
@@ -473,54 +491,42 @@ def _features_kernel(
             tile = tl.arange(0, TILES)
             num_tiles = tl.cdiv(vocab_size, BLOCK)
             at = (row // ROWS * num_tiles + tile) * ROWS + row % ROWS
-            highs = tl.load(tile_high_ptr + at, mask=tile < num_tiles, other=float("-inf"))
+            tile_max = tl.load(tile_max_ptr + at, mask=tile < num_tiles, other=float("-inf"))
             j = tl.arange(0, (TOP_TOKENS + 1) * BLOCK)
-            token = tl.full([(TOP_TOKENS + 1) * BLOCK], 0x7FFFFFFF, tl.int32)
+            token = tl.full([(TOP_TOKENS + 1) * BLOCK], NO_TOKEN, tl.int32)
             for i in tl.static_range(TOP_TOKENS):
-                best = tl.max(highs, axis=0)
-                at = tl.min(tl.where(highs == best, tile, TILES), axis=0)
+                best = tl.max(tile_max, axis=0)
+                at = tl.min(tl.where(tile_max == best, tile, TILES), axis=0)
                 token = tl.where(j // BLOCK == i, at * BLOCK + j % BLOCK, token)
-                highs = tl.where(tile == at, float("-inf"), highs)
+                tile_max = tl.where(tile == at, float("-inf"), tile_max)
             logits_ptr += row * logits_stride
-            x = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+            logits = tl.load(logits_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
             temperature, _ = _load_temperature(temperature_ptr, row, True)
             scale = (1.0 / temperature) * LOG2E
             place = tl.arange(0, 2)
             for i in tl.static_range(TOP_TOKENS):
-                best = tl.max(x, axis=0)
-                at = tl.min(tl.where(x == best, token, 0x7FFFFFFF), axis=0)
+                best = tl.max(logits, axis=0)
+                at = tl.min(tl.where(logits == best, token, NO_TOKEN), axis=0)
                 logprob = (best * scale - high - tl.log2(mass)) * LN2
                 code = tl.minimum(tl.maximum(tl.floor(1.5 - logprob / LOGPROB_STEP), 1.0), MAX_CODE)
                 if best > float("-inf"):
                     ids |= tl.where(place == i // 2, at.to(tl.int64) << (32 * (i % 2)), 0)
                     ids |= tl.where(place == 1, code.to(tl.int64) << (32 + 8 * i), 0)
-                x = tl.where(token == at, float("-inf"), x)
+                logits = tl.where(token == at, float("-inf"), logits)
         tl.store(features_ptr + SIGNATURE_WORDS + tl.arange(0, 2), ids)
 
 
-def _empty_layout(starts: Tensor, num_rows: int, *, all_greedy: bool) -> Layout:
+def _empty_layout(starts: Tensor, num_rows: int) -> Layout:
     """The layout of N rows, still to be filled but for `starts`."""
-
-    def empty(dtype: torch.dtype) -> Tensor:
-        return torch.empty(num_rows, dtype=dtype, device=starts.device)
-
-    return Layout(
-        starts=starts,
-        request=empty(torch.int32),
-        temperature=empty(torch.float32),
-        seed=None if all_greedy else empty(torch.int64),
-        position=empty(torch.int64),
-        draft=empty(torch.int32),
-    )
+    dtypes = torch.int32, torch.float32, torch.int64, torch.int64, torch.int32
+    return Layout(starts, *(torch.empty(num_rows, dtype=dtype, device=starts.device) for dtype in dtypes))
 
 
 def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
     """See `rollout_spec.verify.layout.lay_out`."""
     num_requests, num_drafts = cu_num_draft_tokens.shape[0], draft_token_ids.shape[0]
     starts = torch.empty(num_requests + 1, dtype=torch.int32, device=cu_num_draft_tokens.device)
-    layout = _empty_layout(starts, num_requests + num_drafts, all_greedy=rows.seeds is None)
-    if num_requests == 0:
-        return layout._replace(starts=starts.zero_())
+    layout = _empty_layout(starts, num_requests + num_drafts)
     _layout_kernel[(num_requests,)](
         cu_num_draft_tokens,
         rows.positions,
@@ -559,7 +565,7 @@ def gather_layout(
     num_rows = logits_indices.shape[0]
     # vLLM's dummy steps and its versions have other types here, for which the kernel would be compiled again.
     logits_indices, request, offset = logits_indices.long(), request.int(), offset.int()
-    layout = _empty_layout(starts, num_rows, all_greedy=False)
+    layout = _empty_layout(starts, num_rows)
     _gather_layout_kernel[(triton.cdiv(num_rows, 128),)](
         input_ids,
         positions,
@@ -569,11 +575,7 @@ def gather_layout(
         prefill_len,
         temperature,
         seeds,
-        layout.request,
-        layout.temperature,
-        layout.seed,
-        layout.position,
-        layout.draft,
+        *layout[1:],
         num_rows,
         BLOCK=128,
     )
@@ -581,7 +583,7 @@ def gather_layout(
 
 
 def verify_rows(
-    target_logits: Tensor,
+    logits: Tensor,
     layout: Layout,
     *,
     method: VerifyMethod = "sample",
@@ -591,72 +593,57 @@ def verify_rows(
     after_difference: bool = False,
     max_draft_tokens: int,
 ) -> VerifyResult:
-    """See `rollout_spec.verify.api.verify_rows`.
-
-    Nothing is truncated; `layout.request` is not read. `with_ranks`: whether log-probabilities come with ranks, for
-    which the rows of emitted tokens are read again.
-    """
-    logits = target_logits if target_logits.stride(1) == 1 else target_logits.contiguous()
+    """See `rollout_spec.verify.api.verify_rows`. `layout.request` is not read."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
     num_rows, vocab_size = logits.shape
-    num_requests, device = layout.starts.shape[0] - 1, logits.device
-    raw = logprobs_mode == "raw_logprobs"
-    rejection = method == "rejection"
-
-    tokens_per_split, num_splits = _split(vocab_size, triton.cdiv(num_rows, ROWS))
-
-    def part(dtype: torch.dtype) -> Tensor:
-        return torch.empty(num_rows, num_splits, dtype=dtype, device=device)
+    num_requests, width = layout.starts.shape[0] - 1, max_draft_tokens + 1
+    is_raw, is_rejection = logprobs_mode == "raw_logprobs", method == "rejection"
 
     # One allocation each: slices of one would have other alignments, for which Triton compiles the kernel again.
-    score, token, high, mass = part(torch.float32), part(torch.int32), part(torch.float32), part(torch.float32)
-    raws = (part(torch.float32), part(torch.float32)) if raw else (high, mass)
-    tiles = triton.cdiv(num_rows, ROWS), triton.cdiv(vocab_size, BLOCK), ROWS
-    tile_high = torch.empty(tiles, dtype=torch.float32, device=device)
-    parts = Parts(score, token, high, mass, *raws)
-    _scan_kernel[(triton.cdiv(num_rows, ROWS), num_splits)](
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=logits.device)
+
+    num_groups = triton.cdiv(num_rows, ROWS)
+    tokens_per_split, num_splits = _split(vocab_size, num_groups)
+    score, token, high, mass = (
+        empty(dtype, num_rows, num_splits) for dtype in (torch.float32, torch.int32, torch.float32, torch.float32)
+    )
+    unscaled = [empty(torch.float32, num_rows, num_splits) for _ in range(2)] if is_raw else [high, mass]
+    parts = Parts(score, token, high, mass, *unscaled)
+    tile_max = empty(torch.float32, num_groups, triton.cdiv(vocab_size, BLOCK), ROWS)
+    _scan_kernel[(num_groups, num_splits)](
         logits,
         logits.stride(0),
-        layout.temperature,
-        layout.seed,
-        layout.position,
-        layout.draft,
+        *layout[2:],
         *parts,
-        tile_high,
+        tile_max,
         num_rows,
         vocab_size,
         tokens_per_split,
-        DOMAIN=noise.DOMAIN_RESIDUAL if rejection else noise.DOMAIN_TARGET,
-        EXCLUDE_DRAFT=rejection,
-        RAW=raw,
+        REJECTION=is_rejection,
+        RAW=is_raw,
         ROWS=ROWS,
         BLOCK=BLOCK,
         num_warps=1,
         maxnreg=MAX_REGISTERS,
     )
 
-    width = max_draft_tokens + 1
+    output = empty(torch.int32, num_requests, width)
+    num_accepted, num_broken = empty(torch.int32, num_requests), empty(torch.int32, num_requests)
+    targets = empty(torch.int64, num_rows)
+    logprobs = ranks = features = None
+    if logprobs_mode is not None:
+        logprobs, ranks = empty(torch.float32, num_rows), empty(torch.int64, num_rows)
+    joined = empty(torch.float32, num_rows), empty(torch.float32, num_rows)
     padded_width = triton.next_power_of_2(width)
-    output = torch.empty(num_requests, width, dtype=torch.int32, device=device)
-    num_accepted = torch.empty(num_requests, dtype=torch.int32, device=device)
-    num_invalid = torch.empty(num_requests, dtype=torch.int32, device=device)
-    num_broken = torch.empty_like(num_invalid)
-    targets = torch.empty(num_rows, dtype=torch.int64, device=device)
-    wanted = logprobs_mode is not None
-    logprobs = torch.empty(num_rows, dtype=torch.float32, device=device) if wanted else None
-    ranks = torch.empty(num_rows, dtype=torch.int64, device=device) if wanted else None
-    joined = [torch.empty(num_rows, dtype=torch.float32, device=device) for _ in range(2)]
     _accept_kernel[(num_requests,)](
         logits,
         logits.stride(0),
         layout.starts,
-        layout.temperature,
-        layout.seed,
-        layout.position,
-        layout.draft,
+        *layout[2:],
         *parts,
         output,
         num_accepted,
-        num_invalid,
         num_broken,
         targets,
         logprobs,
@@ -666,12 +653,13 @@ def verify_rows(
         num_splits,
         width,
         int(after_difference),
-        REJECTION=rejection,
-        RAW=raw,
+        REJECTION=is_rejection,
+        RAW=is_raw,
         WIDTH=padded_width,
         SPLITS=min(SPLITS, max(1, MAX_JOINED // padded_width)),
     )
-    if ranks is not None and not with_ranks:
+
+    if not with_ranks:
         ranks = None
     if ranks is not None:
         tokens_per_split, num_splits = _split(vocab_size, num_rows)
@@ -687,9 +675,8 @@ def verify_rows(
             BLOCK=BLOCK,
             num_warps=1,
         )
-    features = None
     if hidden is not None:
-        features = torch.empty(num_rows, format.FEATURE_WORDS, dtype=torch.int64, device=device)
+        features = empty(torch.int64, num_rows, format.FEATURE_WORDS)
         _features_kernel[(num_requests, width)](
             logits,
             logits.stride(0),
@@ -697,25 +684,15 @@ def verify_rows(
             layout.starts,
             num_accepted,
             layout.temperature,
-            tile_high,
+            tile_max,
             *joined,
             features,
             vocab_size,
-            TILES=triton.next_power_of_2(tile_high.shape[1]),
+            TILES=triton.next_power_of_2(tile_max.shape[1]),
             ROWS=ROWS,
             BLOCK=BLOCK,
         )
-    return VerifyResult(output, num_accepted, targets, logprobs, ranks, num_invalid, num_broken, features)
-
-
-def draw(logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Sample a token from each row with its request's noise, as `rollout_spec.verify.draw.draw`."""
-    num_rows, device = logits.shape[0], logits.device
-    starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
-    nothing = torch.full((num_rows,), -1, dtype=torch.int32, device=device)
-    layout = Layout(starts, starts[:-1], temperature.float(), seeds, positions.long(), nothing)
-    result = verify_rows(logits, layout, logprobs_mode="processed_logprobs", with_ranks=False, max_draft_tokens=0)
-    return result.target_token_ids, result.logprobs
+    return VerifyResult(output, num_accepted, targets, logprobs, ranks, num_broken, features)
 
 
 def _split(vocab_size: int, num_programs: int) -> tuple[int, int]:

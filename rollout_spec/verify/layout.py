@@ -6,11 +6,10 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from rollout_spec.jit.compiler import njit
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch
+from rollout_spec.types import GREEDY_TEMPERATURE, PLACEHOLDER_TOKEN_ID, SamplingBatch
 
 
 class Layout(NamedTuple):
@@ -22,12 +21,24 @@ class Layout(NamedTuple):
     """int32 [N]: the row's index into the fields of `SamplingBatch`."""
     temperature: Tensor
     """float32 [N]: the row's. It and the seed are gathered once: vLLM's V2 runner keeps them in pinned host memory."""
-    seed: Tensor | None
-    """int64 [N]: the row's; None: all are greedy."""
+    seed: Tensor
+    """int64 [N]: the row's."""
     position: Tensor
     """int64 [N]: the row's input position."""
     draft: Tensor
     """int32 [N]: the token drafted there; the placeholder at bonus positions, and where the id does not fit."""
+
+    @classmethod
+    def without_drafts(cls, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Layout:
+        """Of rows that have a request each. Temperature float [N], seeds int64 [N], positions integer [N]."""
+        starts = torch.arange(seeds.shape[0] + 1, dtype=torch.int32, device=seeds.device)
+        request = starts[:-1]
+        draft = torch.full_like(request, PLACEHOLDER_TOKEN_ID)
+        return cls(starts, request, temperature.float(), seeds, positions.long(), draft)
+
+    def of_processed(self) -> Layout:
+        """The same where temperature has been applied to the logits: it is 1 then, or 0."""
+        return self._replace(temperature=(self.temperature >= GREEDY_TEMPERATURE).float())
 
 
 def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
@@ -36,29 +47,12 @@ def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: Sampling
     Args:
         cu_num_draft_tokens: integer [B], inclusive sums of draft lengths.
         draft_token_ids: integer [D].
-        rows: The requests'; their seeds may be None if all are greedy.
+        rows: The requests'.
     """
     if cu_num_draft_tokens.is_cuda:
         from rollout_spec.verify import kernel  # brings triton, which machines without a GPU may lack
 
         return kernel.lay_out(cu_num_draft_tokens, draft_token_ids, rows)
-    ends = np.diff(cu_num_draft_tokens.numpy(), prepend=0) + np.arange(1, cu_num_draft_tokens.shape[0] + 1)
-    return lay_out_inputs(cu_num_draft_tokens, draft_token_ids, rows, rows.positions, ends.astype(np.int32))
-
-
-def lay_out_inputs(
-    cu_num_draft_tokens: Tensor,
-    draft_token_ids: Tensor,
-    rows: SamplingBatch,
-    positions: Tensor,
-    input_ends: NDArray[np.int32],
-) -> Layout:
-    """`lay_out` on the CPU where positions are those of a step's inputs. Of `rows` they are not read.
-
-    Args:
-        positions: integer [T], of the inputs. Each request's last ones are those that its rows belong to.
-        input_ends: int32 [B], where each request's inputs end.
-    """
     num_requests = cu_num_draft_tokens.shape[0]
     num_rows = num_requests + draft_token_ids.shape[0]
     layout = (
@@ -69,35 +63,29 @@ def lay_out_inputs(
         np.empty(num_rows, np.int64),
         np.empty(num_rows, np.int32),
     )
-    seeds = positions if rows.seeds is None else rows.seeds
     _lay_out(
         cu_num_draft_tokens.numpy().astype(np.int64, copy=False),
         draft_token_ids.numpy().astype(np.int64, copy=False),
         rows.temperature.numpy().astype(np.float32, copy=False),
-        seeds.numpy().astype(np.int64, copy=False),
-        positions.numpy().astype(np.int64, copy=False),
-        input_ends,
+        rows.seeds.numpy(),
+        rows.positions.numpy().astype(np.int64, copy=False),
         *layout,
     )
-    starts, request, temperature, seed, position, draft = map(torch.from_numpy, layout)
-    return Layout(starts, request, temperature, None if rows.seeds is None else seed, position, draft)
+    return Layout(*map(torch.from_numpy, layout))
 
 
 @njit(nogil=True, allocates=False)
 def _lay_out(  # type: ignore[no-untyped-def]
-    cu_drafts, draft_ids, temperatures, seeds, positions, input_ends,
-    starts, request, temperature, seed, position, draft,
+    cu_drafts, draft_ids, temperatures, seeds, positions, starts, request, temperature, seed, position, draft,
 ):  # fmt: skip
     row = first = 0
     for i in range(cu_drafts.size):
         starts[i] = row
-        num_rows = cu_drafts[i] - first + 1
-        for j in range(num_rows):
+        for j in range(first, cu_drafts[i] + 1):
             request[row], temperature[row], seed[row] = i, temperatures[i], seeds[i]
-            position[row] = positions[input_ends[i] - num_rows] + j
-            draft[row] = PLACEHOLDER_TOKEN_ID
-            if first + j < cu_drafts[i] and 0 <= draft_ids[first + j] < 2**31:
-                draft[row] = draft_ids[first + j]
+            position[row] = positions[i] + j - first
+            is_token = j < cu_drafts[i] and 0 <= draft_ids[j] < 2**31
+            draft[row] = draft_ids[j] if is_token else PLACEHOLDER_TOKEN_ID
             row += 1
         first = cu_drafts[i]
     starts[cu_drafts.size] = row

@@ -2,77 +2,72 @@
 
 A *row* is one position's target logits; a request's rows are its drafted positions and then the bonus position. The
 *recovered* token is the one emitted at the first difference, the *bonus* token the one after a fully accepted draft.
-Shapes: N rows, V tokens, B requests, D drafted tokens. Only `lay_out` and `verify` wait for the device.
+Shapes: N rows, V tokens, B requests, D drafted tokens. Only `lay_out_on_host` and `verify` wait for it.
 
-Ratio tests run here on CPUs, and on any device where drafts come with probabilities.
+Ratio tests run here on CPUs. Where drafts come with probabilities, or where `SamplingBatch` says that tokens are cut
+off, any verification does: engines have vLLM cut them off.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollout_spec.noise.host import DOMAIN_ACCEPT, DOMAIN_RESIDUAL, DOMAIN_TARGET
 from rollout_spec.noise.torch import gumbel, uniform32
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
-from rollout_spec.verify.layout import Layout
+from rollout_spec.types import (
+    GREEDY_TEMPERATURE,
+    PLACEHOLDER_TOKEN_ID,
+    LogprobsMode,
+    SamplingBatch,
+    VerifyMethod,
+    VerifyResult,
+)
+from rollout_spec.verify.layout import Layout, lay_out
 
-GREEDY_TEMPERATURE = 1e-5
-"""Temperatures below this are greedy, as in vLLM."""
 MASS_TOLERANCE = 1e-5
 """A nucleus may fall this share short of top-p: float32 sums differ in the seventh digit, and the same nucleus must be
 found whatever the order of summation, also where equal probabilities add up to top-p exactly."""
 
-VerifyMethod = Literal["sample", "rejection"]
-LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
-
 
 def verify(
-    target_logits: Tensor, draft_token_ids: Tensor, cu_num_draft_tokens: Tensor, rows: SamplingBatch, **options: Any
+    logits: Tensor, draft_token_ids: Tensor, cu_num_draft_tokens: Tensor, rows: SamplingBatch, **options: Any
 ) -> VerifyResult:
     """Verify a batch of drafts; the arguments are those of `rollout_spec.verify.api.verify`, and are not checked."""
-    layout = lay_out(cu_num_draft_tokens, draft_token_ids, rows)
+    layout = lay_out_on_host(cu_num_draft_tokens, draft_token_ids, rows)
     if options.get("max_draft_tokens") is None:
         options["max_draft_tokens"] = max([1, *torch.diff(layout.starts).tolist()]) - 1
-    return verify_rows(target_logits, layout, rows, **options)
+    return verify_rows(logits, layout, processed=process(logits.float(), rows, layout.request.long()), **options)
 
 
-def lay_out(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
-    """See `rollout_spec.verify.layout.lay_out`."""
-    ends = cu_num_draft_tokens.long()
-    num_rows = torch.diff(ends, prepend=ends.new_zeros(1)) + 1
-    starts = torch.cat((ends.new_zeros(1), num_rows.cumsum(0)))
-    request = torch.arange(ends.shape[0], device=ends.device).repeat_interleave(num_rows)
-    offset = torch.arange(request.shape[0], device=ends.device) - starts[request]
-    draft, given = torch.full_like(request, PLACEHOLDER_TOKEN_ID), draft_token_ids.long()
-    is_draft = offset < num_rows[request] - 1
-    draft[is_draft] = torch.where((given >= 0) & (given < 2**31), given, PLACEHOLDER_TOKEN_ID)
-    return Layout(
-        starts=starts.int(),
-        request=request.int(),
-        temperature=rows.temperature.float()[request],
-        seed=None if rows.seeds is None else rows.seeds[request],
-        position=rows.positions.long()[request] + offset,
-        draft=draft.int(),
-    )
+def lay_out_on_host(cu_num_draft_tokens: Tensor, draft_token_ids: Tensor, rows: SamplingBatch) -> Layout:
+    """`lay_out` by the CPU's loop for arguments on any device, which the result is on, too."""
+    on_host = SamplingBatch(rows.temperature.cpu(), rows.seeds.cpu(), rows.positions.cpu())
+    layout = lay_out(cu_num_draft_tokens.cpu(), draft_token_ids.cpu(), on_host)
+    return Layout(*(field.to(cu_num_draft_tokens.device) for field in layout))
 
 
 def verify_rows(
-    target_logits: Tensor,
+    logits: Tensor,
     layout: Layout,
-    rows: SamplingBatch,
     *,
     max_draft_tokens: int,
     method: VerifyMethod = "sample",
+    processed: Tensor | None = None,
     draft_probs: Tensor | None = None,
     logprobs_mode: LogprobsMode | None = None,
     after_difference: bool = False,
 ) -> VerifyResult:
-    """See `rollout_spec.verify.api.verify_rows`; without features."""
-    raw = target_logits.float()
-    processed = process(raw, rows, layout.request.long())
+    """See `rollout_spec.verify.api.verify_rows`; without features.
+
+    Args:
+        processed: float32 [N, V], what is sampled from; None: the logits over each row's temperature.
+        draft_probs: float [D, V]; see `rejection_sample`.
+    """
+    raw = logits.float()
+    processed = scaled(raw, layout.temperature) if processed is None else processed
     targets = target_tokens(raw, processed, layout, method, draft_probs)
     result = accept(targets, raw, layout, max_draft_tokens)
     if method == "rejection" or not after_difference:
@@ -103,8 +98,6 @@ def rejection_sample(processed: Tensor, layout: Layout, draft_probs: Tensor | No
     Leviathan et al., arXiv:2211.17192, algorithm 1. `draft_probs` float [D, V]; None: q is 1 at the draft. The noise
     comes from streams that drafters do not use, so drafts may depend on the request's other noise.
     """
-    if layout.seed is None:
-        return processed.argmax(-1)
     p = processed.softmax(-1)
     # Neither the bonus position nor a draft outside the vocabulary: there p is sampled.
     is_draft = ((layout.draft >= 0) & (layout.draft < p.shape[1]))[:, None]
@@ -132,8 +125,6 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
 
 def with_noise(scores: Tensor, layout: Layout, domain: int) -> Tensor:
     """Scores [N, V] plus the Gumbel noise of each row that is not greedy."""
-    if layout.seed is None:
-        return scores
     noise = gumbel(layout.seed, layout.position, scores.shape[1], domain=domain)
     return scores + noise.masked_fill_((layout.temperature < GREEDY_TEMPERATURE)[:, None], 0.0)
 
@@ -154,14 +145,9 @@ def accept(targets: Tensor, raw: Tensor, layout: Layout, max_draft_tokens: int) 
     num_accepted = matches.cumprod(1).sum(1)
     is_kept = torch.arange(shape[1], device=targets.device) <= num_accepted[:, None]
     output = torch.where(is_kept, output, PLACEHOLDER_TOKEN_ID)
-
-    highest = raw.amax(-1)
-    is_invalid = is_emitted(layout, num_accepted) & (targets < 0)
-    is_broken = is_invalid & ~highest.isfinite() & (highest != float("-inf"))
-    num_invalid, num_broken = (
-        torch.zeros_like(num_accepted).index_add_(0, owner, wrong.long()) for wrong in (is_invalid, is_broken)
-    )
-    return VerifyResult(output.int(), num_accepted.int(), targets, None, None, num_invalid.int(), num_broken.int())
+    is_broken = is_emitted(layout, num_accepted) & ~(raw.amax(-1) < float("inf"))
+    num_broken = torch.zeros_like(num_accepted).index_add_(0, owner, is_broken.long())
+    return VerifyResult(output.int(), num_accepted.int(), targets, None, None, num_broken.int())
 
 
 def score(scores: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -183,6 +169,16 @@ def is_emitted(layout: Layout, num_accepted: Tensor) -> Tensor:
     return offset <= num_accepted[owner]
 
 
+def scaled(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Logits over each row's temperature, float32 [N, V]; those of greedy rows as they are."""
+    return logits.float() / divisors(temperature)
+
+
+def divisors(temperature: Tensor) -> Tensor:
+    """What rows of these temperatures, float32 [N], are divided by: float32 [N, 1], 1 for greedy ones."""
+    return torch.where(temperature < GREEDY_TEMPERATURE, 1.0, temperature)[:, None]
+
+
 def cuts(rows: SamplingBatch) -> bool:
     """Whether top-k, top-p or min-p may remove tokens."""
     return rows.top_k is not None or rows.top_p is not None or rows.min_p is not None
@@ -196,15 +192,12 @@ def process(raw: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
     Greedy rows stay as they are: vLLM resets their other parameters.
 
     Args:
-        raw: float32 [N, V]; returned itself if all rows are greedy.
+        raw: float32 [N, V].
         rows: One entry per request.
         request: int64 [N], each row's index into the fields of `rows`.
     """
-    if rows.seeds is None:
-        return raw
-    temperature = rows.temperature.float()[request, None]
-    is_greedy = temperature < GREEDY_TEMPERATURE
-    x = raw / torch.where(is_greedy, 1.0, temperature)
+    temperature = rows.temperature.float()[request]
+    x = scaled(raw, temperature)
     if not cuts(rows):
         return x
     if rows.min_p is not None:
@@ -219,4 +212,4 @@ def process(raw: Tensor, rows: SamplingBatch, request: Tensor) -> Tensor:
         is_outside = (probs.cumsum(-1) - probs >= top_p * (1 - MASS_TOLERANCE)) & (top_p < 1)
         is_outside[:, 0] = False
         kept = kept.masked_fill(is_outside, float("-inf"))
-    return torch.where(is_greedy, raw, x.scatter(1, order, kept))
+    return torch.where((temperature < GREEDY_TEMPERATURE)[:, None], raw, x.scatter(1, order, kept))

@@ -73,11 +73,7 @@ def run_a_session(config):
         for dtype in (torch.float32, torch.bfloat16):
             for lengths in ([0], [2, 0, 3]):
                 size = len(lengths)
-                rows = SamplingBatch(
-                    torch.full((size,), temperature),
-                    torch.arange(size) if temperature else None,
-                    torch.arange(size),
-                )
+                rows = SamplingBatch(torch.full((size,), temperature), torch.arange(size), torch.arange(size))
                 cu = torch.tensor(np.cumsum(lengths), dtype=torch.int32)
                 logits = torch.randn(sum(lengths) + size, 50, dtype=dtype)
                 for mode in (None, "raw_logprobs", "processed_logprobs"):

@@ -13,7 +13,6 @@ from rollout_spec.drafters.model.choice_device import DeviceChoice
 from rollout_spec.features.format import encode_logprobs, unpack
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel
-from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.reference import process
 from tests.drafters.device.test_device import Engine, K
 from tests.drafters.recorder import random_features
@@ -21,7 +20,7 @@ from tests.interpreter import run_as_python
 from tests.ptx import driver
 from tests.ptx.machine import Fault, changed_settings
 from tests.ptx.mutants import barriers_of, changed_copy, without_instruction
-from tests.verify.batches import as_torch, assert_agrees, kernel_verify, on_batches, right_drafts, verify_by
+from tests.verify.batches import as_torch, assert_agrees, kernel_verify, right_drafts, verify_by, verify_on_host
 
 pytestmark = pytest.mark.skipif(run_as_python(), reason="compiles the kernels")
 
@@ -53,7 +52,7 @@ def work(verify):
     logits, drafts, cu, rows = batch(0)
     given = torch.from_numpy(logits), torch.from_numpy(drafts), torch.from_numpy(cu), as_torch(rows)
     hidden = torch.from_numpy(np.random.default_rng(0).standard_normal((7, 16), np.float32))
-    ours, theirs = (each(*given, hidden=hidden) for each in (verify, on_batches(verify_rows)))
+    ours, theirs = (each(*given, hidden=hidden) for each in (verify, verify_on_host))
     is_emitted = theirs.target_token_ids >= 0
     (signatures, ids, codes), others = (unpack(found.features[is_emitted].numpy()) for found in (ours, theirs))
     assert (signatures == others[0]).all()
@@ -179,7 +178,7 @@ def test_no_other_kernel_has_barriers():
         ("(split < num_splits)[None, :]", "(split <= num_splits)[None, :]"),
         ("is_emitted = is_row & (j <= num_accepted)", "is_emitted = is_row & (j < num_accepted)"),
         ("tl.where(is_emitted, token, PLACEHOLDER), mask=j < width)", "tl.where(is_emitted, token, PLACEHOLDER))"),
-        ("(x >= chosen) & (token < vocab_size)", "(x > chosen) & (token < vocab_size)"),
+        ("(logits >= chosen) & (token < vocab_size)", "(logits > chosen) & (token < vocab_size)"),
         ("j < end - start, other=-1", "j <= end - start, other=-1"),
     ],
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import strategies as st
 
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch
+from rollout_spec.types import GREEDY_TEMPERATURE, PLACEHOLDER_TOKEN_ID, SamplingBatch
 from rollout_spec.verify import reference
+from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.layout import lay_out
 
 LOGPROBS_MODES = (None, "raw_logprobs", "processed_logprobs")
@@ -40,29 +42,32 @@ def probabilities(logits, **parameters):
     return reference.process(torch.from_numpy(logits)[None], rows, torch.zeros(1).long())[0].double().softmax(0).numpy()
 
 
-def on_batches(verify_rows, lay_out=lay_out):
+def on_batches(verify_rows, lay_out):
     """A `verify_rows` with the arguments of `rollout_spec.verify.api.verify`, which are not checked."""
 
     def verify(logits, drafts, cu, rows, **options):
         if "max_draft_tokens" not in options:
             options["max_draft_tokens"] = int(torch.diff(cu, prepend=cu.new_zeros(1)).max())
-        return verify_rows(logits, lay_out(cu, drafts, rows), rows, **options)
+        return verify_rows(logits, lay_out(cu, drafts, rows), **options)
 
     return verify
 
 
 def verify_by(module):
     """`module`'s kernels, with the arguments of `rollout_spec.verify.api.verify`, also on the CPU; no truncation."""
-    return on_batches(
-        lambda logits, layout, rows, **options: module.verify_rows(logits, layout, **options), module.lay_out
-    )
+    return on_batches(module.verify_rows, module.lay_out)
 
 
 def kernel_verify(*args, **options):
     """`verify_by` the package's kernels."""
-    from rollout_spec.verify import kernel  # brings triton
+    pytest.importorskip("triton")
+    from rollout_spec.verify import kernel
 
     return verify_by(kernel)(*args, **options)
+
+
+verify_on_host = on_batches(verify_rows, lay_out)
+verifiers = pytest.mark.parametrize("verify", [verify_on_host, kernel_verify], ids=["cpu", "kernel"])
 
 
 @st.composite
@@ -75,7 +80,7 @@ def batches(draw, truncation: bool = True):
     logits = (rng.standard_normal((num_drafts + num_requests, vocab_size)) * 3).astype(np.float32)
     if draw(st.booleans()):  # ties and removed tokens
         logits = np.round(logits)
-        logits[rng.random(logits.shape) < 0.2] = -np.inf
+        logits[rng.random(logits.shape) < rng.choice([0.2, 0.9], (len(logits), 1))] = -np.inf
         logits[:, 0] = 0.0
 
     def maybe(values):
@@ -89,15 +94,15 @@ def batches(draw, truncation: bool = True):
         top_p=maybe(rng.choice([0.3, 0.9, 1.0], num_requests).astype(np.float32)),
         min_p=maybe(rng.choice([0.0, 0.05, 0.5, 1.0], num_requests).astype(np.float32)),
     )
-    greedy = rows.temperature < reference.GREEDY_TEMPERATURE
+    greedy = rows.temperature < GREEDY_TEMPERATURE
     if draw(st.booleans()):
         for values, neutral in ((rows.top_k, 0), (rows.top_p, 1.0), (rows.min_p, 0.0)):
             if values is not None:
                 values[greedy] = neutral  # as vLLM does; otherwise greedy rows must ignore them
     cu = np.cumsum(lengths).astype(np.int32)
     drafts = rng.integers(0, vocab_size, num_drafts).astype(np.int32)
-    if draw(st.booleans()):  # drafts that are accepted
-        drafts = right_drafts(logits, cu, rows)
+    is_right = rng.random(num_drafts) < draw(st.sampled_from([0.0, 0.5, 1.0]))
+    drafts = np.where(is_right, right_drafts(logits, cu, rows), drafts)
     if draw(st.booleans()):  # rows without a distribution
         for _ in range(draw(st.integers(1, 3))):
             logits[rng.integers(len(logits)), rng.integers(vocab_size)] = rng.choice([np.nan, np.inf])
@@ -105,24 +110,6 @@ def batches(draw, truncation: bool = True):
     if num_drafts and draw(st.booleans()):  # padding, and ids of another tokenizer
         drafts[rng.integers(num_drafts)] = draw(st.sampled_from([PLACEHOLDER_TOKEN_ID, vocab_size]))
     return logits, drafts, cu, rows
-
-
-def many_requests():
-    """Requests of three temperatures with removed tokens, about half of whose drafts are right."""
-    rng = np.random.default_rng(0)
-    num_requests, vocab_size = 30, 33
-    lengths = rng.integers(0, 4, num_requests)
-    cu = np.cumsum(lengths).astype(np.int32)
-    logits = np.round(rng.standard_normal((lengths.sum() + num_requests, vocab_size)) * 4).astype(np.float32) / 2
-    logits[rng.random(logits.shape) < rng.choice([0.0, 0.5, 0.9], (len(logits), 1))] = -np.inf
-    logits[:, 0] = 0.0
-    rows = SamplingBatch(
-        temperature=rng.choice([0.0, 0.5, 1.7], num_requests).astype(np.float32),
-        seeds=rng.integers(-(2**63), 2**63 - 1, num_requests),
-        positions=rng.integers(0, 10_000, num_requests),
-    )
-    drafts = rng.integers(0, vocab_size, lengths.sum()).astype(np.int32)
-    return logits, np.where(rng.random(drafts.size) < 0.5, right_drafts(logits, cu, rows), drafts), cu, rows
 
 
 def assert_agrees(
@@ -136,13 +123,13 @@ def assert_agrees(
     expected = oracle(seen, drafts, cu, rows, **options)
     got = run(given, torch.from_numpy(drafts), torch.from_numpy(cu), as_torch(rows), **options)
     np.testing.assert_array_equal(given.float().numpy(), seen, "logits were changed")
-    for name in ("output_token_ids", "num_accepted", "target_token_ids", "num_invalid_rows", "num_broken_rows"):
+    for name in ("output_token_ids", "num_accepted", "target_token_ids", "num_broken_rows"):
         np.testing.assert_array_equal(getattr(got, name).numpy(), getattr(expected, name).numpy(), name)
     if mode is None:
         assert got.logprobs is None
         assert got.ranks is None
         return
-    layout = reference.lay_out(torch.from_numpy(cu), torch.from_numpy(drafts), as_torch(rows))
+    layout = lay_out(torch.from_numpy(cu), torch.from_numpy(drafts), as_torch(rows))
     emitted = reference.is_emitted(layout, expected.num_accepted) & (expected.target_token_ids >= 0)
     np.testing.assert_allclose(got.logprobs[emitted].numpy(), expected.logprobs[emitted].numpy(), atol=2e-5)
     np.testing.assert_array_equal(got.ranks[emitted].numpy(), expected.ranks[emitted].numpy())

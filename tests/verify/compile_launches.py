@@ -77,19 +77,15 @@ def launch_all() -> None:
 
     batch, drafts, vocab = 3, 6, 5000
     cases = (
-        # dtype, log-probabilities, method, all greedy
-        (torch.bfloat16, "processed_logprobs", "sample", False),
-        (torch.bfloat16, "raw_logprobs", "sample", False),
-        (torch.float32, "processed_logprobs", "rejection", False),
-        (torch.float16, "raw_logprobs", "rejection", False),
-        (torch.bfloat16, None, "sample", True),
+        # dtype, log-probabilities, method
+        (torch.bfloat16, "processed_logprobs", "sample"),
+        (torch.bfloat16, "raw_logprobs", "sample"),
+        (torch.float32, "processed_logprobs", "rejection"),
+        (torch.float16, "raw_logprobs", "rejection"),
+        (torch.bfloat16, None, "sample"),
     )
-    for dtype, mode, method, greedy in cases:
-        rows = SamplingBatch(
-            temperature=torch.ones(batch),
-            seeds=None if greedy else torch.arange(batch),
-            positions=torch.arange(batch),
-        )
+    rows = SamplingBatch(torch.ones(batch), torch.arange(batch), torch.arange(batch))
+    for dtype, mode, method in cases:
         kernel_verify(
             torch.zeros(batch + drafts, vocab, dtype=dtype),
             torch.zeros(drafts, dtype=torch.int32),

@@ -81,7 +81,7 @@ def test_a_broken_logit_in_any_block(position, broken):
     none = torch.empty(0, dtype=torch.int32)
     rows = SamplingBatch(torch.ones(1), torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
     result = verify(logits, none, torch.zeros(1, dtype=torch.int32), rows)
-    assert result.num_invalid_rows.tolist() == [1]
+    assert result.num_broken_rows.tolist() == [1]
     assert result.output_token_ids.tolist() == [[-1]]
 
 
@@ -99,11 +99,3 @@ def test_threads_do_not_disturb_each_other():
     with ThreadPoolExecutor(4) as pool:
         for _ in range(10):
             assert list(pool.map(said, logits)) == expected
-
-
-@pytest.mark.parametrize("other", [2**31, 2**32, -(2**32)])
-def test_an_id_that_does_not_fit_is_no_token(other):
-    logits, rows = torch.zeros(2, 4), SamplingBatch(torch.zeros(1), None, torch.zeros(1, dtype=torch.int64))
-    logits[:, 2] = 1.0
-    result = verify(logits, torch.tensor([2 + other]), torch.tensor([1]), rows)
-    assert result.num_accepted.tolist() == [0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -10,16 +12,13 @@ pytest.importorskip("triton")
 
 from rollout_spec.noise import host as noise
 from rollout_spec.verify import kernel
-from rollout_spec.verify.draw import draw, finish
+from rollout_spec.verify.api import draw
 
 VOCAB = 50
+both = pytest.mark.parametrize("draw_tokens", [draw, partial(draw, verify_rows=kernel.verify_rows)])
 
 
-def drawn_by_kernel(*args):
-    return finish(*kernel.draw(*args))
-
-
-@pytest.mark.parametrize("draw_tokens", [draw, drawn_by_kernel])
+@both
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_token_is_the_targets_where_the_logits_agree(draw_tokens, dtype):
     logits = (3 * torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(0))).to(dtype)
@@ -34,7 +33,7 @@ def test_the_token_is_the_targets_where_the_logits_agree(draw_tokens, dtype):
         assert float(probabilities[i]) == pytest.approx(float(expected), rel=1e-3)
 
 
-@pytest.mark.parametrize("draw_tokens", [draw, drawn_by_kernel])
+@both
 def test_broken_logits_give_token_0_with_probability_0(draw_tokens):
     logits = torch.zeros(3, VOCAB)
     logits[0] = float("nan")

@@ -23,21 +23,18 @@ from rollout_spec.noise import triton as noise_triton
 from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify import kernel, reference
-from rollout_spec.verify.api import verify
-from tests.interpreter import run_as_python
 from tests.verify.batches import (
     LOGPROBS_MODES,
     METHODS,
     assert_agrees,
     batches,
     kernel_verify,
-    many_requests,
     oracle,
     right_drafts,
+    verifiers,
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled: experiments/check_gpu.py")
-runs = pytest.mark.parametrize("run", [verify, kernel_verify], ids=["cpu", "kernel"])
 
 
 @pytest.fixture(autouse=True)
@@ -65,18 +62,9 @@ def small_tiles(monkeypatch):
     st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
     st.booleans(),
 )
-@runs
-def test_agreement_with_the_reference(run, batch, method, mode, dtype, after_difference):
-    assert_agrees(run, batch, method, mode, dtype, after_difference=after_difference)
-
-
-@runs
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("mode", LOGPROBS_MODES)
-def test_many_requests_agree_with_the_reference(run, method, mode, monkeypatch):
-    """Enough of them that residuals are drawn from at each temperature, with few tokens removed and with many."""
-    monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 32)
-    assert_agrees(run, many_requests(), method, mode)
+@verifiers
+def test_agreement_with_the_reference(verify, batch, method, mode, dtype, after_difference):
+    assert_agrees(verify, batch, method, mode, dtype, after_difference=after_difference)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 7, 8, 9, 1023])
@@ -104,28 +92,23 @@ def flat_rows(count, vocab_size, first=0):
     return np.zeros((count, vocab_size), np.float32), np.zeros(0, np.int32), np.zeros(count, np.int32), rows
 
 
-def test_winners_of_a_large_vocabulary(monkeypatch):
-    """Winners' hashes are so small that murmur3's last step hardly changes them."""
+@pytest.mark.parametrize(
+    ("block", "batch", "other_logits"),
+    [
+        # Winners' hashes are so small that murmur3's last step hardly changes them.
+        (2048, flat_rows(16, 32_768), 0.0),
+        # After a negative score, a less probable token may win with any hash.
+        (1, flat_rows(80, 3), -0.5),
+        # Some of these rows' winners are just above what was found before them: a bound 5 % too tight loses one of
+        # them, one 50 % too tight six.
+        (4, flat_rows(60, 24, first=90), 0.0),
+    ],
+)
+def test_winners(block, batch, other_logits, monkeypatch):
     monkeypatch.setattr(kernel, "ROWS", 1)
-    monkeypatch.setattr(kernel, "BLOCK", 2048)
-    assert_agrees(kernel_verify, flat_rows(16, 32_768), "sample", None)
-
-
-def test_winners_with_negative_noise(monkeypatch):
-    """After a negative score, a less probable token may win with any hash."""
-    monkeypatch.setattr(kernel, "ROWS", 1)
-    monkeypatch.setattr(kernel, "BLOCK", 1)
-    batch = flat_rows(80, 3)
-    batch[0][:, 1:] = -0.5
+    monkeypatch.setattr(kernel, "BLOCK", block)
+    batch[0][:, 1:] = other_logits
     assert_agrees(kernel_verify, batch, "sample", None)
-
-
-def test_winners_just_above_the_bound(monkeypatch):
-    """Some of these rows' winners are just above what was found before them: a bound 5 % too tight loses one of them,
-    one 50 % too tight six."""
-    monkeypatch.setattr(kernel, "ROWS", 1)
-    monkeypatch.setattr(kernel, "BLOCK", 4)
-    assert_agrees(kernel_verify, flat_rows(60, 24, first=90), "sample", None)
 
 
 @pytest.mark.parametrize(("low", "high", "draft"), [(3, 40, 40), (20, 40, 40), (20, 90, 70), (20, 40, 3)])
@@ -264,42 +247,3 @@ def test_every_launch_compiles_for_hopper():
     assert result.returncode == 0, result.stderr[-2000:]
     for name in ("_scan", "_accept", "_rank", "_features", "_layout", "_gather_layout"):
         assert f"{name}_kernel:" in result.stdout
-
-
-@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
-def test_broken_rows_are_told_from_those_that_masks_left_empty(mode):
-    logits = torch.zeros(4, 50)
-    logits[0] = -torch.inf
-    logits[1, 7] = torch.nan
-    logits[2, 8] = torch.inf
-    rows = SamplingBatch(torch.ones(4), torch.arange(4), torch.arange(4))
-    cu = torch.zeros(4, dtype=torch.int32)
-    result = kernel_verify(logits, torch.zeros(0, dtype=torch.int32), cu, rows, logprobs_mode=mode, max_draft_tokens=0)
-    assert result.num_invalid_rows.tolist() == [1, 1, 1, 0]
-    assert result.num_broken_rows.tolist() == [0, 1, 1, 0]
-
-
-@pytest.mark.parametrize(("num_rows", "vocab_size"), [(4, 2560), (64, 151_936)])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_broken_row_leaves_its_neighbour_alone(num_rows, vocab_size, temperature, monkeypatch):
-    """Two rows share a program, whose lanes must agree about each row's best score, also where that is NaN."""
-    if run_as_python() and num_rows > 4:
-        pytest.skip("minutes in Triton's interpreter")
-    monkeypatch.setattr(kernel, "ROWS", 2)
-    monkeypatch.setattr(kernel, "BLOCK", 512)
-    monkeypatch.setattr(kernel, "TARGET_PROGRAMS", 132 * 16 * 2 if num_rows > 4 else 1)
-    rng = torch.Generator().manual_seed(0)
-    good = (torch.randn(num_rows, vocab_size, generator=rng) * 3).bfloat16()
-    broken = good.clone()
-    # A tile's last token: the last that its lane compares. Others follow in the same split.
-    tile = torch.arange(0, num_rows, 2) * 3 // 2 if num_rows > 4 else torch.zeros(num_rows // 2, dtype=torch.int64)
-    broken[torch.arange(0, num_rows, 2), tile * 512 + 511] = torch.nan
-    rows = SamplingBatch(torch.full((num_rows,), temperature), torch.arange(num_rows), torch.arange(num_rows))
-    nothing, cu = torch.zeros(0, dtype=torch.int32), torch.zeros(num_rows, dtype=torch.int32)
-    expected, got = (
-        kernel_verify(logits, nothing, cu, rows, logprobs_mode="processed_logprobs", max_draft_tokens=0)
-        for logits in (good, broken)
-    )
-    assert got.target_token_ids[1::2].tolist() == expected.target_token_ids[1::2].tolist()
-    assert got.logprobs[1::2].tolist() == expected.logprobs[1::2].tolist()
-    assert got.num_broken_rows.tolist() == [1, 0] * (num_rows // 2)

@@ -12,10 +12,23 @@ from rollout_spec.noise import host as noise
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
 from rollout_spec.verify import reference
 from rollout_spec.verify.api import verify
+from rollout_spec.verify.layout import lay_out
 from tests.distributions import matches_distribution
-from tests.verify.batches import as_torch, batches, oracle, probabilities
+from tests.verify.batches import METHODS, as_torch, batches, kernel_verify, oracle, probabilities
 
-runs = pytest.mark.parametrize("run", [verify, reference.verify], ids=["cpu", "reference"])
+runs = pytest.mark.parametrize("run", [verify, reference.verify, kernel_verify], ids=["cpu", "reference", "kernel"])
+
+
+def test_each_row_has_its_request_position_and_draft():
+    rows = SamplingBatch(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([7, 8, 9]), torch.tensor([10, 20, 30]))
+    layout = lay_out(torch.tensor([2, 2, 3]), torch.tensor([3, 2**40, 5]), rows)
+    assert layout.starts.tolist() == [0, 3, 4, 6]
+    assert layout.request.tolist() == [0, 0, 0, 1, 2, 2]
+    assert layout.temperature.tolist() == [1, 1, 1, 0, 0.5, 0.5]
+    assert layout.seed.tolist() == [7, 7, 7, 8, 9, 9]
+    assert layout.position.tolist() == [10, 11, 12, 20, 30, 31]
+    assert layout.draft.tolist() == [3, -1, -1, -1, 5, -1], "a token that does not fit is none"
+    assert layout.of_processed().temperature.tolist() == [1, 1, 1, 0, 1, 1]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
@@ -45,56 +58,14 @@ def _fields(rows):
     return [getattr(rows, name) for name in SamplingBatch.__slots__]
 
 
-def test_truncation_is_vllms():
-    """top-k, top-p against vLLM's own function; min-p against its definition."""
-    pytest.importorskip("vllm")
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
-
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(64, 50, generator=generator) * 2
-    k = torch.randint(1, 51, (64,), generator=generator, dtype=torch.int32)
-    p = torch.rand(64, generator=generator) * 0.9 + 0.1
-    request = torch.arange(64)
-    ones, zeros = torch.ones(64), torch.zeros(64, dtype=torch.int64)
-    for top_k, top_p in ((k, None), (None, p), (k, p)):
-        ours = reference.process(logits, SamplingBatch(ones, zeros, zeros, top_k=top_k, top_p=top_p), request)
-        theirs = apply_top_k_top_p(logits.clone(), top_k, top_p)
-        assert torch.equal(ours.isfinite(), theirs.isfinite())
-    ours = reference.process(logits, SamplingBatch(ones, zeros, zeros, min_p=p), request)
-    probs = logits.softmax(-1)
-    assert torch.equal(ours.isfinite(), probs >= p[:, None] * probs.amax(-1, keepdim=True))
-
-
-@runs
-def test_a_min_p_of_1_leaves_the_most_probable_tokens(run):
-    """All of them, where several are: what is as probable as it must be is kept."""
-    logits = np.tile(np.float32([1.0, 3.0, -np.inf, 3.0, 2.5]), (60, 1))
-    rows = SamplingBatch(
-        temperature=np.repeat(np.float32([0.5, 1.0, 2.0]), 20),
-        seeds=np.arange(60),
-        positions=np.arange(60),
-        min_p=np.ones(60, np.float32),
-    )
-    drafts, cu = np.zeros(0, np.int32), np.zeros(60, np.int32)
-    result = run(*map(torch.from_numpy, (logits, drafts, cu)), as_torch(rows))
-    assert not result.num_invalid_rows.any()
-    assert set(result.output_token_ids[:, 0].tolist()) == {1, 3}
-
-
 @runs
 @pytest.mark.parametrize("temperature", [0.0, 1e-6])
-@pytest.mark.parametrize("truncated", [False, True])
-def test_greedy_log_probabilities_are_those_of_temperature_1(run, temperature, truncated):
+def test_greedy_log_probabilities_are_those_of_temperature_1(run, temperature):
     """Also where the temperature is not 0 but below what counts as greedy."""
-    logits = np.float32([[1.0, 2.0, 0.0]])
-    rows = SamplingBatch(
-        temperature=np.float32([temperature]),
-        seeds=np.array([1]),
-        positions=np.array([1]),
-        top_k=np.array([1], np.int32) if truncated else None,
-    )
-    arguments = logits, np.zeros(0, np.int32), np.zeros(1, np.int32)
-    result = run(*map(torch.from_numpy, arguments), as_torch(rows), logprobs_mode="processed_logprobs")
+    rows = SamplingBatch(torch.tensor([temperature]), torch.tensor([1]), torch.tensor([1]))
+    nothing = torch.zeros(1, dtype=torch.int32)
+    logits = torch.tensor([[1.0, 2.0, 0.0]])
+    result = run(logits, nothing[:0], nothing, rows, logprobs_mode="processed_logprobs")
     assert result.output_token_ids.tolist() == [[1]]
     assert float(result.logprobs[0]) == pytest.approx(2 - np.log(np.exp([0, 1, 2]).sum()), abs=1e-5)
 
@@ -177,16 +148,19 @@ PARAMETERS = (
 
 @pytest.mark.parametrize("parameters", PARAMETERS, ids=str)
 @pytest.mark.parametrize("draft_of", [constant, independent, coupled])
-@pytest.mark.parametrize("method", ["sample", "rejection"])
+@pytest.mark.parametrize("method", METHODS)
 def test_lossless(method, draft_of, parameters):
     parameters = {k: np.float32(v) if isinstance(v, float) else np.int32(v) for k, v in parameters.items()}
     output, drafts, accepted = emitted_tokens(method, parameters, draft_of)
     assert is_lossless(output, drafts, parameters)
     assert 0.02 < accepted < 0.98
+    if draft_of is constant:
+        assert accepted == pytest.approx(probabilities(target(0)[VOCAB], **parameters)[2], abs=0.02)
 
 
 def test_dense_draft_probabilities():
-    output, drafts, accepted = emitted_tokens("rejection", {}, independent, draft_probs=HISTORY.astype(np.float32))
+    probs = HISTORY.astype(np.float32)
+    output, drafts, accepted = emitted_tokens("rejection", {}, independent, run=verify, draft_probs=probs)
     assert is_lossless(output, drafts, {})
     overlap = np.minimum(HISTORY, probabilities(target(0)[VOCAB])).sum()
     assert accepted == pytest.approx(overlap, abs=0.02), "Leviathan's acceptance probability is the overlap"
@@ -212,24 +186,6 @@ def test_a_point_mass_is_a_dense_draft_of_one_token(batch):
     plain = oracle(logits, drafts, cu, rows, method="rejection", logprobs_mode="raw_logprobs")
     dense = oracle(logits, drafts, cu, rows, method="rejection", logprobs_mode="raw_logprobs", draft_probs=one_hot)
     assert all(torch.equal(a, b) for a, b in zip(plain[:3], dense[:3], strict=True))
-
-
-def test_the_public_verifier_takes_dense_draft_probabilities():
-    probs = HISTORY.astype(np.float32)
-    ours = emitted_tokens("rejection", {}, independent, run=verify, draft_probs=probs)
-    assert (ours[0] == emitted_tokens("rejection", {}, independent, draft_probs=probs)[0]).all()
-
-
-def test_point_mass_acceptance_is_the_drafts_probability():
-    p = probabilities(target(0)[VOCAB])[2]
-    for method in ("sample", "rejection"):
-        assert emitted_tokens(method, {}, constant)[2] == pytest.approx(p, abs=0.02)
-
-
-def test_coupled_drafts_are_accepted_more_often():
-    independent_rate = emitted_tokens("sample", {}, independent)[2]
-    coupled_rate = emitted_tokens("sample", {}, coupled)[2]
-    assert coupled_rate > independent_rate + 0.1
 
 
 # -- verifiers that are wrong on purpose must fail the same checks ---------------------------------------------------
@@ -273,25 +229,27 @@ def test_noise_at_the_wrong_position_is_caught():
     assert not is_lossless(output, drafts, {})
 
 
-# -- bad logits and bad arguments ------------------------------------------------------------------------------------
+# -- bad logits and drafts -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("method", ["sample", "rejection"])
+@pytest.mark.parametrize("mode", ["processed_logprobs", "raw_logprobs"])
+@pytest.mark.parametrize("method", METHODS)
 @runs
-def test_rows_without_a_distribution_are_counted_and_not_sampled(bad, method, run):
-    logits = torch.zeros(4, 5)
-    logits[[0, 2], 1] = 50.0  # so that both methods accept the drafts
-    logits[1, 3] = bad
-    logits[3] = -torch.inf
-    rows = SamplingBatch(torch.ones(2), torch.arange(2), torch.arange(2))
-    first = torch.ones(2, dtype=torch.int32)
-    result = run(logits, first, torch.tensor([1, 2], dtype=torch.int32), rows, method=method)
-    assert result.num_invalid_rows.tolist() == [1, 1]
-    assert (result.output_token_ids[:, 1] == PLACEHOLDER_TOKEN_ID).all()
+def test_rows_without_a_distribution_are_not_sampled(method, mode, run):
+    """Those that are broken are told from those that masks left empty."""
+    logits = torch.zeros(8, 5)
+    logits[::2, 1] = 50.0  # so that both methods accept the drafts
+    logits[1, 3] = torch.nan
+    logits[3, 3] = torch.inf
+    logits[5] = -torch.inf
+    rows = SamplingBatch(torch.full((4,), 0.9), torch.arange(4), torch.arange(4))
+    drafts, cu = torch.ones(4, dtype=torch.int32), torch.arange(1, 5, dtype=torch.int32)
+    result = run(logits, drafts, cu, rows, method=method, logprobs_mode=mode)
+    assert result.num_broken_rows.tolist() == [1, 1, 0, 0]
+    assert (result.output_token_ids[:, 1] == PLACEHOLDER_TOKEN_ID).tolist() == [True, True, True, False]
 
 
-@pytest.mark.parametrize("method", ["sample", "rejection"])
+@pytest.mark.parametrize("method", METHODS)
 @runs
 def test_an_invalid_bonus_row_is_not_an_accepted_draft(method, run):
     logits = torch.full((2, 3), -torch.inf)
@@ -302,8 +260,8 @@ def test_an_invalid_bonus_row_is_not_an_accepted_draft(method, run):
     assert result.num_accepted.tolist() == [1]
 
 
-@pytest.mark.parametrize("draft", [PLACEHOLDER_TOKEN_ID, 4, 2**31 - 1])
-@pytest.mark.parametrize("method", ["sample", "rejection"])
+@pytest.mark.parametrize("draft", [PLACEHOLDER_TOKEN_ID, 4, 2**31 - 1, 2**31 + 2, 2**32 + 2, 2 - 2**32])
+@pytest.mark.parametrize("method", METHODS)
 @runs
 def test_drafts_outside_the_vocabulary_are_rejected(run, method, draft):
     """The token in their place is sampled from the target; a row without a distribution does not accept padding."""
@@ -316,12 +274,13 @@ def test_drafts_outside_the_vocabulary_are_rejected(run, method, draft):
     assert result.output_token_ids[-1].tolist() == [PLACEHOLDER_TOKEN_ID, PLACEHOLDER_TOKEN_ID]
 
 
-def test_strided_and_half_precision_logits():
+@runs
+def test_strided_and_half_precision_logits(run):
     wide = torch.randn(6, 40, generator=torch.Generator().manual_seed(0))
     rows = SamplingBatch(torch.ones(2), torch.arange(2), torch.arange(2))
     drafts, cu = torch.zeros(4, dtype=torch.int32), torch.tensor([1, 4])
     for logits in (wide[:, ::2], wide[:, ::2].bfloat16(), wide[:, ::2].half()):
-        plain = verify(logits.float().contiguous(), drafts, cu, rows, logprobs_mode="raw_logprobs")
-        got = verify(logits, drafts, cu, rows, logprobs_mode="raw_logprobs")
+        plain = run(logits.float().contiguous(), drafts, cu, rows, logprobs_mode="raw_logprobs")
+        got = run(logits, drafts, cu, rows, logprobs_mode="raw_logprobs")
         assert torch.equal(got.target_token_ids, plain.target_token_ids)
         assert torch.equal(got.logprobs, plain.logprobs)

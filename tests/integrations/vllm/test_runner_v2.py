@@ -45,7 +45,6 @@ def result_of(num_broken_rows=(0, 0, 0, 0)):
         target_token_ids=torch.tensor(TARGETS),
         logprobs=None,
         ranks=None,
-        num_invalid_rows=torch.zeros(4, dtype=torch.int32),
         num_broken_rows=torch.tensor(num_broken_rows, dtype=torch.int32),
     )
 

@@ -63,7 +63,7 @@ def test_the_most_probable_token_is_scored_beside_the_sampled_one(dtype, mode):
 
 
 @pytest.mark.parametrize("names", [(), ("top_k",), ("top_p",), ("min_p",), ("top_k", "top_p", "min_p")])
-def test_vllms_truncation_is_that_of_the_public_verifier(names):
+def test_vllms_truncation_is_the_references(names):
     """Requests in any order of rows, greedy ones among them, whose limits vLLM has reset."""
     generator = torch.Generator().manual_seed(2)
     logits = 3 * torch.randn(30, 50, generator=generator)
