@@ -31,14 +31,13 @@ demo: $(READY)
 real-policy: $(REAL_POLICY)
 	$(BIN)/python -m experiments.real_policy --out real_policy
 
-# What is not marked `exhaustive`: five minutes or so on two cores. What each test took is in .timings afterwards.
+# What is not marked `exhaustive`: five minutes or so on two cores. What files took is in .timings afterwards.
 test: $(READY)
 	$(BIN)/python tests/both_runners.py -m 'not exhaustive'
 
 # After both targets, on a quiet machine: files and slowest tests, for the reader and for the order of the next run.
 timings:
-	head -q -n 150 .timings/v1.txt .timings/v2.txt .timings/exhaustive.txt > .timings/all.txt
-	mv .timings/all.txt tests/TIMINGS.txt
+	cat .timings/v1.txt .timings/v2.txt .timings/exhaustive.txt > tests/TIMINGS.txt
 
 # What `make test` leaves out: servers, signals, more random lives of engines, and the tests of kernels again. `make
 # test` emulates compiled kernels in one order, for Hopper. Here they are also watched for races, compiled for Ampere,

@@ -2,8 +2,8 @@
 
     python tests/both_runners.py [options of pytest]
 
-What each test took is written to `.timings/v1.txt` and `.timings/v2.txt`. On two cores, three processes run tests: some
-tests wait.
+What files and slow tests took is written to `.timings/v1.txt` and `.timings/v2.txt`. On two cores, three processes
+run tests: some tests wait.
 """
 
 from __future__ import annotations

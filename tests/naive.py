@@ -41,14 +41,7 @@ def matches(texts: Mapping[int, Text], problem: int, context: Sequence[int], lim
     return found
 
 
-def blend(candidates: Iterable[tuple[int, int, float]], weight: float) -> dict[int, float]:
-    """Probability of each next token from (token, match length, weight of the candidate); see `blend_distributions`."""
-    return blend_distributions((({token: 1.0}, length, votes) for token, length, votes in candidates), weight)
-
-
-def blend_distributions(
-    candidates: Iterable[tuple[Mapping[int, float], int, float]], weight: float
-) -> dict[int, float]:
+def blend(candidates: Iterable[tuple[Mapping[int, float], int, float]], weight: float) -> dict[int, float]:
     """Probability of each next token from (tokens' probabilities, match length, weight of the candidate).
 
     q_l = (weights of the candidates that match at least l tokens + weight * q of the next shorter length) / their sum.

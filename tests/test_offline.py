@@ -24,25 +24,22 @@ network_guard.install()
 print("attempts", json.dumps(network_guard.attempts))
 """
 
-COMMANDS = """
-from rollout_spec.cli import main
-for arguments in json.loads(sys.argv[1]):
-    try:
-        code = main(arguments)
-    except SystemExit as end:
-        code = end.code
-    assert not code, (arguments, code)
-"""
-
-DRAFTERS = """
+WHAT_WE_DO = """
 import numpy as np
-from rollout_spec.drafters import DRAFTERS, build_drafter
+from rollout_spec.cli import main
+from rollout_spec.drafters import build_drafter
 for name in ("history", "suffix", "ngram"):
     drafter = build_drafter(name, max_draft_tokens=4)
     drafter.start_request("a", np.arange(9, dtype=np.int32), problem_id=1, seed=1)
     drafter.extend("a", np.array([1, 2, 3, 1, 2, 3, 1], np.int32))
     drafter.propose(["a"], [4])
     drafter.stop_request("a")
+for arguments in json.loads(sys.argv[1]):
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = end.code
+    assert not code, (arguments, code)
 """
 
 ENGINE = """
@@ -90,11 +87,7 @@ with socket.create_server(("localhost", 0)) as server:
     assert attempts_of(code) == ["<string>"] * 4
 
 
-def test_drafters_stay_on_this_machine():
-    assert attempts_of(DRAFTERS) == []
-
-
-def test_so_do_the_commands(tiny_model, tmp_path):
+def test_drafters_and_commands_stay_on_this_machine(tiny_model, tmp_path):
     report, traces, history = tmp_path / "report.json", tmp_path / "rollouts.parquet", tmp_path / "history"
     report.write_text(json.dumps(a_report()))
     rows = [
@@ -109,7 +102,7 @@ def test_so_do_the_commands(tiny_model, tmp_path):
         ["history", "stats", history],
         ["history", "export", history, tmp_path / "out.jsonl"],
     ]
-    assert attempts_of(COMMANDS, json.dumps([[str(part) for part in command] for command in commands])) == []
+    assert attempts_of(WHAT_WE_DO, json.dumps([[str(part) for part in command] for command in commands])) == []
 
 
 @pytest.mark.engine

@@ -13,7 +13,7 @@ from rollout_spec.features.format import unpack
 from rollout_spec.history.folder import HistoryFolder, Origin
 from rollout_spec.history.logs import read
 from rollout_spec.noise.host import gumbel
-from rollout_spec.replay import REGIMES, RecordedTarget, Rollout, by_problem, read_rollouts, replay, split, waves
+from rollout_spec.replay import REGIMES, RecordedTarget, Rollout, by_problem, read_rollouts, replay, split
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft
 from tests.adversaries import Adversary
 
@@ -68,20 +68,6 @@ def test_rollouts_are_split_by_version_or_in_halves():
     one, two = a_problem(), a_problem(versions=2)
     assert [split(one, "inflight"), split(two, "inflight")] == [([], one), ([], two[3:])]
     assert [split(one, "epoch"), split(two, "epoch")] == [(one[:1], one[1:]), (two[:3], two[3:])]
-
-
-@pytest.mark.parametrize(
-    ("regime", "expected"),
-    [
-        ("own", ["00", "01", "10", "11", "12", "20"]),
-        ("finished", ["00 10", "01 11", "12", "20"]),
-        ("inflight", ["00 01", "10 11 12 20"]),
-    ],
-)
-def test_waves(regime, expected):
-    problems = [a_problem(0, 2), a_problem(1, 3), a_problem(2, 1)]
-    found = waves(problems, regime, 4 if regime == "inflight" else 2)
-    assert [" ".join(f"{r.problem_id}{r.seed}" for r in wave) for wave in found] == expected
 
 
 def test_regimes_see_what_they_may():

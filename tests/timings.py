@@ -1,4 +1,4 @@
-"""Writes what each test takes, in seconds of CPU and of wall clock, to the file that `--timings` names.
+"""Writes what files and the slowest tests take, in seconds of CPU and of wall clock, to the file `--timings` names.
 
 `tests/TIMINGS.txt` is from such files (`make timings`).
 """
@@ -18,7 +18,7 @@ import pytest
 
 
 def add_option(parser: pytest.Parser) -> None:
-    parser.addoption("--timings", type=Path, metavar="PATH", help="write what each test takes to this file")
+    parser.addoption("--timings", type=Path, metavar="PATH", help="where to write what tests take")
 
 
 def configure(config: pytest.Config) -> None:
@@ -50,9 +50,6 @@ def _cpu_seconds() -> float:
 class _Clock:
     """In each process that runs tests: adds the CPU seconds since the last report to each report."""
 
-    def __init__(self) -> None:
-        self._last = _cpu_seconds()
-
     def pytest_runtest_logstart(self) -> None:
         self._last = _cpu_seconds()
 
@@ -70,8 +67,7 @@ class _Table:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._seconds: dict[str, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
-        self._started = time.perf_counter()
-        self._outcomes = ""
+        self._started, self._outcomes = time.perf_counter(), ""
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         counts = {name: len(terminalreporter.stats.get(name, ())) for name in ("failed", "error", "passed", "skipped")}
@@ -91,12 +87,9 @@ class _Table:
         lines = [
             f"{self._outcomes} in {time.perf_counter() - self._started:.0f} s; {_cpu_seconds():.0f} CPU s with imports "
             f"and collection; {datetime.date.today()}, {os.cpu_count()} cores ({platform.machine()})",
-            "",
-            "   CPU s   wall s  file",
+            "   CPU s   wall s  of files, then of tests",
             *_rows([("all", (cpu, wall)), *_slowest(by_file)]),
-            "",
-            "   CPU s   wall s  test",
-            *_rows(_slowest(self._seconds)),
+            *_rows(_slowest(self._seconds)[:20]),
         ]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text("\n".join(lines) + "\n")

@@ -83,21 +83,6 @@ def test_survival_follows_a_policy_that_changes():
     assert said == pytest.approx(0.9)
 
 
-def test_positions_share_counters_the_further_back_the_more():
-    survival, size = Survival(), np.array([20])
-    survival.observe(np.full(20, 0.9, np.float32), np.array([0, 20]), size, np.array([3]))
-    assert survival.counts[..., 0].sum(1).tolist() == [1, 1, 2, 4, 8, 4]
-    assert survival.counts[..., 1].sum() == pytest.approx(0.9 * 20)
-    assert survival.counts[..., 2].sum(1).tolist() == [1, 1, 1, 0, 0, 0]
-
-
-def test_slots_that_were_not_verified_do_not_count():
-    survival = Survival()
-    survival.observe(np.float32([0.9, 0.8, 0.9]), np.array([0, 2, 3]), np.array([1, 0]), np.array([1, 0]))
-    assert survival.counts[..., 0].sum() == 1
-    assert survival.counts[..., 2].sum() == 1
-
-
 def test_cost_is_robust_and_forgets():
     cost = StepCost()
     assert undrafted(cost, 8) is None
@@ -108,29 +93,6 @@ def test_cost_is_robust_and_forgets():
     for _ in range(WINDOW):  # the machine has become slower for good
         cost.observe(8, 2.0, drafted=False)
     assert undrafted(cost, 8) == 2.0
-
-
-def test_costs_of_drafts_are_interpolated_from_the_step_without():
-    cost = StepCost()
-    for n in (4, 8):
-        for _ in range(MIN_OBSERVATIONS):
-            cost.observe(32 + n, 4.0 + 0.1 * n, drafted=True)
-    np.testing.assert_allclose(drafted(cost, 32, 4.0, 100)[[2, 4, 6, 8]], [0.2, 0.4, 0.6, 0.8])
-    assert drafted(cost, 32, 4.0, 100)[100] == pytest.approx(10.0), "beyond what is known, by the average slope"
-
-
-def test_what_is_old_counts_only_where_there_is_nothing_newer():
-    cost = StepCost()
-    for _ in range(24):
-        cost.observe(8, 1.0, drafted=False)
-        cost.observe(100, 5.0, drafted=False)
-    for _ in range(WINDOW):
-        cost.observe(9, 4.0, drafted=True)
-    assert undrafted(cost, 8) == 1.0
-    for _ in range(MIN_OBSERVATIONS):
-        cost.observe(8, 3.0, drafted=False)
-    assert undrafted(cost, 8) == 3.0
-    assert undrafted(cost, 100) == 5.0
 
 
 def test_what_looked_expensive_is_left_out_until_it_is_measured_again():
@@ -144,35 +106,6 @@ def test_what_looked_expensive_is_left_out_until_it_is_measured_again():
         cost.observe(12, 1.0, drafted=True)
     assert drafted(cost, 8, 1.0, 24)[24] < 0.2
     assert cost.curve(drafted=True)[0].tolist() == [12, 16, 32]
-
-
-def test_padded_steps_share_a_point():
-    cost = StepCost()
-    cost.pad_to((8, 16, 32))
-    for n, seconds in ((9, 1.0), (12, 1.0), (16, 1.0), (17, 2.0), (20, 2.0), (32, 2.0), (40, 3.0)):
-        cost.observe(n, seconds, drafted=False)
-    tokens, seconds = cost.curve(drafted=False)
-    assert tokens.tolist() == [16, 32, 40]
-    assert seconds.tolist() == [1, 2, 3]
-    assert undrafted(cost, 10) == undrafted(cost, 16) == 1.0
-
-
-def test_a_guess_goes_by_whatever_was_seen():
-    cost = StepCost()
-    assert cost.undrafted(10)[0] == 0.0
-    cost.observe(100, 1.0, drafted=False)
-    assert cost.undrafted(10)[0] == 1.0
-    cost.observe(300, 3.0, drafted=False)
-    assert cost.undrafted(200)[0] == pytest.approx(2.0)
-    assert undrafted(cost, 200) is None
-
-
-def test_a_curve_never_falls():
-    cost = StepCost()
-    for n, seconds in ((10, 1.0), (20, 3.0), (40, 2.0), (80, 4.0)):
-        for _ in range(MIN_OBSERVATIONS):
-            cost.observe(n, seconds, drafted=True)
-    assert cost.curve(drafted=True)[1].tolist() == [1.0, 2.0, 2.0, 4.0]
 
 
 def test_the_shortest_steps_tell_what_a_size_costs():
@@ -209,20 +142,6 @@ def test_the_first_step_of_a_size_is_not_what_it_costs():
     assert cost.curve(drafted=True)[1].tolist() == [6.5]
     cost.observe(22, 4.0, drafted=True)  # a first step does not count beside others
     assert cost.curve(drafted=True)[1].tolist() == [6.5]
-
-
-def test_padded_steps_have_one_first_step():
-    cost = StepCost()
-    cost.pad_to((8, 16))
-    for n, seconds in ((9, 9.0), (12, 2.0), (16, 2.0)):
-        cost.observe(n, seconds, drafted=False)
-    assert undrafted(cost, 10) == 2.0
-    assert price_of_a_new_size(cost, 2.0) == pytest.approx(7.0 / COLD_USES)
-    for _ in range(1000):
-        cost.observe(9, 2.0, drafted=False)
-    assert price_of_a_new_size(cost, 2.0) == pytest.approx(7.0 / 100, rel=0.01), (
-        "a size is used more often in a longer run"
-    )
 
 
 def test_what_was_wrong_long_ago_is_tried_again():

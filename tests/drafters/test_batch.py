@@ -342,19 +342,6 @@ def test_a_drafter_observes_its_own_draft_where_that_of_a_model_was_verified(dra
     assert given == [("a", *expected), ("a", tokens)]
 
 
-def test_rows_are_used_again():
-    drafter = as_batch_drafter(Told(), 8)
-    for req_id in "abc":
-        drafter.start_request(req_id, [])
-    assert sorted(map(drafter.row_of, "abc")) == [0, 1, 2]
-    row = drafter.row_of("b")
-    drafter.stop_request("b")
-    with pytest.raises(ValueError, match="'b' is not live"):
-        drafter.row_of("b")
-    drafter.start_request("d", [])
-    assert drafter.row_of("d") == row
-
-
 @pytest.mark.parametrize(
     ("drafts", "message"),
     [

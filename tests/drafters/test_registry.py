@@ -31,27 +31,6 @@ def test_options_override_what_the_name_implies():
     assert DRAFTERS["history"]["shared"] is True
 
 
-def test_drafters_by_path():
-    drafter = build_drafter("rollout_spec.drafters.host.history.HistoryDrafter", index="ngram")
-    assert isinstance(drafter, HistoryDrafter)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("treee", {}, r"unknown drafter 'treee': use one of \["),
-        ("no.such.Drafter", {}, "cannot be imported"),
-        ("rollout_spec.drafters.host.history.Nothing", {}, "cannot be imported"),
-        ("suffix", {"depth": 3}, "'suffix' does not take these drafter_options"),
-        ("history", {"max_draft_tokens": 0}, "max_draft_tokens"),
-        ("device", {}, "'device' runs on the device, where the engine makes it"),
-    ],
-)
-def test_drafters_that_cannot_be_built(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        build_drafter(name, **options)
-
-
 def test_a_drafter_of_ones_own_that_is_not_on_the_path(tmp_path, monkeypatch):
     """Where its module is missing the remedy is the path; what the module itself lacks is another matter."""
     for name in ("no_such_module.Drafter", "rollout_spec.no_such_module.Drafter"):
@@ -85,27 +64,3 @@ def test_the_device_drafter_has_a_name_too():
 )
 def test_options_that_can_be_taken(name, options):
     check_options(name, options)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("devise", {}, "unknown drafter 'devise'.*'device', 'history', 'lookahead', 'ngram', 'suffix'"),
-        ("no.such.Drafter", {}, "cannot be imported"),
-        (
-            "history",
-            {"min_survival": 0.1},
-            "'history' does not take 'min_survival': drafter_options are features, max_h",
-        ),
-        ("history", {"max_history_tokens": 0}, "max_history_tokens must be at least 1"),
-        ("device", {"max_requests": 8}, "'device' does not take 'max_requests': drafter_options are features, max_res"),
-        (
-            "rollout_spec.drafters.host.history.HistoryDrafter",
-            {"depth": 3},
-            "does not take these drafter_options.*depth",
-        ),
-    ],
-)
-def test_options_that_cannot(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        check_options(name, options)

@@ -54,19 +54,3 @@ def test_confidence_follows_what_was_accepted():
     drafter.stop_request("r")
     drafter.check_integrity()
     assert drafter.memory_bytes() == 0
-
-
-def test_misuse_raises():
-    with pytest.raises(ValueError, match="context_length must be at least 1, got 0"):
-        build_drafter(NAME, context_length=0)
-    with pytest.raises(ValueError, match="does not take these drafter_options"):
-        check_options(NAME, {"length": 3})
-    drafter = build_drafter(NAME)
-    for call in (drafter.stop_request, lambda req_id: drafter.extend(req_id, [1])):
-        with pytest.raises(ValueError, match="'r' is not live"):
-            call("r")
-    drafter.start_request("r", [1])
-    with pytest.raises(ValueError, match="'r' is live already"):
-        drafter.start_request("r", [1])
-    with pytest.raises(ValueError, match="1 entries for 0 requests"):
-        drafter.propose([], np.array([1], np.int32))

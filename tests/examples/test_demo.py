@@ -9,25 +9,22 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.demo.__main__ import main
 from examples.demo.policy import (
     IGNORED_LABEL,
-    build_model,
     build_tokenizer,
-    learning_rate_factor,
     trace_batches,
     warm_start,
 )
-from examples.demo.task import OPERATORS, VOCABULARY, expressions, make_prompt, parse_prompt, reward, trace_text, word
+from examples.demo.task import OPERATORS, make_prompt, parse_prompt, reward, trace_text, word
 
 FIXED = settings(deadline=None, derandomize=True)
 SEEDS = st.integers(0, 2**32 - 1)
@@ -65,15 +62,6 @@ def test_the_tokenizer_knows_every_word_and_round_trips(seed):
     assert TOKENIZER.decode([*ids, TOKENIZER.eos_token_id], skip_special_tokens=True) == text
 
 
-def test_problems_and_their_lengths_differ():
-    rng = random.Random(0)
-    prompts = [make_prompt(rng) for _ in range(500)]
-    assert len(set(prompts)) > 400
-    lengths = sorted(len(trace_text(prompt, rng).split()) for prompt in prompts)
-    assert lengths[50] < 60
-    assert 220 < lengths[450] < lengths[-1] <= 368
-
-
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [
@@ -83,7 +71,6 @@ def test_problems_and_their_lengths_differ():
         ("answer ( 7 + 3 ) - 5", 0.5 * (1 - 17 / 20)),
         ("answer ( 7 * 5 ) * 3", 0.0),  # misses by more than the scale
         ("", 0.0),
-        ("stop", 0.0),
         ("( 5 * 3 ) + 7", 0.0),
         ("answer ( 5 * 3 ) + 7 try", 0.0),
         ("answer answer ( 5 * 3 ) + 7", 0.0),
@@ -97,28 +84,6 @@ def test_reward_of_an_answer(completion, expected):
     assert reward(PROMPT, completion) == pytest.approx(expected)
 
 
-@FIXED
-@given(SEEDS, st.data())
-def test_changing_a_number_of_the_answer_forfeits_the_reward(seed, data):
-    prompt = make_prompt(random.Random(seed))
-    numbers, target = parse_prompt(prompt)
-    words = next(answer.split() for answer, _, value, _ in expressions(numbers) if value == target)
-    assert reward(prompt, f"answer {' '.join(words)}") == 1.0
-    place = data.draw(st.sampled_from([i for i, text in enumerate(words) if text.isdecimal()]))
-    other = data.draw(st.sampled_from(VOCABULARY))
-    assume(other != words[place])
-    words[place] = other
-    assert reward(prompt, f"answer {' '.join(words)}") == 0.0
-
-
-def test_weights_depend_on_the_seed_alone():
-    state = torch.random.get_rng_state()
-    first, again, other = (build_model(TOKENIZER, seed).lm_head.weight for seed in (1, 1, 2))
-    assert first.equal(again)
-    assert not first.equal(other)
-    assert torch.random.get_rng_state().equal(state)
-
-
 def test_batches_label_the_completion_and_its_end():
     input_ids, labels = next(trace_batches(TOKENIZER, random.Random(0), batch_size=4))
     assert input_ids.shape == labels.shape
@@ -129,14 +94,6 @@ def test_batches_label_the_completion_and_its_end():
         assert not learned[:7].any()
         assert wanted[learned][-1] == TOKENIZER.eos_token_id
         assert (ids[learned.nonzero()[-1] + 1 :] == TOKENIZER.pad_token_id).all()
-
-
-def test_the_learning_rate_warms_up_and_ends_near_zero():
-    factors = [learning_rate_factor(step, 100) for step in range(100)]
-    assert factors[4] == 1.0
-    assert factors[:5] == sorted(factors[:5])
-    assert factors[4:] == sorted(factors[4:], reverse=True)
-    assert 0.0 < factors[-1] < 0.01
 
 
 def test_a_piped_warm_start_says_how_far_it_is_and_writes_the_same_policy_again(tmp_path, monkeypatch):

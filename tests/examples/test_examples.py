@@ -29,6 +29,7 @@ def run(name, *arguments):
     return result.stdout
 
 
+@pytest.mark.exhaustive
 def test_grpo_with_trl(tiny_model, tmp_path):
     said = run(
         "grpo_trl.py", "--model", tiny_model, "--steps", 2, "--num-generations", 4, "--max-completion-length", 24,

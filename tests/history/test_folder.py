@@ -57,42 +57,34 @@ def test_a_file_gives_back_what_it_was_made_of(rollouts):
     assert all(rollout.tokens.dtype == np.int32 for rollout in read)
 
 
-def test_features_are_left_out_where_states_cannot_be_compared():
-    data = encode([rollout(5)], ORIGIN)
-    for states, has_features in (("8 layers", True), (None, True), ("9 layers", False)):
-        (read,) = decode(data, 1, 0, ORIGIN._replace(states=states))
-        assert (read.features is not None) == has_features
-
-
 @pytest.mark.parametrize(
-    ("origin", "message"),
+    ("origin", "has_features"),
     [
-        (ORIGIN._replace(tokenizer="another"), "another tokenizer"),
-        (ORIGIN._replace(vocab_size=9_999), None),  # a model may know more tokens than its tokenizer
-        (ORIGIN._replace(model="another", states=None), None),
-        (Origin(), None),
+        (ORIGIN._replace(vocab_size=9_999), True),  # a model may know more tokens than its tokenizer
+        (ORIGIN._replace(model="another", states=None), True),
+        (ORIGIN._replace(states="9 layers"), False),  # which cannot be compared
+        (Origin(), True),
     ],
 )
-def test_rollouts_of_another_tokenizer_are_refused(origin, message):
-    data = encode([rollout(5)], ORIGIN)
-    if message is None:
-        assert numbers(decode(data, 1, 0, origin)) == [5]
-        return
-    with pytest.raises(ValueError, match=message):
-        decode(data, 1, 0, origin)
+def test_rollouts_of_another_model_are_read(origin, has_features):
+    (read,) = decode(encode([rollout(5)], ORIGIN), 1, 0, origin)
+    assert (numbers([read]), read.features is not None) == ([5], has_features)
 
 
-def test_a_token_outside_of_the_vocabulary_is_refused():
-    data = encode([rollout(500)], Origin())
-    with pytest.raises(ValueError, match="outside of the vocabulary of 400"):
-        decode(data, 1, 0, Origin(vocab_size=400))
+def test_rollouts_of_another_tokenizer_are_refused():
+    for origin, message in (
+        (ORIGIN._replace(tokenizer="another"), "another tokenizer"),
+        (ORIGIN._replace(vocab_size=400), "outside of the vocabulary of 400"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decode(encode([rollout(500)], ORIGIN), 1, 0, origin)
 
 
 def test_fingerprints_tell_vocabularies_apart():
     assert fingerprint({"a": 0, "b": 1}) == fingerprint({"b": 1, "a": 0}) != fingerprint({"a": 1, "b": 0})
 
 
-@pytest.mark.parametrize("change", ["a bit", "cut", "empty", "other"])
+@pytest.mark.parametrize("change", ["a bit", "cut"])
 def test_a_damaged_file_is_refused(change):
     """Whatever byte of it."""
     data = encode([rollout(i, size=40) for i in range(5)], ORIGIN)
@@ -100,10 +92,8 @@ def test_a_damaged_file_is_refused(change):
         damaged = bytearray(data)
         if change == "a bit":
             damaged[place] ^= 1
-        elif change == "cut":
-            damaged = damaged[:place]
         else:
-            damaged = b"" if change == "empty" else b"PAR1 and no more"
+            damaged = damaged[:place]
         try:
             read = decode(bytes(damaged), 1, 0, ORIGIN)
         except ValueError:
@@ -227,19 +217,6 @@ def test_what_cannot_be_written_raises_and_leaves_nothing(tmp_path, monkeypatch,
     assert len(files_in(tmp_path)) == 1
     one.write([rollout(2)])
     assert sorted(numbers(open_again(tmp_path).read(1))) == [1, 2]
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_can_be_read(tmp_path):
-    open_again(tmp_path).write([rollout(1)])
-    tmp_path.chmod(0o500)
-    try:
-        one = open_again(tmp_path)
-        assert numbers(one.read(1)) == [1]
-        with pytest.raises(OSError, match="Permission denied"):
-            one.write([rollout(2, problem=2)])
-    finally:
-        tmp_path.chmod(0o700)
 
 
 def test_pruning_keeps_the_newest_versions(tmp_path):

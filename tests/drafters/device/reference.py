@@ -347,8 +347,6 @@ class ReferenceDrafter:
     def start_request(
         self, req_id: str, prompt_token_ids: Tokens, *, problem_id: int | None = None, seed: int | None = None
     ) -> None:
-        if req_id in self._live:
-            raise ValueError(f"request {req_id!r} is live already")
         prompt = [int(token) for token in prompt_token_ids]
         self._num_started += 1
         if problem_id is None:
@@ -358,7 +356,7 @@ class ReferenceDrafter:
         )
 
     def extend(self, req_id: str, new_token_ids: Tokens, features: Features | None = None) -> None:
-        live = self._request(req_id)
+        live = self._live[req_id]
         if features is None:
             features = no_features(len(new_token_ids))
         check_features(features, len(new_token_ids))
@@ -381,11 +379,9 @@ class ReferenceDrafter:
         live.tokens += new
 
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
-        if len(max_tokens) != len(req_ids):
-            raise ValueError(f"max_tokens has {len(max_tokens)} entries for {len(req_ids)} requests")
         drafts = []
         for req_id, limit in zip(req_ids, max_tokens, strict=True):
-            live = self._request(req_id)
+            live = self._live[req_id]
             live.drafted = draft_tokens(
                 [self._document(live), *map(self._document, self._others(live))],
                 max_tokens=min(int(limit), self._max_draft_tokens),
@@ -399,19 +395,13 @@ class ReferenceDrafter:
             drafts.append(Draft(np.array([chosen.token for chosen in live.drafted], np.int32), np.cumprod(rates)))
         return drafts
 
-    def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
-        """Does nothing: `extend` counts the outcome, by comparing its tokens with the draft."""
-
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
-        live = self._request(req_id)
-        del self._live[req_id]
+        live = self._live.pop(req_id)
         self.counters.halve_full()
         if keep:
             self._finished.setdefault(live.problem, []).append(live)
 
     def begin_policy_version(self, version: int) -> None:
-        if version < self._version:
-            raise ValueError(f"policy versions go up: {version} after {self._version}")
         if version > self._version:
             self._version = version
             self.counters.forget()
@@ -422,11 +412,6 @@ class ReferenceDrafter:
 
     def check_integrity(self) -> None:
         """Does nothing: there are no invariants."""
-
-    def _request(self, req_id: str) -> _Live:
-        if req_id not in self._live:
-            raise ValueError(f"request {req_id!r} is not live: start_request comes first")
-        return self._live[req_id]
 
     def _others(self, live: _Live) -> list[_Live]:
         """The problem's other texts, newest request first."""

@@ -148,43 +148,30 @@ OPERATIONS = st.lists(
     ),
     max_size=40,
 )
+ENDED = [operation for i in range(3) for operation in (("start", i, False), ("commit", 0, [2]), ("stop", 0, True))]
 PROMPTS = [[0, 1, 2, 0, 1], [2, 2], [1]]
 
 
-@settings(
-    max_examples=30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
+@pytest.mark.parametrize(
+    ("num_examples", "options"), [(30, {}), (60, {"max_resident_tokens": 48}), (15, {"has_features": True})]
 )
-@given(OPERATIONS, st.randoms(use_true_random=False))
-def test_drafts_and_rates_are_the_references(operations, random):
-    """Requests of three problems start, get tokens, some as drafted, end and start again; others end elsewhere."""
-    check_against_reference(operations, random)
+def test_drafts_and_rates_are_the_references(num_examples, options):
+    """Requests of three problems start, get tokens, some as drafted, end and start again; others end elsewhere.
 
+    Also in a pool that is nearly always full, where places are neither lost nor taken twice, and with features.
+    """
 
-@settings(
-    max_examples=60,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-)
-@given(OPERATIONS, st.randoms(use_true_random=False))
-def test_a_full_pool_holds_what_ended(operations, random):
-    """The same in a pool that is nearly always full: places are neither lost nor taken twice."""
-    fill = [operation for i in range(3) for operation in (("start", i, False), ("commit", 0, [2]), ("stop", 0, True))]
-    check_against_reference([*fill, *operations], random, max_resident_tokens=48)
+    @settings(
+        max_examples=num_examples,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.explicit, Phase.reuse, Phase.generate),
+    )
+    @given(OPERATIONS, st.randoms(use_true_random=False))
+    def run(operations, random):
+        check_against_reference(ENDED * ("max_resident_tokens" in options) + operations, random, **options)
 
-
-@settings(
-    max_examples=15,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-    phases=(Phase.explicit, Phase.reuse, Phase.generate),
-)
-@given(OPERATIONS, st.randoms(use_true_random=False))
-def test_drafts_and_rates_are_the_references_with_features(operations, random):
-    check_against_reference(operations, random, has_features=True)
+    run()
 
 
 def check_against_reference(operations, random, *, has_features=False, **options):
@@ -422,25 +409,20 @@ def test_a_text_longer_than_its_row_stays_in_it():
     assert drafter._text[MAX_LEN - 1] == MAX_LEN - 1
 
 
-def test_warming_up_leaves_no_trace():
-    engine = Engine()
-    engine.drafter.warm_up(torch.int32, engine.history, engine.total_len, engine.seeds, engine.temperature)
-    engine.drafter.check_integrity()
-    request = engine.start([1, 2, 1])
-    engine.commit(request, [2])
-    engine.assert_same_drafts()
-    assert not engine.drafter._all_counters.any()
-
-
 @pytest.mark.parametrize("features", [False, True])
 def test_warming_up_compiles_what_any_batch_launches(features, monkeypatch):
-    """With 1 or 2 requests, 3 or 4, and more, each scan has another number of programs."""
+    """With 1 or 2 requests, 3 or 4, and more, each scan has another number of programs. It leaves no trace."""
     monkeypatch.setattr(kernels, "SPLITS", (2, 4, 8))
     engine, num_given = Engine(features=features), 2
     tables = engine.history, engine.total_len, engine.seeds, engine.temperature
     with recorded_variants() as compiled:
         engine.drafter.warm_up(torch.int32, *tables, num_given)
     assert not engine.drafter._all_counters.any()
+    engine.drafter.check_integrity()
+    request = engine.start([1, 2, 1])
+    engine.commit(request, [2])
+    engine.assert_same_drafts()
+    engine.stop(request, keep=False)
     with recorded_variants() as launched:
         for batch in range(1, 7):
             requests = [engine.start([1, 2, 1]) for _ in range(batch)]
@@ -473,20 +455,6 @@ def test_preempted_requests_come_again_under_their_own_version():
     engine.drafter.check_integrity()
     engine.drafter.start_request(slot, [0, 1], version=version)
     assert engine.drafter._live[slot].version == 0
-
-
-@pytest.mark.slow
-def test_more_rollouts_than_are_looked_at():
-    engine = Engine(max_resident_tokens=20_000)
-    stays = engine.start([0, 1])
-    for i in range(device.MAX_MEMBERS + 3):
-        request = engine.start([0, 1])
-        engine.commit(request, [2, 10 + i])
-        engine.stop(request)
-    engine.commit(stays, [2])
-    _, drafts, _, expected = engine.propose()
-    assert drafts[0, 0] == expected[0].token_ids[0] == 10 + device.MAX_MEMBERS + 2
-    engine.drafter.check_integrity()
 
 
 def test_live_requests_are_looked_at_before_rollouts_from_elsewhere():
@@ -695,12 +663,17 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own():
     """Also where their problem is on the device when they come."""
     said = [5, 6, 7, 8, 9, 10, 11]
     first = Engine()
+    early = first.start([1, 2], problem_id=4)
+    first.commit(early, [3])
+    first.stop(early)
+    assert first.drafter.take_recorded(wait=True) == [], "nobody wanted it"
     first.drafter.record_rollouts()
     kept, dropped = first.start([1, 2], problem_id=4), first.start([1, 2], problem_id=4)
     first.commit(kept, said)
     first.commit(dropped, [3])
     first.stop(kept)
     first.stop(dropped, keep=False)
+    first.drafter.record_rollouts()  # twice is no different from once
     (recorded,) = first.drafter.take_recorded()
     assert recorded.context.tolist() == [1, 2]
     assert recorded.tokens.tolist() == said
@@ -730,20 +703,6 @@ def test_a_request_on_its_own_has_a_problem_that_nobody_else_has():
     engine.drafter.stop_requests([EndedRequest(slot, 4, keep=False) for slot in range(2)])
     assert list(engine.drafter._problems) == [7]
     engine.drafter.check_integrity()
-
-
-def test_nothing_is_recorded_before_it_is_wanted():
-    engine = Engine()
-    for is_wanted in (False, True):
-        if is_wanted:
-            engine.drafter.record_rollouts()
-        assert engine.drafter.take_recorded() == []
-        request = engine.start([1, 2])
-        engine.commit(request, [3, 4])
-        engine.stop(request)
-        if is_wanted:
-            engine.drafter.record_rollouts()  # twice is no different from once
-        assert len(engine.drafter.take_recorded(wait=True)) == is_wanted
 
 
 def test_what_is_being_copied_is_recorded_by_who_waits_for_it():

@@ -101,13 +101,3 @@ def test_a_continuation_does_not_outlive_its_step(drafting):
     assert learned.room.tolist() == [1]
     drafts = drafting.draft(some, learned, num_tokens=1, model=model)
     assert drafts.token_ids[0, : drafts.lengths[0]].tolist() == [5]
-
-
-def test_more_requests_than_there_was_room_for(drafting):
-    continued(drafting, 5, 6)
-    names = [str(i) for i in range(20)]
-    for i, name in enumerate(names):
-        drafting.drafter.start_request(name, [1, 2], problem_id=5, seed=i)
-    continued(drafting, 5, 6, survival=1.0, req_ids=names)
-    assert (drafting.drafter.table.arrays.continued.tokens[rows(drafting, *names), 2] == 7).all()
-    drafting.drafter.check_integrity()

@@ -6,19 +6,16 @@ import os
 
 import numpy as np
 import pytest
-from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from rollout_spec.drafters.host import history, store, vote, voting
 from rollout_spec.drafters.host.index import gather
 from rollout_spec.drafters.host.store import NEXT, PAGE_TOKENS, VERSION
-from rollout_spec.drafters.host.vote import BLEND, MAX_DEPTH, NUM_DISTANCE_BINS
+from rollout_spec.drafters.host.vote import MAX_DEPTH, NUM_DISTANCE_BINS
 from rollout_spec.features.format import no_features
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.noise import host as noise
-from tests import naive
-from tests.drafters.device import reference
 from tests.drafters.recorder import FUZZING, SLOW, Recorder, examples, random_features
 
 K = 6
@@ -44,29 +41,6 @@ def check_draft(draft, limit):
 
 
 @both_indexes
-def test_shared_history_is_seen_across_problems(index):
-    recorder = make(index, shared=True)
-    recorder.start("a", [1, 2], [5, 6, 7, 8, 9, 10])
-    recorder.start("b", [3, 4], [5, 6, 7, 8])
-    assert recorder.draft("b", 2) == [9, 10]
-    recorder.stop("a", keep=False)
-    assert recorder.draft("b") == []
-
-
-@both_indexes
-def test_the_prompt_of_a_request_on_its_own_is_its_own(index):
-    """Also where another request, which is not on its own, has the same."""
-    recorder = make(index, shared=True)
-    for name in ("open", "alone"):
-        recorder.start(name, [1, 2, 3, 4, 5, 6], problem_id=7, own_only=name == "alone")
-    recorder.start("other", [9, 1, 2, 3, 4], problem_id=8)
-    assert recorder.draft("other", 2) == [5, 6]
-    recorder.stop("open", keep=False)
-    assert recorder.draft("other") == []
-    recorder.check()
-
-
-@both_indexes
 def test_requests_on_their_own_see_nothing_else(index):
     recorder = make(index, own_only=True)
     for keep in (True, False):
@@ -83,9 +57,8 @@ def test_requests_on_their_own_see_nothing_else(index):
     assert recorder.drafter._store.num_used_pages == 0
 
 
-@both_indexes
-def test_requests_without_prompt_have_a_problem_of_their_own(index):
-    recorder = make(index)
+def test_requests_without_prompt_have_a_problem_of_their_own():
+    recorder = make()
     recorder.start("a", [], [5, 6, 7])
     recorder.start("b", [], [5, 6])
     assert recorder.draft("b") == []
@@ -117,118 +90,22 @@ def test_prompts_are_stored_once_per_problem_until_their_last_user_leaves():
     assert recorder.drafter._store.num_tokens == 0
 
 
-@both_indexes
-def test_texts_over_several_pages_with_huge_tokens(index):
-    rng = np.random.default_rng(0)
-    prompt, text = (rng.integers(LARGEST - 10**6, LARGEST + 1, 5 * PAGE_TOKENS + 7) for _ in range(2))
-    text[3 * PAGE_TOKENS] = LARGEST
-    recorder = make(index, shared=True)
-    for name in "ab":
-        recorder.start(name, prompt, problem_id=2**62)
-    recorder.extend("a", text)
-    recorder.drafter._flush()
-    for i in range(0, len(text) - K, 3):
-        assert recorder.draft("b") == text[i : i + K].tolist()
-        recorder.extend("b", text[i : i + 3])
-    recorder.check()
-
-
-def test_the_text_is_copied_when_it_is_given():
+def test_texts_and_features_are_copied_when_they_are_given_and_drafts_when_they_are_returned():
     recorder = make()
-    buffer = np.array([5, 6, 7], np.int32)
+    buffer, features = np.array([5, 6, 7], np.int32), random_features(np.random.default_rng(0), range(3))
+    kept = features.copy()
     recorder.drafter.start_request("a", buffer)
-    recorder.drafter.extend("a", buffer)
-    buffer[:] = 9  # the engine fills it again before the next propose
+    recorder.drafter.extend("a", buffer, features)
+    buffer[:] = features[:] = 9  # the engine fills them again before the next propose
     recorder.drafter.start_request("b", [5, 6, 7])
-    assert recorder.draft("b", 3) == [5, 6, 7]
-
-
-def test_drafts_are_not_written_to_by_later_calls():
-    recorder = make()
-    recorder.start("a", [1, 2], [5, 6, 7, 8])
-    recorder.start("b", [1, 2], [5])
-    (draft,) = recorder.propose("b", limit=2)
-    recorder.extend("b", [6])
-    recorder.propose("b")
-    assert draft.token_ids.tolist() == [6, 7]
-
-
-# -- batches ---------------------------------------------------------------------------------------------------------
-
-
-@both_indexes
-def test_batches_write_to_the_right_rows(index):
-    recorder = make(index)
-    for i in range(12):  # more than there are rows at first
-        recorder.start(f"h{i}", [i], [100 + i, 200 + i, 300 + i])
-        recorder.start(f"r{i}", [i], [100 + i])
-    drafts = recorder.drafter.propose(["r2", "r0"], np.array([2, 1], np.int32))
-    assert [draft.token_ids.tolist() for draft in drafts] == [[202, 302], [200]]
-    names = [f"r{i}" for i in (11, 3, 7, 0)]
-    assert [draft.token_ids.tolist()[0] for draft in recorder.propose(*names)] == [211, 203, 207, 200]
-    assert recorder.propose() == []
-    # Outcomes go to the rows of their requests, too: r0 was right, r2 was not.
-    recorder.drafter.propose(["r0", "r1", "r2"], np.array([1, 1, 1], np.int32))
-    recorder.extend("r2", [9])
-    recorder.extend("r0", [200, 300])
-    assert recorder.drafter._calibration.coarse[..., 0].sum() == 2
-    assert recorder.drafter._calibration.coarse[..., 1].sum() == 1
+    (draft,) = recorder.propose("b", limit=3)
+    recorder.drafter.extend("b", [6])
+    recorder.propose("b", "a")
+    assert draft.token_ids.tolist() == [5, 6, 7]
+    assert (recorder.drafter._store.read(recorder.drafter._live["a"].document)[1] == kept).all()
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
-
-
-def drafted_by_hand(recorder, req_id, seed):
-    """For each drafted position, the scores of the tokens that the candidates say come next."""
-    drafter, problem, context = recorder.drafter, recorder.problem(req_id), recorder.context(req_id)
-    texts, candidates = recorder.texts(), []
-    token = yield None
-    while True:
-        if not candidates:
-            candidates = recorder.tree_candidates(problem, context)
-        q = naive.blend(
-            [(texts[document].tokens[at], length, 1.0) for (document, at), length in candidates],
-            BLEND,
-        )
-        if seed is not None:
-            noises = {token: float(noise.gumbel(seed, len(context) - 1, token)) for token in q}
-            q = {token: drafter._settings.inverse_temperature * np.log(p) + noises[token] for token, p in q.items()}
-        token = yield q
-        candidates = [
-            ((document, at + 1), min(length + 1, MAX_DEPTH))
-            for (document, at), length in candidates
-            if texts[document].tokens[at] == token and at + 1 < len(texts[document].tokens)
-        ]
-        context = [*context, token]
-
-
-@examples(100)
-@given(
-    history=st.lists(st.lists(st.integers(0, 2), max_size=20), max_size=4),
-    own=st.lists(st.integers(0, 2), max_size=12),
-    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
-)
-def test_drafts_are_the_favourites_of_the_blended_model(history, own, seed):
-    """Candidates of equal weight and no outcomes: the draft is the most probable tokens, or the coupled choice."""
-    recorder = make(recency=1.0, inverse_temperature=1.5)
-    settings = recorder.drafter._settings
-    recorder.drafter._settings = settings._replace(preference=np.ones_like(settings.preference))
-    for i, text in enumerate(history):
-        recorder.start(f"h{i}", [3, 1], text)
-        recorder.stop(f"h{i}")
-    recorder.start("r", [3, 1], own, seed=seed)
-    (draft,) = recorder.propose("r")
-    check_draft(draft, K)
-    by_hand = drafted_by_hand(recorder, "r", seed)
-    next(by_hand)
-    token = None
-    for depth in range(K):
-        scores = by_hand.send(token)
-        if depth == len(draft.token_ids):
-            assert not scores
-            break
-        token = int(draft.token_ids[depth])
-        assert scores[token] == pytest.approx(max(scores.values()), abs=1e-5)
 
 
 def one_against_two(index, num_agreeing, common=()):
@@ -249,12 +126,9 @@ def one_against_two(index, num_agreeing, common=()):
 
 @both_indexes
 def test_contexts_count_as_far_back_as_max_depth(index):
+    """Also those that get longer in a draft."""
     assert one_against_two(index, MAX_DEPTH - 1) == [200]
     assert one_against_two(index, MAX_DEPTH) == [300]
-
-
-@both_indexes
-def test_matches_get_longer_in_a_draft_up_to_max_depth(index):
     assert one_against_two(index, MAX_DEPTH - 2, [50]) == [50, 200]
     assert one_against_two(index, MAX_DEPTH - 1, [50]) == [50, 300]
 
@@ -290,6 +164,8 @@ def test_candidates_weigh_by_source_distance_and_age(index):
     found = gathered(recorder, "r")
     if index == "suffix":  # which asks other problems only where its own texts match fewer than four tokens
         assert "shared" not in found
+        recorder.start("short", [1, 2, 3], problem_id=7)
+        assert "shared" in gathered(recorder, "short")
     else:
         assert found.pop("shared") == (1, pytest.approx(weight["shared"][1]))
     assert found == {
@@ -297,32 +173,6 @@ def test_candidates_weigh_by_source_distance_and_age(index):
         "problem": (1, pytest.approx(0.25 * weight["problem"][1])),
         "prompt": (1, pytest.approx(weight["prompt"][1])),
     }
-
-
-def test_other_problems_are_asked_where_ones_own_match_is_short():
-    recorder = make(shared=True)
-    recorder.start("other", [9, 1, 2, 3, 4], [7], problem_id=8)
-    recorder.start("own", [5, 2, 3, 4], [6], problem_id=7)
-    recorder.start("r", [5, 2, 3, 4], problem_id=7)
-    assert gathered(recorder, "r").keys() == {"problem"}
-    recorder.start("s", [1, 2, 3, 4], problem_id=7)
-    assert gathered(recorder, "s").keys() == {"problem", "shared"}
-
-
-def test_bins_of_distance_and_length():
-    distances = (0, 4, -4, 5, 32, -33, 256, 257, -1000)
-    assert [int(voting._distance_bin(distance)) for distance in distances] == [0, 0, 0, 1, 1, 2, 2, 3, 3]
-    lengths = range(1, MAX_DEPTH + 1)
-    assert [int(voting.bin_of_length(n)) for n in lengths] == [reference._length_bin(n) for n in lengths]
-
-
-@pytest.mark.parametrize(("num_said", "expected"), [(0, 200), (40, 300)])
-def test_what_was_said_at_about_the_same_place_weighs_more(num_said, expected):
-    recorder = make()
-    recorder.start("early", [1], [5, 6, 200], problem_id=7)
-    recorder.start("late", [1], [*range(20, 60), 5, 6, 300], problem_id=7)
-    recorder.start("r", [2], [*range(120, 120 + num_said), 5, 6], problem_id=7)
-    assert recorder.draft("r", 1) == [expected]
 
 
 @both_indexes
@@ -337,9 +187,9 @@ def test_in_mid_draft_the_place_that_counts_is_that_of_the_next_token(index):
 
 
 def test_drafts_follow_texts_whose_pages_lie_apart():
-    """Rollouts that grow token by token in turns, so that none has two pages side by side."""
+    """Rollouts of large tokens that grow in turns, so that none has two pages side by side."""
     recorder = make()
-    texts = [[1000 * (i + 1) + n for n in range(5 * PAGE_TOKENS + 3)] for i in range(3)]
+    texts = [[LARGEST - 1000 * i - n for n in range(5 * PAGE_TOKENS + 3)] for i in range(3)]
     for i in range(3):
         recorder.start(f"h{i}", [1, 2, 3], problem_id=7)
     for column in zip(*texts, strict=True):
@@ -357,24 +207,6 @@ def test_drafts_follow_texts_whose_pages_lie_apart():
         recorder.stop(f"r{i}", keep=False)
 
 
-@both_indexes
-def test_the_noise_decides_where_history_is_undecided(index):
-    """Over many seeds, both continuations come about as often as in history: what the coupled choice is for."""
-    recorder = make(index, inverse_temperature=1.0)
-    for i in range(4):
-        recorder.start(str(i), [1, 2], [5, 6 + i % 2])
-        recorder.stop(str(i))
-    chosen = []
-    for seed in range(100):
-        recorder.start("r", [1, 2], [5], seed=seed)
-        (token,) = recorder.draft("r", 1)
-        recorder.stop("r", keep=False)
-        noises = noise.gumbel(seed, 2, np.array([6, 7]))
-        assert token == 6 + int(np.argmax(noises))
-        chosen.append(token)
-    assert 30 < chosen.count(6) < 70
-
-
 def test_without_a_seed_the_noise_decides_nothing_after_a_request_with_one():
     """Which had the same row."""
     noises = noise.gumbel(0, 2, np.arange(100))
@@ -389,7 +221,7 @@ def test_without_a_seed_the_noise_decides_nothing_after_a_request_with_one():
         recorder.stop("r", keep=False)
 
 
-@pytest.mark.parametrize("version", [300, 40_000, 10**9, LARGEST])
+@pytest.mark.parametrize("version", [300, LARGEST])
 def test_a_run_may_resume_at_any_version(version):
     recorder = make(recency=0.9)
     recorder.start("old", [1], [5, 6])
@@ -423,13 +255,12 @@ def test_confidence_follows_the_rate_of_acceptance():
     assert draft.confidence[0] == pytest.approx(0.6, abs=0.05)
 
 
-@both_indexes
-def test_drafts_without_a_chance_are_not_made(index):
+def test_drafts_without_a_chance_are_not_made():
     """min_survival cuts what confidence says is hopeless, and only that."""
     histories = [([5, 6, 7, 8], 0.9), ([5, 9, 9, 9], 0.1)]
     drafts = []
     for min_survival in (0.0, 0.5):
-        recorder = make(index, min_survival=min_survival)
+        recorder = make(min_survival=min_survival)
         for i in range(4):
             recorder.start(str(i), [1, 2], histories[i % 2][0])
         recorder.start("r", [1, 2])
@@ -437,28 +268,6 @@ def test_drafts_without_a_chance_are_not_made(index):
     loose, strict = drafts
     assert (strict.confidence >= 0.5).all()
     assert len(strict.token_ids) == (loose.confidence >= 0.5).sum() < len(loose.token_ids)
-
-
-@pytest.mark.parametrize(
-    ("then", "expected"),
-    [
-        ([5, 6, 9], (3, 2)),
-        ([5, 6, 9, 8], (3, 2)),  # tokens after the first difference are no outcomes
-        ([9], (1, 0)),
-        ([5, 6], (2, 2)),  # how it would have gone on is not known
-        ([5, 6, 7, 8, 1], (4, 4)),  # all, and the bonus token
-        ([], (0, 0)),
-    ],
-)
-def test_outcomes_are_counted_up_to_the_first_difference_and_once(then, expected):
-    recorder = make()
-    recorder.start("h", [1, 2], [5, 6, 7, 8, 9])
-    recorder.start("r", [1, 2])
-    trials = recorder.drafter._calibration.coarse
-    assert len(recorder.draft("r", 4)) == 4
-    for tokens in (then, [5, 6] if then else []):  # the second call has no draft left to be about
-        recorder.extend("r", tokens)
-        assert (trials[..., 0].sum(), trials[..., 1].sum()) == expected
 
 
 @pytest.mark.parametrize("seed", [None, 3])
@@ -478,35 +287,8 @@ def test_outcomes_are_counted_by_the_heaviest_source(seed):
         recorder.stop("h", keep=False)
 
 
-def test_confidence_is_the_chance_to_get_that_far():
-    recorder = make()
-    recorder.start("h", [1], [5, 6, 7, 8])
-    recorder.start("r", [1], [5])
-    confidence = recorder.propose("r")[0].confidence
-    assert confidence == pytest.approx(confidence[0] ** np.arange(1, 4), rel=1e-5)
-    recorder.drafter._calibration.coarse[..., 0] = 1000.0  # never right
-    assert recorder.propose("r")[0].confidence[0] < 0.01
-
-
-def test_full_counters_are_halved():
-    cell = np.array([vote.MAX_TRIALS, 1000], np.float32)
-    voting.count_outcome(cell, True)
-    assert cell.tolist() == [vote.MAX_TRIALS / 2 + 1, 501]
-    voting.count_outcome(cell, False)
-    assert cell.tolist() == [vote.MAX_TRIALS / 2 + 2, 501]
-
-
-def test_the_exponent_is_1_until_another_is_clearly_ahead():
-    counts = np.zeros((len(vote.INVERSE_TEMPERATURES), 2))
-    assert voting.best_inverse_temperature(counts) == 1.0
-    counts[-1, 1] = vote.HEAD_START
-    assert voting.best_inverse_temperature(counts) == 1.0
-    counts[-1, 1] += 1
-    assert voting.best_inverse_temperature(counts) == vote.INVERSE_TEMPERATURES[-1]
-
-
 def test_only_choices_say_which_exponent_is_right():
-    """A token with one candidate follows one with two in the same place of the same row."""
+    """A token with one candidate follows one with two in the same place of the same row. 1 has a head start."""
     recorder = make()
     recorder.start("h", [1], [5, 6])
     recorder.start("i", [1], [5, 7])
@@ -537,13 +319,15 @@ def test_proposals_survive_the_growth_of_rows():
 
 
 def test_a_new_policy_forgets_a_part_of_every_counter():
+    """The same version again forgets nothing."""
     recorder = make()
     counters = recorder.drafter._calibration
     for counts in (counters.coarse, counters.fine, counters.by_inverse_temperature):
         counts[:] = 100.0
-    recorder.drafter.begin_policy_version(1)
-    for counts in (counters.coarse, counters.fine, counters.by_inverse_temperature):
-        assert np.allclose(counts, 100.0 * vote.VERSION_DECAY)
+    for _ in range(2):
+        recorder.drafter.begin_policy_version(1)
+        for counts in (counters.coarse, counters.fine, counters.by_inverse_temperature):
+            assert np.allclose(counts, 100.0 * vote.VERSION_DECAY)
 
 
 def test_a_new_request_does_not_inherit_a_proposal():
@@ -560,10 +344,8 @@ def test_a_new_request_does_not_inherit_a_proposal():
 # -- bounds ----------------------------------------------------------------------------------------------------------
 
 
-@both_indexes
-def test_history_is_bounded_and_the_oldest_rollouts_go_first(index):
-    max_pages = 12
-    recorder = make(index, max_history_tokens=max_pages * PAGE_TOKENS)
+def test_history_is_bounded_and_the_oldest_rollouts_go_first():
+    recorder, max_pages, most = make(max_history_tokens=12 * PAGE_TOKENS), 12, 0
     rng = np.random.default_rng(0)
     recorder.start("live", [9], [1, 2, 3])
     for i in range(60):
@@ -573,18 +355,10 @@ def test_history_is_bounded_and_the_oldest_rollouts_go_first(index):
         kept = [recorder._texts[request.document].tokens[-1] - 60 for request in recorder.drafter._finished]
         assert kept == list(range(i + 1 - len(kept), i + 1))
         assert kept
-        assert recorder.drafter._store.num_used_pages <= max_pages
+        most = max(most, recorder.drafter._store.num_used_pages)
+    assert most == max_pages
     recorder.extend("live", [1, 2, 3, 1, 2])
     assert recorder.draft("live", 1) == [3]
-
-
-def test_history_may_fill_its_bound():
-    recorder = make(max_history_tokens=3 * PAGE_TOKENS)
-    for i in range(3):
-        recorder.start(str(i), [1], [i] * PAGE_TOKENS)
-        recorder.stop(str(i))
-        recorder.check()
-        assert recorder.drafter._store.num_used_pages == min(2 + i, 3)
 
 
 def test_what_nobody_asks_for_is_indexed_all_the_same():
@@ -616,22 +390,6 @@ def test_what_ended_drafts_is_tried_again():
     assert any(is_drafted[is_drafted.index(False) :])
 
 
-def test_what_ended_a_draft_fades_by_cell_and_by_what_it_falls_back_on():
-    recorder = make(min_survival=0.3)
-    recorder.start("h", [1], [5, 6])
-    recorder.start("r", [1], [5])
-    counters = recorder.drafter._calibration
-    for counts in (counters.coarse, counters.fine):
-        counts[..., 0], counts[..., 1] = 1000.0, 100.0
-    assert recorder.draft("r") == []
-    assert all((counts[..., 0] == 1000.0).all() for counts in (counters.coarse, counters.fine))
-    for _ in range(2):  # the second token is not what the draft was about
-        recorder.extend("r", [6])
-    for counts in (counters.coarse, counters.fine):
-        faded = counts[counts[..., 0] < 1000.0]
-        assert faded.tolist() == [pytest.approx([1000.0 * vote.OUTCOME_DECAY, 100.0 * vote.OUTCOME_DECAY])]
-
-
 @both_indexes
 def test_memory_is_used_again(index):
     recorder, sizes = make(index, shared=True, max_history_tokens=50 * PAGE_TOKENS), set()
@@ -656,67 +414,6 @@ def test_history_makes_room_for_what_is_live_however_large_its_bound(monkeypatch
         recorder.stop(str(i))
     recorder.check()
     assert 100 < recorder.drafter._store.num_used_pages <= 200
-
-
-def test_the_same_version_again_forgets_nothing():
-    recorder = make()
-    recorder.drafter.begin_policy_version(3)
-    recorder.drafter._calibration.coarse[:] = 1.0
-    recorder.drafter.begin_policy_version(3)
-    assert (recorder.drafter._calibration.coarse == 1.0).all()
-    recorder.drafter.begin_policy_version(4)
-    assert (recorder.drafter._calibration.coarse < 1.0).all()
-
-
-# -- errors ----------------------------------------------------------------------------------------------------------
-
-
-BAD_CALLS = {
-    "live already": lambda drafter: drafter.start_request("a", [1]),
-    r"prompt_token_ids must not be negative, got -1": lambda drafter: drafter.start_request("b", [3, -1]),
-    r"prompt_token_ids must be one-dimensional": lambda drafter: drafter.start_request("b", [[1]]),
-    r"prompt_token_ids .* at most 31 bits": lambda drafter: drafter.start_request("b", [2**31]),
-    r"one-dimensional integers": lambda drafter: drafter.start_request("b", np.zeros((2, 2), np.int32)),
-    r"seed must fit in 64 bits, got": lambda drafter: drafter.start_request("b", [1], seed=2**63),
-    r"seed must fit in 64 bits, got -": lambda drafter: drafter.start_request("b", [1], seed=-(2**63) - 1),
-    r"'b' is not live": lambda drafter: drafter.extend("b", [1]),
-    r"new_token_ids must not be negative": lambda drafter: drafter.extend("a", [1, -2]),
-    r"new_token_ids must be one-dimensional integers": lambda drafter: drafter.extend("a", [1.5]),
-    r"new_token_ids .* at most 31 bits": lambda drafter: drafter.extend("a", np.array([2**31], np.int64)),
-    r"request 'b' is not live: start_request": lambda drafter: drafter.propose(["a", "b"], np.ones(2, np.int32)),
-    r"max_tokens must have shape .1., got int32 .2.": lambda drafter: drafter.propose(["a"], np.ones(2, np.int32)),
-    r"not live": lambda drafter: drafter.observe(["b"], [[1]], np.zeros(1, np.int32)),
-    r"target_token_ids must be 1 lists of tokens": lambda drafter: drafter.observe(["a"], [], np.zeros(1, np.int32)),
-    r"num_accepted must have shape .1., got": lambda drafter: drafter.observe(["a"], [[1]], np.zeros(2, np.int32)),
-    r"num_accepted must be from 0 to the number of": lambda drafter: drafter.observe(["a"], [[1]], [2]),
-    r"target_token_ids must not be negative": lambda drafter: drafter.observe(["a"], [[-1]], np.zeros(1, np.int32)),
-    r"request 'b' is not live": lambda drafter: drafter.stop_request("b"),
-    r"policy versions go up, to 2.31 - 1: 2147483648 after": lambda drafter: drafter.begin_policy_version(2**31),
-    r"policy versions go up, to .*: 2 after 3": lambda drafter: drafter.begin_policy_version(2),
-}
-
-
-@pytest.mark.parametrize("message", BAD_CALLS)
-def test_bad_calls_raise_and_change_nothing(message):
-    recorder = make()
-    recorder.drafter.begin_policy_version(3)
-    recorder.start("h", [1], [5, 6])
-    recorder.start("a", [1], [5])
-    with pytest.raises(ValueError, match=message):
-        BAD_CALLS[message](recorder.drafter)
-    recorder.check()
-    assert list(recorder.drafter._live) == ["h", "a"]
-    assert recorder.draft("a", 1) == [6]
-    recorder.stop("a")
-    recorder.check()
-
-
-@pytest.mark.parametrize("seed", [-(2**63), -1, 0, 2**63 - 1])
-def test_any_seed_of_64_bits(seed):
-    recorder = make()
-    recorder.start("h", [1], [5, 6])
-    recorder.start("a", [1], seed=seed)
-    assert recorder.draft("a", 2) == [5, 6]
 
 
 # -- any order of calls ----------------------------------------------------------------------------------------------
@@ -860,6 +557,9 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own(index):
     prompt, known = rng.integers(20, 29, 70), random_features(rng, range(40))
     rollouts = [rng.integers(0, 9, 40).astype(np.int32) for _ in range(3)]
     first, second = make(index), make(index)
+    first.start("before", prompt, tokens=[1, 2], problem_id=5)
+    first.stop("before")
+    assert first.drafter.take_recorded() == [], "nobody wanted it"
     first.drafter.record_rollouts()
     for number, tokens in enumerate(rollouts):
         first.start(str(number), prompt, problem_id=5)
@@ -876,6 +576,7 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own(index):
     assert all(rollout.problem_id == 5 and rollout.version == 0 for rollout in recorded)
     assert (recorded[1].features == known).all()
     assert first.drafter.take_recorded() == []
+    second.add(Rollout(5, 0, prompt[-MAX_DEPTH:], np.array([1, 2], np.int32)))
     for rollout in recorded:
         second.add(rollout)
     second.check()
@@ -893,8 +594,7 @@ def test_added_rollouts_keep_within_the_bounds(index):
     for version in [3, *[9] * 20]:  # too old, and of a version that has not begun here
         recorder.add(Rollout(1, version, tokens[:0], tokens))
     recorder.check()
-    assert recorder.drafter._store.num_used_pages == 10
-    assert {request.version for request in recorder.drafter._finished} == {5}
+    assert recorder.drafter._store.num_used_pages == recorder.drafter.history_summary()["rollouts"] == 10
     with pytest.raises(ValueError, match="negative"):
         recorder.drafter.add_rollouts([Rollout(1, 5, tokens[:0], -tokens)])
     with pytest.raises(ValueError, match="features of 32 tokens"):
@@ -931,17 +631,6 @@ def test_a_load_of_more_than_fits_takes_no_more_memory_than_fits(index, monkeypa
     with pytest.raises(ValueError, match="negative"):
         together.drafter.add_rollouts([rollouts[0], rollouts[1]._replace(tokens=-tokens[1])])
     assert [together.drafter._store.text(r.document).tolist() for r in together.drafter._finished] == kept[0]
-
-
-def test_nothing_is_recorded_before_it_is_wanted():
-    recorder = make("suffix")
-    for is_wanted in (False, True):
-        if is_wanted:
-            recorder.drafter.record_rollouts()
-        assert recorder.drafter.take_recorded() == []
-        recorder.start("a", [1, 2], tokens=[3, 4])
-        recorder.stop("a")
-        assert len(recorder.drafter.take_recorded(wait=True)) == is_wanted
 
 
 @both_indexes

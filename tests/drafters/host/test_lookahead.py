@@ -32,18 +32,15 @@ def test_what_the_target_said_after_a_rejected_draft_is_drafted():
 
 
 def test_siblings_share_the_pool_and_other_problems_do_not():
+    """Nor does one that takes the place of another."""
     recorder = rejected_draft()
     recorder.start("s", [9, 3, 4, 50], problem_id=7)
-    recorder.start("t", [9, 3, 4, 50], problem_id=9)
     assert recorder.draft("s", 1) == [61]
-    assert recorder.draft("t", 1) == [51]
-
-
-def test_a_problem_that_takes_the_place_of_another_does_not_get_its_pool():
-    recorder = rejected_draft()
-    recorder.stop("r", keep=False)
-    recorder.start("t", [9, 3, 4, 50], problem_id=9)
-    assert recorder.draft("t", 1) == [51]
+    for problem_id in (9, 10):
+        recorder.start("t", [9, 3, 4, 50], problem_id=problem_id)
+        assert recorder.draft("t", 1) == [51]
+        for req_id in ("r", "s", "t") if problem_id == 9 else ("t",):
+            recorder.stop(req_id, keep=False)
 
 
 def test_the_pool_takes_its_share_and_leaves_a_distribution():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -82,33 +81,6 @@ def test_a_bucket_keeps_the_newest_positions_of_a_context():
         assert places or order != SHORT_ORDER
 
 
-def test_contexts_shorter_than_the_order_find_nothing():
-    recorder = Recorder("ngram")
-    recorder.start("a", [], [0] * 9, problem_id=7)
-    recorder.drafter._flush()
-    assert recorder.table_candidates(recorder.problem("a"), [0] * (LONG_ORDER - 1), LONG_ORDER) == []
-    assert recorder.table_candidates(recorder.problem("a"), [], SHORT_ORDER) == []
-
-
-@pytest.mark.parametrize("same_problem", [False, True])
-def test_entries_of_removed_rollouts_are_not_returned(same_problem):
-    """Pages are used again by the next rollout, and so is the problem's number, which a live request holds."""
-    recorder = Recorder("ngram", shared=True)
-    recorder.start("stays", [9], problem_id=7)
-    recorder.start("a", [1, 2], [5, 6, 7, 8] * 20, problem_id=7)
-    recorder.drafter._flush()
-    problem, pages = recorder.problem("a"), recorder.drafter._store.num_used_pages
-    recorder.stop("a", keep=False)
-    for order in ORDERS:
-        assert recorder.table_candidates(problem, [5, 6, 7], order) == []
-    recorder.start("b", [1, 2], [8, 7, 6, 5] * 20, problem_id=7 if same_problem else 8)
-    recorder.drafter._flush()
-    assert recorder.drafter._store.num_used_pages == pages
-    for context in ([5, 6, 7], [6, 7, 8], [8, 7, 6], [8], [1, 2]):
-        for asking in range(max(problem, recorder.problem("b")) + 2):
-            recorder.check_table(asking, context)
-
-
 def test_a_page_that_is_not_written_so_far_again_has_no_candidates():
     """What follows there is another rollout's, though the context before it has been written again."""
     recorder = Recorder("ngram")
@@ -139,19 +111,6 @@ def test_a_rollout_written_again_where_it_was_before_votes_once():
     for context in ([4], [3, 4, 5], [4, 5, 6, 7]):
         recorder.check_table(recorder.problem("a"), context)
         recorder.check_table(recorder.problem("other"), context)
-
-
-def test_problems_are_apart_and_shared_entries_are_of_others():
-    recorder = Recorder("ngram", shared=True)
-    recorder.start("a", [1], [2, 3, 4, 5, 6], problem_id=7)
-    recorder.start("b", [1], [2, 3, 4, 5, 9], problem_id=8)
-    recorder.check()
-    ours, theirs = recorder.problem("a"), recorder.problem("b")
-    documents = {name: recorder.drafter._live[name].document for name in "ab"}
-    context = [1, 2, 3, 4, 5]
-    assert recorder.table_candidates(ours, context, LONG_ORDER) == [((documents["a"], 4), 5)]
-    assert recorder.table_candidates(-1, context, SHARED_ORDER, other_than=ours) == [((documents["b"], 4), 5)]
-    assert recorder.table_candidates(-1, context, SHARED_ORDER, other_than=theirs) == [((documents["a"], 4), 5)]
 
 
 def test_problems_are_apart_where_their_entries_look_the_same():
@@ -208,33 +167,3 @@ def test_nothing_that_was_found_is_lost_when_the_table_grows():
         assert found() == before
     for query in queries:
         recorder.check_table(recorder.problem("0"), query)
-
-
-def test_the_table_grows_with_the_text():
-    recorder = Recorder("ngram")
-    sizes = set()
-    rng = np.random.default_rng(0)
-    for i in range(30):
-        recorder.start(str(i), [1], rng.integers(0, 50_000, 400), problem_id=i % 3)
-        recorder.drafter._flush()
-        sizes.add(recorder.drafter._index.buckets.size)
-        last = recorder.context(str(i))
-        found = recorder.table_candidates(recorder.problem(str(i)), last[:-1], LONG_ORDER)
-        assert found[0] == ((recorder.drafter._live[str(i)].document, 399), MAX_DEPTH)
-    assert len(sizes) > 1
-    recorder.check()
-
-
-@pytest.mark.parametrize("num_entries", [1, WAYS, WAYS + 1, 1000])
-def test_new_tables_have_room_and_a_power_of_two_of_buckets(num_entries):
-    buckets = ngram.new_buckets(num_entries)
-    assert buckets.size >= num_entries
-    assert buckets.shape[1] == WAYS
-    assert buckets.shape[0] & (buckets.shape[0] - 1) == 0
-    assert buckets.size < 2 * num_entries + WAYS
-
-
-def test_no_tag_and_position_look_like_an_empty_entry():
-    tags = {int(ngram._tag(np.uint64(mixed))) for mixed in range(64)}
-    assert max(tags) == 62
-    assert (62 << ngram.POSITION_BITS | ngram.POSITION_MASK) < 0xFFFFFFFF
