@@ -77,10 +77,8 @@ class FiveMethods(NoDrafter):
         self._last[req_id] = int(new_token_ids[-1])
 
     def propose(self, req_ids, max_tokens):
-        return [
-            Draft(np.full(limit, self._last[req_id], np.int32), np.ones(limit, np.float32))
-            for req_id, limit in zip(req_ids, max_tokens, strict=True)
-        ]
+        drafts = zip(map(self._last.get, req_ids), max_tokens, strict=True)
+        return [Draft(np.full(limit, token, np.int32), np.ones(limit, np.float32)) for token, limit in drafts]
 
     def begin_policy_version(self, version):
         pass
@@ -199,24 +197,20 @@ class DraftsTooMany(Adversary):
         return super().propose(req_ids, max_tokens if self.calls < 5 else max_tokens + 3)
 
 
-class OutOfVocabulary(Adversary):
-    """Drafts a token id beyond the vocabulary."""
-
-    def propose(self, req_ids, max_tokens):
-        return [
-            Draft(np.full(max(0, int(n)), VOCAB_SIZE, np.int32), np.ones(max(0, int(n)), np.float32))
-            for n in max_tokens
-        ]
-
-
 class SameToken(Adversary):
     """Always drafts the same token, 5."""
 
+    token = 5
+
     def propose(self, req_ids, max_tokens):
-        return [
-            Draft(np.full(max(0, int(limit)), 5, np.int32), np.ones(max(0, int(limit)), np.float32))
-            for limit in max_tokens
-        ]
+        lengths = np.maximum(max_tokens, 0)
+        return [Draft(np.full(n, self.token, np.int32), np.ones(n, np.float32)) for n in lengths]
+
+
+class OutOfVocabulary(SameToken):
+    """Drafts a token id beyond the vocabulary."""
+
+    token = VOCAB_SIZE
 
 
 class Uneven(Adversary):

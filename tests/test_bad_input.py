@@ -328,7 +328,7 @@ def test_damaged_reports(tmp_path, capsys):
     path, statuses = tmp_path / "report.json", set()
     report = a_report(global_step=3, num_processes=2)
     for *owners, key in places_in(report)[1:]:
-        for value in (0, 10**400, NAN, None, "\ud800", {}, "gone"):
+        for value in (10**400, NAN, "\ud800", {}, "gone"):
             changed = json.loads(json.dumps(report))
             owner = changed
             for name in owners:

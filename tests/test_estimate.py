@@ -121,12 +121,12 @@ class Disturbed(Budget):
 
 @pytest.mark.parametrize(("batch", "least_speedup"), [(1, 1.3), (16, 1.3), (64, 1.0)])
 def test_first_phases_with_cold_sizes_are_alike(batch, least_speedup):
-    """A new engine, eight times with other noise. Fixed K = 8 is slower than no drafts at 16 and 64 requests."""
+    """A new engine, five times with other noise. Fixed K = 8 is slower than no drafts at 16 and 64 requests."""
     pytest.importorskip("pyarrow")
     from rollout_spec.history.traces import read_traces
 
     rollouts = [r for p in by_problem(read_traces(RECORDED))[:8] for r in p[:16]][: 16 if batch == 1 else None]
-    phases = [phase(Disturbed(seed), COLD, rollouts, batch, 8).seconds for seed in range(8)]
+    phases = [phase(Disturbed(seed), COLD, rollouts, batch, 8).seconds for seed in range(5)]
     assert phase(fixed(0), COLD, rollouts, batch, 8).seconds / max(phases) > least_speedup
     assert max(phases) / min(phases) < 1.2
 

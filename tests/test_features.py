@@ -10,7 +10,6 @@ from rollout_spec.features.format import (
     FEATURE_WORDS,
     LOGPROB_STEP,
     MAX_CODE,
-    SIGNATURE_BITS,
     TOP_TOKENS,
     decoded_probabilities,
     encode_logprobs,
@@ -143,19 +142,6 @@ def test_ratio_tests_have_the_same_features():
         for method in ("sample", "rejection")
     ]
     assert torch.equal(*found)
-
-
-def test_signatures_tell_angles():
-    """The share of differing bits is the angle over pi, up to sampling error."""
-    rng = np.random.default_rng(1)
-    first, other = rng.standard_normal((2, 200, 576), np.float32)
-    other -= first * (first * other).sum(1, keepdims=True) / (first * first).sum(1, keepdims=True)
-    other *= np.linalg.norm(first, axis=1, keepdims=True) / np.linalg.norm(other, axis=1, keepdims=True)
-    for angle in (0.1, 0.5, 1.0, 2.0):
-        turned = np.cos(angle) * first + np.sin(angle) * other
-        differ = (first @ signature_matrix(576) > 0) != (turned @ signature_matrix(576) > 0)
-        # The mean of 200 independent counts of SIGNATURE_BITS bits each, which are not independent of one another.
-        assert differ.mean() == pytest.approx(angle / np.pi, abs=4 * 0.5 / np.sqrt(SIGNATURE_BITS * 50))
 
 
 def test_the_matrix_is_the_same_in_every_process():

@@ -12,7 +12,7 @@ from rollout_spec.budget.decide import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.loop import RequestState, generate
 from rollout_spec.noise import host as noise
-from tests.adversaries import Adversary
+from tests.adversaries import Adversary, Silent
 from tests.distributions import matches_distribution
 
 VOCAB = 6
@@ -36,11 +36,6 @@ def requests(count, max_tokens=40, temperature=1.0, run=0):
     ]
 
 
-class Nothing(Adversary):
-    def propose(self, req_ids, max_tokens):
-        return super().propose(req_ids, np.zeros_like(max_tokens))
-
-
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     target_seed=st.integers(0, 1000),
@@ -53,7 +48,7 @@ class Nothing(Adversary):
 def test_same_rollouts_as_without_drafts(target_seed, count, temperature, k, drafter, budget):
     target, _ = markov_target(target_seed)
     plain = requests(count, temperature=temperature)
-    steps = generate(plain, Nothing(), target, k)
+    steps = generate(plain, Silent(), target, k)
     ours = requests(count, temperature=temperature)
     drafting = (
         Adversary(VOCAB) if drafter == "adversary" else build_drafter(drafter, max_draft_tokens=k, min_survival=0.0)
@@ -72,7 +67,7 @@ def test_history_saves_steps():
     target, _ = markov_target(3, sharpness=4.0)
     drafter = build_drafter("history", max_draft_tokens=8)
     steps = [generate(requests(8, run=run), drafter, target, 8) for run in range(6)]
-    assert steps[-1] < 0.6 * generate(requests(8, run=5), Nothing(), target, 8)
+    assert steps[-1] < 0.6 * generate(requests(8, run=5), Silent(), target, 8)
     drafter.check_integrity()
 
 
@@ -103,5 +98,5 @@ def test_emitted_tokens_follow_the_target(verify, drafter):
 def test_invalid_logits_raise():
     batch = requests(1)
     with pytest.raises(FloatingPointError, match="nothing can be sampled"):
-        generate(batch, Nothing(), lambda contexts: np.full((len(contexts), VOCAB), np.nan, np.float32), 2)
+        generate(batch, Silent(), lambda contexts: np.full((len(contexts), VOCAB), np.nan, np.float32), 2)
     assert batch[0].output_token_ids == []

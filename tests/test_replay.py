@@ -13,7 +13,7 @@ from rollout_spec.features.format import unpack
 from rollout_spec.history.folder import HistoryFolder, Origin
 from rollout_spec.history.logs import read
 from rollout_spec.noise.host import gumbel
-from rollout_spec.replay import REGIMES, RecordedTarget, Rollout, by_problem, read_rollouts, replay, split
+from rollout_spec.replay import REGIMES, RecordedTarget, Rollout, by_problem, read_rollouts, replay
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Draft
 from tests.adversaries import Adversary
 
@@ -62,12 +62,6 @@ class Recorder(Adversary):
 
     def begin_policy_version(self, version):
         self.versions.append(version)
-
-
-def test_rollouts_are_split_by_version_or_in_halves():
-    one, two = a_problem(), a_problem(versions=2)
-    assert [split(one, "inflight"), split(two, "inflight")] == [([], one), ([], two[3:])]
-    assert [split(one, "epoch"), split(two, "epoch")] == [(one[:1], one[1:]), (two[:3], two[3:])]
 
 
 def test_regimes_see_what_they_may():
@@ -167,20 +161,6 @@ def test_what_a_user_has_is_read(tmp_path, capsys):
     assert [(r.problem_id, r.policy_version) for r in kept] == [(r.problem_id, r.policy_version) for r in rollouts]
     assert len(by_problem([*rollouts, *kept])) == 1
     assert main(["replay", str(tmp_path / "history"), "-k", "4"]) == 0
-
-
-def test_logs_of_text_need_a_tokenizer(tmp_path, capsys):
-    tokenizers, transformers = pytest.importorskip("tokenizers"), pytest.importorskip("transformers")
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"?": 0, "one": 1, "two": 2}, unk_token="?"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?").save_pretrained(tmp_path / "words")
-    trl = table(tmp_path / "trl.parquet", [{"step": 3, "prompt": "one", "completion": "two one", "advantage": 0.1}])
-    (tmp_path / "verl.jsonl").write_text(json.dumps({"input": "one", "output": "two one", "step": 3}))
-    for path in (trl, str(tmp_path / "verl.jsonl")):
-        ((_, prompt, tokens, version, *_),) = read_rollouts(path, str(tmp_path / "words"))
-        assert (prompt.tolist(), tokens.tolist(), version) == ([1], [2, 1], 3)
-        assert main(["replay", path]) == 2
-        assert "needs --tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

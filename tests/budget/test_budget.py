@@ -105,12 +105,6 @@ def test_free_slots_that_come_true_are_all_taken_and_dear_ones_are_not(slot_seco
     assert np.median(taken[-100:]) == expected
 
 
-def sparse(size, num_drafted, slots=1):
-    """Drafts of `slots` tokens for some of `size` requests."""
-    starts = np.minimum(np.arange(size + 1), num_drafted) * slots
-    return np.full(num_drafted * slots, 0.9, np.float32), starts
-
-
 @pytest.mark.parametrize(("size", "num_drafted"), [(2, 2), (64, 2), (256, 40)])
 @pytest.mark.parametrize("sizes", [(), (1, 2, 4, 8, 64, 72, 256, 512)])
 @pytest.mark.parametrize(("drafted_seconds", "draft_seconds"), [(3.0, 0.0), (1.0, 0.6)])
@@ -118,7 +112,7 @@ def test_what_drafting_costs_at_all_counts(size, num_drafted, sizes, drafted_sec
     """Slots are free and come true, but a step with drafts or the drafter's work take longer than that gains."""
     budget = Budget()
     budget.cost.pad_to(sizes)
-    confidence, starts = sparse(size, num_drafted)
+    confidence, starts = np.full(num_drafted, 0.9, np.float32), np.minimum(np.arange(size + 1), num_drafted)
     asked, busy = [], []
     for _ in range(600):
         slots = np.zeros(size, np.int64)

@@ -15,16 +15,7 @@ from rollout_spec.drafters.host import ngram, suffix
 from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.drafters.host.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
-from rollout_spec.drafters.host.store import (
-    DOCUMENT,
-    LENGTH,
-    PAGE_BITS,
-    PAGE_MASK,
-    PAGE_TOKENS,
-    START,
-    TextArrays,
-    TextStore,
-)
+from rollout_spec.drafters.host.store import DOCUMENT, LENGTH, PAGE_BITS, PAGE_MASK, PAGE_TOKENS, START, TextStore
 from rollout_spec.drafters.host.suffix import MAX_VISITS
 from rollout_spec.drafters.host.vote import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
 from rollout_spec.features.format import SIGNATURE_WORDS, TOP_TOKENS, Features, pack
@@ -214,18 +205,9 @@ class Recorder:
         positions, lengths = np.full((2, MAX_CANDIDATES), SENTINEL, np.int32)
         index = self.drafter._index
         tree, key, other_than = (index.shared, -1, problem) if shared else (index.tree, problem, -2)
+        store, path = self.drafter._store.arrays, suffix.new_path()
         count = suffix.gather(
-            self._store(),
-            tree,
-            key,
-            other_than,
-            text,
-            text.size,
-            0,
-            MAX_CANDIDATES,
-            positions,
-            lengths,
-            suffix.new_path(),
+            store, tree, key, other_than, text, text.size, 0, MAX_CANDIDATES, positions, lengths, path
         )
         return self._places(positions, lengths, count)
 
@@ -235,18 +217,8 @@ class Recorder:
         """What the n-gram table finds for a context, in order."""
         text = np.array(context[-MAX_DEPTH:], np.int32)
         positions, lengths = np.full((2, MAX_CANDIDATES), SENTINEL, np.int32)
-        count = ngram.gather(
-            self._store(),
-            self.drafter._index.buckets,
-            problem,
-            text,
-            text.size,
-            order,
-            other_than,
-            positions,
-            lengths,
-            0,
-        )
+        store, buckets = self.drafter._store.arrays, self.drafter._index.buckets
+        count = ngram.gather(store, buckets, problem, text, text.size, order, other_than, positions, lengths, 0)
         return self._places(positions, lengths, count)
 
     def check_tree(self, problem: int, context: Sequence[int]) -> None:
@@ -264,11 +236,13 @@ class Recorder:
             if len(own) + len(others) <= MAX_VISITS:
                 self._check_candidates(self.tree_candidates(problem, context, shared=True), others)
 
-    def _check_candidates(self, found: list[tuple[Place, int]], expected: dict[Place, int]) -> dict[Place, int]:
+    def _check_candidates(
+        self, found: list[tuple[Place, int]], expected: dict[Place, int], enough: int = ENOUGH_CANDIDATES
+    ) -> dict[Place, int]:
         places = dict(found)
         assert len(places) == len(found), "a candidate came twice"
         assert places == {place: expected.get(place) for place in places}
-        assert len(places) >= min(len(expected), ENOUGH_CANDIDATES)
+        assert len(places) >= min(len(expected), enough)
         return places
 
     def _matches_elsewhere(self, texts: dict[int, Text], problem: int, context: Sequence[int]) -> dict[Place, int]:
@@ -279,23 +253,15 @@ class Recorder:
 
     def check_table(self, problem: int, context: Sequence[int]) -> None:
         """The table's candidates are true and match at least as far as they should."""
-        texts, orders = self.texts(), (LONG_ORDER, SHORT_ORDER)
+        texts = self.texts()
         expected = naive.matches(texts, problem, context, MAX_DEPTH)
-        for order in orders:
-            self._check_found(self.table_candidates(problem, context, order), expected, order)
+        asked = [(expected, order, (problem, context, order)) for order in (LONG_ORDER, SHORT_ORDER)]
         if self.drafter._settings.use_shared:
-            expected = self._matches_elsewhere(texts, problem, context)
-            found = self.table_candidates(-1, context, SHARED_ORDER, problem)
-            self._check_found(found, expected, SHARED_ORDER)
-
-    def _check_found(self, found: list[tuple[Place, int]], expected: dict[Place, int], order: int) -> None:
-        places = dict(found)
-        assert len(places) == len(found), "a candidate came twice"
-        assert places == {place: expected.get(place) for place in places}
-        assert all(length >= order for length in places.values())
-
-    def _store(self) -> TextArrays:
-        return self.drafter._store.arrays
+            elsewhere = self._matches_elsewhere(texts, problem, context)
+            asked.append((elsewhere, SHARED_ORDER, (-1, context, SHARED_ORDER, problem)))
+        for expected, order, question in asked:
+            places = self._check_candidates(self.table_candidates(*question), expected, 0)
+            assert all(length >= order for length in places.values())
 
     def _places(self, positions, lengths, count: int) -> list[tuple[Place, int]]:
         assert (positions[count:] == SENTINEL).all()

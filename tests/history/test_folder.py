@@ -142,13 +142,6 @@ def test_of_one_problem_the_newest_versions_are_read(tmp_path, monkeypatch):
     assert other.read(1) == []
 
 
-def test_what_is_written_again_is_there_once(tmp_path):
-    one = open_again(tmp_path)
-    for _ in range(2):
-        one.write([rollout(1), rollout(2)])
-    assert len(files_in(tmp_path)) == 1
-
-
 @pytest.mark.parametrize("damage", ["cut", "empty", "gone", "foreign"])
 def test_a_file_that_cannot_be_read_is_left_out_with_one_line(tmp_path, caplog, damage):
     one, other = open_again(tmp_path), open_again(tmp_path)

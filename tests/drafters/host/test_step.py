@@ -222,6 +222,9 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
             assert table.arrays.num_tokens[request.row] == len(request.prompt) + request.kept
             assert table.arrays.is_complete[request.row] == is_complete
             assert table.arrays.num_offered[request.row] == -1
+            if kind == "history" and said:
+                assert not any(drafts.lengths[request.row] for drafts in (table.arrays.history, table.arrays.continued))
+                assert not any(drafts.is_cut[request.row] for drafts in (table.arrays.history, table.arrays.continued))
             assert not table.arrays.is_model[request.row]
         assert dict(zip(learned.chosen.tolist(), learned.room.tolist(), strict=True)) == chosen
         assert learned.num_live == sum(not plain.end(request)[1] for request in now)
@@ -237,7 +240,7 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
         assert (counts == plain.model_counts).all()
         if kind == "history":
             for ours_now, expected in zip(ours._calibration, plain.calibration, strict=True):
-                assert ours_now == pytest.approx(expected, rel=1e-4)
+                np.testing.assert_allclose(ours_now, expected, rtol=1e-4)
         for request in now:
             request.drafts |= any_drafts(rng, table.arrays, request.row, ours._calibration, len(counts))
     for request in live:

@@ -12,7 +12,7 @@ from rollout_spec.drafters.host.vote import MAX_DEPTH
 from rollout_spec.features.format import decoded_probabilities, no_features, unpack
 from rollout_spec.noise import host as noise
 from tests import naive
-from tests.drafters.recorder import Recorder, examples, features_of, positions_of, random_features
+from tests.drafters.recorder import Recorder, examples, features_of, random_features
 
 K = 6
 
@@ -27,10 +27,6 @@ def make(index="suffix", **options):
 def start(recorder, req_id, prompt, tokens, features, **kwargs):
     recorder.start(req_id, prompt, **kwargs)
     recorder.extend(req_id, tokens, features)
-
-
-def positions(recorder, req_id):
-    return positions_of(recorder.drafter._store, recorder.drafter._live[req_id].document)
 
 
 # -- the model -------------------------------------------------------------------------------------------------------
@@ -169,4 +165,4 @@ def test_features_stay_with_their_tokens_when_pages_are_used_again():
     recorder.stop("old", keep=False)
     start(recorder, "new", [1], [5, 6] * 40, None, problem_id=7)
     assert recorder.draft("new", 2) == [5, 6]
-    assert not recorder.drafter._store.arrays.features[positions(recorder, "new")].any()
+    assert not recorder.drafter._store.read(recorder.drafter._live["new"].document)[1].any()

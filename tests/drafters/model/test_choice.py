@@ -8,9 +8,8 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from rollout_spec.drafters.host.requests import RequestTable
 from rollout_spec.drafters.model import choice
-from rollout_spec.drafters.model.choice import DraftChoice, ModelDrafts, no_model_drafts
+from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
 from rollout_spec.types import Draft
 from tests.drafters.recorder import sampled
@@ -228,16 +227,3 @@ def test_room_and_steps_without_the_model():
     one.table.forget_drafts()
     one.learned = one.host.learn(sampled(one.table, one.row, [[6, 7]]))
     assert one.host.choice.model_counts() == (0, 0)
-
-
-def test_without_the_model_every_draft_is_history_s():
-    """In a table of more rows than there were at first."""
-    table, chooser = RequestTable(K), DraftChoice()
-    rows = np.array([table.start(1) for _ in range(20)])
-    table.arrays.history.lengths[rows] = 1
-    assert chooser.choose(table, rows, np.full(20, K), no_model_drafts(20)).size == 0
-    assert not table.arrays.is_model[rows].any()
-    some = chooser.choose(
-        table, rows, np.arange(20), ModelDrafts(np.zeros((20, M), np.int32), np.ones((20, M), np.float32))
-    )
-    assert some.tolist() == list(range(M + 1, 20)), "those whose draft could be longer"
