@@ -89,18 +89,19 @@ def test_engines_of_a_node_draft_from_each_others_rollouts(tiny_model, tmp_path)
     while time.monotonic() < deadline and history(one)["folder"]["rollouts_written"] < len(said):
         time.sleep(0.05)
     assert history(other)["folder"]["rollouts_read"] == 0, "it was not asked for these problems"
-    num_others = 0
+    others = []
     while time.monotonic() < deadline and history(other)["folder"]["rollouts_read"] < len(said):
-        num_others += len(generate(other, mixed_params(3, 50 + num_others, max_tokens=5)))
+        others += generate(other, mixed_params(3, 50 + len(others), max_tokens=5))
     session_of(other).exchange_history()
-    assert history(other)["rollouts"] == len(said) + num_others
+    assert history(other)["rollouts"] == len(said) + len(others)
     assert session_of(other).drafter._version == 0
     same_again = accepted(other, params)
     assert_same(same_again[0], generate(alone, params), prompts_of(params), params, None)
     assert same_again[1] > accepted(alone, params)[1] / 2  # which has said it before
     for llm in (one, other):
         session_of(llm).engine_history.close()
-    assert len(rollouts_in(tmp_path)) == 12 + num_others
+    # What both engines have said may be the same file.
+    assert {tuple(r.tokens.tolist()) for r in rollouts_in(tmp_path)} == {tuple(o.token_ids) for o in [*said, *others]}
 
 
 def test_imported_text_is_found_by_its_prompt(tiny_model, tmp_path, capsys):
