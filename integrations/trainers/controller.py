@@ -26,7 +26,6 @@ from typing import Any
 from rollout_spec import checks
 from rollout_spec.config import CONFIG_KEY, RolloutSpecConfig
 from rollout_spec.integrations.trainers import logprob_check
-from rollout_spec.integrations.vllm import step_sizes
 from rollout_spec.integrations.vllm.compat import plain_weights
 from rollout_spec.integrations.vllm.requests import without_history
 from rollout_spec.noise.host import derive_seed
@@ -152,9 +151,8 @@ class EngineController:
         merged = {**kwargs, **self._llm_kwargs, **ours, "additional_config": additions | ours["additional_config"]}
         room = "max_num_batched_tokens"
         if self.config.speculation and kwargs.get(room) and not self._llm_kwargs.get(room):
-            merged[room] = step_sizes.max_num_batched_tokens(
-                kwargs[room], merged.get("max_num_seqs"), self.config.max_draft_tokens
-            )
+            # What does not fit into a step waits for the next one, the requests at the end of vLLM's list every time.
+            merged[room] = max(kwargs[room], (merged.get("max_num_seqs") or 0) * (self.config.max_draft_tokens + 1))
         return merged
 
     def build_engine(self, build: Callable[..., None], llm: Any, *args: Any, **kwargs: Any) -> None:

@@ -35,7 +35,7 @@ def check_version(version_tuple: tuple[Any, ...], version: str) -> None:
     Raises:
         RuntimeError: the version is too old.
     """
-    release = tuple(int(part) for part in version_tuple[:2])
+    release = version_tuple[:2]
     if release == (0, 0):  # an editable install without a version
         return
     if release < OLDEST_VERSION:
@@ -75,7 +75,7 @@ def mixes_recurrent_states(version_tuple: tuple[Any, ...]) -> bool:
 
     So it is in both runners up to 0.31. With 0.32 as the oldest version, this can go.
     """
-    return (0, 0) < tuple(int(part) for part in version_tuple[:2]) < (0, 32)
+    return (0, 0) < version_tuple[:2] < (0, 32)
 
 
 def verifies_adaptively(speculative_config: Any) -> bool:
@@ -105,7 +105,7 @@ def lacks_v2_interfaces(version_tuple: tuple[Any, ...]) -> bool:
 
     Engines run in V1 there. With 0.26 as the oldest version, this can go.
     """
-    return (0, 0) < tuple(int(part) for part in version_tuple[:2]) < (0, 26)
+    return (0, 0) < version_tuple[:2] < (0, 26)
 
 
 def shards_batch(runner: Any) -> bool:

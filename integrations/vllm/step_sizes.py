@@ -155,11 +155,3 @@ def _find_nearest_graphs(manager: Any) -> None:
             for num_tokens in range(first[kind], desc.num_tokens + 1):
                 manager._candidates.setdefault((num_tokens, kind.num_active_loras), []).append(desc)
             first[kind] = desc.num_tokens + 1
-
-
-def max_num_batched_tokens(given: int, max_num_seqs: int | None, num_speculative_tokens: int) -> int:
-    """`given`, or more if `max_num_seqs` requests with K drafted tokens each need it; None: their number is not known.
-
-    What does not fit into a step waits for the next one, the requests at the end of vLLM's list every time.
-    """
-    return max(given, (max_num_seqs or 0) * (num_speculative_tokens + 1))
