@@ -79,24 +79,16 @@ def test_numbers_of_numpy(llm):
     assert {type(number) for pair in seen for number in pair} == {int}
 
 
-COMMANDS = [
-    ((), "command"),
-    (("stat",), "did you mean 'stats'"),
-    ((None,), "command"),
-    (("stats", 1), "command stats.*too many"),
-    (("config", None), "command config.*too many"),
-    (("set_enabled",), "command set_enabled.*missing"),
-    (("set_enabled", "false"), "set_enabled: its argument must be a bool, got 'false'"),
-    (("set_enabled", 0), "set_enabled: its argument must be a bool, got 0"),
-    (("set_enabled", None), "set_enabled: its argument must be a bool, got None"),
-    (("begin_policy_version", 0), "begin_policy_version"),
-    (("begin_policy_version", 2**31), "begin_policy_version"),
-    (("begin_policy_version", 1.5), "begin_policy_version"),
-    (("begin_policy_version", 1, 2), "command begin_policy_version.*too many"),
-]
-
-
-@pytest.mark.parametrize(("args", "message"), COMMANDS, ids=lambda value: "")
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ((), "command"),
+        (("stat",), "did you mean 'stats'"),
+        (("stats", 1), "command stats.*too many"),
+        (("set_enabled", "false"), "set_enabled: its argument must be a bool, got 'false'"),
+        (("begin_policy_version", 0), "begin_policy_version"),
+    ],
+)
 def test_commands(llm, args, message):
     with pytest.raises((TypeError, ValueError), match=message):
         llm.collective_rpc("rollout_spec", args=args)

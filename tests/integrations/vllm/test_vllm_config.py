@@ -51,21 +51,6 @@ def test_where_it_asks_for_nothing(environment):
     assert read_environment(environment) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("yes", "ROLLOUT_SPEC: Expecting value.*Got yes, an example is ROLLOUT_SPEC="),
-        ("8", "must be a JSON object"),
-        ('{"num_speculative_token": 8}', "ROLLOUT_SPEC: unknown rollout_spec config key.*did you mean"),
-        ('{"num_speculative_tokens": "8"}', "ROLLOUT_SPEC: num_speculative_tokens must be an int"),
-        ('{"models": "Qwen/*"}', "ROLLOUT_SPEC: models must be a list"),
-    ],
-)
-def test_what_is_refused(text, message):
-    with pytest.raises(ValueError, match=message):
-        read_environment({VARIABLE: text})
-
-
 # -- ROLLOUT_SPEC in vLLM's engines ----------------------------------------------------------------------------------
 
 
@@ -139,14 +124,6 @@ def test_a_framework_may_leave_it_to_the_checkpoint_how_much_is_drafted():
     assert request.beside({"method": "ngram", "num_speculative_tokens": 2}) is None
     with pytest.raises(ValueError, match="ROLLOUT_SPEC, beside the engine's speculative_config: .* be at least 1"):
         request.beside({"method": "mtp", "num_speculative_tokens": 0})
-
-
-@pytest.mark.engine
-def test_a_model_that_is_not_meant_is_left_alone(tiny_model, monkeypatch, said):
-    monkeypatch.setenv(VARIABLE, '{"num_speculative_tokens": 6, "models": ["Qwen/*"]}')
-    theirs = {"method": "draft_model", "model": str(tiny_model), "num_speculative_tokens": 2}
-    assert configuration(tiny_model, speculative_config=theirs).additional_config == {}
-    assert said[0].endswith("alone: its name matches none of ['Qwen/*']")
 
 
 @pytest.mark.engine
