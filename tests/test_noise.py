@@ -11,11 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from rollout_spec.jit.compiler import njit
 from rollout_spec.noise import host as noise
 from rollout_spec.noise import torch as noise_torch
 from tests.distributions import matches_distribution
 
 N = 200_000
+
+
+def uniform32(*arguments):
+    return noise.uniform_from_hash(noise.hash32(*arguments))
 
 
 def murmur3_32(data: bytes, seed: int) -> int:
@@ -50,27 +55,23 @@ def test_implementations_agree(seed, position, token, domain):
     data = (seed & (2**64 - 1)).to_bytes(8, "little") + (position & 0xFFFFFFFF).to_bytes(4, "little")
     expected = murmur3_32(data + (token & 0xFFFFFFFF).to_bytes(4, "little"), domain)
     assert int(noise.hash32(seed, position, token, domain)) == expected
-    uniform = noise.uniform32(seed, position, token, domain)
+    assert noise.hash_words(seed, position, token, domain) == expected
     s, p, t = (torch.tensor([value]) for value in (seed, position, token))
-    assert noise_torch.uniform32(s, p, t, domain=domain).numpy()[0, 0] == uniform
+    assert noise_torch.uniform32(s, p, t, domain=domain).numpy()[0, 0] == noise.uniform_from_hash(expected)
     g = noise.gumbel(seed, position, token, domain)
-    assert np.float32(noise.gumbel_nb(seed, position, token, domain)) == g
     assert abs(float(noise_torch.gumbel(s, p, t, domain=domain)) - g) <= noise_torch.GUMBEL_TOLERANCE
 
 
 def test_whole_vocabularies_agree():
     seeds, positions = np.array([3, -7, 2**40]), np.array([0, 5, 100_000])
-    expected = noise.uniform32(seeds[:, None], positions[:, None], np.arange(5000))
+    expected = uniform32(seeds[:, None], positions[:, None], np.arange(5000))
     got = noise_torch.uniform32(torch.from_numpy(seeds), torch.from_numpy(positions), 5000)
     np.testing.assert_array_equal(got.numpy(), expected)
 
 
 def test_extremes_are_finite_and_as_stated():
-    hashes = np.array([0, 2**32 - 1], np.uint32)
-    g = noise.gumbel_from_uniform(noise.uniform_from_hash(hashes))
-    assert g[0] == pytest.approx(noise.MAX_GUMBEL, abs=1e-5)
-    assert g[1] == pytest.approx(noise.MIN_GUMBEL, abs=1e-5)
-    assert [float(np.float32(noise.gumbel_from_hash_nb(int(h)))) for h in hashes] == g.tolist()
+    g = noise.gumbel_from_hash(np.array([0, 2**32 - 1], np.uint32))
+    assert g.tolist() == pytest.approx([33 * math.log(2), -math.log(24 * math.log(2))], abs=1e-5)
 
 
 AXES = {
@@ -85,7 +86,7 @@ AXES = {
 @pytest.mark.parametrize("axis", AXES)
 def test_uniform_and_uncorrelated_along(axis):
     """Chi-square over 256 cells, and correlation at lags 1 to 4 within 5 standard errors."""
-    u = noise.uniform32(*AXES[axis](N))
+    u = uniform32(*AXES[axis](N))
     assert matches_distribution((u * 256).astype(int).clip(max=255), np.full(256, 1 / 256))
     g = noise.gumbel(*AXES[axis](N))
     for lag in range(1, 5):
@@ -97,8 +98,8 @@ def test_neighbours_are_independent(other):
     """A request's noise says nothing of the next seed's, the next position's or the next token's."""
     rng = np.random.default_rng(1)
     seed, position, token = rng.integers(0, 2**62, N), rng.integers(1, 10_000, N), rng.integers(1, 150_000, N)
-    a = noise.uniform32(seed, position, token)
-    b = noise.uniform32(seed + other[0], position + other[1], token + other[2])
+    a = uniform32(seed, position, token)
+    b = uniform32(seed + other[0], position + other[1], token + other[2])
     cells = (a * 8).astype(int).clip(max=7) * 8 + (b * 8).astype(int).clip(max=7)
     assert matches_distribution(cells, np.full(64, 1 / 64))
 
@@ -137,21 +138,28 @@ def test_derive_seed():
 BORDERS = np.array([0, 1, 127, 2**16 - 1, 2**16, 2**31 - 1, 2**31, 2**32 - 129, 2**32 - 128, 2**32 - 127, 2**32 - 1])
 
 
-def test_row_kernels_agree():
-    """The compiled loop over one row: hashes of borders and of a vocabulary."""
+@njit
+def draw(seed, position, tokens, domain, hashes, noises):
+    for i in range(tokens.size):
+        hashes[i] = noise.hash_words(int(seed), int(position), int(tokens[i]), domain)
+        noises[i] = noise.gumbel_from_hash(hashes[i])
+
+
+def test_compiled_code_agrees():
+    """The definition and the loop over one row: hashes of borders and of a vocabulary."""
     tokens = np.concatenate([np.arange(3000), BORDERS, BORDERS + 2**32, [-1, -(2**31)]])
     for seed in (0, -1, -(2**63), 2**63 - 1, 2**31, 2**32):
         for position in (-1, 0, 2**31 - 1, 2**31, 2**32 - 1, 2**32):
             for domain in (noise.DOMAIN_TARGET, noise.DOMAIN_ACCEPT, noise.DOMAIN_RESIDUAL):
                 expected = noise.hash32(seed, position, tokens, domain)
-                hashes = np.zeros(len(tokens), np.uint32)
-                state = noise.row_state_nb(seed, position, domain)
+                hashes, noises = np.zeros(len(tokens), np.uint32), np.zeros(len(tokens), np.float32)
+                state = noise.row_state(seed, position, domain)
                 with np.errstate(over="ignore"):  # interpreted, where numba is switched off
-                    noise.finish_hashes_nb(state, noise.token_keys(tokens), hashes)
+                    noise.finish_hashes(state, noise.token_keys(tokens), hashes)
                 np.testing.assert_array_equal(hashes, expected)
-    hashes = np.concatenate([BORDERS.astype(np.uint32), np.random.default_rng(0).integers(0, 2**32, 20_000, np.uint32)])
-    g = noise.gumbel_from_uniform(noise.uniform_from_hash(hashes))
-    assert [float(np.float32(noise.gumbel_from_hash_nb(int(h)))) for h in hashes[:500]] == g[:500].tolist()
+                draw(seed, position, tokens, domain, hashes, noises)
+                np.testing.assert_array_equal(hashes, expected)
+                np.testing.assert_array_equal(noises, noise.gumbel(seed, position, tokens, domain))
 
 
 def test_only_the_low_words_of_position_and_token_count():
@@ -167,7 +175,7 @@ def test_torch_logarithms_stay_within_the_tolerance(monkeypatch):
     monkeypatch.setattr(noise_torch, "uniform32", lambda *_, **__: torch.from_numpy(uniforms.copy()))
     got = noise_torch.gumbel(None, None, None).numpy()
     assert np.isfinite(got).all()
-    assert np.abs(got - noise.gumbel_from_uniform(uniforms)).max() <= noise_torch.GUMBEL_TOLERANCE
+    assert np.abs(got - noise.gumbel_from_hash(hashes)).max() <= noise_torch.GUMBEL_TOLERANCE
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -176,7 +184,7 @@ def test_torch_token_tensors(dtype):
     seeds, positions = torch.tensor([3, -7, 2**40]), torch.tensor([0, 2**31, 2**32 - 1])
     rows = torch.tensor([[0, 5, 2**31 - 1], [7, 7, 1], [2, 3, 4]], dtype=dtype)
     for tokens in (rows[0], rows):
-        expected = noise.uniform32(seeds.numpy()[:, None], positions.numpy()[:, None], tokens.numpy(), 3)
+        expected = uniform32(seeds.numpy()[:, None], positions.numpy()[:, None], tokens.numpy(), 3)
         np.testing.assert_array_equal(noise_torch.uniform32(seeds, positions, tokens, domain=3).numpy(), expected)
     assert noise_torch.uniform32(seeds[:0], positions[:0], 4).shape == (0, 4)
 

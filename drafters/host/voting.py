@@ -48,7 +48,7 @@ from rollout_spec.drafters.host.vote import (
 )
 from rollout_spec.features.format import FEATURE_WORDS, MAX_CODE, SIGNATURE_BITS, SIGNATURE_WORDS, TOP_TOKENS
 from rollout_spec.jit.compiler import njit
-from rollout_spec.noise.host import gumbel_nb
+from rollout_spec.noise.host import DOMAIN_TARGET, gumbel_from_hash, hash_words
 from rollout_spec.types import Float32Array, Int32Array
 
 DECAY = np.float32(OUTCOME_DECAY)
@@ -309,7 +309,7 @@ def draw_noise(seed, position, num_found, found, mass, noise, alternatives):
     """Replace `mass` by its logarithm, fill `noise`, and note what each exponent would choose."""
     for i in range(num_found):
         mass[i] = np.log(mass[i])
-        noise[i] = gumbel_nb(seed, position, np.int64(found[i]))
+        noise[i] = gumbel_from_hash(hash_words(int(seed), int(position), int(found[i]), DOMAIN_TARGET))
     for a in range(len(INVERSE_TEMPERATURES)):
         best = 0
         for i in range(1, num_found):

@@ -1,8 +1,4 @@
-"""The noise of `rollout_spec.noise` inside Triton kernels.
-
-Hash and uniform have the same bits as in NumPy. The Gumbel noise goes through the device's float32 logarithm, within
-`GUMBEL_TOLERANCE` of NumPy's.
-"""
+"""The noise of `host.py` inside Triton kernels."""
 
 from __future__ import annotations
 
@@ -12,8 +8,8 @@ import triton.language as tl
 from rollout_spec.noise import host as noise
 
 GUMBEL_TOLERANCE = 8e-6
-"""Largest absolute difference between `gumbel` here and the host's: four units in the last place of
-the largest noise, of which the hardware's log2 (relative error 2**-22) takes three."""
+"""Largest absolute difference to the host's `gumbel`: four units in the last place of the largest noise, of which the
+hardware's log2 (relative error 2**-22) takes three."""
 
 C1, C2, ADD = tl.constexpr(noise.C1), tl.constexpr(noise.C2), tl.constexpr(noise.ADD)
 FMIX1, FMIX2, LENGTH = tl.constexpr(noise.FMIX1), tl.constexpr(noise.FMIX2), tl.constexpr(noise.LENGTH)
@@ -57,7 +53,7 @@ def unfinished_hash(state, key):
 
 @triton.jit
 def finish_hash(h):
-    """The hash from `unfinished_hash`: murmur3's last step. uint32."""
+    """The hash from `unfinished_hash`. uint32."""
     return h ^ (h >> 16)
 
 
@@ -70,11 +66,9 @@ def uniform(h):
 
 @triton.jit
 def gumbel(h):
-    """-log(-log1p(-u)), float32.
+    """-log(-log1p(-u)), float32, with the bits of vLLM's V2 noise on the same device.
 
-    The hardware's logarithm has no correct digits left near 1, so log1p is its Taylor series for u < 1/4. Degree and
-    limit are those of vLLM's V2 noise, so that both give the same bits on one device:
-    https://github.com/vllm-project/vllm/blob/v0.31.0/vllm/v1/worker/gpu/sample/gumbel.py
+    The hardware's logarithm has no correct digits left near 1, so log1p is its Taylor series for u < 1/4.
     """
     u = uniform(h)
     series = 1.0 / 7.0 + u * (1.0 / 8.0)

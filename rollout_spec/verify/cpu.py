@@ -21,7 +21,7 @@ from torch import Tensor
 from rollout_spec.features.format import FEATURE_WORDS, LOGPROB_STEP, MAX_CODE, SIGNATURE_WORDS, TOP_TOKENS
 from rollout_spec.features.torch import pack_signatures
 from rollout_spec.jit.compiler import njit
-from rollout_spec.noise.host import DOMAIN_TARGET, finish_hashes_nb, gumbel_from_hash_nb, row_state_nb, token_keys
+from rollout_spec.noise.host import DOMAIN_TARGET, finish_hashes, gumbel_from_hash, row_state, token_keys
 from rollout_spec.types import GREEDY_TEMPERATURE, PLACEHOLDER_TOKEN_ID, LogprobsMode, VerifyResult
 from rollout_spec.verify.layout import Layout
 
@@ -129,13 +129,13 @@ def _sample_row(logits, temperature, state, keys, hashes, bounds):
     best_token, best = 0, np.float32(-np.inf)
     for start in range(0, logits.size, BLOCK):
         block = logits[start : start + BLOCK]
-        finish_hashes_nb(state, keys[start : start + BLOCK], hashes)
+        finish_hashes(state, keys[start : start + BLOCK], hashes)
         highest = _bound_scores(block, temperature, hashes, bounds)
         if highest < best or highest == -np.inf:
             continue
         for i in range(block.size):
             if bounds[i] >= best and bounds[i] > -np.inf:
-                score = np.float32(block[i] / temperature + gumbel_from_hash_nb(np.int64(hashes[i])))
+                score = np.float32(block[i] / temperature + gumbel_from_hash(hashes[i]))
                 if score > best:
                     best_token, best = start + i, score
     return best_token
@@ -260,7 +260,7 @@ def _verify(
             if not is_valid:
                 token = PLACEHOLDER_TOKEN_ID
             elif not is_greedy:
-                state = row_state_nb(seed[row], position[row], DOMAIN_TARGET)
+                state = row_state(int(seed[row]), int(position[row]), DOMAIN_TARGET)
                 token = _sample_row(logits, temperature[row], state, keys, hashes, bounds)
             targets[row] = token
             if not is_accepted:
