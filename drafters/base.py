@@ -20,8 +20,7 @@ from rollout_spec.types import Draft, Int32Array
 
 if TYPE_CHECKING:
     from rollout_spec.drafters.host.requests import RequestTable
-    from rollout_spec.drafters.host.step import Learned, Sampled
-    from rollout_spec.jit.reference import Reference
+    from rollout_spec.drafters.host.step import Learned, Sampled, StepOptions
 
 Tokens: TypeAlias = "Sequence[int] | NDArray[np.integer]"
 
@@ -123,7 +122,7 @@ class BatchDrafter(Drafter, Protocol):
         """
 
     def learn_step(
-        self, sampled: Sampled, targets: NDArray[np.int64] | None, options: Reference, step_number: int
+        self, sampled: Sampled, targets: NDArray[np.int64] | None, options: StepOptions, step_number: int
     ) -> Learned:
         """Learn what a step sampled: what became of the last drafts, and the tokens that requests keep.
 

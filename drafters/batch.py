@@ -10,9 +10,8 @@ from numpy.typing import NDArray
 from rollout_spec.drafters.base import BatchDrafter, Drafter, Tokens
 from rollout_spec.drafters.host import step
 from rollout_spec.drafters.host.requests import RequestTable
-from rollout_spec.drafters.host.step import Learned, Sampled
+from rollout_spec.drafters.host.step import Learned, Sampled, StepOptions
 from rollout_spec.features.format import Features, no_features
-from rollout_spec.jit.reference import Reference
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID
 
 
@@ -67,7 +66,7 @@ class _OneByOne:
         return self._rows[req_id]
 
     def learn_step(
-        self, sampled: Sampled, targets: NDArray[np.int64] | None, options: Reference, step_number: int
+        self, sampled: Sampled, targets: NDArray[np.int64] | None, options: StepOptions, step_number: int
     ) -> Learned:
         if self._observes:
             self._observe(sampled, targets)

@@ -108,8 +108,7 @@ def look_around() -> Iterator[tuple[str, str]]:
     if folder is None:
         yield "problem", f"no folder can be written, so each process compiles the drafters anew: {cache.REMEDY}"
     else:
-        warning = f", which may be gone after a restart: {cache.REMEDY}" if folder.is_temporary else ""
-        yield "ok", f"compiled drafters are kept in {folder.path}{warning}"
+        yield "ok", f"compiled drafters are kept in {folder}"
     for package, needed_by, remedy in PACKAGES:
         if needed_by and importlib.util.find_spec(package) is None:
             yield "absent", f"{package}; {needed_by}"

@@ -18,7 +18,6 @@ from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.host import step
 from rollout_spec.drafters.host.step import Learned, Sampled, StepOptions
 from rollout_spec.drafters.model.choice import DraftChoice, ModelDrafts, no_model_drafts
-from rollout_spec.jit.reference import Reference
 from rollout_spec.types import Drafts
 
 NO_COST, NO_BINS = np.zeros(0), np.zeros((0, 0))
@@ -62,13 +61,13 @@ class Drafting:
         self._vocab_size = vocab_size
         survival = np.zeros((0, 0, 0)) if budget is None else budget.survival.counts
         model = np.zeros((0, 0)) if self.choice is None else self.choice.counts
-        self._options = Reference(StepOptions(num_speculative_tokens, max_model_len, True, survival, model))
+        self._options = StepOptions(num_speculative_tokens, max_model_len, True, survival, model)
         # Of a drafter that a user has derived from ours the adapter's class is asked, which has no such method.
         self._continues = hasattr(type(self.drafter), "continue_rows")
 
     def index_late(self) -> None:
         """From now on index tokens in the drafter's `update_index`, not in `learn`: drafts find them a step later."""
-        self._options = Reference(self._options.values._replace(index_now=False))
+        self._options = self._options._replace(index_now=False)
 
     def learn(self, sampled: Sampled, targets: NDArray[np.int64] | None = None) -> Learned:
         """Learn what a step sampled; see `BatchDrafter.learn_step`.

@@ -8,7 +8,6 @@ import importlib.util
 import io
 import json
 from email.message import Message
-from pathlib import Path
 from types import SimpleNamespace
 from urllib.error import HTTPError
 
@@ -20,7 +19,6 @@ from rollout_spec.budget.estimates import MIN_OBSERVATIONS
 from rollout_spec.doctor import advice, explain, look_around, summary
 from rollout_spec.integrations.vllm import commands
 from rollout_spec.jit import cache
-from rollout_spec.jit.cache import Folder
 from rollout_spec.stats import SpeculationStats
 
 
@@ -256,7 +254,6 @@ def importing(name, **module):
         (lambda m: m.setenv("VLLM_PLUGINS", "a"), "problem", "add rollout_spec to it, or unset it"),
         (lambda m: m.setenv("ROLLOUT_SPEC", "{"), "problem", "ROLLOUT_SPEC cannot be used (ValueError: ROLLOUT_SP"),
         (lambda m: m.setattr(importlib.metadata, "entry_points", lambda group: {}), "problem", "reinstall rollout"),
-        (lambda m: m.setattr(cache, "find_folder", lambda: Folder(Path("/a/1"), True)), "ok", "set the environment"),
         (lambda m: m.setattr(cache, "find_folder", lambda: None), "problem", "anew: set the environment variable"),
         # Those that import what is broken are not blamed, too.
         (importing("transformers.modeling_utils"), "problem", "is broken): pip uninstall torchvision torchaudio"),

@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,7 @@ from rollout_spec.features.format import (
     no_features,
 )
 from rollout_spec.history.rollout import Rollout
-from rollout_spec.jit.reference import Reference
+from rollout_spec.jit.compiler import by_reference
 from rollout_spec.types import Draft, Int32Array
 
 IndexKind = Literal["suffix", "ngram"]
@@ -193,15 +193,14 @@ class HistoryDrafter:
             by_inverse_temperature=np.zeros((len(INVERSE_TEMPERATURES), 2)),
         )
         self.table = RequestTable(max_draft_tokens)
-        self._state = Reference(
-            HistoryState(self._store.arrays, self._index, self._pool, self._settings, self._calibration)
-        )
+        self._passed = self._known()
+        self._reference = by_reference(self._passed)
         self._num_threads = usable_threads() if num_threads is None else num_threads
-        self._scratch = [Reference(new_scratch(max_draft_tokens)) for _ in range(self._num_threads)]
+        self._scratch = [by_reference(new_scratch(max_draft_tokens)) for _ in range(self._num_threads)]
         self._window = np.empty(WINDOW, np.int32)
         # Single requests' tokens, of whose ends nothing is known here; they are indexed before the next draft.
         no_counts = np.zeros((0, 0, 0)), np.zeros((0, 0))
-        self._options = Reference(StepOptions(max_draft_tokens, UNLIMITED, False, *no_counts))
+        self._options = StepOptions(max_draft_tokens, UNLIMITED, False, *no_counts)
         self._live: dict[str, _Request] = {}
         self._prompts: dict[tuple[int, int, int], _Prompt] = {}
         self._problems: dict[int, int] = {}  # number in the store by problem id
@@ -325,7 +324,7 @@ class HistoryDrafter:
         return self._request(req_id).row
 
     def learn_step(
-        self, sampled: Sampled, targets: NDArray[np.int64] | None, options: Reference, step_number: int
+        self, sampled: Sampled, targets: NDArray[np.int64] | None, options: StepOptions, step_number: int
     ) -> Learned:
         if sampled.features.size:
             check_features(sampled.features, sampled.features.shape[0])
@@ -337,13 +336,13 @@ class HistoryDrafter:
         self._drop_oldest()
         return learned
 
-    def _learn(self, sampled: Sampled, options: Reference, step_number: int) -> Learned:
+    def _learn(self, sampled: Sampled, options: StepOptions, step_number: int) -> Learned:
         if sampled.features.size and self.wants_features:
             self._store.keep_features()
         out = np.empty((2, sampled.rows.size), np.int64)
         for _ in range(2):
             num_chosen, *counts, num_new, had_room = step.learn(
-                self.table.reference, self._known(), options, sampled, step_number, self._window, out
+                self.table.reference, self._known_by_reference(), options, sampled, step_number, self._window, out
             )
             if had_room:
                 break
@@ -365,16 +364,17 @@ class HistoryDrafter:
         num_accepted: NDArray[np.int64],
     ) -> None:
         text = np.empty(LOOKAHEAD_ORDER + self._max_draft_tokens, np.int32)
-        step.remember_rejected(
-            self.table.reference, self._known(), rows, batch_rows, targets, starts, num_accepted, text
-        )
+        step.remember_rejected(self.table.arrays, self._known(), rows, batch_rows, targets, starts, num_accepted, text)
 
-    def _known(self) -> Reference:
+    def _known(self) -> HistoryState:
         """All that is known, for compiled functions."""
-        now, state = (self._store.arrays, self._index, self._settings), self._state.values
-        if now[0] is not state.store or now[1] is not state.lookup or now[2] is not state.settings:
-            self._state = Reference(state._replace(store=now[0], lookup=now[1], settings=now[2]))
-        return self._state
+        return HistoryState(self._store.arrays, self._index, self._pool, self._settings, self._calibration)
+
+    def _known_by_reference(self) -> Any:
+        now, last = self._known(), self._passed
+        if now.store is not last.store or now.lookup is not last.lookup or now.settings is not last.settings:
+            self._passed, self._reference = now, by_reference(now)
+        return self._reference
 
     def update_index(self) -> None:
         if self._num_unindexed == 0:
@@ -427,7 +427,7 @@ class HistoryDrafter:
         *,
         continues: bool,
     ) -> None:
-        requests, known = self.table.reference, self._known()
+        requests, known = self.table.reference, self._known_by_reference()
 
         def propose_part(part: int, start: int, end: int) -> None:
             some = slice(start, end)

@@ -102,7 +102,6 @@ def index_document(history, document, window):
     """Index a document's tokens that are not indexed so far, each as its context's continuation.
 
     Args:
-        history: Reference to a `HistoryState`.
         window: int32 [WINDOW], scratch.
     """
     store, index, settings = history.store, history.lookup, history.settings

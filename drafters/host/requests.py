@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters.host.vote import INVERSE_TEMPERATURES
-from rollout_spec.jit.reference import Reference
+from rollout_spec.jit.compiler import by_reference
 from rollout_spec.types import Float32Array, Int32Array
 
 NO_TOKEN = -1
@@ -60,7 +60,7 @@ class RequestTable:
 
     Attributes:
         arrays: By row. Replaced when they grow, as `reference` is.
-        reference: The same for compiled functions.
+        reference: The same for the calls of each step.
 
     Args:
         max_draft_tokens: K.
@@ -69,7 +69,7 @@ class RequestTable:
     def __init__(self, max_draft_tokens: int) -> None:
         self._max_draft_tokens = max_draft_tokens
         self.arrays = _new_requests(4, 2, max_draft_tokens)
-        self.reference = Reference(self.arrays)
+        self.reference = by_reference(self.arrays)
         self._free = list(range(3, -1, -1))
 
     def start(self, num_prompt_tokens: int, seed: int | None = None, document: int = -1) -> int:
@@ -119,7 +119,7 @@ class RequestTable:
         for old, new in zip(_flat(self.arrays), _flat(grown), strict=True):
             new[tuple(slice(size) for size in old.shape)] = old
         self.arrays = grown
-        self.reference = Reference(grown)
+        self.reference = by_reference(grown)
 
 
 def _flat(requests: Requests) -> list[NDArray[Any]]:

@@ -59,7 +59,6 @@ from rollout_spec.drafters.host.voting import (
 )
 from rollout_spec.features.format import Features, no_features
 from rollout_spec.jit.compiler import njit
-from rollout_spec.jit.reference import Reference
 from rollout_spec.types import Int32Array
 
 NO_FEATURES = no_features(0)
@@ -102,7 +101,7 @@ class Sampled(NamedTuple):
 
 
 class StepOptions(NamedTuple):
-    """What is the same in all of an engine's steps. Compiled functions get a reference to it."""
+    """What is the same in all of an engine's steps."""
 
     max_draft_tokens: int
     max_model_len: int
@@ -200,13 +199,12 @@ def _has_room(history, num_tokens, num_pieces, index_now):
     return has_room
 
 
-@njit(allocates=False)
+@njit
 def learn(requests, history, options, sampled, step_number, window, out):
     """Learn what a step sampled.
 
     Args:
-        requests, history, options: References to `Requests`, `HistoryState` and `StepOptions`; history None: the
-            drafter is of another kind.
+        requests, history: By reference; history None: the drafter is of another kind.
         step_number: For `Survival`.
         window: int32 [WINDOW], scratch.
         out: int64 [2, B], filled: `Learned.chosen` and `Learned.room`.
@@ -215,6 +213,13 @@ def learn(requests, history, options, sampled, step_number, window, out):
         (C, `num_live`, `num_verified`, `num_sampled`, `num_emitted`; new tokens; whether there was room for them: if
         not, nothing was done).
     """
+    if history is None:
+        return _learn(requests.values, None, options, sampled, step_number, window, out)
+    return _learn(requests.values, history.values, options, sampled, step_number, window, out)
+
+
+@njit(allocates=False)
+def _learn(requests, history, options, sampled, step_number, window, out):
     index_now = options.index_now
     rows, batch_rows = sampled.rows, sampled.batch_rows
     total = 0
@@ -264,7 +269,7 @@ def learn(requests, history, options, sampled, step_number, window, out):
     return num_chosen, num_live, num_verified, num_sampled, num_emitted, total, True
 
 
-def learn_without_text(table: RequestTable, sampled: Sampled, options: Reference, step_number: int) -> Learned:
+def learn_without_text(table: RequestTable, sampled: Sampled, options: StepOptions, step_number: int) -> Learned:
     """`learn` for a drafter that keeps its text elsewhere, or none."""
     out = np.empty((2, sampled.rows.size), np.int64)
     num_chosen, *counts, _, _ = learn(table.reference, None, options, sampled, step_number, None, out)
@@ -307,14 +312,20 @@ def index_documents(history, documents, window):
         index_document(history, documents[i], window)
 
 
-@njit(allocates=False, nogil=True)
+@njit(nogil=True)
 def propose(requests, history, rows, room, given, reached, continues, scratch):
     """Draft for requests, at most room[i] tokens each, and K: fills `requests.history`, or `requests.continued`.
 
     Drafts begin with the tokens `given` (int32 [B, M]), all of which are accepted with probability `reached` (float64
     [B]); where M is 0, both may be of length 0. Nothing else is written but `scratch`: several threads may draft for
-    parts of a batch. O(log n + MAX_CANDIDATES) for a draft's first token and O(candidates left) for each later one.
+    parts of a batch. Requests, history and scratch are passed by reference. O(log n + MAX_CANDIDATES) for a draft's
+    first token and O(candidates left) for each later one.
     """
+    _propose(requests.values, history.values, rows, room, given, reached, continues, scratch.values)
+
+
+@njit(allocates=False)
+def _propose(requests, history, rows, room, given, reached, continues, scratch):
     store, settings, calibration = history.store, history.settings, history.calibration
     out = requests.continued if continues else requests.history
     positions, lengths, weights, origin_bins = scratch.positions, scratch.lengths, scratch.weights, scratch.origin_bins
@@ -401,7 +412,7 @@ def propose(requests, history, rows, room, given, reached, continues, scratch):
 TOO_LONG, BAD_TOKEN, BAD_CONFIDENCE = range(1, 4)
 
 
-@njit(allocates=False)
+@njit
 def decide(
     requests,
     options,
@@ -422,6 +433,7 @@ def decide(
     """Choose how much of each draft to verify, after a look whether the drafts can be verified.
 
     Args:
+        requests: By reference.
         rows, room: int64 [C].
         chosen: int64 [C], where each draft belongs in `token_ids` and `lengths`.
         value, cost, bins: See `allocate`; `cost` of length 0: all of each draft is verified.
@@ -434,6 +446,17 @@ def decide(
     Returns:
         (0, or what is wrong with a draft: TOO_LONG, BAD_TOKEN, BAD_CONFIDENCE; seconds that are expected to be gained).
     """
+    return _decide(
+        requests.values, options, step_number, rows, room, chosen, vocab_size, value, cost, bins, survival, starts,
+        taken, token_ids, lengths,
+    )  # fmt: skip
+
+
+@njit(allocates=False)
+def _decide(
+    requests, options, step_number, rows, room, chosen, vocab_size, value, cost, bins, survival, starts, taken,
+    token_ids, lengths,
+):  # fmt: skip
     at = 0
     for i in range(rows.size):
         row, out = rows[i], token_ids[chosen[i]]

@@ -69,7 +69,7 @@ class DraftChoice:
             int64 [C], index in `rows` of the requests whose model's draft is verified and could be longer.
         """
         requests = table.arrays
-        _choose(table.reference, rows, room, model.token_ids, model.probabilities, self.counts)
+        _choose(table.arrays, rows, room, model.token_ids, model.probabilities, self.counts)
         num_model = model.token_ids.shape[1]
         is_full = requests.is_model[rows] & (requests.num_offered[rows] == num_model) & (room > num_model)
         return np.flatnonzero(is_full)

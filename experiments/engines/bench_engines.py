@@ -43,8 +43,7 @@ from experiments.engines.build import OURS, build_engine, command
 from experiments.rows import append, make_parser, origin
 from rollout_spec.drafters.host import step
 from rollout_spec.drafters.host.requests import RequestTable
-from rollout_spec.drafters.host.step import Learned, Sampled
-from rollout_spec.jit.reference import Reference
+from rollout_spec.drafters.host.step import Learned, Sampled, StepOptions
 from rollout_spec.stats import SpeculationStats
 
 for name, value in ENVIRONMENT.items():
@@ -71,7 +70,7 @@ class Idle(StatelessDrafter):
     def row_of(self, req_id: str) -> int:
         return self._rows[req_id]
 
-    def learn_step(self, sampled: Sampled, targets: Any, options: Reference, step_number: int) -> Learned:
+    def learn_step(self, sampled: Sampled, targets: Any, options: StepOptions, step_number: int) -> Learned:
         return step.learn_without_text(self.table, sampled, options, step_number)
 
     def update_index(self) -> None:

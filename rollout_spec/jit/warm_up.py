@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -26,9 +24,6 @@ from rollout_spec.verify.layout import lay_out
 
 logger = logging.getLogger(__name__)
 
-USUAL_SECONDS = 15
-"""What compiling takes on an idle processor core."""
-
 
 def warm_up(
     config: RolloutSpecConfig,
@@ -44,54 +39,21 @@ def warm_up(
     Args:
         device: Where the engine's logits are; the verifier's compiled loop is for the CPU only.
         has_model: Whether a drafter of vLLM's with a model drafts, too.
-        log: Called with one line of text before anything is compiled and one after; not at all if everything is in the
-            cache.
+        log: Called with one line of text after something was compiled; not at all if everything is in the cache.
 
     Raises:
         ValueError: the drafter does not take its options.
     """
-    with _reporting(log):
+
+    def report(seconds: float) -> None:
+        how_often = "once per installation" if find_folder() else f"in every process ({REMEDY})"
+        log(f"rollout_spec: compiled drafter and verifier in {seconds:.0f} s, {how_often}")
+
+    with event.install_timer("numba:compile", report):
         if config.speculation and config.drafts_on_host:
             _draft(config, has_model)
         if torch.device(device).type == "cpu":
             _verify(config)
-
-
-@contextlib.contextmanager
-def _reporting(log: Callable[[str], object]) -> Iterator[None]:
-    listener = _Listener(log)
-    with event.install_listener("numba:compile", listener):
-        yield
-    if listener.started is not None:
-        log(f"rollout_spec: compiled drafter and verifier in {time.perf_counter() - listener.started:.0f} s")
-
-
-class _Listener(event.Listener):
-    """Logs a line when numba begins to compile the first of our functions.
-
-    Attributes:
-        started: When that was, by `time.perf_counter`; None: everything was loaded from the cache.
-    """
-
-    def __init__(self, log: Callable[[str], object]) -> None:
-        self.started: float | None = None
-        self._log = log
-
-    def on_start(self, event: Any) -> None:
-        is_ours = event.data["dispatcher"].py_func.__module__.startswith("rollout_spec.")
-        if self.started is None and is_ours:
-            self.started = time.perf_counter()
-            folder = find_folder()
-            if folder is None:
-                often = f"in every process ({REMEDY})"
-            elif folder.is_temporary:
-                often = f"whenever {folder.path} is gone ({REMEDY})"
-            else:
-                often = "once per installation"
-            self._log(f"rollout_spec: compiling drafter and verifier, {often}; this takes up to {USUAL_SECONDS} s")
-
-    def on_end(self, event: Any) -> None:
-        pass
 
 
 class _NoDrafts:

@@ -261,7 +261,7 @@ def test_without_room_nothing_is_learned(index):
     table = drafter.table
     row = table.start(2, document=drafter._store.new_document(0, 1, 0))
     any_drafts(np.random.default_rng(0), table.arrays, row, drafter._calibration, 3)
-    known = drafter._known()
+    known = drafter._known_by_reference()
     watched = [*requests._flat(table.arrays), *drafter._calibration, *drafter._store.arrays]
     before = [array.copy() for array in watched]
     outcome = sampled(table, [row], [range(5000)])

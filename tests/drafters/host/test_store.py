@@ -24,13 +24,10 @@ from rollout_spec.drafters.host.store import (
     step_back,
 )
 from rollout_spec.drafters.host.vote import MAX_DEPTH
-from rollout_spec.jit.reference import Reference
 from tests.drafters.recorder import SENTINEL, examples
 
 BARE = HistoryDrafter()
-NO_INDEX = BARE._state.values._replace(
-    settings=BARE._settings._replace(use_tree=False, use_table=False, use_shared=False)
-)
+NO_INDEX = BARE._known()._replace(settings=BARE._settings._replace(use_tree=False, use_table=False, use_shared=False))
 LARGEST = 2**31 - 1
 
 
@@ -41,7 +38,7 @@ def append(texts, document, tokens):
 
 
 def remove(texts, document):
-    remove_document(Reference(NO_INDEX._replace(store=texts.arrays)), document, np.empty(MAX_DEPTH, np.int32))
+    remove_document(NO_INDEX._replace(store=texts.arrays), document, np.empty(MAX_DEPTH, np.int32))
     texts.release(document)
 
 
