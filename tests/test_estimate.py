@@ -107,6 +107,13 @@ def test_tails():
     assert result.token_tail_seconds == np.count_nonzero(said >= 0.9 * sum(lengths)) - 1
 
 
+def test_rollouts_of_one_token_take_no_step():
+    rollouts = phase_rollouts(1, 3, 30)
+    short = [rollout._replace(token_ids=rollout.token_ids[:1]) for rollout in rollouts]
+    assert run(fixed(0), FLAT, short) == []
+    assert phase(fixed(4), FLAT, short + rollouts).tokens == 3 + sum(r.token_ids.size for r in rollouts)
+
+
 class Disturbed(Budget):
     """Is told longer times than the steps took, as where other processes work on the machine."""
 

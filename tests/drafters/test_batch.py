@@ -219,6 +219,8 @@ def test_what_a_subclass_overrides_is_called():
     drafter.start_request("a", [1, 2, 1, 2, 1])
     drafter.propose_rows(np.array([drafter.row_of("a")]), np.array([K]))
     assert drafter.table.arrays.history.lengths.tolist() == [0] * 4
+    with pytest.raises(ValueError, match="'b' is not live"):
+        drafter.row_of("b")
 
 
 class Said:

@@ -217,8 +217,10 @@ def check_against_reference(operations, random, *, has_features=False, **options
 
 
 def check_pool(drafter):
-    """Every text in the pool is one that ended in its problem."""
+    """Every text in the pool is one that ended in its problem, and no document is lost."""
     drafter._publish()
+    num_held = sum(len(problem.pieces) for problem in drafter._problems.values())
+    assert num_held + len(drafter._free_documents) == len(drafter._documents) - len(drafter._problem_of)
     for problem in drafter._problems.values():
         ended = [rollout.read()[0].tolist() for rollout in drafter._archive.newest_first(problem.problem_id)]
         for document in problem.pieces:

@@ -309,6 +309,13 @@ def test_only_choices_say_which_exponent_is_right():
         assert voting.best_inverse_temperature(counts) == expected
 
 
+def test_full_counters_are_halved():
+    cell = np.array([vote.MAX_TRIALS, 1000], np.float32)
+    for hit in (True, False):
+        voting.count_outcome(cell, hit)
+    assert cell.tolist() == [vote.MAX_TRIALS / 2 + 2, 501]
+
+
 def test_proposals_survive_the_growth_of_rows():
     recorder = make()
     recorder.start("h", [1], [5, 6])
