@@ -108,6 +108,14 @@ def test_what_looked_expensive_is_left_out_until_it_is_measured_again():
     assert cost.curve(drafted=True)[0].tolist() == [12, 16, 32]
 
 
+def test_a_curve_never_falls():
+    cost = StepCost()
+    for n, seconds in ((10, 1.0), (20, 3.0), (40, 2.0), (80, 4.0)):
+        for _ in range(MIN_OBSERVATIONS):
+            cost.observe(n, seconds, drafted=True)
+    assert cost.curve(drafted=True)[1].tolist() == [1.0, 2.0, 2.0, 4.0]
+
+
 def test_the_shortest_steps_tell_what_a_size_costs():
     """Four steps in five are held up."""
     cost = StepCost()
