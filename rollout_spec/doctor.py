@@ -168,11 +168,13 @@ def check_device(device: Any = None, vocab_size: int = 151_936) -> int:
         )
         faults += [] if fault is None else [fault]
         print(f"problem  {method}: {fault}" if fault else f"ok       {method}, {dtype}")
-    logits, *drafts = self_check.random_batch(torch.Generator(device), [3] * 32, vocab_size, torch.bfloat16, 0.5)
+    batch = self_check.random_batch(torch.Generator(device), [3] * 32, vocab_size, torch.bfloat16, 0.5)
+    logits, drafts, cu_num_draft_tokens, rows = batch
     seconds = []
     for _ in range(20):
         started = time.perf_counter()
-        result = verify_rows(logits, lay_out(*drafts), logprobs_mode="processed_logprobs", max_draft_tokens=3)
+        layout = lay_out(cu_num_draft_tokens, drafts, rows)
+        result = verify_rows(logits, layout, logprobs_mode="processed_logprobs", max_draft_tokens=3)
         result.num_accepted.cpu()  # waits for it
         seconds.append(time.perf_counter() - started)
     print(f"{1e6 * min(seconds):.0f} us for 32 requests with 3 drafts each, {vocab_size:,} tokens, bfloat16")

@@ -331,7 +331,8 @@ def verify_rows(
         features,
     )
     if hidden is not None:
-        _sign(features, hidden, targets >= 0)
+        rows = np.flatnonzero(targets >= 0)  # projecting a state costs as much as reading some thousand logits
+        features[rows, :SIGNATURE_WORDS] = pack_signatures(hidden[torch.from_numpy(rows)]).numpy()
     return VerifyResult(
         torch.from_numpy(output),
         torch.from_numpy(num_accepted),
@@ -341,12 +342,3 @@ def verify_rows(
         torch.from_numpy(num_broken),
         None if hidden is None else torch.from_numpy(features),
     )
-
-
-def _sign(features: NDArray[np.int64], hidden: Tensor, is_wanted: NDArray[np.bool_]) -> None:
-    """Fill the signatures of the wanted rows. Projecting a state costs as much as reading some thousand logits."""
-    if is_wanted.all():
-        features[:, :SIGNATURE_WORDS] = pack_signatures(hidden).numpy()
-    else:
-        rows = np.flatnonzero(is_wanted)
-        features[rows, :SIGNATURE_WORDS] = pack_signatures(hidden[torch.from_numpy(rows)]).numpy()
