@@ -172,8 +172,11 @@ def test_what_was_wrong_long_ago_is_tried_again():
     assert after(100 * UNTRIED_STEPS) > 0.8
 
 
-def test_outcomes_of_more_than_was_drafted_are_not_counted():
+def test_what_was_verified_and_drafted_counts():
     """Nothing past a draft is read, whatever an engine says that it has verified."""
+    survival = Survival()
+    survival.observe(np.float32([0.9, 0.8, 0.9]), np.array([0, 2, 3]), np.array([1, 0]), np.array([1, 0]))
+    assert survival.counts[..., 0].sum() == survival.counts[..., 2].sum() == 1
     survival = Survival()
     confidence = np.array([0.5, 0.5, 0.9], np.float32)
     survival.observe(confidence, np.array([0, 2, 2, 3]), np.array([8, 8, 1]), np.array([8, 3, 0]))
