@@ -1,17 +1,12 @@
 """vLLM engines as RL frameworks build them: by the frameworks' own code, without Ray and without a GPU.
 
-`ray_engines.py` has those that are made through Ray.
-
-    python tests/integrations/framework_engines.py verl MODEL OUT.json LINE...
-
-lets a framework's own actor generate, and writes each rollout's tokens and log-probabilities and the engine's counters.
+`ray_engines.py` has those that are made through Ray. Processes that they spawn run this file first, as `__mp_main__`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import json
 import os
 import sys
 import typing
@@ -24,7 +19,7 @@ from unittest import mock
 import typing_extensions
 import wrapt
 
-NUM_PROMPTS, GROUP, NUM_EPOCHS, MAX_TOKENS = 3, 5, 2, 60
+NUM_PROMPTS, GROUP, MAX_TOKENS = 3, 5, 60
 _version = importlib.metadata.version
 
 
@@ -53,13 +48,13 @@ def _pretend_cuda() -> None:
 
 
 def adapt_ray_worker() -> None:
-    """To be called in each process that Ray starts: those that it spawns run this script first, as `__mp_main__`."""
+    """To be called in each process that Ray starts."""
     sys.modules["__main__"].__file__ = __file__
     _pretend_cuda()
 
 
 importlib.metadata.version = _version_of
-if __name__ in ("__main__", "__mp_main__"):  # this script, or a process that its engine has spawned
+if __name__ == "__mp_main__":
     _pretend_cuda()
     wrapt.register_post_import_hook(_keep_plain_weights, "vllm.model_executor.layers.utils")
 
@@ -170,34 +165,22 @@ def create_openrlhf_engines(model: Path, num_engines: int) -> list[Any]:
     )
 
 
-def openrlhf_actor(model: Path) -> tuple[type, dict[str, Any]]:
-    """OpenRLHF's engine actor as a plain class, and the arguments that OpenRLHF gives it."""
+def openrlhf_engine_args(model: Path) -> Any:
+    """The engine arguments that OpenRLHF's engine actor makes, which is built as a plain class."""
     import openrlhf.trainer.ray.vllm_engine as module
+    import vllm
 
     names = ("ray", "placement_group", "PlacementGroupSchedulingStrategy", "RolloutRayActor")
     actor = module.RolloutRayActor.__ray_metadata__.modified_class
     with mock.patch.multiple(module, **dict.fromkeys(names, mock.DEFAULT)) as stand_ins:
         create_openrlhf_engines(model, 1)
     arguments = stand_ins["RolloutRayActor"].options.return_value.remote.call_args.kwargs
-    return actor, {**arguments, "dtype": "float32"}  # it says bfloat16, in which rollouts depend on the batch
-
-
-async def openrlhf_engine(model: Path) -> Any:
-    """OpenRLHF's engine actor, built."""
-    os.environ["RAY_ADDRESS"] = "none"  # otherwise it asks Ray
-    actor, arguments = openrlhf_actor(model)
-    engine = actor.__new__(actor)
-    await engine.__init__(**arguments)
-    return engine
-
-
-def openrlhf_engine_args(model: Path) -> Any:
-    """The engine arguments that OpenRLHF's actor makes."""
-    import vllm
-
-    with mock.patch.object(vllm.AsyncLLMEngine, "from_engine_args") as build, mock.patch.dict(os.environ):
+    with (
+        mock.patch.object(vllm.AsyncLLMEngine, "from_engine_args") as build,
+        mock.patch.dict(os.environ, RAY_ADDRESS="none"),  # otherwise it asks Ray
+    ):
         build.return_value.is_sleeping = mock.AsyncMock()
-        asyncio.run(openrlhf_engine(model))
+        asyncio.run(actor.__new__(actor).__init__(**{**arguments, "dtype": "float32"}))
     return build.call_args.args[0]
 
 
@@ -239,63 +222,3 @@ def changed_weights(model: Path) -> Iterator[tuple[str, Any]]:
 
     for name, parameter in AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).named_parameters():
         yield name, parameter.data * 1.02
-
-
-async def _generate_with_verl(model: Path, lines: list[str]) -> tuple[list[Any], Any]:
-    """Rollouts of verl's server, with new weights after each epoch by verl's own RPC."""
-    from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
-
-    job = f"rollout-spec-{os.getpid()}"
-    os.environ.update(VERL_RAY_JOB_ID=job, VERL_REPLICA_RANK="1")
-    server = verl_server(model, lines)
-    server._resume_event = asyncio.Event()
-    await server.launch_server()
-    rollouts = []
-    for epoch in range(NUM_EPOCHS):
-        group = [server.generate(prompt(seed), verl_params(seed), f"{epoch}-{seed}") for seed in seeds_of(epoch)]
-        rollouts += [(list(output.token_ids), output.log_probs) for output in await asyncio.gather(*group)]
-        receiver = asyncio.ensure_future(server.collective_rpc("update_weights_from_ipc", kwargs={"use_shm": True}))
-        handle = f"ipc:///tmp/rl-colocate-zmq-{job}-replica-1-rank-0.sock"
-        sender = BucketedWeightSender(zmq_handle=handle, bucket_size_mb=8, use_shm=True)
-        sending = sender.async_send_weights(changed_weights(model))
-        await asyncio.to_thread(asyncio.run, sending)  # it blocks its event loop
-        await receiver
-        await server.clear_kv_cache()
-    stats = await server.engine.collective_rpc("rollout_spec", args=("stats",))
-    return rollouts, stats[0]
-
-
-async def _generate_with_openrlhf(model: Path) -> tuple[list[Any], Any]:
-    """Rollouts of OpenRLHF's actor, with its sampling parameters."""
-    engine = await openrlhf_engine(model)
-    rollouts = []
-    for epoch in range(NUM_EPOCHS):
-        group = [engine.generate(prompt(seed), openrlhf_params(seed)) for seed in seeds_of(epoch)]
-        for result in await asyncio.gather(*group):
-            output = result.outputs[0]
-            scores = [entry[token].logprob for token, entry in zip(output.token_ids, output.logprobs, strict=True)]
-            rollouts.append((list(output.token_ids), scores))
-    stats = await engine.llm.collective_rpc("rollout_spec", args=("stats",))
-    return rollouts, stats[0]
-
-
-def main() -> None:
-    """Generate, write the result, and leave at once: the servers have no orderly end."""
-    framework, model, out, *lines = sys.argv[1:]
-    generate = _generate_with_verl(Path(model), lines) if framework == "verl" else _generate_with_openrlhf(Path(model))
-    rollouts, stats = asyncio.run(_and_stop(generate, Path(out)))
-    print(len(rollouts), stats)
-
-
-async def _and_stop(generate: Any, out: Path) -> Any:
-    rollouts, stats = await generate
-    out.write_text(json.dumps({"rollouts": rollouts, "stats": stats}))
-    import psutil
-
-    for process in psutil.Process().children(recursive=True):  # the engine's, which the servers would wait for
-        process.kill()
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
