@@ -98,11 +98,13 @@ class Server:
             answer.readline()
         connection.close()
 
-    def metric(self, name):
-        """The sum of a metric over the engines."""
+    def metric(self, name, engine=""):
+        """The sum of a metric over the engines, or that of one."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as answer:
             text = answer.read().decode()
-        return sum(float(value) for value in re.findall(rf"^vllm:{name}{{.*}} ([\d.e+]+)$", text, re.M))
+        return sum(
+            float(value) for value in re.findall(rf'^vllm:{name}{{.*engine="{engine}.*}} ([\d.e+]+)$', text, re.M)
+        )
 
     def stats(self):
         return self.command("stats")

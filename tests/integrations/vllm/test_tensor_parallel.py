@@ -90,48 +90,61 @@ class Extension:
 
 
 @pytest.mark.exhaustive
-def test_a_rank_that_is_slow(tiny_model, off, reference_model):
+@pytest.mark.parametrize("beside", ["a slow rank", "a model"])
+def test_the_ranks_draft_the_same(tiny_model, tmp_path, off, reference_model, beside):
     """Each rank has a budget, which learns from the first rank's times: with their own they would draft differently."""
-    options = engine_kwargs(num_speculative_tokens=K, drafter="tests.adversaries.SlowOnTheSecondRank")
-    with two_ranks(tiny_model, **options) as llm:
+    if beside == "a model":
+        head = {"method": "eagle", "model": str(write_eagle_head(tiny_model, tmp_path / "eagle"))}
+        options = {"speculative_config": {**head, "num_speculative_tokens": 2}}
+    else:
+        options = {"drafter": "tests.adversaries.SlowOnTheSecondRank"}
+    with two_ranks(tiny_model, **engine_kwargs(num_speculative_tokens=K, **options)) as llm:
         for seed in (1, 2, 3):
             check_rollouts(llm, off, reference_model, seed)
         first, second = ask(llm, "stats")
         reports = ask(llm, "report")
     assert counts(first) == counts(second)
-    assert reports[0]["budget"] == reports[1]["budget"]
-    assert second["draft_seconds"] > 2 * first["draft_seconds"] > 0, "it slept in each step"
-
-
-@pytest.mark.exhaustive
-def test_the_ranks_choose_the_same_drafts_beside_a_model(tiny_model, tmp_path, off, reference_model):
-    speculative = {"method": "eagle", "model": str(write_eagle_head(tiny_model, tmp_path / "eagle"))}
-    options = engine_kwargs(num_speculative_tokens=K, speculative_config={**speculative, "num_speculative_tokens": 2})
-    with two_ranks(tiny_model, **options) as llm:
-        for seed in (1, 2):
-            check_rollouts(llm, off, reference_model, seed)
-        first, second = ask(llm, "stats")
-        reports = ask(llm, "report")
-    assert counts(first) == counts(second)
     assert first["accepted_tokens"] > 0
-    assert reports[0]["sources"] == reports[1]["sources"]
-    assert reports[0]["sources"]["model"][1] > 0
+    for part in ("budget", "sources"):
+        assert reports[0][part] == reports[1][part]
+    if beside == "a model":
+        assert reports[0]["sources"]["model"][1] > 0
+    else:
+        assert second["draft_seconds"] > 2 * first["draft_seconds"] > 0, "it slept in each step"
+
+
+def generating(llm):
+    """(a thread that generates, what that has raised): it must not wait for ranks that are gone."""
+    raised = []
+
+    def run():
+        try:
+            generate(llm, mixed_params(8, 1, max_tokens=100, ignore_eos=True))
+        except Exception as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, raised
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("rank", ["First", "Second"])
-def test_a_drafter_that_raises_on_one_rank(tiny_model, rank, capfd):
-    options = verify_all(num_speculative_tokens=K, drafter=f"tests.adversaries.RaisesOnThe{rank}Rank")
+@pytest.mark.parametrize("drafter", ["RaisesOnTheFirstRank", "RaisesOnTheSecondRank", "RaisesInTheExchangeOfHistory"])
+def test_a_drafter_that_raises_on_one_rank(tiny_model, tmp_path, drafter, capfd):
+    """In the exchange the other one waits for what the first has read."""
+    options = {"drafter_options": {"rank": 0}, "history_dir": str(tmp_path)} if "History" in drafter else {}
+    options = verify_all(num_speculative_tokens=K, drafter=f"tests.adversaries.{drafter}", **options)
     with two_ranks(tiny_model, **options) as llm:
-        started = time.perf_counter()
-        # vLLM says what the first rank raised; what the other one raised is in its log.
-        with pytest.raises(Exception, match="fault of the drafter" if rank == "First" else None):
-            generate(llm, mixed_params(8, 1, max_tokens=40, ignore_eos=True))
-        assert time.perf_counter() - started < 60
-    if rank == "Second":
-        printed = capfd.readouterr()
-        assert "rank 1 cannot go on, and ends the engine" in printed.out + printed.err
-        assert "fault of the drafter" in printed.out + printed.err
+        thread, raised = generating(llm)
+        thread.join(60)
+        assert not thread.is_alive()
+        assert raised
+    printed = "".join(capfd.readouterr())
+    if drafter == "RaisesOnTheSecondRank":  # vLLM says what the first rank raised
+        assert "rank 1 cannot go on, and ends the engine" in printed
+        assert "fault of the drafter" in printed
+    else:
+        assert "fault of the drafter" in printed + str(raised)
 
 
 def wait_for(llm, field, count):
@@ -167,34 +180,6 @@ def test_the_ranks_have_the_same_history_of_a_folder(tiny_model, off, reference_
         assert before["accepted_tokens"] > 0
         first, second = ask(llm, "history")
         assert first["rollouts"] == second["rollouts"] == 8 + 3 + 16
-
-
-def generating(llm):
-    """(a thread that generates, what that has raised): it must not wait for ranks that are gone."""
-    raised = []
-
-    def run():
-        try:
-            generate(llm, mixed_params(8, 1, max_tokens=100, ignore_eos=True))
-        except Exception as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    return thread, raised
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_the_first_rank_raises_in_the_exchange_of_history(tiny_model, tmp_path):
-    """The other one waits for what it has read."""
-    drafter = {"drafter": "tests.adversaries.RaisesInTheExchangeOfHistory", "drafter_options": {"rank": 0}}
-    options = verify_all(num_speculative_tokens=K, history_dir=str(tmp_path), **drafter)
-    with two_ranks(tiny_model, **options) as llm:
-        thread, raised = generating(llm)
-        thread.join(120)
-        assert not thread.is_alive()
-        assert raised
 
 
 @pytest.mark.exhaustive
