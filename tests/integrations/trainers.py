@@ -29,14 +29,7 @@ class Compared(RolloutSpecGenerator):
     """
 
     def __init__(self, **options):
-        super().__init__(
-            llm_kwargs=FP32,
-            **{
-                "budget": False,
-                **every_draft(4),
-                **options,
-            },
-        )
+        super().__init__(**{"llm_kwargs": FP32, "budget": False, **every_draft(4), **options})
         self.generations = []
 
     def generate(self, prompts, sampling_params, *args, **kwargs):

@@ -218,31 +218,3 @@ def test_an_engine_without_the_plugin():
     with pytest.raises(RuntimeError, match="VLLM_PLUGINS"):
         controller.attach(Bare())
     assert controller.llm is None
-
-
-@pytest.mark.engine
-def test_a_loop_without_a_trainer_s_library(tiny_model, reference_model):
-    """The loop of the module's docstring, with a real engine."""
-    pytest.importorskip("vllm")
-    from vllm import SamplingParams
-
-    from tests.integrations.engines import build
-
-    controller = EngineController(RolloutSpecConfig(num_speculative_tokens=4, budget=False))
-    controller.begin_run(seed=0, model=reference_model)
-    llm = build(tiny_model, **controller.engine_kwargs({}))
-    controller.attach(llm)
-    drafted = 0
-    for step in range(2):
-        controller.begin_step(step)
-        prompts = [{"prompt_token_ids": [1, 4, 9]}] * 8
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=24), use_tqdm=False)
-        assert len({tuple(output.outputs[0].token_ids) for output in outputs}) > 1
-        llm.collective_rpc("rollout_spec", args=("begin_policy_version", 1))
-        llm.reset_prefix_cache()
-        metrics = controller.take_metrics()
-        assert metrics["rollout_spec/policy_version"] == step, "of the rollouts, not of weights not used yet"
-        drafted += metrics["rollout_spec/draft_tokens"]
-    assert drafted > 0
-    assert controller.logprob_error[1] < 1e-4
-    assert controller.report()["num_speculative_tokens"] == 4

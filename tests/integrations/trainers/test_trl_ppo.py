@@ -19,31 +19,13 @@ from rollout_spec.integrations.trainers.ppo import logits_from
 from rollout_spec.integrations.vllm.requests import request_options
 from rollout_spec.noise.host import derive_seed
 from tests.conftest import VOCAB_SIZE
-from tests.integrations.engines import every_draft
+from tests.integrations.trainers import ENGINES, Compared
 
 pytestmark = pytest.mark.engine
 
-ENGINES = []
 FP32 = {"enforce_eager": True, "num_gpu_blocks_override": 300, "max_model_len": 64}
 QUERIES = ["w1 w2 w3", "w4 w5 w6 w7 w8", "w9", "w1 w2 w3 w4"]  # of different lengths, so that some are padded
 PAD = 0
-
-
-class Recording(RolloutSpecGenerator):
-    """Generates everything once more without drafts."""
-
-    def __init__(self, **kwargs):
-        defaults = {"budget": False, **every_draft(4)}
-        super().__init__(**{"llm_kwargs": FP32, **defaults, **kwargs})
-        self.seen = []
-
-    def generate(self, prompts, sampling_params, *args, **kwargs):
-        outputs = super().generate(prompts, sampling_params, *args, **kwargs)
-        self.enabled = False
-        again = super().generate(prompts, sampling_params, *args, **kwargs)
-        self.enabled = True
-        self.seen.append((sampling_params, outputs, again))
-        return outputs
 
 
 def make_trainer(model_path, tmp_path, callbacks, trainer=PPOTrainer, **kwargs):
@@ -85,17 +67,10 @@ def make_trainer(model_path, tmp_path, callbacks, trainer=PPOTrainer, **kwargs):
     return made
 
 
-def compare(seen):
-    """(rollouts, how many of them are the same with and without drafts)."""
-    pairs = [pair for _, outputs, again in seen for pair in zip(outputs, again, strict=True)]
-    tokens = [[list(output.outputs[0].token_ids) for output in pair] for pair in pairs]
-    return len(tokens), sum(a == b for a, b in tokens)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_ppo_with_speculation(tiny_model, tmp_path, temperature):
     """One epoch per update and one minibatch, so that every update is on-policy if the engine has its weights."""
-    generator = Recording()
+    generator = Compared(llm_kwargs=FP32)
     trainer = make_trainer(tiny_model, tmp_path, [generator], temperature=temperature)
     before = trainer.policy_model.lm_head.weight.detach().clone()
     trainer.train()
@@ -104,8 +79,8 @@ def test_ppo_with_speculation(tiny_model, tmp_path, temperature):
     logs = [entry for entry in trainer.state.log_history if "val/ratio" in entry]
     stats = generator.stats()
     ratios = [(entry["val/ratio"], entry["policy/approxkl_avg"]) for entry in logs]
-    assert len(logs) == len(generator.seen) == generator.policy_version == 3
-    assert compare(generator.seen) == (24, 24)
+    assert len(logs) == len(generator.generations) == generator.policy_version == 3
+    assert len(generator.rollouts) == 24
     for ratio, approxkl in ratios:
         assert ratio == pytest.approx(1.0, abs=1e-5)
         assert approxkl < 1e-9
@@ -115,7 +90,7 @@ def test_ppo_with_speculation(tiny_model, tmp_path, temperature):
     assert all(entry["rollout_spec/tokens"] == 8 * 24 for entry in logs), "without a stop token none ends early"
     assert logs[-1]["rollout_spec/policy_version"] == 3
     assert generator.logprob_error[1] < 1e-4
-    sent = [params for sampling_params, _, _ in generator.seen for params in sampling_params]
+    sent = [params for sampling_params, _ in generator.generations for params in sampling_params]
     assert len({params.seed for params in sent}) == len(sent) == 24
     assert sent[16].seed == derive_seed(3, 1, 2, 0, 0, 0), "of the run, its first training and the third step"
     assert "Where the time of a step goes" in explain(read_report(tmp_path / "rollout_spec.json"))
@@ -123,32 +98,30 @@ def test_ppo_with_speculation(tiny_model, tmp_path, temperature):
 
 def test_stop_token_and_evaluation(tiny_model, tmp_path):
     """Rollouts end at the stop token, evaluations use the engine, and the policy's weights are loaded once per step."""
-    generator = Recording()
+    generator = Compared(llm_kwargs=FP32)
     trainer = make_trainer(tiny_model, tmp_path, [generator], stop_token="eos", num_sample_generations=3)
     trainer.generate_completions()
-    assert len(generator.seen) == 1, "also before a training"
+    assert len(generator.generations) == 1, "also before a training"
     trainer.train()
     trainer.train()
-    lengths = [len(output.outputs[0].token_ids) for _, outputs, _ in generator.seen for output in outputs]
+    lengths = [len(output.outputs[0].token_ids) for _, outputs in generator.generations for output in outputs]
     assert len(set(lengths)) > 1
-    assert generator.seen[0][0][0].temperature == pytest.approx(0.01, abs=1e-6)
-    for sampling_params, _, _ in generator.seen:
+    assert generator.generations[0][0][0].temperature == pytest.approx(0.01, abs=1e-6)
+    for sampling_params, _ in generator.generations:
         is_evaluation = sampling_params[0].temperature < 0.1
         keeps = request_options(sampling_params[0].extra_args).keep_in_history
         assert keeps is not is_evaluation, "evaluations leave no history, and everything else does"
-    assert len(generator.seen) == 1 + 2 * (3 + 3)
+    assert len(generator.generations) == 1 + 2 * (3 + 3)
     assert generator.policy_version == 1 + 2 * (3 + 1)  # an update's rollouts have the weights of the evaluation before
-    seeds = [params.seed for sampling_params, _, _ in generator.seen for params in sampling_params]
+    seeds = [params.seed for sampling_params, _ in generator.generations for params in sampling_params]
     assert len(set(seeds)) == len(seeds)
-    count, identical = compare(generator.seen)
-    assert identical == count
     for entry in trainer.state.log_history:
         assert entry["val/ratio"] == pytest.approx(1.0, abs=1e-5)
 
 
 def test_what_the_function_returns(tiny_model, tmp_path):
     """Queries as they came, responses padded on the right, and logits with the log-probabilities of a forward pass."""
-    generator = Recording()
+    generator = Compared(llm_kwargs=FP32)
     trainer = make_trainer(tiny_model, tmp_path, [generator], stop_token="eos")
     policy, tokenizer = trainer.policy_model, trainer.processing_class
     queries = tokenizer(QUERIES, padding=True, return_tensors="pt")["input_ids"]
@@ -162,7 +135,7 @@ def test_what_the_function_returns(tiny_model, tmp_path):
     with torch.no_grad():
         forward = ppo_trainer.forward(policy, found, PAD).logits[:, queries.shape[1] - 1 : -1]
     expected = selective_log_softmax(forward / (0.8 + 1e-7), responses)
-    for row, output in enumerate(generator.seen[0][1]):
+    for row, output in enumerate(generator.generations[0][1]):
         tokens = list(output.outputs[0].token_ids)
         assert responses[row].tolist() == tokens + [PAD] * (responses.shape[1] - len(tokens))
         until = tokens.index(PAD) if PAD in tokens else len(tokens)  # PPOTrainer masks what comes after it
@@ -171,7 +144,7 @@ def test_what_the_function_returns(tiny_model, tmp_path):
 
     others = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     ppo_trainer.batch_generation(others, queries, 2, PAD, config)
-    assert len(generator.seen) == 1, "other models generate as before"
+    assert len(generator.generations) == 1, "other models generate as before"
     config.max_new_tokens = 60
     with pytest.raises(ValueError, match="max_model_len leaves 4 tokens"):
         ppo_trainer.batch_generation(policy, queries, 2, PAD, config)
@@ -196,13 +169,6 @@ def test_a_trainer_without_the_callback_is_not_changed(tiny_model, tmp_path):
 
 
 def test_what_would_not_speculate_is_refused(tiny_model, tmp_path):
-    late = RolloutSpecGenerator()
-    trainer = make_trainer(tiny_model, tmp_path, [])
-    trainer.add_callback(late)
-    with pytest.raises(RuntimeError, match="was not built through"):
-        trainer.train()
-    with pytest.raises(ValueError, match="takes one RolloutSpecGenerator and has 2"):
-        make_trainer(tiny_model, tmp_path, [RolloutSpecGenerator(), RolloutSpecGenerator()])
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         make_trainer(tiny_model, tmp_path, [RolloutSpecGenerator(llm_kwargs={**FP32, "tensor_parallel_size": 2})])
 
@@ -213,11 +179,8 @@ def test_what_would_not_speculate_is_refused(tiny_model, tmp_path):
             self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
             self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
 
-    generator = Recording()
     with pytest.raises(RuntimeError, match="did not come from the engine"):
-        make_trainer(tiny_model, tmp_path, [generator], Elsewhere).train()
-    with pytest.raises(ValueError, match="has an engine already"):
-        make_trainer(tiny_model, tmp_path, [generator])
+        make_trainer(tiny_model, tmp_path, [Compared(llm_kwargs=FP32)], Elsewhere).train()
 
 
 @pytest.mark.parametrize(("attribute", "message"), [("is_peft_model", "PEFT"), ("is_fsdp_enabled", "FSDP")])
