@@ -46,8 +46,8 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 KERNEL_TESTS := tests/verify tests/drafters/device tests/drafters/model
 test-all: $(READY)
 	$(PYTEST) -m exhaustive --timings .timings/exhaustive.txt
-	FUZZING=5 $(PYTEST) tests/drafters/host tests/drafters/test_isolation.py tests/integrations/vllm/test_engine_life.py
-	FUZZING=5 VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/v2/test_engine_life_v2.py
+	FUZZING=5 $(PYTEST) tests/drafters/host tests/drafters/test_isolation.py tests/runners/test_engine_life.py
+	FUZZING=5 VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/runners/test_engine_life.py
 	KERNELS=races $(PYTEST) $(KERNEL_TESTS) tests/ptx
 	KERNELS_CAPABILITY=80 $(PYTEST) $(KERNEL_TESTS) tests/ptx
 	KERNELS=interpret $(PYTEST) $(KERNEL_TESTS)
@@ -64,7 +64,7 @@ test-vllm:
 	test -n '$(VERSION)'
 	test -e $(OTHER)/.ready || tests/vllm_environment.sh $(VERSION) $(OTHER)
 	$(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/integrations tests/runners $(KERNEL_TESTS) tests/ptx
-	VLLM_USE_V2_MODEL_RUNNER=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/v2 tests/runners
+	VLLM_USE_V2_MODEL_RUNNER=1 $(OTHER)/bin/python -m pytest -n 2 --dist loadfile tests/runners
 
 # Models with recurrent layers, which earlier releases of vLLM sample wrongly with drafts.
 RECURRENT_VERSION ?= 0.32.0

@@ -133,6 +133,7 @@ FAULTS = {
     "negative tokens": _garbled(lambda tokens, confidence: (-1 - tokens, confidence)),
     "tokens in rows": _garbled(lambda tokens, confidence: (np.stack((tokens, tokens)), np.ones(2 * tokens.size))),
     "too many": _garbled(lambda tokens, confidence: (np.zeros(99, np.int32), np.ones(99, np.float32))),
+    "out of vocabulary": _garbled(lambda tokens, confidence: (np.full(tokens.size, VOCAB_SIZE, np.int32), confidence)),
     "NaN": _garbled(lambda tokens, confidence: (tokens, confidence * np.nan)),
     "more than certain": _garbled(lambda tokens, confidence: (tokens, confidence + 1)),
     "no confidence": _garbled(lambda tokens, confidence: (tokens, None)),
@@ -173,28 +174,6 @@ class RaisesWhenBuilt(Adversary):
     def __init__(self):
         super().__init__()
         len(5)  # TypeError
-
-
-class RaisesOutsideSteps(Adversary):
-    """Raises in the methods that are called between steps."""
-
-    def memory_bytes(self):
-        raise ArithmeticError("a fault of the drafter's own")
-
-    source_counts = memory_bytes
-
-    def begin_policy_version(self, version):
-        raise ArithmeticError("another fault of the drafter's own")
-
-
-class DraftsTooMany(Adversary):
-    """Drafts more tokens than asked for, from the fifth call on."""
-
-    calls = 0
-
-    def propose(self, req_ids, max_tokens):
-        self.calls += 1
-        return super().propose(req_ids, max_tokens if self.calls < 5 else max_tokens + 3)
 
 
 class SameToken(Adversary):

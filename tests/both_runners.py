@@ -1,4 +1,4 @@
-"""Runs pytest twice at the same time, as vLLM's V2 model runner needs processes of its own (tests/v2, tests/runners).
+"""Runs pytest twice at the same time, as vLLM's V2 model runner needs processes of its own (tests/runners).
 
     python tests/both_runners.py [options of pytest]
 
@@ -30,9 +30,7 @@ def main(*options: str) -> int:
     log, environment = FOLDER / "v2.log", {**os.environ, "VLLM_USE_V2_MODEL_RUNNER": "1"}
     with log.open("w") as output:
         v1 = start("v1", 2, *options)
-        v2 = start(
-            "v2", 1, *options, "tests/v2", "tests/runners", env=environment, stdout=output, stderr=subprocess.STDOUT
-        )
+        v2 = start("v2", 1, *options, "tests/runners", env=environment, stdout=output, stderr=subprocess.STDOUT)
         try:
             failed = [run for run in (v1, v2) if run.wait()]
         except KeyboardInterrupt:  # which both have got, too

@@ -133,6 +133,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def off(tiny_model: Path):
+    """An engine that drafts nothing and has the same noise. No test changes it."""
+    from rollout_spec import engine_kwargs
+    from tests.integrations.engines import build  # brings vLLM
+
+    return build(tiny_model, **engine_kwargs(speculation=False))
+
+
+@pytest.fixture(scope="session")
 def reference_model(tiny_model: Path):
     """The tiny model in transformers, float32."""
     import torch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 from contextlib import contextmanager
 
 import numpy as np
@@ -24,8 +25,13 @@ GAP = 1e-3
 """The engine's logits vary by about 1e-6 with the batch: a token may differ only where the choice was this close."""
 
 
+IS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
+"""Whether engines in this process have vLLM's V2 model runner."""
+
 PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
-"""For `mixed_params` where vLLM's own top-k/top-p kernel would run in the interpreter, which it does not."""
+"""For `mixed_params`: nothing is truncated."""
+LAST = SamplingParams(max_tokens=2, seed=1, extra_args={"rollout_spec": {"keep_in_history": False}})
+"""A request with which the others' end is noticed, which is a step later."""
 
 own_processes = pytest.mark.skipif(
     vllm.__version_tuple__[:2] == (0, 24),
@@ -72,11 +78,6 @@ def runner_of(llm):
     return llm.llm_engine.model_executor.driver_worker.model_runner
 
 
-def session_of(llm):
-    """Of either runner."""
-    return runner_of(llm).rollout_spec.session
-
-
 @contextmanager
 def indexing_late(session, monkeypatch):
     """Let a session on a CPU index as on a device. Gives the tokens that each call of `update_index` finds waiting."""
@@ -93,13 +94,38 @@ def indexing_late(session, monkeypatch):
         yield indexed
 
 
-def history_of(drafter):
-    """(prompt, tokens, their features) of each ended rollout of a `HistoryDrafter`."""
+def session_of(llm):
+    """What drafts from history in an engine, on the host or on the device; None where nothing does."""
+    return runner_of(llm).rollout_spec.session
+
+
+def rollouts_of(llm):
+    """[(prompt, tokens, their features)] of the ended rollouts that our drafter keeps, oldest first."""
+    drafter = session_of(llm).drafter
+    is_on_device = hasattr(drafter, "_archive")
+    for _ in range(1 + is_on_device):  # from the device texts arrive another step later
+        generate(llm, [LAST])
     drafter.check_integrity()
+    if is_on_device:
+        texts = [archived.read() for archived in drafter._archive.order]
+        return [(tokens[:prompt], tokens[prompt:], features[prompt:]) for tokens, features, prompt, _ in texts]
     store = drafter._store
-    for request in drafter._finished:
-        features = store.arrays.features[positions_of(store, request.document)]
-        yield store.text(request.prompt.documents[-1]), store.text(request.document), features
+    return [
+        (
+            store.text(request.prompt.documents[-1]),
+            store.text(request.document),
+            store.arrays.features[positions_of(store, request.document)],
+        )
+        for request in drafter._finished
+    ]
+
+
+def kept_by(llm):
+    """Tokens of each ended rollout that the drafter has kept, or, if it is an adversary, was told of; oldest first."""
+    if hasattr(session_of(llm).drafter, "finished"):
+        generate(llm, [LAST])
+        return [tuple(tokens) for tokens in session_of(llm).drafter.finished]
+    return [tuple(tokens.tolist()) for _, tokens, _ in rollouts_of(llm)]
 
 
 def check_features(rollouts, reference_model, temperature):
@@ -228,24 +254,4 @@ def count_preemptions(llm):
 
 
 FIRST_PROMPTS = [[1, 4 + i, 9, 3, 4, 5, 6, 7, 8, 3, 5, 7, 9, 4, 6, 8, 3, 6, 9] for i in range(3)]
-
-
-def converse(ours, plain, reference_model, *, turns=3, **params):
-    """Conversations with a scripted tool, one of each of FIRST_PROMPTS: all outputs equal those of the plain engine.
-
-    Returns:
-        What our drafter's sources had drafted after each turn.
-    """
-    conversations = [*FIRST_PROMPTS]
-    counts = []
-    for turn in range(turns):
-        settings = mixed_params(3, turn, **{"temperature": 0.5, "max_tokens": 16, "ignore_eos": True, **params})
-        outputs = generate(ours, settings, conversations)
-        assert_same(outputs, generate(plain, settings, conversations), conversations, settings, reference_model)
-        generate(ours, mixed_params(1, temperature=0.0, max_tokens=2, **params))  # the others' end is noticed with this
-        counts.append(ours.collective_rpc("rollout_spec", args=("report",))[0]["sources"])
-        said = [list(output.token_ids) for output in outputs]
-        conversations = [
-            [*before, *tokens, 3, sum(tokens) % 7, 5] for before, tokens in zip(conversations, said, strict=True)
-        ]
-    return counts
+"""Of conversations."""

@@ -6,8 +6,6 @@ all rows in one batch, so that steps mix them.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 pytest.importorskip("vllm")
@@ -18,11 +16,11 @@ from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, S
 
 from rollout_spec import engine_kwargs
 from rollout_spec.noise import host as noise
-from tests.integrations.engines import build, every_draft, stats_of, verify_all
+from tests.integrations.draft_models import write_eagle_head
+from tests.integrations.engines import IS_V2, build, every_draft, runner_of, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
 
-IS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
 STOCK_HAS_OUR_NOISE = IS_V2 and tuple(vllm.__version_tuple__[:2]) >= (0, 31)
 PROMPT = [1, 4, 9, 5, 4, 9]
 REPETITION = RepetitionDetectionParams(max_pattern_size=3, min_count=2)
@@ -33,6 +31,8 @@ FAST = {
     "max_tokens": {"max_tokens": 1},
     "ignore_eos": {"ignore_eos": True},
     "stop": {"stop": ["w7", "w3 w"], "ignore_eos": True},
+    "stop after some tokens": {"stop": ["w1", "w11 w", "zz"], "min_tokens": 6, "max_tokens": 30},
+    "stop within a word": {"stop": ["9"], "include_stop_str_in_output": True, "max_tokens": 30},
     "include_stop_str_in_output": {"stop": ["w5", "w9"], "include_stop_str_in_output": True},
     "stop_token_ids": {"stop_token_ids": [7, 12], "ignore_eos": True},
     "detokenize": {"detokenize": False},
@@ -59,6 +59,7 @@ PROCESSED = {
     "allowed_token_ids": {"allowed_token_ids": [5, 6, 7, 8, 9, 10]},
     "bad_words": {"bad_words": ["w2", "w3 w4"]},
     "structured_outputs": {"structured_outputs": StructuredOutputsParams(regex="(w1|w2|w3)((w4|w5)(w6|w7))+")},
+    "nothing is allowed": {"allowed_token_ids": [2], "min_tokens": 3, "max_tokens": 5, "logprobs": None},
     "none": {},
 }
 """From logits that vLLM's processors have changed; requests that ask for nothing share their batches."""
@@ -75,7 +76,7 @@ SCORED = {
 NOT_HERE = {
     "seed": "all rows have one",
     "thinking_token_budget": "refused by V1 with drafts: test_thinking.py",
-    "logprob_token_ids": "refused by V1: test_engine.py",
+    "logprob_token_ids": "refused by V1: test_errors.py",
     "watermarking": "refused where an engine has it: test_compat.py",
     "trace_decode_token_ids": "refused where an engine has it: test_compat.py",
     "prompt_logprob_token_ids": "nothing is sampled in a prompt",
@@ -90,16 +91,23 @@ NOT_HERE = {
 GROUPS = {"fast": FAST, "processed": PROCESSED, "scored": SCORED}
 ROWS = [(group, name) for group, rows in GROUPS.items() for name in rows]
 KINDS = ("greedy", "sampled")
+DRAFTING = ("history", "adversary", "model", *(["device"] if IS_V2 else []))
 
 
 @pytest.fixture(scope="module")
-def engines(tiny_model):
+def engines(tiny_model, tmp_path_factory):
+    head = str(write_eagle_head(tiny_model, tmp_path_factory.mktemp("drafters") / "eagle"))
+    resident = {"drafter_options": {"max_resident_tokens": 4096}} if IS_V2 else {"budget": False}
+    eagle = {"method": "eagle", "model": head, "num_speculative_tokens": 2}
     named = {
         "without drafts": engine_kwargs(speculation=False),
         "history": verify_all(**every_draft(3)),
         "adversary": verify_all(num_speculative_tokens=3, drafter="tests.adversaries.Adversary"),
+        "model": engine_kwargs(num_speculative_tokens=3, speculative_config=eagle, **resident),
         "vLLM's own": {},
     }
+    if IS_V2:
+        named["device"] = engine_kwargs(num_speculative_tokens=3, drafter="device", **resident)
     return {name: build(tiny_model, **arguments) for name, arguments in named.items()}
 
 
@@ -110,18 +118,20 @@ def params_of(group: str, name: str, kind: str) -> SamplingParams:
     return SamplingParams(**fields, seed=noise.derive_seed(group, name))
 
 
+def ask(llm, group):
+    """By row and kind, what an engine gives: a batch for the group."""
+    asked = [(name, kind) for name in GROUPS[group] for kind in KINDS]
+    params = [params_of(group, name, kind) for name, kind in asked]
+    outputs = llm.generate([{"prompt_token_ids": PROMPT}] * len(params), params, use_tqdm=False)
+    return dict(zip(asked, outputs, strict=True))
+
+
 @pytest.fixture(scope="module")
 def answers(engines):
-    """By group and engine, what each row got: a batch per group, and history knows it the second time."""
-
-    def ask(llm, group):
-        asked = [(name, kind) for name in GROUPS[group] for kind in KINDS]
-        params = [params_of(group, name, kind) for name, kind in asked]
-        outputs = llm.generate([{"prompt_token_ids": PROMPT}] * len(params), params, use_tqdm=False)
-        return dict(zip(asked, outputs, strict=True))
-
+    """By group and engine. History knows it the second time."""
     for group in GROUPS:
-        ask(engines["history"], group)
+        for name in DRAFTING:
+            ask(engines[name], group)
     return {(group, name): ask(llm, group) for group in GROUPS for name, llm in engines.items()}
 
 
@@ -131,7 +141,7 @@ def assert_equal(ours, theirs):
     for a, b in zip(ours.outputs, theirs.outputs, strict=True):
         assert list(a.token_ids) == list(b.token_ids)
         assert (a.text, a.finish_reason, a.stop_reason) == (b.text, b.finish_reason, b.stop_reason)
-        assert_equal_scores(a.logprobs, b.logprobs)
+        assert_equal_scores(a.logprobs or [], b.logprobs or [])
     assert_equal_scores(ours.prompt_logprobs or [], theirs.prompt_logprobs or [])
 
 
@@ -149,7 +159,7 @@ def assert_equal_scores(ours, theirs):
 @pytest.mark.parametrize(("group", "name"), ROWS)
 def test_drafts_change_nothing(answers, group, name, kind):
     expected = answers[group, "without drafts"][name, kind]
-    for engine in ("history", "adversary"):
+    for engine in DRAFTING:
         assert_equal(answers[group, engine][name, kind], expected)
 
 
@@ -160,8 +170,21 @@ def test_without_drafts_it_is_what_vllm_samples(answers, group, name, kind):
     assert_equal(answers[group, "without drafts"][name, kind], answers[group, "vLLM's own"][name, kind])
 
 
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logits"])
+def test_every_kind_of_logprobs(engines, monkeypatch, mode):
+    """The tables' engines give those that are processed."""
+    for llm in engines.values():
+        sampler = runner_of(llm).sampler
+        monkeypatch.setattr(getattr(sampler, "inner", sampler), "logprobs_mode", mode)
+    expected = ask(engines["without drafts"], "scored")
+    others = [*DRAFTING, *(["vLLM's own"] if STOCK_HAS_OUR_NOISE else [])]
+    for name in others:
+        for row, output in ask(engines[name], "scored").items():
+            assert_equal(output, expected[row])
+
+
 def test_drafts_were_accepted_and_rejected(engines, answers):
-    for name in ("history", "adversary"):
+    for name in DRAFTING:
         stats = stats_of(engines[name])
         assert stats["accepted_tokens"] > 10
         assert stats["rejected_tokens"] > 100

@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-import os
+import sys
+from collections import Counter
 
 import pytest
-import torch
 
 pytest.importorskip("vllm")
 
+import torch
 from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from rollout_spec import engine_kwargs
+from rollout_spec.integrations.vllm import log
+from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import (
+    IS_V2,
+    LAST,
     PLAIN,
     assert_same,
     build,
+    check_features,
+    check_times,
     count_preemptions,
     every_draft,
     generate,
+    indexing_late,
+    kept_by,
     mixed_params,
     prompts_of,
+    rollouts_of,
+    runner_of,
+    session_of,
     stats_of,
     switching_off_and_on,
     verify_all,
@@ -28,87 +41,189 @@ from tests.integrations.engines import (
 
 pytestmark = pytest.mark.engine
 
-IS_V2 = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "1"
-RESIDENT = {"max_resident_tokens": 4096}
-DRAFTING = {
-    "history": verify_all(**every_draft(4)),
-    "adversary": verify_all(num_speculative_tokens=4, drafter="tests.adversaries.Adversary"),
-    "device": engine_kwargs(num_speculative_tokens=4, drafter="device", drafter_options=RESIDENT),
-}
-NAMES = ["history", "adversary", *(["device"] if IS_V2 else [])]
-ONE = DRAFTING["device" if IS_V2 else "adversary"]
+K = 4
+RESIDENT = {"drafter_options": {"max_resident_tokens": 4096}}
+ADVERSARY = verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Adversary")
+DEVICE = engine_kwargs(num_speculative_tokens=K, drafter="device", **RESIDENT)
+DRAFTING = ["history", "adversary", "model", *(["device"] if IS_V2 else [])]
+LEARNING = [name for name in DRAFTING if name != "adversary"]
+ONE = DEVICE if IS_V2 else ADVERSARY
 """For what needs engines of its own."""
-COUNT = 8
 
-
-def params(seed, **fixed):
-    return mixed_params(COUNT, seed, **{"max_tokens": 30, "ignore_eos": True, **PLAIN, **fixed})
+LENGTH = 48
+SMALL = {
+    "max_num_seqs": 6, "max_num_batched_tokens": 24, "enable_chunked_prefill": True, "max_model_len": LENGTH,
+    "block_size": 32, "num_gpu_blocks_override": 9, "enable_prefix_caching": False, "scheduling_policy": "priority",
+}  # fmt: skip
+"""Prompts come in chunks, requests wait for a place, and the cache is full where rollouts are long."""
 
 
 @pytest.fixture(scope="module")
 def off(tiny_model):
-    return build(tiny_model, max_num_seqs=8, **engine_kwargs(speculation=False))
+    return build(tiny_model, max_model_len=LENGTH, **engine_kwargs(speculation=False))
 
 
-@pytest.fixture(scope="module", params=NAMES)
-def on(request, tiny_model):
-    return build(tiny_model, max_num_seqs=8, **DRAFTING[request.param])
+@pytest.fixture(scope="module")
+def engines(tiny_model, tmp_path_factory):
+    """Small engines, by what drafts."""
+    head = write_eagle_head(tiny_model, tmp_path_factory.mktemp("drafters") / "eagle")
+    eagle = {"method": "eagle", "model": str(head), "num_speculative_tokens": 2}
+    with_model = {"speculative_config": eagle, **(RESIDENT if IS_V2 else {"budget": False})}
+    options = {
+        "nothing": engine_kwargs(speculation=False),
+        "history": verify_all(**every_draft(K)),
+        "adversary": ADVERSARY,
+        "model": engine_kwargs(num_speculative_tokens=K, **with_model),
+        **({"device": DEVICE} if IS_V2 else {}),
+    }
+    return {name: build(tiny_model, **SMALL, **arguments) for name, arguments in options.items()}
 
 
 def tokens_of(outputs):
-    return [list(output.token_ids) for output in outputs]
+    return [tuple(output.token_ids) for output in outputs]
 
 
-def test_switched_off_and_on_again(on, off, reference_model):
-    asked = params(3)
-    prompts = prompts_of(asked)
-    ours = switching_off_and_on(on, asked, prompts, [range(4, 9), range(15, 17)])
-    assert_same(ours, generate(off, asked, prompts), prompts, asked, reference_model)
+def params(seed, count=8, **fixed):
+    return mixed_params(count, seed, **{"max_tokens": 24, "ignore_eos": True, **fixed})
 
 
-def test_priorities_that_preempt(tiny_model, off, reference_model):
-    small = build(
-        tiny_model,
-        block_size=32,
-        num_gpu_blocks_override=9,
-        enable_prefix_caching=False,
-        max_num_seqs=8,
-        scheduling_policy="priority",
-        **ONE,
-    )
-    preempted = count_preemptions(small)
-    asked = params(9, max_tokens=90)
-    prompts = [[1, 4 + i % 3, 9] * 4 for i in range(COUNT)]
-    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-    outputs = small.generate(requests, asked, priority=[-i for i in range(COUNT)], use_tqdm=False)
-    assert preempted
+@pytest.mark.parametrize("name", ["nothing", *DRAFTING])
+def test_more_requests_than_places(engines, off, reference_model, name):
+    """Whatever they ask; the second time history knows them. What is kept is what callers got, and nothing past it."""
+    llm, asked = engines[name], mixed_params(12, 1)
+    prompts = [[1, *range(4, 4 + 7 * (i % 3)), 9] for i in range(12)]
     expected = generate(off, asked, prompts)
+    if name == "nothing":
+        assert_same(generate(llm, asked, prompts), expected, prompts, asked, reference_model)
+        return
+    for _ in range(2):
+        known = len(kept_by(llm))
+        assert_same(generate(llm, asked, prompts), expected, prompts, asked, reference_model)
+        missing = Counter(tokens_of(expected)) - Counter(kept_by(llm)[known:])
+        assert missing.total() <= (IS_V2 and name == "model")  # beside a model V2 was seen to keep one fewer
+    stats = stats_of(llm)
+    assert min(stats["accepted_tokens"], stats["rejected_tokens"]) > 10
+    assert stats["drafter_errors"] == 0
+
+
+@pytest.mark.parametrize("name", ["nothing", *DRAFTING])
+def test_to_the_models_length(engines, off, reference_model, name):
+    """Later requests are more urgent and preempt earlier ones. At its end vLLM alone would verify zeros for all."""
+    preempted = count_preemptions(engines[name])
+    asked = params(9, max_tokens=500)
+    prompts = [[1, 4 + i % 3, 9] * (1 + i) for i in range(8)]
+    expected = generate(off, asked, prompts)
+    assert {len(p) + len(o.token_ids) for p, o in zip(prompts, expected, strict=True)} == {LENGTH}
+    requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+    outputs = engines[name].generate(requests, asked, priority=[-i for i in range(8)], use_tqdm=False)
+    assert preempted
     assert_same([output.outputs[0] for output in outputs], expected, prompts, asked, reference_model)
 
 
-def test_prompts_of_embeddings(tiny_model, reference_model):
+@pytest.mark.parametrize("name", DRAFTING)
+def test_switched_off_and_on_again(engines, off, reference_model, name):
+    """Within rollouts and between them. What was sampled meanwhile is kept, too, of those that end later."""
+    llm, asked = engines[name], params(3)
+    prompts = prompts_of(asked)
+    expected, known = generate(off, asked, prompts), len(kept_by(llm))
+    ours = switching_off_and_on(llm, asked, prompts, [range(2, 4)])
+    assert_same(ours, expected, prompts, asked, reference_model)
+    assert not Counter(tokens_of(expected)) - Counter(kept_by(llm)[known:])
+    for enabled in (False, True):
+        llm.collective_rpc("rollout_spec", args=("set_enabled", enabled))
+        before = stats_of(llm)["draft_tokens"]
+        assert_same(generate(llm, asked, prompts), expected, prompts, asked, reference_model)
+        if not (IS_V2 and name in ("model", "device")):  # whose slots vLLM schedules all the same
+            assert (stats_of(llm)["draft_tokens"] > before) == enabled
+
+
+@pytest.mark.parametrize("name", LEARNING)
+def test_the_drafter_is_told_what_the_target_saw(engines, reference_model, name):
+    """Of what is sampled while it is off, nothing."""
+    llm, same = engines[name], {"temperature": 0.7, **PLAIN}
+    known = len(rollouts_of(llm))
+    generate(llm, mixed_params(8, 3, max_tokens=20, **same), [[1, *range(4, 4 + 7 * (i % 3)), 9] for i in range(8)])
+    found = rollouts_of(llm)[known:]
+    num_checked, num_unknown = check_features(found, reference_model, 0.7)
+    assert num_checked > 40
+    assert num_unknown == 0
+    asked = params(8, 3, **same)
+    switching_off_and_on(llm, asked, prompts_of(asked), [range(4, 7)])
+    num_checked, num_unknown = check_features(rollouts_of(llm)[known + len(found) :], reference_model, 0.7)
+    assert num_checked > 20
+    assert num_unknown > 3
+
+
+def test_indexing_while_the_device_computes(engines, off, reference_model, monkeypatch):
+    llm, asked = engines["history"], params(5)
+    prompts = prompts_of(asked)
+    with indexing_late(session_of(llm), monkeypatch) as indexed:
+        assert_same(generate(llm, asked, prompts), generate(off, asked, prompts), prompts, asked, reference_model)
+    assert sum(indexed) > 50
+
+
+@pytest.mark.parametrize("drafter", ["tests.adversaries.Adversary", *(["device"] if IS_V2 else [])])
+def test_rejection_sampling_keeps_the_history_straight(tiny_model, drafter):
+    options = RESIDENT if drafter == "device" else {"budget": False}
+    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter=drafter, verify="rejection", **options))
+    outputs = generate(llm, params(7, 4))
+    assert [len(output.token_ids) for output in outputs] == [24] * 4
+    assert not Counter(tokens_of(outputs)) - Counter(kept_by(llm))
+    if drafter == "device":
+        assert int(session_of(llm).drafter._counters[2].sum()) == 0, "its drafts ignore the noise"
+
+
+@pytest.mark.parametrize("drafter", ["history", "tests.adversaries.Adversary"])
+def test_a_budget_changes_no_rollout(tiny_model, off, reference_model, drafter):
+    """It learns what steps of so many tokens take, which differs from run to run."""
+    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=K, drafter=drafter))
+    asked = params(40)
+    prompts = prompts_of(asked)
+    for _ in range(2):
+        assert_same(generate(llm, asked, prompts), generate(off, asked, prompts), prompts, asked, reference_model)
+    tokens, seconds = session_of(llm).budget.cost.curve(drafted=False)
+    assert tokens.size
+    assert (seconds > 0).all()
+    assert tokens.max() <= sum(map(len, prompts)) + len(prompts) * (K + 1)
+    stats = stats_of(llm)
+    assert stats["drafter_errors"] == 0
+    assert stats["draft_tokens"] > 0
+    check_times(stats)
+
+
+@pytest.fixture(scope="module")
+def special(tiny_model):
+    """Without drafts and with them: engines that take adapters, and prompts of embeddings."""
+    pytest.importorskip("peft")
+    arguments = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prompt_embeds": True}
+    return [build(tiny_model, max_num_seqs=8, **arguments, **o) for o in (engine_kwargs(speculation=False), ONE)]
+
+
+def compare(special, prompts, asked, **arguments):
+    """The rollouts without drafts, which are those with drafts, twice."""
+    plain, drafting = special
+    expected, *ours = (
+        tokens_of(output.outputs[0] for output in llm.generate(prompts, asked, use_tqdm=False, **arguments))
+        for llm in (plain, drafting, drafting)
+    )
+    assert ours == [expected] * 2
+    assert stats_of(drafting)["drafter_errors"] == 0
+    return expected
+
+
+def test_prompts_of_embeddings(special, reference_model):
     """They have no text and no history; requests with token ids in the same steps draft as always."""
-    engines = [
-        build(tiny_model, max_num_seqs=8, enable_prompt_embeds=True, **arguments)
-        for arguments in (engine_kwargs(speculation=False), ONE)
-    ]
-    embed = reference_model.get_input_embeddings()
-    asked = params(5)
+    embed, asked = reference_model.get_input_embeddings(), params(5)
     prompts = [
         {"prompt_token_ids": prompt} if i % 2 else {"prompt_embeds": embed(torch.tensor(prompt)).detach()}
         for i, prompt in enumerate(prompts_of(asked))
     ]
-    expected, *ours = (
-        tokens_of(output.outputs[0] for output in llm.generate(prompts, asked, use_tqdm=False))
-        for llm in (engines[0], engines[1], engines[1])
-    )
-    assert ours == [expected] * 2
-    assert stats_of(engines[1])["drafter_errors"] == 0
+    compare(special, prompts, asked)
 
 
-def test_lora_adapters(tiny_model, tmp_path):
+def test_lora_adapters(special, tiny_model, tmp_path):
     """Two adapters and none in one batch; they change the LM head, too, which has a row per drafted token."""
-    peft = pytest.importorskip("peft")
+    import peft
     from transformers import AutoModelForCausalLM
     from vllm.lora.request import LoRARequest
 
@@ -118,31 +233,116 @@ def test_lora_adapters(tiny_model, tmp_path):
         config = peft.LoraConfig(r=8, target_modules=["q_proj", "lm_head"], init_lora_weights=False)
         peft.get_peft_model(AutoModelForCausalLM.from_pretrained(tiny_model), config).save_pretrained(tmp_path / str(i))
         adapters.append(LoRARequest(f"adapter-{i}", i, str(tmp_path / str(i))))
-    engines = [
-        build(tiny_model, max_num_seqs=8, enable_lora=True, max_loras=2, max_lora_rank=8, **arguments)
-        for arguments in (engine_kwargs(speculation=False), ONE)
-    ]
     asked = params(7)
     requests = [{"prompt_token_ids": prompt} for prompt in prompts_of(asked)]
-    lora = [adapters[i % 3] for i in range(COUNT)]
-    expected, *ours = (
-        tokens_of(o.outputs[0] for o in llm.generate(requests, asked, lora_request=lora, use_tqdm=False))
-        for llm in (engines[0], engines[1], engines[1])
-    )
-    assert ours == [expected] * 2
-    plain = tokens_of(generate(engines[0], asked))
-    assert sum(a != b for a, b in zip(expected, plain, strict=True)) > 2
-    assert stats_of(engines[1])["drafter_errors"] == 0
+    adapted = compare(special, requests, asked, lora_request=[adapters[i % 3] for i in range(len(asked))])
+    plain = compare(special, requests, asked)
+    assert sum(a != b for a, b in zip(adapted, plain, strict=True)) > 2
 
 
-def test_samples_of_one_request_have_noise_of_their_own(on, off):
-    asked = [SamplingParams(n=4, seed=17, max_tokens=12, temperature=1.0, ignore_eos=True)]
+@pytest.mark.parametrize("name", DRAFTING)
+def test_every_sample_has_noise_of_its_own(engines, off, name):
+    asked = [SamplingParams(n=4, seed=17, max_tokens=12, ignore_eos=True)]
     prompt = [{"prompt_token_ids": [1, 4, 9]}]
-    ours, expected = (tokens_of(llm.generate(prompt, asked, use_tqdm=False)[0].outputs) for llm in (on, off))
+    ours, expected = (tokens_of(llm.generate(prompt, asked, use_tqdm=False)[0].outputs) for llm in (engines[name], off))
     assert ours == expected
-    assert len({tuple(tokens) for tokens in ours}) == 4
+    without_seeds = generate(engines[name], [SamplingParams(max_tokens=12, ignore_eos=True)] * 6, [[1, 4, 9]] * 6)
+    assert len({*ours, *tokens_of(without_seeds)}) == 10
 
 
-def test_without_a_seed_no_two_are_alike(on):
-    outputs = generate(on, [SamplingParams(max_tokens=12, temperature=1.0, ignore_eos=True)] * 6, [[1, 4, 9]] * 6)
-    assert len({tuple(tokens) for tokens in tokens_of(outputs)}) == 6
+def test_an_engine_with_a_seed_repeats_itself(tiny_model, monkeypatch):
+    """With drafts and without, as stock vLLM does; vLLM's default is 0, which nobody chose."""
+    said = []
+    monkeypatch.setattr(log, "say", said.append)
+
+    def outputs(options, seed):
+        llm = build(tiny_model, seed=seed, **options)
+        return tokens_of(generate(llm, [SamplingParams(max_tokens=30, ignore_eos=True)] * 4, [[1, 4, 9]] * 4))
+
+    first = outputs(ONE, 42)
+    assert outputs(engine_kwargs(speculation=False), 42) == first
+    assert sum("requests without a seed get theirs from the engine's, 42" in line for line in said) == 2
+    said.clear()
+    assert len({*first, *outputs(ONE, 0)}) == 8
+    assert not any("without a seed" in line for line in said)
+
+
+@pytest.mark.parametrize("name", DRAFTING)
+def test_an_aborted_rollout_goes_on_where_it_was(engines, off, name):
+    """As verl and others send it, the prompt and what was said so far: with its seed nothing shows that it stopped."""
+    llm, asked = engines[name], params(22, 5)
+    prompts = prompts_of(asked)
+    whole = tokens_of(generate(off, asked, prompts))
+    partial = [()] * len(asked)
+    for i, (prompt, p) in enumerate(zip(prompts, asked, strict=True)):
+        p.output_kind = RequestOutputKind.CUMULATIVE  # vllm.LLM asks for the last output only
+        llm.llm_engine.add_request(str(i), {"prompt_token_ids": prompt}, p)
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            partial[int(output.request_id)] = tuple(output.outputs[0].token_ids)
+        llm.llm_engine.abort_request([str(i) for i, said in enumerate(partial) if len(said) >= 8])
+    assert all(8 <= len(said) < 24 for said in partial)
+    for p, said in zip(asked, partial, strict=True):
+        p.max_tokens -= len(said)
+    rest = tokens_of(generate(llm, asked, [[*prompt, *said] for prompt, said in zip(prompts, partial, strict=True)]))
+    assert [said + more for said, more in zip(partial, rest, strict=True)] == whole
+    generate(llm, [LAST])
+    assert stats_of(llm)["live_requests"] == (IS_V2 and name in ("model", "device")), "LAST, where it is seen later"
+
+
+@pytest.mark.parametrize("name", ["nothing", *DRAFTING])
+def test_a_session_goes_on_with_its_new_parameters(engines, off, name):
+    """The same request in the same row, with another seed and min-p: what was kept of the first chunk's is renewed."""
+    from vllm.v1.request import RequestStatus
+
+    engine = engines[name].llm_engine
+    client, tasks = engine.engine_core, engine.get_supported_tasks()
+    requests = client.engine_core.scheduler.requests
+    chunks = [([1, 4, 9], SamplingParams(seed=1, max_tokens=12, ignore_eos=True))]
+    chunks += [([3, 5], SamplingParams(seed=2, max_tokens=12, min_p=0.9, ignore_eos=True))]
+    chunks += [([6], SamplingParams(seed=3, max_tokens=12, temperature=1.3, ignore_eos=True))]
+    prompts, said = [], []
+    for chunk, asked in chunks:
+        update = engine.input_processor.process_inputs(
+            "s", {"prompt_token_ids": chunk}, asked, supported_tasks=tasks, resumable=True
+        )
+        client.add_request(update)
+        prompts.append(list(requests["s"].prompt_token_ids))
+        said.append([])
+        while requests["s"].status != RequestStatus.WAITING_FOR_STREAMING_REQ:
+            said[-1] += [token for output in client.get_output().outputs for token in output.new_token_ids]
+    client.abort_requests(["s"])
+    expected = generate(off, [asked for _, asked in chunks], prompts)
+    assert said == [list(output.token_ids) for output in expected]
+
+
+@pytest.mark.parametrize("name", DRAFTING)
+def test_what_frameworks_send_stays_on_the_fast_path(engines, off, reference_model, monkeypatch, name):
+    """The most probable token besides (SkyRL, open-instruct), and some tokens at least (OpenRLHF).
+
+    vLLM's own code for the former copies all logits, and its processors are needed until requests are long enough.
+    """
+    runner, processed, scored = runner_of(engines[name]), [], []
+    spied = [(runner.rollout_spec, "_process", processed), (runner.sampler, "gather_logprobs", scored)]
+    if IS_V2:
+        module = sys.modules[type(runner.sampler).__module__]
+        spied = [(runner.sampler, "_process", processed), (module, "scaled", scored)]
+    for owner, function, calls in spied:
+        original = getattr(owner, function)
+        monkeypatch.setattr(owner, function, lambda *args, c=calls, f=original: c.append(1) or f(*args))
+    asked = params(9, 5, logprobs=1, min_tokens=3, **PLAIN)
+    prompts = prompts_of(asked)
+    ours = generate(engines[name], asked, prompts)
+    assert not scored
+    assert 0 < len(processed) <= 6, "until each request has said three tokens"
+    assert_same(ours, generate(off, asked, prompts), prompts, asked, reference_model)
+
+
+@pytest.mark.parametrize("speculation", [True, False])
+def test_invalid_logits_raise(tiny_model, speculation):
+    llm = build(tiny_model, **(ONE if speculation else engine_kwargs(speculation=False)))
+    with torch.no_grad():
+        for parameter in runner_of(llm).model.parameters():
+            parameter.fill_(float("nan"))
+    with pytest.raises(FloatingPointError, match="nothing can be sampled"):
+        generate(llm, [SamplingParams(max_tokens=4)])

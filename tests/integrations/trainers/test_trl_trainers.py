@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from trl import DistillationConfig, DistillationTrainer, RLOOConfig, RLOOTrainer
+from trl import DistillationConfig, DistillationTrainer, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.chat_template_utils import supports_tool_calling
 from trl.experimental.gold import GOLDConfig, GOLDTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
@@ -21,17 +21,13 @@ from trl.experimental.sdft import SDFTConfig, SDFTTrainer
 
 from tests.conftest import VOCAB_SIZE
 from tests.integrations.draft_models import write_draft_model
-from tests.integrations.engines import history_of
+from tests.integrations.engines import rollouts_of
 from tests.integrations.trainers import Compared, make_trainer
 
 pytestmark = pytest.mark.engine
 
 PROMPTS = Dataset.from_dict({"prompt": [f"w{i} w{i + 1} w{i + 2}" for i in range(8)]})
 EVALUATION = Dataset.from_dict({"prompt": ["w7 w8", "w9 w1 w2"]})
-
-
-def drafter_of(generator):
-    return generator.llm.llm_engine.model_executor.driver_worker.model_runner.rollout_spec.session.drafter
 
 
 def check(trainer, generator, num_rollouts):
@@ -80,21 +76,9 @@ def test_grpo_with_evaluation(tiny_model, tmp_path):
     assert all(entry["eval_rollout_spec/draft_tokens"] > 0 for entry in evaluations)
     # Neither prompt nor rollout of an evaluation is in the history, and every rollout of the training is.
     evaluation_prompts = [trainer.processing_class(p)["input_ids"] for p in EVALUATION["prompt"]]
-    generator.llm.generate("w1", use_tqdm=False)  # what has ended is seen in the next step
-    prompts = [prompt.tolist() for prompt, _, _ in history_of(drafter_of(generator))]
+    prompts = [prompt.tolist() for prompt, _, _ in rollouts_of(generator.llm)]
     assert not [prompt for prompt in prompts if prompt in evaluation_prompts]
     assert len(prompts) >= 32
-
-
-def test_grpo_with_lora(tiny_model, tmp_path):
-    """TRL merges the adapter before it hands the weights to the engine."""
-    peft = pytest.importorskip("peft")
-    generator = Compared()
-    adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    trainer = make_trainer(tiny_model, tmp_path, [generator], arguments={"peft_config": adapter})
-    trainer.train()
-    check(trainer, generator, 24)
-    assert generator.logprob_error[1] < 1e-4
 
 
 def test_grpo_beside_a_draft_model(tiny_model, tmp_path):
@@ -185,25 +169,6 @@ def test_grpo_resumed_from_a_checkpoint(tiny_model, tmp_path):
     assert resumed.rollouts == whole.rollouts[16:]
 
 
-def test_rloo(tiny_model, tmp_path):
-    generator = Compared()
-    trainer = make_trainer(tiny_model, tmp_path, [generator], RLOOTrainer, RLOOConfig)
-    trainer.train()
-    check(trainer, generator, 24)
-
-
-def test_online_dpo(tiny_model, tmp_path):
-    """It builds the engine itself, and asks for two rollouts per prompt."""
-    generator = Compared()
-    trainer = make_trainer(
-        tiny_model, tmp_path, [generator], OnlineDPOTrainer, OnlineDPOConfig,
-        num_generations=None, max_completion_length=None, vllm_max_model_length=None, max_new_tokens=24, max_length=48,
-        per_device_train_batch_size=2,
-    )  # fmt: skip
-    trainer.train()
-    check(trainer, generator, 12)
-
-
 def byte_tokenizer():
     """For the same token ids, of which each but the special ones is a letter."""
     specials = ["<pad>", "<bos>", "<eos>", "<unk>"]
@@ -215,30 +180,47 @@ def byte_tokenizer():
     )
 
 
-@pytest.mark.parametrize(
-    ("trainer_class", "config_class", "options"),
-    [
-        (DistillationTrainer, DistillationConfig, {}),
-        (GOLDTrainer, GOLDConfig, {"lmbda": 1.0, "max_length": 64}),
-        (SDFTTrainer, SDFTConfig, {"distillation_topk": 8}),
-    ],
-)
-def test_distillation(tiny_model, tmp_path, trainer_class, config_class, options):
-    """From a teacher, or for SDFT from the model itself that sees more."""
-    prompts = ["w1 w2 w3", "w4 w5 w6", "w3 w2", "w5 w5"] * 2
-    dataset = {"prompt": prompts}
-    arguments = {"reward_funcs": None}
-    if trainer_class is SDFTTrainer:
+PAIRS = {"num_generations": None, "max_completion_length": None, "vllm_max_model_length": None, "max_new_tokens": 24}
+TRAINERS = {
+    "GRPO with LoRA": (GRPOTrainer, GRPOConfig, 24, {}),
+    "RLOO": (RLOOTrainer, RLOOConfig, 24, {}),
+    "online DPO": (
+        OnlineDPOTrainer,
+        OnlineDPOConfig,
+        12,
+        {**PAIRS, "max_length": 48, "per_device_train_batch_size": 2},
+    ),
+    "distillation": (DistillationTrainer, DistillationConfig, 24, {"num_generations": None}),
+    "GOLD": (GOLDTrainer, GOLDConfig, 24, {"num_generations": None, "lmbda": 1.0, "max_length": 64}),
+    "SDFT": (SDFTTrainer, SDFTConfig, 24, {"num_generations": None, "distillation_topk": 8}),
+}
+"""(trainer, its configuration, rollouts, fields of the configuration)."""
+
+
+def arguments_of(name, model_path):
+    """What a trainer takes besides."""
+    if name == "GRPO with LoRA":  # TRL merges the adapter before it hands the weights to the engine
+        peft = pytest.importorskip("peft")
+        return {"peft_config": peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
+    if name not in ("distillation", "GOLD", "SDFT"):
+        return {}
+    dataset, arguments = {"prompt": ["w1 w2 w3", "w4 w5 w6", "w3 w2", "w5 w5"] * 2}, {"reward_funcs": None}
+    if name == "SDFT":  # its teacher is the model itself that sees more
         dataset["privileged_context"] = ["w7"] * 8
     else:
-        arguments["teacher_model"] = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-    if trainer_class is GOLDTrainer:  # it takes tokenizers of bytes only
+        arguments["teacher_model"] = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    if name == "GOLD":  # it takes tokenizers of bytes only
         dataset = {"prompt": ["abc", "def", "cb", "ee"] * 2, "completion": ["aa"] * 8}
         arguments["processing_class"] = byte_tokenizer()
-    arguments["train_dataset"] = Dataset.from_dict(dataset)
-    generator = Compared()
-    trainer = make_trainer(
-        tiny_model, tmp_path, [generator], trainer_class, config_class, arguments, num_generations=None, **options
-    )
+    return {**arguments, "train_dataset": Dataset.from_dict(dataset)}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_every_trainer(tiny_model, tmp_path, name):
+    trainer_class, config_class, num_rollouts, fields = TRAINERS[name]
+    generator, arguments = Compared(), arguments_of(name, tiny_model)
+    trainer = make_trainer(tiny_model, tmp_path, [generator], trainer_class, config_class, arguments, **fields)
     trainer.train()
-    check(trainer, generator, 24)
+    check(trainer, generator, num_rollouts)
+    if trainer_class is GRPOTrainer:
+        assert generator.logprob_error[1] < 1e-4

@@ -11,11 +11,24 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 
+from rollout_spec.drafters.base import problem_of_prompt
+from rollout_spec.integrations.vllm.requests import RequestOptions, request_options, without_history
 from tests.integrations.engines import build, generate, mixed_params, session_of, stats_of, verify_all
 
 pytestmark = pytest.mark.engine
 
-VALUES = [True, -1, 0.5, math.nan, "7", b"7", [7], {"a": 7}, {1}, object(), np.array([1, 2]), np.float32(1)]
+VALUES = [-1, 0.5, math.nan, "7", b"7", [7], {"a": 7}, {1}, object(), np.array([1, 2])]
+BAD_OPTIONS = [
+    *(({"rollout_spec": {"problem_id": value}}, "problem_id") for value in [*VALUES, True, np.float32(1)]),
+    *(({"rollout_spec_keep_in_history": value}, "keep_in_history") for value in VALUES),
+    ({"rollout_spec": "x"}, "must be a dict"),
+    ({"rollout_spec": {"problemid": 1}}, "unknown key 'problemid'"),
+    ({"rolout_spec": {"problem_id": 1}}, "unknown key 'rolout_spec'"),
+    ({"rollout_spec_problemid": 1}, "unknown key 'rollout_spec_problemid'"),
+    ({"problem_id": 7}, "unknown key 'problem_id'"),
+    ({"keep_in_history": False}, "unknown key 'keep_in_history'.*'rollout_spec_keep_in_history': False"),
+    ({"rollout_spec_problem_id": 7, "rollout_spec": {"problem_id": 7}}, "both set"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +36,10 @@ def llm(tiny_model):
     return build(tiny_model, **verify_all(num_speculative_tokens=4))
 
 
-def goes_on(llm) -> None:
-    """The engine drafts, and has nothing left of what it refused."""
+@pytest.fixture
+def goes_on(llm):
+    """Afterwards the engine drafts, and has nothing left of what it refused."""
+    yield
     before = stats_of(llm)
     outputs = generate(llm, mixed_params(4, 3, temperature=0.0, max_tokens=20, ignore_eos=True))
     after = stats_of(llm)
@@ -34,49 +49,18 @@ def goes_on(llm) -> None:
     assert not llm.llm_engine.has_unfinished_requests()
 
 
-@pytest.mark.parametrize("name", ["problem_id", "keep_in_history"])
-def test_options_of_requests(llm, name):
-    may_be = {"problem_id": (), "keep_in_history": (True, np.float32(1))}[name]
-    for value in VALUES:
-        for extra_args in ({"rollout_spec": {name: value}}, {f"rollout_spec_{name}": value}):
-            if any(value is good or value == good for good in may_be if np.isscalar(value)):
-                continue
-            with pytest.raises(ValueError, match=name):
-                generate(llm, [SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, extra_args=extra_args)])
-    goes_on(llm)
+def test_options_of_requests(llm, goes_on):
+    for extra_args, message in BAD_OPTIONS:
+        with pytest.raises(ValueError, match=message):
+            generate(llm, [SamplingParams(max_tokens=2), SamplingParams(max_tokens=2, extra_args=extra_args)])
 
 
-@pytest.mark.parametrize(
-    "seed", [True, 0.5, math.nan, "7", [7], 2**63, -(2**63) - 1, np.array(3), np.uint64(2**64 - 1)]
-)
-def test_seeds_of_requests(llm, seed):
-    with pytest.raises((TypeError, ValueError), match="seed"):
-        generate(llm, [SamplingParams(max_tokens=2, seed=seed)])
-    goes_on(llm)
-
-
-def test_numbers_of_numpy(llm):
-    """They give the rollouts of Python's numbers, and reach a worker of another process as those."""
-    seen = []
-    drafter = session_of(llm).drafter
-    start_request = drafter.start_request
-
-    def spy(*args, **options):
-        seen.append((options["problem_id"], options["seed"]))
-        return start_request(*args, **options)
-
-    params = [
-        SamplingParams(max_tokens=10, seed=seed, extra_args={"rollout_spec": {"problem_id": problem_id}})
-        for seed, problem_id in ((5, 7), (np.int64(5), np.uint8(7)))
-    ]
-    drafter.start_request = spy
-    try:
-        ours, theirs = (generate(llm, [p], [[1, 4, 9]])[0] for p in params)
-    finally:
-        del drafter.start_request
-    assert list(ours.token_ids) == list(theirs.token_ids)
-    assert seen == [(7, 5)] * 2
-    assert {type(number) for pair in seen for number in pair} == {int}
+def test_seeds_of_requests(llm, goes_on):
+    bad = [SamplingParams(seed=2**63 - 1, n=2)]
+    bad += [SamplingParams(seed=seed) for seed in (True, 0.5, math.nan, "7", [7], 2**63, np.array(3), np.uint64(2**63))]
+    for params in bad:
+        with pytest.raises((TypeError, ValueError), match="seed|must fit in 64 bits"):
+            generate(llm, [params])
 
 
 @pytest.mark.parametrize(
@@ -84,12 +68,71 @@ def test_numbers_of_numpy(llm):
     [
         ((), "command"),
         (("stat",), "did you mean 'stats'"),
-        (("stats", 1), "command stats.*too many"),
+        ((None,), "command"),
+        (("stats", 1), "stats takes 0 argument"),
+        (("set_enabled",), "set_enabled takes 1 argument"),
         (("set_enabled", "false"), "set_enabled: its argument must be a bool, got 'false'"),
+        (("set_enabled", 0), "set_enabled: its argument must be a bool, got 0"),
         (("begin_policy_version", 0), "begin_policy_version"),
+        (("begin_policy_version", 2**31), "begin_policy_version"),
+        (("begin_policy_version", 1.5), "begin_policy_version"),
+        (("begin_policy_version", 1, 2), "begin_policy_version takes from 0 to 1 arguments"),
     ],
 )
-def test_commands(llm, args, message):
+def test_commands(llm, goes_on, args, message):
     with pytest.raises((TypeError, ValueError), match=message):
         llm.collective_rpc("rollout_spec", args=args)
-    goes_on(llm)
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "options"),
+    [
+        (None, ()),
+        ({"somebody_elses": 1, 5: 6}, ()),
+        ({"rollout_spec": None}, ()),
+        ({"rollout_spec": {"problem_id": 7}}, (7,)),
+        ({"rollout_spec_problem_id": 2**64 - 1}, (2**64 - 1,)),
+        ({"rollout_spec": {"keep_in_history": False}}, (None, False)),
+        ({"rollout_spec_keep_in_history": 0, "rollout_spec": {"problem_id": 7}}, (7, False)),
+        ({"rollout_spec_keep_in_history": 1.0}, ()),
+        ({"rollout_spec": {"own_only": True}}, (None, False, True)),
+    ],
+)
+def test_options_that_callers_give(extra_args, options):
+    assert request_options(extra_args) == RequestOptions(*options)
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "keep"),
+    [
+        (None, False),
+        ({"rollout_spec": {"problem_id": 7}}, False),
+        ({"rollout_spec": {"keep_in_history": True}}, True),
+        ({"rollout_spec_keep_in_history": True}, True),
+    ],
+)
+def test_evaluation_leaves_the_history_alone_unless_told_otherwise(extra_args, keep):
+    before = repr(extra_args)
+    options = request_options(without_history(extra_args))
+    assert options.keep_in_history is keep
+    assert options.problem_id == request_options(extra_args).problem_id
+    assert repr(extra_args) == before
+    with pytest.raises(ValueError, match="must be a dict"):
+        request_options(without_history({"rollout_spec": "x"}))
+
+
+def test_problems_and_seeds_reach_the_drafter(llm, monkeypatch):
+    """Said in both ways, and as numbers of NumPy, which reach a worker of another process as Python's."""
+    seen, drafter = [], session_of(llm).drafter
+    start_request = drafter.start_request
+    monkeypatch.setattr(
+        drafter, "start_request", lambda *args, **given: seen.append(given) or start_request(*args, **given)
+    )
+    args = ({"rollout_spec": {"problem_id": 7}}, {"rollout_spec_problem_id": np.uint8(7)}, None)
+    outputs = [
+        generate(llm, [SamplingParams(max_tokens=10, seed=seed, extra_args=a)], [[1, 6, 9]])[0]
+        for seed, a in zip((5, np.int64(5), 5), args, strict=True)
+    ]
+    assert len({tuple(output.token_ids) for output in outputs}) == 1
+    assert [given["problem_id"] for given in seen] == [7, 7, problem_of_prompt([1, 6, 9])]
+    assert {type(given[name]) for given in seen for name in ("problem_id", "seed")} == {int}

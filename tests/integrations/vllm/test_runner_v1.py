@@ -112,22 +112,18 @@ def told(runner):
     return (*(values.tolist() for values in counts), None if targets is None else targets.tolist())
 
 
-def test_every_request_gets_its_own_outcome():
-    runner = Runner(DRAFTS, TARGETS)
+@pytest.mark.parametrize("wants_rejected_targets", [False, True])
+def test_every_request_gets_its_own_outcome(wants_rejected_targets):
+    runner = Runner(DRAFTS, TARGETS, wants_rejected_targets=wants_rejected_targets)
     # As wide as K allows in every step, and not as the longest draft, for which kernels would be compiled again.
     assert runner.sample() == [[3, 9, -1, -1, -1], [2, -1, -1, -1, -1], [5, 6, 7, 4, -1], [1, -1, -1, -1, -1]]
-    assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [0, 3, 4, 8, 10], None)
-    runner.adapter.session.update_index.assert_called_once_with()
-    stats = runner.adapter.stats
+    targets = [3, 9, 1, 2, 5, 6, 7, 4, 1, 2] if wants_rejected_targets else None
+    assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [0, 3, 4, 8, 10], targets)
+    runner.drafter.session.update_index.assert_called_once_with()
+    stats = runner.drafter.stats
     assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 4, 3)
     assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (6, 4, 8)
     assert (stats.drafted_per_position, stats.accepted_per_position) == ([3, 2, 1], [2, 1, 1])
-
-
-def test_a_drafter_that_wants_it_is_told_what_the_target_says_after_the_first_difference():
-    runner = Runner(DRAFTS, TARGETS, wants_rejected_targets=True)
-    assert runner.sample() == [[3, 9, -1, -1, -1], [2, -1, -1, -1, -1], [5, 6, 7, 4, -1], [1, -1, -1, -1, -1]]
-    assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [0, 3, 4, 8, 10], [3, 9, 1, 2, 5, 6, 7, 4, 1, 2])
 
 
 class OnDevice(torch.Tensor):
@@ -204,16 +200,6 @@ def test_a_step_waits_for_the_device_once(on_a_gpu, max_num_logprobs, is_hybrid)
         assert OnDevice.waits == ["event"]
     else:
         assert len(OnDevice.waits) == 2 + (6 if max_num_logprobs is not None else 0)
-
-
-def test_chunks_of_prompts_are_not_counted():
-    """vLLM discards what is sampled after a chunk."""
-    runner = Runner(DRAFTS, TARGETS, discarded={"a", "b"})
-    runner.sample()
-    told(runner)
-    stats = runner.adapter.stats
-    assert (stats.request_steps, stats.num_drafts) == (2, 2)
-    assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (4, 3, 5)
 
 
 def test_where_scheduling_is_asynchronous_the_last_step_is_counted_by_the_next_call():
@@ -323,18 +309,6 @@ def test_the_session_is_told_what_each_request_said_since_it_was_seen():
     assert drafter.extended[1:] == [("a", [21, 24, 25], [0, 1, 2]), ("new", [32, 33], [0, 6])]
     assert drafter.observed == [{"a": ([24, 25, 3], 1)}]
     assert list(session._prompt_tokens)[-1] == 7, "11 tokens of 2 requests with 2 drafted ones"
-
-
-def test_a_switched_off_session_learns_nothing_until_it_is_on_again():
-    session, drafter = a_listening_session(CuriousListener)
-    adapter = adapter_of(session)
-    session.enabled = False
-    assert adapter.draft(IS_SAMPLED) == [[]] * 4
-    assert len(drafter.extended) == 1
-    session.enabled = True
-    assert adapter.draft(IS_SAMPLED) == [[7] * 4, [], [], [7] * 4]
-    assert [new for _, new, _ in drafter.extended[1:]] == [[21, 24, 25], [32, 33]]
-    assert not drafter.observed, "the draft of before is forgotten"
 
 
 def test_the_models_drafts_are_those_of_the_same_requests():

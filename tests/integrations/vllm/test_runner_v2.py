@@ -1,4 +1,4 @@
-"""The V2 adapter's bookkeeping between stand-ins; `tests/v2` runs it in engines."""
+"""The V2 adapter's bookkeeping between stand-ins; `tests/runners` runs it in engines."""
 
 from __future__ import annotations
 
@@ -126,16 +126,6 @@ def test_of_a_request_that_goes_on_past_its_end_nothing_is_missed():
     assert [name for name, *_ in drafter.extended] == ["b", "c"]
 
 
-def test_requests_that_the_session_does_not_serve_are_not_drafted_for():
-    """As prompts of embeddings."""
-    session, drafter = a_session_that_has_seen(c=10)
-    session.finish_requests(["a"], ())
-    speculator = speculator_of(session, result_of())
-    assert propose(speculator) == [[0] * 4, [7] * 4, [0] * 4, [7] * 4]
-    assert [(name, new) for name, new in drafter.extended] == [("b", [2]), ("c", [5, 6, 7, 4])]
-    assert speculator.num_draft_tokens == {"b": 4, "c": 4}
-
-
 def test_a_switched_off_session_counts_and_learns_nothing():
     session, drafter = a_session_that_has_seen(a=4, c=10)
     session.enabled = False
@@ -146,16 +136,6 @@ def test_a_switched_off_session_counts_and_learns_nothing():
     assert session.stats.draft_tokens == 5
 
 
-@pytest.mark.parametrize("method", ["extend", "propose", "observe"])
-def test_a_drafter_that_raises_gives_no_drafts(method):
-    session, drafter = a_session_that_has_seen(a=4, c=10)
-    setattr(drafter, method, lambda *args, **options: 1 / 0)
-    speculator = speculator_of(session, result_of())
-    assert propose(speculator) == [[0] * 4] * 4
-    assert not any(speculator.num_draft_tokens.values())
-    assert session.broken
-
-
 def test_rows_that_are_broken_are_named_by_their_request():
     with pytest.raises(FloatingPointError, match="2 rows .* request chunk"):
         propose(speculator_of(a_session_that_has_seen()[0], result_of([0, 0, 1, 1])))
@@ -164,15 +144,6 @@ def test_rows_that_are_broken_are_named_by_their_request():
 class _Layout(NamedTuple):
     starts: torch.Tensor
     position: torch.Tensor
-
-
-def sampler_of(host_speculator=None):
-    sampler = runner_v2.VerifyingSampler(
-        SimpleNamespace(sampling_states=SimpleNamespace(max_num_reqs=8)),
-        SimpleNamespace(host_speculator=host_speculator, stats=SpeculationStats()),
-        RolloutSpecConfig(num_speculative_tokens=4),
-    )
-    return sampler, sampler._adapter.stats
 
 
 def book(sampler, result):
@@ -189,17 +160,14 @@ def book(sampler, result):
 
 
 def test_without_a_drafter_on_the_host_chunks_are_not_counted_either():
-    sampler, stats = sampler_of()
+    stats = SpeculationStats()
+    sampler = runner_v2.VerifyingSampler(
+        SimpleNamespace(sampling_states=SimpleNamespace(max_num_reqs=8)),
+        SimpleNamespace(host_speculator=None, stats=stats),
+        RolloutSpecConfig(num_speculative_tokens=4),
+    )
     book(sampler, result_of())
     assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 3, 2)
     assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (5, 4, 7)
     with pytest.raises(FloatingPointError, match="request c"):
         book(sampler, result_of([0, 0, 0, 1]))
-
-
-def test_a_drafter_on_the_host_gets_the_outcome():
-    sampler, stats = sampler_of(host_speculator=object())
-    book(sampler, result_of())
-    assert sampler.outcome.first_positions.tolist() == [50, 53, 54, 56]
-    assert sampler.outcome.req_ids == REQ_IDS
-    assert stats.steps == 0

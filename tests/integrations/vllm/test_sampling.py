@@ -8,22 +8,10 @@ pytest.importorskip("vllm")
 
 import torch
 
-from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm.sampling import keep_broken, scored_tokens, truncate, verifier_scores
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.api import verify
 from rollout_spec.verify.reference import process
-from tests.integrations.engines import (
-    PLAIN,
-    assert_same,
-    build,
-    every_draft,
-    generate,
-    mixed_params,
-    prompts_of,
-    runner_of,
-    verify_all,
-)
 
 
 @pytest.mark.parametrize(
@@ -84,52 +72,3 @@ def test_a_broken_row_stays_so_whatever_the_processors_leave(bad):
     logits[1, 3], logits[2], logits[3, 3] = bad, -torch.inf, -torch.inf
     processed = keep_broken(logits.float().nan_to_num(posinf=0.0), logits)
     assert processed.isnan().any(1).tolist() == [False, True, False, False]
-
-
-def count_calls(monkeypatch, owner, name):
-    """A list that grows by one number per call: how many have been made."""
-    calls, original = [], getattr(owner, name)
-
-    def count(*args, **kwargs):
-        calls.append(len(calls))
-        return original(*args, **kwargs)
-
-    monkeypatch.setattr(owner, name, count)
-    return calls
-
-
-@pytest.mark.engine
-def test_what_frameworks_send_stays_on_the_fast_path(tiny_model, reference_model, monkeypatch):
-    """The most probable token besides (SkyRL, open-instruct), and at least one token (OpenRLHF)."""
-    options = verify_all(**every_draft(4))
-    on, off = build(tiny_model, **options), build(tiny_model, **engine_kwargs(speculation=False))
-    stock = build(tiny_model)
-    runner = runner_of(on)
-    gathered = count_calls(monkeypatch, runner.sampler, "gather_logprobs")
-    processed = count_calls(monkeypatch, runner.rollout_spec, "_process")
-    params = mixed_params(8, 4, max_tokens=40, logprobs=1, min_tokens=1, ignore_eos=False, **PLAIN)
-    for _ in range(2):
-        ours = generate(on, params)
-    assert not gathered
-    assert 1 <= len(processed) <= 4, "in steps in which a request says its first token"
-    assert_same(ours, generate(off, params), prompts_of(params), params, reference_model)
-    # Greedy rollouts have stock vLLM's tokens and log-probabilities, those of the most probable tokens included.
-    greedy = mixed_params(4, 5, temperature=0.0, max_tokens=30, logprobs=1, min_tokens=1, **PLAIN)
-    assert_same(generate(on, greedy), generate(stock, greedy), prompts_of(greedy), greedy, reference_model)
-
-
-@pytest.mark.engine
-def test_minimum_lengths_hold_and_then_cost_nothing(tiny_model, monkeypatch):
-    llm = build(tiny_model, **verify_all(**every_draft(4)))
-    off = build(tiny_model, **engine_kwargs(speculation=False))
-    steps = count_calls(monkeypatch, runner_of(llm).rollout_spec, "sample")
-    processed = count_calls(monkeypatch, runner_of(llm).rollout_spec, "_process")
-    params = mixed_params(4, 6, max_tokens=60, min_tokens=12, stop_token_ids=list(range(4, 20)), logprobs=0)
-    ours = generate(llm, params)
-    assert [list(o.token_ids) for o in ours] == [list(o.token_ids) for o in generate(off, params)]
-    lengths = [len(output.token_ids) for output in ours]
-    assert min(lengths) >= 12
-    longer = mixed_params(4, 6, max_tokens=60, min_tokens=2, ignore_eos=True, **PLAIN)
-    del steps[:], processed[:]
-    generate(llm, longer)
-    assert 0 < len(processed) <= 2 < len(steps)

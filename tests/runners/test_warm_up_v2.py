@@ -104,7 +104,10 @@ def test_vllms_own_profiling_as_on_a_gpu(tiny_model, monkeypatch):
     ids=["host", "device", "off", "model"],
 )
 def test_nothing_is_compiled_while_the_engine_serves(tiny_model, options, monkeypatch, tmp_path):
-    """Whatever requests there are, with and without drafts, in chunks of prompts and switched off."""
+    """Whatever requests there are, with and without drafts, in chunks of prompts and switched off.
+
+    Before, vLLM has run made-up requests without seeds through the runner, as it does on GPUs.
+    """
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda *args: None)  # torch's CUDA build looks for a device
     if options == "model":  # for 3 or 4 requests kernels are others than for the 1, 2 and 6 of vLLM's made-up steps
         monkeypatch.setattr(kernels, "SPLITS", (2, 4, 8))
@@ -117,6 +120,10 @@ def test_nothing_is_compiled_while_the_engine_serves(tiny_model, options, monkey
         worker.compile_or_warm_up_model()  # what a GPU's worker does in any version
         with runner_of(llm).rollout_spec.warm_up():
             run_mixed_prefill_decode_warmup(runner_of(llm), worker.execute_model, worker.sample_tokens, 8)
+    adapter = runner_of(llm).rollout_spec
+    assert not adapter.warming_up
+    assert not adapter.requests
+    assert stats_of(llm)["request_steps"] == stats_of(llm)["live_requests"] == 0, "it leaves no trace"
     assert not {"_scan_kernel", "_accept_kernel", "_rank_kernel"} - {name for name, *_ in compiled}
     with recorded_variants() as launched:
         for seed, fixed in enumerate(

@@ -27,14 +27,12 @@ from rollout_spec.history.problems import Problems
 from rollout_spec.noise import host as noise
 from tests.conftest import VOCAB_SIZE
 from tests.drafters.recorder import FUZZING
-from tests.integrations.engines import FIRST_PROMPTS, GAP, generate, runner_of, stats_of
+from tests.integrations.engines import FIRST_PROMPTS, GAP, LAST, generate, runner_of, stats_of
 
 NUM_LIVES = int(os.environ.get("ENGINE_LIVES", "0"))
 """So many lives, other ones in every run; 0: a few, always the same ones."""
 
 MAX_PROMPT, MAX_DRAFT_TOKENS = 90, 5
-LAST = [1, 4, 9], SamplingParams(max_tokens=2, seed=1, extra_args={"rollout_spec": {"keep_in_history": False}})
-"""A request with which the others' end is noticed."""
 CHANGED = ("announced", "loaded", "unsaid")
 """How an engine hears of new weights: a version is announced, vLLM loads weights itself, or nobody says anything."""
 
@@ -44,8 +42,6 @@ SAMPLING = {
     "logprobs": st.sampled_from([0, None, 1, 3]),
     "ignore_eos": st.booleans(),
     "output_kind": st.sampled_from(list(RequestOutputKind)),
-}
-TRUNCATION = {
     "top_k": st.sampled_from([0, 0, 6]),
     "top_p": st.sampled_from([1.0, 1.0, 0.8]),
     "min_p": st.sampled_from([0.0, 0.0, 0.05]),
@@ -67,9 +63,9 @@ OPTIONS = st.fixed_dictionaries({}, optional={"keep_in_history": st.booleans(), 
 
 
 @st.composite
-def sampling_params(draw, *, truncates: bool) -> SamplingParams:
+def sampling_params(draw) -> SamplingParams:
     """Parameters with a seed; a few of the rarer ones are set."""
-    chosen = {name: draw(value) for name, value in {**SAMPLING, **(TRUNCATION if truncates else {})}.items()}
+    chosen = {name: draw(value) for name, value in SAMPLING.items()}
     for name in draw(st.lists(st.sampled_from(sorted(RARE)), max_size=2, unique=True)):
         chosen[name] = draw(RARE[name])
     chosen["min_tokens"] = min(chosen.get("min_tokens", 0), chosen["max_tokens"])
@@ -196,13 +192,11 @@ class EngineLife(RuleBasedStateMachine):
         check_end: Looks at it when all has ended; gets the machine.
 
     Attributes:
-        truncates: Whether requests have top-k, top-p and min-p.
         is_asynchronous: Whether the engine schedules a step before the last one's tokens are known.
         waiting: By the engine's id, the rollouts that have not ended there.
         grown: The engine's ids of those that got tokens in the last step.
     """
 
-    truncates = True
     is_asynchronous = False
     _ids = itertools.count()
     _given: list[str] = []  # noqa: RUF012  # requests of this life and of one before it that has failed
@@ -248,7 +242,7 @@ class EngineLife(RuleBasedStateMachine):
         if continued is not None and self._conversations:
             prompt = [*self._conversations[continued % len(self._conversations)], *answer][:MAX_PROMPT]
         for _ in range(count):
-            self._add(prompt, data.draw(sampling_params(truncates=self.truncates)))
+            self._add(prompt, data.draw(sampling_params()))
 
     @rule(count=st.integers(1, 10))
     def step(self, count: int) -> None:
@@ -323,7 +317,7 @@ class EngineLife(RuleBasedStateMachine):
         self._look_at_scheduler()
         self._compare()
         # With this one the others' end is noticed.
-        self._add(*LAST)
+        self._add([1, 4, 9], LAST)
         self.finish()
         self._check_end(self)
         self._given.clear()
@@ -397,7 +391,7 @@ class EngineLife(RuleBasedStateMachine):
         assert self.engine.reset_prefix_cache(reset_running_requests=True)
         self.engine.abort_request(self._given)
         self._given.clear()
-        self._add(*LAST)
+        self._add([1, 4, 9], LAST)
         self._uncompared, self.rollouts, self.waiting = [], [], {}
         while self.engine.has_unfinished_requests():
             self.engine.step()

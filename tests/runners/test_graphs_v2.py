@@ -77,35 +77,26 @@ def captured(tiny_model, monkeypatch):
     return capture
 
 
-K4 = {"num_speculative_tokens": 4}
-
-
-@pytest.mark.parametrize("support", ["ALWAYS", "UNIFORM_BATCH"])
-def test_whole_steps_are_captured_with_drafts_of_any_lengths_or_without(captured, support):
-    found = captured(engine_kwargs(**K4), support)
-    if support == "ALWAYS" and vllm.__version_tuple__[:2] >= (0, 31):
-        assert found == {(None, 5): (1280, 256)}
-    else:
-        assert found == {(1, None): (256, 256), (5, None): (1280, 256)}
-
-
-def test_every_group_of_attention_layers_must_take_any_lengths(captured):
-    assert captured(engine_kwargs(**K4), "ALWAYS", "UNIFORM_BATCH") == {(1, None): (256, 256), (5, None): (1280, 256)}
-
-
-def test_for_one_request_whole_drafts_are_captured(captured):
-    assert captured(engine_kwargs(**K4), "UNIFORM_BATCH", max_num_seqs=1) == {(5, None): (5, 1)}
+K4 = engine_kwargs(num_speculative_tokens=4)
+PLAIN, BOTH = {(1, None): (256, 256)}, {(1, None): (256, 256), (5, None): (1280, 256)}
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("options", "support", "expected"),
     [
-        ({}, {(1, None): (256, 256)}),
-        (engine_kwargs(speculation=False), {(1, None): (256, 256)}),
+        (K4, ("ALWAYS",), {(None, 5): (1280, 256)} if vllm.__version_tuple__[:2] >= (0, 31) else BOTH),
+        (K4, ("UNIFORM_BATCH",), BOTH),
+        (K4, ("ALWAYS", "UNIFORM_BATCH"), BOTH),  # every group of attention layers must take any lengths
+        ({}, ("ALWAYS",), PLAIN),
+        (engine_kwargs(speculation=False), ("ALWAYS",), PLAIN),
     ],
 )
-def test_other_engines_capture_what_vllm_captures(captured, options, expected):
-    assert captured(options, "ALWAYS") == expected
+def test_whole_steps_are_captured_with_drafts_of_any_lengths_or_without(captured, options, support, expected):
+    assert captured(options, *support) == expected
+
+
+def test_for_one_request_whole_drafts_are_captured(captured):
+    assert captured(K4, "UNIFORM_BATCH", max_num_seqs=1) == {(5, None): (5, 1)}
 
 
 @pytest.mark.parametrize("k", [1, 4, 8, 16])

@@ -30,11 +30,11 @@ def history(llm):
 
 
 @pytest.mark.parametrize("options", [{}, DEVICE], ids=["host", "device"])
-def test_history_lasts_and_is_shared(tiny_model, stock, reference_model, tmp_path, options):
+def test_history_lasts_and_is_shared(tiny_model, off, reference_model, tmp_path, options):
     options = verify_all(num_speculative_tokens=3, history_dir=str(tmp_path), **options)
     engines = [build(tiny_model, max_num_seqs=6, **options) for _ in range(2)]
     params = mixed_params(6, 1, max_tokens=20, **PLAIN)
-    expected = generate(stock, params)
+    expected = generate(off, params)
     assert_same(generate(engines[0], params), expected, prompts_of(params), params, reference_model)
     generate(engines[0], mixed_params(1, 9, max_tokens=2, **PLAIN))  # ends the others where the device must tell
     deadline = time.monotonic() + 60
@@ -60,7 +60,7 @@ def test_history_lasts_and_is_shared(tiny_model, stock, reference_model, tmp_pat
 
 
 @pytest.mark.parametrize("options", [{}, DEVICE], ids=["host", "device"])
-def test_history_counts_the_requests_that_are_live_across_preemptions(tiny_model, stock, tmp_path, options):
+def test_history_counts_the_requests_that_are_live_across_preemptions(tiny_model, off, tmp_path, options):
     """Otherwise the folder of a problem would be looked at for as long as the engine lives, or not at all."""
     options = verify_all(num_speculative_tokens=3, history_dir=str(tmp_path), **options)
     few_blocks = {"block_size": 32, "num_gpu_blocks_override": 5, "enable_prefix_caching": False}
@@ -81,7 +81,7 @@ def test_history_counts_the_requests_that_are_live_across_preemptions(tiny_model
     prompts = [[1, 4 + i % 2, 9] * 5 for i in range(4)]
     said = [list(output.token_ids) for output in generate(llm, params, prompts)]
     assert preempted
-    assert said == [list(output.token_ids) for output in generate(stock, params, prompts)]
+    assert said == [list(output.token_ids) for output in generate(off, params, prompts)]
     assert 2 <= max(counted) <= 4
     assert llm.llm_engine.has_unfinished_requests() is False
     session.close()

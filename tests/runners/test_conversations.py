@@ -1,0 +1,105 @@
+"""What drafts of one request are made of: earlier turns of its conversation, and others' text unless it has a salt."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+
+from rollout_spec.drafters.base import problem_of_prompt
+from tests.history.made_up import rollouts_in
+from tests.integrations.engines import (
+    FIRST_PROMPTS,
+    IS_V2,
+    LAST,
+    assert_same,
+    build,
+    generate,
+    mixed_params,
+    session_of,
+    stats_of,
+    verify_all,
+)
+
+pytestmark = pytest.mark.engine
+
+K = 3
+DEVICE = {"drafter": "device", "drafter_options": {"max_resident_tokens": 4096}}
+PROMPT = list(range(4, 24))
+
+
+def sources_of(llm):
+    return llm.collective_rpc("rollout_spec", args=("report",))[0]["sources"]
+
+
+@pytest.mark.parametrize("options", [{"drafter": "suffix"}, *([DEVICE] if IS_V2 else [])], ids=lambda o: o["drafter"])
+def test_later_turns_draft_from_earlier_ones(tiny_model, off, reference_model, options):
+    """A later turn's prompt is the earlier one, the rollout and a tool's answer."""
+    on = build(tiny_model, **verify_all(num_speculative_tokens=K, **options))
+    conversations, counts = [*FIRST_PROMPTS], []
+    for turn in range(3):
+        asked = mixed_params(3, turn, temperature=0.5, max_tokens=16, ignore_eos=True)
+        outputs = generate(on, asked, conversations)
+        assert_same(outputs, generate(off, asked, conversations), conversations, asked, reference_model)
+        generate(on, [LAST])
+        counts.append(sources_of(on)["problem"])
+        said = [list(output.token_ids) for output in outputs]
+        conversations = [
+            [*before, *tokens, 3, sum(tokens) % 7, 5] for before, tokens in zip(conversations, said, strict=True)
+        ]
+    assert counts[0][0] == 0  # nobody else has the same problem
+    assert counts[2][1] > counts[1][1] > 0
+    drafter = session_of(on).drafter
+    drafter.check_integrity()
+    problems = {problem_of_prompt(prompt) for prompt in FIRST_PROMPTS}
+    if options is DEVICE:
+        assert {rollout.problem_id for rollout in drafter._archive.order} == problems
+        return
+    assert set(drafter._problems) == problems | {problem_of_prompt([1, 4, 9])}  # of LAST
+    # A turn's prompt adds the tool's answer, and up to 32 tokens of context.
+    assert drafter._store.num_tokens <= 3 * 19 + 2 * 3 * (3 + 32) + 3 * 3 * 16 + 3 + 2 * 3
+
+
+def ask(llm, salt, prompt=PROMPT, **params):
+    """(Greedy output, tokens drafted from what others have said: of the same problem, of any problem)."""
+
+    def count():
+        generate(llm, [LAST])
+        of_problem, of_any = (sources_of(llm).get(name, [0])[0] for name in ("problem", "shared"))
+        return np.array([of_problem, of_problem + of_any])
+
+    before, salted = count(), {} if salt is None else {"cache_salt": salt}
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, **params)
+    (output,) = llm.generate([{"prompt_token_ids": prompt, **salted}], params, use_tqdm=False)
+    return list(output.outputs[0].token_ids), *(count() - before).tolist()
+
+
+@pytest.mark.parametrize("options", [{}, *([DEVICE] if IS_V2 else [])], ids=["host", "device"][: 1 + IS_V2])
+@pytest.mark.parametrize("ignores", [False, True])
+def test_a_salted_request_shares_nothing_unless_salts_are_ignored(tiny_model, tmp_path, options, ignores):
+    options = verify_all(num_speculative_tokens=K, history_dir=str(tmp_path), ignore_cache_salt=ignores, **options)
+    llm, said = build(tiny_model, max_num_seqs=4, **options), []
+    named = {"extra_args": {"rollout_spec": {"problem_id": 7}}}
+    for salt, of_request in (("a", {}), ("a", {}), ("b", named), (None, named), ("b", named), (None, {}), (None, {})):
+        tokens, of_problem, of_any = ask(llm, salt, **of_request)
+        said.append(tokens)
+        is_first = len(said) in ((1, 3) if ignores else (4, 6))  # of a problem, as far as salts let one know
+        is_alone = salt is not None and not ignores
+        assert (of_problem > 0) == (not is_alone and not is_first), (len(said), of_problem)
+        assert of_any == 0 or not is_alone, (len(said), of_any)
+    if not ignores:
+        assert ask(llm, "a", [3, *PROMPT])[2] == 0, "a prompt that ends as others"
+    assert said == [said[0]] * 7
+    session_of(llm).close()
+    kept = rollouts_in(tmp_path)
+    assert {rollout.problem_id == 7 for rollout in kept} == {True, False}
+    assert len(kept) == (2 if not ignores else len(kept))
+
+
+def test_a_drafter_of_a_users_own_need_not_know_of_salts(tiny_model):
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=K, drafter="tests.adversaries.Adversary"))
+    assert ask(llm, "a")[0] == ask(llm, "a")[0]
+    assert stats_of(llm)["drafter_errors"] == 0

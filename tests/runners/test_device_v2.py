@@ -1,0 +1,113 @@
+"""Drafts in vLLM's V2 model runner, all kernels emulated: those of the device drafter, and lengths of the host's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from rollout_spec import engine_kwargs
+from rollout_spec.config import PROPOSER_PATH
+from rollout_spec.integrations.vllm.device import DeviceSpeculator
+from tests.integrations.engines import (
+    PLAIN,
+    assert_same,
+    build,
+    check_features,
+    generate,
+    kept_by,
+    mixed_params,
+    prompts_of,
+    rollouts_of,
+    runner_of,
+)
+
+pytestmark = pytest.mark.engine
+
+K = 3
+
+
+def build_on_device(model, *, engine=None, options=None, **settings):
+    arguments = engine_kwargs(
+        num_speculative_tokens=K,
+        drafter="device",
+        drafter_options={"max_resident_tokens": 4096, **(options or {})},
+        **settings,
+    )
+    return build(model, **{"max_num_seqs": 6, **arguments, **(engine or {})})
+
+
+def drafter_of(llm):
+    return runner_of(llm).speculator.drafter
+
+
+def test_it_is_scheduled_asynchronously_and_drafts_from_all_its_sources(tiny_model):
+    device = build_on_device(tiny_model)
+    assert isinstance(runner_of(device).speculator, DeviceSpeculator)
+    assert isinstance(device.llm_engine.engine_core.engine_core.scheduler, AsyncScheduler)
+    for _ in range(2):
+        generate(device, mixed_params(8, 1, max_tokens=10))
+    counts = drafter_of(device).source_counts()
+    assert counts["problem"][0] > 0
+    assert counts["own"][0] > 0
+    (report,) = device.collective_rpc("rollout_spec", args=("report",))
+    assert (report["num_speculative_tokens"], report["budget"]) == (K, None)
+
+
+def test_a_pool_that_is_too_small_changes_no_token(tiny_model, off, reference_model):
+    """Rollouts are pushed out, uploaded and evicted while others decode."""
+    llm = build_on_device(tiny_model, options={"max_resident_tokens": 64})
+    for seed in (4, 5):
+        params = mixed_params(7, seed, temperature=1.0, max_tokens=2 + seed, ignore_eos=True, **PLAIN)
+        prompts = prompts_of(params)
+        assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+        drafter_of(llm).check_integrity()
+    assert drafter_of(llm).dropped_tokens > 0
+    assert kept_by(llm)
+
+
+def lengths_of_drafts(llm):
+    """A list that gets the number of verified draft tokens of each request, for each step."""
+    lengths, sampler = [], runner_of(llm).sampler
+    original = sampler._book
+
+    def book(input_batch, layout, result):
+        lengths.append((np.diff(input_batch.cu_num_logits_np) - 1).tolist())
+        return original(input_batch, layout, result)
+
+    sampler._book = book
+    return lengths
+
+
+def test_slots_follow_the_batch_size(tiny_model, off, reference_model):
+    """No slots for four or more requests, K for fewer: vLLM's schedule, which it has in every version."""
+    ranges = {"num_speculative_tokens_per_batch_size": [(1, 3, K), (4, 6, 0)]}
+    proposer = {"model": PROPOSER_PATH, "num_speculative_tokens": K, **ranges}
+    llm = build_on_device(tiny_model, engine={"speculative_config": proposer})
+    lengths = lengths_of_drafts(llm)
+    drafter, looked_up = drafter_of(llm), []
+    look_up = drafter.look_up
+    drafter.look_up = lambda slots, *args: looked_up.append(slots.numel()) or look_up(slots, *args)
+    params = mixed_params(5, 6, temperature=1.0, ignore_eos=True, **{**PLAIN, "max_tokens": 10})
+    for i, p in enumerate(params):
+        p.max_tokens = 6 + 3 * i
+    prompts = prompts_of(params)
+    assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+    assert {tuple(of_step) for of_step in lengths if len(of_step) == 5} == {(0,) * 5}
+    assert [K] in lengths
+    assert looked_up, "few requests draft"
+    assert max(looked_up) <= 3, "where nothing will be verified, nothing is drafted"
+    found = rollouts_of(llm)
+    assert len(found) == 5
+    num_checked, num_unknown = check_features(found, reference_model, 1.0)
+    assert num_checked > 0.9 * (num_checked + num_unknown), "but it is kept what the target saw"
+
+
+def test_drafts_of_the_host_are_verified_at_their_own_lengths(tiny_model):
+    """Also none: vLLM alone would verify K tokens for each."""
+    options = {"num_speculative_tokens": 4, "drafter": "tests.adversaries.Uneven", "budget": False}
+    llm = build(tiny_model, **engine_kwargs(**options))
+    lengths = lengths_of_drafts(llm)
+    generate(llm, mixed_params(3, 6, temperature=1.0, max_tokens=10, ignore_eos=True))
+    assert [0, 0, 0] in lengths
+    assert any(sorted(of_step) == [0, 1, 2] for of_step in lengths)

@@ -1,0 +1,136 @@
+"""What is wrong is said before anything is generated, by its name, whatever the model runner."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm import SamplingParams
+
+from rollout_spec import engine_kwargs
+from rollout_spec.config import PROPOSER_PATH
+from rollout_spec.drafters import build_drafter
+from tests.integrations.draft_models import write_draft_model
+from tests.integrations.engines import IS_V2, build, generate, mixed_params, stats_of, verify_all
+
+pytestmark = pytest.mark.engine
+
+OPTIONS, OFF = engine_kwargs(num_speculative_tokens=4), engine_kwargs(speculation=False)
+PROPOSER = OPTIONS["speculative_config"]
+
+
+def unchecked(**options):
+    """Arguments as those write them who do not call `engine_kwargs`, which would refuse these options."""
+    proposer = {**PROPOSER, "num_speculative_tokens": 8}
+    return {"speculative_config": proposer, "additional_config": {"rollout_spec": options}}
+
+
+ERRORS = [
+    (unchecked(drafter_options={"min_survival": 0.1}), "'history' does not take 'min_survival'"),
+    (unchecked(drafter_options={"max_history_tokens": 0}), "max_history_tokens must be at least 1"),
+    (unchecked(drafter="tests.adversaries.SameToken", drafter_options={"size": 2}), "'size'"),
+    (unchecked(drafter="tests.adversaries.NoDrafter"), "lacks extend, propose, begin_policy_version: it"),
+    (unchecked(drafter="no.such.module.Drafter"), "cannot be imported"),
+    (unchecked(drafter="suffixx"), "unknown drafter 'suffixx'.*did you mean 'suffix'"),
+    (unchecked(num_speculativ_tokens=4), "did you mean 'num_speculative_tokens'"),
+    (unchecked(num_speculative_tokens=4), "make them equal"),
+    (unchecked(speculation=False), "speculation=False"),
+    (
+        unchecked(drafter="device", drafter_options={"min_survival": 0.1}),
+        "min_survival" if IS_V2 else "V2 model runner",
+    ),
+    (unchecked(drafter="device", drafter_options={"max_resident_tokens": 0}), "max_resident_tokens|V2 model runner"),
+    (engine_kwargs(drafter="tests.adversaries.RaisesWhenBuilt"), "has no len"),
+    ({**OPTIONS, "additional_config": {"rollout_spec": True}}, "must be a dict"),
+    ({"additional_config": {"rolout_spec": {}}}, "did you mean 'rollout_spec'"),
+    ({"additional_config": {"rollout_spec": {}}}, "speculative_config is missing"),
+    ({**OPTIONS, "speculative_config": {**PROPOSER, "model": PROPOSER_PATH + "s"}}, f"did you mean '{PROPOSER_PATH}'"),
+    ({**OPTIONS, "speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}, "can draft beside history"),
+    ({**OPTIONS, "runner": "pooling"}, "this one pools"),
+    ({**OPTIONS, "async_scheduling": True}, 'leave async_scheduling .* out, or use drafter="device"'),
+    *([({**OPTIONS, "use_fp64_gumbel": True}, "use_fp64_gumbel")] if IS_V2 else []),  # V1 has its noise from elsewhere
+    ({**OFF, "logits_processors": ["tests.adversaries:KeepAll"]}, "KeepAll"),
+]
+
+
+@pytest.mark.parametrize(("kwargs", "message"), ERRORS, ids=[message for _, message in ERRORS])
+def test_errors_name_their_cause(tiny_model, kwargs, message):
+    with pytest.raises(TypeError if message in ("has no len", "must be a dict") else ValueError, match=message):
+        build(tiny_model, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"parallel_drafting": True}, "parallel_drafting"),
+        ({"disable_padded_drafter_batch": True}, "disable_padded_drafter_batch"),
+        ({"rejection_sample_method": "block"}, "rejection_sample_method"),
+        ({"drafter": "history" if IS_V2 else "device"}, "on the host" if IS_V2 else "V2 model runner"),
+    ],
+)
+def test_what_cannot_draft_beside_a_model(tiny_model, tmp_path, settings, message):
+    if IS_V2 and settings.keys() & {"parallel_drafting", "disable_padded_drafter_batch"}:
+        pytest.skip("vLLM's own V2 refuses the one, and has not the other")
+    beside = {name: value for name, value in settings.items() if name == "drafter"}
+    draft_model = {"method": "draft_model", "model": str(write_draft_model(tiny_model, tmp_path / "draft"))}
+    draft_model |= {"num_speculative_tokens": 3, **{k: v for k, v in settings.items() if k not in beside}}
+    with pytest.raises(ValueError, match=message):
+        build(tiny_model, **engine_kwargs(speculative_config=draft_model, **beside))
+
+
+@pytest.mark.skipif(IS_V2, reason="V2 has them")
+@pytest.mark.parametrize("options", [OPTIONS, OFF])
+def test_scores_of_chosen_tokens_are_refused(tiny_model, options):
+    with pytest.raises(ValueError, match="logprob_token_ids"):
+        generate(build(tiny_model, **options), [SamplingParams(logprob_token_ids=[5])])
+
+
+def test_what_is_known_before_an_engine_is_built_is_said_then():
+    for options, message in (
+        ({"drafter_options": {"max_history_token": 9}}, "not take 'max_history_token': .* mean 'max_history_tokens'"),
+        ({"drafter_options": {"max_resident_token": 1}, "drafter": "device"}, "mean 'max_resident_tokens'"),
+        ({"drafter_options": {"features": 1}}, "features must be a bool, got 1"),
+        ({"drafter": "tests.adversaries.Nowhere"}, "cannot be imported"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=message):
+            engine_kwargs(**options)
+    engine_kwargs(drafter_options={"max_resident_tokens": 4096})  # of the one that "auto" takes on a GPU
+    with pytest.raises(TypeError, match="has no len"):
+        build_drafter("tests.adversaries.RaisesWhenBuilt")
+
+
+def test_five_methods_are_enough_for_a_drafter(tiny_model, off):
+    llm = build(tiny_model, **verify_all(num_speculative_tokens=4, drafter="tests.adversaries.FiveMethods"))
+    params = mixed_params(6, 5, max_tokens=20)
+    assert [o.token_ids for o in generate(llm, params)] == [o.token_ids for o in generate(off, params)]
+    stats = stats_of(llm)
+    assert (stats["drafter_errors"], stats["drafter_bytes"]) == (0, 0)
+    assert stats["draft_tokens"] > 0
+
+
+def test_vllm_that_will_not_load_the_plugin(monkeypatch):
+    """The engine would run without speculation, or with drafts that are not verified, without a word."""
+    for value, remedy in (("other", "add rollout_spec to it"), ("other, rollout_spec", "remove the spaces")):
+        monkeypatch.setenv("VLLM_PLUGINS", value)
+        with pytest.raises(ValueError, match=f"VLLM_PLUGINS='{value}' keeps vLLM from loading .*: {remedy}"):
+            engine_kwargs()
+    monkeypatch.setenv("VLLM_PLUGINS", "other,rollout_spec")
+    assert engine_kwargs(num_speculative_tokens=4)["additional_config"] == OPTIONS["additional_config"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "options"),
+    [
+        ("VLLM_USE_RUST_FRONTEND", "1", OPTIONS),
+        ("VLLM_USE_RUST_FRONTEND", "1", OFF),
+        ("VLLM_GPU_SYNC_CHECK", "error", OPTIONS),
+    ],
+)
+def test_environments_in_which_the_engine_could_not_work(tiny_model, monkeypatch, variable, value, options):
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=f"{variable}.*: unset it"):
+        build(tiny_model, **options)
+    if options is OPTIONS:  # and without a drafter on the host an engine may check for waits
+        monkeypatch.delenv("VLLM_USE_RUST_FRONTEND", raising=False)
+        build(tiny_model, **OFF)

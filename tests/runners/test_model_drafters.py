@@ -1,0 +1,170 @@
+"""vLLM's drafters with a model beside history: their KV cache is right, and their tokens have the target's noise.
+
+`test_every_parameter` and `test_every_request` show that the drafts of an engine with both change no rollout.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm
+
+from rollout_spec import engine_kwargs
+from tests.integrations.draft_models import METHODS, model_drafters
+from tests.integrations.engines import (
+    IS_V2,
+    assert_same,
+    build,
+    generate,
+    mixed_params,
+    prompts_of,
+    runner_of,
+    stats_of,
+)
+
+pytestmark = pytest.mark.engine
+
+MODEL_TOKENS = 2
+SILENT = "tests.adversaries.Silent"
+"""A drafter from history that proposes nothing: only the model drafts. In V2 history is on the device."""
+HISTORY = {"drafter_options": {"max_resident_tokens": 4096}} if IS_V2 else {"budget": False}
+only_v1 = pytest.mark.skipif(IS_V2, reason="in V2 history is on the device")
+
+
+@pytest.fixture(scope="module")
+def drafters(tiny_model, tmp_path_factory):
+    return model_drafters(tiny_model, tmp_path_factory.mktemp("drafters"))
+
+
+def build_beside(drafters, method, **options):
+    target, speculative = drafters[method]
+    speculative = {**speculative, "num_speculative_tokens": MODEL_TOKENS}
+    return build(target, max_num_seqs=8, **engine_kwargs(**{**HISTORY, "speculative_config": speculative, **options}))
+
+
+def build_alone(drafters, method):
+    if not IS_V2:
+        return build_beside(drafters, method, drafter=SILENT)
+    llm = build_beside(drafters, method)
+    runner_of(llm).speculator._choose = lambda *arguments: arguments[-1]  # the model's drafts
+    return llm
+
+
+def drafts_of_the_model(llm, params, prompts):
+    """Outputs, and what the model drafted: {(seed, position that the draft begins at): tokens}."""
+    runner, drafts = runner_of(llm), {}
+
+    def note(req_id, position, tokens):
+        seed = runner.rollout_spec.requests[req_id].sampling_params.seed
+        drafts[seed, position] = tuple(tokens[:MODEL_TOKENS].tolist())
+
+    def propose_v1(*args, **kwargs):
+        tokens = original(*args, **kwargs)
+        for i, req_id in enumerate(runner.input_batch.req_ids):
+            if not runner.discard_request_mask.np[i]:
+                note(req_id, int(drafter._noise.positions[i]), tokens[i])
+        return tokens
+
+    def propose_v2(self, input_batch, *args, dummy_run=False, **kwargs):
+        tokens = original(self, input_batch, *args, dummy_run=dummy_run, **kwargs)
+        for i, req_id in enumerate(input_batch.req_ids):
+            if not dummy_run and args[4][i] > 0:  # sampled
+                note(req_id, int(runner.req_states.total_len.gpu[input_batch.idx_mapping[i]]), tokens[i])
+        return tokens
+
+    drafter = type(runner.speculator).__mro__[2] if IS_V2 else runner.rollout_spec.model_drafter
+    name, propose = ("propose", propose_v2) if IS_V2 else ("_propose", propose_v1)
+    original = getattr(drafter, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(drafter, name, propose)
+        return generate(llm, params, prompts), drafts
+
+
+def assert_same_drafts(ours, theirs):
+    """Where both drafted for the same position. Rounding decides some in V1, whose batches have other sizes."""
+    shared = ours.keys() & theirs.keys()
+    assert len(shared) > 10
+    assert sum(ours[key] != theirs[key] for key in shared) <= 0.01 * len(shared)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_model_drafts_the_same_alone_and_beside_history(drafters, off, reference_model, method):
+    """Whoever's drafts were verified, so its KV cache is right."""
+    if IS_V2 and method == "draft_model" and vllm.__version_tuple__[:2] < (0, 31):
+        pytest.skip("this release of V2 has no draft models")
+    engines = build_alone(drafters, method), build_beside(drafters, method, num_speculative_tokens=4)
+    for seed in (1, 2):
+        params = mixed_params(8, seed, max_tokens=24)
+        prompts = prompts_of(params)
+        expected, drafts = generate(off, params, prompts), []
+        for llm in engines:
+            ours, drafted = drafts_of_the_model(llm, params, prompts)
+            assert_same(ours, expected, prompts, params, reference_model)
+            drafts.append(drafted)
+        assert_same_drafts(*drafts)
+    stats = stats_of(engines[1])
+    assert min(stats["accepted_tokens"], stats["rejected_tokens"]) > 10
+    assert stats["drafter_errors"] == 0
+    (report,) = engines[1].collective_rpc("rollout_spec", args=("report",))
+    reached, right = report["sources"]["model"]
+    assert 0 < right < reached
+
+
+@pytest.mark.skipif(IS_V2 and vllm.__version_tuple__[:2] < (0, 31), reason="this release of V2 has no draft models")
+@pytest.mark.parametrize(("verify", "least", "most"), [("sample", 0.97, 1.0), ("rejection", 0.02, 0.6)])
+def test_drafts_are_drawn_with_the_targets_noise(drafters, verify, least, most):
+    """A draft model that is the target itself is always right, at any temperature."""
+    target, _ = drafters["draft_model"]
+    speculative = {"method": "draft_model", "model": str(target), "num_speculative_tokens": MODEL_TOKENS}
+    llm = build_beside({"itself": (target, speculative)}, "itself", verify=verify)
+    fixed = {"temperature": 1.3, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 24, "ignore_eos": True}
+    generate(llm, mixed_params(8, 4, **fixed))
+    (report,) = llm.collective_rpc("rollout_spec", args=("report",))
+    reached, right = report["sources"]["model"]
+    assert reached > 20
+    assert least <= right / reached <= most
+
+
+@only_v1
+def test_the_models_cache_has_no_gaps_where_its_passes_are_left_out(drafters, off, reference_model, monkeypatch):
+    """It drafts in every third step only, and then what it drafts in an engine that always asks it."""
+    drafts = []
+    for period in (1, 3):
+        llm = build_beside(drafters, "eagle", num_speculative_tokens=5)
+        count = itertools.count()
+        drafter = runner_of(llm).rollout_spec.model_drafter
+        monkeypatch.setattr(drafter, "wants_model", lambda size, n=count, p=period: next(n) % p == 0)
+        params = mixed_params(12, 5, max_tokens=40)
+        prompts = prompts_of(params)
+        ours, drafted = drafts_of_the_model(llm, params, prompts)
+        assert_same(ours, generate(off, params, prompts), prompts, params, reference_model)
+        drafts.append({key: tokens for key, tokens in drafted.items() if tokens})
+    assert_same_drafts(*drafts)
+
+
+@only_v1
+def test_where_history_is_lost_the_model_drafts_on(drafters, off, reference_model):
+    """Before that, history's drafts are an adversary's."""
+    llm = build_beside(drafters, "eagle", drafter="tests.adversaries.RaisesAfterSomeSteps")
+    params = mixed_params(8, 5)
+    prompts = prompts_of(params)
+    accepted = []
+    for _ in range(2):
+        assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
+        accepted.append(stats_of(llm)["accepted_tokens"])
+    assert accepted[1] > accepted[0]
+    assert stats_of(llm)["drafter_errors"] == 1
+
+
+def test_a_configuration_as_users_have_it(drafters):
+    """K comes from their `speculative_config`; drafts with probabilities are of no use and not made."""
+    target, speculative = drafters["eagle"]
+    speculative = {**speculative, "num_speculative_tokens": 2, "draft_sample_method": "probabilistic"}
+    llm = build(target, speculative_config=speculative, additional_config={"rollout_spec": {}})
+    (config,) = llm.collective_rpc("rollout_spec", args=("config",))
+    assert (config["num_speculative_tokens"], config["drafter"]) == (2, "device" if IS_V2 else "history")
+    assert len(generate(llm, mixed_params(4, 15))) == 4

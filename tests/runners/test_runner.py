@@ -1,0 +1,39 @@
+"""An engine has the model runner that was asked for, and in vLLM 0.24 and 0.25, whose V2 does not fit, V1."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+import vllm
+
+from rollout_spec import engine_kwargs
+from rollout_spec.integrations.vllm.compat import lacks_v2_interfaces
+from tests.integrations.engines import IS_V2, build, runner_of
+
+pytestmark = pytest.mark.engine
+
+BOTH = (engine_kwargs(), engine_kwargs(speculation=False))
+
+
+def test_an_engine_has_its_runner(tiny_model, monkeypatch):
+    is_v2 = IS_V2
+    if IS_V2 and lacks_v2_interfaces(vllm.__version_tuple__):
+        for options in BOTH:  # before any engine is built: from then on vLLM remembers its environment
+            with pytest.raises(ValueError, match="rollout_spec before vLLM 0.26"):
+                build(tiny_model, **options)
+        monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
+        is_v2 = False
+    for options in BOTH:
+        runner = runner_of(build(tiny_model, **options))
+        assert type(runner.rollout_spec).__name__ == ("RunnerAdapterV2" if is_v2 else "RunnerAdapterV1")
+        assert not is_v2 or type(runner.sampler).__name__ == "VerifyingSampler"
+
+
+def test_an_engine_that_does_not_ask_for_us_is_not_touched(tiny_model):
+    llm = build(tiny_model)
+    assert runner_of(llm).rollout_spec is None
+    assert "process_outputs" not in vars(llm.llm_engine.output_processor)
+    with pytest.raises(RuntimeError, match="without rollout_spec"):
+        llm.collective_rpc("rollout_spec", args=("stats",))

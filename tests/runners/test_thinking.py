@@ -1,0 +1,72 @@
+"""Thinking budgets: in V2 drafts change nothing; in V1, whose code for them is wrong with drafts, they are refused.
+
+Of the kinds that differ, who says that thinking begins, and by how many tokens it ends.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from rollout_spec import engine_kwargs
+from tests.integrations.engines import IS_V2, PLAIN, build, generate, mixed_params, stats_of, verify_all
+
+pytestmark = pytest.mark.engine
+
+BEGIN = 7  # the id of w3
+DEVICE = engine_kwargs(num_speculative_tokens=3, drafter="device", drafter_options={"max_resident_tokens": 4096})
+DRAFTING = [verify_all(num_speculative_tokens=4), *([DEVICE] if IS_V2 else [])]
+
+
+@pytest.fixture(scope="module", params=["w5", "w5 w6"])
+def engines(request, tiny_model):
+    """One that drafts nothing, stock vLLM's where its noise does not matter, and those that draft."""
+    settings = {"reasoning_config": {"reasoning_start_str": "w3", "reasoning_end_str": request.param}}
+    options = [engine_kwargs(speculation=False), {}, *DRAFTING]
+    return [build(tiny_model, max_num_seqs=8, **settings, **arguments) for arguments in options]
+
+
+def requests_of(begins, **fixed):
+    """(prompts, params) of requests with a budget, and of as many without one among them."""
+    params = mixed_params(12, 5, **{"max_tokens": 30, "ignore_eos": True, **PLAIN, **fixed})
+    said = BEGIN if begins == "in the prompt" else 8
+    prompts = [[1, 4 + i % 3, said, 4 + i % 5] for i in range(len(params))]
+    for p in params[::2]:
+        p.thinking_token_budget = 5
+        p.logit_bias = {} if begins == "in the prompt" else {BEGIN: 1.0}
+    return prompts, params
+
+
+def said_by(llm, params, prompts):
+    return [list(output.token_ids) for output in generate(llm, params, prompts)]
+
+
+@pytest.mark.parametrize("begins", ["in the prompt", "by the model"])
+def test_thinking_ends_where_the_budget_does(engines, begins):
+    plain, stock, *drafting = engines
+    prompts, params = requests_of(begins, temperature=0.0)
+    expected = said_by(plain, params, prompts)
+    assert said_by(stock, params, prompts) == expected
+    prompts, params = requests_of(begins)
+    expected = said_by(plain, params, prompts)
+    for llm in drafting:
+        if not IS_V2:
+            steps = stats_of(llm)["steps"]
+            with pytest.raises(ValueError, match="thinking_token_budget, use the V2 runner .*, or set spec"):
+                generate(llm, params, prompts)
+            assert stats_of(llm)["steps"] == steps, "before anything is generated"
+            assert not llm.llm_engine.has_unfinished_requests()
+            assert said_by(llm, params[1::2], prompts[1::2]) == expected[1::2], "the others are served"
+            continue
+        for _ in range(2):  # the second time history knows them
+            assert said_by(llm, params, prompts) == expected
+        assert stats_of(llm)["accepted_tokens"] > 0
+    without = []
+    for fixed in ({"temperature": 0.0}, {}):
+        prompts, params = requests_of(begins, **fixed)
+        with_budgets = said_by(plain, params, prompts)
+        for p in params:
+            p.thinking_token_budget = None
+        without += [a != b for a, b in zip(said_by(plain, params, prompts), with_budgets, strict=True)]
+    assert sum(without) > 2, "without budgets they go on"
