@@ -151,8 +151,8 @@ CALLS = [
     (lambda: variable('{"budget": "no"}'), "ROLLOUT_SPEC: budget must be a bool, got 'no'"),
     (lambda: variable('{"num_speculative_tokens": 0}'), "ROLLOUT_SPEC: num_speculative_tokens must be from 1 to 128"),
     # Noise.
-    (lambda: noise.derive_seed("run", None), "parts of derive_seed must be integers and strings, got NoneType None"),
-    (lambda: noise.derive_seed(True), "parts of derive_seed must be integers and strings, got bool True"),
+    (lambda: noise.derive_seed("run", None), "parts of derive_seed must be integers and strings, got None"),
+    (lambda: noise.derive_seed(True), "parts of derive_seed must be integers and strings, got True"),
     # Verification.
     (lambda: check(logits=torch.zeros(4, 5)), "logits must be a tensor [5, 5] of"),
     (lambda: check(logits=torch.zeros(5, 0)), "there must be a request and a token, got logits of shape [5, 0]"),

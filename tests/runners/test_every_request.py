@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from rollout_spec import engine_kwargs
-from rollout_spec.integrations.vllm import log
+from rollout_spec.integrations.vllm import hooks
 from tests.integrations.draft_models import write_eagle_head
 from tests.integrations.engines import (
     IS_V2,
@@ -253,7 +253,7 @@ def test_every_sample_has_noise_of_its_own(engines, off, name):
 def test_an_engine_with_a_seed_repeats_itself(tiny_model, monkeypatch):
     """With drafts and without, as stock vLLM does; vLLM's default is 0, which nobody chose."""
     said = []
-    monkeypatch.setattr(log, "say", said.append)
+    monkeypatch.setattr(hooks, "say", said.append)
 
     def outputs(options, seed):
         llm = build(tiny_model, seed=seed, **options)
