@@ -58,22 +58,23 @@ def drafts_of_the_model(llm, params, prompts):
     """Outputs, and what the model drafted: {(seed, position that the draft begins at): tokens}."""
     runner, drafts = runner_of(llm), {}
 
-    def note(req_id, position, tokens):
-        seed = runner.rollout_spec.requests[req_id].sampling_params.seed
+    def note(seed, position, tokens):
         drafts[seed, position] = tuple(tokens[:MODEL_TOKENS].tolist())
 
     def propose_v1(*args, **kwargs):
         tokens = original(*args, **kwargs)
         for i, req_id in enumerate(runner.input_batch.req_ids):
             if not runner.discard_request_mask.np[i]:
-                note(req_id, int(drafter._noise.positions[i]), tokens[i])
+                seed = runner.requests[req_id].sampling_params.seed
+                note(seed, int(drafter._noise.positions[i]), tokens[i])
         return tokens
 
     def propose_v2(self, input_batch, *args, dummy_run=False, **kwargs):
         tokens = original(self, input_batch, *args, dummy_run=dummy_run, **kwargs)
-        for i, req_id in enumerate(input_batch.req_ids):
+        for i in range(input_batch.num_reqs):
             if not dummy_run and args[4][i] > 0:  # sampled
-                note(req_id, int(runner.req_states.total_len.gpu[input_batch.idx_mapping[i]]), tokens[i])
+                request, sampling = input_batch.idx_mapping[i], runner.sampler.sampling_states
+                note(int(sampling.seeds.gpu[request]), int(runner.req_states.total_len.gpu[request]), tokens[i])
         return tokens
 
     drafter = type(runner.speculator).__mro__[2] if IS_V2 else runner.rollout_spec.model_drafter

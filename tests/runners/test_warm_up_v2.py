@@ -122,7 +122,6 @@ def test_nothing_is_compiled_while_the_engine_serves(tiny_model, options, monkey
             run_mixed_prefill_decode_warmup(runner_of(llm), worker.execute_model, worker.sample_tokens, 8)
     adapter = runner_of(llm).rollout_spec
     assert not adapter.warming_up
-    assert not adapter.requests
     assert stats_of(llm)["request_steps"] == stats_of(llm)["live_requests"] == 0, "it leaves no trace"
     assert not {"_scan_kernel", "_accept_kernel", "_rank_kernel"} - {name for name, *_ in compiled}
     with recorded_variants() as launched:
