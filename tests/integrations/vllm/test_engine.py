@@ -85,8 +85,8 @@ def test_a_broken_verifier_is_caught(sampling, reference_model, monkeypatch):
     """An engine that accepts every draft fails the same check."""
     original = runner_v1.verify_rows
 
-    def accept_all(logits, layout, rows, **kwargs):
-        result = original(logits, layout, rows, **kwargs)
+    def accept_all(logits, layout, **kwargs):
+        result = original(logits, layout, **kwargs)
         output = result.output_token_ids.clone()
         for i, (start, end) in enumerate(zip(layout.starts[:-1].tolist(), layout.starts[1:].tolist(), strict=True)):
             output[i, : end - start - 1] = layout.draft[start : end - 1]
