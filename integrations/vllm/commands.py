@@ -52,7 +52,10 @@ def config(engine: EngineParts) -> dict[str, Any]:
 
 
 def stats(engine: EngineParts) -> dict[str, Any]:
-    """`SpeculationStats.to_dict`, `drafter_bytes`, `live_requests` and `policy_version`."""
+    """`SpeculationStats.to_dict`, `drafter_bytes`, `live_requests` and `policy_version`.
+
+    Which requests have ended in the last step only the next step's schedule says.
+    """
     num_bytes = num_requests = 0
     if engine.session is not None:
         engine.session.check_model()

@@ -40,7 +40,8 @@ class DeviceSpeculator(Session, BaseSpeculator):
     """vLLM's speculator around a `DeviceDrafter`.
 
     There is no budget: the scheduler must know before a step how many draft tokens each request has. History grows also
-    while nothing is drafted.
+    while nothing is drafted. A request that ends while it is preempted leaves no rollout, as the runner has freed its
+    text.
 
     Attributes: those of `Session`, and
         session: Itself, as other speculators have one.
@@ -134,17 +135,17 @@ class DeviceSpeculator(Session, BaseSpeculator):
             self.drafter.start_request(req_idx, prompt, problem_id=problem_id, version=version, own_only=own_only)
 
     def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
-        """See `Session`. The runner still has them."""
-        for req_id in sorted(preempted):  # all ranks in the same order
-            if req_id in self.live:
-                self._preempt(req_id)
+        """See `Session`. Called before the runner frees their slots."""
         ended = []
-        for req_id in sorted(finished):
+        for req_id in sorted(finished):  # all ranks in the same order
             self._versions.pop(req_id, None)
             live = self.live.pop(req_id, None)
             if live is not None:
                 ended.append(self._ended(live))
                 self._end_in_history(live)
+        for req_id in sorted(preempted):
+            if req_id in self.live:
+                self._preempt(req_id)
         if ended:
             self.drafter.stop_requests(ended)
 

@@ -50,7 +50,7 @@ class Session:
     Attributes:
         drafter: From history.
         stats: This engine's counters.
-        live: The requests that the drafter serves, by id.
+        live: The requests that the drafter serves, by id; on the host preempted ones, too.
         choice: Chooses between its drafts and those of a model; None where there is no model.
         problems: By what the problems of requests are recognised.
         engine_history: Keeps history beyond this engine; None without `history_dir`.
@@ -71,7 +71,7 @@ class Session:
     _has_lost_model = False
 
     def start_requests(self, requests: Iterable[Any]) -> None:
-        """Requests were scheduled for the first time, after a preemption, or with a longer prompt.
+        """Requests were scheduled for the first time, in V2 also after a preemption, or with a longer prompt.
 
         Args:
             requests: vLLM's `NewRequestData`.
@@ -79,7 +79,7 @@ class Session:
         raise NotImplementedError
 
     def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
-        """Requests have ended, or lose their place in the runner for a while: their ids."""
+        """Called before a step runs: the ids of requests that have ended, and of those that are preempted."""
         raise NotImplementedError
 
     def num_live_requests(self) -> int:
@@ -282,7 +282,7 @@ class HostSession(Session):
         self._max_step_tokens = int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
         self._waiting: dict[str, Any] = {}  # scheduled requests that the drafter has not been shown
         self._batch: tuple[list[str], NDArray[np.int64]] | None = None  # the last step's requests, and their rows
-        self._was_idle = True  # before this step
+        self._was_idle = True  # no request was live when this step began
         self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # read in each of the last steps
         self._last_call: float | None = None  # when `draft` was called last
         self._unshared: list[_Step] = []  # steps that the budget has not been told

@@ -100,7 +100,8 @@ def test_more_requests_than_places(engines, off, reference_model, name):
         known = len(kept_by(llm))
         assert_same(generate(llm, asked, prompts), expected, prompts, asked, reference_model)
         missing = Counter(tokens_of(expected)) - Counter(kept_by(llm)[known:])
-        assert missing.total() <= (IS_V2 and name == "model")  # beside a model V2 was seen to keep one fewer
+        # Scheduled asynchronously, a request may end while it is preempted, and leaves no rollout.
+        assert missing.total() <= (IS_V2 and name in ("device", "model"))
     stats = stats_of(llm)
     assert min(stats["accepted_tokens"], stats["rejected_tokens"]) > 10
     assert stats["drafter_errors"] == 0

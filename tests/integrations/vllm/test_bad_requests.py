@@ -66,17 +66,9 @@ def test_seeds_of_requests(llm, goes_on):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        ((), "command"),
         (("stat",), "did you mean 'stats'"),
-        ((None,), "command"),
-        (("stats", 1), "stats takes 0 argument"),
-        (("set_enabled",), "set_enabled takes 1 argument"),
+        (("stats", 1), "command stats.*too many"),
         (("set_enabled", "false"), "set_enabled: its argument must be a bool, got 'false'"),
-        (("set_enabled", 0), "set_enabled: its argument must be a bool, got 0"),
-        (("begin_policy_version", 0), "begin_policy_version"),
-        (("begin_policy_version", 2**31), "begin_policy_version"),
-        (("begin_policy_version", 1.5), "begin_policy_version"),
-        (("begin_policy_version", 1, 2), "begin_policy_version takes from 0 to 1 arguments"),
     ],
 )
 def test_commands(llm, goes_on, args, message):

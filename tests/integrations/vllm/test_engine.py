@@ -156,7 +156,7 @@ def test_a_worker_without_the_plugin():
     """vLLM loads the model before anything is generated."""
     config = SimpleNamespace(
         additional_config={},
-        speculative_config=SimpleNamespace(model=PROPOSER_PATH, num_speculative_tokens=4),
+        speculative_config=SimpleNamespace(model=PROPOSER_PATH, method="custom_class", num_speculative_tokens=4),
         use_v2_model_runner=False,
     )
     with pytest.raises(RuntimeError, match="VLLM_PLUGINS"):
