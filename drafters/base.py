@@ -131,7 +131,7 @@ class BatchDrafter(Drafter, Protocol):
         Args:
             targets: int64 [N], what the target sampled at the step's rows of logits, PLACEHOLDER_TOKEN_ID where it has
                 no sample; None unless the drafter's attribute `wants_rejected_targets` is true.
-            options: A reference to `StepOptions`.
+            options: What is the same in all steps.
             step_number: The step's number, for the budget.
         """
 

@@ -88,7 +88,8 @@ class VerifyResult(NamedTuple):
     meaningless at rows whose token is not emitted."""
     num_broken_rows: Any
     """int32 [B]: each request's emitted rows with no sample because a logit was NaN or +inf, which no mask can do: 0 or
-    1, as nothing is emitted after a row without a sample. One whose logits are all -inf has none either."""
+    1, as nothing is emitted after a row without a sample. A row of only -inf has no sample either, but is not
+    counted."""
     features: Any = None
     """int64 [N, FEATURE_WORDS] or None: `rollout_spec.features` of the tokens sampled at these rows, if asked for;
     meaningless at rows whose token is not emitted."""

@@ -193,8 +193,8 @@ class HistoryDrafter:
             by_inverse_temperature=np.zeros((len(INVERSE_TEMPERATURES), 2)),
         )
         self.table = RequestTable(max_draft_tokens)
-        self._passed = self._known()
-        self._reference = by_reference(self._passed)
+        self._referenced = self._known()
+        self._reference = by_reference(self._referenced)
         self._num_threads = usable_threads() if num_threads is None else num_threads
         self._scratch = [by_reference(new_scratch(max_draft_tokens)) for _ in range(self._num_threads)]
         self._window = np.empty(WINDOW, np.int32)
@@ -371,9 +371,9 @@ class HistoryDrafter:
         return HistoryState(self._store.arrays, self._index, self._pool, self._settings, self._calibration)
 
     def _known_by_reference(self) -> Any:
-        now, last = self._known(), self._passed
+        now, last = self._known(), self._referenced
         if now.store is not last.store or now.lookup is not last.lookup or now.settings is not last.settings:
-            self._passed, self._reference = now, by_reference(now)
+            self._referenced, self._reference = now, by_reference(now)
         return self._reference
 
     def update_index(self) -> None:

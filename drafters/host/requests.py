@@ -60,7 +60,7 @@ class RequestTable:
 
     Attributes:
         arrays: By row. Replaced when they grow, as `reference` is.
-        reference: The same for the calls of each step.
+        reference: `arrays` by reference, for calls that are made in every step.
 
     Args:
         max_draft_tokens: K.

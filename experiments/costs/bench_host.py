@@ -169,7 +169,7 @@ class Verification:
             output[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
         zeros = torch.zeros(size, dtype=torch.int32)
         num_accepted = torch.tensor(accepted, dtype=torch.int32)
-        self.result = VerifyResult(output, num_accepted, torch.tensor(targets), None, None, zeros, zeros.clone())
+        self.result = VerifyResult(output, num_accepted, torch.tensor(targets), None, None, zeros)
         self.features = torch.from_numpy(np.concatenate(features)) if features else None
         self.metadata = SpecDecodeMetadata.make_dummy(drafts, runner.device) if any(drafts) else None
 

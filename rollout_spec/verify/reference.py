@@ -2,10 +2,10 @@
 
 A *row* is one position's target logits; a request's rows are its drafted positions and then the bonus position. The
 *recovered* token is the one emitted at the first difference, the *bonus* token the one after a fully accepted draft.
-Shapes: N rows, V tokens, B requests, D drafted tokens. Only `lay_out_on_host` and `verify` wait for it.
+Shapes: N rows, V tokens, B requests, D drafted tokens. Only `lay_out_on_host` and `verify` wait for the device.
 
 Ratio tests run here on CPUs. Where drafts come with probabilities, or where `SamplingBatch` says that tokens are cut
-off, any verification does: engines have vLLM cut them off.
+off, every method runs here, on any device; engines let vLLM cut.
 """
 
 from __future__ import annotations
