@@ -151,7 +151,7 @@ def test_the_doctor_says_that_there_is_no_gpu(capsys):
     assert "no GPU on this machine" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("is_sound", [True, False])
+@pytest.mark.parametrize("is_sound", [pytest.param(True, marks=pytest.mark.exhaustive), False])
 def test_the_doctor_prints_verdicts_and_microseconds(is_sound, capsys, plant):
     if not is_sound:
         plant(wrong_count)

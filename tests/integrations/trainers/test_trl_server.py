@@ -64,6 +64,7 @@ def load(server, path, named_parameters):
 
 
 @own_processes
+@pytest.mark.exhaustive
 def test_grpo(tiny_model, tmp_path, monkeypatch):
     server = Server(tiny_model, tmp_path / "log", **OPTIONS)
     monkeypatch.setattr(VLLMClient, "init_communicator", lambda *_, **__: None)
