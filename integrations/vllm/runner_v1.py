@@ -201,10 +201,11 @@ class RunnerAdapterV1(RunnerAdapter):
             tensors = self._logprobs(result, logits, processed, layout, sampling.max_num_logprobs, scored_here)
             if metadata is not None:
                 tensors = _pad_rows(tensors, num_draft_tokens, result.output_token_ids.shape[1])
-        # A row without a sample emits token 0, as in vLLM.
-        columns = torch.arange(result.output_token_ids.shape[1], device=logits.device)
-        is_last = columns == result.num_accepted[:, None]
-        sampled = torch.where(is_last, result.output_token_ids.clamp(min=0), result.output_token_ids)
+        sampled = result.output_token_ids
+        # A row without a sample emits token 0, as in vLLM. To ask a device whether there is one is to wait for it.
+        if logits.is_cuda or _lacks_sample(sampled.numpy(), result.num_accepted.numpy()):
+            is_last = torch.arange(sampled.shape[1], device=logits.device) == result.num_accepted[:, None]
+            sampled = torch.where(is_last, sampled.clamp(min=0), sampled)
         output = [sampled, *(() if tensors is None else tensors[:3])]
         num_outputs = len(output) if self._is_read_at_once(output) else 0
         copy = HostCopy([*wanted, *output[:num_outputs]])
@@ -328,8 +329,12 @@ class RunnerAdapterV1(RunnerAdapter):
         else:
             num_draft_tokens = metadata.num_draft_tokens
             drafted, cu_num_draft_tokens = metadata.draft_token_ids, metadata.cu_num_draft_tokens
-        first_inputs = upload(runner.query_start_loc.np[1 : size + 1] - 1 - num_draft_tokens, runner.device)
-        rows = replace(rows, positions=runner.positions.index_select(0, first_inputs))
+        first_inputs = runner.query_start_loc.np[1 : size + 1] - 1 - num_draft_tokens
+        if runner.device.type == "cpu":  # NumPy takes a few numbers sooner than torch does
+            positions = torch.from_numpy(runner.positions.numpy()[first_inputs])
+        else:
+            positions = runner.positions.index_select(0, upload(first_inputs, runner.device))
+        rows = replace(rows, positions=positions)
         return lay_out(cu_num_draft_tokens, drafted, rows)
 
     def _describe_batch(self, sampling: Any) -> _Batch:
@@ -453,6 +458,11 @@ def _need_no_generator(params: Any) -> None:
     """
     if params is not None and params.sampling_type == SamplingType.RANDOM_SEED:
         params.__dict__["sampling_type"] = SamplingType.RANDOM  # the cached value of a property
+
+
+def _lacks_sample(output: NDArray[np.int32], num_accepted: NDArray[np.int32]) -> bool:
+    """Whether the last emitted token of some request, of int32 [B, K + 1], is the placeholder."""
+    return bool((output[np.arange(output.shape[0]), num_accepted] < 0).any())
 
 
 def _pad_rows(tensors: Any, num_draft_tokens: list[int], width: int) -> Any:

@@ -119,8 +119,8 @@ def test_every_request_gets_its_own_outcome(wants_rejected_targets):
     assert runner.sample() == [[3, 9, -1, -1, -1], [2, -1, -1, -1, -1], [5, 6, 7, 4, -1], [1, -1, -1, -1, -1]]
     targets = [3, 9, 1, 2, 5, 6, 7, 4, 1, 2] if wants_rejected_targets else None
     assert told(runner) == ([2, 0, 3, 1], [1, 0, 3, 0], [0, 3, 4, 8, 10], targets)
-    runner.drafter.session.update_index.assert_called_once_with()
-    stats = runner.drafter.stats
+    runner.adapter.session.update_index.assert_called_once_with()
+    stats = runner.adapter.stats
     assert (stats.steps, stats.request_steps, stats.num_drafts) == (1, 4, 3)
     assert (stats.draft_tokens, stats.accepted_tokens, stats.emitted_tokens) == (6, 4, 8)
     assert (stats.drafted_per_position, stats.accepted_per_position) == ([3, 2, 1], [2, 1, 1])
