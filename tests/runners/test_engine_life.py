@@ -78,7 +78,8 @@ def test_so_does_one_with_the_drafter_on_the_device(tiny_model, off):
 
     def could_be(text: list[int], rollout: Rollout) -> bool:
         if rollout.finish_reason is not None:
-            return text == rollout.sampled
+            surplus = text[len(rollout.sampled) :]  # what the last step sampled past a stop string
+            return text[: len(rollout.sampled)] == rollout.sampled and len(surplus) <= rollout.max_surplus
         count = min(len(text), len(rollout.sampled))  # a step may have been on its way when it was aborted
         return text[:count] == rollout.sampled[:count]
 
