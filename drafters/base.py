@@ -121,9 +121,7 @@ class BatchDrafter(Drafter, Protocol):
             ValueError: `req_id` is not live.
         """
 
-    def learn_step(
-        self, sampled: Sampled, targets: NDArray[np.int64] | None, options: StepOptions, step_number: int
-    ) -> Learned:
+    def learn_step(self, sampled: Sampled, targets: NDArray[np.int64] | None, options: StepOptions) -> Learned:
         """Learn what a step sampled: what became of the last drafts, and the tokens that requests keep.
 
         Unless `options.index_now`, nothing need be drafted from these tokens before `update_index` is called.
@@ -132,7 +130,6 @@ class BatchDrafter(Drafter, Protocol):
             targets: int64 [N], what the target sampled at the step's rows of logits, PLACEHOLDER_TOKEN_ID where it has
                 no sample; None unless the drafter's attribute `wants_rejected_targets` is true.
             options: What is the same in all steps.
-            step_number: The step's number, for the budget.
         """
 
     def update_index(self) -> None:

@@ -65,14 +65,12 @@ class _OneByOne:
             raise ValueError(f"request {req_id!r} is not live: start_request comes first")
         return self._rows[req_id]
 
-    def learn_step(
-        self, sampled: Sampled, targets: NDArray[np.int64] | None, options: StepOptions, step_number: int
-    ) -> Learned:
+    def learn_step(self, sampled: Sampled, targets: NDArray[np.int64] | None, options: StepOptions) -> Learned:
         if self._observes:
             self._observe(sampled, targets)
         requests = self.table.arrays
         before = requests.num_tokens[sampled.rows]
-        learned = step.learn_without_text(self.table, sampled, options, step_number)
+        learned = step.learn_without_text(self.table, sampled, options)
         for i, (row, batch_row) in enumerate(zip(sampled.rows.tolist(), sampled.batch_rows.tolist(), strict=True)):
             start, end = (int(n - sampled.first[batch_row]) for n in (before[i], requests.num_tokens[row]))
             if start < end:

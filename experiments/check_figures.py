@@ -32,19 +32,6 @@ def fields(rows: Rows, *names: str) -> list[float]:
     return [float(number) for row in rows for name in names for number in NUMBER.findall(json.dumps(row[name]))]
 
 
-def budgets(rows: Rows) -> Iterator[float]:
-    """Lowest and highest speedup of each cost curve: against no drafts, the best fixed K, and all drafts."""
-    cells: dict[tuple[str, ...], dict[str, float]] = {}
-    for row in rows:
-        cells.setdefault((row["curve"], row["set"], row["batch"]), {"K=0": 1.0})[row["policy"]] = row["speedup"]
-    for curve in {curve for curve, *_ in cells}:
-        mine = [speedups for cell, speedups in cells.items() if cell[0] == curve]
-        best = [max(value for policy, value in of.items() if policy.startswith("K=")) for of in mine]
-        for bases in ([1.0] * len(best), best, [of["all drafts"] for of in mine]):
-            ratios = [of["ours"] / base for of, base in zip(mine, bases, strict=True)]
-            yield from (min(ratios), max(ratios))
-
-
 def modes(rows: Rows) -> Iterator[float]:
     """Each mode's geometric mean by number of requests, and its lowest cell."""
     for mode in {(row["model"], row["policy"]) for row in rows}:
@@ -86,8 +73,6 @@ def tables() -> Iterator[tuple[str, Rows, Iterable[float]]]:
     rows = [row for row in read("bench_model_drafters", train_steps=500, model_k=3) if "request_steps" in row]
     of_all_epochs = [sum(row["tokens"]) / sum(row["request_steps"]) for row in rows]
     yield "| T | Drafter", rows, [*of_all_epochs, *fields(rows, "tokens_per_step")]
-    rows = [row for row in read("budget_simulated") if re.match("K=|all drafts|ours$", row["policy"])]
-    yield "| cost of a step ", rows, budgets(rows)
     rows = read("modes_simulated", benchmark="modes/simulated")
     yield "| requests | 1.5B", rows, modes(rows)
 

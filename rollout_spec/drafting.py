@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.budget.decide import Budget
+from rollout_spec.budget import Budget
 from rollout_spec.drafters.base import BatchDrafter, Drafter
 from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.host import step
@@ -53,15 +53,15 @@ class Drafting:
         has_model: bool = False,
     ) -> None:
         self.drafter: BatchDrafter = as_batch_drafter(drafter, num_speculative_tokens)
+        self._is_calibrated = self.drafter is drafter  # ours compare their confidence with outcomes
         self.budget = budget
         self.choice = DraftChoice() if has_model else None
         self.wants_rejected_targets = bool(getattr(drafter, "wants_rejected_targets", False))
         self.num_asked, self.seconds = 0, 0.0
         self._num_speculative_tokens = num_speculative_tokens
         self._vocab_size = vocab_size
-        survival = np.zeros((0, 0, 0)) if budget is None else budget.survival.counts
         model = np.zeros((0, 0)) if self.choice is None else self.choice.counts
-        self._options = StepOptions(num_speculative_tokens, max_model_len, True, survival, model)
+        self._options = StepOptions(num_speculative_tokens, max_model_len, True, model)
         # Of a drafter that a user has derived from ours the adapter's class is asked, which has no such method.
         self._continues = hasattr(type(self.drafter), "continue_rows")
 
@@ -75,8 +75,10 @@ class Drafting:
         Raises:
             Exception: what the drafter raises, here and in `draft`.
         """
-        step_number = 0 if self.budget is None else self.budget.survival.step
-        return self.drafter.learn_step(sampled, targets, self._options, step_number)
+        learned = self.drafter.learn_step(sampled, targets, self._options)
+        if self.budget is not None and not self._is_calibrated:
+            self.budget.observe_drafts(learned.expected, learned.num_accepted)
+        return learned
 
     def draft(
         self,
@@ -116,14 +118,13 @@ class Drafting:
             if model is not None:
                 theirs = ModelDrafts(model.token_ids[chosen], model.probabilities[chosen])
             self._choose(self.choice, rows, room, theirs)
-        value, cost, bins, step_number = 0.0, NO_COST, NO_BINS, 0
+        trust, value, cost, bins = 1.0, 0.0, NO_COST, NO_BINS
         if self.budget is not None:
             most = drafts.token_ids.size if max_draft_tokens is None else min(drafts.token_ids.size, max_draft_tokens)
             value, cost = self.budget.costs(rows.size, num_tokens, max(most, 0))
-            bins, step_number = self.budget.bins, self.budget.survival.step
+            trust, bins = self.budget.trust, self.budget.bins
         wrong, gain = step.decide(
-            self.drafter.table.reference, self._options, step_number, rows, room, chosen,
-            self._vocab_size, value, cost, bins,
+            self.drafter.table.reference, rows, room, chosen, self._vocab_size, trust, value, cost, bins,
             np.empty(drafts.token_ids.size), np.empty(rows.size + 1, np.int64), np.empty(rows.size, np.int64), *drafts,
         )  # fmt: skip
         if wrong:

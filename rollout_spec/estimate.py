@@ -17,7 +17,7 @@ from rollout_spec.checks import number, shown
 from rollout_spec.files import read_json
 
 if TYPE_CHECKING:
-    from rollout_spec.budget.decide import Budget
+    from rollout_spec.budget import Budget
     from rollout_spec.drafters.base import Drafter
     from rollout_spec.replay import Rollout
 
@@ -152,7 +152,7 @@ def simulate(
         policy: A `Budget` learns from these steps, and may know others.
         num_speculative_tokens: Most tokens drafted per request and step, K.
     """
-    from rollout_spec.budget.decide import Budget  # imported late: these need numba, which reading a curve does not
+    from rollout_spec.budget import Budget  # imported late: these need numba, which reading a curve does not
     from rollout_spec.loop import Decoder
     from rollout_spec.replay import RecordedTarget
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.budget.decide import Budget
+from rollout_spec.budget import Budget
 from rollout_spec.drafters.base import Drafter, Tokens
 from rollout_spec.drafters.host.step import NO_FEATURES, Learned, Sampled
 from rollout_spec.drafting import Drafting
@@ -138,7 +138,7 @@ class Decoder:
         # 1. Draft, as much as pays.
         room = np.array([self._room.get(r.req_id, 0) for r in self.live])
         chosen = np.flatnonzero(np.minimum(room, max_draft_tokens) > 0)
-        limits = Learned(chosen, np.minimum(room, max_draft_tokens)[chosen], len(self.live), 0, 0, 0)
+        limits = Learned(chosen, np.minimum(room, max_draft_tokens)[chosen], len(self.live), 0, 0, 0, 0.0, 0)
         token_ids, lengths = self.drafting.draft(self._rows(self.live), limits, num_tokens=len(self.live))
         drafts = [tokens[:n] for tokens, n in zip(token_ids.tolist(), lengths.tolist(), strict=True)]
         return self._advance(list(self.live), drafts)

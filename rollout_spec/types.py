@@ -22,10 +22,6 @@ GREEDY_TEMPERATURE = 1e-5
 VerifyMethod = Literal["sample", "rejection"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 
-NUM_CONFIDENCE_BINS = 16
-"""A drafter's confidence is compared with what was accepted in so many bins. Bin i, from 0, ends at ((i + 1) / 16)^2:
-finer towards 0, where budgets decide whether a drafted token is worth its cost."""
-
 Int32Array = NDArray[np.int32]
 Float32Array = NDArray[np.float32]
 

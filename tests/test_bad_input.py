@@ -101,9 +101,7 @@ CALLS = [
     (lambda: check_options("device", {"max_resident_tokens": 1e6}), "max_resident_tokens must be an int, got 1000000"),
     (lambda: check_options("device", {"max_requests": 8}), "drafter_options are features, max_resident_tokens"),
     (lambda: check_options(HISTORY_DRAFTER, {"depth": 3}), "does not take these drafter_options"),
-    (lambda: build_drafter("history", recency=np.float64("nan")), "recency must be in (0, 1], got"),
     (lambda: build_drafter("history", min_survival=1), "min_survival must be in [0, 1), got 1"),
-    (lambda: build_drafter("history", inverse_temperature=INF), "inverse_temperature must be positive and"),
     (lambda: build_drafter("history", max_history_versions=-1), "max_history_versions must be at least 0, got -1"),
     (lambda: build_drafter("history", num_threads=0), "num_threads must be from 1 to 8, got 0"),
     (lambda: build_drafter("suffix", index="tree"), "index must be one of ('suffix', 'ngram'), got 'tree'"),
@@ -240,7 +238,7 @@ def test_a_call_of_a_drafter_that_is_refused_changes_nothing(call, message):
     "call",
     [
         lambda: engine_kwargs(num_speculative_tokens=np.int32(8), drafter_options={"max_history_tokens": np.int64(5)}),
-        lambda: build_drafter("history", inverse_temperature=1, num_threads=np.int64(2), features=False),
+        lambda: build_drafter("history", min_survival=0, num_threads=np.int64(2), features=False),
         lambda: controller(logprob_tolerance=np.float32(0.1)).begin_run(seed=np.int64(-3), replica=np.int64(3)),
         lambda: controller(logprob_tolerance=INF).begin_step(np.int64(3)),
         lambda: request_options({"rollout_spec": {"problem_id": np.uint64(2**64 - 1), "keep_in_history": 1.0}}),

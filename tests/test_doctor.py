@@ -14,8 +14,7 @@ from urllib.error import HTTPError
 import pytest
 
 from rollout_spec import cli, doctor
-from rollout_spec.budget.decide import Budget
-from rollout_spec.budget.estimates import MIN_OBSERVATIONS
+from rollout_spec.budget import MIN_OBSERVATIONS, Budget
 from rollout_spec.doctor import advice, explain, look_around, summary
 from rollout_spec.integrations.vllm import commands
 from rollout_spec.jit import cache

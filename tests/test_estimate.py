@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollout_spec.budget.decide import Budget
+from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.estimate import EngineCost, by_ranges, read_cost, simulate, sum_up
 from rollout_spec.replay import Rollout, by_problem

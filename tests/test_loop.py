@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollout_spec.budget.decide import Budget
+from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.loop import RequestState, generate
 from rollout_spec.noise import host as noise

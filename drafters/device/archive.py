@@ -52,10 +52,11 @@ class Archived:
 
     problem_id: int
     order: int  # number of requests that started before it
+    version: int  # of the policy
     capacity: int  # size of `tokens` while the copy is under way
     tokens: Tensor  # int32: the end of the prompt and the output; after the output unused until `take_copy`
     features: Tensor  # int64 [tokens, FEATURE_WORDS] of them, or [0, FEATURE_WORDS]
-    fields: Tensor  # int64 [4]: its row in the table of documents
+    fields: Tensor  # int64 [3]: its row in the table of documents
     copied: torch.cuda.Event | None
     """Recorded after the copy from the device; None where there is none."""
     is_taken: bool = False
@@ -80,11 +81,10 @@ class Archived:
         self.tokens, self.features = self.tokens[:length].clone(), self.features[:length].clone()
         return True
 
-    def read(self) -> tuple[NDArray[np.int32], NDArray[np.int64], int, int]:
-        """(tokens, their features, how many of them are prompt, policy version)."""
+    def read(self) -> tuple[NDArray[np.int32], NDArray[np.int64], int]:
+        """(tokens, their features, how many of them are prompt)."""
         self.take_copy(wait=True)
-        _, _, prompt_length, version = self.fields.tolist()
-        return self.tokens.numpy(), self.features.numpy(), prompt_length, version
+        return self.tokens.numpy(), self.features.numpy(), int(self.fields[2])
 
 
 class Archive:

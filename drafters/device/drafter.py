@@ -22,7 +22,6 @@ arrived, as when a problem is evicted and needed again within a step or two.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -36,16 +35,7 @@ from rollout_spec import checks
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.archive import Archive, Archived, Pool, copy_to_host
-from rollout_spec.drafters.host.vote import (
-    CELLS,
-    INVERSE_TEMPERATURES,
-    MAX_DEPTH,
-    NUM_DISTANCE_BINS,
-    NUM_ORIGIN_BINS,
-    PREFERENCE,
-    RECENCY,
-    SOURCES,
-)
+from rollout_spec.drafters.host.vote import CELLS, MAX_DEPTH, SOURCES
 from rollout_spec.drafters.registry import MAX_RESIDENT_TOKENS
 from rollout_spec.features.format import FEATURE_WORDS, Features, check_features, no_features
 from rollout_spec.history.rollout import Rollout
@@ -124,9 +114,6 @@ class DeviceDrafter:
         device: Where the texts live.
         max_draft_tokens: Drafted tokens per request, K.
         use_noise: Whether to draft with the noise by which requests of positive temperature are sampled.
-        recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
-        inverse_temperature: Exponent on the candidates' probabilities where drafts are chosen with noise; None: the one
-            that would have been right most often so far.
         features: Use what the target saw, where it is given: candidates weigh by how similar the target's state was,
             and vote for all tokens that it thought likely there.
         max_resident_tokens: Size of the pool of ended rollouts, in tokens of 36 bytes, 4 without `features`. A token of
@@ -152,18 +139,11 @@ class DeviceDrafter:
         device: torch.device,
         max_draft_tokens: int = 8,
         use_noise: bool = True,
-        recency: float = RECENCY,
-        inverse_temperature: float | None = None,
         features: bool = True,
         max_resident_tokens: int = MAX_RESIDENT_TOKENS,
         max_problem_tokens: int = 131_072,
         max_history_tokens: int = 64_000_000,
     ) -> None:
-        checks.number("recency", recency, lambda value: 0 < value <= 1, "in (0, 1]")
-        if inverse_temperature is not None:
-            checks.number(
-                "inverse_temperature", inverse_temperature, lambda value: 0 < value < math.inf, "positive and finite"
-            )
         checks.integer("max_resident_tokens", max_resident_tokens, 1)
         checks.integer("max_problem_tokens", max_problem_tokens, 1)
         checks.integer("max_history_tokens", max_history_tokens, 1)
@@ -172,11 +152,8 @@ class DeviceDrafter:
         self._device = device
         self._max_model_len = max_model_len
         self._use_noise = use_noise
-        self._log2_recency = math.log2(recency)
-        self._inverse_temperature = 0.0 if inverse_temperature is None else float(inverse_temperature)
         self._max_problem_tokens = max_problem_tokens
         self._version = 0
-        self._version_on_device = torch.zeros(1, dtype=torch.int32, device=device)
 
         num_documents = max_requests + max_resident_tokens // TOKENS_PER_DOCUMENT
         self._pool_start = max_requests * max_model_len
@@ -185,20 +162,16 @@ class DeviceDrafter:
         self._text = new(self._pool_start + max_resident_tokens, dtype=torch.int32, device=device)
         num_kept = self._text.numel() if self.wants_features else 0
         self._features = new(num_kept, FEATURE_WORDS, dtype=torch.int64, device=device)
-        self._documents = new(num_documents, 4, dtype=torch.int64, device=device)
+        self._documents = new(num_documents, kernels.FIELDS.value, dtype=torch.int64, device=device)
         self._members = new(max_requests, 1 + MAX_MEMBERS, dtype=torch.int32, device=device)
         self._problem_of = new(max_requests, dtype=torch.int32, device=device)
         self._texts = (self._problem_of, self._members, self._text, self._documents)
         num_drafted = new(max_requests, dtype=torch.int32, device=device)
         drafted = new(max_requests, max_draft_tokens, dtype=torch.int32, device=device)
-        alternatives = new(max_requests, max_draft_tokens, len(INVERSE_TEMPERATURES), dtype=torch.int32, device=device)
-        self._last_drafts = (num_drafted, drafted, torch.zeros_like(drafted), alternatives)
+        self._last_drafts = (num_drafted, drafted, torch.zeros_like(drafted))
         self._continued: dict[int, tuple[Tensor, ...]] = {}  # the same of `continue_drafts`, by the tokens given
-        self._preference = torch.tensor(PREFERENCE, dtype=torch.float32, device=device)
-        sizes = (CELLS, CELLS * NUM_ORIGIN_BINS, len(INVERSE_TEMPERATURES))
-        self._all_counters = new(sum(sizes), 2, dtype=torch.int32, device=device)
-        coarse, fine, by_inverse_temperature = self._all_counters.split(sizes)
-        self._counters = (coarse, fine, by_inverse_temperature)
+        self._counts = new(CELLS, 2, dtype=torch.int32, device=device)
+        self._by_source = new(len(SOURCES), 2, dtype=torch.int32, device=device)
 
         self._num_started = 0  # requests, and rollouts that were added
         self._num_requests = self._num_known_requests = 0
@@ -210,7 +183,7 @@ class DeviceDrafter:
         self.max_history_tokens = max_history_tokens
         self._archive = Archive(max_history_tokens)
         self._changed_problems: dict[int, _Problem] = {}
-        self._changed_documents: dict[int, tuple[int, int, int, int]] = {}
+        self._changed_documents: dict[int, tuple[int, int, int]] = {}
         self._changed_slots: dict[int, int] = {}
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._side_is_ahead = False
@@ -260,7 +233,7 @@ class DeviceDrafter:
         self._num_started += 1
         self._changed_problems[problem.row] = problem
         self._changed_slots[slot] = problem.row
-        self._changed_documents[slot] = (slot * self._max_model_len, 0, live.prompt_length, live.version)
+        self._changed_documents[slot] = (slot * self._max_model_len, 0, live.prompt_length)
 
     def preempt_request(self, slot: int) -> int:
         """Take a preempted request out of its slot. Returns the policy version that it started under.
@@ -309,7 +282,7 @@ class DeviceDrafter:
             self._retire(retired)
         for problem in list(self._problems.values()):
             self._mark_idle_if_unused(problem)
-        kernels.halve_full(self._all_counters)
+        kernels.halve_full(self._counts)
         self._archive.take_copies()
 
     def knows(self, problem_id: int) -> bool:
@@ -330,10 +303,10 @@ class DeviceDrafter:
         """
         recorded = []
         for archived in self._archive.take_recorded(wait=wait):
-            tokens, features, size, version = archived.read()  # of which `size` are the prompt's
+            tokens, features, size = archived.read()  # of which `size` are the prompt's
             if tokens.size > size:
                 known = features[size:] if self.wants_features else None
-                recorded.append(Rollout(archived.problem_id, version, tokens[:size], tokens[size:], known))
+                recorded.append(Rollout(archived.problem_id, archived.version, tokens[:size], tokens[size:], known))
         return recorded
 
     def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
@@ -356,11 +329,12 @@ class DeviceDrafter:
             if self.wants_features and rollout.features is not None:
                 features[rollout.context.size :] = rollout.features
             version = min(rollout.version, self._version)
-            fields = torch.tensor([0, tokens.size, rollout.context.size, version], dtype=torch.int64)
+            fields = torch.tensor([0, tokens.size, rollout.context.size], dtype=torch.int64)
             texts = torch.from_numpy(tokens), torch.from_numpy(features)
             order = self._num_started
             self._num_started += 1
-            self._archive.add(Archived(rollout.problem_id, order, tokens.size, *texts, fields, None, is_taken=True))
+            archived = Archived(rollout.problem_id, order, version, tokens.size, *texts, fields, None, is_taken=True)
+            self._archive.add(archived)
             problem = self._problems.get(rollout.problem_id)
             if problem is None:
                 continue
@@ -374,8 +348,7 @@ class DeviceDrafter:
             self._write_text(start, tokens, features)
             problem.members.insert(0, document)
             problem.pieces[document] = (start, tokens.size)
-            fields_on_device = (self._pool_start + start, tokens.size, rollout.context.size, version)
-            self._changed_documents[document] = fields_on_device
+            self._changed_documents[document] = (self._pool_start + start, tokens.size, rollout.context.size)
             self._changed_problems[problem.row] = problem
 
     def _write_text(self, start: int, tokens: NDArray[np.int32], features: Features) -> None:
@@ -396,8 +369,7 @@ class DeviceDrafter:
             raise ValueError(f"policy versions go up, to 2^31 - 1: {version} after {self._version}")
         if version > self._version:
             self._version = version
-            self._version_on_device.fill_(version)
-            kernels.discount(self._all_counters)
+            kernels.discount(self._counts)
 
     def warm_up(
         self,
@@ -504,12 +476,8 @@ class DeviceDrafter:
             *self._texts,
             seeds,
             temperature,
-            self._preference,
-            self._counters,
+            self._counts,
             *last_drafts,
-            version=self._version_on_device,
-            log2_recency=self._log2_recency,
-            inverse_temperature=self._inverse_temperature,
             features=self._features,
             use_noise=self._use_noise,
         )
@@ -562,7 +530,8 @@ class DeviceDrafter:
             self._text,
             self._documents,
             *self._last_drafts,
-            self._counters,
+            self._counts,
+            self._by_source,
             self._features,
             features,
             first_rows,
@@ -573,8 +542,7 @@ class DeviceDrafter:
 
     def source_counts(self) -> dict[str, tuple[int, int]]:
         """By source: (drafted tokens that the target reached, those that were right). Waits for the device."""
-        by_origin_bin = self._counters[1].view(CELLS, len(SOURCES), NUM_DISTANCE_BINS, 2).sum((0, 2)).tolist()
-        return {name: (n, hits) for name, (n, hits) in zip(SOURCES, by_origin_bin, strict=True)}
+        return {name: (n, hits) for name, (n, hits) in zip(SOURCES, self._by_source.tolist(), strict=True)}
 
     def history_summary(self) -> dict[str, int]:
         """What the history of ended rollouts holds, and how many requests found their problem known when they began.
@@ -584,8 +552,8 @@ class DeviceDrafter:
         self._archive.take_copies(wait=True)
         rollouts = self._archive.order
         # At once: servers ask every few seconds, and there may be tens of thousands of rollouts.
-        fields = torch.stack([rollout.fields for rollout in rollouts]) if rollouts else torch.zeros((0, 4)).long()
-        versions = fields[:, 3].tolist()
+        fields = torch.stack([rollout.fields for rollout in rollouts]) if rollouts else torch.zeros((0, 3)).long()
+        versions = [rollout.version for rollout in rollouts]
         return {
             "problems": len({rollout.problem_id for rollout in rollouts}),
             "rollouts": len(rollouts),
@@ -598,8 +566,8 @@ class DeviceDrafter:
 
     def memory_bytes(self) -> int:
         """Bytes on the device and of history on the host."""
-        tensors = [self._text, self._documents, self._members, self._problem_of, self._preference]
-        tensors += [*self._last_drafts, self._all_counters, self._features]
+        tensors = [self._text, self._documents, self._members, self._problem_of]
+        tensors += [*self._last_drafts, self._counts, self._by_source, self._features]
         tensors += [tensor for scratch in self._continued.values() for tensor in scratch]
         per_token = 4 + (8 * FEATURE_WORDS if self.wants_features else 0)
         return sum(t.numel() * t.element_size() for t in tensors) + per_token * self._archive.num_tokens
@@ -704,14 +672,13 @@ class DeviceDrafter:
                 copied.record(self._side)
         for live, tokens, features, fields in copies:
             if live.problem.problem_id > NO_PROBLEM:  # others are never looked up again
-                capacity = tokens.numel()
-                problem_id = live.problem.problem_id
                 texts = tokens, features, fields
-                self._archive.add(Archived(problem_id, live.order, capacity, *texts, copied))
+                problem_id, capacity = live.problem.problem_id, tokens.numel()
+                self._archive.add(Archived(problem_id, live.order, live.version, capacity, *texts, copied))
 
     def _upload(self, problem: _Problem) -> None:
         """Bring a problem's newest rollouts from the host, on a stream of its own."""
-        texts: list[tuple[NDArray[np.int32], Features, int, int]] = []
+        texts: list[tuple[NDArray[np.int32], Features, int]] = []
         num_tokens = 0
         for rollout in self._archive.newest_first(problem.problem_id)[:MAX_MEMBERS]:
             text = rollout.read()
@@ -733,12 +700,11 @@ class DeviceDrafter:
         if start is None:
             return
         self._write_text(start, *(np.concatenate([text[i] for text in texts[:count]]) for i in range(2)))
-        for tokens, _, prompt_length, version in texts[:count]:
+        for tokens, _, prompt_length in texts[:count]:
             document = self._free_documents.pop()
             problem.members.append(document)
             problem.pieces[document] = (start, tokens.size)
-            fields = (self._pool_start + start, tokens.size, prompt_length, version)
-            self._changed_documents[document] = fields
+            self._changed_documents[document] = (self._pool_start + start, tokens.size, prompt_length)
             start += tokens.size
 
     @contextlib.contextmanager

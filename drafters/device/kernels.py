@@ -31,10 +31,9 @@ allows."""
 TILE_SPLITS = 2
 """How many of the programs of a scan share each document, by tiles."""
 
-OFFSET, LENGTH, PROMPT, VERSION = (tl.constexpr(i) for i in range(4))
-FIELDS = tl.constexpr(4)
-"""Columns of the table of documents, int64: first token in the text, number of tokens, how many of these are prompt,
-policy version."""
+OFFSET, LENGTH, PROMPT = (tl.constexpr(i) for i in range(3))
+FIELDS = tl.constexpr(3)
+"""Columns of the table of documents, int64: first token in the text, number of tokens, how many of these are prompt."""
 RETIRED_FIELDS = 6
 """Columns of a row of `retire`: slot, new document, its offset and capacity, and two lengths, prompt included: the
 least at which a stop token ends the request, and the one at which it ends in any case."""
@@ -49,20 +48,15 @@ MAX_RANK = tl.constexpr((1 << 20) - 1)
 """A match is one int64 of three fields, larger is better: its length, MAX_RANK minus its document's number, and its
 position."""
 BLEND = tl.constexpr(vote.BLEND)
-COARSE_PRIOR, FINE_PRIOR = tl.constexpr(vote.COARSE_PRIOR), tl.constexpr(vote.FINE_PRIOR)
-HEAD_START = tl.constexpr(vote.HEAD_START)
-INVERSE_TEMPERATURES = tl.constexpr(vote.INVERSE_TEMPERATURES)
-NUM_INVERSE_TEMPERATURES = tl.constexpr(len(vote.INVERSE_TEMPERATURES))
-NEUTRAL = tl.constexpr(vote.INVERSE_TEMPERATURES.index(1.0))
-NUM_ORIGIN_BINS = tl.constexpr(vote.NUM_ORIGIN_BINS)
-DISTANCE_EDGES, LENGTH_EDGES = tl.constexpr(vote.DISTANCE_EDGES), tl.constexpr(vote.LENGTH_EDGES)
-DISTANCE_BINS = tl.constexpr(vote.NUM_DISTANCE_BINS)
+PRIOR = tl.constexpr(vote.PRIOR)
+NUM_SOURCES = tl.constexpr(len(vote.SOURCES))
+LENGTH_EDGES = tl.constexpr(vote.LENGTH_EDGES)
 LENGTH_BINS = tl.constexpr(vote.NUM_LENGTH_BINS)
 PROBABILITY_BINS = tl.constexpr(vote.NUM_PROBABILITY_BINS)
 BINS_PER_HALVING = tl.constexpr(vote.BINS_PER_HALVING)
 MIN_DISTANCE_FROM_ONE = tl.constexpr(vote.MIN_DISTANCE_FROM_ONE)
 OWN, SIBLING, PROMPT_TEXT = tl.constexpr(vote.OWN), tl.constexpr(vote.SIBLING), tl.constexpr(vote.PROMPT_TEXT)
-MIN_AGE_WEIGHT = tl.constexpr(vote.MIN_AGE_WEIGHT)
+OWN_WEIGHT, SIBLING_WEIGHT, PROMPT_WEIGHT = (tl.constexpr(weight) for weight in vote.SOURCE_WEIGHT[:3])
 DOMAIN = tl.constexpr(noise.DOMAIN_TARGET)
 SIMILARITY, MAX_DISAGREEMENT = tl.constexpr(vote.SIMILARITY), tl.constexpr(vote.MAX_DISAGREEMENT)
 UNKNOWN_DISAGREEMENT = tl.constexpr(vote.UNKNOWN_DISAGREEMENT)
@@ -83,13 +77,11 @@ def _extend_kernel(
     row_size,  # most tokens of a live request in the text
     text_ptr,  # int32 [T]
     documents_ptr,  # int64 [D, FIELDS]; those of live requests are numbered by slot
-    num_drafted_ptr,  # int32 [R], and the three below, [R, K]: the last drafts
+    num_drafted_ptr,  # int32 [R], and the two below, [R, K]: the last drafts
     drafted_ptr,  # int32
-    cells_ptr,  # int32: fine cells
-    alternatives_ptr,  # int32 [R, K, NUM_INVERSE_TEMPERATURES], -1: there was no choice
-    coarse_ptr,  # int32 [cells, 2]: trials and hits
-    fine_ptr,  # int32 [cells * NUM_ORIGIN_BINS, 2]
-    by_inverse_temperature_ptr,  # int32 [NUM_INVERSE_TEMPERATURES, 2]
+    cells_ptr,  # int32: cell * NUM_SOURCES + source
+    counts_ptr,  # int32 [cells, 2]: trials and hits
+    by_source_ptr,  # int32 [NUM_SOURCES, 2]
     features_ptr,  # int64 [T, FEATURE_WORDS]
     new_features_ptr,  # int64 [N, FEATURE_WORDS], of the tokens that each row of the step's logits says
     first_rows_ptr,  # int32 [B]: the first of each request's rows
@@ -120,17 +112,10 @@ def _extend_kernel(
     reached &= j <= first_miss
     hit &= j < first_miss
     cell = tl.load(cells_ptr + at, mask=reached, other=0)
-    tl.atomic_add(fine_ptr + cell * 2, 1, mask=reached, sem="relaxed")
-    tl.atomic_add(fine_ptr + cell * 2 + 1, 1, mask=hit, sem="relaxed")
-    tl.atomic_add(coarse_ptr + cell // NUM_ORIGIN_BINS * 2, 1, mask=reached, sem="relaxed")
-    tl.atomic_add(coarse_ptr + cell // NUM_ORIGIN_BINS * 2 + 1, 1, mask=hit, sem="relaxed")
-    a = tl.arange(0, 8)[None, :]
-    is_exponent = reached[:, None] & (a < NUM_INVERSE_TEMPERATURES)
-    other = tl.load(alternatives_ptr + at[:, None] * NUM_INVERSE_TEMPERATURES + a, mask=is_exponent, other=-1)
-    tried = is_exponent & (other >= 0)
-    by_inverse_temperature_ptr += a * 2 + tl.zeros_like(other)
-    tl.atomic_add(by_inverse_temperature_ptr, 1, mask=tried, sem="relaxed")
-    tl.atomic_add(by_inverse_temperature_ptr + 1, 1, mask=tried & (other == token[:, None]), sem="relaxed")
+    tl.atomic_add(counts_ptr + cell // NUM_SOURCES * 2, 1, mask=reached, sem="relaxed")
+    tl.atomic_add(counts_ptr + cell // NUM_SOURCES * 2 + 1, 1, mask=hit, sem="relaxed")
+    tl.atomic_add(by_source_ptr + cell % NUM_SOURCES * 2, 1, mask=reached, sem="relaxed")
+    tl.atomic_add(by_source_ptr + cell % NUM_SOURCES * 2 + 1, 1, mask=hit, sem="relaxed")
 
     for start in range(length, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
@@ -301,23 +286,9 @@ def _best_matches(keys):
 
 
 @triton.jit
-def _best_inverse_temperature(by_inverse_temperature_ptr, fixed):
-    """The exponent that would have been right most often; `fixed` where that is positive."""
-    exponent, most = INVERSE_TEMPERATURES[0], -1.0
-    for a in tl.static_range(NUM_INVERSE_TEMPERATURES):
-        hits = tl.load(by_inverse_temperature_ptr + a * 2 + 1).to(tl.float32) + (HEAD_START if a == NEUTRAL else 0.0)
-        exponent = tl.where(hits > most, INVERSE_TEMPERATURES[a], exponent)
-        most = tl.maximum(hits, most)
-    return tl.where(fixed > 0.0, fixed, exponent)
-
-
-@triton.jit
-def _rate(coarse_ptr, fine_ptr, cell, expected):
-    """Probability that a drafted token is accepted: a fine cell's rate; priors are the coarse cell's and `expected`."""
-    coarse = coarse_ptr + cell // NUM_ORIGIN_BINS * 2
-    fine = fine_ptr + cell * 2
-    rate = (tl.load(coarse + 1) + COARSE_PRIOR * expected) / (tl.load(coarse) + COARSE_PRIOR)
-    return (tl.load(fine + 1) + FINE_PRIOR * rate) / (tl.load(fine) + FINE_PRIOR)
+def _rate(counts_ptr, cell, expected):
+    """Probability that a drafted token is accepted: the rate of its cell, whose prior is the expected probability."""
+    return (tl.load(counts_ptr + cell * 2 + 1) + PRIOR * expected) / (tl.load(counts_ptr + cell * 2) + PRIOR)
 
 
 @triton.jit
@@ -415,19 +386,12 @@ def _draft_kernel(
     documents_ptr,  # int64 [D, FIELDS]
     seeds_ptr,  # int64 [R]
     temperature_ptr,  # float32 [R]
-    preference_ptr,  # float32 [sources, DISTANCE_BINS]
-    coarse_ptr,  # int32, see `_extend_kernel`
-    fine_ptr,
-    by_inverse_temperature_ptr,
-    num_drafted_ptr,  # int32 [R], written, and the three below
+    counts_ptr,  # int32, see `_extend_kernel`
+    num_drafted_ptr,  # int32 [R], written, and the two below
     drafted_ptr,  # int32 [R, K]
     cells_ptr,  # int32 [R, K]
-    alternatives_ptr,  # int32 [R, K, NUM_INVERSE_TEMPERATURES]
     output_ptr,  # int64 [B, K], written: the drafts; positions without one repeat the last token
     rates_ptr,  # float32 [B, K], written
-    version_ptr,  # int32 [1]
-    log2_recency,
-    inverse_temperature,
     features_ptr,  # int64 [T, FEATURE_WORDS]
     FEATURES: tl.constexpr,  # whether they are kept
     USE_NOISE: tl.constexpr,
@@ -445,7 +409,6 @@ def _draft_kernel(
 
     own = documents_ptr + slot * FIELDS
     own_offset, own_length = tl.load(own + OFFSET), tl.load(own + LENGTH).to(tl.int32)
-    own_prompt = tl.load(own + PROMPT).to(tl.int32)
     length = (matches >> LENGTH_SHIFT).to(tl.int32)
     number = (((matches >> RANK_SHIFT) & MAX_RANK) ^ MAX_RANK).to(tl.int32)
     position = (matches & 0xFFFFFFFF).to(tl.int32)
@@ -458,16 +421,8 @@ def _draft_kernel(
     limit = tl.load(fields + LENGTH).to(tl.int32)
     prompt = tl.load(fields + PROMPT).to(tl.int32)
 
-    distance = tl.abs((position - prompt) - (own_length - own_prompt))
-    near = (distance > DISTANCE_EDGES[0]).to(tl.int32)
-    for n in tl.static_range(1, DISTANCE_BINS - 1):
-        near += (distance > DISTANCE_EDGES[n]).to(tl.int32)
     source = tl.where(is_own, tl.where(position >= prompt, OWN, PROMPT_TEXT), SIBLING)
-    versions = tl.load(version_ptr) - tl.load(fields + VERSION)
-    age = tl.where(source == PROMPT_TEXT, 0.0, versions.to(tl.float32))
-    weight = tl.maximum(tl.exp2(age * log2_recency), MIN_AGE_WEIGHT)
-    weight *= tl.load(preference_ptr + source * DISTANCE_BINS + near)
-    origin_bins = source * DISTANCE_BINS + near
+    weight = tl.where(is_own, tl.where(position >= prompt, OWN_WEIGHT, PROMPT_WEIGHT), SIBLING_WEIGHT)
     if FEATURES:
         last = features_ptr + (own_offset + tl.maximum(own_length - 1, 0)) * FEATURE_WORDS
         before = features_ptr + (offset + position - 1) * FEATURE_WORDS
@@ -477,7 +432,6 @@ def _draft_kernel(
 
     coupled = (tl.load(temperature_ptr + slot) > 0.0) & USE_NOISE
     seed = tl.load(seeds_ptr + slot)
-    exponent = _best_inverse_temperature(by_inverse_temperature_ptr, inverse_temperature)
 
     # The tokens drafted so far: a candidate in the request's own text continues into them.
     draft = tl.zeros([WIDTH], tl.int32)
@@ -517,40 +471,27 @@ def _draft_kernel(
             state = row_state(seed, (own_length - 1 + num).to(tl.int64), DOMAIN)
             noises = gumbel(finish_hash(unfinished_hash(state, token_key(choices.to(tl.uint32)))))
             log_mass = tl.log(tl.where(is_choice, mass, 1.0))
-            score = tl.where(is_choice, exponent * log_mass + noises, float("-inf"))
+            score = tl.where(is_choice, log_mass + noises, float("-inf"))
             best = tl.argmax(score, 0)
             lead = tl.max(score) - tl.max(tl.where(choice_lane == best, float("-inf"), score))
             expected = (1.0 - no_choice) / (1.0 + tl.exp(-lead))
-            for a in tl.static_range(NUM_INVERSE_TEMPERATURES):
-                other = tl.argmax(tl.where(is_choice, log_mass * INVERSE_TEMPERATURES[a] + noises, float("-inf")), 0)
-                other_token = tl.sum(tl.where(choice_lane == other, choices, 0))
-                tl.store(alternatives_ptr + at * NUM_INVERSE_TEMPERATURES + a, other_token)
         else:
             best = tl.argmax(tl.where(is_choice, mass, -1.0), 0)
             expected = tl.where(coupled, 1.0 - no_choice, tl.sum(tl.where(choice_lane == best, mass, 0.0)))
-            for a in tl.static_range(NUM_INVERSE_TEMPERATURES):
-                tl.store(alternatives_ptr + at * NUM_INVERSE_TEMPERATURES + a, -1)
         chosen = tl.sum(tl.where(choice_lane == best, choices, 0))
-        likely = tl.sum(tl.where(choice_lane == best, mass, 0.0))
 
         agrees = alive & (token == chosen)
         # Where it was remembered, but another one was said, it is the heaviest candidate's of all.
         has_origin = agrees | (alive & (tl.sum(agrees.to(tl.int32)) == 0))
         heaviest = tl.argmax(tl.where(has_origin, weight, -1.0), 0)
-        origin_bin = tl.sum(tl.where(lane == heaviest, origin_bins, 0))
-        by_likelihood = origin_bin // DISTANCE_BINS * DISTANCE_BINS + tl.minimum(
-            (likely * DISTANCE_BINS).to(tl.int32), DISTANCE_BINS - 1
-        )
-        origin_bin = tl.where(coupled, by_likelihood, origin_bin)
         from_one = tl.maximum(1.0 - expected, MIN_DISTANCE_FROM_ONE)
         probability_bin = tl.minimum((tl.log2(from_one) * -BINS_PER_HALVING).to(tl.int32), PROBABILITY_BINS - 1)
         longest = tl.max(tl.where(alive, length, 0))
         cell = (coupled.to(tl.int32) * PROBABILITY_BINS + probability_bin) * LENGTH_BINS + _length_bin(longest)
-        cell = cell * NUM_ORIGIN_BINS + origin_bin
         tl.store(drafted_ptr + at, chosen)
-        tl.store(cells_ptr + at, cell)
+        tl.store(cells_ptr + at, cell * NUM_SOURCES + tl.sum(tl.where(lane == heaviest, source, 0)))
         tl.store(output_ptr + row * K + num, chosen.to(tl.int64))
-        tl.store(rates_ptr + row * K + num, _rate(coarse_ptr, fine_ptr, cell, expected))
+        tl.store(rates_ptr + row * K + num, _rate(counts_ptr, cell, expected))
 
         draft = tl.where(j == num, chosen, draft)
         num += 1
@@ -616,7 +557,6 @@ def _retire_kernel(
     tl.store(target + OFFSET, offset)
     tl.store(target + LENGTH, tl.maximum(end, 0).to(tl.int64))
     tl.store(target + PROMPT, context.to(tl.int64))
-    tl.store(target + VERSION, tl.load(source + VERSION))
 
 
 def extend(
@@ -629,8 +569,8 @@ def extend(
     num_drafted: Tensor,
     drafted: Tensor,
     cells: Tensor,
-    alternatives: Tensor,
-    counters: tuple[Tensor, Tensor, Tensor],
+    counts: Tensor,
+    by_source: Tensor,
     features: Tensor,
     new_features: Tensor | None,
     first_rows: Tensor,
@@ -653,8 +593,8 @@ def extend(
         num_drafted,
         drafted,
         cells,
-        alternatives,
-        *counters,
+        counts,
+        by_source,
         features,
         features if new_features is None else new_features,
         first_rows,
@@ -752,16 +692,11 @@ def draft(
     documents: Tensor,
     seeds: Tensor,
     temperature: Tensor,
-    preference: Tensor,
-    counters: tuple[Tensor, Tensor, Tensor],
+    counts: Tensor,
     num_drafted: Tensor,
     drafted: Tensor,
     cells: Tensor,
-    alternatives: Tensor,
     *,
-    version: Tensor,
-    log2_recency: float,
-    inverse_temperature: float,
     features: Tensor,
     use_noise: bool,
 ) -> tuple[Tensor, Tensor]:
@@ -779,17 +714,12 @@ def draft(
         documents,
         seeds,
         temperature,
-        preference,
-        *counters,
+        counts,
         num_drafted,
         drafted,
         cells,
-        alternatives,
         output,
         rates,
-        version,
-        log2_recency,
-        inverse_temperature,
         features,
         FEATURES=features.shape[0] > 0,
         USE_NOISE=use_noise,

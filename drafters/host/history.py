@@ -2,10 +2,10 @@
 
 An index (`suffix.py` or `ngram.py`) finds earlier positions whose context agrees with the end of the request's, longest
 matches first. Each is a candidate that votes for the token at its position. A vote's weight depends on the candidate's
-source, on the age of its policy and on how near it lies in its rollout; votes are blended over match lengths as in
-prediction by partial matching (Cleary and Witten 1984), which gives a distribution q. The draft is the most probable
-token or, where the request's seed and so the target's noise is known, argmax(inverse_temperature * log q + noise),
-which is the target's own choice where q is the target's distribution (coupling: Daliri et al., arXiv:2408.07978).
+source; votes are blended over match lengths as in prediction by partial matching (Cleary and Witten 1984), which gives
+a distribution q. The draft is the most probable token or, where the request's seed and so the target's noise is known,
+argmax(log q + noise), which is the target's own choice where q is the target's distribution (coupling: Daliri et al.,
+arXiv:2408.07978).
 Where it is known what the target saw at each token (`rollout_spec.features`), candidates of similar states weigh more,
 and a candidate votes for all tokens that were likely at its position, not only for the one that was sampled there.
 Candidates with another token drop out and the others move on by one token; when none is left the index is searched
@@ -17,7 +17,6 @@ below `min_survival`.
 
 from __future__ import annotations
 
-import math
 from array import array
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set, Sized
@@ -46,7 +45,7 @@ from rollout_spec.drafters.host.store import (
     is_private,
 )
 from rollout_spec.drafters.host.threads import MAX_THREADS, share_out, usable_threads
-from rollout_spec.drafters.host.vote import INVERSE_TEMPERATURES, SOURCES
+from rollout_spec.drafters.host.vote import SOURCES
 from rollout_spec.drafters.host.voting import Calibration, new_scratch
 from rollout_spec.features.format import (
     SIGNATURE_BITS,
@@ -65,8 +64,6 @@ MAX_PENDING = 1 << 16
 MAX_ADDED = 1 << 16
 """So many tokens that ended elsewhere are added before old ones are dropped: arrays grow, but never shrink."""
 NOTHING_GIVEN, NO_SURVIVAL = np.zeros((0, 0), np.int32), np.zeros(0)
-LEARNED = ("coarse", "fine", "by_inverse_temperature")
-"""The counters by which drafts are made. The others are statistics."""
 MAX_DRAFT_TOKENS = 1 << 16
 """Bound on K, far above any of use, for which the buffers take megabytes."""
 POOL_ENTRIES = 1 << 14
@@ -105,10 +102,6 @@ class HistoryDrafter:
         lookahead: Also draft from what the target sampled after rejected drafts (see `lookahead.py`).
         max_draft_tokens: Longest draft, K.
         min_survival: A draft ends where the estimated probability of reaching and accepting a token falls below this.
-        inverse_temperature: Exponent on q where drafts are chosen with the request's noise. Values above 1 discount
-            small probabilities, which are mostly estimation error. None: the one of `vote.INVERSE_TEMPERATURES` that
-            would have been right most often so far.
-        recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
         features: Use what the target saw, where `extend` is given it: candidates weigh by how similar the target's
             state was, and vote for all tokens that it thought likely there, not only for the one that it sampled.
         max_history_tokens: Bound on the tokens kept, prompts included, counted in pages of 32. The oldest finished
@@ -137,8 +130,6 @@ class HistoryDrafter:
         lookahead: bool = False,
         max_draft_tokens: int = 8,
         min_survival: float = 0.01,
-        inverse_temperature: float | None = None,
-        recency: float = vote.RECENCY,
         features: bool = True,
         max_history_tokens: int = 8_000_000,
         max_history_versions: int | None = None,
@@ -153,11 +144,6 @@ class HistoryDrafter:
         max_draft_tokens = checks.integer("max_draft_tokens", max_draft_tokens, 1, MAX_DRAFT_TOKENS)
         max_history_tokens = checks.integer("max_history_tokens", max_history_tokens, 1)
         min_survival = checks.number("min_survival", min_survival, lambda value: 0 <= value < 1, "in [0, 1)")
-        recency = checks.number("recency", recency, lambda value: 0 < value <= 1, "in (0, 1]")
-        if inverse_temperature is not None:
-            inverse_temperature = checks.number(
-                "inverse_temperature", inverse_temperature, lambda value: 0 < value < math.inf, "positive and finite"
-            )
         if max_history_versions is not None:
             max_history_versions = checks.integer("max_history_versions", max_history_versions, 0)
         if num_threads is not None:
@@ -175,22 +161,15 @@ class HistoryDrafter:
             use_table=index == "ngram",
             use_shared=shared,
             use_lookahead=lookahead,
-            inverse_temperature=0.0 if inverse_temperature is None else inverse_temperature,
             min_survival=min_survival,
-            version=0,
-            decay=np.maximum(np.float64(recency) ** np.arange(256), vote.MIN_AGE_WEIGHT).astype(np.float32),
-            preference=np.array(vote.PREFERENCE, np.float32),
             by_disagreement=np.exp(-vote.SIMILARITY * np.arange(SIGNATURE_BITS + 1)).astype(np.float32),
             probability=decoded_probabilities(),
         )
         self._index = Index(suffix.new_tree(0), suffix.new_tree(0), ngram.new_buckets(1024 if index == "ngram" else 1))
-        bins = (2, vote.NUM_PROBABILITY_BINS, vote.NUM_LENGTH_BINS)
         self._pool = new_pool(POOL_ENTRIES if lookahead else 1)
         self._calibration = Calibration(
-            coarse=np.zeros((*bins, 2), np.float32),
-            fine=np.zeros((*bins, vote.NUM_ORIGIN_BINS, 2), np.float32),
+            counts=np.zeros((2, vote.NUM_PROBABILITY_BINS, vote.NUM_LENGTH_BINS, 2), np.float32),
             by_source=np.zeros((len(SOURCES), 2), np.int64),
-            by_inverse_temperature=np.zeros((len(INVERSE_TEMPERATURES), 2)),
         )
         self.table = RequestTable(max_draft_tokens)
         self._referenced = self._known()
@@ -199,8 +178,7 @@ class HistoryDrafter:
         self._scratch = [by_reference(new_scratch(max_draft_tokens)) for _ in range(self._num_threads)]
         self._window = np.empty(WINDOW, np.int32)
         # Single requests' tokens, of whose ends nothing is known here; they are indexed before the next draft.
-        no_counts = np.zeros((0, 0, 0)), np.zeros((0, 0))
-        self._options = StepOptions(max_draft_tokens, UNLIMITED, False, *no_counts)
+        self._options = StepOptions(max_draft_tokens, UNLIMITED, False, np.zeros((0, 0)))
         self._live: dict[str, _Request] = {}
         self._prompts: dict[tuple[int, int, int], _Prompt] = {}
         self._problems: dict[int, int] = {}  # number in the store by problem id
@@ -264,7 +242,7 @@ class HistoryDrafter:
         prompt = None
         if prompt_tokens:
             prompt = self._prompt(problem, np.frombuffer(prompt_tokens, np.int32), num_known)
-        document = self._new_rollout(problem, prompt, self._version)
+        document = self._new_rollout(problem, prompt)
         row = self.table.start(len(prompt_tokens), seed, document)
         self._live[req_id] = _Request(row, document, problem, self._version, prompt)
 
@@ -288,7 +266,7 @@ class HistoryDrafter:
             np.array([0, len(tokens)]),
             NO_FEATURES if features is None else features,
         )
-        self._learn(sampled, self._options, 0)
+        self._learn(sampled, self._options)
         if self._num_unindexed >= self._max_pending:
             self._flush()
 
@@ -323,26 +301,24 @@ class HistoryDrafter:
     def row_of(self, req_id: str) -> int:
         return self._request(req_id).row
 
-    def learn_step(
-        self, sampled: Sampled, targets: NDArray[np.int64] | None, options: StepOptions, step_number: int
-    ) -> Learned:
+    def learn_step(self, sampled: Sampled, targets: NDArray[np.int64] | None, options: StepOptions) -> Learned:
         if sampled.features.size:
             check_features(sampled.features, sampled.features.shape[0])
         if self._unindexed:  # prompts before the tokens that were sampled meanwhile
             self.update_index()
         if targets is not None and self.wants_rejected_targets:
             self._remember_rejected(sampled.rows, sampled.batch_rows, targets, sampled.starts, sampled.num_accepted)
-        learned = self._learn(sampled, options, step_number)
+        learned = self._learn(sampled, options)
         self._drop_oldest()
         return learned
 
-    def _learn(self, sampled: Sampled, options: StepOptions, step_number: int) -> Learned:
+    def _learn(self, sampled: Sampled, options: StepOptions) -> Learned:
         if sampled.features.size and self.wants_features:
             self._store.keep_features()
         out = np.empty((2, sampled.rows.size), np.int64)
         for _ in range(2):
             num_chosen, *counts, num_new, had_room = step.learn(
-                self.table.reference, self._known_by_reference(), options, sampled, step_number, self._window, out
+                self.table.reference, self._known_by_reference(), options, sampled, self._window, out
             )
             if had_room:
                 break
@@ -515,9 +491,7 @@ class HistoryDrafter:
             return
         self._flush()
         self._version = version
-        self._settings = self._settings._replace(version=version)
-        for name in LEARNED:
-            getattr(self._calibration, name)[...] *= vote.VERSION_DECAY
+        self._calibration.counts[...] *= vote.VERSION_DECAY
         kept: deque[_Request] = deque()
         for request in self._finished:
             if request.version >= self._oldest_version:
@@ -608,16 +582,16 @@ class HistoryDrafter:
             context = -1
             for part, is_indexed in ((tokens[:num_known][-vote.MAX_DEPTH :], False), (tokens[num_known:], True)):
                 if part.size:
-                    context = self._store.new_document(problem, PROMPT, self._version, context=context)
+                    context = self._store.new_document(problem, PROMPT, context=context)
                     prompt.documents.append(context)
                     self._append(np.array([context]), part, np.array([0, part.size]), is_indexed=is_indexed)
         prompt.users += 1
         return prompt
 
-    def _new_rollout(self, problem: int, prompt: _Prompt | None, version: int) -> int:
+    def _new_rollout(self, problem: int, prompt: _Prompt | None) -> int:
         """A document for a rollout that follows a prompt."""
         context = prompt.documents[-1] if prompt else -1
-        return self._store.new_document(problem, ROLLOUT, version, context=context)
+        return self._store.new_document(problem, ROLLOUT, context=context)
 
     @property
     def _oldest_version(self) -> int:
@@ -641,7 +615,7 @@ class HistoryDrafter:
             context, prompt = rollout.context, None
             if context.size:
                 prompt = self._prompt(problem, context, context.size)
-            document = self._new_rollout(problem, prompt, version)
+            document = self._new_rollout(problem, prompt)
             self._finished.append(_Request(-1, document, problem, version, prompt))
             documents.append(document)
             pieces.append(rollout.tokens)

@@ -49,11 +49,7 @@ class DrafterSettings(NamedTuple):
     use_table: bool
     use_shared: bool
     use_lookahead: bool
-    inverse_temperature: float  # 0: the exponent that was right most often so far
     min_survival: float
-    version: int
-    decay: Float32Array  # [256] weight by age in policy versions
-    preference: Float32Array  # [sources, NUM_DISTANCE_BINS] weight by source and distance
     by_disagreement: Float32Array  # [SIGNATURE_BITS + 1] weight by differing bits more than in the most similar state
     probability: Float32Array  # [MAX_CODE + 1] see `features.decoded_probabilities`
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.drafters.host.vote import INVERSE_TEMPERATURES
 from rollout_spec.jit.compiler import by_reference
 from rollout_spec.types import Float32Array, Int32Array
 
@@ -28,9 +27,7 @@ class HistoryDrafts(NamedTuple):
     num_given: NDArray[np.int64]  # [R] tokens at its beginning that another drafter has chosen
     tokens: Int32Array  # [R, K]
     confidence: Float32Array  # [R, K] see `Draft.confidence`
-    cells: Int32Array  # [R, K, 4] index into `fine` of the calibration, and without the last one into `coarse`
-    is_cut: NDArray[np.bool_]  # [R] whether it ended as one token more had too low a rate; its cell is after the last
-    alternatives: Int32Array  # [R, K, inverse temperature] what each would have drafted; -1: there was no choice
+    cells: Int32Array  # [R, K, 4] three indices into the calibration's counts, and the source
 
 
 class Requests(NamedTuple):
@@ -103,7 +100,7 @@ class RequestTable:
         """Nothing becomes of the last drafts, as when drafting is switched off."""
         arrays = self.arrays
         for drafts in (arrays.history, arrays.continued):
-            drafts.lengths[rows], drafts.num_given[rows], drafts.is_cut[rows] = 0, 0, False
+            drafts.lengths[rows], drafts.num_given[rows] = 0, 0
         arrays.model_tokens[rows], arrays.is_model[rows], arrays.num_offered[rows] = NO_TOKEN, False, -1
 
     def memory_bytes(self) -> int:
@@ -137,8 +134,6 @@ def _new_requests(num_rows: int, num_stops: int, k: int) -> Requests:
             tokens=zeros(np.int32, k),
             confidence=zeros(np.float32, k),
             cells=zeros(np.int32, k, 4),
-            is_cut=zeros(np.bool_),
-            alternatives=zeros(np.int32, k, len(INVERSE_TEMPERATURES)),
         )
 
     return Requests(

@@ -5,7 +5,7 @@ Three compiled calls over the requests' arrays (`requests.py`) and what the hist
 1. `learn` reads the step's tokens where the engine keeps them, cuts them where the request ends, grades the last drafts
    by them, and appends them to the request's text.
 2. `propose` drafts: the vote of `voting.py`. A drafter of another kind stands in its place.
-3. `decide` cuts the drafts to what is worth verifying, by what the budget (`rollout_spec/budget/`) expects of each.
+3. `decide` cuts the drafts to what is worth verifying, by what the budget (`budget.py`) expects of each.
 
 Indexing the tokens can be left for later, when the device computes: `index_documents`.
 """
@@ -17,14 +17,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.budget.decide import allocate
-from rollout_spec.budget.estimates import count_verified, predict_survival
+from rollout_spec.budget import allocate
 from rollout_spec.drafters.host import lookahead, ngram, suffix
 from rollout_spec.drafters.host.index import DrafterSettings, Index, append_features, gather, index_document
 from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER, Pool
 from rollout_spec.drafters.host.requests import RequestTable
 from rollout_spec.drafters.host.store import (
-    LENGTH,
     NUM_FREE_PAGES,
     NUM_TOKENS,
     PAGE_TOKENS,
@@ -34,17 +32,10 @@ from rollout_spec.drafters.host.store import (
     last_position,
     read_back,
 )
-from rollout_spec.drafters.host.vote import (
-    INVERSE_TEMPERATURES,
-    LOOKAHEAD,
-    LOOKAHEAD_WEIGHT,
-    MAX_DEPTH,
-    NUM_DISTANCE_BINS,
-)
+from rollout_spec.drafters.host.vote import LOOKAHEAD, LOOKAHEAD_WEIGHT, MAX_DEPTH
 from rollout_spec.drafters.host.voting import (
     Calibration,
     advance,
-    best_inverse_temperature,
     bin_of_length,
     bin_of_probability,
     blend,
@@ -52,7 +43,6 @@ from rollout_spec.drafters.host.voting import (
     choose,
     compare_states,
     count_outcome,
-    decay,
     draw_noise,
     rate,
     weigh,
@@ -106,7 +96,6 @@ class StepOptions(NamedTuple):
     max_draft_tokens: int
     max_model_len: int
     index_now: bool  # whether tokens are indexed as they are learned
-    survival: NDArray[np.float64]  # `Survival.counts` of the budget; of length 0 without one
     model: NDArray[np.float64]  # `DraftChoice.counts`, of length 0 where there is no model
 
 
@@ -126,6 +115,10 @@ class Learned(NamedTuple):
     """Tokens that it sampled."""
     num_emitted: int
     """Of these, those that requests keep."""
+    expected: float
+    """Summed confidence of the draft tokens that were verified."""
+    num_accepted: int
+    """How many of these were accepted."""
 
 
 @njit(allocates=False)
@@ -148,27 +141,17 @@ def _num_kept(requests, row, tokens, first, num_new):
 @njit(allocates=False)
 def _grade(drafts, calibration, row, tokens, first, size):
     """Learn from a draft of history up to its first difference from the request's next tokens."""
-    if drafts.is_cut[row]:
-        coupled, probability_bin, length_bin, origin_bin = drafts.cells[row, drafts.lengths[row]]
-        decay(calibration.coarse[coupled, probability_bin, length_bin])
-        decay(calibration.fine[coupled, probability_bin, length_bin, origin_bin])
     for depth in range(min(drafts.lengths[row], size)):
         target = tokens[first + depth]
         hit = drafts.tokens[row, depth] == target
         if depth >= drafts.num_given[row]:
-            coupled, probability_bin, length_bin, origin_bin = drafts.cells[row, depth]
-            count_outcome(calibration.coarse[coupled, probability_bin, length_bin], hit)
-            count_outcome(calibration.fine[coupled, probability_bin, length_bin, origin_bin], hit)
-            if drafts.alternatives[row, depth, 0] >= 0:
-                for a in range(len(INVERSE_TEMPERATURES)):
-                    right = drafts.alternatives[row, depth, a] == target
-                    count_outcome(calibration.by_inverse_temperature[a], right)
-            source = origin_bin // NUM_DISTANCE_BINS
+            coupled, probability_bin, length_bin, source = drafts.cells[row, depth]
+            count_outcome(calibration.counts[coupled, probability_bin, length_bin], hit)
             calibration.by_source[source, 0] += 1
             calibration.by_source[source, 1] += hit
         if not hit:
             break
-    drafts.lengths[row], drafts.is_cut[row] = 0, False
+    drafts.lengths[row] = 0
 
 
 @njit(allocates=False)
@@ -200,34 +183,34 @@ def _has_room(history, num_tokens, num_pieces, index_now):
 
 
 @njit
-def learn(requests, history, options, sampled, step_number, window, out):
+def learn(requests, history, options, sampled, window, out):
     """Learn what a step sampled.
 
     Args:
         requests, history: By reference; history None: the drafter is of another kind.
-        step_number: For `Survival`.
         window: int32 [WINDOW], scratch.
         out: int64 [2, B], filled: `Learned.chosen` and `Learned.room`.
 
     Returns:
-        (C, `num_live`, `num_verified`, `num_sampled`, `num_emitted`; new tokens; whether there was room for them: if
+        (C, what follows `Learned.room`; new tokens; whether there was room for them: if
         not, nothing was done).
     """
     if history is None:
-        return _learn(requests.values, None, options, sampled, step_number, window, out)
-    return _learn(requests.values, history.values, options, sampled, step_number, window, out)
+        return _learn(requests.values, None, options, sampled, window, out)
+    return _learn(requests.values, history.values, options, sampled, window, out)
 
 
 @njit(allocates=False)
-def _learn(requests, history, options, sampled, step_number, window, out):
+def _learn(requests, history, options, sampled, window, out):
     index_now = options.index_now
     rows, batch_rows = sampled.rows, sampled.batch_rows
     total = 0
     for i in range(rows.size):
         total += max(sampled.lengths[batch_rows[i]] - requests.num_tokens[rows[i]], 0)
     if history is not None and not _has_room(history, total, rows.size, index_now):
-        return 0, 0, 0, 0, 0, total, False
-    num_chosen = num_live = num_verified = num_sampled = num_emitted = 0
+        return 0, 0, 0, 0, 0, 0.0, 0, total, False
+    num_chosen = num_live = num_verified = num_sampled = num_emitted = num_right = 0
+    expected = 0.0
     for i in range(rows.size):
         row, batch_row = rows[i], batch_rows[i]
         tokens = sampled.token_ids[batch_row]
@@ -235,9 +218,10 @@ def _learn(requests, history, options, sampled, step_number, window, out):
         num_new = max(sampled.lengths[batch_row] - requests.num_tokens[row], 0)
         num_accepted = sampled.num_accepted[batch_row]
         num_earlier = num_new - num_accepted - 1  # tokens of earlier steps, which had not been seen
-        if options.survival.shape[0] > 0 and requests.num_offered[row] > 0:
-            offered = requests.confidence[row, : requests.num_offered[row]]
-            count_verified(offered, sampled.num_verified[batch_row], num_accepted, step_number, options.survival)
+        num_judged = min(sampled.num_verified[batch_row], requests.num_offered[row])  # vLLM may verify padding
+        for j in range(num_judged):
+            expected += requests.confidence[row, j]
+        num_right += max(min(num_accepted, num_judged), 0)
         size = _num_kept(requests, row, tokens, first, num_new)
         if size > 0 and options.model.shape[0] > 0:
             _grade_model(requests, row, tokens, first, size, options.model)
@@ -266,13 +250,13 @@ def _learn(requests, history, options, sampled, step_number, window, out):
             in_model = options.max_model_len - requests.num_tokens[row] - 1
             out[1, num_chosen] = min(options.max_draft_tokens, to_come - 1, in_model)
             num_chosen += 1
-    return num_chosen, num_live, num_verified, num_sampled, num_emitted, total, True
+    return num_chosen, num_live, num_verified, num_sampled, num_emitted, expected, num_right, total, True
 
 
-def learn_without_text(table: RequestTable, sampled: Sampled, options: StepOptions, step_number: int) -> Learned:
+def learn_without_text(table: RequestTable, sampled: Sampled, options: StepOptions) -> Learned:
     """`learn` for a drafter that keeps its text elsewhere, or none."""
     out = np.empty((2, sampled.rows.size), np.int64)
-    num_chosen, *counts, _, _ = learn(table.reference, None, options, sampled, step_number, None, out)
+    num_chosen, *counts, _, _ = learn(table.reference, None, options, sampled, None, out)
     return Learned(out[0, :num_chosen], out[1, :num_chosen], *counts)
 
 
@@ -328,15 +312,12 @@ def propose(requests, history, rows, room, given, reached, continues, scratch):
 def _propose(requests, history, rows, room, given, reached, continues, scratch):
     store, settings, calibration = history.store, history.settings, history.calibration
     out = requests.continued if continues else requests.history
-    positions, lengths, weights, origin_bins = scratch.positions, scratch.lengths, scratch.weights, scratch.origin_bins
+    positions, lengths, weights, sources = scratch.positions, scratch.lengths, scratch.weights, scratch.sources
     found, mass, noise = scratch.found, scratch.mass, scratch.noise
-    inverse_temperature = settings.inverse_temperature
-    if inverse_temperature == 0.0:
-        inverse_temperature = best_inverse_temperature(calibration.by_inverse_temperature)
     for i in range(rows.size):
         row = rows[i]
         document = requests.document[row]
-        generated, known = store.documents[document, LENGTH], requests.num_tokens[row]
+        known = requests.num_tokens[row]
         coupled = 1 if requests.has_seed[row] else 0
         kept = read_back(store, last_position(store, document), scratch.text, np.int64(MAX_DEPTH))
         text = scratch.text[MAX_DEPTH - kept :]
@@ -345,7 +326,7 @@ def _propose(requests, history, rows, room, given, reached, continues, scratch):
         for depth in range(num_given):
             out.tokens[row, depth] = text[kept + depth] = given[i, depth]
             out.confidence[row, depth] = reached[i]
-        out.lengths[row], out.num_given[row], out.is_cut[row] = num_given, num_given, False
+        out.lengths[row], out.num_given[row] = num_given, num_given
         for depth in range(num_given, min(room[i], out.tokens.shape[1])):
             end = kept + depth
             if count == 0:
@@ -354,11 +335,10 @@ def _propose(requests, history, rows, room, given, reached, continues, scratch):
                     store, history.lookup, settings, document, text[start:end], end - start, positions, lengths,
                     scratch.path,
                 )  # fmt: skip
-                weigh(store, settings, document, generated + depth, count, positions, weights, origin_bins)
+                weigh(store, document, count, positions, weights, sources)
                 count = compare_states(
-                    store, settings, document, depth, count, positions, lengths, weights, origin_bins,
-                    scratch.differing,
-                )  # fmt: skip
+                    store, settings, document, depth, count, positions, lengths, weights, sources, scratch.differing
+                )
             num_found, longest, left = blend(
                 store, settings, count, positions, lengths, weights, scratch.by_length, scratch.share, found, mass
             )
@@ -371,16 +351,13 @@ def _propose(requests, history, rows, room, given, reached, continues, scratch):
                 longest = max(longest, LOOKAHEAD_ORDER)
             elif num_found == 0:
                 break
-            out.alternatives[row, depth, 0] = -1
             if coupled and num_found > 1:
-                alternatives = out.alternatives[row, depth]
-                draw_noise(requests.seed[row], np.int64(known - 1 + depth), num_found, found, mass, noise, alternatives)
-                best, lead = choose(num_found, mass, inverse_temperature, noise)
-                likely, expected = np.exp(mass[best]), (1.0 - left) / (1.0 + np.exp(-lead))
+                draw_noise(requests.seed[row], np.int64(known - 1 + depth), num_found, found, mass, noise)
+                best, lead = choose(num_found, mass, noise, True)
+                expected = (1.0 - left) / (1.0 + np.exp(-lead))
             else:
-                best, lead = choose(num_found, mass, 0.0, noise)
-                likely = mass[best]
-                expected = 1.0 - left if coupled else likely
+                best, _ = choose(num_found, mass, noise, False)
+                expected = 1.0 - left if coupled else mass[best]
             token = found[best]
             heaviest, origin = -1.0, -1
             for j in range(count):
@@ -390,23 +367,18 @@ def _propose(requests, history, rows, room, given, reached, continues, scratch):
                 for j in range(count):
                     if weights[j] > heaviest:
                         heaviest, origin = weights[j], j
-            origin_bin = origin_bins[origin] if origin >= 0 else LOOKAHEAD * NUM_DISTANCE_BINS
-            if coupled:  # what bins mean under noise: see NUM_ORIGIN_BINS
-                origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
-                    int(NUM_DISTANCE_BINS * likely), NUM_DISTANCE_BINS - 1
-                )
             probability_bin, length_bin = bin_of_probability(expected), bin_of_length(longest)
             out.cells[row, depth, 0], out.cells[row, depth, 1] = coupled, probability_bin
-            out.cells[row, depth, 2], out.cells[row, depth, 3] = length_bin, origin_bin
-            survival *= rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected)
+            out.cells[row, depth, 2] = length_bin
+            out.cells[row, depth, 3] = sources[origin] if origin >= 0 else LOOKAHEAD
+            survival *= rate(calibration.counts[coupled, probability_bin, length_bin], expected)
             if survival < settings.min_survival:
-                out.is_cut[row] = True
                 break
             out.tokens[row, depth] = token
             out.confidence[row, depth] = survival
             out.lengths[row] = depth + 1
             text[end] = token
-            count = advance(store, token, count, positions, lengths, weights, origin_bins)
+            count = advance(store, token, count, positions, lengths, weights, sources)
 
 
 TOO_LONG, BAD_TOKEN, BAD_CONFIDENCE = range(1, 4)
@@ -415,12 +387,11 @@ TOO_LONG, BAD_TOKEN, BAD_CONFIDENCE = range(1, 4)
 @njit
 def decide(
     requests,
-    options,
-    step_number,
     rows,
     room,
     chosen,
     vocab_size,
+    trust,
     value,
     cost,
     bins,
@@ -436,8 +407,9 @@ def decide(
         requests: By reference.
         rows, room: int64 [C].
         chosen: int64 [C], where each draft belongs in `token_ids` and `lengths`.
+        trust: See `Budget`.
         value, cost, bins: See `allocate`; `cost` of length 0: all of each draft is verified.
-        survival: float64 [C * K], scratch.
+        survival: float64 [C * K], scratch: each token's probability to be reached and accepted.
         starts: int64 [C + 1], scratch.
         taken: int64 [C], scratch.
         token_ids: int32 [B, K], filled with the drafts.
@@ -447,16 +419,15 @@ def decide(
         (0, or what is wrong with a draft: TOO_LONG, BAD_TOKEN, BAD_CONFIDENCE; seconds that are expected to be gained).
     """
     return _decide(
-        requests.values, options, step_number, rows, room, chosen, vocab_size, value, cost, bins, survival, starts,
-        taken, token_ids, lengths,
+        requests.values, rows, room, chosen, vocab_size, trust, value, cost, bins, survival, starts, taken, token_ids,
+        lengths,
     )  # fmt: skip
 
 
 @njit(allocates=False)
 def _decide(
-    requests, options, step_number, rows, room, chosen, vocab_size, value, cost, bins, survival, starts, taken,
-    token_ids, lengths,
-):  # fmt: skip
+    requests, rows, room, chosen, vocab_size, trust, value, cost, bins, survival, starts, taken, token_ids, lengths
+):
     at = 0
     for i in range(rows.size):
         row, out = rows[i], token_ids[chosen[i]]
@@ -466,7 +437,7 @@ def _decide(
             drafts, length = requests.continued, max(num_model, requests.continued.lengths[row])
         if not 0 <= length <= min(max(room[i], 0), out.size, drafts.tokens.shape[1]):
             return TOO_LONG, 0.0
-        starts[i] = at
+        starts[i], least = at, 1.0
         for j in range(length):
             if j < num_model:
                 out[j] = requests.model_tokens[row, j]
@@ -477,15 +448,14 @@ def _decide(
                 return BAD_TOKEN, 0.0
             if not 0.0 <= requests.confidence[row, j] <= 1.0:  # NaN fails, too
                 return BAD_CONFIDENCE, 0.0
-            survival[at] = requests.confidence[row, j]
+            least = min(least, requests.confidence[row, j])  # a user's drafter may say more of a later token
+            survival[at] = min(trust * least, 1.0)
             at += 1
         requests.num_offered[row] = lengths[chosen[i]] = length
     starts[rows.size] = at
     if cost.size == 0:
         return 0, 0.0
-    survival = survival[:at]
-    predict_survival(survival, starts, options.survival, step_number, survival)
-    gain = allocate(survival, starts, value, cost[: at + 1], bins, taken)
+    gain = allocate(survival[:at], starts, value, cost[: at + 1], bins, taken)
     for i in range(rows.size):
         lengths[chosen[i]] = taken[i]
     return 0, gain

@@ -35,10 +35,10 @@ NUM_FREE_PAGES, NUM_TOKENS = range(2)
 # one, -1 where there is none; the document's next page, -1 where there is none; the index in the document of the page's
 # first token. What is read of a page together is in one line of the processor's cache.
 DOCUMENT, BACK, NEXT, START = range(4)
-# Columns of `documents`: the problem (see `is_private`), -1 where there is no document; PROMPT or ROLLOUT; the policy
-# version; the first position, -1 of an empty document; the last position, of an empty rollout its prompt's, -1 where
-# there is none; its tokens; how many of them, the first ones, the index knows.
-PROBLEM, KIND, VERSION, FIRST, LAST, LENGTH, INDEXED = range(7)
+# Columns of `documents`: the problem (see `is_private`), -1 where there is no document; PROMPT or ROLLOUT; the first
+# position, -1 of an empty document; the last position, of an empty rollout its prompt's, -1 where there is none; its
+# tokens; how many of them, the first ones, the index knows.
+PROBLEM, KIND, FIRST, LAST, LENGTH, INDEXED = range(6)
 PROMPT, ROLLOUT = range(2)
 
 
@@ -47,7 +47,7 @@ class TextArrays(NamedTuple):
 
     tokens: Int32Array  # [P * PAGE_TOKENS]
     pages: Int32Array  # [P, 4] see DOCUMENT
-    documents: Int32Array  # [D, 7] see PROBLEM
+    documents: Int32Array  # [D, 6] see PROBLEM
     free_pages: Int32Array  # [P] stack
     counts: NDArray[np.int64]  # [2] see NUM_FREE_PAGES
     features: Features  # [P * PAGE_TOKENS, FEATURE_WORDS] of the tokens; of length 0 before any are given
@@ -225,7 +225,7 @@ class TextStore:
         """Tokens of all documents."""
         return int(self.arrays.counts[NUM_TOKENS])
 
-    def new_document(self, problem: int, kind: int, version: int, *, context: int = -1) -> int:
+    def new_document(self, problem: int, kind: int, *, context: int = -1) -> int:
         """Begin an empty document whose first token follows the last one of document `context` (-1: nothing)."""
         if not self._free_documents:
             size = len(self.arrays.documents)
@@ -234,7 +234,6 @@ class TextStore:
         document, arrays = self._free_documents.pop(), self.arrays
         arrays.documents[document, PROBLEM] = problem
         arrays.documents[document, KIND] = kind
-        arrays.documents[document, VERSION] = version
         arrays.documents[document, FIRST] = -1
         arrays.documents[document, LAST] = arrays.documents[context, LAST] if context >= 0 else -1
         arrays.documents[document, LENGTH] = arrays.documents[document, INDEXED] = 0

@@ -12,11 +12,8 @@ from rollout_spec.drafters.host.store import (
     KIND,
     LAST,
     PAGE_BITS,
-    PAGE_MASK,
     PROBLEM,
     ROLLOUT,
-    START,
-    VERSION,
     after,
     last_position,
     step_back,
@@ -25,11 +22,6 @@ from rollout_spec.drafters.host.suffix import Path, new_path
 from rollout_spec.drafters.host.vote import (
     BINS_PER_HALVING,
     BLEND,
-    COARSE_PRIOR,
-    DISTANCE_EDGES,
-    FINE_PRIOR,
-    HEAD_START,
-    INVERSE_TEMPERATURES,
     LENGTH_EDGES,
     MAX_CANDIDATES,
     MAX_DEPTH,
@@ -37,13 +29,13 @@ from rollout_spec.drafters.host.vote import (
     MAX_TRIALS,
     MIN_DISTANCE_FROM_ONE,
     MIN_REMEMBERED,
-    NUM_DISTANCE_BINS,
     NUM_PROBABILITY_BINS,
-    OUTCOME_DECAY,
     OWN,
+    PRIOR,
     PROMPT_TEXT,
     SHARED,
     SIBLING,
+    SOURCE_WEIGHT,
     UNKNOWN_DISAGREEMENT,
 )
 from rollout_spec.features.format import FEATURE_WORDS, MAX_CODE, SIGNATURE_BITS, SIGNATURE_WORDS, TOP_TOKENS
@@ -51,7 +43,6 @@ from rollout_spec.jit.compiler import njit
 from rollout_spec.noise.host import DOMAIN_TARGET, gumbel_from_hash, hash_words
 from rollout_spec.types import Float32Array, Int32Array
 
-DECAY = np.float32(OUTCOME_DECAY)
 MAX_FOUND = (TOP_TOKENS + 1) * MAX_CANDIDATES + 1
 """Most distinct tokens of one position: each candidate's own and those remembered with it, and the lookahead pool's."""
 
@@ -59,10 +50,8 @@ MAX_FOUND = (TOP_TOKENS + 1) * MAX_CANDIDATES + 1
 class Calibration(NamedTuple):
     """Outcomes of drafted tokens that the target reached. The last axis is (trials, hits)."""
 
-    coarse: Float32Array  # [coupled?, probability bin, length bin, 2]
-    fine: Float32Array  # [coupled?, probability bin, length bin, origin bin, 2]
+    counts: Float32Array  # [coupled?, probability bin, length bin, 2]
     by_source: NDArray[np.int64]  # [source, 2]
-    by_inverse_temperature: NDArray[np.float64]  # [inverse temperature, 2]; of coupled choices, made or not
 
 
 class Scratch(NamedTuple):
@@ -73,7 +62,7 @@ class Scratch(NamedTuple):
     positions: Int32Array  # [MAX_CANDIDATES]
     lengths: Int32Array  # [MAX_CANDIDATES] how far they match
     weights: NDArray[np.float64]  # [MAX_CANDIDATES]
-    origin_bins: Int32Array  # [MAX_CANDIDATES] source and distance bin in one number
+    sources: Int32Array  # [MAX_CANDIDATES]
     differing: Int32Array  # [MAX_CANDIDATES] bits of the signatures that differ
     found: Int32Array  # [MAX_FOUND] distinct next tokens
     mass: NDArray[np.float64]  # [MAX_FOUND] their probabilities, or the logarithms
@@ -115,47 +104,17 @@ def bin_of_probability(probability):
 
 
 @njit(allocates=False)
-def _distance_bin(distance):
-    distance_bin = 0
-    for edge in DISTANCE_EDGES:
-        distance_bin += abs(distance) > edge
-    return distance_bin
+def rate(cell, expected):
+    """Probability that a drafted token is accepted: the rate of its cell, whose prior is the expected probability."""
+    return (cell[1] + PRIOR * expected) / (cell[0] + PRIOR)
 
 
 @njit(allocates=False)
-def rate(calibration, coupled, probability_bin, length_bin, origin_bin, expected):
-    """Probability that a drafted token is accepted: its fine cell's rate, whose prior is the coarse cell's."""
-    coarse = calibration.coarse[coupled, probability_bin, length_bin]
-    fine = calibration.fine[coupled, probability_bin, length_bin, origin_bin]
-    rate = (coarse[1] + COARSE_PRIOR * expected) / (coarse[0] + COARSE_PRIOR)
-    return (fine[1] + FINE_PRIOR * rate) / (fine[0] + FINE_PRIOR)
-
-
-@njit(allocates=False)
-def decay(cell):
-    """Let the outcomes so far count for less, so that the cell is tried again."""
-    cell[0] *= DECAY
-    cell[1] *= DECAY
-
-
-@njit(allocates=False)
-def best_inverse_temperature(by_inverse_temperature):
-    """The exponent that would have been right most often."""
-    best, most = 1.0, -1.0
-    for a in range(len(INVERSE_TEMPERATURES)):
-        hits = by_inverse_temperature[a, 1] + (HEAD_START if INVERSE_TEMPERATURES[a] == 1.0 else 0.0)
-        if hits > most:
-            best, most = INVERSE_TEMPERATURES[a], hits
-    return best
-
-
-@njit(allocates=False)
-def weigh(store, settings, document, offset, count, positions, weights, origin_bins):
-    """Give each candidate its weight, and its origin bin: where it comes from and how far from `offset` it lies."""
+def weigh(store, document, count, positions, weights, sources):
+    """Give each candidate its source, and the weight of it."""
     problem = store.documents[document, PROBLEM]
     for i in range(count):
-        page = positions[i] >> PAGE_BITS
-        theirs = store.pages[page, DOCUMENT]
+        theirs = store.pages[positions[i] >> PAGE_BITS, DOCUMENT]
         if theirs == document:
             source = OWN
         elif store.documents[theirs, PROBLEM] != problem:
@@ -164,12 +123,7 @@ def weigh(store, settings, document, offset, count, positions, weights, origin_b
             source = SIBLING
         else:
             source = PROMPT_TEXT
-        distance_bin = _distance_bin(store.pages[page, START] + (positions[i] & PAGE_MASK) - offset)
-        age = min(settings.version - store.documents[theirs, VERSION], settings.decay.size - 1)
-        if source == PROMPT_TEXT:  # a prompt has no policy that it could be older than
-            age = 0
-        origin_bins[i] = source * NUM_DISTANCE_BINS + distance_bin
-        weights[i] = settings.decay[age] * settings.preference[source, distance_bin]
+        sources[i], weights[i] = source, SOURCE_WEIGHT[source]
 
 
 @njit(allocates=False)
@@ -193,7 +147,7 @@ def _num_differing(features, a, b):
 
 
 @njit(allocates=False)
-def compare_states(store, settings, document, depth, count, positions, lengths, weights, origin_bins, differing):
+def compare_states(store, settings, document, depth, count, positions, lengths, weights, sources, differing):
     """Weigh candidates by how similar the target's state was to its last known one in this document.
 
     That one predicted the document's last token. It is compared with the state that predicted the token which lies as
@@ -215,7 +169,7 @@ def compare_states(store, settings, document, depth, count, positions, lengths, 
     for i in range(count):
         more = differing[i] - fewest if differing[i] >= 0 else UNKNOWN_DISAGREEMENT
         if more <= MAX_DISAGREEMENT:
-            positions[kept], lengths[kept], origin_bins[kept] = positions[i], lengths[i], origin_bins[i]
+            positions[kept], lengths[kept], sources[kept] = positions[i], lengths[i], sources[i]
             weights[kept] = weights[i] * settings.by_disagreement[more]
             kept += 1
     return kept
@@ -305,25 +259,19 @@ def blend_in(token, weight, num_found, found, mass):
 
 
 @njit(allocates=False)
-def draw_noise(seed, position, num_found, found, mass, noise, alternatives):
-    """Replace `mass` by its logarithm, fill `noise`, and note what each exponent would choose."""
+def draw_noise(seed, position, num_found, found, mass, noise):
+    """Replace `mass` by its logarithm, and fill `noise`."""
     for i in range(num_found):
         mass[i] = np.log(mass[i])
         noise[i] = gumbel_from_hash(hash_words(int(seed), int(position), int(found[i]), DOMAIN_TARGET))
-    for a in range(len(INVERSE_TEMPERATURES)):
-        best = 0
-        for i in range(1, num_found):
-            if INVERSE_TEMPERATURES[a] * (mass[i] - mass[best]) + noise[i] - noise[best] > 0.0:
-                best = i
-        alternatives[a] = found[best]
 
 
 @njit(allocates=False)
-def choose(num_found, mass, inverse_temperature, noise):
-    """(index of the best token, lead of its score over the next one's). inverse_temperature 0: the most probable."""
+def choose(num_found, mass, noise, coupled):
+    """(index of the best token, lead of its score over the next one's). A score is the mass, with noise if coupled."""
     best, best_score, second_score = 0, -np.inf, -np.inf
     for i in range(num_found):
-        score = inverse_temperature * mass[i] + noise[i] if inverse_temperature > 0.0 else mass[i]
+        score = mass[i] + noise[i] if coupled else mass[i]
         if score > best_score:
             best, best_score, second_score = i, score, best_score
         elif score > second_score:
@@ -332,7 +280,7 @@ def choose(num_found, mass, inverse_temperature, noise):
 
 
 @njit(allocates=False)
-def advance(store, token, count, positions, lengths, weights, origin_bins):
+def advance(store, token, count, positions, lengths, weights, sources):
     """Keep the candidates whose token is `token`, moved on by one. Returns their number."""
     tokens, alive = store.tokens, 0
     for i in range(count):
@@ -342,7 +290,7 @@ def advance(store, token, count, positions, lengths, weights, origin_bins):
             continue
         positions[alive] = after(store.pages, position)
         lengths[alive] = min(lengths[i] + 1, MAX_DEPTH)
-        weights[alive], origin_bins[alive] = weights[i], origin_bins[i]
+        weights[alive], sources[alive] = weights[i], sources[i]
         alive += 1
     return alive
 

@@ -111,7 +111,7 @@ def _choose(
         by_model, survival = 0.0, 1.0
         num_model = max(min(token_ids.shape[1], room[i], requests.model_tokens.shape[1]), 0)
         requests.model_tokens[row] = NO_TOKEN
-        requests.continued.lengths[row], requests.continued.is_cut[row] = 0, False  # of an earlier draft
+        requests.continued.lengths[row] = 0  # of an earlier draft
         for j in range(num_model):
             p = float(probabilities[i, j])
             cell = _cell(requests.is_sampled[row], j, p)

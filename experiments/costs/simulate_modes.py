@@ -27,7 +27,7 @@ from typing import Any
 
 from experiments.costs.gpus import CORES, SHAPES, step_cost
 from experiments.rows import append, make_parser, origin
-from rollout_spec.budget.decide import Budget
+from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
 from rollout_spec.estimate import EngineCost, Step, by_ranges, simulate, sum_up

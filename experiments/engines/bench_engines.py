@@ -70,8 +70,8 @@ class Idle(StatelessDrafter):
     def row_of(self, req_id: str) -> int:
         return self._rows[req_id]
 
-    def learn_step(self, sampled: Sampled, targets: Any, options: StepOptions, step_number: int) -> Learned:
-        return step.learn_without_text(self.table, sampled, options, step_number)
+    def learn_step(self, sampled: Sampled, targets: Any, options: StepOptions) -> Learned:
+        return step.learn_without_text(self.table, sampled, options)
 
     def update_index(self) -> None:
         pass

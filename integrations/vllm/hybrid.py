@@ -43,8 +43,8 @@ class ModelDrafter:
 
     Attributes:
         num_model_tokens: How many tokens it drafts.
-        wants_model: Says for a number of requests whether the model shall draft; otherwise it only makes its first
-            pass, so that its KV cache has no gaps.
+        wants_model: Says whether the model shall draft; otherwise it only makes its first pass, so that its KV cache
+            has no gaps.
 
     Args:
         proposer: vLLM's `EagleProposer` or `DraftModelProposer`, or one that is derived from the same class.
@@ -52,7 +52,7 @@ class ModelDrafter:
     """
 
     def __init__(self, proposer: Any, runner: Any, config: RolloutSpecConfig) -> None:
-        self.wants_model: Callable[[int], bool] = lambda num_requests: True
+        self.wants_model: Callable[[], bool] = lambda: True
         self.num_model_tokens = config.num_model_draft_tokens
         self._is_coupled = config.verify == "sample"
         self._proposer = proposer
@@ -76,7 +76,7 @@ class ModelDrafter:
     def propose(self, *args: Any, num_speculative_tokens: int, **kwargs: Any) -> torch.Tensor:
         """vLLM's `propose`: token ids [B, tokens], of at most so many tokens as the model shall draft."""
         self._probabilities = []
-        wanted = self._always_drafts or self.wants_model(len(self._runner.input_batch.req_ids))
+        wanted = self._always_drafts or self.wants_model()
         limit = min(num_speculative_tokens, self.num_model_tokens) if wanted else 0
         tokens: torch.Tensor = self._propose(*args, num_speculative_tokens=limit, **kwargs)
         if limit == 0:

@@ -13,9 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.budget.decide import Budget
-from rollout_spec.budget.estimates import median
-from rollout_spec.budget.model import ModelBudget
+from rollout_spec.budget import Budget, median
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.host.step import Learned, Sampled
@@ -211,17 +209,13 @@ def _end_of(params: Any) -> dict[str, Any]:
 
 
 class _Step(NamedTuple):
-    """What a step took; see `Budget.observe_step` and `ModelBudget.observe_step`."""
+    """What a step took; see `Budget.observe_step`."""
 
     num_tokens: int
     seconds: float
     drafted: bool
     draft_seconds: float
     num_asked: int
-    num_requests: int
-    num_emitted: int
-    reads_prompts: bool
-    uses_model: bool
 
 
 class HostSession(Session):
@@ -274,8 +268,6 @@ class HostSession(Session):
         self.broken = False
         self.num_speculative_tokens = config.max_draft_tokens
         self._config = config
-        self._uses_model = True  # in this step
-        self._model_budget = ModelBudget() if has_model and config.budget else None
         self._share_from_first_rank = share_from_first_rank
         self._vllm_config = vllm_config
         scheduler = vllm_config.scheduler_config
@@ -418,12 +410,10 @@ class HostSession(Session):
         finally:
             self.stats.draft_seconds += time.perf_counter() - started
 
-    def wants_model(self, num_requests: int) -> bool:
-        """Whether a model shall draft at the end of a step with so many requests."""
-        if not self.enabled:
-            return self.broken  # then the model drafts alone
-        self._uses_model = self._model_budget is None or self._model_budget.wants_model(num_requests)
-        return self._uses_model
+    @property
+    def wants_model(self) -> bool:
+        """Whether a model shall draft at the end of this step; alone, once the drafter from history has raised."""
+        return self.enabled or self.broken
 
     def update_index(self) -> None:
         """Do the last step's work that could wait. Called while the device computes. Raises like `draft`."""
@@ -511,7 +501,7 @@ class HostSession(Session):
         Args:
             num_tokens: Tokens that it computed.
         """
-        num_draft_tokens, num_emitted = learned.num_verified, learned.num_emitted
+        num_draft_tokens = learned.num_verified
         last, self._last_call = self._last_call, now
         was_idle, self._was_idle = self._was_idle, False
         num_prompt_tokens = max(num_tokens - num_requests - num_draft_tokens, 0)
@@ -524,24 +514,14 @@ class HostSession(Session):
             took,
             requests=num_requests,
             draft_tokens=num_draft_tokens,
-            tokens=num_emitted,
+            tokens=learned.num_emitted,
             draft_seconds=self.drafting.seconds,
             has_prompts=num_prompt_tokens > 0,
         )
         if self.budget is None:
             return
         self._unshared.append(
-            _Step(
-                num_tokens,
-                took,
-                num_draft_tokens > 0,
-                self.drafting.seconds,
-                self.drafting.num_asked,
-                num_requests,
-                num_emitted,
-                num_prompt_tokens > 0,
-                self._uses_model,
-            )
+            _Step(num_tokens, took, num_draft_tokens > 0, self.drafting.seconds, self.drafting.num_asked)
         )
         if self._share_from_first_rank is not None:
             step = self._unshared[-1]
@@ -563,8 +543,4 @@ class HostSession(Session):
                 num_asked=step.num_asked,
                 draft_seconds=step.draft_seconds,
             )
-            if self._model_budget is not None and not step.reads_prompts:
-                self._model_budget.observe_step(
-                    step.num_requests, step.num_emitted, step.seconds, uses_model=step.uses_model
-                )
         self._unshared = []

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numba.core import event
 
-from rollout_spec.budget.decide import Budget
+from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.host.step import Sampled

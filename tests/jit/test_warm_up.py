@@ -24,7 +24,7 @@ CONFIGS = {
     "history": {"drafter": "history"},
     "options": {
         "drafter": "history",
-        "drafter_options": {"inverse_temperature": 2.0, "recency": 0.5, "max_history_versions": 1, "lookahead": True},
+        "drafter_options": {"max_history_versions": 1, "lookahead": True},
     },
     "suffix": {"drafter": "suffix", "num_speculative_tokens": 3},
     "ngram": {"drafter": "ngram", "budget": False, "drafter_options": {"shared": True}},
@@ -85,7 +85,7 @@ def run_a_session(config):
 
 def our_dispatchers():
     found = [x for x in gc.get_objects() if isinstance(x, CPUDispatcher)]
-    return [dispatcher for dispatcher in found if dispatcher.py_func.__module__.startswith("rollout_spec.")]
+    return [dispatcher for dispatcher in found if (dispatcher.py_func.__module__ or "").startswith("rollout_spec.")]
 
 
 def check(name):

@@ -19,7 +19,7 @@ DEVICE = engine_kwargs(num_speculative_tokens=3, drafter="device", drafter_optio
 DRAFTING = [verify_all(num_speculative_tokens=4), *([DEVICE] if IS_V2 else [])]
 
 
-@pytest.fixture(scope="module", params=["w5", "w5 w6"])
+@pytest.fixture(scope="module", params=["w5 w6", pytest.param("w5", marks=pytest.mark.exhaustive)])
 def engines(request, tiny_model):
     """One that drafts nothing, stock vLLM's where its noise does not matter, and those that draft."""
     settings = {"reasoning_config": {"reasoning_start_str": "w3", "reasoning_end_str": request.param}}

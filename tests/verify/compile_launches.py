@@ -108,7 +108,6 @@ def launch_all() -> None:
             max_model_len=64,
             device=torch.device("cpu"),
             max_draft_tokens=k,
-            inverse_temperature=1.4,
             **options,
         )
         history = torch.zeros(size, 64, dtype=torch.int32)

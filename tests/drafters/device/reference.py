@@ -32,29 +32,22 @@ from rollout_spec.drafters.host.vote import (
     BINS_PER_HALVING,
     BLEND,
     CELLS,
-    COARSE_PRIOR,
-    DISTANCE_EDGES,
     ENOUGH_CANDIDATES,
-    FINE_PRIOR,
-    HEAD_START,
-    INVERSE_TEMPERATURES,
     LENGTH_EDGES,
     MAX_CANDIDATES,
     MAX_DEPTH,
     MAX_DISAGREEMENT,
     MAX_TRIALS,
-    MIN_AGE_WEIGHT,
     MIN_DISTANCE_FROM_ONE,
     MIN_REMEMBERED,
-    NUM_DISTANCE_BINS,
     NUM_LENGTH_BINS,
-    NUM_ORIGIN_BINS,
     NUM_PROBABILITY_BINS,
     OWN,
-    PREFERENCE,
+    PRIOR,
     PROMPT_TEXT,
-    RECENCY,
     SIBLING,
+    SOURCE_WEIGHT,
+    SOURCES,
     UNKNOWN_DISAGREEMENT,
     VERSION_DECAY,
 )
@@ -122,33 +115,21 @@ def find_matches(documents: Sequence[Document], context: Int32Array) -> list[Mat
 class Counters:
     """Outcomes of drafted tokens that the target reached: (trials, hits) in the last axis."""
 
-    coarse: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS, 2), np.int32))
-    fine: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS * NUM_ORIGIN_BINS, 2), np.int32))
-    by_inverse_temperature: NDArray[np.int32] = field(
-        default_factory=lambda: np.zeros((len(INVERSE_TEMPERATURES), 2), np.int32)
-    )
+    counts: NDArray[np.int32] = field(default_factory=lambda: np.zeros((CELLS, 2), np.int32))
+    by_source: NDArray[np.int32] = field(default_factory=lambda: np.zeros((len(SOURCES), 2), np.int32))
 
     def forget(self) -> None:
         """Let old outcomes count for less, under a new policy."""
-        for counters in (self.coarse, self.fine, self.by_inverse_temperature):
-            counters[:] = (counters * np.float32(VERSION_DECAY)).astype(np.int32)
+        self.counts[:] = (self.counts * np.float32(VERSION_DECAY)).astype(np.int32)
 
     def halve_full(self) -> None:
         """Halve the counters with MAX_TRIALS trials. `DeviceDrafter` does the same when requests end."""
-        for counters in (self.coarse, self.fine, self.by_inverse_temperature):
-            counters[counters[:, 0] >= MAX_TRIALS] //= 2
+        self.counts[self.counts[:, 0] >= MAX_TRIALS] //= 2
 
     def rate(self, cell: int, expected: float) -> float:
-        """Probability that a token of this fine cell is accepted, where the model says `expected`."""
-        coarse, fine = self.coarse[cell // NUM_ORIGIN_BINS], self.fine[cell]
-        rate = (coarse[1] + COARSE_PRIOR * expected) / (coarse[0] + COARSE_PRIOR)
-        return float((fine[1] + FINE_PRIOR * rate) / (fine[0] + FINE_PRIOR))
-
-    def inverse_temperature(self) -> float:
-        """The exponent that would have been right most often."""
-        hits = self.by_inverse_temperature[:, 1].astype(np.float64)
-        hits[INVERSE_TEMPERATURES.index(1.0)] += HEAD_START
-        return INVERSE_TEMPERATURES[int(np.argmax(hits))]
+        """Probability that a token of this cell is accepted, where the vote says `expected`."""
+        trials, hits = self.counts[cell]
+        return float((hits + PRIOR * expected) / (trials + PRIOR))
 
 
 class DraftedToken(NamedTuple):
@@ -158,9 +139,7 @@ class DraftedToken(NamedTuple):
     rate: float
     """Estimated probability of acceptance once it is reached."""
     cell: int
-    """Index into the fine counters."""
-    alternatives: tuple[int, ...]
-    """What each of INVERSE_TEMPERATURES would have drafted; empty where all candidates had the same token."""
+    source: int
 
 
 def draft_tokens(
@@ -168,10 +147,7 @@ def draft_tokens(
     *,
     max_tokens: int,
     seed: int | None,
-    version: int,
     counters: Counters,
-    recency: float,
-    inverse_temperature: float | None,
 ) -> list[DraftedToken]:
     """The draft of one request.
 
@@ -179,14 +155,10 @@ def draft_tokens(
         documents: The request's own first, the others newest first.
         max_tokens: Longest draft.
         seed: Of the request's noise; None: draft without it.
-        version: The present policy version.
         counters: Outcomes so far; not changed.
-        recency, inverse_temperature: See `ReferenceDrafter`.
     """
     own = documents[0]
     text = own.tokens.tolist()
-    generated = len(text) - own.prompt_length
-    exponent = counters.inverse_temperature() if inverse_temperature is None else inverse_temperature
     candidates = []
     matches = find_matches(documents, own.tokens)
     differing = [_num_differing(own.features, documents[m.document].features, m.position - 1) for m in matches]
@@ -197,21 +169,21 @@ def draft_tokens(
             more = UNKNOWN_DISAGREEMENT if bits is None else bits - fewest
         if more > MAX_DISAGREEMENT:
             continue
-        document = documents[match.document]
-        offset = match.position - document.prompt_length - generated
-        weight, origin_bin = _weigh(match, document, offset, version, recency)
-        candidates.append((match, weight * math.exp(-vote.SIMILARITY * more), origin_bin))
+        source = SIBLING
+        if match.document == 0:
+            source = OWN if match.position >= own.prompt_length else PROMPT_TEXT
+        candidates.append((match, SOURCE_WEIGHT[source] * math.exp(-vote.SIMILARITY * more), source))
     drafted: list[DraftedToken] = []
     while candidates and len(drafted) < max_tokens:
-        chosen = _choose(candidates, documents, text, seed, version, counters, exponent)
+        chosen = _choose(candidates, documents, text, seed, counters)
         drafted.append(chosen)
         text.append(chosen.token)
         alive = []
-        for match, weight, origin_bin in candidates:
+        for match, weight, source in candidates:
             tokens = text if match.document == 0 else documents[match.document].tokens
             if tokens[match.position] == chosen.token and match.position + 1 < len(tokens):
                 moved = Match(match.document, match.position + 1, min(match.length + 1, MAX_DEPTH))
-                alive.append((moved, weight, origin_bin))
+                alive.append((moved, weight, source))
         candidates = alive
     return drafted
 
@@ -234,25 +206,12 @@ def _distribution(document: Document, position: int, token: int) -> dict[int, fl
     return found
 
 
-def _weigh(match: Match, document: Document, offset: int, version: int, recency: float) -> tuple[float, int]:
-    """(a candidate's weight, its origin bin: source and distance bin in one number)."""
-    if match.document:
-        source = SIBLING
-    else:
-        source = OWN if match.position >= document.prompt_length else PROMPT_TEXT
-    near = sum(abs(offset) > limit for limit in DISTANCE_EDGES)
-    age = 0 if source == PROMPT_TEXT else version - document.version
-    return max(recency**age, MIN_AGE_WEIGHT) * PREFERENCE[source][near], source * NUM_DISTANCE_BINS + near
-
-
 def _choose(
     candidates: list[tuple[Match, float, int]],
     documents: Sequence[Document],
     text: list[int],
     seed: int | None,
-    version: int,
     counters: Counters,
-    exponent: float,
 ) -> DraftedToken:
     next_tokens = [(text if m.document == 0 else documents[m.document].tokens)[m.position] for m, _, _ in candidates]
     share, left, total = {}, 1.0, 0.0
@@ -269,13 +228,11 @@ def _choose(
         left += votes * max(1.0 - sum(distribution.values()), 0.0)
     left = min(left, 1.0)
     coupled = seed is not None
-    alternatives: tuple[int, ...] = ()
     if seed is not None and len(mass) > 1:
         tokens = list(mass)
         logs = np.log([mass[token] for token in tokens])
         noises = noise.gumbel(seed, len(text) - 1, np.array(tokens))
-        alternatives = tuple(tokens[int(np.argmax(s * logs + noises))] for s in INVERSE_TEMPERATURES)
-        scores = exponent * logs + noises
+        scores = logs + noises
         best, second = np.sort(scores)[::-1][:2]
         token = tokens[int(np.argmax(scores))]
         expected = (1.0 - left) / (1.0 + math.exp(second - best))
@@ -285,17 +242,12 @@ def _choose(
     of_token = [(w, -i) for i, (t, (_, w, _)) in enumerate(zip(next_tokens, candidates, strict=True)) if t == token]
     if not of_token:  # it was remembered there, but another one was sampled
         of_token = [(w, -i) for i, (_, w, _) in enumerate(candidates)]
-    match, _, origin_bin = candidates[-max(of_token)[1]]
-    if coupled:
-        origin_bin = origin_bin // NUM_DISTANCE_BINS * NUM_DISTANCE_BINS + min(
-            int(NUM_DISTANCE_BINS * mass[token]), NUM_DISTANCE_BINS - 1
-        )
+    source = candidates[-max(of_token)[1]][2]
     distance = max(1.0 - expected, MIN_DISTANCE_FROM_ONE)
     probability_bin = min(int(-BINS_PER_HALVING * math.log2(distance)), NUM_PROBABILITY_BINS - 1)
     longest = max(m.length for m, _, _ in candidates)
     cell = (int(coupled) * NUM_PROBABILITY_BINS + probability_bin) * NUM_LENGTH_BINS + _length_bin(longest)
-    cell = cell * NUM_ORIGIN_BINS + origin_bin
-    return DraftedToken(token, counters.rate(cell, expected), cell, alternatives)
+    return DraftedToken(token, counters.rate(cell, expected), cell, source)
 
 
 def _length_bin(length: int) -> int:
@@ -320,9 +272,6 @@ class ReferenceDrafter:
 
     Args:
         max_draft_tokens: Longest draft, K.
-        recency: Factor on a rollout's weight for each policy version of its age, in (0, 1].
-        inverse_temperature: Exponent on the candidates' probabilities where drafts are chosen with noise; None: the one
-            that would have been right most often so far.
         features: Whether they are used.
     """
 
@@ -330,14 +279,10 @@ class ReferenceDrafter:
         self,
         *,
         max_draft_tokens: int = 8,
-        recency: float = RECENCY,
-        inverse_temperature: float | None = None,
         features: bool = True,
     ) -> None:
         self.counters = Counters()
         self._max_draft_tokens = max_draft_tokens
-        self._recency = recency
-        self._inverse_temperature = inverse_temperature
         self.wants_features = features
         self._version = 0
         self._live: dict[str, _Live] = {}
@@ -364,15 +309,8 @@ class ReferenceDrafter:
         new = [int(token) for token in new_token_ids]
         for chosen, token in zip(live.drafted, new, strict=False):
             hit = chosen.token == token
-            for counters in (
-                self.counters.fine[chosen.cell],
-                self.counters.coarse[chosen.cell // NUM_ORIGIN_BINS],
-            ):
-                counters += (1, hit)
-            if chosen.alternatives:
-                self.counters.by_inverse_temperature += np.array(
-                    [(1, a == token) for a in chosen.alternatives], np.int32
-                )
+            self.counters.counts[chosen.cell] += (1, hit)
+            self.counters.by_source[chosen.source] += (1, hit)
             if not hit:  # what was said after it was verified for another drafter
                 break
         live.drafted = []
@@ -386,10 +324,7 @@ class ReferenceDrafter:
                 [self._document(live), *map(self._document, self._others(live))],
                 max_tokens=min(int(limit), self._max_draft_tokens),
                 seed=live.seed,
-                version=self._version,
                 counters=self.counters,
-                recency=self._recency,
-                inverse_temperature=self._inverse_temperature,
             )
             rates = np.array([chosen.rate for chosen in live.drafted], np.float32)
             drafts.append(Draft(np.array([chosen.token for chosen in live.drafted], np.int32), np.cumprod(rates)))

@@ -44,9 +44,7 @@ class Engine:
     """What the device drafter sees of an engine, and the reference beside it."""
 
     def __init__(self, max_requests=6, **options):
-        shared = ("inverse_temperature", "recency", "features")
-        drafter_options = {name: options[name] for name in shared if name in options}
-        self.reference = ReferenceDrafter(max_draft_tokens=K, **drafter_options)
+        self.reference = ReferenceDrafter(max_draft_tokens=K, features=options.get("features", True))
         self.drafter = DeviceDrafter(
             max_requests=max_requests,
             max_model_len=MAX_LEN,
@@ -212,8 +210,8 @@ def check_against_reference(operations, random, *, has_features=False, **options
         engine.drafter.check_integrity()
         if is_bounded:
             check_pool(engine.drafter)
-    for ours, theirs in zip(engine.drafter._counters, ("coarse", "fine", "by_inverse_temperature"), strict=True):
-        np.testing.assert_array_equal(ours.numpy(), getattr(engine.reference.counters, theirs))
+    np.testing.assert_array_equal(engine.drafter._counts.numpy(), engine.reference.counters.counts)
+    np.testing.assert_array_equal(engine.drafter._by_source.numpy(), engine.reference.counters.by_source)
 
 
 def check_pool(drafter):
@@ -266,7 +264,7 @@ def test_a_finished_rollout_ends_where_the_engine_ended_it():
 
 
 def archived(rollout):
-    tokens, _, prompt_length, _ = rollout.read()
+    tokens, _, prompt_length = rollout.read()
     return tokens[prompt_length:].tolist()
 
 
@@ -279,7 +277,7 @@ def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
         request = engine.start([0, 1])
         engine.commit(request, [5, 6, 7 + version])
         engine.stop(request)
-    assert [(rollout.read()[0].tolist(), rollout.read()[3]) for rollout in drafter._archive.order] == [
+    assert [(rollout.read()[0].tolist(), rollout.version) for rollout in drafter._archive.order] == [
         ([0, 1, 5, 6, 7 + version], version) for version in (1, 2, 3)
     ]
     drafter._evict_oldest()
@@ -287,7 +285,6 @@ def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
     drafter._publish()
     problem = drafter._live[slot].problem
     assert problem.members[0] == slot
-    assert [drafter._documents[document, 3] for document in problem.members] == [3, 3, 2]
     assert resident(drafter, problem) == [[0, 1, 5, 6, 10], [0, 1, 5, 6, 9]]
     drafter.check_integrity()
 
@@ -346,11 +343,11 @@ def test_without_the_noise_seeds_make_no_difference():
 
 def test_full_counters_are_halved_when_a_request_ends():
     engine = Engine()
-    for counters in (engine.drafter._all_counters, engine.reference.counters.fine):
+    for counters in (engine.drafter._counts, engine.reference.counters.counts):
         counters[:2, 0], counters[:2, 1] = vote.MAX_TRIALS, 101
         counters[1, 0] -= 1
     engine.stop(engine.start([1]))
-    for counters in (engine.drafter._all_counters, engine.reference.counters.fine):
+    for counters in (engine.drafter._counts, engine.reference.counters.counts):
         assert counters[:2].tolist() == [[vote.MAX_TRIALS // 2, 50], [vote.MAX_TRIALS - 1, 101]]
 
 
@@ -419,7 +416,7 @@ def test_warming_up_compiles_what_any_batch_launches(features, monkeypatch):
     tables = engine.history, engine.total_len, engine.seeds, engine.temperature
     with recorded_variants() as compiled:
         engine.drafter.warm_up(torch.int32, *tables, num_given)
-    assert not engine.drafter._all_counters.any()
+    assert not engine.drafter._counts.any()
     engine.drafter.check_integrity()
     request = engine.start([1, 2, 1])
     engine.commit(request, [2])
@@ -512,8 +509,7 @@ def test_rollouts_from_elsewhere_are_as_old_as_their_policies(is_live):
         request = request or engine.start([version])
         engine.commit(request, [5])
         assert engine.propose()[1][-1, 0] == 6
-        (document,) = engine.drafter._problems[problem_of_prompt([version])].pieces
-        assert engine.drafter._documents[document, kernels.VERSION.value] == counted
+        assert engine.drafter._archive.newest_first(problem_of_prompt([version]))[0].version == counted
         engine.stop(request, keep=False)
     summary = engine.drafter.history_summary()
     assert (summary["oldest_version"], summary["newest_version"]) == (3, 9)
@@ -533,8 +529,6 @@ def test_rejected_arguments():
     with pytest.raises(ValueError, match="go up"):
         drafter.begin_policy_version(1)
     for name, value in {
-        "recency": 0.0,
-        "inverse_temperature": -1.0,
         "max_resident_tokens": 0,
         "max_problem_tokens": 0,
         "max_history_tokens": 0,
@@ -721,10 +715,10 @@ def test_what_is_being_copied_is_recorded_by_who_waits_for_it():
 
     drafter = Engine().drafter
     drafter.record_rollouts()
-    fields = torch.tensor([0, 5, 2, 0])
+    fields = torch.tensor([0, 5, 2])
     for order in range(2):
         tokens, features = torch.arange(7, dtype=torch.int32), torch.from_numpy(no_features(7))
-        drafter._archive.add(Archived(4, order, 7, tokens, features, fields, Copying()))
+        drafter._archive.add(Archived(4, order, 0, 7, tokens, features, fields, Copying()))
     assert drafter.take_recorded() == []
     recorded = drafter.take_recorded(wait=True)
     assert [rollout.tokens.tolist() for rollout in recorded] == [[2, 3, 4]] * 2

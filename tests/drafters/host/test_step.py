@@ -9,13 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_spec.budget.decide import Budget
-from rollout_spec.budget.estimates import Survival
 from rollout_spec.drafters.host import requests, step
 from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.drafters.host.requests import NO_TOKEN
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
-from rollout_spec.drafters.host.vote import INVERSE_TEMPERATURES, NUM_DISTANCE_BINS, OUTCOME_DECAY
 from rollout_spec.drafting import Drafting
 from rollout_spec.features.format import FEATURE_WORDS, no_features
 from tests.drafters.recorder import SENTINEL, examples, sampled
@@ -66,7 +63,7 @@ class Plain:
 
     def __init__(self, calibration, model_counts):
         self.calibration = calibration._replace(**{k: np.zeros(v.shape) for k, v in calibration._asdict().items()})
-        self.model_counts, self.survival = np.zeros(model_counts.shape), Survival()
+        self.model_counts = np.zeros(model_counts.shape)
 
     def end(self, request):
         """How many of the tokens seen so far the request keeps, and whether it has ended there."""
@@ -78,20 +75,12 @@ class Plain:
     def grade(self, draft, said):
         if not said:
             return
-        coarse, fine, by_source, by_inverse_temperature = self.calibration
-        if draft.is_cut:
-            cell = tuple(draft.cells[len(draft.tokens)])
-            coarse[cell[:3]] *= OUTCOME_DECAY
-            fine[cell] *= OUTCOME_DECAY
         for place, right in outcomes(draft.tokens, said):
             if place >= draft.num_given:
-                cell = tuple(draft.cells[place])
-                for counts in (coarse[cell[:3]], fine[cell], by_source[cell[3] // NUM_DISTANCE_BINS]):
-                    counts += (1, right)
-                if draft.alternatives[place][0] >= 0:
-                    by_inverse_temperature[:, 0] += 1
-                    by_inverse_temperature[:, 1] += np.equal(draft.alternatives[place], said[place])
-        draft.tokens, draft.is_cut = [], False
+                *cell, source = draft.cells[place]
+                self.calibration.counts[tuple(cell)] += (1, right)
+                self.calibration.by_source[source] += (1, right)
+        draft.tokens = []
 
     def grade_model(self, model, said):
         for place, right in outcomes(model.tokens, said):
@@ -110,20 +99,16 @@ def outcomes(drafted, said):
 
 def any_drafts(rng, arrays, row, calibration, num_cells):
     """Writes drafts of every kind into a request's row. Returns the same as lists."""
-    held, shape = {}, calibration.fine.shape[:-1]
+    held, shape = {}, (*calibration.counts.shape[:-1], len(calibration.by_source))
     for name in ("history", "continued"):
         drafts, length = getattr(arrays, name), int(rng.integers(0, K + 1))
         drafts.tokens[row] = rng.integers(0, 4, K)
         drafts.cells[row] = rng.integers(0, shape, (K, 4))
-        drafts.alternatives[row] = rng.integers(0, 4, (K, len(INVERSE_TEMPERATURES)))
-        drafts.alternatives[row, rng.random(K) < 0.3, 0] = -1
-        drafts.lengths[row], drafts.is_cut[row] = length, length < K and rng.random() < 0.5
+        drafts.lengths[row] = length
         drafts.num_given[row] = rng.integers(0, length + 1) if name == "continued" else 0
         held[name] = SimpleNamespace(
             tokens=drafts.tokens[row, :length].tolist(),
             cells=drafts.cells[row].tolist(),
-            alternatives=drafts.alternatives[row].tolist(),
-            is_cut=bool(drafts.is_cut[row]),
             num_given=int(drafts.num_given[row]),
         )
     num_model = rng.integers(0, K + 1)
@@ -132,10 +117,7 @@ def any_drafts(rng, arrays, row, calibration, num_cells):
     held["model"] = SimpleNamespace(
         tokens=arrays.model_tokens[row, :num_model].tolist(), cells=arrays.model_cells[row].tolist()
     )
-    num_offered = int(rng.integers(-1, K + 1))
-    arrays.num_offered[row], arrays.is_model[row] = num_offered, rng.random() < 0.5
-    arrays.confidence[row] = np.sort(rng.random(K))[::-1]
-    held["offered"] = arrays.confidence[row, : max(num_offered, 0)].copy()
+    arrays.num_offered[row], arrays.is_model[row] = rng.integers(-1, K + 1), rng.random() < 0.5
     return held
 
 
@@ -169,9 +151,9 @@ def in_engine(rng, table, some, moves, has_features):
 )
 def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
     rng, ours = np.random.default_rng(seed), HistoryDrafter(max_draft_tokens=K)
-    budget, lone = Budget(), Lone()
+    lone = Lone()
     drafting = Drafting(
-        ours if kind == "history" else lone, K, max_model_len=MAX_MODEL_LEN, vocab_size=9, budget=budget, has_model=True
+        ours if kind == "history" else lone, K, max_model_len=MAX_MODEL_LEN, vocab_size=9, has_model=True
     )
     if is_late:
         drafting.index_late()
@@ -195,11 +177,10 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
         rng.shuffle(seen)
         now, moves = [request for request, _ in seen], [move for _, move in seen]
         outcome = in_engine(rng, table, now, moves, has_features)
-        budget.survival.step += 3
         learned = drafting.learn(outcome)
         assert learned.num_verified == outcome.num_verified[outcome.batch_rows].sum()
         assert learned.num_sampled == outcome.num_accepted[outcome.batch_rows].sum() + len(now)
-        chosen, num_emitted, offered = {}, 0, []
+        chosen, num_emitted = {}, 0
         for i, (request, batch_row) in enumerate(zip(now, outcome.batch_rows, strict=True)):
             request.num_seen, num_known = len(request.output), request.kept
             request.kept, is_complete = plain.end(request)
@@ -210,8 +191,6 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
                 is_known = has_features and at >= num_before
                 feature_row = outcome.starts[batch_row] + at - num_before
                 request.features.append(outcome.features[feature_row] if is_known else no_features(1)[0])
-            offered.append(request.drafts["offered"])
-            request.drafts["offered"] = offered[0][:0]
             plain.grade_model(request.drafts["model"], said)
             plain.grade(request.drafts["history"], said)
             plain.grade(request.drafts["continued"], said)
@@ -224,19 +203,10 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
             assert table.arrays.num_offered[request.row] == -1
             if kind == "history" and said:
                 assert not any(drafts.lengths[request.row] for drafts in (table.arrays.history, table.arrays.continued))
-                assert not any(drafts.is_cut[request.row] for drafts in (table.arrays.history, table.arrays.continued))
             assert not table.arrays.is_model[request.row]
         assert dict(zip(learned.chosen.tolist(), learned.room.tolist(), strict=True)) == chosen
         assert learned.num_live == sum(not plain.end(request)[1] for request in now)
         assert learned.num_emitted == num_emitted
-        plain.survival.step = budget.survival.step
-        plain.survival.observe(
-            np.concatenate([*offered, np.zeros(0, np.float32)]),
-            np.cumsum([0, *map(len, offered)]),
-            outcome.num_verified[outcome.batch_rows],
-            outcome.num_accepted[outcome.batch_rows],
-        )
-        assert (budget.survival.counts == plain.survival.counts).all()
         assert (counts == plain.model_counts).all()
         if kind == "history":
             for ours_now, expected in zip(ours._calibration, plain.calibration, strict=True):
@@ -259,7 +229,7 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
 def test_without_room_nothing_is_learned(index):
     drafter = HistoryDrafter(index, max_draft_tokens=K)
     table = drafter.table
-    row = table.start(2, document=drafter._store.new_document(0, 1, 0))
+    row = table.start(2, document=drafter._store.new_document(0, 1))
     any_drafts(np.random.default_rng(0), table.arrays, row, drafter._calibration, 3)
     known = drafter._known_by_reference()
     watched = [*requests._flat(table.arrays), *drafter._calibration, *drafter._store.arrays]
@@ -267,7 +237,7 @@ def test_without_room_nothing_is_learned(index):
     outcome = sampled(table, [row], [range(5000)])
     options = Drafting(drafter, K, max_model_len=9, vocab_size=9, has_model=True)._options
     out = np.empty((2, 1), np.int64)
-    *_, num_new, had_room = step.learn(table.reference, known, options, outcome, 0, drafter._window, out)
+    *_, num_new, had_room = step.learn(table.reference, known, options, outcome, drafter._window, out)
     assert (num_new, had_room) == (5000, False)
     assert all((now == then).all() for now, then in zip(watched, before, strict=True))
 

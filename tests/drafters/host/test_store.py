@@ -17,7 +17,6 @@ from rollout_spec.drafters.host.store import (
     PROBLEM,
     PROMPT,
     ROLLOUT,
-    VERSION,
     TextStore,
     append_token,
     read_back,
@@ -62,7 +61,7 @@ def test_documents_that_grow_side_by_side_and_leave_equal_plain_lists(pieces):
     texts, held, number = TextStore(), {}, {}
     for step, (name, size, leaves) in enumerate(pieces):
         if name not in held:
-            number[name], held[name] = texts.new_document(3, ROLLOUT, step), []
+            number[name], held[name] = texts.new_document(3, ROLLOUT), []
         if leaves:
             remove(texts, number[name])
             del held[name], number[name]
@@ -79,9 +78,9 @@ def test_documents_that_grow_side_by_side_and_leave_equal_plain_lists(pieces):
 @pytest.mark.parametrize("prompt_size", [0, 1, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, 3 * PAGE_TOKENS])
 def test_rollouts_reach_back_into_their_prompt(prompt_size):
     texts, tokens = TextStore(), list(range(100, 100 + prompt_size))
-    prompt = texts.new_document(0, PROMPT, 0)
+    prompt = texts.new_document(0, PROMPT)
     append(texts, prompt, tokens)
-    rollouts = [texts.new_document(0, ROLLOUT, 0, context=prompt) for _ in range(2)]
+    rollouts = [texts.new_document(0, ROLLOUT, context=prompt) for _ in range(2)]
     for size in range(PAGE_TOKENS + 2):
         for i, document in enumerate(rollouts):
             whole = [*tokens, *([i] * size)]
@@ -93,9 +92,9 @@ def test_rollouts_reach_back_into_their_prompt(prompt_size):
 
 def test_steps_back_equal_reading_back():
     texts = TextStore()
-    prompt = texts.new_document(0, PROMPT, 0)
+    prompt = texts.new_document(0, PROMPT)
     append(texts, prompt, range(PAGE_TOKENS + 3))
-    document = texts.new_document(0, ROLLOUT, 0, context=prompt)
+    document = texts.new_document(0, ROLLOUT, context=prompt)
     append(texts, document, range(1000, 1000 + PAGE_TOKENS + 3))
     last, pages = int(texts.arrays.documents[document, LAST]), texts.arrays.pages
     whole = last_tokens(texts, document, 500)
@@ -107,7 +106,7 @@ def test_steps_back_equal_reading_back():
 
 def test_positions_stand_still_while_capacities_grow():
     texts = TextStore()
-    document, other = (texts.new_document(0, ROLLOUT, 0) for _ in range(2))
+    document, other = (texts.new_document(0, ROLLOUT) for _ in range(2))
     append(texts, document, [7] * 40)
     first, before = int(texts.arrays.documents[document, FIRST]), texts.arrays
     assert texts.reserve(1000)
@@ -124,10 +123,9 @@ def test_positions_stand_still_while_capacities_grow():
 def test_more_documents_than_there_was_room_for():
     texts = TextStore()
     size = len(texts.arrays.documents)
-    documents = [texts.new_document(i, ROLLOUT, 5 + i) for i in range(3 * size)]
+    documents = [texts.new_document(i, ROLLOUT) for i in range(3 * size)]
     assert len(set(documents)) == 3 * size
     assert texts.arrays.documents[documents, PROBLEM].tolist() == list(range(3 * size))
-    assert texts.arrays.documents[documents, VERSION].tolist() == list(range(5, 5 + 3 * size))
     for document in documents:
         append(texts, document, [document])
     assert [texts.text(document).tolist() for document in documents] == [[document] for document in documents]
@@ -138,7 +136,7 @@ def test_growth_is_in_proportion():
     texts, replaced = TextStore(), 0
     for _ in range(2000):
         replaced += texts.reserve(1)
-        append(texts, texts.new_document(0, ROLLOUT, 0), [1])
+        append(texts, texts.new_document(0, ROLLOUT), [1])
     assert replaced < 60
     assert texts.num_pages <= 2000 * 9 // 8 + 64
 

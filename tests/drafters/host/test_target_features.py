@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_spec.drafters.host import vote
+from rollout_spec.drafters.host.store import KIND, PROMPT
 from rollout_spec.drafters.host.vote import MAX_DEPTH
 from rollout_spec.features.format import decoded_probabilities, no_features, unpack
 from rollout_spec.noise import host as noise
@@ -18,10 +19,7 @@ K = 6
 
 
 def make(index="suffix", **options):
-    recorder = Recorder(index, max_draft_tokens=K, recency=1.0, inverse_temperature=1.5, **options)
-    settings = recorder.drafter._settings
-    recorder.drafter._settings = settings._replace(preference=np.ones_like(settings.preference))
-    return recorder
+    return Recorder(index, max_draft_tokens=K, **options)
 
 
 def start(recorder, req_id, prompt, tokens, features, **kwargs):
@@ -32,10 +30,15 @@ def start(recorder, req_id, prompt, tokens, features, **kwargs):
 # -- the model -------------------------------------------------------------------------------------------------------
 
 
+def source_weight(drafter, req_id, document):
+    if drafter._store.arrays.documents[document, KIND] == PROMPT:
+        return vote.SOURCE_WEIGHT[vote.PROMPT_TEXT]
+    return vote.SOURCE_WEIGHT[vote.OWN if document == drafter._live[req_id].document else vote.SIBLING]
+
+
 def drafted_by_hand(recorder, req_id, seed, features):
     """For each drafted position, the scores of the tokens that may come next."""
     drafter, problem, context = recorder.drafter, recorder.problem(req_id), recorder.context(req_id)
-    settings = drafter._settings
     features = {document: unpack(words) for document, words in features.items()}
     texts, candidates, weights = recorder.texts(), [], []
     mine, *_ = features[drafter._live[req_id].document]
@@ -44,7 +47,7 @@ def drafted_by_hand(recorder, req_id, seed, features):
     while True:
         if not candidates:
             candidates = recorder.tree_candidates(problem, context)
-            weights = [1.0] * len(candidates)
+            weights = [source_weight(drafter, req_id, document) for (document, _), _ in candidates]
             if drafter.wants_features:
                 differing = []
                 for (document, at), _ in candidates:
@@ -58,7 +61,7 @@ def drafted_by_hand(recorder, req_id, seed, features):
                 more = [(vote.UNKNOWN_DISAGREEMENT if n is None else n - min(known)) if known else 0 for n in differing]
                 left = [i for i, n in enumerate(more) if n <= vote.MAX_DISAGREEMENT]
                 candidates = [candidates[i] for i in left]
-                weights = [np.exp(-vote.SIMILARITY * more[i]) for i in left]
+                weights = [weights[i] * np.exp(-vote.SIMILARITY * more[i]) for i in left]
         votes = []
         for ((document, at), length), weight in zip(candidates, weights, strict=True):
             said, likely = texts[document].tokens[at], {}
@@ -72,11 +75,7 @@ def drafted_by_hand(recorder, req_id, seed, features):
             votes.append((likely, length, weight))
         q = naive.blend(votes, vote.BLEND)
         if seed is not None:
-            q = {
-                t: settings.inverse_temperature * np.log(max(p, 1e-300))
-                + float(noise.gumbel(seed, len(context) - 1, t))
-                for t, p in q.items()
-            }
+            q = {t: np.log(max(p, 1e-300)) + float(noise.gumbel(seed, len(context) - 1, t)) for t, p in q.items()}
         token = yield q
         kept = [
             i

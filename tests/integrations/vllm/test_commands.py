@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rollout_spec.budget.decide import Budget
+from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.integrations.vllm.commands import EngineParts, run_command
 from rollout_spec.integrations.vllm.weights import WeightWatch

@@ -26,7 +26,7 @@ from tests.integrations.engines import (
     verify_all,
 )
 
-pytestmark = [pytest.mark.engine, own_processes]
+pytestmark = [pytest.mark.engine, pytest.mark.exhaustive, own_processes]
 
 K = 4
 
@@ -89,7 +89,6 @@ class Extension:
         self.model_runner.model.lm_head.weight.data += amount if self.rank == rank else 0
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("beside", ["a slow rank", "a model"])
 def test_the_ranks_draft_the_same(tiny_model, tmp_path, off, reference_model, beside):
     """Each rank has a budget, which learns from the first rank's times: with their own they would draft differently."""
@@ -128,7 +127,6 @@ def generating(llm):
     return thread, raised
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("drafter", ["RaisesOnTheFirstRank", "RaisesOnTheSecondRank", "RaisesInTheExchangeOfHistory"])
 def test_a_drafter_that_raises_on_one_rank(tiny_model, tmp_path, drafter, capfd):
     """In the exchange the other one waits for what the first has read."""
@@ -155,7 +153,6 @@ def wait_for(llm, field, count):
     assert found == count
 
 
-@pytest.mark.exhaustive
 def test_the_ranks_have_the_same_history_of_a_folder(tiny_model, off, reference_model, tmp_path):
     """The first rank reads it, when the engine starts and between steps."""
     options = {**verify_all(num_speculative_tokens=K, history_dir=str(tmp_path)), **EXTENSION}
@@ -182,7 +179,6 @@ def test_the_ranks_have_the_same_history_of_a_folder(tiny_model, off, reference_
         assert first["rollouts"] == second["rollouts"] == 8 + 3 + 16
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_folder_that_the_first_rank_cannot_read_and_the_first_rank_s_death(
     tiny_model, off, reference_model, tmp_path

@@ -1,0 +1,462 @@
+"""How many tokens of each draft are worth verifying in this step.
+
+`allocate` takes the draft tokens whose expected gain exceeds their cost. The gain of one is its confidence, the
+drafter's estimate that it is reached and accepted, times what a token less saves: a request's share of a step without
+drafts. That maximises tokens per second. What a step costs by the tokens in it is measured on the steps themselves
+(`StepCost`).
+
+Budgets change which tokens are verified, never which are sampled.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollout_spec.jit.compiler import njit
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+NUM_BINS = 1024
+"""Draft tokens whose confidence differs by less than one part of so many are worth the same."""
+RECENT_STEPS = 5
+"""A size's cost is the second fastest of so many last steps of it: other work makes steps longer, never shorter."""
+MIN_OBSERVATIONS = 3
+"""With fewer steps without drafts, what one costs is not known."""
+MAX_PROBES = 8
+"""After so many steps in a row whose cost without drafts is not known, it is guessed from other sizes."""
+MAX_UNDRAFTED_TRUST = 128
+"""Most steps after which one without drafts is measured again."""
+TRUST, LONGEST_TRUST, MOST_PATIENCE = 8, 2048, 4.0
+"""What was measured n times and costs p steps without drafts, p at most MOST_PATIENCE, is believed for TRUST (n p)^2
+steps, at most LONGEST_TRUST. In as many more what it costs more than a step without drafts shrinks to nothing: it is
+tried again, what is expensive ever less often."""
+FRESH_STEPS = 512
+"""A size costs no more than a larger one that was measured in so many last steps."""
+GROWTH = 4
+"""At most so many times the draft tokens of the largest step so far are tried; at first, this many per token."""
+WIDE_GAP, STEEP_GAP = 4, 0.25
+"""Between two numbers of draft tokens that differ by more than this factor, and in cost by more than this part of a
+step without drafts, one in the middle is worth a try."""
+LEAST_COST = 0.005
+"""Least cost of a draft token, as a share of a request's in a step without drafts, so that hopeless drafts stop."""
+NEW_SIZE_COST, LARGEST_SIZE = 0.3, 8192
+"""A number of tokens that no step has had costs this share of a step without drafts more, up to the larger one."""
+LONGEST_SLEEP = 32
+"""Most steps in a row in which a drafter whose drafts do not pay is not asked."""
+RECENT_DRAFTS = 32
+"""Drafting takes the lower decile of so many last calls."""
+AVERAGE_WEIGHT = 1 / 32
+"""Weight of the last step in averages."""
+JUDGED_STEPS, PRIOR_TOKENS = 256, 4.0
+"""Confidence is compared with what was accepted in about so many last steps, with these prior tokens that came true."""
+TOKENS, SECONDS, LAST, COUNT, KEPT = range(5)
+"""What is known of a size: its cost, the last step of it, how many there were, and of these, how many were no number of
+tokens' first one."""
+
+
+def median(values: Iterable[Any]) -> Any:
+    """Of an even number of values the upper one; much faster than NumPy's for a few."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
+
+
+def new_bins() -> Floats:
+    """What `allocate` needs for its own."""
+    return np.empty((2, NUM_BINS))
+
+
+@njit(allocates=False)
+def allocate(confidence: Floats, starts: Ints, value: float, cost: Floats, bins: Floats, taken: Ints) -> float:
+    """How many tokens of each draft to verify: those that lower the expected time most. O(D + NUM_BINS).
+
+    Maximises the sum of confidence times value over the tokens taken, less what their number costs. Tokens are counted
+    by confidence instead of sorted. As confidence never rises along a draft, taking the best tokens takes each draft's
+    first ones; of those in the last bin the first requests' are taken.
+
+    Args:
+        confidence: float64 [D], from 0 to 1, never rising along a draft.
+        starts: int64 [B + 1], each draft's first token, then D.
+        value: Seconds that an accepted token saves.
+        cost: float64 [>= 1], seconds that 0, 1, 2, ... draft tokens cost more than none, up to as many as are allowed.
+        bins: `new_bins`, filled with the number of tokens by confidence, and their summed confidence.
+        taken: int64 [B], filled.
+
+    Returns:
+        The seconds that are expected to be gained.
+    """
+    bins[:] = 0.0
+    for j in range(confidence.size):
+        index = int(confidence[j] * (NUM_BINS - 1))
+        bins[0, index] += 1.0
+        bins[1, index] += confidence[j]
+    best, last, left = -cost[0], NUM_BINS, 0  # tokens of better bins than `last` are taken, and so many of its own
+    total, n, most = 0.0, 0, cost.size - 1
+    for index in range(NUM_BINS - 1, -1, -1):
+        if n >= most:
+            break
+        size = int(bins[0, index])
+        for i in range(min(size, most - n)):
+            total += value * bins[1, index] / size
+            if total - cost[n + i + 1] > best:
+                best, last, left = total - cost[n + i + 1], index, i + 1
+        n += size
+    for i in range(taken.size):
+        taken[i] = 0
+        for j in range(starts[i], starts[i + 1]):
+            index = int(confidence[j] * (NUM_BINS - 1))
+            if index < last or (index == last and left == 0):
+                break
+            left -= index == last
+            taken[i] += 1
+    return best
+
+
+class StepCost:
+    """Seconds of an engine step by the tokens it computes, with and without drafts, from the steps themselves.
+
+    Steps without drafts may be scheduled and run in other ways than those with, and have a curve of their own. Between
+    sizes cost is interpolated. The first step of each number of tokens may take several times as long as the next ones,
+    because kernels for that size are made then: it counts only until there is another. All of it follows from the
+    observations alone: ranks that observe the same decide the same.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._sizes: Any = None
+        self.pad_to(())
+
+    def pad_to(self, sizes: tuple[int, ...]) -> None:
+        """Say to which sizes steps are padded, for example those of CUDA graphs: cost is constant between them.
+
+        Other sizes than before forget what was measured.
+
+        Args:
+            sizes: Empty: steps are not padded, as before the first call.
+        """
+        if self._sizes is not None and sorted(sizes) == self._sizes.tolist():
+            return
+        self._sizes = np.array(sorted(sizes), np.int64)
+        # The most tokens of each bucket: what steps are padded to, then quarters of octaves.
+        quarters = sorted({int(2 ** (n / 4)) for n in range(4 * 20)})
+        self._limits = [*self._sizes.tolist(), *(limit for limit in quarters if limit > max(sizes, default=0))]
+        self._known = np.zeros((2, 5, len(self._limits)))  # without drafts, with; TOKENS, SECONDS, ...
+        self._recent = np.zeros((2, len(self._limits), RECENT_STEPS, 2))  # tokens, seconds
+        self._is_new = np.ones(LARGEST_SIZE + 1, np.bool_)  # numbers of tokens that no step has had
+
+    def observe(self, num_tokens: int, seconds: float, *, drafted: bool) -> None:
+        """Learn from one step. O(1).
+
+        Args:
+            num_tokens: All tokens that it computed.
+            seconds: What it took, without the drafter's work.
+            drafted: Whether any request had a draft.
+        """
+        self._now += 1
+        padded = self._pad(num_tokens)
+        known, recent = (values[int(drafted)] for values in (self._known, self._recent))
+        bucket, size = self._bucket(num_tokens), min(padded, LARGEST_SIZE)
+        is_first, self._is_new[size] = self._is_new[size], False
+        known[LAST, bucket] = self._now
+        known[COUNT, bucket] += 1
+        kept = int(known[KEPT, bucket])
+        if is_first and kept:
+            return
+        recent[bucket, kept % RECENT_STEPS] = padded, seconds
+        # By seconds per token, which can be compared between the numbers of tokens that share a bucket.
+        steps = sorted(recent[bucket, : min(kept + 1, RECENT_STEPS)].tolist(), key=lambda step: step[1] / step[0])
+        known[:LAST, bucket] = steps[len(steps) // 4]
+        known[KEPT, bucket] += not is_first
+
+    def is_awaited(self, num_tokens: int, *, drafted: bool) -> bool:
+        """Whether the next decisions need to know what such a step took: it was measured rarely, or long ago. O(log).
+
+        Args:
+            num_tokens, drafted: As `observe` will be told.
+        """
+        if not drafted:
+            return self.undrafted(num_tokens)[2]
+        known = self._known[1, :, self._bucket(num_tokens)]
+        return bool(self._now > known[LAST] + known[COUNT] ** 2 or not known[COUNT])
+
+    def curve(self, *, drafted: bool) -> tuple[Floats, Floats]:
+        """(tokens, seconds) of the sizes that were measured, rising. Both may be empty."""
+        curve = self._new_curve()
+        tokens, seconds = curve[:2, : _draw(self._known[int(drafted)], self._now, 0, 0, 0.0, curve)]
+        return tokens, seconds
+
+    def undrafted(self, num_tokens: int) -> tuple[float, bool, bool]:
+        """What a step without drafts costs. O(sizes).
+
+        Returns:
+            (seconds, 0 before the first such step; whether steps of half to four times as many tokens were measured, or
+            it is a guess; whether it is time to measure steps of about this size again).
+        """
+        return _undrafted(self._known, self._now, num_tokens, self._pad(num_tokens), self._new_curve())  # type: ignore[no-any-return]
+
+    def drafted(self, num_requests: int, num_tokens: int, undrafted: float, cost: Floats) -> tuple[int, float, bool]:
+        """What draft tokens gain and cost: see `Budget.costs`. O(sizes + draft tokens).
+
+        Args:
+            undrafted: What the step costs without drafts.
+            cost: float64 [>= 1], filled.
+
+        Returns:
+            (how many draft tokens should be tried at most, seconds that a token less saves, whether any cost is known).
+        """
+        return _price(  # type: ignore[no-any-return]
+            self._known, self._now, self._sizes, self._is_new, num_requests, num_tokens, undrafted, self._new_curve(),
+            cost,
+        )  # fmt: skip
+
+    def _new_curve(self) -> Floats:
+        return np.empty((2, len(self._limits) + 1))
+
+    def _bucket(self, num_tokens: int) -> int:
+        return min(bisect_left(self._limits, num_tokens), len(self._limits) - 1)
+
+    def _pad(self, num_tokens: int) -> int:
+        """What a step of so many tokens is padded to."""
+        bucket = self._bucket(num_tokens)
+        return self._limits[bucket] if bucket < self._sizes.size else num_tokens
+
+
+@njit(allocates=False)
+def _draw(known: Floats, now: int, above: int, n: int, base: float, curve: Floats) -> int:
+    """Add the sizes of more than `above` tokens to a curve of `n`. Sizes rise, costs never fall.
+
+    Args:
+        known: float64 [5, buckets], of `StepCost`.
+        base: Seconds of a step without drafts, by which old costs shrink; 0: they do not.
+        curve: float64 [2, > buckets], filled with each size's tokens and seconds.
+
+    Returns:
+        The number of sizes.
+    """
+    end = n
+    for bucket in range(known.shape[1]):
+        if known[COUNT, bucket] > 0.0 and known[TOKENS, bucket] > above:
+            end += 1
+    least, at = math.inf, end
+    for bucket in range(known.shape[1] - 1, -1, -1):
+        tokens, seconds = known[TOKENS, bucket], known[SECONDS, bucket]
+        if known[COUNT, bucket] > 0.0 and tokens > above:
+            at -= 1
+            age = now - known[LAST, bucket]
+            if age < FRESH_STEPS:  # a larger step that took less: the smaller ones were held up
+                least = min(least, seconds)
+            seconds = min(seconds, least)
+            if base > 0.0 and known[KEPT, bucket] == 0.0:
+                seconds /= 2.0
+            if base > 0.0 and seconds > base:
+                patience = max(known[KEPT, bucket], 0.5) * min(seconds / base, MOST_PATIENCE)
+                trust = min(TRUST * patience**2, LONGEST_TRUST)
+                seconds = base + (seconds - base) * min(max(2.0 - (age + 1.0) / trust, 0.0), 1.0)
+            curve[0, at], curve[1, at] = tokens, seconds
+    for i in range(max(n, 1), end):
+        curve[1, i] = max(curve[1, i], curve[1, i - 1])
+    return end
+
+
+@njit(allocates=False)
+def _interpolate(wanted: float, at: int, n: int, curve: Floats) -> float:
+    """Seconds of `wanted` tokens, if `at` of a curve's `n` sizes have less. Beyond them, by the average slope."""
+    first, last = (at - 1, at) if 0 < at < n else (0, n - 1)
+    near = max(at - 1, 0)
+    return curve[1, near] + _slope(first, last, curve) * (wanted - curve[0, near])
+
+
+@njit(allocates=False)
+def _slope(first: int, last: int, curve: Floats) -> float:
+    """Seconds per token, 0 from a size to itself."""
+    return (curve[1, last] - curve[1, first]) / (curve[0, last] - curve[0, first]) if first < last else 0.0
+
+
+@njit(allocates=False)
+def _undrafted(known: Any, now: int, num_tokens: int, padded: int, curve: Floats) -> tuple[float, bool, bool]:
+    """See `StepCost.undrafted`."""
+    count, last, total, is_near = 0.0, 0.0, 0.0, False
+    for bucket in range(known.shape[2]):
+        tokens = known[0, TOKENS, bucket]
+        total += known[0, COUNT, bucket]
+        is_near |= num_tokens / 2 <= tokens <= 4 * num_tokens
+        if num_tokens / 2 <= tokens <= 2 * num_tokens:
+            count += known[0, COUNT, bucket]
+            last = max(last, known[0, LAST, bucket])
+    is_due = now >= last + min(4 * count**2, MAX_UNDRAFTED_TRUST)
+    n = _draw(known[1], now, num_tokens - 1, 0, 0.0, curve)
+    larger, slope = (curve[1, 0] if n else math.inf), _slope(0, n - 1, curve)
+    n = _draw(known[0], now, 0, 0, 0.0, curve)
+    if n == 0:
+        return 0.0, False, is_due
+    at = 0
+    while at < n and curve[0, at] < padded:
+        at += 1
+    seconds = _interpolate(padded, at, n, curve)
+    if n == 1:  # what a token more costs is known from the steps with drafts
+        seconds += slope * (padded - curve[0, 0])
+    seconds = min(seconds, larger)  # one with drafts that took less: other work slowed those without
+    return max(seconds, 1e-9), is_near and total >= MIN_OBSERVATIONS, is_due
+
+
+@njit(allocates=False)
+def _price(
+    known: Any, now: int, sizes: Ints, is_new: Any, num_requests: int, num_tokens: int, undrafted: float,
+    curve: Floats, cost: Floats,
+) -> tuple[int, float, bool]:  # fmt: skip
+    """See `StepCost.drafted`."""
+    curve[0, 0], curve[1, 0] = num_tokens, undrafted
+    n = _draw(known[1], now, num_tokens, 1, undrafted, curve)
+    most = min(cost.size - 1, int(GROWTH * max(curve[0, n - 1] - num_tokens, num_tokens)))
+    untried, above, before = 0, 0.0, 1.0
+    for i in range(1, n):
+        extra = curve[0, i] - num_tokens
+        if untried == 0 and extra > WIDE_GAP * before and curve[1, i] - curve[1, i - 1] > STEEP_GAP * undrafted:
+            untried, above = round(math.sqrt(before * extra)), curve[0, i]
+        before = extra
+    cost[0], at, size = 0.0, 0, 0
+    for i in range(1, most + 1):
+        padded = num_tokens + i
+        while size < sizes.size and sizes[size] < padded:
+            size += 1
+        if size < sizes.size:
+            padded = sizes[size]
+        while at < n and curve[0, at] < padded:
+            at += 1
+        cost[i] = max(_interpolate(padded, at, n, curve) - undrafted, i * LEAST_COST * undrafted / num_requests)
+        cost[i] += is_new[min(padded, LARGEST_SIZE)] * NEW_SIZE_COST * undrafted
+        if i == untried and padded < above:
+            cost[i] = max(curve[1, max(at - 1, 0)] - undrafted, 0.0)
+    # What a token more costs, as far as is known, is not saved for those of prompts.
+    per_token = min(max(_slope(0, n - 1, curve), 0.0), undrafted / num_tokens)
+    return most, (undrafted - per_token * (num_tokens - num_requests)) / num_requests, n > 1
+
+
+class Budget:
+    """Decides, step by step, how many tokens of each draft an engine verifies, and whether to draft at all.
+
+    For each step ask `wants_drafts`. If it does, draft, and cut the drafts by `trust`, `costs` and `allocate`; then
+    `note` what that gains. Tell `observe_drafts` what became of them, and `observe_step` what the step took.
+
+    Attributes:
+        cost: What steps cost.
+        trust: By this the drafts' confidence is multiplied: what was accepted of late over what was expected, for
+            drafters that do not calibrate their confidence themselves.
+        bins: For `allocate`.
+    """
+
+    def __init__(self) -> None:
+        self.cost = StepCost()
+        self.trust = 1.0
+        self.bins = new_bins()
+        self._expected = self._accepted = 0.0  # sums over the last steps
+        self._is_known = False  # whether any cost of drafts is
+        self._drafting: deque[float] = deque(maxlen=RECENT_DRAFTS)  # seconds per request
+        self._draft_seconds = 0.0  # their lower decile
+        self._balance = 0.0  # what drafts gain in a step less what drafting takes, on average
+        self._undrafted = 0.0  # what the present step costs without drafts
+        self._num_probes = 0  # in a row
+        self._steps_to_skip = 0
+        self._last_pause = 0
+
+    def observe_drafts(self, expected: float, accepted: float) -> None:
+        """Learn what became of a step's drafts, of a drafter that does not do so itself. O(1).
+
+        Args:
+            expected: Summed confidence of the tokens that were verified.
+            accepted: How many were accepted.
+        """
+        self._expected += expected
+        self._accepted += accepted
+        self.trust = (self._accepted + PRIOR_TOKENS) / (self._expected + PRIOR_TOKENS)
+
+    def observe_step(
+        self, num_tokens: int, seconds: float, *, drafted: bool, num_asked: int = 0, draft_seconds: float = 0.0
+    ) -> None:
+        """Learn what a step took. O(1).
+
+        Args:
+            num_tokens: All tokens that it computed.
+            seconds: From its beginning to that of the next one, the drafter's work in between included.
+            drafted: Whether any request had a draft token.
+            num_asked: For how many requests the drafter was asked.
+            draft_seconds: What that took.
+        """
+        self._expected *= 1 - 1 / JUDGED_STEPS  # so that drafts that were wrong are tried again
+        self._accepted *= 1 - 1 / JUDGED_STEPS
+        self.observe_drafts(0.0, 0.0)
+        self.cost.observe(num_tokens, max(seconds - draft_seconds, 0.0), drafted=drafted)
+        if num_asked:
+            self._drafting.append(draft_seconds / num_asked)
+            if len(self._drafting) >= MIN_OBSERVATIONS:  # the first ones may compile something
+                self._draft_seconds = sorted(self._drafting)[len(self._drafting) // 10]
+
+    def wants_drafts(self, num_tokens: int) -> bool:
+        """Whether to ask the drafter in this step. Where drafts do not pay for it, it is asked ever less often. O(1).
+
+        Nor is it asked where the cost of such a step without drafts is not known, or was last seen long ago.
+
+        Args:
+            num_tokens: Tokens that the step computes without drafts: one per request, and those of prompts.
+        """
+        if self._steps_to_skip > 0:
+            self._steps_to_skip -= 1
+            return False
+        self._undrafted, is_known, is_due = self.cost.undrafted(num_tokens)
+        self._num_probes = 0 if is_known else self._num_probes + 1
+        return not is_due if is_known else self._undrafted > 0.0 and self._num_probes > MAX_PROBES
+
+    def costs(self, num_requests: int, num_tokens: int, max_draft_tokens: int) -> tuple[float, Floats]:
+        """What draft tokens gain and cost in a step for which `wants_drafts` said True. O(max_draft_tokens).
+
+        Args:
+            num_requests: Those that are drafted for.
+            num_tokens: As `wants_drafts` was told.
+            max_draft_tokens: Most tokens of all drafts together.
+
+        Returns:
+            `value` and `cost` of `allocate`.
+        """
+        cost = np.empty(max_draft_tokens + 1)
+        most, value, self._is_known = self.cost.drafted(num_requests, num_tokens, self._undrafted, cost)
+        return value, cost[: most + 1]
+
+    def note(self, num_requests: int, gain: float) -> None:
+        """Remember whether drafts paid, other than to learn what they cost.
+
+        Args:
+            num_requests: For how many the drafter was asked.
+            gain: What `allocate` returned.
+        """
+        balance = gain - self._draft_seconds * num_requests
+        self._balance += AVERAGE_WEIGHT * (balance - self._balance)
+        if balance > 0:  # after a pause drafts pay again
+            self._balance = max(self._balance, 0.0)
+        if self._balance >= 0:
+            self._last_pause //= 2
+        elif self._is_known or gain <= 0:
+            self._steps_to_skip, self._last_pause = self._last_pause, min(2 * self._last_pause + 1, LONGEST_SLEEP)
+
+    def to_dict(self, sizes: Sequence[int] = ()) -> dict[str, Any]:
+        """What was learned, as plain data, without a change to it.
+
+        Args:
+            sizes: Tokens of steps whose cost without drafts is wanted.
+
+        Returns:
+            `undrafted`, `drafted`: the two cost curves as (tokens, seconds). `undrafted_of_sizes`: seconds, None where
+            they are not known.
+        """
+        costs = [self.cost.undrafted(size) for size in sizes]
+        return {
+            "undrafted": [values.tolist() for values in self.cost.curve(drafted=False)],
+            "drafted": [values.tolist() for values in self.cost.curve(drafted=True)],
+            "undrafted_of_sizes": [seconds if is_known else None for seconds, is_known, _ in costs],
+        }
