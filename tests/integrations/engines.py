@@ -108,7 +108,7 @@ def rollouts_of(llm):
     drafter.check_integrity()
     if is_on_device:
         texts = [archived.read() for archived in drafter._archive.order]
-        return [(tokens[:prompt], tokens[prompt:], features[prompt:]) for tokens, features, prompt, _ in texts]
+        return [(tokens[:prompt], tokens[prompt:], features[prompt:]) for tokens, features, prompt in texts]
     store = drafter._store
     return [
         (

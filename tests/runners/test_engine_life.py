@@ -73,7 +73,7 @@ def test_so_does_one_with_the_drafter_on_the_device(tiny_model, off):
         assert not session._versions
         for archived in [a for a in session.drafter._archive.order if all(a is not k for k in known)]:
             known.append(archived)
-            tokens, _, num_prompt, _ = archived.read()
+            tokens, _, num_prompt = archived.read()
             assert any(could_be(tokens[num_prompt:].tolist(), rollout) for rollout in life.rollouts)
 
     def could_be(text: list[int], rollout: Rollout) -> bool:

@@ -138,7 +138,7 @@ def test_the_models_cache_has_no_gaps_where_its_passes_are_left_out(drafters, of
         llm = build_beside(drafters, "eagle", num_speculative_tokens=5)
         count = itertools.count()
         drafter = runner_of(llm).rollout_spec.model_drafter
-        monkeypatch.setattr(drafter, "wants_model", lambda size, n=count, p=period: next(n) % p == 0)
+        monkeypatch.setattr(drafter, "wants_model", lambda n=count, p=period: next(n) % p == 0)
         params = mixed_params(12, 5, max_tokens=40)
         prompts = prompts_of(params)
         ours, drafted = drafts_of_the_model(llm, params, prompts)
