@@ -171,7 +171,8 @@ def test_rejection_sampling_keeps_the_history_straight(tiny_model, drafter):
     assert [len(output.token_ids) for output in outputs] == [24] * 4
     assert not Counter(tokens_of(outputs)) - Counter(kept_by(llm))
     if drafter == "device":
-        assert int(session_of(llm).drafter._counters[2].sum()) == 0, "its drafts ignore the noise"
+        without_noise, with_noise = session_of(llm).drafter._counts.view(2, -1).sum(1).tolist()
+        assert without_noise > with_noise == 0, "its drafts ignore the noise"
 
 
 @pytest.mark.parametrize("drafter", ["history", "tests.adversaries.Adversary"])
