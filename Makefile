@@ -46,6 +46,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 KERNEL_TESTS := tests/verify tests/drafters/device tests/drafters/model
 test-all: $(READY)
 	$(PYTEST) -m exhaustive --timings .timings/exhaustive.txt
+	VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) -m exhaustive tests/runners
 	FUZZING=5 $(PYTEST) tests/drafters/host tests/drafters/test_isolation.py tests/runners/test_engine_life.py
 	FUZZING=5 VLLM_USE_V2_MODEL_RUNNER=1 $(PYTEST) tests/runners/test_engine_life.py
 	KERNELS=races $(PYTEST) $(KERNEL_TESTS) tests/ptx

@@ -72,7 +72,12 @@ def test_history_saves_steps():
 
 
 @pytest.mark.parametrize(
-    ("verify", "drafter"), [("sample", "history"), ("rejection", "history"), ("rejection", "adversary")]
+    ("verify", "drafter"),
+    [
+        ("sample", "history"),
+        pytest.param("rejection", "history", marks=pytest.mark.exhaustive),
+        ("rejection", "adversary"),
+    ],
 )
 def test_emitted_tokens_follow_the_target(verify, drafter):
     """Transitions of 3,000 rollouts against the analytic softmax; power as stated in `matches_distribution`.

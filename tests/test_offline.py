@@ -87,6 +87,7 @@ with socket.create_server(("localhost", 0)) as server:
     assert attempts_of(code) == ["<string>"] * 4
 
 
+@pytest.mark.exhaustive
 def test_drafters_and_commands_stay_on_this_machine(tiny_model, tmp_path):
     report, traces, history = tmp_path / "report.json", tmp_path / "rollouts.parquet", tmp_path / "history"
     report.write_text(json.dumps(a_report()))

@@ -84,6 +84,7 @@ def test_code_is_compiled_once_and_again_when_a_function_that_it_calls_has_chang
     assert edited["value"] != first["value"]
 
 
+@pytest.mark.exhaustive
 @compiles
 def test_without_a_folder_that_can_be_written_every_process_compiles(tmp_path):
     nowhere = {"HOME": "/dev/null/home", "XDG_CACHE_HOME": "", "NUMBA_CACHE_DIR": "/dev/null/cache"}

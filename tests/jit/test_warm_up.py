@@ -129,6 +129,7 @@ assert not failed, failed
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
 def test_it_says_what_compiling_took_and_nothing_where_it_need_not(tmp_path):
     code = """
