@@ -1,10 +1,9 @@
 """The interface between drafters and what calls them: the vLLM plugin, `loop.py`, a replay.
 
-The calls for a request are `start_request`, then rounds of `propose`, `observe` and `extend` in this order (`propose`
-and `observe` are left out of steps that do not draft), then `stop_request`; other requests may start and stop in
-between. A drafter need not have `observe`: what became of its drafts it can also see from the tokens that follow them.
-The same calls must give the same drafts, which tensor-parallel ranks rely on: a drafter must not depend on wall-clock
-time, threads or unseeded randomness.
+The calls for a request are `start_request`, then rounds of `propose` and `extend` in this order (`propose` is left out
+of steps that do not draft), then `stop_request`; other requests may start and stop in between. What became of its
+drafts a drafter sees from the tokens that follow them. The same calls must give the same drafts, which tensor-parallel
+ranks rely on: a drafter must not depend on wall-clock time, threads or unseeded randomness.
 """
 
 from __future__ import annotations
@@ -62,19 +61,6 @@ class Drafter(Protocol):
 
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
         """Draft for each request, at most `max_tokens[i]` tokens (int32 [len(req_ids)]). May return empty drafts.
-
-        Raises:
-            ValueError: a request is not live, or shapes differ.
-        """
-
-    def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
-        """Learn the outcome of the last `propose`.
-
-        Args:
-            target_token_ids: Per request, what the target sampled at the drafted positions, num_accepted + 1 to
-                len(draft) + 1 tokens: the accepted ones, the recovered or bonus token, and, for a drafter with an
-                attribute `wants_rejected_targets` that is true, the target's tokens after the first difference.
-            num_accepted: int32 [len(req_ids)], accepted tokens of each draft.
 
         Raises:
             ValueError: a request is not live, or shapes differ.

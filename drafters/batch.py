@@ -12,13 +12,12 @@ from rollout_spec.drafters.host import step
 from rollout_spec.drafters.host.requests import RequestTable
 from rollout_spec.drafters.host.step import Learned, Sampled, StepOptions
 from rollout_spec.features.format import Features, no_features
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID
 
 
 def as_batch_drafter(drafter: Drafter, max_draft_tokens: int) -> BatchDrafter:
     """The drafter itself, if it can draft for batches, or one that calls it.
 
-    A class that overrides `propose`, `extend` or `observe` of a drafter for batches is called one by one.
+    A class that overrides `propose` or `extend` of a drafter for batches is called one by one.
 
     Args:
         max_draft_tokens: K.
@@ -26,7 +25,7 @@ def as_batch_drafter(drafter: Drafter, max_draft_tokens: int) -> BatchDrafter:
     is_batched = False
     for owner in type(drafter).__mro__:
         is_batched = "propose_rows" in vars(owner)
-        if is_batched or vars(owner).keys() & {"propose", "extend", "observe"}:
+        if is_batched or vars(owner).keys() & {"propose", "extend"}:
             break
     return cast(BatchDrafter, drafter if is_batched else _OneByOne(drafter, max_draft_tokens))
 
@@ -37,7 +36,6 @@ class _OneByOne:
     def __init__(self, drafter: Drafter, max_draft_tokens: int) -> None:
         self.table = RequestTable(max_draft_tokens)
         self._drafter = drafter
-        self._observes = hasattr(drafter, "observe")
         self._req_ids: dict[int, str] = {}  # by row
         self._rows: dict[str, int] = {}
 
@@ -66,8 +64,6 @@ class _OneByOne:
         return self._rows[req_id]
 
     def learn_step(self, sampled: Sampled, targets: NDArray[np.int64] | None, options: StepOptions) -> Learned:
-        if self._observes:
-            self._observe(sampled, targets)
         requests = self.table.arrays
         before = requests.num_tokens[sampled.rows]
         learned = step.learn_without_text(self.table, sampled, options)
@@ -106,32 +102,6 @@ class _OneByOne:
             drafts.tokens[row, : token_ids.size] = token_ids
             drafts.confidence[row, : token_ids.size] = confidence
             drafts.lengths[row] = token_ids.size
-
-    def _observe(self, sampled: Sampled, targets: NDArray[np.int64] | None) -> None:
-        """Tell the outcomes of the last drafts, verified or not: the target's next token tells of the first one."""
-        req_ids, seen, num_accepted = [], [], []
-        drafts = self.table.arrays.history
-        for row, batch_row in zip(sampled.rows.tolist(), sampled.batch_rows.tolist(), strict=True):
-            if self.table.arrays.num_offered[row] < 0:
-                continue
-            accepted = int(sampled.num_accepted[batch_row])
-            end = int(sampled.lengths[batch_row] - sampled.first[batch_row])
-            tokens = sampled.token_ids[batch_row, max(end - accepted - 1, 0) : end].tolist()
-            if self.table.arrays.is_model[row]:
-                # Its own draft is right as far as it agrees with what was said; of the rest nothing is known.
-                own, same = drafts.tokens[row, : drafts.lengths[row]].tolist(), 0
-                while same < min(len(own), accepted) and own[same] == tokens[same]:
-                    same += 1
-                accepted, tokens = same, tokens[: same + 1]
-            elif targets is not None:  # those after the first difference, as far as they are known
-                start, last = sampled.starts[batch_row : batch_row + 2]
-                more = targets[start + accepted + 1 : last].tolist()
-                tokens += more[: more.index(PLACEHOLDER_TOKEN_ID) if PLACEHOLDER_TOKEN_ID in more else None]
-            req_ids.append(self._req_ids[row])
-            seen.append(tokens)
-            num_accepted.append(accepted)
-        if req_ids:
-            self._drafter.observe(req_ids, seen, np.array(num_accepted, np.int32))
 
     def _features(self, sampled: Sampled, batch_row: int, num_new: int, num_kept: int) -> tuple[Features, ...]:
         """What the target saw at a request's kept tokens, as an argument; none where it is unknown.

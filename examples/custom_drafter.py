@@ -38,7 +38,7 @@ class RepeatDrafter:
             raise ValueError(f"context_length must be at least 1, got {context_length}")
         self._context_length = context_length
         self._texts: dict[str, list[int]] = {}
-        self._drafted: dict[str, int] = {}
+        self._drafted: dict[str, list[int]] = {}
         self._trials, self._hits = 2, 1  # outcomes of drafted tokens, beginning with a rate of one half
 
     def start_request(
@@ -49,6 +49,12 @@ class RepeatDrafter:
         self._texts[req_id] = [int(token) for token in prompt_token_ids]
 
     def extend(self, req_id: str, new_token_ids: Tokens) -> None:
+        # What was sampled says how far the last draft was right.
+        for drafted, said in zip(self._drafted.pop(req_id, []), new_token_ids, strict=False):
+            self._trials += 1
+            if drafted != said:
+                break
+            self._hits += 1
         self._text(req_id).extend(int(token) for token in new_token_ids)
 
     def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
@@ -61,14 +67,8 @@ class RepeatDrafter:
             # The probability that the target gets as far as each token and accepts it.
             survival = rate ** np.arange(1, len(tokens) + 1)
             drafts.append(Draft(np.array(tokens, np.int32), survival.astype(np.float32)))
-            self._drafted[req_id] = len(tokens)
+            self._drafted[req_id] = tokens
         return drafts
-
-    def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
-        for req_id, accepted in zip(req_ids, num_accepted.tolist(), strict=True):
-            drafted = self._drafted.pop(req_id, 0)
-            self._trials += min(accepted + 1, drafted)  # the target did not reach the tokens after a rejected one
-            self._hits += min(accepted, drafted)
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         self._text(req_id)

@@ -40,10 +40,6 @@ class Adversary:
             drafts.append(Draft(tokens.astype(np.int32), np.ones(len(tokens), np.float32)))
         return drafts
 
-    def observe(self, req_ids, target_token_ids, num_accepted):
-        for targets, accepted in zip(target_token_ids, num_accepted, strict=True):
-            assert len(targets) >= accepted + 1
-
     def stop_request(self, req_id, *, keep=True):
         self.finished.append(self._outputs.pop(req_id))
 

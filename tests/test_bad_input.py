@@ -210,11 +210,6 @@ CALLS_OF_A_DRAFTER = [
     (lambda d: d.propose("a", [3]), "req_ids must be a list of strings, got 'a'"),
     (lambda d: d.propose(["a"], [3, 4]), "max_tokens must have shape [1], got int64 [2]"),
     (lambda d: d.propose(["a"], [0.5]), "max_tokens must be 1 integers, got float64 [1]"),
-    (lambda d: d.observe(["a"], None, [0]), "target_token_ids must be 1 lists of tokens, one per request, got None"),
-    (lambda d: d.observe(["a"], [[-1]], [0]), "target_token_ids must not be negative, got -1"),
-    (lambda d: d.observe(["a"], [[0.5]], [0]), "target_token_ids must be one-dimensional integers of at most 31 bits"),
-    (lambda d: d.observe(["a"], [[1]], [2]), "num_accepted must be from 0 to the number of target_token_ids of each"),
-    (lambda d: d.observe(["a"], [[1]], ["x"]), "num_accepted must be 1 integers, got <U1 [1]"),
     (lambda d: d.stop_request("b"), "request 'b' is not live: start_request comes first"),
     (lambda d: d.stop_request("a", keep=1), "keep must be a bool, got 1"),
     (lambda d: d.begin_policy_version(1), "policy versions go up, to 2^31 - 1: 1 after 2"),
@@ -248,7 +243,6 @@ def test_a_call_of_a_drafter_that_is_refused_changes_nothing(call, message):
         lambda: check(rows={"top_k": torch.tensor([-(2**31), 9]), "top_p": torch.tensor([0.0, 1.0])}),
         lambda: a_drafter().start_request("new", torch.tensor([1, 2]), problem_id=2**64 - 1, seed=-(2**63)),
         lambda: a_drafter().propose(["a"], [-5]),
-        lambda: a_drafter().observe(["a"], [np.array([1, 2])], np.array([1], np.int8)),
     ],
 )
 def test_what_only_looks_strange_is_taken(call):

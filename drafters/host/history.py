@@ -278,26 +278,6 @@ class HistoryDrafter:
         tokens, confidence, lengths = drafts.tokens[rows], drafts.confidence[rows], drafts.lengths[rows].tolist()
         return [Draft(t[:n], c[:n]) for t, c, n in zip(tokens, confidence, lengths, strict=True)]
 
-    def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
-        """As `Drafter.observe`: drafts are graded by `extend`, only the lookahead pool learns from rejected targets."""
-        rows = self._batch(req_ids)
-        if not isinstance(target_token_ids, Sequence) or len(target_token_ids) != rows.size:
-            raise ValueError(
-                f"target_token_ids must be {rows.size} lists of tokens, one per request, got "
-                f"{checks.shown(target_token_ids)}"
-            )
-        lists = [_as_array("target_token_ids", tokens) for tokens in target_token_ids]
-        accepted = checks.integers("num_accepted", num_accepted, rows.size)
-        starts = _starts(lists)
-        if np.any((accepted < 0) | (accepted > np.diff(starts))):
-            raise ValueError(
-                "num_accepted must be from 0 to the number of target_token_ids of each request, got "
-                f"{checks.shown(num_accepted)}"
-            )
-        if self.wants_rejected_targets:
-            targets = np.frombuffer(array("i", chain.from_iterable(lists)), np.int32).astype(np.int64)
-            self._remember_rejected(rows, np.arange(rows.size), targets, starts, accepted)
-
     def row_of(self, req_id: str) -> int:
         return self._request(req_id).row
 

@@ -28,10 +28,7 @@ __all__ = ("ArcticSuffix", "ReferenceDrafter", "StatelessDrafter", "VllmNgram", 
 
 
 class StatelessDrafter:
-    """No-op methods for a drafter that learns nothing from outcomes and keeps no index."""
-
-    def observe(self, req_ids: Sequence[str], target_token_ids: Sequence[Tokens], num_accepted: Int32Array) -> None:
-        pass
+    """No-op methods for a drafter that keeps no index."""
 
     def begin_policy_version(self, version: int) -> None:
         pass

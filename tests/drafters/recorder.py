@@ -94,6 +94,12 @@ def random_features(rng, tokens):
     return features_of(states, distributions)
 
 
+def reject(drafter, req_ids, targets):
+    """Tell the lookahead pool what the target said in place of the last drafts, of which no token was right."""
+    rows, starts = np.array([drafter.row_of(req_id) for req_id in req_ids]), np.cumsum([0, *map(len, targets)])
+    drafter._remember_rejected(rows, np.arange(rows.size), np.concatenate(targets), starts, np.zeros_like(rows))
+
+
 class Recorder:
     """Passes calls on to a drafter and remembers prompts and rollouts by their document."""
 

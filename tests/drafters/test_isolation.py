@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from rollout_spec.drafters.host import ngram
 from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.drafters.host.store import FIRST
-from tests.drafters.recorder import examples, random_features
+from tests.drafters.recorder import examples, random_features, reject
 
 K = 5
 DRAFTERS = {
@@ -72,9 +72,8 @@ def drafts_of(options, watched, calls, others_are_foreign):
         own = [req_id for req_id, owner in live.items() if owner == watched]
         found = drafter.propose(own, np.full(len(own), K, np.int32)) if own else []
         drafts += [(draft.token_ids.tolist(), draft.confidence.tolist()) for draft in found]
-        if own:
-            targets = [[*draft.token_ids.tolist(), 7] for draft in found]
-            drafter.observe(own, targets, np.array([len(tokens) // 2 for tokens in targets], np.int32))
+        if own and drafter.wants_rejected_targets:
+            reject(drafter, own, [[7, *draft.token_ids.tolist()] for draft in found])
     drafter.check_integrity()
     return drafts
 

@@ -48,7 +48,7 @@ def test_confidence_follows_what_was_accepted():
     limits = np.array([2], np.int32)
     (before,) = drafter.propose(["r"], limits)
     assert before.confidence.tolist() == [0.5, 0.25]
-    drafter.observe(["r"], [[3, 4, 7]], limits)
+    drafter.extend("r", [3, 4, 1, 2])
     (after,) = drafter.propose(["r"], limits)
     assert after.confidence.tolist() == [0.75, 0.5625]
     drafter.stop_request("r")

@@ -55,7 +55,7 @@ def faulty(model, method, fault, **options):
     )
 
 
-CALLED = ["start_request", "extend", "propose", "observe", "stop_request", "begin_policy_version"]
+CALLED = ["start_request", "extend", "propose", "stop_request", "begin_policy_version"]
 ASKED = ["memory_bytes", "source_counts", "history_summary"]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rollout_spec.drafters.host import voting
-from tests.drafters.recorder import Recorder
+from tests.drafters.recorder import Recorder, reject
 
 
 def rejected_draft():
@@ -15,7 +15,7 @@ def rejected_draft():
     recorder.start("h", [1, 2, 3, 4], [50, 51, 52], problem_id=8)
     recorder.start("r", [1, 2, 3, 4], problem_id=7)
     assert recorder.draft("r") == [50, 51, 52]
-    recorder.drafter.observe(["r"], [[60, 61, 62, 63]], np.zeros(1, np.int32))
+    reject(recorder.drafter, ["r"], [[60, 61, 62, 63]])
     recorder.extend("r", [60])
     return recorder
 

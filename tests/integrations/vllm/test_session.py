@@ -272,7 +272,7 @@ def test_an_index_that_raises_ends_speculation_or_where_other_ranks_go_on_the_ru
     ("drafter", "method"),
     [
         *(("suffix", name) for name in ("start_request", "row_of", "learn_step", "propose_rows", "continue_rows")),
-        *(("tests.adversaries.Adversary", name) for name in ("start_request", "extend", "propose", "observe")),
+        *(("tests.adversaries.Adversary", name) for name in ("start_request", "extend", "propose")),
         *(("suffix", name) for name in ("stop_request", "output_of", "begin_policy_version")),
     ],
 )
@@ -427,30 +427,26 @@ def test_tokens_past_a_requests_end_are_not_counted():
 
 def test_a_request_that_takes_an_ended_ones_row_in_the_same_step_has_nothing_of_its():
     """Neither its draft nor its end. A third request goes on meanwhile."""
-    session, drafter = a_listening_session(budget=False)
+    session, _ = a_listening_session(budget=False)
     ending, other = a_request((1,)), a_request((2, 3))
     ending.sampling_params.stop_token_ids = [9]
     advance(session, {"a": [1], "c": [4]}, requests={"a": ending, "c": other})
     advance(session, {"c": [4], "a": [9]}, requests={"a": ending, "c": other})
     row = session.live["a"].row
-    drafter.observed.clear()
     assert advance(session, {"b": [9], "c": [5]}, ended=["a"], requests={"b": other, "c": other}) == {
         "b": [7] * 4,
         "c": [7] * 4,
     }
     assert session.live["b"].row == row
-    assert drafter.observed == [{"c": ([5], 0)}]
     assert known(session, "b") == (3, False)
     assert session.num_live_requests() == 2
 
 
 def test_a_preempted_request_goes_on_where_it_was():
-    """Its draft from before is graded by its next token, as one that was not verified."""
     session, drafter = a_listening_session()
     advance(session, {"a": [1], "b": [2]})
     advance(session, {"b": [3]})
     advance(session, {"b": [3], "a": [4]})
-    assert drafter.observed == [{"b": ([3], 0)}, {"b": ([3], 0), "a": ([4], 0)}]
     assert [new for name, new in drafter.extended if name == "a"] == [[1], [4]]
     assert drafter.limits[-1] == {"b": 4, "a": 4}
 
@@ -502,7 +498,7 @@ def test_a_drafter_that_has_raised_is_told_of_no_end():
 @pytest.mark.parametrize("names", ["abcdefgh", "habcdefg"])
 def test_switched_off_in_mid_flight_and_on_again(names):
     """Drafts of before are forgotten, also of a request that is not drafted for in the next step: h."""
-    session, drafter = a_listening_session(CuriousListener, budget=True)
+    session, _ = a_listening_session(budget=True)
     session.budget.wants_drafts = lambda num_tokens: True
     requests = {name: a_request((ord(name),)) for name in names}
     requests["h"].sampling_params.max_tokens = 4
@@ -512,10 +508,8 @@ def test_switched_off_in_mid_flight_and_on_again(names):
     session.enabled = True
     off = dict.fromkeys(names, Outcome([1], 0, 4))
     assert set(advance(session, {"a": [1, 1], "h": [1, 1]}, off, requests=requests)) == {"a", "h"}
-    assert not drafter.observed
     assert session.budget.trust == 1.0
     advance(session, {"a": [7, 1], "h": [1]}, {"a": Outcome([7, 1, 1, 1, 1], 1, 4)}, requests=requests)
-    assert drafter.observed == [{"a": ([7, 1, 1, 1, 1], 1)}]
     assert session.budget.trust < 1.0
 
 
@@ -567,7 +561,7 @@ class Listener:
     """A drafter that keeps what it is told, and drafts as many sevens as it may."""
 
     def __init__(self):
-        self.started, self.limits, self.observed, self.extended = {}, [], [], []
+        self.started, self.limits, self.extended = {}, [], []
 
     def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
         self.started[req_id] = (problem_id, seed)
@@ -580,10 +574,6 @@ class Listener:
         sizes = np.maximum(max_tokens, 0).tolist()
         return [Draft(np.full(n, 7, np.int32), np.linspace(0.9, 0.5, n, dtype=np.float32)) for n in sizes]
 
-    def observe(self, req_ids, target_token_ids, num_accepted):
-        said = zip(target_token_ids, num_accepted.tolist(), strict=True)
-        self.observed.append(dict(zip(req_ids, said, strict=True)))
-
     def stop_request(self, req_id, *, keep=True):
         pass
 
@@ -591,25 +581,9 @@ class Listener:
         pass
 
 
-class CuriousListener(Listener):
-    """Wants to know all that a target says."""
-
-    wants_rejected_targets = True
-
-
-def a_listening_session(kind=Listener, **options):
-    session = a_session(**{"budget": False, "drafter": f"{__name__}.{kind.__name__}", "drafter_options": {}, **options})
+def a_listening_session(**options):
+    session = a_session(**{"budget": False, "drafter": f"{__name__}.Listener", "drafter_options": {}, **options})
     return session, session.drafter._drafter
-
-
-@pytest.mark.parametrize("kind", [Listener, CuriousListener])
-def test_the_drafter_learns_from_every_draft_that_the_target_went_past(kind):
-    """Also from one that was not verified: the next token says whether its first one was right."""
-    session, drafter = a_listening_session(kind)
-    assert set(advance(session, {"a": [1], "b": [2], "c": [3]})) == {"a", "b", "c"}
-    assert drafter.observed == []
-    advance(session, {"a": [7, 9], "b": [5], "new": [4]}, {"a": Outcome([7, 9, 6], 1, 2)})
-    assert drafter.observed == [{"a": ([7, 9, 6] if kind is CuriousListener else [7, 9], 1), "b": ([5], 0)}]
 
 
 def test_the_budget_learns_of_each_draft_what_was_verified_and_accepted(monkeypatch):
@@ -633,7 +607,6 @@ def test_a_drafter_that_is_not_asked_takes_no_time(monkeypatch):
     for _ in range(4):
         advance(session, {"a": [1], "b": [2]})
     assert len(drafter.limits) == 3
-    assert len(drafter.observed) == 2, "a draft is told of once"
     assert [step["num_asked"] for step in learnt] == [2, 0, 2]
     assert [step["draft_seconds"] > 0 for step in learnt] == [True, False, True]
 
@@ -986,14 +959,3 @@ def test_a_models_drafts_go_to_their_requests_where_others_are_complete():
         session, {name: [20] for name in requests}, requests=requests, model=of_model([1, 2], [3, 4], [5, 6])
     )
     assert drafts == {"a": [], "b": [3, 4], "c": [5, 6]}
-
-
-def test_a_users_drafter_beside_a_model_is_told_of_its_own_drafts():
-    """What was said shows how many of its tokens were right, though the model's were verified."""
-    session, drafter = a_listening_session(CuriousListener, has_model=True)
-    drafter.propose = lambda req_ids, room: [Draft(np.array([7, 8], np.int32), np.array([0.2, 0.1], np.float32))]
-    assert advance(session, {"a": [1]}, model=of_model([7, 9, 3])) == {"a": [7, 9, 3]}
-    advance(session, {"a": [7, 9, 4]}, {"a": Outcome([7, 9, 4, 5], 2, 3)}, model=of_model([8, 1, 1], probability=0.01))
-    assert drafter.observed == [{"a": ([7, 9], 1)}]
-    advance(session, {"a": [6]}, {"a": Outcome([6, 5, 5], 0, 2)})
-    assert drafter.observed[1:] == [{"a": ([6, 5, 5], 0)}]
