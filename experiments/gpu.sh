@@ -9,7 +9,7 @@
 #   start-1.5b                               engines with 1 and 64 requests, and each line that waits for the device
 #   phase-1.5b:none,device:64                whole rollout phases, also phase-7b
 #   model-1.5b                               an EAGLE head in vLLM's way, and beside history
-#   forward-1.5b                             without vLLM: the cost of a step, for simulate_budgets --curve
+#   forward-1.5b                             without vLLM: what a step costs
 # Environment variables:
 #   LIMIT      seconds for all stages, 560 unless set: they leave room in a machine's ten minutes to unpack vLLM. Each
 #              stage has its share of what is left, so none takes another's time. What is not reached is not run.
@@ -142,7 +142,7 @@ for stage in "${stages[@]}"; do
             command=("${phases[@]}" --shape "${kind#*-}")
             modes=${modes:-none,eagle-stock,eagle-history} batches=${batches:-8,64}
             ;;
-        forward-*) command=(-m experiments.costs.bench_forward --shape "${kind#*-}" --cost "$out/cost-${kind#*-}.json") ;;
+        forward-*) command=(-m experiments.costs.bench_forward --shape "${kind#*-}") ;;
     esac
     [[ -z $modes ]] || command+=(--modes ${modes//,/ })
     [[ -z $batches ]] || command+=(--batch ${batches//,/ })

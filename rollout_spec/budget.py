@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -35,9 +35,9 @@ MAX_PROBES = 8
 MAX_UNDRAFTED_TRUST = 128
 """Most steps after which one without drafts is measured again."""
 TRUST, LONGEST_TRUST, MOST_PATIENCE = 8, 2048, 4.0
-"""What was measured n times and costs p steps without drafts, p at most MOST_PATIENCE, is believed for TRUST (n p)^2
-steps, at most LONGEST_TRUST. In as many more what it costs more than a step without drafts shrinks to nothing: it is
-tried again, what is expensive ever less often."""
+"""What was measured n times and costs as much as p steps without drafts is believed for TRUST (n p)^2 steps, with p at
+most MOST_PATIENCE, and never longer than LONGEST_TRUST. In as many steps after that, what it costs more than a step
+without drafts shrinks to nothing. So everything is tried again, and what is expensive ever less often."""
 FRESH_STEPS = 512
 """A size costs no more than a larger one that was measured in so many last steps."""
 GROWTH = 4
@@ -48,7 +48,8 @@ step without drafts, one in the middle is worth a try."""
 LEAST_COST = 0.005
 """Least cost of a draft token, as a share of a request's in a step without drafts, so that hopeless drafts stop."""
 NEW_SIZE_COST, LARGEST_SIZE = 0.3, 8192
-"""A number of tokens that no step has had costs this share of a step without drafts more, up to the larger one."""
+"""A number of tokens that no step has had is charged this share of a step without drafts, less after FRESH_STEPS steps.
+Numbers above LARGEST_SIZE count as one."""
 LONGEST_SLEEP = 32
 """Most steps in a row in which a drafter whose drafts do not pay is not asked."""
 RECENT_DRAFTS = 32
@@ -58,19 +59,8 @@ AVERAGE_WEIGHT = 1 / 32
 JUDGED_STEPS, PRIOR_TOKENS = 256, 4.0
 """Confidence is compared with what was accepted in about so many last steps, with these prior tokens that came true."""
 TOKENS, SECONDS, LAST, COUNT, KEPT = range(5)
-"""What is known of a size: its cost, the last step of it, how many there were, and of these, how many were no number of
-tokens' first one."""
-
-
-def median(values: Iterable[Any]) -> Any:
-    """Of an even number of values the upper one; much faster than NumPy's for a few."""
-    ordered = sorted(values)
-    return ordered[len(ordered) // 2]
-
-
-def new_bins() -> Floats:
-    """What `allocate` needs for its own."""
-    return np.empty((2, NUM_BINS))
+"""What is known of a size: its cost, the last step of it, how many there were, and how many of these were not the first
+ones of their number of tokens."""
 
 
 @njit(allocates=False)
@@ -86,7 +76,7 @@ def allocate(confidence: Floats, starts: Ints, value: float, cost: Floats, bins:
         starts: int64 [B + 1], each draft's first token, then D.
         value: Seconds that an accepted token saves.
         cost: float64 [>= 1], seconds that 0, 1, 2, ... draft tokens cost more than none, up to as many as are allowed.
-        bins: `new_bins`, filled with the number of tokens by confidence, and their summed confidence.
+        bins: float64 [2, NUM_BINS], filled with the number of tokens by confidence, and their summed confidence.
         taken: int64 [B], filled.
 
     Returns:
@@ -97,7 +87,7 @@ def allocate(confidence: Floats, starts: Ints, value: float, cost: Floats, bins:
         index = int(confidence[j] * (NUM_BINS - 1))
         bins[0, index] += 1.0
         bins[1, index] += confidence[j]
-    best, last, left = -cost[0], NUM_BINS, 0  # tokens of better bins than `last` are taken, and so many of its own
+    best, last, left = 0.0, NUM_BINS, 0  # tokens of better bins than `last` are taken, and so many of its own
     total, n, most = 0.0, 0, cost.size - 1
     for index in range(NUM_BINS - 1, -1, -1):
         if n >= most:
@@ -196,8 +186,8 @@ class StepCost:
         """What a step without drafts costs. O(sizes).
 
         Returns:
-            (seconds, 0 before the first such step; whether steps of half to four times as many tokens were measured, or
-            it is a guess; whether it is time to measure steps of about this size again).
+            (seconds, 0 before the first such step; whether steps of half to four times the padded size were measured,
+            or it is a guess; whether it is time to measure steps of about this size again).
         """
         return _undrafted(self._known, self._now, num_tokens, self._pad(num_tokens), self._new_curve())  # type: ignore[no-any-return]
 
@@ -286,8 +276,8 @@ def _undrafted(known: Any, now: int, num_tokens: int, padded: int, curve: Floats
     for bucket in range(known.shape[2]):
         tokens = known[0, TOKENS, bucket]
         total += known[0, COUNT, bucket]
-        is_near |= num_tokens / 2 <= tokens <= 4 * num_tokens
-        if num_tokens / 2 <= tokens <= 2 * num_tokens:
+        is_near |= padded / 2 <= tokens <= 4 * padded
+        if padded / 2 <= tokens <= 2 * padded:
             count += known[0, COUNT, bucket]
             last = max(last, known[0, LAST, bucket])
     is_due = now >= last + min(4 * count**2, MAX_UNDRAFTED_TRUST)
@@ -321,6 +311,7 @@ def _price(
         if untried == 0 and extra > WIDE_GAP * before and curve[1, i] - curve[1, i - 1] > STEEP_GAP * undrafted:
             untried, above = round(math.sqrt(before * extra)), curve[0, i]
         before = extra
+    new_size_cost = NEW_SIZE_COST * undrafted * min(FRESH_STEPS / max(now, 1), 1.0)
     cost[0], at, size = 0.0, 0, 0
     for i in range(1, most + 1):
         padded = num_tokens + i
@@ -331,7 +322,7 @@ def _price(
         while at < n and curve[0, at] < padded:
             at += 1
         cost[i] = max(_interpolate(padded, at, n, curve) - undrafted, i * LEAST_COST * undrafted / num_requests)
-        cost[i] += is_new[min(padded, LARGEST_SIZE)] * NEW_SIZE_COST * undrafted
+        cost[i] += is_new[min(padded, LARGEST_SIZE)] * new_size_cost
         if i == untried and padded < above:
             cost[i] = max(curve[1, max(at - 1, 0)] - undrafted, 0.0)
     # What a token more costs, as far as is known, is not saved for those of prompts.
@@ -355,7 +346,7 @@ class Budget:
     def __init__(self) -> None:
         self.cost = StepCost()
         self.trust = 1.0
-        self.bins = new_bins()
+        self.bins = np.empty((2, NUM_BINS))
         self._expected = self._accepted = 0.0  # sums over the last steps
         self._is_known = False  # whether any cost of drafts is
         self._drafting: deque[float] = deque(maxlen=RECENT_DRAFTS)  # seconds per request
@@ -429,7 +420,7 @@ class Budget:
         return value, cost[: most + 1]
 
     def note(self, num_requests: int, gain: float) -> None:
-        """Remember whether drafts paid, other than to learn what they cost.
+        """Remember whether drafts paid. A loss does not count while no cost of drafts is known.
 
         Args:
             num_requests: For how many the drafter was asked.

@@ -53,7 +53,7 @@ class Drafting:
         has_model: bool = False,
     ) -> None:
         self.drafter: BatchDrafter = as_batch_drafter(drafter, num_speculative_tokens)
-        self._is_calibrated = self.drafter is drafter  # ours compare their confidence with outcomes
+        self._is_calibrated = self.drafter is drafter  # see `BatchDrafter`
         self.budget = budget
         self.choice = DraftChoice() if has_model else None
         self.wants_rejected_targets = bool(getattr(drafter, "wants_rejected_targets", False))

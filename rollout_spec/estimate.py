@@ -7,14 +7,10 @@ cost nothing. Requests wait for a free place, as with continuous batching, and t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-
-from rollout_spec.checks import number, shown
-from rollout_spec.files import read_json
 
 if TYPE_CHECKING:
     from rollout_spec.budget import Budget
@@ -22,8 +18,6 @@ if TYPE_CHECKING:
     from rollout_spec.replay import Rollout
 
 Floats = NDArray[np.float64]
-MAX_NUMBER = 1e15
-"""Bound on the tokens and seconds of a curve, so that what is computed from them is finite."""
 
 
 class EngineCost(NamedTuple):
@@ -70,36 +64,6 @@ class EngineCost(NamedTuple):
         seconds = self.step(num_requests + num_draft_tokens) + self.request_seconds * num_requests
         seconds += self.drafted_seconds * (num_draft_tokens > 0)
         return max(seconds, self.host_seconds + self.host_request_seconds * num_requests)
-
-
-def read_cost(path: Path) -> EngineCost:
-    """Read a cost curve: JSON with `name`, `tokens`, `seconds` and, if wanted, the other fields of `EngineCost`.
-
-    Raises:
-        ValueError: the file is no JSON object, a field is missing or wrong, tokens do not rise, or seconds fall.
-        OSError: the file cannot be read.
-    """
-    try:
-        values = read_json(path)
-        for name in ("name", "tokens", "seconds"):
-            if name not in values:
-                raise ValueError(f"{name} is missing")
-        tokens, seconds = (_numbers(name, values[name]) for name in ("tokens", "seconds"))
-        prices = [_numbers(name, [values.get(name, 0.0)])[0] for name in EngineCost._fields[3:]]
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no cost curve: {error}") from None
-    rising = np.all(np.diff(tokens) > 0) and np.all(np.diff(seconds) >= 0)
-    if tokens.shape != seconds.shape or tokens.size < 2 or not rising or seconds[0] == 0:
-        raise ValueError(f"{path}: tokens must rise and seconds must not fall, from above 0, two or more of each")
-    return EngineCost(str(values["name"]), tokens, seconds, *map(float, prices))
-
-
-def _numbers(name: str, values: object) -> Floats:
-    """float64 of a list of numbers from 0 to MAX_NUMBER."""
-    if not isinstance(values, list):
-        raise TypeError(f"{name} must be a list of numbers, got {shown(values)}")
-    expected = f"from 0 to {MAX_NUMBER:g}"
-    return np.array([number(name, value, lambda n: 0 <= n <= MAX_NUMBER, expected) for value in values], np.float64)
 
 
 Policy: TypeAlias = "Budget | Callable[[int], int]"

@@ -18,7 +18,6 @@ from rollout_spec.budget import (
     TRUST,
     Budget,
     StepCost,
-    new_bins,
 )
 from rollout_spec.budget import allocate as allocate_into
 
@@ -27,7 +26,7 @@ UNIT = st.floats(0, 1, width=32)
 
 def allocate(survival, starts, value, cost):
     taken = np.empty(starts.size - 1, np.int64)
-    gain = allocate_into(survival, starts, value, cost, new_bins(), taken)
+    gain = allocate_into(survival, starts, value, cost, Budget().bins, taken)
     assert gain == pytest.approx(
         net_gain(taken, survival, starts, value, cost), abs=2 * value * survival.size / NUM_BINS
     )
@@ -199,6 +198,22 @@ def test_each_size_is_looked_at():
     assert sum(drafted[-900:]) < 60
 
 
+@pytest.mark.parametrize(("sizes", "size"), [((9, 18, 27), 3), ((9, 18, 27), 4), ((1, 8, 64, 512), 20)])
+def test_drafts_pay_where_steps_are_padded_to_few_sizes(sizes, size):
+    """As in V1 with full graphs for steps in which every request has K tokens."""
+    budget = Budget()
+    budget.cost.pad_to(sizes)
+    taken = [step(budget, np.full((size, 4), 0.9), lambda n: 1.0, 4)[1] for _ in range(200)]
+    assert np.median(taken[-100:]) > 0
+
+
+@pytest.mark.parametrize("size", [1, 64])
+def test_drafts_that_gain_little_are_verified_where_that_is_free(size):
+    budget = Budget()
+    taken = [step(budget, np.full((size, 1), 0.2), lambda n: 1.0, n % 5 == 0)[1] for n in range(3000)]
+    assert np.mean(np.array(taken[-1000:]) > 0) > 0.8
+
+
 @given(st.integers(-1, 6))
 def test_the_token_budget_is_kept(max_draft_tokens):
     budget = Budget()
@@ -243,7 +258,7 @@ def test_a_captured_size_is_filled_and_not_passed(num_tokens, expected):
     assert decide(budget, confidence, starts, num_tokens=num_tokens).sum() == expected
 
 
-def test_the_first_drafts_are_verified_as_a_whole_or_nearly():
+def test_the_first_drafts_are_verified_up_to_four_tokens_each():
     budget, confidence = Budget(), np.full((16, 8), 0.6)
     taken = [step(budget, confidence, lambda n: 1.0 + n / 128, 8)[1] for _ in range(20)]
     assert taken[MIN_OBSERVATIONS] == 64

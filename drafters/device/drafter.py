@@ -171,7 +171,7 @@ class DeviceDrafter:
         self._last_drafts = (num_drafted, drafted, torch.zeros_like(drafted))
         self._continued: dict[int, tuple[Tensor, ...]] = {}  # the same of `continue_drafts`, by the tokens given
         self._counts = new(CELLS, 2, dtype=torch.int32, device=device)
-        self._by_source = new(len(SOURCES), 2, dtype=torch.int32, device=device)
+        self._by_source = new(len(SOURCES), 2, dtype=torch.int64, device=device)
 
         self._num_started = 0  # requests, and rollouts that were added
         self._num_requests = self._num_known_requests = 0

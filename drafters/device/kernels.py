@@ -81,7 +81,7 @@ def _extend_kernel(
     drafted_ptr,  # int32
     cells_ptr,  # int32: cell * NUM_SOURCES + source
     counts_ptr,  # int32 [cells, 2]: trials and hits
-    by_source_ptr,  # int32 [NUM_SOURCES, 2]
+    by_source_ptr,  # int64 [NUM_SOURCES, 2]; only for reports, so never halved
     features_ptr,  # int64 [T, FEATURE_WORDS]
     new_features_ptr,  # int64 [N, FEATURE_WORDS], of the tokens that each row of the step's logits says
     first_rows_ptr,  # int32 [B]: the first of each request's rows
@@ -111,11 +111,11 @@ def _extend_kernel(
     first_miss = tl.min(tl.where(reached & ~hit, j, WIDTH), 0)
     reached &= j <= first_miss
     hit &= j < first_miss
-    cell = tl.load(cells_ptr + at, mask=reached, other=0)
+    cell, one = tl.load(cells_ptr + at, mask=reached, other=0), tl.full([WIDTH], 1, tl.int64)
     tl.atomic_add(counts_ptr + cell // NUM_SOURCES * 2, 1, mask=reached, sem="relaxed")
     tl.atomic_add(counts_ptr + cell // NUM_SOURCES * 2 + 1, 1, mask=hit, sem="relaxed")
-    tl.atomic_add(by_source_ptr + cell % NUM_SOURCES * 2, 1, mask=reached, sem="relaxed")
-    tl.atomic_add(by_source_ptr + cell % NUM_SOURCES * 2 + 1, 1, mask=hit, sem="relaxed")
+    tl.atomic_add(by_source_ptr + cell % NUM_SOURCES * 2, one, mask=reached, sem="relaxed")
+    tl.atomic_add(by_source_ptr + cell % NUM_SOURCES * 2 + 1, one, mask=hit, sem="relaxed")
 
     for start in range(length, end, BLOCK):
         i = start + tl.arange(0, BLOCK)

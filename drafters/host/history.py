@@ -9,8 +9,8 @@ arXiv:2408.07978).
 Where it is known what the target saw at each token (`rollout_spec.features`), candidates of similar states weigh more,
 and a candidate votes for all tokens that were likely at its position, not only for the one that was sampled there.
 Candidates with another token drop out and the others move on by one token; when none is left the index is searched
-again with the drafted tokens as context. A draft ends where its estimated survival, calibrated from outcomes, falls
-below `min_survival`.
+again with the drafted tokens as context. After its first token a draft ends where its estimated survival, calibrated
+from outcomes, falls below `min_survival`.
 
 `vote.py` holds the constants, `voting.py` and `step.py` the compiled code.
 """
@@ -101,7 +101,8 @@ class HistoryDrafter:
         shared: Also draft from the rollouts of other problems.
         lookahead: Also draft from what the target sampled after rejected drafts (see `lookahead.py`).
         max_draft_tokens: Longest draft, K.
-        min_survival: A draft ends where the estimated probability of reaching and accepting a token falls below this.
+        min_survival: A draft ends after its first token where the estimated probability of reaching and accepting a
+            token falls below this.
         features: Use what the target saw, where `extend` is given it: candidates weigh by how similar the target's
             state was, and vote for all tokens that it thought likely there, not only for the one that it sampled.
         max_history_tokens: Bound on the tokens kept, prompts included, counted in pages of 32. The oldest finished

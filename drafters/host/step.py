@@ -219,8 +219,10 @@ def _learn(requests, history, options, sampled, window, out):
         num_accepted = sampled.num_accepted[batch_row]
         num_earlier = num_new - num_accepted - 1  # tokens of earlier steps, which had not been seen
         num_judged = min(sampled.num_verified[batch_row], requests.num_offered[row])  # vLLM may verify padding
+        least = 1.0
         for j in range(num_judged):
-            expected += requests.confidence[row, j]
+            least = min(least, requests.confidence[row, j])
+            expected += least
         num_right += max(min(num_accepted, num_judged), 0)
         size = _num_kept(requests, row, tokens, first, num_new)
         if size > 0 and options.model.shape[0] > 0:
@@ -372,7 +374,7 @@ def _propose(requests, history, rows, room, given, reached, continues, scratch):
             out.cells[row, depth, 2] = length_bin
             out.cells[row, depth, 3] = sources[origin] if origin >= 0 else LOOKAHEAD
             survival *= rate(calibration.counts[coupled, probability_bin, length_bin], expected)
-            if survival < settings.min_survival:
+            if survival < settings.min_survival and depth > num_given:  # a first token shows how its cell does now
                 break
             out.tokens[row, depth] = token
             out.confidence[row, depth] = survival

@@ -1,21 +1,17 @@
-"""What a step costs on a GPU where vLLM is missing: a model's forward pass by its tokens, as `estimate.py` reads it.
+"""What a step costs on a GPU where vLLM is missing: a model's forward pass by its tokens.
 
-    python -m experiments.costs.bench_forward --shape 1.5b --batch 64 --cost FILE.json [--out FILE.jsonl]
+    python -m experiments.costs.bench_forward --shape 1.5b --batch 64 [--out FILE.jsonl]
 
 A transformer of the given shape with random weights, in CUDA graphs where there are any: `batch` requests with a
-context of `--context` tokens each, of which 1 to K + 1 are computed, and our verifier over their logits. A cost curve
-through these points, `FILE.json`, is what `simulate_budgets --curve FILE.json` simulates rollout phases with. An
-engine's step takes longer, by its scheduler and its host's work; ratios between curves of this kind are what it is for.
-Medians of `--repeats` runs, in milliseconds.
+context of `--context` tokens each, of which 1 to K + 1 are computed, and our verifier over their logits. An engine's
+step takes longer, by its scheduler and its host's work. Medians of `--repeats` runs, in milliseconds.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,7 +103,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("-k", type=int, default=8)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--cost", type=Path, required=True, help="write the cost curve there")
     args = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     about = origin(torch.cuda.get_device_name() if device.type == "cuda" else None)
@@ -117,7 +112,6 @@ def main(argv: list[str] | None = None) -> None:
         torch.arange(args.batch, device=device),
         torch.full((args.batch,), args.context, device=device),
     )
-    tokens, milliseconds = [], []
     print(f"{args.shape}, {args.batch} requests, context {args.context}\n  tokens  forward ms  with verifier ms")
     with torch.inference_mode():
         for width in sorted({1, 2, 3, (args.k + 3) // 2, args.k + 1}):
@@ -132,19 +126,15 @@ def main(argv: list[str] | None = None) -> None:
 
             forward = median_ms(lambda given=given: model(given), device, args.repeats)  # type: ignore[misc]
             whole = median_ms(step, device, args.repeats)
-            tokens.append(args.batch * width)
-            milliseconds.append(whole)
-            print(f"{tokens[-1]:8d} {forward:11.3f} {whole:17.3f}", flush=True)
+            tokens = args.batch * width
+            print(f"{tokens:8d} {forward:11.3f} {whole:17.3f}", flush=True)
             append(
                 args.out,
                 {
                     "benchmark": "forward", "shape": args.shape, "batch": args.batch, "context": args.context,
-                    "tokens": tokens[-1], "forward_ms": round(forward, 4), "step_ms": round(whole, 4), **about,
+                    "tokens": tokens, "forward_ms": round(forward, 4), "step_ms": round(whole, 4), **about,
                 },
             )  # fmt: skip
-    seconds = np.maximum.accumulate(milliseconds) / 1e3  # a curve of costs does not fall
-    curve = {"name": f"{args.shape} forward pass on {about['device']}", "tokens": tokens, "seconds": seconds.tolist()}
-    args.cost.write_text(json.dumps(curve) + "\n")
 
 
 if __name__ == "__main__":

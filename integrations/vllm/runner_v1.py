@@ -122,7 +122,7 @@ class RunnerAdapterV1(RunnerAdapter):
         if isinstance(drafter, RolloutSpecProposer):
             drafter.adapter = self
         if self.model_drafter is not None and session is not None:
-            self.model_drafter.wants_model = lambda: session.wants_model
+            self.model_drafter.wants_model = session.wants_model
         refuse_own_processors(processors)
 
     def finish_counting(self) -> None:

@@ -8,12 +8,13 @@ import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from statistics import median_high
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.budget import Budget, median
+from rollout_spec.budget import Budget
 from rollout_spec.config import RolloutSpecConfig
 from rollout_spec.drafters import DRAFTERS, build_drafter
 from rollout_spec.drafters.host.step import Learned, Sampled
@@ -394,7 +395,7 @@ class HostSession(Session):
             self.stats.emitted_tokens -= learned.num_sampled - learned.num_emitted  # all were counted
             self._time_step(started, began, num_tokens, sampled.rows.size, learned)
             # The median and not the mean: steps of the mean's size may never occur, so that their cost is not known.
-            next_tokens = learned.num_live + (median(self._prompt_tokens) if self._prompt_tokens else 0)
+            next_tokens = learned.num_live + (median_high(self._prompt_tokens) if self._prompt_tokens else 0)
             drafts = self.drafting.draft(
                 sampled.rows,
                 learned,
@@ -410,7 +411,6 @@ class HostSession(Session):
         finally:
             self.stats.draft_seconds += time.perf_counter() - started
 
-    @property
     def wants_model(self) -> bool:
         """Whether a model shall draft at the end of this step; alone, once the drafter from history has raised."""
         return self.enabled or self.broken
@@ -536,11 +536,5 @@ class HostSession(Session):
                 for i, step in enumerate(self._unshared)
             ]
         for step in self._unshared:
-            self.budget.observe_step(
-                step.num_tokens,
-                step.seconds,
-                drafted=step.drafted,
-                num_asked=step.num_asked,
-                draft_seconds=step.draft_seconds,
-            )
+            self.budget.observe_step(**step._asdict())
         self._unshared = []

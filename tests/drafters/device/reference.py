@@ -70,7 +70,6 @@ class Document(NamedTuple):
     tokens: Int32Array
     prompt_length: int
     """How many of the tokens are the prompt or its end."""
-    version: int
     features: Features
     """Of the tokens; those of the prompt have none. Zero where they are not to be used."""
 
@@ -260,7 +259,6 @@ class _Live:
     tokens: list[int]
     prompt_length: int
     seed: int | None
-    version: int
     order: int
     features: list[Features]
     """Of the tokens, in pieces."""
@@ -296,9 +294,7 @@ class ReferenceDrafter:
         self._num_started += 1
         if problem_id is None:
             problem_id = problem_of_prompt(prompt) if prompt else -self._num_started
-        self._live[req_id] = _Live(
-            problem_id, prompt, len(prompt), seed, self._version, self._num_started, [no_features(len(prompt))]
-        )
+        self._live[req_id] = _Live(problem_id, prompt, len(prompt), seed, self._num_started, [no_features(len(prompt))])
 
     def extend(self, req_id: str, new_token_ids: Tokens, features: Features | None = None) -> None:
         live = self._live[req_id]
@@ -356,4 +352,4 @@ class ReferenceDrafter:
 
     def _document(self, live: _Live) -> Document:
         features = np.concatenate(live.features) if self.wants_features else no_features(len(live.tokens))
-        return Document(np.array(live.tokens, np.int32), live.prompt_length, live.version, features)
+        return Document(np.array(live.tokens, np.int32), live.prompt_length, features)

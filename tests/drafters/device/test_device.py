@@ -581,7 +581,7 @@ def test_the_host_drafter_drafts_the_same(rollouts, own, seed, features):
     (draft,) = ours.propose(["own"], np.array([K], np.int32))
     text = np.array([*prompt, *own], np.int32)
     texts = [text, *(np.array([*prompt, *rollout], np.int32) for rollout in reversed(rollouts))]
-    matches = find_matches([Document(tokens, 2, 0, no_features(tokens.size)) for tokens in texts], text)
+    matches = find_matches([Document(tokens, 2, no_features(tokens.size)) for tokens in texts], text)
     assume(0 < len(matches) <= 6)
     steps = min([len(draft.token_ids), *(text.size - match.position for match in matches if match.document == 0)])
     same = draft.token_ids[:steps] == theirs.token_ids[:steps]

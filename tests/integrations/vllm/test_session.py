@@ -300,7 +300,7 @@ def test_a_drafter_that_raises_ends_speculation_or_where_other_ranks_go_on_the_r
     if method not in ("stop_request", "output_of", "begin_policy_version"):
         assert not any(step.get("a") for step in drafts[1:])
     assert (session.broken, session.stats.drafter_errors, session.num_live_requests()) == (True, 1, 0)
-    assert session.wants_model, "the model drafts alone"
+    assert session.wants_model(), "the model drafts alone"
     with pytest.raises(RuntimeError, match="its drafter has raised"):
         session.set_enabled(True)
     session.update_index()
@@ -935,9 +935,9 @@ def test_history_is_verified_where_it_promises_more_and_both_are_graded():
     assert session.source_counts()["model"] == [1, 0]
     # A step in which the model did not draft, and one that is switched off.
     assert advance(session, {"a": [14]}, requests={"a": request}) == {"a": [15, 16]}
-    assert session.wants_model
+    assert session.wants_model()
     session.set_enabled(False)
-    assert not session.wants_model
+    assert not session.wants_model()
     assert advance(session, {"a": [15]}, requests={"a": request}, model=wrong) == {"a": []}
 
 
