@@ -27,8 +27,8 @@ Ints = NDArray[np.int64]
 NUM_BINS = 1024
 """Draft tokens whose confidence differs by less than one part of so many are worth the same."""
 RECENT_STEPS = 5
-"""A size's cost is the second fastest of so many last steps of it, of fewer than four the fastest: other work makes steps
-longer, never shorter."""
+"""A size's cost is the second fastest of so many last steps of it, the fastest of fewer than four: other work makes
+steps longer, never shorter."""
 MIN_OBSERVATIONS = 3
 """With fewer steps without drafts, what one costs is not known."""
 MAX_PROBES = 8

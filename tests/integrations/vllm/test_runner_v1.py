@@ -21,7 +21,6 @@ from rollout_spec.integrations.vllm.runner_v1 import RunnerAdapterV1, Verificati
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.verify.api import verify_rows
 from tests.integrations.vllm.test_session import (
-    CuriousListener,
     a_listening_session,
     a_request,
     a_session,
@@ -302,12 +301,11 @@ def adapter_of(session):
 
 def test_the_session_is_told_what_each_request_said_since_it_was_seen():
     """Rows of chunks and of prompts of embeddings are not drafted for."""
-    session, drafter = a_listening_session(CuriousListener)
+    session, drafter = a_listening_session()
     drafts = adapter_of(session).draft(IS_SAMPLED)
     assert drafts == [[7] * 4, [], [], [7] * 4]
     assert list(session.live) == ["a", "chunk", "new"]
     assert drafter.extended[1:] == [("a", [21, 24, 25], [0, 1, 2]), ("new", [32, 33], [0, 6])]
-    assert drafter.observed == [{"a": ([24, 25, 3], 1)}]
     assert list(session._prompt_tokens)[-1] == 7, "11 tokens of 2 requests with 2 drafted ones"
 
 

@@ -24,7 +24,7 @@ from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.integrations.vllm import runner_v2
 from rollout_spec.stats import SpeculationStats
 from rollout_spec.types import VerifyResult
-from tests.integrations.vllm.test_session import CuriousListener, a_listening_session, a_request, schedule
+from tests.integrations.vllm.test_session import a_listening_session, a_request, schedule
 
 # Four requests: "b" has no draft, "chunk" is in the middle of its prompt and what it samples is discarded.
 REQ_IDS = ["a", "b", "chunk", "c"]
@@ -51,7 +51,7 @@ def result_of(num_broken_rows=(0, 0, 0, 0)):
 
 def a_session_that_has_seen(**seen):
     """So many tokens of each request, all of which were drafted for."""
-    session, drafter = a_listening_session(CuriousListener)
+    session, drafter = a_listening_session()
     schedule(session, {name: a_request(prompt) for name, prompt in PROMPTS.items()})
     rows = session.rows_of(list(seen))
     requests = session.drafter.table.arrays
@@ -89,11 +89,13 @@ def test_every_request_gets_its_own_outcome_and_chunks_of_prompts_none():
     """What was seen of each token is in its row of logits."""
     session, drafter = a_session_that_has_seen(c=10, a=4)
     features = torch.arange(1, 11)[:, None].expand(10, FEATURE_WORDS)
+    told, learn = [], session.drafting.learn
+    session.drafting.learn = lambda sampled, targets: told.append(targets) or learn(sampled, targets)
     speculator = speculator_of(session, result_of(), features)
     drafts = propose(speculator)
     assert drafts == [[7] * 4, [7] * 4, [0] * 4, [7] * 4]
     assert drafter.extended == [("a", [3, 9], [1, 2]), ("b", [2], [4]), ("c", [5, 6, 7, 4], [7, 8, 9, 10])]
-    assert drafter.observed == [{"a": ([3, 9, 1], 1), "c": ([5, 6, 7, 4], 3)}]
+    assert [targets.tolist() for targets in told] == [TARGETS]
     assert drafter.limits == [{"a": 4, "b": 4, "c": 4}]
     assert list(session._prompt_tokens) == [12], "20 tokens of 3 requests with 5 drafted ones"
     stats = session.stats
@@ -114,7 +116,6 @@ def test_what_was_missed_is_read_from_the_runner(has_features):
     assert propose(speculator_of(session, result_of(), features))[3] == [7] * 4
     assert [(name, new) for name, new, *_ in drafter.extended] == [("a", [3, 9]), ("b", [2]), ("c", [*range(33, 39)])]
     assert drafter.extended[2][2:] == (([0, 0, 7, 8, 9, 10],) if has_features else ())
-    assert not drafter.observed
     assert session.drafter.table.arrays.num_tokens[session.live["c"].row] == 14
 
 
