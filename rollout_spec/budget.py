@@ -220,6 +220,23 @@ class StepCost:
 
 
 @njit(allocates=False)
+def _believed(seconds: float, kept: float, age: float, base: float) -> float:
+    """What of a size's cost counts so many steps after the last one of it; see TRUST.
+
+    Args:
+        kept: How often it was measured. 0: only by the first step of a number of tokens, half of which counts.
+        base: Seconds of a step without drafts.
+    """
+    if kept == 0.0:
+        seconds /= 2.0
+    if seconds <= base:
+        return seconds
+    patience = max(kept, 0.5) * min(seconds / base, MOST_PATIENCE)
+    trust = min(TRUST * patience**2, LONGEST_TRUST)
+    return base + (seconds - base) * min(max(2.0 - (age + 1.0) / trust, 0.0), 1.0)
+
+
+@njit(allocates=False)
 def _draw(known: Floats, now: int, above: int, n: int, base: float, curve: Floats) -> int:
     """Add the sizes of more than `above` tokens to a curve of `n`. Sizes rise, costs never fall.
 
@@ -244,12 +261,8 @@ def _draw(known: Floats, now: int, above: int, n: int, base: float, curve: Float
             if age < FRESH_STEPS:  # a larger step that took less: the smaller ones were held up
                 least = min(least, seconds)
             seconds = min(seconds, least)
-            if base > 0.0 and known[KEPT, bucket] == 0.0:
-                seconds /= 2.0
-            if base > 0.0 and seconds > base:
-                patience = max(known[KEPT, bucket], 0.5) * min(seconds / base, MOST_PATIENCE)
-                trust = min(TRUST * patience**2, LONGEST_TRUST)
-                seconds = base + (seconds - base) * min(max(2.0 - (age + 1.0) / trust, 0.0), 1.0)
+            if base > 0.0:
+                seconds = _believed(seconds, known[KEPT, bucket], age, base)
             curve[0, at], curve[1, at] = tokens, seconds
     for i in range(max(n, 1), end):
         curve[1, i] = max(curve[1, i], curve[1, i - 1])
@@ -339,14 +352,11 @@ class Budget:
 
     Attributes:
         cost: What steps cost.
-        trust: By this the drafts' confidence is multiplied: what was accepted of late over what was expected, for
-            drafters that do not calibrate their confidence themselves.
         bins: For `allocate`.
     """
 
     def __init__(self) -> None:
         self.cost = StepCost()
-        self.trust = 1.0
         self.bins = np.empty((2, NUM_BINS))
         self._expected = self._accepted = 0.0  # sums over the last steps
         self._is_known = False  # whether any cost of drafts is
@@ -358,6 +368,14 @@ class Budget:
         self._steps_to_skip = 0
         self._last_pause = 0
 
+    @property
+    def trust(self) -> float:
+        """By this the drafts' confidence is multiplied: what was accepted of late over what was expected.
+
+        1.0 for drafters that calibrate their confidence themselves, of which `observe_drafts` is told nothing.
+        """
+        return (self._accepted + PRIOR_TOKENS) / (self._expected + PRIOR_TOKENS)
+
     def observe_drafts(self, expected: float, accepted: float) -> None:
         """Learn what became of a step's drafts, of a drafter that does not do so itself. O(1).
 
@@ -367,7 +385,6 @@ class Budget:
         """
         self._expected += expected
         self._accepted += accepted
-        self.trust = (self._accepted + PRIOR_TOKENS) / (self._expected + PRIOR_TOKENS)
 
     def observe_step(
         self, num_tokens: int, seconds: float, *, drafted: bool, num_asked: int = 0, draft_seconds: float = 0.0
@@ -383,7 +400,6 @@ class Budget:
         """
         self._expected *= 1 - 1 / JUDGED_STEPS  # so that drafts that were wrong are tried again
         self._accepted *= 1 - 1 / JUDGED_STEPS
-        self.observe_drafts(0.0, 0.0)
         self.cost.observe(num_tokens, max(seconds - draft_seconds, 0.0), drafted=drafted)
         if num_asked:
             self._drafting.append(draft_seconds / num_asked)

@@ -329,7 +329,7 @@ class HistoryDrafter:
 
     def _known_by_reference(self) -> Any:
         now, last = self._known(), self._referenced
-        if now.store is not last.store or now.lookup is not last.lookup or now.settings is not last.settings:
+        if now.store is not last.store or now.lookup is not last.lookup:  # an array has grown
             self._referenced, self._reference = now, by_reference(now)
         return self._reference
 
