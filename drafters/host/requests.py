@@ -80,7 +80,9 @@ class RequestTable:
         arrays.max_tokens[row], arrays.min_tokens[row], arrays.stop_token_ids[row] = UNLIMITED, 0, NO_TOKEN
         arrays.seed[row], arrays.has_seed[row] = 0 if seed is None else seed, seed is not None
         arrays.is_complete[row], arrays.is_sampled[row], arrays.document[row] = False, seed is not None, document
-        self.forget_drafts(row)
+        for drafts in (arrays.history, arrays.continued):
+            drafts.lengths[row], drafts.num_given[row] = 0, 0
+        arrays.model_tokens[row], arrays.is_model[row], arrays.num_offered[row] = NO_TOKEN, False, -1
         return row
 
     def stop(self, row: int) -> None:
@@ -95,13 +97,6 @@ class RequestTable:
         self.arrays.max_tokens[row] = min(max_tokens, UNLIMITED)
         self.arrays.min_tokens[row] = min(min_tokens, UNLIMITED)
         self.arrays.stop_token_ids[row, : len(stop_token_ids)] = stop_token_ids
-
-    def forget_drafts(self, rows: Any = slice(None)) -> None:
-        """Nothing becomes of the last drafts, as when drafting is switched off."""
-        arrays = self.arrays
-        for drafts in (arrays.history, arrays.continued):
-            drafts.lengths[rows], drafts.num_given[rows] = 0, 0
-        arrays.model_tokens[rows], arrays.is_model[rows], arrays.num_offered[rows] = NO_TOKEN, False, -1
 
     def memory_bytes(self) -> int:
         """Bytes of all arrays."""

@@ -36,17 +36,15 @@ class HostCopy:
     are on the host are kept as they are: nothing may write to them before `read`.
 
     Args:
-        tensors: Tensors on one device, of integers or float32.
+        tensors: Integer tensors on one device.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
-        self._kinds = [(tensor.dtype, tensor.shape) for tensor in tensors]
         self._event: Any = None
-        assert all(tensor.dtype == torch.float32 or not tensor.is_floating_point() for tensor in tensors)
+        assert not any(tensor.is_floating_point() for tensor in tensors)
         if tensors[0].is_cuda:
-            flat = [tensor.flatten() for tensor in tensors]
-            values = torch.cat([t.view(torch.int32) if t.dtype == torch.float32 else t for t in flat])
+            values = torch.cat([tensor.flatten() for tensor in tensors])
             pinned = torch.empty_like(values, device="cpu", pin_memory=True).copy_(values, non_blocking=True)
             self._tensors = pinned.split([tensor.numel() for tensor in tensors])
             self._event = torch.cuda.Event()
@@ -56,23 +54,11 @@ class HostCopy:
         """Whether `read` would return at once."""
         return self._event is None or bool(self._event.query())
 
-    def read_tensors(self, last: int) -> list[torch.Tensor]:
-        """The last tensors as they were, on the host. Waits for the device if they have not arrived."""
-        if self._event is None:
-            return list(self._tensors[-last:])
-        self._event.synchronize()
-        pairs = zip(self._tensors[-last:], self._kinds[-last:], strict=True)
-        return [
-            (copied.int().view(dtype) if dtype == torch.float32 else copied.to(dtype)).view(shape)
-            for copied, (dtype, shape) in pairs
-        ]
-
-    def read(self, *, without_last: int = 0) -> list[NDArray[np.int64]]:
-        """The integer tensors but the last ones, flattened. Waits for the device if they have not arrived."""
+    def read(self) -> list[NDArray[np.int64]]:
+        """The tensors, flattened. Waits for the device if they have not arrived."""
         if self._event is not None:
             self._event.synchronize()
-        some = self._tensors[: len(self._tensors) - without_last]
-        return [tensor.numpy().reshape(-1).astype(np.int64, copy=False) for tensor in some]
+        return [tensor.numpy().reshape(-1).astype(np.int64, copy=False) for tensor in self._tensors]
 
 
 class StepClock:

@@ -45,9 +45,6 @@ from rollout_spec.verify.api import verify_rows
 from rollout_spec.verify.layout import Layout, lay_out
 from rollout_spec.verify.reference import scaled
 
-MAX_COPIED_WIDTH = 64
-"""Most log-probabilities of a row that are copied to the host together with all else, 8 bytes each."""
-
 
 class _Batch(NamedTuple):
     """What stays the same while the same requests are scheduled in the same rows."""
@@ -78,10 +75,9 @@ class _Uncounted(NamedTuple):
     req_ids: list[str]
     is_counted: NDArray[np.bool_]  # [B], False for chunks of prompts
     num_draft_tokens: list[int]
-    copy: HostCopy  # accepted drafts and broken rows, [B] each; targets [N] and features, as the drafter wants; output
+    copy: HostCopy  # accepted drafts and broken rows, [B] each; targets [N] and features, as the drafter wants
     is_drafted: bool  # whether the drafter is to know of it
     has_targets: bool
-    num_outputs: int  # tensors of the copy that are vLLM's output
 
 
 class Verification(NamedTuple):
@@ -187,44 +183,37 @@ class RunnerAdapterV1(RunnerAdapter):
             # Not the longest draft of the step: each width is another variant of the kernel.
             max_draft_tokens=self._config.max_draft_tokens if metadata is not None else 0,
         )
-        discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
-        is_counted = ~discarded[: len(batch.req_ids)]
-        session = self.session if self.session is not None and self.session.enabled else None
-        wanted = [result.num_accepted, result.num_broken_rows]
-        has_targets = session is not None and self.wants_rejected_targets
-        if has_targets:
-            wanted.append(result.target_token_ids)
-        if session is not None and result.features is not None:
-            wanted.append(self._from_first_rank(result.features))  # ranks round sums differently
+        self._book(batch, layout, result, num_draft_tokens)
         tensors = None
         if sampling.max_num_logprobs is not None:
             tensors = self._logprobs(result, logits, processed, layout, sampling.max_num_logprobs, scored_here)
             if metadata is not None:
                 tensors = _pad_rows(tensors, num_draft_tokens, result.output_token_ids.shape[1])
-        sampled = result.output_token_ids
-        # A row without a sample emits token 0, as in vLLM. To ask a device whether there is one is to wait for it.
-        if logits.is_cuda or _lacks_sample(sampled.numpy(), result.num_accepted.numpy()):
-            is_last = torch.arange(sampled.shape[1], device=logits.device) == result.num_accepted[:, None]
-            sampled = torch.where(is_last, sampled.clamp(min=0), sampled)
-        output = [sampled, *(() if tensors is None else tensors[:3])]
-        num_outputs = len(output) if self._is_read_at_once(output) else 0
-        copy = HostCopy([*wanted, *output[:num_outputs]])
-        self._outcome = _Uncounted(
-            batch.req_ids, is_counted, num_draft_tokens, copy, session is not None, has_targets, num_outputs
-        )
         self.clock.stop()
+        if self.session is not None and self.session.enabled:
+            self.session.update_index()  # before anything waits for the device; `draft` reads the outcome
+        elif not self._runner.use_async_scheduling:
+            self.count_last_verification()
+        return SamplerOutput(sampled_token_ids=_emitted(result), logprobs_tensors=tensors)
+
+    def _book(self, batch: _Batch, layout: Layout, result: VerifyResult, num_draft_tokens: list[int]) -> None:
+        """Copy what became of the drafts to the host, and tell a model drafter where the next tokens will be."""
+        is_drafted = self.session is not None and self.session.enabled
+        has_targets = is_drafted and self.wants_rejected_targets
+        wanted = [result.num_accepted, result.num_broken_rows]
+        if has_targets:
+            wanted.append(result.target_token_ids)
+        if is_drafted and result.features is not None:
+            wanted.append(self._from_first_rank(result.features))  # ranks round sums differently
+        discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
+        is_counted = ~discarded[: len(batch.req_ids)]
+        self._outcome = _Uncounted(
+            batch.req_ids, is_counted, num_draft_tokens, HostCopy(wanted), is_drafted, has_targets
+        )
         if self.model_drafter is not None:
             first_positions = layout.position.index_select(0, layout.starts[:-1])
             next_positions = first_positions + result.num_accepted + 1
             self.model_drafter.begin_step(batch.rows.temperature, batch.rows.seeds, next_positions)
-        if session is not None:
-            session.update_index()  # before anything waits for the device; `draft` reads the outcome
-        elif not self._runner.use_async_scheduling:
-            self.count_last_verification()
-        if num_outputs:
-            sampled, *scores = copy.read_tensors(num_outputs)
-            tensors = LogprobsTensors(*scores) if scores else None
-        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
 
     def _logprobs(
         self,
@@ -249,17 +238,6 @@ class RunnerAdapterV1(RunnerAdapter):
         scores = raw.float() if is_raw else scaled(verified, layout.temperature)
         matrix = scores.log_softmax(-1) if mode.endswith("_logprobs") else scores
         return self._runner.sampler.gather_logprobs(matrix, num_logprobs, result.target_token_ids.clamp(min=0))
-
-    def _is_read_at_once(self, output: list[torch.Tensor]) -> bool:
-        """Whether vLLM only reads a step's tokens and log-probabilities, and they are few enough to come all at once.
-
-        It would wait for the device once for the tokens and, with drafts, three times for each of the tensors of
-        log-probabilities. A model drafter and hybrid models need the tokens on the device.
-        """
-        runner = self._runner
-        is_read = output[0].is_cuda and not runner.use_async_scheduling and self.model_drafter is None
-        is_small = all(tensor.shape[-1] <= MAX_COPIED_WIDTH for tensor in output)
-        return is_read and is_small and not runner.model_config.is_hybrid
 
     def _process(self, logits: torch.Tensor, metadata: Any, batch: _Batch, request: torch.Tensor) -> torch.Tensor:
         """vLLM's own processing of a copy of the logits, float32 [N, V].
@@ -308,7 +286,7 @@ class RunnerAdapterV1(RunnerAdapter):
         outcome, self._outcome = self._outcome, None
         if outcome is None:
             return None
-        accepted, broken, *seen = outcome.copy.read(without_last=outcome.num_outputs)
+        accepted, broken, *seen = outcome.copy.read()
         raise_if_broken(broken, outcome.req_ids)
         verified = np.array(outcome.num_draft_tokens, np.int64)
         self.stats.record(verified[outcome.is_counted], accepted[outcome.is_counted])
@@ -408,7 +386,6 @@ class RunnerAdapterV1(RunnerAdapter):
         assert session is not None
         verification = self.count_last_verification()
         if not session.enabled or verification is None:
-            session.pause()
             if session.broken and model is not None:  # history is lost, the model is not
                 listed = zip(is_sampled.tolist(), model.token_ids.tolist(), strict=True)
                 return [tokens if sampled else [] for sampled, tokens in listed]
@@ -460,9 +437,15 @@ def _need_no_generator(params: Any) -> None:
         params.__dict__["sampling_type"] = SamplingType.RANDOM  # the cached value of a property
 
 
-def _lacks_sample(output: NDArray[np.int32], num_accepted: NDArray[np.int32]) -> bool:
-    """Whether the last emitted token of some request, of int32 [B, K + 1], is the placeholder."""
-    return bool((output[np.arange(output.shape[0]), num_accepted] < 0).any())
+def _emitted(result: VerifyResult) -> torch.Tensor:
+    """int32 [B, K + 1], what vLLM records. A row without a sample emits token 0, as in vLLM."""
+    sampled, num_accepted = result.output_token_ids, result.num_accepted
+    if not sampled.is_cuda:  # to ask a device whether there is such a row is to wait for it
+        tokens, last = sampled.numpy(), num_accepted.numpy()
+        if not (tokens[np.arange(last.size), last] < 0).any():
+            return sampled
+    is_last = torch.arange(sampled.shape[1], device=sampled.device) == num_accepted[:, None]
+    return torch.where(is_last, sampled.clamp(min=0), sampled)
 
 
 def _pad_rows(tensors: Any, num_draft_tokens: list[int], width: int) -> Any:

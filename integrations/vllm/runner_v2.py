@@ -487,23 +487,17 @@ class HistorySpeculator(BaseSpeculator):
         verified = np.diff(starts) - 1
         session.stats.record(verified[batch_rows], accepted[batch_rows])
         if not session.enabled:
-            session.pause()
             return None
         rows = session.rows_of([outcome.req_ids[row] for row in batch_rows.tolist()])
         if not (rows >= 0).all():
             batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
         texts = np.maximum(tokens, 0).astype(np.int32).reshape(size, -1)
-        first = positions + 1
-        requests = session.drafter.table.arrays
-        missed = np.flatnonzero((requests.num_tokens[rows] < first[batch_rows]) & ~requests.is_complete[rows])
-        if missed.size:  # drafting was off for some steps
-            first, texts = self._with_missed_tokens(outcome, rows, batch_rows, missed, first, texts)
         targets = more.pop(0) if wants_targets else None
         sampled = Sampled(
             rows,
             batch_rows,
             texts,
-            first,
+            positions + 1,
             (positions + 1 + num_new).astype(np.int32),
             verified,
             accepted,
@@ -512,33 +506,3 @@ class HistorySpeculator(BaseSpeculator):
         )
         drafts = session.draft(sampled, num_tokens=num_step_tokens, began=adapter.clock.started, targets=targets)
         return batch_rows, drafts
-
-    def _with_missed_tokens(
-        self,
-        outcome: _Verified,
-        rows: NDArray[np.int64],
-        batch_rows: NDArray[np.int64],
-        missed: NDArray[np.int64],
-        first: NDArray[np.int64],
-        texts: Int32Array,
-    ) -> tuple[NDArray[np.int64], Int32Array]:
-        """`Sampled.first` and `token_ids` with the tokens that the drafter has not seen, from the runner's copy of the
-        requests' texts, which is up to date here.
-
-        Args:
-            missed: int64, index in `rows` of the requests that have some.
-        """
-        states, num_seen = self._runner.req_states, self.session.drafter.table.arrays.num_tokens
-        first, pieces = first.copy(), {}
-        for i in missed.tolist():
-            batch_row, seen = int(batch_rows[i]), int(num_seen[rows[i]])
-            req_idx = states.req_id_to_index[outcome.req_ids[batch_row]]
-            length = int(states.total_len.gpu[req_idx])
-            pieces[batch_row] = states.all_token_ids.gpu[req_idx, seen:length].cpu().numpy().astype(np.int32)
-            first[batch_row] = seen
-        width = max(texts.shape[1], *(piece.size for piece in pieces.values()))
-        widened = np.zeros((texts.shape[0], width), np.int32)
-        widened[:, : texts.shape[1]] = texts
-        for batch_row, piece in pieces.items():
-            widened[batch_row, : piece.size] = piece
-        return first, widened

@@ -273,7 +273,6 @@ class HostSession(Session):
         self._vllm_config = vllm_config
         scheduler = vllm_config.scheduler_config
         self._max_step_tokens = int(scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens)
-        self._waiting: dict[str, Any] = {}  # scheduled requests that the drafter has not been shown
         self._batch: tuple[list[str], NDArray[np.int64]] | None = None  # the last step's requests, and their rows
         self._was_idle = True  # no request was live when this step began
         self._prompt_tokens: deque[int] = deque(maxlen=RECENT_STEPS)  # read in each of the last steps
@@ -286,20 +285,16 @@ class HostSession(Session):
     # -- which requests are alive ------------------------------------------------------------------------------------
 
     def start_requests(self, requests: Iterable[Any]) -> None:
-        """See `Session`. While the session is not enabled, requests wait; those that have started stay.
-
-        Prompts of embeddings have no history and no drafts.
-        """
-        self._waiting.update((request.req_id, request) for request in requests if request.prompt_token_ids is not None)
-        if self._waiting and self.enabled:
+        """See `Session`. Those that start while it is not enabled are not drafted for, nor are prompts of embeddings."""
+        with_tokens = [request for request in requests if request.prompt_token_ids is not None]
+        if with_tokens and self.enabled:
             started = time.perf_counter()
-            self._ask(self._start_waiting)
+            self._ask(lambda: [self._start(request) for request in with_tokens])
             self.stats.index_seconds += time.perf_counter() - started
 
     def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:
         """See `Session`. Preempted requests keep their rows."""
         for req_id in sorted(finished):  # all ranks in the same order
-            self._waiting.pop(req_id, None)
             if req_id in self.live:
                 self._ask(lambda: self._stop(req_id))  # noqa: B023
         self._was_idle |= not self.live
@@ -315,11 +310,6 @@ class HostSession(Session):
         """See `Session`; 0 once the drafter has raised."""
         rows = [live.row for live in self.live.values()]
         return 0 if self.broken else int(np.count_nonzero(~self.drafter.table.arrays.is_complete[rows]))
-
-    def _start_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, {}
-        for request in waiting.values():
-            self._start(request)
 
     def _start(self, request: Any) -> None:
         """Show the drafter a request, if it is new."""
@@ -358,6 +348,10 @@ class HostSession(Session):
         self.drafter.stop_request(req_id, keep=keep)
         if self.engine_history is not None:
             self.engine_history.end_request(live.conversation.problem_id)
+
+    def _stop_all(self) -> None:
+        for req_id in list(self.live):
+            self._stop(req_id)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -442,13 +436,8 @@ class HostSession(Session):
 
     # -- on and off --------------------------------------------------------------------------------------------------
 
-    def pause(self) -> None:
-        """In place of `draft` while the session is not enabled."""
-        self._last_call = None
-        self.drafter.table.forget_drafts()
-
     def set_enabled(self, enabled: bool) -> None:
-        """Index and draft from now on, or no longer.
+        """Index and draft from now on, or no longer: what live requests have said so far is all that is kept of them.
 
         Raises:
             RuntimeError: the drafter has raised, and stays off.
@@ -459,13 +448,15 @@ class HostSession(Session):
                 "build the engine again"
             )
         super().set_enabled(enabled)
+        if not enabled:
+            self._last_call = None
+            self._ask(self._stop_all)
 
     def close(self) -> None:
         """See `Session`. Also once the drafter has raised."""
         try:
             if self.engine_history is not None and not self.broken:
-                for req_id in list(self.live):  # the last step may have ended some; others keep what they said
-                    self._stop(req_id)
+                self._stop_all()  # the last step may have ended some; others keep what they said
             super().close()
         except Exception as error:
             self._switch_off(error)

@@ -174,13 +174,10 @@ def on_a_gpu(monkeypatch):
 
 
 @pytest.mark.parametrize("max_num_logprobs", [None, 0, 1])
-@pytest.mark.parametrize("is_hybrid", [False, True])
-def test_a_step_waits_for_the_device_once(on_a_gpu, max_num_logprobs, is_hybrid):
-    """vLLM's own reads come after ours, and find everything on the host; a hybrid model's state is on the device."""
+def test_a_step_waits_for_the_device_only_where_vllm_reads_it(on_a_gpu, max_num_logprobs):
     outputs = []
     for on_device in (False, True):
         runner = Runner(DRAFTS, TARGETS)
-        runner.model_config = SimpleNamespace(is_hybrid=is_hybrid)
         runner.input_batch.sampling_metadata.max_num_logprobs = max_num_logprobs
         if on_device:
             runner.logits = runner.logits.as_subclass(OnDevice)
@@ -195,10 +192,7 @@ def test_a_step_waits_for_the_device_once(on_a_gpu, max_num_logprobs, is_hybrid)
     plain, waited_before, on_device = outputs
     assert on_device == plain
     assert waited_before == []
-    if not is_hybrid:
-        assert OnDevice.waits == ["event"]
-    else:
-        assert len(OnDevice.waits) == 2 + (6 if max_num_logprobs is not None else 0)
+    assert len(OnDevice.waits) == 2 + (6 if max_num_logprobs is not None else 0)
 
 
 def test_where_scheduling_is_asynchronous_the_last_step_is_counted_by_the_next_call():

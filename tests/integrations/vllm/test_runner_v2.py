@@ -65,11 +65,6 @@ def speculator_of(session, result, features=None):
     speculator.session, speculator.num_draft_tokens = session, {}
     speculator._num_speculative_tokens, speculator._device = 4, torch.device("cpu")
     runner = SimpleNamespace(
-        req_states=SimpleNamespace(
-            req_id_to_index={"c": 1},
-            total_len=SimpleNamespace(gpu=torch.tensor([0, 14, 0, 0])),
-            all_token_ids=SimpleNamespace(gpu=torch.arange(100).reshape(4, 25)),
-        ),
         rollout_spec=SimpleNamespace(
             wants_rejected_targets=True, clock=SimpleNamespace(started=0.0), take_features=lambda: features
         ),
@@ -107,19 +102,7 @@ def test_every_request_gets_its_own_outcome_and_chunks_of_prompts_none():
     assert not speculator.num_draft_tokens
 
 
-@pytest.mark.parametrize("has_features", [False, True])
-def test_what_was_missed_is_read_from_the_runner(has_features):
-    """Drafting was off for some steps: the session has seen 8 of the 14 tokens of c, of which the last 4 are new."""
-    session, drafter = a_session_that_has_seen(a=4, b=5, c=8)
-    session.pause()
-    features = torch.arange(1, 11)[:, None].expand(10, FEATURE_WORDS) if has_features else None
-    assert propose(speculator_of(session, result_of(), features))[3] == [7] * 4
-    assert [(name, new) for name, new, *_ in drafter.extended] == [("a", [3, 9]), ("b", [2]), ("c", [*range(33, 39)])]
-    assert drafter.extended[2][2:] == (([0, 0, 7, 8, 9, 10],) if has_features else ())
-    assert session.drafter.table.arrays.num_tokens[session.live["c"].row] == 14
-
-
-def test_of_a_request_that_goes_on_past_its_end_nothing_is_missed():
+def test_of_a_request_that_goes_on_past_its_end_nothing_is_learned():
     """Behind a server it does so until the front end has told of its stop string."""
     session, drafter = a_session_that_has_seen(a=3)
     session.drafter.table.arrays.is_complete[session.live["a"].row] = True
@@ -129,11 +112,10 @@ def test_of_a_request_that_goes_on_past_its_end_nothing_is_missed():
 
 def test_a_switched_off_session_counts_and_learns_nothing():
     session, drafter = a_session_that_has_seen(a=4, c=10)
-    session.enabled = False
+    session.set_enabled(False)
     speculator = speculator_of(session, result_of())
     assert propose(speculator) == [[0] * 4] * 4
     assert not drafter.extended
-    assert (session.drafter.table.arrays.num_offered == -1).all(), "drafts of before are forgotten"
     assert session.stats.draft_tokens == 5
 
 
