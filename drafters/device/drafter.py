@@ -159,17 +159,18 @@ class DeviceDrafter:
         self._pool_start = max_requests * max_model_len
         self._pool = Pool(max_resident_tokens)
         new = torch.zeros
-        self._text = new(self._pool_start + max_resident_tokens, dtype=torch.int32, device=device)
-        num_kept = self._text.numel() if self.wants_features else 0
-        self._features = new(num_kept, FEATURE_WORDS, dtype=torch.int64, device=device)
-        self._documents = new(num_documents, kernels.FIELDS.value, dtype=torch.int64, device=device)
-        self._members = new(max_requests, 1 + MAX_MEMBERS, dtype=torch.int32, device=device)
-        self._problem_of = new(max_requests, dtype=torch.int32, device=device)
-        self._texts = (self._problem_of, self._members, self._text, self._documents)
+        num_tokens = self._pool_start + max_resident_tokens
+        self._texts = kernels.Texts(
+            problem=new(max_requests, dtype=torch.int32, device=device),
+            members=new(max_requests, 1 + MAX_MEMBERS, dtype=torch.int32, device=device),
+            tokens=new(num_tokens, dtype=torch.int32, device=device),
+            documents=new(num_documents, kernels.FIELDS.value, dtype=torch.int64, device=device),
+            features=new(num_tokens * self.wants_features, FEATURE_WORDS, dtype=torch.int64, device=device),
+        )
         num_drafted = new(max_requests, dtype=torch.int32, device=device)
         drafted = new(max_requests, max_draft_tokens, dtype=torch.int32, device=device)
-        self._last_drafts = (num_drafted, drafted, torch.zeros_like(drafted))
-        self._continued: dict[int, tuple[Tensor, ...]] = {}  # the same of `continue_drafts`, by the tokens given
+        self._last_drafts = kernels.Drafts(num_drafted, drafted, torch.zeros_like(drafted))
+        self._continued: dict[int, kernels.Drafts] = {}  # the same of `continue_drafts`, by the tokens given
         self._counts = new(CELLS, 2, dtype=torch.int32, device=device)
         self._by_source = new(len(SOURCES), 2, dtype=torch.int64, device=device)
 
@@ -355,9 +356,9 @@ class DeviceDrafter:
         """Upload a text to its place in the pool, on a stream of its own."""
         with self._on_side():
             place = slice(self._pool_start + start, self._pool_start + start + tokens.size)
-            self._text[place] = self._upload_array(tokens)
+            self._texts.tokens[place] = self._upload_array(tokens)
             if self.wants_features:
-                self._features[place] = self._upload_array(features)
+                self._texts.features[place] = self._upload_array(features)
 
     def begin_policy_version(self, version: int) -> None:
         """Announce that requests started from now on are sampled by a new policy.
@@ -387,8 +388,8 @@ class DeviceDrafter:
         Args:
             num_given_tokens: M of `continue_drafts`; 0: it will not be called.
         """
-        features = torch.zeros_like(self._features[:1])
-        most = self._problem_of.numel()
+        features = torch.zeros_like(self._texts.features[:1])
+        most = self._texts.problem.numel()
         for batch in sorted({1, most, *(kernels.TARGET_PROGRAMS // n for n in kernels.SPLITS)}):
             if 1 <= batch <= most:
                 slots = torch.arange(batch, dtype=slots_dtype, device=self._device)
@@ -402,7 +403,7 @@ class DeviceDrafter:
         row[0, 1] = self._free_documents[0]
         stops = np.full((1, 1), -1, np.int32)
         rows = self._upload_array(row), self._upload_array(stops)
-        kernels.retire(*rows, self._text, self._documents, self._features)
+        kernels.retire(*rows, self._texts)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -464,23 +465,14 @@ class DeviceDrafter:
         """`propose` without uploading changed tables; can be captured in a CUDA graph."""
         first_rows = slots if first_rows is None else first_rows
         self._extend(slots, history, total_len, features, first_rows, num_sampled)
-        keys = kernels.scan(slots, num_sampled, *self._texts)
+        keys = kernels.scan(slots, num_sampled, self._texts)
         return self._draft(slots, keys, seeds, temperature, self._last_drafts)
 
     def _draft(
-        self, slots: Tensor, keys: Tensor, seeds: Tensor, temperature: Tensor, last_drafts: tuple[Tensor, ...]
+        self, slots: Tensor, keys: Tensor, seeds: Tensor, temperature: Tensor, last_drafts: kernels.Drafts
     ) -> tuple[Tensor, Tensor]:
-        return kernels.draft(
-            slots,
-            keys,
-            *self._texts,
-            seeds,
-            temperature,
-            self._counts,
-            *last_drafts,
-            features=self._features,
-            use_noise=self._use_noise,
-        )
+        arguments = slots, keys, self._texts, seeds, temperature, self._counts, last_drafts
+        return kernels.draft(*arguments, use_noise=self._use_noise)
 
     def continue_drafts(
         self, slots: Tensor, wanted: Tensor, token_ids: Tensor, seeds: Tensor, temperature: Tensor
@@ -503,12 +495,12 @@ class DeviceDrafter:
         scratch = self._continued.get(num_given)
         if scratch is None:
             num_drafted, *others = (torch.zeros_like(tensor) for tensor in self._last_drafts)
-            scratch = (num_drafted, *(tensor[:, num_given:].contiguous() for tensor in others))
+            scratch = kernels.Drafts(num_drafted, *(tensor[:, num_given:].contiguous() for tensor in others))
             self._continued[num_given] = scratch
         lengthened = torch.empty_like(wanted)
-        arguments = slots, wanted, token_ids, self._max_model_len, self._text, self._documents, self._features
+        arguments = slots, wanted, token_ids, self._max_model_len, self._texts
         kernels.lengthen(*arguments, lengthened, shorten=False)
-        keys = kernels.scan(slots, lengthened, *self._texts)
+        keys = kernels.scan(slots, lengthened, self._texts)
         drafted = self._draft(slots, keys, seeds, temperature, scratch)
         kernels.lengthen(*arguments, lengthened, shorten=True)
         return drafted
@@ -522,21 +514,8 @@ class DeviceDrafter:
         first_rows: Tensor,
         num_sampled: Tensor,
     ) -> None:
-        kernels.extend(
-            slots,
-            history,
-            total_len,
-            self._max_model_len,
-            self._text,
-            self._documents,
-            *self._last_drafts,
-            self._counts,
-            self._by_source,
-            self._features,
-            features,
-            first_rows,
-            num_sampled,
-        )
+        texts = self._max_model_len, self._texts, self._last_drafts, self._counts, self._by_source
+        kernels.extend(slots, history, total_len, *texts, features, first_rows, num_sampled)
 
     # -- what is known about it --------------------------------------------------------------------------------------
 
@@ -566,8 +545,7 @@ class DeviceDrafter:
 
     def memory_bytes(self) -> int:
         """Bytes on the device and of history on the host."""
-        tensors = [self._text, self._documents, self._members, self._problem_of]
-        tensors += [*self._last_drafts, self._counts, self._by_source, self._features]
+        tensors = [*self._texts, *self._last_drafts, self._counts, self._by_source]
         tensors += [tensor for scratch in self._continued.values() for tensor in scratch]
         per_token = 4 + (8 * FEATURE_WORDS if self.wants_features else 0)
         return sum(t.numel() * t.element_size() for t in tensors) + per_token * self._archive.num_tokens
@@ -582,7 +560,7 @@ class DeviceDrafter:
         for start, size in sorted([*places, *self._pool.gaps]):
             assert start == end, "the pool has a hole or an overlap"
             end = start + size
-        assert self._pool_start + end == self._text.numel(), "the pool lost its end"
+        assert self._pool_start + end == self._texts.tokens.numel(), "the pool lost its end"
         for problem in self._problems.values():
             live = {slot for slot, request in self._live.items() if request.problem is problem}
             assert problem.num_live == len(live), "live requests"
@@ -659,12 +637,12 @@ class DeviceDrafter:
             must_stop = min(live.prompt_length + request.max_tokens, 2**31 - 1)
             rows[n] = (request.slot, document, self._pool_start + start, capacity, may_stop, must_stop)
         uploaded = self._upload_array(rows), self._upload_array(stops)
-        kernels.retire(*uploaded, self._text, self._documents, self._features)
+        kernels.retire(*uploaded, self._texts)
         with self._on_side():
             copies = []
             for document, (_, live, start, capacity) in retired.items():
                 place = slice(self._pool_start + start, self._pool_start + start + capacity)
-                parts = self._text[place], self._features[place], self._documents[document]
+                parts = self._texts.tokens[place], self._texts.features[place], self._texts.documents[document]
                 copies.append((live, *map(copy_to_host, parts)))
             copied = None
             if self._side is not None:
@@ -724,10 +702,10 @@ class DeviceDrafter:
             torch.cuda.current_stream(self._device).wait_stream(self._side)
             self._side_is_ahead = False
         if self._changed_documents:
-            self._write(self._documents, self._changed_documents)
+            self._write(self._texts.documents, self._changed_documents)
             self._changed_documents = {}
         if self._changed_slots:
-            self._write(self._problem_of, self._changed_slots)
+            self._write(self._texts.problem, self._changed_slots)
             self._changed_slots = {}
         if self._changed_problems:
             rows = np.zeros((len(self._changed_problems), 1 + MAX_MEMBERS), np.int32)
@@ -735,7 +713,7 @@ class DeviceDrafter:
                 members = problem.scanned_members()
                 row[0] = len(members)
                 row[1 : 1 + len(members)] = members
-            self._write(self._members, dict(zip(self._changed_problems, rows, strict=True)))
+            self._write(self._texts.members, dict(zip(self._changed_problems, rows, strict=True)))
             self._changed_problems = {}
 
     def _write(self, table: Tensor, rows: Mapping[int, object]) -> None:

@@ -9,6 +9,8 @@ and sizes that change are read from memory, so a step can be captured in a CUDA 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -68,6 +70,32 @@ NOT_KEPT, UNKNOWN, GIVEN = (tl.constexpr(i) for i in range(3))
 """What `_extend_kernel` knows of the features of the new tokens."""
 
 
+class Texts(NamedTuple):
+    """What requests and ended rollouts have said, and which of them belong together."""
+
+    problem: Tensor
+    """int32 [R], each slot's row in `members`."""
+    members: Tensor
+    """int32 [P, 1 + most members]: how many documents a problem has, and which, newest first."""
+    tokens: Tensor
+    """int32 [T], a row for each slot, then the pool of ended rollouts."""
+    documents: Tensor
+    """int64 [D, FIELDS]; those of live requests are numbered by slot."""
+    features: Tensor
+    """int64 [T, FEATURE_WORDS], what the target saw at each token; of length 0 where it is not kept."""
+
+
+class Drafts(NamedTuple):
+    """The last drafts of all slots."""
+
+    lengths: Tensor
+    """int32 [R]."""
+    tokens: Tensor
+    """int32 [R, K]."""
+    cells: Tensor
+    """int32 [R, K], by what each token is graded: cell * NUM_SOURCES + source."""
+
+
 @triton.jit(do_not_specialize=["history_stride", "row_size"])
 def _extend_kernel(
     slots_ptr,  # int32 [B]
@@ -75,14 +103,14 @@ def _extend_kernel(
     history_stride,
     total_len_ptr,  # int32 [R]: how many there are
     row_size,  # most tokens of a live request in the text
-    text_ptr,  # int32 [T]
-    documents_ptr,  # int64 [D, FIELDS]; those of live requests are numbered by slot
-    num_drafted_ptr,  # int32 [R], and the two below, [R, K]: the last drafts
-    drafted_ptr,  # int32
-    cells_ptr,  # int32: cell * NUM_SOURCES + source
+    text_ptr,  # of `Texts`, and the next one
+    documents_ptr,
+    num_drafted_ptr,  # `Drafts`
+    drafted_ptr,
+    cells_ptr,
     counts_ptr,  # int32 [cells, 2]: trials and hits
     by_source_ptr,  # int64 [NUM_SOURCES, 2]; only for reports, so never halved
-    features_ptr,  # int64 [T, FEATURE_WORDS]
+    features_ptr,  # of `Texts`
     new_features_ptr,  # int64 [N, FEATURE_WORDS], of the tokens that each row of the step's logits says
     first_rows_ptr,  # int32 [B]: the first of each request's rows
     num_sampled_ptr,  # int32 [B]: how many of its last tokens come from them
@@ -141,9 +169,9 @@ def _lengthen_kernel(
     tokens_ptr,  # int64 [B, M], tokens_stride
     tokens_stride,
     row_size,  # most tokens of a live request in the text
-    text_ptr,  # int32 [T]
-    documents_ptr,  # int64 [D, FIELDS]
-    features_ptr,  # int64 [T, FEATURE_WORDS]
+    text_ptr,  # the last three of `Texts`
+    documents_ptr,
+    features_ptr,
     lengthened_ptr,  # int32 [B], written: 1 where the text was lengthened; read where it is shortened again
     SHORTEN: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -225,11 +253,11 @@ def _join(key, start, rank, TILE: tl.constexpr):
 def _scan_kernel(
     slots_ptr,  # int32 [B]
     num_sampled_ptr,  # int32 [B], 0: nothing is drafted for the request
-    problem_ptr,  # int32 [R]
-    members_ptr,  # int32 [P, members_stride]: how many documents a problem has, and which, newest first
+    problem_ptr,  # the first four of `Texts`
+    members_ptr,
+    text_ptr,
+    documents_ptr,
     members_stride,
-    text_ptr,  # int32 [T]
-    documents_ptr,  # int64 [D, FIELDS]
     keys_ptr,  # int64 [B, splits, MAX_CANDIDATES], written
     doc_splits,
     TILE_SPLITS: tl.constexpr,
@@ -310,7 +338,7 @@ def _count_bits(word):
 
 @triton.jit
 def _by_similarity(mine, theirs, alive):
-    """See `propose._compare_states`.
+    """See `voting.compare_states`.
 
     Args:
         mine: Where the request's last signature is.
@@ -362,7 +390,7 @@ def _remembered(theirs, token, alive, is_stored):
 
 @triton.jit
 def _shares(alive, length, votes):
-    """(each candidate's factor by its match length, probability that no candidate is right); see `propose._blend`."""
+    """(each candidate's factor by its match length, probability that no candidate is right); see `voting.blend`."""
     lane = tl.arange(0, MAX_CANDIDATES)
     # The first candidate of a length stands for it.
     earlier = alive[None, :] & (lane[None, :] < lane[:, None]) & (length[None, :] == length[:, None])
@@ -376,23 +404,84 @@ def _shares(alive, length, votes):
 
 
 @triton.jit
+def _candidates(matches, alive, slot, members_ptr, documents_ptr):
+    """Where the matches are: (length, position, whether in the request's own text, offset and length of the document,
+    source, weight)."""
+    length = (matches >> LENGTH_SHIFT).to(tl.int32)
+    number = (((matches >> RANK_SHIFT) & MAX_RANK) ^ MAX_RANK).to(tl.int32)
+    position = (matches & 0xFFFFFFFF).to(tl.int32)
+    is_own = number == 0
+    member = tl.load(members_ptr + number, mask=alive & ~is_own, other=0).to(tl.int64)
+    fields = documents_ptr + tl.where(is_own, slot, member) * FIELDS
+    offset, limit = tl.load(fields + OFFSET), tl.load(fields + LENGTH).to(tl.int32)
+    is_output = position >= tl.load(fields + PROMPT).to(tl.int32)
+    source = tl.where(is_own, tl.where(is_output, OWN, PROMPT_TEXT), SIBLING)
+    weight = tl.where(is_own, tl.where(is_output, OWN_WEIGHT, PROMPT_WEIGHT), SIBLING_WEIGHT)
+    return length, position, is_own, offset, limit, source, weight
+
+
+@triton.jit
+def _join_votes(choices, shares, is_choice, NUM_CHOICES: tl.constexpr):
+    """Sum what was voted for each token: (mass, whether it is the first choice of its token, number of tokens)."""
+    lane = tl.arange(0, NUM_CHOICES)
+    largest = tl.max(choices)
+    mass = tl.zeros([NUM_CHOICES], tl.float32) + tl.sum(shares)
+    num_tokens = tl.full([], 1, tl.int32)
+    if tl.min(tl.where(is_choice, choices, largest)) < largest:  # more than one distinct token
+        same = choices[None, :] == choices[:, None]
+        mass = tl.sum(tl.where(same, shares[None, :], 0.0), 1)
+        earlier = same & (lane[None, :] < lane[:, None])
+        is_choice &= tl.sum(earlier.to(tl.int32), 1) == 0
+        num_tokens = tl.sum(is_choice.to(tl.int32))
+    else:
+        is_choice = lane == tl.argmax(choices, 0)
+    return mass, is_choice, num_tokens
+
+
+@triton.jit
+def _choose(choices, mass, is_choice, num_tokens, no_choice, coupled, seed, position, NUM_CHOICES: tl.constexpr):
+    """(the token that is drafted, with the target's noise if `coupled`; the probability that the target agrees)."""
+    lane = tl.arange(0, NUM_CHOICES)
+    if coupled & (num_tokens > 1):
+        state = row_state(seed, position.to(tl.int64), DOMAIN)
+        noises = gumbel(finish_hash(unfinished_hash(state, token_key(choices.to(tl.uint32)))))
+        log_mass = tl.log(tl.where(is_choice, mass, 1.0))
+        score = tl.where(is_choice, log_mass + noises, float("-inf"))
+        best = tl.argmax(score, 0)
+        lead = tl.max(score) - tl.max(tl.where(lane == best, float("-inf"), score))
+        expected = (1.0 - no_choice) / (1.0 + tl.exp(-lead))
+    else:
+        best = tl.argmax(tl.where(is_choice, mass, -1.0), 0)
+        expected = tl.where(coupled, 1.0 - no_choice, tl.sum(tl.where(lane == best, mass, 0.0)))
+    return tl.sum(tl.where(lane == best, choices, 0)), expected
+
+
+@triton.jit
+def _cell(coupled, expected, longest):
+    """The cell of `vote.CELLS` whose outcomes calibrate a drafted token."""
+    from_one = tl.maximum(1.0 - expected, MIN_DISTANCE_FROM_ONE)
+    probability_bin = tl.minimum((tl.log2(from_one) * -BINS_PER_HALVING).to(tl.int32), PROBABILITY_BINS - 1)
+    return (coupled.to(tl.int32) * PROBABILITY_BINS + probability_bin) * LENGTH_BINS + _length_bin(longest)
+
+
+@triton.jit
 def _draft_kernel(
     slots_ptr,  # int32 [B]
     keys_ptr,  # int64 [B, splits, MAX_CANDIDATES]
-    problem_ptr,  # int32 [R]
-    members_ptr,  # int32 [P, members_stride]
+    problem_ptr,  # `Texts`
+    members_ptr,
+    text_ptr,
+    documents_ptr,
+    features_ptr,
     members_stride,
-    text_ptr,  # int32 [T]
-    documents_ptr,  # int64 [D, FIELDS]
     seeds_ptr,  # int64 [R]
     temperature_ptr,  # float32 [R]
     counts_ptr,  # int32, see `_extend_kernel`
-    num_drafted_ptr,  # int32 [R], written, and the two below
-    drafted_ptr,  # int32 [R, K]
-    cells_ptr,  # int32 [R, K]
+    num_drafted_ptr,  # `Drafts`, written
+    drafted_ptr,
+    cells_ptr,
     output_ptr,  # int64 [B, K], written: the drafts; positions without one repeat the last token
     rates_ptr,  # float32 [B, K], written
-    features_ptr,  # int64 [T, FEATURE_WORDS]
     FEATURES: tl.constexpr,  # whether they are kept
     USE_NOISE: tl.constexpr,
     K: tl.constexpr,
@@ -404,32 +493,19 @@ def _draft_kernel(
     matches, count = _best_matches(tl.load(keys_ptr + row * NUM_KEYS + tl.arange(0, NUM_KEYS)))
     lane, j = tl.arange(0, MAX_CANDIDATES), tl.arange(0, WIDTH)
     NUM_CHOICES: tl.constexpr = MAX_CANDIDATES * (TOP_TOKENS + 1) if FEATURES else MAX_CANDIDATES
-    choice_lane = tl.arange(0, NUM_CHOICES)
     alive = lane < count
-
     own = documents_ptr + slot * FIELDS
     own_offset, own_length = tl.load(own + OFFSET), tl.load(own + LENGTH).to(tl.int32)
-    length = (matches >> LENGTH_SHIFT).to(tl.int32)
-    number = (((matches >> RANK_SHIFT) & MAX_RANK) ^ MAX_RANK).to(tl.int32)
-    position = (matches & 0xFFFFFFFF).to(tl.int32)
-    is_own = number == 0
     members_ptr += tl.load(problem_ptr + slot).to(tl.int64) * members_stride
-    member = tl.load(members_ptr + number, mask=alive & ~is_own, other=0).to(tl.int64)
-    fields = documents_ptr + tl.where(is_own, slot, member) * FIELDS
-    offset = tl.load(fields + OFFSET)
-    theirs = text_ptr + offset
-    limit = tl.load(fields + LENGTH).to(tl.int32)
-    prompt = tl.load(fields + PROMPT).to(tl.int32)
-
-    source = tl.where(is_own, tl.where(position >= prompt, OWN, PROMPT_TEXT), SIBLING)
-    weight = tl.where(is_own, tl.where(position >= prompt, OWN_WEIGHT, PROMPT_WEIGHT), SIBLING_WEIGHT)
+    length, position, is_own, offset, limit, source, weight = _candidates(
+        matches, alive, slot, members_ptr, documents_ptr
+    )
     if FEATURES:
         last = features_ptr + (own_offset + tl.maximum(own_length - 1, 0)) * FEATURE_WORDS
         before = features_ptr + (offset + position - 1) * FEATURE_WORDS
         similarity, alive = _by_similarity(last, before, alive)
         weight *= similarity
         count = tl.sum(alive.to(tl.int32))
-
     coupled = (tl.load(temperature_ptr + slot) > 0.0) & USE_NOISE
     seed = tl.load(seeds_ptr + slot)
 
@@ -442,7 +518,7 @@ def _draft_kernel(
         in_draft = position - own_length
         of_draft = tl.sum(tl.where(in_draft[:, None] == j[None, :], draft[None, :], 0), 1)
         is_stored = alive & ((position < own_length) | ~is_own)
-        token = tl.where(is_stored, tl.load(theirs + position, mask=is_stored, other=0), of_draft)
+        token = tl.where(is_stored, tl.load(text_ptr + offset + position, mask=is_stored, other=0), of_draft)
         if FEATURES:
             their_features = features_ptr + (offset + position) * FEATURE_WORDS
             tops, probability, is_vote, unheld = _remembered(their_features, token, alive, is_stored)
@@ -452,44 +528,19 @@ def _draft_kernel(
             no_choice = tl.minimum(left + tl.sum(votes * share * unheld), 1.0)
         else:
             choices, shares_of, is_choice, no_choice = token, votes * share, alive, left
-        choices = tl.where(is_choice, choices, -1 - choice_lane)  # what is no choice equals no other
-
-        chosen = tl.max(choices)
-        mass = tl.zeros([NUM_CHOICES], tl.float32) + tl.sum(shares_of)
-        num_choices = tl.full([], 1, tl.int32)
-        if tl.min(tl.where(is_choice, choices, chosen)) < chosen:  # more than one distinct token
-            same = choices[None, :] == choices[:, None]
-            mass = tl.sum(tl.where(same, shares_of[None, :], 0.0), 1)
-            earlier = same & (choice_lane[None, :] < choice_lane[:, None])
-            is_choice &= tl.sum(earlier.to(tl.int32), 1) == 0
-            num_choices = tl.sum(is_choice.to(tl.int32))
-        else:
-            is_choice = choice_lane == tl.argmax(choices, 0)
-
-        at = slot * K + num
-        if coupled & (num_choices > 1):
-            state = row_state(seed, (own_length - 1 + num).to(tl.int64), DOMAIN)
-            noises = gumbel(finish_hash(unfinished_hash(state, token_key(choices.to(tl.uint32)))))
-            log_mass = tl.log(tl.where(is_choice, mass, 1.0))
-            score = tl.where(is_choice, log_mass + noises, float("-inf"))
-            best = tl.argmax(score, 0)
-            lead = tl.max(score) - tl.max(tl.where(choice_lane == best, float("-inf"), score))
-            expected = (1.0 - no_choice) / (1.0 + tl.exp(-lead))
-        else:
-            best = tl.argmax(tl.where(is_choice, mass, -1.0), 0)
-            expected = tl.where(coupled, 1.0 - no_choice, tl.sum(tl.where(choice_lane == best, mass, 0.0)))
-        chosen = tl.sum(tl.where(choice_lane == best, choices, 0))
+        choices = tl.where(is_choice, choices, -1 - tl.arange(0, NUM_CHOICES))  # what is no choice equals no other
+        mass, is_choice, num_tokens = _join_votes(choices, shares_of, is_choice, NUM_CHOICES)
+        at = own_length - 1 + num
+        chosen, expected = _choose(choices, mass, is_choice, num_tokens, no_choice, coupled, seed, at, NUM_CHOICES)
 
         agrees = alive & (token == chosen)
         # Where it was remembered, but another one was said, it is the heaviest candidate's of all.
         has_origin = agrees | (alive & (tl.sum(agrees.to(tl.int32)) == 0))
         heaviest = tl.argmax(tl.where(has_origin, weight, -1.0), 0)
-        from_one = tl.maximum(1.0 - expected, MIN_DISTANCE_FROM_ONE)
-        probability_bin = tl.minimum((tl.log2(from_one) * -BINS_PER_HALVING).to(tl.int32), PROBABILITY_BINS - 1)
         longest = tl.max(tl.where(alive, length, 0))
-        cell = (coupled.to(tl.int32) * PROBABILITY_BINS + probability_bin) * LENGTH_BINS + _length_bin(longest)
-        tl.store(drafted_ptr + at, chosen)
-        tl.store(cells_ptr + at, cell * NUM_SOURCES + tl.sum(tl.where(lane == heaviest, source, 0)))
+        cell = _cell(coupled, expected, longest)
+        tl.store(drafted_ptr + slot * K + num, chosen)
+        tl.store(cells_ptr + slot * K + num, cell * NUM_SOURCES + tl.sum(tl.where(lane == heaviest, source, 0)))
         tl.store(output_ptr + row * K + num, chosen.to(tl.int64))
         tl.store(rates_ptr + row * K + num, _rate(counts_ptr, cell, expected))
 
@@ -518,9 +569,9 @@ def _retire_kernel(
     rows_ptr,  # int64 [N, ROW]; see RETIRED_FIELDS
     stops_ptr,  # int32 [N, num_stops]: tokens that end the request, -1: unused
     num_stops,
-    text_ptr,  # int32 [T]
-    documents_ptr,  # int64 [D, FIELDS]
-    features_ptr,  # int64 [T, FEATURE_WORDS]
+    text_ptr,  # the last three of `Texts`
+    documents_ptr,
+    features_ptr,
     FEATURES: tl.constexpr,  # whether they are kept
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -564,23 +615,19 @@ def extend(
     history: Tensor,
     total_len: Tensor,
     row_size: int,
-    text: Tensor,
-    documents: Tensor,
-    num_drafted: Tensor,
-    drafted: Tensor,
-    cells: Tensor,
+    texts: Texts,
+    last: Drafts,
     counts: Tensor,
     by_source: Tensor,
-    features: Tensor,
     new_features: Tensor | None,
     first_rows: Tensor,
     num_sampled: Tensor,
 ) -> None:
-    """Copy the new tokens of `slots` to `text`, and count their last drafts' outcomes.
+    """Copy the new tokens of `slots` to their texts, and count their last drafts' outcomes.
 
-    Arguments as of the kernel. features: of length 0 where none are kept. new_features: None where they are not known.
+    Arguments as of the kernel. new_features: None where they are not known.
     """
-    k = drafted.shape[1]
+    k, features = last.tokens.shape[1], texts.features
     known = NOT_KEPT if not features.shape[0] else UNKNOWN if new_features is None else GIVEN
     _extend_kernel[(slots.shape[0],)](
         slots,
@@ -588,11 +635,9 @@ def extend(
         history.stride(0),
         total_len,
         row_size,
-        text,
-        documents,
-        num_drafted,
-        drafted,
-        cells,
+        texts.tokens,
+        texts.documents,
+        *last,
         counts,
         by_source,
         features,
@@ -608,16 +653,7 @@ def extend(
 
 
 def lengthen(
-    slots: Tensor,
-    wanted: Tensor,
-    tokens: Tensor,
-    row_size: int,
-    text: Tensor,
-    documents: Tensor,
-    features: Tensor,
-    lengthened: Tensor,
-    *,
-    shorten: bool,
+    slots: Tensor, wanted: Tensor, tokens: Tensor, row_size: int, texts: Texts, lengthened: Tensor, *, shorten: bool
 ) -> None:
     """Append tokens that may come to the texts of `slots`, or take them away again. Arguments as of the kernel."""
     m = tokens.shape[1]
@@ -627,12 +663,10 @@ def lengthen(
         tokens,
         tokens.stride(0),
         row_size,
-        text,
-        documents,
-        features,
+        *texts[2:],
         lengthened,
         SHORTEN=shorten,
-        FEATURES=features.shape[0] > 0,
+        FEATURES=texts.features.shape[0] > 0,
         M=m,
         WIDTH=triton.next_power_of_2(m),
         num_warps=1,
@@ -654,26 +688,16 @@ def num_splits(batch: int) -> int:
     return max((n for n in SPLITS if n * batch <= TARGET_PROGRAMS), default=SPLITS[0])
 
 
-def scan(
-    slots: Tensor,
-    num_sampled: Tensor,
-    problem: Tensor,
-    members: Tensor,
-    text: Tensor,
-    documents: Tensor,
-) -> Tensor:
+def scan(slots: Tensor, num_sampled: Tensor, texts: Texts) -> Tensor:
     """The best matches that each program found: int64 [B, splits, MAX_CANDIDATES]. Arguments as of the kernel."""
     batch = slots.shape[0]
     splits = num_splits(batch)
-    keys = torch.empty(batch, splits, MAX_CANDIDATES.value, dtype=torch.int64, device=text.device)
+    keys = torch.empty(batch, splits, MAX_CANDIDATES.value, dtype=torch.int64, device=slots.device)
     _scan_kernel[(batch, splits)](
         slots,
         num_sampled,
-        problem,
-        members,
-        members.stride(0),
-        text,
-        documents,
+        *texts[:4],
+        texts.members.stride(0),
         keys,
         splits // TILE_SPLITS,
         TILE_SPLITS=TILE_SPLITS,
@@ -686,49 +710,38 @@ def scan(
 def draft(
     slots: Tensor,
     keys: Tensor,
-    problem: Tensor,
-    members: Tensor,
-    text: Tensor,
-    documents: Tensor,
+    texts: Texts,
     seeds: Tensor,
     temperature: Tensor,
     counts: Tensor,
-    num_drafted: Tensor,
-    drafted: Tensor,
-    cells: Tensor,
+    last: Drafts,
     *,
-    features: Tensor,
     use_noise: bool,
 ) -> tuple[Tensor, Tensor]:
     """Draft from the matches. Returns (tokens int64 [B, K], rates float32 [B, K]). Arguments as of the kernel."""
-    batch, k = slots.shape[0], drafted.shape[1]
-    output = torch.empty(batch, k, dtype=torch.int64, device=text.device)
-    rates = torch.empty(batch, k, dtype=torch.float32, device=text.device)
+    batch, k = slots.shape[0], last.tokens.shape[1]
+    has_features = texts.features.shape[0] > 0
+    output = torch.empty(batch, k, dtype=torch.int64, device=slots.device)
+    rates = torch.empty(batch, k, dtype=torch.float32, device=slots.device)
     _draft_kernel[(batch,)](
         slots,
         keys,
-        problem,
-        members,
-        members.stride(0),
-        text,
-        documents,
+        *texts,
+        texts.members.stride(0),
         seeds,
         temperature,
         counts,
-        num_drafted,
-        drafted,
-        cells,
+        *last,
         output,
         rates,
-        features,
-        FEATURES=features.shape[0] > 0,
+        FEATURES=has_features,
         USE_NOISE=use_noise,
         K=k,
         WIDTH=triton.next_power_of_2(k),
         NUM_KEYS=keys.shape[1] * keys.shape[2],
         # As many lanes are compared with each other as there are choices. 8 warps would spill nothing, where 4 spill
         # some 200 bytes, but would issue four times as many instructions.
-        num_warps=4 if features.shape[0] > 0 else 1,
+        num_warps=4 if has_features else 1,
         # A product that is added to another lane's within a fused multiply-add is not rounded, the other one is: lanes
         # would get sums that differ in their last bit, and which of them is stored would be up to the hardware.
         enable_fp_fusion=False,
@@ -736,16 +749,14 @@ def draft(
     return output, rates
 
 
-def retire(rows: Tensor, stops: Tensor, text: Tensor, documents: Tensor, features: Tensor) -> None:
+def retire(rows: Tensor, stops: Tensor, texts: Texts) -> None:
     """Copy ended requests' last MAX_DEPTH prompt tokens and output to the pool. Arguments as of the kernel."""
     _retire_kernel[(rows.shape[0],)](
         rows,
         stops,
         stops.shape[1],
-        text,
-        documents,
-        features,
-        FEATURES=features.shape[0] > 0,
+        *texts[2:],
+        FEATURES=texts.features.shape[0] > 0,
         ROW=rows.shape[1],
         BLOCK=TILE,
         num_warps=4,

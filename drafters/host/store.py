@@ -203,7 +203,7 @@ class TextStore:
         self.arrays = TextArrays(
             tokens=np.zeros(pages * PAGE_TOKENS, np.int32),
             pages=np.full((pages, 4), -1, np.int32),
-            documents=np.full((documents, 7), -1, np.int32),
+            documents=np.full((documents, 6), -1, np.int32),
             free_pages=np.arange(pages - 1, -1, -1, dtype=np.int32),
             counts=np.array([pages, 0], np.int64),
             features=no_features(0),

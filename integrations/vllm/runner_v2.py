@@ -45,7 +45,7 @@ from rollout_spec.integrations.vllm.sampling import (
     verifier_scores,
 )
 from rollout_spec.integrations.vllm.session import HostSession
-from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, Int32Array, VerifyResult
+from rollout_spec.types import PLACEHOLDER_TOKEN_ID, Drafts, VerifyResult
 from rollout_spec.verify import kernel
 from rollout_spec.verify.layout import Layout
 from rollout_spec.verify.reference import scaled

@@ -285,11 +285,12 @@ class HostSession(Session):
     # -- which requests are alive ------------------------------------------------------------------------------------
 
     def start_requests(self, requests: Iterable[Any]) -> None:
-        """See `Session`. Those that start while it is not enabled are not drafted for, nor are prompts of embeddings."""
+        """See `Session`. While it is not enabled, none is started; nor are prompts of embeddings ever."""
         with_tokens = [request for request in requests if request.prompt_token_ids is not None]
         if with_tokens and self.enabled:
             started = time.perf_counter()
-            self._ask(lambda: [self._start(request) for request in with_tokens])
+            for request in with_tokens:
+                self._ask(lambda: self._start(request))  # noqa: B023
             self.stats.index_seconds += time.perf_counter() - started
 
     def finish_requests(self, finished: Iterable[str], preempted: Iterable[str]) -> None:

@@ -218,12 +218,12 @@ def check_pool(drafter):
     """Every text in the pool is one that ended in its problem, and no document is lost."""
     drafter._publish()
     num_held = sum(len(problem.pieces) for problem in drafter._problems.values())
-    assert num_held + len(drafter._free_documents) == len(drafter._documents) - len(drafter._problem_of)
+    assert num_held + len(drafter._free_documents) == len(drafter._texts.documents) - len(drafter._texts.problem)
     for problem in drafter._problems.values():
         ended = [rollout.read()[0].tolist() for rollout in drafter._archive.newest_first(problem.problem_id)]
         for document in problem.pieces:
-            start, length = drafter._documents[document, :2].tolist()
-            text = drafter._text[start : start + length].tolist()
+            start, length = drafter._texts.documents[document, :2].tolist()
+            text = drafter._texts.tokens[start : start + length].tolist()
             assert text in ended
             ended.remove(text)
 
@@ -292,8 +292,10 @@ def test_the_newest_rollouts_stay_on_the_host_and_come_back_first():
 def resident(drafter, problem):
     """The texts of a problem's ended rollouts on the device, newest first."""
     drafter._publish()
-    places = [drafter._documents[document, :2].tolist() for document in problem.members if document in problem.pieces]
-    return [drafter._text[start : start + length].tolist() for start, length in places]
+    places = [
+        drafter._texts.documents[document, :2].tolist() for document in problem.members if document in problem.pieces
+    ]
+    return [drafter._texts.tokens[start : start + length].tolist() for start, length in places]
 
 
 @pytest.mark.parametrize("bound", ["max_problem_tokens", "max_resident_tokens"])
@@ -404,8 +406,8 @@ def test_a_text_longer_than_its_row_stays_in_it():
     drafter.start_request(1, [1])
     total_len = torch.tensor([2 * MAX_LEN, 1, 0, 0, 0, 0], dtype=torch.int32)
     drafter.extend(torch.tensor([1, 0], dtype=torch.int32), history, total_len)
-    assert drafter._text[MAX_LEN] == 0
-    assert drafter._text[MAX_LEN - 1] == MAX_LEN - 1
+    assert drafter._texts.tokens[MAX_LEN] == 0
+    assert drafter._texts.tokens[MAX_LEN - 1] == MAX_LEN - 1
 
 
 @pytest.mark.parametrize("features", [False, True])
@@ -466,7 +468,7 @@ def test_live_requests_are_looked_at_before_rollouts_from_elsewhere():
     engine.commit(own, [8, 9, 5])
     engine.drafter._publish()
     problem = engine.drafter._live[engine.live[own]].problem
-    row = engine.drafter._members[problem.row].tolist()
+    row = engine.drafter._texts.members[problem.row].tolist()
     assert row[0] == device.MAX_MEMBERS
     assert row[-2:] == [engine.live[sibling], engine.live[own]]
     newest = [document for document in problem.members if document in problem.pieces]
