@@ -52,9 +52,6 @@ class Drafter(Protocol):
     def extend(self, req_id: str, new_token_ids: Tokens) -> None:
         """Append sampled tokens that the request keeps. Siblings can be drafted from them from the next `propose` on.
 
-        A drafter with an attribute `wants_features` that is true gets one more argument where it is known what the
-        target saw, these tokens' `rollout_spec.features`.
-
         Raises:
             ValueError: `req_id` is not live, or a token is negative.
         """

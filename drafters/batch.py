@@ -11,7 +11,6 @@ from rollout_spec.drafters.base import BatchDrafter, Drafter, Tokens
 from rollout_spec.drafters.host import step
 from rollout_spec.drafters.host.requests import RequestTable
 from rollout_spec.drafters.host.step import Learned, Sampled, StepOptions
-from rollout_spec.features.format import Features, no_features
 
 
 def as_batch_drafter(drafter: Drafter, max_draft_tokens: int) -> BatchDrafter:
@@ -33,6 +32,8 @@ def as_batch_drafter(drafter: Drafter, max_draft_tokens: int) -> BatchDrafter:
 class _OneByOne:
     """A `BatchDrafter` around a `Drafter`, all of whose other methods are the latter's."""
 
+    wants_features = wants_rejected_targets = False
+
     def __init__(self, drafter: Drafter, max_draft_tokens: int) -> None:
         self.table = RequestTable(max_draft_tokens)
         self._drafter = drafter
@@ -53,9 +54,9 @@ class _OneByOne:
         del self._req_ids[row]
         self.table.stop(row)
 
-    def extend(self, req_id: str, new_token_ids: Tokens, *features: Features) -> None:
-        row, extend = self.row_of(req_id), cast(Any, self._drafter.extend)
-        extend(req_id, new_token_ids, *features)
+    def extend(self, req_id: str, new_token_ids: Tokens) -> None:
+        row = self.row_of(req_id)
+        self._drafter.extend(req_id, new_token_ids)
         self.table.arrays.num_tokens[row] += len(new_token_ids)
 
     def row_of(self, req_id: str) -> int:
@@ -70,9 +71,7 @@ class _OneByOne:
         for i, (row, batch_row) in enumerate(zip(sampled.rows.tolist(), sampled.batch_rows.tolist(), strict=True)):
             start, end = (int(n - sampled.first[batch_row]) for n in (before[i], requests.num_tokens[row]))
             if start < end:
-                num_new = int(sampled.lengths[batch_row] - before[i])
-                features = self._features(sampled, batch_row, num_new, end - start)
-                self._drafter.extend(self._req_ids[row], sampled.token_ids[batch_row, start:end].tolist(), *features)
+                self._drafter.extend(self._req_ids[row], sampled.token_ids[batch_row, start:end].tolist())
         return learned
 
     def update_index(self) -> None:
@@ -102,17 +101,3 @@ class _OneByOne:
             drafts.tokens[row, : token_ids.size] = token_ids
             drafts.confidence[row, : token_ids.size] = confidence
             drafts.lengths[row] = token_ids.size
-
-    def _features(self, sampled: Sampled, batch_row: int, num_new: int, num_kept: int) -> tuple[Features, ...]:
-        """What the target saw at a request's kept tokens, as an argument; none where it is unknown.
-
-        Args:
-            num_new: Tokens that the request has got, the last ones in this step.
-        """
-        if not sampled.features.size:
-            return ()
-        num_earlier = num_new - int(sampled.num_accepted[batch_row]) - 1
-        known, first = no_features(num_kept), min(max(num_earlier, 0), num_kept)
-        start = sampled.starts[batch_row] - num_earlier
-        known[first:] = sampled.features[start + first : start + num_kept]
-        return (known,)

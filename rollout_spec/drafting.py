@@ -56,7 +56,7 @@ class Drafting:
         self._is_calibrated = self.drafter is drafter  # see `BatchDrafter`
         self.budget = budget
         self.choice = DraftChoice() if has_model else None
-        self.wants_rejected_targets = bool(getattr(drafter, "wants_rejected_targets", False))
+        self.wants_rejected_targets = bool(getattr(self.drafter, "wants_rejected_targets", False))
         self.num_asked, self.seconds = 0, 0.0
         self._num_speculative_tokens = num_speculative_tokens
         self._vocab_size = vocab_size

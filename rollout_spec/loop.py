@@ -111,7 +111,7 @@ class Decoder:
         self.live: list[RequestState] = []
         self.index_seconds = 0.0
         self._sample, self._knows_noise = sample, knows_noise
-        self._wants_features = bool(getattr(drafter, "wants_features", False))
+        self._wants_features = bool(getattr(self.drafting.drafter, "wants_features", False))
         self._room: dict[str, int] = {}  # tokens to draft for a request at most; none for its last token
 
     def start(self, request: RequestState) -> None:

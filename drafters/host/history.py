@@ -17,7 +17,7 @@ from outcomes, falls below `min_survival`.
 
 from __future__ import annotations
 
-from array import array
+import contextlib
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence, Set, Sized
 from dataclasses import dataclass
@@ -107,8 +107,6 @@ class HistoryDrafter:
             state was, and vote for all tokens that it thought likely there, not only for the one that it sampled.
         max_history_tokens: Bound on the tokens kept, prompts included, counted in pages of 32. The oldest finished
             rollouts go first; live requests stay.
-        max_history_versions: Rollouts of more than this many policy versions ago are dropped. None: only the bound on
-            tokens counts.
         num_threads: Most threads that draft for a large batch, at most `threads.MAX_THREADS`; drafts do not depend on
             it. None: as many as this process may use cores.
 
@@ -133,7 +131,6 @@ class HistoryDrafter:
         min_survival: float = 0.01,
         features: bool = True,
         max_history_tokens: int = 8_000_000,
-        max_history_versions: int | None = None,
         num_threads: int | None = None,
     ) -> None:
         index = cast(IndexKind, checks.choice("index", index, get_args(IndexKind)))
@@ -145,8 +142,6 @@ class HistoryDrafter:
         max_draft_tokens = checks.integer("max_draft_tokens", max_draft_tokens, 1, MAX_DRAFT_TOKENS)
         max_history_tokens = checks.integer("max_history_tokens", max_history_tokens, 1)
         min_survival = checks.number("min_survival", min_survival, lambda value: 0 <= value < 1, "in [0, 1)")
-        if max_history_versions is not None:
-            max_history_versions = checks.integer("max_history_versions", max_history_versions, 0)
         if num_threads is not None:
             num_threads = checks.integer("num_threads", num_threads, 1, MAX_THREADS)
         self.wants_features = features
@@ -155,7 +150,6 @@ class HistoryDrafter:
         self._max_draft_tokens = max_draft_tokens
         # A tenth of all pages is left to live requests, however large the bound.
         self._max_history_pages = min(max_history_tokens / PAGE_TOKENS, 0.9 * MAX_PAGES)
-        self._max_history_versions = max_history_versions
         self._store = TextStore()
         self._settings = DrafterSettings(
             use_tree=index == "suffix",
@@ -229,42 +223,40 @@ class HistoryDrafter:
         num_known = checks.integer("num_known", num_known)
         own_only = checks.switch("own_only", own_only) or self._own_only
         prompt_tokens = _as_array("prompt_token_ids", prompt_token_ids)
-        if not 0 <= num_known <= len(prompt_tokens):
-            raise ValueError(f"num_known must be from 0 to the prompt's {len(prompt_tokens)} tokens, got {num_known}")
+        if not 0 <= num_known <= prompt_tokens.size:
+            raise ValueError(f"num_known must be from 0 to the prompt's {prompt_tokens.size} tokens, got {num_known}")
         if own_only:
             problem_id = None
-        elif problem_id is None and prompt_tokens:
-            problem_id = problem_of_prompt(np.frombuffer(prompt_tokens, np.int32))
+        elif problem_id is None and prompt_tokens.size:
+            problem_id = problem_of_prompt(prompt_tokens)
         if problem_id not in self._problems:
             num_known = 0
         problem = self._problem(problem_id, own_only=own_only)
         self._num_requests += 1
         self._num_known_requests += self._problem_users[problem] > 1
-        prompt = None
-        if prompt_tokens:
-            prompt = self._prompt(problem, np.frombuffer(prompt_tokens, np.int32), num_known)
+        prompt = self._prompt(problem, prompt_tokens, num_known) if prompt_tokens.size else None
         document = self._new_rollout(problem, prompt)
-        row = self.table.start(len(prompt_tokens), seed, document)
+        row = self.table.start(prompt_tokens.size, seed, document)
         self._live[req_id] = _Request(row, document, problem, self._version, prompt)
 
     def extend(self, req_id: str, new_token_ids: Tokens, features: Features | None = None) -> None:
         live = self._request(req_id)
         tokens = _as_array("new_token_ids", new_token_ids)
         if features is not None:
-            check_features(features, len(tokens))
-        if not tokens:
+            check_features(features, tokens.size)
+        if not tokens.size:
             return
         row = np.array([live.row])
         num_seen = self.table.arrays.num_tokens[row]
         sampled = Sampled(
             row,
             np.zeros(1, np.int64),
-            np.frombuffer(tokens, np.int32)[None],
+            tokens[None],
             num_seen,
-            (num_seen + len(tokens)).astype(np.int32),
+            (num_seen + tokens.size).astype(np.int32),
             np.zeros(1, np.int64),
-            np.array([len(tokens) - 1]),
-            np.array([0, len(tokens)]),
+            np.array([tokens.size - 1]),
+            np.array([0, tokens.size]),
             NO_FEATURES if features is None else features,
         )
         self._learn(sampled, self._options)
@@ -396,14 +388,14 @@ class HistoryDrafter:
 
     def stop_request(self, req_id: str, *, keep: bool = True) -> None:
         live = self._request(req_id)
-        keep = checks.switch("keep", keep) and not is_private(live.problem) and live.version >= self._oldest_version
+        keep = checks.switch("keep", keep) and not is_private(live.problem)
         del self._live[req_id]
         self.table.stop(live.row)
         if keep and self._recorded is not None:
             self._record(live)
         if keep:
             self._finished.append(live)
-        if not keep:
+        else:
             self._flush()
             self._remove(live)
 
@@ -450,7 +442,7 @@ class HistoryDrafter:
         some: list[Rollout] = []
         num_tokens = 0
         for rollout in rollouts:
-            if self._own_only or not rollout.tokens.size or min(rollout.version, self._version) < self._oldest_version:
+            if self._own_only or not rollout.tokens.size:
                 continue
             some.append(rollout)
             num_tokens += rollout.num_tokens
@@ -468,18 +460,9 @@ class HistoryDrafter:
         version = checks.integer("version", version)
         if not self._version <= version < 2**31:
             raise ValueError(f"policy versions go up, to 2^31 - 1: {version} after {self._version}")
-        if version == self._version:
-            return
-        self._flush()
-        self._version = version
-        self._calibration.counts[...] *= vote.VERSION_DECAY
-        kept: deque[_Request] = deque()
-        for request in self._finished:
-            if request.version >= self._oldest_version:
-                kept.append(request)
-            else:
-                self._remove(request)
-        self._finished = kept
+        if version > self._version:
+            self._version = version
+            self._calibration.counts[...] *= vote.VERSION_DECAY
 
     def memory_bytes(self) -> int:
         index = self._index
@@ -574,10 +557,6 @@ class HistoryDrafter:
         context = prompt.documents[-1] if prompt else -1
         return self._store.new_document(problem, ROLLOUT, context=context)
 
-    @property
-    def _oldest_version(self) -> int:
-        return 0 if self._max_history_versions is None else self._version - self._max_history_versions
-
     def _flush(self) -> None:
         """Index what the drafter was given so far, and drop the oldest rollouts until the bound holds."""
         self.update_index()
@@ -663,29 +642,20 @@ class HistoryDrafter:
         self._store.release(document)
 
 
-def _as_array(name: str, tokens: Tokens | Iterable[int]) -> array[int]:
-    """A copy of token ids as an `array`, which is much faster than NumPy for the few tokens of a step.
+def _as_array(name: str, tokens: Tokens | Iterable[int]) -> Int32Array:
+    """Token ids as an array.
 
     Raises:
         ValueError: they are not one-dimensional integers from 0 to 2^31 - 1.
     """
-    if isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1:
-        values = array("i", tokens.tobytes())
-    else:
-        try:
-            if isinstance(tokens, str | bytes | Set | Mapping):
-                raise TypeError(f"got {checks.shown(tokens)}")
-            items = tokens.tolist() if hasattr(tokens, "tolist") else list(tokens)
-            if bool in map(type, items):  # an int to array()
-                raise TypeError("got a bool")
-            values = array("i", items)
-        except (TypeError, ValueError, OverflowError) as error:
-            raise ValueError(f"{name} must be one-dimensional integers of at most 31 bits: {error}") from None
-    if values:
-        smallest = min(values) if len(values) < 64 else int(np.frombuffer(values, np.int32).min())
-        if smallest < 0:
-            raise ValueError(f"{name} must not be negative, got {smallest}")
-    return values
+    values: NDArray[Any] | None = None
+    if not isinstance(tokens, str | bytes | Set | Mapping):
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            values = np.asarray(tokens if hasattr(tokens, "__len__") else list(tokens))
+    is_integer = values is not None and values.ndim == 1 and (values.dtype.kind in "iu" or not values.size)
+    if values is None or not is_integer or (values.size and not 0 <= values.min() <= values.max() < 2**31):
+        raise ValueError(f"{name} must be one-dimensional integers from 0 to 2^31 - 1, got {checks.shown(tokens)}")
+    return values.astype(np.int32)
 
 
 def _concatenate(pieces: Sequence[tuple[int, Features | None]]) -> Features | None:

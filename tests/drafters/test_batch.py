@@ -16,7 +16,6 @@ from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.host import step, suffix, threads
 from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.drafting import Drafting
-from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.types import Draft
 from tests.drafters.recorder import sampled
 
@@ -28,7 +27,7 @@ class OneByOne:
     """A drafter without the calls for batches."""
 
     def __init__(self, drafter):
-        for name in (*METHODS, "wants_features"):
+        for name in METHODS:
             setattr(self, name, getattr(drafter, name))
 
 
@@ -240,32 +239,6 @@ class Said:
 
     def stop_request(self, req_id, *, keep=True):
         pass
-
-
-class Featured(Said):
-    wants_features = True
-
-    def extend(self, req_id, new_token_ids, features=None):
-        self.given.append((req_id, list(new_token_ids), None if features is None else features[:, 0].tolist()))
-
-
-def test_a_drafter_that_is_called_one_by_one_gets_features_if_it_wants_them():
-    """Of this step's tokens; what the target saw at those of earlier steps is not known."""
-    drafting = drafting_with(Featured())
-    drafter, table = drafting.drafter, drafting.drafter.table
-    assert drafter.wants_features
-    assert not getattr(as_batch_drafter(Said(), K), "wants_features", False)
-    for req_id, max_tokens in (("a", 9), ("b", 9), ("c", 1)):
-        drafter.start_request(req_id, [])
-        table.limit(drafter.row_of(req_id), max_tokens=max_tokens, min_tokens=0, stop_token_ids=[])
-    features = 1 + np.arange(9 * FEATURE_WORDS).reshape(9, FEATURE_WORDS)
-    rows, tokens = rows_of(drafting, "cba"), [[2, 3, 4], [5], [9, 6, 7]]
-    drafting.learn(sampled(table, rows, tokens, [0, 0, 1], num_verified=[0, 2, 3], features=features))
-    drafting.learn(sampled(table, rows[1:2], [[8]]))
-    words = (1 + FEATURE_WORDS * np.arange(9)).tolist()
-    assert drafter._drafter.given == [
-        ("c", [2], [0]), ("b", [5], words[1:2]), ("a", [9, 6, 7], [0, *words[4:6]]), ("b", [8], None)
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tests.ptx.machine import Counts, Loaded
+from tests.ptx.machine import Loaded
 from tests.ptx.opcodes import BITS
 from tests.ptx.program import Program
 
@@ -24,12 +24,10 @@ def assemble(body: str, num_parameters: int = 1, num_warps: int = 1) -> Loaded:
     ))  # fmt: skip
 
 
-def launch(
-    kernel: Loaded, *arrays: np.ndarray, blocks: int = 1, num_shared_bytes: int = 0, bounded: bool = True
-) -> Counts:
+def launch(kernel: Loaded, *arrays: np.ndarray, blocks: int = 1, num_shared_bytes: int = 0) -> None:
     """Run blocks with the arrays' addresses as parameters."""
-    spans = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays] if bounded else []
-    return kernel.launch((blocks, 1, 1), num_shared_bytes, [array.ctypes.data for array in arrays], spans)
+    spans = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in arrays]
+    kernel.launch((blocks, 1, 1), num_shared_bytes, [array.ctypes.data for array in arrays], spans)
 
 
 def _letter(kind: str) -> str:

@@ -388,7 +388,7 @@ class LifeCycle(RuleBasedStateMachine):
     """Any order of calls: the store, the index and the bookkeeping hold exactly the texts that they should."""
 
     INDEX, SHARED = "suffix", False
-    MAX_PAGES, MAX_VERSIONS = 9, 2
+    MAX_PAGES = 9
 
     def __init__(self):
         super().__init__()
@@ -397,7 +397,6 @@ class LifeCycle(RuleBasedStateMachine):
             shared=self.SHARED,
             max_draft_tokens=4,
             max_history_tokens=self.MAX_PAGES * PAGE_TOKENS,
-            max_history_versions=self.MAX_VERSIONS,
         )
         self.live: list[str] = []
         self.started = self.version = 0
@@ -446,7 +445,6 @@ class LifeCycle(RuleBasedStateMachine):
         self.recorder.check()
         drafter = self.recorder.drafter
         assert not drafter._finished or drafter._store.num_used_pages <= self.MAX_PAGES
-        assert all(kept.version >= self.version - self.MAX_VERSIONS for kept in drafter._finished)
         for problem in {text.problem for text in self.recorder.texts().values()}:
             for context in ([0], [1, 2], [2, 0, 1, 0]):
                 if self.INDEX == "suffix":
@@ -470,7 +468,7 @@ def test_any_order_of_calls(index, shared):
 def test_random_operations(index):
     """ROLLOUT_SPEC_RANDOM_OPERATIONS calls; integrity, texts and candidates are checked every thousand or so."""
     rng = np.random.default_rng(0)
-    recorder = make(index, shared=True, min_survival=0.05, max_history_tokens=60 * PAGE_TOKENS, max_history_versions=20)
+    recorder = make(index, shared=True, min_survival=0.05, max_history_tokens=60 * PAGE_TOKENS)
     prompts = [rng.integers(0, 3, size) for size in (0, 1, 5, 40, 100)]
     live: list[str] = []
     every = max(100 if SLOW else 1000, RANDOM_OPERATIONS // 300)
@@ -553,11 +551,11 @@ def test_recorded_rollouts_draft_in_another_drafter_as_in_their_own(index):
 
 @both_indexes
 def test_added_rollouts_keep_within_the_bounds(index):
-    recorder = make(index, max_history_tokens=10 * PAGE_TOKENS, max_history_versions=1)
+    recorder = make(index, max_history_tokens=10 * PAGE_TOKENS)
     recorder.drafter.begin_policy_version(5)
     tokens = np.arange(PAGE_TOKENS, dtype=np.int32)
-    for version in [3, *[9] * 20]:  # too old, and of a version that has not begun here
-        recorder.add(Rollout(1, version, tokens[:0], tokens))
+    for _ in range(20):
+        recorder.add(Rollout(1, 5, tokens[:0], tokens))
     recorder.check()
     assert recorder.drafter._store.num_used_pages == recorder.drafter.history_summary()["rollouts"] == 10
     with pytest.raises(ValueError, match="negative"):

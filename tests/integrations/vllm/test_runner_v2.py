@@ -85,12 +85,14 @@ def test_every_request_gets_its_own_outcome_and_chunks_of_prompts_none():
     session, drafter = a_session_that_has_seen(c=10, a=4)
     features = torch.arange(1, 11)[:, None].expand(10, FEATURE_WORDS)
     told, learn = [], session.drafting.learn
-    session.drafting.learn = lambda sampled, targets: told.append(targets) or learn(sampled, targets)
+    session.drafting.learn = lambda sampled, targets: told.append((sampled, targets)) or learn(sampled, targets)
     speculator = speculator_of(session, result_of(), features)
     drafts = propose(speculator)
     assert drafts == [[7] * 4, [7] * 4, [0] * 4, [7] * 4]
-    assert drafter.extended == [("a", [3, 9], [1, 2]), ("b", [2], [4]), ("c", [5, 6, 7, 4], [7, 8, 9, 10])]
-    assert [targets.tolist() for targets in told] == [TARGETS]
+    assert drafter.extended == [("a", [3, 9]), ("b", [2]), ("c", [5, 6, 7, 4])]
+    ((sampled, targets),) = told
+    assert targets.tolist() == TARGETS
+    assert sampled.features[sampled.starts[:-1], 0].tolist() == [1, 4, 5, 7]
     assert drafter.limits == [{"a": 4, "b": 4, "c": 4}]
     assert list(session._prompt_tokens) == [12], "20 tokens of 3 requests with 5 drafted ones"
     stats = session.stats
@@ -107,7 +109,7 @@ def test_of_a_request_that_goes_on_past_its_end_nothing_is_learned():
     session, drafter = a_session_that_has_seen(a=3)
     session.drafter.table.arrays.is_complete[session.live["a"].row] = True
     assert propose(speculator_of(session, result_of()))[:2] == [[0] * 4, [7] * 4]
-    assert [name for name, *_ in drafter.extended] == ["b", "c"]
+    assert [name for name, _ in drafter.extended] == ["b", "c"]
 
 
 def test_a_switched_off_session_counts_and_learns_nothing():
