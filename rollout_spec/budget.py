@@ -25,24 +25,24 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 NUM_BINS = 1024
-"""Draft tokens whose confidence differs by less than one part of so many are worth the same."""
+"""Draft tokens whose confidence differs by less than 1 / NUM_BINS are worth the same."""
 RECENT_STEPS = 5
-"""A size's cost is the second fastest of so many last steps of it, the fastest of fewer than four: other work makes
+"""A size's cost is the second fastest of its last RECENT_STEPS steps, the fastest of fewer than four: other work makes
 steps longer, never shorter."""
 MIN_OBSERVATIONS = 3
 """With fewer steps without drafts, what one costs is not known."""
 MAX_PROBES = 8
-"""After so many steps in a row whose cost without drafts is not known, it is guessed from other sizes."""
+"""After MAX_PROBES steps in a row whose cost without drafts is not known, it is guessed from other sizes."""
 MAX_UNDRAFTED_TRUST = 128
 """Most steps after which one without drafts is measured again."""
 TRUST, LONGEST_TRUST, MOST_PATIENCE = 8, 2048, 4.0
-"""What was measured n times and costs as much as p steps without drafts is believed for TRUST (n p)^2 steps, with p at
-most MOST_PATIENCE, and never longer than LONGEST_TRUST. In as many steps after that, what it costs more than a step
-without drafts shrinks to nothing. So everything is tried again, and what is expensive ever less often."""
+"""Trust a cost that was measured n times, and is p times that of a step without drafts, for TRUST (n p)^2 steps, with p
+at most MOST_PATIENCE and never for longer than LONGEST_TRUST. After that its excess over a step without drafts shrinks
+to nothing in as many steps again. So every size is tried again, and an expensive one ever less often."""
 FRESH_STEPS = 512
-"""A size costs no more than a larger one that was measured in so many last steps."""
+"""A size costs no more than a larger one that was measured in the last FRESH_STEPS steps."""
 GROWTH = 4
-"""At most so many times the draft tokens of the largest step so far are tried; at first, this many per token."""
+"""Try at most GROWTH times the draft tokens of the largest step so far; at first, GROWTH per token of the step."""
 WIDE_GAP, STEEP_GAP = 4, 0.25
 """Between two numbers of draft tokens that differ by more than this factor, and in cost by more than this part of a
 step without drafts, one in the middle is worth a try."""
@@ -54,11 +54,11 @@ Numbers above LARGEST_SIZE count as one."""
 LONGEST_SLEEP = 32
 """Most steps in a row in which a drafter whose drafts do not pay is not asked."""
 RECENT_DRAFTS = 32
-"""Drafting takes the lower decile of so many last calls."""
+"""Drafting is expected to take the lower decile of its last RECENT_DRAFTS calls."""
 AVERAGE_WEIGHT = 1 / 32
 """Weight of the last step in averages."""
 JUDGED_STEPS, PRIOR_TOKENS = 256, 4.0
-"""Confidence is compared with what was accepted in about so many last steps, with these prior tokens that came true."""
+"""Compare confidence with what was accepted in about the last JUDGED_STEPS steps, and PRIOR_TOKENS that were right."""
 TOKENS, SECONDS, LAST, COUNT, KEPT = range(5)
 """What is known of a size: its cost, the last step of it, how many there were, and how many of these were not the first
 ones of their number of tokens."""
@@ -88,7 +88,7 @@ def allocate(confidence: Floats, starts: Ints, value: float, cost: Floats, bins:
         index = int(confidence[j] * (NUM_BINS - 1))
         bins[0, index] += 1.0
         bins[1, index] += confidence[j]
-    best, last, left = 0.0, NUM_BINS, 0  # tokens of better bins than `last` are taken, and so many of its own
+    best, last, left = 0.0, NUM_BINS, 0  # all tokens of better bins than `last` are taken, and `left` of its own
     total, n, most = 0.0, 0, cost.size - 1
     for index in range(NUM_BINS - 1, -1, -1):
         if n >= most:
@@ -214,14 +214,14 @@ class StepCost:
         return min(bisect_left(self._limits, num_tokens), len(self._limits) - 1)
 
     def _pad(self, num_tokens: int) -> int:
-        """What a step of so many tokens is padded to."""
+        """The size to which a step of `num_tokens` is padded."""
         bucket = self._bucket(num_tokens)
         return self._limits[bucket] if bucket < self._sizes.size else num_tokens
 
 
 @njit(allocates=False)
 def _believed(seconds: float, kept: float, age: float, base: float) -> float:
-    """What of a size's cost counts so many steps after the last one of it; see TRUST.
+    """How much of a size's cost is believed, `age` steps after the last step of that size; see TRUST.
 
     Args:
         kept: How often it was measured. 0: only by the first step of a number of tokens, half of which counts.

@@ -135,7 +135,7 @@ class Drafting:
         return drafts
 
     def no_drafts(self, size: int) -> Drafts:
-        """Empty drafts for so many requests."""
+        """Empty drafts for `size` requests."""
         shape = (size, self._num_speculative_tokens)
         return Drafts(np.zeros(shape, np.int32), np.zeros(size, np.int64))
 

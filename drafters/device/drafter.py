@@ -43,7 +43,7 @@ from rollout_spec.history.rollout import Rollout
 MAX_MEMBERS = 255
 """Most documents of one problem that are scanned, newest first; ended ones are the first to be left out."""
 TOKENS_PER_DOCUMENT = 16
-"""Pool tokens per document: the table of documents has one entry for every so many tokens of the pool."""
+"""Pool tokens per entry of the table of documents."""
 NO_PROBLEM = -(2**64)
 """Requests without a problem get ids from here downwards, apart from hashes and from callers' ids."""
 

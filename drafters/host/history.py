@@ -62,7 +62,7 @@ IndexKind = Literal["suffix", "ngram"]
 MAX_PENDING = 1 << 16
 """Most tokens that wait to be indexed while nothing is drafted; at most a sixteenth of `max_history_tokens`."""
 MAX_ADDED = 1 << 16
-"""So many tokens that ended elsewhere are added before old ones are dropped: arrays grow, but never shrink."""
+"""Add at most this many tokens that ended elsewhere before old ones are dropped: arrays grow, but never shrink."""
 NOTHING_GIVEN, NO_SURVIVAL = np.zeros((0, 0), np.int32), np.zeros(0)
 MAX_DRAFT_TOKENS = 1 << 16
 """Bound on K, far above any of use, for which the buffers take megabytes."""
@@ -333,7 +333,7 @@ class HistoryDrafter:
         self._unindexed, self._num_unindexed = [], 0  # not before: without room for all it can be tried again
 
     def _reserve_index(self, num_new: int, num_tokens: int) -> None:
-        """Make room in the index for so many new tokens, and so many in all."""
+        """Make room in the index for `num_new` tokens more, and for `num_tokens` in all."""
         index, store = self._index, self._store
         if self._settings.use_tree:
             tree = suffix.reserve(store.arrays, index.tree, num_new, is_shared=False)
@@ -659,7 +659,7 @@ def _as_array(name: str, tokens: Tokens | Iterable[int]) -> Int32Array:
 
 
 def _concatenate(pieces: Sequence[tuple[int, Features | None]]) -> Features | None:
-    """Features of pieces of so many tokens, one behind the other; None if no piece has any."""
+    """Concatenate the features of pieces, given as (tokens, features); None if no piece has any."""
     if all(features is None for _, features in pieces):
         return None
     return np.concatenate([no_features(size) if features is None else features for size, features in pieces])

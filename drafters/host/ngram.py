@@ -48,7 +48,7 @@ def new_buckets(num_entries: float) -> NDArray[np.uint32]:
 
 @njit(allocates=False)
 def has_room(buckets, num_tokens):
-    """Whether the table is large enough for so many tokens."""
+    """Whether the table is large enough for `num_tokens`."""
     return buckets.size >= num_tokens * TABLE_ENTRIES_PER_TOKEN
 
 

@@ -169,7 +169,7 @@ def _grade_model(requests, row, tokens, first, size, counts):
 
 @njit(allocates=False)
 def _has_room(history, num_tokens, num_pieces, index_now):
-    """Whether so many more tokens in so many pieces can be stored, and indexed at once if asked."""
+    """Whether `num_tokens` more in `num_pieces` pieces can be stored, and indexed at once if asked."""
     store, index, settings = history.store, history.lookup, history.settings
     # A piece takes at most one page more than its tokens fill.
     has_room = store.counts[NUM_FREE_PAGES] >= num_tokens // PAGE_TOKENS + num_pieces

@@ -26,7 +26,7 @@ PAGE_TOKENS = 1 << PAGE_BITS
 """Tokens per page."""
 PAGE_MASK = PAGE_TOKENS - 1
 POSITION_BITS = 26
-"""Bits of a position: so many fit into an entry of the n-gram table beside a part of the key's hash."""
+"""Bits of a position, which leave room for a part of the key's hash in an entry of the n-gram table."""
 MAX_PAGES = 1 << (POSITION_BITS - PAGE_BITS)
 """Pages that positions can tell apart."""
 # Indices into `counts`

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 MAX_THREADS = 8
 """An engine's other processes, such as tensor-parallel ranks that all draft, need cores, too."""
 LEAST_REQUESTS = 32
-"""Requests per thread. Waking one can take as long as to draft for so many."""
+"""Fewest requests per thread: waking a thread can take as long as drafting for this many."""
 
 _pool: ThreadPoolExecutor | None = None
 

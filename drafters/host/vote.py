@@ -29,7 +29,7 @@ than the most similar candidate's."""
 MAX_DISAGREEMENT = 12
 """Candidates whose signature is more bits further than the most similar one's are dropped, which saves their time."""
 UNKNOWN_DISAGREEMENT = 6
-"""A candidate whose state is not known, as in prompts, counts as so many bits further than the most similar one."""
+"""A candidate whose state is not known, as in prompts, counts as this many bits further than the most similar one."""
 MIN_REMEMBERED = 0.02
 """Smaller probabilities of remembered distributions are left out."""
 BLEND = 0.3

@@ -40,7 +40,7 @@ class ModelDrafts(NamedTuple):
 
 
 def no_model_drafts(num_requests: int) -> ModelDrafts:
-    """No drafts for so many requests, as in a step in which the model did not run."""
+    """No drafts for `num_requests`, as in a step in which the model did not run."""
     return ModelDrafts(np.zeros((num_requests, 0), np.int32), np.zeros((num_requests, 0), np.float32))
 
 

@@ -19,7 +19,7 @@ NUM_PROBABILITY_BINS = tl.constexpr(choice.NUM_PROBABILITY_BINS)
 POSITION_EDGES = tl.constexpr(choice.POSITION_EDGES)
 PRIOR = tl.constexpr(choice.PRIOR)
 STEPS_PER_HALVING = 64
-"""Counters that are full are halved once in so many steps."""
+"""Halve full counters once in this many steps."""
 
 
 @triton.jit(do_not_specialize=["texts_stride"])

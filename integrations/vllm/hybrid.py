@@ -74,7 +74,7 @@ class ModelDrafter:
         self._noise, self._copy = _Noise(temperature, seeds, positions), None
 
     def propose(self, *args: Any, num_speculative_tokens: int, **kwargs: Any) -> torch.Tensor:
-        """vLLM's `propose`: token ids [B, tokens], of at most so many tokens as the model shall draft."""
+        """vLLM's `propose`: token ids [B, tokens], with no more tokens than the model shall draft."""
         self._probabilities = []
         wanted = self._always_drafts or self.wants_model()
         limit = min(num_speculative_tokens, self.num_model_tokens) if wanted else 0

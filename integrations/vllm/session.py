@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 MODEL = "model"
 """The model's drafts, among the sources of drafted tokens."""
 WRONG_TOKENS = 200
-"""A model drafter of whose last tokens so many were judged, and none was right, has not the weights that it should."""
+"""Report a model drafter if none of this many judged tokens was right: it has lost its weights."""
 STEPS_PER_SHARING = 16
 """Tensor-parallel ranks take over the first rank's times once in this many steps, or at once where the budget waits for
 a step's time (`StepCost.is_awaited`)."""
