@@ -98,7 +98,7 @@ check: $(READY)
 	$(BIN)/mypy
 	$(BIN)/python -m experiments.check_figures
 
-# Recorded rollouts for the drafters, e.g. make bench TRACES=~/traces; see rollout_spec/history/traces.py for their columns.
+# Recorded rollouts for the drafters, e.g. make bench TRACES=~/traces; see experiments/traces.py for their columns.
 TRACES ?=
 RESULTS := experiments/results
 bench: export PYTHONPATH = .

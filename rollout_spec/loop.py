@@ -1,8 +1,7 @@
 """Speculative decoding of any target: the whole system on one page.
 
 The engine's model runners do the same around vLLM's forward pass: they call the same verifier, `verify`, and the same
-drafting, `Drafting.draft` and `Drafting.learn`. In `replay.py` recorded rollouts are the target, and `estimate.py` adds
-up what the steps would cost on a GPU.
+drafting, `Drafting.draft` and `Drafting.learn`. In `replay.py` recorded rollouts are the target.
 """
 
 from __future__ import annotations

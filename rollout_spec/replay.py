@@ -61,22 +61,14 @@ def read_rollouts(source: str, tokenizer: str | None = None) -> list[Rollout]:
     from rollout_spec.history.command import load_tokenizer
     from rollout_spec.history.folder import HistoryFolder, Origin
     from rollout_spec.history.logs import read
-    from rollout_spec.history.traces import has_trace_columns, read_traces
 
-    found, bad = [], []
+    bad: list[str] = []
     if "://" in source or Path(source).is_dir():
-        folder = HistoryFolder(source, Origin())
-        kept = folder.all_rollouts(lambda path, reason: bad.append(f"{path}: {reason}"))
+        kept = HistoryFolder(source, Origin()).all_rollouts(lambda path, reason: bad.append(f"{path}: {reason}"))
         found = [(rollout, rollout.context) for rollout in kept]
-    elif has_trace_columns(source):
-        return read_traces(source)
     else:
-        log = read(
-            Path(source),
-            None if tokenizer is None else load_tokenizer(tokenizer),
-            lambda number, reason: bad.append(f"{source}:{number}: {reason}"),
-        )
-        found = list(log)
+        loaded = None if tokenizer is None else load_tokenizer(tokenizer)
+        found = list(read(Path(source), loaded, lambda number, reason: bad.append(f"{source}:{number}: {reason}")))
     if not found:
         raise ValueError(bad[0] if bad else f"{source}: no rollouts")
     if bad:
@@ -279,15 +271,14 @@ def run(args: Namespace) -> int:
     except (ImportError, OSError, TypeError, ValueError) as error:
         print(f"rollout-spec replay: {error}", file=sys.stderr)
         return 2
-    problems, rows, has_seeds = by_problem(rollouts), [], all(rollout.seed is not None for rollout in rollouts)
+    problems, rows = by_problem(rollouts), []
     print(f"{len(rollouts):,} rollouts of {len(problems):,} problems")
-    print("drafts from  noise  tokens/step  drafted/step  accepted")
-    for regime, knows_noise in itertools.product(REGIMES, (False, True) if has_seeds else (False,)):
-        drafter = build_drafter(args.drafter, **options)
-        result = replay(problems, drafter, regime, num_speculative_tokens=k, knows_noise=knows_noise)
-        rows.append(row := {"regime": regime, "noise": knows_noise, **result.to_dict()})
+    print("drafts from  tokens/step  drafted/step  accepted")
+    for regime in REGIMES:
+        result = replay(problems, build_drafter(args.drafter, **options), regime, num_speculative_tokens=k)
+        rows.append(row := {"regime": regime, **result.to_dict()})
         figures = f"{row['tokens_per_step']:11.3f}  {row['drafted_per_step']:12.2f}  {row['acceptance_rate']:8.1%}"
-        print(f"{regime:11}  {'known' if knows_noise else '-':5}  {figures}", flush=True)
+        print(f"{regime:11}  {figures}", flush=True)
     if args.json is not None:
         args.json.write_text(json.dumps(rows, indent=1))
     return 0

@@ -33,11 +33,11 @@ from vllm.v1.spec_decode.suffix_decoding import SuffixDecodingProposer
 
 from experiments.drafting.peers import find_arctic
 from experiments.rows import append, make_parser, origin, quantiles
+from experiments.traces import read_traces
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.drafters.host.threads import usable_threads
 from rollout_spec.features.format import no_features
-from rollout_spec.history.traces import read_traces
 from rollout_spec.integrations.vllm import runner_v1, runner_v2
 from rollout_spec.integrations.vllm.session import HostSession
 from rollout_spec.jit.warm_up import warm_up
@@ -388,7 +388,7 @@ def measure(
 def main(argv: list[str] | None = None) -> None:
     """Measure every cell and print a table."""
     parser = make_parser(__doc__)
-    parser.add_argument("trace", type=Path, help="recorded rollouts of two epochs or more; see history/traces.py")
+    parser.add_argument("trace", type=Path, help="recorded rollouts of two epochs or more; see experiments/traces.py")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256, 1024])
     parser.add_argument("--k", type=int, nargs="+", default=[8, 16])
     parser.add_argument("--steps", type=int, default=60)

@@ -14,8 +14,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from experiments.costs.estimate import EngineCost
 from experiments.rows import append, make_parser, origin
-from rollout_spec.estimate import EngineCost
 
 Mode = Literal["none", "device", "host"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -98,8 +98,7 @@ def step_cost(name: str, mode: Mode, gpu: str = "h100", cores: float = CORES) ->
     seconds = np.maximum(device, shape.layers * LAUNCH * launches) + SAMPLE + SCAN_ROW * TOKENS
     if mode != "none":
         seconds += FEATURES + FEATURES_ROW * TOKENS
-    plain = EngineCost(f"{gpu} {name} {mode}", TOKENS, seconds, 0.0, 0.0)
-    plain = plain._replace(request_seconds=CONTEXT * shape.cache_bytes / bandwidth)
+    plain = EngineCost(f"{gpu} {name} {mode}", TOKENS, seconds, request_seconds=CONTEXT * shape.cache_bytes / bandwidth)
     if mode == "host":
         return plain._replace(
             seconds=seconds + cores * VLLM_STEP,

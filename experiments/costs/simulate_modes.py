@@ -25,13 +25,13 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from experiments.costs.estimate import EngineCost, Step, by_ranges, simulate, sum_up
 from experiments.costs.gpus import CORES, SHAPES, step_cost
 from experiments.rows import append, make_parser, origin
+from experiments.traces import read_traces
 from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.estimate import EngineCost, Step, by_ranges, simulate, sum_up
-from rollout_spec.history.traces import read_traces
 from rollout_spec.integrations.vllm.step_sizes import affordable_ranges
 from rollout_spec.replay import Rollout, add_rollout, by_problem, split
 

@@ -23,9 +23,9 @@ import numpy as np
 
 from experiments.drafting import peers
 from experiments.rows import append, make_parser, origin
+from experiments.traces import read_traces
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.history.traces import read_traces
 from rollout_spec.loop import Decoder
 from rollout_spec.replay import (
     REGIMES,

@@ -27,9 +27,9 @@ import numpy as np
 from experiments.drafting.peers import ReferenceDrafter
 from experiments.engines.build import WORDS_ALONE
 from experiments.rows import append, make_parser, origin
+from experiments.traces import read_traces
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.base import Drafter
-from rollout_spec.history.traces import read_traces
 from rollout_spec.replay import Rollout, by_problem, replay
 
 DRAFTERS = ("history", "suffix", "ngram", "device")

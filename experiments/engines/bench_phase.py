@@ -60,8 +60,8 @@ from experiments.engines.build import (
     write_result,
 )
 from experiments.rows import append, make_parser, origin, quantiles
+from experiments.traces import read_traces
 from rollout_spec.drafters.registry import HISTORY_DRAFTER
-from rollout_spec.history.traces import read_traces
 from rollout_spec.integrations.vllm.device_io import to_device
 from rollout_spec.replay import Rollout, by_problem
 
@@ -373,7 +373,7 @@ def main(argv: list[str] | None = None) -> None:
     """Run all modes and print a table."""
     argv = sys.argv[1:] if argv is None else argv
     parser = make_parser(__doc__)
-    parser.add_argument("--rollouts", default=str(ROLLOUTS), help="a Parquet file, see rollout_spec/history/traces.py")
+    parser.add_argument("--rollouts", default=str(ROLLOUTS), help="a Parquet file, see experiments/traces.py")
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 64, 256])
     parser.add_argument("--max-seqs", type=int, help="default: the largest batch, at most 256")
     add_arguments(parser, MODES)

@@ -1,6 +1,6 @@
 """Rollouts with their noise, and with what the policy saw at each token, as Parquet files.
 
-One row per rollout, in the columns that `rollout_spec/history/traces.py` reads and these:
+One row per rollout, in the columns that `experiments/traces.py` reads and these:
 
     step              number of weight updates before it was sampled
     seed              of its noise: token j was sampled with `gumbel(seed, len(prompt_tokens) - 1 + j, token)`

@@ -7,15 +7,15 @@ cost nothing. Requests wait for a free place, as with continuous batching, and t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    from rollout_spec.budget import Budget
-    from rollout_spec.drafters.base import Drafter
-    from rollout_spec.replay import Rollout
+from rollout_spec.budget import Budget
+from rollout_spec.drafters.base import Drafter
+from rollout_spec.loop import Decoder
+from rollout_spec.replay import RecordedTarget, Rollout
 
 Floats = NDArray[np.float64]
 
@@ -29,9 +29,7 @@ class EngineCost(NamedTuple):
     name: str
     tokens: Floats
     seconds: Floats
-    drafted_seconds: float
-    """Extra seconds of a step with drafts, however many: other CUDA graphs, synchronous scheduling."""
-    draft_seconds: float
+    draft_seconds: float = 0.0
     """Seconds of drafting per request, in steps that ask the drafter."""
     draft_call_seconds: float = 0.0
     """Seconds of drafting per step that asks the drafter, besides those per request."""
@@ -62,11 +60,10 @@ class EngineCost(NamedTuple):
     def whole_step(self, num_requests: int, num_draft_tokens: int) -> float:
         """Seconds of a step, without those of the drafter and of a size's first step."""
         seconds = self.step(num_requests + num_draft_tokens) + self.request_seconds * num_requests
-        seconds += self.drafted_seconds * (num_draft_tokens > 0)
         return max(seconds, self.host_seconds + self.host_request_seconds * num_requests)
 
 
-Policy: TypeAlias = "Budget | Callable[[int], int]"
+Policy = Budget | Callable[[int], int]
 """How many tokens are drafted for each request of a step: as many as pay, as engines decide; or K by the number of
 requests, 0 to switch drafts off."""
 
@@ -97,8 +94,6 @@ class Step(NamedTuple):
     draft_seconds: float
     tokens: int
     """Generated so far, the first one of each rollout included."""
-    ended: int
-    """Rollouts that have ended so far."""
 
 
 def simulate(
@@ -116,23 +111,17 @@ def simulate(
         policy: A `Budget` learns from these steps, and may know others.
         num_speculative_tokens: Most tokens drafted per request and step, K.
     """
-    from rollout_spec.budget import Budget  # imported late: these need numba, which reading a curve does not
-    from rollout_spec.loop import Decoder
-    from rollout_spec.replay import RecordedTarget
-
     target, budget = RecordedTarget(), policy if isinstance(policy, Budget) else None
     decoder = Decoder(drafter, target, num_speculative_tokens, knows_noise=False, budget=budget)
     waiting = [rollout for rollout in reversed(rollouts) if rollout.token_ids.size]
     sizes: set[int] = set()  # numbers of tokens that some step has had
-    tokens = ended = 0
+    tokens = 0
     while waiting or decoder.live:
         while waiting and len(decoder.live) < batch:
             rollout = waiting.pop()
             tokens += 1  # the first one comes with the prompt
             if rollout.token_ids.size > 1:
                 decoder.start(target.request(rollout))
-            else:
-                ended += 1
         num_requests = len(decoder.live)
         if not num_requests:
             return
@@ -146,18 +135,13 @@ def simulate(
         decoder.observe_step(counts, seconds, draft_seconds)
         target.settle(decoder)
         tokens += int(counts.emitted.sum())
-        ended += num_requests - len(decoder.live)
-        yield Step(num_requests, num_draft_tokens, num_accepted, seconds, draft_seconds, tokens, ended)
+        yield Step(num_requests, num_draft_tokens, num_accepted, seconds, draft_seconds, tokens)
 
 
 class Phase(NamedTuple):
     """A simulated rollout phase."""
 
     seconds: float
-    tail_seconds: float
-    """From the time when nine rollouts in ten have ended to the end of the last."""
-    token_tail_seconds: float
-    """From the time when nine tokens in ten are generated to the last."""
     steps: int
     tokens: int
     drafted: int
@@ -166,15 +150,10 @@ class Phase(NamedTuple):
 
 def sum_up(steps: Sequence[Step]) -> Phase:
     """The phase of these steps, one or more."""
-    seconds, last = np.cumsum([step.seconds for step in steps]), steps[-1]
-    tail = int(np.argmax([step.ended >= int(0.9 * last.ended) for step in steps]))
-    token_tail = int(np.argmax([step.tokens >= 0.9 * last.tokens for step in steps]))
     return Phase(
-        seconds=float(seconds[-1]),
-        tail_seconds=float(seconds[-1] - seconds[tail]) if last.ended >= 10 else float(seconds[-1]),
-        token_tail_seconds=float(seconds[-1] - seconds[token_tail]),
+        seconds=sum(step.seconds for step in steps),
         steps=len(steps),
-        tokens=last.tokens,
+        tokens=steps[-1].tokens,
         drafted=sum(step.num_draft_tokens for step in steps),
         accepted=sum(step.num_accepted for step in steps),
     )
