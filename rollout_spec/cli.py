@@ -16,35 +16,22 @@ from rollout_spec.history import command as history
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0; 1 where `doctor` finds a fault; 2 for bad input, with one line on
-    stderr; after Ctrl-C, or where nobody reads on what is printed, what a shell gives to a command that was ended by
-    the signal.
+    0; 1 where `doctor` finds a fault; 2 for bad input, with one line on stderr; after Ctrl-C, or where nobody reads on
+    what is printed, what a shell gives to a command that was ended by the signal.
     """
-    status = 0
     try:
         status = _run(argv)
-        print(end="", flush=True)
-    except BrokenPipeError:
-        _end_output()
-        return 128 + signal.SIGPIPE
-    except OSError as error:  # a full disk, also of what is printed
-        _end_output()
-        if not status:  # otherwise something was said already
-            print(f"rollout-spec: {error}", file=sys.stderr)
-        return 2
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         print("rollout-spec: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
-    return status
-
-
-def _end_output() -> None:
-    """Write what is left in the buffer of stdout. If that fails, it goes nowhere: Python tries again at its exit."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        with open(os.devnull, "w") as nowhere:
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    except OSError as error:  # nobody reads what is printed, or the disk is full
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes the rest again at its exit
+        if isinstance(error, BrokenPipeError):
+            return 128 + signal.SIGPIPE
+        print(f"rollout-spec: {error}", file=sys.stderr)
+        return 2
 
 
 def _run(argv: Sequence[str] | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -73,14 +73,16 @@ class SpeculationStats:
 
     def record(self, num_draft_tokens: ArrayLike, num_accepted: ArrayLike) -> None:
         """Count one step's outcome: integers [B], one entry per request that our verifier sampled."""
-        drafted, accepted = (np.asarray(values).tolist() for values in (num_draft_tokens, num_accepted))
+        drafted, accepted = np.asarray(num_draft_tokens, np.int64), np.asarray(num_accepted, np.int64)
         self.steps += 1
-        self.request_steps += len(drafted)
-        self.num_drafts += len(drafted) - drafted.count(0)
-        self.draft_tokens += _count_positions(drafted, self.drafted_per_position)
-        num_accepted_tokens = _count_positions(accepted, self.accepted_per_position)
-        self.accepted_tokens += num_accepted_tokens
-        self.emitted_tokens += num_accepted_tokens + len(accepted)
+        self.request_steps += drafted.size
+        self.num_drafts += int(np.count_nonzero(drafted))
+        self.draft_tokens += int(drafted.sum())
+        self.accepted_tokens += int(accepted.sum())
+        self.emitted_tokens += int(accepted.sum()) + accepted.size
+        for lengths, counts in ((drafted, self.drafted_per_position), (accepted, self.accepted_per_position)):
+            reached = lengths[:, None] > np.arange(lengths.max(initial=0))  # [B, longest]
+            counts[:] = _sum(counts, reached.sum(0).tolist())
 
     def record_time(
         self, seconds: float, *, requests: int, draft_tokens: int, tokens: int, draft_seconds: float, has_prompts: bool
@@ -121,13 +123,3 @@ def _sum(a: Any, b: Any, sign: int = 1) -> Any:
     if isinstance(a, list):
         return [x + sign * y for x, y in zip_longest(a, b, fillvalue=0)]
     return a + sign * b
-
-
-def _count_positions(lengths: list[int], counts: list[int]) -> int:
-    """Add to counts[j] how many of the lengths exceed j. Returns their sum."""
-    by_length = [0] * (max(lengths, default=0) + 1)
-    for length in lengths:
-        by_length[length] += 1
-    longer = list(accumulate(by_length[:0:-1]))[::-1]
-    counts[:] = _sum(counts, longer)
-    return sum(longer)

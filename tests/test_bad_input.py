@@ -264,18 +264,16 @@ FILES = {
     "whole": json.dumps(a_report()).encode(),
 }
 COMMANDS = [
-    ("doctor {empty}", "{empty}: it is empty"),
-    ("doctor {binary}", "{binary}: it is no JSON: "),
-    ("doctor {brackets}", "{brackets}: it is no JSON: "),
+    ("doctor {empty}", "{empty} is no JSON: "),
+    ("doctor {binary}", "{binary} is no JSON: "),
+    ("doctor {brackets}", "{brackets} is no JSON: "),
     ("doctor {utf16}", "{utf16} has no report of rollout_spec"),
     ("doctor {old}", "{old} has a report of format 0, and 2 is read here"),
     ("doctor {damaged}", "{damaged} is damaged: KeyError('stats')"),
-    ("doctor {list}", "{list}: it must be a JSON object, got [1, 2]"),
-    ("doctor {huge}", "{huge}: it is larger than 67,108,864 bytes"),
+    ("doctor {list}", "{list} has no report of rollout_spec"),
     ("doctor {folder}/missing", "No such file or directory: '{folder}/missing'"),
     ("doctor {folder}", "No such file or directory: '{folder}/rollout_spec.json'"),
     ("doctor {loop}", "Too many levels of symbolic links: '{loop}'"),
-    ("doctor /proc/self/mem", "'/proc/self/mem'"),  # also for root: reading at 0 is an error
     ("doctor --url localhost", "must be a URL such as http://localhost:8000, got 'localhost'"),
     ("doctor --url http://127.0.0.1:9", "the vLLM server at http://127.0.0.1:9 does not answer"),
 ]
@@ -287,10 +285,8 @@ def places(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
     for name, content in FILES.items():
         (folder / name).write_bytes(content)
-    with (folder / "huge").open("wb") as file:
-        file.truncate(5 << 30)  # sparse: takes no room
     (folder / "loop").symlink_to(folder / "loop")
-    return {"folder": folder, **{name: folder / name for name in (*FILES, "huge", "loop")}}
+    return {"folder": folder, **{name: folder / name for name in (*FILES, "loop")}}
 
 
 @pytest.mark.parametrize(("command", "message"), COMMANDS)

@@ -56,8 +56,8 @@ def test_a_run_is_explained_on_one_page():
     # Steps that read prompts are part of the time, and not of the groups by size.
     for line in (
         "up to step 7, process 1 of 4 840 tokens in 110 steps: 1.14 tokens per request and step, ",
-        "25.0% of 400 drafted tokens accepted; by estimate, for 54.5% of the time, it saved about 0.58 s: ",
-        "1.48 times as fast as steps of this engine without drafts Where the time of a step goes: 2.619 ms per token",
+        "25.0% of 400 drafted tokens accepted; by estimate, for 54.5% of the time, it was 1.48 times as fast as ",
+        "steps of this engine without drafts Where the time of a step goes: 2.619 ms per token",
         "target's forward pass     1.20  54.5%",
         "verification     0.10   4.5%",
         "drafting     0.22  10.0%",
@@ -77,7 +77,7 @@ def test_a_run_is_explained_on_one_page():
 def test_what_is_not_known_is_not_made_up():
     report = a_report()
     report["budget"]["undrafted_of_sizes"][-1] = None  # of 64 requests
-    assert "for 45.5% of the time, it saved about 0.60 s: 1.60 times as fast" in page(report)
+    assert "for 45.5% of the time, it was 1.60 times as fast" in page(report)
     assert "64.0 10 0.00 1.00 0.20 ? ? ?" in page(report)
     assert "what that saved is not known" in summary(a_report(budget=None))
     assert summary(a_report(stats=SpeculationStats().to_dict())).endswith("step, no draft verified")
@@ -132,10 +132,9 @@ KNOWN = {"requests": 300, "requests_with_history": 290, "folder": {}}
         (a_report(num_speculative_tokens=0), "This", "does not speculate"),
         (long_run(), "", ""),
         # Steps that other work held up by more than drafts gained say nothing of drafts.
-        (costing(0.009, seconds=100), "Run", "1,000 steps of 1.0 requests took 100.0 s, and 10.0 s at the pace"),
+        (costing(0.009, seconds=100), "Run", "steps took 100.2 s, and 10.2 s at the pace"),
         (costing(0.009, seconds=17), "Run", ""),  # which hides a factor of 1.6
         (costing(0.009, seconds=14), "", ""),  # as on any machine
-        (costing(0.005, seconds=12.5), "Run", ""),  # more than twice as long, though drafts gained more
         (costing(0.018, seconds=26), "Try", "it made steps 0.84 times as fast"),
         (costing(0.018, seconds=26, history=NEW), "Wait Group Set", "only 12 of 300 requests"),
         (long_run(history=NEW), "Wait Group Set", ""),
@@ -160,7 +159,7 @@ def test_a_busy_machine_is_not_blamed_on_drafts():
     report["stats"]["seconds_by_batch"] = [seconds * 20 for seconds in report["stats"]["seconds_by_batch"]]
     assert "too noisy to say: steps took 20.0 times as long as fast ones of their size, and drafts" in summary(report)
     assert "64.0 10 0.00 1.00 4.00 0.20 0.18 0.90" in page(report), "nothing was verified"
-    assert "1.0 100 4.00 2.00 20.00 1.00 1.60 noise" in page(report)
+    assert "1.0 100 4.00 2.00 20.00 1.00 1.60 1.60" in page(report)
     assert "What to do - Run it again on a quiet machine" in page(report)
 
 
