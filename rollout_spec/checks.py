@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import reprlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,21 +52,13 @@ def integer(name: str, value: object, least: int = -MAX_INT - 1, most: int = MAX
     raise ValueError(f"{name} must {expected}, got {shown(number)}")
 
 
-def number(name: str, value: object, is_right: Any = math.isfinite, expected: str = "finite") -> float:
-    """A float for which `is_right` holds. An int counts as one, NaN does not.
-
-    Args:
-        expected: What `is_right` says, for the message.
-    """
+def number(name: str, value: object, is_right: Callable[[float], bool], expected: str) -> float:
+    """A float for which `is_right` holds, as `expected` says it. An int counts as one."""
     if isinstance(value, bool | np.bool_) or not isinstance(value, int | float | np.integer | np.floating):
         raise TypeError(f"{name} must be a number, got {shown(value)}")
-    try:
-        converted = float(value)
-    except OverflowError:
-        converted = math.inf if value > 0 else -math.inf
-    if math.isnan(converted) or not is_right(converted):
+    if not is_right(float(value)):
         raise ValueError(f"{name} must be {expected}, got {shown(value)}")
-    return converted
+    return float(value)
 
 
 def integers(name: str, values: object, size: int) -> NDArray[np.int64]:

@@ -37,11 +37,6 @@ DEFAULT_TOKENS, DEFAULT_RECURRENT_TOKENS = 8, 3
 AUTO = "auto"
 """The value of `RolloutSpecConfig.drafter` that names no drafter."""
 
-GONE = {
-    "num_speculative_tokens_per_batch_size": "set it in the speculative_config that engine_kwargs() returns",
-    "num_model_draft_tokens": "set num_speculative_tokens in speculative_config",
-}
-"""Options of earlier releases, and what to do instead."""
 
 
 def drafts_with_model(method: object) -> bool:
@@ -175,7 +170,7 @@ class RolloutSpecConfig:
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                hint = f": {GONE[key]}" if key in GONE else checks.did_you_mean(key, known)
+                hint = checks.did_you_mean(key, known)
                 raise ValueError(f"unknown rollout_spec config key {key!r}{hint}. Known keys: {', '.join(known)}")
         return cls(**values)
 

@@ -101,7 +101,6 @@ def test_drafters_and_commands_stay_on_this_machine(tiny_model, tmp_path):
         ["replay", traces],
         ["history", "import", traces, "--into", history, "--tokenizer", tiny_model],
         ["history", "stats", history],
-        ["history", "export", history, tmp_path / "out.jsonl"],
     ]
     assert attempts_of(WHAT_WE_DO, json.dumps([[str(part) for part in command] for command in commands])) == []
 

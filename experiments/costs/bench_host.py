@@ -397,7 +397,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     problems = by_problem(read_traces(args.trace))
-    warm_up(RolloutSpecConfig())
+    warm_up(RolloutSpecConfig(drafter="history"))
     about = {**origin(), "trace": args.trace.name, "history": args.history, "steps": args.steps}
     print("batch  K  proposer               us/request p20    p50    p80  hidden  tokens/step")
     for k in args.k:

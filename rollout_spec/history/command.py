@@ -1,15 +1,15 @@
-"""`rollout-spec history`: logs of rollouts become history, and what a folder holds is counted, pruned and exported."""
+"""`rollout-spec history`: logs of rollouts become history, and what a folder holds is counted and pruned."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollout_spec.checks import first_line
 from rollout_spec.imports import install
 
 if TYPE_CHECKING:  # what a command imports takes long, and `--help` does not need it
@@ -37,10 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prune.add_argument("--max-bytes", type=_num_bytes, metavar="SIZE", help="what may stay, for example 2GB")
     prune.add_argument("--keep-versions", type=_count(1), metavar="N", help="policy versions that stay")
     prune.add_argument("--dry-run", action="store_true", help="only say what would go")
-    export = commands.add_parser("export", help="write a history as JSONL of token ids")
-    for command in (stats, prune, export):
+    for command in (stats, prune):
         command.add_argument("dir", metavar="DIR")
-    export.add_argument("file", type=Path, metavar="FILE")
 
 
 def _count(least: int) -> Any:
@@ -61,7 +59,7 @@ def _num_bytes(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns the exit code; 2, with one line on stderr, for bad input."""
-    commands = {"import": _import, "stats": _stats, "prune": _prune, "export": _export}
+    commands = {"import": _import, "stats": _stats, "prune": _prune}
     try:
         try:
             import fsspec  # noqa: F401
@@ -86,8 +84,7 @@ def load_tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # whatever damaged files raise
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise ValueError(f"--tokenizer {name}: {reason}") from error
+        raise ValueError(f"--tokenizer {name}: {first_line(error)}") from error
 
 
 def _import(args: argparse.Namespace) -> None:
@@ -167,24 +164,6 @@ def _prune(args: argparse.Namespace) -> None:
     if args.max_bytes is None and args.keep_versions is None:
         raise ValueError("prune needs --max-bytes or --keep-versions")
     folder, files = _open(args.dir)
-    limits = {"max_bytes": args.max_bytes, "keep_versions": args.keep_versions}
-    gone = folder.prune(**limits, dry_run=True)
-    if len(gone) == len(files):
-        raise ValueError(f"nothing would be left of {args.dir}: if that is meant, delete the folder")
-    if not args.dry_run:
-        folder.prune(**limits)
+    gone = folder.prune(max_bytes=args.max_bytes, keep_versions=args.keep_versions, dry_run=args.dry_run)
     said = "would remove" if args.dry_run else "removed"
     print(f"{said} {len(gone):,} of {len(files):,} files, {sum(file.size for file in gone):,} bytes")
-
-
-def _export(args: argparse.Namespace) -> None:
-    folder, _ = _open(args.dir)
-    with args.file.open("w") as out:
-        for rollout in folder.all_rollouts(lambda path, why: print(f"{path} is left out: {why}", file=sys.stderr)):
-            row = {
-                "problem_id": rollout.problem_id,
-                "version": rollout.version,
-                "prompt_token_ids": rollout.context.tolist(),
-                "token_ids": rollout.tokens.tolist(),
-            }
-            print(json.dumps(row), file=out)

@@ -19,9 +19,8 @@ import os
 import random
 import re
 import secrets
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple
@@ -44,13 +43,10 @@ READERS = 16
 CHECKS_PER_BOUND = 16
 """While the files of a full folder's size are written, by all engines together, about so many times it is listed and
 pruned: each byte has the same chance to be followed by that."""
-UNFINISHED_SECONDS = 3600.0
-"""What a killed process was writing is removed after that."""
 S3_OPTIONS = {"max_concurrency": 1, "config_kwargs": {"retries": {"total_max_attempts": 1}}}
 """Of s3fs. With more requests at once it asks for a file's size before it reads it. It tries five times itself, and
 botocore would try each of these five times: a store that throttles would get 25 requests for one."""
 _NAME = re.compile(r"([0-9a-f]{16})/(\d{10})-[0-9a-f]{16}\.parquet")
-_UNFINISHED = re.compile(r"[0-9a-f]{16}/\.[0-9a-f]{16}")
 MAX_SAID = 20
 """Reasons for which files are left out are named up to so many."""
 
@@ -259,12 +255,9 @@ class HistoryFolder:
 
     def files(self, problem_id: int | None = None) -> Iterator[Found]:
         """A problem's files, or all, in no order. An object store lists 1,000 of them per request."""
-        return self._named(self._find(self._root if problem_id is None else f"{self._root}/{problem_id:016x}"))
-
-    def _named(self, found: Iterable[tuple[str, int]]) -> Iterator[Found]:
-        """Those of (path, size) that are files of rollouts."""
+        below = self._root if problem_id is None else f"{self._root}/{problem_id:016x}"
         with _raising_os_errors(), contextlib.suppress(FileNotFoundError):
-            for path, size in found:
+            for path, size in self._find(below):
                 match = _NAME.fullmatch(path.removeprefix(f"{self._root}/"))
                 if match and int(match[2]) < 2**31:
                     yield Found(int(match[2]), int(match[1], 16), path, size)
@@ -313,10 +306,7 @@ class HistoryFolder:
         Returns:
             Those that were deleted, or would be. Two processes that prune at once delete the same ones.
         """
-        everything: list[tuple[str, int]] = []
-        with _raising_os_errors(), contextlib.suppress(FileNotFoundError):
-            everything += self._find(self._root)
-        files = sorted(self._named(everything), reverse=True)
+        files = sorted(self.files(), reverse=True)
         newest = sorted({file.version for file in files}, reverse=True)[:keep_versions]
         kept = num_bytes = 0
         while kept < len(files) and files[kept].version >= newest[-1]:
@@ -324,20 +314,13 @@ class HistoryFolder:
             if max_bytes is not None and num_bytes > max_bytes:
                 break
             kept += 1
-        if not dry_run:
-            self._delete([file.path for file in reversed(files[kept:])])  # who is killed here leaves no gap
-            self._delete([path for path, _ in everything if self._is_unfinished(path)])
-        return files[kept:]
-
-    def _delete(self, paths: Sequence[str]) -> None:
-        """Delete files, some of which may be gone."""
-        if self.is_remote:
-            for i in range(0, len(paths), 1000):  # which S3 deletes by one request
-                with _raising_os_errors(), contextlib.suppress(FileNotFoundError):
-                    self._fs.rm(list(paths[i : i + 1000]))
-        for path in () if self.is_remote else paths:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+        gone = files[kept:]
+        paths = [] if dry_run else [file.path for file in reversed(gone)]  # who is killed here leaves no gap
+        size = 1000 if self.is_remote else 1  # so many S3 deletes by one request
+        for i in range(0, len(paths), size):
+            with _raising_os_errors(), contextlib.suppress(FileNotFoundError):  # another process prunes, too
+                self._fs.rm(paths[i : i + size])
+        return gone
 
     def _read(self, file: Found) -> list[Rollout]:
         """A file's rollouts; none where it cannot be used, which is said once for each reason."""
@@ -380,14 +363,6 @@ class HistoryFolder:
                     raise
                 self._fs.makedirs(folder, exist_ok=True)
                 self._fs.pipe_file(path, data)
-
-    def _is_unfinished(self, path: str) -> bool:
-        """Whether a process has left this file that was killed while it wrote."""
-        if self.is_remote or not _UNFINISHED.fullmatch(path.removeprefix(f"{self._root}/")):
-            return False
-        with contextlib.suppress(OSError):
-            return os.stat(path).st_mtime < time.time() - UNFINISHED_SECONDS
-        return False
 
 
 def open_folder(url: str) -> tuple[Any, str]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import json
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from rollout_spec.history.rollout import CONTEXT_TOKENS, Rollout
 from rollout_spec.types import Int32Array
 
 COLUMNS = (
-    ("prompt_token_ids", "token_ids"),  # vLLM's names, and `history export`'s
+    ("prompt_token_ids", "token_ids"),  # vLLM's names
     ("prompt_ids", "completion_ids"),  # TRL's
     ("prompt_tokens", "completion_tokens"),
     ("prompt", "completion"),  # TRL's log_completions: text, or a prompt of messages
@@ -37,7 +35,7 @@ def read(
     gives other tokens than the engine's, a rollout serves other problems only.
 
     Args:
-        path: Parquet, JSONL or gzipped JSONL.
+        path: Parquet or JSONL.
         tokenizer: Of transformers. None: only token ids can be read, and are not checked.
         on_bad: Called with the number, from 1, of each line that cannot be used, and the reason. It is left out.
         version: Of all rollouts. None: each line's own, otherwise 0.
@@ -65,25 +63,20 @@ def read(
 
 def _rows(path: Path, on_bad: Callable[[int, str], object]) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open("rb") as file:
-        magic = file.read(4)
-    if magic == b"PAR1":
-        yield from _parquet_rows(path, on_bad)
-        return
-    with gzip.open(path, "rb") if magic[:2] == b"\x1f\x8b" else path.open("rb") as file:
-        number = 0
-        try:
-            for number, line in enumerate(file, 1):
-                try:
-                    row = json.loads(line.decode("utf-8-sig")) if line.strip() else None
-                    if row is not None and not isinstance(row, dict):
-                        raise ValueError(f"it must be an object, got {type(row).__name__}")
-                except (ValueError, RecursionError) as error:
-                    on_bad(number, first_line(error))
-                    continue
-                if row is not None:
-                    yield number, row
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:  # as where its process was killed
-            on_bad(number + 1, first_line(error))
+        if file.read(4) == b"PAR1":
+            yield from _parquet_rows(path, on_bad)
+            return
+        file.seek(0)
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line.decode("utf-8-sig")) if line.strip() else None
+                if row is not None and not isinstance(row, dict):
+                    raise ValueError(f"it must be an object, got {type(row).__name__}")
+            except (ValueError, RecursionError) as error:
+                on_bad(number, first_line(error))
+                continue
+            if row is not None:
+                yield number, row
 
 
 def _parquet_rows(path: Path, on_bad: Callable[[int, str], object]) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, get_args
 
 import numpy as np
@@ -18,7 +18,7 @@ from rollout_spec.drafters.host.step import Sampled
 from rollout_spec.drafters.model.choice import ModelDrafts
 from rollout_spec.drafting import Drafting
 from rollout_spec.jit.cache import REMEDY, find_folder
-from rollout_spec.types import Draft, Int32Array, LogprobsMode, SamplingBatch
+from rollout_spec.types import LogprobsMode, SamplingBatch
 from rollout_spec.verify.api import draw, verify_rows
 from rollout_spec.verify.layout import lay_out
 
@@ -34,7 +34,7 @@ def warm_up(
 ) -> None:
     """Compile what an engine with this configuration calls on the host, or load it from the cache.
 
-    Runs a drafter, a budget and a verifier on made-up tokens. Drafters that are not built in are not run.
+    Runs a built-in drafter, a budget and a verifier on made-up tokens.
 
     Args:
         device: Where the engine's logits are; the verifier's compiled loop is for the CPU only.
@@ -50,29 +50,16 @@ def warm_up(
         log(f"rollout_spec: compiled drafter and verifier in {seconds:.0f} s, {how_often}")
 
     with event.install_timer("numba:compile", report):
-        if config.speculation and config.drafts_on_host:
+        if config.drafts_on_host and config.drafter in DRAFTERS:
             _draft(config, has_model)
         if torch.device(device).type == "cpu":
             _verify(config)
 
 
-class _NoDrafts:
-    """Stands for a drafter that is not built in."""
-
-    def start_request(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    stop_request = extend = start_request
-
-    def propose(self, req_ids: Sequence[str], max_tokens: Int32Array) -> list[Draft]:
-        return [Draft(np.zeros(0, np.int32), np.zeros(0, np.float32))] * len(req_ids)
-
-
 def _draft(config: RolloutSpecConfig, has_model: bool) -> None:
     """Two requests from start to stop; one rollout is kept, the other removed."""
-    k, is_ours = config.max_draft_tokens, config.drafter in DRAFTERS
-    options = {"max_draft_tokens": k, **config.drafter_options}
-    drafter: Any = build_drafter(config.drafter, **options) if is_ours else _NoDrafts()
+    k = config.max_draft_tokens
+    drafter: Any = build_drafter(config.drafter, max_draft_tokens=k, **config.drafter_options)
     budget = Budget() if config.budget else None
     drafting = Drafting(drafter, k, max_model_len=1 << 20, vocab_size=1 << 31, budget=budget, has_model=has_model)
     prompt = np.arange(1200, dtype=np.int32) % 300  # long enough for the tables to grow
@@ -91,9 +78,8 @@ def _draft(config: RolloutSpecConfig, has_model: bool) -> None:
             if budget is not None:
                 budget.observe_step(2 + 2 * drafted, 1e-3, drafted=drafted, num_asked=2, draft_seconds=1e-5)
         drafting.draft(rows, learned, num_tokens=2, model=model)
-    if is_ours:
-        drafter.output_of("greedy")
-        drafter.update_index()
+    drafter.output_of("greedy")
+    drafter.update_index()
     drafting.drafter.stop_request("greedy")
     drafting.drafter.stop_request("sampled", keep=False)
 

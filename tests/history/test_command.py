@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 
 import pytest
@@ -13,7 +12,7 @@ from rollout_spec.cli import main
 from rollout_spec.history import command
 from rollout_spec.history.folder import HistoryFolder
 from tests.history.made_up import ORIGIN, rollout, rollouts_in
-from tests.history.test_logs import IDS, Tokenizer, read_all, write_lines
+from tests.history.test_logs import IDS, Tokenizer, write_lines
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ def test_large_logs_are_written_in_parts(history, tmp_path, monkeypatch):
     assert len(list((tmp_path / "h").rglob("*.parquet"))) > 5
 
 
-def test_stats_prune_and_export(history, tmp_path):
+def test_stats_and_prune(history, tmp_path):
     folder = HistoryFolder(str(tmp_path / "h"), ORIGIN)
     for version in range(4):
         folder.write([rollout(version, version=version), rollout(10 + version, version=version)])
@@ -82,21 +81,6 @@ def test_stats_prune_and_export(history, tmp_path):
     assert (status, len(rollouts_in_all(tmp_path / "h"))) == (0, 5)
     assert out.startswith("would remove 2 of 5 files")
     assert history("prune", tmp_path / "h", "--keep-versions", 2)[1].startswith("removed 2 of 5 files")
-    status, _, err = history("prune", tmp_path / "h", "--max-bytes", "1B")
-    assert status == 2
-    assert "nothing would be left" in err
-
-    status, _, err = history("export", tmp_path / "h", tmp_path / "out.jsonl")
-    assert status == 0
-    assert "is left out" in err
-    exported, bad = read_all(tmp_path / "out.jsonl")
-    assert bad == []
-    assert sorted((r.version, int(r.tokens[0]), r.problem_id) for r in exported) == [
-        (2, 2, 1), (2, 12, 1), (3, 3, 1), (3, 13, 1),
-    ]  # fmt: skip
-    assert json.loads((tmp_path / "out.jsonl").read_text().splitlines()[0]).keys() == {
-        "problem_id", "version", "prompt_token_ids", "token_ids",
-    }  # fmt: skip
 
 
 def rollouts_in_all(path):
@@ -108,7 +92,6 @@ def rollouts_in_all(path):
     [
         (["stats", "HERE/nothing"], "there is no history here"),
         (["stats", "nowhere://x"], "cannot be used"),
-        (["export", "HERE/nothing", "HERE/out"], "there is no history here"),
         (["prune", "HERE/nothing"], "prune needs --max-bytes or --keep-versions"),
         (["prune", "HERE", "--max-bytes", "7 apples"], "'7 apples' is no size, such as 500MB or 2GB"),
         (["prune", "HERE", "--keep-versions", "0"], "'0' is no integer in [1, 2^31)"),

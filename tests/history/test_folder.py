@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -240,18 +239,6 @@ def test_a_full_folder_is_pruned_by_those_who_write(tmp_path):
         most = max(most, sum(file.size for file in one.files()))
     assert 60_000 < most < 90_000
     assert max(file.version for file in one.files()) == 199
-
-
-def test_what_a_killed_process_left_is_removed_after_an_hour(tmp_path):
-    one = open_again(tmp_path)
-    one.write([rollout(1)])
-    old, new = (tmp_path / "0000000000000001" / f".{number:016x}" for number in range(2))
-    for path in (old, new):
-        path.write_bytes(b"half")
-    os.utime(old, (time.time() - 4000,) * 2)
-    one.prune(max_bytes=10**9)
-    assert not old.exists()
-    assert new.exists()
 
 
 def test_a_folder_may_be_on_any_file_system():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 
@@ -68,15 +67,13 @@ USER = [{"role": "user", "content": "w5 w6"}]
         ({"prompt": USER, "completion": "w8 w9"}, [91, 5, 6, 90], [8, 9], 0),
     ],
 )
-@pytest.mark.parametrize("kind", ["jsonl", "gzip", "parquet"])
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_logs_of_frameworks_are_read(tmp_path, row, prompt, tokens, version, kind):
     path = tmp_path / "log"
     if kind == "parquet":
         write_parquet(path, [row, row])
     else:
         write_lines(path, [row, "", row])
-        if kind == "gzip":
-            path.write_bytes(gzip.compress(path.read_bytes()))
     rollouts, bad = read_all(path, Tokenizer())
     assert bad == []
     assert len(rollouts) == 2
@@ -142,13 +139,8 @@ def test_a_log_that_ends_in_the_middle_gives_what_there_is(tmp_path):
     path.write_bytes(path.read_bytes()[:-9])
     rollouts, bad = read_all(path)
     assert (len(rollouts), [number for number, _ in bad]) == (999, [1000])
-    path.write_bytes(gzip.compress(b"\n".join([json.dumps(IDS).encode()] * 1000))[:-20])
-    rollouts, bad = read_all(path)
-    assert len(bad) == 1
     path = write_parquet(path, [IDS])
     path.write_bytes(path.read_bytes()[:-3])
     rollouts, ((_, reason),) = read_all(path)
     assert rollouts == []
     assert reason.startswith("this is no whole Parquet file")
-    path.write_bytes(gzip.compress(json.dumps(IDS).encode())[:12] + b"damaged" * 9)
-    assert len(read_all(path)[1]) == 1
