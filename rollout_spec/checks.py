@@ -23,10 +23,7 @@ _repr.maxother = _repr.maxstring = 80
 
 def shown(value: object) -> str:
     """A value for an error message, cut where it is long."""
-    try:
-        return _repr.repr(value)
-    except Exception:  # whatever the `__repr__` of a user's object raises
-        return f"an object of {type(value).__name__}"
+    return _repr.repr(value)
 
 
 def shown_array(value: Any) -> str:

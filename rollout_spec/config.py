@@ -38,7 +38,6 @@ AUTO = "auto"
 """The value of `RolloutSpecConfig.drafter` that names no drafter."""
 
 
-
 def drafts_with_model(method: object) -> bool:
     """Whether a speculative method is one of MODEL_METHODS, or a name that vLLM has for a model's own MTP layers."""
     return isinstance(method, str) and (method in MODEL_METHODS or method.endswith("_mtp"))

@@ -12,12 +12,9 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from http.client import HTTPException
 from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import numpy as np
 
@@ -51,7 +48,6 @@ def add_arguments(parser: ArgumentParser) -> None:
     """Declare the command's options."""
     one = parser.add_mutually_exclusive_group()
     one.add_argument("report", nargs="?", type=Path, help="a run's report, or the folder of the trainer that wrote it")
-    one.add_argument("--url", metavar="http://HOST:PORT", help="ask a running server for its report")
     one.add_argument("--device", action="store_true", help="check the kernels on this machine's GPU")
 
 
@@ -59,17 +55,16 @@ def run(args: Namespace) -> int:
     """Check or explain, and print. Returns the exit code: 1 if a check finds a fault, 2 for bad input."""
     if args.device:
         return check_device()
-    source = args.url if args.report is None else args.report
-    if source is None:
+    if args.report is None:
         return check_installation()
     try:
-        report = read_report(source)
+        report = read_report(args.report)
     except (OSError, ValueError) as error:
         return _refuse(str(error))
     try:
         print(explain(report))
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        return _refuse(f"the report of {source} is damaged: {error!r}")
+        return _refuse(f"the report in {args.report} is damaged: {error!r}")
     return 0
 
 
@@ -164,43 +159,22 @@ def check_device(device: Any = None, vocab_size: int = 151_936) -> int:
     return status
 
 
-def read_report(source: Path | str) -> dict[str, Any]:
-    """The report in a file or in a trainer's folder, or, by its URL, of a server with VLLM_SERVER_DEV_MODE=1.
+def read_report(path: Path) -> dict[str, Any]:
+    """The report in a file or in a trainer's folder. Of a server's answer, with one for each rank, the first.
 
-    Raises OSError if it cannot be had, ValueError if it is no report of this format.
+    Raises OSError if it cannot be read, ValueError if it is no report of this format.
     """
-    if isinstance(source, str):
-        report = _ask(source)
-    else:
-        try:
-            report = json.loads((source / REPORT_NAME if source.is_dir() else source).read_bytes())
-        except (ValueError, RecursionError) as error:  # no JSON, no text, or brackets without end
-            raise ValueError(f"{source} is no JSON: {error}") from None
-    if isinstance(report, dict) and report.get("results"):  # a server's answer, with a report for each rank
+    try:
+        report = json.loads((path / REPORT_NAME if path.is_dir() else path).read_bytes())
+    except (ValueError, RecursionError) as error:  # no JSON, no text, or brackets without end
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    if isinstance(report, dict) and report.get("results"):
         report = report["results"][0]
     if not isinstance(report, dict) or "format" not in report:
-        raise ValueError(f"{source} has no report of rollout_spec")
+        raise ValueError(f"{path} has no report of rollout_spec")
     if report["format"] != REPORT_FORMAT:
-        raise ValueError(f"{source} has a report of format {shown(report['format'])}, and {REPORT_FORMAT} is read here")
+        raise ValueError(f"{path} has a report of format {shown(report['format'])}, and {REPORT_FORMAT} is read here")
     return report
-
-
-def _ask(url: str) -> Any:
-    """What a server answers when it is asked for its report. Raises as `read_report`."""
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"--url must be a URL such as http://localhost:8000, got {shown(url)}")
-    body = json.dumps({"method": "rollout_spec", "args": ["report"]}).encode()
-    request = Request(f"{url.rstrip('/')}/collective_rpc", body, {"Content-Type": "application/json"})
-    try:
-        with urlopen(request, timeout=60) as response:
-            return json.load(response)
-    except HTTPError as error:
-        lacks = "VLLM_SERVER_DEV_MODE=1" if error.code in (404, 405) else "rollout_spec, or cannot answer"
-        raise ConnectionError(f"the vLLM server at {url} runs without {lacks}: {error}") from error
-    except (OSError, HTTPException) as error:
-        raise ConnectionError(f"the vLLM server at {url} does not answer: {error}") from error
-    except ValueError as error:
-        raise ValueError(f"what answers at {url} is no vLLM server") from error
 
 
 class Group(NamedTuple):

@@ -34,7 +34,6 @@ def test_options_of_configuration_libraries():
         ({"num_spec_tokens": 4}, ValueError, "unknown rollout_spec config key 'num_spec_tokens'"),
         ({"drafter": 3}, TypeError, "drafter"),
         ({"drafter": "devise"}, ValueError, "'device', 'history', 'lookahead', .*; did you mean 'device'?"),
-        ({"num_model_draft_tokens": 4}, ValueError, "'num_model_draft_tokens': set num_speculative_tokens in spec"),
         ({"drafter_options": {"max_draft_tokens": 3}}, ValueError, "drafter_options are features, max_history_tokens"),
         ({"drafter_options": [1]}, TypeError, "drafter_options"),
         ({"history_dir": ""}, TypeError, "history_dir must be a path or a URL"),

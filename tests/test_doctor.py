@@ -5,15 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
-import io
 import json
-from email.message import Message
 from types import SimpleNamespace
-from urllib.error import HTTPError
 
 import pytest
 
-from rollout_spec import cli, doctor
+from rollout_spec import cli
 from rollout_spec.budget import MIN_OBSERVATIONS, Budget
 from rollout_spec.doctor import advice, explain, look_around, summary
 from rollout_spec.integrations.vllm import commands
@@ -180,28 +177,6 @@ def test_reports_are_read_as_trainers_and_servers_write_them(tmp_path, capsys, c
     (tmp_path / "rollout_spec.json").write_text(json.dumps(content))
     for path in (tmp_path, tmp_path / "rollout_spec.json"):
         assert asked(capsys, path) == (0, f"{explain(a_report())}\n", "")
-
-
-@pytest.mark.parametrize(
-    ("status", "body", "message"),
-    [
-        (404, b"", "runs without VLLM_SERVER_DEV_MODE=1"),
-        (500, b"this engine runs\nwithout rollout_spec", "runs without rollout_spec, or cannot answer"),
-        (200, b"<html>", "is no vLLM server"),
-        (200, b'{"results": ["None"]}', "has no report of rollout_spec"),
-    ],
-)
-def test_other_servers_are_refused(monkeypatch, capsys, status, body, message):
-    url = "http://127.0.0.1:9"
-
-    def answer(*_, **__):
-        if status != 200:
-            raise HTTPError(url, status, "", Message(), None)
-        return io.BytesIO(body)
-
-    monkeypatch.setattr(doctor, "urlopen", answer)
-    code, _, said = asked(capsys, "--url", url)
-    assert (code, said.count("\n"), url in said, message in said) == (2, 1, True, True)
 
 
 # -- the installation --------------------------------------------------------------------------------------------------

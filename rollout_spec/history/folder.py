@@ -63,11 +63,6 @@ class Origin(NamedTuple):
     states: str | None = None
     """Tells apart models whose hidden states cannot be compared."""
 
-    def check(self, theirs: Origin) -> None:
-        """Raise ValueError if rollouts of another origin cannot be used here."""
-        if None not in (self.tokenizer, theirs.tokenizer) and self.tokenizer != theirs.tokenizer:
-            raise ValueError(f"it is of another tokenizer (model {theirs.model}): {theirs.tokenizer}")
-
 
 def fingerprint(vocabulary: Mapping[str, int]) -> str:
     """128 bits that are equal for equal vocabularies, by token."""
@@ -121,7 +116,8 @@ def decode(data: bytes, problem_id: int, version: int, origin: Origin) -> list[R
         if about.get("format") != FORMAT:
             raise ValueError(f"its format is {about.get('format')!r}, and this version of rollout-spec reads {FORMAT}")
         theirs = Origin(**about["origin"])
-        origin.check(theirs)
+        if None not in (origin.tokenizer, theirs.tokenizer) and origin.tokenizer != theirs.tokenizer:
+            raise ValueError(f"it is of another tokenizer (model {theirs.model}): {theirs.tokenizer}")
         # Not by threads of Arrow's pools: they could let go of these bytes, which are Python's, while the interpreter
         # ends, and that aborts the process.
         table = file.read(use_threads=False)

@@ -64,9 +64,12 @@ def test_a_bad_request_gets_the_error_and_nobody_else_notices(server):
     assert stats["drafter_errors"] == 0
 
 
-def test_doctor_asks_a_running_server(server, capsys):
+def test_the_doctor_reads_a_servers_answer(server, capsys, tmp_path):
     server.complete(max_tokens=40, ignore_eos=True)
-    assert cli.main(["doctor", "--url", server.url]) == 0
+    status, text = server.post("/collective_rpc", {"method": "rollout_spec", "args": ["report"]})
+    assert status == 200, text
+    (tmp_path / "report.json").write_text(text)
+    assert cli.main(["doctor", str(tmp_path / "report.json")]) == 0
     assert "tokens in" in capsys.readouterr().out
 
 
