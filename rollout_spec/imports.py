@@ -1,12 +1,10 @@
-"""Packages: how to install what is missing, which versions there are, and the command that runs."""
+"""Packages: how to install what is missing, and which versions there are."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
-import sys
-from collections.abc import Iterable
-from pathlib import Path
 
 
 def install(*extras: str) -> str:
@@ -18,20 +16,11 @@ INSTALL_VLLM = f"{install('vllm')}, on a CPU `make install-cpu` in a clone of th
 """The same of vLLM, whose CPU build no extra can bring."""
 
 
-def command_line() -> list[str]:
-    """The command that runs, in which absolute paths are shortened to their last part."""
-    return [Path(argument).name if Path(argument).is_absolute() else argument for argument in sys.argv]
-
-
-def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of those packages that are installed."""
-    found = {package: _version_of(package) for package in packages}
-    return {package: version for package, version in found.items() if version is not None}
-
-
 @functools.cache  # reads files
-def _version_of(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
+    """Versions of those packages that are installed."""
+    found = {}
+    for package in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found

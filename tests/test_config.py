@@ -13,7 +13,6 @@ import pytest
 
 from rollout_spec import RolloutSpecConfig, checks, engine_kwargs
 from rollout_spec.config import CONFIG_KEY
-from rollout_spec.imports import command_line
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 
@@ -128,8 +127,3 @@ def test_versions():
         check_version((0, 11, 0), "0.11.0")
     with pytest.warns(UserWarning, match="tested with vLLM up to"):
         check_version((0, 99, 0), "0.99.0")
-
-
-def test_what_made_a_report_is_told_without_folders_of_its_machine(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["/home/me/bin/rollout-spec", "replay", "--out", "/home/me/run.json", "a/folder"])
-    assert command_line() == ["rollout-spec", "replay", "--out", "run.json", "a/folder"]

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from examples.demo import ENVIRONMENT, task
-from rollout_spec.imports import INSTALL_VLLM, command_line, install
+from rollout_spec.imports import INSTALL_VLLM, install
 
 NUM_PROBLEMS, GROUP_SIZE, BATCH_SIZE, MAX_MODEL_LEN = 12, 8, 16, 448
 PACKAGES = ("rollout_spec", "matplotlib", "torch", "transformers", "datasets", "trl", "vllm")
@@ -68,7 +68,7 @@ def main() -> None:
     generator = train(policy_dir, args, lambda record: report.print_row(record, ways))
     summary = report.make_report(generator, time.perf_counter() - started)
     machine = f"{os.uname().machine}, {os.cpu_count()} cores, Python {sys.version.split()[0]}"
-    summary["provenance"] = {"argv": [parser.prog, *command_line()[1:]], "versions": versions, "machine": machine}
+    summary["provenance"] = {"versions": versions, "machine": machine}
     (args.out / "report.json").write_text(json.dumps(summary, indent=1) + "\n")
     report.plot_report(summary, ways, args.out / "report.png")
     report.plot_rollouts(summary, args.out / "rollouts.png")
