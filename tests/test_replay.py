@@ -33,18 +33,13 @@ def a_problem(number=0, samples=3, versions=1, size=40):
 class Recorder(Adversary):
     """Drafts the next token, a wrong one and a third one, and keeps what it is told."""
 
-    def __init__(self, wants_features=False):
+    def __init__(self):
         super().__init__()
-        self.wants_features = wants_features
-        self.seeds, self.versions, self.features = [], [], []
+        self.seeds, self.versions = [], []
 
     def start_request(self, req_id, prompt_token_ids, *, problem_id=None, seed=None):
         super().start_request(req_id, prompt_token_ids, problem_id=problem_id, seed=seed)
         self.seeds.append(seed)
-
-    def extend(self, req_id, new_token_ids, *features):
-        super().extend(req_id, new_token_ids)
-        self.features += [unpack(seen)[0][:, 0].tolist() == list(new_token_ids) for seen in features]
 
     def propose(self, req_ids, max_tokens):
         confidence = np.array([0.95, 0.55, 0.15], np.float32)
@@ -105,15 +100,17 @@ def test_the_drafter_is_told_seeds_versions_and_features(tmp_path):
 
     replay([a_problem(versions=2)], drafter := Recorder(), "epoch", num_speculative_tokens=3, knows_noise=True)
     assert drafter.seeds == [None] * 3 + [0, 1, 2]  # earlier rollouts are text
-    assert (drafter.versions, drafter.features) == ([1], [])
+    assert drafter.versions == [1]
     signatures = np.array([[10, 0], [11, 0], [100, 0], [101, 0], [102, 0]], np.uint64).tobytes()
     row = {**ROW, "completion_tokens": [10, 11, 100, 101, 102], "gen_runs": [2, 1, 2], "signatures": signatures}
     row |= {"top_ids": [7] * 20, "top_logprobs": [-0.5] * 20}
     parquet.write_table(arrow.Table.from_pylist([row]), tmp_path / "x.parquet")
     (rollout,) = read_traces(tmp_path / "x.parquet")
     assert unpack(rollout.features)[0][:, 0].tolist() == [10, 11, 0, 101, 102], "the target saw no given tokens"
-    replay([[rollout]], drafter := Recorder(True), "own", num_speculative_tokens=3)
-    assert drafter.features == [True, True, False, True, True]  # the given token alone has none
+    replay([[rollout]], drafter := build_drafter("suffix"), "finished")
+    tokens, features = drafter._store.read(drafter._finished[-1].document)
+    assert tokens.tolist() == [10, 11, 100, 101, 102]
+    assert unpack(features)[0][:, 0].tolist() == [10, 11, 0, 101, 102]
 
 
 def test_recorded_seeds_are_the_noise():
