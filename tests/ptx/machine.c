@@ -127,15 +127,11 @@ repick:
     const Instruction *i = code + pc;
     uint32_t m = lanes;
     if (i->guard >= 0) { uint32_t p = *(uint32_t *)(w->registers + i->guard); m &= i->negated ? ~p : p; }
-    if (i->counted) {
-      c->counters->lane_instructions += __builtin_popcount(m);
-      if (++c->counters->instructions > c->limit) { report(w, TOO_MANY_INSTRUCTIONS, i, -1, 0, -1, 0); return FAILED; }
-    }
+    if (!c->limit--) { report(w, TOO_MANY_INSTRUCTIONS, i, -1, 0, -1, 0); return FAILED; }
     switch (i->control) {
     case BRANCH:
       if (m == lanes) { pc = i->target; continue; }
       if (m == 0) break;
-      c->counters->divergent_branches++;
       w->is_diverged = 1;
       for (int l = 0; l < 32; l++) if (lanes >> l & 1) w->pcs[l] = m >> l & 1 ? i->target : pc + 1;
       goto repick;
@@ -219,7 +215,7 @@ int launch(Machine *c, int num_resident) {
     if (reason == REACHED_BARRIER) w->state = AT_BARRIER, b->at_barrier++;
     if (reason == ENDED) w->state = FINISHED, b->unfinished--;
     if (b->unfinished && b->at_barrier == b->unfinished) {
-      b->at_barrier = 0, b->barriers++, c->counters->barriers++, turn = 0;
+      b->at_barrier = 0, b->barriers++, turn = 0;
       for (int k = 0; k < c->num_warps; k++) if (b->warps[k].state == AT_BARRIER) b->warps[k].state = READY;
     }
     if (!b->unfinished) {

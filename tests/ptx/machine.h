@@ -23,7 +23,7 @@ enum { READ, WRITE, ATOMIC_UPDATE };
 struct Warp;
 typedef struct Instruction {
   int (*run)(struct Warp *, const struct Instruction *, uint32_t lanes);
-  int32_t control, guard, negated, target, line, counted;  // guard: register, -1 if none
+  int32_t control, guard, negated, target, line;           // guard: register, -1 if none
   int32_t lanes;                                          // register of the lanes that a collective names, -1: none
   int64_t offset;                                         // of an address, or a parameter's number
   int32_t destinations[4], sources[6];                    // registers: offsets in bytes, -1 if none
@@ -31,11 +31,8 @@ typedef struct Instruction {
 
 typedef struct { int32_t kind, line, other_line, block, thread, other_thread; uint64_t address; } Event;
 
-// Counted for each launch. A sector is 32 aligned bytes; a warp's access moves each once.
-typedef struct {
-  uint64_t instructions, lane_instructions, barriers, divergent_branches;
-  uint64_t bytes_read, bytes_written, sectors_read, sectors_written;
-} Counters;
+// Counted for each launch. A sector is 32 aligned bytes of global memory; a warp's access moves each once.
+typedef struct { uint64_t sectors_read, sectors_written; } Counters;
 
 // An access to 4 bytes. `barriers` and `warp_barriers` count those that the block and the warp have passed: accesses
 // of a block are in order if a barrier lies between them, those of a warp also if a warp's barrier does.
@@ -89,8 +86,8 @@ static inline int is_in_a_span(Machine *c, uint64_t address, int size) {
   if (space == GLOBAL && !is_in_a_span(w->machine, address, size)) FAIL(OUT_OF_BOUNDS, l, address)
 #define POINTER(space) (space == SHARED ? w->block->shared + address : (char *)address)
 
-// Bytes and 32-byte sectors of a warp's access to global memory.
-static inline void count_access(Warp *w, const Instruction *i, uint32_t m, int size, int access) {
+// The 32-byte sectors of a warp's access to global memory.
+static inline void count_access(Warp *w, const Instruction *i, uint32_t m, int access) {
   uint64_t sectors[32]; int count = 0;
   for (int l = 0; l < 32; l++) if (m >> l & 1) {
     uint64_t sector = address_of(w, i, GLOBAL, l) >> 5; int k = count;
@@ -98,29 +95,29 @@ static inline void count_access(Warp *w, const Instruction *i, uint32_t m, int s
     if (k == 0) sectors[count++] = sector;
   }
   Counters *c = w->machine->counters;
-  if (access != WRITE) { c->bytes_read += (uint64_t)size * __builtin_popcount(m); c->sectors_read += count; }
-  if (access != READ) { c->bytes_written += (uint64_t)size * __builtin_popcount(m); c->sectors_written += count; }
+  if (access != WRITE) c->sectors_read += count;
+  if (access != READ) c->sectors_written += count;
 }
 
 #define LOAD(space, T, N) { \
-  if (space == GLOBAL) count_access(w, i, m, sizeof(T) * N, READ); \
+  if (space == GLOBAL) count_access(w, i, m, READ); \
   for (int l = 0; l < 32; l++) if (m >> l & 1) { \
     uint64_t address = address_of(w, i, space, l); CHECK_ADDRESS(space, sizeof(T) * N) \
     if (w->machine->check_races) check_access(w, i, space, l, address, sizeof(T) * N, READ, 0); \
     for (int k = 0; k < N; k++) D(T, k)[l] = ((T *)POINTER(space))[k]; } }
 #define STORE(space, T, N) { \
-  if (space == GLOBAL) count_access(w, i, m, sizeof(T) * N, WRITE); \
+  if (space == GLOBAL) count_access(w, i, m, WRITE); \
   for (int l = 0; l < 32; l++) if (m >> l & 1) { \
     uint64_t address = address_of(w, i, space, l); CHECK_ADDRESS(space, sizeof(T) * N) \
     T values[N]; for (int k = 0; k < N; k++) values[k] = S(T, 1 + k)[l]; \
     if (w->machine->check_races) check_access(w, i, space, l, address, sizeof(values), WRITE, values); \
     memcpy(POINTER(space), values, sizeof(values)); } }
-#define ATOMIC(space, T, third, value) { \
-  if (space == GLOBAL) count_access(w, i, m, sizeof(T), ATOMIC_UPDATE); \
+#define ATOMIC(space, T, value) { \
+  if (space == GLOBAL) count_access(w, i, m, ATOMIC_UPDATE); \
   for (int l = 0; l < 32; l++) if (m >> l & 1) { \
     uint64_t address = address_of(w, i, space, l); CHECK_ADDRESS(space, sizeof(T)) \
     if (w->machine->check_races) check_access(w, i, space, l, address, sizeof(T), ATOMIC_UPDATE, 0); \
-    T *at = (T *)POINTER(space), a = *at, b = S(T, 1)[l], c = third; (void)b; (void)c; *at = (value); \
+    T *at = (T *)POINTER(space), a = *at, b = S(T, 1)[l]; *at = (value); \
     if (i->destinations[0] >= 0) D(T, 0)[l] = a; } }
 #define MATRIX_ROWS(N, access) \
   if (m != ~0u) FAIL(DIVERGENT_COLLECTIVE, 0, m) \
@@ -137,15 +134,12 @@ typedef union { float f; uint32_t u; } Bits;
 static inline float flush(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.0f, x) : x; }
 // NVIDIA's arithmetic has one NaN.
 static inline float canonical(float x) { Bits nan = {.u = 0x7fffffff}; return x == x ? x : nan.f; }
-static inline float saturate(float x) { return x > 0 ? x < 1 ? x : 1 : 0; }
 // A NaN loses, and +0 is larger than -0, so that the order of the operands does not matter.
 static inline float max_number(float a, float b) {
   Bits x = {a}, y = {b}, zero = {.u = x.u & y.u};
   return a > b ? a : b > a ? b : a == b ? zero.f : a == a ? a : canonical(b);
 }
 static inline float min_number(float a, float b) { return -max_number(-a, -b); }
-static inline float maximum(float a, float b) { return canonical(a != a ? a : b != b ? b : max_number(a, b)); }
-static inline float minimum(float a, float b) { return canonical(a != a ? a : b != b ? b : min_number(a, b)); }
 static inline float from_bfloat(uint16_t h) { Bits x = {.u = (uint32_t)h << 16}; return x.f; }
 static inline uint16_t to_bfloat(float f) {
   Bits x = {f};
@@ -156,25 +150,12 @@ static inline uint16_t to_half(float f) {
   _Float16 x = f; uint16_t h; memcpy(&h, &x, 2);
   return f != f ? 0x7fff : h;
 }
-// a + b rounded to float32 with an odd last bit where inexact: a second rounding, to a half, then gives the same as one.
-static inline float odd_sum(double a, double b) {
-  double sum = a + b, part = sum - a, error = (a - (sum - part)) + (b - part);
-  Bits x = {(float)sum}; double rest = (sum - x.f) + error;
-  if (rest == rest && rest != 0 && !(x.u & 1)) x.f = nextafterf(x.f, rest > 0 ? INFINITY : -INFINITY);
-  return x.f;
-}
-// Floats beyond an integer's range become its end; NaN becomes 0, or the least number (as signed) where one side has 64
-// bits. `x` is integral.
+// Floats beyond an integer's range become its end; NaN becomes 0, or the least number (as signed) has 64 bits.
+// `x` is integral.
 #define TO_INTEGER(name, source, T, low, high, nan) \
   static inline T name(source x) { return x != x ? (T)(nan) : x >= (source)(high) ? (T)(high) : x <= (source)(low) ? (T)(low) : (T)x; }
-TO_INTEGER(narrow_to_s8, float, int8_t, INT8_MIN, INT8_MAX, 0)
-TO_INTEGER(narrow_to_u8, float, uint8_t, 0, UINT8_MAX, 0)
-TO_INTEGER(narrow_to_s16, float, int16_t, INT16_MIN, INT16_MAX, 0)
-TO_INTEGER(narrow_to_u16, float, uint16_t, 0, UINT16_MAX, 0)
 TO_INTEGER(narrow_to_s32, float, int32_t, INT32_MIN, INT32_MAX, 0)
 TO_INTEGER(narrow_to_u32, float, uint32_t, 0, UINT32_MAX, 0)
-TO_INTEGER(wide_to_s32, double, int32_t, INT32_MIN, INT32_MAX, INT32_MIN)
-TO_INTEGER(wide_to_u32, double, uint32_t, 0, UINT32_MAX, 1u << 31)
 TO_INTEGER(wide_to_s64, double, int64_t, INT64_MIN, INT64_MAX, INT64_MIN)
 TO_INTEGER(wide_to_u64, double, uint64_t, 0, UINT64_MAX, 1ull << 63)
 
@@ -196,20 +177,4 @@ static inline uint64_t extract_bits(uint64_t a, uint32_t start, uint32_t length,
   uint32_t kept = last - start + 1;
   uint64_t mask = kept == 64 ? ~0ull : (1ull << kept) - 1;
   return (a >> start & mask) | (sign & ~mask);
-}
-static inline uint64_t insert_bits(uint64_t a, uint64_t b, uint32_t start, uint32_t length, int bits) {
-  start &= 255, length &= 255;
-  if (start >= (uint32_t)bits || length == 0) return b;
-  uint64_t mask = (length >= 64 ? ~0ull : (1ull << length) - 1) << start;
-  return (b & ~mask) | (a << start & mask);
-}
-static inline uint64_t reverse_bits(uint64_t a) {
-  uint64_t r = 0;
-  for (int k = 0; k < 64; k++) r |= (a >> k & 1) << (63 - k);
-  return r;
-}
-static inline uint32_t any_logic(uint32_t a, uint32_t b, uint32_t c, uint32_t table) {
-  uint32_t r = 0;
-  for (int k = 0; k < 8; k++) if (table >> k & 1) r |= (k & 4 ? a : ~a) & (k & 2 ? b : ~b) & (k & 1 ? c : ~c);
-  return r;
 }

@@ -43,7 +43,7 @@ KINDS = (
 )
 MAX_EVENTS = 64
 INSTRUCTION = np.dtype(
-    [("run", "u8"), *((name, "i4") for name in ("control", "guard", "negated", "target", "line", "counted", "lanes")),
+    [("run", "u8"), *((name, "i4") for name in ("control", "guard", "negated", "target", "line", "lanes")),
      ("offset", "i8"), ("destinations", "i4", 4), ("sources", "i4", 6)], align=True,
 )  # fmt: skip
 
@@ -89,10 +89,7 @@ class _Event(ctypes.Structure):
 
 
 class _Counters(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in (
-        "instructions", "lane_instructions", "barriers", "divergent_branches", "bytes_read", "bytes_written",
-        "sectors_read", "sectors_written",
-    )]  # fmt: skip
+    _fields_ = [("sectors_read", ctypes.c_uint64), ("sectors_written", ctypes.c_uint64)]
 
 
 class _Machine(ctypes.Structure):
@@ -112,23 +109,9 @@ class Counts:
     """What launches did."""
 
     launches: int = 0
-    blocks: int = 0
-    instructions: int = 0
-    """Of warps."""
-    lane_instructions: int = 0
-    barriers: int = 0
-    divergent_branches: int = 0
-    bytes_read: int = 0
-    """From global memory, as are all below."""
-    bytes_written: int = 0
     sectors_read: int = 0
-    """Of 32 aligned bytes, once for each access of a warp."""
+    """Of 32 aligned bytes of global memory, once for each access of a warp."""
     sectors_written: int = 0
-
-    def add(self, other: Counts) -> None:
-        """Add another's to these."""
-        for entry in fields(self):
-            setattr(self, entry.name, getattr(self, entry.name) + getattr(other, entry.name))
 
 
 def _compile(sources: dict[str, str], stem: str) -> Path:
@@ -201,7 +184,7 @@ class Loaded:
         for entry, i in zip(self.code, program.code, strict=True):
             entry["run"], entry["control"] = known.get(i.op, 0), CONTROL.get(i.op, 0)
             entry["guard"], entry["negated"], entry["target"] = i.guard, i.negated, i.target
-            entry["line"], entry["counted"], entry["lanes"], entry["offset"] = i.line, i.is_counted, i.lanes, i.offset
+            entry["line"], entry["lanes"], entry["offset"] = i.line, i.lanes, i.offset
             entry["destinations"] = (i.destinations + [-1] * 4)[:4]
             entry["sources"] = (i.sources + [-1] * 6)[:6]
 
@@ -211,7 +194,7 @@ class Loaded:
         num_shared_bytes: int,
         parameters: Sequence[int],
         spans: Sequence[tuple[int, int]],
-    ) -> Counts:
+    ) -> None:
         """Run a grid of blocks. Raises `Fault` with all that went wrong.
 
         Args:
@@ -238,9 +221,10 @@ class Loaded:
         found = [event for event in events[: machine.num_events] if not _is_benign(program, event)]
         if found or not finished:
             raise Fault("\n".join(_describe(program, event) for event in found))
-        counts = Counts(1, grid[0] * grid[1] * grid[2], *(getattr(counters, name) for name, _ in _Counters._fields_))
-        totals.setdefault(program.name, Counts()).add(counts)
-        return counts
+        total = totals.setdefault(program.name, Counts())
+        total.launches += 1
+        total.sectors_read += counters.sectors_read
+        total.sectors_written += counters.sectors_written
 
 
 totals: dict[str, Counts] = {}

@@ -5,7 +5,7 @@ mask of lanes, `l` a lane, and `D(type, k)` and `S(type, k)` are the destination
 the rest of the names stand in `machine.h`. Predicates are one word of 32 bits.
 
 Some spellings are the parser's (`program.py`): `sreg.tid.x`, `pack.2.b32`, `unpack.2.b64`, `ldparam.b64`,
-`ld.global.v4.b32` with modifiers removed, `shflp` for a shuffle that also writes a predicate.
+`ld.global.v4.b32` with modifiers removed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ from typing import NamedTuple
 C_TYPES = {
     "b8": "uint8_t", "u8": "uint8_t", "s8": "int8_t",
     "b16": "uint16_t", "u16": "uint16_t", "s16": "int16_t", "f16": "uint16_t", "bf16": "uint16_t",
-    "b32": "uint32_t", "u32": "uint32_t", "s32": "int32_t", "f32": "float", "f16x2": "uint32_t", "bf16x2": "uint32_t",
-    "b64": "uint64_t", "u64": "uint64_t", "s64": "int64_t", "f64": "double",
+    "b32": "uint32_t", "u32": "uint32_t", "s32": "int32_t", "f32": "float",
+    "b64": "uint64_t", "u64": "uint64_t", "s64": "int64_t",
 }  # fmt: skip
-BITS = {"pred": 1, "f16x2": 32, "bf16x2": 32} | {
-    name: int(re.sub(r"\D", "", name)) for name in C_TYPES if not name.endswith("x2")
-}
+BITS = {"pred": 1} | {name: int(re.sub(r"\D", "", name)) for name in C_TYPES}
 SPECIAL_REGISTERS = {
     "tid.x": "w->index * 32 + l", "tid.y": "0", "tid.z": "0", "laneid": "l", "warpid": "w->index",
     "ntid.x": "w->machine->num_warps * 32", "ntid.y": "1", "ntid.z": "1",
@@ -30,7 +28,7 @@ SPECIAL_REGISTERS = {
     "nctaid.x": "w->machine->grid[0]", "nctaid.y": "w->machine->grid[1]", "nctaid.z": "w->machine->grid[2]",
 }  # fmt: skip
 HALVES = {"f16": ("from_half", "to_half"), "bf16": ("from_bfloat", "to_bfloat")}
-"""Conversions to float32 and back, with one rounding, which for +, -, * equals rounding the exact result."""
+"""Conversions to float32 and back."""
 ROUNDINGS = {"rn": "FE_TONEAREST", "rz": "FE_TOWARDZERO", "rm": "FE_DOWNWARD", "rp": "FE_UPWARD"}
 TO_INTEGER = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 
@@ -75,35 +73,17 @@ def _unsigned(kind: str) -> str:
     return C_TYPES["u" + kind[1:]]
 
 
-def _widened(value: str, conversion: str, shift: str = "") -> str:
-    """The expression with `conversion` applied to the operands a, b, c."""
-    return re.sub(r"\b([abc])\b", rf"{conversion}(\1{shift})", value)
-
-
-def _halves(kind: str, value: str, num_sources: int) -> Form:
-    """An expression of float32 values in each lane, of one or two half-precision numbers per register."""
-    widen, narrow = HALVES[kind.removesuffix("x2")]
-    result = f"{narrow}({_widened(value, widen)})"
-    if kind.endswith("x2"):
-        result += f" | (uint32_t){narrow}({_widened(value, widen, ' >> 16')}) << 16"
-    return _lanewise(kind, (kind,) * num_sources, result)
-
-
 def _add_sub_mul(op: str, words: list[str], kind: str) -> Form:
     sign = {"add": "+", "sub": "-", "mul": "*"}[words[0]]
     if "sat" in words or "cc" in words:
         raise Unsupported(op)
-    if kind.removesuffix("x2") in HALVES:
-        return _halves(kind, f"a {sign} b", 2)
-    if kind in ("f32", "f64"):
+    if kind == "f32":
         return _lanewise(kind, (kind, kind), f"a {sign} b", op, _rounding(words))
     if "wide" in words:
         return _lanewise(wide := f"{kind[0]}{2 * BITS[kind]}", (kind, kind), f"({C_TYPES[wide]})a * b", op)
     if "hi" in words:
-        product_type = {"s16": "int32_t", "u16": "uint32_t", "s32": "int64_t", "u32": "uint64_t"}.get(
-            kind, "__int128" if kind == "s64" else "unsigned __int128"
-        )
-        return _lanewise(kind, (kind, kind), f"({product_type})a * b >> {BITS[kind]}", op)
+        product_type = {"s32": "int64_t", "u32": "uint64_t"}[kind]
+        return _lanewise(kind, (kind, kind), f"({product_type})a * b >> 32", op)
     return _lanewise(kind, (kind, kind), f"({_unsigned(kind)})a {sign} ({_unsigned(kind)})b", op)
 
 
@@ -118,42 +98,35 @@ def _mad(op: str, words: list[str], kind: str) -> Form:
 
 
 def _fma(op: str, words: list[str], kind: str) -> Form:
-    if kind.removesuffix("x2") in HALVES:
-        return _halves(kind, "odd_sum((double)a * b, c)", 3)
-    return _lanewise(kind, (kind,) * 3, "__builtin_fmaf(a, b, c)" if kind == "f32" else "__builtin_fma(a, b, c)", op,
-                     _rounding(words))  # fmt: skip
+    if kind != "f32":
+        raise Unsupported(op)
+    return _lanewise(kind, (kind,) * 3, "__builtin_fmaf(a, b, c)", op, _rounding(words))
 
 
 def _div_rem(op: str, words: list[str], kind: str) -> Form:
-    if kind in ("f32", "f64"):
+    is_div = words[0] == "div"
+    if kind == "f32" and is_div:
         return _lanewise(kind, (kind, kind), "a / b", op, _rounding(words))
-    least = f"b == -1 ? {'0 - a' if words[0] == 'div' else '0'} : " if kind[0] == "s" else ""
-    value = f"b == 0 ? -1 : {least}a / b" if words[0] == "div" else f"b == 0 ? a : {least}a % b"
+    least = f"b == -1 ? {'0 - a' if is_div else '0'} : " if kind[0] == "s" else ""
+    value = f"b == 0 ? -1 : {least}a / b" if is_div else f"b == 0 ? a : {least}a % b"
     return _lanewise(kind, (kind, kind), value, op)
 
 
 def _min_max(op: str, words: list[str], kind: str) -> Form:
     name, sign = words[0], "<" if words[0] == "min" else ">"
-    choose = f"{name}imum" if "NaN" in words else f"{name}_number"
-    if "xorsign" in words:
+    if {"NaN", "xorsign"} & set(words):
         raise Unsupported(op)
-    if kind.removesuffix("x2") in HALVES:
-        return _halves(kind, f"{choose}(a, b)", 2)
-    if kind == "f32":
-        return _lanewise(kind, (kind, kind), f"{choose}(a, b)", op)
-    if kind == "f64":
-        return _lanewise(kind, (kind, kind), f"a {sign} b || b != b ? a : b", op)
-    return _lanewise(kind, (kind, kind), f"a {sign} b ? a : b", op)
+    if kind in HALVES:
+        widen, narrow = HALVES[kind]
+        return _lanewise(kind, (kind, kind), f"{narrow}({name}_number({widen}(a), {widen}(b)))")
+    value = f"{name}_number(a, b)" if kind == "f32" else f"a {sign} b ? a : b"
+    return _lanewise(kind, (kind, kind), value, op)
 
 
 def _neg_abs(op: str, words: list[str], kind: str) -> Form:
     is_neg = words[0] == "neg"
-    if kind in ("f16", "bf16", "f16x2", "bf16x2"):
-        sign = "0x80008000" if kind.endswith("x2") else "0x8000"
-        return _lanewise(kind, (kind,), f"a ^ {sign}" if is_neg else f"a & ~{sign}")
-    if kind in ("f32", "f64"):
-        suffix = "f" if kind == "f32" else ""
-        return _lanewise(kind, (kind,), "-a" if is_neg else f"__builtin_fabs{suffix}(a)", op.replace("neg", "mov"))
+    if kind == "f32":
+        return _lanewise(kind, (kind,), "-a" if is_neg else "__builtin_fabsf(a)", op.replace("neg", "mov"))
     return _lanewise(kind, (kind,), f"0 - ({_unsigned(kind)})a" if is_neg else f"a < 0 ? 0 - ({_unsigned(kind)})a : a")
 
 
@@ -181,68 +154,37 @@ def _shift(op: str, words: list[str], kind: str) -> Form:
 
 
 def _funnel_shift(op: str, words: list[str], kind: str) -> Form:
-    by = "(c & 31)" if "wrap" in words else "(c < 32 ? c : 32)"
-    both = "((uint64_t)b << 32 | a)"
-    value = f"{both} >> (32 - {by})" if words[1] == "l" else f"{both} >> {by}"
-    return _lanewise("b32", ("b32", "b32", "u32"), f"(uint32_t)({value})")
+    if words[1:3] != ["l", "wrap"]:
+        raise Unsupported(op)
+    return _lanewise("b32", ("b32", "b32", "u32"), "(uint32_t)(((uint64_t)b << 32 | a) >> (32 - (c & 31)))")
 
 
 def _bits(op: str, words: list[str], kind: str) -> Form:
-    bits, name = BITS[kind], words[0]
-    if name == "popc":
+    if words[0] == "popc":
         return _lanewise("u32", (kind,), "__builtin_popcountll(a)")
-    if name == "clz":
-        return _lanewise("u32", (kind,), f"a ? __builtin_clzll(a) - {64 - bits} : {bits}")
-    if name == "brev":
-        return _lanewise(kind, (kind,), f"reverse_bits(a) >> {64 - bits}")
-    if name == "bfind":
-        if kind[0] == "s":
-            raise Unsupported(op)
-        return _lanewise("u32", (kind,), "a ? 63 - __builtin_clzll(a) : ~0u")
-    if name == "bfe":
-        return _lanewise(
-            kind, (kind, "u32", "u32"), f"extract_bits(({_unsigned(kind)})a, b, c, {bits}, {int(kind[0] == 's')})"
-        )
+    if words[0] == "bfe":
+        value = f"extract_bits(({_unsigned(kind)})a, b, c, {BITS[kind]}, {int(kind[0] == 's')})"
+        return _lanewise(kind, (kind, "u32", "u32"), value)
     return _lanewise("b32", ("b32",) * 3, "permute_bytes(a, b, c)")  # prmt
-
-
-def _bfi(op: str, words: list[str], kind: str) -> Form:
-    c = C_TYPES[kind]
-    value = f"insert_bits(S({c}, 0)[l], S({c}, 1)[l], S(uint32_t, 2)[l], S(uint32_t, 3)[l], {BITS[kind]})"
-    return Form((kind,), (kind, kind, "u32", "u32"), f"EACH(D({c}, 0)[l] = {value})")
-
-
-def _lop3(op: str, words: list[str], kind: str) -> Form:
-    value = "any_logic(S(uint32_t, 0)[l], S(uint32_t, 1)[l], S(uint32_t, 2)[l], S(uint32_t, 3)[l])"
-    return Form(("b32",), ("b32",) * 4, f"EACH(D(uint32_t, 0)[l] = {value})")
 
 
 def _function(op: str, words: list[str], kind: str) -> Form:
     """Of one float; the approximate ones, too, are exact to float32's rounding, which hardware's are not."""
-    value = {
-        "ex2": "exp2f(a)", "lg2": "log2f(a)", "rcp": "1.0f / a", "sqrt": "sqrtf(a)", "rsqrt": "1.0f / sqrtf(a)",
-        "sin": "sinf(a)", "cos": "cosf(a)", "tanh": "tanhf(a)",
-    }[words[0]]  # fmt: skip
-    if kind.removesuffix("x2") in HALVES:
-        return _halves(kind, value, 1)
-    if kind == "f64":
-        value = value.replace("f(", "(").replace("1.0f", "1.0")
-    return _lanewise(kind, (kind,), value, op, _rounding(words))
-
-
-def _copysign(op: str, words: list[str], kind: str) -> Form:
-    return _lanewise(kind, (kind, kind), "__builtin_copysign(b, a)", "mov")
+    value = {"ex2": "exp2f(a)", "lg2": "log2f(a)", "sqrt": "sqrtf(a)", "rsqrt": "1.0f / sqrtf(a)"}[words[0]]
+    if kind != "f32" or _rounding(words) != "rn":
+        raise Unsupported(op)
+    return _lanewise(kind, (kind,), value, op)
 
 
 def _selp(op: str, words: list[str], kind: str) -> Form:
-    c = C_TYPES[kind].replace("float", "uint32_t").replace("double", "uint64_t")
+    c = C_TYPES[kind].replace("float", "uint32_t")
     take = f"S(uint32_t, 2)[0] >> l & 1 ? S({c}, 0)[l] : S({c}, 1)[l]"
     return Form((kind,), (kind, kind, "pred"), f"EACH(D({c}, 0)[l] = {take})")
 
 
 def _setp(op: str, words: list[str], kind: str) -> Form:
     words = [word for word in words[1:-1] if word != "ftz"]
-    is_float = kind in ("f32", "f64", *HALVES)
+    is_float = kind in ("f32", *HALVES)
     if len(words) != 1:
         raise Unsupported(op)
     value = {
@@ -260,27 +202,20 @@ def _setp(op: str, words: list[str], kind: str) -> Form:
 
 def _cvt(op: str, words: list[str], kind: str) -> Form:
     to, source = words[-2], kind
-    modes = [word for word in words[1:-2] if word not in ("ftz", "sat", "satfinite")]
+    modes = [word for word in words[1:-2] if word != "ftz"]
     mode = modes[0] if modes else ""
-    if {"satfinite", "relu"} & set(words):
+    if len(modes) > 1 or mode not in ("", *ROUNDINGS, *TO_INTEGER):
         raise Unsupported(op)
     value = f"{HALVES[source][0]}(a)" if source in HALVES else "a"
-    if to in ("f16x2", "bf16x2"):  # of two float32, the first one above
-        narrow = HALVES[to.removesuffix("x2")][1]
-        return _lanewise(to, ("f32", "f32"), f"(uint32_t){narrow}(a) << 16 | {narrow}(b)", op)
-    is_float, from_float = to in ("f32", "f64", *HALVES), source in ("f32", "f64", *HALVES)
+    is_float, from_float = to in ("f32", *HALVES), source in ("f32", *HALVES)
     if from_float and mode in TO_INTEGER:
-        value = f"{TO_INTEGER[mode]}{'' if source == 'f64' else 'f'}({value})"
+        value = f"{TO_INTEGER[mode]}f({value})"
     if from_float and not is_float:
         if mode not in TO_INTEGER:
             raise Unsupported(op)
-        value = f"{'wide' if source == 'f64' or BITS[to] == 64 else 'narrow'}_to_{to}({value})"
-    elif "sat" in words:
-        if not is_float:
-            raise Unsupported(op)
-        value = f"saturate({value})"
+        value = f"{'wide' if BITS[to] == 64 else 'narrow'}_to_{to}({value})"
     if to in HALVES:
-        if mode in ("rz", "rm", "rp"):
+        if mode != "rn":
             raise Unsupported(op)
         value = f"{HALVES[to][1]}({value})"
     return _lanewise(to, (source,), f"({C_TYPES[to]})({value})", op if from_float else "mov",
@@ -317,24 +252,13 @@ def _load_store(op: str, words: list[str], kind: str) -> Form:
 
 
 def _atomic(op: str, words: list[str], kind: str) -> Form:
-    space, name = words[1].upper(), words[2]
+    space, value = words[1].upper(), {"add": "a + b", "or": "a | b"}[words[2]]
     address = "address64" if space == "GLOBAL" else "address32"
-    value = {
-        "add": "a + b", "min": "a < b ? a : b", "max": "a > b ? a : b", "or": "a | b", "and": "a & b", "xor": "a ^ b",
-        "exch": "b", "cas": "a == b ? c : a",
-    }[name]  # fmt: skip
-    num_operands = 2 if name == "cas" else 1
-    if kind in HALVES:
-        widen, narrow = HALVES[kind]
-        value = f"{narrow}({_widened(value, widen)})"
-    third = f"S({C_TYPES[kind]}, {num_operands})[l]"
-    result = (kind,) if words[0] == "atom" else ()
-    return Form(result, (address, *(kind,) * num_operands), f"ATOMIC({space}, {C_TYPES[kind]}, {third}, {value})")
+    return Form((kind,) if words[0] == "atom" else (), (address, kind), f"ATOMIC({space}, {C_TYPES[kind]}, {value})")
 
 
 def _redux(op: str, words: list[str], kind: str) -> Form:
-    value = {"add": "x + y", "min": "y < x ? y : x", "max": "y > x ? y : x", "and": "x & y", "or": "x | y",
-             "xor": "x ^ y"}[words[2]]  # fmt: skip
+    value = {"add": "x + y", "min": "y < x ? y : x", "max": "y > x ? y : x"}[words[2]]
     c = C_TYPES[kind]
     return Form((kind,), (kind, "b32"), (
         f"int first = __builtin_ctz(m); {c} x = S({c}, 0)[first]; "
@@ -350,26 +274,13 @@ def _shuffle(op: str, words: list[str], kind: str) -> Form:
         "bfly": ("l ^ by", "from <= last"), "up": ("l - by", "from >= last"), "down": ("l + by", "from <= last"),
         "idx": ("(l & segment) | (by & ~segment)", "from <= last"),
     }[words[2]]  # fmt: skip
-    predicate = words[0] == "shflp"
-    body = (
-        "uint32_t values[32], got[32], valid = 0; memcpy(values, S(uint32_t, 0), 128); "
+    return Form(("b32",), ("b32",) * 4, (
+        "uint32_t values[32], got[32]; memcpy(values, S(uint32_t, 0), 128); "
         "for (int l = 0; l < 32; l++) if (m >> l & 1) { int by = S(uint32_t, 1)[l] & 31, c = S(uint32_t, 2)[l], "
         f"segment = c >> 8 & 31, last = (l & segment) | (c & 31 & ~segment), from = {source}; "
-        f"if ({ok}) valid |= 1u << l; else from = l; "
+        f"if (!({ok})) from = l; "
         "if (!(m >> from & 1)) FAIL(INACTIVE_SOURCE, l, from) got[l] = values[from]; } "
-        f"EACH(D(uint32_t, 0)[l] = got[l]) {'PREDICATE(1, valid)' if predicate else ''}"
-    )
-    return Form(("b32", "pred") if predicate else ("b32",), ("b32",) * 4, body)
-
-
-def _vote(op: str, words: list[str], kind: str) -> Form:
-    if kind == "b32":
-        return Form(("b32",), ("pred", "b32"), (
-            "uint32_t ballot = S(uint32_t, 0)[0] & m; EACH(D(uint32_t, 0)[l] = ballot)"
-        ))  # fmt: skip
-    value = {"any": "set != 0", "all": "set == m", "uni": "set == 0 || set == m"}[words[2]]
-    return Form(("pred",), ("pred", "b32"), (
-        f"uint32_t set = S(uint32_t, 0)[0] & m; PREDICATE(0, {value} ? ~0u : 0)"
+        "EACH(D(uint32_t, 0)[l] = got[l])"
     ))  # fmt: skip
 
 
@@ -378,28 +289,28 @@ def _matrix(op: str, words: list[str], kind: str) -> Form:
     count = int(next(word for word in words if word[0] == "x")[1:])
     if "trans" in words or kind != "b16":
         raise Unsupported(op)
-    matrices = range(count)
     if words[0] == "ldmatrix":
         return Form(("b32",) * count, ("address32",), f"MATRIX_LOAD({count})")
-    return Form((), ("address32", *("b32" for _ in matrices)), f"MATRIX_STORE({count})")
+    return Form((), ("address32", *("b32",) * count), f"MATRIX_STORE({count})")
 
 
 FAMILIES = {
     "add": _add_sub_mul, "sub": _add_sub_mul, "mul": _add_sub_mul, "mad": _mad, "fma": _fma, "div": _div_rem,
     "rem": _div_rem, "min": _min_max, "max": _min_max, "neg": _neg_abs, "abs": _neg_abs, "and": _logic, "or": _logic,
     "xor": _logic, "not": _logic, "mov": _mov, "shl": _shift, "shr": _shift, "shf": _funnel_shift, "popc": _bits,
-    "clz": _bits, "brev": _bits, "bfind": _bits, "bfe": _bits, "prmt": _bits, "bfi": _bfi, "lop3": _lop3,
-    "ex2": _function, "lg2": _function, "rcp": _function, "sqrt": _function, "rsqrt": _function, "sin": _function,
-    "cos": _function, "tanh": _function, "copysign": _copysign, "selp": _selp, "setp": _setp, "cvt": _cvt,
-    "pack": _pack, "unpack": _unpack, "sreg": _special_register, "ldparam": _parameter, "ld": _load_store,
-    "st": _load_store, "atom": _atomic, "red": _atomic, "redux": _redux, "shfl": _shuffle, "shflp": _shuffle,
-    "vote": _vote, "ldmatrix": _matrix, "stmatrix": _matrix,
+    "bfe": _bits, "prmt": _bits, "ex2": _function, "lg2": _function, "sqrt": _function, "rsqrt": _function,
+    "selp": _selp, "setp": _setp, "cvt": _cvt, "pack": _pack, "unpack": _unpack, "sreg": _special_register,
+    "ldparam": _parameter, "ld": _load_store, "st": _load_store, "atom": _atomic, "red": _atomic, "redux": _redux,
+    "shfl": _shuffle, "ldmatrix": _matrix, "stmatrix": _matrix,
 }  # fmt: skip
+OF_HALVES = ("cvt", "setp", "min", "max")
 
 
 def form(op: str) -> Form:
     """The opcode's operands and C statements; raises `Unsupported` where it is not known."""
     words = op.split(".")
+    if words[-1] in HALVES and words[0] not in OF_HALVES:
+        raise Unsupported(op)
     try:
         return FAMILIES[words[0]](op, words, words[-1])
     except (KeyError, IndexError, ValueError, StopIteration):
@@ -417,26 +328,19 @@ def _expand(*patterns: str) -> list[str]:
 
 def common_forms() -> list[str]:
     """Opcodes that Triton emits: these are compiled at once, further ones when a kernel has them."""
-    integers = "{s16,s32,s64,u16,u32,u64}"
     return _expand(
-        "{add,sub,max,min}.{s16,s32,s64,u32,u64}", "mul.lo.{s16,s32,s64}", "mul.hi.{s16,s32,u32,s64,u64}",
-        "mul.wide.{s16,u16,s32,u32}", "mad.lo.{s32,s64}", "mad.wide.{s32,u32}", "{div,rem}.{s32,u32,s64,u64}",
-        "neg.{s16,s32,s64}", "abs.{s32,s64}", "{add,sub,mul,max,min}.f32", "{max,min}.NaN.f32",
-        "{add,sub,mul,max,min}.rn.f32", "{add,sub,mul}.f64", "{add,sub,mul}.ftz.f32", "fma.rn.{f32,ftz.f32,f64}",
-        "div.{full,rn,full.ftz}.f32", "{neg,abs}.{f32,f64,ftz.f32}", "{and,or,xor}.{pred,b16,b32,b64}",
-        "not.{pred,b16,b32,b64}", "mov.{pred,b16,u16,b32,u32,f32,b64,u64,f64}", "shl.{b16,b32,b64}",
-        "shr.{u16,s16,u32,s32,u64,s64}", "shf.{l,r}.wrap.b32", "{popc,clz}.{b32,b64}", "prmt.b32",
-        "bfe.{u32,s32,u64,s64}", "ex2.approx.{f32,ftz.f32}", "lg2.approx.{f32,ftz.f32}",
-        "rcp.{approx.ftz.f32,rn.f32}", "{sqrt,rsqrt}.approx.{f32,ftz.f32}", "sqrt.rn.f32",
-        "selp.{b16,b32,b64,f32,f64}", f"setp.{{eq,ne,lt,le,gt,ge}}.{integers}", "setp.{eq,ne}.{b16,b32,b64}",
-        "setp.{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}.f32", "setp.{eq,lt,gt,le,ge,ne}.{f16,bf16}",
-        "cvt.{u16,u32,u64,s16,s32,s64}.{u8,s8,u16,s16,u32,s32,u64,s64}", "cvt.u8.{u16,u32,u64}",
-        "cvt.f32.{f16,bf16}", "cvt.rn.{f16,bf16}.f32", "cvt.rn.{f16x2,bf16x2}.f32", "cvt.rn.f32.{s32,u32,s64,u64}",
-        "cvt.rzi.{s32,u32,s64,u64}.f32", "cvt.{rpi,rmi,rni,rzi}.{f32.f32,ftz.f32.f32}", "pack.{2,4}.b64",
-        "unpack.{2,4}.b64", "{pack,unpack}.2.b32", "sreg.{tid.x,ctaid.x,ctaid.y,ctaid.z,nctaid.x,nctaid.y,laneid}",
-        "ldparam.{b16,b32,b64}", "{ld,st}.global.{b8,b16,b32,b64}", "{ld,st}.global.{v2,v4}.{b16,b32}",
-        "{ld,st}.global.v2.b64", "{ld,st}.shared.{b8,b16,b32,b64}", "{ld,st}.shared.{v2,v4}.b32",
-        "{ld,st}.shared.v2.b64", "{red,atom}.global.add.{u32,u64,s32}", "redux.sync.{add,min,max}.{s32,u32}",
-        "redux.sync.{and,or,xor}.b32", "shfl.sync.{bfly,up,down,idx}.b32", "vote.sync.ballot.b32",
-        "{ldmatrix,stmatrix}.sync.aligned.m8n8.{x1,x2,x4}.shared.b16", "max.{f16,bf16}",
+        "{add,sub}.{s32,s64}", "mul.lo.{s32,s64}", "mul.hi.{s32,u32}", "mul.wide.{s32,u32}", "mad.lo.{s32,s64}",
+        "mad.wide.{s32,u32}", "div.{s32,s64,u32}", "{max,min}.{s32,s64,u32,f32}", "{neg,abs}.{s32,s64,f32}",
+        "{add,sub,mul}.{f32,rn.f32}", "fma.rn.{f32,ftz.f32}", "div.full.f32", "{and,or,xor}.{pred,b16,b32,b64}",
+        "not.{pred,b32,b64}", "mov.{pred,b16,u16,b32,u32,b64,u64}", "shl.{b16,b32,b64}", "shr.{u32,s32,u64,s64}",
+        "shf.l.wrap.b32", "popc.{b32,b64}", "prmt.b32", "bfe.{u32,s64}", "ex2.approx.{f32,ftz.f32}",
+        "{sqrt,rsqrt}.approx.ftz.f32", "selp.{b16,b32,b64,f32}", "setp.{eq,ne,lt,le,gt,ge}.{s32,u32,s64,u64}",
+        "setp.{eq,ne}.{b16,b32,b64}", "setp.{eq,ne,lt,le,gt,ge,equ,neu,ltu,leu,gtu,geu,num,nan}.f32",
+        "setp.{ne,le,ge}.{f16,bf16}", "cvt.{u32.u64,u64.u32,s64.s32,u16.u8,u8.u16,u32.u16}", "cvt.f32.{f16,bf16}",
+        "cvt.rn.f32.{s32,u32,s64}", "cvt.rzi.{s32,u32,s64}.f32", "cvt.{rmi,rpi}.ftz.f32.f32", "{pack,unpack}.2.b32",
+        "unpack.2.b64", "sreg.{tid.x,ctaid.x,ctaid.y,ctaid.z,nctaid.x,nctaid.y}", "ldparam.{b32,b64}",
+        "{ld,st}.global.{b8,b16,b32,b64}", "{ld,st}.global.{v2,v4}.b32", "{ld,st}.global.v2.b64",
+        "{ld,st}.shared.{b8,b32,b64}", "{ld,st}.shared.{v2,v4}.b32", "{ld,st}.shared.v2.b64",
+        "{red,atom}.global.add.{u32,u64}", "redux.sync.{add,min,max}.s32", "redux.sync.{min,max}.u32",
+        "shfl.sync.{bfly,up,idx}.b32", "{ldmatrix,stmatrix}.sync.aligned.m8n8.{x1,x4}.shared.b16",
     )  # fmt: skip

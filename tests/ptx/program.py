@@ -15,7 +15,7 @@ from tests.ptx.opcodes import BITS, SPECIAL_REGISTERS, Form, Unsupported, form
 ROOT = Path(__file__).parents[2]
 CONTROL = {"bra": 1, "ret": 2, "exit": 2, "bar.sync": 3, "barrier.sync": 3, "bar.warp.sync": 4}
 """Instructions that `machine.c` runs itself, by its numbers."""
-COLLECTIVES = ("redux", "shfl", "shflp", "vote")
+COLLECTIVES = ("redux", "shfl")
 """Their last operand names the lanes that take part."""
 
 
@@ -32,8 +32,6 @@ class Instruction:
     lanes: int = -1
     offset: int = 0
     line: int = 0
-    is_counted: bool = True
-    """Whether it is one of the PTX's; reading a register's lower half takes a conversion."""
 
 
 def _split(text: str) -> Iterator[str]:
@@ -211,7 +209,7 @@ class Program:
                 raise Unsupported(f"{op} {operands}")
             if held > bits:
                 sign = "s" if kind[0] == "s" else "u"
-                widen = Instruction(f"cvt.{sign}{held}.{sign}{bits}", [self._register(text)], [place], is_counted=False)
+                widen = Instruction(f"cvt.{sign}{held}.{sign}{bits}", [self._register(text)], [place])
                 widened.append(widen)
         lanes = sources[-1] if op.startswith(COLLECTIVES) else -1
         self.code.append(Instruction(op, destinations, sources, lanes=lanes, offset=offset, **common))
@@ -229,7 +227,7 @@ class Program:
         if held == bits:
             return self._register(text)
         place = self._allocate(bits)
-        narrow = Instruction(f"cvt.u{bits}.u{held}", [place], [self._register(text)], is_counted=False, **common)
+        narrow = Instruction(f"cvt.u{bits}.u{held}", [place], [self._register(text)], **common)
         self.code.append(narrow)
         return place
 
@@ -264,8 +262,6 @@ def _respelled(op: str, operands: list[str]) -> tuple[str, list[str], int]:
     if name in ("ldmatrix", "stmatrix"):
         which = 0 if name == "ldmatrix" else 1
         return op, [*operands[:which], *_names(operands[which]), *operands[which + 1 :]], 0
-    if name == "shfl" and "|" in operands[0]:
-        return f"shflp{op[4:]}", [*operands[0].split("|"), *operands[1:]], 0
     return op, operands, 0
 
 

@@ -24,27 +24,6 @@ def run(body, *arrays, warps=1, **options):
     return launch(assemble(THREAD + body, len(arrays), warps), *arrays, **options)
 
 
-def test_lanes_part_at_a_branch_and_meet_behind_it():
-    """Each lane loops as often as its number says; a shuffle behind the loop finds them together."""
-    out = np.zeros(32, np.uint32)
-    counts = run(
-        """
-        mov.b32 %r4, 0;
-        $L__loop:
-        setp.ge.u32 %p1, %r4, %r3;
-        @%p1 bra $L__end;
-        add.s32 %r4, %r4, 1;
-        bra.uni $L__loop;
-        $L__end:
-        shfl.sync.bfly.b32 %r5, %r4, 1, 31, -1;
-        st.global.b32 [%d2], %r5;
-        """,
-        out,
-    )
-    assert out.tolist() == [lane ^ 1 for lane in range(32)]
-    assert counts.divergent_branches == 31
-
-
 def test_lanes_wait_for_those_that_a_collective_names():
     """Halves of a warp that have parted reduce by themselves, and together where both come to one instruction."""
     out = np.zeros(32, np.uint32)
@@ -140,44 +119,3 @@ def test_addresses_are_checked():
 def test_a_kernel_that_never_ends():
     with changed_settings(limit=1000), pytest.raises(Fault, match="too many instructions"):
         run("$L__loop: bra.uni $L__loop;", np.zeros(32, np.uint32))
-
-
-def test_counts():
-    """Of instructions, and of what a warp's accesses move: 32-byte sectors, each once."""
-    out = np.zeros(256, np.uint32)
-    counts = run("ld.global.b32 %r5, [%d2]; shl.b32 %r6, %r3, 5; cvt.u64.u32 %d3, %r6; add.s64 %d4, %d1, %d3; "
-                 "setp.lt.u32 %p1, %r3, 8; @%p1 st.global.b32 [%d4], %r5; bar.sync 0;", out, blocks=2)  # fmt: skip
-    assert counts.blocks == 2
-    assert counts.instructions == 2 * (6 + 7 + 1)
-    assert counts.lane_instructions == 2 * (13 * 32 + 8)
-    assert counts.barriers == 2
-    assert counts.bytes_read == 2 * 128
-    assert counts.sectors_read in (2 * 4, 2 * 5)  # NumPy aligns to 16 bytes
-    assert counts.bytes_written == 2 * 8 * 4
-    assert counts.sectors_written == 2 * 8
-
-
-def test_matrices_in_shared_memory():
-    """stmatrix and ldmatrix of four 8 x 8 matrices: lane l holds two values of row l / 4 of each."""
-    out = np.zeros((4, 32), np.uint32)
-    run(
-        """
-        shl.b32 %r9, %r1, 4;
-        mov.b32 %r4, 100; add.s32 %r4, %r4, %r1; add.s32 %r5, %r4, 100; add.s32 %r6, %r5, 100; add.s32 %r7, %r6, 100;
-        stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r9], {%r4, %r5, %r6, %r7};
-        bar.sync 0;
-        ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%r10, %r11}, [%r9];
-        st.global.b32 [%d2], %r10;
-        st.global.b32 [%d2+128], %r11;
-        ld.shared.v2.b32 {%r12, %r13}, [%r9];
-        st.global.b32 [%d2+256], %r12;
-        st.global.b32 [%d2+384], %r13;
-        """,
-        out,
-        num_shared_bytes=512,
-    )
-    assert out[0].tolist() == list(range(100, 132))
-    assert out[1].tolist() == list(range(200, 232))
-    # Row r of matrix k, which lane 8 k + r has the address of, begins with what lane 4 r stored.
-    assert out[2].tolist() == [100 * (lane // 8 + 1) + lane % 8 * 4 for lane in range(32)]
-    assert out[3].tolist() == [100 * (lane // 8 + 1) + lane % 8 * 4 + 1 for lane in range(32)]
