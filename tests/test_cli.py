@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from rollout_spec import __version__, cli
+from rollout_spec import __version__
 from tests.test_doctor import a_report
 
 ROOT = Path(__file__).parent.parent
@@ -31,16 +28,6 @@ def run_without_numba(*arguments):
         capture_output=True,
         text=True,
     )
-
-
-def test_every_command_is_in_the_docs(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    listed = re.search(r"\{([a-z,]+)\}", capsys.readouterr().out)
-    commands = listed[1].split(",")
-    assert {"doctor", "history"} <= set(commands)
-    table = (ROOT / "docs/configuration.md").read_text()
-    assert [name for name in commands if f"| `rollout-spec {name}" not in table] == []
 
 
 def test_help_and_doctor_need_no_numba(tmp_path):

@@ -29,26 +29,6 @@ def test_positions_count_the_drafts_that_got_that_far():
     assert stats.emitted_tokens == 7 + 5
 
 
-def test_what_happened_between():
-    stats = SpeculationStats(draft_seconds=1.0)
-    start = stats.to_dict()
-    stats.record([3, 1], [1, 1])
-    stats.drafter_errors += 2
-    stats.draft_seconds += 0.5
-    middle = stats.to_dict()
-    stats.record([3], [3])
-    end = stats.to_dict()
-    first, second = SpeculationStats.between(start, middle), SpeculationStats.between(middle, end)
-    assert (first.drafter_errors, first.draft_seconds, first.accepted_per_position) == (2, 0.5, [2])
-    assert second.accepted_per_position == [1, 1, 1]
-    assert second.acceptance_rate == 1.0
-    assert SpeculationStats.between(end, end) == SpeculationStats(
-        drafted_per_position=[0, 0, 0], accepted_per_position=[0, 0, 0]
-    )
-    for name in ("steps", "request_steps", "draft_tokens", "accepted_tokens", "emitted_tokens"):
-        assert getattr(first, name) + getattr(second, name) == getattr(stats, name)
-
-
 def test_times_by_batch():
     stats = SpeculationStats()
     for requests, prompts in ((1, False), (3, False), (2, False), (64, True)):

@@ -7,7 +7,7 @@ import importlib.util
 import numpy as np
 import pytest
 
-from rollout_spec.drafters import DRAFTERS, build_drafter, check_options, find_drafter, runs_on_device
+from rollout_spec.drafters import DRAFTERS, build_drafter, find_drafter, runs_on_device
 from rollout_spec.drafters.host.history import HistoryDrafter
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the device drafter needs Triton")
@@ -51,16 +51,3 @@ def test_the_device_drafter_has_a_name_too():
     assert find_drafter("device") == (DeviceDrafter, {})
     assert runs_on_device("device")
     assert not any(map(runs_on_device, [*DRAFTERS, "rollout_spec.drafters.device.drafter.DeviceDrafter", "devise"]))
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("history", {"max_history_tokens": 9, "features": False}),
-        ("lookahead", {"features": False}),
-        ("device", {"max_resident_tokens": 9, "features": True}),
-        ("rollout_spec.drafters.host.history.HistoryDrafter", {"index": "ngram"}),
-    ],
-)
-def test_options_that_can_be_taken(name, options):
-    check_options(name, options)

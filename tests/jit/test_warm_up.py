@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -129,22 +128,6 @@ assert not failed, failed
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.exhaustive
-@pytest.mark.skipif(bool(numba.config.DISABLE_JIT), reason="nothing is compiled")
-def test_it_says_what_compiling_took_and_nothing_where_it_need_not(tmp_path):
-    code = """
-from rollout_spec import RolloutSpecConfig
-from rollout_spec.jit.warm_up import warm_up
-warm_up(RolloutSpecConfig(speculation=False), log=print)
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NUMBA_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", code]
-    first = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert re.fullmatch(r"rollout_spec: compiled drafter and verifier in \d+ s, once per installation\n", first.stdout)
-    second = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    assert second.stdout == ""
-
-
 def test_torchs_defaults_do_not_matter():
     """vLLM sets them while it builds an engine."""
     before = torch.get_default_dtype()
@@ -155,11 +138,6 @@ def test_torchs_defaults_do_not_matter():
                 warm_up(RolloutSpecConfig(speculation=False, verify=verify))
     finally:
         torch.set_default_dtype(before)
-
-
-def test_options_that_the_drafter_does_not_take_raise():
-    with pytest.raises(ValueError, match="does not take these drafter_options"):
-        warm_up(RolloutSpecConfig(drafter="history", drafter_options={"dept": 3}))
 
 
 def test_drafters_that_are_not_built_in_are_left_alone():

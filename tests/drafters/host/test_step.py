@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_spec.drafters.host import requests, step
 from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.drafters.host.requests import NO_TOKEN
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
@@ -223,23 +222,6 @@ def test_what_is_learned_from_a_step(kind, some, steps, seed, is_late):
         features = no_features(request.kept) if features is None else features
         assert features.tolist() == [row.tolist() for row in request.features]
     ours.check_integrity()
-
-
-@pytest.mark.parametrize("index", ["suffix", "ngram"])
-def test_without_room_nothing_is_learned(index):
-    drafter = HistoryDrafter(index, max_draft_tokens=K)
-    table = drafter.table
-    row = table.start(2, document=drafter._store.new_document(0, 1))
-    any_drafts(np.random.default_rng(0), table.arrays, row, drafter._calibration, 3)
-    known = drafter._known_by_reference()
-    watched = [*requests._flat(table.arrays), *drafter._calibration, *drafter._store.arrays]
-    before = [array.copy() for array in watched]
-    outcome = sampled(table, [row], [range(5000)])
-    options = Drafting(drafter, K, max_model_len=9, vocab_size=9, has_model=True)._options
-    out = np.empty((2, 1), np.int64)
-    *_, num_new, had_room = step.learn(table.reference, known, options, outcome, drafter._window, out)
-    assert (num_new, had_room) == (5000, False)
-    assert all((now == then).all() for now, then in zip(watched, before, strict=True))
 
 
 def test_features_of_another_shape_are_refused():

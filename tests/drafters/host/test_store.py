@@ -12,18 +12,13 @@ from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.drafters.host.index import remove_document
 from rollout_spec.drafters.host.store import (
     FIRST,
-    LAST,
     PAGE_TOKENS,
-    PROBLEM,
-    PROMPT,
     ROLLOUT,
     TextStore,
     append_token,
-    read_back,
-    step_back,
 )
 from rollout_spec.drafters.host.vote import MAX_DEPTH
-from tests.drafters.recorder import SENTINEL, examples
+from tests.drafters.recorder import examples
 
 BARE = HistoryDrafter()
 NO_INDEX = BARE._known()._replace(settings=BARE._settings._replace(use_tree=False, use_table=False, use_shared=False))
@@ -43,13 +38,6 @@ def remove(texts, document):
 
 def pages(tokens):
     return -(-len(tokens) // PAGE_TOKENS)
-
-
-def last_tokens(texts, document, num):
-    buffer = np.full(num, SENTINEL, np.int32)
-    found = read_back(texts.arrays, texts.arrays.documents[document, LAST], buffer, num)
-    assert (buffer[: num - found] == SENTINEL).all()
-    return buffer[num - found :].tolist()
 
 
 pieces = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2 * PAGE_TOKENS + 2), st.booleans()), max_size=25)
@@ -75,35 +63,6 @@ def test_documents_that_grow_side_by_side_and_leave_equal_plain_lists(pieces):
         assert texts.num_used_pages == sum(map(pages, held.values()))
 
 
-@pytest.mark.parametrize("prompt_size", [0, 1, PAGE_TOKENS - 1, PAGE_TOKENS, PAGE_TOKENS + 1, 3 * PAGE_TOKENS])
-def test_rollouts_reach_back_into_their_prompt(prompt_size):
-    texts, tokens = TextStore(), list(range(100, 100 + prompt_size))
-    prompt = texts.new_document(0, PROMPT)
-    append(texts, prompt, tokens)
-    rollouts = [texts.new_document(0, ROLLOUT, context=prompt) for _ in range(2)]
-    for size in range(PAGE_TOKENS + 2):
-        for i, document in enumerate(rollouts):
-            whole = [*tokens, *([i] * size)]
-            for num in (1, MAX_DEPTH, 200):
-                assert last_tokens(texts, document, num) == whole[-num:]
-            assert texts.text(document).tolist() == [i] * size
-            append(texts, document, [i])
-
-
-def test_steps_back_equal_reading_back():
-    texts = TextStore()
-    prompt = texts.new_document(0, PROMPT)
-    append(texts, prompt, range(PAGE_TOKENS + 3))
-    document = texts.new_document(0, ROLLOUT, context=prompt)
-    append(texts, document, range(1000, 1000 + PAGE_TOKENS + 3))
-    last, pages = int(texts.arrays.documents[document, LAST]), texts.arrays.pages
-    whole = last_tokens(texts, document, 500)
-    for steps in range(len(whole) + 3):
-        position = int(step_back(pages, last, steps))
-        assert (position < 0) == (steps >= len(whole))
-        assert position < 0 or texts.arrays.tokens[position] == whole[-1 - steps]
-
-
 def test_positions_stand_still_while_capacities_grow():
     texts = TextStore()
     document, other = (texts.new_document(0, ROLLOUT) for _ in range(2))
@@ -117,18 +76,6 @@ def test_positions_stand_still_while_capacities_grow():
     assert texts.arrays.documents[document, FIRST] == first
     assert texts.text(document).tolist() == [7] * 40 + [8]
     assert texts.text(other).tolist() == list(range(1000 * PAGE_TOKENS))
-    texts.check_integrity()
-
-
-def test_more_documents_than_there_was_room_for():
-    texts = TextStore()
-    size = len(texts.arrays.documents)
-    documents = [texts.new_document(i, ROLLOUT) for i in range(3 * size)]
-    assert len(set(documents)) == 3 * size
-    assert texts.arrays.documents[documents, PROBLEM].tolist() == list(range(3 * size))
-    for document in documents:
-        append(texts, document, [document])
-    assert [texts.text(document).tolist() for document in documents] == [[document] for document in documents]
     texts.check_integrity()
 
 
