@@ -14,8 +14,6 @@ from rollout_spec.budget import (
     MAX_PROBES,
     MIN_OBSERVATIONS,
     NUM_BINS,
-    RECENT_STEPS,
-    TRUST,
     Budget,
     StepCost,
 )
@@ -282,41 +280,6 @@ def undrafted(cost, num_tokens):
     """Seconds of a step without drafts, None if they are a guess."""
     seconds, is_known, _ = cost.undrafted(num_tokens)
     return seconds if is_known else None
-
-
-def drafted(cost, num_tokens, undrafted, most=8):
-    """Seconds that 0, 1, 2, ... draft tokens cost more."""
-    costs = np.zeros(most + 1)
-    limit, _, _ = cost.drafted(num_tokens, num_tokens, undrafted, costs)
-    return costs[: limit + 1]
-
-
-def test_cost_is_that_of_the_faster_ones_of_the_last_steps():
-    cost = StepCost()
-    assert undrafted(cost, 8) is None
-    for seconds in (1.0, 1.0, 1.0, 50.0):  # one step was held up
-        cost.observe(8, seconds, drafted=False)
-    assert undrafted(cost, 8) == 1.0
-    assert undrafted(cost, 100) is None
-    for _ in range(RECENT_STEPS):  # the machine has become slower for good
-        cost.observe(8, 2.0, drafted=False)
-    assert undrafted(cost, 8) == 2.0
-
-
-def test_what_looked_expensive_counts_for_less_until_it_is_measured_again():
-    cost = StepCost()
-    for _ in range(10):
-        cost.observe(12, 1.0, drafted=True)
-    for _ in range(2):  # at a bad time; the first step of a size does not count
-        cost.observe(28, 5.0, drafted=True)
-    assert drafted(cost, 8, 1.0, 20)[20] == pytest.approx(4.0)
-    for expected in (4.0, 2.0, 0.1):  # once it was measured, and four times a step's cost: TRUST * 4^2 steps
-        assert drafted(cost, 8, 1.0, 20)[20] == pytest.approx(expected, abs=0.1)
-        for _ in range(24 * TRUST if expected == 4.0 else 8 * TRUST):
-            cost.observe(12, 1.0, drafted=True)
-    cost.observe(28, 5.0, drafted=True)
-    assert drafted(cost, 8, 1.0, 20)[20] == pytest.approx(4.0)
-    assert cost.curve(drafted=True)[0].tolist() == [12, 28]
 
 
 def test_a_curve_never_falls():
