@@ -175,17 +175,9 @@ class RaisesWhenBuilt(Adversary):
 class SameToken(Adversary):
     """Always drafts the same token, 5."""
 
-    token = 5
-
     def propose(self, req_ids, max_tokens):
         lengths = np.maximum(max_tokens, 0)
-        return [Draft(np.full(n, self.token, np.int32), np.ones(n, np.float32)) for n in lengths]
-
-
-class OutOfVocabulary(SameToken):
-    """Drafts a token id beyond the vocabulary."""
-
-    token = VOCAB_SIZE
+        return [Draft(np.full(n, 5, np.int32), np.ones(n, np.float32)) for n in lengths]
 
 
 class Uneven(Adversary):

@@ -1,15 +1,11 @@
-"""What the docs name exists: links and their headings, files, modules, targets of make, options and drafters."""
+"""What the docs name exists: links and their headings, files, modules, targets of make."""
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from pathlib import Path
 
 import pytest
-
-from rollout_spec import RolloutSpecConfig
-from rollout_spec.drafters.registry import REGISTRY
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -66,12 +62,3 @@ def test_what_a_page_names_exists(page):
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
     commands = re.findall(r"(?:^|`)make ([\w-]+)", text, re.MULTILINE)
     assert [target for target in commands if target not in targets] == []
-
-
-def test_every_option_and_drafter_is_in_the_docs():
-    text = (ROOT / "docs/configuration.md").read_text()
-    rows = set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE))
-    assert {field.name for field in dataclasses.fields(RolloutSpecConfig)} <= rows
-    assert [name for name in REGISTRY if f'`"{name}"`' not in text] == []
-    options = {option for entry in REGISTRY.values() for option in entry.options}
-    assert [name for name in options if f"`{name}`" not in text] == []

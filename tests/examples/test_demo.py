@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import io
-import json
 import random
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -19,9 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.demo.__main__ import main
 from examples.demo.policy import (
-    IGNORED_LABEL,
     build_tokenizer,
-    trace_batches,
     warm_start,
 )
 from examples.demo.task import OPERATORS, make_prompt, parse_prompt, reward, trace_text, word
@@ -84,18 +80,6 @@ def test_reward_of_an_answer(completion, expected):
     assert reward(PROMPT, completion) == pytest.approx(expected)
 
 
-def test_batches_label_the_completion_and_its_end():
-    input_ids, labels = next(trace_batches(TOKENIZER, random.Random(0), batch_size=4))
-    assert input_ids.shape == labels.shape
-    for ids, wanted in zip(input_ids, labels, strict=True):
-        learned = wanted != IGNORED_LABEL
-        assert ids[learned].equal(wanted[learned])
-        assert learned[7]
-        assert not learned[:7].any()
-        assert wanted[learned][-1] == TOKENIZER.eos_token_id
-        assert (ids[learned.nonzero()[-1] + 1 :] == TOKENIZER.pad_token_id).all()
-
-
 def test_a_piped_warm_start_says_how_far_it_is_and_writes_the_same_policy_again(tmp_path, monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written))  # shows only what was flushed, as a pipe
@@ -129,13 +113,3 @@ def test_what_would_fail_late_is_refused_at_once(options, message, tmp_path, mon
         main()
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_the_pictures_are_drawn_from_a_report(tmp_path):
-    pytest.importorskip("matplotlib")
-    from examples.demo.report import plot_report, plot_rollouts
-
-    recorded = json.loads((Path(__file__).parents[2] / "experiments/results/demo_cpu.json").read_text())
-    plot_rollouts(recorded, tmp_path / "rollouts.png")
-    plot_report(recorded, ("stock", "on"), tmp_path / "report.png")
-    assert all((tmp_path / name).stat().st_size > 10_000 for name in ("rollouts.png", "report.png"))

@@ -13,7 +13,6 @@ import pytest
 pytest.importorskip("vllm")
 pytest.importorskip("trl")
 
-from rollout_spec.integrations.vllm.config import read_environment
 from tests.conftest import environment_for_a_process, free_port
 
 pytestmark = pytest.mark.engine
@@ -44,10 +43,3 @@ def test_vllm_offline(tiny_model):
     said = run("vllm_offline.py", "--model", tiny_model, "--dtype", "float32", "--group", 4, "--max-tokens", 40)
     same = int(re.search(r"(\d+) of 8 rollouts identical", said).group(1))
     assert same >= 7, "logits vary by about 1e-6 in fp32: a rollout may part, rarely"
-
-
-def test_the_commands_of_the_server_are_the_configuration():
-    text = (ROOT / "examples/serve.md").read_text()
-    variables = re.findall(r"^ROLLOUT_SPEC='(.*?)'", text, re.MULTILINE)
-    found = [read_environment({"ROLLOUT_SPEC": value}).config.num_speculative_tokens for value in variables]
-    assert found == [16, None]

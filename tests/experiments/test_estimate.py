@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from experiments.costs.estimate import EngineCost, by_ranges, simulate, sum_up
+from experiments.costs.estimate import EngineCost, simulate, sum_up
 from experiments.traces import read_traces
 from rollout_spec.budget import Budget
 from rollout_spec.drafters import build_drafter
@@ -85,14 +85,6 @@ def test_drafting_and_first_steps_of_a_size_take_longer():
             assert step.draft_seconds == pytest.approx(0.1 * step.num_requests * (k > 0))
     warm, cold = (phase(fixed(0), STEEP._replace(cold_seconds=s), rollouts, batch=1) for s in (0.0, 5.0))
     assert cold.seconds == pytest.approx(warm.seconds + 5.0)
-
-
-def test_ranges_draft_by_the_number_of_requests():
-    k = by_ranges([(1, 2, 4), (3, 4, 2), (6, 8, 0)])
-    assert [k(n) for n in range(1, 11)] == [4, 4, 2, 2, 0, 0, 0, 0, 0, 0]
-    assert by_ranges([(1, 2, 4)])(1000) == 4, "the last range has no upper end"
-    steps = run(k, FLAT, phase_rollouts(), batch=6)
-    assert all(step.num_draft_tokens <= step.num_requests * k(step.num_requests) for step in steps)
 
 
 def test_rollouts_of_one_token_take_no_step():

@@ -146,10 +146,6 @@ static inline uint16_t to_bfloat(float f) {
   return f != f ? 0x7fff : (x.u + 0x7fff + (x.u >> 16 & 1)) >> 16;
 }
 static inline float from_half(uint16_t h) { _Float16 x; memcpy(&x, &h, 2); return x; }
-static inline uint16_t to_half(float f) {
-  _Float16 x = f; uint16_t h; memcpy(&h, &x, 2);
-  return f != f ? 0x7fff : h;
-}
 // Floats beyond an integer's range become its end; NaN becomes 0, or the least number (as signed) has 64 bits.
 // `x` is integral.
 #define TO_INTEGER(name, source, T, low, high, nan) \

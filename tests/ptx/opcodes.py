@@ -27,8 +27,7 @@ SPECIAL_REGISTERS = {
     "ctaid.x": "w->block->x", "ctaid.y": "w->block->y", "ctaid.z": "w->block->z",
     "nctaid.x": "w->machine->grid[0]", "nctaid.y": "w->machine->grid[1]", "nctaid.z": "w->machine->grid[2]",
 }  # fmt: skip
-HALVES = {"f16": ("from_half", "to_half"), "bf16": ("from_bfloat", "to_bfloat")}
-"""Conversions to float32 and back."""
+FROM_HALF = {"f16": "from_half", "bf16": "from_bfloat"}
 ROUNDINGS = {"rn": "FE_TONEAREST", "rz": "FE_TOWARDZERO", "rm": "FE_DOWNWARD", "rp": "FE_UPWARD"}
 TO_INTEGER = {"rni": "rint", "rzi": "trunc", "rmi": "floor", "rpi": "ceil"}
 
@@ -103,22 +102,19 @@ def _fma(op: str, words: list[str], kind: str) -> Form:
     return _lanewise(kind, (kind,) * 3, "__builtin_fmaf(a, b, c)", op, _rounding(words))
 
 
-def _div_rem(op: str, words: list[str], kind: str) -> Form:
-    is_div = words[0] == "div"
-    if kind == "f32" and is_div:
+def _div(op: str, words: list[str], kind: str) -> Form:
+    if kind == "f32":
         return _lanewise(kind, (kind, kind), "a / b", op, _rounding(words))
-    least = f"b == -1 ? {'0 - a' if is_div else '0'} : " if kind[0] == "s" else ""
-    value = f"b == 0 ? -1 : {least}a / b" if is_div else f"b == 0 ? a : {least}a % b"
-    return _lanewise(kind, (kind, kind), value, op)
+    least = "b == -1 ? 0 - a : " if kind[0] == "s" else ""
+    return _lanewise(kind, (kind, kind), f"b == 0 ? -1 : {least}a / b", op)
 
 
 def _min_max(op: str, words: list[str], kind: str) -> Form:
     name, sign = words[0], "<" if words[0] == "min" else ">"
-    if {"NaN", "xorsign"} & set(words):
+    if kind == "f16" or {"NaN", "xorsign"} & set(words):
         raise Unsupported(op)
-    if kind in HALVES:
-        widen, narrow = HALVES[kind]
-        return _lanewise(kind, (kind, kind), f"{narrow}({name}_number({widen}(a), {widen}(b)))")
+    if kind == "bf16":
+        return _lanewise(kind, (kind, kind), f"to_bfloat({name}_number(from_bfloat(a), from_bfloat(b)))")
     value = f"{name}_number(a, b)" if kind == "f32" else f"a {sign} b ? a : b"
     return _lanewise(kind, (kind, kind), value, op)
 
@@ -184,7 +180,7 @@ def _selp(op: str, words: list[str], kind: str) -> Form:
 
 def _setp(op: str, words: list[str], kind: str) -> Form:
     words = [word for word in words[1:-1] if word != "ftz"]
-    is_float = kind in ("f32", *HALVES)
+    is_float = kind in ("f32", *FROM_HALF)
     if len(words) != 1:
         raise Unsupported(op)
     value = {
@@ -193,8 +189,8 @@ def _setp(op: str, words: list[str], kind: str) -> Form:
         "equ": "!(a < b || a > b)", "neu": "!(a == b)", "ltu": "!(a >= b)", "leu": "!(a > b)", "gtu": "!(a <= b)",
         "geu": "!(a < b)", "num": "(a == a && b == b)", "nan": "(a != a || b != b)",
     }[words[0]]  # fmt: skip
-    widen = HALVES[kind][0] if kind in HALVES else "flush" if ".ftz" in op else ""
-    loads = " ".join(f"{'float' if kind in HALVES else C_TYPES[kind]} {name} = {widen}(S({C_TYPES[kind]}, {k})[l]);"
+    widen = FROM_HALF.get(kind) or ("flush" if ".ftz" in op else "")
+    loads = " ".join(f"{'float' if kind in FROM_HALF else C_TYPES[kind]} {name} = {widen}(S({C_TYPES[kind]}, {k})[l]);"
                      for k, name in enumerate("ab"))  # fmt: skip
     compare = f"uint32_t set = 0; for (int l = 0; l < 32; l++) {{ {loads} set |= (uint32_t)({value}) << l; }}"
     return Form(("pred",), (kind, kind), f"{compare} PREDICATE(0, set)")
@@ -204,20 +200,16 @@ def _cvt(op: str, words: list[str], kind: str) -> Form:
     to, source = words[-2], kind
     modes = [word for word in words[1:-2] if word != "ftz"]
     mode = modes[0] if modes else ""
-    if len(modes) > 1 or mode not in ("", *ROUNDINGS, *TO_INTEGER):
+    if len(modes) > 1 or mode not in ("", *ROUNDINGS, *TO_INTEGER) or to in FROM_HALF:
         raise Unsupported(op)
-    value = f"{HALVES[source][0]}(a)" if source in HALVES else "a"
-    is_float, from_float = to in ("f32", *HALVES), source in ("f32", *HALVES)
+    value = f"{FROM_HALF[source]}(a)" if source in FROM_HALF else "a"
+    is_float, from_float = to == "f32", source in ("f32", *FROM_HALF)
     if from_float and mode in TO_INTEGER:
         value = f"{TO_INTEGER[mode]}f({value})"
     if from_float and not is_float:
         if mode not in TO_INTEGER:
             raise Unsupported(op)
         value = f"{'wide' if BITS[to] == 64 else 'narrow'}_to_{to}({value})"
-    if to in HALVES:
-        if mode != "rn":
-            raise Unsupported(op)
-        value = f"{HALVES[to][1]}({value})"
     return _lanewise(to, (source,), f"({C_TYPES[to]})({value})", op if from_float else "mov",
                      mode if mode in ROUNDINGS else "rn")  # fmt: skip
 
@@ -295,8 +287,8 @@ def _matrix(op: str, words: list[str], kind: str) -> Form:
 
 
 FAMILIES = {
-    "add": _add_sub_mul, "sub": _add_sub_mul, "mul": _add_sub_mul, "mad": _mad, "fma": _fma, "div": _div_rem,
-    "rem": _div_rem, "min": _min_max, "max": _min_max, "neg": _neg_abs, "abs": _neg_abs, "and": _logic, "or": _logic,
+    "add": _add_sub_mul, "sub": _add_sub_mul, "mul": _add_sub_mul, "mad": _mad, "fma": _fma, "div": _div,
+    "min": _min_max, "max": _min_max, "neg": _neg_abs, "abs": _neg_abs, "and": _logic, "or": _logic,
     "xor": _logic, "not": _logic, "mov": _mov, "shl": _shift, "shr": _shift, "shf": _funnel_shift, "popc": _bits,
     "bfe": _bits, "prmt": _bits, "ex2": _function, "lg2": _function, "sqrt": _function, "rsqrt": _function,
     "selp": _selp, "setp": _setp, "cvt": _cvt, "pack": _pack, "unpack": _unpack, "sreg": _special_register,
@@ -309,7 +301,7 @@ OF_HALVES = ("cvt", "setp", "min", "max")
 def form(op: str) -> Form:
     """The opcode's operands and C statements; raises `Unsupported` where it is not known."""
     words = op.split(".")
-    if words[-1] in HALVES and words[0] not in OF_HALVES:
+    if words[-1] in FROM_HALF and words[0] not in OF_HALVES:
         raise Unsupported(op)
     try:
         return FAMILIES[words[0]](op, words, words[-1])

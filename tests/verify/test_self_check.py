@@ -34,35 +34,17 @@ def plant(monkeypatch):
     return plant
 
 
-def wrong_token(result):
-    result.target_token_ids[0] = (result.target_token_ids[0] + 1) % VOCAB
-    return result
+def with_first(name, change):
+    """A fault: the first number of what a result has under this name becomes another one."""
 
+    def changed(result):
+        values = getattr(result, name)
+        if values is not None:
+            first = (0,) * values.ndim
+            values[first] = change(values[first])
+        return result
 
-def missing_token(result):
-    result.target_token_ids[0] = -1
-    return result
-
-
-def wrong_output(result):
-    result.output_token_ids[0, 0] += 1
-    return result
-
-
-def wrong_logprob(result):
-    return result if result.logprobs is None else result._replace(logprobs=result.logprobs + 0.01)
-
-
-def wrong_rank(result):
-    return result if result.ranks is None else result._replace(ranks=result.ranks + 300)
-
-
-def wrong_acceptance(result):
-    return result._replace(num_accepted=result.num_accepted.clamp(max=0))
-
-
-def wrong_count(result):
-    return result._replace(num_broken_rows=result.num_broken_rows + 1)
+    return changed
 
 
 @pytest.mark.parametrize(
@@ -87,13 +69,16 @@ def test_its_rows_are_of_all_kinds():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (wrong_token, "token of row 0"),
-        (missing_token, "token of row 0"),
-        (wrong_output, "output_token_ids is"),
-        (wrong_logprob, "log-probability of row 0"),
-        (wrong_rank, "rank of row 0"),
-        (wrong_acceptance, "output_token_ids is|num_accepted is"),
-        (wrong_count, "num_broken_rows is"),
+        (with_first("target_token_ids", lambda token: (token + 1) % VOCAB), "token of row 0"),
+        (with_first("target_token_ids", lambda token: -1), "token of row 0"),
+        (with_first("output_token_ids", lambda token: token + 1), "output_token_ids is"),
+        (with_first("logprobs", lambda logprob: logprob + 0.01), "log-probability of row 0"),
+        (with_first("ranks", lambda rank: rank + 300), "rank of row 0"),
+        (
+            lambda result: result._replace(num_accepted=result.num_accepted.clamp(max=0)),
+            "output_token_ids is|num_accepted is",
+        ),
+        (with_first("num_broken_rows", lambda count: count + 1), "num_broken_rows is"),
     ],
 )
 @pytest.mark.parametrize("method", ["sample", "rejection"])
@@ -154,7 +139,7 @@ def test_the_doctor_says_that_there_is_no_gpu(capsys):
 @pytest.mark.parametrize("is_sound", [pytest.param(True, marks=pytest.mark.exhaustive), False])
 def test_the_doctor_prints_verdicts(is_sound, capsys, plant):
     if not is_sound:
-        plant(wrong_count)
+        plant(with_first("num_broken_rows", lambda count: count + 1))
     assert doctor.check_device(CPU, 64) == int(not is_sound)
     printed = capsys.readouterr().out
     assert printed.count("ok ") == 6 * is_sound

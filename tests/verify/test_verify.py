@@ -12,23 +12,10 @@ from rollout_spec.noise import host as noise
 from rollout_spec.types import PLACEHOLDER_TOKEN_ID, SamplingBatch, VerifyResult
 from rollout_spec.verify import reference
 from rollout_spec.verify.api import verify
-from rollout_spec.verify.layout import lay_out
 from tests.distributions import matches_distribution
 from tests.verify.batches import METHODS, as_torch, batches, kernel_verify, oracle, probabilities
 
 runs = pytest.mark.parametrize("run", [verify, reference.verify, kernel_verify], ids=["cpu", "reference", "kernel"])
-
-
-def test_each_row_has_its_request_position_and_draft():
-    rows = SamplingBatch(torch.tensor([1.0, 0.0, 0.5]), torch.tensor([7, 8, 9]), torch.tensor([10, 20, 30]))
-    layout = lay_out(torch.tensor([2, 2, 3]), torch.tensor([3, 2**40, 5]), rows)
-    assert layout.starts.tolist() == [0, 3, 4, 6]
-    assert layout.request.tolist() == [0, 0, 0, 1, 2, 2]
-    assert layout.temperature.tolist() == [1, 1, 1, 0, 0.5, 0.5]
-    assert layout.seed.tolist() == [7, 7, 7, 8, 9, 9]
-    assert layout.position.tolist() == [10, 11, 12, 20, 30, 31]
-    assert layout.draft.tolist() == [3, -1, -1, -1, 5, -1], "a token that does not fit is none"
-    assert layout.of_processed().temperature.tolist() == [1, 1, 1, 0, 1, 1]
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)

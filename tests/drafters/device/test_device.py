@@ -481,25 +481,6 @@ def test_live_requests_are_looked_at_before_rollouts_from_elsewhere():
     engine.drafter.check_integrity()
 
 
-def test_a_rollout_from_elsewhere_of_an_idle_problem_in_a_full_pool():
-    """The problem leaves the device, even where it has been idle longest; all of it is there when it comes again."""
-    engine = Engine(max_resident_tokens=64)
-    request = engine.start([0, 1])
-    engine.commit(request, [5] * 30)
-    engine.stop(request)
-    other, keep = engine.start([2]), engine.start([2])
-    engine.commit(other, [3] * 31)
-    engine.stop(other)
-    assert engine.drafter._pool.num_free == 0
-    engine.add([0, 1], [6, 7])
-    engine.drafter.check_integrity()
-    assert [problem.problem_id for problem in engine.drafter._problems.values()] == [problem_of_prompt([2])]
-    engine.stop(keep, keep=False)
-    engine.commit(engine.start([0, 1]), [6])
-    engine.drafter.check_integrity()
-    assert engine.propose()[1][0, 0] == 7
-
-
 @pytest.mark.parametrize("is_live", [False, True])
 def test_rollouts_from_elsewhere_are_as_old_as_their_policies(is_live):
     """Whether their problem is on the device when they come or not, and whatever their order."""

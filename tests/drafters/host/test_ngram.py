@@ -81,38 +81,6 @@ def test_a_bucket_keeps_the_newest_positions_of_a_context():
         assert places or order != SHORT_ORDER
 
 
-def test_a_page_that_is_not_written_so_far_again_has_no_candidates():
-    """What follows there is another rollout's, though the context before it has been written again."""
-    recorder = Recorder("ngram")
-    recorder.start("stays", [9], problem_id=7)  # it holds the problem's number, which the entries are found by
-    recorder.start("a", [], [5, 6, 7, 8, 9, 5, 6, 7, 8], problem_id=7)
-    recorder.drafter._flush()
-    problem, pages = recorder.problem("a"), recorder.drafter._store.num_used_pages
-    document = recorder.drafter._live["a"].document
-    recorder.stop("a", keep=False)
-    recorder.start("b", [], [5, 6, 7], problem_id=7)
-    recorder.drafter._flush()
-    assert recorder.problem("b") == problem
-    assert recorder.drafter._live["b"].document == document
-    assert recorder.drafter._store.num_used_pages == pages
-    assert recorder.table_candidates(problem, [5, 6, 7], LONG_ORDER) == []
-    assert dict(recorder.table_candidates(problem, [5, 6], SHORT_ORDER)) == {(document, 2): 2}
-
-
-def test_a_rollout_written_again_where_it_was_before_votes_once():
-    recorder = Recorder("ngram", shared=True)
-    recorder.start("other", [9], [9], problem_id=8)
-    for i in range(4):
-        recorder.start(str(i), [1, 2, 3, 4], [5, 6, 7, 8], problem_id=7)
-        recorder.drafter._flush()
-        recorder.stop(str(i), keep=False)
-    recorder.start("a", [1, 2, 3, 4], [5, 6, 7, 8], problem_id=7)
-    recorder.check()
-    for context in ([4], [3, 4, 5], [4, 5, 6, 7]):
-        recorder.check_table(recorder.problem("a"), context)
-        recorder.check_table(recorder.problem("other"), context)
-
-
 def test_problems_are_apart_where_their_entries_look_the_same():
     """In a table of one bucket every sixtieth problem or so has the same tag."""
     recorder = Recorder("ngram", shared=True)

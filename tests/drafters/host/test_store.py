@@ -11,7 +11,6 @@ from rollout_spec.drafters.host import store
 from rollout_spec.drafters.host.history import HistoryDrafter
 from rollout_spec.drafters.host.index import remove_document
 from rollout_spec.drafters.host.store import (
-    FIRST,
     PAGE_TOKENS,
     ROLLOUT,
     TextStore,
@@ -61,22 +60,6 @@ def test_documents_that_grow_side_by_side_and_leave_equal_plain_lists(pieces):
         assert {name: texts.text(number[name]).tolist() for name in held} == held
         assert texts.num_tokens == sum(map(len, held.values()))
         assert texts.num_used_pages == sum(map(pages, held.values()))
-
-
-def test_positions_stand_still_while_capacities_grow():
-    texts = TextStore()
-    document, other = (texts.new_document(0, ROLLOUT) for _ in range(2))
-    append(texts, document, [7] * 40)
-    first, before = int(texts.arrays.documents[document, FIRST]), texts.arrays
-    assert texts.reserve(1000)
-    assert not texts.reserve(1000)
-    assert texts.arrays is not before
-    append(texts, other, range(1000 * PAGE_TOKENS))
-    append(texts, document, [8])
-    assert texts.arrays.documents[document, FIRST] == first
-    assert texts.text(document).tolist() == [7] * 40 + [8]
-    assert texts.text(other).tolist() == list(range(1000 * PAGE_TOKENS))
-    texts.check_integrity()
 
 
 def test_growth_is_in_proportion():

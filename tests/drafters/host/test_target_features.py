@@ -121,17 +121,6 @@ def test_drafts_are_the_favourites_of_the_blended_distributions(options, history
 # -- one by one ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("index", ["suffix", "ngram"])
-def test_the_more_similar_state_is_followed(index):
-    """After the same words two rollouts went on differently; the request's last state is like the second's."""
-    for mine, expected in ((0, 200), (20, 300)):
-        recorder = make(index)
-        start(recorder, "a", [1], [5, 6, 200], features_of([0, 0, 3], [{}] * 3), problem_id=7)
-        start(recorder, "b", [1], [5, 6, 300], features_of([20, 20, 3], [{}] * 3), problem_id=7)
-        start(recorder, "r", [1], [5, 6], features_of([30, mine], [{}] * 2), problem_id=7)
-        assert recorder.draft("r", 1) == [expected]
-
-
 def random_calls(index, give, **options):
     """Drafts of a run with several requests and outcomes."""
     rng, recorder, drafts = np.random.default_rng(5), Recorder(index, max_draft_tokens=K, **options), []
