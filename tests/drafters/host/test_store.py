@@ -63,10 +63,12 @@ def test_documents_that_grow_side_by_side_and_leave_equal_plain_lists(pieces):
 
 
 def test_growth_is_in_proportion():
-    texts, replaced = TextStore(), 0
-    for _ in range(2000):
+    texts, replaced, documents = TextStore(), 0, []
+    for number in range(2000):
         replaced += texts.reserve(1)
-        append(texts, texts.new_document(0, ROLLOUT), [1])
+        documents.append(texts.new_document(0, ROLLOUT))
+        append(texts, documents[-1], [number])
+    assert [texts.text(document).tolist() for document in documents] == [[number] for number in range(2000)]
     assert replaced < 60
     assert texts.num_pages <= 2000 * 9 // 8 + 64
 
