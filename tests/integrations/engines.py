@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import gc
 import os
-from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -76,22 +75,6 @@ def every_draft(k, **options):
 
 def runner_of(llm):
     return llm.llm_engine.model_executor.driver_worker.model_runner
-
-
-@contextmanager
-def indexing_late(session, monkeypatch):
-    """Let a session on a CPU index as on a device. Gives the tokens that each call of `update_index` finds waiting."""
-    indexed, original = [], session.update_index
-
-    def update_index():
-        indexed.append(session.drafter._num_unindexed)
-        original()
-
-    with monkeypatch.context() as patched:
-        patched.setattr(session.drafting, "_options", session.drafting._options)  # as it is now, afterwards
-        session.drafting.index_late()
-        patched.setattr(session, "update_index", update_index)
-        yield indexed
 
 
 def session_of(llm):
@@ -175,16 +158,6 @@ def switching_off_and_on(llm, params, prompts, periods):
 
 def stats_of(llm):
     return llm.collective_rpc("rollout_spec", args=("stats",))[0]
-
-
-def check_times(stats):
-    """The parts of a step's time are there, and are parts."""
-    for part in ("forward", "verify", "draft"):
-        assert 0 < stats[f"{part}_seconds"] < stats["step_seconds"]
-    assert 0 < sum(stats["seconds_by_batch"]) <= stats["step_seconds"] + 1e-6
-    assert 0 < sum(stats["steps_by_batch"]) <= stats["steps"]
-    assert sum(stats["tokens_by_batch"]) <= stats["emitted_tokens"]
-    assert sum(stats["draft_tokens_by_batch"]) <= stats["draft_tokens"]
 
 
 def generate(llm, params, prompts=None):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import os
 import sys
 import typing
 from collections.abc import Iterator
@@ -163,25 +162,6 @@ def create_openrlhf_engines(model: Path, num_engines: int) -> list[Any]:
         gpu_memory_utilization=0.5,
         logprobs_mode="processed_logprobs",
     )
-
-
-def openrlhf_engine_args(model: Path) -> Any:
-    """The engine arguments that OpenRLHF's engine actor makes, which is built as a plain class."""
-    import openrlhf.trainer.ray.vllm_engine as module
-    import vllm
-
-    names = ("ray", "placement_group", "PlacementGroupSchedulingStrategy", "RolloutRayActor")
-    actor = module.RolloutRayActor.__ray_metadata__.modified_class
-    with mock.patch.multiple(module, **dict.fromkeys(names, mock.DEFAULT)) as stand_ins:
-        create_openrlhf_engines(model, 1)
-    arguments = stand_ins["RolloutRayActor"].options.return_value.remote.call_args.kwargs
-    with (
-        mock.patch.object(vllm.AsyncLLMEngine, "from_engine_args") as build,
-        mock.patch.dict(os.environ, RAY_ADDRESS="none"),  # otherwise it asks Ray
-    ):
-        build.return_value.is_sleeping = mock.AsyncMock()
-        asyncio.run(actor.__new__(actor).__init__(**{**arguments, "dtype": "float32"}))
-    return build.call_args.args[0]
 
 
 def seeds_of(epoch: int) -> range:

@@ -150,14 +150,3 @@ def test_skyrl(tiny_model):
     from tests.integrations.framework_engines import skyrl_engine_args
 
     assert asks(skyrl_engine_args(tiny_model, overrides("SkyRL"))) == WANTED_WITH_SALTS
-
-
-def test_openrlhf(tiny_model, monkeypatch):
-    pytest.importorskip("openrlhf")
-    from tests.integrations.framework_engines import openrlhf_engine_args
-
-    arguments = openrlhf_engine_args(tiny_model)
-    assert arguments.speculative_config is None
-    assert not arguments.additional_config, "it leaves speculation alone"
-    monkeypatch.setenv("ROLLOUT_SPEC", variable(block("OpenRLHF")))
-    assert asks(openrlhf_engine_args(tiny_model)) == WANTED

@@ -20,8 +20,6 @@ from rollout_spec.integrations.vllm import config as engine_config
 from rollout_spec.integrations.vllm import hooks, step_sizes
 from rollout_spec.integrations.vllm.config import check_engine, config_of
 
-MTP = {"method": "mtp", "num_speculative_tokens": 3}
-
 
 @pytest.fixture
 def make(tiny_model, monkeypatch):

@@ -15,7 +15,6 @@ from tests.integrations.engines import (
     build,
     check_features,
     generate,
-    kept_by,
     mixed_params,
     prompts_of,
     rollouts_of,
@@ -27,14 +26,9 @@ pytestmark = pytest.mark.engine
 K = 3
 
 
-def build_on_device(model, *, engine=None, options=None, **settings):
-    arguments = engine_kwargs(
-        num_speculative_tokens=K,
-        drafter="device",
-        drafter_options={"max_resident_tokens": 4096, **(options or {})},
-        **settings,
-    )
-    return build(model, **{"max_num_seqs": 6, **arguments, **(engine or {})})
+def build_on_device(model, **engine):
+    options = {"num_speculative_tokens": K, "drafter": "device", "drafter_options": {"max_resident_tokens": 4096}}
+    return build(model, **{"max_num_seqs": 6, **engine_kwargs(**options), **engine})
 
 
 def drafter_of(llm):
@@ -54,18 +48,6 @@ def test_it_is_scheduled_asynchronously_and_drafts_from_all_its_sources(tiny_mod
     assert (report["num_speculative_tokens"], report["budget"]) == (K, None)
 
 
-def test_a_pool_that_is_too_small_changes_no_token(tiny_model, off, reference_model):
-    """Rollouts are pushed out, uploaded and evicted while others decode."""
-    llm = build_on_device(tiny_model, options={"max_resident_tokens": 64})
-    for seed in (4, 5):
-        params = mixed_params(7, seed, temperature=1.0, max_tokens=2 + seed, ignore_eos=True, **PLAIN)
-        prompts = prompts_of(params)
-        assert_same(generate(llm, params, prompts), generate(off, params, prompts), prompts, params, reference_model)
-        drafter_of(llm).check_integrity()
-    assert drafter_of(llm).dropped_tokens > 0
-    assert kept_by(llm)
-
-
 def lengths_of_drafts(llm):
     """A list that gets the number of verified draft tokens of each request, for each step."""
     lengths, sampler = [], runner_of(llm).sampler
@@ -83,7 +65,7 @@ def test_slots_follow_the_batch_size(tiny_model, off, reference_model):
     """No slots for four or more requests, K for fewer: vLLM's schedule, which it has in every version."""
     ranges = {"num_speculative_tokens_per_batch_size": [(1, 3, K), (4, 6, 0)]}
     proposer = {"model": PROPOSER_PATH, "num_speculative_tokens": K, **ranges}
-    llm = build_on_device(tiny_model, engine={"speculative_config": proposer})
+    llm = build_on_device(tiny_model, speculative_config=proposer)
     lengths = lengths_of_drafts(llm)
     drafter, looked_up = drafter_of(llm), []
     look_up = drafter.look_up

@@ -10,7 +10,7 @@ from rollout_spec import engine_kwargs
 from tests.conftest import VOCAB_SIZE
 from tests.integrations.engines import IS_V2, build, count_preemptions, every_draft, session_of, stats_of
 from tests.runners import engine_life
-from tests.runners.engine_life import EngineLife, Rollout, Watch, Weights
+from tests.runners.engine_life import EngineLife, Rollout, Watch, changer_of_weights
 
 pytestmark = pytest.mark.engine
 
@@ -38,12 +38,12 @@ def test_any_life_gives_the_same_rollouts(tiny_model, off, tmp_path, has_folder)
     """With a folder a batch that is complete ends at once."""
     folder = {"history_dir": str(tmp_path)} if has_folder else {}
     on = build(tiny_model, **SMALL, **engine_kwargs(budget=False, **HISTORY, **folder))
-    session, weights = session_of(on), Weights(on, off)
+    session, change_weights = session_of(on), changer_of_weights(on, off)
     session.problems._max_texts = 60
     watch = Watch(session)
 
     def new_life() -> EngineLife:
-        life = EngineLife(on, off, weights, watch.check, watch.check_end)
+        life = EngineLife(on, off, change_weights, watch.check, watch.check_end)
         watch.forget()
         return life
 
@@ -52,9 +52,9 @@ def test_any_life_gives_the_same_rollouts(tiny_model, off, tmp_path, has_folder)
 
 @pytest.mark.skipif(not IS_V2, reason="V1 has no drafter on the device")
 def test_so_does_one_with_the_drafter_on_the_device(tiny_model, off):
-    options = {"drafter": "device", "drafter_options": {"max_resident_tokens": 600}}
+    options = {"drafter": "device", "drafter_options": {"max_resident_tokens": 64}}
     on = build(tiny_model, **SMALL, **engine_kwargs(num_speculative_tokens=3, **options))
-    session, weights = session_of(on), Weights(on, off)
+    session, change_weights = session_of(on), changer_of_weights(on, off)
 
     class AsynchronousLife(EngineLife):
         is_asynchronous = True
@@ -84,4 +84,5 @@ def test_so_does_one_with_the_drafter_on_the_device(tiny_model, off):
         return text[:count] == rollout.sampled[:count]
 
     known: list[object] = []
-    live(on, lambda: AsynchronousLife(on, off, weights, check, check_end), num_lives=3)
+    live(on, lambda: AsynchronousLife(on, off, change_weights, check, check_end), num_lives=3)
+    assert session.drafter.dropped_tokens > 0, "rollouts were evicted while others decoded"

@@ -99,36 +99,25 @@ def test_for_one_request_whole_drafts_are_captured(captured):
     assert captured(K4, "UNIFORM_BATCH", max_num_seqs=1) == {(5, None): (5, 1)}
 
 
-@pytest.mark.parametrize("k", [1, 4, 8, 16])
-@pytest.mark.parametrize("max_num_seqs", [59, 256])
-def test_a_whole_graph_serves_steps_without_drafts_and_with_whole_ones_of_the_hosts_drafter(captured, k, max_num_seqs):
-    """And one of the graphs without attention every other step."""
-    options = engine_kwargs(drafter="history", num_speculative_tokens=k)
-    manager = captured.manager_of(options, "UNIFORM_BATCH", max_num_seqs=max_num_seqs)
-    manager._graphs_captured = True
-    whole = manager._capture_descs[CUDAGraphMode.FULL]
-    largest = {
-        width: max(desc.num_tokens for desc in whole if desc.uniform_token_count == width) for width in (1, k + 1)
-    }
-    assert largest[1] > max_num_seqs - 8
-    for num_requests in range(1, max_num_seqs + 1):
-        for width in (1, k + 1):
-            num_tokens = num_requests * width
-            if num_tokens <= largest[width]:
-                found = manager.dispatch(num_requests, num_tokens, width, 0)
-                assert (found.cg_mode, found.uniform_token_count) == (CUDAGraphMode.FULL, width), num_requests
-                assert found.num_tokens < 1.2 * num_tokens + 2 * 8 * width
-        assert manager.dispatch(num_requests, num_requests + 1, None, 0).cg_mode == CUDAGraphMode.PIECEWISE
-
-
+@pytest.mark.parametrize("drafter", ["history", "device"])
 @pytest.mark.parametrize("k", [1, 4, 7, 8, 16])
 @pytest.mark.parametrize("max_num_seqs", [59, 96, 256])
-def test_a_graph_serves_every_step_of_the_device_drafter(captured, k, max_num_seqs):
-    options = engine_kwargs(drafter="device", num_speculative_tokens=k)
+def test_a_whole_graph_serves_every_step_of_equal_drafts(captured, drafter, k, max_num_seqs):
+    """Those of the host's drafter without drafts and with whole ones; a graph without attention every other step."""
+    options = engine_kwargs(drafter=drafter, num_speculative_tokens=k)
     manager = captured.manager_of(options, "UNIFORM_BATCH", max_num_seqs=max_num_seqs)
     manager._graphs_captured = True
     of_batch = build_dynamic_sd_schedule_lookup(step_sizes.affordable_ranges(k), max_num_seqs, k)
+    whole = manager._capture_descs[CUDAGraphMode.FULL]
     for num_requests in range(1, max_num_seqs + 1):
-        width = of_batch[num_requests] + 1
-        found = manager.dispatch(num_requests, num_requests * width, width, 0)
-        assert found.cg_mode == CUDAGraphMode.FULL, (num_requests, width)
+        for width in (1, k + 1) if drafter == "history" else (of_batch[num_requests] + 1,):
+            num_tokens = num_requests * width
+            largest = max(desc.num_tokens for desc in whole if desc.uniform_token_count == width)
+            if drafter == "history" and num_tokens > largest:
+                assert width > 1 or num_tokens > max_num_seqs - 8
+                continue
+            found = manager.dispatch(num_requests, num_tokens, width, 0)
+            assert (found.cg_mode, found.uniform_token_count) == (CUDAGraphMode.FULL, width), num_requests
+            assert found.num_tokens < 1.2 * num_tokens + 2 * 8 * width
+        if drafter == "history":
+            assert manager.dispatch(num_requests, num_requests + 1, None, 0).cg_mode == CUDAGraphMode.PIECEWISE

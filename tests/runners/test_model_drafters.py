@@ -17,6 +17,7 @@ from rollout_spec import engine_kwargs
 from tests.integrations.draft_models import METHODS, model_drafters
 from tests.integrations.engines import (
     IS_V2,
+    PLAIN,
     assert_same,
     build,
     generate,
@@ -118,12 +119,12 @@ def test_the_model_drafts_the_same_alone_and_beside_history(drafters, off, refer
 @pytest.mark.skipif(IS_V2 and vllm.__version_tuple__[:2] < (0, 31), reason="this release of V2 has no draft models")
 @pytest.mark.parametrize(("verify", "least", "most"), [("sample", 0.97, 1.0), ("rejection", 0.02, 0.6)])
 def test_drafts_are_drawn_with_the_targets_noise(drafters, verify, least, most):
-    """A draft model that is the target itself is always right, at any temperature."""
+    """A draft model that is the target itself is always right, at any temperature, in whichever row a request is."""
     target, _ = drafters["draft_model"]
     speculative = {"method": "draft_model", "model": str(target), "num_speculative_tokens": MODEL_TOKENS}
     llm = build_beside({"itself": (target, speculative)}, "itself", verify=verify)
-    fixed = {"temperature": 1.3, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "max_tokens": 24, "ignore_eos": True}
-    generate(llm, mixed_params(8, 4, **fixed))
+    params = mixed_params(12, 4, temperature=1.3, ignore_eos=True, **PLAIN)
+    generate(llm, params, [[1, *range(4, 4 + i % 5), 9] for i in range(len(params))])
     (report,) = llm.collective_rpc("rollout_spec", args=("report",))
     reached, right = report["sources"]["model"]
     assert reached > 20

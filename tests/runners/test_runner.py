@@ -10,7 +10,7 @@ import vllm
 
 from rollout_spec import engine_kwargs
 from rollout_spec.integrations.vllm.compat import lacks_v2_interfaces
-from tests.integrations.engines import IS_V2, build, runner_of
+from tests.integrations.engines import IS_V2, build, generate, mixed_params, runner_of, stats_of
 
 pytestmark = pytest.mark.engine
 
@@ -26,9 +26,12 @@ def test_an_engine_has_its_runner(tiny_model, monkeypatch):
         monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER")
         is_v2 = False
     for options in BOTH:
-        runner = runner_of(build(tiny_model, **options))
+        llm = build(tiny_model, max_num_seqs=4, max_num_batched_tokens=24, **options)
+        runner = runner_of(llm)
         assert type(runner.rollout_spec).__name__ == ("RunnerAdapterV2" if is_v2 else "RunnerAdapterV1")
         assert not is_v2 or type(runner.sampler).__name__ == "VerifyingSampler"
+        generate(llm, mixed_params(3, 1, max_tokens=5, ignore_eos=True), [[1, *range(4, 24), 9]] * 3)
+        assert stats_of(llm)["emitted_tokens"] == 3 * 5, "chunks of prompts emit nothing"
 
 
 def test_an_engine_that_does_not_ask_for_us_is_not_touched(tiny_model):

@@ -124,15 +124,6 @@ def test_a_trainer_whose_construction_fails_leaves_nothing_behind(tiny_model, tm
     assert build(tiny_model).llm_engine.vllm_config.speculative_config is None
 
 
-def test_engine_in_another_precision_is_refused(tiny_model, tmp_path):
-    generator = RolloutSpecGenerator(
-        llm_kwargs={**FP32, "dtype": "bfloat16"}, num_speculative_tokens=4, logprob_tolerance=1e-4
-    )
-    trainer = make_trainer(tiny_model, tmp_path, [generator])
-    with pytest.raises(RuntimeError, match="computes in bfloat16, the trainer in float32"):
-        trainer.train()
-
-
 @pytest.mark.parametrize("ranks_per_engine", [1, 2])
 def test_each_engine_of_a_data_parallel_trainer_has_seeds_of_its_own(ranks_per_engine, monkeypatch):
     """The ranks that share an engine have the same; otherwise all would train on copies of one rank's rollouts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 pytest.importorskip("vllm")
@@ -19,7 +21,8 @@ from rollout_spec.integrations.trainers.ppo import logits_from
 from rollout_spec.integrations.vllm.requests import request_options
 from rollout_spec.noise.host import derive_seed
 from tests.conftest import VOCAB_SIZE
-from tests.integrations.trainers import ENGINES, Compared
+from tests.integrations import trainers
+from tests.integrations.trainers import Compared
 
 pytestmark = pytest.mark.engine
 
@@ -28,43 +31,28 @@ QUERIES = ["w1 w2 w3", "w4 w5 w6 w7 w8", "w9", "w1 w2 w3 w4"]  # of different le
 PAD = 0
 
 
+FIELDS = {
+    "per_device_eval_batch_size": 4,
+    "total_episodes": 24,
+    "num_ppo_epochs": 1,
+    "num_sample_generations": 0,
+    "response_length": 24,
+    **dict.fromkeys(("max_steps", "num_generations", "max_completion_length", "use_vllm", "vllm_mode")),
+    **dict.fromkeys(("vllm_gpu_memory_utilization", "vllm_max_model_length")),
+}
+
+
 def make_trainer(model_path, tmp_path, callbacks, trainer=PPOTrainer, **kwargs):
     tokenizer = AutoTokenizer.from_pretrained(model_path, padding_side="left")
-    defaults = {
-        "output_dir": str(tmp_path),
-        "use_cpu": True,
-        "bf16": False,
-        "seed": 3,
-        "per_device_train_batch_size": 8,
-        "per_device_eval_batch_size": 4,
-        "total_episodes": 24,
-        "num_ppo_epochs": 1,
-        "num_sample_generations": 0,
-        "response_length": 24,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
     critic, judge = (
         AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1, dtype=torch.float32)
         for _ in range(2)
     )
     queries = Dataset.from_dict({"input_ids": [tokenizer(query)["input_ids"] for query in QUERIES]})
-    made = trainer(
-        args=PPOConfig(**{**defaults, **kwargs}),
-        processing_class=tokenizer,
-        model=AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32),
-        ref_model=None,
-        reward_model=judge,
-        value_model=critic,
-        train_dataset=queries.select([0, 1, 2, 3] * 4),
-        eval_dataset=queries,
-        callbacks=callbacks,
-    )
-    ENGINES.extend(callback.llm for callback in callbacks if isinstance(callback, RolloutSpecGenerator))
-    return made
+    arguments = {"reward_funcs": None, "reward_model": judge, "value_model": critic, "eval_dataset": queries}
+    arguments["train_dataset"] = queries.select([0, 1, 2, 3] * 4)
+    trainer = functools.partial(trainer, ref_model=None)
+    return trainers.make_trainer(model_path, tmp_path, callbacks, trainer, PPOConfig, arguments, **{**FIELDS, **kwargs})
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -20,7 +20,6 @@ from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.sdft import SDFTConfig, SDFTTrainer
 
 from tests.conftest import VOCAB_SIZE
-from tests.integrations.draft_models import write_draft_model
 from tests.integrations.engines import rollouts_of
 from tests.integrations.trainers import Compared, make_trainer
 
@@ -79,19 +78,6 @@ def test_grpo_with_evaluation(tiny_model, tmp_path):
     prompts = [prompt.tolist() for prompt, _, _ in rollouts_of(generator.llm)]
     assert not [prompt for prompt in prompts if prompt in evaluation_prompts]
     assert len(prompts) >= 32
-
-
-def test_grpo_beside_a_draft_model(tiny_model, tmp_path):
-    """Its weights stay what they were while the policy is trained; the rollouts are the policy's."""
-    draft = write_draft_model(tiny_model, tmp_path / "draft")
-    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2}
-    generator = Compared(speculative_config=speculative)
-    trainer = make_trainer(tiny_model, tmp_path, [generator])
-    trainer.train()
-    assert len(generator.rollouts) == 24
-    assert generator.stats()["accepted_tokens"] > 0
-    reached, right = generator.report()["sources"]["model"]
-    assert 0 < right < reached
 
 
 TEMPLATE = """{% for m in messages %}{% if m.tool_calls %}{% for call in m.tool_calls %}w7 {{ call.function.name }}

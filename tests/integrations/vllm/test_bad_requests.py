@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import numpy as np
@@ -11,6 +12,7 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 
+from rollout_spec import RolloutSpecConfig
 from rollout_spec.drafters.base import problem_of_prompt
 from rollout_spec.integrations.vllm.requests import RequestOptions, request_options, without_history
 from tests.integrations.engines import build, generate, mixed_params, session_of, stats_of, verify_all
@@ -74,6 +76,20 @@ def test_seeds_of_requests(llm, goes_on):
 def test_commands(llm, goes_on, args, message):
     with pytest.raises((TypeError, ValueError), match=message):
         llm.collective_rpc("rollout_spec", args=args)
+
+
+def test_commands_answer_with_plain_data(llm, off):
+    """Also where nothing is drafted, which cannot be switched on."""
+    for engine in (llm, off):
+        for command in ("stats", "report", "history", "config"):
+            (answer,) = engine.collective_rpc("rollout_spec", args=(command,))
+            assert json.loads(json.dumps(answer)) == answer
+        assert RolloutSpecConfig.from_dict(answer).to_dict() == answer
+    (report,) = off.collective_rpc("rollout_spec", args=("report",))
+    assert {**report, "num_speculative_tokens": 0, "sources": {}, "history": {}, "budget": None} == report
+    assert (stats_of(off)["drafter_bytes"], stats_of(off)["live_requests"]) == (0, 0)
+    with pytest.raises(ValueError, match="set_enabled: this engine was built with speculation=False"):
+        off.collective_rpc("rollout_spec", args=("set_enabled", False))
 
 
 @pytest.mark.parametrize(

@@ -31,25 +31,6 @@ def test_the_extras_ask_for_the_supported_versions():
     assert OLDEST <= versions(pinned)[:2] <= NEWEST
 
 
-def test_the_readme_and_the_docs_name_the_supported_versions():
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
-    named = [pair for page in pages for pair in re.findall(r"vLLM (\d+\.\d+) to (\d+\.\d+)", page.read_text())]
-    assert named
-    assert {(versions(oldest), versions(newest)) for oldest, newest in named} == {(OLDEST, NEWEST)}
-
-
-def test_every_difference_says_when_it_can_go():
-    """The version named is one that support still reaches back beyond."""
-    functions = [f for _, f in inspect.getmembers(compat, inspect.isfunction) if f.__module__ == compat.__name__]
-    others = compat.version_name, compat.check_version, compat.survive_lazy_modules, compat.plain_weights
-    differences = [f for f in functions if f not in others]
-    assert len(differences) > 5
-    for function in differences:
-        found = re.search(r"With (\d+\.\d+)\s+as\s+the\s+oldest\s+version", function.__doc__)
-        assert found, function.__name__
-        assert OLDEST < versions(found[1]) <= NEWEST, f"{function.__name__} can go"
-
-
 BATCH = SimpleNamespace(
     expanded_idx_mapping=torch.tensor([0, 0]),
     idx_mapping=torch.tensor([0]),

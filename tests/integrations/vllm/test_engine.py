@@ -16,9 +16,10 @@ from rollout_spec import engine_kwargs
 from rollout_spec.config import PROPOSER_PATH, RolloutSpecConfig
 from rollout_spec.integrations.vllm import runner_v1
 from rollout_spec.integrations.vllm.config import check_engine
+from rollout_spec.jit import warm_up
 from rollout_spec.noise import host as noise
 from tests.distributions import matches_distribution
-from tests.integrations.engines import build, generate, mixed_params, runner_of, verify_all
+from tests.integrations.engines import build, generate, verify_all
 from tests.verify.batches import probabilities
 
 pytestmark = pytest.mark.engine
@@ -96,45 +97,17 @@ def test_a_broken_verifier_is_caught(sampling, reference_model, monkeypatch):
     assert not follows_target(sampled_pairs(sampling, temperature=1.0), reference_model)
 
 
-def test_vllm_makes_no_generators_for_us(sampling, monkeypatch):
-    """Our sampler draws by seed and position; a generator for each request would only cost."""
-    runner, kept = runner_of(sampling), []
-    sample = runner.rollout_spec.sample
-    monkeypatch.setattr(
-        runner.rollout_spec, "sample", lambda *args: kept.append(dict(runner.input_batch.generators)) or sample(*args)
-    )
-    generate(sampling, mixed_params(6, 31, temperature=1.0, max_tokens=5))
-    assert kept
-    assert not any(kept)
-
-
 def test_everything_is_compiled_while_the_engine_is_built(tiny_model, monkeypatch):
-    """The first generation would wait for it, without a word."""
-    from numba.core import event
-
-    from rollout_spec.jit import warm_up
-
-    calls, compiled = [], []
-    original = warm_up.warm_up
+    """The first generation would wait for it, without a word. `tests/jit` shows that it compiles everything."""
+    calls, original = [], warm_up.warm_up
 
     def spy(config, *, device, has_model, log):
         calls.append((config.num_speculative_tokens, str(device)))
         original(config, device=device, has_model=has_model, log=log)
 
     monkeypatch.setattr(warm_up, "warm_up", spy)
-    llm = build(tiny_model, **engine_kwargs(num_speculative_tokens=7, drafter="ngram"))
+    build(tiny_model, **engine_kwargs(num_speculative_tokens=7, drafter="ngram"))
     assert calls == [(7, "cpu")]
-
-    class Listener(event.Listener):
-        def on_start(self, event):
-            compiled.append(event.data["dispatcher"])
-
-        def on_end(self, event):
-            pass
-
-    with event.install_listener("numba:compile", Listener()):
-        generate(llm, mixed_params(8, 1, max_tokens=40))
-    assert compiled == []
     build(tiny_model)
     assert len(calls) == 1, "other engines compile nothing of ours"
 

@@ -25,14 +25,9 @@ class Changed:
             return "executed"
 
 
-def no_hook_is_missing(monkeypatch):
-    """Until the test ends, whatever was found before."""
-    monkeypatch.setattr(config, "missing", [])
-
-
 @pytest.mark.parametrize("lacks", ["sample_tokens", "GPUModelRunner"])
 def test_a_vllm_that_has_changed_fails_only_engines_that_ask_for_us(monkeypatch, lacks):
-    no_hook_is_missing(monkeypatch)
+    monkeypatch.setattr(config, "missing", [])  # whatever was found before
     hooks = [hook for hook in plugin.HOOKS if hook.module == "vllm.v1.worker.gpu_model_runner"]
     if lacks == "GPUModelRunner":
         module = SimpleNamespace(__name__="vllm.runners")
@@ -57,7 +52,7 @@ def test_a_vllm_that_has_changed_fails_only_engines_that_ask_for_us(monkeypatch,
 
 @pytest.mark.parametrize("error", [AttributeError, ImportError, TypeError])
 def test_a_hook_may_fail_in_any_way_that_a_changed_vllm_has(monkeypatch, error):
-    no_hook_is_missing(monkeypatch)
+    monkeypatch.setattr(config, "missing", [])  # whatever was found before
 
     def hook(module):
         raise error("it is gone")

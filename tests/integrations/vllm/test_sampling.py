@@ -8,27 +8,10 @@ pytest.importorskip("vllm")
 
 import torch
 
-from rollout_spec.integrations.vllm.sampling import keep_broken, scored_tokens, truncate, verifier_scores
+from rollout_spec.integrations.vllm.sampling import keep_broken, scored_tokens, truncate
 from rollout_spec.types import SamplingBatch
 from rollout_spec.verify.api import verify
 from rollout_spec.verify.reference import process
-
-
-@pytest.mark.parametrize(
-    ("mode", "num_logprobs", "is_processed", "here"),
-    [
-        ("processed_logprobs", 0, True, True),
-        ("processed_logprobs", 1, True, True),
-        ("processed_logprobs", 2, False, False),
-        ("processed_logprobs", None, False, False),
-        ("processed_logprobs", -1, False, False),
-        ("raw_logprobs", 1, False, True),
-        ("raw_logprobs", 1, True, False),
-        ("processed_logits", 1, False, False),
-    ],
-)
-def test_what_the_verifier_scores(mode, num_logprobs, is_processed, here):
-    assert verifier_scores(mode, num_logprobs, is_processed) is here
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

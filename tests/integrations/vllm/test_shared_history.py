@@ -141,27 +141,16 @@ def test_a_step_takes_in_some_of_what_has_come(ranks, tmp_path, monkeypatch, cou
             assert len(rank.taken) == num_taken
 
 
-def begins(rank, prompt=(4, 5)):
-    """A request of the rank's engine begins, in the order of calls that engines have. Returns its problem."""
-    problem_id = rank.problems.start(np.array(prompt, np.int32)).problem_id
-    rank.history.begin_request(problem_id)
-    rank.drafter.start_request("a", list(prompt), problem_id=problem_id)
-    return problem_id
-
-
-def ends(rank, tokens, problem_id, *, keep=True):
-    """It has said these tokens, and ends."""
-    rank.drafter.extend("a", tokens)
-    rank.drafter.stop_request("a", keep=keep)
-    rank.history.end_request(problem_id)
-
-
 def test_rollouts_are_written_once_and_other_engines_recognise_their_prompts(ranks, tmp_path):
     one, _ = ranks(tmp_path)
     one.history.load()
     prompt = list(range(4, 24))
-    problem_id = begins(one, prompt)
-    ends(one, [1, 2, 3], problem_id)
+    problem_id = one.problems.start(np.array(prompt, np.int32)).problem_id
+    one.history.begin_request(problem_id)
+    one.drafter.start_request("a", prompt, problem_id=problem_id)
+    one.drafter.extend("a", [1, 2, 3])
+    one.drafter.stop_request("a", keep=True)
+    one.history.end_request(problem_id)
     for _ in range(2):
         one.history.exchange()
     one.history.close()
@@ -191,14 +180,12 @@ def test_what_waits_to_be_taken_in_is_not_read_again(ranks, tmp_path):
     """A request of which nothing is kept ends, and another one of its problem begins before a step has taken it in."""
     rank, _ = ranks(tmp_path)
     rank.history.load()
-    problem_id = begins(rank)
-    ends(rank, [1], problem_id, keep=False)
-    write(tmp_path, rollout(7)._replace(problem_id=problem_id))
+    write(tmp_path, rollout(7))
     for _ in range(3):
-        begins(rank)
+        rank.history.begin_request(7)
         rank.look()
-        ends(rank, [1], problem_id, keep=False)
-    assert rank.take(problem_id) == [(7, 0)]
+        rank.history.end_request(7)
+    assert rank.take(7) == [(7, 0)]
 
 
 def test_rollouts_are_of_a_tokenizer_by_its_vocabulary(monkeypatch, caplog):

@@ -30,7 +30,7 @@ if __name__ == "__main__":
     llm = LLM(sys.argv[1], enforce_eager=True, dtype="float32", max_model_len=64, max_num_seqs=4,
               num_gpu_blocks_override=50, **engine_kwargs(history_dir=sys.argv[2]))
     exchange.SECONDS_TO_WRITE = 0.5  # the problem is never idle for long
-    for number in range(4, 10**9, 4):
+    for number in range(4, 4 * int(sys.argv[3]) + 1, 4):
         llm.generate([{"prompt_token_ids": [1, 4, 9]}] * 4, SamplingParams(max_tokens=8, ignore_eos=True),
                      use_tqdm=False)
         print(number, flush=True)
@@ -46,17 +46,22 @@ def found_in(folder):
     return len(rollouts)
 
 
+def start(model, folder, num_generations, **variables):
+    """A script of that many generations of four rollouts, in a process of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(model), str(folder), str(num_generations)],
+        env=environment_for_a_process(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def test_a_script_that_is_killed_or_interrupted(tiny_model, tmp_path):
     """Ctrl-C lets Python end in its own way, which writes the rest. SIGKILL does not."""
     before = 0
     for number in (signal.SIGKILL, signal.SIGINT):
-        process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(tiny_model), str(tmp_path)],
-            env=environment_for_a_process(VLLM_ENABLE_V1_MULTIPROCESSING="0"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        process = start(tiny_model, tmp_path, 10**8, VLLM_ENABLE_V1_MULTIPROCESSING="0")
         assert process.stdout is not None
         said: list[int] = []
         num_files = len(list(tmp_path.glob("*/*.parquet")))
@@ -73,6 +78,16 @@ def test_a_script_that_is_killed_or_interrupted(tiny_model, tmp_path):
         if number == signal.SIGINT:
             assert found >= said[-1]
         before += found
+
+
+@own_processes
+def test_a_script_that_ends_leaves_all_that_it_has_said(tiny_model, tmp_path):
+    """Its engine's process is forked, as is vLLM's default, and ends without exit handlers."""
+    forked = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    process = start(tiny_model, tmp_path, 1, **forked)
+    _, errors = process.communicate(timeout=300)
+    assert process.returncode == 0, errors[-4000:]
+    assert found_in(tmp_path) == 4
 
 
 @own_processes

@@ -88,17 +88,12 @@ def test_an_engine_with_drafts_captures_larger_graphs(vllm_config, remarks):
         (engine_kwargs(num_speculative_tokens=1), None, 512),
         (engine_kwargs(), {"cudagraph_capture_sizes": [1, 2, 4, 64]}, 64),
         (engine_kwargs(), {"max_cudagraph_capture_size": 64}, 64),
+        ({**engine_kwargs(), "enforce_eager": True}, None, 0),
     ],
 )
 def test_other_engines_and_given_sizes_are_left_alone(vllm_config, remarks, options, compilation_config, largest):
     config = vllm_config(options, compilation_config)
     assert config.compilation_config.max_cudagraph_capture_size == largest
-    assert not remarks
-
-
-def test_no_graphs_are_asked_for_where_there_are_none(vllm_config, remarks):
-    config = vllm_config(engine_kwargs(), enforce_eager=True)
-    assert not config.compilation_config.cudagraph_capture_sizes
     assert not remarks
 
 
@@ -110,19 +105,23 @@ def test_steps_without_room_for_all_drafts_are_named(vllm_config, remarks):
     )
 
 
-def test_what_the_trainer_gives_is_raised():
+@pytest.mark.parametrize(
+    ("changed", "options", "given", "expected"),
+    [
+        ({}, {}, {}, 512 * 9),
+        ({"max_num_seqs": 8}, {}, {}, 4096),
+        ({"max_num_seqs": None}, {}, {}, 4096),
+        ({}, {}, {"max_num_batched_tokens": 2048}, 2048),
+        ({}, {"speculation": False}, {}, 4096),
+        ({"max_num_batched_tokens": None}, {}, {}, None),
+    ],
+)
+def test_what_the_trainer_gives_is_raised(changed, options, given, expected):
     """TRL gives 4096, whatever K is."""
-    trainer = {"max_num_seqs": 512, "max_num_batched_tokens": 4096}
-    assert EngineController(RolloutSpecConfig()).engine_kwargs(trainer)["max_num_batched_tokens"] == 512 * 9
-    few = {**trainer, "max_num_seqs": 8}
-    assert EngineController(RolloutSpecConfig()).engine_kwargs(few)["max_num_batched_tokens"] == 4096
-    given = EngineController(RolloutSpecConfig(), llm_kwargs={"max_num_batched_tokens": 2048})
-    assert given.engine_kwargs(trainer)["max_num_batched_tokens"] == 2048
-    unknown = {"max_num_seqs": None, "max_num_batched_tokens": 4096}
-    assert EngineController(RolloutSpecConfig()).engine_kwargs(unknown)["max_num_batched_tokens"] == 4096
-    off = EngineController(RolloutSpecConfig(speculation=False))
-    assert off.engine_kwargs(trainer)["max_num_batched_tokens"] == 4096
-    assert "max_num_batched_tokens" not in EngineController(RolloutSpecConfig()).engine_kwargs({"max_num_seqs": 512})
+    trainer = {"max_num_seqs": 512, "max_num_batched_tokens": 4096, **changed}
+    trainer = {name: value for name, value in trainer.items() if value is not None or name == "max_num_seqs"}
+    found = EngineController(RolloutSpecConfig(**options), llm_kwargs=given).engine_kwargs(trainer)
+    assert found.get("max_num_batched_tokens") == expected
 
 
 @pytest.mark.parametrize(("options", "expected"), [(engine_kwargs(), False), (engine_kwargs(speculation=False), None)])

@@ -1,35 +1,23 @@
-"""What engines ask for, what they are refused, and what the log says."""
+"""What engines ask for, and what they are refused."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from types import SimpleNamespace
+from contextlib import nullcontext
 
 import pytest
 
 pytest.importorskip("vllm")
 
-import torch
 import vllm
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.kv_cache_interface import MambaSpec
 
-from rollout_spec import RolloutSpecConfig, __version__, engine_kwargs
+from rollout_spec import RolloutSpecConfig, engine_kwargs
 from rollout_spec.config import PROPOSER_PATH
 from rollout_spec.integrations.vllm import config as engine_config
 from rollout_spec.integrations.vllm import hooks
-from rollout_spec.integrations.vllm.config import (
-    VARIABLE,
-    check_engine,
-    config_of,
-    describe_engine,
-    describe_states,
-    read_environment,
-)
+from rollout_spec.integrations.vllm.config import VARIABLE, check_engine, config_of, read_environment
 from tests.recurrent.models import MODELS
-
-MTP = {"method": "mtp", "num_speculative_tokens": 3}
 
 # -- ROLLOUT_SPEC ----------------------------------------------------------------------------------------------------
 
@@ -46,9 +34,9 @@ def test_what_it_asks_for(text, config, models):
     assert read_environment({VARIABLE: text})[:2] == (RolloutSpecConfig(**config), models)
 
 
-@pytest.mark.parametrize("environment", [{}, {VARIABLE: ""}, {VARIABLE: " "}])
-def test_where_it_asks_for_nothing(environment):
-    assert read_environment(environment) is None
+def test_where_it_asks_for_nothing():
+    for environment in ({}, {VARIABLE: ""}, {VARIABLE: " "}):
+        assert read_environment(environment) is None
 
 
 # -- ROLLOUT_SPEC in vLLM's engines ----------------------------------------------------------------------------------
@@ -83,25 +71,27 @@ def test_an_engine_asks_for_us_and_speculates(tiny_model, monkeypatch, said):
     assert sum("is on: up to 3 draft tokens" in line for line in said) == 1
 
 
+NGRAM = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+
+
 @pytest.mark.engine
 @pytest.mark.parametrize(
-    ("options", "engine", "line"),
+    ("variable", "engine", "is_ours", "k", "line"),
     [
-        (
-            {},
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}},
-            "alone: it has a speculative_config of its own",
-        ),
-        ({"models": ["Qwen/*"]}, {}, "alone: its name matches none of ['Qwen/*']"),
-        ({}, {"runner": "pooling"}, "alone: it does not generate"),
+        ("{}", {"speculative_config": NGRAM}, False, 2, "alone: it has a speculative_config of its own"),
+        ('{"models": ["Qwen/*"]}', {}, False, None, "alone: its name matches none of ['Qwen/*']"),
+        ("{}", {"runner": "pooling"}, False, None, "alone: it does not generate"),
+        ('{"speculation": false}', {}, True, None, "our noise and no drafts"),
+        ("{}", engine_kwargs(num_speculative_tokens=5), True, 5, None),
+        ("", {}, False, None, None),
     ],
 )
-def test_engines_that_are_left_alone(tiny_model, monkeypatch, said, options, engine, line):
-    monkeypatch.setenv(VARIABLE, json.dumps(options))
+def test_engines_that_are_not_given_drafts(tiny_model, monkeypatch, said, variable, engine, is_ours, k, line):
+    monkeypatch.setenv(VARIABLE, variable)
     config = configuration(tiny_model, **engine)
-    assert said[0] == f"{VARIABLE} leaves the engine of {tiny_model} {line}"
-    assert "rollout_spec" not in config.additional_config
-    assert getattr(config.speculative_config, "method", None) == engine.get("speculative_config", {}).get("method")
+    assert ("rollout_spec" in config.additional_config) == is_ours
+    assert getattr(config.speculative_config, "num_speculative_tokens", None) == k
+    assert [text.endswith(str(line)) for text in said if text.startswith(VARIABLE)] == [True] * (line is not None)
 
 
 @pytest.mark.engine
@@ -127,41 +117,17 @@ def test_a_framework_may_leave_it_to_the_checkpoint_how_much_is_drafted():
 
 
 @pytest.mark.engine
-def test_an_engine_that_cannot_speculate_says_how_to_leave_it_out(tiny_model, monkeypatch, said):
-    monkeypatch.setenv(VARIABLE, '{"speculation": true}')
-    with pytest.raises(ValueError, match=f'{VARIABLE} asks for speculation in this engine: its "models" can leave'):
-        configuration(tiny_model, additional_config={"rolout_spec": {}})
-
-
-@pytest.mark.engine
-def test_an_engine_with_settings_of_its_own_keeps_them(tiny_model, monkeypatch, said):
-    monkeypatch.setenv(VARIABLE, '{"num_speculative_tokens": 3}')
-    config = configuration(tiny_model, **engine_kwargs(num_speculative_tokens=5))
-    assert config.speculative_config.num_speculative_tokens == 5
-    assert not [line for line in said if line.startswith(VARIABLE)]
-
-
-@pytest.mark.engine
-def test_without_drafts_engines_sample_with_our_noise(tiny_model, monkeypatch, said):
-    monkeypatch.setenv(VARIABLE, '{"speculation": false}')
-    config = configuration(tiny_model)
-    assert config.speculative_config is None
-    assert config.additional_config["rollout_spec"]["speculation"] is False
-    assert said[0].endswith("our noise and no drafts")
-
-
-@pytest.mark.engine
-def test_a_mistake_ends_the_engine_before_it_starts(tiny_model, monkeypatch, said):
-    monkeypatch.setenv(VARIABLE, '{"k": 3}')
-    with pytest.raises(ValueError, match="ROLLOUT_SPEC: unknown rollout_spec config key 'k'"):
-        configuration(tiny_model)
-
-
-@pytest.mark.engine
-def test_engines_of_a_process_without_it_are_not_changed(tiny_model, monkeypatch, said):
-    monkeypatch.delenv(VARIABLE, raising=False)
-    assert configuration(tiny_model).speculative_config is None
-    assert not said
+@pytest.mark.parametrize(
+    ("variable", "engine", "message"),
+    [
+        ('{"speculation": true}', {"additional_config": {"rolout_spec": {}}}, 'in this engine: its "models" can leave'),
+        ('{"k": 3}', {}, "ROLLOUT_SPEC: unknown rollout_spec config key 'k'"),
+    ],
+)
+def test_mistakes_end_the_engine_before_it_starts(tiny_model, monkeypatch, said, variable, engine, message):
+    monkeypatch.setenv(VARIABLE, variable)
+    with pytest.raises(ValueError, match=message):
+        configuration(tiny_model, **engine)
 
 
 # -- models with recurrent layers; their rollouts are in `tests/recurrent` -------------------------------------------
@@ -183,23 +149,14 @@ def make(model, **arguments):
 def test_refused_where_vllm_mixes_up_their_states(recurrent, tiny_model, monkeypatch, version):
     monkeypatch.setattr(vllm, "__version_tuple__", version)
     monkeypatch.setattr(vllm, "__version__", ".".join(map(str, version)))
-    vllm_config = make(recurrent, **engine_kwargs())
-    if (0, 0) < version < (0, 32):
-        with pytest.raises(ValueError, match=r"wrongly where it speculates.* install vLLM 0\.32 .*speculation=False"):
+    beside = {"method": "draft_model", "model": str(recurrent), "num_speculative_tokens": 3}
+    for options in ({}, {"speculative_config": beside}):  # a model's last step, before `max_tokens`, has no draft
+        vllm_config = make(recurrent, **engine_kwargs(**options))
+        message = r"layers wrongly where it speculates.* install vLLM 0\.32 .*speculation=False"
+        with pytest.raises(ValueError, match=message) if (0, 0) < version < (0, 32) else nullcontext():
             check_engine(vllm_config, config_of(vllm_config))
-    else:
-        check_engine(vllm_config, config_of(vllm_config))
     for model, options in ((recurrent, {"speculation": False}), (tiny_model, {})):
         vllm_config = make(model, **engine_kwargs(**options))
-        check_engine(vllm_config, config_of(vllm_config))
-
-
-def test_refused_beside_a_model_drafter_too(recurrent, monkeypatch):
-    """Its last step, before `max_tokens`, has no draft."""
-    monkeypatch.setattr(vllm, "__version_tuple__", (0, 31, 0))
-    beside = {"method": "draft_model", "model": str(recurrent), "num_speculative_tokens": 3}
-    vllm_config = make(recurrent, **engine_kwargs(speculative_config=beside))
-    with pytest.raises(ValueError, match="recurrent layers wrongly"):
         check_engine(vllm_config, config_of(vllm_config))
 
 
@@ -226,67 +183,3 @@ def test_they_have_few_draft_tokens_unless_told_otherwise(recurrent, tiny_model)
         assert vllm_config.speculative_config.num_speculative_tokens == k
         vllm_config.__post_init__()
         assert config_of(vllm_config).num_speculative_tokens == k
-
-
-def test_what_their_states_take_is_said():
-    spec = MambaSpec(
-        block_size=16,
-        shapes=((256, 1024),),
-        dtypes=(torch.float32,),
-        page_size_padded=3 << 20,
-        num_speculative_blocks=3,
-    )
-    vllm_config = SimpleNamespace(cache_config=SimpleNamespace(mamba_cache_mode="none"))
-    said = describe_states([spec, SimpleNamespace(), spec], vllm_config)
-    assert "holds 3 more states of its recurrent layers" in said
-    assert "24.0 MiB on each rank instead of 6.0" in said, "with what vLLM adds to align them"
-    assert describe_states([SimpleNamespace()], vllm_config) is None
-    assert describe_states([dataclasses.replace(spec, num_speculative_blocks=0)], vllm_config) is None
-
-
-# -- the log ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "is_v2", "line"),
-    [
-        (
-            {"num_speculative_tokens": 4, "drafter": "history"},
-            False,
-            "up to 4 draft tokens per request and step, drafted by 'history'; a budget decides how many are verified; "
-            "history ends with the engine; synchronous scheduling in the V1 model runner. Not here: asynchronous "
-            "scheduling, logprob_token_ids and logits processors of your own",
-        ),
-        (
-            {"drafter": "device"},
-            True,
-            "up to 7 draft tokens per request and step, 2 from 33 requests on, 0 from 97 requests on, drafted by "
-            "'device'; all are verified; history ends with the engine; asynchronous scheduling in the V2 model runner. "
-            "Not here: a budget",
-        ),
-        (
-            {"drafter": "device", "speculative_config": MTP},
-            True,
-            "up to 3 draft tokens per request and step, drafted by 'device' and the model of 'mtp'; all are verified; "
-            "history ends with the engine; asynchronous scheduling in the V2 model runner. Not here: a budget",
-        ),
-        (
-            {"drafter": "history", "history_dir": "/history", "budget": False, "verify": "rejection"},
-            True,
-            "up to 8 draft tokens per request and step, drafted by 'history'; all are verified; history in /history; "
-            "synchronous scheduling in the V2 model runner. Not here: asynchronous scheduling, rollouts that do not "
-            "depend on drafts",
-        ),
-        ({"speculation": False}, True, "no drafts (speculation=False); asynchronous scheduling in the V2 model runner"),
-    ],
-)
-def test_an_engine_says_what_it_has(options, is_v2, line):
-    config = RolloutSpecConfig.from_dict(options)
-    ranges = [(1, 32, 7), (33, 96, 2), (97, 97, 0)] if "from 33 requests on" in line else None
-    method = "custom_class" if config.speculative_config is None else "mtp"
-    vllm_config = SimpleNamespace(
-        scheduler_config=SimpleNamespace(async_scheduling=not config.drafts_on_host),
-        speculative_config=SimpleNamespace(method=method, num_speculative_tokens_per_batch_size=ranges),
-        use_v2_model_runner=is_v2,
-    )
-    assert describe_engine(vllm_config, config) == f"rollout_spec {__version__} is on: {line}"

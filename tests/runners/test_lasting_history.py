@@ -1,4 +1,4 @@
-"""History that lasts and is shared, in vLLM's V2 model runner: drafters on the host and on the device."""
+"""History that lasts and is shared, through a folder: drafters on the host, and in V2 on the device."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import time
 
 import pytest
 
+pytest.importorskip("vllm")
+
 from tests.history.made_up import rollouts_in
 from tests.integrations.engines import (
+    IS_V2,
     PLAIN,
     assert_same,
     build,
@@ -23,18 +26,20 @@ from tests.integrations.engines import (
 pytestmark = pytest.mark.engine
 
 DEVICE = {"drafter": "device", "drafter_options": {"max_resident_tokens": 4096}}
+DRAFTING = [{}, DEVICE] if IS_V2 else [{}]
 
 
 def history(llm):
     return llm.collective_rpc("rollout_spec", args=("history",))[0]
 
 
-@pytest.mark.parametrize("options", [{}, DEVICE], ids=["host", "device"])
+@pytest.mark.parametrize("options", DRAFTING, ids=["host", "device"][: len(DRAFTING)])
 def test_history_lasts_and_is_shared(tiny_model, off, reference_model, tmp_path, options):
     options = verify_all(num_speculative_tokens=3, history_dir=str(tmp_path), **options)
     engines = [build(tiny_model, max_num_seqs=6, **options) for _ in range(2)]
     params = mixed_params(6, 1, max_tokens=20, **PLAIN)
     expected = generate(off, params)
+    engines[0].collective_rpc("rollout_spec", args=("begin_policy_version",))
     assert_same(generate(engines[0], params), expected, prompts_of(params), params, reference_model)
     generate(engines[0], mixed_params(1, 9, max_tokens=2, **PLAIN))  # ends the others where the device must tell
     deadline = time.monotonic() + 60
@@ -53,13 +58,17 @@ def test_history_lasts_and_is_shared(tiny_model, off, reference_model, tmp_path,
     assert second > 1.2 * first, "it drafts from what the other engine has said"
     for llm in engines:
         session_of(llm).engine_history.close()
+    kept = rollouts_in(tmp_path)
+    assert all(rollout.features is not None and rollout.features.any() for rollout in kept if rollout.tokens.size > 1)
+    assert {tuple(rollout.context.tolist()) for rollout in kept} == {tuple(prompt) for prompt in prompts_of(params)}
     third = build(tiny_model, max_num_seqs=6, **options)
-    assert history(third)["rollouts"] >= 12
+    assert stats_of(third)["policy_version"] == max(rollout.version for rollout in kept) == 1
+    assert history(third)["rollouts"] == history(third)["folder"]["rollouts_read"] == len(kept) >= 12
     assert_same(generate(third, params), expected, prompts_of(params), params, reference_model)
     assert stats_of(third)["accepted_tokens"] > 1.2 * first
 
 
-@pytest.mark.parametrize("options", [{}, DEVICE], ids=["host", "device"])
+@pytest.mark.parametrize("options", DRAFTING, ids=["host", "device"][: len(DRAFTING)])
 def test_history_counts_the_requests_that_are_live_across_preemptions(tiny_model, off, tmp_path, options):
     """Otherwise the folder of a problem would be looked at for as long as the engine lives, or not at all."""
     options = verify_all(num_speculative_tokens=3, history_dir=str(tmp_path), **options)
@@ -90,6 +99,7 @@ def test_history_counts_the_requests_that_are_live_across_preemptions(tiny_model
     assert sorted(r.tokens.tolist() for r in rollouts_in(tmp_path)) == sorted(said)
 
 
+@pytest.mark.skipif(not IS_V2, reason="V1 has no drafter on the device")
 def test_the_device_leaves_the_last_generation_behind_when_the_engine_ends(tiny_model, tmp_path):
     """No step follows it, which would say what has ended; what a request has said so far is left, too."""
     options = verify_all(num_speculative_tokens=3, history_dir=str(tmp_path), **DEVICE)
