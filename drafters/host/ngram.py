@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.drafters.host.store import (
     DOCUMENT,
-    LENGTH,
+    INDEXED,
     PAGE_BITS,
     PAGE_MASK,
     POSITION_BITS,
@@ -109,8 +109,8 @@ def gather(store, buckets, problem, text, end, order, excluded_problem, position
             continue
         if problem < 0 and is_private(theirs):
             continue  # an entry of a removed rollout, whose page is now another's
-        if store.pages[position >> PAGE_BITS, START] + (position & PAGE_MASK) >= store.documents[document, LENGTH]:
-            continue  # a page that was used before and is not written this far yet
+        if store.pages[position >> PAGE_BITS, START] + (position & PAGE_MASK) >= store.documents[document, INDEXED]:
+            continue  # a page that was used before, and is not indexed this far
         length, _ = compare_context(tokens, pages, position, text, end, np.int64(0))
         if length < order:
             continue

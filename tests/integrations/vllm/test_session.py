@@ -282,10 +282,10 @@ def test_steps_are_timed_but_not_what_lies_between_two_generations():
     assert (session.stats.steps_by_batch, session.stats.tokens_by_batch) == ([1], [1])
     timed, seconds = num_timed(session), sum(session.stats.seconds_by_batch)
     advance(session, {"b": [3]}, ended=["a"])
-    session.enabled = False
+    session.set_enabled(False)
     assert advance(session, {"b": [1]}) == {"b": []}
     assert (requests_of(session).num_offered == -1).all(), "drafts of before are forgotten"
-    session.enabled = True
+    session.set_enabled(True)
     advance(session, {"b": [1]})
     assert (num_timed(session), sum(session.stats.seconds_by_batch)) == (timed, seconds)
     advance(session, {"b": [3]})
