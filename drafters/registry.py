@@ -15,7 +15,7 @@ from rollout_spec import checks
 if TYPE_CHECKING:
     from rollout_spec.drafters.base import Drafter
 
-HISTORY_DRAFTER = "rollout_spec.drafters.host.history.HistoryDrafter"
+HISTORY_DRAFTER = "rollout_spec.drafters.host.drafter.HistoryDrafter"
 """A dotted path that can be a drafter's name, too: then the options are all that the constructor takes."""
 
 
@@ -135,7 +135,7 @@ def build_drafter(name: str, /, **arguments: Any) -> Drafter:
 
     Args:
         name: One of `DRAFTERS`, or the dotted path of a class that implements `rollout_spec.drafters.base.Drafter`.
-        **arguments: Passed to the class; for the built-in ones see `rollout_spec.drafters.host.history.HistoryDrafter`.
+        **arguments: Passed to the class; for the built-in ones see `rollout_spec.drafters.host.drafter.HistoryDrafter`.
 
     Raises:
         ValueError: no such drafter on the host, the path does not import, an argument is unknown or out of range, or a

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 
-from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.types import Draft
 from tests.conftest import VOCAB_SIZE
 

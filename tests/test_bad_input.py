@@ -20,7 +20,7 @@ pytest.importorskip("triton")  # for the drafter on the device
 
 from rollout_spec import RolloutSpecConfig, cli, engine_kwargs
 from rollout_spec.drafters import build_drafter, check_options
-from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.drafters.registry import HISTORY_DRAFTER
 from rollout_spec.integrations.trainers.controller import EngineController
 from rollout_spec.integrations.vllm.commands import EngineParts, run_command

@@ -35,7 +35,7 @@ from rollout_spec import checks
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.archive import Archive, Archived, Pool, copy_to_host
-from rollout_spec.drafters.host.vote import CELLS, MAX_DEPTH, SOURCES
+from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
 from rollout_spec.drafters.registry import MAX_RESIDENT_TOKENS
 from rollout_spec.features.format import FEATURE_WORDS, Features, check_features, no_features
 from rollout_spec.history.rollout import Rollout

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rollout_spec.drafters.host import vote
+from rollout_spec.drafters.host import constants
 from rollout_spec.features import format as target_features
 from rollout_spec.noise import host as noise
 from rollout_spec.noise.triton import finish_hash, gumbel, row_state, token_key, unfinished_hash
@@ -40,29 +40,33 @@ RETIRED_FIELDS = 6
 """Columns of a row of `retire`: slot, new document, its offset and capacity, and two lengths, prompt included: the
 least at which a stop token ends the request, and the one at which it ends in any case."""
 
-MAX_DEPTH = tl.constexpr(vote.MAX_DEPTH)
-MAX_CANDIDATES = tl.constexpr(vote.MAX_CANDIDATES)
-ENOUGH_CANDIDATES = tl.constexpr(vote.ENOUGH_CANDIDATES)
+MAX_DEPTH = tl.constexpr(constants.MAX_DEPTH)
+MAX_CANDIDATES = tl.constexpr(constants.MAX_CANDIDATES)
+ENOUGH_CANDIDATES = tl.constexpr(constants.ENOUGH_CANDIDATES)
 STEP = tl.constexpr(4)
 """Tokens that are compared between two checks whether any match is left."""
 LENGTH_SHIFT, RANK_SHIFT = tl.constexpr(52), tl.constexpr(32)
 MAX_RANK = tl.constexpr((1 << 20) - 1)
 """A match is one int64 of three fields, larger is better: its length, MAX_RANK minus its document's number, and its
 position."""
-BLEND = tl.constexpr(vote.BLEND)
-PRIOR = tl.constexpr(vote.PRIOR)
-NUM_SOURCES = tl.constexpr(len(vote.SOURCES))
-LENGTH_EDGES = tl.constexpr(vote.LENGTH_EDGES)
-LENGTH_BINS = tl.constexpr(vote.NUM_LENGTH_BINS)
-PROBABILITY_BINS = tl.constexpr(vote.NUM_PROBABILITY_BINS)
-BINS_PER_HALVING = tl.constexpr(vote.BINS_PER_HALVING)
-MIN_DISTANCE_FROM_ONE = tl.constexpr(vote.MIN_DISTANCE_FROM_ONE)
-OWN, SIBLING, PROMPT_TEXT = tl.constexpr(vote.OWN), tl.constexpr(vote.SIBLING), tl.constexpr(vote.PROMPT_TEXT)
-OWN_WEIGHT, SIBLING_WEIGHT, PROMPT_WEIGHT = (tl.constexpr(weight) for weight in vote.SOURCE_WEIGHT[:3])
+BLEND = tl.constexpr(constants.BLEND)
+PRIOR = tl.constexpr(constants.PRIOR)
+NUM_SOURCES = tl.constexpr(len(constants.SOURCES))
+LENGTH_EDGES = tl.constexpr(constants.LENGTH_EDGES)
+LENGTH_BINS = tl.constexpr(constants.NUM_LENGTH_BINS)
+PROBABILITY_BINS = tl.constexpr(constants.NUM_PROBABILITY_BINS)
+BINS_PER_HALVING = tl.constexpr(constants.BINS_PER_HALVING)
+MIN_DISTANCE_FROM_ONE = tl.constexpr(constants.MIN_DISTANCE_FROM_ONE)
+OWN, SIBLING, PROMPT_TEXT = (
+    tl.constexpr(constants.OWN),
+    tl.constexpr(constants.SIBLING),
+    tl.constexpr(constants.PROMPT_TEXT),
+)
+OWN_WEIGHT, SIBLING_WEIGHT, PROMPT_WEIGHT = (tl.constexpr(weight) for weight in constants.SOURCE_WEIGHT[:3])
 DOMAIN = tl.constexpr(noise.DOMAIN_TARGET)
-SIMILARITY, MAX_DISAGREEMENT = tl.constexpr(vote.SIMILARITY), tl.constexpr(vote.MAX_DISAGREEMENT)
-UNKNOWN_DISAGREEMENT = tl.constexpr(vote.UNKNOWN_DISAGREEMENT)
-MIN_REMEMBERED = tl.constexpr(vote.MIN_REMEMBERED)
+SIMILARITY, MAX_DISAGREEMENT = tl.constexpr(constants.SIMILARITY), tl.constexpr(constants.MAX_DISAGREEMENT)
+UNKNOWN_DISAGREEMENT = tl.constexpr(constants.UNKNOWN_DISAGREEMENT)
+MIN_REMEMBERED = tl.constexpr(constants.MIN_REMEMBERED)
 SIGNATURE_WORDS, SIGNATURE_BITS = (tl.constexpr(getattr(target_features, f"SIGNATURE_{n}")) for n in ("WORDS", "BITS"))
 FEATURE_WORDS, TOP_TOKENS = tl.constexpr(target_features.FEATURE_WORDS), tl.constexpr(target_features.TOP_TOKENS)
 LOGPROB_STEP, MAX_CODE = tl.constexpr(target_features.LOGPROB_STEP), tl.constexpr(target_features.MAX_CODE)
@@ -458,7 +462,7 @@ def _choose(choices, mass, is_choice, num_tokens, no_choice, coupled, seed, posi
 
 @triton.jit
 def _cell(coupled, expected, longest):
-    """The cell of `vote.CELLS` whose outcomes calibrate a drafted token."""
+    """The cell of `constants.CELLS` whose outcomes calibrate a drafted token."""
     from_one = tl.maximum(1.0 - expected, MIN_DISTANCE_FROM_ONE)
     probability_bin = tl.minimum((tl.log2(from_one) * -BINS_PER_HALVING).to(tl.int32), PROBABILITY_BINS - 1)
     return (coupled.to(tl.int32) * PROBABILITY_BINS + probability_bin) * LENGTH_BINS + _length_bin(longest)
@@ -675,12 +679,12 @@ def lengthen(
 
 def halve_full(counters: Tensor) -> None:
     """Halve counters that have MAX_TRIALS trials: they follow the policy. counters: int32 [n, 2], trials and hits."""
-    counters.copy_(torch.where(counters[:, :1] >= vote.MAX_TRIALS, counters // 2, counters))
+    counters.copy_(torch.where(counters[:, :1] >= constants.MAX_TRIALS, counters // 2, counters))
 
 
 def discount(counters: Tensor) -> None:
     """Let what was counted under earlier policy versions count less. counters: int32 [n, 2], trials and hits."""
-    counters.copy_((counters * vote.VERSION_DECAY).to(torch.int32))
+    counters.copy_((counters * constants.VERSION_DECAY).to(torch.int32))
 
 
 def num_splits(batch: int) -> int:

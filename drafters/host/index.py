@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters.host import ngram, suffix
+from rollout_spec.drafters.host.constants import MAX_CANDIDATES, MAX_DEPTH
 from rollout_spec.drafters.host.store import (
     INDEXED,
     LENGTH,
@@ -22,7 +23,6 @@ from rollout_spec.drafters.host.store import (
     step_back,
 )
 from rollout_spec.drafters.host.suffix import Tree
-from rollout_spec.drafters.host.vote import MAX_CANDIDATES, MAX_DEPTH
 from rollout_spec.jit.compiler import njit
 from rollout_spec.types import Float32Array
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from rollout_spec.budget import allocate
 from rollout_spec.drafters.host import lookahead, ngram, suffix
+from rollout_spec.drafters.host.constants import LOOKAHEAD, LOOKAHEAD_WEIGHT, MAX_DEPTH
 from rollout_spec.drafters.host.index import DrafterSettings, Index, append_features, gather, index_document
 from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER, Pool
 from rollout_spec.drafters.host.requests import RequestTable
@@ -32,7 +33,6 @@ from rollout_spec.drafters.host.store import (
     last_position,
     read_back,
 )
-from rollout_spec.drafters.host.vote import LOOKAHEAD, LOOKAHEAD_WEIGHT, MAX_DEPTH
 from rollout_spec.drafters.host.voting import (
     Calibration,
     advance,

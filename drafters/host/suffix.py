@@ -23,6 +23,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_spec.drafters.host.constants import ENOUGH_CANDIDATES, MAX_DEPTH
 from rollout_spec.drafters.host.store import (
     DOCUMENT,
     INDEXED,
@@ -37,7 +38,6 @@ from rollout_spec.drafters.host.store import (
     problem_of,
     read_back,
 )
-from rollout_spec.drafters.host.vote import ENOUGH_CANDIDATES, MAX_DEPTH
 from rollout_spec.jit.compiler import njit, prefetch
 from rollout_spec.types import Int32Array
 

@@ -1,4 +1,4 @@
-"""The vote's parts, and counters of what became of drafts. `history.py` says how, `vote.py` has the numbers."""
+"""The vote's parts, and counters of what became of drafts. `drafter.py` says how, `constants.py` has the numbers."""
 
 from __future__ import annotations
 
@@ -7,19 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from rollout_spec.drafters.host.store import (
-    DOCUMENT,
-    KIND,
-    LAST,
-    PAGE_BITS,
-    PROBLEM,
-    ROLLOUT,
-    after,
-    last_position,
-    step_back,
-)
-from rollout_spec.drafters.host.suffix import Path, new_path
-from rollout_spec.drafters.host.vote import (
+from rollout_spec.drafters.host.constants import (
     BINS_PER_HALVING,
     BLEND,
     LENGTH_EDGES,
@@ -38,6 +26,18 @@ from rollout_spec.drafters.host.vote import (
     SOURCE_WEIGHT,
     UNKNOWN_DISAGREEMENT,
 )
+from rollout_spec.drafters.host.store import (
+    DOCUMENT,
+    KIND,
+    LAST,
+    PAGE_BITS,
+    PROBLEM,
+    ROLLOUT,
+    after,
+    last_position,
+    step_back,
+)
+from rollout_spec.drafters.host.suffix import Path, new_path
 from rollout_spec.features.format import FEATURE_WORDS, MAX_CODE, SIGNATURE_BITS, SIGNATURE_WORDS, TOP_TOKENS
 from rollout_spec.jit.compiler import njit
 from rollout_spec.noise.host import DOMAIN_TARGET, gumbel_from_hash, hash_words

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from rollout_spec.drafters.host.constants import VERSION_DECAY
 from rollout_spec.drafters.host.requests import NO_TOKEN, RequestTable
-from rollout_spec.drafters.host.vote import VERSION_DECAY
 from rollout_spec.jit.compiler import njit
 from rollout_spec.types import Float32Array, Int32Array
 

@@ -14,7 +14,7 @@ import pytest
 from rollout_spec.drafters import build_drafter
 from rollout_spec.drafters.batch import as_batch_drafter
 from rollout_spec.drafters.host import step, suffix, threads
-from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.drafting import Drafting
 from rollout_spec.types import Draft
 from tests.drafters.recorder import sampled

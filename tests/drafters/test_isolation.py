@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_spec.drafters.host import ngram
-from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.drafters.host.store import FIRST
 from tests.drafters.recorder import examples, random_features, reject
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rollout_spec.drafters import DRAFTERS, build_drafter, find_drafter, runs_on_device
-from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.drafters.host.drafter import HistoryDrafter
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="the device drafter needs Triton")
 
@@ -38,7 +38,7 @@ def test_a_drafter_of_ones_own_that_is_not_on_the_path(tmp_path, monkeypatch):
             build_drafter(name)
     (tmp_path / "needs_another.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(tmp_path)
-    for name in ("needs_another.Drafter", "rollout_spec.drafters.host.history.Nothing"):
+    for name in ("needs_another.Drafter", "rollout_spec.drafters.host.drafter.Nothing"):
         with pytest.raises(ValueError) as raised:
             build_drafter(name)
         assert "PYTHONPATH" not in str(raised.value)

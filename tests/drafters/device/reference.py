@@ -8,7 +8,7 @@ A problem's texts are documents: those of its live requests and of its earlier r
    these, up to MAX_CANDIDATES; among equals the request's own document comes first, then newer documents, then later
    positions.
 2. The candidates vote for the next token, with the host drafter's weights, remembered distributions, blend, coupled
-   choice and calibration (see `drafters/host/history.py`); those with another token drop out, and the others move on. A
+   choice and calibration (see `drafters/host/drafter.py`); those with another token drop out, and the others move on. A
    candidate in the request's own document continues into the draft itself. The draft ends where no candidate is left.
 
 Differences from the host drafter: other problems are not searched; all matches are seen, where the host visits a part
@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
-from rollout_spec.drafters.host import vote
-from rollout_spec.drafters.host.vote import (
+from rollout_spec.drafters.host import constants
+from rollout_spec.drafters.host.constants import (
     BINS_PER_HALVING,
     BLEND,
     CELLS,
@@ -171,7 +171,7 @@ def draft_tokens(
         source = SIBLING
         if match.document == 0:
             source = OWN if match.position >= own.prompt_length else PROMPT_TEXT
-        candidates.append((match, SOURCE_WEIGHT[source] * math.exp(-vote.SIMILARITY * more), source))
+        candidates.append((match, SOURCE_WEIGHT[source] * math.exp(-constants.SIMILARITY * more), source))
     drafted: list[DraftedToken] = []
     while candidates and len(drafted) < max_tokens:
         chosen = _choose(candidates, documents, text, seed, counters)

@@ -18,8 +18,8 @@ from rollout_spec.drafters.device import drafter as device
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.archive import Archived, Pool
 from rollout_spec.drafters.device.drafter import DeviceDrafter, EndedRequest
-from rollout_spec.drafters.host import vote
-from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.drafters.host import constants
+from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.features.format import FEATURE_WORDS, no_features
 from rollout_spec.history.rollout import Rollout
 from tests.drafters.device.reference import Document, ReferenceDrafter, find_matches
@@ -346,11 +346,11 @@ def test_without_the_noise_seeds_make_no_difference():
 def test_full_counters_are_halved_when_a_request_ends():
     engine = Engine()
     for counters in (engine.drafter._counts, engine.reference.counters.counts):
-        counters[:2, 0], counters[:2, 1] = vote.MAX_TRIALS, 101
+        counters[:2, 0], counters[:2, 1] = constants.MAX_TRIALS, 101
         counters[1, 0] -= 1
     engine.stop(engine.start([1]))
     for counters in (engine.drafter._counts, engine.reference.counters.counts):
-        assert counters[:2].tolist() == [[vote.MAX_TRIALS // 2, 50], [vote.MAX_TRIALS - 1, 101]]
+        assert counters[:2].tolist() == [[constants.MAX_TRIALS // 2, 50], [constants.MAX_TRIALS - 1, 101]]
 
 
 def test_long_prompts_are_kept_as_far_as_contexts_reach():

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_spec.drafters.host import ngram
+from rollout_spec.drafters.host.constants import MAX_DEPTH
 from rollout_spec.drafters.host.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER, WAYS
 from rollout_spec.drafters.host.store import LAST, PAGE_TOKENS
-from rollout_spec.drafters.host.vote import MAX_DEPTH
 from tests.drafters.recorder import SLOW, Recorder, examples
 
 ORDERS = (LONG_ORDER, SHORT_ORDER)

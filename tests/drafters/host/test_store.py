@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout_spec.drafters.host import store
-from rollout_spec.drafters.host.history import HistoryDrafter
+from rollout_spec.drafters.host.constants import MAX_DEPTH
+from rollout_spec.drafters.host.drafter import HistoryDrafter
 from rollout_spec.drafters.host.index import remove_document
 from rollout_spec.drafters.host.store import (
     PAGE_TOKENS,
@@ -16,7 +17,6 @@ from rollout_spec.drafters.host.store import (
     TextStore,
     append_token,
 )
-from rollout_spec.drafters.host.vote import MAX_DEPTH
 from tests.drafters.recorder import examples
 
 BARE = HistoryDrafter()

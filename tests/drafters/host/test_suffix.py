@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout_spec.drafters.host.constants import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
 from rollout_spec.drafters.host.suffix import MAX_WALK
-from rollout_spec.drafters.host.vote import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
 from tests.drafters.recorder import SLOW, Recorder, examples
 
 token_lists = st.lists(st.integers(0, 3), max_size=12) | st.lists(st.integers(0, 1), max_size=70)

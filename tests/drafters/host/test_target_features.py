@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_spec.drafters.host import vote
+from rollout_spec.drafters.host import constants
+from rollout_spec.drafters.host.constants import MAX_DEPTH
 from rollout_spec.drafters.host.store import KIND, PROMPT
-from rollout_spec.drafters.host.vote import MAX_DEPTH
 from rollout_spec.features.format import decoded_probabilities, no_features, unpack
 from rollout_spec.noise import host as noise
 from tests import naive
@@ -32,8 +32,8 @@ def start(recorder, req_id, prompt, tokens, features, **kwargs):
 
 def source_weight(drafter, req_id, document):
     if drafter._store.arrays.documents[document, KIND] == PROMPT:
-        return vote.SOURCE_WEIGHT[vote.PROMPT_TEXT]
-    return vote.SOURCE_WEIGHT[vote.OWN if document == drafter._live[req_id].document else vote.SIBLING]
+        return constants.SOURCE_WEIGHT[constants.PROMPT_TEXT]
+    return constants.SOURCE_WEIGHT[constants.OWN if document == drafter._live[req_id].document else constants.SIBLING]
 
 
 def drafted_by_hand(recorder, req_id, seed, features):
@@ -58,22 +58,24 @@ def drafted_by_hand(recorder, req_id, seed, features):
                     else:
                         differing.append(sum(int(word).bit_count() for word in theirs[place] ^ mine[-1]))
                 known = [n for n in differing if n is not None]
-                more = [(vote.UNKNOWN_DISAGREEMENT if n is None else n - min(known)) if known else 0 for n in differing]
-                left = [i for i, n in enumerate(more) if n <= vote.MAX_DISAGREEMENT]
+                more = [
+                    (constants.UNKNOWN_DISAGREEMENT if n is None else n - min(known)) if known else 0 for n in differing
+                ]
+                left = [i for i, n in enumerate(more) if n <= constants.MAX_DISAGREEMENT]
                 candidates = [candidates[i] for i in left]
-                weights = [weights[i] * np.exp(-vote.SIMILARITY * more[i]) for i in left]
+                weights = [weights[i] * np.exp(-constants.SIMILARITY * more[i]) for i in left]
         votes = []
         for ((document, at), length), weight in zip(candidates, weights, strict=True):
             said, likely = texts[document].tokens[at], {}
             if drafter.wants_features and document in features:
                 for top, code in zip(*(part[at] for part in features[document][1:]), strict=True):
-                    if probability[code] < vote.MIN_REMEMBERED:
+                    if probability[code] < constants.MIN_REMEMBERED:
                         break
                     likely[int(top)] = float(probability[code])
             if said not in likely:
                 likely[said] = max(1.0 - sum(likely.values()), 0.0)
             votes.append((likely, length, weight))
-        q = naive.blend(votes, vote.BLEND)
+        q = naive.blend(votes, constants.BLEND)
         if seed is not None:
             q = {t: np.log(max(p, 1e-300)) + float(noise.gumbel(seed, len(context) - 1, t)) for t, p in q.items()}
         token = yield q

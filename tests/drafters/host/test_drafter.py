@@ -7,10 +7,11 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from rollout_spec.drafters.host import history, store, vote, voting
+from rollout_spec.drafters.host import constants, store, voting
+from rollout_spec.drafters.host import drafter as history
+from rollout_spec.drafters.host.constants import MAX_DEPTH
 from rollout_spec.drafters.host.index import gather
 from rollout_spec.drafters.host.store import NEXT, PAGE_TOKENS
-from rollout_spec.drafters.host.vote import MAX_DEPTH
 from rollout_spec.features.format import no_features
 from rollout_spec.history.rollout import Rollout
 from rollout_spec.noise import host as noise
@@ -139,7 +140,7 @@ def gathered(recorder, req_id):
     count = gather(store, drafter._index, settings, document, text, text.size, positions, scratch.lengths, scratch.path)
     voting.weigh(store, document, count, positions, scratch.weights, scratch.sources)
     weighed = zip(scratch.sources[:count].tolist(), scratch.weights[:count].tolist(), strict=True)
-    return {vote.SOURCES[source]: weight for source, weight in weighed}
+    return {constants.SOURCES[source]: weight for source, weight in weighed}
 
 
 @both_indexes
@@ -150,7 +151,7 @@ def test_candidates_weigh_by_source(index):
     recorder.drafter.begin_policy_version(2)
     recorder.start("other", [8, 9, 1, 2, 3], [7], problem_id=8)
     recorder.start("r", prompt, [*range(20, 30), 9, 1, 2, 3], problem_id=7)
-    weight = dict(zip(vote.SOURCES, vote.SOURCE_WEIGHT, strict=False))
+    weight = dict(zip(constants.SOURCES, constants.SOURCE_WEIGHT, strict=False))
     found = gathered(recorder, "r")
     if index == "suffix":  # which asks other problems only where its own texts match fewer than four tokens
         assert "shared" not in found
@@ -262,10 +263,10 @@ def test_outcomes_are_counted_by_the_heaviest_source(seed):
 
 
 def test_full_counters_are_halved():
-    cell = np.array([vote.MAX_TRIALS, 1000], np.float32)
+    cell = np.array([constants.MAX_TRIALS, 1000], np.float32)
     for hit in (True, False):
         voting.count_outcome(cell, hit)
-    assert cell.tolist() == [vote.MAX_TRIALS / 2 + 2, 501]
+    assert cell.tolist() == [constants.MAX_TRIALS / 2 + 2, 501]
 
 
 def test_proposals_survive_the_growth_of_rows():
@@ -288,7 +289,7 @@ def test_a_new_policy_forgets_a_part_of_every_counter():
     counters.counts[:] = 100.0
     for _ in range(2):
         recorder.drafter.begin_policy_version(1)
-        assert np.allclose(counters.counts, 100.0 * vote.VERSION_DECAY)
+        assert np.allclose(counters.counts, 100.0 * constants.VERSION_DECAY)
 
 
 def test_a_new_request_does_not_inherit_a_proposal():

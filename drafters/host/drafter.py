@@ -12,7 +12,7 @@ Candidates with another token drop out and the others move on by one token; when
 again with the drafted tokens as context. After its first token a draft ends where its estimated survival, calibrated
 from outcomes, falls below `min_survival`.
 
-`vote.py` holds the constants, `voting.py` and `step.py` the compiled code.
+`constants.py` holds the constants, `voting.py` and `step.py` the compiled code.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from rollout_spec import checks
 from rollout_spec.drafters.base import Tokens, problem_of_prompt
-from rollout_spec.drafters.host import ngram, step, suffix, vote
+from rollout_spec.drafters.host import constants, ngram, step, suffix
+from rollout_spec.drafters.host.constants import SOURCES
 from rollout_spec.drafters.host.index import WINDOW, DrafterSettings, Index, append_batch, remove_document
 from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER, new_pool
 from rollout_spec.drafters.host.requests import UNLIMITED, RequestTable
@@ -45,7 +46,6 @@ from rollout_spec.drafters.host.store import (
     is_private,
 )
 from rollout_spec.drafters.host.threads import MAX_THREADS, share_out, usable_threads
-from rollout_spec.drafters.host.vote import SOURCES
 from rollout_spec.drafters.host.voting import Calibration, new_scratch
 from rollout_spec.features.format import (
     SIGNATURE_BITS,
@@ -157,13 +157,13 @@ class HistoryDrafter:
             use_shared=shared,
             use_lookahead=lookahead,
             min_survival=min_survival,
-            by_disagreement=np.exp(-vote.SIMILARITY * np.arange(SIGNATURE_BITS + 1)).astype(np.float32),
+            by_disagreement=np.exp(-constants.SIMILARITY * np.arange(SIGNATURE_BITS + 1)).astype(np.float32),
             probability=decoded_probabilities(),
         )
         self._index = Index(suffix.new_tree(0), suffix.new_tree(0), ngram.new_buckets(1024 if index == "ngram" else 1))
         self._pool = new_pool(POOL_ENTRIES if lookahead else 1)
         self._calibration = Calibration(
-            counts=np.zeros((2, vote.NUM_PROBABILITY_BINS, vote.NUM_LENGTH_BINS, 2), np.float32),
+            counts=np.zeros((2, constants.NUM_PROBABILITY_BINS, constants.NUM_LENGTH_BINS, 2), np.float32),
             by_source=np.zeros((len(SOURCES), 2), np.int64),
         )
         self.table = RequestTable(max_draft_tokens)
@@ -462,7 +462,7 @@ class HistoryDrafter:
             raise ValueError(f"policy versions go up, to 2^31 - 1: {version} after {self._version}")
         if version > self._version:
             self._version = version
-            self._calibration.counts[...] *= vote.VERSION_DECAY
+            self._calibration.counts[...] *= constants.VERSION_DECAY
 
     def memory_bytes(self) -> int:
         index = self._index
@@ -544,7 +544,7 @@ class HistoryDrafter:
         if prompt is None:
             prompt = self._prompts[key] = _Prompt([], key)
             context = -1
-            for part, is_indexed in ((tokens[:num_known][-vote.MAX_DEPTH :], False), (tokens[num_known:], True)):
+            for part, is_indexed in ((tokens[:num_known][-constants.MAX_DEPTH :], False), (tokens[num_known:], True)):
                 if part.size:
                     context = self._store.new_document(problem, PROMPT, context=context)
                     prompt.documents.append(context)
@@ -617,7 +617,7 @@ class HistoryDrafter:
         tokens, features = self._store.read(request.document)
         if tokens.size:
             last = request.prompt.documents[-1] if request.prompt else -1
-            context = self._store.text_before_end(last, vote.MAX_DEPTH) if last >= 0 else tokens[:0]
+            context = self._store.text_before_end(last, constants.MAX_DEPTH) if last >= 0 else tokens[:0]
             self._recorded.append(Rollout(problem_id, request.version, context, tokens, features))
 
     def _remove(self, request: _Request) -> None:

@@ -1,7 +1,7 @@
 """The constants of the vote: candidates' weights, and the bins in which outcomes are counted for the confidence.
 
 Three implementations read them: numba (`voting.py`), Triton (`drafters/device/kernels.py`) and NumPy
-(`tests/drafters/device/reference.py`). `history.py` says how the vote works.
+(`tests/drafters/device/reference.py`). `drafter.py` says how the vote works.
 """
 
 from __future__ import annotations
