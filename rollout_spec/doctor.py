@@ -168,8 +168,9 @@ def read_report(path: Path) -> dict[str, Any]:
         report = json.loads((path / REPORT_NAME if path.is_dir() else path).read_bytes())
     except (ValueError, RecursionError) as error:  # no JSON, no text, or brackets without end
         raise ValueError(f"{path} is no JSON: {error}") from None
-    if isinstance(report, dict) and report.get("results"):
-        report = report["results"][0]
+    results = report.get("results") if isinstance(report, dict) else None
+    if isinstance(results, list) and results:
+        report = results[0]
     if not isinstance(report, dict) or "format" not in report:
         raise ValueError(f"{path} has no report of rollout_spec")
     if report["format"] != REPORT_FORMAT:

@@ -61,7 +61,6 @@ from experiments.engines.build import (
 )
 from experiments.rows import append, make_parser, origin, quantiles
 from experiments.traces import read_traces
-from rollout_spec.drafters.registry import HISTORY_DRAFTER
 from rollout_spec.integrations.vllm.device_io import to_device
 from rollout_spec.replay import Rollout, by_problem
 
@@ -272,9 +271,6 @@ def build(args: argparse.Namespace, mode: str, has_noise: bool, **arguments: Any
         return build_engine(args.model, "model" if stock else "budget", EAGLE_TOKENS, options=options, **arguments)
     base = mode.removesuffix(WORDS)
     options["drafter_options"] = {} if base == mode else dict(WORDS_ALONE)
-    if base in ("all", "budget"):  # two versions of history at most, so that each batch size begins without any
-        options["drafter"] = HISTORY_DRAFTER
-        options["drafter_options"] |= {"shared": True, "max_draft_tokens": args.k, "max_history_versions": 1}
     return build_engine(args.model, base, args.k, options=options, **arguments)
 
 
@@ -321,9 +317,8 @@ def run_mode(args: argparse.Namespace, mode: str, batches: list[int]) -> None:
         first_script += batch
     results = []
     for (batch, name), phase, first_script in zip(phases, phases.values(), first_scripts[:-1], strict=True):
-        # New weights; two versions make the history of other batch sizes go.
-        if mode in SEEDED:
-            command(llm, "begin_policy_version", 1 if name == PHASES[1] else 2)
+        if mode in SEEDED:  # new weights
+            command(llm, "begin_policy_version", 1)
         before = command(llm, "stats") if mode in SEEDED else None
         watch.clear()
         outputs = generate(phase.rollouts, phase.problems, first_script)
@@ -394,8 +389,9 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_model(args.shape, Path(folder))  # one folder: modes with steps of the same sizes share a compiled model
         for mode in args.modes:
-            # vLLM's suffix drafter remembers every batch size's rollouts: each needs an engine of its own.
-            for batches in [[batch] for batch in sizes] if mode == "suffix" else [sizes]:
+            # A drafter that remembers other problems' rollouts would know those of other batch sizes.
+            is_apart = mode.removesuffix(WORDS) in ("suffix", "all", "budget")
+            for batches in [[batch] for batch in sizes] if is_apart else [sizes]:
                 name = f"phase_{args.shape}_{mode}" + (f"_{batches[0]}" if len(batches) < len(sizes) else "")
                 print(name, flush=True)
                 again = ["--only", mode, "--model", folder, "--batch", *map(str, batches)]

@@ -393,7 +393,11 @@ class RunnerAdapterV1(RunnerAdapter):
         batch = self._runner.input_batch
         batch_rows = np.flatnonzero(is_sampled)
         rows = session.rows_of([batch.req_ids[row] for row in batch_rows.tolist()])
+        proposed: list[list[int]] = [[] for _ in range(size)]
         if not (rows >= 0).all():
+            if model is not None:  # whose drafts need no history
+                for row in batch_rows[rows < 0].tolist():
+                    proposed[row] = model.token_ids[row].tolist()
             batch_rows, rows = batch_rows[rows >= 0], rows[rows >= 0]
         sampled = Sampled(
             rows,
@@ -415,7 +419,6 @@ class RunnerAdapterV1(RunnerAdapter):
             targets=verification.target_token_ids,
             model=model,
         )
-        proposed: list[list[int]] = [[] for _ in range(size)]
         of_rows = zip(batch_rows.tolist(), drafts.token_ids.tolist(), drafts.lengths.tolist(), strict=True)
         for row, tokens, length in of_rows:
             proposed[row] = tokens[:length]

@@ -100,7 +100,7 @@ def add_graphs(vllm_config: Any, set_sizes: Callable[[], None]) -> str | None:
     if most > room:
         remarks.append(
             f"max_num_batched_tokens={room} leaves no room for all drafts of {scheduler.max_num_seqs} requests: raise "
-            "it if as many run at once"
+            "it if so many run at once"
         )
     steps = f"steps of up to {scheduler.max_num_seqs} requests with up to {width} tokens each, {most} in all"
     return f"{steps}: {'; '.join(remarks)}" if remarks else None

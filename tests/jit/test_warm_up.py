@@ -23,7 +23,7 @@ CONFIGS = {
     "history": {"drafter": "history"},
     "options": {
         "drafter": "history",
-        "drafter_options": {"max_history_versions": 1, "lookahead": True},
+        "drafter_options": {"lookahead": True},
     },
     "suffix": {"drafter": "suffix", "num_speculative_tokens": 3},
     "ngram": {"drafter": "ngram", "budget": False, "drafter_options": {"shared": True}},

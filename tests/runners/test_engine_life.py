@@ -16,7 +16,7 @@ pytestmark = pytest.mark.engine
 
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "block_size": 32, "num_gpu_blocks_override": 12}
 """Prompts come in chunks, requests wait for a place, and the cache is full now and then."""
-HISTORY = every_draft(5, max_history_tokens=2000, max_history_versions=3)
+HISTORY = every_draft(5, max_history_tokens=2000)
 
 
 @pytest.fixture(scope="module")

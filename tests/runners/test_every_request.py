@@ -122,13 +122,17 @@ def test_to_the_models_length(engines, off, reference_model, name):
 
 @pytest.mark.parametrize("name", DRAFTING)
 def test_switched_off_and_on_again(engines, off, reference_model, name):
-    """Within rollouts and between them. What was sampled meanwhile is kept, too, of those that end later."""
+    """Within rollouts and between them. A drafter on the host keeps what was sampled before; on the device, all."""
     llm, asked = engines[name], params(3)
     prompts = prompts_of(asked)
     expected, known = generate(off, asked, prompts), len(kept_by(llm))
     ours = switching_off_and_on(llm, asked, prompts, [range(2, 4)])
     assert_same(ours, expected, prompts, asked, reference_model)
-    assert not Counter(tokens_of(expected)) - Counter(kept_by(llm)[known:])
+    whole, kept = tokens_of(expected), kept_by(llm)[known:]
+    if name == "device":
+        assert not Counter(whole) - Counter(kept)
+    else:
+        assert all(any(tokens[: len(part)] == part for tokens in whole) for part in kept)
     for enabled in (False, True):
         llm.collective_rpc("rollout_spec", args=("set_enabled", enabled))
         before = stats_of(llm)["draft_tokens"]
@@ -139,7 +143,7 @@ def test_switched_off_and_on_again(engines, off, reference_model, name):
 
 @pytest.mark.parametrize("name", LEARNING)
 def test_the_drafter_is_told_what_the_target_saw(engines, reference_model, name):
-    """Of what is sampled while it is off, nothing."""
+    """Of what is sampled while it is off, nothing is known."""
     llm, same = engines[name], {"temperature": 0.7, **PLAIN}
     known = len(rollouts_of(llm))
     generate(llm, mixed_params(8, 3, max_tokens=20, **same), [[1, *range(4, 4 + 7 * (i % 3)), 9] for i in range(8)])
@@ -150,8 +154,8 @@ def test_the_drafter_is_told_what_the_target_saw(engines, reference_model, name)
     asked = params(8, 3, **same)
     switching_off_and_on(llm, asked, prompts_of(asked), [range(4, 7)])
     num_checked, num_unknown = check_features(rollouts_of(llm)[known + len(found) :], reference_model, 0.7)
-    assert num_checked > 20
-    assert num_unknown > 3
+    assert num_checked >= 20
+    assert (num_unknown > 3) == (name == "device"), "of what is sampled while it is off, the host keeps nothing"
 
 
 def test_indexing_while_the_device_computes(engines, off, reference_model, monkeypatch):

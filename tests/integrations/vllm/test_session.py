@@ -42,7 +42,13 @@ def a_request(prompt=(1, 2, 3)):
         min_tokens=0,
         extra_args=None,
     )
-    return SimpleNamespace(prompt_token_ids=list(prompt), sampling_params=params, lora_request=None, mm_features=None)
+    return SimpleNamespace(
+        prompt_token_ids=list(prompt),
+        prefill_token_ids=None,
+        sampling_params=params,
+        lora_request=None,
+        mm_features=None,
+    )
 
 
 def a_session(
@@ -343,7 +349,9 @@ def test_switched_off_in_mid_flight_and_on_again():
     session.set_enabled(False)
     advance(session, {"a": [14]}, requests={"a": request})
     session.set_enabled(True)
-    session.finish_requests(["z"], ())
+    resumed = a_request((7, 8))
+    resumed.prefill_token_ids = [7, 8, 11, 12, 13, 14]
+    schedule(session, {"a": resumed})  # in V2, after a preemption
     assert session.rows_of(["a"]).tolist() == [-1]
     assert advance(session, {"b": [11]}, requests={"b": request}) == {"b": [12, 13]}
     session.finish_requests(["a", "b"], ())
