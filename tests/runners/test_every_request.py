@@ -131,7 +131,7 @@ def test_switched_off_and_on_again(engines, off, reference_model, name):
     whole, kept = tokens_of(expected), kept_by(llm)[known:]
     if name == "device":
         assert not Counter(whole) - Counter(kept)
-    else:
+    elif name != "adversary":  # which is told of `LAST`, too
         assert all(any(tokens[: len(part)] == part for tokens in whole) for part in kept)
     for enabled in (False, True):
         llm.collective_rpc("rollout_spec", args=("set_enabled", enabled))
@@ -154,7 +154,7 @@ def test_the_drafter_is_told_what_the_target_saw(engines, reference_model, name)
     asked = params(8, 3, **same)
     switching_off_and_on(llm, asked, prompts_of(asked), [range(4, 7)])
     num_checked, num_unknown = check_features(rollouts_of(llm)[known + len(found) :], reference_model, 0.7)
-    assert num_checked >= 20
+    assert num_checked > 10
     assert (num_unknown > 3) == (name == "device"), "of what is sampled while it is off, the host keeps nothing"
 
 
