@@ -9,7 +9,6 @@
 #   start-1.5b                               engines with 1 and 64 requests, and each line that waits for the device
 #   phase-1.5b:none,device:64                whole rollout phases, also phase-7b
 #   model-1.5b                               an EAGLE head in vLLM's way, and beside history
-#   forward-1.5b                             without vLLM: what a step costs
 # Environment variables:
 #   LIMIT      seconds for all stages, 560 unless set: they leave room in a machine's ten minutes to unpack vLLM. Each
 #              stage has its share of what is left, so none takes another's time. What is not reached is not run.
@@ -48,7 +47,6 @@ share_of() {
         device) echo 50 ;;
         verify) echo 80 ;;
         start) echo 240 ;;
-        forward) echo 60 ;;
         phase | model) echo 500 ;;
     esac
 }
@@ -67,7 +65,7 @@ small() {
 left=0
 for stage in "${stages[@]}"; do
     case $stage in
-        check | doctor | device | device-words | verify | start-?* | phase-?* | model-?* | forward-?*) ;;
+        check | doctor | device | device-words | verify | start-?* | phase-?* | model-?*) ;;
         *)
             echo "unknown stage $stage" >&2
             exit 2
@@ -142,7 +140,6 @@ for stage in "${stages[@]}"; do
             command=("${phases[@]}" --shape "${kind#*-}")
             modes=${modes:-none,eagle-stock,eagle-history} batches=${batches:-8,64}
             ;;
-        forward-*) command=(-m experiments.costs.bench_forward --shape "${kind#*-}") ;;
     esac
     [[ -z $modes ]] || command+=(--modes ${modes//,/ })
     [[ -z $batches ]] || command+=(--batch ${batches//,/ })

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence, Set, Sized
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal, cast, get_args
@@ -568,7 +568,7 @@ class HistoryDrafter:
 
     def _add(self, rollouts: Sequence[Rollout]) -> None:
         """Put rollouts that were checked into the history, and drop the oldest ones until the bound holds."""
-        documents, pieces, features = [], [], []
+        documents = []
         for rollout in rollouts:
             version = min(rollout.version, self._version)
             problem = self._problem(rollout.problem_id)
@@ -578,10 +578,11 @@ class HistoryDrafter:
             document = self._new_rollout(problem, prompt)
             self._finished.append(_Request(-1, document, problem, version, prompt))
             documents.append(document)
-            pieces.append(rollout.tokens)
-            features.append((rollout.tokens.size, rollout.features))
-        known = _concatenate(features) if self.wants_features else None
-        self._append(np.array(documents), np.concatenate(pieces), _starts(pieces), known)
+        known = None
+        if self.wants_features and any(rollout.features is not None for rollout in rollouts):
+            known = np.concatenate([no_features(r.tokens.size) if r.features is None else r.features for r in rollouts])
+        starts = np.cumsum([0, *(rollout.tokens.size for rollout in rollouts)])
+        self._append(np.array(documents), np.concatenate([rollout.tokens for rollout in rollouts]), starts, known)
         self.update_index()
         self._drop_oldest()
 
@@ -656,17 +657,3 @@ def _as_array(name: str, tokens: Tokens | Iterable[int]) -> Int32Array:
     if values is None or not is_integer or (values.size and not 0 <= values.min() <= values.max() < 2**31):
         raise ValueError(f"{name} must be one-dimensional integers from 0 to 2^31 - 1, got {checks.shown(tokens)}")
     return values.astype(np.int32)
-
-
-def _concatenate(pieces: Sequence[tuple[int, Features | None]]) -> Features | None:
-    """Concatenate the features of pieces, given as (tokens, features); None if no piece has any."""
-    if all(features is None for _, features in pieces):
-        return None
-    return np.concatenate([no_features(size) if features is None else features for size, features in pieces])
-
-
-def _starts(pieces: Sequence[Sized]) -> NDArray[np.int64]:
-    """int64 [n + 1]: where each of n concatenated pieces begins, and where the last one ends."""
-    starts = np.zeros(len(pieces) + 1, np.int64)
-    np.cumsum([len(piece) for piece in pieces], out=starts[1:])
-    return starts

@@ -47,7 +47,7 @@ def test_any_life_gives_the_same_rollouts(tiny_model, off, tmp_path, has_folder)
         watch.forget()
         return life
 
-    live(on, new_life, num_lives=2 if IS_V2 else 10 // (1 + has_folder))
+    live(on, new_life, num_lives=4 if IS_V2 else 10 // (1 + has_folder))
 
 
 @pytest.mark.skipif(not IS_V2, reason="V1 has no drafter on the device")

@@ -196,7 +196,7 @@ def test_where_scheduling_is_asynchronous_the_last_step_is_counted_by_the_next_c
 
 
 def test_the_models_drafts_are_those_of_the_same_requests():
-    """Rows of chunks and of prompts of embeddings are not drafted for."""
+    """Rows of chunks are not drafted for. Beside prompts of embeddings the model drafts alone."""
     session = a_session(has_model=True, budget=False)
     requests = {"a": a_request([1, 2]), "chunk": a_request([1] * 9), "embedded": a_request(), "new": a_request([3, 4])}
     requests["embedded"].prompt_token_ids = None
@@ -209,4 +209,4 @@ def test_the_models_drafts_are_those_of_the_same_requests():
         input_batch=SimpleNamespace(req_ids=list(requests), **batch), query_start_loc=SimpleNamespace(np=np.arange(5))
     )
     model = of_model([30, 31], [32, 33], [34, 35], [36, 37])
-    assert adapter.draft(np.array([True, False, True, True]), model) == [[30, 31], [], [], [36, 37]]
+    assert adapter.draft(np.array([True, False, True, True]), model) == [[30, 31], [], [34, 35], [36, 37]]
