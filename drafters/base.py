@@ -81,12 +81,6 @@ class Drafter(Protocol):
             ValueError: `version` is lower than the present one.
         """
 
-    def memory_bytes(self) -> int:
-        """Bytes held by the index and its buffers."""
-
-    def check_integrity(self) -> None:
-        """Check internal invariants; for tests. Raises AssertionError."""
-
 
 class BatchDrafter(Drafter, Protocol):
     """A drafter that engines call once per step, whatever the number of requests: without an object for each of them.

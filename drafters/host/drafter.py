@@ -280,7 +280,9 @@ class HistoryDrafter:
         if self._unindexed:  # prompts before the tokens that were sampled meanwhile
             self.update_index()
         if targets is not None and self.wants_rejected_targets:
-            self._remember_rejected(sampled.rows, sampled.batch_rows, targets, sampled.starts, sampled.num_accepted)
+            text = np.empty(LOOKAHEAD_ORDER + self._max_draft_tokens, np.int32)
+            requests, rows = self.table.arrays, (sampled.rows, sampled.batch_rows)
+            step.remember_rejected(requests, self._known(), *rows, targets, sampled.starts, sampled.num_accepted, text)
         learned = self._learn(sampled, options)
         self._drop_oldest()
         return learned
@@ -303,17 +305,6 @@ class HistoryDrafter:
             self._unindexed.append(self.table.arrays.document[sampled.rows])
             self._num_unindexed += num_new
         return Learned(out[0, :num_chosen], out[1, :num_chosen], *counts)
-
-    def _remember_rejected(
-        self,
-        rows: NDArray[np.int64],
-        batch_rows: NDArray[np.int64],
-        targets: NDArray[np.int64],
-        starts: NDArray[np.int64],
-        num_accepted: NDArray[np.int64],
-    ) -> None:
-        text = np.empty(LOOKAHEAD_ORDER + self._max_draft_tokens, np.int32)
-        step.remember_rejected(self.table.arrays, self._known(), rows, batch_rows, targets, starts, num_accepted, text)
 
     def _known(self) -> HistoryState:
         """All that is known, for compiled functions."""
