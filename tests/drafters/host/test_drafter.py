@@ -471,7 +471,7 @@ class LifeCycle(RuleBasedStateMachine):
 @pytest.mark.parametrize("shared", [False, True])
 def test_any_order_of_calls(index, shared):
     machine = type("LifeCycle", (LifeCycle,), {"INDEX": index, "SHARED": shared})
-    run_state_machine_as_test(machine, settings=examples(25, stateful_step_count=40))
+    run_state_machine_as_test(machine, settings=examples(25, stateful_step_count=30))
 
 
 # -- rollouts from elsewhere -----------------------------------------------------------------------------------------
