@@ -447,7 +447,7 @@ def describe_states(specs: Iterable[Any], vllm_config: Any) -> str | None:
     without = [dataclasses.replace(spec, num_speculative_blocks=0) for spec in with_drafts]
     now, before = (sum(s.max_memory_usage_bytes(vllm_config) for s in some) / 2**20 for some in (with_drafts, without))
     return (
-        f"rollout_spec: each request holds {with_drafts[0].num_speculative_blocks} more states of recurrent layers, "
-        f"one for each drafted token: {now:.1f} MiB on each rank instead of {before:.1f}. If that leaves "
+        f"rollout_spec: each request holds {with_drafts[0].num_speculative_blocks} more states of its recurrent layers"
+        f", one for each drafted token: {now:.1f} MiB on each rank instead of {before:.1f}. If that leaves "
         "room for too few requests, lower num_speculative_tokens"
     )
