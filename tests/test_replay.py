@@ -103,7 +103,7 @@ def test_the_drafter_is_told_seeds_versions_and_features(tmp_path):
     assert drafter.versions == [1]
     signatures = np.array([[10, 0], [11, 0], [100, 0], [101, 0], [102, 0]], np.uint64).tobytes()
     row = {**ROW, "completion_tokens": [10, 11, 100, 101, 102], "gen_runs": [2, 1, 2], "signatures": signatures}
-    row |= {"top_ids": [7] * 20, "top_logprobs": [-0.5] * 20}
+    row |= {"top_ids": [7] * 20, "top_logprobs": [-2.0] * 20}
     parquet.write_table(arrow.Table.from_pylist([row]), tmp_path / "x.parquet")
     (rollout,) = read_traces(tmp_path / "x.parquet")
     assert unpack(rollout.features)[0][:, 0].tolist() == [10, 11, 0, 101, 102], "the target saw no given tokens"
@@ -111,6 +111,10 @@ def test_the_drafter_is_told_seeds_versions_and_features(tmp_path):
     tokens, features = drafter._store.read(drafter._finished[-1].document)
     assert tokens.tolist() == [10, 11, 100, 101, 102]
     assert unpack(features)[0][:, 0].tolist() == [10, 11, 0, 101, 102]
+    later = rollout._replace(policy_version=1)
+    replay([[rollout, later]], drafter := build_drafter("suffix"), "epoch")
+    _, features = drafter._store.read(drafter._finished[0].document)
+    assert unpack(features)[0][:, 0].tolist() == [10, 11, 0, 101, 102], "of an earlier epoch, too"
 
 
 def test_recorded_seeds_are_the_noise():
