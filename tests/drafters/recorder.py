@@ -11,9 +11,10 @@ import numpy as np
 from hypothesis import settings
 
 from rollout_spec.drafters.base import problem_of_prompt
-from rollout_spec.drafters.host import ngram, suffix
+from rollout_spec.drafters.host import ngram, step, suffix
 from rollout_spec.drafters.host.constants import ENOUGH_CANDIDATES, MAX_CANDIDATES, MAX_DEPTH
 from rollout_spec.drafters.host.drafter import HistoryDrafter
+from rollout_spec.drafters.host.lookahead import LOOKAHEAD_ORDER
 from rollout_spec.drafters.host.ngram import LONG_ORDER, SHARED_ORDER, SHORT_ORDER
 from rollout_spec.drafters.host.step import NO_FEATURES, Sampled
 from rollout_spec.drafters.host.store import DOCUMENT, LENGTH, PAGE_BITS, PAGE_MASK, PAGE_TOKENS, START, TextStore
@@ -97,7 +98,10 @@ def random_features(rng, tokens):
 def reject(drafter, req_ids, targets):
     """Tell the lookahead pool what the target said in place of the last drafts, of which no token was right."""
     rows, starts = np.array([drafter.row_of(req_id) for req_id in req_ids]), np.cumsum([0, *map(len, targets)])
-    drafter._remember_rejected(rows, np.arange(rows.size), np.concatenate(targets), starts, np.zeros_like(rows))
+    step.remember_rejected(
+        drafter.table.arrays, drafter._known(), rows, np.arange(rows.size), np.concatenate(targets), starts,
+        np.zeros_like(rows), np.empty(LOOKAHEAD_ORDER + drafter._max_draft_tokens, np.int32),
+    )  # fmt: skip
 
 
 class Recorder:
