@@ -514,8 +514,8 @@ class DeviceDrafter:
         first_rows: Tensor,
         num_sampled: Tensor,
     ) -> None:
-        texts = self._max_model_len, self._texts, self._last_drafts, self._counts, self._by_source
-        kernels.extend(slots, history, total_len, *texts, features, first_rows, num_sampled)
+        known = self._max_model_len, self._texts, self._last_drafts, self._counts, self._by_source
+        kernels.extend(slots, history, total_len, *known, features, first_rows, num_sampled)
 
     # -- what is known about it --------------------------------------------------------------------------------------
 

@@ -107,14 +107,14 @@ def _extend_kernel(
     history_stride,
     total_len_ptr,  # int32 [R]: how many there are
     row_size,  # most tokens of a live request in the text
-    text_ptr,  # of `Texts`, and the next one
-    documents_ptr,
-    num_drafted_ptr,  # `Drafts`
-    drafted_ptr,
-    cells_ptr,
+    text_ptr,  # `Texts.tokens`
+    documents_ptr,  # `Texts.documents`
+    num_drafted_ptr,  # `Drafts.lengths`
+    drafted_ptr,  # `Drafts.tokens`
+    cells_ptr,  # `Drafts.cells`
     counts_ptr,  # int32 [cells, 2]: trials and hits
     by_source_ptr,  # int64 [NUM_SOURCES, 2]; only for reports, so never halved
-    features_ptr,  # of `Texts`
+    features_ptr,  # `Texts.features`
     new_features_ptr,  # int64 [N, FEATURE_WORDS], of the tokens that each row of the step's logits says
     first_rows_ptr,  # int32 [B]: the first of each request's rows
     num_sampled_ptr,  # int32 [B]: how many of its last tokens come from them
@@ -173,9 +173,9 @@ def _lengthen_kernel(
     tokens_ptr,  # int64 [B, M], tokens_stride
     tokens_stride,
     row_size,  # most tokens of a live request in the text
-    text_ptr,  # the last three of `Texts`
-    documents_ptr,
-    features_ptr,
+    text_ptr,  # `Texts.tokens`
+    documents_ptr,  # `Texts.documents`
+    features_ptr,  # `Texts.features`
     lengthened_ptr,  # int32 [B], written: 1 where the text was lengthened; read where it is shortened again
     SHORTEN: tl.constexpr,
     FEATURES: tl.constexpr,
@@ -257,10 +257,10 @@ def _join(key, start, rank, TILE: tl.constexpr):
 def _scan_kernel(
     slots_ptr,  # int32 [B]
     num_sampled_ptr,  # int32 [B], 0: nothing is drafted for the request
-    problem_ptr,  # the first four of `Texts`
-    members_ptr,
-    text_ptr,
-    documents_ptr,
+    problem_ptr,  # `Texts.problem`
+    members_ptr,  # `Texts.members`
+    text_ptr,  # `Texts.tokens`
+    documents_ptr,  # `Texts.documents`
     members_stride,
     keys_ptr,  # int64 [B, splits, MAX_CANDIDATES], written
     doc_splits,
@@ -472,18 +472,18 @@ def _cell(coupled, expected, longest):
 def _draft_kernel(
     slots_ptr,  # int32 [B]
     keys_ptr,  # int64 [B, splits, MAX_CANDIDATES]
-    problem_ptr,  # `Texts`
-    members_ptr,
-    text_ptr,
-    documents_ptr,
-    features_ptr,
+    problem_ptr,  # `Texts.problem`
+    members_ptr,  # `Texts.members`
+    text_ptr,  # `Texts.tokens`
+    documents_ptr,  # `Texts.documents`
+    features_ptr,  # `Texts.features`
     members_stride,
     seeds_ptr,  # int64 [R]
     temperature_ptr,  # float32 [R]
     counts_ptr,  # int32, see `_extend_kernel`
-    num_drafted_ptr,  # `Drafts`, written
-    drafted_ptr,
-    cells_ptr,
+    num_drafted_ptr,  # `Drafts.lengths`, written
+    drafted_ptr,  # `Drafts.tokens`, written
+    cells_ptr,  # `Drafts.cells`, written
     output_ptr,  # int64 [B, K], written: the drafts; positions without one repeat the last token
     rates_ptr,  # float32 [B, K], written
     FEATURES: tl.constexpr,  # whether they are kept
@@ -573,9 +573,9 @@ def _retire_kernel(
     rows_ptr,  # int64 [N, ROW]; see RETIRED_FIELDS
     stops_ptr,  # int32 [N, num_stops]: tokens that end the request, -1: unused
     num_stops,
-    text_ptr,  # the last three of `Texts`
-    documents_ptr,
-    features_ptr,
+    text_ptr,  # `Texts.tokens`
+    documents_ptr,  # `Texts.documents`
+    features_ptr,  # `Texts.features`
     FEATURES: tl.constexpr,  # whether they are kept
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -23,7 +23,7 @@ from rollout_spec.integrations.vllm.ranks import is_first_rank
 logger = logging.getLogger(__name__)
 
 MAX_TOKENS_PER_STEP = 16_384
-"""Take in at most this many tokens of other engines' rollouts per step, but at least one rollout: all would stall."""
+"""Take in at most this many tokens of other engines' rollouts per step, but at least one rollout: more would stall."""
 STEPS_PER_SHARING = 16
 """Tensor-parallel ranks take over what the first rank has read once in this many steps."""
 MAX_TOKENS_PER_SHARING = 65_536

@@ -189,21 +189,22 @@ class RunnerAdapterV1(RunnerAdapter):
             tensors = self._logprobs(result, logits, processed, layout, sampling.max_num_logprobs, scored_here)
             if metadata is not None:
                 tensors = _pad_rows(tensors, num_draft_tokens, result.output_token_ids.shape[1])
+        sampled = _emitted(result)  # launched before the host indexes
         self.clock.stop()
         if self.session is not None and self.session.enabled:
             self.session.update_index()  # before anything waits for the device; `draft` reads the outcome
         elif not self._runner.use_async_scheduling:
             self.count_last_verification()
-        return SamplerOutput(sampled_token_ids=_emitted(result), logprobs_tensors=tensors)
+        return SamplerOutput(sampled_token_ids=sampled, logprobs_tensors=tensors)
 
     def _book(self, batch: _Batch, layout: Layout, result: VerifyResult, num_draft_tokens: list[int]) -> None:
         """Copy what became of the drafts to the host, and tell a model drafter where the next tokens will be."""
         is_drafted = self.session is not None and self.session.enabled
-        has_targets = is_drafted and self.wants_rejected_targets
+        has_targets = self.wants_rejected_targets
         wanted = [result.num_accepted, result.num_broken_rows]
         if has_targets:
             wanted.append(result.target_token_ids)
-        if is_drafted and result.features is not None:
+        if result.features is not None:
             wanted.append(self._from_first_rank(result.features))  # ranks round sums differently
         discarded = self._runner.discard_request_mask.np  # prefill chunks: nothing is sampled after them
         is_counted = ~discarded[: len(batch.req_ids)]

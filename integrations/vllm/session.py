@@ -315,12 +315,12 @@ class HostSession(Session):
     def _start(self, request: Any) -> None:
         """Show the drafter a request, if it is new."""
         req_id, params, prompt = request.req_id, request.sampling_params, np.array(request.prompt_token_ids, np.int32)
-        if req_id not in self.live and len(request.prefill_token_ids or ()) > prompt.size:
-            return  # it began while the session was off, and V2 resumes it after a preemption
         if req_id in self.live:
             if self.live[req_id].conversation.length == prompt.size:
                 return  # V2's scheduler starts preempted requests anew
             self._stop(req_id)  # a streaming session goes on with a longer prompt: as good as a new request
+        elif len(request.prefill_token_ids or ()) > prompt.size:
+            return  # it began while the session was off, and V2 resumes it after a preemption
         conversation = self.begin_conversation(request, prompt)
         is_seeded = params.temperature > 0 and self._config.verify == "sample"
         problem_id, own_only = conversation.problem_id, request_options(params.extra_args).own_only

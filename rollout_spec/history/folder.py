@@ -312,7 +312,7 @@ class HistoryFolder:
             kept += 1
         gone = files[kept:]
         paths = [] if dry_run else [file.path for file in reversed(gone)]  # who is killed here leaves no gap
-        size = 1000 if self.is_remote else 1  # so many S3 deletes by one request
+        size = 1000 if self.is_remote else 1  # S3 deletes 1,000 files by one request
         for i in range(0, len(paths), size):
             with _raising_os_errors(), contextlib.suppress(FileNotFoundError):  # another process prunes, too
                 self._fs.rm(paths[i : i + size])
