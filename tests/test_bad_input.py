@@ -197,6 +197,7 @@ CALLS_OF_A_DRAFTER = [
     (lambda d: d.start_request("new", "abc"), "prompt_token_ids must be one-dimensional integers from 0 to"),
     (lambda d: d.start_request("new", [-1]), "prompt_token_ids must be one-dimensional integers from 0 to"),
     (lambda d: d.start_request("new", [2**31]), "prompt_token_ids must be one-dimensional integers from 0 to"),
+    (lambda d: d.start_request("new", [5, True]), "prompt_token_ids must be one-dimensional integers from 0 to"),
     (lambda d: d.start_request("new", np.array([True])), "prompt_token_ids must be one-dimensional integers from 0 to"),
     (
         lambda d: d.start_request("new", torch.tensor([1.5])),

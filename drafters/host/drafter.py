@@ -641,7 +641,8 @@ def _as_array(name: str, tokens: Tokens | Iterable[int]) -> Int32Array:
         ValueError: they are not one-dimensional integers from 0 to 2^31 - 1.
     """
     values: NDArray[Any] | None = None
-    if not isinstance(tokens, str | bytes | Set | Mapping):
+    has_bools = isinstance(tokens, list | tuple) and bool in map(type, tokens)  # which NumPy takes for integers
+    if not has_bools and not isinstance(tokens, str | bytes | Set | Mapping):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             values = np.asarray(tokens if hasattr(tokens, "__len__") else list(tokens))
     is_integer = values is not None and values.ndim == 1 and (values.dtype.kind in "iu" or not values.size)
