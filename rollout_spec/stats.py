@@ -73,16 +73,15 @@ class SpeculationStats:
 
     def record(self, num_draft_tokens: ArrayLike, num_accepted: ArrayLike) -> None:
         """Count one step's outcome: integers [B], one entry per request that our verifier sampled."""
-        drafted, accepted = np.asarray(num_draft_tokens, np.int64), np.asarray(num_accepted, np.int64)
+        drafted, accepted = (np.asarray(values).tolist() for values in (num_draft_tokens, num_accepted))
         self.steps += 1
-        self.request_steps += drafted.size
-        self.num_drafts += int(np.count_nonzero(drafted))
-        self.draft_tokens += int(drafted.sum())
-        self.accepted_tokens += int(accepted.sum())
-        self.emitted_tokens += int(accepted.sum()) + accepted.size
-        for lengths, counts in ((drafted, self.drafted_per_position), (accepted, self.accepted_per_position)):
-            reached = lengths[:, None] > np.arange(lengths.max(initial=0))  # [B, longest]
-            counts[:] = _sum(counts, reached.sum(0).tolist())
+        self.request_steps += len(drafted)
+        self.num_drafts += len(drafted) - drafted.count(0)
+        self.draft_tokens += sum(drafted)
+        self.accepted_tokens += sum(accepted)
+        self.emitted_tokens += sum(accepted) + len(accepted)
+        _add_positions(self.drafted_per_position, drafted)
+        _add_positions(self.accepted_per_position, accepted)
 
     def record_time(
         self, seconds: float, *, requests: int, draft_tokens: int, tokens: int, draft_seconds: float, has_prompts: bool
@@ -100,12 +99,12 @@ class SpeculationStats:
             (self.seconds_by_batch, seconds),
             (self.draft_seconds_by_batch, draft_seconds),
         ):
-            counts[:] = _sum(counts, [0] * octave + [value])
+            _add(counts, octave, value)
 
     @classmethod
     def between(cls, earlier: Mapping[str, Any], later: Mapping[str, Any]) -> SpeculationStats:
         """What happened between two `to_dict` results of one engine."""
-        return cls(**{name: _sum(later[name], earlier[name], -1) for name in cls.__slots__})
+        return cls(**{name: _difference(later[name], earlier[name]) for name in cls.__slots__})
 
     def to_dict(self) -> dict[str, Any]:
         """Counters and derived rates as plain data."""
@@ -118,8 +117,25 @@ class SpeculationStats:
         }
 
 
-def _sum(a: Any, b: Any, sign: int = 1) -> Any:
-    """a + sign * b, entry by entry where they are lists; the shorter one ends with zeros."""
-    if isinstance(a, list):
-        return [x + sign * y for x, y in zip_longest(a, b, fillvalue=0)]
-    return a + sign * b
+def _add_positions(counts: list[int], lengths: list[int]) -> None:
+    """Add to the j-th count how many of the lengths are above j. In plain Python, which is faster for a few requests."""
+    of_length = [0] * (max(lengths, default=0) + 1)
+    for length in lengths:
+        of_length[length] += 1
+    longer = 0
+    for position in range(len(of_length) - 2, -1, -1):
+        longer += of_length[position + 1]
+        _add(counts, position, longer)
+
+
+def _add(counts: list[Any], place: int, value: float) -> None:
+    """Add to an entry of a list that is as long as it has been needed."""
+    counts.extend([0] * (place + 1 - len(counts)))
+    counts[place] += value
+
+
+def _difference(later: Any, earlier: Any) -> Any:
+    """Entry by entry where they are lists; the earlier one may be shorter."""
+    if isinstance(later, list):
+        return [x - y for x, y in zip_longest(later, earlier, fillvalue=0)]
+    return later - earlier

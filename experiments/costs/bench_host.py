@@ -61,7 +61,7 @@ class Live:
 
     def __init__(self, req_id: str, rollout: Rollout, seed: int) -> None:
         self.req_id, self.tokens, self.features = req_id, rollout.token_ids, rollout.features
-        self.prompt_token_ids = rollout.prompt_token_ids.tolist()
+        self.prompt_token_ids, self.prefill_token_ids = rollout.prompt_token_ids.tolist(), None
         self.output_token_ids: list[int] = []
         self.sampling_params = SamplingParams(
             temperature=1.0, seed=seed, max_tokens=int(rollout.token_ids.size), extra_args=None, logprobs=0
