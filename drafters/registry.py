@@ -52,6 +52,8 @@ REQUIRED_METHODS = ("start_request", "extend", "propose", "stop_request", "begin
 """What a drafter of a user's own must have."""
 MAX_RESIDENT_TOKENS = 4_000_000
 """Ended rollouts' tokens that the device drafter keeps on the device, unless it is told otherwise."""
+MAX_INDEX_BYTES = 1 << 26
+"""Most bytes of its index of all problems' texts."""
 
 
 def runs_on_device(name: str) -> bool:

@@ -8,6 +8,11 @@ the longest match in 17 dependent reads, but must be sorted again as every reque
 no state besides the texts: a token can be matched once it is stored, and dropping a text is freeing its memory. Its
 time grows with a problem's tokens: those of its live requests, and at most `max_problem_tokens` of ended rollouts.
 
+Other problems' texts are too many to be scanned, and little of them is of use: of each context of six tokens an index
+holds the newest place in a few problems (`kernels.Texts.index`). A request looks up its last six tokens, and what is
+found there votes beside the matches of its own problem, with a small weight. The index has a fixed size: newer places
+overwrite older ones, and those whose text has gone are recognised by its stamp.
+
 The texts are one array, and what the target saw at each token (`rollout_spec.features`) is another beside it: a row
 per slot of the engine for the live requests, then a pool of fixed size for ended rollouts. A request that ends is
 copied from its row to the pool, and to the host. A problem's rollouts stay in the pool while it has live requests, and
@@ -36,14 +41,14 @@ from rollout_spec.drafters.base import Tokens, problem_of_prompt
 from rollout_spec.drafters.device import kernels
 from rollout_spec.drafters.device.archive import Archive, Archived, Pool, copy_to_host
 from rollout_spec.drafters.host.constants import CELLS, MAX_DEPTH, SOURCES
-from rollout_spec.drafters.registry import MAX_RESIDENT_TOKENS
+from rollout_spec.drafters.registry import MAX_INDEX_BYTES, MAX_RESIDENT_TOKENS
 from rollout_spec.features.format import FEATURE_WORDS, Features, check_features, no_features
 from rollout_spec.history.rollout import Rollout
 
 MAX_MEMBERS = 255
 """Most documents of one problem that are scanned, newest first; ended ones are the first to be left out."""
-TOKENS_PER_DOCUMENT = 16
-"""Pool tokens per entry of the table of documents."""
+TOKENS_PER_DOCUMENT, TOKENS_PER_PROBLEM = 16, 1024
+"""Pool tokens per entry of the table of documents, and of that of problems."""
 NO_PROBLEM = -(2**64)
 """Requests without a problem get ids from here downwards, apart from hashes and from callers' ids."""
 
@@ -77,6 +82,11 @@ class _Problem:
     def num_resident(self) -> int:
         """Tokens that it occupies in the pool."""
         return sum(size for _, size in self.pieces.values())
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other problems' requests see its texts, and its own see theirs."""
+        return self.problem_id > NO_PROBLEM
 
     def scanned_members(self) -> list[int]:
         """At most MAX_MEMBERS of its documents, in their order. Where there are more, live requests stay."""
@@ -156,16 +166,25 @@ class DeviceDrafter:
         self._version = 0
 
         num_documents = max_requests + max_resident_tokens // TOKENS_PER_DOCUMENT
+        num_problems = max_requests + max_resident_tokens // TOKENS_PER_PROBLEM
+        # Two to four entries per token of the pool, while that is not too much.
+        num_entries = min(1 << (2 * max_resident_tokens).bit_length(), MAX_INDEX_BYTES // 8)
+        columns = kernels.COLUMNS.value
+        position_bits = max(max_model_len, max_problem_tokens).bit_length()
+        stamp_shift = position_bits + num_documents.bit_length()
+        self._max_stamp = (1 << 63 - stamp_shift) - 1
+        self._last_stamp = 0
         self._pool_start = max_requests * max_model_len
         self._pool = Pool(max_resident_tokens)
         new = torch.zeros
         num_tokens = self._pool_start + max_resident_tokens
         self._texts = kernels.Texts(
-            problem=new(max_requests, dtype=torch.int32, device=device),
-            members=new(max_requests, 1 + MAX_MEMBERS, dtype=torch.int32, device=device),
+            members=new(num_problems, 1 + MAX_MEMBERS, dtype=torch.int32, device=device),
             tokens=new(num_tokens, dtype=torch.int32, device=device),
             documents=new(num_documents, kernels.FIELDS.value, dtype=torch.int64, device=device),
             features=new(num_tokens * self.wants_features, FEATURE_WORDS, dtype=torch.int64, device=device),
+            index=new(max(num_entries // columns, 1), columns, dtype=torch.int64, device=device),
+            layout=(position_bits, stamp_shift),
         )
         num_drafted = new(max_requests, dtype=torch.int32, device=device)
         drafted = new(max_requests, max_draft_tokens, dtype=torch.int32, device=device)
@@ -179,13 +198,13 @@ class DeviceDrafter:
         self._live: dict[int, _Live] = {}
         self._problems: dict[int, _Problem] = {}
         self._idle: dict[int, _Problem] = {}  # without live requests, idle longest first
-        self._free_rows = list(range(max_requests - 1, -1, -1))
+        self._free_rows = list(range(num_problems - 1, -1, -1))
         self._free_documents = list(range(num_documents - 1, max_requests - 1, -1))
         self.max_history_tokens = max_history_tokens
         self._archive = Archive(max_history_tokens)
         self._changed_problems: dict[int, _Problem] = {}
-        self._changed_documents: dict[int, tuple[int, int, int]] = {}
-        self._changed_slots: dict[int, int] = {}
+        self._changed_documents: dict[int, tuple[int, ...]] = {}
+        self._unindexed: list[int] = []  # documents that have been uploaded
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._side_is_ahead = False
 
@@ -223,7 +242,7 @@ class DeviceDrafter:
         if problem is None:
             if not self._free_rows:
                 self._evict_oldest()
-            problem = self._problems[problem_id] = _Problem(problem_id, self._free_rows.pop())
+            problem = self._add_problem(problem_id)
             self._upload(problem)
         self._idle.pop(problem_id, None)
         problem.num_live += 1
@@ -233,8 +252,7 @@ class DeviceDrafter:
         self._live[slot] = live
         self._num_started += 1
         self._changed_problems[problem.row] = problem
-        self._changed_slots[slot] = problem.row
-        self._changed_documents[slot] = (slot * self._max_model_len, 0, live.prompt_length)
+        self._describe(slot, problem, slot * self._max_model_len, 0, live.prompt_length)
 
     def preempt_request(self, slot: int) -> int:
         """Take a preempted request out of its slot. Returns the policy version that it started under.
@@ -314,8 +332,9 @@ class DeviceDrafter:
         """Put rollouts into the history that ended elsewhere or earlier. They count as the newest, the last one most.
 
         Their versions are those of this drafter; later ones than the present count as the present one. Those of
-        problems with live requests are uploaded. A problem without any leaves the device, and is uploaded with all its
-        rollouts when it is needed again. O(tokens).
+        problems with live requests are uploaded, and so are those of others while there is room, as other problems
+        draft from them. A problem without live requests for which there is none leaves the device, and is uploaded with
+        all its rollouts when it is needed again. O(tokens).
 
         Raises:
             ValueError: features have another shape than their tokens need.
@@ -334,23 +353,26 @@ class DeviceDrafter:
             texts = torch.from_numpy(tokens), torch.from_numpy(features)
             order = self._num_started
             self._num_started += 1
+            problem = self._problems.get(rollout.problem_id)
+            if problem is None and self._free_rows and not self._archive.knows(rollout.problem_id):
+                problem = self._add_problem(rollout.problem_id)
+                self._mark_idle_if_unused(problem)
             archived = Archived(rollout.problem_id, order, version, tokens.size, *texts, fields, None, is_taken=True)
             self._archive.add(archived)
-            problem = self._problems.get(rollout.problem_id)
             if problem is None:
                 continue
-            if problem.num_live == 0:
+            is_idle = problem.num_live == 0
+            place = self._allocate(problem, tokens.size) if is_idle else self._place(problem, tokens.size)
+            if place is not None:
+                document, start = place
+                self._write_text(start, tokens, features)
+                problem.members.insert(0, document)
+                problem.pieces[document] = (start, tokens.size)
+                self._describe(document, problem, self._pool_start + start, tokens.size, rollout.context.size)
+                self._unindexed.append(document)
+                self._changed_problems[problem.row] = problem
+            elif is_idle:
                 self._evict(problem)
-                continue
-            place = self._place(problem, tokens.size)
-            if place is None:
-                continue
-            document, start = place
-            self._write_text(start, tokens, features)
-            problem.members.insert(0, document)
-            problem.pieces[document] = (start, tokens.size)
-            self._changed_documents[document] = (self._pool_start + start, tokens.size, rollout.context.size)
-            self._changed_problems[problem.row] = problem
 
     def _write_text(self, start: int, tokens: NDArray[np.int32], features: Features) -> None:
         """Upload a text to its place in the pool, on a stream of its own."""
@@ -389,7 +411,7 @@ class DeviceDrafter:
             num_given_tokens: M of `continue_drafts`; 0: it will not be called.
         """
         features = torch.zeros_like(self._texts.features[:1])
-        most = self._texts.problem.numel()
+        most = self._last_drafts.lengths.numel()
         for batch in sorted({1, most, *(kernels.TARGET_PROGRAMS // n for n in kernels.SPLITS)}):
             if 1 <= batch <= most:
                 slots = torch.arange(batch, dtype=slots_dtype, device=self._device)
@@ -404,6 +426,7 @@ class DeviceDrafter:
         stops = np.full((1, 1), -1, np.int32)
         rows = self._upload_array(row), self._upload_array(stops)
         kernels.retire(*rows, self._texts)
+        kernels.index(torch.zeros(1, dtype=torch.int64, device=self._device), self._texts)
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
@@ -465,13 +488,13 @@ class DeviceDrafter:
         """`propose` without uploading changed tables; can be captured in a CUDA graph."""
         first_rows = slots if first_rows is None else first_rows
         self._extend(slots, history, total_len, features, first_rows, num_sampled)
-        keys = kernels.scan(slots, num_sampled, self._texts)
-        return self._draft(slots, keys, seeds, temperature, self._last_drafts)
+        return self._draft(slots, num_sampled, seeds, temperature, self._last_drafts)
 
     def _draft(
-        self, slots: Tensor, keys: Tensor, seeds: Tensor, temperature: Tensor, last_drafts: kernels.Drafts
+        self, slots: Tensor, wanted: Tensor, seeds: Tensor, temperature: Tensor, last_drafts: kernels.Drafts
     ) -> tuple[Tensor, Tensor]:
-        arguments = slots, keys, self._texts, seeds, temperature, self._counts, last_drafts
+        keys, found = kernels.scan(slots, wanted, self._texts)
+        arguments = slots, keys, found, self._texts, seeds, temperature, self._counts, last_drafts
         return kernels.draft(*arguments, use_noise=self._use_noise)
 
     def continue_drafts(
@@ -500,8 +523,7 @@ class DeviceDrafter:
         lengthened = torch.empty_like(wanted)
         arguments = slots, wanted, token_ids, self._max_model_len, self._texts
         kernels.lengthen(*arguments, lengthened, shorten=False)
-        keys = kernels.scan(slots, lengthened, self._texts)
-        drafted = self._draft(slots, keys, seeds, temperature, scratch)
+        drafted = self._draft(slots, lengthened, seeds, temperature, scratch)
         kernels.lengthen(*arguments, lengthened, shorten=True)
         return drafted
 
@@ -545,7 +567,8 @@ class DeviceDrafter:
 
     def memory_bytes(self) -> int:
         """Bytes on the device and of history on the host."""
-        tensors = [*self._texts, *self._last_drafts, self._counts, self._by_source]
+        texts = *self._texts.stored, self._texts.members, self._texts.index
+        tensors = [*texts, *self._last_drafts, self._counts, self._by_source]
         tensors += [tensor for scratch in self._continued.values() for tensor in scratch]
         per_token = 4 + (8 * FEATURE_WORDS if self.wants_features else 0)
         return sum(t.numel() * t.element_size() for t in tensors) + per_token * self._archive.num_tokens
@@ -576,7 +599,30 @@ class DeviceDrafter:
             raise ValueError(f"slot {slot} is free: start_request comes first")
         live.problem.num_live -= 1
         self._changed_problems[live.problem.row] = live.problem
+        self._changed_documents[slot] = (slot * self._max_model_len, 0, 0, live.problem.row, 0, 0)
         return live
+
+    def _add_problem(self, problem_id: int) -> _Problem:
+        """A problem that is not on the device yet. There must be a free row."""
+        problem = self._problems[problem_id] = _Problem(problem_id, self._free_rows.pop())
+        return problem
+
+    def _describe(self, document: int, problem: _Problem, first: int, length: int, prompt_length: int) -> None:
+        """Write a text's row of the table of documents, with a new stamp."""
+        fields = first, length, prompt_length, problem.row, problem.problem_id % kernels.COLUMNS.value
+        self._changed_documents[document] = (*fields, self._new_stamp(problem))
+
+    def _new_stamp(self, problem: _Problem) -> int:
+        """The next text's stamp. Once in many millions of texts they are used up, and the index is emptied."""
+        if not problem.is_shared:
+            return 0
+        if self._last_stamp == self._max_stamp:
+            self._texts.index.zero_()
+            self._texts.documents[:, kernels.STAMP.value] = 0
+            self._changed_documents = {document: (*row[:-1], 0) for document, row in self._changed_documents.items()}
+            self._last_stamp = 0
+        self._last_stamp += 1
+        return self._last_stamp
 
     def _place(self, problem: _Problem, size: int) -> tuple[int, int] | None:
         """(document, first token in the pool) for a rollout of `size` tokens, None where there is no room.
@@ -591,23 +637,37 @@ class DeviceDrafter:
             return None
         oldest = [document for document in reversed(problem.members) if document in problem.pieces]
         while True:
-            fits = problem.num_resident + size <= self._max_problem_tokens and len(problem.pieces) < MAX_MEMBERS
-            if fits and self._free_documents:
-                start = self._pool.allocate(size)
-                if start is not None:
-                    return self._free_documents.pop(), start
-            if fits and self._idle:
+            place = self._allocate(problem, size)
+            if place is not None:
+                return place
+            if self._idle and self._may_grow(problem, size):
                 self._evict_oldest()
             elif oldest and problem.num_resident + self._pool.num_free >= size:
                 self._forget(problem, oldest.pop(0))
             else:
                 return None
 
+    def _may_grow(self, problem: _Problem, size: int) -> bool:
+        """Whether a problem stays within its bounds with another rollout of `size` tokens."""
+        return problem.num_resident + size <= self._max_problem_tokens and len(problem.pieces) < MAX_MEMBERS
+
+    def _allocate(self, problem: _Problem, size: int) -> tuple[int, int] | None:
+        """`_place` where nothing need be evicted; otherwise None."""
+        if not (self._may_grow(problem, size) and self._free_documents):
+            return None
+        start = self._pool.allocate(size)
+        if start is None:
+            return None
+        document = self._free_documents.pop()
+        self._changed_documents.pop(document, None)
+        return document, start
+
     def _forget(self, problem: _Problem, document: int) -> None:
         """Free an ended rollout's place."""
         self._pool.release(*problem.pieces.pop(document))
         problem.members.remove(document)
         self._free_documents.append(document)
+        self._changed_documents[document] = (0,) * kernels.FIELDS.value
 
     def _mark_idle_if_unused(self, problem: _Problem) -> None:
         if problem.num_live == 0 and problem.problem_id not in self._idle:
@@ -635,14 +695,15 @@ class DeviceDrafter:
             stops[n, : len(request.stop_token_ids)] = request.stop_token_ids
             may_stop = live.prompt_length + max(request.min_tokens, 1)
             must_stop = min(live.prompt_length + request.max_tokens, 2**31 - 1)
-            rows[n] = (request.slot, document, self._pool_start + start, capacity, may_stop, must_stop)
+            first, stamp = self._pool_start + start, self._new_stamp(live.problem)
+            rows[n] = (request.slot, document, first, capacity, may_stop, must_stop, stamp)
         uploaded = self._upload_array(rows), self._upload_array(stops)
         kernels.retire(*uploaded, self._texts)
         with self._on_side():
             copies = []
             for document, (_, live, start, capacity) in retired.items():
                 place = slice(self._pool_start + start, self._pool_start + start + capacity)
-                parts = self._texts.tokens[place], self._texts.features[place], self._texts.documents[document]
+                parts = self._texts.tokens[place], self._texts.features[place], self._texts.documents[document, :3]
                 copies.append((live, *map(copy_to_host, parts)))
             copied = None
             if self._side is not None:
@@ -678,12 +739,13 @@ class DeviceDrafter:
         if start is None:
             return
         self._write_text(start, *(np.concatenate([text[i] for text in texts[:count]]) for i in range(2)))
-        for tokens, _, prompt_length in texts[:count]:
-            document = self._free_documents.pop()
-            problem.members.append(document)
-            problem.pieces[document] = (start, tokens.size)
-            self._changed_documents[document] = (self._pool_start + start, tokens.size, prompt_length)
-            start += tokens.size
+        ends = start + sizes[:count]
+        for (tokens, _, prompt_length), end in reversed(list(zip(texts, ends.tolist(), strict=False))):
+            document, first = self._free_documents.pop(), end - tokens.size
+            problem.members.insert(0, document)
+            problem.pieces[document] = (first, tokens.size)
+            self._describe(document, problem, self._pool_start + first, tokens.size, prompt_length)
+            self._unindexed.append(document)
 
     @contextlib.contextmanager
     def _on_side(self) -> Iterator[None]:
@@ -704,9 +766,9 @@ class DeviceDrafter:
         if self._changed_documents:
             self._write(self._texts.documents, self._changed_documents)
             self._changed_documents = {}
-        if self._changed_slots:
-            self._write(self._texts.problem, self._changed_slots)
-            self._changed_slots = {}
+        if self._unindexed:
+            kernels.index(self._upload_array(np.array(self._unindexed, np.int64)), self._texts)
+            self._unindexed = []
         if self._changed_problems:
             rows = np.zeros((len(self._changed_problems), 1 + MAX_MEMBERS), np.int32)
             for row, problem in zip(rows, self._changed_problems.values(), strict=True):

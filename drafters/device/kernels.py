@@ -1,10 +1,12 @@
 """Triton kernels of the device drafter; `tests/drafters/device/reference.py` says what they compute.
 
 A step is three launches, whatever the batch: `_extend_kernel` copies the new tokens and counts the last drafts'
-outcomes, `_scan_kernel` finds each request's matches in its problem's texts, and `_draft_kernel` drafts from them.
-`_retire_kernel` copies the text of requests that end to the pool. Counters are integers, so that the order in which
-programs add to them does not matter: the same input gives the same drafts on every rank. Nothing waits for the device
-and sizes that change are read from memory, so a step can be captured in a CUDA graph.
+outcomes, `_scan_kernel` finds each request's matches in its problem's texts and looks other problems' up in the index,
+and `_draft_kernel` drafts from them. `_retire_kernel` copies the text of requests that end to the pool, and
+`_index_kernel` indexes texts that come from the host. Counters are integers, and of the entries for one place of the
+index the largest stays, so that the order in which programs run does not matter: the same input gives the same drafts
+on every rank. Nothing waits for the device and sizes that change are read from memory, so a step can be captured in a
+CUDA graph.
 """
 
 from __future__ import annotations
@@ -33,12 +35,21 @@ allows."""
 TILE_SPLITS = 2
 """How many of the programs of a scan share each document, by tiles."""
 
-OFFSET, LENGTH, PROMPT = (tl.constexpr(i) for i in range(3))
-FIELDS = tl.constexpr(3)
-"""Columns of the table of documents, int64: first token in the text, number of tokens, how many of these are prompt."""
-RETIRED_FIELDS = 6
-"""Columns of a row of `retire`: slot, new document, its offset and capacity, and two lengths, prompt included: the
-least at which a stop token ends the request, and the one at which it ends in any case."""
+OFFSET, LENGTH, PROMPT, PROBLEM, COLUMN, STAMP = (tl.constexpr(i) for i in range(6))
+FIELDS = tl.constexpr(6)
+"""Columns of the table of documents, int64: first token in the text, number of tokens, how many of these are prompt,
+its problem's row in `Texts.members`, its problem's column in the index, and its stamp. A later text has a larger stamp;
+one that other problems must not see has 0."""
+RETIRED_FIELDS = 7
+"""Columns of a row of `retire`: slot, new document, its offset and capacity, two lengths, prompt included (the least at
+which a stop token ends the request, and the one at which it ends in any case), and the new document's stamp."""
+SHARED_ORDER = tl.constexpr(6)
+"""Tokens of context by which other problems' texts are found."""
+COLUMNS = tl.constexpr(8)
+"""Texts that the index holds for a context, of different problems: each problem has one of the columns."""
+MAX_POSITION = tl.constexpr(2**31 - 1)
+SHARED_NUMBER = tl.constexpr(1 << 16)
+"""Documents found in the index are numbered from here by column; those of the problem have lower numbers."""
 
 MAX_DEPTH = tl.constexpr(constants.MAX_DEPTH)
 MAX_CANDIDATES = tl.constexpr(constants.MAX_CANDIDATES)
@@ -57,12 +68,13 @@ LENGTH_BINS = tl.constexpr(constants.NUM_LENGTH_BINS)
 PROBABILITY_BINS = tl.constexpr(constants.NUM_PROBABILITY_BINS)
 BINS_PER_HALVING = tl.constexpr(constants.BINS_PER_HALVING)
 MIN_DISTANCE_FROM_ONE = tl.constexpr(constants.MIN_DISTANCE_FROM_ONE)
-OWN, SIBLING, PROMPT_TEXT = (
+OWN, SIBLING, PROMPT_TEXT, SHARED = (
     tl.constexpr(constants.OWN),
     tl.constexpr(constants.SIBLING),
     tl.constexpr(constants.PROMPT_TEXT),
+    tl.constexpr(constants.SHARED),
 )
-OWN_WEIGHT, SIBLING_WEIGHT, PROMPT_WEIGHT = (tl.constexpr(weight) for weight in constants.SOURCE_WEIGHT[:3])
+OWN_WEIGHT, SIBLING_WEIGHT, PROMPT_WEIGHT, SHARED_WEIGHT = (tl.constexpr(weight) for weight in constants.SOURCE_WEIGHT)
 DOMAIN = tl.constexpr(noise.DOMAIN_TARGET)
 SIMILARITY, MAX_DISAGREEMENT = tl.constexpr(constants.SIMILARITY), tl.constexpr(constants.MAX_DISAGREEMENT)
 UNKNOWN_DISAGREEMENT = tl.constexpr(constants.UNKNOWN_DISAGREEMENT)
@@ -77,8 +89,6 @@ NOT_KEPT, UNKNOWN, GIVEN = (tl.constexpr(i) for i in range(3))
 class Texts(NamedTuple):
     """What requests and ended rollouts have said, and which of them belong together."""
 
-    problem: Tensor
-    """int32 [R], each slot's row in `members`."""
     members: Tensor
     """int32 [P, 1 + most members]: how many documents a problem has, and which, newest first."""
     tokens: Tensor
@@ -87,6 +97,17 @@ class Texts(NamedTuple):
     """int64 [D, FIELDS]; those of live requests are numbered by slot."""
     features: Tensor
     """int64 [T, FEATURE_WORDS], what the target saw at each token; of length 0 where it is not kept."""
+    index: Tensor
+    """int64 [a power of two, COLUMNS], by a hash of SHARED_ORDER tokens where they were said last: the next token's
+    document and position; 0: nowhere."""
+    layout: tuple[int, int]
+    """Of its entries: how many of the lowest bits are the position, and from which bit on they are the document's
+    stamp. Its number is between."""
+
+    @property
+    def stored(self) -> tuple[Tensor, Tensor, Tensor]:
+        """What the texts are, without what helps to find them."""
+        return self.tokens, self.documents, self.features
 
 
 class Drafts(NamedTuple):
@@ -100,7 +121,40 @@ class Drafts(NamedTuple):
     """int32 [R, K], by what each token is graded: cell * NUM_SOURCES + source."""
 
 
-@triton.jit(do_not_specialize=["history_stride", "row_size"])
+@triton.jit
+def _bucket(tokens_ptr, mask, num_buckets):
+    """The row of the index for the SHARED_ORDER tokens before each pointer, int64."""
+    state = 0
+    for i in tl.static_range(SHARED_ORDER):
+        token = tl.load(tokens_ptr - 1 - i, mask=mask, other=0).to(tl.uint32)
+        state = unfinished_hash(state, token_key(token))
+    return finish_hash(state).to(tl.int64) & (num_buckets - 1)
+
+
+@triton.jit
+def _enter(index_ptr, num_buckets, tokens_ptr, position, is_new, prompt, column, entry, LAYOUT: tl.constexpr):
+    """Enter tokens of a document's output into the index, by what was said before them.
+
+    Args:
+        tokens_ptr: Where the tokens are; those before them are there, too.
+        position: Their positions in the document, int32.
+        is_new: Which of them to enter.
+        prompt: How many of the document's tokens are prompt.
+        column: Of its problem.
+        entry: Its stamp and number, of `_entry`.
+    """
+    is_new &= position >= tl.where(entry >> LAYOUT[1] > 0, tl.maximum(prompt, SHARED_ORDER), MAX_POSITION)
+    at = _bucket(tokens_ptr, is_new, num_buckets) * COLUMNS + column
+    tl.atomic_max(index_ptr + at, entry + position, mask=is_new, sem="relaxed")
+
+
+@triton.jit
+def _entry(stamp, document, LAYOUT: tl.constexpr):
+    """An entry of the index for the document's first token, int64; see `Texts.layout`."""
+    return (stamp << LAYOUT[1]) | (document << LAYOUT[0])
+
+
+@triton.jit(do_not_specialize=["history_stride", "row_size", "num_buckets"])
 def _extend_kernel(
     slots_ptr,  # int32 [B]
     history_ptr,  # int32 [R, history_stride]: the engine's tokens of each slot
@@ -118,7 +172,10 @@ def _extend_kernel(
     new_features_ptr,  # int64 [N, FEATURE_WORDS], of the tokens that each row of the step's logits says
     first_rows_ptr,  # int32 [B]: the first of each request's rows
     num_sampled_ptr,  # int32 [B]: how many of its last tokens come from them
+    index_ptr,  # `Texts.index`
+    num_buckets,
     FEATURES: tl.constexpr,
+    LAYOUT: tl.constexpr,  # of the index
     K: tl.constexpr,
     WIDTH: tl.constexpr,  # power of two, at least K
     BLOCK: tl.constexpr,
@@ -149,9 +206,12 @@ def _extend_kernel(
     tl.atomic_add(by_source_ptr + cell % NUM_SOURCES * 2, one, mask=reached, sem="relaxed")
     tl.atomic_add(by_source_ptr + cell % NUM_SOURCES * 2 + 1, one, mask=hit, sem="relaxed")
 
+    prompt, column = tl.load(documents_ptr + PROMPT).to(tl.int32), tl.load(documents_ptr + COLUMN)
+    entry = _entry(tl.load(documents_ptr + STAMP), slot, LAYOUT)
     for start in range(length, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         tl.store(text_ptr + i, tl.load(history_ptr + i, mask=i < end, other=0), mask=i < end)
+        _enter(index_ptr, num_buckets, history_ptr + i, i, i < end, prompt, column, entry, LAYOUT)
         if FEATURES != NOT_KEPT:
             to = features_ptr + (offset + i) * FEATURE_WORDS
             for word in tl.static_range(FEATURE_WORDS):
@@ -253,17 +313,52 @@ def _join(key, start, rank, TILE: tl.constexpr):
     return tl.where(key > 0, (length << LENGTH_SHIFT) | (rank << RANK_SHIFT) | position, 0)
 
 
-@triton.jit(do_not_specialize=["doc_splits", "members_stride"])
+@triton.jit
+def _look_up(index_ptr, num_buckets, text_ptr, documents_ptr, slot, found_ptr, LAYOUT: tl.constexpr):
+    """The matches of a request's last tokens in other problems' texts: int64 [MAX_CANDIDATES], at most COLUMNS of them.
+
+    Writes their documents to `found_ptr`. An entry is out of date if its document has another stamp by now.
+    """
+    column, depth = tl.arange(0, COLUMNS), tl.arange(0, MAX_DEPTH)[None, :]
+    own = documents_ptr + slot * FIELDS
+    own_length = tl.load(own + LENGTH).to(tl.int32)
+    own_end = text_ptr + tl.load(own + OFFSET) + own_length
+    can_look = (tl.load(own + STAMP) > 0) & (own_length >= SHARED_ORDER)
+    bucket = _bucket(own_end, can_look, num_buckets)
+    entry = tl.where(can_look, tl.load(index_ptr + bucket * COLUMNS + column), 0)
+    position = (entry & ((1 << LAYOUT[0]) - 1)).to(tl.int32)
+    document = (entry >> LAYOUT[0]) & ((1 << LAYOUT[1] - LAYOUT[0]) - 1)
+    fields = documents_ptr + document * FIELDS
+    is_known = (entry > 0) & (tl.load(fields + STAMP, mask=entry > 0, other=-1) == entry >> LAYOUT[1])
+    is_known &= tl.load(fields + PROBLEM, mask=is_known, other=0) != tl.load(own + PROBLEM)
+    theirs = text_ptr + tl.load(fields + OFFSET, mask=is_known, other=0) + position - 1
+    is_inside = is_known[:, None] & (depth < position[:, None])
+    is_same = tl.load(theirs[:, None] - depth, mask=is_inside, other=-1) == tl.load(
+        own_end - 1 - depth, mask=depth < own_length, other=-2
+    )
+    length = tl.min(tl.where(is_same, MAX_DEPTH, depth), 1)
+    tl.store(found_ptr + column, document.to(tl.int32))
+    rank = (column + SHARED_NUMBER).to(tl.int64) ^ MAX_RANK
+    key = (length.to(tl.int64) << LENGTH_SHIFT) | (rank << RANK_SHIFT) | position
+    key = tl.where(is_known & (length >= SHARED_ORDER), key, 0)
+    lane = tl.arange(0, MAX_CANDIDATES)
+    return tl.sum(tl.where(lane[:, None] == column[None, :], key[None, :], 0), 1)
+
+
+@triton.jit(do_not_specialize=["doc_splits", "members_stride", "num_buckets"])
 def _scan_kernel(
     slots_ptr,  # int32 [B]
     num_sampled_ptr,  # int32 [B], 0: nothing is drafted for the request
-    problem_ptr,  # `Texts.problem`
     members_ptr,  # `Texts.members`
     text_ptr,  # `Texts.tokens`
     documents_ptr,  # `Texts.documents`
+    index_ptr,  # `Texts.index`
+    num_buckets,
     members_stride,
     keys_ptr,  # int64 [B, splits, MAX_CANDIDATES], written
+    found_ptr,  # int32 [B, COLUMNS], written: the documents that the index named
     doc_splits,
+    LAYOUT: tl.constexpr,  # of the index
     TILE_SPLITS: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -271,8 +366,10 @@ def _scan_kernel(
     kept = tl.zeros([MAX_CANDIDATES], tl.int64)
     if tl.load(num_sampled_ptr + row) > 0:
         slot = tl.load(slots_ptr + row).to(tl.int64)
-        members_ptr += tl.load(problem_ptr + slot).to(tl.int64) * members_stride
+        if split == 0:
+            kept = _look_up(index_ptr, num_buckets, text_ptr, documents_ptr, slot, found_ptr + row * COLUMNS, LAYOUT)
         own = documents_ptr + slot * FIELDS
+        members_ptr += tl.load(own + PROBLEM) * members_stride
         own_offset, own_length = tl.load(own + OFFSET), tl.load(own + LENGTH).to(tl.int32)
         own_end, depth_limit = own_offset + own_length, tl.minimum(own_length, MAX_DEPTH)
         skip = (split % TILE_SPLITS) * TILE
@@ -408,19 +505,21 @@ def _shares(alive, length, votes):
 
 
 @triton.jit
-def _candidates(matches, alive, slot, members_ptr, documents_ptr):
+def _candidates(matches, alive, slot, members_ptr, found_ptr, documents_ptr):
     """Where the matches are: (length, position, whether in the request's own text, offset and length of the document,
     source, weight)."""
     length = (matches >> LENGTH_SHIFT).to(tl.int32)
     number = (((matches >> RANK_SHIFT) & MAX_RANK) ^ MAX_RANK).to(tl.int32)
     position = (matches & 0xFFFFFFFF).to(tl.int32)
-    is_own = number == 0
-    member = tl.load(members_ptr + number, mask=alive & ~is_own, other=0).to(tl.int64)
-    fields = documents_ptr + tl.where(is_own, slot, member) * FIELDS
+    is_own, is_shared = number == 0, number >= SHARED_NUMBER
+    documents = tl.where(is_shared, found_ptr - SHARED_NUMBER, members_ptr) + number
+    document = tl.load(documents, mask=alive & ~is_own, other=0).to(tl.int64)
+    fields = documents_ptr + tl.where(is_own, slot, document) * FIELDS
     offset, limit = tl.load(fields + OFFSET), tl.load(fields + LENGTH).to(tl.int32)
     is_output = position >= tl.load(fields + PROMPT).to(tl.int32)
-    source = tl.where(is_own, tl.where(is_output, OWN, PROMPT_TEXT), SIBLING)
-    weight = tl.where(is_own, tl.where(is_output, OWN_WEIGHT, PROMPT_WEIGHT), SIBLING_WEIGHT)
+    source = tl.where(is_own, tl.where(is_output, OWN, PROMPT_TEXT), tl.where(is_shared, SHARED, SIBLING))
+    others_weight = tl.where(is_shared, SHARED_WEIGHT, SIBLING_WEIGHT)
+    weight = tl.where(is_own, tl.where(is_output, OWN_WEIGHT, PROMPT_WEIGHT), others_weight)
     return length, position, is_own, offset, limit, source, weight
 
 
@@ -472,7 +571,7 @@ def _cell(coupled, expected, longest):
 def _draft_kernel(
     slots_ptr,  # int32 [B]
     keys_ptr,  # int64 [B, splits, MAX_CANDIDATES]
-    problem_ptr,  # `Texts.problem`
+    found_ptr,  # int32 [B, COLUMNS]
     members_ptr,  # `Texts.members`
     text_ptr,  # `Texts.tokens`
     documents_ptr,  # `Texts.documents`
@@ -500,9 +599,9 @@ def _draft_kernel(
     alive = lane < count
     own = documents_ptr + slot * FIELDS
     own_offset, own_length = tl.load(own + OFFSET), tl.load(own + LENGTH).to(tl.int32)
-    members_ptr += tl.load(problem_ptr + slot).to(tl.int64) * members_stride
+    members_ptr += tl.load(own + PROBLEM) * members_stride
     length, position, is_own, offset, limit, source, weight = _candidates(
-        matches, alive, slot, members_ptr, documents_ptr
+        matches, alive, slot, members_ptr, found_ptr + row * COLUMNS, documents_ptr
     )
     if FEATURES:
         last = features_ptr + (own_offset + tl.maximum(own_length - 1, 0)) * FEATURE_WORDS
@@ -568,7 +667,7 @@ def _draft_kernel(
     tl.store(rates_ptr + row * K + j, tl.zeros([WIDTH], tl.float32), mask=empty)
 
 
-@triton.jit(do_not_specialize=["num_stops"])
+@triton.jit(do_not_specialize=["num_stops", "num_buckets"])
 def _retire_kernel(
     rows_ptr,  # int64 [N, ROW]; see RETIRED_FIELDS
     stops_ptr,  # int32 [N, num_stops]: tokens that end the request, -1: unused
@@ -576,7 +675,10 @@ def _retire_kernel(
     text_ptr,  # `Texts.tokens`
     documents_ptr,  # `Texts.documents`
     features_ptr,  # `Texts.features`
+    index_ptr,  # `Texts.index`
+    num_buckets,
     FEATURES: tl.constexpr,  # whether they are kept
+    LAYOUT: tl.constexpr,  # of the index
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -585,8 +687,11 @@ def _retire_kernel(
     slot, document = tl.load(rows_ptr), tl.load(rows_ptr + 1)
     offset, capacity = tl.load(rows_ptr + 2), tl.load(rows_ptr + 3).to(tl.int32)
     may_stop, must_stop = tl.load(rows_ptr + 4).to(tl.int32), tl.load(rows_ptr + 5).to(tl.int32)
+    stamp = tl.load(rows_ptr + 6)
+    entry = _entry(stamp, document, LAYOUT)
     source = documents_ptr + slot * FIELDS
     prompt = tl.load(source + PROMPT).to(tl.int32)
+    problem, column = tl.load(source + PROBLEM), tl.load(source + COLUMN)
     context = tl.minimum(prompt, MAX_DEPTH)
     begin = prompt - context
     source_offset = tl.load(source + OFFSET) + begin
@@ -607,11 +712,35 @@ def _retire_kernel(
             stops |= token == tl.load(stops_ptr + n * num_stops + s)
         stops &= (i < end) & (begin + i + 1 >= may_stop)
         end = tl.minimum(end, tl.min(tl.where(stops, i + 1, end)))
+        _enter(index_ptr, num_buckets, text + i, i, i < end, context, column, entry, LAYOUT)
         start += BLOCK
     target = documents_ptr + document * FIELDS
     tl.store(target + OFFSET, offset)
     tl.store(target + LENGTH, tl.maximum(end, 0).to(tl.int64))
     tl.store(target + PROMPT, context.to(tl.int64))
+    tl.store(target + PROBLEM, problem)
+    tl.store(target + COLUMN, column)
+    tl.store(target + STAMP, stamp)
+
+
+@triton.jit(do_not_specialize=["num_buckets"])
+def _index_kernel(
+    numbers_ptr,  # int64 [N], documents
+    text_ptr,  # `Texts.tokens`
+    documents_ptr,  # `Texts.documents`
+    index_ptr,  # `Texts.index`
+    num_buckets,
+    LAYOUT: tl.constexpr,  # of the index
+    BLOCK: tl.constexpr,
+):
+    document = tl.load(numbers_ptr + tl.program_id(0))
+    documents_ptr += document * FIELDS
+    length, prompt = tl.load(documents_ptr + LENGTH).to(tl.int32), tl.load(documents_ptr + PROMPT).to(tl.int32)
+    column, entry = tl.load(documents_ptr + COLUMN), _entry(tl.load(documents_ptr + STAMP), document, LAYOUT)
+    text_ptr += tl.load(documents_ptr + OFFSET)
+    for start in range(prompt, length, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        _enter(index_ptr, num_buckets, text_ptr + i, i, i < length, prompt, column, entry, LAYOUT)
 
 
 def extend(
@@ -648,7 +777,10 @@ def extend(
         features if new_features is None else new_features,
         first_rows,
         num_sampled,
+        texts.index,
+        len(texts.index),
         FEATURES=known.value,
+        LAYOUT=texts.layout,
         K=k,
         WIDTH=triton.next_power_of_2(k),
         BLOCK=NEW_TOKENS,
@@ -667,7 +799,7 @@ def lengthen(
         tokens,
         tokens.stride(0),
         row_size,
-        *texts[2:],
+        *texts.stored,
         lengthened,
         SHORTEN=shorten,
         FEATURES=texts.features.shape[0] > 0,
@@ -692,28 +824,41 @@ def num_splits(batch: int) -> int:
     return max((n for n in SPLITS if n * batch <= TARGET_PROGRAMS), default=SPLITS[0])
 
 
-def scan(slots: Tensor, num_sampled: Tensor, texts: Texts) -> Tensor:
-    """The best matches that each program found: int64 [B, splits, MAX_CANDIDATES]. Arguments as of the kernel."""
+def scan(slots: Tensor, num_sampled: Tensor, texts: Texts) -> tuple[Tensor, Tensor]:
+    """Find matches. Arguments as of the kernel.
+
+    Returns:
+        (the best ones that each program found, int64 [B, splits, MAX_CANDIDATES]; the documents that the index named,
+        int32 [B, COLUMNS]).
+    """
     batch = slots.shape[0]
     splits = num_splits(batch)
     keys = torch.empty(batch, splits, MAX_CANDIDATES.value, dtype=torch.int64, device=slots.device)
+    found = torch.empty(batch, COLUMNS.value, dtype=torch.int32, device=slots.device)
     _scan_kernel[(batch, splits)](
         slots,
         num_sampled,
-        *texts[:4],
+        texts.members,
+        texts.tokens,
+        texts.documents,
+        texts.index,
+        len(texts.index),
         texts.members.stride(0),
         keys,
+        found,
         splits // TILE_SPLITS,
+        LAYOUT=texts.layout,
         TILE_SPLITS=TILE_SPLITS,
         TILE=TILE,
         num_warps=4,
     )
-    return keys
+    return keys, found
 
 
 def draft(
     slots: Tensor,
     keys: Tensor,
+    found: Tensor,
     texts: Texts,
     seeds: Tensor,
     temperature: Tensor,
@@ -730,7 +875,9 @@ def draft(
     _draft_kernel[(batch,)](
         slots,
         keys,
-        *texts,
+        found,
+        texts.members,
+        *texts.stored,
         texts.members.stride(0),
         seeds,
         temperature,
@@ -759,9 +906,26 @@ def retire(rows: Tensor, stops: Tensor, texts: Texts) -> None:
         rows,
         stops,
         stops.shape[1],
-        *texts[2:],
+        *texts.stored,
+        texts.index,
+        len(texts.index),
         FEATURES=texts.features.shape[0] > 0,
+        LAYOUT=texts.layout,
         ROW=rows.shape[1],
+        BLOCK=TILE,
+        num_warps=4,
+    )
+
+
+def index(numbers: Tensor, texts: Texts) -> None:
+    """Enter the output of documents into the index. numbers: int64 [N], the documents."""
+    _index_kernel[(numbers.shape[0],)](
+        numbers,
+        texts.tokens,
+        texts.documents,
+        texts.index,
+        len(texts.index),
+        LAYOUT=texts.layout,
         BLOCK=TILE,
         num_warps=4,
     )

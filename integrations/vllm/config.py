@@ -32,7 +32,7 @@ from rollout_spec.config import (
     drafts_with_model,
 )
 from rollout_spec.drafters import check_options
-from rollout_spec.drafters.registry import MAX_RESIDENT_TOKENS, has_options
+from rollout_spec.drafters.registry import MAX_INDEX_BYTES, MAX_RESIDENT_TOKENS, has_options
 from rollout_spec.features.format import FEATURE_WORDS
 from rollout_spec.integrations.vllm import compat
 
@@ -196,7 +196,7 @@ def _fits_on_device(vllm_config: Any, config: RolloutSpecConfig) -> bool:
     options = config.drafter_options
     tokens = vllm_config.scheduler_config.max_num_seqs * vllm_config.model_config.max_model_len
     tokens += options.get("max_resident_tokens", MAX_RESIDENT_TOKENS)
-    num_bytes = tokens * (4 + 8 * FEATURE_WORDS * bool(options.get("features", True)))
+    num_bytes = tokens * (4 + 8 * FEATURE_WORDS * bool(options.get("features", True))) + MAX_INDEX_BYTES
     return bool(num_bytes <= min(MAX_DEVICE_BYTES, MAX_DEVICE_SHARE * device_bytes()))
 
 

@@ -244,7 +244,7 @@ def _load_store(op: str, words: list[str], kind: str) -> Form:
 
 
 def _atomic(op: str, words: list[str], kind: str) -> Form:
-    space, value = words[1].upper(), {"add": "a + b", "or": "a | b"}[words[2]]
+    space, value = words[1].upper(), {"add": "a + b", "max": "a > b ? a : b", "or": "a | b"}[words[2]]
     address = "address64" if space == "GLOBAL" else "address32"
     return Form((kind,) if words[0] == "atom" else (), (address, kind), f"ATOMIC({space}, {C_TYPES[kind]}, {value})")
 

@@ -83,9 +83,10 @@ def drafting(**options):
     def draft():
         for tensor in drafter._last_drafts:
             tensor.fill_(-77)
-        keys = kernels.scan(slots, torch.ones_like(slots), drafter._texts)
-        drafted = drafter._draft(slots, keys, engine.seeds, engine.temperature, drafter._last_drafts)
-        return [tensor.tolist() for tensor in (keys, *drafted, *drafter._last_drafts)]
+        wanted = torch.ones_like(slots)
+        drafted = drafter._draft(slots, wanted, engine.seeds, engine.temperature, drafter._last_drafts)
+        found = kernels.scan(slots, wanted, drafter._texts)
+        return [tensor.tolist() for tensor in (*found, *drafted, *drafter._last_drafts)]
 
     expected = draft()
 

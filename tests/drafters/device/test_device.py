@@ -44,13 +44,17 @@ class Engine:
     """What the device drafter sees of an engine, and the reference beside it."""
 
     def __init__(self, max_requests=6, **options):
-        self.reference = ReferenceDrafter(max_draft_tokens=K, features=options.get("features", True))
         self.drafter = DeviceDrafter(
             max_requests=max_requests,
             max_model_len=MAX_LEN,
             device=torch.device("cpu"),
             max_draft_tokens=K,
             **{"max_resident_tokens": 2000, **options},
+        )
+        self.reference = ReferenceDrafter(
+            max_draft_tokens=K,
+            features=options.get("features", True),
+            num_buckets=len(self.drafter._texts.index),
         )
         self.history = torch.full((max_requests, MAX_LEN), 999, dtype=torch.int32)
         self.total_len = torch.zeros(max_requests, dtype=torch.int32)
@@ -107,9 +111,7 @@ class Engine:
         context, said = np.array(prompt[-32:], np.int32), np.array(tokens, np.int32)
         self.drafter.add_rollouts([Rollout(problem_of_prompt(prompt), version, context, said, features)])
         if tokens:
-            self.reference.start_request("added", prompt)
-            self.reference.extend("added", tokens, features)
-            self.reference.stop_request("added")
+            self.reference.add_rollout(problem_of_prompt(prompt), prompt[-32:], tokens, features)
 
     def propose(self, num_sampled=None):
         """Drafts and rates of the live requests, device and reference."""
@@ -132,12 +134,13 @@ class Engine:
         return expected
 
 
-TOKENS = st.lists(st.integers(0, 2), max_size=K + 1)
+TOKENS = st.lists(st.integers(0, 2), max_size=K + 1) | st.lists(st.integers(0, 9), min_size=9, max_size=12)
 OPERATIONS = st.lists(
     st.one_of(
         st.tuples(st.just("start"), st.integers(0, 2), st.booleans()),
         st.tuples(st.just("commit"), st.integers(0, 5), TOKENS),
         st.tuples(st.just("accept"), st.integers(0, 5), st.integers(0, K)),
+        st.tuples(st.just("retell"), st.integers(0, 2), st.integers(0, 30)),
         st.tuples(st.just("stop"), st.integers(0, 5), st.sampled_from([True, True, True, False])),
         st.tuples(st.just("add"), st.integers(0, 2), TOKENS),
         st.tuples(st.just("version"), st.none(), st.none()),
@@ -147,17 +150,21 @@ OPERATIONS = st.lists(
     max_size=40,
 )
 ENDED = [operation for i in range(3) for operation in (("start", i, False), ("commit", 0, [2]), ("stop", 0, True))]
-PROMPTS = [[0, 1, 2, 0, 1], [2, 2], [1]]
+PROMPTS = [[0, 1, 2, 0, 1], [2, 2, 0, 1, 2, 0, 1, 1], [1]]
 
 
 @pytest.mark.parametrize(
     ("num_examples", "options"), [(30, {}), (60, {"max_resident_tokens": 48}), (15, {"has_features": True})]
 )
-def test_drafts_and_rates_are_the_references(num_examples, options):
+def test_drafts_and_rates_are_the_references(num_examples, options, monkeypatch):
     """Requests of three problems start, get tokens, some as drafted, end and start again; others end elsewhere.
+
+    Some retell what others have said, also of other problems. Of the index's places many are taken by others again.
 
     Also in a pool that is nearly always full, where places are neither lost nor taken twice, and with features.
     """
+
+    monkeypatch.setattr(device, "MAX_INDEX_BYTES", 1024)
 
     @settings(
         max_examples=num_examples,
@@ -194,6 +201,10 @@ def check_against_reference(operations, random, *, has_features=False, **options
         elif name == "accept" and live:
             tokens = [*last.pop(live[a % len(live)], [])[:b], 1]
             engine.commit(live[a % len(live)], tokens, features(tokens))
+        elif name == "retell" and engine.free:
+            texts = [text.tokens for text in engine.reference.texts()] or [[]]
+            tokens = texts[b % len(texts)][-12:-1]
+            engine.commit(engine.start(PROMPTS[a]), tokens, features(tokens))
         elif name == "stop" and live:
             engine.stop(live[a % len(live)], keep=b)
         elif name == "add":
@@ -203,6 +214,7 @@ def check_against_reference(operations, random, *, has_features=False, **options
             engine.drafter.begin_policy_version(version)
             engine.reference.begin_policy_version(version)
         elif name == "evict" and engine.drafter._idle:
+            engine.reference.evict(next(iter(engine.drafter._idle)))
             engine.drafter._evict_oldest()
         elif name == "propose" and live and not is_bounded:
             drafts = engine.assert_same_drafts()
@@ -218,7 +230,7 @@ def check_pool(drafter):
     """Every text in the pool is one that ended in its problem, and no document is lost."""
     drafter._publish()
     num_held = sum(len(problem.pieces) for problem in drafter._problems.values())
-    assert num_held + len(drafter._free_documents) == len(drafter._texts.documents) - len(drafter._texts.problem)
+    assert num_held + len(drafter._free_documents) == len(drafter._texts.documents) - len(drafter._last_drafts.lengths)
     for problem in drafter._problems.values():
         ended = [rollout.read()[0].tolist() for rollout in drafter._archive.newest_first(problem.problem_id)]
         for document in problem.pieces:
@@ -226,6 +238,112 @@ def check_pool(drafter):
             text = drafter._texts.tokens[start : start + length].tolist()
             assert text in ended
             ended.remove(text)
+
+
+@pytest.mark.parametrize("of", ["live", "ended", "added"])
+def test_other_problems_texts_are_found_by_six_tokens(of):
+    """Wherever these are. What is not kept, or has left the device, is not found."""
+    said, prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13], [1, 2] * 20
+    engine = Engine()
+    if of == "added":
+        engine.add(prompt, said)
+    else:
+        other = engine.start(prompt)
+        engine.commit(other, said)
+    if of == "ended":
+        engine.stop(other)
+    request = engine.start([3, 4])
+    engine.commit(request, said[:5])
+    assert not engine.assert_same_drafts()[-1].token_ids.size
+    engine.commit(request, said[5:6])
+    assert engine.assert_same_drafts()[-1].token_ids.tolist() == said[6:]
+    engine.commit(request, said[6:7])
+    assert engine.drafter.source_counts()["shared"] == (1, 1)
+    assert engine.assert_same_drafts()[-1].token_ids.tolist() == said[7:]
+    if of == "live":
+        engine.stop(other, keep=False)
+    else:
+        engine.reference.evict(problem_of_prompt(prompt))
+        engine.drafter._evict_oldest()
+    assert not engine.assert_same_drafts()[-1].token_ids.size
+    if of != "live":  # another request of its problem brings it back
+        engine.start(prompt)
+        assert engine.assert_same_drafts()[0].token_ids.tolist() == said[7:]
+
+
+def test_what_others_must_not_see_they_do_not_find():
+    """Prompts, and requests on their own, which find nothing of others either. In the first slot somebody else has said
+    the same before.
+    """
+    said = [5, 6, 7, 8, 9, 10, 11]
+    engine = Engine()
+    tables = engine.history, engine.total_len, engine.seeds, engine.temperature
+
+    def say(slot, tokens, prompt=(1,), **options):
+        engine.drafter.start_request(slot, prompt, problem_id=slot, **options)
+        engine.total_len[slot] = len(prompt) + len(tokens)
+        engine.history[slot, : engine.total_len[slot]] = torch.tensor([*prompt, *tokens])
+        slots = torch.tensor([slot], dtype=torch.int32)
+        return engine.drafter.propose(slots, torch.ones_like(slots), *tables)[1]
+
+    say(0, said)
+    engine.drafter.stop_requests([EndedRequest(0, 1 + len(said), keep=False)])
+    assert not say(0, said, own_only=True).any()
+    assert not say(5, [], prompt=said).any()
+    assert not say(1, said[:6]).any()
+    say(2, said)
+    assert not say(3, said[:6], own_only=True).any()
+    assert say(4, said[:6])[0, 0] > 0
+
+
+def test_a_collision_of_hashes_is_no_match(monkeypatch):
+    """The index has a single hash here, and of the request's six tokens the last two are the same."""
+    monkeypatch.setattr(device, "MAX_INDEX_BYTES", 64)
+    engine = Engine()
+    engine.commit(engine.start([1]), [5, 6, 7, 8, 9, 10, 11])
+    engine.commit(engine.start([2]), [15, 16, 17, 18, 9, 10])
+    assert not engine.assert_same_drafts()[1].token_ids.size
+
+
+def test_stamps_that_are_used_up_begin_anew():
+    """What began before is then not found any more by others, and what begins later is."""
+    said, more = [5, 6, 7, 8, 9, 10, 11], [20, 21, 22, 23, 24, 25, 26]
+    engine = Engine()
+    engine.drafter._last_stamp = engine.drafter._max_stamp - 2
+    early = engine.start([1], problem_id=8)
+    engine.commit(early, said)
+    last, first = engine.start([2]), engine.start([3])
+    assert engine.drafter._last_stamp == 1
+    for request in (last, first):
+        engine.commit(request, said[:6])
+    assert not engine.propose()[2].any()
+    engine.commit(early, more)
+    engine.commit(engine.start([4], problem_id=16), [*said[:6], 12, *more[:6], 13])  # in the same column
+    _, drafts, rates, _ = engine.propose()
+    assert drafts[2, 0] == 12
+    assert not rates[1].any(), "it began before, so it finds nothing"
+    engine.commit(first, more[:6])
+    assert engine.propose()[1][2, 0] == 13
+
+
+def test_a_problem_comes_back_with_all_its_rollouts():
+    """Also where one came from elsewhere while it was away, or while it had no room on the device."""
+    engine = Engine(max_resident_tokens=32)
+    request = engine.start([0, 1])
+    engine.commit(request, [5, 6, 7])
+    engine.stop(request)
+    engine.drafter._evict_oldest()
+    engine.add([0, 1], [8, 9])
+    assert not engine.drafter._problems
+    request = engine.start([0, 1])
+    problem = engine.drafter._live[engine.live[request]].problem
+    assert resident(engine.drafter, problem) == [[0, 1, 8, 9], [0, 1, 5, 6, 7]]
+    engine.stop(request)
+    engine.add([0, 1], [3] * 28)
+    assert not engine.drafter._problems
+    problem = engine.drafter._live[engine.live[engine.start([0, 1])]].problem
+    assert resident(engine.drafter, problem)[0] == [0, 1, *[3] * 28]
+    engine.drafter.check_integrity()
 
 
 def test_unfinished_prompts_get_no_draft():
