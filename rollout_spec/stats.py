@@ -118,7 +118,7 @@ class SpeculationStats:
 
 
 def _add_positions(counts: list[int], lengths: list[int]) -> None:
-    """Add to the j-th count how many of the lengths are above j. In plain Python, which is faster for a few requests."""
+    """Add to the j-th count how many of the lengths are above j. Plain Python is faster for a few requests."""
     of_length = [0] * (max(lengths, default=0) + 1)
     for length in lengths:
         of_length[length] += 1
