@@ -8,8 +8,8 @@ the longest match in 17 dependent reads, but must be sorted again as every reque
 no state besides the texts: a token can be matched once it is stored, and dropping a text is freeing its memory. Its
 time grows with a problem's tokens: those of its live requests, and at most `max_problem_tokens` of ended rollouts.
 
-Other problems' texts are too many to be scanned, and little of them is of use: of each context of six tokens an index
-holds the newest place in a few problems (`kernels.Texts.index`). A request looks up its last six tokens, and what is
+Other problems' texts are too many to be scanned, and little of them is of use: of each context of three tokens an index
+holds the newest place in a few problems (`kernels.Texts.index`). A request looks up its last three tokens, and what is
 found there votes beside the matches of its own problem, with a small weight. The index has a fixed size: newer places
 overwrite older ones, and those whose text has gone are recognised by its stamp.
 

@@ -69,7 +69,7 @@ from rollout_spec.noise import host as noise
 from rollout_spec.types import Draft, Int32Array
 
 PROBABILITY = decoded_probabilities()
-ORDER, COLUMNS = 6, 8
+ORDER, COLUMNS = 3, 8
 """Tokens by which the index finds places, and places that it holds for them, each of other problems."""
 
 

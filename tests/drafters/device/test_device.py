@@ -241,7 +241,7 @@ def check_pool(drafter):
 
 
 @pytest.mark.parametrize("of", ["live", "ended", "added"])
-def test_other_problems_texts_are_found_by_six_tokens(of):
+def test_other_problems_texts_are_found_by_three_tokens(of):
     """Wherever these are. What is not kept, or has left the device, is not found."""
     said, prompt = [5, 6, 7, 8, 9, 10, 11, 12, 13], [1, 2] * 20
     engine = Engine()
@@ -253,13 +253,13 @@ def test_other_problems_texts_are_found_by_six_tokens(of):
     if of == "ended":
         engine.stop(other)
     request = engine.start([3, 4])
-    engine.commit(request, said[:5])
+    engine.commit(request, said[:2])
     assert not engine.assert_same_drafts()[-1].token_ids.size
-    engine.commit(request, said[5:6])
-    assert engine.assert_same_drafts()[-1].token_ids.tolist() == said[6:]
-    engine.commit(request, said[6:7])
+    engine.commit(request, said[2:3])
+    assert engine.assert_same_drafts()[-1].token_ids.tolist() == said[3 : 3 + K]
+    engine.commit(request, said[3:4])
     assert engine.drafter.source_counts()["shared"] == (1, 1)
-    assert engine.assert_same_drafts()[-1].token_ids.tolist() == said[7:]
+    assert engine.assert_same_drafts()[-1].token_ids.tolist() == said[4:]
     if of == "live":
         engine.stop(other, keep=False)
     else:
@@ -268,7 +268,7 @@ def test_other_problems_texts_are_found_by_six_tokens(of):
     assert not engine.assert_same_drafts()[-1].token_ids.size
     if of != "live":  # another request of its problem brings it back
         engine.start(prompt)
-        assert engine.assert_same_drafts()[0].token_ids.tolist() == said[7:]
+        assert engine.assert_same_drafts()[0].token_ids.tolist() == said[4:]
 
 
 def test_what_others_must_not_see_they_do_not_find():
@@ -297,7 +297,7 @@ def test_what_others_must_not_see_they_do_not_find():
 
 
 def test_a_collision_of_hashes_is_no_match(monkeypatch):
-    """The index has a single hash here, and of the request's six tokens the last two are the same."""
+    """The index has a single hash here, and of the request's last three tokens two are the same."""
     monkeypatch.setattr(device, "MAX_INDEX_BYTES", 64)
     engine = Engine()
     engine.commit(engine.start([1]), [5, 6, 7, 8, 9, 10, 11])
