@@ -56,7 +56,7 @@ class Archived:
     capacity: int  # size of `tokens` while the copy is under way
     tokens: Tensor  # int32: the end of the prompt and the output; after the output unused until `take_copy`
     features: Tensor  # int64 [tokens, FEATURE_WORDS] of them, or [0, FEATURE_WORDS]
-    fields: Tensor  # int64 [3]: its row in the table of documents
+    fields: Tensor  # int64 [3]: offset, length and prompt, as in the table of documents
     copied: torch.cuda.Event | None
     """Recorded after the copy from the device; None where there is none."""
     is_taken: bool = False

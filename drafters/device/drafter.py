@@ -9,15 +9,15 @@ no state besides the texts: a token can be matched once it is stored, and droppi
 time grows with a problem's tokens: those of its live requests, and at most `max_problem_tokens` of ended rollouts.
 
 Other problems' texts are too many to be scanned, and little of them is of use: of each context of three tokens an index
-holds the newest place in a few problems (`kernels.Texts.index`). A request looks up its last three tokens, and what is
-found there votes beside the matches of its own problem, with a small weight. The index has a fixed size: newer places
-overwrite older ones, and those whose text has gone are recognised by its stamp.
+holds a place in each of a few other problems (`kernels.Texts.index`). A request looks up its last three tokens, and
+what is found there votes beside the matches of its own problem, with a small weight. The index has a fixed size: texts
+that began, ended or came later overwrite others. A place whose text has gone is recognised by the text's stamp.
 
-The texts are one array, and what the target saw at each token (`rollout_spec.features`) is another beside it: a row
-per slot of the engine for the live requests, then a pool of fixed size for ended rollouts. A request that ends is
-copied from its row to the pool, and to the host. A problem's rollouts stay in the pool while it has live requests, and
-after that until the space is needed, or until one comes that ended in another engine; when requests of an evicted
-problem start, its newest rollouts are uploaded while the prompts are read.
+The texts are one array, and what the target saw at each token (`rollout_spec.features`) is another beside it: a row per
+slot of the engine for the live requests, then a pool of fixed size for ended rollouts. A request that ends is copied
+from its row to the pool, and to the host. A problem's rollouts stay in the pool while it has live requests, and after
+that until the space is needed; when requests of an evicted problem start, its newest rollouts are uploaded while the
+prompts are read.
 
 The host decides where texts lie, by the lengths that it knows and the order of its calls, so that all ranks decide
 alike. While it serves, it waits for the device in one case: a rollout is to be uploaded before its copy to the host has
@@ -47,7 +47,7 @@ from rollout_spec.history.rollout import Rollout
 
 MAX_MEMBERS = 255
 """Most documents of one problem that are scanned, newest first; ended ones are the first to be left out."""
-TOKENS_PER_DOCUMENT, TOKENS_PER_PROBLEM = 16, 1024
+TOKENS_PER_DOCUMENT, TOKENS_PER_PROBLEM = 16, 256
 """Pool tokens per entry of the table of documents, and of that of problems."""
 NO_PROBLEM = -(2**64)
 """Requests without a problem get ids from here downwards, apart from hashes and from callers' ids."""
@@ -240,8 +240,6 @@ class DeviceDrafter:
         self._num_requests += 1
         self._num_known_requests += self.knows(problem_id)
         if problem is None:
-            if not self._free_rows:
-                self._evict_oldest()
             problem = self._add_problem(problem_id)
             self._upload(problem)
         self._idle.pop(problem_id, None)
@@ -276,9 +274,10 @@ class DeviceDrafter:
                 raise ValueError(f"slot {request.slot} is free: start_request comes first")
         self._publish()
         retired: dict[int, _Retired] = {}
+        left: dict[int, _Problem] = {}
         for request in ended:
             live = self._leave(request.slot)
-            problem = live.problem
+            problem = left[live.problem.row] = live.problem
             if not request.keep:
                 problem.members.remove(request.slot)
                 continue
@@ -299,7 +298,7 @@ class DeviceDrafter:
             self.dropped_tokens += retired.pop(document).capacity
         if retired:
             self._retire(retired)
-        for problem in list(self._problems.values()):
+        for problem in left.values():
             self._mark_idle_if_unused(problem)
         kernels.halve_full(self._counts)
         self._archive.take_copies()
@@ -331,10 +330,10 @@ class DeviceDrafter:
     def add_rollouts(self, rollouts: Sequence[Rollout]) -> None:
         """Put rollouts into the history that ended elsewhere or earlier. They count as the newest, the last one most.
 
-        Their versions are those of this drafter; later ones than the present count as the present one. Those of
-        problems with live requests are uploaded, and so are those of others while there is room, as other problems
-        draft from them. A problem without live requests for which there is none leaves the device, and is uploaded with
-        all its rollouts when it is needed again. O(tokens).
+        Their versions are those of this drafter; later ones than the present count as the present one. They are
+        uploaded, also where no request of their problem is live, as other problems draft from them; problems that have
+        been idle longer make room. If an idle problem's rollout does not fit, the whole problem leaves the device, and
+        is uploaded with all its rollouts when it is needed again, as are those that have left already. O(tokens).
 
         Raises:
             ValueError: features have another shape than their tokens need.
@@ -354,15 +353,15 @@ class DeviceDrafter:
             order = self._num_started
             self._num_started += 1
             problem = self._problems.get(rollout.problem_id)
-            if problem is None and self._free_rows and not self._archive.knows(rollout.problem_id):
+            if problem is None and not self._archive.knows(rollout.problem_id):
                 problem = self._add_problem(rollout.problem_id)
-                self._mark_idle_if_unused(problem)
             archived = Archived(rollout.problem_id, order, version, tokens.size, *texts, fields, None, is_taken=True)
             self._archive.add(archived)
             if problem is None:
                 continue
-            is_idle = problem.num_live == 0
-            place = self._allocate(problem, tokens.size) if is_idle else self._place(problem, tokens.size)
+            self._idle.pop(rollout.problem_id, None)
+            place = self._place(problem, tokens.size)
+            self._mark_idle_if_unused(problem)
             if place is not None:
                 document, start = place
                 self._write_text(start, tokens, features)
@@ -371,7 +370,7 @@ class DeviceDrafter:
                 self._describe(document, problem, self._pool_start + start, tokens.size, rollout.context.size)
                 self._unindexed.append(document)
                 self._changed_problems[problem.row] = problem
-            elif is_idle:
+            elif problem.num_live == 0:
                 self._evict(problem)
 
     def _write_text(self, start: int, tokens: NDArray[np.int32], features: Features) -> None:
@@ -603,7 +602,9 @@ class DeviceDrafter:
         return live
 
     def _add_problem(self, problem_id: int) -> _Problem:
-        """A problem that is not on the device yet. There must be a free row."""
+        """A problem that is not on the device yet. Where there is no row for it, the one that is idle longest goes."""
+        if not self._free_rows:
+            self._evict_oldest()
         problem = self._problems[problem_id] = _Problem(problem_id, self._free_rows.pop())
         return problem
 
@@ -613,16 +614,20 @@ class DeviceDrafter:
         self._changed_documents[document] = (*fields, self._new_stamp(problem))
 
     def _new_stamp(self, problem: _Problem) -> int:
-        """The next text's stamp. Once in many millions of texts they are used up, and the index is emptied."""
+        """The next text's stamp."""
         if not problem.is_shared:
             return 0
-        if self._last_stamp == self._max_stamp:
+        self._reserve_stamps(1)
+        self._last_stamp += 1
+        return self._last_stamp
+
+    def _reserve_stamps(self, count: int) -> None:
+        """Where fewer are left, as once in many millions of texts, empty the index and begin anew."""
+        if self._last_stamp + count > self._max_stamp:
             self._texts.index.zero_()
             self._texts.documents[:, kernels.STAMP.value] = 0
             self._changed_documents = {document: (*row[:-1], 0) for document, row in self._changed_documents.items()}
             self._last_stamp = 0
-        self._last_stamp += 1
-        return self._last_stamp
 
     def _place(self, problem: _Problem, size: int) -> tuple[int, int] | None:
         """(document, first token in the pool) for a rollout of `size` tokens, None where there is no room.
@@ -659,7 +664,7 @@ class DeviceDrafter:
         if start is None:
             return None
         document = self._free_documents.pop()
-        self._changed_documents.pop(document, None)
+        self._changed_documents.pop(document, None)  # its end, which must not undo what `retire` is going to write
         return document, start
 
     def _forget(self, problem: _Problem, document: int) -> None:
@@ -691,6 +696,7 @@ class DeviceDrafter:
         most_stops = max(1, *(len(entry.ended.stop_token_ids) for entry in retired.values()))
         stops = np.full((len(retired), most_stops), -1, np.int32)
         rows = np.zeros((len(retired), kernels.RETIRED_FIELDS), np.int64)
+        self._reserve_stamps(len(retired))  # none of an earlier count is entered after the index was emptied
         for n, (document, (request, live, start, capacity)) in enumerate(retired.items()):
             stops[n, : len(request.stop_token_ids)] = request.stop_token_ids
             may_stop = live.prompt_length + max(request.min_tokens, 1)
@@ -759,7 +765,7 @@ class DeviceDrafter:
         self._side_is_ahead = True
 
     def _publish(self) -> None:
-        """Upload the rows of the device's tables that have changed."""
+        """Upload the rows of the device's tables that have changed, and index the texts that were uploaded."""
         if self._side is not None and self._side_is_ahead:
             torch.cuda.current_stream(self._device).wait_stream(self._side)
             self._side_is_ahead = False

@@ -47,7 +47,7 @@ SHARED_ORDER = tl.constexpr(3)
 """Tokens of context by which other problems' texts are found. Four and six gave fewer tokens per step on
 recorded rollouts."""
 COLUMNS = tl.constexpr(8)
-"""Texts that the index holds for a context, of different problems: each problem has one of the columns."""
+"""Texts that the index holds for a context, of different problems: each has the column `problem_id % COLUMNS`."""
 MAX_POSITION = tl.constexpr(2**31 - 1)
 SHARED_NUMBER = tl.constexpr(1 << 16)
 """Documents found in the index are numbered from here by column; those of the problem have lower numbers."""

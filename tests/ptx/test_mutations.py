@@ -122,7 +122,8 @@ def test_a_barrier_that_is_missing_is_caught(prepared, options, name):
     Triton 3.6 and 3.7 emit more of them. With 3.9 they are each program's first, before anything was stored, and those
     before a store of what is there already or to memory that nothing has read since the barrier before: in
     `_draft_kernel` those around the maximum of scores, which the argmax before has left, and the ones after an argmax,
-    which reads indexes last, while the next reduction begins where the values were.
+    which reads indexes last, while the next reduction begins where the values were. In `_scan_kernel` also those of the
+    index's few values, which each warp holds whole and stores alike.
     """
     driver.launched.clear()
     with changed_settings(check_races=True, limit=3_000_000):
@@ -138,7 +139,7 @@ def test_a_barrier_that_is_missing_is_caught(prepared, options, name):
                     continue
             missed.append((loaded, at))
     print(f"{name}: {len(barriers)} barriers, {len(missed)} not caught")
-    assert len(missed) <= len(barriers) // 3
+    assert len(missed) <= len(barriers) // (2 if name == "_scan_kernel" else 3)
     for loaded, at in missed:
         for seed in (1, 2, 3):
             with without_instruction(loaded, at), changed_settings(check_races=True, seed=seed):

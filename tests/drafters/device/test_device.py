@@ -340,10 +340,19 @@ def test_a_problem_comes_back_with_all_its_rollouts():
     assert resident(engine.drafter, problem) == [[0, 1, 8, 9], [0, 1, 5, 6, 7]]
     engine.stop(request)
     engine.add([0, 1], [3] * 28)
+    assert resident(engine.drafter, problem) == [[0, 1, *[3] * 28]]
+    engine.add([0, 1], [4] * 40)
     assert not engine.drafter._problems
-    problem = engine.drafter._live[engine.live[engine.start([0, 1])]].problem
-    assert resident(engine.drafter, problem)[0] == [0, 1, *[3] * 28]
     engine.drafter.check_integrity()
+
+
+def test_imported_problems_make_room_for_later_ones():
+    """The pool has room for two of 16 tokens each."""
+    engine = Engine(max_resident_tokens=32)
+    for i in range(4):
+        engine.add([i, i], [5] * 14)
+        engine.drafter.check_integrity()
+    assert list(engine.drafter._idle) == [problem_of_prompt([i, i]) for i in (2, 3)]
 
 
 def test_unfinished_prompts_get_no_draft():
