@@ -365,11 +365,7 @@ class DeviceDrafter:
             if place is not None:
                 document, start = place
                 self._write_text(start, tokens, features)
-                problem.members.insert(0, document)
-                problem.pieces[document] = (start, tokens.size)
-                self._describe(document, problem, self._pool_start + start, tokens.size, rollout.context.size)
-                self._unindexed.append(document)
-                self._changed_problems[problem.row] = problem
+                self._take_in(problem, document, start, tokens.size, rollout.context.size)
             elif problem.num_live == 0:
                 self._evict(problem)
 
@@ -598,6 +594,7 @@ class DeviceDrafter:
             raise ValueError(f"slot {slot} is free: start_request comes first")
         live.problem.num_live -= 1
         self._changed_problems[live.problem.row] = live.problem
+        # Without a stamp nobody finds it any more.
         self._changed_documents[slot] = (slot * self._max_model_len, 0, 0, live.problem.row, 0, 0)
         return live
 
@@ -612,6 +609,14 @@ class DeviceDrafter:
         """Write a text's row of the table of documents, with a new stamp."""
         fields = first, length, prompt_length, problem.row, problem.problem_id % kernels.COLUMNS.value
         self._changed_documents[document] = (*fields, self._new_stamp(problem))
+
+    def _take_in(self, problem: _Problem, document: int, start: int, size: int, prompt_length: int) -> None:
+        """Make a text that has been uploaded to the pool, at `start`, the newest of its problem."""
+        problem.members.insert(0, document)
+        problem.pieces[document] = (start, size)
+        self._describe(document, problem, self._pool_start + start, size, prompt_length)
+        self._unindexed.append(document)
+        self._changed_problems[problem.row] = problem
 
     def _new_stamp(self, problem: _Problem) -> int:
         """The next text's stamp."""
@@ -642,30 +647,19 @@ class DeviceDrafter:
             return None
         oldest = [document for document in reversed(problem.members) if document in problem.pieces]
         while True:
-            place = self._allocate(problem, size)
-            if place is not None:
-                return place
-            if self._idle and self._may_grow(problem, size):
+            fits = problem.num_resident + size <= self._max_problem_tokens and len(problem.pieces) < MAX_MEMBERS
+            if fits and self._free_documents:
+                start = self._pool.allocate(size)
+                if start is not None:
+                    document = self._free_documents.pop()
+                    self._changed_documents.pop(document, None)  # its end, which must not undo what `retire` writes
+                    return document, start
+            if fits and self._idle:
                 self._evict_oldest()
             elif oldest and problem.num_resident + self._pool.num_free >= size:
                 self._forget(problem, oldest.pop(0))
             else:
                 return None
-
-    def _may_grow(self, problem: _Problem, size: int) -> bool:
-        """Whether a problem stays within its bounds with another rollout of `size` tokens."""
-        return problem.num_resident + size <= self._max_problem_tokens and len(problem.pieces) < MAX_MEMBERS
-
-    def _allocate(self, problem: _Problem, size: int) -> tuple[int, int] | None:
-        """`_place` where nothing need be evicted; otherwise None."""
-        if not (self._may_grow(problem, size) and self._free_documents):
-            return None
-        start = self._pool.allocate(size)
-        if start is None:
-            return None
-        document = self._free_documents.pop()
-        self._changed_documents.pop(document, None)  # its end, which must not undo what `retire` is going to write
-        return document, start
 
     def _forget(self, problem: _Problem, document: int) -> None:
         """Free an ended rollout's place."""
@@ -747,11 +741,7 @@ class DeviceDrafter:
         self._write_text(start, *(np.concatenate([text[i] for text in texts[:count]]) for i in range(2)))
         ends = start + sizes[:count]
         for (tokens, _, prompt_length), end in reversed(list(zip(texts, ends.tolist(), strict=False))):
-            document, first = self._free_documents.pop(), end - tokens.size
-            problem.members.insert(0, document)
-            problem.pieces[document] = (first, tokens.size)
-            self._describe(document, problem, self._pool_start + first, tokens.size, prompt_length)
-            self._unindexed.append(document)
+            self._take_in(problem, self._free_documents.pop(), end - tokens.size, tokens.size, prompt_length)
 
     @contextlib.contextmanager
     def _on_side(self) -> Iterator[None]:

@@ -44,8 +44,8 @@ RETIRED_FIELDS = 7
 """Columns of a row of `retire`: slot, new document, its offset and capacity, two lengths, prompt included (the least at
 which a stop token ends the request, and the one at which it ends in any case), and the new document's stamp."""
 SHARED_ORDER = tl.constexpr(3)
-"""Tokens of context by which other problems' texts are found. Four and six gave fewer tokens per step on
-recorded rollouts."""
+"""Tokens of context by which other problems' texts are found. Four and six gave fewer tokens per step on recorded
+rollouts."""
 COLUMNS = tl.constexpr(8)
 """Texts that the index holds for a context, of different problems: each has the column `problem_id % COLUMNS`."""
 MAX_POSITION = tl.constexpr(2**31 - 1)
@@ -99,8 +99,8 @@ class Texts(NamedTuple):
     features: Tensor
     """int64 [T, FEATURE_WORDS], what the target saw at each token; of length 0 where it is not kept."""
     index: Tensor
-    """int64 [a power of two, COLUMNS], by a hash of SHARED_ORDER tokens where they were said last: the next token's
-    document and position; 0: nowhere."""
+    """int64 [a power of two, COLUMNS], by a hash of SHARED_ORDER tokens a place where they were said: the next token's
+    document and position, of the text with the largest stamp the last one; 0: nowhere."""
     layout: tuple[int, int]
     """Of its entries: how many of the lowest bits are the position, and from which bit on they are the document's
     stamp. Its number is between."""

@@ -373,7 +373,7 @@ class EngineLife(RuleBasedStateMachine):
             rollout.sampled = list(self.scheduler.requests[rollout.inner_id].output_token_ids)
 
     def _note_unfollowed(self) -> None:
-        """While drafting is off, the drafter hears no more of what has been scheduled, nor ever again of it."""
+        """Rollouts that are scheduled while drafting is off are not shown to the drafter later either."""
         for inner_id, rollout in self.waiting.items():
             request = self.scheduler.requests.get(inner_id)
             rollout.is_followed &= self.is_on or (request is not None and request.status == RequestStatus.WAITING)

@@ -291,11 +291,7 @@ def _hash(tokens: Sequence[int]) -> int:
     """murmur3_32 of some tokens, the last one first, without a seed and with the length of four words."""
     state = 0
     for token in reversed(tokens):
-        key = token * noise.C1 & noise.MASK
-        key = (key << 15 | key >> 17) * noise.C2 & noise.MASK
-        state ^= key
-        state = ((state << 13 | state >> 19) * 5 + noise.ADD) & noise.MASK
-        state ^= noise.LENGTH
+        state = noise._mix(state, token) ^ noise.LENGTH
         state = (state ^ state >> 16) * noise.FMIX1 & noise.MASK
         state = (state ^ state >> 13) * noise.FMIX2 & noise.MASK
     return state ^ state >> 16
